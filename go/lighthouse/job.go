@@ -20,8 +20,8 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// job is one job's share of a lighthouse: a machine of its own, and all who wait for it. Jobs share nothing but the
-// server's connections and its settings.
+// job is one job of a lighthouse: a machine of its own, and the pending requests. Jobs share nothing but the server's
+// connections and settings.
 type job struct {
 	server *Server
 	cfg    Config
@@ -31,35 +31,35 @@ type job struct {
 
 	// The server's lock guards these.
 	users  int       // calls and streams that use it
-	since  time.Time // when it was used last, or somebody of it was alive
+	since  time.Time // when it was last used, or last had a live member
 	served bool      // it has had a quorum, here or before the start
 
 	mu      sync.Mutex
 	machine *quorum.Machine
-	inUse   quorum.InUse // as the machine said last
+	inUse   quorum.InUse // as the machine last reported
 	waiters rpc.Waiters[quorum.WaiterID, answer]
 	streams streams
 	news    news
 	waitLog waitLog
-	board   *dashboard.Feed // what people see
-	stop    chan struct{}   // closed at the end
+	board   *dashboard.Feed // for the page and the API
+	stop    chan struct{}   // closed by close
 	stepped time.Time       // when the machine was fed last
 	wake    *time.Timer     // runs when the grace of a suspect is over
 	keeper  *keeper         // of the state on disk, nil if none is kept
-	heals   map[string]heal // what groups say of their heals
+	heals   map[string]heal // as the groups report them
 	probed  map[string]bool // members whose hosts are asked whether they have ended
-	blamed  int64           // the quorum of whose failure it was last told what it cost
+	blamed  int64           // the last quorum of a failure whose cost was reported
 	closed  bool
 
 	rendezvous *rendezvous.Machine // of torchrun's agents
 	nodes      rpc.Waiters[rendezvous.WaiterID, placed]
-	bell       *time.Timer // runs when time alone changes something there
-	kept       state       // what is to be on disk
+	bell       *time.Timer // runs at the next time at which its decision may change without an event
+	kept       state       // the state that the disk should hold
 
-	greeting *stream // that just greeted
+	greeting *stream // whose greeting is being handled
 
 	snapshot  snapshot // has a lock of its own
-	described int      // how often the machine was asked about itself: a test counts it
+	described int      // number of calls of describe, for a test
 }
 
 // answer ends the wait of one quorum request.
@@ -89,7 +89,7 @@ func newJob(s *Server, name string) *job {
 	return j
 }
 
-// close answers everybody who waits.
+// close answers all pending requests.
 func (j *job) close(reason error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -104,12 +104,12 @@ func (j *job) close(reason error) {
 	j.keeper.stop()
 }
 
-// refusals are the codes of what a waiter is refused for.
+// refusals are the status codes of the reasons why a request is refused.
 var refusals = map[quorum.Refusal]codes.Code{
 	quorum.Overtaken: codes.Aborted,
 	quorum.Replaced:  codes.AlreadyExists,
 	quorum.Behind:    codes.FailedPrecondition,
-	quorum.Outvoted:  codes.OutOfRange, // our members go to the next lighthouse for it, and for nothing else
+	quorum.Outvoted:  codes.OutOfRange, // for this code alone our members fail over to the next lighthouse
 	quorum.Unshown:   codes.OutOfRange, // the same
 	quorum.Outdated:  codes.Unavailable,
 	quorum.Left:      codes.FailedPrecondition,
@@ -130,12 +130,12 @@ func (j *job) quorum(ctx context.Context, asked quorum.Asked) (*delivery, error)
 		return a.delivered, a.err
 	case <-ctx.Done():
 	}
-	reason, err := j.giveUp(id)
+	reason, err := j.withdraw(id)
 	if err != nil {
 		return nil, err
 	}
 	select {
-	case a := <-answered: // it came at the last moment
+	case a := <-answered: // it arrived at the deadline
 		return a.delivered, a.err
 	default:
 		return nil, status.Errorf(status.FromContextError(ctx.Err()).Code(), "no quorum in time: %s", reason)
@@ -153,15 +153,15 @@ func (j *job) ask(asked quorum.Asked) (quorum.WaiterID, <-chan answer, error) {
 	return id, answered, j.step(asked)
 }
 
-// giveUp ends a wait and returns why there is no quorum.
-func (j *job) giveUp(id quorum.WaiterID) (reason string, err error) {
+// withdraw ends a request at its deadline, and returns the reason why there is no quorum.
+func (j *job) withdraw(id quorum.WaiterID) (reason string, err error) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	j.waiters.Drop(id)
 	if j.closed {
 		return "", errShutdown
 	}
-	reason = j.reason(time.Now()) // while it still counts as one that waits
+	reason = j.reason(time.Now()) // before it is withdrawn: the reason counts it, too
 	return reason, j.step(quorum.Withdrawn{Waiter: id})
 }
 
@@ -174,8 +174,8 @@ func (j *job) feed(event quorum.Event) error {
 	return j.step(event)
 }
 
-// safely uses the machine. One that panicked may be in any state: everyone who waits is told, and a fresh one begins.
-// Its ids start above the old ones, as after a restart. The caller holds mu.
+// safely calls the machine. After a panic the machine's state is unknown: all pending requests get an error, and a new machine
+// starts, with ids above the old ones, as after a restart. The caller holds mu.
 func (j *job) safely(use func()) (err error) {
 	sound := false
 	defer func() {
@@ -183,7 +183,7 @@ func (j *job) safely(use func()) (err error) {
 			j.machine = quorum.NewMachine(j.cfg.policy(), time.Now())
 			j.inUse, j.waitLog = quorum.InUse{}, waitLog{}
 			j.waiters.AnswerAll(answer{err: err})
-			j.streams.renew() // what their greetings said is forgotten
+			j.streams.renew() // the new machine does not know their greetings
 		}
 	}()
 	defer rpc.Recovered(j.log, "the lighthouse", &err)
@@ -192,7 +192,7 @@ func (j *job) safely(use func()) (err error) {
 	return nil
 }
 
-// describe is what the machine says about itself. The caller holds mu.
+// describe returns the machine's description of its state. The caller holds mu.
 func (j *job) describe(now time.Time) (status quorum.Status) {
 	j.described++
 	if err := j.safely(func() { status = j.machine.Describe(now) }); err != nil {
@@ -201,13 +201,13 @@ func (j *job) describe(now time.Time) (status quorum.Status) {
 	return status
 }
 
-// step gives the machine one event and does what it says. The caller holds mu. Nothing in here waits.
+// step feeds one event to the machine and carries out its actions. The caller holds mu, so step must not block.
 func (j *job) step(event quorum.Event) error {
 	return j.safely(func() {
 		now := time.Now()
 		if slept := now.Sub(j.stepped); slept > j.cfg.HeartbeatTimeout/2+j.cfg.QuorumTick {
-			// Ticks come all the time: this process was stopped, or its host slept, and heard nobody. The signs of life that
-			// came meanwhile are still to be read.
+			// Ticks come at a fixed interval: this process was stopped, or its host slept. Heartbeats that arrived meanwhile are
+			// not read yet, so the silence of this time must not count against members.
 			j.log.Warn("torchft: the lighthouse stood still", "for", slept)
 			j.do(quorum.Slept{For: slept}, now)
 		}
@@ -218,8 +218,8 @@ func (j *job) step(event quorum.Event) error {
 
 func (j *job) do(event quorum.Event, now time.Time) {
 	actions := j.machine.Step(event, now)
-	j.announce(actions, now) // before the quorum without those who failed
-	var deliver func()       // a quorum that only the disk can show to a restarted lighthouse
+	j.announce(actions, now) // failures are sent before the quorum without the failed members
+	var deliver func()       // sends a quorum that a restarted lighthouse could know from its disk only: after the disk has it
 	for _, action := range actions {
 		switch a := action.(type) {
 		case quorum.Deliver:
@@ -232,7 +232,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 				deliver = nil
 			}
 		case quorum.Redeliver:
-			j.log.Info("torchft: a quorum is sent once more, as its answer was lost", "quorum_id", a.Quorum.ID)
+			j.log.Info("torchft: a quorum is redelivered, because its answer was lost", "quorum_id", a.Quorum.ID)
 			j.waiters.Answer(a.Waiter, answer{delivered: newDelivery(a.Quorum, nil)})
 		case quorum.Refuse:
 			j.waiters.Answer(a.Waiter, answer{err: status.Error(refusals[a.Why], a.Reason)})
@@ -242,7 +242,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			j.greeting.refused = status.Error(codes.FailedPrecondition, a.Reason)
 		case quorum.Keep:
 			if a.Past.ID == 0 {
-				j.log.Info("torchft: the training has ended, as all of its groups said; what begins here next is another one")
+				j.log.Info("torchft: the training is complete, as all of its groups reported; the next quorum begins a new one")
 			}
 			j.kept.Highest, j.kept.Seat, j.kept.Past = a.Highest+stateAhead, a.Seat, a.Past
 			j.keeper.keep(j.kept)
@@ -258,7 +258,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 		case quorum.Probe:
 			j.probe(a)
 		case quorum.Doubted:
-			j.log.Warn("torchft: what a member says is not believed", "replica_id", a.ReplicaID, "reason", a.Reason)
+			j.log.Warn("torchft: a report of a member is ignored", "replica_id", a.ReplicaID, "reason", a.Reason)
 		case quorum.Waived:
 			j.log.Warn("torchft: A MEMBER IS GIVEN UP: "+risk, "replica_id", a.ReplicaID, "by", a.By)
 			j.board.Record(dashboard.Event{Time: now, Kind: dashboard.GivenUp, Left: []string{a.ReplicaID}, Reason: "given up by " + a.By})
@@ -288,7 +288,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 	if deliver != nil && !j.keeper.once(func() {
 		j.mu.Lock()
 		defer j.mu.Unlock()
-		deliver() // to those that are still there
+		deliver() // to the members that are still connected
 	}) {
 		deliver()
 	}
@@ -300,7 +300,7 @@ func (j *job) deliver(waiters []quorum.WaiterID, d *delivery) {
 	}
 }
 
-// recalled takes what a member knows of the last quorum.
+// recalled handles a member's answer to the question for the last quorum.
 func (j *job) recalled(from string, p *torchftpb.PastQuorum) error {
 	past := wire.PastFromProto(p)
 	if err := past.Validate(); err != nil {
@@ -317,7 +317,7 @@ func maxStep(q *quorum.Quorum) int64 {
 	return step
 }
 
-// some are the first names of a list: with thousands, nobody reads more.
+// some are the first names of a list, for logs: a list may have thousands.
 func some(names []string) []string {
 	const most = 8
 	if more := len(names) - most; more > 0 {
@@ -326,7 +326,7 @@ func some(names []string) []string {
 	return names
 }
 
-// status is what the machine says about itself, for people and dashboards.
+// status is the machine's description of its state, for people and dashboards.
 func (j *job) status() quorum.Status {
 	j.mu.Lock()
 	defer j.mu.Unlock()

@@ -292,7 +292,7 @@ func TestWhatAStreamRefuses(t *testing.T) {
 		"no name":        {[]*torchftpb.MemberMessage{greeting("")}, "replica_id"},
 		"a long name":    {[]*torchftpb.MemberMessage{greeting(strings.Repeat("x", 1025))}, "replica_id has 1025 bytes: allowed are 1024"},
 		"two greetings":  {[]*torchftpb.MemberMessage{greeting("a"), greeting("a")}, "one greeting"},
-		"nobody asks":    {[]*torchftpb.MemberMessage{greeting("a"), ask(&torchftpb.Ask{TimeoutUs: 1})}, "does not say who asks"},
+		"nobody asks":    {[]*torchftpb.MemberMessage{greeting("a"), ask(&torchftpb.Ask{TimeoutUs: 1})}, "the first request of a stream has no member"},
 		"no deadline":    {[]*torchftpb.MemberMessage{greeting("a"), ask(&torchftpb.Ask{Member: &torchftpb.QuorumMember{ReplicaId: "a"}})}, "timeout_us is 0"},
 		"another's name": {[]*torchftpb.MemberMessage{greeting("a"), ask(&torchftpb.Ask{TimeoutUs: 1, Member: &torchftpb.QuorumMember{ReplicaId: "b"}})}, `replica_id is "b"`},
 	} {

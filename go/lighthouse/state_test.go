@@ -126,7 +126,7 @@ func TestATrainingThatHasEndedOnPurposeIsNoPastOnDisk(t *testing.T) {
 	before := s.testAsk(t, "a", 7)
 	require.Equal(t, int64(3), quorum.TermOf(before.ID))
 	require.NoError(t, s.jobs["default"].feed(quorum.ShuttingDown{ReplicaID: "a", Finished: true}))
-	assert.Contains(t, log.String(), "the training has ended, as all of its groups said")
+	assert.Contains(t, log.String(), "the training is complete, as all of its groups reported")
 	assert.Empty(t, s.Status().Quorum)
 	s.Shutdown()
 

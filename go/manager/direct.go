@@ -83,7 +83,7 @@ func (d *direct) SayRecovered(r membership.Recovered) { d.server.recovered(r) }
 
 func (d *direct) SayCounted(c rankclient.Counted) { d.server.counted(c) }
 
-// Close ends the calls that wait, as the end of a connection does.
+// Close ends the pending calls, as the end of a connection does.
 func (d *direct) Close() error {
 	if !d.closed.Swap(true) {
 		d.deaf()

@@ -28,13 +28,13 @@ const (
 	votePhase   = "vote"   // from the first rank that votes to the last
 )
 
-// meters count what the group does. The server's lock guards the times; what is counted guards itself.
+// meters are the metrics of the group. The server's lock guards the times; the metrics are safe for concurrent use.
 type meters struct {
 	registry *prometheus.Registry
 
 	commits, lost, heals, healed, lostInRecovery prometheus.Counter
 
-	counts map[string]prometheus.Counter // of rankclient.Counters, by the names that ranks say
+	counts map[string]prometheus.Counter // of rankclient.Counters, by the names that ranks send
 
 	step     prometheus.Histogram // from one commit to the next
 	phases   map[string]prometheus.Observer
@@ -116,7 +116,7 @@ func (m *meters) observe(event round.Event, actions []round.Action, now time.Tim
 	}
 }
 
-// begins ends the current phase, and begins another one; empty: none.
+// begins ends the current phase, and begins another one, or none if empty.
 func (m *meters) begins(phase string, now time.Time) {
 	if m.began == phase {
 		return
@@ -127,7 +127,7 @@ func (m *meters) begins(phase string, now time.Time) {
 	m.began, m.since = phase, now
 }
 
-// failed drops the current phase: the time until a failure is not counted.
+// failed ends the current phase without a measurement: it did not come to its end.
 func (m *meters) failed() { m.began = "" }
 
 // voted counts a step on which all ranks voted.
@@ -145,7 +145,7 @@ func (m *meters) voted(step int64, committed bool, now time.Time) {
 	m.committed = now
 }
 
-// recovered counts what a recovery cost a rank. Unknown phases are counted as "other": a client must not create labels without bound.
+// recovered counts the duration of a rank's recovery. Unknown phases are counted as "other": a client must not create labels without bound.
 func (m *meters) recovered(r membership.Recovered) {
 	kind := "failure"
 	if r.Healed {
@@ -170,7 +170,7 @@ var knownPhases = map[string]bool{
 	"quorum": true, "reconfigure": true, "transfer": true, "load": true, "abort": true, "vote": true, "next step": true,
 }
 
-// handler serves the metrics, to clients that may call this server.
+// handler serves the metrics to authorized clients.
 func (s *Server) handler(gate *rpc.Gate) http.Handler {
 	mux := http.NewServeMux()
 	metrics := promhttp.HandlerFor(s.meters.registry, promhttp.HandlerOpts{MaxRequestsInFlight: 2, Timeout: scrapeTimeout})

@@ -19,16 +19,16 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// rankCall is a request that a rank waits for. The same code answers it whichever way it came: as a unary call (service.go), on a
-// stream (session.go) or from within this process (direct.go). Those convert it, call Server.begin, and end once they have
-// its answer.
+// rankCall is a pending request of a rank. The same code answers it on each of the three paths: a unary call (service.go), a
+// stream (session.go), and a call within this process (direct.go). They convert it, call Server.begin, and call end when they
+// have its answer.
 type rankCall struct {
 	kind               callKind
-	rankclient.Request        // of a vote the rank and the step, of the question for metadata the rank
+	rankclient.Request        // of a vote: rank and step; of a request for metadata: the rank
 	vote               bool   // of a vote
-	traceparent        string // of the rank's span; empty: it does not trace
+	traceparent        string // of the rank's span; empty: it is not traced
 	deadline           time.Time
-	conn               *connection // that the rank's life depends on; nil if it depends on none
+	conn               *connection // whose end is the end of the rank; nil if there is none
 
 	span *tracing.Span // until end
 
@@ -44,7 +44,7 @@ const (
 	quorumCall callKind = iota
 	voteCall
 	metadataCall
-	leaveCall   // of a session, which waits for the lighthouse and not for the machine
+	leaveCall   // of a session; it waits for the lighthouse, not for the machine
 	unknownCall // of a session
 )
 
@@ -79,7 +79,7 @@ func (s *Server) do(ctx context.Context, c rankCall) answer {
 		return c.end(a)
 	case <-ctx.Done():
 	}
-	s.giveUp(&c, ctx.Err())
+	s.abandon(&c, ctx.Err())
 	a := c.end(<-answered)
 	if a.err != nil && errors.Is(ctx.Err(), context.Canceled) {
 		a.err = status.FromContextError(ctx.Err()).Err() // as over a network
@@ -87,8 +87,8 @@ func (s *Server) do(ctx context.Context, c rankCall) answer {
 	return a
 }
 
-// begin feeds the machine a call. Its one answer goes, mostly under the server's lock, to a function that must not wait; it comes shortly
-// before the call's deadline at the latest, and may come before begin returns.
+// begin feeds a call to the machine. It has one answer, shortly before the call's deadline at the latest, perhaps before begin
+// returns. The function that gets it must not block: it is mostly called under the server's lock.
 func (s *Server) begin(c *rankCall, answered func(answer)) {
 	if c.kind == quorumCall && c.deadline.IsZero() {
 		answered(answer{err: status.Error(codes.InvalidArgument, "the quorum call has no deadline (grpc-timeout): it must have one")})
@@ -113,12 +113,13 @@ func (s *Server) begin(c *rankCall, answered func(answer)) {
 	})
 	s.step(s.eventOf(c))
 	if !c.answered {
-		c.expiry = rpc.AfterFunc(s.log, "the deadline of a call", func() { s.giveUp(c, context.DeadlineExceeded) })
+		c.expiry = rpc.AfterFunc(s.log, "the deadline of a call", func() { s.abandon(c, context.DeadlineExceeded) })
 		c.expiry.Reset(time.Until(c.lastMoment()))
 	}
 }
 
-// lastMoment is when a call without an answer is given up: before the rank stops listening, so that it still hears for whom it waited.
+// lastMoment is when a call without an answer is answered with an error: before the rank's own deadline, so that the rank still
+// receives the error, which names what it waited for.
 func (c *rankCall) lastMoment() time.Time {
 	if c.deadline.IsZero() {
 		return time.Now().Add(rpc.MaxWait)
@@ -130,7 +131,7 @@ func (c *rankCall) lastMoment() time.Time {
 	return sooner
 }
 
-// eventOf is what the machine hears of a call.
+// eventOf is the event of the machine for a call.
 func (s *Server) eventOf(c *rankCall) round.Event {
 	switch c.kind {
 	case quorumCall:
@@ -145,8 +146,8 @@ func (s *Server) eventOf(c *rankCall) round.Event {
 	}
 }
 
-// giveUp answers a call that has begun and has no answer yet: with the machine's words, which say what it waited for.
-func (s *Server) giveUp(c *rankCall, cause error) {
+// abandon answers a call that has no answer yet, with the machine's description of what it waits for.
+func (s *Server) abandon(c *rankCall, cause error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if c.answered || c.id == 0 {
@@ -156,7 +157,7 @@ func (s *Server) giveUp(c *rankCall, cause error) {
 	s.waiters.Answer(c.id, answer{err: status.FromContextError(cause).Err()})
 }
 
-// end returns a call's answer when its trace has it.
+// end records a call's answer in its span, and returns it.
 func (c *rankCall) end(a answer) answer {
 	if c.kind == voteCall && a.err == nil {
 		c.span.Set(attribute.Bool("torchft.committed", a.commit))

@@ -58,8 +58,8 @@ func (s sessions) Session(stream grpc.BidiStreamingServer[torchftpb.RankRequest,
 	}
 }
 
-// mostCalls are open at once in a session: a rank makes one quorum call and one vote at a time, and a few may be on their way
-// that it gave up.
+// mostCalls bounds the open calls of a session: a rank makes one quorum call and one vote at a time, and a few that it has
+// cancelled may still be open.
 const mostCalls = 64
 
 // openSession is one rank's stream and its calls in progress. It costs two goroutines, however many calls wait: one receives
@@ -213,7 +213,7 @@ func (o *openSession) giveUp(number uint64) {
 		cancel()
 		return
 	}
-	o.server.giveUp(&call.rankCall, context.Canceled)
+	o.server.abandon(&call.rankCall, context.Canceled)
 }
 
 // answer lets a call's answer be sent. It does not wait.

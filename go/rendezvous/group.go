@@ -8,7 +8,7 @@ import (
 	"time"
 )
 
-// stopTime is for agents to stop the workers of a round that is over: torchrun kills those that do not end within 30 s.
+// stopTime is the time that agents have to stop the workers of a round that has ended: torchrun kills those that do not end within 30 s.
 const stopTime = 35 * time.Second
 
 // group is one replica group.
@@ -19,36 +19,36 @@ type group struct {
 	nodes    map[string]*node
 	arrivals uint64
 
-	returning time.Time            // until when nodes may come that this machine has lost
-	left      map[string]time.Time // nodes that left, while requests of before may arrive
+	returning time.Time            // until then nodes may return that a machine without its state does not know
+	left      map[string]time.Time // nodes that left, as long as earlier requests of theirs may arrive
 
-	round   int64 // the last one that was released, 0 if none
-	size    int   // of it
+	round   int64 // the last released one, 0 if none
+	size    int   // nodes of that round
 	store   string
 	closed  bool
-	over    bool      // no round trains: one is to be released
-	since   time.Time // from when on a round could be released, or a larger one could be had; zero: it cannot
+	over    bool      // no round trains: one has to be released
+	since   time.Time // since when a round, or a larger one, has been possible; zero: it is not
 	until   time.Time // when the wait of since ends
 	told    bool      // nodes of the round should restart their workers
-	waiting int       // nodes that have asked and are there
-	reason  string    // why nothing is released
-	changed bool      // since the state was kept
-	stood   standing  // as the other groups know it
-	wake    time.Time // when time alone may change something, zero: never
+	waiting int       // connected nodes that have asked
+	reason  string    // why no round is released
+	changed bool      // since the state was last saved
+	stood   standing  // as last reported to the other groups
+	wake    time.Time // the next time at which a decision may change without an event, zero: never
 }
 
 // node is one agent.
 type node struct {
 	name, store string
-	ask         int64             // the highest that it said
-	placed      int64             // the ask that its round answered, 0 before the first
-	round       int64             // in which it was placed
-	rank, size  int               // there
-	at          string            // the store there: a lighthouse without its state may have given out a number twice
-	arrived     uint64            // when it asked, among the others
-	seen        map[WaiterID]View // of its requests that wait
-	away        time.Time         // since when it has none
-	broke       bool              // because the connection did
+	ask         int64             // the highest number of its requests
+	placed      int64             // the request that was answered with its round, 0 before the first
+	round       int64             // in which it has a place
+	rank, size  int               // in that round
+	at          string            // the store of that round: a lighthouse that lost its state may have used a round number twice
+	arrived     uint64            // order of its request among those of all nodes
+	seen        map[WaiterID]View // the answers that its pending requests know
+	away        time.Time         // since when it has no pending request
+	broke       bool              // its connection broke
 }
 
 func (n *node) asks() bool { return n.ask > n.placed }
@@ -65,7 +65,7 @@ func (n *node) expectedUntil(t Timing) time.Time {
 	return n.away.Add(t.Timeout)
 }
 
-// ready reports whether a node can be placed: it asks, and its connection is not broken.
+// ready reports whether a node can be placed: it has a pending request, and its connection is not broken.
 func (n *node) ready(now time.Time, t Timing) bool {
 	return n.asks() && (len(n.seen) > 0 || !n.broke && n.expected(now, t))
 }
@@ -83,7 +83,7 @@ func (g *group) trains() bool {
 	return false
 }
 
-// standing is what a group means for the others of its job.
+// standing is what the other groups of a job have to know of a group: which sizes they may have depends on it.
 type standing struct {
 	size   int  // number of nodes of its last round; 0: it has not trained, or does not again
 	trains bool // else it is between two rounds
@@ -96,7 +96,7 @@ func (g *group) stands() standing {
 	return standing{g.size, g.trains()}
 }
 
-// members are the nodes of the round that are known, by rank.
+// members are the known nodes of the round, by rank.
 func (g *group) members() (members []*node) {
 	for _, n := range g.nodes {
 		if g.current(n) {
@@ -107,7 +107,7 @@ func (g *group) members() (members []*node) {
 	return members
 }
 
-// deserted reports whether no node is there.
+// deserted reports whether no node is connected.
 func (g *group) deserted(now time.Time, t Timing) bool {
 	for _, n := range g.nodes {
 		if n.expected(now, t) {
@@ -117,7 +117,7 @@ func (g *group) deserted(now time.Time, t Timing) bool {
 	return true
 }
 
-// restart forgets all but the number of the round, which no store has seen twice.
+// restart forgets all but the number of the round: each store must see a number once at most.
 func (g *group) restart(s Settings) {
 	clear(g.nodes)
 	g.size, g.store = 0, ""
@@ -139,7 +139,7 @@ func (g *group) misfit(r Request) string {
 	return ""
 }
 
-// attend takes what a node says of itself.
+// attend handles the request of a node.
 func (g *group) attend(r Request, now time.Time, t Timing) *node {
 	n := g.nodes[r.Node]
 	if n == nil {
@@ -148,7 +148,7 @@ func (g *group) attend(r Request, now time.Time, t Timing) *node {
 	}
 	n.store = r.Store
 	if v := r.Seen; v.Round > 0 && v.Ask > n.placed {
-		// This machine was restarted without its state, or took the node for lost.
+		// This machine was restarted without its state, or has dropped the node.
 		if v.Round > g.round {
 			g.round, g.size, g.store, g.changed = v.Round, v.Size, v.Store, true
 			g.returning = now.Add(t.Timeout)
@@ -163,7 +163,7 @@ func (g *group) attend(r Request, now time.Time, t Timing) *node {
 	return n
 }
 
-// forget drops nodes that are lost.
+// forget drops nodes that have been away for too long.
 func (g *group) forget(now time.Time, t Timing) {
 	for name, n := range g.nodes {
 		if len(n.seen) == 0 && !now.Before(n.away.Add(t.Timeout)) {
@@ -227,7 +227,7 @@ func (g *group) decide(now time.Time, t Timing, others, had int) *Released {
 		g.grow(now, len(ready), trains, others)
 		return nil
 	}
-	// Workers of a round that has ended cannot train on: their agents stop them, and ask.
+	// Workers of a round that has ended cannot continue: their agents stop them, and ask for the next round.
 	g.told = again > 0
 	most := maxNodes
 	if others == 0 && g.largest(had, 0) > 0 {
@@ -275,7 +275,8 @@ func (g *group) grow(now time.Time, ready, trains, others int) {
 	g.reason = fmt.Sprintf("round %d trains with %s, and ends for a round of %d", g.round, nodes(trains), reach)
 }
 
-// release places the nodes of the last round first, by their ranks: the store stays where it is if its node does.
+// release places the nodes of the last round first, in the order of their ranks, so that rank 0 and its store stay where
+// they are.
 func (g *group) release(ready []*node, size int) *Released {
 	slices.SortFunc(ready, func(a, b *node) int {
 		if g.current(a) != g.current(b) {
@@ -300,7 +301,7 @@ func (g *group) release(ready []*node, size int) *Released {
 	return released
 }
 
-// view is what a node is told.
+// view is the answer to a node.
 func (g *group) view(n *node) View {
 	v := View{Ask: n.ask, Closed: g.closed}
 	if n.asks() || n.ask == 0 {
@@ -310,13 +311,13 @@ func (g *group) view(n *node) View {
 	if g.current(n) {
 		v.Store = g.store
 	}
-	if g.told || !g.current(n) { // the group ends its round, or went on without this node
+	if g.told || !g.current(n) { // the group ends its round, or continued without this node
 		v.Waiting = max(1, g.waiting)
 	}
 	return v
 }
 
-// next is when time alone may change something; zero: never.
+// next is the next time at which a decision may change without an event; zero: never.
 func (g *group) next(now time.Time, t Timing) (at time.Time) {
 	sooner := func(when time.Time) {
 		if when.After(now) && (at.IsZero() || when.Before(at)) {
@@ -336,7 +337,7 @@ func (g *group) next(now time.Time, t Timing) (at time.Time) {
 	return at
 }
 
-// missing says how many nodes a round needs.
+// missing describes how many nodes a round still needs.
 func (g *group) missing(ready, others int) string {
 	least := g.allowed[0]
 	if others > 0 {

@@ -65,5 +65,5 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
         for name, spread in result["seconds"][side].items():
             took = Spread(**spread)
             said = f"{took.text()} {verdict(took.median < GOAL_S)}" if side == ours else took.text()
-            rows.append([f"`{name}`" if side == ours else f"`{name}`, {upstream}", said])
+            rows.append([name if side == ours else f"{name}, {upstream}", said])
     return markdown_table(["command", f"s (goal < {GOAL_S})"], rows)

@@ -19,11 +19,11 @@ _HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
 
 
 class HostMemory:
-    """Memory that is about to be filled: in huge pages, where the system has them.
+    """Memory for received tensors: in huge pages, where the system has them.
 
-    To touch memory for the first time in pages of 4 KB takes longer than to copy there what arrives; in pages of 2 MB
-    it does not (docs/healing.md). Tensors in a row lie in one area, since most are smaller than such a page. An area
-    goes back to the system with the last of its tensors.
+    The first use of memory in pages of 4 KB takes longer than copying the received bytes there; in pages of 2 MB
+    it does not (docs/healing.md). Consecutive tensors share an area, since most are smaller than such a page. An area
+    is returned to the system with the last of its tensors.
     """
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class HostMemory:
 
 
 def check_room(nbytes: int, what: str) -> None:
-    """Looks whether a state that is on devices fits into memory of the host, where nobody has reserved any for it.
+    """Checks whether a state on devices fits into host memory, which has not been allocated for it.
 
     Raises:
         CheckpointError: it does not
@@ -66,7 +66,7 @@ def check_room(nbytes: int, what: str) -> None:
 
 
 def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> Optional[int]:
-    """Bytes that can be allocated before the host or this container runs out; None if nobody says.
+    """Bytes that can be allocated before the host or this container runs out; None if unknown.
 
     Args:
         proc: where the host's figures are
@@ -99,7 +99,7 @@ def _cgroup_available(folder: Path, limit_file: str, usage_file: str) -> Optiona
         usage = int((folder / usage_file).read_text())
         for line in (folder / "memory.stat").read_text().splitlines():
             if line.startswith(("inactive_file ", "total_inactive_file ")):
-                usage -= int(line.split()[1])  # page cache that goes when it is needed
+                usage -= int(line.split()[1])  # page cache that the kernel frees on demand
                 break
         return max(0, int(limit) - usage)
     except (OSError, ValueError, IndexError):

@@ -1,4 +1,4 @@
-"""The checkpoint that is offered now, its readers, and the requests that wait for the next one."""
+"""The checkpoint that is offered, its readers, and the requests that wait for the next one."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Unavailable(Exception):
 class Source:
     """The one place where requests, the training thread and shutdown meet.
 
-    A checkpoint is offered between `publish` or `allow` and `disallow`. If it is copied, those who ask for its very
-    step get the copy afterwards too, until all of its receivers have it, the next comes, or `keep` seconds have passed.
+    A checkpoint is offered between `publish` or `allow` and `disallow`. If it is copied, requests for its step
+    get the copy afterwards, too, until all receivers have it, the next is offered, or `keep` seconds have passed.
 
     Args:
         keep: seconds that a checkpoint is kept after `disallow`
@@ -48,7 +48,7 @@ class Source:
         self._served: Counter[str] = collections.Counter()
         self._drop_at = float("inf")
         self._refused: Optional[Tuple[int, str]] = None  # a step that has no state to send, and why
-        self._retired: List[Offer] = []  # replaced; to be freed by a thread that has the time
+        self._retired: List[Offer] = []  # replaced; freed by `drop_old`
 
     def publish(
         self, step: int, checkpoint: Checkpoint, receivers: int, copy: bool, role: Role = Role.ASSIGNED
@@ -73,7 +73,7 @@ class Source:
             self._set_offer(step, offer)
 
     def refuse(self, step: int, reason: str) -> None:
-        """Says to those who ask for a step that it has no state."""
+        """Answers requests for a step with the reason why it has no state."""
         with self._cond:
             self._refused = step, reason
             self._cond.notify_all()
@@ -112,9 +112,9 @@ class Source:
     def disallow(self, timeout: float) -> None:
         """From its return on, nobody reads the caller's tensors.
 
-        Where they are copied, only the copy must be complete, and nothing at all if every receiver has what it needs.
-        Otherwise readers get `timeout` seconds to end, and no more once every receiver has it. Those who take longer
-        are cut off: a slow peer must not hold up the training here.
+        If they are copied, it waits for the copy, and for nothing if every receiver has the state. Otherwise it waits
+        for the readers, at most `timeout` seconds and not after every receiver has the state; the connections of
+        remaining readers are closed: a slow peer must not delay the training here.
 
         Raises:
             TimeoutError: the tensors are still in use; they must not be changed
@@ -127,7 +127,7 @@ class Source:
                 self._allowed = False
                 self._drop_at = time.monotonic() + (self._keep if self._role is Role.ASSIGNED else 0.0)
             if not offer.copies and self._role is Role.ASSIGNED:
-                # whoever reads still when all receivers have it is none of them
+                # remaining readers are no receivers: these all have it
                 checkpoint = offer.checkpoint
                 self._cond.wait_for(lambda: self._readers == 0 or self._all_received(checkpoint), timeout)
             keep_copy = offer.copies and not self._all_received(offer.checkpoint)
@@ -136,9 +136,9 @@ class Source:
             self._cond.notify_all()  # readers that came meanwhile wait for the copy, which is complete now
 
     def drop_old(self, now: float) -> None:
-        """Frees what nobody needs any more: a copy that all receivers have, and all of a checkpoint of some age.
+        """Frees a copy that all receivers have, and an old checkpoint.
 
-        To be called now and then, by a thread that has the time: it takes some to give much memory back.
+        For a background thread, from time to time: returning much memory to the system takes a while.
         """
         unneeded: List[object] = []  # freed without the lock
         with self._cond:

@@ -1,7 +1,7 @@
 """Which samples of LocalSGD and DiLoCo count: those of inner steps whose average is committed. Pure, and free of torch.
 
-Groups that step by themselves cut each batch as their last quorum was, and agree on nothing between two averages. So a
-sample may be lost with the group that trained on it, or with an average that fails. It is counted here then.
+Between two averages the groups divide each batch as in their last quorum, and do not communicate. So a sample may be
+lost with the group that trained on it, or with an average that fails. Such samples are counted here.
 """
 
 from __future__ import annotations

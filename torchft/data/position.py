@@ -1,13 +1,13 @@
-"""What each step of a job trains on, whoever takes part in it. Pure, and free of torch.
+"""The samples of each step of a job, independent of its participants. Pure, and free of torch.
 
 An epoch is a permutation of the dataset. A *batch* is a slice of it, and a *unit* a slice of a batch: so units depend
-on nothing but the :class:`Plan` and the :class:`Position`. The groups of a quorum cut the units of one batch among
-themselves (:meth:`Plan.share`); a step that is not committed is divided again in the next quorum, from the same units.
+only on the :class:`Plan` and the :class:`Position`. The groups of a quorum divide the units of one batch
+(:meth:`Plan.share`); a step that is not committed is divided again in the next quorum, from the same units.
 The position is state like the weights: it advances when a step is committed, it arrives with a heal, and a checkpoint
 holds both. This is what makes each sample part of exactly one step of the weights that a job ends with, once an
 epoch.
 
-A batch never reaches over the end of an epoch. The last one of an epoch holds what is left, and its weights are of
+A batch never reaches over the end of an epoch. The last one of an epoch holds the remainder, and its weights are of
 its own size: each step is the mean over its samples. The job has ended at the position after the last batch of the
 last epoch.
 """
@@ -27,7 +27,7 @@ _MOST = 2**63 - 1  # numbers travel in 64 bits
 
 
 class PositionDiffers(ValueError):
-    """A position that was saved, or that a peer is at, is none of this plan."""
+    """A saved position, or that of a peer, does not belong to this plan."""
 
 
 class SamplesDiffer(RuntimeError):

@@ -20,7 +20,7 @@ _LONGEST = 4096  # bytes of a request
 
 
 class Control:
-    """Answers requests of other processes. To be looked after by the job's own loop, and closed."""
+    """Answers requests of other processes. The loop of the job calls `look`, and closes it."""
 
     def __init__(self) -> None:
         self.path = _folder() / f"{os.getpid()}.sock"

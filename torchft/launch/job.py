@@ -44,7 +44,7 @@ class Member:
     restart_at: float | None = None
     leaving: bool = False
     given_up: str = ""  # why it is not started again
-    end_by: float | None = None  # when it gets SIGTERM, if it has not left after a drain
+    end_by: float | None = None  # time of its SIGTERM, unless it has left before
     replica_id: str = ""  # as the lighthouse knows it
     history: deque[tuple[float, int]] = field(default_factory=deque)  # (seconds, step)
 

@@ -36,7 +36,7 @@ _libc = ctypes.CDLL(None)  # before the fork: nothing is imported or loaded in t
 
 
 def tree(pid: int) -> list[int]:
-    """The process and everything below it, parents first."""
+    """The process and its descendants, parents first."""
     parents = {child: parent for child, parent, _ in _processes()}
     found = [pid]
     for known in found:  # grows while it is walked
@@ -45,7 +45,7 @@ def tree(pid: int) -> list[int]:
 
 
 def kill_tree(process: subprocess.Popen[bytes]) -> list[int]:
-    """SIGKILL for a process and everything below it, as if their machine had lost power.
+    """Sends SIGKILL to a process and all of its descendants, as if their host had failed.
 
     Returns their pids. torchrun gives each worker a session of its own, so a signal to the process
     group of the agent would miss them.
@@ -53,7 +53,7 @@ def kill_tree(process: subprocess.Popen[bytes]) -> list[int]:
     if process.poll() is not None:
         return []
     pids = [process.pid]
-    while True:  # until stopping what is there finds nothing new: a stopped process cannot fork
+    while True:  # until no new process is found: a stopped process cannot fork
         for pid in pids:
             _signal(pid, signal.SIGSTOP)
         found = tree(process.pid)
@@ -67,7 +67,7 @@ def kill_tree(process: subprocess.Popen[bytes]) -> list[int]:
 
 
 def alive(pids: list[int]) -> list[int]:
-    """Those of the processes that still run. One that only waits to be reaped does not."""
+    """The processes that still run, without zombies."""
     return [pid for pid, _, state in _processes() if pid in pids and state not in "ZX"]
 
 

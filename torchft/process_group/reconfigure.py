@@ -4,12 +4,11 @@ Every group has a handle, a JSON object that travels to the peers with the quoru
 
     {"id": "…", "store": "host:port", "global_rank": 3, "spread": true, "group_rank": 0}
 
-`id` names the group object, `store` is a TCPStore that this group hosts. `layout`, if there is one, is a digest of what
-this group is going to reduce; the text is in the store, under `layout/{digest}`. `implementation`, if there is one, is
-that of NCCL: peers must have the same. The handles of a quorum come in
-the order of the ranks; a peer's rank is the index of its own handle. All meet at the store of one of
-them: that of handle 0, or, when every handle carries the mark `spread`, that of handle
-`group_rank mod n`, so that one replica group does not serve the rendezvous of all ranks.
+`id` names the group object, `store` is a TCPStore that this group hosts. `layout`, if there is one, is a digest of the
+layout of the tensors that this group will reduce; its text is in the store, under `layout/{digest}`. `implementation`,
+if there is one, is that of NCCL: peers must have the same. Handles are in the order of the ranks, so a peer's rank is
+the index of its handle. All peers meet in one store: that of handle 0, or, if every handle has the mark `spread`, that
+of handle `group_rank mod n`, so that no replica group serves the rendezvous of all ranks.
 """
 
 from __future__ import annotations
@@ -56,13 +55,13 @@ else:
 # PyTorch's uuid is a signed 64 bit integer.
 MAX_UUID = 2**63 - 1
 
-# Those of PyTorch's NCCL backend that a group may use. A handle that names none has the older one, or is none of NCCL.
+# Implementations of PyTorch's NCCL backend. A handle without one is of the legacy backend, or not of NCCL.
 LEGACY, NCCL2 = "legacy", "nccl2"
 
 
 @dataclass(frozen=True)
 class Handle:
-    """One peer, as the others see it."""
+    """What the other peers know of one."""
 
     id: str
     store: str
@@ -115,7 +114,7 @@ class Handle:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where a group stands among its new peers, and where they meet."""
+    """The rank of a group among its new peers, and the store in which they meet."""
 
     store: str
     rank: int
@@ -124,7 +123,7 @@ class Rendezvous:
 
 
 def plan_rendezvous(handles: object, own_handle: str, group_rank: Optional[int]) -> Rendezvous:
-    """What `handles` mean for the group whose handle is `own_handle`.
+    """The rendezvous of the group whose handle is `own_handle`.
 
     Raises:
         ValueError: the handles are not an ordered sequence of distinct torchft handles with our own
@@ -167,7 +166,7 @@ def say_implementations(ours: str, theirs: Mapping[int, str]) -> str:
 
 
 def _host_of(peers: list[Handle], group_rank: int) -> int:
-    """The index of the handle whose store all peers use; all of them must come to the same answer."""
+    """The index of the handle whose store all peers use: the same on every peer."""
     if not all(peer.spread for peer in peers):
         return 0
     # Peers that disagree are not ranks of one quorum (somebody uses the groups by hand): with
@@ -191,8 +190,8 @@ def host_store(timeout: timedelta) -> tuple[TCPStore, str]:
 
 
 def meeting_store(store_addr: str, world_size: int, timeout: timedelta) -> Store:
-    """What the peers of a group meet at. Who has none connects with nobody: PyTorch's stores ask the name server with
-    each connection, and the last one of a job would wait for a lost answer.
+    """The store in which the peers of a group meet. A group without peers opens no connection: PyTorch's stores ask the
+    name server at each connection, and the last group of a job would wait for a lost answer.
 
     Args:
         store_addr, timeout: as of create_store_client.

@@ -14,7 +14,7 @@ import (
 // mostBytes limits the pending lines, to some thousand.
 const mostBytes = 1 << 20
 
-// LastLines is how long a process that ends waits for its last lines to be written.
+// LastLines is how long an ending process waits until its last lines are written.
 const LastLines = time.Second
 
 var dropped atomic.Int64
@@ -63,7 +63,7 @@ func (w *Writer) Write(line []byte) (int, error) {
 	return len(line), nil
 }
 
-// pass writes what is pending.
+// pass writes the pending lines.
 func (w *Writer) pass() {
 	var lines []byte
 	for {

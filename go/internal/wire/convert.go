@@ -1,4 +1,4 @@
-// Package wire converts between the messages of package torchftpb and what the machines and the servers know: members, quorums,
+// Package wire converts between the messages of package torchftpb and the types of the machines and servers: members, quorums,
 // changes of a list, requests, results, failures. Each direction of a conversion is beside the other one.
 package wire
 
@@ -54,7 +54,7 @@ func MemberToProto(m quorum.Member) *torchftpb.QuorumMember {
 	return p
 }
 
-// CheckRequest reports a request that no server takes, because its member says too much of itself.
+// CheckRequest returns an error for a request that every server would refuse, because its member is too large.
 func CheckRequest(request proto.Message, m *torchftpb.QuorumMember) error {
 	n := proto.Size(request)
 	if n <= rpc.MaxRequest {
@@ -100,12 +100,12 @@ func StateFromProto(p state) quorum.State {
 	return quorum.State{Step: p.GetStep(), CommittedQuorumID: p.GetCommittedQuorumId(), CommitFailures: p.GetCommitFailures()}
 }
 
-// AskToProto is an ask with a state, and nothing else.
+// AskToProto is a request with a state, without its other fields.
 func AskToProto(s quorum.State) *torchftpb.Ask {
 	return &torchftpb.Ask{Step: s.Step, CommittedQuorumId: s.CommittedQuorumID, CommitFailures: s.CommitFailures}
 }
 
-// statesToProto is the state that is common to a list, and those of the others.
+// statesToProto is the most common state of a list, and the states of members that differ from it.
 func statesToProto(s quorum.States) *torchftpb.QuorumStates {
 	p := &torchftpb.QuorumStates{
 		Step: s.Common.Step, CommittedQuorumId: s.Common.CommittedQuorumID, CommitFailures: s.Common.CommitFailures,

@@ -14,7 +14,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// partSize is the approximate size of a part of a change, in bytes before compression, which makes it a fifth or so. A list is sent in
+// partSize is the approximate size in bytes of a part of a change, before compression to about a fifth. A list is sent in
 // parts so that flow control stops the sender at a peer that reads slowly, before the whole list is in the sender's buffers. Smaller
 // parts cost more wakeups.
 const partSize = 512 << 10
@@ -43,7 +43,7 @@ func ChangeToProto(c quorum.Change) (parts []*torchftpb.ListChange) {
 	return parts
 }
 
-// packFrom is the size in bytes from which a part is compressed.
+// packFrom is the size in bytes from which on a part is compressed.
 const packFrom = 1 << 10
 
 // Pack compresses a part of at least packFrom bytes.

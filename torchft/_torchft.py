@@ -19,11 +19,18 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from operator import index
 from typing import Any
 
+from torchft._records import (
+    MemberFailure,
+    Quorum,
+    QuorumMember,
+    QuorumRequest,
+    QuorumResult,
+    Timestamp,
+    integer,
+)
 from torchft._security import security
 from torchft.addresses import announced_host
 
@@ -43,7 +50,6 @@ __all__ = [
 
 LOG_LEVEL_ENV = "TORCHFT_LOG_LEVEL"
 
-_INT64_MAX = 2**63 - 1
 _MICROSECOND = timedelta(microseconds=1)
 _LONGEST = timedelta(days=36500) // _MICROSECOND  # what Go's durations hold, and for ever to everyone else
 
@@ -79,14 +85,6 @@ def _micros(name: str, value: timedelta) -> int:
     return min(us, _LONGEST)
 
 
-def _integer(name: str, value: int, least: int) -> int:
-    if not isinstance(value, int):
-        raise TypeError(f"{name}={value!r} is not allowed; allowed: an int")
-    if not least <= value <= _INT64_MAX:
-        raise ValueError(f"{name}={value!r} is not allowed; allowed: at least {least} and at most {_INT64_MAX}")
-    return value
-
-
 class _Native:
     """An object that lives in the Go core: a handle, released by ``_release`` or with the last reference."""
 
@@ -109,186 +107,6 @@ class _Native:
         # In a forked child the object belongs to the parent; its threads do not exist here.
         if getattr(self, "_handle", 0) and not self._go.forked():
             self._release()
-
-
-@dataclass
-class Timestamp:
-    """A point in time since the Unix epoch.
-
-    Args:
-        seconds: whole seconds.
-        nanos: nanoseconds on top of them.
-    """
-
-    seconds: int = 0
-    nanos: int = 0
-
-
-@dataclass
-class QuorumMember:
-    """One replica group, as it asked to take part in a quorum.
-
-    Args:
-        replica_id: who it is; unique in the job, and new after each restart.
-        address: of its manager server.
-        store_address: of its store.
-        step: the step it is at.
-        world_size: ranks in the group.
-        shrink_only: whether it wants no newcomers in the quorum.
-        data: what its user attached; None if nothing.
-    """
-
-    replica_id: str = ""
-    address: str = ""
-    store_address: str = ""
-    step: int = 0
-    world_size: int = 0
-    shrink_only: bool = False
-    data: dict[str, Any] | None = None
-
-
-@dataclass
-class Quorum:
-    """The replica groups that train the next step together.
-
-    Args:
-        quorum_id: grows when the set of members changes, and never repeats in the life of a job.
-        participants: ordered by ``replica_id``.
-        created: when the lighthouse decided on it.
-    """
-
-    quorum_id: int = 0
-    participants: list[QuorumMember] = field(default_factory=list)
-    created: Timestamp = field(default_factory=Timestamp)
-
-
-@dataclass
-class QuorumRequest:
-    """What a rank says when it asks for a quorum.
-
-    Args:
-        group_rank: this rank in its group, at least 0.
-        step: the step this rank is at. Two requests that differ in it alone are equal.
-        checkpoint_metadata: where this rank serves its checkpoint, for those that heal from it.
-        shrink_only: accept no newcomers into the quorum.
-        commit_failures: failed commits in a row of this rank.
-        init_sync: at step 0, everyone but the primary heals from it.
-        reconfigure_handle: of this rank's process group; empty if it has none.
-        group_world_size: ranks that this rank believes its group has; the server refuses it if it differs from its own.
-            0 says nothing.
-        committed_quorum_id: in which this rank's weights were made; -1: in none since it began, 0: it does not say.
-        replays_failed_steps: this rank replays a step that failed. A group does, for the others, if all its ranks do.
-        drain: this rank was told to leave. All ranks of its group hear of it with the result.
-        traceparent: the W3C trace context of the step and the vote on it; empty: this rank does not trace.
-    """
-
-    group_rank: int
-    step: int = field(compare=False)
-    checkpoint_metadata: str
-    shrink_only: bool
-    commit_failures: int
-    init_sync: bool = True
-    reconfigure_handle: str = ""
-    group_world_size: int = 0
-    committed_quorum_id: int = 0
-    replays_failed_steps: bool = False
-    drain: bool = False
-    traceparent: str = field(default="", compare=False)
-
-    def as_upstream(self) -> dict[str, Any]:
-        """Those that upstream's ``ManagerClient._quorum`` takes."""
-        return {name: getattr(self, name) for name in _UPSTREAM_REQUEST}
-
-    def _to_json(self) -> str:
-        said: dict[str, Any] = {}
-        for named in fields(self):
-            if named.name == "traceparent":  # another one at each step, said by a call of its own
-                continue
-            value = getattr(self, named.name)
-            if named.type == "int":
-                value = _integer(named.name, index(value), -_INT64_MAX - 1)
-            elif named.type == "bool":
-                value = bool(value)
-            elif not isinstance(value, str):
-                raise TypeError(f"{named.name}={value!r} is not allowed; allowed: a str")
-            said[named.name] = value
-        return json.dumps(said)
-
-
-_UPSTREAM_REQUEST = (
-    "group_rank",
-    "step",
-    "checkpoint_metadata",
-    "shrink_only",
-    "commit_failures",
-    "init_sync",
-    "reconfigure_handle",
-)
-
-
-@dataclass
-class QuorumResult:
-    """What one rank of a replica group has to do about a quorum.
-
-    Args:
-        quorum_id: of the quorum; the process group is rebuilt when it changes.
-        replica_rank: of this group among the participants.
-        replica_world_size: number of participants.
-        recover_src_manager_address: manager of the group to heal from; empty unless ``heal``.
-        recover_src_replica_rank: rank of that group; None unless ``heal``.
-        recover_dst_replica_ranks: groups that heal from this one.
-        store_address: rendezvous store of this rank.
-        max_step: largest step among the participants.
-        max_replica_rank: of this group among those at ``max_step``; None if it is behind.
-        max_world_size: number of participants at ``max_step``.
-        heal: whether this group has to heal.
-        commit_failures: largest number of failed commits in a row that a participant reported.
-        replica_ids: of the participants, in order.
-        reconfigure_handles: of this rank in each participant, in order; empty unless all sent theirs.
-        replicas_without_handles: participants that sent none.
-        committed_quorum_id: in which the weights of ``max_step`` were made; -1: in none since their groups began, 0:
-            not every participant says it.
-        replay: this group may reduce again what it kept of ``max_step``: it is up to date, and all participants replay.
-        helper_manager_addresses: managers of further groups that offer ``max_step`` to this one; empty unless ``heal``.
-        help_dst_replica_ranks: groups that heal from another one, and ask this one for what both have alike.
-        draining: this group was asked to leave, and this is its last step.
-    """
-
-    quorum_id: int = 0
-    replica_rank: int = 0
-    replica_world_size: int = 1
-    recover_src_manager_address: str = ""
-    recover_src_replica_rank: int | None = None
-    recover_dst_replica_ranks: list[int] = field(default_factory=list)
-    store_address: str = ""
-    max_step: int = 0
-    max_replica_rank: int | None = None
-    max_world_size: int = 1
-    heal: bool = False
-    commit_failures: int = 0
-    replica_ids: list[str] = field(default_factory=list)
-    reconfigure_handles: list[str] = field(default_factory=list)
-    replicas_without_handles: list[str] = field(default_factory=list)
-    committed_quorum_id: int = 0
-    replay: bool = False
-    helper_manager_addresses: list[str] = field(default_factory=list)
-    help_dst_replica_ranks: list[int] = field(default_factory=list)
-    draining: bool = False
-
-
-@dataclass(frozen=True)
-class MemberFailure:
-    """A member of a quorum has failed, as the lighthouse knows it.
-
-    Args:
-        quorum_id: of the quorum that it was in.
-        replica_id: of the replica group.
-        reason: in words.
-    """
-
-    quorum_id: int
-    replica_id: str
-    reason: str
 
 
 class _Server(_Native):
@@ -350,10 +168,10 @@ class ManagerServer(_Server):
             hostname,
             bind,
             store_addr,
-            _integer("world_size", world_size, 1),
+            integer("world_size", world_size, 1),
             _micros("heartbeat_interval", heartbeat_interval),
             _micros("connect_timeout", connect_timeout),
-            _integer("quorum_retries", quorum_retries, 0),
+            integer("quorum_retries", quorum_retries, 0),
             security(),
         )
 
@@ -408,7 +226,7 @@ class ManagerClient(_Native):
             further: what upstream does not have. All others, too, are as in :class:`QuorumRequest`.
         """
         request = QuorumRequest(
-            _integer("group_rank", group_rank, 0),
+            integer("group_rank", group_rank, 0),
             step,
             checkpoint_metadata,
             shrink_only,
@@ -493,7 +311,7 @@ class ManagerClient(_Native):
         return go.run(
             go.pyapi_ManagerCheckpointMetadataStart,
             self._handle,
-            _integer("rank", rank, 0),
+            integer("rank", rank, 0),
             _micros("timeout", timeout),
         )
 
@@ -513,7 +331,7 @@ class ManagerClient(_Native):
         timeout_us = _micros("timeout", timeout)
         prepared = self._votes.get(group_rank)
         if prepared is None:
-            prepared = go.pyapi_ManagerVotePrepare(self._handle, _integer("group_rank", group_rank, 0))
+            prepared = go.pyapi_ManagerVotePrepare(self._handle, integer("group_rank", group_rank, 0))
             other = self._votes.setdefault(group_rank, prepared)
             if other != prepared:  # another thread was faster
                 go.pyapi_Forget(prepared)
@@ -602,10 +420,10 @@ class LighthouseServer(_Server):
             "pyapi_LighthouseServerStart",
             bind,
             announced_host(),
-            _integer("min_replicas", min_replicas, 1),
-            _integer("join_timeout_ms", 100 if join_timeout_ms is None else join_timeout_ms, 0),
-            _integer("quorum_tick_ms", 100 if quorum_tick_ms is None else quorum_tick_ms, 1),
-            _integer("heartbeat_timeout_ms", 5000 if heartbeat_timeout_ms is None else heartbeat_timeout_ms, 1),
+            integer("min_replicas", min_replicas, 1),
+            integer("join_timeout_ms", 100 if join_timeout_ms is None else join_timeout_ms, 0),
+            integer("quorum_tick_ms", 100 if quorum_tick_ms is None else quorum_tick_ms, 1),
+            integer("heartbeat_timeout_ms", 5000 if heartbeat_timeout_ms is None else heartbeat_timeout_ms, 1),
             security(),
             state_dir or "",
         )
@@ -660,7 +478,7 @@ class LighthouseClient(_Native):
                 address,
                 store_address,
                 step,
-                _integer("world_size", world_size, 0),
+                integer("world_size", world_size, 0),
                 shrink_only,
                 "" if data is None else json.dumps(data),
                 _micros("timeout", timeout),

@@ -160,7 +160,7 @@ func callFailed(err error) error {
 	return err
 }
 
-// quorumResult is a result with the fields of its one source under the names of QuorumResult in torchft/_torchft.py.
+// quorumResult is a result with the fields of its one source under the names of QuorumResult in torchft/_records.py.
 type quorumResult struct {
 	recovery.Result
 	RecoverSrcManagerAddress string `json:"recover_src_manager_address"`

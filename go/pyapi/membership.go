@@ -61,7 +61,7 @@ func LighthouseHeartbeatStart(handle int64, replicaID string, timeoutUs int64) (
 	}), nil
 }
 
-// The JSON of a quorum has the attributes of Quorum, QuorumMember and Timestamp in torchft/_torchft.py.
+// The JSON of a quorum has the attributes of Quorum, QuorumMember and Timestamp in torchft/_records.py.
 type (
 	quorumJSON struct {
 		QuorumID     int64         `json:"quorum_id"`

@@ -176,7 +176,7 @@ func ManagerSayCounted(handle, groupRank int64, name string, number int64) (foun
 	return true, nil
 }
 
-// notice has a kind, and the attributes of MemberFailure in torchft/_torchft.py under the same names.
+// notice has a kind, and the attributes of MemberFailure in torchft/_records.py under the same names.
 type notice struct {
 	Kind      string `json:"kind"`
 	QuorumID  int64  `json:"quorum_id"`

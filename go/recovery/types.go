@@ -10,7 +10,7 @@ type Source struct {
 	ManagerAddress string
 }
 
-// Result is what one rank has to do about a quorum. The tags are the names of QuorumResult in torchft/_torchft.py, which
+// Result is what one rank has to do about a quorum. The tags are the names of QuorumResult in torchft/_records.py, which
 // it travels to as JSON: what is left out there is that class's default, an empty list or None.
 type Result struct {
 	QuorumID         int64 `json:"quorum_id"`

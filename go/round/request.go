@@ -7,7 +7,7 @@ import (
 )
 
 // Request is what a rank says when it asks for the next quorum. The tags are the names of QuorumRequest in
-// torchft/_torchft.py, which it travels from as JSON.
+// torchft/_records.py, which it travels from as JSON.
 type Request struct {
 	GroupRank          int64  `json:"group_rank"`
 	Step               int64  `json:"step"`

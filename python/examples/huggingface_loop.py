@@ -4,9 +4,10 @@ The Trainer sees a world of one process: use one process a group (`torchrun --np
 """
 
 import os
+from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments  # pyrefly: ignore[missing-import]
 
 from torchft import Manager, Optimizer
 from torchft.process_group import ProcessGroupGloo
@@ -25,10 +26,17 @@ class Model(torch.nn.Module):
 
 model = Model()
 adam = torch.optim.Adam(model.parameters())
+
+
+def load_state_dict(state: Any) -> None:
+    net.load_state_dict(state["net"])
+    adam.load_state_dict(state["adam"])
+
+
 manager = Manager(
     pg=ProcessGroupGloo(),
+    load_state_dict=load_state_dict,
     state_dict=lambda: {"net": net.state_dict(), "adam": adam.state_dict()},
-    load_state_dict=lambda state: (net.load_state_dict(state["net"]), adam.load_state_dict(state["adam"])),
     min_replica_size=1,
 )
 
@@ -38,7 +46,7 @@ class Step(TrainerCallback):
         manager.start_quorum()  # the Trainer never calls the optimizer's zero_grad
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        for work in [manager.allreduce(p.grad) for p in model.parameters()]:
+        for work in [manager.allreduce(p.grad) for p in model.parameters() if p.grad is not None]:
             work.wait()
 
     def on_step_end(self, args, state, control, **kwargs):

@@ -1,6 +1,8 @@
 """Lightning with torchft: manual optimization on one device; its strategies for several devices fail as a whole."""
 
-import lightning
+from typing import Any
+
+import lightning  # pyrefly: ignore[missing-import]
 import torch
 
 from torchft import DistributedDataParallel, Manager, Optimizer
@@ -8,10 +10,17 @@ from torchft.process_group import ProcessGroupGloo
 
 net = torch.nn.Linear(8, 2)
 adam = torch.optim.Adam(net.parameters())
+
+
+def load_state_dict(state: Any) -> None:
+    net.load_state_dict(state["net"])
+    adam.load_state_dict(state["adam"])
+
+
 manager = Manager(
     pg=ProcessGroupGloo(),
+    load_state_dict=load_state_dict,
     state_dict=lambda: {"net": net.state_dict(), "adam": adam.state_dict()},
-    load_state_dict=lambda state: (net.load_state_dict(state["net"]), adam.load_state_dict(state["adam"])),
     min_replica_size=1,
 )
 
@@ -29,12 +38,12 @@ class Module(lightning.LightningModule):
 
     def training_step(self, batch, index):
         self.optimizer.zero_grad()
-        self.manual_backward(self.net(batch).sum())
+        self.manual_backward(self.net(batch[0]).sum())
         self.optimizer.step()
         self.trainer.should_stop = manager.current_step() >= 100
 
 
-data = torch.utils.data.DataLoader(torch.rand(1000, 8), batch_size=4)
+data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.rand(1000, 8)), batch_size=4)
 options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 trainer = lightning.Trainer(accelerator="cpu", devices=1, max_epochs=-1, **options)
 trainer.fit(Module(), data)

@@ -1,0 +1,201 @@
+"""The records that cross to and from the Go core: quorums, requests for them, results, failures.
+
+Their attributes have the names of the JSON tags in Go (go/round, go/recovery, go/pyapi).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields
+from operator import index
+from typing import Any
+
+_INT64_MAX = 2**63 - 1
+
+
+def integer(name: str, value: int, least: int) -> int:
+    """The value, if Go's int64 holds it and it is at least ``least``."""
+    if not isinstance(value, int):
+        raise TypeError(f"{name}={value!r} is not allowed; allowed: an int")
+    if not least <= value <= _INT64_MAX:
+        raise ValueError(f"{name}={value!r} is not allowed; allowed: at least {least} and at most {_INT64_MAX}")
+    return value
+
+
+@dataclass
+class Timestamp:
+    """A point in time since the Unix epoch.
+
+    Args:
+        seconds: whole seconds.
+        nanos: nanoseconds on top of them.
+    """
+
+    seconds: int = 0
+    nanos: int = 0
+
+
+@dataclass
+class QuorumMember:
+    """One replica group, as it asked to take part in a quorum.
+
+    Args:
+        replica_id: unique in the job, and new after each restart.
+        address: of its manager server.
+        store_address: of its store.
+        step: the step it is at.
+        world_size: ranks in the group.
+        shrink_only: whether the quorum must have no newcomers.
+        data: attached by its user; None if there is none.
+    """
+
+    replica_id: str = ""
+    address: str = ""
+    store_address: str = ""
+    step: int = 0
+    world_size: int = 0
+    shrink_only: bool = False
+    data: dict[str, Any] | None = None
+
+
+@dataclass
+class Quorum:
+    """The replica groups that train the next step together.
+
+    Args:
+        quorum_id: grows when the set of members changes, and never repeats in the life of a job.
+        participants: ordered by ``replica_id``.
+        created: when the lighthouse decided on it.
+    """
+
+    quorum_id: int = 0
+    participants: list[QuorumMember] = field(default_factory=list)
+    created: Timestamp = field(default_factory=Timestamp)
+
+
+@dataclass
+class QuorumRequest:
+    """A rank's request for a quorum.
+
+    Args:
+        group_rank: this rank in its group, at least 0.
+        step: the step this rank is at. Two requests that differ in it alone are equal.
+        checkpoint_metadata: where this rank serves its checkpoint, for groups that heal from it.
+        shrink_only: accept no newcomers into the quorum.
+        commit_failures: failed commits in a row of this rank.
+        init_sync: at step 0, all groups but the primary heal from it.
+        reconfigure_handle: of this rank's process group; empty if it has none.
+        group_world_size: number of ranks of the group; the server refuses one that differs from its own. 0: not known.
+        committed_quorum_id: in which this rank's weights were made; -1: in none since it began, 0: not known.
+        replays_failed_steps: this rank replays failed steps. Its group does if all of its ranks do.
+        drain: this rank was asked to leave. All ranks of its group get that with the result.
+        traceparent: the W3C trace context of the step and the vote on it; empty: this rank does not trace.
+    """
+
+    group_rank: int
+    step: int = field(compare=False)
+    checkpoint_metadata: str
+    shrink_only: bool
+    commit_failures: int
+    init_sync: bool = True
+    reconfigure_handle: str = ""
+    group_world_size: int = 0
+    committed_quorum_id: int = 0
+    replays_failed_steps: bool = False
+    drain: bool = False
+    traceparent: str = field(default="", compare=False)
+
+    def as_upstream(self) -> dict[str, Any]:
+        """The arguments of upstream's ``ManagerClient._quorum``."""
+        return {name: getattr(self, name) for name in _UPSTREAM_REQUEST}
+
+    def _to_json(self) -> str:
+        said: dict[str, Any] = {}
+        for named in fields(self):
+            if named.name == "traceparent":  # another one at each step, sent by a call of its own
+                continue
+            value = getattr(self, named.name)
+            if named.type == "int":
+                value = integer(named.name, index(value), -_INT64_MAX - 1)
+            elif named.type == "bool":
+                value = bool(value)
+            elif not isinstance(value, str):
+                raise TypeError(f"{named.name}={value!r} is not allowed; allowed: a str")
+            said[named.name] = value
+        return json.dumps(said)
+
+
+_UPSTREAM_REQUEST = (
+    "group_rank",
+    "step",
+    "checkpoint_metadata",
+    "shrink_only",
+    "commit_failures",
+    "init_sync",
+    "reconfigure_handle",
+)
+
+
+@dataclass
+class QuorumResult:
+    """The part of one rank in a quorum.
+
+    Args:
+        quorum_id: of the quorum; the process group is rebuilt when it changes.
+        replica_rank: of this group among the participants.
+        replica_world_size: number of participants.
+        recover_src_manager_address: manager of the group to heal from; empty unless ``heal``.
+        recover_src_replica_rank: rank of that group; None unless ``heal``.
+        recover_dst_replica_ranks: groups that heal from this one.
+        store_address: rendezvous store of this rank.
+        max_step: largest step among the participants.
+        max_replica_rank: of this group among those at ``max_step``; None if it is behind.
+        max_world_size: number of participants at ``max_step``.
+        heal: whether this group has to heal.
+        commit_failures: largest number of failed commits in a row that a participant reported.
+        replica_ids: of the participants, in order.
+        reconfigure_handles: of this rank in each participant, in order; empty unless all sent theirs.
+        replicas_without_handles: participants that sent none.
+        committed_quorum_id: in which the weights of ``max_step`` were made; -1: in none since their groups began, 0:
+            not every participant sends it.
+        replay: this group may reduce again what it kept of ``max_step``: it is up to date, and all participants replay.
+        helper_manager_addresses: managers of this group's additional sources; empty unless ``heal``.
+        help_dst_replica_ranks: groups that heal from another one, and use this one as an additional source.
+        draining: this group was asked to leave, and this is its last step.
+    """
+
+    quorum_id: int = 0
+    replica_rank: int = 0
+    replica_world_size: int = 1
+    recover_src_manager_address: str = ""
+    recover_src_replica_rank: int | None = None
+    recover_dst_replica_ranks: list[int] = field(default_factory=list)
+    store_address: str = ""
+    max_step: int = 0
+    max_replica_rank: int | None = None
+    max_world_size: int = 1
+    heal: bool = False
+    commit_failures: int = 0
+    replica_ids: list[str] = field(default_factory=list)
+    reconfigure_handles: list[str] = field(default_factory=list)
+    replicas_without_handles: list[str] = field(default_factory=list)
+    committed_quorum_id: int = 0
+    replay: bool = False
+    helper_manager_addresses: list[str] = field(default_factory=list)
+    help_dst_replica_ranks: list[int] = field(default_factory=list)
+    draining: bool = False
+
+
+@dataclass(frozen=True)
+class MemberFailure:
+    """A failed member of a quorum, as reported by the lighthouse.
+
+    Args:
+        quorum_id: of the quorum that it was in.
+        replica_id: of the replica group.
+        reason: in words.
+    """
+
+    quorum_id: int
+    replica_id: str
+    reason: str

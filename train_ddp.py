@@ -134,7 +134,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--steps", type=int, default=2000, help="the job ends with the epoch in which there are so many")
-    add("--batch-size", type=int, default=64, help="images of a step, whoever takes part in it")
+    add("--batch-size", type=int, default=64, help="images of a step, for all groups together")
     add("--micro-batch-size", type=int, default=16, help="images of a forward and backward pass")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--isolated", action="store_true", help="run the operations between the groups in a process of their own")

@@ -121,7 +121,7 @@ class TheEnd(Exception):
 class Job(Manager):
     """Looks at each quorum that DiLoCo asks for, whether the job ends with it.
 
-    Whoever is in a quorum sees the same step, and how many groups were up to date: so all leave together, with the same
+    All members of a quorum see the same step and number of groups that are up to date, so all leave together, with the same
     global parameters, and nobody while a group heals. While one is missing, the others train on for at most `overtime`
     steps, so that it finds someone to heal from.
     """

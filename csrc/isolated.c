@@ -92,7 +92,7 @@ static void copy_streaming(char *to, const char *source, size_t size) {
     _mm_stream_si128(into + 2, c);
     _mm_stream_si128(into + 3, d);
   }
-  _mm_sfence(); /* before the other process is told */
+  _mm_sfence(); /* before the message to the other process */
 #endif
   memcpy(to, source, size);
 }

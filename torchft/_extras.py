@@ -28,7 +28,7 @@ class Extras:
         """This step does something that cannot be done again."""
 
     def register_gradients(self, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """What an optimizer will read: a replay must reach all of it."""
+        """The tensors that an optimizer will read: a replay must reach all of them."""
 
     def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Its parameters and its state of them have the same bits in all groups: compared, and healed in pieces."""
@@ -49,7 +49,7 @@ class Extras:
 
     @property
     def had_quorum(self) -> bool:
-        """Whether the process group has had peers; that of a stand-in that does not tell always has."""
+        """Whether the process group has had peers; that of a stand-in without this method always has."""
         return not self._tells_quorum or self._manager._quorum_id != -1
 
     def share_buffer(self, buffer: torch.Tensor) -> None:
@@ -62,6 +62,6 @@ class Extras:
 
 
 def extras_of(manager: Any) -> Extras:
-    """What a wrapper calls besides the public methods of its Manager; ask when the wrapper is made."""
+    """The calls of a wrapper beside the public methods of its Manager; obtained when the wrapper is made."""
     extras = getattr(manager, "_extras", None)
     return extras if isinstance(extras, Extras) else Extras(manager)

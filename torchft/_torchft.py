@@ -201,7 +201,7 @@ class ManagerClient(_Native):
         if addr is None or connect_timeout is None:
             given = {"addr": addr, "connect_timeout": connect_timeout}
             raise TypeError(f"ManagerClient: missing {' and '.join(n for n, v in given.items() if v is None)}")
-        # What is prepared for the calls of each step: the request it was prepared with, and its handle. Threads may
+        # Prepared for the calls of each step: the request it was prepared with, and its handle. Threads may
         # vote for several ranks at the same time, so each has its own.
         self._round: tuple[QuorumRequest | None, int] = (None, 0)
         self._votes: dict[int, int] = {}
@@ -298,7 +298,7 @@ class ManagerClient(_Native):
         return notice.pop("kind"), MemberFailure(**notice)
 
     def _suspect(self, quorum_id: int, replica_id: str) -> None:
-        """Tells the lighthouse that a collective failed, and whom this rank suspects; empty if it cannot tell."""
+        """Reports a failed collective to the lighthouse, with the suspected peer; empty: not known."""
         self._go.pyapi_ManagerSuspect(self._handle, quorum_id, replica_id)
 
     def _say_progress(self, group_rank: int, waits: bool, what: str) -> None:
@@ -306,7 +306,7 @@ class ManagerClient(_Native):
         self._go.pyapi_ManagerSayProgress(self._handle, group_rank, waits, what)
 
     def _checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
-        """What group rank ``rank`` announced as ``checkpoint_metadata`` in its last quorum."""
+        """The value that group rank ``rank`` announced as ``checkpoint_metadata`` in its last quorum."""
         go = self._go
         return go.run(
             go.pyapi_ManagerCheckpointMetadataStart,
@@ -343,11 +343,11 @@ class ManagerClient(_Native):
         self._go.run(self._go.pyapi_ManagerLeaveStart, self._handle, _micros("timeout", timeout))
 
     def _say_healing(self, group_rank: int, received: int, total: int) -> None:
-        """How many bytes of a peer's state have come, of how many."""
+        """Reports the progress of a heal: the received bytes of a peer's state, and all of them."""
         self._go.pyapi_ManagerSayHealing(self._handle, group_rank, received, total)
 
     def _say_counted(self, group_rank: int, name: str, number: int) -> None:
-        """What the manager server has a counter for, and how often this rank has seen it since it said so last.
+        """Adds to a counter of the manager server: the number of events in this rank since its last call.
 
         Raises:
             ValueError: there is no counter of this name.
@@ -365,7 +365,7 @@ class ManagerClient(_Native):
         steps_lost: int,
         phases: dict[str, float],
     ) -> None:
-        """What a heal, or the failure of a peer in ``quorum_id``, cost: seconds by phase."""
+        """Reports the cost of a heal, or of a peer's failure in ``quorum_id``: seconds by phase."""
         self._go.pyapi_ManagerSayRecovered(
             self._handle, group_rank, healed, quorum_id, step, nbytes, steps_lost, json.dumps(list(phases.items()))
         )
@@ -504,7 +504,7 @@ class _LighthouseCommand(_Server):
 
 
 def lighthouse_main() -> None:
-    """The ``torchft_lighthouse`` command: serves until SIGINT or SIGTERM, then tells all who wait to ask again.
+    """The ``torchft_lighthouse`` command: serves until SIGINT or SIGTERM; clients retry pending requests.
 
     Exits with 2 when an argument is not understood or not allowed, and with 1 when the server does not start.
     """

@@ -1,12 +1,11 @@
 """The Manager: the object that a training loop calls.
 
-A step of a rank is ``start_quorum`` (who takes part?), a forward and a backward pass with ``allreduce``, and
-``should_commit`` (did everybody finish?). Errors of other groups never raise into the model: they are kept, and the
-step is not committed.
+A step of a rank is ``start_quorum``, a forward and a backward pass with ``allreduce``, and ``should_commit``. Errors of
+other groups are not raised in the training loop: the Manager keeps them, and does not commit the step.
 
-It is long because it is one object: all that a training loop can say, and the order of a step. Each part of it is an
-object of its own in ``_manager/``, whose ``__init__`` lists them; what it keeps from step to step is in its base
-``Stateful``, what may be asked of a step in its base ``Stepping``.
+The file is long because it is one object: all methods for training loops, and the order of a step. Each part is an
+object of its own in ``_manager/``, whose ``__init__`` lists them; the state from step to step is in its base
+``Stateful``, the questions about the current step are in its base ``Stepping``.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ class Manager(Stateful, Stepping):
         init_sync: at step 0, take the primary's weights in all groups.
         max_retries: steps in a row that may fail before ``should_commit`` raises; None: any number.
         quorum_retries: how often an error of the lighthouse is tried again.
-        enable_error_bus: end collectives as soon as the lighthouse tells that a peer of them failed, without waiting
+        enable_error_bus: end collectives as soon as the lighthouse reports the failure of a peer, without waiting
             for their timeout; None: as TORCHFT_FAILURE_BUS says (on).
         replay_failed_step: when a peer fails in mid-step, reduce this group's own gradients again with those that are
             left, and commit the same step: docs/replay.md. Costs a copy of all that is reduced. All groups must have
@@ -332,7 +331,7 @@ class Manager(Stateful, Stepping):
         )
         return Step(request, collectives, self._replayer.inputs() if inputs is None else inputs, plan, state)
 
-    # What other projects read by name, of the parts; the client may be replaced
+    # Attributes that other projects read by name; the client may be replaced
 
     @property
     def _pending_state_dict(self) -> Optional[Dict[str, Any]]:
@@ -388,7 +387,7 @@ class Manager(Stateful, Stepping):
         if self._rounds is None:
             raise RuntimeError("the Manager is shut down")
         if self._round is not None:
-            self._round.wait()  # its error went to whoever asked for that quorum
+            self._round.wait()  # its error was raised where that quorum was requested
             self._round = None  # if this one cannot begin, nothing is reduced among the peers of the last
         self._backlog.make_room(request.timeout)  # before: in a quorum the others would wait as well
         if self._current.undecided:
@@ -425,7 +424,7 @@ class Manager(Stateful, Stepping):
 
     @ranged("_async_quorum")
     def _follow(self, step: Step, result: QuorumResult) -> None:
-        """Does what a quorum asks for, on some thread. Every wait in it has a deadline: whoever waits for it ends."""
+        """Follows a quorum, on any thread. Every wait in it has a deadline, so every wait for it ends."""
         plan = self._planner.plan(result, step.request.allow_heal)
         step.follow(plan)
         self._replicas.follow(plan)
@@ -558,7 +557,7 @@ class Manager(Stateful, Stepping):
         )
         work = _ManagedWork(step.collectives, reduction, tensor)
         step.collectives.add(work)
-        self._failures.check()  # what was told since the first look found no work to end
+        self._failures.check()  # a failure that was reported after the first check found no work to end
         if reduce_op == ReduceOp.AVG and step.participants > 1 and not self._data.adds_gradients:
             work.on_success(partial(tensor.div_, step.participants))
         return work
@@ -627,8 +626,8 @@ class Manager(Stateful, Stepping):
     # Errors, and failures of peers
 
     def subscribe_failures(self, callback: FailureCallback) -> None:
-        """Calls ``callback(failure)`` for each member of a quorum that fails, as the lighthouse tells, on a thread
-        of its own. With ``enable_error_bus`` off it tells of none.
+        """Calls ``callback(failure)`` for each failed member of a quorum that the lighthouse reports, on a thread
+        of its own; never with ``enable_error_bus`` off.
         """
         self._failures.subscribe(callback)
 
@@ -798,7 +797,7 @@ class Manager(Stateful, Stepping):
         self._transfers.load_before(self._current)
         return self._position if self._current.error is None else None
 
-    # What else the training loop may ask
+    # Other methods for the training loop
 
     def recovery_seconds(self) -> Dict[str, float]:
         """Where the seconds of this rank's last heal went: ``quorum`` (waiting for one), ``reconfigure`` (the process

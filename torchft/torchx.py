@@ -30,7 +30,7 @@ def hsdp(
 ) -> specs.AppDef:
     """Replica groups, each a torchrun on one host that starts its workers again when one fails.
 
-    Every group gets REPLICA_GROUP_ID, NUM_REPLICA_GROUPS and TORCHFT_LIGHTHOUSE (of whoever submits the app, else
+    Every group gets REPLICA_GROUP_ID, NUM_REPLICA_GROUPS and TORCHFT_LIGHTHOUSE (of the submitting environment, else
     http://localhost:29510). The lighthouse is not part of the app.
 
     Args:

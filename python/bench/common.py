@@ -1,4 +1,4 @@
-"""What the benchmarks share: the packages under comparison, the processes of a job, and figures with a spread."""
+"""Shared by the benchmarks: the packages under comparison, the processes of a job, and figures with a spread."""
 
 from __future__ import annotations
 

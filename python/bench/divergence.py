@@ -15,7 +15,7 @@ from processes import Job
 SIZES_MB = {"51 MB": 51, "1 GB": 1007}  # whole layers, with their state of Adam
 STEPS = 200
 COMMAND_TIMEOUT_S = 120
-STEP_MS = 100  # of which the cost is told in percent
+STEP_MS = 100  # the cost is a percentage of it
 
 
 def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:

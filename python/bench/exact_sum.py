@@ -1,4 +1,4 @@
-"""What a reproducible sum of gradients costs beside a plain one.
+"""The cost of a reproducible sum of gradients beside a plain one.
 
     python python/bench/exact_sum.py              # 4 million elements, 8 rounds
 

@@ -1,4 +1,4 @@
-"""What python/bench/gpu.py measures, one subject in a process: prints its figures as a JSON object.
+"""The measurements of python/bench/gpu.py, one subject in a process: prints its figures as a JSON object.
 
 The torchft is the first on the path, ours or upstream. Its classes and functions are called by the names that
 both have.

@@ -1,4 +1,4 @@
-"""What a survivor feels of a group that joins with a model and Adam, with `heal_along` on and off.
+"""The delay of a survivor while a group joins with a model and Adam, with `heal_along` on and off.
 
 One group trains; a second one joins and heals weights and Adam's state from it, at a limited rate. Each step reduces
 the gradients of the whole model and computes for some time, as a GPU does (the processor is free). The survivor's steps

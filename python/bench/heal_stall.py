@@ -1,4 +1,4 @@
-"""What a survivor feels of a joining group: its longest step while another group heals, less its median step.
+"""The delay of a survivor while a group joins: its longest step while another group heals, less its median step.
 
 One group trains alone; a second one joins, heals the state from it and trains along. Measured from the moment the
 newcomer makes its Manager until both have trained some steps together. Every step is looked at, with none left out.

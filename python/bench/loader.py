@@ -1,4 +1,4 @@
-"""What an ElasticDataLoader costs while nobody comes or goes, and what it costs to know the quorum before the step.
+"""The cost of an ElasticDataLoader without changes of membership, and of a quorum that is awaited before the step.
 
 Throughput: two replica groups train with torchft on Gloo, with two loader processes each. One job reads its batches
 with an ElasticDataLoader, the other with PyTorch's DataLoader and DistributedSampler; they take turns. The order: a

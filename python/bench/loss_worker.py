@@ -37,7 +37,7 @@ TIMEOUT = timedelta(seconds=30)
 
 def main() -> None:
     torch.set_num_threads(1)
-    # What a life would import, or read, as it begins.
+    # Imported and read here, before a life begins.
     digits: Any = load_digits()
     data = TensorDataset(torch.tensor(digits.data / 8 - 1), torch.tensor(digits.target))
     _ = torchft.Manager, torchft.ProcessGroupGloo, torchft.DistributedDataParallel, torchft.Optimizer

@@ -1,4 +1,4 @@
-"""What a process group costs: an operation of 16 floats, an allreduce of 25 MB, new peers, and an abort.
+"""The cost of a process group: an operation of 16 floats, an allreduce of 25 MB, new peers, and an abort.
 
 Two ranks as processes, Gloo on loopback. PyTorch's own group, its reconfigurable one (native), and of both packages the
 group in the process and the isolated one; ours also with tensors that lie in a buffer that was shared first, as the

@@ -1,4 +1,4 @@
-"""What an allreduce sends, at full precision and as 8-bit codes, how long it takes, and how far off the result is.
+"""Bytes, time and error of an allreduce at full precision and as 8-bit codes.
 
 Three ranks as processes, Gloo on loopback. The bytes are those that the kernel counted on all TCP connections of a
 rank.

@@ -1,4 +1,4 @@
-"""One of the ranks that python/bench/quantized.py measures; told over stdin what to do."""
+"""One of the ranks that python/bench/quantized.py measures; it reads commands from stdin."""
 
 from __future__ import annotations
 

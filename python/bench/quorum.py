@@ -33,7 +33,7 @@ OURS = (100, 300, 1000, 3000, 10000)
 IDLE_S = 10
 START_TIMEOUT_S = 60
 RUN_TIMEOUT_S = 300
-# What the lighthouse and the generator need beside one descriptor a group.
+# Descriptors of the lighthouse and the generator, beside one for each group.
 SPARE_FILES = 100
 
 Row = dict[str, Any]
@@ -122,7 +122,7 @@ def tables(rows: Sequence[Row], ours: str, upstream: str) -> str:
 
 
 def goals(rows: Sequence[Row], ours: str, upstream: str) -> list[str]:
-    """Return a line for each goal that the run can tell."""
+    """Return a line for each goal that the run has measured."""
     found = {(row["lighthouse"], row["kind"], row["groups"]): row for row in rows}
     lines = []
     before = found.get((upstream, "upstream", 1000))

@@ -1,4 +1,4 @@
-"""What the Manager's profiler ranges (`torchft::manager::…`) cost a step: that of step.py, two groups of one rank.
+"""The cost of the Manager's profiler ranges (`torchft::manager::…`) in the step of step.py, two groups of one rank.
 
 Both groups run it with the ranges, and with what is in them called directly, by turns in the same processes: while
 nothing is profiled, and while PyTorch's profiler runs.

@@ -69,7 +69,7 @@ def _run(side: Side, join_timeout_ms: int) -> dict[str, Any]:
         time.sleep(CALM_S)
         churn = time.monotonic()
         for number in range(int(CHURN_S / EVERY_S)):
-            victim = 1 + number % (GROUPS - 1)  # the first one lives, and tells
+            victim = 1 + number % (GROUPS - 1)  # the first one lives, and reports
             groups[victim].kill()
             (child,) = start_group(job, side, victim, 1, free_port())
             for command in (

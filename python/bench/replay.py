@@ -1,4 +1,4 @@
-"""What a step without faults costs with replay_failed_step: start_quorum + allreduce + should_commit, no compute.
+"""The cost of a step without faults with replay_failed_step: start_quorum + allreduce + should_commit, no compute.
 
 Two replica groups as processes, Gloo, one rank each; a job with it and a job without it take turns. The copies that it
 makes are of what is reduced: 40 kB, and 40 MB.

@@ -130,7 +130,7 @@ def _renamed(value: Any, release: str) -> Any:
 
 
 def _built() -> Path:
-    """What this Python imports, else what lies beside this script, built in place."""
+    """The directory of the torchft that this Python imports, else of this checkout, built in place."""
     try:
         return ours_path()
     except JobFailed:
@@ -194,7 +194,7 @@ def _put(page: Path, name: str, content: str) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Five digits tell all there is, and keep the file readable."""
+    """Round to five digits, which are more than the spread leaves, to keep the file readable."""
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     return float(f"{value:.5g}") if isinstance(value, float) else value

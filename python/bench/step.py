@@ -1,4 +1,4 @@
-"""What a step costs when nothing fails: start_quorum + allreduce of 10,000 floats + should_commit, no compute.
+"""The cost of a step when nothing fails: start_quorum + allreduce of 10,000 floats + should_commit, no compute.
 
 Two replica groups as processes, Gloo, with one and with four ranks a group. The plain allreduce runs in the same
 processes, between the same ranks. Both packages' jobs are up at the same time and take turns, so that whatever else

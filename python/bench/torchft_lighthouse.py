@@ -1,4 +1,4 @@
-"""What pip makes of the console script `torchft_lighthouse`, for whichever torchft is on PYTHONPATH."""
+"""The console script `torchft_lighthouse`, as pip makes it, for the torchft on PYTHONPATH."""
 
 import sys
 

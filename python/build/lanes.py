@@ -39,11 +39,11 @@ class Part:
     wants_s: float | None = None
     # It is left out where less time is left: with less it says nothing, or could not end.
     needs_s: float = 0.0
-    # What it takes on top of what it gets, to build and to end.
+    # Seconds beyond its share, to build and to end.
     extra_s: float = 0.0
 
     def seconds(self, left_s: float) -> float | None:
-        """What it gets of the time that is left; None: it is left out."""
+        """Its share of the remaining time; None: it is left out."""
         if left_s < self.needs_s + self.extra_s:
             return None
         wants_s = left_s if self.wants_s is None else self.wants_s
@@ -188,7 +188,7 @@ def progress(log: Path) -> str:
 
 
 def tail(text: str, failed: bool) -> str:
-    """What is shown of a log: of one that failed the failures, of one that passed what comes after the tests."""
+    """The part of a log to show: the failures, or, if all tests passed, the lines after the tests."""
     lines = text.splitlines()
     if failed:
         begin = next((i for i, line in enumerate(lines) if re.match(r"=+ (FAILURES|ERRORS) =+$", line)), 0)

@@ -204,7 +204,7 @@ def failures(result: Result, text: str) -> list[tuple[str, str]]:
 
 
 def page(results: Sequence[Result], logs: dict[str, str], title: str, seconds: float) -> str:
-    """What ran, what failed, and how to repeat it."""
+    """The report: what ran, what failed, and how to repeat it."""
     lines = [f"# {title}", "", "| part | ran for | what | result |", "|---|---|---|---|"]
     for r in results:
         how = "left out: no time" if r.status is None else "FAILED" if r.failed else "passed"

@@ -1,4 +1,4 @@
-"""What the site needs beyond the pages: README and its like are pages of it, and so are the scripts that pages link to.
+"""Files that the site needs beside its pages: README and its like, and the scripts that pages link to, are pages of it.
 
 In the repository pages link to files beside docs/ (`../train_ddp.py`); here those links lead to copies in the site.
 MkDocs calls these functions by their names (mkdocs.yml, hooks).

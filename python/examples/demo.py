@@ -127,7 +127,7 @@ def time_to_kill(steps: list[int], kill_at: int, end: int, kills: int) -> bool:
 
 @dataclass(frozen=True)
 class Proof:
-    """What the weights of a job of train_ddp.py were trained on, and how far they are from those of one process."""
+    """The samples that a job of train_ddp.py trained on, and the distance of its weights from those of one process."""
 
     samples: Samples
     difference: float

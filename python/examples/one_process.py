@@ -1,4 +1,4 @@
-"""What one process makes of the batches of a job of train_demo.py, and how far the job's weights are from that.
+"""Trains one process on the batches of a job of train_demo.py, and compares the weights.
 
     python python/examples/one_process.py OPTIONS --events DIR
 

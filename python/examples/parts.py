@@ -1,4 +1,4 @@
-"""What the examples share beside train_ddp.py: data, shards, an end of their own, and events for the demo to follow."""
+"""Shared by the examples, beside train_ddp.py: data, shards, an end of their own, and events for the demo to follow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from train_ddp import load_images as load_digits
 def at_the_end(manager: Manager, steps: int, overtime: int, groups: int) -> bool:
     """Whether the job ends with the weights of this quorum, which has been asked for already.
 
-    The decision belongs to the quorum: whoever is in it sees the same step and the same number of
+    The decision belongs to the quorum: all of its members see the same step and the same number of
     groups that are up to date, so all leave together and with the same weights. While a group is
     missing or behind, the others train on for at most `overtime` steps, so that it finds someone
     to heal from.

@@ -49,7 +49,7 @@ class Lighthouse:
 
 @ray.remote(num_cpus=0)
 class Journal:
-    """What the ranks say: the driver reads it."""
+    """The messages of the ranks, for the driver."""
 
     def __init__(self) -> None:
         self._events: list[dict[str, Any]] = []

@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Format(Enum):
-    """What a code is. A block's scale is the smallest power of two with which its largest code fits.
+    """The kind of codes. A block's scale is the smallest power of two with which its largest code fits.
 
     Attributes:
         exponent: of the largest code: it is ``mantissa * 2**exponent`` with ``1 <= mantissa < 2``.
@@ -61,7 +61,7 @@ def format_from_env() -> Format:
 
 @dataclass(frozen=True)
 class Part:
-    """What one tensor occupies in each slice.
+    """The place of one tensor in each slice.
 
     Attributes:
         chunk: elements of the tensor in a slice; the last slices may have fewer of them, and zeros instead.

@@ -37,7 +37,7 @@ class Checkpoint:
         self._streams: Optional[Dict[str, Pickled]] = None
 
     def stream(self, key: str) -> Optional[Pickled]:
-        """What a request for this part is answered with; None: there is no such part."""
+        """The answer to a request for this part; None: there is no such part."""
         with self._lock:
             if self._streams is None:
                 self._streams = self._upstream_streams()
@@ -56,7 +56,7 @@ class Checkpoint:
         return streams
 
     def structure_frame(self) -> bytes:
-        """What a target of the native data plane needs to know besides its ticket."""
+        """The information for a target of the native data plane, beside its ticket."""
         storages = self.encoded.storages
         devices = {i: str(storage.device) for i, storage in enumerate(storages) if storage.device.type != "cpu"}
         return pack_structure([storage.nbytes() for storage in storages], self.encoded.structure, devices)

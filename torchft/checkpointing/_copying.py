@@ -9,7 +9,7 @@ from enum import IntEnum
 
 
 class Phase(IntEnum):
-    """What an offer knows about the caller's tensors."""
+    """The state of the caller's tensors."""
 
     UNCHANGED = 0  # for now: large ones are copied after a delay, unless targets read them directly
     DUE = 1  # about to change: all are copied now
@@ -63,7 +63,7 @@ class Copying:
     def _to(self, phase: Phase) -> None:
         self.phase = max(self.phase, phase)
 
-    # What is to be done
+    # Actions
 
     @property
     def hurries(self) -> bool:

@@ -142,7 +142,7 @@ _SEQUENCES: Dict[type, str] = {list: "l", tuple: "t", torch.Size: "s"}
 _DICTS: Dict[type, str] = {dict: "d", collections.OrderedDict: "o"}
 _NUMPY_KINDS = "biufcSUMm"  # whose memory is all there is to them
 
-# What a tensor in the structure becomes; None: it is made from its region.
+# The replacement of a tensor in the structure; None: it is made from its region.
 Replace = Callable[[Path, List[Any]], Optional[torch.Tensor]]
 
 

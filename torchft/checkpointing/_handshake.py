@@ -31,12 +31,12 @@ _MAX_STATE = 1 << 63  # bytes
 
 
 class Garbled(Interrupted):
-    """What arrived is not what was sent; asking again may help."""
+    """The received bytes differ from those that were sent; another request may succeed."""
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """What opens the data connections to one offer."""
+    """Address and secret for the data connections to one offer."""
 
     port: int
     secret: str
@@ -68,7 +68,7 @@ def pack_structure(sizes: List[int], structure: bytes, devices: Optional[Dict[in
 
 
 class Structure(NamedTuple):
-    """What the second frame says."""
+    """The content of the second frame."""
 
     sizes: List[int]  # of the regions, in bytes
     tree: Any

@@ -31,7 +31,7 @@ class Refused(CheckpointError):
 
 @dataclass
 class Answer:
-    """What a source answered; `control` is the open connection if it agreed to the native data plane."""
+    """The answer of a source; `control` is the open connection if it agreed to the native data plane."""
 
     body: Optional[io.BufferedReader] = None
     length: Optional[int] = None
@@ -154,6 +154,6 @@ def _connect(hosts: Sequence[str], port: int, deadline: float) -> socket.socket:
 
 
 def _reason(response: http.client.HTTPResponse) -> str:
-    """What the source says: in the body if that is plain text, else in the status line, as upstream servers do."""
+    """The source's error text: the body if that is plain text, else the status line, as of upstream servers."""
     plain = (response.getheader("Content-Type") or "").startswith("text/plain")
     return (plain and response.read(_ERROR_BODY).decode("utf-8", "replace").strip()) or response.reason

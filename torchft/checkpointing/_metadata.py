@@ -1,4 +1,4 @@
-"""The text that tells a peer where a checkpoint server is.
+"""The text by which a peer finds a checkpoint server.
 
 With one address it is `http://{host}:{port}/checkpoint/`, as in upstream. Further ones are a part of the
 path, `http://{host}:{port}/checkpoint/also={host},{host}/`: an upstream peer puts its request after it, uses the first

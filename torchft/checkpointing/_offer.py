@@ -127,7 +127,7 @@ class Offer:
                     self._native_offer.copy_failed(self._failure)
 
     def native(self, server: Server) -> Optional[NativeOffer]:
-        """What the native core may serve; None if it cannot, because some of it is on a device and is not copied."""
+        """The tensors that the native core may serve; None if some of them are on a device and are not copied."""
         with self._cond:
             blocks = [self._blocks[s._cdata] for s in self.checkpoint.encoded.storages]
             if any(block.nbytes and not (block.on_host or self._may_stage(block)) for block in blocks):

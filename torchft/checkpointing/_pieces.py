@@ -40,7 +40,7 @@ _CONNECT_SEC = 5.0
 
 
 class Giver(Protocol):
-    """What a source gives in one step."""
+    """The pieces that a source serves in one step."""
 
     def give(self, kind: str, argument: str) -> tuple[Any, list[torch.Tensor]]:
         """A copy of a part: JSON, and flat tensors of bytes.
@@ -129,7 +129,7 @@ class Window:
                 self._giver.whole()
 
     def answer(self, path: str, timeout: float) -> list[memoryview]:
-        """What a request is answered with.
+        """The answer to a request.
 
         Args:
             path: of it, after `along/`
@@ -183,7 +183,7 @@ class Window:
 
 
 class Answer(NamedTuple):
-    """What a source said."""
+    """The answer of a source."""
 
     step: int
     value: Any

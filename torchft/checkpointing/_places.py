@@ -87,7 +87,7 @@ class Places:
         return region in self._regions
 
     def region(self, region: int) -> torch.Tensor:
-        """That memory, as a flat tensor of bytes."""
+        """The memory as a flat tensor of bytes."""
         tensor = self._regions[region]
         flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         nbytes, start = tensor.numel() * tensor.element_size(), tensor.storage_offset() * tensor.element_size()

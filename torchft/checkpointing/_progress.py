@@ -23,7 +23,7 @@ _watchers = threading.local()
 
 @contextmanager
 def watched_by(watcher: Watcher) -> Iterator[None]:
-    """Transfers that this thread begins in the block tell ``watcher(received, total)``, in bytes, twice a second."""
+    """Transfers that this thread begins in the block call ``watcher(received, total)``, in bytes, twice a second."""
     before = getattr(_watchers, "watcher", None)
     _watchers.watcher = watcher
     try:
@@ -33,7 +33,7 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
 
 
 class Progress:
-    """Told of every state of a transfer, shows some of them.
+    """Gets every state of a transfer, and shows some of them.
 
     Args:
         what: names the transfer

@@ -375,7 +375,7 @@ class UpstreamHomes:
 
 
 def _say_done(answer: Answer) -> None:
-    """Tells the source that it may forget the state; it notices too when the connection ends."""
+    """Lets the source forget the state. The end of the connection has the same effect."""
     assert answer.sock is not None
     try:
         answer.sock.sendall(DONE)

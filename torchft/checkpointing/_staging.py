@@ -111,7 +111,7 @@ class Staged:
             wait()
 
     def read(self, start: int) -> Generator[torch.Tensor, None, None]:
-        """What lies from a byte on, a block at a time, each valid until the next is asked for. Ends early if closed."""
+        """The bytes from an offset on, in blocks; a block is valid until the next one. Ends early if closed."""
         turn = 0
         with two_blocks(self._source.device.type, self._copies) as blocks:
             ahead = self._start(blocks[0], start)

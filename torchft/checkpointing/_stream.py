@@ -26,7 +26,7 @@ from torchft.checkpointing._serialization import _Entry, allow_checkpoint_types,
 from torchft.checkpointing.transport import CheckpointError, Interrupted
 
 _PROTOCOL = 2  # the only one that the restricted unpickler reads
-# What becomes of a storage, and the name of the device that its source has it on.
+# The storage to receive into, and the name of its device at the source.
 Home = Callable[[torch.UntypedStorage, str], torch.UntypedStorage]
 _READ_PIECE = 32 << 20  # bytes that one read brings at most, so that the progress is seen
 
@@ -145,7 +145,7 @@ def read_object(
         size: length of the stream in bytes, if it is known
         storages: the memory of its storages, in their order, where that does not follow in the stream
         trusted: whether this process wrote the stream itself, so that it may hold any type
-        meter: is told what the stream announces, and what of that has arrived
+        meter: gets the bytes that the stream announces, and those that have arrived
         home: says where a storage goes; it is given the storage, and the name of the device that the source has it on.
             Default: it stays where it is
 

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class Target:
-    """What a group that heals has already.
+    """The state that a healing group has already.
 
     Args:
         read: gives its state, built as the one that arrives

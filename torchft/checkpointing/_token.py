@@ -1,7 +1,7 @@
 """The job's token, which checkpoint servers require, since weights are secrets.
 
 These connections are not encrypted, so what is shown on them is made from the token and is not the token itself:
-whoever listens can fetch weights with it, which he saw anyway, and cannot end a group or join the job.
+an eavesdropper can fetch weights with it, which it can see on the network anyway, but cannot end a group or join.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torchft._security import tokens
 
 
 def checkpoint_token() -> str:
-    """What a target shows; empty where the job has no token.
+    """The proof that a target shows; empty where the job has no token.
 
     Raises:
         ValueError: TORCHFT_TOKEN_FILE names a file that cannot be read, or holds no token

@@ -283,7 +283,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.NOT_FOUND, f"no such path: {self.path[:200]}; known: {PREFIX}{{step}}/{{part}}")
             return
         if not self._shows_token():
-            self._refuse(HTTPStatus.UNAUTHORIZED, "whoever fetches a checkpoint here must show the job's token")
+            self._refuse(HTTPStatus.UNAUTHORIZED, "a request for a checkpoint must prove that it knows the job's token")
             return
         if not self.server.admit(self.connection):
             self.close_connection = True

@@ -268,7 +268,7 @@ class _Channel:
     what: str
     timeout: timedelta
     device: torch.device  # where the group wants its tensors
-    meter: Optional[Meter] = None  # is told what has arrived
+    meter: Optional[Meter] = None  # counts the received bytes
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.timeout.total_seconds()
@@ -357,7 +357,7 @@ class _Channel:
         return CheckpointTimeout(f"{self.what}: timed out after {self.timeout.total_seconds():g} seconds{why}")
 
     def queued(self) -> Optional[_Queued]:
-        """What was sent and received so far: on a device the group returns when it is queued."""
+        """The operations so far: on a device the group returns when they are queued."""
         return None if self.device.type == "cpu" else _Queued(self)
 
 

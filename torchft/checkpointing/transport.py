@@ -12,13 +12,13 @@ T = TypeVar("T")
 
 
 class Role(Enum):
-    """What a group is to one that heals."""
+    """The role of a group for one that heals."""
 
     ASSIGNED = "the quorum names it as the source, and the whole job may wait for it"
-    ADDITIONAL = "what it has byte for byte as the assigned one may come from it"
+    ADDITIONAL = "blocks that equal those of the assigned source may come from it"
 
 
-# Gives the metadata of a further group that offers a checkpoint. It may take its time, or raise.
+# Returns the metadata of an additional source. It may block for a while, or raise.
 Helper = Callable[[], str]
 
 
@@ -81,7 +81,7 @@ class CheckpointTransport(Generic[T], ABC):
 
     @abstractmethod
     def metadata(self) -> str:
-        """What a peer needs to call `recv_checkpoint` on this transport, such as an address.
+        """The information with which a peer calls `recv_checkpoint` on its transport, such as an address.
 
         Must not change while the transport lives.
         """
@@ -106,7 +106,7 @@ class CheckpointTransport(Generic[T], ABC):
 
         Args:
             dst_ranks, step, timeout: as of `send_checkpoint`
-            reason: what the targets are told
+            reason: sent to the targets
         """
 
     def help_checkpoint(self, step: int, state_dict: T) -> None:

@@ -136,7 +136,7 @@ def _host_of(lighthouse: str) -> str:
     try:
         return urlsplit(lighthouse).hostname or ""
     except ValueError:
-        return ""  # a bad address is reported by whoever connects to it
+        return ""  # the check that connects to it reports a bad address
 
 
 def _address(host: str) -> str:

@@ -78,7 +78,7 @@ def _line(when: datetime, event: dict[str, Any], parts: list[str]) -> str:
 
 
 def _recovery(event: dict[str, Any]) -> str:
-    """What a recovery cost, and where its seconds went."""
+    """The cost of a recovery, and its seconds by phase."""
     phases = [phase for phase in event.get("phases", []) if phase["phase"] != "total"]
     where = ", ".join(f"{phase['phase']} {phase['seconds']:.2f} s" for phase in phases if phase["seconds"] >= 0.005)
     took = f"{sum(phase['seconds'] for phase in phases):.2f} s" + (f" ({where})" if where else "")

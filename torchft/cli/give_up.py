@@ -1,4 +1,4 @@
-"""``torchft give-up``: tells a lighthouse of a list that missing groups have ended, after plausibility checks."""
+"""``torchft give-up``: declares to a lighthouse of a list that missing groups have ended, after plausibility checks."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def objections(status: Status, others: Sequence[Other], accepts: Callable[[str],
 def _look(args: Namespace) -> tuple[Lighthouse, Status, list[Other]]:
     """The first lighthouse that misses votes, its status, and all others.
 
-    Only one is told: a vote given at two lighthouses would count in two histories.
+    Only one lighthouse gets it: a vote given at two lighthouses would count in two histories.
 
     Raises:
         Unanswered: none answers, or none misses a vote.

@@ -45,7 +45,7 @@ def _look(lighthouse: Lighthouse, as_json: bool) -> str:
 
 
 def table(status: dict[str, Any]) -> str:
-    """What a lighthouse says, for people."""
+    """The status of a lighthouse, for people."""
     members = status["members"]
     head = f"quorum {status['quorum_id']}: {groups(len(status['quorum']))}, step {status['max_step']}"
     if status["quorum_id"] == 0:

@@ -118,7 +118,7 @@ class Prefetcher:
                 self._results = self._start(_Feed(self))
             data = next(self._results)
         except StopIteration:
-            # It was told that there are no more tasks, and has ended; now there are.
+            # It has ended, because there were no more tasks; now there are.
             self._results = None
             if self._under_way:
                 raise ReadFailed("the DataLoader ended before it gave all that it was asked for") from None
@@ -126,7 +126,7 @@ class Prefetcher:
                 raise KeyError(f"{wanted} is not in the forecast") from None
             return
         except Exception as e:
-            data = _Failed(e)  # of the unit whose turn it is: told to the one who takes that
+            data = _Failed(e)  # raised where the unit of this turn is taken
         key = self._under_way.popleft() if self._under_way else wanted
         if key is None:
             self.dropped += 1
@@ -146,7 +146,7 @@ class Prefetcher:
 
 
 class _Feed(Iterator[Task]):
-    """What the DataLoader asks for its batches. Not a generator: after its end it may have more."""
+    """The sampler of the DataLoader. Not a generator: after its end it may have more batches."""
 
     def __init__(self, prefetcher: Prefetcher) -> None:
         self._prefetcher = prefetcher

@@ -1,8 +1,8 @@
 """The gradients of a step as exact sums: what ``Manager(reproducible_reduction=True)`` adds to a loader.
 
 :mod:`torchft.data.exact_sum` has the arithmetic, the Manager the reduction between groups. A *pass* goes over all units
-of a step. It ends with the reduction, whose result tells all ranks of all groups alike whether the gradients did
-fit into integers. If not, all make another pass over the same units in the same step, at scales that fit.
+of a step. It ends with the reduction, whose result is the same on all ranks of all groups, and shows whether the
+gradients did fit into integers. If not, all make another pass over the same units in the same step, at scales that fit.
 """
 
 from __future__ import annotations

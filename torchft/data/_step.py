@@ -1,4 +1,4 @@
-"""What an ElasticDataLoader yields: an optimizer step, and the units that this rank computes in it.
+"""The items of an ElasticDataLoader: an optimizer step, and the units that this rank computes in it.
 
 A step is right only if the gradients of all its units are in the reduction. So each unit notes that it went through
 :meth:`Unit.accumulate`, and :meth:`Step.check` is asked before gradients are reduced, and before the group votes.
@@ -29,7 +29,7 @@ class StepEnded(RuntimeError):
 
 
 class Membership(NamedTuple):
-    """Among whom a batch is cut."""
+    """The ranks that divide a batch."""
 
     rank: Optional[int]
     participants: int
@@ -100,7 +100,7 @@ class Unit:
 
 
 class Step:
-    """What one rank computes in one step of the optimizer: iterate over its units, once.
+    """The work of one rank in one optimizer step: iterate over its units, once.
 
     With ``reproducible_reduction`` all of them may come again (``unit.repeated``), and their gradients are then new.
 

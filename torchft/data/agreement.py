@@ -14,7 +14,7 @@ from enum import Enum
 
 
 class Turn(Enum):
-    """What a group does in a quorum."""
+    """The action of a group in a quorum."""
 
     TRAINS = "reduces gradients, or zeros in their place"
     ENDS = "is at the end like all others, as far as it knows: it compares, and leaves"
@@ -22,7 +22,7 @@ class Turn(Enum):
 
 
 class Verdict(Enum):
-    """What a group finds in the sum of the entries."""
+    """The result of a group's comparison, from the sum of the entries."""
 
     ALIKE = "all participants are where this group is"
     INCOMPLETE = "the step is not committed: others are where this group is, and some are missing in the sum"
@@ -31,12 +31,12 @@ class Verdict(Enum):
 
 
 def turn(*, at_end: bool, heals_in_background: bool, all_up_to_date: bool) -> Turn:
-    """What a group does in a quorum.
+    """Decides the action of a group in a quorum.
 
     Args:
         at_end: whether this group is at the end of the data, after a heal that precedes the step.
         heals_in_background: whether it takes over another position within the step.
-        all_up_to_date: whether all groups of the quorum have its newest step, which all of them are told alike.
+        all_up_to_date: whether all groups of the quorum have its newest step, the same on all of them.
     """
     if not at_end or heals_in_background:
         return Turn.TRAINS
@@ -44,7 +44,7 @@ def turn(*, at_end: bool, heals_in_background: bool, all_up_to_date: bool) -> Tu
 
 
 def entry(samples: int, digest: str) -> tuple[int, int, int]:
-    """What a participant adds: samples, and two halves of 32 bits, whose sums over any number of groups fit into 64.
+    """The entry of a participant: samples, and two halves of 32 bits, whose sums over any number of groups fit into 64.
 
     Args:
         samples: of this rank that are in what is reduced.
@@ -54,7 +54,7 @@ def entry(samples: int, digest: str) -> tuple[int, int, int]:
 
 
 def judge(sums: Sequence[int], digest: str, *, participants: int, leads: bool, heals: bool) -> Verdict:
-    """What a group finds. Whether samples are missing is for :meth:`torchft.data.position.Share.check`.
+    """Compares the sum with the group's own entry. :meth:`torchft.data.position.Share.check` finds missing samples.
 
     Entries are missing if a group could not heal before the step, and added zeros. That is no reason to give way: at
     step 0 it would take groups to step -1, where init_sync heals none, and they could train on different weights.

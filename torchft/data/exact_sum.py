@@ -20,7 +20,7 @@ One attempt at a step::
 Scales
     The scale of a tensor is an exponent ``c`` on a grid of 8: a gradient below ``2**c`` fits, and its last bit is
     ``2**(c - bits)``. A unit asks for the exponent that leaves 8 to 15 bits above its largest gradient. How many units
-    asked for which one is counted in the buffers too, so the sum tells every rank the largest. With it,
+    asked for which one is counted in the buffers too, so every rank knows the largest from the sum. With it,
 
     - a step is repeated if it lies more than one grid step above the scale (such a unit may not have fit), or
       more than two below it (too little of the gradients is left); the repetition has the scale that was asked for;
@@ -252,7 +252,7 @@ class ExactSum:
 
 
 class _Found:
-    """What the sum of one part tells: scales that were used and asked for, and gradients that exist and are finite."""
+    """Contents of the sum of one part: scales that were used and asked for, and gradients that exist and are finite."""
 
     def __init__(self, names: Sequence[str], counts: torch.Tensor, units: int) -> None:
         self.units = units
@@ -324,7 +324,7 @@ class _Part:
                 factor = 2.0 ** (self._bits - FINEST - _GRID * scale)
                 flat = gradient.reshape(-1)
                 for piece, sums in zip(flat.split(self._piece), values.split(self._piece)):
-                    # What does not fit or is not finite becomes any number here: it is counted, and the sum not used.
+                    # A value that does not fit or is not finite becomes any number: it is counted, the sum not used.
                     sums += piece.to(torch.float64, copy=True).mul_(factor).round_().to(torch.int64)
 
     def _peak(self, gradient: Optional[torch.Tensor]) -> torch.Tensor:

@@ -49,7 +49,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Unit:
-    """What a rank computes between two backward passes.
+    """The samples of one backward pass.
 
     Attributes:
         indices: of the dataset; never empty.
@@ -67,7 +67,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank computes in one step.
+    """The part of one rank in one step.
 
     Attributes:
         position: of the step.
@@ -173,7 +173,7 @@ class Plan:
         return Position(position.epoch + 1, 0)
 
     def stamp(self, position: Position) -> Stamp:
-        """What peers compare: see :func:`torchft.data.agreement.compare`."""
+        """The values that peers compare: see :func:`torchft.data.agreement.compare`."""
         return Stamp(
             self.length,
             self.global_batch_size,
@@ -253,7 +253,7 @@ class Plan:
         data_rank: int = 0,
         data_world_size: int = 1,
     ) -> Share:
-        """What a rank computes at a position.
+        """The part of a rank at a position.
 
         The units are cut over the data ranks first: whatever the quorum, data rank r of the groups reduces the same
         units, so that it can check its own reduction (:meth:`Share.check`). Each such part is then cut over

@@ -57,7 +57,7 @@ def _answer(request: bytes, job: LocalJob) -> dict[str, str]:
 
 
 def scale(replicas: int, pid: int | None = None) -> str:
-    """Tells the job of process ``pid``, or the only one of this user, how many groups it should have.
+    """Sets the number of groups of the job of process ``pid``, or of this user's only job.
 
     Raises:
         ValueError: there is no such job, there are several, or it refused.

@@ -31,7 +31,7 @@ class Progress:
 
 
 def line(member: Member) -> str:
-    """What is to be known of a group, in one line."""
+    """The state of a group in one line."""
     text = f"group {member.group.number:<3d} step {member.step:>8d}  {member.state}"
     if member.state == "training":
         text += f", {member.rate:.1f} steps/s"

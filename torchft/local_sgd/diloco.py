@@ -21,7 +21,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 
 class Due(NamedTuple):
-    """What is to be done after an inner step."""
+    """The actions after an inner step."""
 
     start: bool
     finish: bool

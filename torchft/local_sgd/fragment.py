@@ -110,12 +110,12 @@ class Fragment:
         self._works = []
 
     def nonfinite(self) -> Optional[str]:
-        """What is to say if the average holds NaN or Inf, None otherwise. Between :meth:`wait` and the end."""
+        """A warning if the average holds NaN or Inf, else None. Between :meth:`wait` and the end."""
         assert self._buffers is not None
         if all_finite(self._buffers.pieces):
             return None
-        # What was sent has made way for the average. The global parameters are finite or all groups know it already; so
-        # what was not finite in it is in this group's own parameters, and stays there.
+        # The average has replaced the values that were sent. The global parameters are finite, or all groups know
+        # that they are not; so values that were not finite are still in this group's own parameters.
         own = all_finite(local_part(p) for p in self.parameters.values())
         return f"{self.name}: the average holds NaN or Inf; what this group sent was {'finite' if own else 'not'}"
 
@@ -165,7 +165,7 @@ class Fragment:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    # What heals a group that joins
+    # State for a group that joins
 
     def state_dict(self) -> dict[str, Any]:
         """The outer optimizer's state, and the last global parameters by name (of a DTensor the local part).

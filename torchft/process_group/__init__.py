@@ -54,7 +54,7 @@ from torchft.process_group.wrapper import ProcessGroupWrapper
 from torchft.process_group.xccl import ProcessGroupXCCL
 from torchft.work import _DummyWork
 
-# What travels between an isolated group and its worker.
+# Types of messages between an isolated group and its worker.
 _QUEUE_CLOSE = "queue_close"
 _FUTURE_RESULT = "fut_result"
 _FUTURE_EXCEPTION = "fut_exception"

@@ -37,7 +37,7 @@ T = TypeVar("T")
 _NEVER = timedelta(days=7)
 
 
-# What is reduced first with new peers, and the stream to do it on, of each device. Kept for good: an operation that was
+# The tensor of the first operation with new peers, and its stream, by device. Kept for good: an operation that was
 # aborted may still write, and PyTorch gives the memory of a stream to any other user of that stream.
 _first: dict[torch.device, tuple[torch.Stream, torch.Tensor]] = {}
 
@@ -291,7 +291,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         return work
 
     def errored(self) -> Optional[Exception]:
-        """What is known now: the device is not waited for, and an error of an operation shows when that has ended.
+        """The error that is known now, without a wait for the device. That of an operation is known when it has ended.
 
         PyTorch's backend handles some failures itself, by aborting its communicator: the operation then ends as if it
         had succeeded. So the backend is asked as well.

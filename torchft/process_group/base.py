@@ -104,7 +104,7 @@ class ProcessGroup(BaseProcessGroup):
         group_world_size: int,
         global_rank: Optional[int] = None,
     ) -> None:
-        """Tells the group where this process stands; Manager does so before the first quorum."""
+        """Sets replica and ranks of this process. The Manager calls it before the first quorum."""
         self._replica_id = replica_id
         self._group_rank = group_rank
         self._group_world_size = group_world_size
@@ -116,7 +116,7 @@ class ProcessGroup(BaseProcessGroup):
         return True
 
     def get_reconfigure_handle(self) -> str:
-        """What peers need to find this group. The first call starts the store that it names."""
+        """The handle by which peers find this group. The first call starts the store that it names."""
         if self._handle_store is None:
             self._handle_store = host_store(_HANDLE_STORE_TIMEOUT)
             if self._layout is not None:
@@ -134,7 +134,7 @@ class ProcessGroup(BaseProcessGroup):
         ).encode()
 
     def announce_layout(self, digest: str, text: str) -> None:
-        """Tells new peers what this group is going to reduce: Manager compares the digests before it connects them."""
+        """Announces the layout of what this group will reduce; the Manager compares digests before it connects peers."""
         self._layout = digest, text
         if self._handle_store is not None:
             self._handle_store[0].set(f"layout/{digest}", text)
@@ -200,7 +200,7 @@ class ProcessGroup(BaseProcessGroup):
         return False
 
     def _peers_now(self) -> object:
-        """What the group has as long as its peers stay, and no longer."""
+        """The state of the group that lasts as long as its peers."""
         return self
 
     def errored(self) -> Optional[Exception]:

@@ -52,7 +52,7 @@ def describe(name: str, args: tuple[Any, ...], opts: object) -> Optional[str]:
         kinds = sorted({_dtype(tensor) for tensor in tensors})
     else:
         kinds = [f"{_dtype(tensor)}{list(tensor.shape)}" for tensor in tensors]
-    # A few are enough to see what it is about; the number tells the rest apart.
+    # A few are enough to recognise the call; the number distinguishes the rest.
     shown = ", ".join(kinds[:8]) + (f", … {len(kinds)} tensors, {_digest(kinds)}" if len(kinds) > 8 else "")
     reduce_op = getattr(opts, "reduceOp", opts if type(opts).__name__ in ("RedOpType", "ReduceOp") else None)
     root = getattr(opts, "rootRank", None)
@@ -89,7 +89,7 @@ def _caller() -> str:
 
 def first_difference(views: list[str]) -> Optional[int]:
     """The first rank whose view of a collective is not that of rank 0."""
-    # What follows the description, where it was called, may differ.
+    # The place of the call, which follows the description, may differ.
     said = [view.partition(")")[0] for view in views]
     return next((rank for rank, view in enumerate(said) if view != said[0]), None)
 
@@ -117,7 +117,7 @@ class Checker:
         self._closed = threading.Event()
 
     def close(self, error: Exception) -> None:
-        """Makes whoever waits for the other ranks, now or later, raise `error`."""
+        """Makes present and later waits for the other ranks raise `error`."""
         self._error = self._error or error
         self._closed.set()
 
@@ -149,7 +149,7 @@ class Checker:
             assert self._error is not None
             raise self._error
         if number > 0:
-            # Whoever wrote this one has read all of the last.
+            # The writer of this one has read all of the previous one.
             self._store.delete_key(f"{number - 1}/{self._rank}")
 
     def _await(self, number: int, keys: list[str], what: str) -> None:

@@ -57,7 +57,7 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
     """Swallows the errors of `pg`'s allreduce.
 
     After the first one an allreduce does nothing and succeeds, its tensors as they are, until
-    `configure` or `reconfigure`. `error` tells.
+    `configure` or `reconfigure`. `error` returns it.
     """
 
     def __init__(self, pg: ProcessGroup) -> None:

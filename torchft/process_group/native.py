@@ -1,6 +1,6 @@
 """PyTorch's own reconfigurable groups (`init_process_group(..., enable_reconfigure=True)`, PyTorch >= 2.14).
 
-A native group stays the same object while its peers change, and belongs to whoever made it. What is added
+A native group stays the same object while its peers change, and belongs to its creator. What is added
 here is an abort that everybody notices: Gloo's own does not touch an operation in flight. Such an operation
 would hold one of the group's two threads until its timeout, and operations among the next peers would wait
 behind it. So an abort, and every reconfiguration, first cuts the connections of the last one.
@@ -47,7 +47,7 @@ def is_native(pg: object) -> bool:
 
 
 def native_error(pg: dist.ProcessGroup) -> Optional[Exception]:
-    """What the backends of a native group report, None when all is well."""
+    """The error that the backends of a native group report, None when all is well."""
     for device in pg._device_types:
         error = backend_error(pg._get_backend(device))
         if error is not None:
@@ -56,7 +56,7 @@ def native_error(pg: dist.ProcessGroup) -> Optional[Exception]:
 
 
 def backend_error(backend: Any) -> Optional[Exception]:
-    """What a backend of PyTorch reports, None when all is well or it reports nothing ever."""
+    """The error that a backend of PyTorch reports; None: there is none, or it never reports errors."""
     ask = getattr(backend, "get_error", None)
     if ask is None:  # PyTorch < 2.8
         return None
@@ -67,7 +67,7 @@ def backend_error(backend: Any) -> Optional[Exception]:
 
 
 def errors_of(pg: Any) -> Callable[[], Optional[Exception]]:
-    """Tells what went wrong in a group since it was made, if it noticed.
+    """Returns the error of a group since its creation, if it has noticed one.
 
     Args:
         pg: native, torchft's, or a stand-in, which may lack ``errored``, or answer with a stand-in. That is asked here:
@@ -83,7 +83,7 @@ def errors_of(pg: Any) -> Callable[[], Optional[Exception]]:
 
 
 def error_of_native(pg: dist.ProcessGroup) -> Optional[Exception]:
-    """What went wrong in a native group since it was made, an abort of ours too, if it noticed."""
+    """The error of a native group since its creation, also of our abort, if it has noticed one."""
     if pg in _aborts:  # the backend takes an abort of ours for no error
         return RuntimeError(f"the native group {pg.name()} was aborted and has no peers until it is reconfigured")
     return native_error(pg)
@@ -95,7 +95,7 @@ def reconfigure_group(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
     What is still in flight among the last peers ends with an error.
 
     Raises:
-        ValueError: two peers cannot be told apart.
+        ValueError: two peers have the same name.
         RuntimeError: the peers could not be reached, or an abort of the last ones hangs; the group is of no use until a
             later call succeeds.
     """

@@ -149,7 +149,7 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         With `TORCHFT_TRIGGER_FR_ON_ABORT` set to "true", the flight recorder is dumped first.
 
         Args:
-            errored: whether `errored` shall tell, until there are new peers.
+            errored: whether `errored` returns the error, until there are new peers.
         """
         pg = self._pg
         if errored and pg is not None and _trigger_on_abort():

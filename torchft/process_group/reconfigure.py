@@ -37,7 +37,7 @@ else:
 
         @dataclass
         class ReconfigureOptions:
-            """What a group needs to know about its new peers.
+            """Describes its new peers to a group.
 
             Attributes:
                 uuid: names this reconfiguration, never used before.
@@ -61,7 +61,7 @@ LEGACY, NCCL2 = "legacy", "nccl2"
 
 @dataclass(frozen=True)
 class Handle:
-    """What the other peers know of one."""
+    """The description of one peer for the others."""
 
     id: str
     store: str

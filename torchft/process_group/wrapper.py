@@ -89,7 +89,7 @@ class ProcessGroupWrapper(ProcessGroup):
         self._quorum_id: Optional[int] = None
         self._global_ranks: Optional[list[int]] = None
 
-    # What subclasses change
+    # For subclasses to change
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
         """Creates a group whose ranks meet in `store`; all peers call it."""

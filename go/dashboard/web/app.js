@@ -37,7 +37,7 @@ function clock(ms) {
 // A replica_id ends in a UUID, the beginning of which tells it from the others. `torchft kill` takes the beginning of a name.
 const short = (text) => text.replace(/(:[0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}/g, "$1…");
 
-// What the lighthouse sends
+// Messages of the lighthouse
 
 function takeWhole(data) {
   state.rows = new Map(data.rows.map((row) => [row.id, row]));
@@ -197,7 +197,7 @@ function drawRow(tr, row) {
   return tr;
 }
 
-// What a recovery cost, and where its seconds went.
+// The cost of a recovery, and its seconds by phase.
 function recovery(event) {
   const phases = (event.phases || []).filter((p) => p.phase !== "total");
   const total = phases.reduce((sum, p) => sum + p.seconds, 0);
@@ -241,7 +241,7 @@ function drawEvents() {
   }
 }
 
-// What was written today is of yesterday after midnight.
+// Times written today are those of yesterday after midnight.
 function redate() {
   for (const when of at("events").querySelectorAll("time")) when.textContent = clock(Date.parse(when.dateTime));
 }

@@ -25,7 +25,7 @@ type Network struct {
 	refused   map[[2]string]bool
 	nextPort  int
 
-	// What weather.go changes, between machines.
+	// The delays and cuts between machines: weather.go changes them.
 	pipes  map[*pipe]direction
 	cuts   map[direction]int
 	paused map[string]int

@@ -241,7 +241,7 @@ def test_a_token_must_be_shown(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_p
     # the data port wants a secret that only comes with the ticket, so a target without the token has none
     with monkeypatch.context() as patch:
         patch.setattr(http_transport, "checkpoint_token", lambda: "guess")
-        with pytest.raises(CheckpointError, match="refused with 401: whoever fetches a checkpoint here must show"):
+        with pytest.raises(CheckpointError, match="refused with 401: a request for a checkpoint must prove"):
             make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
     # a new token is added to those that are accepted, and then shown
     shown = checkpoint_token()

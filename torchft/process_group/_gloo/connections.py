@@ -4,7 +4,7 @@ Gloo's own abort does not touch an operation in flight. Shutting its sockets dow
 in the group fails within milliseconds, here and at the peers. Which sockets are the group's is known for
 sure: each connection leads from or to an address at which a rank of the group listens, as these published
 in the store; and it is in the event loop of this rank's listening socket, since other ranks of the same process
-connect to the same addresses. Where that cannot be told (another version of Gloo, connections made on first
+connect to the same addresses. Where that is not known (another version of Gloo, connections made on first
 use, no /proc), nothing is cut, and the operations run on, without anybody who waits for them (`operations`).
 """
 

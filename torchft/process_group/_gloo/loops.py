@@ -18,12 +18,12 @@ import threading
 import time
 from typing import Iterator, NamedTuple
 
-# How long Gloo is given to close by itself what was cut, which takes it milliseconds. Whoever waits in an operation has
+# How long Gloo is given to close by itself what was cut, which takes it milliseconds. A wait for an operation has
 # its error by then.
 _CLOSE_SEC = 0.5
 _LOOK_SEC = 0.02
 
-# C's struct epoll_event: what is watched for, and what Gloo wants to be told with it.
+# C's struct epoll_event: the watched events, and the data that Gloo gets with them.
 _EVENT = struct.Struct("=IQ" if platform.machine() == "x86_64" else "=I4xQ")
 _EPOLL_CTL_MOD = 3
 
@@ -35,7 +35,7 @@ class _Watched(NamedTuple):
 
 
 def quiet_later(sockets: dict[int, int]) -> None:
-    """Sees to it that Gloo is not told for ever of those `sockets`, descriptors with their inodes, that it keeps."""
+    """Keeps epoll from reporting those of `sockets` (descriptors with their inodes) for ever that Gloo keeps."""
     with contextlib.suppress(RuntimeError):  # the process ends, and no thread can be started any more
         threading.Thread(target=_quiet, args=(sockets,), name="torchft_quiet", daemon=True).start()
 
@@ -69,7 +69,7 @@ def epolls() -> Iterator[int]:
 
 
 def watched(epoll: int) -> list[_Watched]:
-    """What an epoll watches."""
+    """The descriptors that an epoll watches."""
     found = []
     with open(f"/proc/self/fdinfo/{epoll}") as file:
         for line in file:
@@ -81,6 +81,6 @@ def watched(epoll: int) -> list[_Watched]:
 
 
 def _tell_once(epoll: int, one: _Watched) -> None:
-    """From now on the epoll tells of changes only. (It goes on to watch: Gloo ends the process if it does not.)"""
+    """Makes the epoll report changes only. It must still watch the socket: Gloo ends the process otherwise."""
     event = ctypes.create_string_buffer(_EVENT.pack(select.EPOLLET & 0xFFFFFFFF, one.data))
     ctypes.CDLL(None).epoll_ctl(epoll, _EPOLL_CTL_MOD, one.descriptor, event)

@@ -45,7 +45,7 @@ _CLOSED = "Connection closed by peer"
 
 
 class Operations:
-    """What is in flight among one set of peers.
+    """The operations in flight among one set of peers.
 
     Args:
         name: of the group, for errors.
@@ -328,7 +328,7 @@ class _GuardedWork(Work):
         return self._work._source_rank()
 
 
-# The thread that looks after futures, for whom nobody waits.
+# The thread that completes futures on which no thread waits.
 
 _watched: set[Operations] = set()
 _changed = threading.Condition()

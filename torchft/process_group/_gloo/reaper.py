@@ -26,7 +26,7 @@ _EXIT_TIMEOUT_SEC = 1.0
 def reap(box: list[Any]) -> None:
     """Drops the only element of `box`, elsewhere.
 
-    The caller must hold no other reference: whoever drops the last one waits.
+    The caller must hold no other reference: the thread that drops the last one waits.
     """
     thread = threading.Thread(target=_destroy, args=(box,), name="torchft_reaper", daemon=True)
     with _lock:

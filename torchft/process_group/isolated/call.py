@@ -123,7 +123,7 @@ def made_call(
 
 
 def flat(outputs: Any) -> list[torch.Tensor]:
-    """What an operation's future gives, as Gloo does: its outputs, one after another."""
+    """The value of an operation's future, as Gloo's: its outputs, one after another."""
     if isinstance(outputs, torch.Tensor):
         return [outputs]
     return [tensor for item in outputs for tensor in (item if isinstance(item, (list, tuple)) else (item,))]

@@ -3,7 +3,7 @@
 **Memory.** A storage is shared once in the life of the process, however many workers it has one after the other, and
 is identified by weak reference, never by address. PyTorch frees shared memory when a counter of its users reaches 0,
 which a killed worker would never decrement. So the trainer alone counts. When the user frees a storage, the trainer
-tells the worker to drop it; the worker confirms that with its next mark. Only then, or when the worker has ended, is
+asks the worker to drop it; the worker confirms that with its next mark. Only then, or when the worker has ended, is
 the memory returned to PyTorch, because CUDA forbids to free memory that another process maps.
 
 **Order.** A mark is an interprocess event, recorded on the current stream; both ends send marks. An event is reused
@@ -300,7 +300,7 @@ class TrainerEnd:
         self._registrations: set[_Registration] = set()
         self._held: dict[int, _Export] = {}
         self._freed_exports: deque[_Export] = deque()
-        # Storages that the worker was told to drop, by the number of the note.
+        # Storages that the worker was asked to drop, by the number of the note.
         self._told: OrderedDict[int, list[_Export]] = OrderedDict()
         self._notes = 0
         # Reentrant: a note to a worker that has ended may call `close`.
@@ -330,7 +330,7 @@ class TrainerEnd:
         return _Registration(tensor, _encode(tensor, export), self._registrations)
 
     def _drop(self) -> None:
-        """Tells the worker about memory that the user has freed."""
+        """Asks the worker to drop memory that the user has freed."""
         freed: list[_Export] = []
         while self._freed_exports:
             freed.append(self._freed_exports.popleft())

@@ -146,7 +146,7 @@ class _Shared:
 
 
 class _Host:
-    """What both ends have in common: work is done when it returns, and nothing waits in a queue."""
+    """The base of both ends: work is done when it returns, and nothing waits in a queue."""
 
     # See `sharing.is_plain`.
     plain = True

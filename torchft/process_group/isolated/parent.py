@@ -43,7 +43,7 @@ from torchft.process_group.reconfigure import ReconfigureOptions, meeting_store
 STANDBY_ENV = "TORCHFT_ISOLATED_STANDBY"
 STANDBY_CONTEXT_ENV = "TORCHFT_ISOLATED_STANDBY_CONTEXT"
 
-# What the worker's own deadline for connecting is given to arrive.
+# Extra seconds for the answer of the worker, which has the same deadline for connecting.
 _GRACE_SEC = 1.0
 
 
@@ -61,7 +61,7 @@ class ProcessGroupBaby(ProcessGroup):
             TORCHFT_ISOLATED_STANDBY_CONTEXT says, else no.
     """
 
-    # What a subclass may change
+    # For subclasses to change
 
     # The kind of device the backend works on.
     _device: ClassVar[str] = "cpu"
@@ -166,7 +166,7 @@ class ProcessGroupBaby(ProcessGroup):
         return worker
 
     def get_reconfigure_handle(self) -> str:
-        """What peers need to find this group.
+        """The handle by which peers find this group.
 
         The first call waits until a worker stands by: peers that are given the handle will wait for this group, and
         shall not wait for an interpreter to start.
@@ -240,10 +240,10 @@ class ProcessGroupBaby(ProcessGroup):
         return share is not None and share(tensor)
 
     def abort(self, errored: bool = True) -> None:
-        """Kills the worker. Whoever waits in an operation gets an error, at once.
+        """Kills the worker. All waits for its operations raise an error at once.
 
         Args:
-            errored: whether `errored` shall tell, until there are new peers.
+            errored: whether `errored` returns the error, until there are new peers.
         """
         error = RuntimeError(f"{self._name} was aborted and has no peers until it is configured again")
         if errored and self._worker is not None:
@@ -302,7 +302,7 @@ class ProcessGroupBaby(ProcessGroup):
         return worker
 
     def _work(self, channel: Channel, op: _OpMetadata, stream: Optional[torch.Stream]) -> Work:
-        """What the caller gets for an operation that was sent."""
+        """The work of an operation that was sent."""
         self._starting[op.op_id] = channel, op
         try:
             # Read from the package: a replacement put there must take effect.
@@ -400,7 +400,7 @@ for _operation in protocol.OPERATIONS:
 
 
 def _maker(group: type[ProcessGroupBaby], context: bool) -> Callable[[], Worker]:
-    """What starts a worker for groups of a class."""
+    """A launcher of workers for groups of a class."""
     sharing = group._sharing
 
     def make_sharing(device: int, tell: Callable[[bytes, Optional[int]], None]) -> Sharing:

@@ -373,7 +373,7 @@ _FIELDS_OF: dict[type, tuple[int, tuple[_Field, ...]]] = {
 }
 
 
-# Each operation has new options, which mostly repeat earlier ones: those that can be told apart quickly are
+# Each operation has new options, which mostly repeat earlier ones: those that can be compared quickly are
 # encoded once.
 _REMEMBERED = 512
 _WITHOUT_FACTOR = {kind.value for kind in _REDUCTIONS}

@@ -40,7 +40,7 @@ Tell = Callable[[bytes, Optional[int]], None]
 class Registration(Protocol):
     """A tensor of the trainer that the worker may use."""
 
-    # What the worker's `borrow` needs. Small and complete: it is sent with every operation.
+    # For the worker's `borrow`. Small and complete: it is sent with every operation.
     ref: bytes
 
     def fetch(self) -> None:
@@ -76,7 +76,7 @@ class Sharing(Protocol):
     # Order
 
     def mark(self) -> bytes:
-        """What is queued on the current stream so far, for the other end."""
+        """A mark behind the work queued on the current stream so far, for the other end."""
         ...
 
     def follow(self, mark: bytes) -> None:
@@ -86,7 +86,7 @@ class Sharing(Protocol):
 
         Raises:
             RuntimeError: the worker has ended, and its device never got there. That fails the operation: its `wait`
-                raises it, and its future must end with it, or whoever waits for that waits for ever.
+                raises it, and its future must end with it, or a wait for the future never ends.
         """
         ...
 

@@ -77,7 +77,7 @@ class _BabyWork(Work):
     def exception(self) -> Optional[Exception]:
         if not self.is_completed():
             return None
-        # What was only queued when the worker was lost has not succeeded.
+        # An operation that was only queued when the worker ended has not succeeded.
         return self._op.error or (self._channel.broken if self._op.marks else None)
 
     def result(self) -> list[torch.Tensor]:

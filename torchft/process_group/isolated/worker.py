@@ -130,7 +130,7 @@ class Worker:
                     self.answer(protocol.FAILED, operation, protocol.encode_error(e))
             elif kind == protocol.TELL:
                 self._calls.clear()
-                # pyrefly: ignore [missing-attribute]  # optional: whoever tells has it
+                # pyrefly: ignore [missing-attribute]  # optional: a sender of notes has it
                 self._sharing(operation).told(rest, descriptors[0] if descriptors else None)
             elif kind == protocol.PING:
                 self.answer(protocol.PONG, operation)

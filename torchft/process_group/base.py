@@ -134,7 +134,7 @@ class ProcessGroup(BaseProcessGroup):
         ).encode()
 
     def announce_layout(self, digest: str, text: str) -> None:
-        """Announces the layout of what this group will reduce; the Manager compares digests before it connects peers."""
+        """Announces the layout of the tensors to reduce; the Manager compares digests before it connects peers."""
         self._layout = digest, text
         if self._handle_store is not None:
             self._handle_store[0].set(f"layout/{digest}", text)

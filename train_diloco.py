@@ -121,9 +121,9 @@ class TheEnd(Exception):
 class Job(Manager):
     """Looks at each quorum that DiLoCo asks for, whether the job ends with it.
 
-    All members of a quorum see the same step and number of groups that are up to date, so all leave together, with the same
-    global parameters, and nobody while a group heals. While one is missing, the others train on for at most `overtime`
-    steps, so that it finds someone to heal from.
+    All members of a quorum see the same step and number of groups that are up to date, so all end together, with the
+    same global parameters, and not while a group heals. While one is missing, the others train on for at most
+    `overtime` steps, so that it finds a source to heal from.
     """
 
     def __init__(self, *args: Any, steps: int, overtime: int, groups: int, **settings: Any) -> None:

@@ -23,26 +23,26 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// comeback is what a lighthouse goes through that is killed under many groups and started again: all of them come back at
-// once. The groups have the connections and the pauses of real managers.
+// comeback is the result of a kill and restart of a lighthouse with many groups, which all reconnect at once. They have the
+// connections and the pauses of real managers.
 type comeback struct {
 	Groups   int     `json:"groups"`
-	AwayS    float64 `json:"away_s"`    // how long there was no lighthouse
-	HalfMS   float64 `json:"half_ms"`   // from when it listens until half of the groups are in
-	AllMS    float64 `json:"all_ms"`    // until all are
+	AwayS    float64 `json:"away_s"`    // time without a lighthouse
+	HalfMS   float64 `json:"half_ms"`   // from its first accepted connection until half of the groups are connected
+	AllMS    float64 `json:"all_ms"`    // until all are connected
 	Attempts float64 `json:"attempts"`  // streams that were begun for each group, since the kill
 	CPUMS    float64 `json:"cpu_ms"`    // of the lighthouse meanwhile
 	MemoryMB float64 `json:"memory_mb"` // resident, afterwards
 	PeakMB   float64 `json:"peak_mb"`
 }
 
-// returning are groups that keep a stream each, and make a new one when it breaks.
+// returning are groups that each keep a stream, and open a new one when it breaks.
 type returning struct {
 	attempts atomic.Int64
 
 	mu      sync.Mutex
 	in      int
-	since   []time.Time // when each came in, since the last forget
+	since   []time.Time // when each was connected, since the last forget
 	changed chan struct{}
 }
 
@@ -57,7 +57,7 @@ func (r *returning) came(in int) {
 	r.changed = make(chan struct{})
 }
 
-// wait returns when there are n groups in.
+// wait returns when n groups are connected.
 func (r *returning) wait(ctx context.Context, n int) error {
 	for {
 		r.mu.Lock()
@@ -116,7 +116,7 @@ func (r *returning) stream(ctx context.Context, stub torchftpb.MemberServiceClie
 	return welcomed
 }
 
-// measureComeback kills and starts the command, which is that of a lighthouse without its bind.
+// measureComeback kills and restarts a lighthouse. The command lacks its --bind.
 func measureComeback(ctx context.Context, command string, groups int, away time.Duration) (c comeback, err error) {
 	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
 	defer cancel()
@@ -189,7 +189,7 @@ func freePort() (bind string, err error) {
 	return lis.Addr().String(), lis.Close()
 }
 
-// running is a lighthouse's process.
+// running is the process of a lighthouse.
 type running struct {
 	command *exec.Cmd
 	ended   sync.Once
@@ -205,7 +205,7 @@ func (r *running) end() {
 	})
 }
 
-// startLighthouse returns when it says that it listens.
+// startLighthouse returns when the process has printed that it listens.
 func startLighthouse(ctx context.Context, command, bind string, groups int) (*running, error) {
 	args := append(strings.Fields(command), "--bind", bind, "--min_replicas", strconv.Itoa(groups), "--state_dir", "")
 	c := exec.CommandContext(ctx, args[0], args[1:]...)

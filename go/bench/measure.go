@@ -17,20 +17,20 @@ const requestTimeout = 5 * time.Minute
 
 // group is one replica group's connection to the lighthouse.
 type group interface {
-	// begin asks for the quorum of a step. It does not wait for the answer.
+	// begin sends the request for the quorum of a step, without waiting for the answer.
 	begin(step int64) error
-	// wait returns how many bytes the answer had.
+	// wait receives the answer, and returns its size in bytes.
 	wait() (bytes int, err error)
-	// keep lets it keep its answers for check.
+	// keep makes the group keep its answers for check.
 	keep()
-	// check asks what the last answer said.
+	// check decodes the last answer.
 	check() (members int, steps int64)
-	// alive says that the group is alive, and returns when to say it again.
+	// alive sends a heartbeat, and returns the time until the next one.
 	alive(ctx context.Context) (time.Duration, error)
 	close()
 }
 
-// kinds make a group of some name, connected.
+// kinds are the constructors of connected groups, by the name of the kind.
 var kinds = map[string]func(ctx context.Context, lighthouse string, member *torchftpb.QuorumMember) (group, error){
 	"upstream": newUpstream,
 	"ours":     newOurs,
@@ -38,7 +38,7 @@ var kinds = map[string]func(ctx context.Context, lighthouse string, member *torc
 
 func kindNames() []string { return slices.Sorted(maps.Keys(kinds)) }
 
-// newMember is a group as a real one describes itself.
+// newMember is a record like that of a real group.
 func newMember(i int) *torchftpb.QuorumMember {
 	return &torchftpb.QuorumMember{
 		ReplicaId:    fmt.Sprintf("train_ddp_%05d:%08x-7c1e-4b52-9d0a-%012x", i, i*2654435761, i*40503),
@@ -49,7 +49,7 @@ func newMember(i int) *torchftpb.QuorumMember {
 	}
 }
 
-// workers is how many goroutines connect, and send the requests of a round.
+// workers is the number of goroutines that connect the groups, and send the requests of a round.
 const workers = 8
 
 func measure(ctx context.Context, s settings) (result, error) {
@@ -112,7 +112,7 @@ func connect(ctx context.Context, s settings) ([]group, error) {
 	})
 }
 
-// inParallel runs something for each i below n, on some goroutines, and returns the first error.
+// inParallel calls f for each i below n, on several goroutines, and returns the first error.
 func inParallel(n int, do func(i int) error) error {
 	var next atomic.Int64
 	var all sync.WaitGroup
@@ -132,10 +132,10 @@ func inParallel(n int, do func(i int) error) error {
 	return <-errs
 }
 
-// checked are the groups whose answers are looked at.
+// checked are the groups whose answers are verified.
 func checked(groups []group) []group { return []group{groups[0], groups[len(groups)-1]} }
 
-// round lets every group ask at once, and returns how long it took until all had their answers.
+// round sends the requests of all groups at once, and returns the time until all have their answers.
 func round(groups []group, step int64) (took time.Duration, bytes int64, err error) {
 	var received atomic.Int64
 	var all sync.WaitGroup
@@ -151,7 +151,7 @@ func round(groups []group, step int64) (took time.Duration, bytes int64, err err
 		})
 	}
 	if err := inParallel(len(groups), func(i int) error { return groups[i].begin(step) }); err != nil {
-		return 0, 0, err // those that wait end with the process
+		return 0, 0, err // goroutines that still wait end with the process
 	}
 	all.Wait()
 	took = time.Since(start)
@@ -167,7 +167,7 @@ func round(groups []group, step int64) (took time.Duration, bytes int64, err err
 	return took, received.Load(), nil
 }
 
-// idle lets the groups do nothing but be alive, and returns how many cores that costs the lighthouse.
+// idle lets the groups send heartbeats only, and returns the cores that the lighthouse uses for that.
 func idle(ctx context.Context, groups []group, s settings) (cores float64, err error) {
 	ctx, cancel := context.WithCancel(ctx)
 	var all sync.WaitGroup
@@ -191,7 +191,7 @@ func idle(ctx context.Context, groups []group, s settings) (cores float64, err e
 			}
 		})
 	}
-	time.Sleep(2 * time.Second) // until all have found their pace
+	time.Sleep(2 * time.Second) // until the heartbeats are spread over time
 	before, start := usage(s.pid), time.Now()
 	time.Sleep(s.idle)
 	after, took := usage(s.pid), time.Since(start)

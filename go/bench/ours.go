@@ -64,7 +64,7 @@ func newOurs(ctx context.Context, lighthouse string, member *torchftpb.QuorumMem
 	return o, nil
 }
 
-// speak sends a sign of life whenever nothing was sent for the interval that the lighthouse asked for.
+// speak sends a heartbeat whenever nothing was sent for the interval that the lighthouse has set.
 func (o *ours) speak() {
 	timer := time.NewTimer(o.interval)
 	defer timer.Stop()
@@ -234,7 +234,7 @@ func (o *ours) check() (members int, steps int64) {
 	return len(q.Members), steps
 }
 
-// alive does nothing: speak sends the signs of life.
+// alive does nothing: speak sends the heartbeats.
 func (o *ours) alive(context.Context) (time.Duration, error) { return time.Hour, nil }
 
 func (o *ours) close() {

@@ -14,11 +14,11 @@ import (
 	"google.golang.org/grpc/mem"
 )
 
-// raw is a message as bytes. Decoding a thousand members for each of a thousand groups would cost more than the
-// lighthouse does, and real groups have a processor each.
+// raw is an encoded message. Decoding a thousand members for each of a thousand groups would cost more processor time than the
+// lighthouse takes; real groups have processors of their own.
 type raw struct {
 	bytes []byte
-	drop  bool // of what comes, only the size is of interest
+	drop  bool // keep only the size of received messages
 	size  int
 }
 

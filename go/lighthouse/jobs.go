@@ -13,16 +13,16 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// forgetAfter is how long a job without members is remembered: as long as it may take to start all of them
-// again. What its quorum was can still be read from disk after that, or heard from a member.
+// forgetAfter is how long a job without members is remembered: time enough to restart all of
+// them. After that its last quorum is still on disk, and known to its members.
 const forgetAfter = 10 * time.Minute
 
-// forgetNameAfter is how long a job is remembered that never had a quorum: a name that somebody made up must not take the
-// place of a job, in max_jobs and in what is measured, for longer than its members count as alive.
+// forgetNameAfter is how long a job is remembered that never had a quorum: an invented name must not take a
+// place in max_jobs and in the metrics for longer than its members count as alive.
 func (c Config) forgetNameAfter() time.Duration { return c.HeartbeatTimeout }
 
-// use finds the job that a call names, and makes it if it is new. Whoever uses it calls done. A new one begins when what is
-// on disk of it was read, or the disk had time enough.
+// use returns the job that a call names, and makes it if it is new. The caller calls done at the end. A new job begins when its
+// state was read from disk, or the time for that has passed.
 func (s *Server) use(ctx context.Context) (*job, error) {
 	name, err := rpc.JobOf(ctx)
 	if err != nil {
@@ -74,7 +74,7 @@ func (s *Server) allJobs() []*job {
 	return slices.Collect(maps.Values(s.jobs))
 }
 
-// forgetJobs forgets those that nobody has used for a while. The default job stays.
+// forgetJobs removes the jobs that were not used for a while, except the default job.
 func (s *Server) forgetJobs(now time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -95,14 +95,14 @@ func (s *Server) forgetJobs(now time.Time) {
 	}
 }
 
-// Jobs are the names of the jobs that are known, in order.
+// Jobs are the names of all jobs, in order.
 func (s *Server) Jobs() []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return slices.Sorted(maps.Keys(s.jobs))
 }
 
-// StatusOf is what a job's machine says about itself; false if there is no such job.
+// StatusOf is the status of a job; false if there is no such job.
 func (s *Server) StatusOf(name string) (quorum.Status, bool) {
 	j := s.find(name)
 	if j == nil {
@@ -111,14 +111,14 @@ func (s *Server) StatusOf(name string) (quorum.Status, bool) {
 	return j.status(), true
 }
 
-// find is a job, nil if there is none of the name.
+// find returns a job by its name, nil if there is none.
 func (s *Server) find(name string) *job {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.jobs[name]
 }
 
-// JobOverview is a job in short.
+// JobOverview is the summary of a job.
 type JobOverview struct {
 	Job      string `json:"job"`
 	QuorumID int64  `json:"quorum_id"` // of the latest quorum, 0 before the first
@@ -127,7 +127,7 @@ type JobOverview struct {
 	MaxStep  int64  `json:"max_step"`
 }
 
-// Overview tells of all jobs, in the order of their names, as they are shown.
+// Overview summarizes all jobs, in the order of their names.
 func (s *Server) Overview() []JobOverview {
 	jobs := []JobOverview{}
 	for _, name := range s.Jobs() {

@@ -27,8 +27,8 @@ type Server struct {
 	tasks   sync.WaitGroup
 
 	lock    *os.File      // of the directory for states, nil without one
-	lists   chan struct{} // has room for as many lists as are sent at once
-	probing chan struct{} // has room for as many probes as there may be at once
+	lists   chan struct{} // a semaphore: bounds the lists that are sent at once
+	probing chan struct{} // a semaphore: bounds the probes at once
 
 	mu     sync.Mutex
 	jobs   map[string]*job
@@ -78,7 +78,7 @@ func New(cfg Config) (*Server, error) {
 	return s, nil
 }
 
-// isJoin picks the calls by which a member joins.
+// isJoin reports whether a call is one by which a member joins.
 func isJoin(method string) bool {
 	return method == torchftpb.LighthouseService_Quorum_FullMethodName || method == torchftpb.MemberService_Attend_FullMethodName
 }
@@ -86,7 +86,7 @@ func isJoin(method string) bool {
 // Address is http://host:port, or https://, as managers and browsers use it.
 func (s *Server) Address() string { return s.address }
 
-// Shutdown answers everyone who waits, closes the port, and returns when nothing of the server is left.
+// Shutdown answers all pending requests, closes the port, and returns when no goroutine of the server is left.
 func (s *Server) Shutdown() {
 	s.mu.Lock()
 	first := !s.closed

@@ -18,7 +18,7 @@ const tellMargin = 100 * time.Millisecond
 
 // ask starts the one request of a round. The caller holds mu.
 func (s *Server) ask(a round.AskLighthouse) {
-	// It ends before the ranks' own deadlines, so that the reason still reaches them.
+	// It ends before the ranks' own deadlines: after these the ranks would not receive the reason.
 	ctx, cancel := context.WithDeadline(s.ctx, rpc.Sooner(a.Deadline, tellMargin))
 	s.asking[a.Round] = cancel
 	s.heals = groupHeal{} // heals of the last quorum have ended, whether they succeeded or not

@@ -48,7 +48,7 @@ func (p *presence) end(c *connection) (disconnected []int64) {
 	return disconnected
 }
 
-// rankGrace is how long a rank may take to reconnect before the other groups are told that this one is incomplete.
+// rankGrace is how long a rank may take to reconnect before this group is reported as incomplete to the others.
 const rankGrace = 200 * time.Millisecond
 
 // present notes a rank that has reconnected, before its next request.
@@ -76,7 +76,7 @@ func (s *Server) connectionEnded(c *connection) {
 	}
 }
 
-// connectionTracker is a stats.Handler: it finds the connection of each call, and tells the server when one has ended.
+// connectionTracker is a stats.Handler: it finds the connection of each call, and reports the end of a connection to the server.
 type connectionTracker struct{ server *Server }
 
 type connectionKey struct{}

@@ -110,8 +110,8 @@ func (s *Server) newMachine() *round.Machine {
 // Address is http://host:port, or https://, as it is announced to the other groups.
 func (s *Server) Address() string { return s.address }
 
-// Shutdown answers every call that waits, closes the port and the connection to the lighthouse, and returns
-// when nothing of the server is left.
+// Shutdown answers all pending calls, closes the port and the connection to the lighthouse, and returns
+// when no goroutine of the server is left.
 func (s *Server) Shutdown() {
 	s.unregister()
 	s.mu.Lock()
@@ -129,14 +129,14 @@ func (s *Server) Shutdown() {
 	tracing.Flush()
 }
 
-// Finish is for a group whose training has ended on purpose, before Shutdown.
+// Finish is called before Shutdown by a group whose training is complete.
 func (s *Server) Finish() {
 	if finisher, ok := s.membership.(membership.Finisher); ok {
 		finisher.Finish()
 	}
 }
 
-// leave tells the membership that the group leaves, and waits until its peers do not need it any more.
+// leave announces to the membership that the group leaves, and waits until no peer needs its last collective.
 func (s *Server) leave(ctx context.Context) error {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
@@ -148,14 +148,14 @@ func (s *Server) leave(ctx context.Context) error {
 	return nil
 }
 
-// Status is what the machine says about itself.
+// Status is the machine's description of its state.
 func (s *Server) Status() round.Status {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.machine.Describe()
 }
 
-// failed is the error of a call. If its deadline passed while the lighthouse was not reached, it says why.
+// failed is the error of a call. If its deadline passed while the lighthouse could not be reached, it has the reason.
 func (s *Server) failed(event round.Event, f round.Failure) error {
 	err := wire.ToStatus(f)
 	if _, withdrawn := event.(round.Withdrawn); withdrawn && s.trouble != "" && rpc.IsTimeout(err) {

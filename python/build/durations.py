@@ -1,7 +1,7 @@
-"""Prints what costs what in `make test`, as a table for CONTRIBUTING.md: `python python/build/durations.py`.
+"""Prints the seconds of `make test` by file, as a table for CONTRIBUTING.md: `python python/build/durations.py`.
 
 Reads build/test, which `make test` writes: pytest's junit files, and Go's own lines of the log. Seconds are those of a
-part with another one at its side.
+part that runs beside another one.
 """
 
 from __future__ import annotations

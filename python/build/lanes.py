@@ -35,9 +35,9 @@ class Part:
     command: Sequence[str]
     cwd: Path = ROOT
     env: dict[str, str] = field(default_factory=dict)
-    # How long it wants; {seconds} or {minutes} in the command become what it gets. None: all that is left.
+    # The time it needs; {seconds} or {minutes} in the command become its share. None: all remaining time.
     wants_s: float | None = None
-    # It is left out where less time is left: with less it says nothing, or could not end.
+    # It is left out if less time remains: it could not end, or its result would mean nothing.
     needs_s: float = 0.0
     # Seconds beyond its share, to build and to end.
     extra_s: float = 0.0
@@ -55,7 +55,7 @@ class Result:
     part: Part
     command: tuple[str, ...]
     seconds: float
-    status: int | None  # None: it was left out, for want of time
+    status: int | None  # None: it was left out, because too little time remained
     ended: bool = False  # it took too long
 
     @property
@@ -64,7 +64,7 @@ class Result:
 
 
 class Running:
-    """A part that runs, in a session of its own: what it starts ends with it."""
+    """A running part, in a session of its own: its processes end with it."""
 
     def __init__(self, part: Part, log: Path, seconds: float, until: float) -> None:
         self.part, self.log, self.began, self.until = part, log, time.monotonic(), until
@@ -93,7 +93,7 @@ class Running:
             self.process.wait()
         if self.process.poll() is None:
             return None
-        self._signal(signal.SIGKILL)  # whatever it has left behind
+        self._signal(signal.SIGKILL)  # processes that it has left behind
         status = self.process.returncode
         return Result(self.part, self.command, self.seconds, 1 if self.ended else status, self.ended)
 
@@ -103,7 +103,7 @@ class Running:
 
 
 def filled_in(command: Sequence[str], seconds: float) -> tuple[str, ...]:
-    """The command, with what it gets in the places of {seconds} and {minutes}."""
+    """The command, with its share of the time in place of {seconds} and {minutes}."""
     given = {"{seconds}": f"{seconds:.0f}", "{minutes}": f"{seconds / 60:.1f}"}
     return tuple(re.sub(r"\{(seconds|minutes)\}", lambda m: given[m[0]], word) for word in command)
 
@@ -130,8 +130,8 @@ def run(
     time_s: float = float("inf"),
     over_s: float = float("inf"),
 ) -> list[Result]:
-    """Runs the parts in their order, so many at once. Parts that begin get their share of `time_s`; what still runs
-    `over_s` after it is ended. On Ctrl-C everything ends, and what has run is returned."""
+    """Runs the parts in their order, `lanes` at once. A part gets its share of `time_s`; parts that still run
+    `over_s` after that are ended. On Ctrl-C all parts end, and the results so far are returned."""
     folder.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + time_s
     waiting, running, done = list(parts), list[Running](), list[Result]()
@@ -170,7 +170,7 @@ def run(
 
 
 def ends_on_signals() -> None:
-    """SIGTERM, as a CI sends it, is like Ctrl-C."""
+    """SIGTERM, which a CI sends, has the effect of Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
@@ -179,11 +179,11 @@ def clock(seconds: float) -> str:
 
 
 def progress(log: Path) -> str:
-    """How far pytest is, from the last of its lines that says so; else the last line of the log."""
+    """The progress of pytest, from the last line with a percentage; else the last line of the log."""
     text = log.read_text(errors="replace")
     if found := re.findall(r"\[ *(\d+)%\]$", text, re.MULTILINE):
         return f" {found[-1]}%"
-    lines = text.split("\n")[:-1]  # the last is not whole yet
+    lines = text.split("\n")[:-1]  # the last line may be incomplete
     return f" ({lines[-1][:60].strip()})" if lines else ""
 
 
@@ -244,7 +244,7 @@ def show(results: Sequence[Result], folder: Path, out: TextIO) -> None:
 
 
 def report(results: Sequence[Result], again: Sequence[str], folder: Path, out: TextIO) -> int:
-    """Prints how it ended, and returns the exit status."""
+    """Prints the results, and returns the exit status."""
     show(results, folder, out)
     failed = [result.part.name for result in results if result.failed]
     print(file=out)

@@ -18,7 +18,7 @@ LANGUAGES = {".py": "python", ".proto": "protobuf", ".sbatch": "bash", ".yaml": 
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds a page for everything outside of docs/ that a page links to."""
+    """Adds a page for each file outside of docs/ that a page links to."""
     wanted = dict.fromkeys(BESIDE_DOCS)
     for path in sorted((ROOT / "docs").glob("*.md")):
         wanted.update(dict.fromkeys(re.findall(r"\]\(\.\./([^)#]+)", path.read_text())))

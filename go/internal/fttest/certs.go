@@ -28,7 +28,7 @@ type CA struct {
 	key  *ecdsa.PrivateKey
 }
 
-// NewCA makes an authority that nobody else knows.
+// NewCA makes a new authority.
 func NewCA(t *testing.T) *CA {
 	ca := &CA{t: t, dir: t.TempDir(), key: newKey(t)}
 	ca.File = filepath.Join(ca.dir, "ca.pem")
@@ -45,7 +45,7 @@ func NewCA(t *testing.T) *CA {
 	return ca
 }
 
-// Certificates hold in reality and in a bubble of testing/synctest, whose clock begins in 2000.
+// Certificates are valid now and in a bubble of testing/synctest, whose clock begins in 2000.
 var (
 	validFrom = time.Date(1999, 1, 1, 0, 0, 0, 0, time.UTC)
 	validTo   = time.Date(2099, 1, 1, 0, 0, 0, 0, time.UTC)
@@ -54,7 +54,7 @@ var (
 // Issue makes a certificate and a key, for a server and a client of these hosts.
 func (ca *CA) Issue(hosts ...string) (certFile, keyFile string) { return ca.issue(validTo, hosts) }
 
-// IssueExpired is Issue in the last century.
+// IssueExpired is Issue for a certificate that has expired.
 func (ca *CA) IssueExpired(hosts ...string) (certFile, keyFile string) {
 	return ca.issue(validFrom.Add(time.Hour), hosts)
 }
@@ -103,7 +103,7 @@ func File(t testing.TB, content string) string {
 	return path
 }
 
-// Trusting is what a client needs to know an authority.
+// Trusting is the configuration of a client that trusts an authority.
 func Trusting(t *testing.T, caFile string) *tls.Config {
 	content, err := os.ReadFile(caFile)
 	require.NoError(t, err)

@@ -21,7 +21,7 @@ func (c *conn) Write(p []byte) (int, error) { return c.out.write(p) }
 func (c *conn) LocalAddr() net.Addr         { return c.local }
 func (c *conn) RemoteAddr() net.Addr        { return c.remote }
 
-// Close ends both directions. What was written before still arrives, and then the end.
+// Close ends both directions. Bytes that were written before still arrive, and then the end.
 func (c *conn) Close() error {
 	c.in.leave()
 	c.out.close()
@@ -33,19 +33,19 @@ func (c *conn) Close() error {
 	return nil
 }
 
-// CloseWrite ends what is sent; the other end can still answer.
+// CloseWrite ends the direction to the other end, which can still answer.
 func (c *conn) CloseWrite() error { c.out.close(); return nil }
 
 func (c *conn) SetDeadline(t time.Time) error     { return c.SetReadDeadline(t) }
 func (c *conn) SetReadDeadline(t time.Time) error { c.in.setDeadline(t); return nil }
 
-// SetWriteDeadline has nothing to do: a write never waits.
+// SetWriteDeadline does nothing: a write never blocks.
 func (c *conn) SetWriteDeadline(time.Time) error { return nil }
 
 // pipe is one direction of a connection. It holds as much as is written; a reader waits until something has arrived, the
 // end, or its deadline.
 type pipe struct {
-	delay func() time.Duration // of what is written now; nil: none
+	delay func() time.Duration // of the next write; nil: none
 
 	mu       sync.Mutex
 	changed  *sync.Cond

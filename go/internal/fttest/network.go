@@ -115,8 +115,8 @@ func (h *Host) Dial(ctx context.Context, address string) (net.Conn, error) {
 	return client, nil
 }
 
-// Kill is kill -9 of the host: its connections break, on both ends, nothing listens on it any more, and what is left
-// of its processes in the test reaches nobody, until something is started on it again.
+// Kill is kill -9 of all processes of the host: its connections break, on both ends, and its listeners close. Goroutines of these
+// processes that still run in the test cannot connect until something is started on the host again.
 func (h *Host) Kill() {
 	h.net.mu.Lock()
 	if h.net.killed == nil {
@@ -196,7 +196,7 @@ func (n *Network) isBlocked(a, b string) bool {
 	return n.blocked[[2]string{a, b}]
 }
 
-// Freeze stops the host in time, as a power cut does: its open connections stay and carry nothing any more.
+// Freeze stops the host, as a power cut does: its open connections stay open, and carry no data.
 func (h *Host) Freeze() {
 	for _, c := range h.net.connsOf(h.name) {
 		c.in.freeze()
@@ -204,7 +204,7 @@ func (h *Host) Freeze() {
 	}
 }
 
-// Hold stops what is on its way between two hosts, until their connections break.
+// Hold holds back the data between two hosts until their connections break.
 func (n *Network) Hold(a, b string) {
 	for _, c := range n.connsOf(a) {
 		if to, _, _ := net.SplitHostPort(c.remote.String()); to == b {

@@ -91,9 +91,9 @@ func TestAnotherSourceThatGivesWrongBlocksFailsNothing(t *testing.T) {
 	}
 }
 
-// One that dies is replaced by the other; the assigned one too, once its checksums are known.
+// One that fails is replaced by the other; the assigned one too, once its checksums are known.
 func TestASourceThatDiesIsReplaced(t *testing.T) {
-	for name, dies := range map[string]Role{"assigned": Assigned, "additional": Additional} {
+	for name, fails := range map[string]Role{"assigned": Assigned, "additional": Additional} {
 		t.Run(name, func(t *testing.T) {
 			source, target := filled(newRand(t), 4<<20), empty(4<<20)
 			servers := map[Role]*Server{Assigned: listen(t, time.Minute, 2<<20), Additional: listen(t, time.Minute, 2<<20)}
@@ -105,7 +105,7 @@ func TestASourceThatDiesIsReplaced(t *testing.T) {
 				require.NoError(t, f.Add(address(s), g.Secret(), role))
 			}
 			require.Eventually(t, func() bool { return grants[0].Served() > 0 && grants[1].Served() > 0 }, time.Minute, time.Millisecond)
-			servers[dies].Close()
+			servers[fails].Close()
 			status := wait(t, f)
 			for !status.Done && status.Running {
 				status = wait(t, f)

@@ -93,7 +93,7 @@ type View struct {
 	Round   int64  `json:"round"` // in which the node was placed for it; 0: none yet
 	Rank    int    `json:"rank"`
 	Size    int    `json:"size"`    // nodes in the round
-	Store   string `json:"store"`   // that of rank 0; empty: the group has gone on to another round
+	Store   string `json:"store"`   // that of rank 0; empty: the group has moved on to another round
 	Waiting int    `json:"waiting"` // nodes for which the workers of this one should restart
 	Closed  bool   `json:"closed"`
 }

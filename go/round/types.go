@@ -44,7 +44,7 @@ type (
 		GroupRank    int64
 		Step         int64
 		ShouldCommit bool
-		// Fenced: the group was silent for so long that the others may have gone on without it.
+		// Fenced: the group was silent for so long that the others may have continued without it.
 		Fenced bool
 	}
 	// Evicted: the group counts as failed in a quorum. The others go on without it, so it must not commit a step of that quorum.

@@ -33,7 +33,7 @@ def used_mb() -> float:
 
 
 def settled_mb() -> float:
-    """`used_mb`, without what this process has freed, once a process that has just ended is gone from it."""
+    """`used_mb`, without what this process has freed, after a process that has just ended was removed from it."""
     torch.cuda.synchronize()
     last, same = used_mb(), 0
     deadline = time.monotonic() + 10

@@ -25,7 +25,7 @@ from tests.process.events import Commands, emit
 from torchft import process_group
 from torchft.process_group import reconfigure_with_store
 
-# Of each operation: NCCL notices by it alone that a peer is gone.
+# Of each operation: NCCL notices the end of a peer by this alone.
 TIMEOUT = timedelta(seconds=10)
 CONNECT = timedelta(seconds=60)
 COUNT = 4 * MB

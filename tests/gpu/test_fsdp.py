@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("fork_server")]
 
 @pytest.mark.parametrize("kind", ["ProcessGroupGloo", "ProcessGroupBabyGloo"])
 def test_groups_of_one_rank_that_share_a_device(kind: str) -> None:
-    kill_and_heal(1, deaths=2, device="cuda", kind=kind)
+    kill_and_heal(1, failures=2, device="cuda", kind=kind)
 
 
 @pytest.mark.parametrize("kind", ["ProcessGroupNCCL", "ProcessGroupBabyNCCL"])
@@ -26,4 +26,4 @@ def test_groups_of_one_rank_that_share_a_device(kind: str) -> None:
 )
 def test_nccl_between_groups(shards: int, kind: str) -> None:
     assert torch.cuda.device_count() >= 2 * shards
-    kill_and_heal(shards, deaths=2, device="cuda", kind=kind)
+    kill_and_heal(shards, failures=2, device="cuda", kind=kind)

@@ -1,4 +1,4 @@
-"""A group that dies while its connections to the others stay open: nothing but the lighthouse's word can tell them."""
+"""A group that fails while its connections to the others stay open: only the report of the lighthouse reaches them."""
 
 from __future__ import annotations
 

@@ -238,12 +238,12 @@ def shifted(rounds: int) -> papers.Gradient:
 
 @dataclass
 class Kill:
-    """Group 1 dies at one place of one of its rounds; it comes back when group 0 has had some rounds alone."""
+    """Group 1 fails at one place of one of its rounds; it comes back when group 0 has had some rounds alone."""
 
     where: str
     attempt: int
     back_at: int  # round of group 0
-    dead: Gate = field(default_factory=Gate)
+    failed_group: Gate = field(default_factory=Gate)
     back: Gate = field(default_factory=Gate)
     asked: threading.Event = field(default_factory=threading.Event)
 
@@ -251,7 +251,7 @@ class Kill:
         if rank.group == 1 and not self.asked.is_set() and (where, attempt) == (self.where, self.attempt):
             self.asked.set()
             raise Killed
-        if rank.group == 0 and where == "quorum" and self.dead._event.is_set() and attempt == self.back_at:
+        if rank.group == 0 and where == "quorum" and self.failed_group._event.is_set() and attempt == self.back_at:
             self.back.open()
             rank.cluster.wait_for_waiters(1)  # so that it is in this quorum
 
@@ -263,19 +263,19 @@ def run_with_kill(settings: Settings, kill: Kill, rounds: int) -> tuple[Ran, Ran
     with Cluster() as cluster:
         first: list[Future[Ran]] = cluster.start(loop, group=0)
         second = cluster.start(loop, group=1)
-        (dead,) = results(second)
-        assert dead.killed
-        kill.dead.open()
+        (failed_group,) = results(second)
+        assert failed_group.killed
+        kill.failed_group.open()
         kill.back.wait()  # not cluster.wait: a loop has ended already
         survivor, healed = results(first, cluster.start(again, group=1))
-    return survivor, dead, healed
+    return survivor, failed_group, healed
 
 
 def replay(settings: Settings, survivor: Ran, kill: Kill) -> papers.DiLoCo:
     """The reference, told only which rounds group 0 committed and with how many groups."""
     reference = papers.DiLoCo(settings, start_parameters(settings.fragments), [0, 1], two_layers)
     for number, (_, committed, participants) in enumerate(survivor.rounds):
-        dies = number == kill.attempt
+        fails = number == kill.attempt
         together = participants == 2 and committed
         joins = {1: 0} if number == 0 or (together and 1 not in reference.local) else {}
         reference.attempt(
@@ -283,7 +283,7 @@ def replay(settings: Settings, survivor: Ran, kill: Kill) -> papers.DiLoCo:
                 senders=(0, 1) if together else (0,),
                 committed=committed,
                 joining=joins,
-                gone=(1,) if dies else (),
+                gone=(1,) if fails else (),
             )
         )
     return reference
@@ -304,7 +304,7 @@ def replay(settings: Settings, survivor: Ran, kill: Kill) -> papers.DiLoCo:
 def test_a_group_dies_in_each_phase_of_a_sync_and_comes_back(where: str, lost: Optional[int], delay: int) -> None:
     settings = Settings(fragments=2, period=3, delay=delay, alpha=0.25 if delay else 0.0)
     kill = Kill(where, attempt=5, back_at=10)
-    survivor, dead, healed = run_with_kill(settings, kill, rounds=20)
+    survivor, failed_group, healed = run_with_kill(settings, kill, rounds=20)
     failed = [number for number, (_, committed, _) in enumerate(survivor.rounds) if not committed]
     assert set(failed) <= {5}, f"rounds {failed} were lost, the group failed in round 5"
     assert lost is None or len(failed) == lost
@@ -314,7 +314,7 @@ def test_a_group_dies_in_each_phase_of_a_sync_and_comes_back(where: str, lost: O
     assert_ends(survivor, 0, reference)
     assert_ends(healed, 1, reference)
     # The failed group had the same global parameters as the others after its last round
-    assert [r[:2] for r in dead.rounds] == [(i, True) for i in range(len(dead.rounds))]
+    assert [r[:2] for r in failed_group.rounds] == [(i, True) for i in range(len(failed_group.rounds))]
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -350,7 +350,7 @@ def test_a_group_joins_in_the_middle(delay: int) -> None:
 
 
 def test_one_group_is_a_sync_ahead_when_another_dies() -> None:
-    """Two syncs are under way: group 0 has voted for one and asks for the next, group 1 dies before its vote."""
+    """Two syncs are under way: group 0 has voted for one and asks for the next, group 1 fails before its vote."""
     settings = Settings(fragments=2, period=2, delay=1)
     ahead = Gate()
 
@@ -364,9 +364,9 @@ def test_one_group_is_a_sync_ahead_when_another_dies() -> None:
             super().__call__(rank, where, attempt)
 
     kill = Ahead("vote", attempt=5, back_at=10)
-    survivor, dead, healed = run_with_kill(settings, kill, rounds=16)
+    survivor, failed_group, healed = run_with_kill(settings, kill, rounds=16)
     assert [committed for _, committed, _ in survivor.rounds] == [True] * 16  # round 5 was complete for group 0
-    assert len(dead.rounds) == 5
+    assert len(failed_group.rounds) == 5
     reference = replay(settings, survivor, kill)
     assert_ends(survivor, 0, reference)
     assert_ends(healed, 1, reference)

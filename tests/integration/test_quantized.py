@@ -40,7 +40,7 @@ def test_average_over_participants() -> None:
 
 
 def test_death_of_a_peer_costs_a_step_and_never_raises() -> None:
-    dead = Gate()
+    victim_ended = Gate()
 
     def survivor(rank: Rank) -> list[bool]:
         manager = rank.start_manager(timeout=timedelta(seconds=10))
@@ -50,7 +50,7 @@ def test_death_of_a_peer_costs_a_step_and_never_raises() -> None:
             manager.start_quorum()
             both = manager.num_participants() == 2
             if len(commits) == 1:
-                dead.wait()
+                victim_ended.wait()
             tensor = torch.ones(100)
             future = manager.allreduce(tensor, should_quantize=True).get_future()
             assert future.wait() is tensor
@@ -63,7 +63,7 @@ def test_death_of_a_peer_costs_a_step_and_never_raises() -> None:
     def victim(rank: Rank) -> None:
         manager = rank.start_manager()
         state(manager)
-        while manager.current_step() == 0 or not dead._event.is_set():
+        while manager.current_step() == 0 or not victim_ended._event.is_set():
             manager.start_quorum()
             both = manager.num_participants() == 2
             manager.allreduce(torch.ones(100), should_quantize=True).wait()
@@ -71,13 +71,13 @@ def test_death_of_a_peer_costs_a_step_and_never_raises() -> None:
                 manager.start_quorum()
                 manager.wait_quorum()
                 rank.crash()
-                dead.open()
+                victim_ended.open()
                 return
 
     with Cluster() as cluster:
-        surviving, dying = cluster.start(survivor, 0), cluster.start(victim, 1)
+        surviving, failing = cluster.start(survivor, 0), cluster.start(victim, 1)
         (commits,) = results(surviving)
-        results(dying)
+        results(failing)
     assert commits[0] and not commits[1] and commits[-1]
 
 

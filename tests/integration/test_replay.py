@@ -1,7 +1,7 @@
-"""Groups that die in mid-step, and survivors that commit the very same step: no work is lost.
+"""Groups that fail in mid-step, and survivors that commit the very same step: no work is lost.
 
-What is compared is the whole: the weights after a job with deaths, and those of one plain loop over the batches of the
-groups that took part in each step.
+Compared are the weights after a job with failures, and those of one plain loop over the batches of the groups that took
+part in each step.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def reference(participants: list[list[int]], clip: bool = False) -> dict[str, to
     return model.state_dict()
 
 
-class Died(Exception):
+class Killed(Exception):
     """The victim's loop ends here."""
 
 
@@ -91,7 +91,7 @@ class Job:
     """Groups that train; some of them die at a step, at a place in it."""
 
     groups: int
-    deaths: dict[int, tuple[int, str]] = field(default_factory=dict)  # group: step, place
+    failures: dict[int, tuple[int, str]] = field(default_factory=dict)  # group: step, place
     wrap: Callable[[Manager, nn.Module], nn.Module] = lambda manager, model: DistributedDataParallel(
         manager, model, bucket_cap_mb=BUCKET_MB
     )
@@ -137,23 +137,23 @@ class Job:
                 self.took_part(rank, manager, step)
 
         manager.register_commit_hook(note)
-        step_of_death, place = self.deaths.get(rank.group, (-1, ""))
+        step_of_failure, place = self.failures.get(rank.group, (-1, ""))
         if rank.group < self.groups:
             rank.cluster.wait_for_healthy(self.groups)
             self.started.wait(60)  # all begin with one quorum
         try:
             while manager.current_step() < self.steps:
                 step = manager.current_step()
-                if step == step_of_death:
+                if step == step_of_failure:
                     self.arm(rank, manager, place)
                 optimizer.zero_grad()
                 loss = wrapped(batch(step, rank.group)).square().mean()
                 if rank.crashed:
-                    raise Died
+                    raise Killed
                 loss.backward()
                 self.then(rank, manager, model, step)
                 if rank.crashed:
-                    raise Died
+                    raise Killed
                 self.took_part(rank, manager, step)
                 optimizer.step()
         except Exception:
@@ -198,7 +198,7 @@ class Job:
             def should_commit(*args: Any, **more: Any) -> bool:
                 vote(*args, **more)
                 rank.crash()
-                raise Died
+                raise Killed
 
             manager._client = cast(Any, _Instead(manager._client, should_commit=should_commit))
         elif place == "replay":
@@ -248,7 +248,7 @@ def lost_steps(outcome: Outcome, outcomes: list[Outcome]) -> set[int]:
 
 def check(job: Job, outcomes: list[Outcome], lost: int = 0, clip: bool = False) -> None:
     """The survivors lost so many steps, and hold what a plain loop over the participants of each step gives."""
-    assert len(outcomes) == (job.groups - len(job.deaths)) * job.world_size
+    assert len(outcomes) == (job.groups - len(job.failures)) * job.world_size
     expected = reference(outcomes[0].participants, clip)
     for outcome in outcomes:
         assert len(lost_steps(outcome, outcomes)) == lost, (
@@ -281,7 +281,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.mark.parametrize("place", ["forward", "bucket0", "bucket1", "commit"])
 @pytest.mark.parametrize("groups", [2, 3])
 def test_a_death_in_mid_step_costs_no_step(cluster: Cluster, groups: int, place: str) -> None:
-    job = Job(groups, deaths={0: (3, place)})  # the first one: its store is the primary's
+    job = Job(groups, failures={0: (3, place)})  # the first one: its store is the primary's
     outcomes = job.run(cluster)
     check(job, outcomes)
     everybody, survivors = list(range(groups)), list(range(1, groups))
@@ -292,14 +292,14 @@ def test_a_death_in_mid_step_costs_no_step(cluster: Cluster, groups: int, place:
 
 
 def test_a_second_death_in_the_replay(cluster: Cluster) -> None:
-    job = Job(4, deaths={0: (3, "bucket0"), 1: (3, "replay")})
+    job = Job(4, failures={0: (3, "bucket0"), 1: (3, "replay")})
     outcomes = job.run(cluster)
     check(job, outcomes)
     assert outcomes[0].participants == [[0, 1, 2, 3]] * 3 + [[2, 3]] * (STEPS - 3)
 
 
-def test_deaths_in_step_after_step(cluster: Cluster) -> None:
-    job = Job(4, deaths={3: (1, "bucket1"), 2: (2, "bucket0"), 0: (3, "commit")})
+def test_failures_in_step_after_step(cluster: Cluster) -> None:
+    job = Job(4, failures={3: (1, "bucket1"), 2: (2, "bucket0"), 0: (3, "commit")})
     check(job, job.run(cluster))
 
 
@@ -311,7 +311,7 @@ def test_a_group_that_joins_in_the_quorum_of_a_replay(cluster: Cluster) -> None:
             job.newcomers.append(cluster.start(job.loop, 5))
             cluster.wait_for_waiters(1)  # it waits there before the others ask again
 
-    job = Job(3, deaths={0: (3, "bucket0")}, then=join)
+    job = Job(3, failures={0: (3, "bucket0")}, then=join)
     outcomes = job.run(cluster)
     (joined,) = results(*job.newcomers)
     assert joined is not None
@@ -356,7 +356,7 @@ def test_clipping_belongs_into_a_hook(cluster: Cluster, hook: bool) -> None:
         if hook:
             manager.register_replay_hook(lambda: clip(model))
 
-    job = Job(3, deaths={0: (3, "bucket0")}, begun=begun, then=lambda rank, manager, model, step: clip(model))
+    job = Job(3, failures={0: (3, "bucket0")}, begun=begun, then=lambda rank, manager, model, step: clip(model))
     check(job, job.run(cluster), lost=0 if hook else 1, clip=True)
 
 
@@ -382,7 +382,7 @@ def test_spares_take_the_place_of_the_dead(cluster: Cluster) -> None:
     """A spare's own gradients are kept too, before zeros are put in their place."""
     job = Job(
         3,
-        deaths={0: (3, "bucket0")},
+        failures={0: (3, "bucket0")},
         settings=lambda group: dict(world_size_mode=WorldSizeMode.FIXED_WITH_SPARES, min_replica_size=2),
     )
     outcomes = job.run(cluster)
@@ -391,7 +391,7 @@ def test_spares_take_the_place_of_the_dead(cluster: Cluster) -> None:
 
 
 def test_all_groups_must_announce_it(cluster: Cluster) -> None:
-    job = Job(3, deaths={0: (3, "bucket0")}, settings=lambda group: dict(replay_failed_step=group != 2))
+    job = Job(3, failures={0: (3, "bucket0")}, settings=lambda group: dict(replay_failed_step=group != 2))
     check(job, job.run(cluster), lost=1)
 
 
@@ -438,23 +438,23 @@ def reduce_flat(rank: Rank, manager: Manager, model: nn.Module, step: int) -> No
     ],
 )
 def test_ways_to_reduce(cluster: Cluster, wrap: Any, then: Any, lost: int) -> None:
-    job = Job(3, deaths={0: (3, "bucket0")}, wrap=wrap)
+    job = Job(3, failures={0: (3, "bucket0")}, wrap=wrap)
     if then is not None:
         job.then = then
     check(job, job.run(cluster), lost=lost)
 
 
 def test_a_quorum_that_is_waited_for(cluster: Cluster) -> None:
-    job = Job(3, deaths={0: (3, "bucket0")}, settings=lambda group: dict(use_async_quorum=False))
+    job = Job(3, failures={0: (3, "bucket0")}, settings=lambda group: dict(use_async_quorum=False))
     check(job, job.run(cluster))
 
 
 def test_all_ranks_of_a_group_replay(cluster: Cluster) -> None:
     """Each rank reduces with its counterparts; both groups have two."""
-    job = Job(3, deaths={0: (3, "bucket0")}, world_size=2)
+    job = Job(3, failures={0: (3, "bucket0")}, world_size=2)
     check(job, job.run(cluster))
 
 
 def test_max_retries_counts_steps_that_are_lost(cluster: Cluster) -> None:
-    job = Job(3, deaths={0: (3, "bucket0"), 1: (3, "replay")}, settings=lambda group: dict(max_retries=0))
+    job = Job(3, failures={0: (3, "bucket0"), 1: (3, "replay")}, settings=lambda group: dict(max_retries=0))
     check(job, job.run(cluster))

@@ -233,7 +233,7 @@ def test_load_that_fails_is_the_healing_groups_own_problem(cluster: Cluster) -> 
 
 
 def test_survivors_of_many_need_no_join_timeout() -> None:
-    """Only the neighbours of a dead group see its connection break; their abort lets the group opposite see it too."""
+    """Only the neighbours of a failed group see its connection break; their abort breaks that of the group opposite."""
     with Cluster(join_timeout_ms=60_000) as cluster:
         loop = Loop(start_with=4)
         committed: dict[int, float] = {}

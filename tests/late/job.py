@@ -1,7 +1,7 @@
 """A replica group of one process that trains a small model on the test device; one script for every kind of job.
 
 Commands, in this order: {"do": "join", "lighthouse": ADDRESS} makes the Manager, {"do": "finish", "step": N} ends after
-step N. Each step prints the digest of the weights. --dies: in a last bucket this process kills itself.
+step N. Each step prints the digest of the weights. --fails: in a last bucket this process kills itself.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ parser.add_argument("--kind", choices=["ddp", "local_sgd", "diloco", "streaming"
 parser.add_argument("--pg", choices=["late", "late2", "native", "isolated"], default="late")
 parser.add_argument("--transport", choices=["http", "pg"], default="http")
 parser.add_argument("--timeout_s", type=float, default=10.0)
-parser.add_argument("--dies", type=int, default=0, help="in the last bucket of the second step of so many groups")
+parser.add_argument("--fails", type=int, default=0, help="in the last bucket of the second step of so many groups")
 args = parser.parse_args()
 TIMEOUT = timedelta(seconds=args.timeout_s)
 
@@ -75,8 +75,8 @@ def main() -> None:
         replica_id=f"late_{args.group}",
         checkpoint_transport=PGTransport(pg, timeout=TIMEOUT, device=device) if args.transport == "pg" else None,
     )
-    if args.dies:
-        die_in_the_last_bucket(pg, manager, args.dies)
+    if args.fails:
+        fail_in_the_last_bucket(pg, manager, args.fails)
     ddp = DistributedDataParallel(manager, model) if args.kind == "ddp" else model
     optimizer = Optimizer(manager, adam) if args.kind == "ddp" else adam
     last: int | None = None
@@ -121,7 +121,7 @@ def make_pg(kind: str) -> Any:
     return group.ProcessGroupLate(timeout=TIMEOUT, implementation="nccl2" if kind == "late2" else "legacy")
 
 
-def die_in_the_last_bucket(pg: Any, manager: Manager, groups: int) -> None:
+def fail_in_the_last_bucket(pg: Any, manager: Manager, groups: int) -> None:
     """The model has one bucket. What was launched never runs, so that the peers' kernels wait for it."""
     allreduce, steps = pg.allreduce, set()
 

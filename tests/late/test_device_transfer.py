@@ -268,7 +268,7 @@ def test_the_control_connection_is_lost(make: Any, monkeypatch: Any) -> None:
 
 
 def test_another_source_takes_over(make: Any, monkeypatch: Any) -> None:
-    """The assigned one dies half-way; the other has the same bytes."""
+    """The assigned one fails half-way; the other has the same bytes."""
     grants: list[_native_transfer.Grant] = []
     grant = _native_transfer.NativeOffer.grant
     monkeypatch.setattr(_native_transfer.NativeOffer, "grant", lambda self: grants.append(grant(self)) or grants[-1])

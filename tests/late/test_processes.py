@@ -110,11 +110,11 @@ def test_a_group_that_dies_in_the_last_bucket_leaves_its_peers_with_the_same_wei
     with Job() as job:
         _, lighthouse = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=5000)
         peers = start(job, 0, 0, env=env), start(job, 1, 0, env=env)
-        victim = start(job, 2, 0, "--dies=3", env=env)
+        victim = start(job, 2, 0, "--fails=3", env=env)
         victim.expected_to_live = False
         for child in (*peers, victim):
             join(job, child, lighthouse)
-        job.wait(lambda: victim.returncode is not None, PHASE_TIMEOUT_S, "it dies")
+        job.wait(lambda: victim.returncode is not None, PHASE_TIMEOUT_S, "it fails")
         at = max(committed(victim, 3))
         job.wait(lambda: all(len(committed(peer, 2, at)) >= 2 for peer in peers), PHASE_TIMEOUT_S, "its peers go on")
         finish(job, *peers)
@@ -131,11 +131,11 @@ def test_the_failure_bus_ends_a_collective_whose_backend_notices_nothing(job_ser
     with Job() as job:
         _, lighthouse = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=5000)
         peers = start(job, 0, 0, *args, env=env), start(job, 1, 0, *args, env=env)
-        victim = start(job, 2, 0, "--dies=3", *args, env=env)
+        victim = start(job, 2, 0, "--fails=3", *args, env=env)
         victim.expected_to_live = False
         for child in (*peers, victim):
             join(job, child, lighthouse)
-        job.wait(lambda: victim.returncode is not None, PHASE_TIMEOUT_S, "it dies")
+        job.wait(lambda: victim.returncode is not None, PHASE_TIMEOUT_S, "it fails")
         began = time.monotonic()
 
         def ended() -> bool:

@@ -55,7 +55,7 @@ def test_a_block_that_is_written_still_is_not_given_to_others(
     copies = Observed(torch.device("late:0"))
     reader = Staged(numbers(3 * BLOCK), copies).read(0)
     next(reader)
-    reader.close()  # type: ignore[attr-defined]  the peer is gone; the second block's copy was under way
+    reader.close()  # type: ignore[attr-defined]  the peer has ended; the second block's copy was under way
     assert copies.under_way == 0
 
 

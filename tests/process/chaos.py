@@ -133,7 +133,7 @@ class Chaos:
         return outcome
 
     def stop(self, *victims: int, phase: str = "in bucket 1", rank: int = 0, bound_s: float = STOP_BOUND_S) -> Outcome:
-        """SIGSTOP at a phase, and SIGCONT when the others have gone on: they find out, heal and are with them again."""
+        """SIGSTOP at a phase, and SIGCONT when the others have continued: the victims notice that, and heal."""
         children = [self.lives[victim].ranks[rank] for victim in victims]
         before = self._failures()
         at = self._strike(children, phase, signal.SIGSTOP)
@@ -163,7 +163,7 @@ class Chaos:
     def strike_while_healing(self, victim: int, whom: str, number: int = signal.SIGKILL) -> Outcome:
         """`victim` is killed and comes back; during its heal its source is struck (`whom="source"`) or it ("target").
 
-        A source is one of those that are left: with two groups its death would be that of all there is.
+        A source is one of those that are left: with two groups its failure would be that of the only one.
         """
         self._prepare(victim)
         self._prepare(victim)

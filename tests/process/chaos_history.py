@@ -22,7 +22,7 @@ ENDS_S = 60.0  # after a trainer's end, until what it started has ended too
 
 @dataclass
 class Life:
-    """A group, from its start to its death.
+    """A group, from its start to its failure.
 
     Attributes:
         ranks: a process for each; or one, torchrun's agent, which starts the only rank, and starts it again.

@@ -203,7 +203,7 @@ class Worker:
             plan = manager._current.plan
             assert plan is not None
             groups = sorted(int(i.split(":")[0].removeprefix("chaos_")) for i in plan.replica_ids)
-            # Before the first collective: whoever dies after this may be part of the sum.
+            # Before the first collective: a group that fails after this may be part of the sum.
             emit("begin", step=step, quorum=plan.quorum_id, contributes=contributes)
             gradients, works = [], []
             for bucket in range(BUCKETS):

@@ -31,7 +31,7 @@ def keep_stdout_for_events() -> None:
 
 
 class Commands:
-    """The parent's commands, read by a thread. When the parent is gone, so is this process: no orphans."""
+    """The parent's commands, read by a thread. It ends with the parent: no orphans."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()

@@ -148,7 +148,7 @@ def _readable(descriptor: int, timeout: float | None) -> bool:
 
 
 def serve(control: socket.socket, imports: Sequence[str]) -> dict[str, Any]:
-    """Fork a child for each request until the tests are gone. Returns in the children only, with the request."""
+    """Fork a child for each request until the tests have ended. Returns in the children only, with the request."""
     for name in imports:
         if name == imports[-1]:
             # The end of a child does not collect what is frozen, which takes a second. But Triton, which the last one

@@ -106,7 +106,7 @@ def flip_and_heal(shards: int, flip: int, **options: object) -> None:
 def _wait_for_death(job: Job, group: list[Child]) -> None:
     for child in group:
         child.expected_to_live = False
-    job.wait(lambda: any(child.returncode is not None for child in group), 60, "a group dies")
+    job.wait(lambda: any(child.returncode is not None for child in group), 60, "a group fails")
     for child in group:
         child.kill()
 
@@ -120,12 +120,12 @@ def _wait_for_step(job: Job, child: Child, participants: int, after: int = 0) ->
     )
 
 
-def kill_and_heal(shards: int, deaths: int = 1, **options: object) -> None:
+def kill_and_heal(shards: int, failures: int = 1, **options: object) -> None:
     """A rank of the second group ends in a backward pass; the first trains alone until new processes have healed.
 
     Args:
         shards: ranks of a group.
-        deaths: how often.
+        failures: how often.
         options: of all workers.
     """
     with Job() as job:
@@ -135,12 +135,12 @@ def kill_and_heal(shards: int, deaths: int = 1, **options: object) -> None:
         first = start(job, lighthouse, 0, shards, **options)
         second = start(job, lighthouse, 1, shards, die_after=3, **options)
         train(job, first + second)
-        for death in range(deaths):
+        for failure in range(failures):
             _wait_for_death(job, second)
             seen = len(first[0].of("step"))
             _wait_for_step(job, first[0], 1, after=seen)
-            more = {"die_after": 3} if death < deaths - 1 else {}
-            second = start(job, lighthouse, 1, shards, seed=99 + death, **more, **options)
+            more = {"die_after": 3} if failure < failures - 1 else {}
+            second = start(job, lighthouse, 1, shards, seed=99 + failure, **more, **options)
             train(job, second)
         _wait_for_step(job, second[0], 2)
         last = committed(first[0])[-1]["step"] + 10
@@ -151,5 +151,5 @@ def kill_and_heal(shards: int, deaths: int = 1, **options: object) -> None:
         lost = [e["step"] for child in first for e in child.of("step") if not e["committed"]]
     assert [e["step"] for e in steps[0]] == list(range(last)), "a step was lost or taken twice"
     assert [e["participants"] for e in steps[0]] == [e["participants"] for e in steps[-1]]
-    assert len(lost) >= deaths, "nobody noticed a death"
+    assert len(lost) >= failures, "no failure was noticed"
     check(got, [[0, 1] if e["participants"] == 2 else [0] for e in steps[0]], shards)

@@ -56,8 +56,8 @@ class Cluster:
         """Wait, and return how long it took."""
         start = time.monotonic()
         while not until():
-            dead = [c for c in self.job.children if c.expected_to_live and c.returncode is not None]
-            assert not dead, f"{dead[0].name} ended before: {what}\n{dead[0].log_tail(20)}"
+            ended = [c for c in self.job.children if c.expected_to_live and c.returncode is not None]
+            assert not ended, f"{ended[0].name} ended before: {what}\n{ended[0].log_tail(20)}"
             assert time.monotonic() - start < seconds, f"{seconds:g} s passed before: {what}"
             time.sleep(0.01)
         return time.monotonic() - start

@@ -154,7 +154,7 @@ class Elastic:
     def _send(self, orders: dict[int, dict[str, object]], groups: list[int]) -> None:
         for group in groups:
             for rank, child in enumerate(self.living[group]):
-                # One rank dies; the other ones of its group wait for it until they are killed too.
+                # One rank fails; the others of its group wait for it until they are killed, too.
                 child.send(**(orders[group] if rank + 1 == self.ranks else {"until": orders[group]["until"]}))
 
     def _waiters(self) -> int:

@@ -49,7 +49,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class Mortal(Manager):
-    """Dies in place of an allreduce, when its peers are in it; or after its group has voted, before it has stepped."""
+    """Ends in place of an allreduce, when its peers are in it; or after its group has voted, before it has stepped."""
 
     place: Optional[str] = None
 

@@ -1,6 +1,6 @@
 """Child processes for tests and benchmarks: started, heard, killed, and never left behind.
 
-A `Job` owns its children. Every wait has a deadline and ends early with the child's stderr when a child dies that
+A `Job` owns its children. Every wait has a deadline and ends early with the child's stderr when a child ends that
 should not.
 """
 
@@ -140,7 +140,7 @@ class Child:
         return self._process.poll()
 
     def send(self, **command: Any) -> None:
-        """Send one command. A child that is already gone is noticed by the next wait."""
+        """Send one command. A child that has ended is noticed by the next wait."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(command).encode() + b"\n")

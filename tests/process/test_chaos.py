@@ -117,7 +117,7 @@ def test_a_rank_of_a_native_group_is_stopped_in_a_collective() -> None:
 @pytest.mark.slow  # test_train_demo kills a group of torchrun
 @pytest.mark.timeout(300)
 def test_groups_of_torchrun() -> None:
-    """A worker dies, and its agent starts it again; an agent dies, and nothing of it trains on."""
+    """A worker fails, and its agent restarts it; an agent fails, and none of its workers trains on."""
     with Job() as job:
         chaos = run(job, groups=2, torchrun=True, kills_only=True)
         chaos.kill_worker(0, phase="in bucket 1")

@@ -296,7 +296,7 @@ def test_a_thousand_groups_and_a_narrow_screen(browser: Any, lighthouse: Lightho
         """)
         wait(lambda: len(page.rows()) == 200, "no more than 200 are drawn")
         assert page.text("more") == "and 800 more: search for them"
-        assert next(iter(page.rows())) == "train_0999:5f9c3f0e…", "the dead come first"
+        assert next(iter(page.rows())) == "train_0999:5f9c3f0e…", "failed members come first"
         browser.execute_script("""
             const filter = document.getElementById("filter");
             filter.value = "train_07";

@@ -77,7 +77,7 @@ def test_the_first_lighthouse_of_a_list_vanishes_with_its_host() -> None:
 
 @pytest.mark.slow  # the one above has hosts, and go/sim messages that are late or lost
 def test_hosts_that_are_far_away() -> None:
-    """20 ms each way, and one frame in a hundred is lost: nobody is taken for failed for it, and a death is noticed."""
+    """20 ms each way, and one frame in a hundred is lost: no member fails by that, and a failure is noticed."""
     with Hosts(2, delay_s=0.02, loss=0.01) as hosts, Job() as job:
         # Frames go through this process, which a busy machine may hold up: no silence counts here.
         chaos = Chaos(job, groups=2, hosts=hosts, lighthouse_options=["--heartbeat_timeout_ms=60000"])

@@ -1,4 +1,4 @@
-"""Each sample once an epoch and the weights of one process, whatever dies: real processes, and SIGKILL in mid-step."""
+"""Each sample once an epoch and the weights of one process, whatever fails: real processes, and SIGKILL in mid-step."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from replay_model import reference
 from torch.distributed import TCPStore
 
 STEPS = 9
-DEATHS = (2, 4, 6)  # steps
+FAILURES = (2, 4, 6)  # steps
 
 
 @pytest.mark.parametrize(
@@ -41,11 +41,11 @@ def test_kill_9_costs_no_step(kind: str, groups: int, places: tuple[str, ...], t
         children = []
         for group in range(groups):
             # The first groups die first: the primary's store is one of theirs.
-            death = ("--die_at", DEATHS[group], "--place", places[group]) if group < len(places) else ()
+            failure = ("--die_at", FAILURES[group], "--place", places[group]) if group < len(places) else ()
             common = ("--group", group, "--groups", groups, "--lighthouse", lighthouse, "--kind", kind)
             rest = ("--store", store.port, "--steps", STEPS, "--save", tmp_path / f"{group}.pt")
             children.append(
-                job.python(f"group{group}", HERE / "replay_worker.py", *common, *rest, *death, path=ours_path())
+                job.python(f"group{group}", HERE / "replay_worker.py", *common, *rest, *failure, path=ours_path())
             )
         job.wait(lambda: all(c.of("ready") for c in children), START_TIMEOUT_S, "all groups are ready")
         mortal, survivors = children[: len(places)], children[len(places) :]
@@ -59,9 +59,9 @@ def test_kill_9_costs_no_step(kind: str, groups: int, places: tuple[str, ...], t
         everybody = list(range(groups))
         expected = []
         for step in range(STEPS):
-            # Who dies after the vote took part in the step.
-            dead = [g for g, place in enumerate(places) if step > DEATHS[g] - (place != "commit")]
-            expected.append([g for g in everybody if g not in dead])
+            # A group that fails after the vote took part in the step.
+            failed = [g for g, place in enumerate(places) if step > FAILURES[g] - (place != "commit")]
+            expected.append([g for g in everybody if g not in failed])
         for end in ends:
             assert end["commits"] == [True] * STEPS, f"a step was lost\n{job.report()}"
             assert end["participants"] == expected, job.report()

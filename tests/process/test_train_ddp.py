@@ -71,7 +71,7 @@ def test_torchrun_restarts_a_killed_worker_and_two_ranks_a_group_end_with_the_sa
         lambda: all(group.step() >= 20 and len(group.commits()) >= 10 for group in groups), "both groups train", *groups
     )
 
-    # Not rank 0, where the manager server is: it must not wait for its dead sibling.
+    # Not rank 0, where the manager server is: it must not wait for its failed sibling.
     os.kill(last_pid(rank_events(groups[1], tmp_path, 1)), signal.SIGKILL)
     wait_for(lambda: all(group.status == 0 for group in groups), "both groups end", *groups, seconds=200)
 

@@ -6,7 +6,7 @@ import (
 )
 
 // silence is how long a member has sent nothing, on any stream. A new stream does not reset it before something is sent on it: the
-// lighthouse may have counted the member as failed meanwhile, and the other groups may have gone on without it.
+// lighthouse may have counted the member as failed meanwhile, and the other groups may have continued without it.
 type silence struct {
 	since  time.Time
 	spoke  atomic.Int64 // when something was sent last, in nanoseconds after since

@@ -150,7 +150,7 @@ def test_a_failure_in_another_quorum_does_nothing(fixture: Fixture) -> None:
 def test_a_failure_in_a_quorum_that_is_not_followed_yet(
     fixture: Fixture, make_quorum: Callable[..., QuorumResult]
 ) -> None:
-    """The lighthouse may tell of a death in the next quorum before this rank has looked at that quorum."""
+    """The lighthouse may report a failure in the next quorum before this rank has that quorum."""
     manager, group = started(fixture)
     work = manager.allreduce(torch.ones(1))
     manager._failures.member_failed(failure(quorum_id=2))
@@ -160,7 +160,7 @@ def test_a_failure_in_a_quorum_that_is_not_followed_yet(
     fixture.client._quorum.return_value = make_quorum(quorum_id=2)
     manager.start_quorum()
     manager.allreduce(torch.ones(1)).wait()
-    assert len(group.works) == 1, "nothing is begun with a dead peer"
+    assert len(group.works) == 1, "nothing is begun with a failed peer"
     assert not manager.should_commit()
     assert "group_0:uuid of quorum 2 failed" in str(manager.errored())
     fixture.client._quorum.return_value = make_quorum(quorum_id=3)
@@ -171,7 +171,7 @@ def test_a_failure_in_a_quorum_that_is_not_followed_yet(
 
 
 def test_a_failure_while_the_group_connects(fixture: Fixture) -> None:
-    """To wait for a dead peer would take until the timeout."""
+    """A wait for a failed peer would take until the timeout."""
     group = PendingGroup()
     aborted = threading.Event()
 

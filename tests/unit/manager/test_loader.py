@@ -259,7 +259,7 @@ def leaves_units_out(manager: Manager, peers: Fixture) -> None:
 
 
 def has_a_group_that_failed(manager: Manager, peers: Fixture) -> None:
-    """Its other rank is gone: what they add between them ends with an error."""
+    """Its other rank has ended: what they add between them ends with an error."""
     group = GroupOfRanks(1, 2)
     loader = ElasticDataLoader(manager, list(range(10)), global_batch_size=4, micro_batch_size=2, data_group=group)
     announce_the_same(manager, peers)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(
     not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14, whose groups can be reconfigured"
 )
 
-DIED = MemberFailure(1, "group_0:uuid", "its connection broke")
+FAILED = MemberFailure(1, "group_0:uuid", "its connection broke")
 
 
 def waits(work: dist._Work) -> None:
@@ -84,7 +84,7 @@ def test_a_death_ends_a_collective_that_gloo_forgets(
     work = manager.allreduce(torch.ones(64), **how)
     with monkeypatch.context() as forgetful:
         forgetful.setattr(Connections, "shutdown", forget)
-        manager._failures.member_failed(DIED)
+        manager._failures.member_failed(FAILED)
         began = time.monotonic()
         end(work)
         assert time.monotonic() - began < within(ABORT_S), "it waited for Gloo"
@@ -134,7 +134,7 @@ def test_a_group_whose_threads_are_all_held_joins_no_quorum(
         manager.allreduce(torch.ones(64))
     with monkeypatch.context() as forgetful:
         forgetful.setattr(Connections, "shutdown", forget)
-        manager._failures.member_failed(DIED)
+        manager._failures.member_failed(FAILED)
         assert not manager.should_commit()
     fixture.client._quorum.side_effect = RuntimeError("asked")
     if lost == 2:

@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 SOON = within(ABORT_S)
 # For what nothing is promised.
 DEADLINE_S = 10.0
-# What Gloo says of a peer that is gone; which of the two is the kernel's choice.
+# Errors of Gloo for a peer that has ended; which of the two is the kernel's choice.
 GONE = r"(Connection closed by peer|Read error .*: Connection reset by peer)"
 
 

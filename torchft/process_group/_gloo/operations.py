@@ -3,10 +3,10 @@
 Cutting Gloo's connections ends nearly all of its operations within a millisecond. It does not end a
 receive from any source; nor a send that Gloo takes off its list in the moment in which the connection
 breaks (seen in one of a hundred failures of a peer): that one sleeps until its timeout, at a rank whose
-connections are all gone. And it ends nothing where the connections could not be told. So whoever waits
-here also looks at an end of ours: after an abort, or when every connection is broken, Gloo is given
-`_GRACE_SEC` to say itself what happened, and then the waiter goes; a collective also when one connection
-has been broken for `_DAMAGED_SEC`. What still runs is left to its timeout, with a thread of the reaper's;
+connections have all ended. And it ends nothing where the connections are not known. So each wait
+here has an end of its own: after an abort, or when every connection is broken, Gloo has `_GRACE_SEC` to
+raise its own error, and then the wait ends; that for a collective also when one connection has been
+broken for `_DAMAGED_SEC`. An operation that still runs is left to its timeout, on a thread of the reaper;
 unless its threads sleep (`stillness`), it may write to its tensors until then.
 """
 

@@ -43,7 +43,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Where PyTorch makes its shared memory; containers are often given little of it.
 _SHARED_MEMORY = "/dev/shm"
 
-# How many imports of shared storages are kept before those that are gone are looked for.
+# Number of imports of shared storages from which on those of freed storages are looked for.
 _SWEEP_AT = 64
 
 

@@ -1,4 +1,4 @@
-"""A group whose worker dies before it can say why, as one that the kernel kills for memory does."""
+"""A group whose worker ends before it can say why, as one that the kernel kills for memory does."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_a_worker_that_is_slow_to_die_keeps_what_it_shares(
 
 
 def test_a_stopped_worker_is_given_up(pair: list[ProcessGroup], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It neither answers nor dies."""
+    """It neither answers nor ends."""
     monkeypatch.setattr(channel_module, "_PING_EVERY_SEC", 0.05)
     monkeypatch.setattr(channel_module, "_UNRESPONSIVE_SEC", 0.3)
     isolated = pair[1]

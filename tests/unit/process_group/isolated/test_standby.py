@@ -150,7 +150,7 @@ def test_a_server_that_died_is_replaced(store: TCPStore) -> None:
 
 
 def test_a_standby_whose_death_nobody_has_noticed_is_replaced(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It dies with its server, a moment before or after somebody looks."""
+    """It ends with its server, a moment before or after a look at it."""
     group = ProcessGroupBabyGloo(TIMEOUT)
     ready = ready_worker()
     monkeypatch.setattr(channel_module.Channel, "has_failed", lambda channel: channel.broken is not None)

@@ -674,8 +674,8 @@ class Manager(Stateful, Stepping):
             True: step the optimizer. False: do not; the next step begins with the same weights.
 
         Raises:
-            RuntimeError: more than ``max_retries`` steps failed in a row, there is no quorum, or a rank of the group has
-                failed; or the weights of this group are not those of most, and ``on_divergence="evict"``.
+            RuntimeError: more than ``max_retries`` steps failed in a row, there is no quorum, or a rank of the group
+                has failed; or the weights of this group are not those of most, and ``on_divergence="evict"``.
             TimeoutError: not all ranks of the group voted in time.
         """
         timeout = given("timeout", timeout, self._timeout)

@@ -62,7 +62,7 @@ func NewFeed(job string, status func() quorum.Status) *Feed {
 	return &Feed{job: job, status: status, now: time.Now, viewers: map[*viewer]struct{}{}, wholes: map[int64]*whole{}, meters: newMeters(job)}
 }
 
-// Record remembers an event and shows it to everybody.
+// Record stores an event, and sends it to all viewers.
 func (f *Feed) Record(e Event) {
 	f.mu.Lock()
 	defer f.mu.Unlock()

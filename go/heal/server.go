@@ -415,7 +415,7 @@ func (c *connection) reply(r request, status uint32, body []byte) error {
 	return c.flush()
 }
 
-// withdrawn tells the target that the offer has ended, and why.
+// withdrawn sends the target the reason why the offer has ended.
 func (c *connection) withdrawn(r request, reason error) error {
 	_ = c.reply(r, statusWithdrawn, []byte(reason.Error()))
 	if tcp, ok := c.Conn.(*net.TCPConn); ok {

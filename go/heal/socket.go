@@ -19,7 +19,7 @@ func prepare(conn net.Conn) {
 // abort ends a connection at once. Close alone would not wake a thread that is blocked on it in the kernel.
 func abort(conn net.Conn) {
 	if tcp, ok := conn.(*net.TCPConn); ok {
-		_ = tcp.SetLinger(0) // drop what the kernel has not sent: nobody needs it any more
+		_ = tcp.SetLinger(0) // drop bytes that the kernel has not sent: the transfer has ended
 		_ = tcp.CloseRead()
 		_ = tcp.CloseWrite()
 	}

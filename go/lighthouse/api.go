@@ -51,11 +51,11 @@ func (s *Server) apiDrain(w http.ResponseWriter, r *http.Request, who about) {
 	err = j.drain(who.ReplicaID, "somebody at "+r.RemoteAddr+" asked for it")
 	switch {
 	case errors.Is(err, errNoStream):
-		dashboard.Refuse(w, http.StatusConflict, fmt.Errorf("replica %q cannot be told to leave: %w", who.ReplicaID, err))
+		dashboard.Refuse(w, http.StatusConflict, fmt.Errorf("replica %q cannot be asked to leave: %w", who.ReplicaID, err))
 	case err != nil:
 		dashboard.Refuse(w, http.StatusServiceUnavailable, errors.New(rpc.Message(err)))
 	default:
-		j.log.Info("torchft: told a replica group to leave, on request", "replica_id", who.ReplicaID, "from", r.RemoteAddr)
+		j.log.Info("torchft: a replica group is asked to leave, on request", "replica_id", who.ReplicaID, "from", r.RemoteAddr)
 		dashboard.Answer(w, done{who.ReplicaID, "told to leave at the end of a step"})
 	}
 }
@@ -101,7 +101,7 @@ func (s *Server) GiveUp(job, replicaID, by string) error {
 	return j.giveUpOn(replicaID, by)
 }
 
-// errNoStream: the lighthouse has no way to tell the member anything.
+// errNoStream: the lighthouse cannot send the member a message.
 var errNoStream = errors.New("it has no stream to this lighthouse, as groups of upstream have none")
 
 // has reports whether a member is known and alive.
@@ -109,7 +109,7 @@ func (j *job) has(replicaID string) bool {
 	return slices.ContainsFunc(j.status().Members, func(m quorum.MemberStatus) bool { return m.ReplicaID == replicaID && m.Healthy })
 }
 
-// drain tells a member to leave.
+// drain asks a member to leave.
 func (j *job) drain(replicaID, why string) error {
 	j.mu.Lock()
 	defer j.mu.Unlock()

@@ -48,7 +48,7 @@ type Config struct {
 	StateOptional bool
 	// Security names the files with the job's token and certificates.
 	Security auth.Security
-	// AllowRemoteKill lets everybody who can connect end a replica group, where there is no token to know who may.
+	// AllowRemoteKill allows a kill to every client that can connect, if there is no token.
 	AllowRemoteKill bool
 	// MaxConnections are open at once.
 	MaxConnections int
@@ -146,7 +146,7 @@ func machineName() string {
 	return name
 }
 
-// ownHostname is this machine's name if it resolves: an address that nobody can reach is of no use.
+// ownHostname is this machine's name if it resolves: other hosts could not use an address that does not.
 func ownHostname() string {
 	name := machineName()
 	if name == "" {

@@ -45,14 +45,14 @@ func (s *Server) handler() http.Handler {
 	return mux
 }
 
-// serveStatus tells of the job that the query names, else of the default one.
+// serveStatus serves the status of the job in the query, else of the default one.
 func (s *Server) serveStatus(w http.ResponseWriter, r *http.Request) {
 	if j := s.jobFor(w, r); j != nil {
 		s.json(w, j.shown())
 	}
 }
 
-// serveJobs tells of all jobs in short.
+// serveJobs serves the summaries of all jobs.
 func (s *Server) serveJobs(w http.ResponseWriter, _ *http.Request) { s.json(w, s.Overview()) }
 
 func (s *Server) json(w http.ResponseWriter, value any) {

@@ -91,7 +91,7 @@ func (s *Server) forgetJobs(now time.Time) {
 		}
 		delete(s.jobs, name)
 		j.close(errShutdown)
-		s.log.Info("torchft: a job is forgotten: nobody of it is left", "job", name)
+		s.log.Info("torchft: a job is forgotten: it has no members", "job", name)
 	}
 }
 

@@ -156,7 +156,7 @@ func (k *keeper) once(do func()) (later bool) {
 	}
 	do = sync.OnceFunc(do)
 	late := rpc.AfterFunc(k.log, "a quorum that is not on disk", func() {
-		k.log.Warn("torchft: a quorum is told before it is on disk: the disk does not answer, or refuses", "file", k.path, "waited", diskTime)
+		k.log.Warn("torchft: a quorum is sent before it is on disk: the disk does not answer, or refuses", "file", k.path, "waited", diskTime)
 		do()
 	})
 	late.Reset(diskTime)

@@ -245,7 +245,7 @@ func TestAQuorumThatNobodyShowsIsOnDiskBeforeItIsTold(t *testing.T) {
 		time.Sleep(diskTime)
 		synctest.Wait()
 		require.NotNil(t, (<-second).delivered)
-		require.Contains(t, log.String(), "told before it is on disk")
+		require.Contains(t, log.String(), "sent before it is on disk")
 		require.NotNil(t, (<-ask(13, false)).delivered, "the disk is known not to answer")
 		close(f.writing)
 		synctest.Wait()

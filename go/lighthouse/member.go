@@ -47,7 +47,7 @@ type stream struct {
 	job       *job
 	wire      grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage]
 	replicaID string
-	tells     bool          // it answers a recall
+	tells     bool          // it can answer a Recall
 	said      quorum.Member // the last record that the member sent; only receive uses it
 	heard     atomic.Int64  // messages of the member
 	ended     atomic.Bool

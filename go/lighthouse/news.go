@@ -16,17 +16,17 @@ const (
 	// a burst of failures (a rack loses power or hangs, a large job ends) leaves the lighthouse time for its other work. With
 	// 10,000 groups it is 20 ms.
 	tellPause = 2 * time.Microsecond
-	// tellMost is how many failures, and how many stalled members, all members are told of at once: one is enough to know that
+	// tellMost bounds the failures, and the stalled members, that are sent to all members at once: one is enough to know that
 	// a quorum is broken, or held up.
 	tellMost = 32
 )
 
-// news is what all members are still to be told: which members failed, ended or stalled. The job's lock guards it.
+// news are the reports that are still to be sent to all members: failed, ended and stalled members. The job's lock guards it.
 type news struct {
 	failed  []trouble
 	ended   []trouble
 	stalled []trouble
-	next    time.Time   // when to tell again at the soonest
+	next    time.Time   // the earliest time of the next report
 	timer   *time.Timer // runs tellLater
 }
 
@@ -39,7 +39,7 @@ type trouble struct {
 
 func (n *news) pending() int { return len(n.failed) + len(n.ended) + len(n.stalled) }
 
-// announce tells every member of the failures and stalls among actions, at once or in a moment together with those that
+// announce reports the failures and stalls among actions to every member, at once or in a moment together with those that
 // follow. The caller holds mu.
 func (j *job) announce(actions []quorum.Action, now time.Time) {
 	before := j.news.pending()
@@ -105,7 +105,7 @@ func (j *job) record(now time.Time, kind dashboard.Kind, of []trouble) {
 	}
 }
 
-// words logs troubles of one kind, and returns what members are told of them.
+// words logs troubles of one kind, and returns the report for members.
 func (j *job) words(level slog.Level, what string, troubles []trouble, word func(trouble) *torchftpb.LighthouseMessage) (messages []rpc.Encoded) {
 	if len(troubles) == 0 {
 		return nil

@@ -130,7 +130,7 @@ func (j *job) attend(ctx, alive context.Context, request rendezvous.Request) pla
 	case a := <-answered:
 		return a
 	default:
-		return placed{err: errShutdown} // the connection is broken: nobody reads it
+		return placed{err: errShutdown} // the connection is broken: the answer is not read
 	}
 }
 

@@ -7,7 +7,7 @@ import (
 )
 
 // logAfter is how long there must be no quorum before the log says why. In each step of a healthy job
-// somebody waits for somebody else for a moment; that is no news.
+// some member waits for another one for a moment: that is not worth a line.
 const logAfter = 5 * time.Second
 
 // waitLog remembers since when requests wait, and why.

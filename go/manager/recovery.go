@@ -41,7 +41,7 @@ func (s *Server) healing(p membership.HealProgress) {
 	}
 }
 
-// recovered counts what a recovery cost a rank. The lighthouse is told that of rank 0 only, for people to see.
+// recovered counts the duration of a rank's recovery. That of rank 0 is sent to the lighthouse, for its page.
 func (s *Server) recovered(r membership.Recovered) {
 	if r.GroupRank < 0 || r.GroupRank >= s.cfg.WorldSize {
 		return

@@ -61,7 +61,7 @@ func (s service) Kill(ctx context.Context, req *torchftpb.KillRequest) (*torchft
 const exitDelay = 50 * time.Millisecond
 
 func (s *Server) exit(why string) {
-	s.log.Error("torchft: this process ends because it was told to (kill)", "message", why)
+	s.log.Error("torchft: this process ends on request (kill)", "message", why)
 	rpc.Go(&s.tasks, s.log, "kill", func() {
 		select {
 		case <-time.After(exitDelay):

@@ -27,11 +27,11 @@ type NoticeSource interface {
 	Notices() <-chan Notice
 }
 
-// Witness is a Membership that is told what its group notices. Its calls do not wait.
+// Witness is a Membership that takes reports of its group. Its calls do not block.
 type Witness interface {
-	// Suspect tells that a collective failed, and which member is suspected, empty if that is not known.
+	// Suspect reports a failed collective, and the suspected member; empty: not known.
 	Suspect(quorumID int64, replicaID string)
-	// Incomplete tells that the group takes part in nothing until it asks again.
+	// Incomplete reports that the group takes part in nothing until it asks again.
 	Incomplete(reason string)
 	// SayProgress answers ProgressAsked.
 	SayProgress(p round.Progress)
@@ -39,14 +39,14 @@ type Witness interface {
 	Fenced() bool
 }
 
-// Leaver is a Membership that can be told of an end that is no failure.
+// Leaver is a Membership that takes the announcement of an end that is no failure.
 type Leaver interface {
-	// Leave says that the group has ended its last step, and returns when nobody needs it any more: its peers have ended
+	// Leave announces that the group has ended its last step, and returns when no peer needs it any more: they have ended
 	// that step, too. It may be called several times, at the same time.
 	Leave(ctx context.Context) error
 }
 
-// Finisher is a Membership that can be told that the training has ended on purpose.
+// Finisher is a Membership that takes the announcement that the training is complete.
 type Finisher interface {
 	// Finish makes the end of the membership say so. A lighthouse that hears it of all groups forgets the job's past.
 	Finish()

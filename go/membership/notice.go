@@ -2,7 +2,7 @@ package membership
 
 import "sync"
 
-// Notice is what the lighthouse tells all members at once, so that none has to find it out by a timeout.
+// Notice is a report of the lighthouse to all members, which saves them a timeout.
 type Notice struct {
 	Kind      NoticeKind
 	QuorumID  int64  // these are empty for ProgressAsked
@@ -46,7 +46,7 @@ func (b *Broadcast) Listen() (heard <-chan Notice, stop func()) {
 	}
 }
 
-// Tell gives a notice to each listener. It does not wait.
+// Tell gives a notice to each listener. It does not block.
 func (b *Broadcast) Tell(notice Notice) {
 	b.mu.Lock()
 	defer b.mu.Unlock()

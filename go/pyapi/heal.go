@@ -197,7 +197,7 @@ func HealWaitStart(fetch, timeoutUs int64) (op int64, err error) {
 	}), nil
 }
 
-// HealFetchEndStart ends a transfer: when it is done, nobody writes to the memory any more.
+// HealFetchEndStart ends a transfer: after its end no thread writes to the memory.
 func HealFetchEndStart(fetch int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	f, err := ops.Get[*heal.Fetch](fetch)

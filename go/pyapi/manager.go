@@ -132,7 +132,7 @@ func ManagerTrace(handle int64, traceparent string) (found bool, err error) {
 	return true, nil
 }
 
-// ManagerLeaveStart says that the group has ended its last step, and waits until nobody needs it any more.
+// ManagerLeaveStart announces that the group has ended its last step, and waits until no peer needs it any more.
 func ManagerLeaveStart(handle, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)

@@ -20,7 +20,7 @@ import (
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
 
-// bindTimeout bounds the start of a server that waits for nobody; only the lookup of a host name can take long.
+// bindTimeout bounds the start of a server, in which only the lookup of a host name can take long.
 const bindTimeout = time.Minute
 
 // shutdownTimeout is there because every operation has one: servers and clients bound their own shutdown.

@@ -86,7 +86,7 @@ func ManagerChangeStart(handle, timeoutUs int64) (op int64, err error) {
 	}), nil
 }
 
-// ManagerNoticeStart waits until the lighthouse tells of a member, or asks what this rank does; the result is the JSON of
+// ManagerNoticeStart waits until the lighthouse reports a member, or asks for the progress of this rank; the result is the JSON of
 // notice, or nothing if nothing came in time.
 func ManagerNoticeStart(handle, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
@@ -106,14 +106,14 @@ func ManagerNoticeStart(handle, timeoutUs int64) (op int64, err error) {
 	}), nil
 }
 
-// ManagerSuspect tells that a collective of a quorum failed, and which member is suspected, empty if that is not known.
+// ManagerSuspect reports a failed collective of a quorum, and the suspected member; empty: not known.
 func ManagerSuspect(handle, quorumID int64, replicaID string) (found bool, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
 	if err != nil {
 		return false, err
 	}
-	go client.Suspect(quorumID, replicaID) // nobody waits for the network
+	go client.Suspect(quorumID, replicaID) // Python does not wait for the network
 	return true, nil
 }
 
@@ -128,7 +128,7 @@ func ManagerSayProgress(handle, groupRank int64, waits bool, what string) (found
 	return true, nil
 }
 
-// ManagerSayHealing tells how many bytes of a peer's state have come to this rank, of how many.
+// ManagerSayHealing reports the progress of a heal: the bytes that this rank has received, and all of them.
 func ManagerSayHealing(handle, groupRank, received, total int64) (found bool, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
@@ -139,7 +139,7 @@ func ManagerSayHealing(handle, groupRank, received, total int64) (found bool, er
 	return true, nil
 }
 
-// ManagerSayRecovered tells what a heal, or the failure of a peer in a quorum, cost this rank. phases is a JSON list of
+// ManagerSayRecovered reports the cost for this rank of a heal, or of a peer's failure in a quorum. phases is a JSON list of
 // pairs, a name and seconds each.
 func ManagerSayRecovered(handle, groupRank int64, healed bool, quorumID, step, bytes, stepsLost int64, phases string) (found bool, err error) {
 	defer ops.Guard(&err)
@@ -161,7 +161,7 @@ func ManagerSayRecovered(handle, groupRank int64, healed bool, quorumID, step, b
 	return true, nil
 }
 
-// ManagerSayCounted tells what the manager server has a counter for, by the counter's name.
+// ManagerSayCounted adds to a counter of the manager server, by the counter's name.
 func ManagerSayCounted(handle, groupRank int64, name string, number int64) (found bool, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)

@@ -33,18 +33,18 @@ type Calls interface {
 	Quorum(ctx context.Context, req Request) (recovery.Result, error)
 	CheckpointMetadata(ctx context.Context, groupRank int64) (string, error)
 	ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error)
-	// Suspect tells that a collective of a quorum failed, and which member is suspected, empty if that is not known.
+	// Suspect reports a failed collective of a quorum, and the suspected member; empty: not known.
 	Suspect(quorumID int64, replicaID string)
 	// SayProgress answers ProgressAsked: whether the rank waits for other groups, and what it does.
 	SayProgress(groupRank int64, waits bool, what string)
-	// SayHealing tells how far the state of a peer has arrived, SayRecovered what a recovery cost. They do not wait.
+	// SayHealing reports the progress of a heal, SayRecovered the cost of a recovery. They do not block.
 	SayHealing(p membership.HealProgress)
 	SayRecovered(r membership.Recovered)
-	// SayCounted tells what the server has a counter for. It does not wait.
+	// SayCounted adds to a counter of the server. It does not block.
 	SayCounted(c Counted)
-	// Leave says that the group has ended its last step, and waits until nobody needs it any more. Every rank calls it.
+	// Leave announces that the group has ended its last step, and waits until no peer needs it any more. Every rank calls it.
 	Leave(ctx context.Context) error
-	// Notices has a value for each notice that the server gets; nil if it tells of none.
+	// Notices has a value for each notice that the server gets; nil: it passes none on.
 	Notices() <-chan membership.Notice
 	Close() error
 }
@@ -106,7 +106,7 @@ func (c *Client) ShouldCommit(ctx context.Context, groupRank, step int64, vote b
 	return commit, rpc.Wrap("should_commit", c.peer, err)
 }
 
-// Leave says that the group has ended its last step, and waits until nobody needs it any more.
+// Leave announces that the group has ended its last step, and waits until no peer needs it any more.
 func (c *Client) Leave(ctx context.Context) error {
 	return rpc.Wrap("leave", c.peer, c.Calls.Leave(ctx))
 }

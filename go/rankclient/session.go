@@ -111,7 +111,7 @@ func (s *session) SayCounted(c Counted) {
 	}})
 }
 
-// say sends what has no answer, on a session that is open. Without one there is nobody to tell.
+// say sends a report, which has no answer, on an open session; without one the report is dropped.
 func (s *session) say(req *torchftpb.RankRequest) {
 	select {
 	case s.opening <- struct{}{}:

@@ -202,7 +202,7 @@ func (m *Machine) settle(only *group, now time.Time, do func(Action)) {
 	}
 }
 
-// tell answers the nodes of a group for which something is new.
+// tell answers the pending requests of the nodes whose view has changed.
 func (m *Machine) tell(g *group, now time.Time, do func(Action)) {
 	for _, n := range slices.SortedFunc(maps.Values(g.nodes), func(a, b *node) int { return cmp.Compare(a.name, b.name) }) {
 		view := g.view(n)

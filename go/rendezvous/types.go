@@ -1,4 +1,4 @@
-// Package rendezvous decides which nodes of a replica group train together, and tells each its rank. A node is an agent of
+// Package rendezvous decides which nodes of a replica group train together, and assigns each its rank. A node is an agent of
 // torchrun with its workers. The machine has no IO: Step gets an event and the time, and returns actions.
 //
 // A node that wants to train asks. A round is released to nodes that have asked, in an allowed number. Workers restart in each
@@ -87,7 +87,7 @@ type Request struct {
 	Settings
 }
 
-// View is what one node is told. Nodes send it back, and so a machine that lost its state learns it again.
+// View is the answer to one node. Nodes send it back with their next request, so a machine that lost its state gets it again.
 type View struct {
 	Ask     int64  `json:"ask"`   // that this answers
 	Round   int64  `json:"round"` // in which the node was placed for it; 0: none yet

@@ -41,7 +41,7 @@ type Machine struct {
 	answered int64    // quorum_id of the last quorum that the ranks were given
 	evicted  *Evicted // the last quorum in which the group counts as failed
 
-	draining bool // the group was asked to leave, and its ranks are told
+	draining bool // the group was asked to leave, and the next quorum says so to its ranks
 
 	now    time.Time // of the last event
 	closed *Failure  // set once the server shuts down
@@ -138,7 +138,7 @@ func (m *Machine) rankDisconnected(e RankDisconnected) []Action {
 	return append(m.endGathering(failed), m.endBallot(failed)...)
 }
 
-// stillDisconnected tells the lighthouse that the group is incomplete, so that the other groups need not wait for it.
+// stillDisconnected reports the incomplete group to the lighthouse, so that the other groups need not wait for it.
 func (m *Machine) stillDisconnected(e StillDisconnected) []Action {
 	if m.closed != nil || e.GroupRank < 0 || e.GroupRank >= m.group.WorldSize {
 		return nil

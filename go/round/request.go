@@ -20,7 +20,7 @@ type Request struct {
 	GroupWorldSize     int64  `json:"group_world_size"`    // as this rank believes; 0 does not say
 	// ReplaysFailedSteps: this rank keeps what it reduces, see quorum.Member.
 	ReplaysFailedSteps bool `json:"replays_failed_steps"`
-	// Drain: this rank was told to leave, by a signal. It is not merged, since the lighthouse hears of it when the group leaves:
+	// Drain: a signal asked this rank to leave. It is not merged, since the lighthouse gets that when the group leaves:
 	// the machine remembers it, as the lighthouse's Drained.
 	Drain bool `json:"drain"`
 }

@@ -52,7 +52,7 @@ type (
 		QuorumID int64
 		Reason   string
 	}
-	// Drained: the lighthouse asks the group to leave, as a rank may (Request.Drain). All ranks are told in the same quorum, the next one.
+	// Drained: the lighthouse asks the group to leave, as a rank may (Request.Drain). All ranks get that with the same quorum, the next one.
 	Drained struct{}
 	// ProgressAsked: the lighthouse asks what the group does. The shell asks the ranks, waits for a while, and calls
 	// Machine.Progress.
@@ -126,7 +126,7 @@ type (
 		Waiter   WaiterID
 		Metadata string
 	}
-	// TellIncomplete tells the lighthouse that the group takes part in nothing until it asks again.
+	// TellIncomplete reports to the lighthouse that the group takes part in nothing until it asks again.
 	TellIncomplete struct{ Reason string }
 	// Discarded reports why a step is not committed for which all ranks voted, for the log.
 	Discarded struct {

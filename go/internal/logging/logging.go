@@ -26,7 +26,7 @@ func Metric() prometheus.Collector {
 	}, func() float64 { return float64(dropped.Load()) })
 }
 
-// Writer passes lines on to another writer that may block, such as a pipe that nobody reads. It keeps up to mostBytes; further
+// Writer passes lines on to another writer that may block, such as a pipe without a reader. It keeps up to mostBytes; further
 // lines are dropped, and their number is logged once the other writer accepts lines again.
 type Writer struct {
 	out io.Writer

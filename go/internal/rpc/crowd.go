@@ -15,7 +15,7 @@ import (
 const (
 	mostStrangers  = 20_000
 	strangersOfOne = 10_000
-	mostReaders    = 4096 // of HTTP: pages, and whoever else reads
+	mostReaders    = 4096 // of HTTP: pages, scrapers and other readers
 )
 
 // shown is what a connection has shown.

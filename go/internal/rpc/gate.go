@@ -22,13 +22,13 @@ type Limits struct {
 	// MaxConnections are open at once of those whose call was let in; one more is closed then. Others share further places,
 	// see crowd.
 	MaxConnections int
-	// MaxJoins of one address begin in a second; one more is told to come back.
+	// MaxJoins bounds the joins of one address in a second; a further one is refused, and retried.
 	MaxJoins int
 	// IsJoin picks the methods that MaxJoins counts.
 	IsJoin func(method string) bool
 }
 
-// Gate is what everybody passes who comes to a server: its limits, TLS, and the token.
+// Gate checks each connection and call of a server: its limits, TLS, and the token.
 type Gate struct {
 	protection auth.Protection
 	limits     Limits
@@ -69,7 +69,7 @@ func (g *Gate) listen(lis net.Listener) net.Listener {
 func (g *Gate) option() grpc.ServerOption { return grpc.InTapHandle(g.enter) }
 
 func (g *Gate) enter(ctx context.Context, call *tap.Info) (_ context.Context, err error) {
-	defer func() { // gRPC's own goroutine of the connection: nobody else recovers here
+	defer func() { // gRPC's own goroutine of the connection, which does not recover
 		if r := recover(); r != nil {
 			g.refused.logger.Error("torchft: internal error", "in", "the gate", "panic", r, "stack", string(debug.Stack()))
 			err = status.Errorf(codes.Internal, "internal error: %v", r)
@@ -82,7 +82,7 @@ func (g *Gate) enter(ctx context.Context, call *tap.Info) (_ context.Context, er
 	if g.limits.MaxJoins > 0 && g.limits.IsJoin != nil && g.limits.IsJoin(call.FullMethodName) {
 		if address := auth.HostOf(addressOf(ctx)); !g.joins.allow(address, time.Now()) {
 			g.refused.log("torchft: a call was refused", "from", address, "call", call.FullMethodName, "reason", "too many joins")
-			// Not RESOURCE_EXHAUSTED: whoever is told UNAVAILABLE waits a moment and comes back.
+			// Not RESOURCE_EXHAUSTED: clients retry UNAVAILABLE after a moment.
 			return ctx, status.Errorf(codes.Unavailable, "too many joins: %d in one second from %s (max_joins_per_second)", g.limits.MaxJoins, address)
 		}
 	}

@@ -87,7 +87,7 @@ type resolver interface {
 }
 
 // Refuses reports whether a process that listened at host:port has ended: each address of the name refuses the connection. A
-// name may stand for several hosts, and dialing it tells the first error only. Whatever else happens is no proof.
+// name may stand for several hosts, and dialing it returns the first error only. Any other result is no proof.
 func Refuses(ctx context.Context, network Network, address string) bool {
 	addresses := []string{address}
 	if names, resolves := network.(resolver); resolves {

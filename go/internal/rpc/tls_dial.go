@@ -17,7 +17,7 @@ import (
 )
 
 // handshakes begins each connection of a client with the certificates that its files hold at that moment, and keeps the
-// reason why one did not begin, which gRPC tells nobody.
+// reason why one did not begin, which gRPC does not report.
 type handshakes struct {
 	config *auth.Watched[*tls.Config] // nil: no TLS
 	why    *atomic.Pointer[error]

@@ -14,7 +14,7 @@ import (
 // Run is the TestMain of a package with synctest bubbles.
 //
 // With the race detector the tests share one processor. In a synctest bubble all timers use one race context, and Go 1.26
-// runs the timer of whoever polls its channel on that goroutine's thread: two threads at once corrupt the context, and
+// runs a timer on the thread of the goroutine that polls its channel: two threads at once corrupt the context, and
 // the detector crashes (TestABubblesTimersCrashNoDetector). It finds races by what happens before what, so it needs no
 // second processor.
 func Run(m *testing.M, options ...goleak.Option) {

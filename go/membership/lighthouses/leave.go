@@ -15,11 +15,11 @@ import (
 // Finish makes the end of the membership say that the training has ended on purpose.
 func (m *Member) Finish() { m.finished.Store(true) }
 
-// Leave says that the group has ended its last step, and returns when nobody needs it any more.
+// Leave announces that the group has ended its last step, and returns when no peer needs its last collective.
 func (m *Member) Leave(ctx context.Context) error {
 	for failed := 1; ; failed++ {
 		err := m.leaveOnce(ctx)
-		if !rpc.IsUnavailable(err) { // else retry: a lighthouse that was not told would take the end for a failure
+		if !rpc.IsUnavailable(err) { // else retry: without the message the lighthouse would take the end for a failure
 			return err
 		}
 		select {

@@ -244,7 +244,7 @@ func (m *Member) Close() error {
 // farewellTime is how long Close may wait until the lighthouse knows that the end is no failure.
 const farewellTime = 200 * time.Millisecond
 
-// sayEnd tells the lighthouse that the stream ends because the group does. Otherwise the end would count as a failure.
+// sayEnd announces to the lighthouse that the group ends. Otherwise the end of the stream would count as a failure.
 func (m *Member) sayEnd() {
 	stream := m.present.Load()
 	if stream == nil || stream.broken() || !stream.greeted() {
@@ -268,12 +268,12 @@ func (m *Member) sayEnd() {
 	}
 }
 
-// SayHealing tells how far the state of a peer has arrived.
+// SayHealing reports the progress of a heal.
 func (m *Member) SayHealing(p membership.HealProgress) {
 	m.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Healing{Healing: wire.HealProgressToProto(p)}})
 }
 
-// SayRecovered tells what a recovery cost.
+// SayRecovered reports the cost of a recovery.
 func (m *Member) SayRecovered(r membership.Recovered) {
 	m.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Recovered{Recovered: wire.RecoveredToProto(r)}})
 }

@@ -19,7 +19,7 @@ import (
 type promise struct {
 	birth time.Time
 	until atomic.Int64 // until when it asks no other lighthouse, in nanoseconds after birth
-	left  atomic.Int64 // 1 plus the place of the lighthouse that was told that the group leaves for good; 0: none
+	left  atomic.Int64 // 1 plus the place of the lighthouse to which the group has announced that it leaves for good; 0: none
 	ends  atomic.Bool  // Close was called: no lighthouse is asked any more
 
 	finished atomic.Bool // its training has ended on purpose
@@ -37,8 +37,8 @@ func (p *promise) boundUntil() time.Time { return p.birth.Add(time.Duration(p.un
 // unbind ends the promise. The caller has made sure that no earlier stamp is answered after it: the answer would bind the member again.
 func (p *promise) unbind() { p.until.Store(0) }
 
-// leaves notes the lighthouse that is told that the group leaves for good. Its vote counts there from then on, so no other lighthouse
-// may be told, or asked for a quorum.
+// leaves notes the lighthouse to which the group announces that it leaves for good. Its vote counts there from then on, so no other
+// lighthouse may get the announcement or a request for a quorum: the vote would count twice.
 func (p *promise) leaves(place int) { p.left.CompareAndSwap(0, int64(place)+1) }
 
 func (p *promise) leftElsewhere(place int) bool {

@@ -84,8 +84,8 @@ type memberStream struct {
 	failbackTo int // place of the lighthouse that all members fail back to, valid once ended is closed; -1: none
 
 	sending sync.Mutex
-	said    *quorum.Member // this group as the lighthouse was told last; nil: not on this stream
-	reaches quorum.Places  // the earlier lighthouses as it was told last
+	said    *quorum.Member // the last record of this group that was sent; nil: none on this stream
+	reaches quorum.Places  // the reachable earlier lighthouses, as last sent
 
 	mu      sync.Mutex
 	waiting map[uint64]chan asked // by the number of the ask

@@ -47,7 +47,7 @@ func Guard(err *error) {
 	}
 }
 
-// panicked prints the stack for whoever reads the log: the exception carries one line only.
+// panicked prints the stack to the log: the exception carries one line only.
 func panicked(p any) error {
 	slog.Error("panic in torchft's native library", "panic", p, "stack", string(debug.Stack()))
 	return As(Runtime, fmt.Errorf("a bug in torchft's native library (panic): %v", p))

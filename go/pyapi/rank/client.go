@@ -32,13 +32,13 @@ func New(client *rankclient.Client) *Client {
 	return &Client{Client: client, Closed: make(chan struct{}), Change: make(chan struct{}, 1)}
 }
 
-// Close ends the calls and whoever waits for a change. It is called once, by the handle's release.
+// Close ends the calls and the waits for a change. It is called once, by the handle's release.
 func (c *Client) Close() error {
 	close(c.Closed)
 	return c.Client.Close()
 }
 
-// Tell lets Change have a value.
+// Tell ends a wait of Change, with a value.
 func (c *Client) Tell() {
 	select {
 	case c.Change <- struct{}{}:

@@ -109,6 +109,10 @@ class Spread:
             return f"{median}{unit} ({self.samples} runs)"
         return f"{median} [{self.p10:.{digits}f}, {self.p90:.{digits}f}]{unit}"
 
+    def middle(self, digits: int = 2) -> str:
+        """Return the median alone, for a figure beside the one that a table is about."""
+        return f"{self.median:.{digits}f}"
+
     def scaled(self, factor: float) -> Spread:
         return Spread(factor * self.median, factor * self.p10, factor * self.p90, self.samples)
 

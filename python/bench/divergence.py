@@ -59,9 +59,9 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
     rows = []
     for size, figures in ((size, result[size]) for size in SIZES_MB):
-        sides = [Spread(**figures[name]).text() for name in ("on_step", "more_step", "more_cpu")]
+        on, more, cpu = (Spread(**figures[name]) for name in ("on_step", "more_step", "more_cpu"))
         percent = 100 * figures["more_step"]["median"] / STEP_MS
-        rows.append([size, str(figures["sweep"]), *sides, f"{percent:.2f} %"])
+        rows.append([size, str(figures["sweep"]), on.middle(), more.text(), cpu.middle(), f"{percent:.2f} %"])
     head = [
         "weights and Adam",
         "commits of a sweep",

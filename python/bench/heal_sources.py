@@ -167,7 +167,7 @@ def tables(result: dict[str, Any], _ours: str, _upstream: str) -> str:
         rows.append(
             [
                 name,
-                spread["alone_ms"].text(1),
+                spread["alone_ms"].middle(1),
                 spread["busy_ms"].text(1),
                 f"{slower:.1f} % {verdict(slower < 100 * GOAL)}",
                 spread["gb_per_s"].text(),

@@ -123,7 +123,7 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
         for compute_ms, sides in lengths.items():
             stalls, heals = ([Spread(**sides[name][key]) for name in (ours, upstream)] for key in ("stall", "heal"))
             goal = verdict(stalls[0].median <= GOAL_MS)
-            times = [f"{stalls[0].text(0)} {goal}", *(spread.text(0) for spread in (stalls[1], *heals))]
+            times = [f"{stalls[0].text(0)} {goal}", stalls[1].text(0), *(spread.middle(0) for spread in heals)]
             rows.append([state, compute_ms, *times])
     longer = f"step longer by, ms: {ours} (goal <= {GOAL_MS:g})"
     return markdown_table(["state", "compute, ms", longer, upstream, f"heal, ms: {ours}", upstream], rows)

@@ -92,10 +92,10 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
     read, ratio = result["throughput"]["ms"], Spread(**result["throughput"]["ratio"])
     rows = [
-        ["a step with DataLoader, ms", Spread(**read[PLAIN]).text(1), "", ""],
+        ["a step with DataLoader, ms", Spread(**read[PLAIN]).middle(1), "", ""],
         [
             "the same with ElasticDataLoader",
-            Spread(**read[ELASTIC]).text(1),
+            Spread(**read[ELASTIC]).middle(1),
             f"{ratio.text(3)} of the throughput",
             f">= {GOAL_THROUGHPUT}: {verdict(ratio.median >= GOAL_THROUGHPUT)}",
         ],
@@ -105,13 +105,13 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
         rows += [
             [
                 f"a step of {compute} ms, the quorum awaited in its allreduce",
-                Spread(**figures["later_ms"]).text(),
+                Spread(**figures["later_ms"]).middle(),
                 "",
                 "",
             ],
             [
                 "the same, the quorum awaited first",
-                Spread(**figures["first_ms"]).text(),
+                Spread(**figures["first_ms"]).middle(),
                 f"{ratio.text(3)} of the time",
                 f"<= {GOAL_ORDER}: {verdict(ratio.median <= GOAL_ORDER)}",
             ],

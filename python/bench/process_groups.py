@@ -141,7 +141,8 @@ def _cell(
     if what not in figures:  # it failed before
         return ""
     spread = Spread(**figures[what][unit])
-    text = spread.scaled(factor).text(digits)
+    scaled = spread.scaled(factor)
+    text = scaled.middle(digits) if goal is None else scaled.text(digits)
     return text if goal is None or not ours else f"{text} {verdict(spread.median <= goal)}"
 
 

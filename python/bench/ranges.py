@@ -51,8 +51,8 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
         rows.append(
             [
                 name,
-                spread["without"].text(),
-                spread["with"].text(),
+                spread["without"].middle(),
+                spread["with"].middle(),
                 spread["difference"].text(0),
                 spread["ratio"].text(),
             ]

@@ -48,6 +48,7 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict
 def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
     rows = [
-        [size, *[Spread(**figures[name]).text() for name in ("off", "on", "ratio")]] for size, figures in result.items()
+        [size, *(Spread(**figures[name]).middle() for name in ("off", "on")), Spread(**figures["ratio"]).text()]
+        for size, figures in result.items()
     ]
     return markdown_table(["reduced in a step", "off, ms", "on, ms", "on / off"], rows)

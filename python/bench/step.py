@@ -77,8 +77,8 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
                     ranks,
                     name,
                     ms["step"].text(),
-                    ms["cpu"].text(),
-                    ms["plain"].text(),
+                    ms["cpu"].middle(),
+                    ms["plain"].middle(),
                     f"{ratio.text()} {verdict(ratio.median <= GOAL)}" if name == ours else "",
                 ]
             )

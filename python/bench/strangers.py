@@ -149,7 +149,7 @@ def tables(result: dict[str, Any], _ours: str, _upstream: str) -> str:
     for name, figures in result.items():
         spread = {key: Spread(**value) for key, value in figures.items()}
         ratio = f"{spread['ratio'].text()} {verdict(spread['ratio'].median <= GOAL)}"
-        cpu = [spread["cpu_alone"].text(), spread["cpu_among"].text()]
+        cpu = [spread["cpu_alone"].middle(), spread["cpu_among"].middle()]
         rows.append([name, spread["alone"].text(), spread["among"].text(), ratio, *cpu])
     times = ["alone, s", "among strangers, s", f"ratio (goal <= {GOAL:g})"]
     head = ["format", *times, "processor time of both ends alone, s", "among, s"]

@@ -111,7 +111,7 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
             share = figures["share_of_plain"]
             goal = f" {verdict(share.median >= GOAL)}" if name == ours else ""
             same = "1" if name == PLAIN else share.text(3) + goal
-            rows.append([name, views, figures["ms"].text(1), same, figures["share_of_defaults"].text(3)])
+            rows.append([name, views, figures["ms"].text(1), same, figures["share_of_defaults"].middle(3)])
     head = ["package", "gradient_as_bucket_view", "step, ms"]
     return markdown_table(
         [*head, f"share of plain, same settings (goal >= {GOAL})", "share of plain, its defaults"], rows

@@ -21,7 +21,7 @@ type waiter struct {
 	node  *node
 }
 
-// NewMachine goes on after a state; the zero State is that of a job that begins. Nodes of the state count as lost unless they
+// NewMachine continues after a state; the zero State is that of a job that begins. Nodes of the state count as failed unless they
 // come within the timeout, which begins with a Woken.
 func NewMachine(timing Timing, state State, now time.Time) *Machine {
 	m := &Machine{timing: timing, groups: map[string]*group{}, waiters: map[WaiterID]waiter{}}

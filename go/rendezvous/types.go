@@ -208,8 +208,8 @@ type Assigned struct {
 	Ask   int64  `json:"ask"`
 }
 
-// Timing says when a node counts as lost.
+// Timing says when a node counts as failed.
 type Timing struct {
 	Grace   time.Duration // after its connection broke, a release no longer waits for it
-	Timeout time.Duration // after it was silent, or its connection broke, its group goes on without it
+	Timeout time.Duration // after it was silent, or its connection broke, its group continues without it
 }

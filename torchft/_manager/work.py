@@ -127,7 +127,10 @@ class _ManagedWork(dist._Work):
         return self._mark is None or self._mark.reached()
 
     def drain(self, timeout: timedelta) -> bool:
-        """Waits until the backend is through with the collective, whatever came of it. False: not in that time."""
+        """Waits until the collective writes nothing any more, and has ended in the backend if no time is given.
+
+        False: not in that time.
+        """
         if self._kind.drains:
             return self._work.drain(timeout)  # type: ignore[attr-defined]
         if self._devices():

@@ -250,7 +250,7 @@ class _GuardedWork(Work):
                     raise
 
     def drain(self, timeout: timedelta) -> bool:
-        """Waits until nothing is written any more, also after `Operations.end`.
+        """Waits until nothing is written any more, also after `Operations.end`; without a time, looks for the real end.
 
         Returns:
             False if it may still be after that time.

@@ -264,6 +264,9 @@ func (g *group) passed(now time.Time, wait time.Duration) bool {
 // grow decides whether a round that trains ends for newcomers: where a larger allowed number of nodes can be reached, as soon
 // as it is the largest one, else at the end of the last call. Meanwhile the workers train.
 func (g *group) grow(now time.Time, ready, trains, others int) {
+	if now.Before(g.returning) {
+		trains = max(trains, g.size) // the others are expected back
+	}
 	reach := g.largest(ready+trains, others)
 	g.reason = fmt.Sprintf("round %d trains with %s, and %d more asked: no larger size is allowed for them (%s%s)", g.round, nodes(trains), ready,
 		g.settings, ofOthers(others))
@@ -326,8 +329,8 @@ func (g *group) next(now time.Time, t Timing) (at time.Time) {
 	}
 	if !g.since.IsZero() {
 		sooner(g.until)
-		sooner(g.returning)
 	}
+	sooner(g.returning)
 	for _, n := range g.nodes {
 		if len(n.seen) == 0 {
 			sooner(n.expectedUntil(t))

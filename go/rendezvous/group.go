@@ -13,11 +13,12 @@ const stopTime = 35 * time.Second
 
 // group is one replica group.
 type group struct {
-	name     string
-	settings Settings
-	allowed  []int
-	nodes    map[string]*node
-	arrivals uint64
+	name      string
+	settings  Settings
+	allowed   []int
+	nodes     map[string]*node
+	arrivals  uint64
+	remembers bool // the machine has the state of the one before
 
 	returning time.Time            // until then nodes may return that a machine without its state does not know
 	left      map[string]time.Time // nodes that left, as long as earlier requests of theirs may arrive
@@ -146,6 +147,10 @@ func (g *group) attend(r Request, now time.Time, t Timing) *node {
 		n = &node{name: r.Node, seen: map[WaiterID]View{}}
 		g.nodes[r.Node] = n
 	}
+	if n.ask == 0 && r.Seen.Ask > 0 && g.round == 0 && !g.remembers && g.returning.IsZero() {
+		// It was told something by a machine that has lost its state, and with it the round of other nodes, if there was one.
+		g.returning = now.Add(t.Timeout)
+	}
 	n.store = r.Store
 	if v := r.Seen; v.Round > 0 && v.Ask > n.placed {
 		// This machine was restarted without its state, or has dropped the node.
@@ -229,6 +234,10 @@ func (g *group) decide(now time.Time, t Timing, others, had int) *Released {
 	}
 	// Workers of a round that has ended cannot continue: their agents stop them, and ask for the next round.
 	g.told = again > 0
+	if known == 0 && now.Before(g.returning) {
+		g.reason = "the lighthouse was restarted without its state: nodes of a round that it does not know may come"
+		return nil
+	}
 	most := maxNodes
 	if others == 0 && g.largest(had, 0) > 0 {
 		most = had // more nodes than that may be more than a group that is between two rounds can have

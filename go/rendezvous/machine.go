@@ -10,10 +10,11 @@ import (
 
 // Machine holds the groups of one job. It is not safe for concurrent use.
 type Machine struct {
-	timing  Timing
-	groups  map[string]*group
-	waiters map[WaiterID]waiter
-	wake    time.Time
+	timing    Timing
+	groups    map[string]*group
+	waiters   map[WaiterID]waiter
+	wake      time.Time
+	remembers bool // it goes on after a state
 }
 
 type waiter struct {
@@ -24,7 +25,7 @@ type waiter struct {
 // NewMachine continues after a state; the zero State is that of a job that begins. Nodes of the state count as failed unless they
 // come within the timeout, which begins with a Woken.
 func NewMachine(timing Timing, state State, now time.Time) *Machine {
-	m := &Machine{timing: timing, groups: map[string]*group{}, waiters: map[WaiterID]waiter{}}
+	m := &Machine{timing: timing, groups: map[string]*group{}, waiters: map[WaiterID]waiter{}, remembers: len(state.Groups) > 0}
 	for _, s := range state.Groups {
 		allowed, err := s.Settings.allowed()
 		if err != nil || s.Round < 0 || s.Round > maxRound {
@@ -46,7 +47,7 @@ func NewMachine(timing Timing, state State, now time.Time) *Machine {
 func (m *Machine) group(name string) *group {
 	g := m.groups[name]
 	if g == nil {
-		g = &group{name: name, nodes: map[string]*node{}, left: map[string]time.Time{}}
+		g = &group{name: name, nodes: map[string]*node{}, left: map[string]time.Time{}, remembers: m.remembers}
 		m.groups[name] = g
 	}
 	return g

@@ -111,9 +111,10 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Away]:
 def test_a_directory_that_hangs(tmp_path: Path, server: Away, call: str) -> None:
     """The member tells its own loss, a list of members is an error, and it can be closed."""
     heard = Heard()
-    member = SharedStorage(tmp_path, name="a", timeout=timedelta(seconds=1), expiry=timedelta(seconds=1))
+    member = SharedStorage(tmp_path, name="a", timeout=SOON, expiry=timedelta(seconds=1))
     member.attach(heard)
     view = member.get_member_list()
+    member._timeout = timedelta(seconds=0.2)
     server.gone(call)
     wait_for(lambda: heard.lost)
     number, why = heard.lost[0]
@@ -126,7 +127,7 @@ def test_a_directory_that_hangs(tmp_path: Path, server: Away, call: str) -> None
 
 def test_a_member_whose_directory_hangs_comes_back(tmp_path: Path, server: Away) -> None:
     heard = {name: Heard() for name in "ab"}
-    members = {name: SharedStorage(tmp_path, name=name, timeout=SOON, expiry=timedelta(seconds=1)) for name in "ab"}
+    members = {name: SharedStorage(tmp_path, name=name, timeout=SOON, expiry=timedelta(seconds=2)) for name in "ab"}
 
     for name, member in members.items():
         member.attach(heard[name])

@@ -114,6 +114,7 @@ class Heal:
         self.step: Optional[int] = None
         self.gave_up: Optional[str] = None
         self._quorum_id = -1
+        self._in_place: Optional[int] = None  # the step that the pieces in place are of
         self._states = [_State.MISSING] * len(pieces)
         self._marks = [-1] * len(pieces)
         self._kept: Optional[tuple[int, int]] = None  # step and quorum of the gradient that is kept
@@ -170,13 +171,14 @@ class Heal:
     # The end of a step
 
     def advance(self, arrivals: Sequence[tuple[int, int]], now: float) -> Advance:
-        """What is done with arrivals, before the vote. Once for each quorum.
+        """What is done with arrivals, before the vote. Once for each quorum; before :meth:`keep` also more often.
 
         Args:
             arrivals: number and mark of each piece that has arrived, and was not passed here yet.
             now: in seconds, of any clock.
         """
         assert self.step is not None
+        self._in_place = self.step
         todo = Advance(apply=self._fate is Fate.APPLY)
         slow: list[int] = []
         for index, (number, mark) in enumerate(arrivals):
@@ -252,9 +254,13 @@ class Heal:
             self._states.append(_State.MISSING)
             self._marks.append(-1)
 
+    def early(self, mark: int) -> bool:
+        """Whether a digest can be compared only after the next :meth:`advance`."""
+        return self._in_place is None or mark > self._in_place
+
     def comparable(self, number: int, mark: int) -> bool:
-        """Whether this group has the piece as the source had it when it made a digest; after :meth:`advance`."""
-        return self._states[number] is not _State.MISSING and self._marks[number] < mark == self.step
+        """Whether this group has the piece as the source had it when it made a digest."""
+        return self._states[number] is not _State.MISSING and self._marks[number] < mark == self._in_place
 
     def compared(self, number: int, equal: bool, from_assigned: bool = True) -> None:
         """A digest was compared with that of the assigned source.
@@ -273,7 +279,7 @@ class Heal:
             piece = self.pieces[number]
             self.give_up(
                 f"elements {piece.begin} to {piece.end} of parameter {piece.parameter}, or of its optimizer state, "
-                f"differ from the source's in step {self.step}"
+                f"differ from the source's in step {self._in_place}"
             )
 
     def give_up(self, reason: str) -> None:

@@ -3,6 +3,8 @@
 What to ask for and what to do with it is decided in along.py; tracked.py does it to the tensors, and _pieces.py of
 checkpointing carries it. A thread of the target sends one request after the other, and does not hold up the step. What
 has arrived is put in place before the vote, on the training thread, when no forward or backward pass uses the weights.
+That thread also compares digests, between two votes. In the last step it applies the gradient during the forward and
+backward pass, whose values mean nothing yet: after the vote this group steps its optimizer once more, as the others do.
 """
 
 from __future__ import annotations
@@ -10,13 +12,14 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 
-from torchft._manager.along import Ask, Fate, Heal, Kind, cut
+from torchft._manager.along import Advance, Ask, Fate, Heal, Kind, cut
 from torchft._manager.sources import MAX_FAILURES, Sources
 from torchft._manager.tracked import Parameters, Unfit
 from torchft.checkpointing._encoding import Encoded, decode, storage_bytes
@@ -38,6 +41,8 @@ _PIECE = 1 << 18
 _WAITING = 64 << 20
 # Bytes of the state that belong to no parameter. They are sent at once.
 _REST = 64 << 20
+# Seconds that a target's step compares digests: as a rule the thread that asks has compared them.
+_COMPARE_SEC = 0.01
 # Seconds that a target's step waits for the hyperparameters of the step before.
 _HEAD_SEC = 2.0
 
@@ -253,8 +258,9 @@ class _Target:
         self._cond = threading.Condition()  # of all below, but for the tensors, which are the training thread's
         self._plan: Optional[Plan] = None
         self._asked: set[int] = set()  # pieces that are on their way, or wait for the end of a step
-        self._arrived: list[tuple[Ask, Answer]] = []
+        self._arrived: list[tuple[int, Answer]] = []  # pieces that wait for the end of a step
         self._waiting = 0  # bytes of them
+        self._digests: deque[tuple[int, Answer]] = deque()  # to compare: number of the piece
         self._rest: Optional[Answer] = None
         self._heads: dict[int, Any] = {}  # hyperparameters, by step; None: no source has them
         self._kept: dict[int, torch.Tensor] = {}
@@ -315,20 +321,18 @@ class _Target:
                 heal.miss()
             if heal.unverified == 0:  # the rest counts in its own step only, which may be shorter than the request
                 self._cond.wait_for(lambda: self._has_rest() or self._gone() or self.sources.failing, self._timeout)
-            arrived, self._arrived, self._waiting = self._arrived, [], 0
-            pieces = [(ask.number, answer) for ask, answer in arrived if ask.kind is Kind.PIECE]
+            pieces, self._arrived, self._waiting = self._arrived, [], 0
             todo = heal.advance([(number, answer.step) for number, answer in pieces], time.monotonic())
             for index in todo.before:
                 self._write(*pieces[index])
             if todo.apply:
-                self.wrote = True
-                parameters.step(todo.parameters, self._kept, self._heads[before])
+                self._apply(todo)
             for index in todo.after:
                 self._write(*pieces[index])
-            for ask, answer in arrived:
-                if ask.kind is Kind.DIGEST and heal.comparable(ask.number, answer.step):
-                    self._compare(ask.number, parameters.digest(*heal.pieces[ask.number]) == answer.value)
-                self._asked.discard(ask.number)
+            self._asked.difference_update(number for number, _ in pieces)
+            until = time.monotonic() + _COMPARE_SEC
+            while self._compare_next() and time.monotonic() < until:
+                pass
             rest, self._rest = self._rest, None
             if rest is not None and rest.value is not None and heal.done(rest.step):
                 return self._state(rest)
@@ -342,6 +346,22 @@ class _Target:
 
     def _has_rest(self) -> bool:
         return self._rest is not None and self._rest.step == self.heal.step
+
+    def _apply(self, todo: Advance) -> None:
+        """Applies the gradient of the step before."""
+        assert self.heal.step is not None
+        self.wrote = True
+        self._parameters.step(todo.parameters, self._kept, self._heads[self.heal.step - 1])
+
+    def _compare_next(self) -> bool:
+        """Compares a digest. False: there is none, or the pieces are not of its step yet."""
+        if not self._digests or self.heal.early(self._digests[0][1].step):
+            return False
+        number, answer = self._digests.popleft()
+        self._asked.discard(number)
+        if self.heal.comparable(number, answer.step):
+            self._compare(number, self._parameters.digest(*self.heal.pieces[number]) == answer.value)
+        return True
 
     def _compare(self, number: int, equal: bool) -> None:
         giver, as_assigned = self._given[number]
@@ -402,6 +422,8 @@ class _Target:
         """Waits until there is something to ask for, and a source to ask; None: nothing any more."""
         with self._cond:
             while not self._gone():
+                if self._work():
+                    continue
                 pause: Optional[float] = None
                 if (want := self._wanted()) is not None:
                     any_source, now = isinstance(want, Ask) and want.kind is Kind.PIECE, time.monotonic()
@@ -414,6 +436,19 @@ class _Target:
                     pause = self.sources.pause(any_source, now)
                 self._cond.wait(pause)
             return None
+
+    def _work(self) -> bool:
+        """Does what the training thread need not do. False: there is nothing."""
+        try:
+            if self._compare_next():
+                return True
+            heal = self.heal
+            if heal.unverified or not heal.applies or heal.step is None or self._heads.get(heal.step - 1) is None:
+                return False
+            self._apply(heal.advance([], time.monotonic()))
+        except Exception as e:
+            self.heal.give_up(str(e) if isinstance(e, Unfit) else repr(e))
+        return True
 
     def _wanted(self) -> Optional[Ask | int]:
         """What to ask for now; a number: the head of that step."""
@@ -465,12 +500,13 @@ class _Target:
             self.sources.answered(source)
             if want.kind is Kind.REST:
                 self._rest = answer
-                self._cond.notify_all()
+            elif want.kind is Kind.DIGEST:
+                self._digests.append((want.number, answer))
             else:
-                if want.kind is Kind.PIECE:
-                    self._given[want.number] = source, source == self.sources.assigned
-                self._arrived.append((want, answer))
+                self._given[want.number] = source, source == self.sources.assigned
+                self._arrived.append((want.number, answer))
                 self._waiting += answer.memory.numel()
+            self._cond.notify_all()
 
     def _take_head(self, step: int, answer: Answer) -> None:
         head = answer.value

@@ -9,7 +9,9 @@ and state and the hyperparameters of its group. That holds for :data:`ELEMENTWIS
 from __future__ import annotations
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -207,18 +209,36 @@ class Parameters:
         return kept
 
     def step(self, numbers: set[int], gradients: dict[int, torch.Tensor], hyperparameters: Json) -> None:
-        """Steps these parameters with these gradients, and no others; leaves their own gradients as they are."""
+        """Steps these parameters with these gradients, and no others.
+
+        Another thread may train meanwhile, with values of either kind: what is stepped are tensors with the parameters'
+        memory, but with gradients of their own and versions of their own, so that a backward pass does not fail.
+        """
         self.set_hyperparameters(hyperparameters)
-        own = [parameter.grad for parameter in self.all]
-        try:
-            for number, parameter in enumerate(self.all):
-                parameter.grad = gradients.get(number) if number in numbers else None
-            for optimizer in self._optimizers:
-                # The class's method, not the instance's: a learning rate scheduler wraps the latter to count its calls.
-                type(optimizer).step(optimizer)
-        finally:
-            for parameter, gradient in zip(self.all, own):
-                parameter.grad = gradient
+        number = 0
+        for optimizer in self._optimizers:
+            shadow = copy(optimizer)
+            shadow.param_groups, shadow.state = [], defaultdict(dict)
+            pairs = []
+            for group in optimizer.param_groups:
+                aliases = []
+                for parameter in group["params"]:
+                    gradient = gradients.get(number) if number in numbers else None
+                    number += 1
+                    if gradient is None:
+                        continue
+                    alias = parameter.data
+                    alias.grad = gradient
+                    aliases.append(alias)
+                    pairs.append((parameter, alias))
+                    if parameter in optimizer.state:
+                        shadow.state[alias] = optimizer.state[parameter]
+                shadow.param_groups.append({**group, "params": aliases})
+            # The class's method, not the instance's: a learning rate scheduler wraps the latter to count its calls.
+            type(optimizer).step(shadow)
+            for parameter, alias in pairs:
+                if alias in shadow.state:
+                    optimizer.state[parameter] = shadow.state[alias]
 
 
 def _alike(value: torch.Tensor, parameter: torch.Tensor) -> bool:

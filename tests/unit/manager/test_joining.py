@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
@@ -134,6 +135,55 @@ def test_a_piece_of_a_source_that_fails_comes_from_another_in_the_same_quorum(mo
         target.advance(reduced=False)
         assert target.heal.gave_up is None and target.heal.missing == 0
         assert all(torch.equal(mine, yours) for mine, yours in zip(parameters.all, theirs.all))
+    finally:
+        target.stop()
+        target._thread.join(DEADLINE_SEC)
+
+
+def test_the_last_gradient_is_applied_before_the_vote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vote of the last step needs the rest of the state only: the others would wait for anything more."""
+    ours, theirs = (nn.Linear(2, 2) for _ in range(2))
+    optimizers = [torch.optim.Adam(model.parameters()) for model in (ours, theirs)]
+    parameters, source = (Parameters([optimizer]) for optimizer in optimizers)
+    step = 7
+
+    def ask(kind: str, argument: str) -> Answer:
+        if kind == "rest":
+            return Answer(step, {"structure": {}, "regions": []}, torch.empty(0, dtype=torch.uint8))
+        if kind == "digest":
+            return Answer(step, source.digest(*map(int, argument.split("-"))), torch.empty(0, dtype=torch.uint8))
+        return Said(source, step).ask(kind, argument)
+
+    monkeypatch.setattr(joining, "Asker", lambda *_: SimpleNamespace(ask=ask, abort=lambda: None, close=lambda: None))
+    monkeypatch.setattr(_Target, "_state", lambda *_: {"whole": True})
+    applied: queue.SimpleQueue[str] = queue.SimpleQueue()
+    of_class = Parameters.step
+
+    def noted(self: Parameters, *args: Any) -> None:
+        of_class(self, *args)
+        applied.put(threading.current_thread().name)
+
+    monkeypatch.setattr(Parameters, "step", noted)
+    target = target_of(parameters, lambda address: address)
+    try:
+        while True:
+            target.quorum(plan(step, "source"))
+            with target._cond:
+                if target.heal.unverified == 0:
+                    break
+                assert target._cond.wait_for(lambda: target._wanted() is None, DEADLINE_SEC)
+            for model in (ours, theirs):
+                for p in model.parameters():
+                    p.grad = torch.full_like(p, float(step))
+            assert target.advance(reduced=True) is None
+            optimizers[1].step()
+            step += 1
+            assert step < 20
+        while applied.get(timeout=DEADLINE_SEC) != "torchft_heal_along":
+            pass
+        assert target.advance(reduced=True) == {"whole": True}
+        assert applied.empty()
+        assert all(torch.equal(mine, yours) for mine, yours in zip(parameters.all, source.all))
     finally:
         target.stop()
         target._thread.join(DEADLINE_SEC)

@@ -98,6 +98,22 @@ def test_pieces_that_come_one_by_one_end_equal(kind: Callable[..., optim.Optimiz
     assert {kind for kind, _ in OPTIMIZERS} == set(ELEMENTWISE)
 
 
+def test_a_step_does_not_disturb_a_backward_pass() -> None:
+    """The group trains along on another thread, with gradients of its own."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    optimizer = optim.Adam(model.parameters())
+    loss = model(torch.ones(1, 2)).square().sum()  # its backward pass reads weights
+    ours = Parameters([optimizer])
+    before = [p.detach().clone() for p in model.parameters()]
+    all_of_them = dict(enumerate(torch.ones_like(p) for p in model.parameters()))
+    ours.step(set(all_of_them), all_of_them, ours.hyperparameters())
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before))
+    loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert {int(state["step"]) for state in optimizer.state.values()} == {1}
+
+
 class _Own(optim.Adam):
     pass
 

@@ -28,17 +28,18 @@ def cluster() -> Iterator[Cluster]:
         yield built
 
 
-PIECE = 64  # elements; of the model below there are 13
+PIECE = 16  # elements; of the model below there are 52
 
 
 @pytest.fixture(autouse=True)
-def one_piece_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_pieces_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joining, "_PIECE", PIECE)
     monkeypatch.setattr(joining, "_WAITING", 1)
 
 
-# The last piece is compared in a later step than it came in, and the rest of the state comes after that.
-LEAST_ROUNDS = 14
+# Some of the pieces come in each step: more in one that is tried again, whose marks stay the same. The last one is
+# compared in a later step than it came in, and the rest of the state comes after that.
+LEAST_ROUNDS = 5
 
 
 def halfway(cluster: Cluster, group: int) -> bool:
@@ -308,7 +309,7 @@ def test_an_additional_source_that_differs_is_left_out(
     _run(cluster, Loop(together=3), first=2, later=1)
     assert len(set(flipped)) == 1 and len(flipped) > 1
     said = [r for r in caplog.records if "differs from the assigned source's" in r.getMessage()]
-    assert said and len(flipped) < 13
+    assert said and len(flipped) < 52
     assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
 
 
@@ -443,7 +444,7 @@ def test_a_difference_is_found_and_healed_as_a_whole(
     _run(cluster, Loop(together=2), first=1, later=1)
     said = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
     assert len(said) == 1
-    assert "elements 64 to 128 of parameter 0, or of its optimizer state, differ from the source's" in said[0]
+    assert "elements 64 to 80 of parameter 0, or of its optimizer state, differ from the source's" in said[0]
 
 
 def test_it_excludes_replay(cluster: Cluster) -> None:

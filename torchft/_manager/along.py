@@ -10,9 +10,9 @@ until then. So its *current* pieces are those of one step, as the sources have t
     quorum says                        7 is committed       the first attempt failed
     vote          keep gradient 7      apply 7, keep 8      drop 8, keep the new 8
 
-A piece whose mark is the step that runs is put in place after the gradient of the step before is applied, one that was
-marked a step earlier is put in place before. Any other one came too late, and is asked for again: in halves, since it
-may have taken longer than a step.
+A piece whose mark is the step that runs is put in place after the gradient of the step before is applied, and before
+the next one is. Any other one came too late, and is asked for again: in halves, since it may have taken longer than a
+step.
 """
 
 from __future__ import annotations
@@ -75,13 +75,11 @@ class Advance:
     Attributes:
         before: numbers of arrivals that are put in place first.
         apply: whether the kept gradient is applied to all parameters of :attr:`parameters` then.
-        after: numbers of arrivals that are put in place at last.
         parameters: that have pieces in place before the gradient is applied.
     """
 
     before: list[int] = field(default_factory=list)
     apply: bool = False
-    after: list[int] = field(default_factory=list)
     parameters: set[int] = field(default_factory=set)
 
 
@@ -122,7 +120,7 @@ class Heal:
         self._fate = Fate.NONE
         self._restarts = 0
         self._idle_since: Optional[float] = None
-        self._compared = False  # a piece, since the last step
+        self._moved = False  # a piece was put in place or compared since the last step
 
     # Quorums
 
@@ -157,6 +155,7 @@ class Heal:
     def miss(self) -> None:
         """A gradient that was committed cannot be applied: all pieces are asked for again."""
         self._fate = Fate.NONE
+        self._in_place = None
         had = any(state is not _State.MISSING for state in self._states)
         self._states = [_State.MISSING] * len(self.pieces)
         self._restarts += had
@@ -174,7 +173,7 @@ class Heal:
         """What is done with arrivals, before the vote. Once for each quorum; before :meth:`keep` also more often.
 
         Args:
-            arrivals: number and mark of each piece that has arrived, and was not passed here yet.
+            arrivals: number and mark of each piece that has arrived and is of an earlier step than that which runs.
             now: in seconds, of any clock.
         """
         assert self.step is not None
@@ -184,31 +183,49 @@ class Heal:
         for index, (number, mark) in enumerate(arrivals):
             if todo.apply and mark == self.step - 1 and self.pieces[number].parameter in self._kept_of:
                 todo.before.append(index)
-            elif mark == self.step:
-                todo.after.append(index)
             else:
                 if mark < self.step - 1:
                     slow.append(number)
                 continue
             self._states[number] = _State.CURRENT
             self._marks[number] = mark
-        if slow:
-            longest = max(self.pieces[number].end - self.pieces[number].begin for number in slow)
-            self._most = min(self._most, max(self._least, longest // 2))
-        late = {arrivals[index][0] for index in todo.after}
+        self._shorten(slow)
         todo.parameters = {
-            piece.parameter
-            for number, piece in enumerate(self.pieces)
-            if self._states[number] is not _State.MISSING and number not in late
+            piece.parameter for piece, state in zip(self.pieces, self._states) if state is not _State.MISSING
         }
         self._fate = Fate.NONE
         self._kept = None
-        if todo.before or todo.after or self._compared or self._idle_since is None:
+        if todo.before or self._moved or self._idle_since is None:
             self._idle_since = now
-        self._compared = False
+        self._moved = False
         if now - self._idle_since > MAX_IDLE_SEC:
             self.give_up(f"in {now - self._idle_since:.0f} s nothing of the state arrived in the step that it is of")
         return todo
+
+    def _shorten(self, slow: Sequence[int]) -> None:
+        """These pieces took longer than a step."""
+        if slow:
+            longest = max(self.pieces[number].end - self.pieces[number].begin for number in slow)
+            self._most = min(self._most, max(self._least, longest // 2))
+
+    def early(self, mark: int) -> bool:
+        """Whether what is of this step is taken only after the next :meth:`advance`."""
+        return self._in_place is None or mark > self._in_place
+
+    def place(self, number: int, mark: int) -> bool:
+        """Whether a piece that is not :meth:`early` is put in place now, between two calls of :meth:`advance`.
+
+        It is if it is of the same step as the other pieces, and the gradient that is applied next is kept for it.
+        """
+        if mark != self._in_place:
+            self._shorten([number])
+            return False
+        if self._kept is not None and self.pieces[number].parameter not in self._kept_of:
+            return False
+        self._states[number] = _State.CURRENT
+        self._marks[number] = mark
+        self._moved = True
+        return True
 
     def keep(self, asked: set[int]) -> set[int]:
         """All of this attempt's reductions have succeeded.
@@ -254,10 +271,6 @@ class Heal:
             self._states.append(_State.MISSING)
             self._marks.append(-1)
 
-    def early(self, mark: int) -> bool:
-        """Whether a digest can be compared only after the next :meth:`advance`."""
-        return self._in_place is None or mark > self._in_place
-
     def comparable(self, number: int, mark: int) -> bool:
         """Whether this group has the piece as the source had it when it made a digest."""
         return self._states[number] is not _State.MISSING and self._marks[number] < mark == self._in_place
@@ -272,7 +285,7 @@ class Heal:
         """
         if equal:
             self._states[number] = _State.VERIFIED
-            self._compared = True
+            self._moved = True
         elif not from_assigned:
             self._states[number] = _State.MISSING
         else:

@@ -1,10 +1,10 @@
 """Heals piece by piece: gives this group's state to groups that train along, and trains along while a peer's arrives.
 
 What to ask for and what to do with it is decided in along.py; tracked.py does it to the tensors, and _pieces.py of
-checkpointing carries it. A thread of the target sends one request after the other, and does not hold up the step. What
-has arrived is put in place before the vote, on the training thread, when no forward or backward pass uses the weights.
-That thread also compares digests, between two votes. In the last step it applies the gradient during the forward and
-backward pass, whose values mean nothing yet: after the vote this group steps its optimizer once more, as the others do.
+checkpointing carries it. A thread of the target sends one request after the other. It also puts in place and compares
+what arrives, between two votes, so that the others do not wait. Before a vote the training thread applies a gradient,
+while the others step their optimizers. In the last step the other thread does that, too, because this group then steps
+its own optimizer after the vote. A forward or backward pass may run meanwhile: what it computes means nothing yet.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Optional
@@ -41,8 +40,8 @@ _PIECE = 1 << 18
 _WAITING = 64 << 20
 # Bytes of the state that belong to no parameter. They are sent at once.
 _REST = 64 << 20
-# Seconds that a target's step compares digests: as a rule the thread that asks has compared them.
-_COMPARE_SEC = 0.01
+# Seconds that a target's step takes up what has arrived: as a rule the thread that asks has done so.
+_TAKE_SEC = 0.01
 # Seconds that a target's step waits for the hyperparameters of the step before.
 _HEAD_SEC = 2.0
 
@@ -258,9 +257,8 @@ class _Target:
         self._cond = threading.Condition()  # of all below, but for the tensors, which are the training thread's
         self._plan: Optional[Plan] = None
         self._asked: set[int] = set()  # pieces that are on their way, or wait for the end of a step
-        self._arrived: list[tuple[int, Answer]] = []  # pieces that wait for the end of a step
+        self._arrived: list[tuple[Ask, Answer]] = []  # pieces and digests that are not taken up
         self._waiting = 0  # bytes of them
-        self._digests: deque[tuple[int, Answer]] = deque()  # to compare: number of the piece
         self._rest: Optional[Answer] = None
         self._heads: dict[int, Any] = {}  # hyperparameters, by step; None: no source has them
         self._kept: dict[int, torch.Tensor] = {}
@@ -321,17 +319,14 @@ class _Target:
                 heal.miss()
             if heal.unverified == 0:  # the rest counts in its own step only, which may be shorter than the request
                 self._cond.wait_for(lambda: self._has_rest() or self._gone() or self.sources.failing, self._timeout)
-            pieces, self._arrived, self._waiting = self._arrived, [], 0
+            pieces = self._take(lambda ask, answer: ask.kind is Kind.PIECE and answer.step != heal.step)
             todo = heal.advance([(number, answer.step) for number, answer in pieces], time.monotonic())
             for index in todo.before:
                 self._write(*pieces[index])
             if todo.apply:
                 self._apply(todo)
-            for index in todo.after:
-                self._write(*pieces[index])
-            self._asked.difference_update(number for number, _ in pieces)
-            until = time.monotonic() + _COMPARE_SEC
-            while self._compare_next() and time.monotonic() < until:
+            until = time.monotonic() + _TAKE_SEC
+            while self._take_up() and time.monotonic() < until:
                 pass
             rest, self._rest = self._rest, None
             if rest is not None and rest.value is not None and heal.done(rest.step):
@@ -353,14 +348,26 @@ class _Target:
         self.wrote = True
         self._parameters.step(todo.parameters, self._kept, self._heads[self.heal.step - 1])
 
-    def _compare_next(self) -> bool:
-        """Compares a digest. False: there is none, or the pieces are not of its step yet."""
-        if not self._digests or self.heal.early(self._digests[0][1].step):
+    def _take(self, which: Callable[[Ask, Answer], bool]) -> list[tuple[int, Answer]]:
+        """Takes the pieces and digests of this kind out of what has arrived."""
+        found = [one for one in self._arrived if which(*one)]
+        self._arrived = [one for one in self._arrived if not which(*one)]
+        self._waiting -= sum(answer.memory.numel() for _, answer in found)
+        self._asked.difference_update(ask.number for ask, _ in found)
+        return [(ask.number, answer) for ask, answer in found]
+
+    def _take_up(self) -> bool:
+        """Puts a piece in place, or compares a digest. False: there is none, or it is of a step yet to come."""
+        heal = self.heal
+        one = next((one for one in self._arrived if not heal.early(one[1].step)), None)
+        if one is None:
             return False
-        number, answer = self._digests.popleft()
-        self._asked.discard(number)
-        if self.heal.comparable(number, answer.step):
-            self._compare(number, self._parameters.digest(*self.heal.pieces[number]) == answer.value)
+        ((number, answer),) = self._take(lambda ask, answer: answer is one[1])
+        if one[0].kind is Kind.PIECE:
+            if heal.place(number, answer.step):
+                self._write(number, answer)
+        elif heal.comparable(number, answer.step):
+            self._compare(number, self._parameters.digest(*heal.pieces[number]) == answer.value)
         return True
 
     def _compare(self, number: int, equal: bool) -> None:
@@ -440,7 +447,7 @@ class _Target:
     def _work(self) -> bool:
         """Does what the training thread need not do. False: there is nothing."""
         try:
-            if self._compare_next():
+            if self._take_up():
                 return True
             heal = self.heal
             if heal.unverified or not heal.applies or heal.step is None or self._heads.get(heal.step - 1) is None:
@@ -500,11 +507,10 @@ class _Target:
             self.sources.answered(source)
             if want.kind is Kind.REST:
                 self._rest = answer
-            elif want.kind is Kind.DIGEST:
-                self._digests.append((want.number, answer))
             else:
-                self._given[want.number] = source, source == self.sources.assigned
-                self._arrived.append((want.number, answer))
+                if want.kind is Kind.PIECE:
+                    self._given[want.number] = source, source == self.sources.assigned
+                self._arrived.append((want, answer))
                 self._waiting += answer.memory.numel()
             self._cond.notify_all()
 

@@ -131,7 +131,7 @@ class Parameters:
 
     @torch.no_grad()
     def write(self, number: int, begin: int, end: int, state: Json, raw: torch.Tensor) -> None:
-        """Puts a piece in place.
+        """Puts a piece in place. Another thread may train meanwhile, see :meth:`step`.
 
         Args:
             number, begin, end: of the piece.
@@ -140,7 +140,7 @@ class Parameters:
         """
         parameter = self.all[number]
         ranges = list(raw.split(self.bytes_of(number, begin, end, state)))
-        _range(parameter, begin, end).copy_(ranges.pop(0))
+        _range(parameter.data, begin, end).copy_(ranges.pop(0))
         own = self._of[number].state[parameter] if state else self._of[number].state.get(parameter, {})
         for key, value in state.items():
             if isinstance(value, list) and value[0] == "range":

@@ -48,23 +48,41 @@ def test_what_the_next_quorum_says_of_a_step(kept: bool, quorum: tuple[int, int,
 def test_an_attempt_without_a_vote_leaves_the_gradient_to_the_next_one() -> None:
     heal = Heal(cut([1], 1))
     heal.quorum(7, 1, 1)
-    heal.advance([(0, 7)], 0.0)
+    heal.advance([], 0.0)
+    heal.place(0, 7)
     heal.keep(set())
     assert heal.quorum(8, 1, 1) is Fate.APPLY
     assert heal.quorum(8, 2, 1) is Fate.APPLY
     assert heal.advance([], 0.0).apply
 
 
-@pytest.mark.parametrize(("mark", "before", "after"), [(6, [], []), (7, [0], []), (8, [], [0]), (9, [], [])])
-def test_where_an_arrival_belongs(mark: int, before: list[int], after: list[int]) -> None:
+@pytest.mark.parametrize(("mark", "before"), [(6, []), (7, [0]), (9, [])])
+def test_where_an_arrival_belongs(mark: int, before: list[int]) -> None:
     heal = Heal(cut([1], 1))
     heal.quorum(7, 1, 1)
     heal.advance([], 0.0)
     heal.keep(set())
     heal.quorum(8, 1, 1)
     todo = heal.advance([(0, mark)], 0.0)
-    assert (todo.before, todo.after, todo.apply) == (before, after, True)
+    assert (todo.before, todo.apply) == (before, True)
     assert todo.parameters == ({0} if before else set())
+
+
+def test_a_piece_is_put_in_place_with_others_of_its_step() -> None:
+    heal = Heal(cut([1, 1, 1, 1], 1))
+    heal.quorum(7, 1, 1)
+    assert heal.early(7)
+    heal.advance([], 0.0)
+    assert not heal.early(7) and heal.early(8)
+    assert heal.place(0, 7) and not heal.place(1, 6)
+    assert heal.keep({1}) == {0, 1, 2}  # in place, on its way, asked for next
+    assert not heal.place(3, 7)  # the gradient of step 7 is not kept for it
+    assert heal.quorum(8, 1, 1) is Fate.APPLY
+    assert heal.place(1, 7) and heal.early(8)
+    assert heal.advance([], 0.0).parameters == {0, 1}
+    assert heal.place(3, 8)
+    heal.quorum(10, 1, 1)  # step 8 or 9 was missed
+    assert heal.missing == 4 and heal.early(8)
 
 
 def test_it_gives_up_with_a_reason() -> None:
@@ -72,7 +90,8 @@ def test_it_gives_up_with_a_reason() -> None:
     for step in range(MAX_RESTARTS + 1):
         assert heal.gave_up is None
         heal.quorum(2 * step, 1, 1)
-        heal.advance([(0, 2 * step)], 0.0)
+        heal.advance([], 0.0)
+        heal.place(0, 2 * step)
     heal.quorum(100, 1, 1)
     assert heal.gave_up == "a committed step was missed 4 times"
 
@@ -88,7 +107,8 @@ def test_it_gives_up_with_a_reason() -> None:
 def test_a_piece_that_differs_is_asked_for_again_unless_the_assigned_source_gave_it() -> None:
     heal = Heal(cut([1], 1))
     heal.quorum(7, 1, 1)
-    heal.advance([(0, 7)], 0.0)
+    heal.advance([], 0.0)
+    heal.place(0, 7)
     heal.compared(0, equal=False, from_assigned=False)
     assert heal.next(set()) == (Kind.PIECE, 0) and heal.gave_up is None
     heal.compared(0, equal=False)
@@ -169,7 +189,7 @@ class Target:
         self.keeps: set[int] = set()
         self.flying: list[tuple[Kind, int, int, list[str]]] = []  # asked and answered, not taken
         self.rest: Optional[int] = None
-        self.digests: list[tuple[int, int, list[str]]] = []  # that have come, and are not compared
+        self.arrived: list[tuple[Kind, int, int, list[str]]] = []  # and not taken up
         self.sources = Sources()
         self.given: dict[int, tuple[str, bool]] = {}  # by number of the piece: the source, and if it was assigned
         self.asked: set[str] = set()  # sources
@@ -202,26 +222,33 @@ class Target:
         self.flying.append((ask.kind, ask.number, job.step, state))
 
     def on_their_way(self) -> set[int]:
-        return {number for kind, number, _, _ in self.flying if kind is not Kind.REST} | {d[0] for d in self.digests}
+        return {number for kind, number, _, _ in (*self.flying, *self.arrived) if kind is not Kind.REST}
 
     def work(self) -> None:
-        """The thread that asks compares digests, and applies the last gradient, while the others train."""
+        """The thread that asks takes up what has arrived, and applies the last gradient, while the others train."""
         heal, chance = self.heal, self.job.random
-        while self.digests and not heal.early(self.digests[0][1]) and chance.random() < 0.7:
-            self.compare()
+        while chance.random() < 0.7 and self.take_up():
+            pass
         if heal.unverified == 0 and heal.applies and chance.random() < 0.7:
             todo = heal.advance([], 0.0)
-            assert todo.apply and todo.parameters <= self.keeps and not todo.before and not todo.after
+            assert todo.apply and todo.parameters <= self.keeps and not todo.before
             self.apply()
             self.early += 1
 
-    def compare(self) -> None:
-        number, mark, value = self.digests.pop(0)
-        if self.heal.comparable(number, mark):
+    def take_up(self) -> bool:
+        ready = [one for one in self.arrived if not self.heal.early(one[2])]
+        if not ready:
+            return False
+        kind, number, mark, value = ready[0]
+        self.arrived.remove(ready[0])
+        if kind is Kind.PIECE and self.heal.place(number, mark):
+            self.state[number] = value[:]
+        elif kind is Kind.DIGEST and self.heal.comparable(number, mark):
             equal, (giver, as_assigned) = self.state[number] == value, self.given[number]
             self.heal.compared(number, equal, as_assigned and giver == self.sources.assigned)
             if not equal:
                 self.differed += self.sources.drop(giver)
+        return True
 
     def apply(self) -> None:
         assert self.kept is not None
@@ -230,25 +257,22 @@ class Target:
 
     def vote(self, gradient: Optional[str]) -> bool:
         """The end of a step; whether this group has the state."""
-        heal, chance = self.heal, self.job.random
+        job, heal, chance = self.job, self.heal, self.job.random
         come = [item for item in self.flying if chance.random() < 0.7]
         self.flying = [item for item in self.flying if item not in come]
-        pieces = [item for item in come if item[0] is Kind.PIECE]
+        self.arrived += [item for item in come if item[0] is not Kind.REST]
+        pieces = [item for item in self.arrived if item[0] is Kind.PIECE and item[2] != job.step]
+        self.arrived = [item for item in self.arrived if item not in pieces]
         todo = heal.advance([(number, mark) for _, number, mark, _ in pieces], 0.0)
         for index in todo.before:
             self.state[pieces[index][1]] = pieces[index][3][:]
         if todo.apply:
             assert todo.parameters <= self.keeps
             self.apply()
-        for index in todo.after:
-            self.state[pieces[index][1]] = pieces[index][3][:]
-        for kind, number, mark, value in come:
-            if kind is Kind.DIGEST:
-                self.digests.append((number, mark, value))
-            elif kind is Kind.REST:
+        for kind, _, mark, _ in come:
+            if kind is Kind.REST:
                 self.rest = mark
-        if self.digests and not heal.early(self.digests[0][1]):
-            self.compare()
+        self.take_up()
         self.kept = None
         if gradient is not None:
             self.kept = gradient

@@ -133,6 +133,8 @@ def test_a_piece_of_a_source_that_fails_comes_from_another_in_the_same_quorum(mo
         with target._cond:
             assert target._cond.wait_for(lambda: len(target._arrived) == 2, DEADLINE_SEC)
         target.advance(reduced=False)
+        with target._cond:
+            assert target._cond.wait_for(lambda: not target._arrived, DEADLINE_SEC)
         assert target.heal.gave_up is None and target.heal.missing == 0
         assert all(torch.equal(mine, yours) for mine, yours in zip(parameters.all, theirs.all))
     finally:
@@ -146,8 +148,13 @@ def test_the_last_gradient_is_applied_before_the_vote(monkeypatch: pytest.Monkey
     optimizers = [torch.optim.Adam(model.parameters()) for model in (ours, theirs)]
     parameters, source = (Parameters([optimizer]) for optimizer in optimizers)
     step = 7
+    window = threading.Lock()
 
     def ask(kind: str, argument: str) -> Answer:
+        with window:
+            return answer(kind, argument)
+
+    def answer(kind: str, argument: str) -> Answer:
         if kind == "rest":
             return Answer(step, {"structure": {}, "regions": []}, torch.empty(0, dtype=torch.uint8))
         if kind == "digest":
@@ -171,13 +178,15 @@ def test_the_last_gradient_is_applied_before_the_vote(monkeypatch: pytest.Monkey
             with target._cond:
                 if target.heal.unverified == 0:
                     break
-                assert target._cond.wait_for(lambda: target._wanted() is None, DEADLINE_SEC)
-            for model in (ours, theirs):
-                for p in model.parameters():
-                    p.grad = torch.full_like(p, float(step))
-            assert target.advance(reduced=True) is None
-            optimizers[1].step()
-            step += 1
+                assert target._cond.wait_for(lambda: target._gone() or target._wanted() is None, DEADLINE_SEC)
+                assert target.heal.gave_up is None
+            with window:
+                for model in (ours, theirs):
+                    for p in model.parameters():
+                        p.grad = torch.full_like(p, float(step))
+                assert target.advance(reduced=True) is None
+                optimizers[1].step()
+                step += 1
             assert step < 20
         while applied.get(timeout=DEADLINE_SEC) != "torchft_heal_along":
             pass

@@ -347,6 +347,9 @@ class _Target:
         assert self.heal.step is not None
         self.wrote = True
         self._parameters.step(todo.parameters, self._kept, self._heads[self.heal.step - 1])
+        if not self._parameters.unchanged(self._kept):  # looked at afterwards: another thread may train
+            self.heal.miss()
+            self._logger.info("the training loop changes gradients in place: they are copied, and the heal begins anew")
 
     def _take(self, which: Callable[[Ask, Answer], bool]) -> list[tuple[int, Answer]]:
         """Takes the pieces and digests of this kind out of what has arrived."""

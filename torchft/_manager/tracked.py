@@ -42,6 +42,8 @@ class Parameters:
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
+        self._borrows = True
+        self._versions: dict[int, int] = {}  # of borrowed gradients, when they were kept
         self.all: list[torch.Tensor] = []
         self._of: list[Optimizer] = []
         for optimizer in optimizers:
@@ -186,27 +188,42 @@ class Parameters:
     # Gradients
 
     def gradients(self, numbers: set[int], into: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Copies of the present gradients of these parameters, as the optimizers would read them.
+        """The present gradients of these parameters, as the optimizers would read them.
+
+        They are borrowed where the training loop drops them (``zero_grad``), and copied where it was found to change
+        them (:meth:`unchanged`), or their memory is part of a buffer.
 
         Args:
             numbers: of the parameters.
-            into: earlier copies, whose memory is reused.
+            into: what was kept before; the memory of copies is reused.
 
         Raises:
             Unfit: a gradient is sparse.
         """
         kept: dict[int, torch.Tensor] = {}
+        borrowed, self._versions = self._versions, {}
         for number in numbers:
             gradient = self.all[number].grad
             if gradient is None:
                 continue
             if gradient.layout != torch.strided:
                 raise Unfit(f"the gradient of parameter {number} is sparse")
-            copy = into.get(number)
-            if copy is None or copy.dtype != gradient.dtype:
-                copy = torch.empty_like(gradient)
-            kept[number] = copy.copy_(gradient.detach())
+            whole = type(gradient) is torch.Tensor and gradient.untyped_storage().nbytes() == gradient.nbytes
+            if self._borrows and whole:
+                self._versions[number] = gradient._version
+                kept[number] = gradient
+                continue
+            copied = None if number in borrowed else into.get(number)
+            if copied is None or copied.dtype != gradient.dtype:
+                copied = torch.empty_like(gradient)
+            kept[number] = copied.copy_(gradient.detach())
         return kept
+
+    def unchanged(self, kept: dict[int, torch.Tensor]) -> bool:
+        """Whether what :meth:`gradients` gave is what it was. If not, gradients are copied from now on."""
+        same = all(kept[number]._version == version for number, version in self._versions.items())
+        self._borrows = self._borrows and same
+        return same
 
     def step(self, numbers: set[int], gradients: dict[int, torch.Tensor], hyperparameters: Json) -> None:
         """Steps these parameters with these gradients, and no others.

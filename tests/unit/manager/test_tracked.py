@@ -114,6 +114,24 @@ def test_a_step_does_not_disturb_a_backward_pass() -> None:
     assert {int(state["step"]) for state in optimizer.state.values()} == {1}
 
 
+@pytest.mark.parametrize("to_none", [True, False])
+def test_gradients_are_copied_where_the_loop_changes_them(to_none: bool) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = optim.Adam(model.parameters())
+    ours = Parameters([optimizer])
+    for borrowed in (True, to_none):
+        model(torch.ones(1, 2)).sum().backward()
+        expected = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        kept = ours.gradients({0, 1}, {})
+        assert (kept[0] is model.weight.grad) == borrowed
+        optimizer.zero_grad(to_none)
+        model(2 * torch.ones(1, 2)).sum().backward()
+        unchanged = all(torch.equal(kept[number], one) for number, one in enumerate(expected))
+        assert unchanged == (to_none or not borrowed)
+        assert ours.unchanged(kept) == unchanged
+        optimizer.zero_grad()
+
+
 class _Own(optim.Adam):
     pass
 

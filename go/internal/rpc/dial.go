@@ -19,47 +19,15 @@ import (
 // DialSecurely connects to a server of kind what ("lighthouse", "manager") and returns once it is connected. It retries until
 // connectTimeout is over; the error then names the address and the timeout. If the connection breaks later, gRPC reconnects it.
 func DialSecurely(ctx context.Context, s auth.Security, network Network, what, address string, connectTimeout time.Duration) (*grpc.ClientConn, error) {
-	addr, err := ParseAddress(what+" address", address)
-	if err != nil {
-		return nil, status.Error(codes.InvalidArgument, err.Error())
-	}
 	if connectTimeout <= 0 {
 		return nil, status.Errorf(codes.InvalidArgument, "connect_timeout is %s: it must be more than 0", connectTimeout)
 	}
-	if network == nil {
-		network = TCP
-	}
-	protected, err := s.Open(slog.Default())
+	conn, lastErr, err := prepare(s, network, what, address)
 	if err != nil {
-		return nil, status.Error(codes.InvalidArgument, err.Error())
-	}
-	if s.TLSCA != "" && !addr.TLS {
-		return nil, status.Errorf(codes.InvalidArgument, "%s address is %q: with tls_ca (%s) it must begin with https://", what, address, auth.TLSCAEnv)
+		return nil, err
 	}
 	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
 	defer cancel()
-
-	var lastErr atomic.Pointer[error]
-	dialer := func(ctx context.Context, hostPort string) (net.Conn, error) {
-		conn, err := network.Dial(ctx, hostPort)
-		if err != nil && !errors.Is(err, context.Canceled) {
-			lastErr.Store(&err)
-		}
-		return conn, err
-	}
-	creds := handshakes{why: &lastErr}
-	if addr.TLS {
-		creds.config = protected.Client
-	}
-	options := append(clientLimits(), grpc.WithTransportCredentials(creds), grpc.WithContextDialer(dialer))
-	if protected.Tokens != nil {
-		options = append(options, grpc.WithPerRPCCredentials(auth.Credentials{Tokens: protected.Tokens}))
-	}
-	// The passthrough resolver leaves the name to the dialer, so that each attempt resolves it again: an address may have changed.
-	conn, err := grpc.NewClient("passthrough:///"+addr.HostPort, options...)
-	if err != nil {
-		return nil, status.Errorf(codes.InvalidArgument, "%s address is %q: %v", what, address, err)
-	}
 	for state := conn.GetState(); state != connectivity.Ready; state = conn.GetState() {
 		conn.Connect()
 		if conn.WaitForStateChange(ctx, state) {
@@ -76,6 +44,52 @@ func DialSecurely(ctx context.Context, s auth.Security, network Network, what, a
 		return nil, status.Errorf(codes.Unavailable, "could not connect to %s at %s: timed out after %s: %s", what, address, connectTimeout, why)
 	}
 	return conn, nil
+}
+
+// DialLater returns a connection as DialSecurely does, but makes it only when it is used.
+func DialLater(s auth.Security, network Network, what, address string) (*grpc.ClientConn, error) {
+	conn, _, err := prepare(s, network, what, address)
+	return conn, err
+}
+
+// prepare returns a connection that is not made yet, and the last reason why it could not be made.
+func prepare(s auth.Security, network Network, what, address string) (*grpc.ClientConn, *atomic.Pointer[error], error) {
+	addr, err := ParseAddress(what+" address", address)
+	if err != nil {
+		return nil, nil, status.Error(codes.InvalidArgument, err.Error())
+	}
+	if network == nil {
+		network = TCP
+	}
+	protected, err := s.Open(slog.Default())
+	if err != nil {
+		return nil, nil, status.Error(codes.InvalidArgument, err.Error())
+	}
+	if s.TLSCA != "" && !addr.TLS {
+		return nil, nil, status.Errorf(codes.InvalidArgument, "%s address is %q: with tls_ca (%s) it must begin with https://", what, address, auth.TLSCAEnv)
+	}
+	lastErr := &atomic.Pointer[error]{}
+	dialer := func(ctx context.Context, hostPort string) (net.Conn, error) {
+		conn, err := network.Dial(ctx, hostPort)
+		if err != nil && !errors.Is(err, context.Canceled) {
+			lastErr.Store(&err)
+		}
+		return conn, err
+	}
+	creds := handshakes{why: lastErr}
+	if addr.TLS {
+		creds.config = protected.Client
+	}
+	options := append(clientLimits(), grpc.WithTransportCredentials(creds), grpc.WithContextDialer(dialer))
+	if protected.Tokens != nil {
+		options = append(options, grpc.WithPerRPCCredentials(auth.Credentials{Tokens: protected.Tokens}))
+	}
+	// The passthrough resolver leaves the name to the dialer, so that each attempt resolves it again: an address may have changed.
+	conn, err := grpc.NewClient("passthrough:///"+addr.HostPort, options...)
+	if err != nil {
+		return nil, nil, status.Errorf(codes.InvalidArgument, "%s address is %q: %v", what, address, err)
+	}
+	return conn, lastErr, nil
 }
 
 // Dial is DialSecurely without TLS and tokens.

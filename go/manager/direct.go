@@ -41,7 +41,10 @@ func (d *direct) Quorum(ctx context.Context, req rankclient.Request) (recovery.R
 		return recovery.Result{}, err
 	}
 	a := d.server.do(ctx, rankCall{kind: quorumCall, Request: req, conn: d.conn, traceparent: tracing.ParentOf(ctx)})
-	return a.result, a.err
+	if a.err != nil {
+		return recovery.Result{}, a.err
+	}
+	return *a.result, nil
 }
 
 func (d *direct) CheckpointMetadata(ctx context.Context, groupRank int64) (string, error) {

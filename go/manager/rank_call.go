@@ -50,7 +50,7 @@ const (
 
 // answer ends one call.
 type answer struct {
-	result   recovery.Result
+	result   *recovery.Result
 	commit   bool
 	metadata string
 	err      error

@@ -24,7 +24,7 @@ func (s service) Quorum(ctx context.Context, req *torchftpb.ManagerQuorumRequest
 	if a.err != nil {
 		return nil, a.err
 	}
-	return wire.ResultToProto(a.result), nil
+	return wire.ResultToProto(*a.result), nil
 }
 
 func (s service) CheckpointMetadata(ctx context.Context, req *torchftpb.CheckpointMetadataRequest) (*torchftpb.CheckpointMetadataResponse, error) {

@@ -262,7 +262,7 @@ func (o *openSession) wrap(kind callKind, a answer) (resp *torchftpb.RankRespons
 	}
 	switch kind {
 	case quorumCall:
-		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_Quorum{Quorum: wire.ResultToProto(a.result)}}, nil
+		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_Quorum{Quorum: wire.ResultToProto(*a.result)}}, nil
 	case voteCall:
 		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_ShouldCommit{
 			ShouldCommit: &torchftpb.ShouldCommitResponse{ShouldCommit: a.commit},

@@ -2,6 +2,7 @@ package round
 
 import (
 	"fmt"
+	"slices"
 
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/recovery"
@@ -123,7 +124,7 @@ func (m *Machine) quorumKnown(e QuorumKnown) []Action {
 	if err != nil {
 		return m.endGathering(Failure{KindInternal, err.Error()})
 	}
-	results := make([]recovery.Result, len(g.asked))
+	results := make([]recovery.Result, len(g.asked)) // one allocation for all ranks
 	for r, a := range g.asked {
 		result, err := view.Compute(a.GroupRank, a.InitSync)
 		if err != nil {
@@ -141,11 +142,12 @@ func (m *Machine) quorumKnown(e QuorumKnown) []Action {
 	// All ranks have asked for this quorum, so none will vote on the attempt before it. A vote is still pending here only if the rank
 	// that cast it had asked before it voted.
 	actions := m.endBallot(Failure{KindAborted, "the ranks went on to the next quorum before all had voted"})
+	actions = slices.Grow(actions, len(g.asked))
 	for r, a := range g.asked {
 		m.looks++
 		g.asked[r] = nil
 		m.ranks[r].begin(inStep, results[r].MaxStep, m.now)
-		actions = append(actions, AnswerQuorum{a.Waiter, results[r]})
+		actions = append(actions, AnswerQuorum{a.Waiter, &results[r]})
 	}
 	g.count = 0
 	return actions

@@ -114,7 +114,7 @@ type (
 	// AnswerQuorum answers one rank with its own result.
 	AnswerQuorum struct {
 		Waiter WaiterID
-		Result recovery.Result
+		Result *recovery.Result
 	}
 	// AnswerVote answers one rank with the group's decision.
 	AnswerVote struct {

@@ -67,6 +67,7 @@ func (m *Machine) voted(e Voted) []Action {
 		commit = false
 		actions = append(actions, Discarded{b.step, why})
 	}
+	actions = slices.Grow(actions, len(b.votes))
 	for r, v := range b.votes {
 		m.looks++
 		actions = append(actions, AnswerVote{v.Waiter, commit})

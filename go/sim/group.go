@@ -279,8 +279,8 @@ func (g *group) step(input round.Event) {
 		case round.AnswerQuorum:
 			if c, ok := g.answered(a.Waiter); ok {
 				r := &g.ranks[c.rank]
-				w.check.answered(r, &a.Result)
-				g.tell(r, event{kind: rankQuorum, id: c.number, x: &news{a.Result, g.quorum, g.attempt}})
+				w.check.answered(r, a.Result)
+				g.tell(r, event{kind: rankQuorum, id: c.number, x: &news{*a.Result, g.quorum, g.attempt}})
 			}
 		case round.AnswerVote:
 			if c, ok := g.answered(a.Waiter); ok {

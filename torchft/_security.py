@@ -21,13 +21,13 @@ _FILES = {
 }
 
 
-def security() -> str:
-    """The files for the Go core, and the job that its calls name, as JSON.
+def security(**further: str) -> str:
+    """The files for the Go core, the job that its calls name, and further settings, as JSON.
 
     They are passed because Go copies the environment when its library is loaded, and sees no later change.
     """
     files = {name: os.environ.get(env, "") for name, env in _FILES.items()}
-    return json.dumps({**files, "job": os.environ.get(JOB_ENV) or DEFAULT_JOB})
+    return json.dumps({**files, "job": os.environ.get(JOB_ENV) or DEFAULT_JOB, **further})
 
 
 def tokens() -> list[str]:

@@ -187,9 +187,11 @@ class ManagerClient(_Native):
     Args:
         addr (str): ``http://host:port`` of the manager server.
         connect_timeout (timedelta): how long to try to reach it, more than 0.
+        relay (str): address of the relay that this rank asks through while that lasts.
+        relay_host (str): host under which this rank serves other ranks as their relay.
 
     Raises:
-        TypeError: one of the two is missing.
+        TypeError: one of the first two is missing.
         ValueError: an argument that is not allowed.
         RuntimeError: the server is not reached in time, or the address has no scheme.
     """
@@ -197,7 +199,14 @@ class ManagerClient(_Native):
     __slots__ = ("_round", "_votes")
 
     # Both are needed. The defaults are for unittest.mock: a stand-in of the upstream class is made without arguments.
-    def __init__(self, addr: str | None = None, connect_timeout: timedelta | None = None) -> None:
+    def __init__(
+        self,
+        addr: str | None = None,
+        connect_timeout: timedelta | None = None,
+        *,
+        relay: str = "",
+        relay_host: str = "",
+    ) -> None:
         if addr is None or connect_timeout is None:
             given = {"addr": addr, "connect_timeout": connect_timeout}
             raise TypeError(f"ManagerClient: missing {' and '.join(n for n, v in given.items() if v is None)}")
@@ -205,7 +214,12 @@ class ManagerClient(_Native):
         # vote for several ranks at the same time, so each has its own.
         self._round: tuple[QuorumRequest | None, int] = (None, 0)
         self._votes: dict[int, int] = {}
-        self._open("pyapi_ManagerClientStart", addr, _micros("connect_timeout", connect_timeout), security())
+        timeout_us = _micros("connect_timeout", connect_timeout)
+        self._open("pyapi_ManagerClientStart", addr, timeout_us, security(relay=relay, relay_host=relay_host))
+
+    def _relay_address(self) -> str:
+        """Where other ranks find this one as their relay; empty if there can be none."""
+        return self._go.pyapi_Address(self._handle)
 
     def _quorum(
         self,

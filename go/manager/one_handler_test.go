@@ -74,8 +74,12 @@ func unaryAsker(c *fttest.Cluster, g *fttest.Group) asker {
 
 // ways are those in which a rank's request comes to its server.
 var ways = map[string]func(c *fttest.Cluster, g *fttest.Group) asker{
-	"unary":   unaryAsker,
-	"stream":  func(_ *fttest.Cluster, g *fttest.Group) asker { return askerOf(g.Dial("g/1")) },
+	"unary":  unaryAsker,
+	"stream": func(_ *fttest.Cluster, g *fttest.Group) asker { return askerOf(g.Dial("g/1")) },
+	"relay": func(c *fttest.Cluster, g *fttest.Group) asker {
+		client, _ := dialRelayed(c, g, "g/1", startRelay(c, g, c.Net.Host("relay")).Address())
+		return askerOf(client)
+	},
 	"process": func(_ *fttest.Cluster, g *fttest.Group) asker { return askerOf(g.Dial("g")) },
 }
 
@@ -146,6 +150,7 @@ func TestARequestIsAnsweredAlikeWhicheverWayItComes(t *testing.T) {
 				assert.Equal(t, traceparent != "", len(got.spans) > 0, "%v", got.spans)
 				assert.Equal(t, got, all["stream"])
 				assert.Equal(t, got, all["process"])
+				assert.Equal(t, got, all["relay"])
 			})
 		}
 	}
@@ -190,7 +195,7 @@ func hears(t *testing.T, dial func(*fttest.Cluster, *fttest.Group) asker, call f
 // A server must know for how long a rank waits for a quorum. Its vote has a default.
 func TestAQuorumNeedsADeadline(t *testing.T) {
 	for way, dial := range ways {
-		if way == "stream" {
+		if way == "stream" || way == "relay" {
 			continue // the client sets one; TestWhatASessionDoesNotUnderstand has a stream without
 		}
 		synctest.Test(t, func(t *testing.T) {

@@ -46,6 +46,7 @@ const (
 	metadataCall
 	leaveCall   // of a session; it waits for the lighthouse, not for the machine
 	unknownCall // of a session
+	cutCall     // tells a relay that a session has been ended
 )
 
 // answer ends one call.

@@ -17,11 +17,16 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
 
 	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/rankclient"
+	"github.com/torchft/torchft/go/recovery"
+	"github.com/torchft/torchft/go/relay"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // BenchmarkRanks takes the time of a step's quorum and vote of a group with many ranks, on real sockets. The server is alone in
@@ -29,11 +34,19 @@ import (
 // processors of this machine, where real ranks have their own: server-ms/step is what the server's process used of one.
 func BenchmarkRanks(b *testing.B) {
 	for _, ranks := range []int{8, 512, 2048, 8000} {
-		b.Run(strconv.Itoa(ranks), func(b *testing.B) { benchRanks(b, ranks) })
+		b.Run(strconv.Itoa(ranks), func(b *testing.B) { benchRanks(b, ranks, 0) })
 	}
 }
 
-func benchRanks(b *testing.B, ranks int) {
+// BenchmarkRelayedRanks is the same with relays of 64 ranks each, which are all in the process of the ranks. There the ranks of a relay ask one after the
+// other, and a relay waits for all of them.
+func BenchmarkRelayedRanks(b *testing.B) {
+	for _, ranks := range []int{512, 2048, 8000} {
+		b.Run(strconv.Itoa(ranks), func(b *testing.B) { benchRanks(b, ranks, 64) })
+	}
+}
+
+func benchRanks(b *testing.B, ranks, perRelay int) {
 	b.Cleanup(func() { runtime.GOMAXPROCS(runtime.NumCPU()) })
 	runtime.GOMAXPROCS(1)
 	server, err := manager.NewServer(b.Context(), manager.ServerConfig{
@@ -44,7 +57,7 @@ func benchRanks(b *testing.B, ranks int) {
 	defer server.Shutdown()
 
 	before := processorTime()
-	load := startRanks(b, server.Address(), ranks)
+	load := startRanks(b, server.Address(), ranks, perRelay)
 	connected := load.next(b)
 	connecting := processorTime() - before
 	load.step(b) // the first one opens the sessions
@@ -101,8 +114,9 @@ type stepTaken struct {
 	Err                              string
 }
 
-// ranksEnv makes this program the process of the ranks: the address of the server, and in ranksOf how many there are.
-const ranksEnv, ranksOf = "TORCHFT_TEST_RANKS_SERVER", "TORCHFT_TEST_RANKS"
+// ranksEnv makes this program the process of the ranks: the address of the server, in ranksOf how many there are, in ranksPerRelay how
+// many ask through one relay.
+const ranksEnv, ranksOf, ranksPerRelay = "TORCHFT_TEST_RANKS_SERVER", "TORCHFT_TEST_RANKS", "TORCHFT_TEST_RANKS_PER_RELAY"
 
 // load is the process of the ranks. It takes a step for each line that it reads.
 type load struct {
@@ -110,10 +124,10 @@ type load struct {
 	said  *json.Decoder
 }
 
-func startRanks(b *testing.B, address string, ranks int) *load {
+func startRanks(b *testing.B, address string, ranks, perRelay int) *load {
 	b.Helper()
 	cmd := exec.Command(os.Args[0])
-	cmd.Env = append(os.Environ(), ranksEnv+"="+address, ranksOf+"="+strconv.Itoa(ranks))
+	cmd.Env = append(os.Environ(), ranksEnv+"="+address, ranksOf+"="+strconv.Itoa(ranks), ranksPerRelay+"="+strconv.Itoa(perRelay))
 	cmd.Stderr = os.Stderr
 	lines, err := cmd.StdinPipe()
 	require.NoError(b, err)
@@ -141,16 +155,91 @@ func (l *load) step(b *testing.B) stepTaken {
 	return l.next(b)
 }
 
+// calls are what a rank calls in a step.
+type calls interface {
+	Quorum(ctx context.Context, req rankclient.Request) (recovery.Result, error)
+	ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error)
+}
+
+// mostConnected is up to how many ranks have connections to their relays, both ends of which are in the one process here. The others are
+// played: their relay serves a stream of each without a network. The server cannot tell.
+const mostConnected = 2048
+
+// played is a rank's stream at its relay.
+type played struct {
+	grpc.ServerStream
+	said chan *torchftpb.RankRequest
+	told chan *torchftpb.RankResponse
+}
+
+func play(r *relay.Relay) *played {
+	p := &played{said: make(chan *torchftpb.RankRequest, 1), told: make(chan *torchftpb.RankResponse, 1)}
+	go func() { _ = r.Session(p) }()
+	return p
+}
+
+func (p *played) Recv() (*torchftpb.RankRequest, error) { return <-p.said, nil }
+
+func (p *played) Send(resp *torchftpb.RankResponse) error {
+	p.told <- resp
+	return nil
+}
+
+func (p *played) call(req *torchftpb.RankRequest) *torchftpb.RankResponse {
+	req.Call, req.TimeoutUs = 1, time.Minute.Microseconds()
+	p.said <- req
+	return <-p.told
+}
+
+func (p *played) Quorum(_ context.Context, req rankclient.Request) (recovery.Result, error) {
+	resp := p.call(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Quorum{Quorum: wire.RequestToProto(req)}})
+	if resp.GetQuorum() == nil {
+		return recovery.Result{}, fmt.Errorf("no quorum: %v", resp)
+	}
+	return wire.ResultFromProto(resp.GetQuorum()), nil
+}
+
+func (p *played) ShouldCommit(_ context.Context, groupRank, step int64, vote bool) (bool, error) {
+	resp := p.call(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_ShouldCommit{
+		ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: groupRank, Step: step, ShouldCommit: vote},
+	}})
+	if !resp.GetShouldCommit().GetShouldCommit() {
+		return false, fmt.Errorf("no commit: %v", resp)
+	}
+	return true, nil
+}
+
 // simulateRanks is the main function of that process.
 func simulateRanks() {
 	say := json.NewEncoder(os.Stdout)
 	n, _ := strconv.Atoi(os.Getenv(ranksOf))
-	clients := make([]*rankclient.Client, n)
-	took, err := ofAll(n, func(rank int) (err error) {
-		clients[rank], err = rankclient.Dial(context.Background(), os.Getenv(ranksEnv), time.Minute)
-		return err
-	})
-	did := stepTaken{Connect: took}
+	perRelay, err := strconv.Atoi(os.Getenv(ranksPerRelay)) // 0: no relays
+	server := os.Getenv(ranksEnv)
+	relays := make([]*relay.Relay, n/max(1, perRelay)+1)
+	start := time.Now()
+	if perRelay > 0 {
+		_, err = ofAll(len(relays), func(i int) (err error) {
+			relays[i], err = relay.Start(context.Background(), relay.Config{
+				Manager: server, Hostname: "127.0.0.1", Bind: "127.0.0.1:0", ConnectTimeout: time.Minute, Hold: time.Minute,
+			})
+			return err
+		})
+	}
+	clients := make([]calls, n)
+	if err == nil {
+		_, err = ofAll(n, func(rank int) (err error) {
+			switch {
+			case perRelay == 0:
+				clients[rank], err = rankclient.Dial(context.Background(), server, time.Minute)
+			case n > mostConnected:
+				clients[rank] = play(relays[rank/perRelay])
+			default:
+				clients[rank], err = rankclient.Dial(context.Background(), server, time.Minute, rankclient.WithRelay(relays[rank/perRelay].Address()))
+			}
+			return err
+		})
+	}
+	did := stepTaken{Connect: time.Since(start)}
 	lines := bufio.NewScanner(os.Stdin)
 	for step := int64(1); err == nil && say.Encode(did) == nil && lines.Scan(); step++ {
 		before := processorTime()

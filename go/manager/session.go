@@ -3,6 +3,7 @@ package manager
 import (
 	"cmp"
 	"context"
+	"slices"
 	"sync"
 	"time"
 
@@ -24,91 +25,160 @@ type sessions struct {
 	service service
 }
 
-// Session serves one rank's stream until either side ends it. A server that shuts down sends the last answers before.
+// Session serves one rank's stream.
 func (s sessions) Session(stream grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]) error {
-	server := s.service.server
-	ctx, cancel := context.WithCancel(stream.Context())
+	ctx, out := stream.Context(), newOutbox()
+	return s.service.server.carry(ctx, out, &rankStream{stream, newSession(s.service.server, out, connectionOf(ctx), tracing.Incoming(ctx))})
+}
+
+// carrier is a stream with the session of one rank, or with those of a relay's ranks.
+type carrier interface {
+	// receive takes what ranks say until the stream ends.
+	receive(ctx context.Context) error
+	send(answers []*sessionCall)
+	notify(n *torchftpb.RankResponse)
+	// finish ends the calls in progress. receive may still run.
+	finish()
+}
+
+// carry serves a stream until either side ends it. A server that shuts down sends the last answers before.
+func (s *Server) carry(ctx context.Context, out *outbox, c carrier) error {
+	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	o := &openSession{
-		wire:   stream,
-		server: server,
-		conn:   connectionOf(ctx),
-		parent: tracing.Incoming(ctx),
-		open:   map[uint64]*sessionCall{},
-		wake:   make(chan struct{}, 1),
-	}
-	heard, deaf := server.notices.Listen()
+	heard, deaf := s.notices.Listen()
 	defer deaf()
+	finish := func() {
+		c.finish()
+		out.leaves.Wait()
+		c.send(out.take())
+	}
 	received := make(chan error, 1)
-	rpc.Go(&server.tasks, server.log, "session", func() { received <- o.receive(ctx) })
+	rpc.Go(&s.tasks, s.log, "session", func() {
+		var err error
+		defer func() { received <- err }()
+		defer rpc.Recovered(s.log, "a session", &err)
+		err = c.receive(ctx)
+	})
 	for {
 		select {
-		case <-o.wake:
-			o.sendAnswers()
+		case <-out.wake:
+			c.send(out.take())
 		case f := <-heard:
-			o.send(wire.NoticeToRank(f))
+			c.notify(wire.NoticeToRank(f))
 		case err := <-received:
 			cancel()
-			o.finish()
+			finish()
 			return err
-		case <-server.ctx.Done():
-			o.finish()
-			return status.Error(codes.Unavailable, "the manager server of "+server.cfg.ReplicaID+" is shutting down")
+		case <-s.ctx.Done():
+			finish()
+			return status.Error(codes.Unavailable, "the manager server of "+s.cfg.ReplicaID+" is shutting down")
 		}
 	}
 }
+
+// outbox holds the answers of a stream until they are sent.
+type outbox struct {
+	wake   chan struct{}  // has something when there are answers
+	leaves sync.WaitGroup // calls that wait for the lighthouse
+
+	mu      sync.Mutex
+	answers []*sessionCall
+}
+
+func newOutbox() *outbox { return &outbox{wake: make(chan struct{}, 1)} }
+
+// add lets an answer be sent. It does not wait.
+func (b *outbox) add(call *sessionCall) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	b.answers = append(b.answers, call)
+	select {
+	case b.wake <- struct{}{}:
+	default: // the sender has not woken up for the one before
+	}
+}
+
+func (b *outbox) take() (answers []*sessionCall) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	answers, b.answers = b.answers, nil
+	return answers
+}
+
+// rankStream is the stream of one rank.
+type rankStream struct {
+	wire grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]
+	*openSession
+}
+
+func (r *rankStream) receive(ctx context.Context) error {
+	for {
+		req, err := r.wire.Recv()
+		if err != nil {
+			return err
+		}
+		if !r.take(ctx, req) {
+			return nil
+		}
+	}
+}
+
+// Sending fails only if the stream has broken: receive returns then.
+
+func (r *rankStream) send(answers []*sessionCall) {
+	for _, call := range answers {
+		_ = r.wire.Send(call.response())
+		call.sent()
+	}
+}
+
+func (r *rankStream) notify(n *torchftpb.RankResponse) { _ = r.wire.Send(n) }
 
 // mostCalls bounds the open calls of a session: a rank makes one quorum call and one vote at a time, and a few that it has
 // cancelled may still be open.
 const mostCalls = 64
 
-// openSession is one rank's stream and its calls in progress. It costs two goroutines, however many calls wait: one receives
-// and feeds the machine, the other one sends what the machine answers. A goroutine for each call would be half of what a step
-// costs the server of a group with thousands of ranks.
+// openSession is one rank's calls in progress. Its stream costs two goroutines, however many calls wait: one receives and feeds the
+// machine, the other one sends what the machine answers. A goroutine for each call would be half of what a step costs the server of a
+// group with thousands of ranks.
 type openSession struct {
-	wire   grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]
+	number uint64 // at its relay
+	out    *outbox
 	server *Server
 	conn   *connection
 	parent string // trace context of the stream; empty unless it is traced
-	leaves sync.WaitGroup
-	wake   chan struct{} // has something when there are answers
 
 	// The server's lock may be held where this one is taken, never the other way round.
 	mu       sync.Mutex
 	finished bool
 	refused  sync.Once
-	open     map[uint64]*sessionCall // that are not sent their answers, so that mostCalls bounds those too
-	answers  []*sessionCall
+	open     []*sessionCall // that are not sent their answers, so that mostCalls bounds those too; one or two mostly
+}
+
+func newSession(server *Server, out *outbox, conn *connection, parent string) *openSession {
+	return &openSession{server: server, out: out, conn: conn, parent: parent}
 }
 
 // sessionCall is a call in progress. The session's lock guards what it adds; once it is among the answers, only the sender uses it.
 type sessionCall struct {
 	rankCall
-	number uint64
+	session *openSession
+	number  uint64
 
 	cancel context.CancelFunc // of a leaveCall that has begun
 	done   bool
 	answer answer
 }
 
-func (o *openSession) receive(ctx context.Context) (err error) {
-	defer rpc.Recovered(o.server.log, "a session", &err)
-	for {
-		req, err := o.wire.Recv()
-		if err != nil {
-			return err
-		}
-		if req.GetGiveUp() {
-			o.giveUp(req.GetCall())
-			continue
-		}
-		if o.said(req) {
-			continue
-		}
-		if !o.start(ctx, req) {
-			return nil
-		}
+// take takes what the rank says; false: the session takes no more.
+func (o *openSession) take(ctx context.Context, req *torchftpb.RankRequest) bool {
+	switch {
+	case req.GetGiveUp():
+		o.giveUp(req.GetCall())
+	case !o.said(req):
+		return o.start(ctx, req)
 	}
+	return true
 }
 
 // said takes what has no answer.
@@ -136,7 +206,7 @@ func (o *openSession) said(req *torchftpb.RankRequest) bool {
 
 // start begins a call; false: the session takes no more.
 func (o *openSession) start(ctx context.Context, req *torchftpb.RankRequest) bool {
-	call := &sessionCall{rankCall: callFromProto(req), number: req.GetCall()}
+	call := &sessionCall{rankCall: callFromProto(req), session: o, number: req.GetCall()}
 	timeout := time.Duration(req.GetTimeoutUs()) * time.Microsecond
 	call.conn, call.traceparent, call.deadline = o.conn, cmp.Or(call.traceparent, o.parent), time.Now().Add(timeout)
 	if !o.admit(call) {
@@ -174,14 +244,22 @@ func (o *openSession) admit(call *sessionCall) bool {
 	if o.finished {
 		return false
 	}
-	if len(o.open) >= mostCalls || o.open[call.number] != nil {
+	if len(o.open) >= mostCalls || o.call(call.number) != nil {
 		o.refused.Do(func() {
 			o.server.log.Warn("torchft: a session is ended: its rank makes calls and takes no answers, or numbers two alike", "calls", len(o.open))
 		})
 		return false
 	}
-	o.open[call.number] = call
+	o.open = append(o.open, call)
 	return true
+}
+
+// call is the one in progress of a number, nil if there is none. The caller holds mu.
+func (o *openSession) call(number uint64) *sessionCall {
+	if i := slices.IndexFunc(o.open, func(c *sessionCall) bool { return c.number == number }); i >= 0 {
+		return o.open[i]
+	}
+	return nil
 }
 
 // leave has a goroutine: it is called once in the life of a rank.
@@ -190,7 +268,7 @@ func (o *openSession) leave(ctx context.Context, call *sessionCall) {
 	o.mu.Lock()
 	call.cancel = cancel
 	o.mu.Unlock()
-	rpc.Go(&o.leaves, o.server.log, "leave", func() {
+	rpc.Go(&o.out.leaves, o.server.log, "leave", func() {
 		defer cancel()
 		var a answer
 		defer func() { o.answer(call, a) }()
@@ -202,7 +280,7 @@ func (o *openSession) leave(ctx context.Context, call *sessionCall) {
 // giveUp ends a call that the rank does not wait for any more.
 func (o *openSession) giveUp(number uint64) {
 	o.mu.Lock()
-	call := o.open[number]
+	call := o.call(number)
 	if call == nil || call.done {
 		o.mu.Unlock()
 		return
@@ -219,48 +297,36 @@ func (o *openSession) giveUp(number uint64) {
 // answer lets a call's answer be sent. It does not wait.
 func (o *openSession) answer(call *sessionCall, a answer) {
 	o.mu.Lock()
-	defer o.mu.Unlock()
 	call.done, call.answer = true, a
-	o.answers = append(o.answers, call)
-	select {
-	case o.wake <- struct{}{}:
-	default: // the sender has not woken up for the one before
-	}
-}
-
-// sendAnswers sends all that there are. Only the session's own goroutine sends.
-func (o *openSession) sendAnswers() {
-	o.mu.Lock()
-	answers := o.answers
-	o.answers = nil
 	o.mu.Unlock()
-	for _, call := range answers {
-		o.send(o.response(call))
-		o.mu.Lock()
-		delete(o.open, call.number)
-		o.mu.Unlock()
-	}
+	o.out.add(call)
 }
 
-func (o *openSession) response(call *sessionCall) *torchftpb.RankResponse {
-	a := call.end(call.answer)
-	resp, err := o.wrap(call.kind, a)
+// sent makes room for another call.
+func (c *sessionCall) sent() {
+	c.session.mu.Lock()
+	defer c.session.mu.Unlock()
+	c.session.open = slices.DeleteFunc(c.session.open, func(open *sessionCall) bool { return open == c })
+}
+
+func (c *sessionCall) response() *torchftpb.RankResponse {
+	resp, err := c.wrap(c.end(c.answer))
 	if err != nil {
 		s := status.Convert(err)
 		resp = &torchftpb.RankResponse{Response: &torchftpb.RankResponse_Failure{
 			Failure: &torchftpb.CallFailure{Code: uint32(s.Code()), Message: s.Message()},
 		}}
 	}
-	resp.Call = call.number
+	resp.Call = c.number
 	return resp
 }
 
-func (o *openSession) wrap(kind callKind, a answer) (resp *torchftpb.RankResponse, err error) {
-	defer rpc.Recovered(o.server.log, "an answer of a session", &err)
+func (c *sessionCall) wrap(a answer) (resp *torchftpb.RankResponse, err error) {
+	defer rpc.Recovered(c.session.server.log, "an answer of a session", &err)
 	if a.err != nil {
 		return nil, a.err
 	}
-	switch kind {
+	switch c.kind {
 	case quorumCall:
 		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_Quorum{Quorum: wire.ResultToProto(*a.result)}}, nil
 	case voteCall:
@@ -272,22 +338,16 @@ func (o *openSession) wrap(kind callKind, a answer) (resp *torchftpb.RankRespons
 	}
 }
 
-func (o *openSession) send(resp *torchftpb.RankResponse) {
-	_ = o.wire.Send(resp) // fails only if the stream has broken: receive returns then
-}
-
-// finish ends the calls in progress, and sends the answers that there are.
+// finish ends the calls in progress.
 func (o *openSession) finish() {
 	o.mu.Lock()
 	o.finished = true
 	var open []uint64
-	for number := range o.open {
-		open = append(open, number)
+	for _, call := range o.open {
+		open = append(open, call.number)
 	}
 	o.mu.Unlock()
 	for _, number := range open {
 		o.giveUp(number)
 	}
-	o.leaves.Wait()
-	o.sendAnswers()
 }

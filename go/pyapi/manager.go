@@ -5,7 +5,9 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"log/slog"
 	"strings"
+	"time"
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/manager"
@@ -13,6 +15,7 @@ import (
 	"github.com/torchft/torchft/go/pyapi/rank"
 	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/recovery"
+	"github.com/torchft/torchft/go/relay"
 )
 
 // ManagerServerStart connects to the lighthouse and serves; the result is a handle for Address and ReleaseStart.
@@ -57,12 +60,35 @@ func ManagerClientStart(addr string, connectTimeoutUs int64, security string) (o
 	}
 	timeout := micros(connectTimeoutUs)
 	return ops.Start(timeout+bindTimeout, func(ctx context.Context) (any, error) {
-		client, err := rankclient.Dial(ctx, addr, timeout, rankclient.WithSecurity(protected.Security))
-		if err != nil {
-			return nil, connectFailed(err)
-		}
-		return rank.New(client), nil
+		client, err := connect(ctx, addr, timeout, protected)
+		return client, connectFailed(err)
 	}), nil
+}
+
+// connect makes the client of a rank, which asks through its own relay where it has one.
+func connect(ctx context.Context, addr string, timeout time.Duration, s settings) (_ *rank.Client, err error) {
+	var own *relay.Relay
+	if s.RelayHost != "" {
+		own, err = relay.Start(ctx, relay.Config{
+			Manager: addr, Hostname: s.RelayHost, Bind: "[::]:0", ConnectTimeout: timeout, Security: s.Security,
+		})
+		switch {
+		case errors.Is(err, relay.ErrNone):
+			slog.Default().Warn("torchft: this rank is no relay: those that would ask through it connect to the manager server", "error", err)
+		case err != nil:
+			return nil, err
+		default:
+			s.Relay = own.Address()
+		}
+	}
+	client, err := rankclient.Dial(ctx, addr, timeout, rankclient.WithSecurity(s.Security), rankclient.WithRelay(s.Relay))
+	if err != nil {
+		if own != nil {
+			_ = own.Close()
+		}
+		return nil, err
+	}
+	return rank.New(client, own), nil
 }
 
 // ManagerQuorumStart waits for the group and for the lighthouse; request is the JSON of rankclient.Request, the result that of

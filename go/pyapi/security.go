@@ -13,6 +13,9 @@ import (
 type settings struct {
 	auth.Security
 	Job string `json:"job"`
+	// Relay is the address of the relay that a rank asks through, RelayHost the host under which it is itself one; empty: none.
+	Relay     string `json:"relay"`
+	RelayHost string `json:"relay_host"`
 }
 
 // parseSecurity reads settings in JSON, and checks the files that they name.

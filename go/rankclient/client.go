@@ -4,6 +4,8 @@ package rankclient
 
 import (
 	"context"
+	"errors"
+	"log/slog"
 	"time"
 
 	"google.golang.org/grpc"
@@ -56,6 +58,7 @@ type settings struct {
 	network    rpc.Network
 	security   auth.Security
 	noShortcut bool
+	relay      string
 }
 
 // WithNetwork connects through another network than real TCP.
@@ -69,6 +72,9 @@ func WithSecurity(security auth.Security) DialOption {
 // WithoutShortcut goes over the network even to a server in this process.
 func WithoutShortcut() DialOption { return func(s *settings) { s.noShortcut = true } }
 
+// WithRelay asks through the relay at an address (package relay) while that lasts, and then the server itself.
+func WithRelay(address string) DialOption { return func(s *settings) { s.relay = address } }
+
 // Dial connects to the manager server at addr, trying again until connectTimeout is over.
 func Dial(ctx context.Context, addr string, connectTimeout time.Duration, options ...DialOption) (*Client, error) {
 	var s settings
@@ -81,11 +87,33 @@ func Dial(ctx context.Context, addr string, connectTimeout time.Duration, option
 			return &Client{peer: peer, Calls: calls}, nil
 		}
 	}
+	if s.relay != "" {
+		relayed, err := dialRelay(ctx, s, addr, connectTimeout/2) // the other half is for the server
+		if err == nil {
+			return &Client{peer: peer, Calls: relayed}, nil
+		}
+		slog.Default().Warn("torchft: a rank goes without its relay", "error", err)
+	}
 	conn, err := rpc.DialSecurely(ctx, s.security, s.network, "manager", addr, connectTimeout)
 	if err != nil {
 		return nil, err
 	}
 	return &Client{peer: peer, Calls: newSession(conn)}, nil
+}
+
+// dialRelay connects to a relay, and to the server only when that is needed.
+func dialRelay(ctx context.Context, s settings, addr string, timeout time.Duration) (*session, error) {
+	relay, err := rpc.DialSecurely(ctx, s.security, s.network, "relay", s.relay, timeout)
+	if err != nil {
+		return nil, err
+	}
+	conn, err := rpc.DialLater(s.security, s.network, "manager", addr)
+	if err != nil {
+		return nil, errors.Join(err, relay.Close())
+	}
+	relayed := newSession(conn)
+	relayed.relay = relay
+	return relayed, nil
 }
 
 // Quorum waits until every rank of the group has asked and the lighthouse has answered.

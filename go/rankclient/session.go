@@ -28,7 +28,8 @@ type session struct {
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
 	stub   torchftpb.RankServiceClient
-	unary  atomic.Bool // the server knows no sessions
+	relay  *grpc.ClientConn // nil: none
+	unary  atomic.Bool      // the server knows no sessions
 	heard  membership.Broadcast
 	told   <-chan membership.Notice
 
@@ -127,7 +128,11 @@ func (s *session) say(req *torchftpb.RankRequest) {
 
 func (s *session) Close() error {
 	s.cancel()
-	return s.remote.Close()
+	err := s.remote.Close()
+	if s.relay != nil {
+		err = errors.Join(err, s.relay.Close())
+	}
+	return err
 }
 
 func (s *session) call(ctx context.Context, req *torchftpb.RankRequest) (*torchftpb.RankResponse, error) {
@@ -162,7 +167,7 @@ func (s *session) connect(ctx context.Context) (*clientStream, error) {
 	reopened := s.stream != nil
 	streamCtx, cancel := context.WithCancel(s.ctx)
 	inTime := context.AfterFunc(ctx, cancel) // the stream outlives the call that opens it
-	wire, err := s.stub.Session(streamCtx)
+	wire, err := s.open(streamCtx, reopened)
 	if !inTime() {
 		cancel()
 		return nil, status.FromContextError(ctx.Err()).Err()
@@ -186,6 +191,16 @@ func (s *session) connect(ctx context.Context) (*clientStream, error) {
 		s.reopen(stream)
 	}()
 	return stream, nil
+}
+
+// open opens a stream: the first one through the relay, if there is one.
+func (s *session) open(ctx context.Context, again bool) (grpc.BidiStreamingClient[torchftpb.RankRequest, torchftpb.RankResponse], error) {
+	if s.relay != nil && !again {
+		if wire, err := torchftpb.NewRankServiceClient(s.relay).Session(ctx); err == nil {
+			return wire, nil
+		}
+	}
+	return s.stub.Session(ctx)
 }
 
 // reopenTime is how long a broken stream is retried without a pending request.

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
 from torchft._manager.settings import MANAGER_ADDR_KEY, REPLICA_ID_KEY, Settings
-from torchft._torchft import ManagerServer
+from torchft._torchft import ManagerClient, ManagerServer
 from torchft.addresses import announced_host, announced_store_host
 
 
@@ -21,6 +21,31 @@ class Group(NamedTuple):
     replica_id: str
     manager_address: str
     server: Optional[ManagerServer]  # of rank 0
+    relay: str = ""  # address of the relay that this rank asks through; empty: it asks the manager server itself
+
+    def connect(self, settings: Settings, hostname: str, make_client: Callable[..., ManagerClient]) -> ManagerClient:
+        """Connects with the manager server, and serves other ranks as their relay if this rank is to.
+
+        Args:
+            settings: of this rank.
+            hostname: as of :func:`join_group`.
+            make_client: makes the client.
+        """
+        if settings.relay != settings.group_rank:
+            further = {"relay": self.relay} if self.relay else {}
+            return make_client(self.manager_address, connect_timeout=settings.connect_timeout, **further)
+        host = _announced(hostname, self.manager_address)
+        client = make_client(self.manager_address, connect_timeout=settings.connect_timeout, relay_host=host)
+        self.store.set(_relay_key(settings.group_rank), client._relay_address())
+        return client
+
+
+def _relay_key(relay: Optional[int]) -> str:
+    return f"relay_{relay}"
+
+
+def _announced(hostname: str, towards: str) -> str:
+    return hostname if hostname != socket.gethostname() else announced_host(towards)
 
 
 def join_group(
@@ -47,7 +72,7 @@ def join_group(
             server = start_server(
                 replica_id=full_id,
                 lighthouse_addr=lighthouse_addr,
-                hostname=hostname if hostname != socket.gethostname() else announced_host(lighthouse_addr),
+                hostname=_announced(hostname, lighthouse_addr),
                 bind=f"[::]:{settings.manager_port}",
                 store_addr=announced_store_host(settings.store_addr, settings.store_port, lighthouse_addr),
                 world_size=settings.group_world_size,
@@ -60,7 +85,11 @@ def join_group(
             store.set(REPLICA_ID_KEY, full_id)
         else:
             # Together: all ranks of a group ask one store when it starts, and each answer is waited for.
-            address, full_id = (value.decode("utf-8") for value in store.multi_get([MANAGER_ADDR_KEY, REPLICA_ID_KEY]))
+            keys = [MANAGER_ADDR_KEY, REPLICA_ID_KEY]
+            if settings.relay not in (None, settings.group_rank):
+                keys.append(_relay_key(settings.relay))
+            address, full_id, *of_relay = (value.decode("utf-8") for value in store.multi_get(keys))
+            return Group(store, full_id, address, None, *of_relay)
         return Group(store, full_id, address, server)
     except BaseException:
         if server is not None:

@@ -23,10 +23,16 @@ REPLAY_FAILED_STEP_ENV: str = "TORCHFT_REPLAY_FAILED_STEP"
 COMPARE_COMMITS_ENV: str = "TORCHFT_COMPARE_COMMITS"
 ON_DIVERGENCE_ENV: str = "TORCHFT_ON_DIVERGENCE"
 HEAL_ALONG_ENV: str = "TORCHFT_HEAL_ALONG"
+RANKS_PER_RELAY_ENV: str = "TORCHFT_RANKS_PER_RELAY"
 TORCH_FR_DUMP_TEMP_FILE_ENV: str = "TORCH_FR_DUMP_TEMP_FILE"
 
 # The assigned one, and as many more as a quorum names to each group that heals (go/recovery).
 MAX_SOURCES = 4
+
+# A step costs a manager server 80 us of processor time for each rank or relay that is connected to it, and a relay as
+# much for each of its ranks: with 64 of them, the sum is small for groups of thousands. Smaller groups need no relays.
+RANKS_PER_RELAY = 64
+RELAYS_FROM = 512  # ranks of a group
 
 # Which attempt of the workers this is. torchrun keeps the group's store over a restart of its workers.
 RESTART_COUNT_ENV: str = "TORCHELASTIC_RESTART_COUNT"
@@ -56,6 +62,14 @@ class Settings:
     compare_commits: Optional[int] = 0
     on_divergence: OnDivergence = OnDivergence.REPORT
     heal_along: bool = False
+    ranks_per_relay: int = 0  # 0: each rank asks the manager server itself
+
+    @property
+    def relay(self) -> Optional[int]:
+        """The rank through which this one asks, which may be itself; None: it asks the manager server."""
+        if not self.ranks_per_relay or self.group_rank == 0:
+            return None
+        return max(1, self.group_rank - self.group_rank % self.ranks_per_relay)
 
     def require_lighthouse(self) -> str:
         """The lighthouse's address; only the rank that runs the manager server needs it."""
@@ -112,6 +126,7 @@ def resolve(
         compare_commits=_compare_commits(compare_commits),
         on_divergence=_on_divergence(on_divergence),
         heal_along=switch(heal_along, HEAL_ALONG_ENV, default=False),
+        ranks_per_relay=_ranks_per_relay(_int_setting("world_size", world_size, "WORLD_SIZE")),
     )
     _check(settings)
     return settings
@@ -183,6 +198,14 @@ def heal_sources_from_env() -> int:
     if not 1 <= sources <= MAX_SOURCES:
         raise ValueError(f"{HEAL_SOURCES_ENV}={sources}: allowed are 1 (the assigned one) to {MAX_SOURCES}")
     return sources
+
+
+def _ranks_per_relay(group_world_size: int) -> int:
+    """Ranks that ask through one of them, 0 for none, as the environment or the size of the group says."""
+    ranks = int_from_env(RANKS_PER_RELAY_ENV, RANKS_PER_RELAY if group_world_size >= RELAYS_FROM else 0)
+    if ranks < 0 or ranks == 1:
+        raise ValueError(f"{RANKS_PER_RELAY_ENV}={ranks}: allowed are 0 (no relays), 2 and more")
+    return ranks
 
 
 def int_from_env(name: str, default: int) -> int:

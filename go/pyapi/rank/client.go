@@ -4,12 +4,14 @@ package rank
 
 import (
 	"context"
+	"errors"
 	"sync"
 	"sync/atomic"
 
 	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/rankclient"
 	"github.com/torchft/torchft/go/recovery"
+	"github.com/torchft/torchft/go/relay"
 )
 
 // Client is a rank's client, with its state between quorum rounds.
@@ -23,19 +25,33 @@ type Client struct {
 	// Trace is the trace context of the step, from its quorum on; nil unless the rank traces.
 	Trace atomic.Pointer[string]
 
+	relay *relay.Relay // of other ranks; nil if this rank is none
+
 	mu   sync.Mutex
 	last *recovery.Result // of the last round
 }
 
-// New returns a client over a connection, which it owns.
-func New(client *rankclient.Client) *Client {
-	return &Client{Client: client, Closed: make(chan struct{}), Change: make(chan struct{}, 1)}
+// New returns a client over a connection, which it owns, and owns the relay, nil if there is none.
+func New(client *rankclient.Client, own *relay.Relay) *Client {
+	return &Client{Client: client, relay: own, Closed: make(chan struct{}), Change: make(chan struct{}, 1)}
 }
 
 // Close ends the calls and the waits for a change. It is called once, by the handle's release.
 func (c *Client) Close() error {
 	close(c.Closed)
-	return c.Client.Close()
+	err := c.Client.Close()
+	if c.relay != nil {
+		err = errors.Join(err, c.relay.Close())
+	}
+	return err
+}
+
+// Address is that of this rank as a relay; empty if it is none.
+func (c *Client) Address() string {
+	if c.relay == nil {
+		return ""
+	}
+	return c.relay.Address()
 }
 
 // Tell ends a wait of Change, with a value.

@@ -18,7 +18,7 @@ func steady() recovery.Result {
 }
 
 func TestARoundBringsAChange(t *testing.T) {
-	c := New(nil)
+	c := New(nil, nil)
 	require.True(t, c.Changed(steady()), "the first one")
 	require.False(t, c.Changed(steady()))
 	after := steady()
@@ -28,7 +28,7 @@ func TestARoundBringsAChange(t *testing.T) {
 }
 
 func TestOnlyTheStepDiffers(t *testing.T) {
-	c := New(nil)
+	c := New(nil, nil)
 	c.Changed(steady())
 	next := steady()
 	next.MaxStep++
@@ -36,7 +36,7 @@ func TestOnlyTheStepDiffers(t *testing.T) {
 }
 
 func TestAHealIsAChangeEveryTime(t *testing.T) {
-	c := New(nil)
+	c := New(nil, nil)
 	heal := steady()
 	heal.Heal = true
 	require.True(t, c.Changed(heal))

@@ -3,7 +3,7 @@
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any, List
+from typing import Any, Iterator, List
 from unittest.mock import MagicMock
 
 import pytest
@@ -28,19 +28,15 @@ class CountingStore:
         return getattr(self._store, name)
 
 
-def test_a_start_costs_a_rank_two_store_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    master = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    opened: List[CountingStore] = [CountingStore(master.port) for _ in range(RANKS)]
-    monkeypatch.setattr(group, "_open_store", lambda settings: opened[settings.group_rank])
-    server = MagicMock()
-    server.address.return_value = "http://host:1"
+def started(opened: List[CountingStore], server: Any, clients: Any = None) -> dict[int, group.Group]:
+    """Starts all ranks of a group side by side; with `clients`, which makes them, their clients too."""
 
     def join(rank: int) -> group.Group:
         settings = resolve(
             rank=rank,
             world_size=RANKS,
             store_addr="localhost",
-            store_port=master.port,
+            store_port=1,
             lighthouse_addr="http://localhost:1",
             port=None,
             timeout=WAIT,
@@ -49,16 +45,56 @@ def test_a_start_costs_a_rank_two_store_operations(monkeypatch: pytest.MonkeyPat
             heartbeat_interval=timedelta(milliseconds=100),
             quorum_retries=0,
         )
-        return group.join_group(settings, "g", "host", start_server=lambda **given: server)
+        joined = group.join_group(settings, "g", "host", start_server=lambda **given: server)
+        if clients is not None:
+            joined.connect(settings, "host", lambda *given, **further: clients(rank, *given, **further))
+        return joined
 
     # Rank 0 is last, so that the others ask before there is an answer.
     with ThreadPoolExecutor(RANKS) as pool:
         ranks = list(reversed(range(RANKS)))
-        joined = dict(zip(ranks, pool.map(join, ranks)))
+        return dict(zip(ranks, pool.map(join, ranks)))
 
+
+@pytest.fixture
+def server() -> Any:
+    server = MagicMock()
+    server.address.return_value = "http://host:1"
+    return server
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[List[CountingStore]]:
+    """The stores of the ranks."""
+    master = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    stores: List[CountingStore] = [CountingStore(master.port) for _ in range(RANKS)]
+    monkeypatch.setattr(group, "_open_store", lambda settings: stores[settings.group_rank])
+    yield stores
+    del master  # it serves until here
+
+
+def test_a_start_costs_a_rank_two_store_operations(opened: List[CountingStore], server: Any) -> None:
+    joined = started(opened, server)
     for rank, store in enumerate(opened):
         assert 1 <= store.operations.total() <= 2, f"rank {rank}: {store.operations}"
         assert joined[rank].manager_address == "http://host:1"
         assert joined[rank].replica_id == joined[0].replica_id
         assert joined[rank].replica_id.startswith("g:")
         assert (joined[rank].server is server) == (rank == 0)
+
+
+def test_a_start_with_relays_costs_a_rank_two_store_operations(
+    opened: List[CountingStore], server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHFT_RANKS_PER_RELAY", "2")
+    made: dict[int, dict[str, Any]] = {}
+
+    def client(rank: int, address: str, **further: Any) -> Any:
+        assert address == "http://host:1"
+        made[rank] = {name: value for name, value in further.items() if name != "connect_timeout"}
+        return MagicMock(_relay_address=lambda: f"http://relay:{rank}")
+
+    started(opened, server, client)
+    assert made == {0: {}, 1: {"relay_host": "host"}, 2: {"relay_host": "host"}, 3: {"relay": "http://relay:2"}}
+    for rank, store in enumerate(opened):
+        assert 1 <= store.operations.total() <= 2, f"rank {rank}: {store.operations}"

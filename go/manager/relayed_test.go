@@ -1,0 +1,359 @@
+package manager_test
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/auth"
+	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/manager"
+	"github.com/torchft/torchft/go/membership"
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/rankclient"
+	"github.com/torchft/torchft/go/relay"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// hold is for how long requests wait at a relay of the tests.
+const hold = 20 * time.Millisecond
+
+func startRelay(c *fttest.Cluster, g *fttest.Group, network rpc.Network) *relay.Relay {
+	c.T.Helper()
+	r, err := relay.Start(context.Background(), relay.Config{
+		Manager: g.Server.Address(), Hostname: "relay", Bind: "[::]:0", ConnectTimeout: time.Second, Hold: hold, Network: network, Logger: fttest.Quiet,
+	})
+	require.NoError(c.T, err)
+	c.T.Cleanup(func() { _ = r.Close() })
+	return r
+}
+
+// dialRelayed makes a client of a rank on a host. It counts the connections that the rank makes.
+func dialRelayed(c *fttest.Cluster, g *fttest.Group, host, relay string) (*rankclient.Client, *dials) {
+	c.T.Helper()
+	network := &dials{Network: c.Net.Host(host)}
+	client, err := rankclient.Dial(context.Background(), g.Server.Address(), 10*time.Second, rankclient.WithNetwork(network), rankclient.WithRelay(relay))
+	require.NoError(c.T, err)
+	c.T.Cleanup(func() { _ = client.Close() })
+	return client, network
+}
+
+// dials counts the connections that are made.
+type dials struct {
+	rpc.Network
+	n atomic.Int64
+}
+
+func (d *dials) Dial(ctx context.Context, address string) (net.Conn, error) {
+	d.n.Add(1)
+	return d.Network.Dial(ctx, address)
+}
+
+// relayedGroup is a group whose ranks all ask through a relay on the host "relay".
+func relayedGroup(t *testing.T, ranks int64, change ...func(*manager.ServerConfig)) (*fttest.Group, *fttest.Cluster, *relay.Relay, []*dials) {
+	t.Helper()
+	c := fttest.NewCluster(t, 1)
+	g := c.StartGroup("g", ranks, change...)
+	r := startRelay(c, g, c.Net.Host("relay"))
+	made := make([]*dials, ranks)
+	for rank := range g.Ranks {
+		require.NoError(t, g.Ranks[rank].Close())
+		g.Ranks[rank], made[rank] = dialRelayed(c, g, fmt.Sprintf("g/%d", rank), r.Address())
+	}
+	synctest.Wait()
+	return g, c, r, made
+}
+
+func votesOf(g *fttest.Group, step int64) (votes []<-chan fttest.Answer[bool]) {
+	for rank := range g.Ranks {
+		votes = append(votes, g.Vote(rank, step, true, time.Minute))
+	}
+	return votes
+}
+
+func committed(t *testing.T, votes []<-chan fttest.Answer[bool]) {
+	t.Helper()
+	for _, vote := range votes {
+		got := <-vote
+		require.NoError(t, got.Err)
+		assert.True(t, got.Value)
+	}
+}
+
+func TestRanksAskThroughTheirRelay(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g, _, _, made := relayedGroup(t, 4)
+		for step := range int64(3) {
+			round(t, step, g)
+			committed(t, votesOf(g, step))
+		}
+		for _, d := range made {
+			assert.EqualValues(t, 1, d.n.Load(), "one connection, to the relay")
+		}
+		for rank := range 3 {
+			g.Vote(rank, 3, true, time.Minute)
+		}
+		time.Sleep(time.Second)
+		assert.Len(t, g.Server.Status().Vote.Waiting, 3, "requests wait at the relay for a short time only")
+		last := <-g.Vote(3, 3, true, time.Minute)
+		require.NoError(t, last.Err)
+		assert.Zero(t, last.Took, "the last rank waits for nobody")
+	})
+}
+
+func TestARankBehindARelayThatFails(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g, _, _, made := relayedGroup(t, 3)
+		round(t, 0, g)
+		waits := g.Quorum(1, 1, time.Minute)
+		time.Sleep(time.Second)
+		g.Host(2).Kill()
+		got := <-waits
+		assert.Equal(t, codes.Aborted, status.Code(got.Err), "as if it had a connection of its own")
+		assert.ErrorContains(t, got.Err, "rank 2 of replica group g has failed: its connection broke")
+		assert.Equal(t, time.Second, got.Took)
+		assert.EqualValues(t, 1, made[1].n.Load())
+	})
+}
+
+// The process of the relay ends at each moment of a vote in which one rank may say no. Each rank gets an answer, no answer is wrong, and
+// all ranks go on over connections of their own.
+func TestARelayThatEndsAtEachMomentOfAVote(t *testing.T) {
+	for _, no := range []bool{false, true} {
+		for moment := range 14 {
+			synctest.Test(t, func(t *testing.T) {
+				g, c, _, made := relayedGroup(t, 3)
+				round(t, 0, g)
+				time.AfterFunc(time.Duration(moment)*5*time.Millisecond, c.Net.Host("relay").Kill)
+				began := time.Now()
+				var ranks []<-chan fttest.Answer[bool]
+				for rank, client := range g.Ranks { // 15 ms apart: some votes are held, some are sent, some are answered
+					ranks = append(ranks, fttest.Start(func() (bool, error) {
+						commit, err := client.ShouldCommit(t.Context(), int64(rank), 0, !no || rank != 1)
+						for { // whatever came of it, the rank goes on to the next quorum
+							ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+							_, failed := client.Quorum(ctx, rankclient.Request{GroupRank: int64(rank), Step: 1})
+							if cancel(); failed == nil {
+								return commit, err
+							}
+							time.Sleep(10 * time.Millisecond)
+						}
+					}))
+					time.Sleep(15 * time.Millisecond)
+				}
+				for rank, all := range ranks {
+					if got := <-all; got.Err == nil {
+						assert.Equal(t, !no, got.Value, "rank %d", rank)
+					} else {
+						assert.Contains(t, []codes.Code{codes.Unavailable, codes.Aborted}, status.Code(got.Err), "%v", got.Err)
+					}
+				}
+				assert.Less(t, time.Since(began), 2*time.Second)
+				time.Sleep(time.Second) // by now the relay has ended
+				committed(t, votesOf(g, 1))
+				for _, d := range made {
+					assert.EqualValues(t, 2, d.n.Load(), "the relay, and the server itself")
+				}
+				assert.Zero(t, c.Log.Count("internal error"))
+			})
+		}
+	}
+}
+
+func TestARelayWhoseStreamBreaksLosesOneCall(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g, c, _, _ := relayedGroup(t, 3)
+		round(t, 0, g)
+		vote := g.Vote(2, 0, true, time.Minute)
+		time.Sleep(time.Second)
+		c.Net.Interrupt("relay", "g", time.Hour)
+		got := <-vote
+		assert.Equal(t, codes.Unavailable, status.Code(got.Err), "%v", got.Err)
+		assert.Equal(t, time.Second, got.Took)
+		time.Sleep(100 * time.Millisecond) // the ranks connect
+		round(t, 0, g)
+		committed(t, votesOf(g, 0))
+	})
+}
+
+func TestARelayIsClosedAfterTheCallsInProgress(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g, _, r, _ := relayedGroup(t, 2)
+		round(t, 0, g)
+		votes := []<-chan fttest.Answer[bool]{g.Vote(0, 0, true, time.Minute)}
+		time.Sleep(100 * time.Millisecond)
+		closed := fttest.Start(func() (any, error) { return nil, r.Close() })
+		time.Sleep(500 * time.Millisecond)
+		committed(t, append(votes, g.Vote(1, 0, true, time.Minute)))
+		got := <-closed
+		require.NoError(t, got.Err)
+		assert.Equal(t, 500*time.Millisecond, got.Took)
+		time.Sleep(100 * time.Millisecond) // the ranks connect
+		round(t, 1, g)
+	})
+}
+
+func TestARelayIsClosedAlthoughCallsGoOn(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g, _, r, _ := relayedGroup(t, 2)
+		vote := g.Vote(0, 0, true, time.Minute)
+		synctest.Wait()
+		require.NoError(t, r.Close())
+		assert.Equal(t, codes.Unavailable, status.Code((<-vote).Err))
+	})
+}
+
+func TestNoticesReachTheRanksBehindARelay(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		source := &tellTale{failures: make(chan membership.Notice)}
+		defer close(source.failures)
+		source.quorum = func(context.Context) (*quorum.Quorum, error) {
+			return &quorum.Quorum{ID: 7, Members: []quorum.Member{{ReplicaID: "g"}}}, nil
+		}
+		g, _, _, _ := relayedGroup(t, 3, func(cfg *manager.ServerConfig) { cfg.Membership = source })
+		round(t, 0, g) // opens the sessions
+		failed := membership.Notice{QuorumID: 7, ReplicaID: "b", Reason: "its connection broke"}
+		source.failures <- failed
+		for _, client := range g.Ranks {
+			assert.Equal(t, failed, <-client.Notices())
+		}
+	})
+}
+
+// relayStream opens a stream as a relay does.
+func relayStream(t *testing.T, c *fttest.Cluster, g *fttest.Group) grpc.BidiStreamingClient[torchftpb.RelayRequests, torchftpb.RelayResponses] {
+	t.Helper()
+	conn, err := rpc.Dial(t.Context(), c.Net.Host("relay"), "manager", g.Server.Address(), time.Second)
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = conn.Close() })
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	t.Cleanup(cancel)
+	stream, err := torchftpb.NewRankServiceClient(conn).Relay(ctx)
+	require.NoError(t, err)
+	_, err = stream.Recv()
+	require.NoError(t, err)
+	return stream
+}
+
+func voteOn(session, call uint64) *torchftpb.RelayRequest {
+	return &torchftpb.RelayRequest{Session: session, Request: &torchftpb.RankRequest{
+		Call: call, TimeoutUs: time.Minute.Microseconds(), Request: &torchftpb.RankRequest_ShouldCommit{ShouldCommit: &torchftpb.ShouldCommitRequest{}},
+	}}
+}
+
+func TestARelayWithMoreSessionsThanRanksIsEnded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		g := c.StartGroup("g", 2)
+		stream := relayStream(t, c, g)
+		for session := range uint64(5) {
+			require.NoError(t, stream.Send(&torchftpb.RelayRequests{Requests: []*torchftpb.RelayRequest{voteOn(session+1, 1)}}))
+		}
+		var err error
+		for err == nil {
+			_, err = stream.Recv()
+		}
+		assert.Equal(t, codes.ResourceExhausted, status.Code(err), "%v", err)
+		assert.ErrorContains(t, err, "a relay has more sessions than twice the world size of 2")
+	})
+}
+
+func TestARankThatNumbersTwoCallsAlikeIsEndedAlone(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g, c, r, _ := relayedGroup(t, 2)
+		round(t, 0, g)
+		conn, err := rpc.Dial(t.Context(), c.Net.Host("bad"), "relay", r.Address(), time.Second)
+		require.NoError(t, err)
+		defer func() { require.NoError(t, conn.Close()) }()
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		bad, err := torchftpb.NewRankServiceClient(conn).Session(ctx)
+		require.NoError(t, err)
+		for range 2 {
+			require.NoError(t, bad.Send(voteOn(1, 7).GetRequest()))
+		}
+		for err == nil { // the first call may be answered before
+			_, err = bad.Recv()
+		}
+		assert.Equal(t, codes.Unavailable, status.Code(err), "%v", err)
+		assert.ErrorContains(t, err, "the manager server has ended this session")
+		round(t, 1, g)
+		assert.Zero(t, c.Log.Count("internal error"))
+	})
+}
+
+func TestAServerThatKnowsNoRelays(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		net := fttest.NewNetwork()
+		lis, err := net.Host("upstream").Listen(":1")
+		require.NoError(t, err)
+		g := grpc.NewServer()
+		torchftpb.RegisterManagerServiceServer(g, &upstreamManager{})
+		go func() { _ = g.Serve(lis) }()
+		defer g.Stop()
+		_, err = relay.Start(t.Context(), relay.Config{
+			Manager: "http://upstream:1", Hostname: "relay", Bind: ":0", ConnectTimeout: time.Second, Network: net.Host("relay"),
+		})
+		require.ErrorIs(t, err, relay.ErrNone)
+		_, err = relay.Start(t.Context(), relay.Config{
+			Manager: "http://away:1", Hostname: "relay", Bind: ":0", ConnectTimeout: time.Second, Network: net.Host("relay"),
+		})
+		require.ErrorContains(t, err, "could not connect to manager at http://away:1: timed out after 1s")
+		assert.NotErrorIs(t, err, relay.ErrNone)
+	})
+}
+
+// A relay without a certificate would pass on over plain connections what the certificate of the manager server protects.
+func TestARelayOfASecureServer(t *testing.T) {
+	ca := fttest.NewCA(t)
+	cert, key := ca.Issue("lighthouse", "g", "relay")
+	all := auth.Security{TokenFile: fttest.File(t, "secret"), TLSCert: cert, TLSKey: key, TLSCA: ca.File}
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		g := c.StartGroup("g", 1, func(cfg *manager.ServerConfig) {
+			cfg.Security, cfg.Membership = all, &fake{quorum: func(context.Context) (*quorum.Quorum, error) { return nil, nil }}
+		})
+		start := func(security auth.Security) (*relay.Relay, error) {
+			return relay.Start(t.Context(), relay.Config{
+				Manager: g.Server.Address(), Hostname: "relay", Bind: ":0", ConnectTimeout: time.Second, Network: c.Net.Host("relay"), Security: security,
+			})
+		}
+		plain := all
+		plain.TLSCert, plain.TLSKey = "", ""
+		_, err := start(plain)
+		require.ErrorIs(t, err, relay.ErrNone)
+		require.ErrorContains(t, err, `tls_cert (TORCHFT_TLS_CERT) is ""`)
+		r, err := start(all)
+		require.NoError(t, err)
+		defer func() { require.NoError(t, r.Close()) }()
+		client, err := rankclient.Dial(t.Context(), g.Server.Address(), time.Second,
+			rankclient.WithNetwork(c.Net.Host("rank")), rankclient.WithRelay(r.Address()), rankclient.WithSecurity(plain))
+		require.NoError(t, err)
+		defer func() { require.NoError(t, client.Close()) }()
+		commit, err := client.ShouldCommit(t.Context(), 0, 0, true)
+		require.NoError(t, err)
+		assert.True(t, commit)
+	})
+}
+
+func TestARelayThatIsNotReached(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		g := c.StartGroup("g", 1)
+		client, _ := dialRelayed(c, g, "host", "http://nowhere:1")
+		commit, err := client.ShouldCommit(t.Context(), 0, 0, true)
+		require.NoError(t, err)
+		assert.True(t, commit)
+	})
+}

@@ -1,0 +1,106 @@
+package relay
+
+import (
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// batch gathers what the ranks of a relay say until it is sent. It is pure: time is an argument.
+//
+// A request for a quorum or a vote waits until all ranks of the relay have asked: the server answers none before all ranks of the group
+// have. It waits for a short time only, because the server must know soon which ranks have asked. Nothing else waits.
+type batch struct {
+	hold  time.Duration  // for which a request waits at most
+	calls map[uint64]int // in progress, by open session
+	busy  int            // sessions with calls in progress
+	queue []queued
+	due   time.Time // when the queue is sent at the latest
+}
+
+type queued struct {
+	message *torchftpb.RelayRequest
+	came    time.Time
+}
+
+// heldPart is the part of its timeout for which a request waits at most.
+const heldPart = 20
+
+// mostBytes is the size from which a message takes no further request, far below that which a server takes (rpc.MaxRequest).
+const mostBytes = 1 << 20
+
+func newBatch(hold time.Duration) batch { return batch{hold: hold, calls: map[uint64]int{}} }
+
+// open adds a session. Without a call in progress, the requests of others wait for it.
+func (b *batch) open(session uint64) { b.calls[session] = 0 }
+
+// add takes what the rank of an open session says.
+func (b *batch) add(session uint64, req *torchftpb.RankRequest, now time.Time) {
+	asks := req.GetQuorum() != nil || req.GetShouldCommit() != nil
+	if asks || req.GetLeave() {
+		if b.calls[session]++; b.calls[session] == 1 {
+			b.busy++
+		}
+	}
+	due := now
+	if asks {
+		due = now.Add(min(b.hold, time.Duration(req.GetTimeoutUs())*time.Microsecond/heldPart))
+	}
+	b.push(session, req, now, due)
+}
+
+// end forgets a session, and tells the server.
+func (b *batch) end(session uint64, now time.Time) {
+	if b.calls[session] > 0 {
+		b.busy--
+	}
+	delete(b.calls, session)
+	b.push(session, nil, now, now)
+}
+
+func (b *batch) push(session uint64, req *torchftpb.RankRequest, now, due time.Time) {
+	if len(b.queue) == 0 || due.Before(b.due) {
+		b.due = due
+	}
+	b.queue = append(b.queue, queued{&torchftpb.RelayRequest{Session: session, Request: req}, now})
+}
+
+// answered notes that a call of a session is over.
+func (b *batch) answered(session uint64) {
+	if b.calls[session] == 0 {
+		return
+	}
+	if b.calls[session]--; b.calls[session] == 0 {
+		b.busy--
+	}
+}
+
+// wait is how long the queue still waits, at most 0 if it is to be sent; false: it is empty.
+func (b *batch) wait(now time.Time) (time.Duration, bool) {
+	if len(b.queue) == 0 || b.busy == len(b.calls) {
+		return 0, len(b.queue) > 0
+	}
+	return b.due.Sub(now), true
+}
+
+// take removes the next message from the queue, in the order of the requests. Their timeouts count from now.
+func (b *batch) take(now time.Time) *torchftpb.RelayRequests {
+	message := &torchftpb.RelayRequests{}
+	taken, size := 0, 0
+	for _, next := range b.queue {
+		if size >= mostBytes {
+			break
+		}
+		if req := next.message.GetRequest(); req.GetTimeoutUs() > 0 {
+			req.TimeoutUs = max(1, req.GetTimeoutUs()-now.Sub(next.came).Microseconds())
+		}
+		size += proto.Size(next.message)
+		message.Requests = append(message.Requests, next.message)
+		taken++
+	}
+	b.queue = append([]queued(nil), b.queue[taken:]...)
+	b.due = now // what is left is sent at once
+	return message
+}

@@ -1,0 +1,129 @@
+package relay
+
+import (
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+func quorum(timeout time.Duration) *torchftpb.RankRequest {
+	return &torchftpb.RankRequest{
+		Call: 1, TimeoutUs: timeout.Microseconds(), Request: &torchftpb.RankRequest_Quorum{Quorum: &torchftpb.ManagerQuorumRequest{}},
+	}
+}
+
+func vote() *torchftpb.RankRequest {
+	return &torchftpb.RankRequest{
+		Call: 2, TimeoutUs: time.Minute.Microseconds(), Request: &torchftpb.RankRequest_ShouldCommit{ShouldCommit: &torchftpb.ShouldCommitRequest{}},
+	}
+}
+
+func cancelled() *torchftpb.RankRequest {
+	return &torchftpb.RankRequest{Call: 1, Request: &torchftpb.RankRequest_GiveUp{GiveUp: true}}
+}
+
+func leave() *torchftpb.RankRequest {
+	return &torchftpb.RankRequest{Call: 3, TimeoutUs: 1, Request: &torchftpb.RankRequest_Leave{Leave: true}}
+}
+
+// Three sessions are open. Each case says what happens, a millisecond apart, and for how long the queue waits after the last of it.
+func TestWhenABatchIsSent(t *testing.T) {
+	const hold = 50 * time.Millisecond
+	type events = []func(b *batch, now time.Time)
+	says := func(session uint64, req *torchftpb.RankRequest) func(*batch, time.Time) {
+		return func(b *batch, now time.Time) { b.add(session, req, now) }
+	}
+	ends := func(session uint64) func(*batch, time.Time) {
+		return func(b *batch, now time.Time) { b.end(session, now) }
+	}
+	answered := func(session uint64) func(*batch, time.Time) {
+		return func(b *batch, _ time.Time) { b.answered(session) }
+	}
+	sent := func(b *batch, now time.Time) { b.take(now) }
+	for name, test := range map[string]struct {
+		happens events
+		wait    time.Duration
+		empty   bool
+	}{
+		"nothing":                   {nil, 0, true},
+		"the first asks":            {events{says(1, quorum(time.Minute))}, hold, false},
+		"the second asks":           {events{says(1, quorum(time.Minute)), says(2, vote())}, hold - time.Millisecond, false},
+		"all have asked":            {events{says(1, vote()), says(2, vote()), says(3, vote())}, 0, false},
+		"one asks twice":            {events{says(1, vote()), says(1, quorum(time.Minute)), says(2, vote())}, hold - 2*time.Millisecond, false},
+		"a short timeout":           {events{says(1, quorum(100*time.Millisecond))}, 5 * time.Millisecond, false},
+		"a shorter one comes later": {events{says(1, vote()), says(2, quorum(100*time.Millisecond))}, 5 * time.Millisecond, false},
+		"no timeout":                {events{says(1, quorum(0))}, 0, false},
+		"one cancels its call":      {events{says(1, vote()), says(1, cancelled())}, 0, false},
+		"one leaves":                {events{says(1, leave())}, 0, false},
+		"one has failed":            {events{says(1, vote()), ends(3)}, 0, false},
+		"one is not waited for":     {events{ends(3), sent, says(1, vote()), says(2, vote())}, 0, false},
+		"the last asks late":        {events{says(1, vote()), says(2, vote()), sent, says(3, vote())}, 0, false},
+		"one leaves, all others ask": {
+			events{says(1, leave()), sent, says(2, vote()), says(3, vote())}, 0, false,
+		},
+		"the next round": {
+			events{says(1, vote()), says(2, vote()), says(3, vote()), sent, answered(1), answered(2), answered(3), says(1, vote())}, hold, false,
+		},
+		"one is not answered yet": {
+			events{says(1, vote()), says(2, vote()), says(3, vote()), sent, answered(1), answered(2), says(1, vote()), says(2, vote())}, 0, false,
+		},
+		"an answer to no call": {events{answered(1), says(1, vote())}, hold, false},
+		"all is sent":          {events{says(1, vote()), sent}, 0, true},
+	} {
+		t.Run(name, func(t *testing.T) {
+			b := newBatch(hold)
+			for session := range uint64(3) {
+				b.open(session + 1)
+			}
+			now := time.Unix(100, 0)
+			for i, happens := range test.happens {
+				now = time.Unix(100, int64(i)*1e6)
+				happens(&b, now)
+			}
+			wait, some := b.wait(now)
+			assert.Equal(t, test.empty, !some)
+			assert.Equal(t, test.wait, max(0, wait))
+		})
+	}
+}
+
+func TestABatchKeepsTheOrderAndSaysHowLongEachStillWaits(t *testing.T) {
+	b := newBatch(time.Second)
+	now := time.Unix(100, 0)
+	b.open(1)
+	b.open(2)
+	b.add(1, quorum(time.Minute), now)
+	b.add(1, cancelled(), now)
+	b.end(1, now.Add(time.Second))
+	b.add(2, quorum(time.Millisecond), now.Add(time.Second))
+	requests := b.take(now.Add(2 * time.Second)).GetRequests()
+	var sessions []uint64
+	for _, req := range requests {
+		sessions = append(sessions, req.GetSession())
+	}
+	assert.Equal(t, []uint64{1, 1, 1, 2}, sessions)
+	assert.Equal(t, (58 * time.Second).Microseconds(), requests[0].GetRequest().GetTimeoutUs())
+	assert.True(t, requests[1].GetRequest().GetGiveUp())
+	assert.Nil(t, requests[2].GetRequest(), "the end of the session")
+	assert.EqualValues(t, 1, requests[3].GetRequest().GetTimeoutUs(), "a deadline that has passed is one still")
+}
+
+func TestALongQueueGoesInSeveralMessages(t *testing.T) {
+	b := newBatch(time.Second)
+	now := time.Unix(100, 0)
+	for session := range uint64(5) {
+		b.open(session)
+		req := quorum(time.Minute)
+		req.GetQuorum().ReconfigureHandle = string(make([]byte, mostBytes/2))
+		b.add(session, req, now)
+	}
+	var sizes []int
+	for wait, some := b.wait(now); some; wait, some = b.wait(now) {
+		assert.LessOrEqual(t, wait, time.Duration(0))
+		sizes = append(sizes, len(b.take(now).GetRequests()))
+	}
+	assert.Equal(t, []int{2, 2, 1}, sizes)
+}

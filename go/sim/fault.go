@@ -323,7 +323,7 @@ func (w *world) strike(f *Fault, i int) {
 			g.ranks[r].hangsUntil = w.now + f.For
 		}
 	case Claim:
-		g.claims = true
+		g.claims, g.claimed = true, true
 	case Withhold:
 		g.withholds = w.now + f.For
 	case Signal:

@@ -164,7 +164,7 @@ func (g *group) handle(e *event) {
 			a.active = false
 			g.quorum, g.attempt = e.x.(*quorum.Quorum), a.round
 			g.last, g.shied[g.at] = g.quorum, 0
-			g.fenced, g.quiet = false, 0
+			g.fenced, g.quiet, g.claimed = false, 0, g.claims
 			w.check.learned(g, g.quorum)
 			g.step(round.QuorumKnown{Round: a.round, Quorum: g.quorum})
 		}
@@ -299,7 +299,7 @@ func (g *group) step(input round.Event) {
 			_, g.hasMetadata = g.answered(a.Waiter)
 		case round.Fail:
 			if c, ok := g.answered(a.Waiter); ok && c.kind != metadataCall {
-				if w.OnlyClaims && !g.claims && c.kind == quorumCall {
+				if w.OnlyClaims && !g.claimed && c.kind == quorumCall {
 					w.broken(ruleUnshown, "%s has no quorum: %s", g.id, a.Failure.Reason)
 				}
 				if w.trace != nil {

@@ -103,7 +103,9 @@ type connection struct {
 	avoid  [maxLighthouses]time.Duration
 	shied  [maxLighthouses]int
 	last   *quorum.Quorum // that it was told of
-	claims bool           // it says that it knows a later one
+
+	claims  bool // it says that it knows a later one
+	claimed bool // it has said so since its last quorum: its request may still say it
 
 	withholds time.Duration // until when it does not show what it knows
 

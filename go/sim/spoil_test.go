@@ -175,14 +175,16 @@ func finishes(s *Setup) {
 	}
 }
 
-// claims of one group at a time, of a quorum that it cannot show.
+// claims of a quorum that a group cannot show: of one group, and when it has had the time to come back, of the next one.
 func claims(s *Setup) {
 	several(s)
 	s.Loss, s.Duplicate, s.Straggle, s.OnlyClaims = 0, 0, 0, true
 	s.Slots = max(s.Slots, 4)
 	s.Faults = nil
-	for round := 20; round < s.Rounds; round += 100 {
-		s.Faults = append(s.Faults, Fault{Round: round, Kind: Claim, Slots: 1 << (round / 20 % s.Slots), For: 2 * s.bound()})
+	for i := range 2 {
+		s.Faults = append(s.Faults, Fault{
+			Round: 20, After: time.Duration(3*i) * s.bound(), Kind: Claim, Slots: 1 << ((int(s.Seed) + i) % s.Slots), For: 2 * s.bound(),
+		})
 	}
 }
 

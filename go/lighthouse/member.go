@@ -180,12 +180,10 @@ func (s *stream) begin(greeting *torchftpb.Greeting) error {
 // welcome opens the stream. It gets no action that the machine returned before.
 func (s *stream) welcome(w quorum.Welcome, now time.Time) {
 	s.job.streams.add(s)
-	s.stamps.interval = s.job.cfg.HeartbeatTimeout / aliveFraction
-	if w.Bond > 0 {
-		s.stamps.interval = min(s.stamps.interval, w.Bond/stampsInBond)
-	}
+	alive := s.job.cfg.HeartbeatTimeout / aliveFraction
+	s.stamps.interval = min(alive, w.Bond/quorum.StampsInBond)
 	s.post(outgoing{welcome: &torchftpb.Welcome{
-		AliveIntervalUs: max(1, s.stamps.interval.Microseconds()), Term: w.Term, BondUs: w.Bond.Microseconds(),
+		AliveIntervalUs: max(1, alive.Microseconds()), Term: w.Term, BondUs: w.Bond.Microseconds(),
 	}})
 	if w.Bond > 0 {
 		s.post(outgoing{stamp: s.stamps.next(now)})

@@ -193,6 +193,21 @@ func TestAListOutlivesItsLighthouse(t *testing.T) {
 	})
 }
 
+// At a list a member is bound for less than the heartbeat timeout. Its fence follows from the alive interval, and must not be as short
+// as the bond: each lighthouse that is killed would cost a step.
+func TestAMemberOfAListIsBoundAndFencedByTheHeartbeatTimeout(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		w := open(t, c, "a")
+		w.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{
+			Greeting: &torchftpb.Greeting{ReplicaId: "a", Lighthouses: 2, Term: 1},
+		}})
+		welcome := w.receive().GetWelcome()
+		require.Equal(t, quorum.BondTime.Microseconds(), welcome.GetBondUs())
+		require.EqualValues(t, 1_666_666, welcome.GetAliveIntervalUs(), "a third of the heartbeat timeout")
+	})
+}
+
 func TestAStreamsAskHasADeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)

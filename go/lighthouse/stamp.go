@@ -9,13 +9,8 @@ import (
 // Where there are several lighthouses, a member is sent stamps, and answers the newest with whatever it says next: it binds
 // itself to this lighthouse for a while (quorum/bond.go).
 
-const (
-	// stampsInBond is how often a member says something in the time that one stamp binds it. One that ends has answered a stamp
-	// that is two of these intervals old at most; the rest is for its end to be learned.
-	stampsInBond = 5
-	// mostStamps are on their way on one stream.
-	mostStamps = 8
-)
+// mostStamps are on their way on one stream.
+const mostStamps = 8
 
 // stamps are those of a stream. The job's lock guards them.
 type stamps struct {

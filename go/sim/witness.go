@@ -23,12 +23,15 @@ func (w *world) rankGrace() time.Duration { return w.Policy.SuspectGrace }
 
 // aliveInterval is how often a group says at least that it is alive.
 func (w *world) aliveInterval() time.Duration {
-	interval := w.Policy.HeartbeatTimeout / 3
+	interval := w.heardEvery()
 	if w.Lighthouses > 1 {
-		interval = min(interval, quorum.BondTime/5)
+		interval = min(interval, quorum.BondTime/quorum.StampsInBond)
 	}
 	return interval
 }
+
+// heardEvery is how often a lighthouse wants to hear something. A group that is silent for two and a half times as long is fenced.
+func (w *world) heardEvery() time.Duration { return w.Policy.HeartbeatTimeout / 3 }
 
 // tells says a word to the lighthouse. Without a stream it has seen the disconnect itself.
 func (g *group) tells(word quorum.Event) {
@@ -46,7 +49,7 @@ func (g *group) speaks() {
 
 func (g *group) noteSilence() {
 	silent := g.w.now - g.spoke
-	g.fenced = g.fenced || g.served && silent > g.w.aliveInterval()*5/2
+	g.fenced = g.fenced || g.served && silent > g.w.heardEvery()*5/2
 	g.quiet = max(g.quiet, silent)
 }
 

@@ -3164,7 +3164,7 @@ func (*LighthouseMessage_Released) isLighthouseMessage_Message() {}
 
 type Welcome struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
-	AliveIntervalUs int64                  `protobuf:"varint,1,opt,name=alive_interval_us,json=aliveIntervalUs,proto3" json:"alive_interval_us,omitempty"` // the member is never silent for longer
+	AliveIntervalUs int64                  `protobuf:"varint,1,opt,name=alive_interval_us,json=aliveIntervalUs,proto3" json:"alive_interval_us,omitempty"` // the member is never silent for longer; where a stamp binds it, nor for longer than a fifth of bond_us
 	Term            int64                  `protobuf:"varint,40,opt,name=term,proto3" json:"term,omitempty"`                                               // see Greeting
 	BondUs          int64                  `protobuf:"varint,50,opt,name=bond_us,json=bondUs,proto3" json:"bond_us,omitempty"`                             // for how long a stamp binds the member; 0: not at all
 	unknownFields   protoimpl.UnknownFields

@@ -21,8 +21,9 @@ const (
 	// attemptTimeout is how long one of several lighthouses may take to answer before the next one is tried.
 	attemptTimeout = time.Second
 	// unacknowledged is the time after which the connection to one of several lighthouses is closed whose host acknowledges
-	// nothing: a member sends a message each second, so a host that vanished is noticed within 3 s. gRPC's pings take 20 s.
-	unacknowledged = 2 * time.Second
+	// nothing. A bound member sends a message each 0.58 s, so a host that vanished is noticed within 1.8 s, before the bond to it
+	// runs out (at least 2 s after: quorum.BondTime less one and a half of these intervals). gRPC's pings take 20 s.
+	unacknowledged = 1200 * time.Millisecond
 	// openTimeout bounds opening a stream that no call waits for.
 	openTimeout = 10 * time.Second
 	// failoverAfter is for how long only the lighthouse that served last is tried: its restart is no reason for a failover.

@@ -182,9 +182,12 @@ func (s *memberStream) takeNext() (err error) {
 		if s.interval != 0 {
 			return nil
 		}
-		s.interval = max(time.Millisecond, time.Duration(m.Welcome.GetAliveIntervalUs())*time.Microsecond)
-		s.bond = time.Duration(m.Welcome.GetBondUs()) * time.Microsecond
-		s.member.heardEvery(s.interval)
+		alive := max(time.Millisecond, time.Duration(m.Welcome.GetAliveIntervalUs())*time.Microsecond)
+		s.member.heardEvery(alive)
+		s.interval, s.bond = alive, time.Duration(m.Welcome.GetBondUs())*time.Microsecond
+		if s.bond > 0 {
+			s.interval = max(time.Millisecond, min(alive, s.bond/quorum.StampsInBond))
+		}
 		s.member.learnTerm(m.Welcome.GetTerm())
 		close(s.welcomed)
 	case *torchftpb.LighthouseMessage_Recall:

@@ -28,10 +28,10 @@ import (
 //
 // A shorter bond breaks none of the invariants; it only leaves less time to learn of an end. The stamp that a process answered last
 // is up to two alive intervals old when the process ends (2/StampsInBond of the bond), and the lighthouse counts on nine tenths
-// (bondHolds). So 1.45 s are left for the lighthouse to learn of the end, which takes milliseconds unless it is starved, or more
+// (bondHolds). So 1.35 s are left for the lighthouse to learn of the end, which takes milliseconds unless it is starved, or more
 // hosts are silent at once than it probes at once (maxProbes, a second each). An end that is learned later is no vote, and the
 // remaining members may have to wait.
-const BondTime = 2900 * time.Millisecond
+const BondTime = 2700 * time.Millisecond
 
 // StampsInBond is how often a member that is bound says something within BondTime.
 const StampsInBond = 5

@@ -28,7 +28,7 @@ def test_a_host_that_is_cut_off_commits_nothing_and_heals_when_it_is_back() -> N
         chaos.finish()
 
 
-# A member asks no other lighthouse within quorum.BondTime (2.9 s) of its last stamp. Its connection is aborted before.
+# A member asks no other lighthouse within quorum.BondTime (2.7 s) of its last stamp. Its connection is aborted before.
 VANISHED_S = 3.5
 
 

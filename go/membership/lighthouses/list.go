@@ -21,8 +21,8 @@ const (
 	// attemptTimeout is how long one of several lighthouses may take to answer before the next one is tried.
 	attemptTimeout = time.Second
 	// unacknowledged is the time after which the connection to one of several lighthouses is closed whose host acknowledges
-	// nothing. A bound member sends a message each 0.58 s, so a host that vanished is noticed within 1.8 s, before the bond to it
-	// runs out (at least 2 s after: quorum.BondTime less one and a half of these intervals). gRPC's pings take 20 s.
+	// nothing. A bound member sends a message each 0.54 s, so a host that vanished is noticed within 1.74 s, before the bond to it
+	// runs out (at least 1.89 s after: quorum.BondTime less one and a half of these intervals). gRPC's pings take 20 s.
 	unacknowledged = 1200 * time.Millisecond
 	// openTimeout bounds opening a stream that no call waits for.
 	openTimeout = 10 * time.Second

@@ -49,6 +49,7 @@ func (p Policy) recallPause() time.Duration {
 
 // claim is what a member knows of a later quorum, as it says, and did not show.
 type claim struct {
+	latest  int64     // the latest that it was asked for
 	recalls int       // how often it was asked for it
 	second  time.Time // when it was for the second time
 	last    time.Time // and for the last time
@@ -84,7 +85,9 @@ func (s *search) doubt(e Asked) string {
 // heard notes which quorum a member knows, and asks for it if it is a newer one, unless another member was asked a moment ago.
 func (s *search) heard(r *replica, known int64) {
 	if known <= s.past.latestID() {
-		r.claim = claim{}
+		if r.latest <= s.past.latestID() { // else one that claims it in every other message would hold up each quorum of the others
+			r.claim = claim{}
+		}
 		return
 	}
 	switch {
@@ -112,6 +115,7 @@ func (s *search) heard(r *replica, known int64) {
 // ask asks a member for the quorum that it knows.
 func (s *search) ask(r *replica, known int64) {
 	r.asked(s.now, s.policy.recallPause())
+	r.latest = max(r.latest, known)
 	s.id, s.asked, s.by = known, s.now, r.id
 	s.do(Recall{r.id, known})
 }

@@ -154,7 +154,6 @@ type Machine struct {
 	taken    *View            // the view that this member is in
 	waits    string           // why there is no view yet
 	lives    map[string]int64 // the latest life of each name
-	careless bool             // tests: any view may follow any other one
 }
 
 // New returns a member that has not asked for a view.
@@ -214,8 +213,11 @@ func (m *Machine) Missing() (missing []ID) {
 	return missing
 }
 
-// Ask wants a new view.
+// Ask wants a new view. A member that has left gets none: the others count on it to confirm nothing more.
 func (m *Machine) Ask() {
+	if m.note.Left {
+		return
+	}
 	m.asked, m.taken = true, nil
 	m.want(m.number() + 1)
 	m.act()
@@ -223,6 +225,9 @@ func (m *Machine) Ask() {
 
 // GiveUp ends what Ask began, without a view.
 func (m *Machine) GiveUp() {
+	if m.note.Left {
+		return
+	}
 	m.asked = false
 	m.want(m.number() + 1) // the others need not wait for it
 }
@@ -289,10 +294,32 @@ func (m *Machine) form(v *View) {
 
 // act goes on as far as it can. Each turn of the loop raises a number, or ends it.
 func (m *Machine) act() {
-	// A member that refuses a view now may end later, and what it said is forgotten.
-	m.attempts = slices.DeleteFunc(m.attempts, m.impossible)
-	for m.asked && !m.Replaced() && m.turn() {
+	for m.notice(); m.asked && !m.Replaced() && m.turn(); m.notice() {
 	}
+}
+
+// notice sees which of the own attempts are formed, and which never will be: a member that says so now may end later, and what it
+// said is forgotten. A formed view counts as such also when members have left it before all were seen to confirm it. That is
+// safe, since they have confirmed it all the same; else half of the members of a view that no member took could stop the job.
+func (m *Machine) notice() {
+	for _, v := range slices.Backward(m.attempts) {
+		if len(m.unconfirmed(v)) == 0 {
+			m.form(v)
+			break
+		}
+	}
+	m.attempts = slices.DeleteFunc(m.attempts, m.impossible)
+}
+
+// unconfirmed are the other members of a view that are not seen to have confirmed it.
+func (m *Machine) unconfirmed(v *View) (missing []string) {
+	digest := v.Digest()
+	for _, q := range v.Members {
+		if q.ID != m.cfg.Me && m.alive[q.ID].Digest != digest {
+			missing = append(missing, q.Name)
+		}
+	}
+	return missing
 }
 
 func (m *Machine) turn() (again bool) {
@@ -334,7 +361,6 @@ func (m *Machine) turn() (again bool) {
 // judge goes on with the latest proposal, which this member may take.
 func (m *Machine) judge() (again bool) {
 	v, digest := m.latest, m.latest.Digest()
-	var missing []string
 	over := !v.Has(m.cfg.Me)
 	for _, q := range v.Members {
 		if q.ID == m.cfg.Me {
@@ -342,9 +368,6 @@ func (m *Machine) judge() (again bool) {
 		}
 		peer, ok := m.alive[q.ID]
 		over = over || !ok || peer.hasLeft(v, digest)
-		if peer.Digest != digest {
-			missing = append(missing, q.Name)
-		}
 	}
 	if over {
 		m.want(v.Number + 1)
@@ -366,11 +389,10 @@ func (m *Machine) judge() (again bool) {
 		}
 		return false
 	}
-	if len(missing) > 0 {
-		m.waits = fmt.Sprintf("waits for %s to confirm view %d", strings.Join(missing, ", "), v.Number)
+	if m.base == nil || m.base.Digest() != digest {
+		m.waits = fmt.Sprintf("waits for %s to confirm view %d", strings.Join(m.unconfirmed(v), ", "), v.Number)
 		return false
 	}
-	m.form(v)
 	m.taken, m.asked, m.waits = v, false, ""
 	return false
 }
@@ -379,9 +401,6 @@ func (m *Machine) judge() (again bool) {
 func (m *Machine) objection(v *View) string {
 	if v.Number <= m.note.Confirmed {
 		return fmt.Sprintf("view %d was confirmed already", m.note.Confirmed)
-	}
-	if m.careless {
-		return ""
 	}
 	if m.base == nil {
 		if why := m.founds(v); why != "" {

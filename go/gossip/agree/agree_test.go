@@ -381,3 +381,121 @@ func TestWhoReminds(t *testing.T) {
 	require.Nil(t, j.machines["a"].Missing())
 	require.Equal(t, []string{"a", "b"}, j.in("b"))
 }
+
+func TestAMemberThatHasLeftConfirmsNothingMore(t *testing.T) {
+	j := newJob(t, "a")
+	a := j.machines["a"]
+	a.Leave()
+	last := a.Note()
+	a.Ask()
+	a.GiveUp()
+	require.Equal(t, last, a.Note(), "what it says now would be another thing than it has told")
+	require.Nil(t, a.Taken())
+}
+
+// Nobody takes a view that all give up before they see that the others have confirmed it. It is formed all the same, and half of the
+// members of the view before can go on with more than half of its own.
+func TestAViewThatWasLeftIsFormed(t *testing.T) {
+	j := newJob(t, "a", "b", "c", "d", "e")
+	j.ask(j.names()...)
+	j.away = map[string]bool{"d": true, "e": true}
+	j.settle()
+	for _, name := range []string{"a", "b", "c"} {
+		j.machines[name].Ask()
+	}
+	j.meet("b")
+	j.meet("c")
+	j.meet("a")
+	proposal, _ := j.machines["a"].Proposal()
+	for _, name := range []string{"b", "c"} {
+		require.True(t, j.machines[name].Hear(proposal))
+	}
+	for _, name := range []string{"a", "b", "c"} {
+		require.Equal(t, int64(2), j.machines[name].Note().Confirmed)
+		j.machines[name].GiveUp()
+	}
+	j.settle()
+	j.away["c"] = true
+	j.ask("a", "b")
+	require.Equal(t, []string{"a", "b"}, j.in("b"))
+	j.ask("c", "d", "e")
+	require.Empty(t, j.in("c"))
+}
+
+// A name is unique in a job at a time. Where it is not, a second process counts as a later life of the first one.
+func TestOneNameOnBothSidesOfACut(t *testing.T) {
+	// beyond cuts a member off, and frees its name for another process.
+	beyond := func(j *job, name string) {
+		j.machines["other "+name] = j.machines[name]
+		delete(j.machines, name)
+		j.away["other "+name] = true
+	}
+	t.Run("the smaller part has the first one", func(t *testing.T) {
+		j := newJob(t, "a", "b", "c")
+		j.away = map[string]bool{}
+		j.ask("a", "b", "c")
+		beyond(j, "c")
+		j.start("c")
+		j.ask(j.names()...)
+		require.Equal(t, []string{"a", "b", "c"}, j.in("c"))
+		require.Empty(t, j.in("other c"))
+		j.away = nil
+		j.settle()
+		require.True(t, j.machines["other c"].Replaced())
+		require.Equal(t, News{View: 2}, j.machines["c"].News())
+	})
+	t.Run("the smaller part has the second one", func(t *testing.T) {
+		j := newJob(t, "a", "b", "c")
+		j.away = map[string]bool{}
+		j.ask("a", "b", "c")
+		beyond(j, "a")
+		beyond(j, "b")
+		beyond(j, "c") // the larger part
+		j.start("c")
+		j.start("d")
+		j.ask("c", "d")
+		require.Empty(t, j.in("c"), "they know of no member that trains")
+		require.Equal(t, []string{"a", "b", "c"}, j.in("other c"))
+		j.away = nil
+		j.settle()
+		require.Equal(t, "c was started again", j.machines["other a"].News().Lost)
+		require.Equal(t, "a later life of c has taken its place", j.machines["other c"].News().Lost)
+		delete(j.machines, "other c")
+		j.ask(j.names()...)
+		require.Equal(t, []string{"a", "b", "c", "d"}, j.in("c"))
+	})
+	t.Run("half has the second one", func(t *testing.T) {
+		j := newJob(t, "a", "b")
+		j.away = map[string]bool{}
+		j.ask("a", "b")
+		beyond(j, "b")
+		j.start("b")
+		j.ask(j.names()...)
+		require.Equal(t, []string{"a", "b"}, j.in("a"))
+		require.Empty(t, j.in("other b"), "a is away, and has not ended")
+	})
+	// docs/ftlib.md says that this is not allowed.
+	t.Run("each half has a second one of all names of the other half", func(t *testing.T) {
+		j := newJob(t, "a", "b")
+		j.away = map[string]bool{}
+		j.ask("a", "b")
+		beyond(j, "b")
+		j.start("b")
+		first := j.machines["a"]
+		j.start("a")
+		beyond(j, "a")
+		j.machines["a"] = first
+		j.ask(j.names()...)
+		require.Equal(t, []string{"a", "b"}, j.in("a"))
+		require.Equal(t, []string{"a", "b"}, j.in("other a"), "each takes the other half for ended")
+		j.away = nil
+		j.settle()
+		require.True(t, first.Replaced())
+		require.True(t, j.machines["other b"].Replaced())
+		delete(j.machines, "a")
+		delete(j.machines, "other b")
+		j.ask(j.names()...)
+		require.Equal(t, []string{"a", "b"}, j.in("b"), "the later ones go on together")
+		require.Equal(t, j.in("b"), j.in("other a"))
+	})
+}

@@ -1,0 +1,199 @@
+package agree
+
+import (
+	"encoding/json"
+	"flag"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/internal/testmain"
+)
+
+var mistakeFlag = flag.String("agree.mistake", "", "agree.go is compiled with this mistake: find it")
+
+// Mistakes in the machine: texts of agree.go, each with what is in its place, and one of the rules that find it. The compiler reads
+// the changed file instead (go test -overlay).
+var mistakes = []struct {
+	name  string
+	edits [][2]string
+	found []string
+}{
+	{
+		"any view follows any other one",
+		[][2]string{{"if here > 0 && (2*here > all ||", "if true || here > 0 && (2*here > all ||"}},
+		[]string{ruleLive, ruleShared, ruleRemembered},
+	},
+	{
+		"attempts are not remembered",
+		[][2]string{{"for _, a := range m.attempts {", "for _, a := range m.attempts[:0] {"}},
+		[]string{ruleLive, ruleShared, ruleRemembered},
+	},
+	{
+		// Once a rule: the first attempt is of no use, since the members of the second one confirm nothing earlier.
+		"an attempt takes the place of an earlier one with the same members",
+		[][2]string{
+			{"m.attempts = append(m.attempts, v)", "m.attempts = append(slices.DeleteFunc(m.attempts, func(a *View) bool { return slices.Equal(a.Members, v.Members) }), v)"},
+			{"if len(m.unconfirmed(v)) == 0 {", "if len(m.unconfirmed(v)) == 0 && !slices.ContainsFunc(v.Members, func(q Member) bool { return m.alive[q.ID].hasLeft(v, v.Digest()) }) {"},
+		},
+		[]string{ruleLive, ruleShared, ruleRemembered},
+	},
+	{
+		"half is enough",
+		[][2]string{{"2*here == all && len(missing) == 0", "2*here == all"}},
+		[]string{ruleLive, ruleShared, ruleRemembered},
+	},
+	{
+		"members that ended are not counted, whatever they confirmed",
+		[][2]string{{"case over && last <= f.Number:", "case over && last <= unknown:"}},
+		[]string{ruleLive, ruleShared, ruleRemembered},
+	},
+	{
+		"a member that was started again confirmed nothing",
+		[][2]string{{"const unknown = math.MaxInt64", "const unknown = 0 * math.MaxInt64"}},
+		[]string{ruleLive, ruleShared, ruleRemembered},
+	},
+	{
+		"a view that a member left unconfirmed is one that it left",
+		[][2]string{{"return n.Confirmed < v.Number && n.Wants > v.Number ||", "return n.Wants > v.Number ||"}},
+		[]string{ruleLive, ruleShared, ruleRemembered},
+	},
+	{
+		"what ended members confirmed last was never formed",
+		[][2]string{{"over && last < v.Number", "over && last <= v.Number"}},
+		[]string{ruleLive, ruleShared, ruleRemembered},
+	},
+	{
+		"the last attempt alone is remembered",
+		[][2]string{{"m.attempts = append(m.attempts, v)", "m.attempts = []*View{v}"}},
+		[]string{ruleLive, ruleShared, ruleRemembered},
+	},
+	{
+		"a formed view that is heard of ends later attempts",
+		[][2]string{{"m.form(p.Base)", "m.form(p.Base)\n		m.attempts = nil"}},
+		[]string{ruleLive, ruleShared, ruleRemembered},
+	},
+	{
+		"the last formed view is not told",
+		[][2]string{{"if p.Base.number() > m.base.number() {", "if false {"}},
+		[]string{ruleLive, ruleShared, ruleTogether},
+	},
+	{
+		"two views of one number are confirmed",
+		[][2]string{
+			{"if v.Number <= m.note.Confirmed {", "if v.Number < m.note.Confirmed {"},
+			{"if p.View.Number > m.latest.number() {", "if p.View.Number >= m.latest.number() {"},
+		},
+		[]string{ruleConfirmed, ruleShared},
+	},
+	{
+		"a view is taken when some have confirmed it",
+		[][2]string{{"if len(m.unconfirmed(v)) == 0 {", "if len(m.unconfirmed(v)) <= 1 {"}},
+		[]string{ruleTaken},
+	},
+	{
+		"a view is taken when another one of its number is formed",
+		[][2]string{{"if m.base == nil || m.base.Digest() != digest {", "if m.base.number() < v.Number {"}},
+		[]string{ruleTaken},
+	},
+	{
+		"half of the seeds found a job",
+		[][2]string{{"if 2*count > len(m.cfg.Seeds) {", "if 2*count >= len(m.cfg.Seeds) {"}},
+		[]string{ruleLive, ruleShared, ruleRemembered},
+	},
+	{
+		"a member that has left asks",
+		[][2]string{{"	if m.note.Left {\n		return\n	}\n	m.asked, m.taken = true, nil", "	m.asked, m.taken = true, nil"}},
+		[]string{ruleConfirmed},
+	},
+	{
+		"a proposal that others have left is waited for",
+		[][2]string{{"over = over || !ok || peer.hasLeft(v, digest)", "over = over || !ok || peer.Confirmed < 0"}},
+		[]string{ruleTogether},
+	},
+	{
+		"a lost member is no news",
+		[][2]string{{`news.Lost = q.Name + " does not answer"`, `news.Lost = ""`}},
+		[]string{ruleTogether},
+	},
+	{
+		"a refused proposal is kept",
+		[][2]string{{`if next := m.candidate(); m.objection(&next) == "" {`, `if next := m.candidate(); m.objection(&next) == "never" {`}},
+		[]string{ruleTogether},
+	},
+}
+
+// mistaken is the source of the machine with the mistake of this number in it.
+func mistaken(t *testing.T, number int) string {
+	t.Helper()
+	text, err := os.ReadFile("agree.go")
+	require.NoError(t, err)
+	source := string(text)
+	for _, edit := range mistakes[number].edits {
+		require.Equal(t, 1, strings.Count(source, edit[0]), "agree.go has %q once", edit[0])
+		source = strings.Replace(source, edit[0], edit[1], 1)
+	}
+	return source
+}
+
+// The source still has what the mistakes replace.
+func TestTheMistakesFitTheMachine(t *testing.T) {
+	for i := range mistakes {
+		mistaken(t, i)
+	}
+}
+
+// Each of them is compiled, which takes a while.
+func TestMistakesInTheMachineAreFound(t *testing.T) {
+	if !testmain.Full() || testmain.Race() {
+		t.Skip("make test-all runs it")
+	}
+	command := os.Getenv("GO")
+	if command == "" {
+		command = "go"
+	}
+	for i, mistake := range mistakes {
+		t.Run(mistake.name, func(t *testing.T) {
+			folder := t.TempDir()
+			path, err := filepath.Abs("agree.go")
+			require.NoError(t, err)
+			changed, file := filepath.Join(folder, "agree.go"), filepath.Join(folder, "overlay.json")
+			require.NoError(t, os.WriteFile(changed, []byte(mistaken(t, i)), 0o600))
+			overlay, err := json.Marshal(map[string]map[string]string{"Replace": {path: changed}})
+			require.NoError(t, err)
+			require.NoError(t, os.WriteFile(file, overlay, 0o600))
+			//nolint:gosec // the compiler and this test
+			out, err := exec.CommandContext(t.Context(), command, "test", "-trimpath", "-vet=off", "-count=1", "-overlay="+file, ".",
+				"-run=^TestFindMistake$", "-v", "-agree.mistake="+mistake.name).CombinedOutput()
+			t.Logf("%s", out)
+			require.NoError(t, err)
+			require.Contains(t, string(out), "--- PASS: TestFindMistake")
+		})
+	}
+}
+
+// TestFindMistake runs in a machine that was compiled with a mistake.
+func TestFindMistake(t *testing.T) {
+	for _, mistake := range mistakes {
+		if mistake.name != *mistakeFlag {
+			continue
+		}
+		for number, events := uint64(0), 0; events < 3_000_000; number++ {
+			w, _ := history(number)
+			if events += w.events; w.broken != "" {
+				t.Logf("history %d, event %d: %s: %s", number, events, w.broken, w.how)
+				require.Contains(t, mistake.found, w.broken)
+				return
+			}
+		}
+		t.Fatal("no history has it")
+	}
+	if *mistakeFlag != "" {
+		t.Fatal("no such mistake: ", *mistakeFlag)
+	}
+	t.Skip("TestMistakesInTheMachineAreFound runs it")
+}

@@ -1,0 +1,610 @@
+package agree
+
+import (
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"slices"
+)
+
+// What holds in every history. The oracle looks at what members confirm and take; ruleRemembered alone is of the machine's inside,
+// and the proof stands on it.
+const (
+	ruleLive       = "at most one view is live"
+	ruleShared     = "a formed view shares a member with the one before"
+	ruleConfirmed  = "a member confirms growing numbers, and none after it has left"
+	ruleTaken      = "a member takes a view that all of its members have confirmed"
+	ruleHeard      = "a member says what can be"
+	ruleRemembered = "a member remembers a formed view of its own as the last one, or as an attempt"
+	ruleTogether   = "members that reach each other get a view of all"
+)
+
+// names are those of processes; each has a place of its own on the network, and the last place is for a second process of a name.
+var names = []string{"a", "b", "c", "d", "e"}
+
+var twin = len(names)
+
+// What a link carries apart from each other: notes travel in packets through others, proposals in connections.
+const (
+	notes = iota
+	proposals
+	kinds
+)
+
+// process is a running member.
+type process struct {
+	*Machine
+	place   int
+	seen    map[ID]Peer // what membership tells it
+	version map[ID]int  // of the notes in seen
+	in      *View       // that it took
+	leaving bool        // it has said so, and ends soon
+}
+
+func (p *process) id() ID { return p.cfg.Me }
+
+// world is processes on a network that loses, delays and repeats messages of each kind, in each direction, and whose membership
+// is wrong at times.
+type world struct {
+	*rand.Rand
+	running  []*process
+	said     map[ID][]Peer          // all notes of a life
+	old      []Proposal             // may come again
+	left     []*process             // have said so; others may hear it late
+	stirred  *process               // it has just confirmed a view
+	latest   *View                  // that anybody has confirmed
+	link     [][][kinds]int         // from, to, kind: percent that arrive
+	pace     int                    // how rarely processes end
+	names    int                    // of processes
+	seeds    int                    // the first of the names found the job
+	doubled  string                 // the name that two processes may have at a time; empty: none
+	lives    int64                  // that have begun
+	views    map[string]*View       // that were confirmed by anybody, by digest
+	by       map[string]map[ID]bool // who has confirmed a view
+	formed   []*View                // in order of their numbers
+	together int64                  // number of the last view of all
+	made     map[string]bool        // live views there were
+	broken   string                 // a rule
+	how      string                 // it was broken
+	events   int
+}
+
+func newWorld(random *rand.Rand) *world {
+	w := &world{
+		Rand: random, said: map[ID][]Peer{}, views: map[string]*View{}, by: map[string]map[ID]bool{}, made: map[string]bool{},
+		pace: []int{3, 10, 40}[random.IntN(3)], names: []int{2, 3, 4, 5, 5}[random.IntN(5)], seeds: 1 + random.IntN(2), link: make([][][kinds]int, len(names)+1),
+	}
+	for i := range w.link {
+		w.link[i] = make([][kinds]int, len(names)+1)
+	}
+	w.connect()
+	for _, name := range names[:w.seeds] {
+		w.start(name)
+	}
+	return w
+}
+
+func (w *world) fails(rule, how string, arguments ...any) {
+	if w.broken == "" {
+		w.broken, w.how = rule, fmt.Sprintf(how, arguments...)
+	}
+}
+
+// find gives the process of a life, nil if it has ended.
+func (w *world) find(id ID) *process {
+	for _, p := range w.running {
+		if p.id() == id {
+			return p
+		}
+	}
+	return nil
+}
+
+// named gives the latest process of a name, nil if there is none.
+func (w *world) named(name string) (latest *process) {
+	for _, p := range w.running {
+		if p.id().Name == name {
+			latest = p
+		}
+	}
+	return latest
+}
+
+func (w *world) start(name string) {
+	place, at := slices.Index(names, name), name
+	if w.named(name) != nil {
+		place = twin
+	}
+	var seeds [][]string
+	for _, seed := range names[:w.seeds] {
+		seeds = append(seeds, []string{seed})
+	}
+	if w.lives++; w.lives > int64(w.seeds) { // the first lives of seeds found the job; later ones join
+		at = fmt.Sprint(name, w.lives)
+	}
+	p := &process{
+		Machine: New(Config{Me: ID{name, w.lives}, At: at, Seeds: seeds, MinMembers: 1}), place: place, seen: map[ID]Peer{}, version: map[ID]int{},
+	}
+	w.said[p.id()] = []Peer{{p.Note(), at}}
+	w.running = append(w.running, p)
+}
+
+func (w *world) end(p *process) {
+	w.running = slices.DeleteFunc(w.running, func(o *process) bool { return o == p })
+}
+
+// does lets something happen to a process, and looks at what it says and takes after it.
+func (w *world) does(p *process, happens func()) {
+	happens()
+	id, note, in := p.id(), p.Note(), p.Taken()
+	said := w.said[id]
+	if last := said[len(said)-1].Note; note != last {
+		w.said[id] = append(said, Peer{note, p.cfg.At})
+		if note.Confirmed != last.Confirmed || note.Digest != last.Digest {
+			w.confirmed(p, last, note)
+		}
+	}
+	w.remembers(p)
+	if in != p.in {
+		if p.in = in; in != nil {
+			w.taken(p)
+		}
+	}
+}
+
+func (w *world) confirmed(p *process, last, note Note) {
+	w.stirred, w.latest = p, p.latest
+	if note.Confirmed <= last.Confirmed || last.Left {
+		w.fails(ruleConfirmed, "%v: %+v after %+v", p.id(), note, last)
+	}
+	v := p.latest
+	if v.Digest() != note.Digest {
+		w.fails(ruleConfirmed, "%v: %+v is not its latest proposal", p.id(), note)
+		return
+	}
+	if w.by[note.Digest] == nil {
+		w.views[note.Digest], w.by[note.Digest] = v, map[ID]bool{}
+	}
+	w.by[note.Digest][p.id()] = true
+	if len(w.by[note.Digest]) < len(v.Members) {
+		return
+	}
+	at, same := slices.BinarySearchFunc(w.formed, v.Number, func(f *View, number int64) int { return int(f.Number - number) })
+	if same {
+		w.fails(ruleShared, "two views have the number %d", v.Number)
+	}
+	w.formed = slices.Insert(w.formed, at, v)
+	for i := max(at, 1); i < min(at+2, len(w.formed)); i++ {
+		before, after := w.formed[i-1], w.formed[i]
+		if !slices.ContainsFunc(before.Members, func(q Member) bool { return after.Has(q.ID) }) {
+			w.fails(ruleShared, "%+v and %+v", before, after)
+		}
+	}
+	for _, p := range w.running {
+		w.remembers(p)
+	}
+}
+
+// remembers looks at the views after the last one that a process knows to be formed.
+func (w *world) remembers(p *process) {
+	for _, v := range slices.Backward(w.formed) {
+		if v.Number <= p.base.number() {
+			return
+		}
+		if v.Has(p.id()) && !slices.ContainsFunc(p.attempts, func(a *View) bool { return a.Digest() == v.Digest() }) {
+			w.fails(ruleRemembered, "%v has forgotten %+v", p.id(), v)
+		}
+	}
+}
+
+func (w *world) taken(p *process) {
+	if by := w.by[p.in.Digest()]; len(by) < len(p.in.Members) {
+		w.fails(ruleTaken, "%v: %+v, which %v have confirmed", p.id(), p.in, by)
+	}
+	if live := w.live(); len(live) > 1 {
+		w.fails(ruleLive, "%+v", live)
+	}
+}
+
+// live are the views whose members all run and are in it.
+func (w *world) live() (live []View) {
+	in := map[ID]string{}
+	for _, p := range w.running {
+		if v := p.Taken(); v != nil {
+			in[p.id()] = v.Digest()
+		}
+	}
+	seen := map[string]bool{}
+	for _, p := range w.running {
+		v := p.Taken()
+		if v == nil || seen[v.Digest()] {
+			continue
+		}
+		seen[v.Digest()] = true
+		if !slices.ContainsFunc(v.Members, func(q Member) bool { return in[q.ID] != v.Digest() }) {
+			w.made[v.Digest()] = true
+			live = append(live, *v)
+		}
+	}
+	return live
+}
+
+// connect lets all messages arrive.
+func (w *world) connect() {
+	w.split(make([]int, len(w.link)), [kinds]int{100, 100}, [kinds]int{})
+}
+
+// split gives each place a part of the network, and lets so many messages arrive within a part, and across.
+func (w *world) split(part []int, within, across [kinds]int) {
+	for from := range w.link {
+		for to := range w.link {
+			if w.link[from][to] = across; part[from] == part[to] {
+				w.link[from][to] = within
+			}
+		}
+	}
+}
+
+// change gives the network another state.
+func (w *world) change() {
+	part, within, across := make([]int, len(w.link)), [kinds]int{100, 100}, [kinds]int{}
+	switch w.IntN(4) {
+	case 0: // one network
+	case 1:
+		for place := range part {
+			part[place] = w.IntN(3)
+		}
+	default: // cut through the latest view: some of its members are with the others, which may know the view before
+		if v := w.latest; v != nil {
+			for _, p := range w.running {
+				if v.Has(p.id()) && w.IntN(2) == 0 {
+					part[p.place] = 1
+				}
+			}
+		}
+	}
+	if w.IntN(8) == 0 {
+		within[w.IntN(kinds)] = 30 * w.IntN(2)
+	}
+	if w.IntN(4) == 0 {
+		across[w.IntN(kinds)] = 100
+	}
+	w.split(part, within, across)
+	if w.IntN(2) == 0 { // links that lose all of a kind in one direction
+		for range 1 + w.IntN(len(part)) {
+			w.link[w.IntN(len(part))][w.IntN(len(part))][w.IntN(kinds)] = 0
+		}
+	}
+}
+
+func (w *world) arrives(from, to *process, kind int) bool {
+	return from != to && w.IntN(100) < w.link[from.place][to.place][kind]
+}
+
+// hear lets a process hear a note of a life, unless it has heard a later one.
+func (w *world) hear(p *process, id ID, version int) {
+	if known, found := p.version[id]; id == p.id() || found && known >= version {
+		return
+	}
+	p.seen[id], p.version[id] = w.said[id][version], version
+	w.does(p, func() { p.See(p.seen) })
+}
+
+func (w *world) forget(p *process, id ID) {
+	delete(p.seen, id)
+	delete(p.version, id)
+	w.does(p, func() { p.See(p.seen) })
+}
+
+// pull lets a process hear what another one knows.
+func (w *world) pull(p, other *process) {
+	if proposal, found := other.Proposal(); found {
+		if len(w.old) < 50 {
+			w.old = append(w.old, proposal)
+		} else {
+			w.old[w.IntN(50)] = proposal
+		}
+		w.told(p, proposal)
+	}
+}
+
+func (w *world) told(p *process, proposal Proposal) {
+	w.does(p, func() {
+		if !p.Hear(proposal) {
+			w.fails(ruleHeard, "%+v", proposal)
+		}
+	})
+}
+
+// exchange lets a process hear one message of another one, if it arrives.
+func (w *world) exchange(p, other *process) {
+	switch kind := w.IntN(kinds); {
+	case !w.arrives(other, p, kind):
+	case kind == proposals:
+		w.pull(p, other)
+	case w.IntN(4) > 0:
+		w.hear(p, other.id(), len(w.said[other.id()])-1)
+	default: // late, or what the other one has seen
+		id := other.id()
+		w.hear(p, id, w.IntN(len(w.said[id])))
+		for _, id := range slices.SortedFunc(maps.Keys(other.seen), compare) {
+			w.hear(p, id, other.version[id])
+		}
+	}
+}
+
+func (w *world) pick() *process { return w.running[w.IntN(len(w.running))] }
+
+// play lets so many things happen; processes end if ends is set. It goes on in rounds, in which members come to an agreement if the
+// network lets them, and in single events, which leave them in between.
+func (w *world) play(events int, ends bool) {
+	for end := w.events + events; w.events < end && w.broken == ""; {
+		if w.IntN(3) == 0 {
+			w.change()
+		}
+		if name := w.name(); w.IntN(4) == 0 && (w.named(name) == nil || name == w.doubled && !w.runs(twin)) {
+			w.start(name)
+		}
+		if ends && len(w.running) > 1 && w.IntN(w.pace) == 0 {
+			w.ends(w.pick())
+		}
+		switch w.IntN(4) {
+		case 0:
+			w.round(ends)
+			continue
+		case 1, 2:
+			w.episode(ends)
+			continue
+		}
+		for range 1 + w.IntN(2*len(w.running)) {
+			w.step(w.pick())
+			w.disturb(ends)
+		}
+	}
+}
+
+// disturb lets faults happen between a confirmation and what follows from it: that is where mistakes show.
+func (w *world) disturb(ends bool) {
+	p := w.stirred
+	if w.stirred = nil; p == nil || w.IntN(4) > 0 {
+		return
+	}
+	if w.change(); ends && len(w.running) > 1 && w.find(p.id()) == p && w.IntN(4) == 0 {
+		w.ends(p)
+	}
+}
+
+func (w *world) name() string { return names[w.IntN(w.names)] }
+
+func (w *world) runs(place int) bool {
+	return slices.ContainsFunc(w.running, func(p *process) bool { return p.place == place })
+}
+
+// round lets all processes hear each other, as far as the network allows, and train.
+func (w *world) round(ends bool) {
+	order := slices.Clone(w.running)
+	w.Shuffle(len(order), func(i, j int) { order[i], order[j] = order[j], order[i] })
+	for _, p := range order {
+		if w.find(p.id()) == nil {
+			continue
+		}
+		w.events += len(order)
+		if w.IntN(2) == 0 {
+			w.miss(p)
+		}
+		for _, other := range order {
+			if w.find(other.id()) == nil {
+				continue
+			}
+			if w.arrives(other, p, notes) {
+				w.hear(p, other.id(), len(w.said[other.id()])-1)
+			}
+			if w.arrives(other, p, proposals) {
+				w.pull(p, other)
+			}
+		}
+		w.train(p)
+		w.disturb(ends)
+	}
+}
+
+// episode lets some processes hear some of what they say among themselves, and of nobody else: much may be confirmed, and little of it
+// be known, before the next one.
+func (w *world) episode(ends bool) {
+	within := map[*process]bool{}
+	for _, p := range w.running {
+		within[p] = w.IntN(3) > 0
+		if v := w.latest; v != nil && w.IntN(4) > 0 {
+			within[p] = v.Has(p.id()) == (w.IntN(4) > 0)
+		}
+	}
+	for range 1 + w.IntN(8) {
+		p := w.pick()
+		if w.events++; !within[p] {
+			continue
+		}
+		for _, id := range slices.SortedFunc(maps.Keys(p.seen), compare) {
+			if other := w.find(id); (other == nil || !within[other]) && w.IntN(2) == 0 {
+				w.forget(p, id)
+			}
+		}
+		kind := w.IntN(2 * kinds)
+		for _, other := range w.running {
+			if !within[other] || other == p || w.IntN(4) == 0 {
+				continue
+			}
+			if kind != notes {
+				w.pull(p, other)
+			}
+			if kind != proposals {
+				w.hear(p, other.id(), len(w.said[other.id()])-1)
+			}
+		}
+		w.train(p)
+		w.disturb(ends)
+	}
+}
+
+// ends lets a process end at once, or say so before.
+func (w *world) ends(p *process) {
+	if p.leaving || w.IntN(2) == 0 {
+		w.end(p)
+		return
+	}
+	p.leaving = true
+	w.does(p, p.Leave)
+	w.left = append(w.left, p)
+	for _, other := range w.running {
+		if w.arrives(p, other, proposals) {
+			w.buries(other, p)
+		}
+	}
+}
+
+// buries lets a process hear that another one has left.
+func (w *world) buries(p, left *process) {
+	if p != left {
+		w.does(p, func() { p.Bury(left.id(), left.Note()) })
+	}
+}
+
+// miss lets membership take those for dead that a process does not hear.
+func (w *world) miss(p *process) {
+	for _, id := range slices.SortedFunc(maps.Keys(p.seen), compare) {
+		if other := w.find(id); other == nil || w.link[other.place][p.place][notes] == 0 {
+			w.forget(p, id)
+		}
+	}
+}
+
+// step lets one thing happen to a process.
+func (w *world) step(p *process) {
+	w.events++
+	switch what := w.IntN(100); {
+	case what < 60:
+		w.exchange(p, w.pick())
+	case what < 70:
+		w.miss(p)
+	case what < 85:
+		w.train(p)
+	case what < 88: // membership is wrong
+		if ids := slices.SortedFunc(maps.Keys(p.seen), compare); len(ids) > 0 {
+			w.forget(p, ids[w.IntN(len(ids))])
+		}
+	case what < 91:
+		w.does(p, p.Ask)
+	case what < 94:
+		if p.asked {
+			w.does(p, p.GiveUp)
+		}
+	case what < 97:
+		if len(w.left) > 0 {
+			w.buries(p, w.left[w.IntN(len(w.left))])
+		}
+	default:
+		if len(w.old) > 0 {
+			w.told(p, w.old[w.IntN(len(w.old))])
+		}
+	}
+}
+
+// train is a step of the training: a view that does not hold is left.
+func (w *world) train(p *process) {
+	if news := p.News(); !p.asked && !p.leaving && (p.Taken() == nil || news.Lost != "" || len(news.Joining) > 0) {
+		w.does(p, p.Ask)
+	}
+}
+
+// rest lets all that run hear all, and ask where their view does not hold. It reports whether they get a live view of all.
+func (w *world) rest() bool {
+	for _, p := range slices.Clone(w.running) {
+		if p.leaving || w.named(p.id().Name) != p {
+			w.end(p)
+		}
+	}
+	for range 60 {
+		for _, p := range w.running {
+			for _, id := range slices.SortedFunc(maps.Keys(p.seen), compare) {
+				if w.find(id) == nil {
+					w.forget(p, id)
+				}
+			}
+			for _, other := range w.running {
+				if other != p {
+					w.hear(p, other.id(), len(w.said[other.id()])-1)
+					w.pull(p, other)
+				}
+			}
+			w.train(p)
+		}
+		if live := w.live(); w.broken != "" || len(live) == 1 && len(live[0].Members) == len(w.running) {
+			w.together = w.running[0].Taken().number()
+			return w.broken == ""
+		}
+	}
+	return false
+}
+
+func (w *world) mustRest() {
+	if w.broken == "" && !w.rest() {
+		w.fails(ruleTogether, "%v", w.waits())
+	}
+}
+
+func (w *world) waits() (all []string) {
+	for _, p := range w.running {
+		all = append(all, fmt.Sprintf("%v: %s", p.id(), p.Waits()))
+	}
+	return all
+}
+
+// calm is a history in which only the network fails.
+func (w *world) calm() {
+	w.play(20+w.IntN(600), false)
+	w.mustRest()
+}
+
+// supervised is a history in which one process at a time is killed: one of three or more in a view, or one that is started again
+// under its name.
+func (w *world) supervised() {
+	w.calm()
+	for range 1 + w.IntN(4) {
+		if len(w.running) > 2 && w.broken == "" && w.IntN(2) == 0 {
+			w.end(w.pick())
+			w.mustRest()
+		}
+		w.play(20+w.IntN(200), false)
+		killed := w.pick()
+		if w.broken != "" || w.alone(killed) {
+			continue
+		}
+		w.end(killed)
+		w.play(w.IntN(100), false)
+		if w.named(killed.id().Name) == nil {
+			w.start(killed.id().Name)
+		}
+		w.play(w.IntN(100), false)
+		w.mustRest()
+	}
+}
+
+// alone reports whether a process may be the only one that knows what the job does: it has confirmed a view without another member
+// since all had a view.
+func (w *world) alone(p *process) bool {
+	for digest, by := range w.by {
+		if v := w.views[digest]; v.Number >= w.together && len(v.Members) == 1 && by[p.id()] {
+			return true
+		}
+	}
+	return false
+}
+
+// wild is a history in which processes leave and are killed, too many for the others at times. It reports whether the last ones get a
+// view.
+func (w *world) wild() bool {
+	if w.IntN(4) == 0 {
+		w.doubled = w.name()
+	}
+	w.play(20+w.IntN(800), true)
+	return w.broken == "" && w.rest()
+}

@@ -20,7 +20,7 @@ import (
 // Config is what a node is made of.
 type Config struct {
 	Name        string `json:"name"`        // of the member, unique in the job
-	Incarnation int64  `json:"incarnation"` // grows with each life of the name
+	Incarnation int64  `json:"incarnation"` // grows with each life of the name; raised where a later one is known
 	// StoreAddress is announced to the other members.
 	StoreAddress string `json:"store_address"`
 	// Host is announced: a name, or an IP address.
@@ -54,8 +54,9 @@ func (c Config) Validate() error {
 			return fmt.Errorf("seeds: %q is not allowed; allowed: host:port", seed)
 		}
 	}
+	latest := agree.ID{Name: c.Name, Incarnation: math.MaxInt64}
 	longest := agree.Note{Address: c.StoreAddress, Wants: math.MaxInt64, Confirmed: math.MaxInt64, Digest: strings.Repeat("f", 16), Left: true}
-	if size := len(metadata(c.id(), longest)); size > memberlist.MetaMaxSize {
+	if size := len(metadata(latest, longest)); size > memberlist.MetaMaxSize {
 		return fmt.Errorf("name=%q is not allowed: with it and the store's address %q the metadata of this member have up to %d bytes; allowed: %d",
 			c.Name, c.StoreAddress, size, memberlist.MetaMaxSize)
 	}

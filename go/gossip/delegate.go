@@ -2,6 +2,7 @@ package gossip
 
 import (
 	"encoding/json"
+	"maps"
 	"slices"
 	"sync"
 
@@ -11,10 +12,11 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 )
 
-// message is what members send each other beside notes. It has one of the fields.
+// message is what members send each other beside notes. It has one of the fields, or Proposal and Lives.
 type message struct {
-	Proposal *agree.Proposal `json:"proposal,omitempty"`
-	Left     *said           `json:"left,omitempty"`
+	Proposal *agree.Proposal  `json:"proposal,omitempty"`
+	Left     *said            `json:"left,omitempty"`
+	Lives    map[string]int64 `json:"lives,omitempty"` // to a member that joins, and from it
 }
 
 // encoded is the JSON of strings and numbers.
@@ -66,6 +68,7 @@ func (n *Node) receive(text []byte) {
 		return
 	}
 	n.step(func(machine *agree.Machine) {
+		machine.Learn(m.Lives)
 		if m.Proposal != nil && !machine.Hear(*m.Proposal) {
 			n.log.Debug("torchft: gossip got a proposal that cannot be", "number", m.Proposal.View.Number)
 		}
@@ -75,10 +78,12 @@ func (n *Node) receive(text []byte) {
 	})
 }
 
-// delegate is what memberlist asks of a node. None of its methods waits.
+// delegate is what memberlist asks of a node. None of its methods waits, and none panics: they run on memberlist's goroutines.
 type delegate struct{ n *Node }
 
 func (d delegate) NodeMeta(int) []byte {
+	var err error // logged
+	defer rpc.Recovered(d.n.log, "gossip metadata", &err)
 	d.n.mu.Lock()
 	defer d.n.mu.Unlock()
 	return metadata(d.n.id, d.n.machine.Note())
@@ -90,10 +95,15 @@ func (d delegate) NotifyMsg(text []byte) {
 
 func (delegate) GetBroadcasts(int, int) [][]byte { return nil }
 
-func (d delegate) LocalState(bool) []byte {
+func (d delegate) LocalState(join bool) []byte {
+	var err error // logged
+	defer rpc.Recovered(d.n.log, "gossip state", &err)
 	d.n.mu.Lock()
 	defer d.n.mu.Unlock()
 	var m message
+	if join {
+		m.Lives = d.n.machine.Lives()
+	}
 	if proposal, found := d.n.machine.Proposal(); found {
 		m.Proposal = &proposal
 	}
@@ -116,18 +126,22 @@ func (e events) heard(node *memberlist.Node, alive bool) {
 	var err error // logged
 	defer rpc.Recovered(n.log, "gossip event", &err)
 	var s said
-	if json.Unmarshal(node.Meta, &s) != nil || s.ID == n.id {
+	if node.Name == n.name || json.Unmarshal(node.Meta, &s) != nil {
 		return // this node itself, or one that is no member
 	}
 	n.step(func(machine *agree.Machine) {
-		delete(n.lost, node.Name)
-		if alive {
-			n.peers[node.Name] = peer{agree.Peer{Note: s.Note, At: node.Address()}, s.ID, *node}
-		} else {
-			delete(n.peers, node.Name)
-			if !s.Left {
-				n.lost[node.Name] = node.Address()
+		p := peer{agree.Peer{Note: s.Note, At: node.Address()}, s.ID, *node}
+		if delete(n.lost, node.Name); alive {
+			n.peers[node.Name] = p
+			maps.DeleteFunc(n.lost, p.replaces)
+		} else if delete(n.peers, node.Name); !s.Left {
+			for name := range n.lost {
+				if len(n.lost) < mostLost {
+					break
+				}
+				delete(n.lost, name) // any: one side of a partition is reached again through each of its members
 			}
+			n.lost[node.Name] = p
 		}
 		seen := make(map[agree.ID]agree.Peer, len(n.peers))
 		for _, p := range n.peers {

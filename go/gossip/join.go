@@ -87,7 +87,10 @@ func joinError(err error) string {
 // it was long.
 func (n *Node) reconnect() {
 	n.mu.Lock()
-	away := slices.Collect(maps.Values(n.lost))
+	var away []string
+	for _, p := range n.lost {
+		away = append(away, p.At)
+	}
 	here := map[string]bool{n.own: true}
 	for _, p := range n.peers {
 		here[p.At] = true

@@ -112,6 +112,9 @@ func (p *port) WriteToAddress(b []byte, to memberlist.Address) (time.Time, error
 	lost := m.rand.Float64() < m.loss
 	m.mu.Unlock()
 	other := m.reach(p.address, to.Addr)
+	if len(b) > 1400 {
+		return now, errors.New("message too long")
+	}
 	if lost || other == nil {
 		return now, nil
 	}
@@ -133,7 +136,7 @@ func (p *port) DialTimeout(to string, timeout time.Duration) (net.Conn, error) {
 }
 
 func (p *port) DialAddressTimeout(to memberlist.Address, timeout time.Duration) (net.Conn, error) {
-	other := p.mesh.reach(p.address, to.Addr)
+	other, now := p.mesh.reach(p.address, to.Addr), time.Now()
 	deadline := time.NewTimer(timeout)
 	defer deadline.Stop()
 	if other == nil {
@@ -150,7 +153,7 @@ func (p *port) DialAddressTimeout(to memberlist.Address, timeout time.Duration) 
 	here, there := net.Pipe()
 	select {
 	case other.streams <- there:
-		return here, nil
+		return here, here.SetDeadline(now.Add(timeout))
 	case <-other.down:
 	case <-p.down:
 	case <-deadline.C:

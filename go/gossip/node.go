@@ -24,6 +24,7 @@ const (
 	tellAgain     = time.Second            // between two equal News
 	joinPause     = 200 * time.Millisecond // between attempts to reach the seeds
 	farewell      = time.Second            // for telling the others that this member leaves
+	mostLost      = 256                    // members that stopped answering and are tried again
 	announceBound = time.Millisecond       // UpdateNode has queued its message when it begins to wait
 )
 
@@ -43,7 +44,8 @@ func (e *TimeoutError) Error() string {
 // Node is one member of a job.
 type Node struct {
 	cfg     Config
-	id      agree.ID
+	id      agree.ID // its incarnation is known when open returns
+	name    string   // of the node, in memberlist
 	log     *slog.Logger
 	list    *memberlist.Memberlist
 	keys    *keyring
@@ -60,10 +62,10 @@ type Node struct {
 
 	mu       sync.Mutex
 	machine  *agree.Machine
-	peers    map[string]peer   // by the name of the node
-	lost     map[string]string // addresses of nodes that stopped answering
-	changed  chan struct{}     // closed, and another one made, at each change
-	told     agree.News        // that News has returned
+	peers    map[string]peer // by the name of the node
+	lost     map[string]peer // that stopped answering
+	changed  chan struct{}   // closed, and another one made, at each change
+	told     agree.News      // that News has returned
 	toldAt   time.Time
 	announce bool // the own note is to be announced
 	propose  bool // the own proposal is to be sent
@@ -74,6 +76,11 @@ type peer struct {
 	agree.Peer
 	id   agree.ID
 	node memberlist.Node // a copy: memberlist changes its own
+}
+
+// replaces reports whether another node has ended for certain: there is a later life of it, or its address has another owner.
+func (p peer) replaces(_ string, other peer) bool {
+	return other.id.Name == p.id.Name && other.id.Incarnation < p.id.Incarnation || other.At == p.At
 }
 
 // Open makes a node and, if there are seeds beside it, reaches at least one of them within the timeout for connecting.
@@ -106,10 +113,10 @@ func Open(ctx context.Context, cfg Config) (*Node, error) {
 // open goes on with a transport, which it owns.
 func open(ctx context.Context, cfg Config, settings *memberlist.Config, seeds [][]string, address string) (_ *Node, err error) {
 	n := &Node{
-		cfg: cfg, id: cfg.id(), log: cfg.Log, address: address,
+		cfg: cfg, id: cfg.id(), name: settings.Name, log: cfg.Log, address: address,
 		own: net.JoinHostPort(settings.AdvertiseAddr, strconv.Itoa(settings.AdvertisePort)),
 		run: make(chan struct{}), wake: make(chan struct{}, 1), changed: make(chan struct{}),
-		peers: map[string]peer{}, lost: map[string]string{},
+		peers: map[string]peer{}, lost: map[string]peer{},
 	}
 	if n.seeds = seeds; len(seeds) == 0 {
 		n.seeds = [][]string{{n.own}}
@@ -137,8 +144,16 @@ func open(ctx context.Context, cfg Config, settings *memberlist.Config, seeds []
 		n.close(false)
 		return nil, err
 	}
+	n.step(func(m *agree.Machine) {
+		if id := m.Rise(); id != n.id {
+			n.id, n.announce = id, true
+		}
+	})
 	return n, nil
 }
+
+// ID is this life of the member.
+func (n *Node) ID() agree.ID { return n.id }
 
 // Address is "host:port", which others name as a seed.
 func (n *Node) Address() string { return n.address }

@@ -3,7 +3,9 @@ package gossip
 import (
 	"bytes"
 	"context"
+	"fmt"
 	"log/slog"
+	"math"
 	"net"
 	"os"
 	"path/filepath"
@@ -157,21 +159,32 @@ func endAll(all []*trainer) {
 // the test has returned.
 func ended() { time.Sleep(5 * time.Second) }
 
-// Virtual time. 100 of them with FULL; with the race detector that would take minutes.
+// Virtual time. 100 of them with FULL; with the race detector that would take minutes. The 20 have the longest names that are allowed,
+// in a job whose name is as long as it may be: each fills a packet, and with 100 of them gossip would take minutes.
 func TestManyMembersAgreeThoughPacketsAreLost(t *testing.T) {
-	count := 20
+	count, long := 20, true
 	if testmain.Full() && !testmain.Race() {
-		count = 100
+		count, long = 100, false
 	}
 	synctest.Test(t, func(t *testing.T) {
 		m := newMesh(t, 0.2)
-		var numbers []int
-		for i := range count {
-			numbers = append(numbers, i+1)
-		}
+		var all []*trainer
 		began := time.Now()
-		all := start(m, numbers...)
+		for i := range count {
+			cfg, settings, seeds := m.config(i + 1)
+			if long {
+				cfg.Job, cfg.Name = strings.Repeat("j", memberlist.LabelMaxSize), longest(t, cfg)
+				settings.Label, settings.Name = cfg.Job, cfg.settings().Name
+			}
+			node, err := m.try(cfg, settings, seeds)
+			require.NoError(t, err)
+			all = append(all, train(node))
+		}
 		until(t, all, count)
+		for _, node := range all[0].list.Members() {
+			require.LessOrEqual(t, len(node.Meta), memberlist.MetaMaxSize)
+			require.Equal(t, long, len(node.Meta) > memberlist.MetaMaxSize*9/10)
+		}
 		t.Logf("%d members agree after %v", count, time.Since(began))
 		began = time.Now()
 		all[count/2].kill()
@@ -179,6 +192,39 @@ func TestManyMembersAgreeThoughPacketsAreLost(t *testing.T) {
 		t.Logf("a death is noticed, and another view agreed on, after %v", time.Since(began))
 		endAll(append(all[:count/2:count/2], all[count/2+1:]...))
 	})
+}
+
+// longest is the longest name that is allowed with the rest of a configuration.
+func longest(t *testing.T, cfg Config) string {
+	t.Helper()
+	require.NoError(t, cfg.Validate())
+	for cfg.Validate() == nil {
+		cfg.Name += "-"
+	}
+	return cfg.Name[:len(cfg.Name)-1]
+}
+
+// What 100 members of the longest names say fits: the metadata of each, and what two of them exchange.
+func TestTheLongestNamesFit(t *testing.T) {
+	n := &Node{log: discard}
+	view := agree.View{Number: math.MaxInt64}
+	for i := range 100 {
+		cfg := Config{Name: fmt.Sprintf("m%03d", i), StoreAddress: "host:65535", MinMembers: 1}
+		cfg.Name, cfg.Incarnation = longest(t, cfg), math.MaxInt64
+		view.Members = append(view.Members, agree.Member{ID: cfg.id(), Address: cfg.StoreAddress})
+		n.id = cfg.id()
+		n.machine = agree.New(agree.Config{Me: n.id, Address: cfg.StoreAddress})
+		last := agree.Note{Address: cfg.StoreAddress, Wants: math.MaxInt64, Confirmed: math.MaxInt64, Digest: view.Digest(), Left: true}
+		require.Len(t, metadata(n.id, last), memberlist.MetaMaxSize, "one more byte of the name would be too many")
+	}
+	lives, proposal := map[string]int64{}, agree.Proposal{View: view, Base: &view}
+	for _, q := range view.Members {
+		lives[q.Name] = q.Incarnation
+		proposal.Ended = append(proposal.Ended, agree.Final{ID: q.ID, Confirmed: math.MaxInt64})
+	}
+	n.machine.Learn(lives)
+	require.True(t, n.machine.Hear(proposal))
+	require.Less(t, len(delegate{n}.LocalState(true)), 200_000, "memberlist takes 20 MiB")
 }
 
 // docs/ftlib.md states this bound. Virtual time.
@@ -251,6 +297,56 @@ func TestAMemberThatLeavesOrIsStartedAgain(t *testing.T) {
 		until(t, all, 2)
 		endAll(all)
 	})
+}
+
+// A process that is started again on a host whose clock is behind takes the place of its earlier life all the same.
+func TestALifeWithAnEarlierClock(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m := newMesh(t, 0)
+		later := func(number int) *trainer {
+			cfg, settings, seeds := m.config(number)
+			cfg.Incarnation += int64(time.Hour)
+			node, err := m.try(cfg, settings, seeds)
+			require.NoError(t, err)
+			return train(node)
+		}
+		all := []*trainer{train(m.open(1)), later(2), train(m.open(3))}
+		until(t, all, 3)
+		for name, known := range map[string]func(){
+			"the others have not noticed its end": func() {},
+			"the others have gone on without it":  func() { until(t, []*trainer{all[0], all[2]}, 2) },
+		} {
+			earlier := all[1].ID()
+			all[1].kill()
+			known()
+			all[1] = train(m.open(2))
+			require.Equal(t, earlier.Incarnation+1, all[1].ID().Incarnation, name)
+			until(t, all, 3)
+		}
+		endAll(all)
+	})
+}
+
+func TestMembersThatStoppedAnsweringAreTriedAgain(t *testing.T) {
+	n := &Node{log: discard, name: "me.1", peers: map[string]peer{}, lost: map[string]peer{}, changed: make(chan struct{}), wake: make(chan struct{}, 1)}
+	n.machine = agree.New(agree.Config{Me: agree.ID{Name: "me", Incarnation: 1}})
+	node := func(name string, life int64, host byte) *memberlist.Node {
+		id := agree.ID{Name: name, Incarnation: life}
+		return &memberlist.Node{Name: name + strconv.FormatInt(life, 10), Addr: net.IP{10, 0, 0, host}, Port: 1, Meta: metadata(id, agree.Note{})}
+	}
+	for _, lost := range []*memberlist.Node{node("a", 1, 1), node("b", 1, 2), node("c", 1, 3)} {
+		events{n}.NotifyJoin(lost)
+		events{n}.NotifyLeave(lost)
+	}
+	require.Len(t, n.lost, 3)
+	events{n}.NotifyJoin(node("a", 2, 4))
+	events{n}.NotifyJoin(node("d", 1, 2))
+	require.Len(t, n.lost, 1, "a later life of a, and another member where b was")
+	require.Contains(t, n.lost, "c1")
+	for i := range 2 * mostLost {
+		events{n}.NotifyLeave(node("e", int64(i), 5))
+	}
+	require.Len(t, n.lost, mostLost)
 }
 
 func TestTokensAreReplacedWhileMembersTrain(t *testing.T) {
@@ -401,6 +497,10 @@ func TestAListOfMembersThatDoesNotCome(t *testing.T) {
 		require.ErrorIs(t, err, ErrClosed)
 		_, err = node.News(t.Context())
 		require.ErrorIs(t, err, ErrClosed)
+		last := node.machine.Note()
+		_, err = node.View(t.Context())
+		require.ErrorIs(t, err, ErrClosed)
+		require.Equal(t, last, node.machine.Note(), "it has told this to the others")
 		ended()
 	})
 }
@@ -463,6 +563,24 @@ func TestSockets(t *testing.T) {
 	require.ErrorContains(t, err, "token_file")
 }
 
+// A peer that accepts a connection and does not read, as a stopped process does, does not hold a sender.
+func TestAPeerThatDoesNotRead(t *testing.T) {
+	listener, err := net.Listen("tcp", "localhost:0")
+	require.NoError(t, err)
+	defer func() { _ = listener.Close() }()
+	cfg := Config{Log: discard}
+	w, err := listen(cfg.settings(), 0)
+	require.NoError(t, err)
+	conn, err := w.DialAddressTimeout(memberlist.Address{Addr: listener.Addr().String()}, 100*time.Millisecond)
+	require.NoError(t, err)
+	for err == nil {
+		_, err = conn.Write(make([]byte, 1<<20))
+	}
+	require.ErrorIs(t, err, os.ErrDeadlineExceeded)
+	require.NoError(t, conn.Close())
+	require.NoError(t, w.Shutdown())
+}
+
 // What arrives comes on goroutines of memberlist: a panic there would end the training process.
 func TestAPanicOnWhatArrivesIsLogged(t *testing.T) {
 	var log bytes.Buffer
@@ -470,7 +588,13 @@ func TestAPanicOnWhatArrivesIsLogged(t *testing.T) {
 	message := []byte("{}")
 	require.NotPanics(t, func() { delegate{n}.NotifyMsg(message) })
 	require.NotPanics(t, func() { delegate{n}.MergeRemoteState(message, false) })
-	require.NotPanics(t, func() { events{n}.NotifyLeave(&memberlist.Node{Meta: metadata(agree.ID{Name: "a"}, agree.Note{})}) })
+	require.NotPanics(t, func() { delegate{n}.NodeMeta(512) })
+	require.NotPanics(t, func() { delegate{n}.LocalState(true) })
+	require.NotPanics(t, func() {
+		events{n}.NotifyLeave(&memberlist.Node{Name: "a.1", Meta: metadata(agree.ID{Name: "a"}, agree.Note{})})
+	})
 	require.Equal(t, 2, strings.Count(log.String(), `in="gossip message"`))
 	require.Equal(t, 1, strings.Count(log.String(), `in="gossip event"`))
+	require.Equal(t, 1, strings.Count(log.String(), `in="gossip metadata"`))
+	require.Equal(t, 1, strings.Count(log.String(), `in="gossip state"`))
 }

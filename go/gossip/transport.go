@@ -58,6 +58,12 @@ func (w *wire) DialAddressTimeout(to memberlist.Address, timeout time.Duration) 
 	if err != nil {
 		return nil, err
 	}
+	// memberlist sets one for each exchange, but none for the messages of a delegate: a peer that accepts and does not read must not
+	// hold their senders.
+	if err := conn.SetDeadline(time.Now().Add(timeout)); err != nil {
+		_ = conn.Close()
+		return nil, err
+	}
 	return ending(w.ctx, conn), nil
 }
 

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 
 	"github.com/torchft/torchft/go/gossip"
+	"github.com/torchft/torchft/go/gossip/agree"
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
 
@@ -33,7 +34,7 @@ func GossipStart(config string, connectTimeoutUs int64, security string) (op int
 	}), nil
 }
 
-// GossipViewStart waits until the members agree on a view; the result is the JSON of agree.View.
+// GossipViewStart waits until the members agree on a view; the result is the JSON of agree.View, and the incarnation of this member.
 func GossipViewStart(handle, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	node, err := ops.Get[*gossip.Node](handle)
@@ -48,7 +49,10 @@ func GossipViewStart(handle, timeoutUs int64) (op int64, err error) {
 		if err != nil {
 			return nil, err
 		}
-		return toJSON(view)
+		return toJSON(struct {
+			*agree.View
+			Incarnation int64 `json:"incarnation"`
+		}{view, node.ID().Incarnation})
 	}), nil
 }
 

@@ -84,7 +84,8 @@ class Gossip(Consensus):
         self._listener = listener
 
     def get_member_list(self) -> View:
-        return self._node.view(self._timeout)
+        self.identity, view = self._node.view(self.identity.name, self._timeout)
+        return view
 
     def close(self) -> None:
         self._closed.set()
@@ -119,10 +120,11 @@ class _Node(_Server):
         text = json.dumps({**identity._asdict(), **config})
         self._serve("pyapi_GossipStart", text, _micros("connect_timeout", connect_timeout), security())
 
-    def view(self, timeout: timedelta) -> View:
+    def view(self, name: str, timeout: timedelta) -> tuple[Identity, View]:
+        """A view, and which life of this name is in it: a later one than the clock said, where such a one was known."""
         said = json.loads(self._go.run(self._go.pyapi_GossipViewStart, self._handle, _micros("timeout", timeout)))
         members = (Member(Identity(m["name"], m["incarnation"]), m["address"]) for m in said["members"])
-        return View(said["number"], tuple(members))
+        return Identity(name, said["incarnation"]), View(said["number"], tuple(members))
 
     def news(self, timeout: timedelta) -> tuple[int, str, list[str]]:
         """Waits for news: the number of the view, why it is lost (empty: it is not), and who wants to join."""

@@ -175,6 +175,29 @@ func (m *Machine) Waits() string { return m.waits }
 // Replaced reports whether a later life of this member's name has taken its place.
 func (m *Machine) Replaced() bool { return m.lives[m.cfg.Me.Name] > m.cfg.Me.Incarnation }
 
+// Lives are the latest lives of all names that this member has heard of.
+func (m *Machine) Lives() map[string]int64 { return maps.Clone(m.lives) }
+
+// Learn takes lives that another member knows.
+func (m *Machine) Learn(lives map[string]int64) {
+	for name, life := range lives {
+		m.lives[name] = max(m.lives[name], life)
+	}
+	m.without()
+	m.act()
+}
+
+// Rise gives a member that has not asked yet a life after all that are known of its name: its clock may be behind that of the host
+// where an earlier life ran.
+func (m *Machine) Rise() ID {
+	if m.Replaced() {
+		m.cfg.Me.Incarnation = m.lives[m.cfg.Me.Name] + 1
+		m.lives[m.cfg.Me.Name] = m.cfg.Me.Incarnation
+		m.without()
+	}
+	return m.cfg.Me
+}
+
 // Proposal is what the others should know: the latest proposal and the last formed view; false if there is none.
 func (m *Machine) Proposal() (Proposal, bool) {
 	if m.latest == nil {
@@ -246,8 +269,13 @@ func (m *Machine) See(peers map[ID]Peer) {
 		}
 	}
 	m.alive = maps.Clone(peers)
-	maps.DeleteFunc(m.alive, func(id ID, _ Peer) bool { _, over := m.over(id); return over })
+	m.without()
 	m.act()
+}
+
+// without drops live members that have ended, as it turns out.
+func (m *Machine) without() {
+	maps.DeleteFunc(m.alive, func(id ID, _ Peer) bool { _, over := m.over(id); return over })
 }
 
 // over reports whether a member has ended, and the number of the last view that it confirmed.

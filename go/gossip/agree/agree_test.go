@@ -330,6 +330,23 @@ func TestALaterLifeTakesThePlace(t *testing.T) {
 	require.Nil(t, old.Taken())
 }
 
+// The clock of a life may be behind that of an earlier one.
+func TestAMemberRisesAboveKnownLives(t *testing.T) {
+	j := newJob(t, "a", "b")
+	j.ask("a", "b")
+	j.lives = -10
+	m := j.start("b")
+	require.Equal(t, int64(-9), m.Rise().Incarnation, "it has heard of none")
+	m.Learn(j.machines["a"].Lives())
+	require.True(t, m.Replaced())
+	require.Equal(t, ID{"b", 3}, m.Rise())
+	require.False(t, m.Replaced())
+	require.Equal(t, ID{"b", 3}, m.Rise())
+	j.ask("a", "b")
+	require.Equal(t, []string{"a", "b"}, j.in("b"))
+	require.True(t, j.machines["a"].Taken().Has(ID{"b", 3}))
+}
+
 func TestAMemberGivesUp(t *testing.T) {
 	j := newJob(t, "a", "b")
 	j.ask("a", "b")
@@ -473,8 +490,18 @@ func TestOneNameOnBothSidesOfACut(t *testing.T) {
 		j.ask(j.names()...)
 		require.Equal(t, []string{"a", "b"}, j.in("a"))
 		require.Empty(t, j.in("other b"), "a is away, and has not ended")
+
+		// docs/ftlib.md says that it must not come to this.
+		a := j.machines["a"]
+		a.Leave()
+		delete(j.machines, "a")
+		for _, m := range j.machines {
+			m.Bury(a.cfg.Me, a.Note())
+		}
+		j.ask("b")
+		require.Equal(t, []string{"b"}, j.in("b"))
+		require.Equal(t, []string{"b"}, j.in("other b"), "nobody has told it that it counts as ended")
 	})
-	// docs/ftlib.md says that this is not allowed.
 	t.Run("each half has a second one of all names of the other half", func(t *testing.T) {
 		j := newJob(t, "a", "b")
 		j.away = map[string]bool{}

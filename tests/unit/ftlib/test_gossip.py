@@ -19,6 +19,7 @@ from tests.unit.ftlib.plugins import Heard, StoreFramework, shared_store, wait_f
 from torchft._torchft import _load
 from torchft.ftlib import ConsensusStatus, FTAllReduceStatus, FTLib, RebuildFailed, View
 from torchft.ftlib.gossip import Gossip
+from torchft.ftlib.views import Identity
 from torchft.process_group import ProcessGroupGloo
 
 SOON = timedelta(seconds=30)
@@ -79,6 +80,19 @@ def test_a_later_life_takes_the_place_of_a_failed_one_at_once() -> None:
     assert again.identity in view.identities and killed.identity not in view.identities
     with pytest.raises(RuntimeError, match="b is no member any more: a later life of it has taken its place"):
         killed.get_member_list()
+    for member in (killed, again, a):
+        member.close()
+
+
+def test_a_later_life_takes_the_place_though_its_clock_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    a = Gossip(name="a", timeout=SOON)
+    killed = Gossip(seeds=a.address, name="b", timeout=SOON)
+    together(a, killed)
+    with monkeypatch.context() as clock:
+        clock.setattr("torchft.ftlib.gossip.time.time_ns", lambda: 1)
+        again = Gossip(seeds=a.address, name="b", timeout=SOON)
+    view = together(a, again)
+    assert again.identity == Identity("b", killed.identity.incarnation + 1) and again.identity in view.identities
     for member in (killed, again, a):
         member.close()
 

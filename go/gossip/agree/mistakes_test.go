@@ -16,6 +16,9 @@ import (
 
 var mistakeFlag = flag.String("agree.mistake", "", "agree.go is compiled with this mistake: find it")
 
+// safety is what tells that two views could be live.
+var safety = []string{ruleLive, ruleShared, ruleFollows, ruleRemembered}
+
 // Mistakes in the machine: texts of agree.go, each with what is in its place, and one of the rules that find it. The compiler reads
 // the changed file instead (go test -overlay).
 var mistakes = []struct {
@@ -26,12 +29,12 @@ var mistakes = []struct {
 	{
 		"any view follows any other one",
 		[][2]string{{"if here > 0 && (2*here > all ||", "if true || here > 0 && (2*here > all ||"}},
-		[]string{ruleLive, ruleShared, ruleRemembered},
+		safety,
 	},
 	{
 		"attempts are not remembered",
 		[][2]string{{"for _, a := range m.attempts {", "for _, a := range m.attempts[:0] {"}},
-		[]string{ruleLive, ruleShared, ruleRemembered},
+		safety,
 	},
 	{
 		// Once a rule: the first attempt is of no use, since the members of the second one confirm nothing earlier.
@@ -40,42 +43,42 @@ var mistakes = []struct {
 			{"m.attempts = append(m.attempts, v)", "m.attempts = append(slices.DeleteFunc(m.attempts, func(a *View) bool { return slices.Equal(a.Members, v.Members) }), v)"},
 			{"if len(m.unconfirmed(v)) == 0 {", "if len(m.unconfirmed(v)) == 0 && !slices.ContainsFunc(v.Members, func(q Member) bool { return m.alive[q.ID].hasLeft(v, v.Digest()) }) {"},
 		},
-		[]string{ruleLive, ruleShared, ruleRemembered},
+		safety,
 	},
 	{
 		"half is enough",
 		[][2]string{{"2*here == all && len(missing) == 0", "2*here == all"}},
-		[]string{ruleLive, ruleShared, ruleRemembered},
+		safety,
 	},
 	{
 		"members that ended are not counted, whatever they confirmed",
 		[][2]string{{"case over && last <= f.Number:", "case over && last <= unknown:"}},
-		[]string{ruleLive, ruleShared, ruleRemembered},
+		safety,
 	},
 	{
 		"a member that was started again confirmed nothing",
 		[][2]string{{"const unknown = math.MaxInt64", "const unknown = 0 * math.MaxInt64"}},
-		[]string{ruleLive, ruleShared, ruleRemembered},
+		safety,
 	},
 	{
 		"a view that a member left unconfirmed is one that it left",
 		[][2]string{{"return n.Confirmed < v.Number && n.Wants > v.Number ||", "return n.Wants > v.Number ||"}},
-		[]string{ruleLive, ruleShared, ruleRemembered},
+		safety,
 	},
 	{
 		"what ended members confirmed last was never formed",
 		[][2]string{{"over && last < v.Number", "over && last <= v.Number"}},
-		[]string{ruleLive, ruleShared, ruleRemembered},
+		safety,
 	},
 	{
 		"the last attempt alone is remembered",
 		[][2]string{{"m.attempts = append(m.attempts, v)", "m.attempts = []*View{v}"}},
-		[]string{ruleLive, ruleShared, ruleRemembered},
+		safety,
 	},
 	{
 		"a formed view that is heard of ends later attempts",
 		[][2]string{{"m.form(p.Base)", "m.form(p.Base)\n		m.attempts = nil"}},
-		[]string{ruleLive, ruleShared, ruleRemembered},
+		safety,
 	},
 	{
 		"the last formed view is not told",
@@ -103,7 +106,7 @@ var mistakes = []struct {
 	{
 		"half of the seeds found a job",
 		[][2]string{{"if 2*count > len(m.cfg.Seeds) {", "if 2*count >= len(m.cfg.Seeds) {"}},
-		[]string{ruleLive, ruleShared, ruleRemembered},
+		safety,
 	},
 	{
 		"a member that has left asks",
@@ -113,6 +116,16 @@ var mistakes = []struct {
 	{
 		"a proposal that others have left is waited for",
 		[][2]string{{"over = over || !ok || peer.hasLeft(v, digest)", "over = over || !ok || peer.Confirmed < 0"}},
+		[]string{ruleTogether},
+	},
+	{
+		"members that have left are counted",
+		[][2]string{{"case over && last <= f.Number:", "case over && last <= 0*f.Number:"}},
+		[]string{ruleTogether},
+	},
+	{
+		"newcomers are not told who has left",
+		[][2]string{{"p.Ended = append(p.Ended, Final{q.ID, confirmed})", "_ = confirmed"}},
 		[]string{ruleTogether},
 	},
 	{
@@ -183,7 +196,7 @@ func TestFindMistake(t *testing.T) {
 			continue
 		}
 		for number, events := uint64(0), 0; events < 3_000_000; number++ {
-			w, _ := history(number)
+			w, _ := history(23, number) // the same each day
 			if events += w.events; w.broken != "" {
 				t.Logf("history %d, event %d: %s: %s", number, events, w.broken, w.how)
 				require.Contains(t, mistake.found, w.broken)

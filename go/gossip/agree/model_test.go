@@ -25,9 +25,9 @@ func dated() uint64 {
 	return *seedFlag
 }
 
-// history is the random history of this number, and whether it ended with a view of all.
-func history(number uint64) (w *world, together bool) {
-	random := rand.New(rand.NewPCG(dated(), number))
+// history is the random history of this seed and number, and whether it ended with a view of all.
+func history(seed, number uint64) (w *world, together bool) {
+	random := rand.New(rand.NewPCG(seed, number))
 	w = newWorld(random)
 	switch random.IntN(3) {
 	case 0:
@@ -50,7 +50,7 @@ func TestRandomHistoriesKeepTheRules(t *testing.T) {
 	}
 	made, formed, blocked, histories := 0, 0, 0, 0
 	for events := 0; events < want; histories++ {
-		w, together := history(uint64(histories))
+		w, together := history(dated(), uint64(histories))
 		require.Empty(t, w.broken, "seed %d, history %d, event %d: %s", dated(), histories, w.events, w.how)
 		events += w.events
 		made += len(w.made)

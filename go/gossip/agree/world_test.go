@@ -7,15 +7,16 @@ import (
 	"slices"
 )
 
-// What holds in every history. The oracle looks at what members confirm and take; ruleRemembered alone is of the machine's inside,
-// and the proof stands on it.
+// What holds in every history. The oracle looks at what members confirm and take, and at which of them run. ruleRemembered alone is of
+// the machine's inside. Most of them are what the proof stands on: they are broken long before two views are live.
 const (
 	ruleLive       = "at most one view is live"
+	ruleTaken      = "a member takes a view that all of its members have confirmed"
 	ruleShared     = "a formed view shares a member with the one before"
 	ruleConfirmed  = "a member confirms growing numbers, and none after it has left"
-	ruleTaken      = "a member takes a view that all of its members have confirmed"
-	ruleHeard      = "a member says what can be"
+	ruleFollows    = "a member of the last formed view confirms a view that holds more than half of it"
 	ruleRemembered = "a member remembers a formed view of its own as the last one, or as an attempt"
+	ruleHeard      = "a member says what can be"
 	ruleTogether   = "members that reach each other get a view of all"
 )
 
@@ -181,6 +182,7 @@ func (w *world) confirmed(p *process, last, note Note) {
 		w.views[note.Digest], w.by[note.Digest] = v, map[ID]bool{}
 	}
 	w.by[note.Digest][p.id()] = true
+	w.follows(p, v)
 	if len(w.by[note.Digest]) < len(v.Members) {
 		return
 	}
@@ -197,6 +199,36 @@ func (w *world) confirmed(p *process, last, note Note) {
 	}
 	for _, p := range w.running {
 		w.remembers(p)
+	}
+}
+
+// follows compares a view with the formed one before, if the member that confirms it is one of it.
+func (w *world) follows(p *process, v *View) {
+	var last *View
+	for _, f := range w.formed {
+		if f.Number < v.Number {
+			last = f
+		}
+	}
+	if last == nil || !last.Has(p.id()) || w.late || w.doubled != "" { // in these, one that runs may count as ended
+		return
+	}
+	here, all, run := 0, 0, 0
+	for _, q := range last.Members {
+		said := w.said[q.ID]
+		note, other := said[len(said)-1], w.find(q.ID)
+		switch {
+		case v.Has(q.ID):
+			here++
+		case note.Left && note.Confirmed <= last.Number:
+			continue
+		case other != nil && !other.leaving:
+			run++
+		}
+		all++
+	}
+	if 2*here < all || 2*here == all && run > 0 {
+		w.fails(ruleFollows, "%v confirms %+v after %+v", p.id(), v, last)
 	}
 }
 
@@ -466,6 +498,11 @@ func (w *world) ends(p *process) {
 		w.end(p)
 		return
 	}
+	w.leaves(p)
+}
+
+// leaves lets a process say that it ends.
+func (w *world) leaves(p *process) {
 	p.leaving = true
 	w.does(p, p.Leave)
 	w.left = append(w.left, p)
@@ -579,13 +616,23 @@ func (w *world) calm() {
 	w.mustRest()
 }
 
-// supervised is a history in which one process at a time is killed: one of three or more in a view, or one that is started again
-// under its name.
+// supervised is a history in which one process at a time ends: it is killed, one of three or more in a view or one that is started
+// again under its name, or some leave and all others hear of it.
 func (w *world) supervised() {
 	w.calm()
 	for range 1 + w.IntN(4) {
-		if len(w.running) > 2 && w.broken == "" && w.IntN(2) == 0 {
+		if n := len(w.running); n > 2 && w.broken == "" && w.IntN(3) == 0 {
 			w.end(w.pick())
+			w.mustRest()
+		} else if n > 1 && w.broken == "" && w.IntN(2) == 0 {
+			w.connect()
+			for _, p := range w.running[:1+w.IntN(n-1)] {
+				w.leaves(p)
+			}
+			if w.IntN(2) == 0 { // newcomers do not hear it from themselves
+				w.running = slices.DeleteFunc(w.running, func(p *process) bool { return p.leaving })
+			}
+			w.play(w.IntN(100), false)
 			w.mustRest()
 		}
 		w.play(20+w.IntN(200), false)

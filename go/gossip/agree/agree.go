@@ -18,7 +18,8 @@
 // has left the earlier one for good; two formed views have different numbers. (The rule for ambiguous views is that of
 // Yeger Lotem, Keidar and Dolev, "Dynamic voting for consistent primary components", 1997.) A member that has left and
 // that confirmed nothing after a view is not counted in it: no later view has it. Exactly half is enough where the other
-// half is known to have ended, since each of two disjoint halves would have had to see the other one's end.
+// half is known to have ended, since each of two disjoint halves would have had to see the other one's end. A later life of a name
+// counts as the end of the earlier one; a job in which two processes have one name at a time has no such guarantee.
 package agree
 
 import (

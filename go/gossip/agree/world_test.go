@@ -7,19 +7,6 @@ import (
 	"slices"
 )
 
-// What holds in every history. The oracle looks at what members confirm and take, and at which of them run. ruleRemembered alone is of
-// the machine's inside. Most of them are what the proof stands on: they are broken long before two views are live.
-const (
-	ruleLive       = "at most one view is live"
-	ruleTaken      = "a member takes a view that all of its members have confirmed"
-	ruleShared     = "a formed view shares a member with the one before"
-	ruleConfirmed  = "a member confirms growing numbers, and none after it has left"
-	ruleFollows    = "a member of the last formed view confirms a view that holds more than half of it"
-	ruleRemembered = "a member remembers a formed view of its own as the last one, or as an attempt"
-	ruleHeard      = "a member says what can be"
-	ruleTogether   = "members that reach each other get a view of all"
-)
-
 // names are those of processes; each has a place of its own on the network, and the last place is for a second process of a name.
 var names = []string{"a", "b", "c", "d", "e"}
 
@@ -86,15 +73,6 @@ func newWorld(random *rand.Rand) *world {
 	return w
 }
 
-func (w *world) fails(rule, how string, arguments ...any) {
-	if w.doubled != "" && (rule == ruleLive || rule == ruleShared) {
-		return // what names that are not unique can do, TestOneNameOnBothSidesOfACut shows
-	}
-	if w.broken == "" {
-		w.broken, w.how = rule, fmt.Sprintf(how, arguments...)
-	}
-}
-
 // find gives the process of a life, nil if it has ended.
 func (w *world) find(id ID) *process {
 	for _, p := range w.running {
@@ -147,133 +125,6 @@ func (w *world) start(name string) {
 
 func (w *world) end(p *process) {
 	w.running = slices.DeleteFunc(w.running, func(o *process) bool { return o == p })
-}
-
-// does lets something happen to a process, and looks at what it says and takes after it.
-func (w *world) does(p *process, happens func()) {
-	happens()
-	id, note, in := p.id(), p.Note(), p.Taken()
-	said := w.said[id]
-	if last := said[len(said)-1].Note; note != last {
-		w.said[id] = append(said, Peer{note, p.cfg.At})
-		if note.Confirmed != last.Confirmed || note.Digest != last.Digest {
-			w.confirmed(p, last, note)
-		}
-	}
-	w.remembers(p)
-	if in != p.in {
-		if p.in = in; in != nil {
-			w.taken(p)
-		}
-	}
-}
-
-func (w *world) confirmed(p *process, last, note Note) {
-	w.stirred, w.latest = p, p.latest
-	if note.Confirmed <= last.Confirmed || last.Left {
-		w.fails(ruleConfirmed, "%v: %+v after %+v", p.id(), note, last)
-	}
-	v := p.latest
-	if v.Digest() != note.Digest {
-		w.fails(ruleConfirmed, "%v: %+v is not its latest proposal", p.id(), note)
-		return
-	}
-	if w.by[note.Digest] == nil {
-		w.views[note.Digest], w.by[note.Digest] = v, map[ID]bool{}
-	}
-	w.by[note.Digest][p.id()] = true
-	w.follows(p, v)
-	if len(w.by[note.Digest]) < len(v.Members) {
-		return
-	}
-	at, same := slices.BinarySearchFunc(w.formed, v.Number, func(f *View, number int64) int { return int(f.Number - number) })
-	if same {
-		w.fails(ruleShared, "two views have the number %d", v.Number)
-	}
-	w.formed = slices.Insert(w.formed, at, v)
-	for i := max(at, 1); i < min(at+2, len(w.formed)); i++ {
-		before, after := w.formed[i-1], w.formed[i]
-		if !slices.ContainsFunc(before.Members, func(q Member) bool { return after.Has(q.ID) }) {
-			w.fails(ruleShared, "%+v and %+v", before, after)
-		}
-	}
-	for _, p := range w.running {
-		w.remembers(p)
-	}
-}
-
-// follows compares a view with the formed one before, if the member that confirms it is one of it.
-func (w *world) follows(p *process, v *View) {
-	var last *View
-	for _, f := range w.formed {
-		if f.Number < v.Number {
-			last = f
-		}
-	}
-	if last == nil || !last.Has(p.id()) || w.late || w.doubled != "" { // in these, one that runs may count as ended
-		return
-	}
-	here, all, run := 0, 0, 0
-	for _, q := range last.Members {
-		said := w.said[q.ID]
-		note, other := said[len(said)-1], w.find(q.ID)
-		switch {
-		case v.Has(q.ID):
-			here++
-		case note.Left && note.Confirmed <= last.Number:
-			continue
-		case other != nil && !other.leaving:
-			run++
-		}
-		all++
-	}
-	if 2*here < all || 2*here == all && run > 0 {
-		w.fails(ruleFollows, "%v confirms %+v after %+v", p.id(), v, last)
-	}
-}
-
-// remembers looks at the views after the last one that a process knows to be formed.
-func (w *world) remembers(p *process) {
-	for _, v := range slices.Backward(w.formed) {
-		if v.Number <= p.base.number() {
-			return
-		}
-		if v.Has(p.id()) && !slices.ContainsFunc(p.attempts, func(a *View) bool { return a.Digest() == v.Digest() }) {
-			w.fails(ruleRemembered, "%v has forgotten %+v", p.id(), v)
-		}
-	}
-}
-
-func (w *world) taken(p *process) {
-	if by := w.by[p.in.Digest()]; len(by) < len(p.in.Members) {
-		w.fails(ruleTaken, "%v: %+v, which %v have confirmed", p.id(), p.in, by)
-	}
-	if live := w.live(); len(live) > 1 {
-		w.fails(ruleLive, "%+v", live)
-	}
-}
-
-// live are the views whose members all run and are in it.
-func (w *world) live() (live []View) {
-	in := map[ID]string{}
-	for _, p := range w.running {
-		if v := p.Taken(); v != nil {
-			in[p.id()] = v.Digest()
-		}
-	}
-	seen := map[string]bool{}
-	for _, p := range w.running {
-		v := p.Taken()
-		if v == nil || seen[v.Digest()] {
-			continue
-		}
-		seen[v.Digest()] = true
-		if !slices.ContainsFunc(v.Members, func(q Member) bool { return in[q.ID] != v.Digest() }) {
-			w.made[v.Digest()] = true
-			live = append(live, *v)
-		}
-	}
-	return live
 }
 
 // connect lets all messages arrive.

@@ -61,6 +61,7 @@ from torchft._manager.signals import Signals, leave_on_from_env
 from torchft._manager.state import Position, Stateful
 from torchft._manager.step import Request, State, Step
 from torchft._manager.stepping import Stepping
+from torchft._manager.together import Ranks
 from torchft._manager.trace import step_trace
 from torchft._manager.transfers import Transfers
 from torchft._manager.work import _ManagedFuture, _ManagedWork, _SimpleFuture
@@ -300,6 +301,7 @@ class Manager(Stateful, Stepping):
                 self._manager_state_dict,
                 self._recovery.locate,
                 self._why_not_along,
+                Ranks(self._store, self._replica_id, settings.group_rank, settings.group_world_size),
                 settings.timeout.total_seconds(),
                 settings.heal_sources - 1,
                 self._logger,
@@ -450,8 +452,6 @@ class Manager(Stateful, Stepping):
             return "use_async_quorum=False: each step waits for its heals"
         if not self._transport.gives_pieces:
             return "the checkpoint transport gives a state as a whole only, HTTPTransport gives it in pieces as well"
-        if self._settings.group_world_size > 1:
-            return f"the group has {self._settings.group_world_size} ranks, which must end their heals together"
         if self._layout.lines is not None:
             return "the groups train on units of a data loader, or on their own between two averages"
         return None
@@ -703,7 +703,9 @@ class Manager(Stateful, Stepping):
             self._batches_committed += participants
             self._committed_quorum_id = self._quorum_id
             self._commit_failures = 0
-        elif isinstance(self._current.cause, StillHealing):
+        elif isinstance(self._current.cause, StillHealing) or (
+            self._recovery.joining and self._current.refused_by_rank
+        ):
             self._commit_failures = 0  # its reductions have succeeded: no new connections are needed
         else:
             self._commit_failures = failures + 1

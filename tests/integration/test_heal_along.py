@@ -140,7 +140,9 @@ def _same(ours: Any, theirs: Any, path: str = "") -> None:
         assert ours == theirs, path
 
 
-def _run(cluster: Cluster, loop: Loop, first: int, later: int, gate: Optional[Gate] = None) -> list[Any]:
+def _run(
+    cluster: Cluster, loop: Loop, first: int, later: int, gate: Optional[Gate] = None, ranks: int = 1
+) -> list[Any]:
     begun = loop.begun
     steps = gate or Gate()
 
@@ -154,13 +156,13 @@ def _run(cluster: Cluster, loop: Loop, first: int, later: int, gate: Optional[Ga
         begun(rank, round)
 
     loop.begun = watched
-    groups = [cluster.start(loop, group=group) for group in range(first)]
+    groups = [cluster.start(loop, group, ranks) for group in range(first)]
     cluster.wait(steps)
-    groups += [cluster.start(loop, group=first + i) for i in range(later)]
+    groups += [cluster.start(loop, first + i, ranks) for i in range(later)]
     found = [one for one in results(*groups) if one is not None]
-    for one in found[1:]:
+    for number, one in enumerate(found):
         assert one[0] == found[0][0]
-        _same(found[0][1], one[1])
+        _same(found[number % ranks][1], one[1])
     return found
 
 
@@ -200,6 +202,52 @@ def test_two_groups_join_two(cluster: Cluster, caplog: pytest.LogCaptureFixture)
     _run(cluster, loop, first=2, later=2)
     assert loop.joined[2] >= LEAST_ROUNDS and loop.joined[3] >= LEAST_ROUNDS
     assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
+
+
+@dataclass
+class TwoRanks(Loop):
+    """The second rank of a group has a larger model, or another optimizer."""
+
+    second: dict[str, Any] = field(default_factory=dict)  # fields of Loop
+
+    def __call__(self, rank: Rank) -> Optional[tuple[int, State]]:
+        given = {key: value for key, value in self.__dict__.items() if key != "second"}
+        return Loop(**{**given, **(self.second if rank.rank == 1 else {})})(rank)
+
+
+def test_the_ranks_of_a_group_end_a_heal_in_one_step(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """The first one has its pieces much earlier, and trains along until the other has its own."""
+    wide = {"model": lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))}
+    loop = TwoRanks(together=2, second=wide)
+    _run(cluster, loop, first=1, later=1, ranks=2)
+    assert loop.joined[1] >= 20, "the second rank has so many pieces"
+    assert all(committed for _, committed, _ in loop.histories[0])
+    assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
+
+
+def test_if_one_rank_of_a_group_gives_up_all_of_them_do(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    loop = TwoRanks(together=2, second={"make": lambda model: _Own(model.parameters())})
+    _run(cluster, loop, first=1, later=1, ranks=2)
+    said = {r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()}
+    assert [one for one in said if "the optimizer is _Own" in one]
+    assert [one for one in said if "another rank of this group takes it over so" in one]
+
+
+def test_weights_that_may_be_needed_are_kept(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """A group loses a step that the only other one commits: if that failed during the heal, its own weights count."""
+
+    def fails(rank: Rank, round: int) -> None:
+        assert rank.manager is not None
+        if rank.group == 1 and round > 5 and rank.manager.num_participants() == 2 and not failed:
+            failed.append(rank.manager.current_step())
+            rank.manager.report_error(RuntimeError("a bad batch"))
+
+    failed: list[int] = []
+    loop = Loop(together=2, reduced=fails, counts=lambda manager: bool(failed))
+    _run(cluster, loop, first=2, later=0)
+    assert failed and failed[0] > 0
+    said = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
+    assert len(said) == 1 and "one group alone has it" in said[0]
 
 
 def test_a_step_that_failed_meanwhile_is_not_applied(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:

@@ -9,6 +9,9 @@ from causes import SILENCE_MS
 from hsdp_model import reference
 from processes import HERE, START_TIMEOUT_S, Child, Event, Job, free_port, ours_path
 
+# Elements of a piece where a group heals in pieces, and the least number of pieces that the model's first shard has.
+PIECE, PIECES = 16, 12
+
 
 def start(job: Job, lighthouse: str, group: int, shards: int, **options: object) -> list[Child]:
     """Starts the ranks of a group."""
@@ -118,6 +121,46 @@ def _wait_for_step(job: Job, child: Child, participants: int, after: int = 0) ->
         60,
         f"a step with {participants} groups",
     )
+
+
+def join_along(shards: int, dies: bool = False, **options: object) -> None:
+    """A second group joins, whose ranks take their shards over in pieces, and the first does not wait for them.
+
+    Args:
+        shards: ranks of a group.
+        dies: whether a rank of the second group ends when it has some pieces, and the group starts again.
+        options: of all workers.
+    """
+    with Job() as job:
+        _, lighthouse = job.lighthouse(
+            ours_path(), min_replicas=1, join_timeout_ms=60000, heartbeat_timeout_ms=SILENCE_MS
+        )
+        first = start(job, lighthouse, 0, shards, along=PIECE, **options)
+        train(job, first)
+        _wait_for_step(job, first[0], 1)
+        if dies:
+            second = start(job, lighthouse, 1, shards, seed=98, along=PIECE, die_at_piece=3, **options)
+            train(job, second)
+            _wait_for_death(job, second)
+            assert not committed(second[0]), job.report()
+            seen = len(first[0].of("step"))
+            _wait_for_step(job, first[0], 1, after=seen)
+        second = start(job, lighthouse, 1, shards, seed=99, along=PIECE, **options)
+        train(job, second)
+        _wait_for_step(job, second[0], 2)
+        last = committed(first[0])[-1]["step"] + 5
+        for child in first + second:
+            child.send(do="finish", step=last)
+        got = weights(job, first + second)
+        steps = committed(first[0])
+        healing = [[e["error"] or "" for e in child.of("step") if not e["committed"]] for child in second]
+        lost = [e for e in first[0].of("step") if not e["committed"]]
+    assert [e["step"] for e in steps] == list(range(last)), "a step was lost or taken twice"
+    assert bool(lost) == dies, lost
+    for errors in healing:  # all ranks end it in one step: that which had its pieces first has trained along
+        assert len(errors) == len(healing[0]) >= PIECES
+        assert all("pieces of the state are here" in error for error in errors), errors
+    check(got, [[0, 1] if e["participants"] == 2 else [0] for e in steps], shards)
 
 
 def kill_and_heal(shards: int, failures: int = 1, **options: object) -> None:

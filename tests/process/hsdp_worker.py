@@ -25,6 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from torchft import Manager, Optimizer, process_group
+from torchft._manager import joining
 from torchft._manager.digest import memory_of
 from torchft.ddp import DistributedDataParallel
 from torchft.device_mesh import ft_init_device_mesh
@@ -44,6 +45,10 @@ parser.add_argument(
     "--compare", type=int, default=0, help="commits in which weights are compared once; differing ones heal"
 )
 parser.add_argument("--flip", type=int, default=-1, help="step before which a bit of the last rank's shard flips")
+parser.add_argument(
+    "--along", type=int, default=0, help="heal in pieces of so many elements, one a step; 0: as a whole"
+)
+parser.add_argument("--die_at_piece", type=int, default=0, help="of a heal, at which the last rank ends; 0: none")
 parser.add_argument("--native", type=int, default=0, help="port of the store that all groups share")
 args = parser.parse_args()
 
@@ -79,6 +84,8 @@ shards_over = {"cpu": "gloo", "cuda": "nccl", "late": "cpu:gloo,late:late"}[args
 if args.wrap == "ddp":
     shards_over = "gloo"
 dist.init_process_group(shards_over, timeout=timedelta(seconds=120))
+if args.along:
+    joining._PIECE, joining._WAITING = args.along, 1
 torch.manual_seed(args.seed)
 model = Model().to(args.device)
 manager = Manager(
@@ -95,6 +102,7 @@ manager = Manager(
     heartbeat_interval=timedelta(milliseconds=50),
     compare_commits=args.compare,
     on_divergence="heal",
+    heal_along=bool(args.along),
 )
 forward: nn.Module = model
 if args.wrap == "ddp":
@@ -144,12 +152,15 @@ while last_step is None or manager.current_step() < last_step:
     optimizer.step()
     committed = manager.batches_committed() > batches
     commits += committed
+    error = "" if manager.errored() is None else str(manager.errored())
+    if args.die_at_piece and rank == shards - 1 and error.startswith(f"{args.die_at_piece} of "):
+        args.die_after = commits
     emit(
         "step",
         step=step,
         committed=committed,
         participants=participants,
-        error=None if manager.errored() is None else str(manager.errored())[:200],
+        error=error[:200] or None,
     )
 
 full = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from hsdp_job import flip_and_heal, kill_and_heal, train_together
+from hsdp_job import flip_and_heal, join_along, kill_and_heal, train_together
 from torch.distributed import TCPStore
 
 pytestmark = [
@@ -34,6 +34,11 @@ def test_two_groups_of_two_ranks(kind: str) -> None:
 
 def test_a_group_is_killed_and_comes_back() -> None:
     kill_and_heal(SHARDS)
+
+
+@pytest.mark.parametrize("dies", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_group_takes_its_shards_over_in_pieces(dies: bool) -> None:
+    join_along(SHARDS, dies)
 
 
 @pytest.mark.slow  # 15 s; tests/integration/test_divergence.py flips bits of whole parameters

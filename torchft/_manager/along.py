@@ -121,18 +121,21 @@ class Heal:
         self._restarts = 0
         self._idle_since: Optional[float] = None
         self._moved = False  # a piece was put in place or compared since the last step
+        self._together = True  # all ranks of the group have compared all of their pieces
 
     # Quorums
 
-    def quorum(self, step: int, quorum_id: int, committed_quorum_id: int) -> Fate:
+    def quorum(self, step: int, quorum_id: int, committed_quorum_id: int, together: bool = True) -> Fate:
         """A quorum in which this group is behind.
 
         Args:
             step: that runs.
             quorum_id: of the quorum.
             committed_quorum_id: in which the step before was committed.
+            together: whether the other ranks of the group have compared all of their pieces: a rank that has, and they
+                have not, trains along with them.
         """
-        before, self.step, self._quorum_id = self.step, step, quorum_id
+        before, self.step, self._quorum_id, self._together = self.step, step, quorum_id, together
         kept = self._kept
         if before is None:
             return Fate.NONE
@@ -195,7 +198,7 @@ class Heal:
         }
         self._fate = Fate.NONE
         self._kept = None
-        if todo.before or self._moved or self._idle_since is None:
+        if todo.before or self._moved or self.waits or self._idle_since is None:
             self._idle_since = now
         self._moved = False
         if now - self._idle_since > MAX_IDLE_SEC:
@@ -259,7 +262,7 @@ class Heal:
         for number, state in enumerate(self._states):
             if state is _State.CURRENT and number not in asked and self._marks[number] != self.step:
                 return Ask(Kind.DIGEST, number)
-        return None if self.unverified else Ask(Kind.REST)
+        return Ask(Kind.REST) if self.ends else None
 
     def _cut(self, number: int) -> None:
         """Leaves so much of a missing piece as is asked for at once."""
@@ -311,10 +314,20 @@ class Heal:
         """Pieces that were not compared."""
         return len(self.pieces) - self._states.count(_State.VERIFIED)
 
+    @property
+    def ends(self) -> bool:
+        """Whether only the rest of the state is missing, in all ranks of the group."""
+        return self.unverified == 0 and self._together
+
+    @property
+    def waits(self) -> bool:
+        """Whether only other ranks of the group miss pieces."""
+        return self.unverified == 0 and not self._together
+
     def done(self, rest_mark: Optional[int]) -> bool:
         """Whether this group has the state of the step that runs, after :meth:`advance`.
 
         Args:
             rest_mark: the mark of the rest of the state; None: it is not here.
         """
-        return self.gave_up is None and self.unverified == 0 and rest_mark is not None and rest_mark == self.step
+        return self.gave_up is None and self.ends and rest_mark is not None and rest_mark == self.step

@@ -20,6 +20,7 @@ import torch
 
 from torchft._manager.along import Advance, Ask, Fate, Heal, Kind, cut
 from torchft._manager.sources import MAX_FAILURES, Sources
+from torchft._manager.together import Progress, Ranks
 from torchft._manager.tracked import Parameters, Unfit
 from torchft.checkpointing._encoding import Encoded, decode, storage_bytes
 from torchft.checkpointing._http_client import Refused
@@ -71,7 +72,8 @@ class _Giver:
         if kind == Kind.REST.value:
             return self._rest()
         number, begin, end = (int(part) for part in argument.split("-"))
-        if not (0 <= number < len(self._parameters.all) and 0 <= begin <= end <= self._parameters.all[number].numel()):
+        sizes = self._parameters.sizes()
+        if not (0 <= number < len(sizes) and 0 <= begin <= end <= sizes[number]):
             raise ValueError(f"elements {begin} to {end} of parameter {number}")
         if kind == Kind.PIECE.value:
             return self._parameters.read(number, begin, end)
@@ -115,6 +117,7 @@ class Along:
         read: gives the state that a heal carries.
         locate: gives where the rank's counterpart in a group, by the address of its manager server, offers its state.
         refuses: why the groups cannot train along while they heal; None: they can.
+        ranks: of this group, which end a heal in one step.
         timeout: of a request, in seconds: one may wait for the next step of its source.
         additional: sources that a target asks beside the assigned one, at most.
         logger: of the Manager.
@@ -134,6 +137,7 @@ class Along:
         read: ReadState,
         locate: Locate,
         refuses: Callable[[], Optional[str]],
+        ranks: Ranks,
         timeout: float,
         additional: int,
         logger: _ManagerLogger,
@@ -142,6 +146,7 @@ class Along:
         self._optimizers = optimizers
         self._read = read
         self._refuses = refuses
+        self._ranks = ranks
         self._logger = logger
         self._make_target = partial(_Target, locate=locate, timeout=timeout, additional=additional, logger=logger)
         self._target: Optional[_Target] = None
@@ -168,23 +173,36 @@ class Along:
         self._transport.offer_pieces(plan.max_step, _Giver(self._optimizers, self._read, whole))
         return True
 
-    def join(self, plan: Plan) -> bool:
-        """Follows a quorum in which this group heals. False: it needs the whole state at once."""
-        if self._gave_up or plan.max_step == 0:
+    def join(self, plan: Plan, may_write: bool) -> bool:
+        """Follows a quorum in which this group heals. False: it needs the whole state at once.
+
+        Args:
+            plan: of the quorum.
+            may_write: whether the group's own weights may be lost if the heal does not get to its end.
+        """
+        if plan.max_step == 0:
+            return False
+        heard = self._ranks.heard(plan.max_step)
+        if heard is Progress.WHOLE and not self._gave_up:
+            self._give_up("another rank of this group takes it over so", plan.max_step)
+        if self._gave_up:
+            self._say(plan.max_step, Progress.WHOLE)
             return False
         if self._target is None:
             parameters = Parameters(self._optimizers)
             try:
                 if reason := self._refuses():
                     raise Unfit(reason)
+                if not may_write:
+                    raise Unfit("one group alone has it: if that failed, this group would go on with its own weights")
                 parameters.check()
             except Unfit as e:
-                self._give_up(str(e))
+                self._give_up(str(e), plan.max_step)
                 return False
             self.began = time.monotonic()
             self.wrote = False
             self._target = self._make_target(parameters)
-        self._target.quorum(plan)
+        self._target.quorum(plan, together=heard is Progress.READY)
         return True
 
     @property
@@ -210,14 +228,23 @@ class Along:
             target.give_up(str(e) if isinstance(e, Unfit) else repr(e))
             state = None
         self.wrote = self.wrote or target.wrote
-        if state is not None or target.heal.gave_up is not None:
-            if target.heal.gave_up is not None:
-                self._give_up(target.heal.gave_up)
-            self.stop()
+        assert target.heal.step is not None
+        if target.heal.gave_up is not None:
+            self._give_up(target.heal.gave_up, target.heal.step)
+        elif target.heal.unverified == 0:
+            self._say(target.heal.step, Progress.READY)
         return state
 
-    def _give_up(self, reason: str) -> None:
+    def _say(self, step: int, progress: Progress) -> None:
+        try:
+            self._ranks.say(step, progress)
+        except Exception as e:
+            self._logger.warn(f"the other ranks of the group do not know how far the heal of this one is: {e}")
+
+    def _give_up(self, reason: str, step: int) -> None:
+        self.stop()
         self._gave_up = True
+        self._say(step, Progress.WHOLE)
         self._logger.warn(f"the state is transferred as a whole, and the other groups wait for it: {reason}")
 
     def how_far(self) -> str:
@@ -265,18 +292,20 @@ class _Target:
         self._given: dict[int, tuple[str, bool]] = {}  # which source gave a piece, and whether as the assigned one
         self._askers: dict[str, Asker] = {}  # by source
         self._talks = ""  # the source of the request that runs
+        self._ended: Optional[int] = None  # the step whose state was complete
         self._over = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="torchft_heal_along")
 
-    def quorum(self, plan: Plan) -> None:
-        """A quorum in which this group heals."""
+    def quorum(self, plan: Plan, together: bool = True) -> None:
+        """A quorum in which this group heals: see :meth:`Heal.quorum`."""
         with self._cond:
             before, self._plan = self._plan, plan
             assert plan.source is not None
             self.sources.quorum(plan.source.manager_address, plan.helpers[: self._additional])
             if self._talks not in self.sources:
                 self._abort()
-            fate = self.heal.quorum(plan.max_step, plan.quorum_id, plan.committed_quorum_id)
+            fate = self.heal.quorum(plan.max_step, plan.quorum_id, plan.committed_quorum_id, together)
+            self._ended = None
             if fate is Fate.MISSED:
                 self._logger.warn(f"step {plan.max_step - 1} was committed without this group: its heal begins anew")
             if before is None:
@@ -317,7 +346,7 @@ class _Target:
                 self._cond.wait_for(lambda: before in self._heads or self._gone(), _HEAD_SEC)
             if heal.applies and self._heads.get(before) is None:
                 heal.miss()
-            if heal.unverified == 0:  # the rest counts in its own step only, which may be shorter than the request
+            if heal.ends:  # the rest counts in its own step only, which may be shorter than the request
                 self._cond.wait_for(lambda: self._has_rest() or self._gone() or self.sources.failing, self._timeout)
             pieces = self._take(lambda ask, answer: ask.kind is Kind.PIECE and answer.step != heal.step)
             todo = heal.advance([(number, answer.step) for number, answer in pieces], time.monotonic())
@@ -329,10 +358,11 @@ class _Target:
             while self._take_up() and time.monotonic() < until:
                 pass
             rest, self._rest = self._rest, None
-            if rest is not None and rest.value is not None and heal.done(rest.step):
-                return self._state(rest)
-            if reduced and heal.gave_up is None:
+            if reduced and heal.gave_up is None:  # also when it is complete: another rank may vote against the step
                 self._kept = parameters.gradients(heal.keep(self._asked), self._kept)
+            if rest is not None and rest.value is not None and heal.done(rest.step):
+                self._ended = heal.step
+                return self._state(rest)
             self._cond.notify_all()
             return None
 
@@ -462,7 +492,7 @@ class _Target:
 
     def _wanted(self) -> Optional[Ask | int]:
         """What to ask for now; a number: the head of that step."""
-        if self._plan is None:
+        if self._plan is None or self._ended is not None:
             return None
         step = self._plan.max_step
         if self.heal.applies and step - 1 not in self._heads:

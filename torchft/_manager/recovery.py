@@ -223,11 +223,16 @@ class Recovery:
         """Whether the state may be received directly into this group's own tensors.
 
         It may if two things hold. No thread reads the tensors during the transfer: the training thread waits for the
-        quorum, unless heals run in the background. And nothing is lost if the transfer fails half-way: another group
-        has the state too, or this group has trained no step.
+        quorum, unless heals run in the background. And nothing is lost if the transfer fails half-way.
+        """
+        return not self._in_background and not plan.replay and self._loses_nothing(plan)
+
+    def _loses_nothing(self, plan: Plan) -> bool:
+        """Whether this group's own weights are not needed any more: another group has the state of the source too, or
+        this group has trained no step.
         """
         new = self._before is not None and self._before.step == 0 and plan.max_step > 0
-        return not self._in_background and not plan.replay and (new or plan.num_up_to_date > 1)
+        return new or plan.num_up_to_date > 1
 
     def _own(self) -> dict[str, Any]:
         """This group's own state, structured as a served one. Called by the training thread, or while that waits."""
@@ -277,7 +282,7 @@ class Recovery:
 
     def join(self, plan: Plan) -> bool:
         """Whether this group trains along while its state arrives; if not, the caller has to :meth:`fetch` it."""
-        return self.along is not None and self.along.join(plan)
+        return self.along is not None and self.along.join(plan, self._loses_nothing(plan))
 
     def how_far(self) -> str:
         """How much of a state that arrives in pieces has arrived, for the log."""
@@ -317,6 +322,8 @@ class Recovery:
                 self._user_state.load(state["user"])
         except Exception as e:
             self._spoiled = True
+            if self.along is not None:
+                self.along.stop()  # what was compared may have changed
             self._logger.exception(f"the state of a peer could not be loaded: {e}")
             raise
         self._before = None

@@ -215,6 +215,11 @@ class Step:
         return self.state in _RUNNING or self.state in _VOTED
 
     @property
+    def refused_by_rank(self) -> bool:
+        """Whether nothing but the vote of another rank of the group is against it."""
+        return self.cause is None and self._enough
+
+    @property
     def cause(self) -> Optional[Exception]:
         """Its first error, as it was raised."""
         return self.error.original_exception if self.error is not None else None
@@ -223,4 +228,4 @@ class Step:
         """Why the group did not commit it."""
         if self.cause is not None:
             return str(self.cause)
-        return "another rank of the group voted against it" if self._enough else "too few groups took part"
+        return "another rank of the group voted against it" if self.refused_by_rank else "too few groups took part"

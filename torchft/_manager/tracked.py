@@ -4,6 +4,8 @@ A piece is a range of elements of a parameter, in memory order, and the same ran
 that has the parameter's layout. Small values of the state, such as Adam's count of steps, are part of each piece. Such
 pieces can be stepped one by one only if the optimizer computes each element from that element's own parameter, gradient
 and state and the hyperparameters of its group. That holds for :data:`ELEMENTWISE`, in each form (foreach, fused).
+
+Of a DTensor (FSDP2) only the part of this rank is meant everywhere: it is healed from the same rank of another group.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ from torch import optim
 from torch.optim import Optimizer
 
 from torchft._manager.digest import digest, memory_of
-from torchft.checkpointing._encoding import dtype_name, dtype_of
+from torchft.checkpointing._encoding import dtype_name, dtype_of, is_dtensor
+from torchft.checkpointing._places import local_part
 
 # By exact type: a subclass may do anything. Each is in the table of tests/unit/manager/test_tracked.py.
 ELEMENTWISE = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop)
@@ -64,18 +67,22 @@ class Parameters:
                 raise Unfit(f"{kind.__name__} has hooks of its steps, which may change anything")
         seen: set[int] = set()
         for number, parameter in enumerate(self.all):
-            if type(parameter) not in (torch.Tensor, torch.nn.Parameter) or parameter.layout != torch.strided:
+            local = local_part(parameter)
+            if type(parameter) not in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(parameter):
                 raise Unfit(f"parameter {number} is a {type(parameter).__name__}, not a plain tensor")
-            if not parameter.is_cpu:
-                raise Unfit(f"parameter {number} is on {parameter.device}; only memory of the host is healed so")
-            storage = parameter.untyped_storage()
-            if storage.nbytes() != parameter.nbytes or (storage.data_ptr() in seen and parameter.nbytes):
+            if local.layout != torch.strided:
+                raise Unfit(f"parameter {number} is not a dense tensor")
+            if not local.is_cpu:
+                raise Unfit(f"parameter {number} is on {local.device}; only memory of the host is healed so")
+            storage = local.untyped_storage()
+            padded = is_dtensor(parameter)  # FSDP2 lets the shards of all ranks take equal amounts of memory
+            if (storage.nbytes() != local.nbytes and not padded) or (storage.data_ptr() in seen and local.nbytes):
                 raise Unfit(f"parameter {number} shares its memory with another tensor")
             seen.add(storage.data_ptr())
 
     def sizes(self) -> list[int]:
         """Elements of each parameter."""
-        return [parameter.numel() for parameter in self.all]
+        return [local_part(parameter).numel() for parameter in self.all]
 
     def layout(self) -> str:
         """A digest of the kinds of optimizers and the layout of parameters: pieces fit groups with the same digest."""
@@ -83,7 +90,7 @@ class Parameters:
             f"{type(optimizer).__name__} {[len(g['params']) for g in optimizer.param_groups]}"
             for optimizer in self._optimizers
         ]
-        lines += [f"{p.dtype} {list(p.shape)} {list(p.stride())}" for p in self.all]
+        lines += [_line(parameter) for parameter in self.all]
         return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
     # Hyperparameters
@@ -112,7 +119,7 @@ class Parameters:
         parts = [_range(parameter, begin, end).clone()]
         state: dict[str, Json] = {}
         for key, value in self._of[number].state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor) and _alike(value, parameter):
+            if _alike(value, parameter):
                 state[key] = ["range", dtype_name(value.dtype)]
                 parts.append(_range(value, begin, end).clone())
             else:
@@ -148,7 +155,7 @@ class Parameters:
             if isinstance(value, list) and value[0] == "range":
                 dtype = dtype_of(value[1])
                 mine = own.get(key)
-                if not (isinstance(mine, torch.Tensor) and _alike(mine, parameter) and mine.dtype == dtype):
+                if not _alike(mine, parameter) or mine.dtype != dtype:
                     mine = own[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                 _range(mine, begin, end).copy_(ranges.pop(0))
             else:
@@ -159,7 +166,7 @@ class Parameters:
         parameter = self.all[number]
         found: dict[str, Json] = {"": _digest(parameter, begin, end)}
         for key, value in self._of[number].state.get(parameter, {}).items():
-            if isinstance(value, torch.Tensor) and _alike(value, parameter):
+            if _alike(value, parameter):
                 found[key] = _digest(value, begin, end)
             else:
                 found[key] = _plain(key, value)
@@ -171,8 +178,8 @@ class Parameters:
         for number, parameter in enumerate(self.all):
             state = self._of[number].state.get(parameter, {})
             for key, value in {"": parameter, **state}.items():
-                if isinstance(value, torch.Tensor) and _alike(value, parameter) and value.nbytes:
-                    found[value.untyped_storage().data_ptr()] = number, key
+                if (key == "" or _alike(value, parameter)) and local_part(value).nbytes:
+                    found[local_part(value).untyped_storage().data_ptr()] = number, key
         return found
 
     def storage(self, number: int, key: str) -> torch.UntypedStorage:
@@ -183,7 +190,7 @@ class Parameters:
         """
         parameter = self.all[number]
         tensor = parameter if key == "" else self._of[number].state[parameter][key]
-        return tensor.untyped_storage()
+        return local_part(tensor).untyped_storage()
 
     # Gradients
 
@@ -258,12 +265,26 @@ class Parameters:
                     optimizer.state[parameter] = shadow.state[alias]
 
 
-def _alike(value: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether both have the same layout, so that elements at the same place in memory correspond."""
+def _line(parameter: torch.Tensor) -> str:
+    """The layout of a parameter; of a DTensor also how it is sharded, and the memory of this rank's part."""
+    line = f"{parameter.dtype} {list(parameter.shape)} {list(parameter.stride())}"
+    if not is_dtensor(parameter):
+        return line
+    local = local_part(parameter)
+    memory = local.storage_offset(), local.untyped_storage().nbytes()
+    return f"{line} {parameter.placements} {list(local.shape)} {list(local.stride())} {memory}"  # type: ignore[attr-defined]
+
+
+def _alike(value: Any, parameter: torch.Tensor) -> bool:
+    """Whether both are tensors of the same layout, so that elements at the same place in memory correspond."""
+    if not isinstance(value, torch.Tensor) or is_dtensor(value) != is_dtensor(parameter):
+        return False
+    mine, other = local_part(value), local_part(parameter)
     return (
         value.shape == parameter.shape
-        and value.stride() == parameter.stride()
-        and value.untyped_storage().nbytes() == value.nbytes
+        and mine.shape == other.shape
+        and mine.stride() == other.stride()
+        and mine.untyped_storage().nbytes() == mine.nbytes
     )
 
 
@@ -283,7 +304,7 @@ def _plain(key: str, value: Any) -> Json:
         return value
     if isinstance(value, tuple) and all(isinstance(one, (int, float)) for one in value):
         return ["tuple", *value]
-    if isinstance(value, torch.Tensor) and value.nbytes <= _SMALL and value.is_cpu:
+    if isinstance(value, torch.Tensor) and value.nbytes <= _SMALL and value.is_cpu and not is_dtensor(value):
         raw = memory_of(value).numpy().tobytes()
         return ["tensor", dtype_name(value.dtype), list(value.shape), raw.hex()]
     if isinstance(value, list) and all(isinstance(one, str) for one in value):

@@ -8,8 +8,10 @@ from typing import Optional
 
 import pytest
 
+from tests.unit.manager.test_together import Store
 from torchft._manager.along import MAX_IDLE_SEC, MAX_RESTARTS, Fate, Heal, Kind, Piece, cut
 from torchft._manager.sources import Sources
+from torchft._manager.together import Progress, Ranks
 
 
 @pytest.mark.parametrize(
@@ -196,10 +198,10 @@ class Target:
         self.differed = 0  # pieces
         self.early = 0  # gradients that were applied before the vote
 
-    def quorum(self) -> None:
+    def quorum(self, together: bool = True) -> None:
         job = self.job
         self.sources.quorum(job.named[0], job.named[1:])
-        self.heal.quorum(job.step, job.quorum_id, job.committed_quorum_id)
+        self.heal.quorum(job.step, job.quorum_id, job.committed_quorum_id, together)
 
     def ask(self) -> None:
         """A source answers one request now, with what it has now; it arrives some time."""
@@ -348,3 +350,43 @@ def test_random_histories_end_with_the_state_that_all_committed_gradients_give(p
     assert healed > 900
     assert smaller > 0 and several > 100 and differed > 0 and early > 100
     assert gave_up < healed
+
+
+def test_random_histories_of_groups_of_several_ranks() -> None:
+    """All ranks of a group end in one step, whatever fails: also the rest of the state, or a vote, of one of them."""
+    healed = early = 0
+    for seed in range(400):
+        chance = random.Random(seed)
+        trouble = chance.choice([0.0, 0.05, 0.2])
+        job = Job(chance)
+        store = Store()
+        ranks = [Ranks(store, "group:uuid", number, 3) for number in range(3)]
+        targets = [Target(job, [chance.randrange(9) for _ in range(chance.randrange(1, 4))]) for _ in ranks]
+        for _ in range(200):
+            job.quorum()
+            job.attempt += 1
+            gradient = f"{job.step}.{job.attempt}"
+            heard = [rank.heard(job.step) for rank in ranks]
+            votes = []
+            for target, rank, said in zip(targets, ranks, heard):
+                target.quorum(together=said is Progress.READY)
+                for _ in range(chance.randrange(4)):
+                    target.ask()
+                if target.heal.ends and chance.random() > trouble:
+                    target.rest = job.step  # it is waited for
+                votes.append(target.vote(gradient) and chance.random() > trouble)
+                if target.heal.unverified == 0:
+                    rank.say(job.step, Progress.READY)
+            assert len(set(heard)) == 1, "all come to the same"
+            if all(votes):
+                for target in targets:
+                    assert target.state == dict.fromkeys(range(len(target.heal.pieces)), job.committed), seed
+                healed += 1
+                break
+            early += any(votes)
+            if chance.random() < trouble:
+                job.quorum_id += 1  # a step that failed for all
+            else:
+                job.commit(gradient)
+        assert all(target.heal.gave_up is None for target in targets), seed
+    assert healed > 390 and early > 0

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn, optim
 
 from torchft._manager.along import cut
 from torchft._manager.tracked import ELEMENTWISE, Parameters, Unfit
+from torchft.checkpointing._places import local_part
 
 FORMS: list[dict[str, bool]] = [{"foreach": False}, {"foreach": True}, {"fused": True}]
 OPTIMIZERS: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
@@ -178,3 +180,71 @@ def test_state_that_is_malformed_is_refused(state: Any, reason: str) -> None:
     parameters = Parameters([optim.SGD(nn.Linear(2, 2).parameters())])
     with pytest.raises(ValueError, match=reason):
         parameters.write(0, 0, 4, state, torch.zeros(16, dtype=torch.uint8))
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """This process is rank 1 of two whose collectives do nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+def _shards(rows: int, dim: int = 0) -> list[nn.Parameter]:
+    """As FSDP2 has them: of the last parameter this rank has a row less than the other, in memory of the same size."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    padded = torch.randn(3, 4)[: rows - 3]
+    made = [
+        DTensor.from_local(torch.randn(2, 3), mesh, [Shard(dim)]),
+        DTensor.from_local(padded, mesh, [Shard(0)], shape=torch.Size([rows, 4]), stride=(4, 1)),
+    ]
+    return [nn.Parameter(one) for one in made]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_shards_end_equal(two_ranks: None, form: dict[str, bool]) -> None:
+    theirs, ours = _shards(5), _shards(5)
+    optimizers = optim.AdamW(theirs, lr=0.1, **form), optim.AdamW(ours, lr=0.1, **form)
+    source, target = Parameters([optimizers[0]]), Parameters([optimizers[1]])
+    for parameters in (source, target):
+        parameters.check()
+    assert source.sizes() == [6, 8]
+    assert source.layout() == target.layout()
+
+    def train(step: int) -> None:
+        for one, other in zip(theirs, ours):
+            one.grad = torch.full_like(one, 0.5 + step)
+            other.grad = torch.full_like(other, 0.5 + step)
+        optimizers[0].step()
+
+    train(0)
+    for step, piece in enumerate(cut(source.sizes(), 3), start=1):
+        state, parts = source.read(*piece)
+        target.write(*piece, json.loads(json.dumps(state)), torch.cat(parts))
+        train(step)
+        target.step({0, 1}, target.gradients({0, 1}, {}), source.hyperparameters())
+        assert source.digest(*piece) == target.digest(*piece)
+    for one, other in zip(theirs, ours):
+        its, mine = optimizers[0].state[one], optimizers[1].state[other]
+        for key in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(local_part(its[key]), local_part(mine[key]))
+            assert mine[key].placements == other.placements
+        assert torch.equal(local_part(one), local_part(other))
+    found = target.storages()
+    for number, one in enumerate(ours):
+        assert found[local_part(one).untyped_storage().data_ptr()] == (number, "")
+        assert target.storage(number, "").data_ptr() == local_part(one).untyped_storage().data_ptr()
+    assert len(found) == 6
+
+
+def test_groups_that_shard_otherwise_differ(two_ranks: None) -> None:
+    layouts = {
+        Parameters([optim.SGD(made)]).layout()
+        for made in (_shards(5), _shards(4), _shards(5, dim=1), [torch.randn(4, 3), torch.randn(5, 4)])
+    }
+    assert len(layouts) == 4

@@ -137,7 +137,8 @@ class Manager(Stateful, Stepping):
             the same bits however many groups there are, and whatever fails: docs/data.md. All groups must have it.
         compare_commits: in so many commits all weights and optimizer state are compared once among the groups, whose
             bits must be equal: docs/divergence.md. "auto": chosen by the size, so that a step pays little; 0: never;
-            None: as TORCHFT_COMPARE_COMMITS says (0). The same in all groups.
+            None: as TORCHFT_COMPARE_COMMITS says ("auto"; 0 where weights are on a device, or the process group is not
+            torchft's). The same in all groups.
         on_divergence: what a group does whose bits differ from those of most: "report", "heal" (from another group) or
             "evict" (``should_commit`` raises); None: as TORCHFT_ON_DIVERGENCE says (report).
         heal_along: a group that joins trains along with weight 0 while its state arrives in pieces, so that the others
@@ -253,10 +254,12 @@ class Manager(Stateful, Stepping):
         self._errors = Errors(self._replica_id, self._incidents, self._server, self._logger)
         self._backlog = Backlog(self._peers.at_once, self._logger)
         self._replayer = Replayer(settings.replay_failed_step, self._errors, self._logger)
+        chosen = not settings.compares_by_default
         self._replicas = Replicas(
-            settings.compare_commits,
+            settings.compare_commits if chosen or self._peers.ours else 0,
             settings.on_divergence,
             reports.counted,
+            by_default=not chosen,
             errors=self._errors,
             logger=self._logger,
         )

@@ -15,7 +15,7 @@ from torch import nn
 from tests.bounded import often
 from tests.integration.cluster import DEADLINE, Cluster, Rank, results
 from torchft._manager.digest import digest_all, memory_of
-from torchft._manager.divergence import EXCHANGE
+from torchft._manager.divergence import EXCHANGE, LEAST_SWEEP
 from torchft._manager.replicas import Diverged
 from torchft.ddp import DistributedDataParallel
 from torchft.optim import OptimizerWrapper
@@ -182,6 +182,22 @@ def test_an_evicted_group_ends(told: list[Any]) -> None:
     assert [type(error) for error in errors] == [type(None), type(None), Diverged]
     assert "group_2" in str(errors[2]) and "0.weight" in str(errors[2])
     assert training.ended.keys() == {0, 1}
+
+
+class _Own(ProcessGroupGloo):
+    """Of a script, which may reduce what this package does not expect."""
+
+
+@pytest.mark.parametrize(("make_pg", "finds"), [(ProcessGroupGloo, True), (_Own, False)])
+def test_weights_are_compared_unless_told_otherwise(make_pg: Any, finds: bool, told: list[Any]) -> None:
+    training = Training(
+        [Flip(7, 1, 0, 23)],
+        steps=7 + LEAST_SWEEP + EXCHANGE + 1,
+        settings={"compare_commits": None},
+        make_pg=lambda group: make_pg(timeout=DEADLINE),
+    )
+    run(training, groups=3)
+    assert {names(record)[0] for record in told} == ({"group_1"} if finds else set())
 
 
 @pytest.mark.parametrize("others", [{"compare_commits": 0}, {"compare_commits": 20}])

@@ -172,10 +172,18 @@ def test_a_group_that_joins_has_the_same_bits_and_the_others_lose_no_step(
 ) -> None:
     if between_votes:
         monkeypatch.setattr(Heal, "early", EARLY)
-    loop = Loop(together=2)
+    steps: list[int] = []
+
+    def begun(rank: Rank, round: int) -> None:
+        if rank.group == 1 and 1 not in loop.joined:
+            assert rank.manager is not None
+            steps.append(rank.manager.current_step())
+
+    loop = Loop(together=2, begun=begun)
     with caplog.at_level(logging.INFO):
         _run(cluster, loop, first=1, later=1)
     assert between_votes or loop.joined[1] >= LEAST_ROUNDS, "its state came in pieces over some steps"
+    assert set(steps) == {0}, "between two steps it tells the step of its own weights, as docs/healing.md says"
     assert all(committed for _, committed, _ in loop.histories[0])
     assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
     assert not [r for r in caplog.records if r.levelno >= logging.WARNING and "lost" in r.getMessage()]
@@ -243,7 +251,10 @@ def test_weights_that_may_be_needed_are_kept(cluster: Cluster, caplog: pytest.Lo
             rank.manager.report_error(RuntimeError("a bad batch"))
 
     failed: list[int] = []
-    loop = Loop(together=2, reduced=fails, counts=lambda manager: bool(failed))
+    # Both have healed then: else they would end at different steps.
+    loop = Loop(
+        together=2, reduced=fails, counts=lambda manager: bool(failed) and manager.current_step() > failed[0] + 3
+    )
     _run(cluster, loop, first=2, later=0)
     assert failed and failed[0] > 0
     said = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]

@@ -264,6 +264,7 @@ class Peers:
         error: returns the error that the process group has noticed, or None.
         at_once: the number of hanging collectives that block all threads of the process group, even after it was
             connected with other peers; None: it gets new threads with new peers.
+        ours: whether it is of a class of torchft, which reduces tensors of each dtype.
     """
 
     at_once: Optional[int] = None
@@ -271,6 +272,7 @@ class Peers:
     def __init__(self, pg: Any) -> None:
         self.pg = pg
         self.error = errors_of(pg)
+        self.ours = type(pg).__module__.startswith("torchft.")
         self._abortable = abortable(pg)  # an abort ends all waits for its collectives
         self._takes_rank_info = hasattr(pg, "set_rank_info")
         self._announces_layouts = hasattr(pg, "announce_layout")

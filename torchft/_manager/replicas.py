@@ -232,6 +232,7 @@ class Replicas:
         setting: commits of a sweep; 0: off; None: chosen by the size.
         action: of a group that differs.
         counted: counts what the manager server has a counter for.
+        by_default: nobody has chosen the setting. It is off where weights lie on a device, whose cost is not measured.
         errors: takes what costs this group a step.
         logger: of the Manager.
 
@@ -245,12 +246,14 @@ class Replicas:
         action: OnDivergence,
         counted: Callable[[str, int], None],
         *,
+        by_default: bool = False,
         errors: Errors,
         logger: _ManagerLogger,
     ) -> None:
         self.state = State()
         self._setting = setting
         self._off = setting == 0
+        self._by_default = by_default
         self._action = action
         self._counted = counted
         self._errors = errors
@@ -277,8 +280,18 @@ class Replicas:
         """
         if self._announced is None:
             compares = self.state and not self._off and not averages
+            if compares and self._by_default:
+                compares = self._is_on_host()
             self._announced = f"{_VERSION}/{self._setting or 'auto'}" if compares else ""
         return self._announced
+
+    def _is_on_host(self) -> bool:
+        try:
+            values = [part.read() for part in self.state.parts()]
+        except Exception as e:
+            self._logger.exception(f"the weights are not compared with those of other groups: {e}")
+            return False
+        return all(local_part(value).is_cpu for value in values if isinstance(value, torch.Tensor))
 
     def follow(self, plan: Plan) -> None:
         """A quorum: all its groups compare, or none. On any thread."""

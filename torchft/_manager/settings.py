@@ -60,6 +60,7 @@ class Settings:
     heal_sources: int  # groups that are asked for one state
     # In which all weights and optimizer state are compared with those of other groups; 0: never; None: as the size says
     compare_commits: Optional[int] = 0
+    compares_by_default: bool = False  # nobody has chosen it: only where the cost is known (replicas.py)
     on_divergence: OnDivergence = OnDivergence.REPORT
     heal_along: bool = False
     ranks_per_relay: int = 0  # 0: each rank asks the manager server itself
@@ -124,6 +125,7 @@ def resolve(
         reproducible_reduction=reproducible_reduction,
         heal_sources=heal_sources_from_env(),
         compare_commits=_compare_commits(compare_commits),
+        compares_by_default=compare_commits is None and COMPARE_COMMITS_ENV not in os.environ,
         on_divergence=_on_divergence(on_divergence),
         heal_along=switch(heal_along, HEAL_ALONG_ENV, default=False),
         ranks_per_relay=_ranks_per_relay(_int_setting("world_size", world_size, "WORLD_SIZE")),
@@ -173,7 +175,7 @@ def switch(given: Optional[bool], name: str, default: bool) -> bool:
 def _compare_commits(given: Union[int, str, None]) -> Optional[int]:
     """Commits, 0 for never, None for as many as the size says."""
     name = COMPARE_COMMITS_ENV if given is None else "compare_commits"
-    value = commits = os.environ.get(COMPARE_COMMITS_ENV, "0") if given is None else given
+    value = commits = os.environ.get(COMPARE_COMMITS_ENV, "auto") if given is None else given
     if value == "auto":
         return None
     if given is None and isinstance(value, str) and value.isdecimal():

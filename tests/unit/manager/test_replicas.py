@@ -296,6 +296,29 @@ def test_groups_that_compare_nothing_announce_nothing(setting: Optional[int], av
     assert replicas.announces(averages) == ""
 
 
+def _raises() -> Any:
+    raise RuntimeError("the model is not made yet")
+
+
+@pytest.mark.parametrize(
+    ("named", "by_default", "chosen"),
+    [
+        (lambda: [("w", torch.ones(2))], "1/auto", "1/auto"),
+        (lambda: [("w", torch.ones(2)), ("v", torch.ones(2, device="meta"))], "", "1/auto"),  # on a device
+        (_raises, "", "1/auto"),
+    ],
+)
+def test_where_weights_are_compared_by_default(named: Any, by_default: str, chosen: str) -> None:
+    for default, announced in ((True, by_default), (False, chosen)):
+        logger = MagicMock()
+        replicas = Replicas(
+            None, OnDivergence.REPORT, MagicMock(), by_default=default, errors=MagicMock(), logger=logger
+        )
+        replicas.state.add_parameters(named)
+        assert replicas.announces(averages=False) == announced
+        assert logger.exception.called == (named is _raises and default)
+
+
 def test_the_names_of_parameters() -> None:
     """Those of the model, else of the optimizer, else their place in it."""
     model = nn.Linear(2, 2)

@@ -151,14 +151,16 @@ def test_global_rank_reads_the_name_not_the_uuid() -> None:
 
 @pytest.mark.parametrize(
     ("given", "variable", "commits"),
-    [(None, None, 0), (0, None, 0), (7, "9", 7), ("auto", None, None), (None, "auto", None), (None, "250", 250)],
+    [(None, None, None), (0, None, 0), (7, "9", 7), ("auto", None, None), (None, "auto", None), (None, "250", 250)],
 )
 def test_in_how_many_commits_weights_are_compared(
     given: Any, variable: str | None, commits: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if variable is not None:
         monkeypatch.setenv("TORCHFT_COMPARE_COMMITS", variable)
-    assert make(compare_commits=given).compare_commits == commits
+    made = make(compare_commits=given)
+    assert made.compare_commits == commits
+    assert made.compares_by_default is (given is None and variable is None)
 
 
 @pytest.mark.parametrize("bad", [-1, True, 1.5, "often", "7"])

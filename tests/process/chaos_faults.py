@@ -216,7 +216,7 @@ def main() -> int:
 
 def worker_options(args: argparse.Namespace) -> list[str]:
     along = ["--heal_along"] if args.heal_along else []
-    return [*along, f"--compare_commits={args.compare_commits}"] if args.compare_commits else along
+    return along if args.compare_commits is None else [*along, f"--compare_commits={args.compare_commits}"]
 
 
 def flap(args: argparse.Namespace) -> int:
@@ -251,7 +251,10 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--torchrun", action="store_true", help="an agent of torchrun starts each group, of one rank")
     parser.add_argument("--heal_along", action="store_true", help="groups heal while the others train on")
     parser.add_argument(
-        "--compare_commits", type=int, default=0, metavar="N", help="groups compare weights within N commits; 0: not"
+        "--compare_commits",
+        type=int,
+        metavar="N",
+        help="groups compare weights within N commits; default: the Manager's",
     )
     parser.add_argument("--flapping", type=int, metavar="N", help="no faults, but N cuts of 100 ms, one each second")
     parser.add_argument(
@@ -262,8 +265,10 @@ def _parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.torchrun and args.ranks != 1:
         parser.error(f"--torchrun --ranks {args.ranks}: allowed is 1")
-    if args.heal_along and (args.ranks != 1 or args.kind == "late"):
-        parser.error(f"--heal_along --ranks {args.ranks} --kind {args.kind}: allowed are 1 rank, and not late")
+    if args.heal_along and args.kind == "late":
+        parser.error(
+            f"--heal_along --kind {args.kind}: allowed are {', '.join(kind for kind in KINDS if kind != 'late')}"
+        )
     if not (possible := possible_in(args.groups, args.ranks, args.torchrun)):
         parser.error(f"--groups {args.groups} --ranks {args.ranks}: no fault makes sense in such a job")
     if not any(args.only in fault.name for fault in possible):

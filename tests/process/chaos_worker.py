@@ -158,8 +158,7 @@ class Worker:
             heal_along=self.along,
             compare_commits=self.compare_commits,
         )
-        if self.along or self.compare_commits:
-            self.told = Optimizer(self.manager, self.optimizer)
+        self.told = Optimizer(self.manager, self.optimizer)  # says what is compared, and what heals in pieces
 
     def save(self) -> dict[str, Any]:
         self.strike_soon("heals another")
@@ -288,7 +287,7 @@ if __name__ == "__main__":
     parser.add_argument("--compute_s", type=float, default=0.03)
     parser.add_argument("--state_mb", type=int, default=4)
     parser.add_argument("--heal_along", action="store_true")
-    parser.add_argument("--compare_commits", type=int, default=0)
+    parser.add_argument("--compare_commits", type=int)
     worker = Worker(parser.parse_args())
     while (command := worker.commands.next())["do"] != "join":
         worker.armed = command

@@ -131,6 +131,8 @@ emit("ready")
 assert commands.next()["do"] == "train"
 
 last_step, commits = None, 0
+decisions: list[bool] = []
+manager.register_commit_hook(lambda step, committed, participants: decisions.append(committed))
 while last_step is None or manager.current_step() < last_step:
     if (command := commands.poll()) is not None:
         assert command["do"] == "finish"
@@ -148,9 +150,9 @@ while last_step is None or manager.current_step() < last_step:
         manager.wait_quorum()  # before it, the other group would never have counted on this one
         os._exit(9)
     loss.backward()
-    participants, batches = manager.num_participants(), manager.batches_committed()
+    participants = manager.num_participants()
     optimizer.step()
-    committed = manager.batches_committed() > batches
+    committed = decisions[-1]
     commits += committed
     error = "" if manager.errored() is None else str(manager.errored())
     if args.die_at_piece and rank == shards - 1 and error.startswith(f"{args.die_at_piece} of "):

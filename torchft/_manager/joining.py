@@ -495,6 +495,8 @@ class _Target:
         if self._plan is None or self._ended is not None:
             return None
         step = self._plan.max_step
+        if self.heal.ends and not self._has_rest():  # first: all ranks need it in one step, and heads can be had later
+            return self.heal.next(self._asked)
         if self.heal.applies and step - 1 not in self._heads:
             return step - 1
         if step not in self._heads:

@@ -159,7 +159,8 @@ def join_along(shards: int, dies: bool = False, **options: object) -> None:
     assert bool(lost) == dies, lost
     for errors in healing:  # all ranks end it in one step: that which had its pieces first has trained along
         assert len(errors) == len(healing[0]) >= PIECES, [[error[:40] for error in each] for each in healing]
-        assert all("pieces of the state are here" in error for error in errors), errors
+        # Empty: it had all, and another rank did not have the rest of the state in time.
+        assert all(error == "" or "pieces of the state are here" in error for error in errors), errors
     check(got, [[0, 1] if e["participants"] == 2 else [0] for e in steps], shards)
 
 

@@ -123,12 +123,12 @@ def _wait_for_step(job: Job, child: Child, participants: int, after: int = 0) ->
     )
 
 
-def join_along(shards: int, dies: bool = False, **options: object) -> None:
+def join_along(shards: int, fails: bool = False, **options: object) -> None:
     """A second group joins, whose ranks take their shards over in pieces, and the first does not wait for them.
 
     Args:
         shards: ranks of a group.
-        dies: whether a rank of the second group ends when it has some pieces, and the group starts again.
+        fails: whether a rank of the second group ends when it has some pieces, and the group starts again.
         options: of all workers.
     """
     with Job() as job:
@@ -138,8 +138,8 @@ def join_along(shards: int, dies: bool = False, **options: object) -> None:
         first = start(job, lighthouse, 0, shards, along=PIECE, **options)
         train(job, first)
         _wait_for_step(job, first[0], 1)
-        if dies:
-            second = start(job, lighthouse, 1, shards, seed=98, along=PIECE, die_at_piece=3, **options)
+        if fails:
+            second = start(job, lighthouse, 1, shards, seed=98, along=PIECE, fail_at_piece=3, **options)
             train(job, second)
             _wait_for_death(job, second)
             assert not committed(second[0]), job.report()
@@ -156,7 +156,7 @@ def join_along(shards: int, dies: bool = False, **options: object) -> None:
         healing = [[e["error"] or "" for e in child.of("step") if not e["committed"]] for child in second]
         lost = [e for e in first[0].of("step") if not e["committed"]]
     assert [e["step"] for e in steps] == list(range(last)), "a step was lost or taken twice"
-    assert bool(lost) == dies, lost
+    assert bool(lost) == fails, lost
     for errors in healing:  # all ranks end it in one step: that which had its pieces first has trained along
         assert len(errors) == len(healing[0]) >= PIECES, [[error[:40] for error in each] for each in healing]
         # Empty: it had all, and another rank did not have the rest of the state in time.

@@ -48,7 +48,7 @@ parser.add_argument("--flip", type=int, default=-1, help="step before which a bi
 parser.add_argument(
     "--along", type=int, default=0, help="heal in pieces of so many elements, one a step; 0: as a whole"
 )
-parser.add_argument("--die_at_piece", type=int, default=0, help="of a heal, at which the last rank ends; 0: none")
+parser.add_argument("--fail_at_piece", type=int, default=0, help="of a heal, at which the last rank ends; 0: none")
 parser.add_argument("--native", type=int, default=0, help="port of the store that all groups share")
 args = parser.parse_args()
 
@@ -155,7 +155,7 @@ while last_step is None or manager.current_step() < last_step:
     committed = decisions[-1]
     commits += committed
     error = "" if manager.errored() is None else str(manager.errored())
-    if args.die_at_piece and rank == shards - 1 and error.startswith(f"{args.die_at_piece} of "):
+    if args.fail_at_piece and rank == shards - 1 and error.startswith(f"{args.fail_at_piece} of "):
         args.die_after = commits
     emit(
         "step",

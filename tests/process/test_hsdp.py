@@ -36,9 +36,9 @@ def test_a_group_is_killed_and_comes_back() -> None:
     kill_and_heal(SHARDS)
 
 
-@pytest.mark.parametrize("dies", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_a_group_takes_its_shards_over_in_pieces(dies: bool) -> None:
-    join_along(SHARDS, dies)
+@pytest.mark.parametrize("fails", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_group_takes_its_shards_over_in_pieces(fails: bool) -> None:
+    join_along(SHARDS, fails)
 
 
 @pytest.mark.slow  # 15 s; tests/integration/test_divergence.py flips bits of whole parameters

@@ -88,10 +88,11 @@ def test_weights_with_8_4_2_1_and_4_groups_are_those_of_one_process(monkeypatch:
         for phase, count in enumerate(counts):
             if joins and phase < 4:
                 continue
+            if phase == 0:
+                rank.cluster.wait_for_healthy(count)
             if rank.group == 0 and phase == 4:
                 three_more.open()
-            if phase in (0, 4):
-                rank.cluster.wait_for_healthy(count)
+                rank.cluster.wait_for_waiters(3)
             while manager.current_step() < steps * (phase + 1):
                 optimizer.zero_grad()
                 before, groups_now = manager.current_step(), manager.num_participants()

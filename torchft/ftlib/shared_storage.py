@@ -163,7 +163,9 @@ class SharedStorage(Consensus):
                 return result.result()
         waited = time.monotonic() - began
         where = f"directory={str(self._files.directory)!r}"
-        raise TimeoutError(f"{where} has not answered for {waited:.1f} s; check the server of its file system")
+        raise TimeoutError(
+            f"timed out: {where} has not answered within {waited:.1f} s; check the server of its file system"
+        )
 
     def _write(self, **changed: Any) -> None:
         """Writes the own record, with a number that changes each time."""

@@ -10,11 +10,12 @@ import (
 	"testing"
 
 	"github.com/stretchr/testify/require"
-
-	"github.com/torchft/torchft/go/internal/testmain"
 )
 
-var mistakeFlag = flag.String("agree.mistake", "", "agree.go is compiled with this mistake: find it")
+var (
+	mistakesFlag = flag.Bool("agree.mistakes", false, "compile each planted mistake, and look whether it is found")
+	mistakeFlag  = flag.String("agree.mistake", "", "agree.go is compiled with this mistake: find it")
+)
 
 // safety is what tells that two views could be live.
 var safety = []string{ruleLive, ruleShared, ruleFollows, ruleRemembered}
@@ -160,10 +161,10 @@ func TestTheMistakesFitTheMachine(t *testing.T) {
 	}
 }
 
-// Each of them is compiled, which takes a while.
+// TestMistakesInTheMachineAreFound compiles each of them, which takes a while: go test ./gossip/agree -agree.mistakes
 func TestMistakesInTheMachineAreFound(t *testing.T) {
-	if !testmain.Full() || testmain.Race() {
-		t.Skip("make test-all runs it")
+	if !*mistakesFlag {
+		t.Skip("-agree.mistakes looks for them")
 	}
 	command := os.Getenv("GO")
 	if command == "" {
@@ -208,5 +209,5 @@ func TestFindMistake(t *testing.T) {
 	if *mistakeFlag != "" {
 		t.Fatal("no such mistake: ", *mistakeFlag)
 	}
-	t.Skip("TestMistakesInTheMachineAreFound runs it")
+	t.Skip("-agree.mistake names none")
 }

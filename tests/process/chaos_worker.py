@@ -66,6 +66,9 @@ class Worker:
     def __init__(self, args: argparse.Namespace) -> None:
         self.group, self.kind, self.compute_s = args.group, args.kind, args.compute_s
         self.along, self.compare_commits = args.heal_along, args.compare_commits
+        if args.kind == "isolated" and self.compare_commits is None:
+            # The first comparison takes memory that the worker shares for good: early, before chaos_leaks counts.
+            self.compare_commits = 4
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.commands = Commands()
         torch.set_num_threads(1)

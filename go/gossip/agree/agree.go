@@ -31,6 +31,7 @@ import (
 	"math"
 	"slices"
 	"strings"
+	"time"
 )
 
 // ID is one life of a member.
@@ -189,10 +190,11 @@ func (m *Machine) Learn(lives map[string]int64) {
 }
 
 // Rise gives a member that has not asked yet a life after all that are known of its name: its clock may be behind that of the host
-// where an earlier life ran.
+// where an earlier life ran. The part below a second of its own clock goes into the number: two lives that rise above the same one must
+// not be one ID, since the second one has confirmed nothing of what the first one has.
 func (m *Machine) Rise() ID {
 	if m.Replaced() {
-		m.cfg.Me.Incarnation = m.lives[m.cfg.Me.Name] + 1
+		m.cfg.Me.Incarnation = m.lives[m.cfg.Me.Name] + 1 + m.cfg.Me.Incarnation%int64(time.Second)
 		m.lives[m.cfg.Me.Name] = m.cfg.Me.Incarnation
 		m.without()
 	}

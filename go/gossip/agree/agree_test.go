@@ -4,6 +4,7 @@ import (
 	"maps"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/stretchr/testify/require"
 )
@@ -334,17 +335,34 @@ func TestALaterLifeTakesThePlace(t *testing.T) {
 func TestAMemberRisesAboveKnownLives(t *testing.T) {
 	j := newJob(t, "a", "b")
 	j.ask("a", "b")
-	j.lives = -10
+	j.lives = 0
 	m := j.start("b")
-	require.Equal(t, int64(-9), m.Rise().Incarnation, "it has heard of none")
+	require.Equal(t, int64(1), m.Rise().Incarnation, "it has heard of none")
 	m.Learn(j.machines["a"].Lives())
 	require.True(t, m.Replaced())
-	require.Equal(t, ID{"b", 3}, m.Rise())
+	risen := m.Rise()
+	require.Greater(t, risen.Incarnation, int64(2))
 	require.False(t, m.Replaced())
-	require.Equal(t, ID{"b", 3}, m.Rise())
+	require.Equal(t, risen, m.Rise())
 	j.ask("a", "b")
 	require.Equal(t, []string{"a", "b"}, j.in("b"))
-	require.True(t, j.machines["a"].Taken().Has(ID{"b", 3}))
+	require.True(t, j.machines["a"].Taken().Has(risen))
+}
+
+// Two lives that know of the same earlier one, and not of each other, must not have one number: the later one has confirmed nothing
+// of what the other one has, and would be counted in its place.
+func TestLivesThatRiseDiffer(t *testing.T) {
+	known := map[string]int64{"b": 7_000_000_000}
+	risen := map[int64]bool{}
+	for _, clock := range []int64{1_000_000_005, 1_000_000_006, 2_999_999_999, 3_000_000_000} {
+		m := New(Config{Me: ID{"b", clock}})
+		m.Learn(known)
+		life := m.Rise().Incarnation
+		require.Greater(t, life, known["b"])
+		require.LessOrEqual(t, life, known["b"]+int64(time.Second))
+		risen[life] = true
+	}
+	require.Len(t, risen, 4)
 }
 
 func TestAMemberGivesUp(t *testing.T) {

@@ -117,7 +117,7 @@ func (w *world) start(name string) {
 		p.Rise()
 	}
 	if w.said[p.id()] != nil {
-		return // two lives with one number: a clock of nanoseconds has none
+		return // two lives with one number: clocks of nanoseconds have none, and Rise keeps that
 	}
 	w.said[p.id()] = []Peer{{p.Note(), at}}
 	w.running = append(w.running, p)

@@ -73,6 +73,10 @@ class Deadline:
         elif now - self._told >= SAME_ORDER_SEC:
             self._again = True
 
+    def forget(self) -> None:
+        """No signal has arrived."""
+        self._told, self._again = None, False
+
     def left(self, now: float) -> Optional[float]:
         """Seconds until the end of the grace period, at least 0; None if there was no signal."""
         return None if self._told is None else max(0.0, self._told + self._grace - now)
@@ -199,6 +203,12 @@ def heeded() -> list[int]:
     return sorted({number for signals in _heeding for number in signals._previous})
 
 
+def replaced(number: int) -> bool:
+    """Whether the script has installed a handler of its own since, which has not called those of the ranks."""
+    current = signal.getsignal(number)
+    return not any(signals.wanted or current == signals._handle for signals in _heeding)
+
+
 def _on_main_thread() -> bool:
     return threading.current_thread() is threading.main_thread()
 
@@ -312,7 +322,9 @@ class _Watch:
                     last = number
                     self._deadline.told(self._clock())
             why = self._deadline.over(self._clock())
-            if why:
+            if why and replaced(last):
+                self._deadline.forget()
+            elif why:
                 self._end_now(last, why)
                 return
 

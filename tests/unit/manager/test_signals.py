@@ -182,6 +182,29 @@ def test_a_second_signal_ends_it(capfd: pytest.CaptureFixture[str]) -> None:
     assert "SIGUSR1: it came again: it ends now, with status 138" in capfd.readouterr().err
 
 
+def test_a_handler_that_the_script_installs_later_decides() -> None:
+    """It may need longer than the grace period, or ignore the signal: the process must not end for it."""
+    times, ended = [0.0], queue.SimpleQueue[int]()
+    heeding = Signals()
+    heeding.heed((USR1, USR2), ended.put, lambda: times[-1])
+    signal.signal(USR1, lambda number, frame: None)
+
+    def twice(number: int) -> None:
+        """A second signal ends the process, as the end of the grace period does."""
+        signal.raise_signal(number)
+        wait_until_heard()
+        times.append(times[-1] + SAME_ORDER_SEC)
+        signal.raise_signal(number)
+
+    twice(USR1)
+    while module._watch is not None and module._watch._deadline.left(0.0) is not None:  # until it is forgotten
+        assert ended.empty()
+        time.sleep(0.001)
+    twice(USR2)
+    assert ended.get(timeout=LONG_S) == 128 + USR2 and ended.empty()
+    assert heeding.wanted
+
+
 def test_another_ones_file_descriptor_hears_of_all_signals() -> None:
     """asyncio has one."""
     read, write = os.pipe()

@@ -162,7 +162,10 @@ class FTLib:
             if self._flag.initialized:
                 _logger.warning("view %d: %s", view, reason)
             self._advance(Event.LOST)
-            self._framework.abort()
+            try:
+                self._framework.abort()
+            except Exception as e:  # not to the thread of the consensus, which would end: it renews a record, say
+                _logger.warning("view %d: the communicator could not be aborted: %s", view, e)
 
     # Collectives
 

@@ -2,7 +2,7 @@
 
 It is passive: a thread renews the own record, looks at the others', and tells FTLib what it sees. A record expires when
 its content has not changed for ``expiry``, measured by the observer's own monotonic clock. A member that cannot renew
-its own record counts itself as lost after half of that, so that it has left before the others go on without it.
+its own record counts itself as lost within six tenths of that, so that it has left before the others go on without it.
 
 Where the server of a file system is gone, calls do not return. All of them run on threads that nobody joins, and each
 is waited for until a deadline.

@@ -193,6 +193,20 @@ def test_a_lost_member_ends_the_collective() -> None:
     assert framework.calls == ["abort"] and not ftlib.initialized()
 
 
+def test_a_framework_that_cannot_abort_does_not_end_the_thread_of_the_consensus(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """That thread renews a record, or hears of members: without it this member would never learn that it is lost."""
+    consensus = Told()
+    ftlib, framework = made(consensus)
+    ftlib.allreduce_average([])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(framework, "abort", fail)
+        consensus.listener.member_lost(1, "m1 failed")
+    assert not ftlib.initialized()
+    assert "view 1: the communicator could not be aborted: connection closed" in caplog.text
+
+
 def test_a_member_is_lost_before_the_view_with_it_has_arrived() -> None:
     """The news comes on another thread than the view, and once."""
     consensus = Told()

@@ -25,7 +25,7 @@ def weights(*said: str) -> set[str]:
 @pytest.mark.timeout(240)
 # The script is the same one; tests/unit/ftlib/test_gossip.py trains with gossip in threads.
 @pytest.mark.parametrize("consensus", ["shared_storage", pytest.param("gossip", marks=pytest.mark.slow)])
-def test_two_members_of_ftlib_end_with_equal_weights(consensus: str, tmp_path: Path) -> None:
+def test_two_members_of_ftlib_end(consensus: str, tmp_path: Path) -> None:
     script = ROOT / "python/examples/ftlib_loop.py"
     env = child_environment(ours_path(), {"TORCHFT_HOST": "localhost"})
     if consensus == "gossip":
@@ -44,7 +44,8 @@ def test_two_members_of_ftlib_end_with_equal_weights(consensus: str, tmp_path: P
             member.kill()
             member.wait()
     assert [member.returncode for member in members] == [0, 0]
-    assert 1 <= len(weights(*said)) <= 2  # two, if one had ended before the other one began
+    # Of one that ended before the other one began they differ; tests/process/test_ftlib.py compares them.
+    assert [len(weights(each)) for each in said] == [1, 1]
 
 
 @pytest.mark.slow  # 20 s; tests/unit/dlrover/test_optimizer.py has the same in threads

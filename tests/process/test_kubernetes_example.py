@@ -60,3 +60,10 @@ def test_a_pod_is_a_group_with_a_number_of_its_own() -> None:
     assert 0 < grace < 30 < spec["template"]["spec"]["terminationGracePeriodSeconds"], "torchrun kills after 30 s"
     ranks = re.search(r"--nproc_per_node (\d+)", text)
     assert ranks and int(ranks[1]) == group["resources"]["limits"]["nvidia.com/gpu"]
+
+
+def test_the_script_of_a_pod_leaves_on_the_signal_that_its_end_begins_with() -> None:
+    (job,) = manifests(MANIFESTS / "groups.yaml")
+    ((text,),) = (container["args"] for container in job["spec"]["template"]["spec"]["containers"])
+    (script,) = re.findall(r"[\w/]+\.py", text)
+    assert "manager.leave_on(signal.SIGTERM)" in (REPOSITORY / script).read_text()

@@ -157,7 +157,11 @@ class SharedStorage(Consensus):
                 except BaseException as e:
                     result.set_exception(e)
 
-            threading.Thread(target=run, name="torchft_ftlib_directory", daemon=True).start()
+            try:
+                threading.Thread(target=run, name="torchft_ftlib_directory", daemon=True).start()
+            except BaseException:  # too many threads, say: later calls must not wait for this one
+                self._idle.release()
+                raise
             wait([result], max(0.0, deadline - time.monotonic()))
             if result.done():
                 return result.result()

@@ -161,6 +161,23 @@ def test_a_directory_that_hangs_from_the_start(tmp_path: Path, server: Away) -> 
         SharedStorage(tmp_path, name="a", timeout=timedelta(seconds=0.2))
 
 
+def test_a_thread_that_cannot_be_started_does_not_block_later_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member = SharedStorage(tmp_path, name="a", timeout=SOON)
+
+    def fails(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fails)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            member.get_member_list()
+    assert not member._idle.locked(), "the directory answers"
+    assert member.get_member_list().identities == [member.identity]
+    member.close()
+
+
 def test_a_life_is_later_than_those_before_whatever_the_clocks_of_their_hosts(tmp_path: Path) -> None:
     ahead = Identity("a", 2**62)
     Files(tmp_path / "default").check("a")

@@ -159,8 +159,9 @@ func endAll(all []*trainer) {
 // the test has returned.
 func ended() { time.Sleep(5 * time.Second) }
 
-// docs/ftlib.md states this bound, in virtual time. 100 of them with FULL; with the race detector that would take minutes. The 20 have the longest names that are allowed,
-// in a job whose name is as long as it may be: each fills a packet, and with 100 of them gossip would take minutes.
+// docs/ftlib.md states this bound, in virtual time. 100 of them with FULL; with the race detector that would take minutes. The 20 have
+// the longest names that are allowed, in a job whose name is as long as it may be: each fills a packet, and with 100 of them gossip would
+// take minutes.
 func TestManyMembersAgreeThoughPacketsAreLost(t *testing.T) {
 	const bound = 20 * time.Second // twice what most runs take: memberlist draws random numbers of its own
 	count, long := 20, true

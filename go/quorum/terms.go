@@ -30,6 +30,15 @@ func (e Greeted) told() int64 { return max(e.Term, termOf(e.KnownQuorumID)) }
 // admit lets a member's stream begin, or refuses it. At a lighthouse of a list it returns the replica, whose term is still to be taken in
 // (greeted).
 func (t *terms) admit(e Greeted) *replica {
+	t.list.back(e.ReplicaID) // it has not ended: its vote comes with its next request
+	// Refused before it takes the seat, or counts as a sign of life: with a seat that none of the members has, this lighthouse could
+	// begin a job that lives elsewhere, and the others would wait for a member that can ask nothing without a stream.
+	if listed := e.Seat.Of > 1 || e.Seat.Of == 0 && t.list.listed(); listed {
+		if refusal := t.overreaches(e); refusal != "" {
+			t.do(RefuseStream{e.ReplicaID, refusal})
+			return nil
+		}
+	}
 	others := t.roster.counts.healthy
 	if r := t.roster.replicas[e.ReplicaID]; r != nil && r.alive() {
 		others--
@@ -37,14 +46,6 @@ func (t *terms) admit(e Greeted) *replica {
 	if refusal := t.list.sit(e.ReplicaID, e.Seat, others > 0); refusal != "" {
 		t.do(RefuseStream{e.ReplicaID, refusal})
 		return nil
-	}
-	t.list.back(e.ReplicaID) // it has not ended: its vote comes with its next request
-	if t.list.listed() {
-		// Refused before it counts as a sign of life: the others would wait for a member that can ask nothing without a stream.
-		if refusal := t.overreaches(e); refusal != "" {
-			t.do(RefuseStream{e.ReplicaID, refusal})
-			return nil
-		}
 	}
 	r := t.roster.beat(e.ReplicaID, t.now)
 	r.returned, r.ending, r.finished = true, false, false

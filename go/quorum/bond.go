@@ -27,10 +27,10 @@ import (
 // next lighthouse, which must stay below 3 s when a host vanishes.
 //
 // A shorter bond breaks none of the invariants; it only leaves less time to learn of an end. The stamp that a process answered last
-// is up to two alive intervals old when the process ends (2/StampsInBond of the bond), and the lighthouse counts on nine tenths
-// (bondHolds). So 1.35 s are left for the lighthouse to learn of the end, which takes milliseconds unless it is starved, or more
-// hosts are silent at once than it probes at once (maxProbes, a second each). An end that is learned later is no vote, and the
-// remaining members may have to wait.
+// is up to two and a half alive intervals old when the process ends (half of the bond: a message that comes soon after a stamp gets no
+// other one), and the lighthouse counts on nine tenths (bondHolds). So 1.08 s are left for the lighthouse to learn of the end, which
+// takes milliseconds unless it is starved, or more hosts are silent at once than it probes at once (maxProbes, a second each). An end
+// that is learned later is no vote, and the remaining members may have to wait.
 const BondTime = 2700 * time.Millisecond
 
 // StampsInBond is how often a member that is bound says something within BondTime.

@@ -1,0 +1,36 @@
+package lighthouse
+
+import (
+	"math/rand/v2"
+	"testing"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/quorum"
+)
+
+// The age of the newest answered stamp, when a process ends, decides how long the lighthouse has to learn of it: docs/correctness.md and
+// quorum.BondTime say two and a half intervals. A message that comes less than half an interval after a stamp answers it and gets no
+// other one; the next message gets one, and the message after that answers it.
+func TestTheNewestAnsweredStampIsAtMostTwoAndAHalfIntervalsOld(t *testing.T) {
+	const interval = quorum.BondTime / quorum.StampsInBond
+	rng := rand.New(rand.NewPCG(1, 2))
+	one := stamps{interval: interval}
+	now := time.UnixMilli(0)
+	held, answered := one.next(now), now
+	var oldest time.Duration
+	for range 100_000 {
+		now = now.Add(1 + time.Duration(rng.Int64N(int64(interval)))) // a member that is bound says something in each interval
+		oldest = max(oldest, now.Sub(answered))                       // its process ends just before it says that
+		said := held
+		if one.due(now) {
+			held = one.next(now)
+		}
+		if sent, news := one.answer(said); news {
+			answered = sent
+		}
+	}
+	require.LessOrEqual(t, oldest, 5*interval/2)
+	require.Greater(t, oldest, 2*interval)
+}

@@ -51,9 +51,18 @@ func (p Policy) recallPause() time.Duration {
 type claim struct {
 	latest  int64     // the latest that it was asked for
 	recalls int       // how often it was asked for it
-	second  time.Time // when it was for the second time
+	second  time.Time // when it was for the second time, or for the only one
 	last    time.Time // and for the last time
 	unshown bool      // it has spoken since, and it was asked often enough: it is not believed until it shows it
+	doubted bool      // it did not show what it claimed before
+}
+
+// over ends a claim because the lighthouse knows as late a quorum by now. A member that was asked for it in vain is asked only once for
+// what it claims next: with a new number for each quorum, it would hold up the others for three questions each time.
+func (c *claim) over() {
+	if *c = (claim{doubted: c.doubted || c.unshown}); c.doubted {
+		c.recalls = mostRecalls - 1
+	}
 }
 
 // asked counts a question to the member, unless the one before was a moment ago.
@@ -62,7 +71,7 @@ func (c *claim) asked(now time.Time, pause time.Duration) {
 		return
 	}
 	c.last = now
-	if c.recalls++; c.recalls == 2 {
+	if c.recalls++; c.recalls >= 2 && c.second.IsZero() {
 		c.second = now
 	}
 }
@@ -86,7 +95,7 @@ func (s *search) doubt(e Asked) string {
 func (s *search) heard(r *replica, known int64) {
 	if known <= s.past.latestID() {
 		if r.latest <= s.past.latestID() { // else one that claims it in every other message would hold up each quorum of the others
-			r.claim = claim{}
+			r.over()
 		}
 		return
 	}

@@ -18,6 +18,7 @@ import (
 
 	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/metadata"
 
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/wire"
@@ -177,6 +178,8 @@ func play(r *relay.Relay) *played {
 	go func() { _ = r.Session(p) }()
 	return p
 }
+
+func (p *played) SendHeader(metadata.MD) error { return nil }
 
 func (p *played) Recv() (*torchftpb.RankRequest, error) { return <-p.said, nil }
 

@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net"
+	"net/http"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -355,5 +356,62 @@ func TestARelayThatIsNotReached(t *testing.T) {
 		commit, err := client.ShouldCommit(t.Context(), 0, 0, true)
 		require.NoError(t, err)
 		assert.True(t, commit)
+	})
+}
+
+// The group's store may name a relay of a server that has ended: by now, its port may be that of another group's relay.
+func TestARankDoesNotAskThroughTheRelayOfAnotherServer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		g, other := c.StartGroup("g", 1), c.StartGroup("other", 2)
+		r := startRelay(c, other, c.Net.Host("relay"))
+		client, _ := dialRelayed(c, g, "host", r.Address())
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		commit, err := client.ShouldCommit(ctx, 0, 7, true)
+		require.NoError(t, err)
+		assert.True(t, commit, "group other has two ranks, and would still wait")
+	})
+}
+
+func TestARankThatStartsAfterItsRelayHasEnded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g, c, r, _ := relayedGroup(t, 2)
+		round(t, 0, g)
+		c.Net.Interrupt("relay", "g", time.Hour)
+		time.Sleep(100 * time.Millisecond)
+		require.NoError(t, g.Ranks[1].Close())
+		g.Ranks[1], _ = dialRelayed(c, g, "g/1", r.Address())
+		first := g.Quorum(1, 0, time.Minute)
+		synctest.Wait()
+		answers{first, g.Quorum(0, 0, time.Minute)}.results(t)
+		committed(t, votesOf(g, 0))
+	})
+}
+
+func TestAGroupLeavesThroughItsRelay(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g, c, _, made := relayedGroup(t, 3)
+		peer := c.StartGroup("peer", 3)
+		round(t, 0, g, peer)
+		require.Equal(t, http.StatusOK, drain(t, c, "g"))
+		synctest.Wait()
+		for i, result := range append(answers(g.QuorumOfAll(1, time.Minute)), peer.QuorumOfAll(1, time.Minute)...).results(t) {
+			assert.Equal(t, i < 3, result.Draining, "rank %d", i)
+		}
+		committed(t, votesOf(g, 1))
+		var left []<-chan fttest.Answer[bool]
+		for rank := range g.Ranks {
+			left = append(left, leave(g, rank, time.Minute))
+		}
+		committed(t, votesOf(peer, 1))
+		next := peer.QuorumOfAll(2, time.Minute)
+		committed(t, left)
+		for _, d := range made {
+			assert.EqualValues(t, 1, d.n.Load(), "one connection, to the relay")
+		}
+		g.Server.Shutdown()
+		assert.Equal(t, []string{"peer"}, answers(next).results(t)[0].ReplicaIDs)
+		noFailure(t, peer, 0)
 	})
 }

@@ -5,6 +5,7 @@ package rankclient
 import (
 	"context"
 	"errors"
+	"fmt"
 	"log/slog"
 	"time"
 
@@ -101,8 +102,10 @@ func Dial(ctx context.Context, addr string, connectTimeout time.Duration, option
 	return &Client{peer: peer, Calls: newSession(conn)}, nil
 }
 
-// dialRelay connects to a relay, and to the server only when that is needed.
+// dialRelay opens a session at a relay, and connects to the server only when that is needed.
 func dialRelay(ctx context.Context, s settings, addr string, timeout time.Duration) (*session, error) {
+	ctx, cancel := context.WithTimeout(ctx, timeout)
+	defer cancel()
 	relay, err := rpc.DialSecurely(ctx, s.security, s.network, "relay", s.relay, timeout)
 	if err != nil {
 		return nil, err
@@ -112,7 +115,10 @@ func dialRelay(ctx context.Context, s settings, addr string, timeout time.Durati
 		return nil, errors.Join(err, relay.Close())
 	}
 	relayed := newSession(conn)
-	relayed.relay = relay
+	relayed.relay, relayed.manager = relay, addr
+	if _, err := relayed.connect(ctx); err != nil {
+		return nil, errors.Join(fmt.Errorf("relay at %s: %s", s.relay, rpc.Message(err)), relayed.Close())
+	}
 	return relayed, nil
 }
 

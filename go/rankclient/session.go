@@ -25,13 +25,14 @@ import (
 // that does not know sessions gets the calls.
 type session struct {
 	remote
-	ctx    context.Context // ends with Close
-	cancel context.CancelFunc
-	stub   torchftpb.RankServiceClient
-	relay  *grpc.ClientConn // nil: none
-	unary  atomic.Bool      // the server knows no sessions
-	heard  membership.Broadcast
-	told   <-chan membership.Notice
+	ctx     context.Context // ends with Close
+	cancel  context.CancelFunc
+	stub    torchftpb.RankServiceClient
+	relay   *grpc.ClientConn // nil: none
+	manager string           // address of the server; only with a relay
+	unary   atomic.Bool      // the server knows no sessions
+	heard   membership.Broadcast
+	told    <-chan membership.Notice
 
 	opening chan struct{} // a lock for stream; waiting for it ends with a call's deadline
 	stream  *clientStream // nil before the first call
@@ -195,12 +196,26 @@ func (s *session) connect(ctx context.Context) (*clientStream, error) {
 
 // open opens a stream: the first one through the relay, if there is one.
 func (s *session) open(ctx context.Context, again bool) (grpc.BidiStreamingClient[torchftpb.RankRequest, torchftpb.RankResponse], error) {
-	if s.relay != nil && !again {
-		if wire, err := torchftpb.NewRankServiceClient(s.relay).Session(ctx); err == nil {
-			return wire, nil
-		}
+	if s.relay == nil || again {
+		return s.stub.Session(ctx)
 	}
-	return s.stub.Session(ctx)
+	wire, err := torchftpb.NewRankServiceClient(s.relay).Session(ctx)
+	if err != nil {
+		return nil, err
+	}
+	header, err := wire.Header()
+	if err == nil && header == nil { // the relay has refused the session
+		_, err = wire.Recv()
+	}
+	if err != nil {
+		return nil, err
+	}
+	// After a restart of ranks, their store may still name the relay of an earlier server, whose port another group may have by now.
+	// A vote through that relay would count there.
+	if manager := rpc.ManagerOf(header); manager != s.manager {
+		return nil, status.Errorf(codes.FailedPrecondition, "it is connected to the manager server at %q, not to %q", manager, s.manager)
+	}
+	return wire, nil
 }
 
 // reopenTime is how long a broken stream is retried without a pending request.

@@ -54,6 +54,7 @@ var ErrNone = errors.New("no relay")
 type Relay struct {
 	torchftpb.UnimplementedRankServiceServer
 	log     *slog.Logger
+	manager string // address of the manager server
 	address string
 	server  *rpc.Server
 	conn    *grpc.ClientConn
@@ -95,7 +96,7 @@ func Start(ctx context.Context, cfg Config) (*Relay, error) {
 		return nil, err
 	}
 	r := &Relay{
-		log: cfg.Logger, conn: conn, batch: newBatch(cfg.Hold), sessions: map[uint64]*session{},
+		log: cfg.Logger, manager: cfg.Manager, conn: conn, batch: newBatch(cfg.Hold), sessions: map[uint64]*session{},
 		wake: make(chan struct{}, 1), ended: make(chan struct{}),
 	}
 	if err := r.start(ctx, cfg); err != nil {
@@ -174,6 +175,14 @@ func (r *Relay) tellIdle() {
 
 // Session serves one rank until either side ends it.
 func (r *Relay) Session(rank grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]) error {
+	select {
+	case <-r.ended:
+		return r.unavailable()
+	default:
+	}
+	if err := rank.SendHeader(rpc.ManagerHeader(r.manager)); err != nil {
+		return err
+	}
 	s := r.add()
 	defer r.remove(s)
 	received := make(chan error, 1)
@@ -188,9 +197,13 @@ func (r *Relay) Session(rank grpc.BidiStreamingServer[torchftpb.RankRequest, tor
 			return err
 		case <-r.ended:
 			r.deliver(s, rank)
-			return status.Error(codes.Unavailable, "the relay at "+r.address+" has ended")
+			return r.unavailable()
 		}
 	}
+}
+
+func (r *Relay) unavailable() error {
+	return status.Error(codes.Unavailable, "the relay at "+r.address+" has ended")
 }
 
 func (r *Relay) add() *session {

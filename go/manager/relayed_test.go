@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net"
 	"net/http"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -15,6 +16,7 @@ import (
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/fttest"
@@ -291,6 +293,33 @@ func TestARankThatNumbersTwoCallsAlikeIsEndedAlone(t *testing.T) {
 		assert.ErrorContains(t, err, "the manager server has ended this session")
 		round(t, 1, g)
 		assert.Zero(t, c.Log.Count("internal error"))
+	})
+}
+
+// A server ends the stream of a relay that carries too large a message: so the relay must not.
+func TestARankWhoseRequestIsTooLargeIsEndedAlone(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g, c, r, made := relayedGroup(t, 2)
+		round(t, 0, g)
+		conn, err := rpc.Dial(t.Context(), c.Net.Host("bad"), "relay", r.Address(), time.Second)
+		require.NoError(t, err)
+		defer func() { require.NoError(t, conn.Close()) }()
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		bad, err := torchftpb.NewRankServiceClient(conn).Session(ctx)
+		require.NoError(t, err)
+		large := voteOn(1, 7).GetRequest()
+		large.GetShouldCommit().Traceparent = strings.Repeat("x", rpc.MaxRequest-proto.Size(large)-12)
+		require.LessOrEqual(t, proto.Size(large), rpc.MaxRequest, "a server takes it from a rank")
+		require.NoError(t, bad.Send(large))
+		for err == nil {
+			_, err = bad.Recv()
+		}
+		assert.Equal(t, codes.ResourceExhausted, status.Code(err), "%v", err)
+		round(t, 1, g)
+		for _, d := range made {
+			assert.EqualValues(t, 1, d.n.Load(), "one connection, to the relay")
+		}
 	})
 }
 

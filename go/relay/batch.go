@@ -5,6 +5,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -17,19 +18,27 @@ type batch struct {
 	calls map[uint64]int // in progress, by open session
 	busy  int            // sessions with calls in progress
 	queue []queued
+	bytes int       // of the queue
 	due   time.Time // when the queue is sent at the latest
 }
 
 type queued struct {
 	message *torchftpb.RelayRequest
 	came    time.Time
+	size    int // in a message, in bytes
 }
 
 // heldPart is the part of its timeout for which a request waits at most.
 const heldPart = 20
 
-// mostBytes is the size from which a message takes no further request, far below that which a server takes (rpc.MaxRequest).
-const mostBytes = 1 << 20
+const (
+	// mostBytes bounds a message of several requests, far below what a server takes (rpc.MaxRequest).
+	mostBytes = 1 << 20
+	// wrapping is more than a message adds to a request: two tags, two lengths, and the number of the session.
+	wrapping = 32
+	// mostRequest bounds the request of a rank, so that alone in a message it is one which the server takes.
+	mostRequest = rpc.MaxRequest - wrapping
+)
 
 func newBatch(hold time.Duration) batch { return batch{hold: hold, calls: map[uint64]int{}} }
 
@@ -64,7 +73,9 @@ func (b *batch) push(session uint64, req *torchftpb.RankRequest, now, due time.T
 	if len(b.queue) == 0 || due.Before(b.due) {
 		b.due = due
 	}
-	b.queue = append(b.queue, queued{&torchftpb.RelayRequest{Session: session, Request: req}, now})
+	next := queued{&torchftpb.RelayRequest{Session: session, Request: req}, now, wrapping + proto.Size(req)}
+	b.queue = append(b.queue, next)
+	b.bytes += next.size
 }
 
 // answered notes that a call of a session is over.
@@ -90,13 +101,13 @@ func (b *batch) take(now time.Time) *torchftpb.RelayRequests {
 	message := &torchftpb.RelayRequests{}
 	taken, size := 0, 0
 	for _, next := range b.queue {
-		if size >= mostBytes {
+		if size += next.size; taken > 0 && size > mostBytes {
 			break
 		}
+		b.bytes -= next.size
 		if req := next.message.GetRequest(); req.GetTimeoutUs() > 0 {
 			req.TimeoutUs = max(1, req.GetTimeoutUs()-now.Sub(next.came).Microseconds())
 		}
-		size += proto.Size(next.message)
 		message.Requests = append(message.Requests, next.message)
 		taken++
 	}

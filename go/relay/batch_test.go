@@ -1,11 +1,15 @@
 package relay
 
 import (
+	"math"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/protobuf/proto"
 
+	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -117,13 +121,33 @@ func TestALongQueueGoesInSeveralMessages(t *testing.T) {
 	for session := range uint64(5) {
 		b.open(session)
 		req := quorum(time.Minute)
-		req.GetQuorum().ReconfigureHandle = string(make([]byte, mostBytes/2))
+		req.GetQuorum().ReconfigureHandle = string(make([]byte, mostBytes/3))
 		b.add(session, req, now)
 	}
 	var sizes []int
 	for wait, some := b.wait(now); some; wait, some = b.wait(now) {
 		assert.LessOrEqual(t, wait, time.Duration(0))
-		sizes = append(sizes, len(b.take(now).GetRequests()))
+		message := b.take(now)
+		assert.LessOrEqual(t, proto.Size(message), mostBytes)
+		sizes = append(sizes, len(message.GetRequests()))
 	}
 	assert.Equal(t, []int{2, 2, 1}, sizes)
+	assert.Zero(t, b.bytes)
+}
+
+// The largest request that a relay takes from a rank fits into what a server takes, even after another one.
+func TestALargeRequestIsAMessageOfItsOwn(t *testing.T) {
+	b := newBatch(time.Second)
+	now := time.Unix(100, 0)
+	b.open(1)
+	b.open(math.MaxUint64)
+	large := quorum(time.Minute)
+	large.GetQuorum().ReconfigureHandle = string(make([]byte, mostRequest-proto.Size(large)-10))
+	require.LessOrEqual(t, proto.Size(large), mostRequest)
+	b.add(1, quorum(time.Minute), now)
+	b.add(math.MaxUint64, large, now)
+	assert.Less(t, proto.Size(b.take(now)), mostBytes)
+	size := proto.Size(b.take(now))
+	assert.LessOrEqual(t, size, rpc.MaxRequest)
+	assert.Greater(t, size, rpc.MaxRequest-100)
 }

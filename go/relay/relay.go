@@ -29,8 +29,9 @@ const (
 	holdTime = 50 * time.Millisecond
 	// mostConnections are open at once. A relay has some hundred ranks at most, and each keeps one.
 	mostConnections = 10_000
-	// mostQueued bounds the requests that the server does not take, mostUnsent the responses that a rank does not take.
-	mostQueued, mostUnsent = 1 << 16, 128
+	// mostQueued and mostQueuedBytes bound the requests that the server does not take, mostUnsent the responses that a rank does not
+	// take.
+	mostQueued, mostQueuedBytes, mostUnsent = 1 << 16, 64 << 20, 128
 	// closeGrace is how long a relay that is closed goes on for calls in progress.
 	closeGrace = time.Second
 )
@@ -131,7 +132,7 @@ func (r *Relay) start(ctx context.Context, cfg Config) error {
 		return err
 	}
 	r.address = rpc.Announce(cfg.Hostname, lis.Addr(), cfg.Security)
-	g := rpc.NewGRPC(gate, r.log)
+	g := rpc.NewGRPC(gate, r.log, grpc.MaxRecvMsgSize(mostRequest))
 	torchftpb.RegisterRankServiceServer(g, r)
 	r.server = rpc.Serve(lis, gate, g, nil, r.log)
 	rpc.Go(&r.tasks, r.log, "relay: requests", r.send)
@@ -242,7 +243,7 @@ func (r *Relay) hear(s *session, rank grpc.BidiStreamingServer[torchftpb.RankReq
 func (r *Relay) pass(s *session, req *torchftpb.RankRequest) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.sessions[s.number] == nil || len(r.batch.queue) >= mostQueued {
+	if r.sessions[s.number] == nil || len(r.batch.queue) >= mostQueued || r.batch.bytes >= mostQueuedBytes {
 		return false
 	}
 	r.batch.add(s.number, req, time.Now())

@@ -94,10 +94,27 @@ func (r *relayStream) finish() {
 	}
 }
 
+// mostNamed bounds how many groups the answers of one message name together: each costs some 130 bytes, and at most a few times
+// rpc.MaxReplicaID, of the rpc.MaxMessage that a relay takes. To count them costs less than to measure the answers.
+const mostNamed = 100_000
+
 func (r *relayStream) send(answers []*sessionCall) {
-	if len(answers) == 0 {
-		return
+	for len(answers) > 0 {
+		n, named := 0, 0
+		for ; n < len(answers); n++ {
+			if result := answers[n].answer.result; result != nil {
+				named += len(result.ReplicaIDs)
+			}
+			if n > 0 && named > mostNamed {
+				break
+			}
+		}
+		r.sendTogether(answers[:n])
+		answers = answers[n:]
 	}
+}
+
+func (r *relayStream) sendTogether(answers []*sessionCall) {
 	message := &torchftpb.RelayResponses{Responses: make([]*torchftpb.RelayResponse, len(answers))}
 	for i, call := range answers {
 		message.Responses[i] = &torchftpb.RelayResponse{Session: call.session.number}

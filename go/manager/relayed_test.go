@@ -272,6 +272,39 @@ func TestARelayWithMoreSessionsThanRanksIsEnded(t *testing.T) {
 	})
 }
 
+// A message with an answer for each rank of a relay, in a job of thousands of groups, could be larger than a relay takes.
+func TestLargeAnswersForARelayAreSeveralMessages(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const groups, ranks = 40_000, 5
+		large := &quorum.Quorum{ID: 1, Members: []quorum.Member{{ReplicaID: "g"}}}
+		for i := range groups - 1 {
+			large.Members = append(large.Members, quorum.Member{ReplicaID: fmt.Sprintf("h%d", i)})
+		}
+		c := fttest.NewCluster(t, 1)
+		g := c.StartGroup("g", ranks, func(cfg *manager.ServerConfig) {
+			cfg.Membership = &fake{quorum: func(context.Context) (*quorum.Quorum, error) { return large, nil }}
+		})
+		stream := relayStream(t, c, g)
+		message := &torchftpb.RelayRequests{}
+		for rank := range uint64(ranks) {
+			message.Requests = append(message.Requests, &torchftpb.RelayRequest{Session: rank + 1, Request: &torchftpb.RankRequest{
+				Call: 1, TimeoutUs: time.Minute.Microseconds(),
+				Request: &torchftpb.RankRequest_Quorum{Quorum: &torchftpb.ManagerQuorumRequest{GroupRank: int64(rank)}},
+			}})
+		}
+		require.NoError(t, stream.Send(message))
+		for answered := 0; answered < ranks; {
+			message, err := stream.Recv()
+			require.NoError(t, err)
+			assert.LessOrEqual(t, len(message.GetResponses()), 2)
+			for _, resp := range message.GetResponses() {
+				require.Len(t, resp.GetResponse().GetQuorum().GetReplicaIds(), groups)
+				answered++
+			}
+		}
+	})
+}
+
 func TestARankThatNumbersTwoCallsAlikeIsEndedAlone(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g, c, r, _ := relayedGroup(t, 2)

@@ -29,6 +29,7 @@ type relayStream struct {
 	parent string
 
 	mu       sync.Mutex
+	finished bool // takes no further session
 	sessions map[uint64]*openSession
 }
 
@@ -52,7 +53,7 @@ func (r *relayStream) take(ctx context.Context, req *torchftpb.RelayRequest) boo
 	session := r.sessions[req.GetSession()]
 	switch {
 	case session != nil:
-	case req.GetRequest() == nil: // it never asked
+	case req.GetRequest() == nil || r.finished: // it never asked, or asks too late for an answer
 		r.mu.Unlock()
 		return true
 	case int64(len(r.sessions)) >= 2*r.server.cfg.WorldSize:
@@ -84,6 +85,7 @@ func (r *relayStream) end(session *openSession) {
 
 func (r *relayStream) finish() {
 	r.mu.Lock()
+	r.finished = true
 	open := make([]*openSession, 0, len(r.sessions))
 	for _, session := range r.sessions {
 		open = append(open, session)

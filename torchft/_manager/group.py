@@ -9,7 +9,7 @@ from typing import Callable, NamedTuple, Optional
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore
 
-from torchft._manager.settings import MANAGER_ADDR_KEY, REPLICA_ID_KEY, Settings
+from torchft._manager.settings import MANAGER_ADDR_KEY, RANKS_PER_RELAY_ENV, REPLICA_ID_KEY, Settings
 from torchft._torchft import ManagerClient, ManagerServer
 from torchft.addresses import announced_host, announced_store_host
 
@@ -84,17 +84,32 @@ def join_group(
             store.set(MANAGER_ADDR_KEY, address)
             store.set(REPLICA_ID_KEY, full_id)
         else:
-            # Together: all ranks of a group ask one store when it starts, and each answer is waited for.
-            keys = [MANAGER_ADDR_KEY, REPLICA_ID_KEY]
-            if settings.relay not in (None, settings.group_rank):
-                keys.append(_relay_key(settings.relay))
-            address, full_id, *of_relay = (value.decode("utf-8") for value in store.multi_get(keys))
+            address, full_id, *of_relay = _find(store, settings)
             return Group(store, full_id, address, None, *of_relay)
         return Group(store, full_id, address, server)
     except BaseException:
         if server is not None:
             server.shutdown()
         raise
+
+
+def _find(store: dist.Store, settings: Settings) -> list[str]:
+    """Waits for the manager server's address, the group's name, and the address of this rank's relay if it has one."""
+    # Together: all ranks of a group ask one store when it starts, and each answer is waited for.
+    keys = [MANAGER_ADDR_KEY, REPLICA_ID_KEY]
+    relayed = settings.relay not in (None, settings.group_rank)
+    if relayed:
+        keys.append(_relay_key(settings.relay))
+    try:
+        return [value.decode("utf-8") for value in store.multi_get(keys)]
+    except dist.DistStoreError as e:
+        if not relayed or not store.check(keys[:2]):
+            raise
+        raise dist.DistStoreError(
+            f"rank {settings.group_rank} found no relay of rank {settings.relay} in the group's store ({e}): that rank "
+            f"has not started, or not as a relay. {RANKS_PER_RELAY_ENV}={settings.ranks_per_relay} here. All ranks of "
+            f"a group need the same value, 2 or more, or 0 (no relays)"
+        ) from e
 
 
 def _open_store(settings: Settings) -> dist.Store:

@@ -28,32 +28,34 @@ class CountingStore:
         return getattr(self._store, name)
 
 
+def join(rank: int, server: Any, clients: Any = None) -> group.Group:
+    """Starts one rank of a group."""
+    settings = resolve(
+        rank=rank,
+        world_size=RANKS,
+        store_addr="localhost",
+        store_port=1,
+        lighthouse_addr="http://localhost:1",
+        port=None,
+        timeout=WAIT,
+        quorum_timeout=WAIT,
+        connect_timeout=WAIT,
+        heartbeat_interval=timedelta(milliseconds=100),
+        quorum_retries=0,
+    )
+    joined = group.join_group(settings, "g", "host", start_server=lambda **given: server)
+    if clients is not None:
+        joined.connect(settings, "host", lambda *given, **further: clients(rank, *given, **further))
+    return joined
+
+
 def started(opened: List[CountingStore], server: Any, clients: Any = None) -> dict[int, group.Group]:
     """Starts all ranks of a group side by side; with `clients`, which makes them, their clients too."""
-
-    def join(rank: int) -> group.Group:
-        settings = resolve(
-            rank=rank,
-            world_size=RANKS,
-            store_addr="localhost",
-            store_port=1,
-            lighthouse_addr="http://localhost:1",
-            port=None,
-            timeout=WAIT,
-            quorum_timeout=WAIT,
-            connect_timeout=WAIT,
-            heartbeat_interval=timedelta(milliseconds=100),
-            quorum_retries=0,
-        )
-        joined = group.join_group(settings, "g", "host", start_server=lambda **given: server)
-        if clients is not None:
-            joined.connect(settings, "host", lambda *given, **further: clients(rank, *given, **further))
-        return joined
 
     # Rank 0 is last, so that the others ask before there is an answer.
     with ThreadPoolExecutor(RANKS) as pool:
         ranks = list(reversed(range(RANKS)))
-        return dict(zip(ranks, pool.map(join, ranks)))
+        return dict(zip(ranks, pool.map(lambda rank: join(rank, server, clients), ranks)))
 
 
 @pytest.fixture
@@ -98,3 +100,14 @@ def test_a_start_with_relays_costs_a_rank_two_store_operations(
     assert made == {0: {}, 1: {"relay_host": "host"}, 2: {"relay_host": "host"}, 3: {"relay": "http://relay:2"}}
     for rank, store in enumerate(opened):
         assert 1 <= store.operations.total() <= 2, f"rank {rank}: {store.operations}"
+
+
+def test_a_rank_whose_relay_is_none(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    master = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    master.set("manager_addr", "http://host:1")
+    master.set("replica_id", "g")
+    store = TCPStore("localhost", master.port, wait_for_workers=False, timeout=timedelta(milliseconds=100))
+    monkeypatch.setattr(group, "_open_store", lambda settings: store)
+    monkeypatch.setenv("TORCHFT_RANKS_PER_RELAY", "2")
+    with pytest.raises(RuntimeError, match=r"rank 3 found no relay of rank 2 .*TORCHFT_RANKS_PER_RELAY=2 here"):
+        join(3, server)

@@ -477,3 +477,34 @@ func TestAGroupLeavesThroughItsRelay(t *testing.T) {
 		noFailure(t, peer, 0)
 	})
 }
+
+// silentRelay accepts a session, and does nothing with it.
+type silentRelay struct {
+	torchftpb.UnimplementedRankServiceServer
+}
+
+func (silentRelay) Session(rank grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]) error {
+	<-rank.Context().Done()
+	return nil
+}
+
+func TestARelayThatDoesNotAnswer(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		g := c.StartGroup("g", 1)
+		lis, err := c.Net.Host("relay").Listen(":1")
+		require.NoError(t, err)
+		server := grpc.NewServer()
+		torchftpb.RegisterRankServiceServer(server, silentRelay{})
+		go func() { _ = server.Serve(lis) }()
+		defer server.Stop()
+		began := time.Now()
+		client, _ := dialRelayed(c, g, "host", "http://relay:1")
+		assert.Equal(t, 5*time.Second, time.Since(began), "half of the timeout")
+		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+		defer cancel()
+		commit, err := client.ShouldCommit(ctx, 0, 0, true)
+		require.NoError(t, err)
+		assert.True(t, commit)
+	})
+}

@@ -157,7 +157,7 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
     ]
     planted = [
         Part("sim-mutants", [*test, "-timeout=20m", "./sim", "-run=Mutant", "-mutants"], go, full, needs_s=90),
-        Part("gossip-mistakes", [*test, "./gossip/agree", "-run=Mistakes", "-agree.mistakes"], go, needs_s=150),
+        Part("sim-gossip", [*test, "./gossip/agree", "-run=Mistakes", "-agree.mistakes"], go, needs_s=55),
         Part("sim-mistakes", [*test, "-timeout=20m", "./sim/servers", "-run=Mistakes", "-mistakes"], go, needs_s=300),
     ]
     sims = [sim, *(planted if time_s >= LONG_S else []), model]

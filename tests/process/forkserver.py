@@ -117,6 +117,8 @@ class ForkServer:
 
     def close(self) -> None:
         if self._process is not None:
+            # A process that was forked from this one may still have the socket.
+            self._control.shutdown(socket.SHUT_RDWR)
             self._control.close()
             self._process.wait(START_TIMEOUT_S)
 

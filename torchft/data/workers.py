@@ -2,10 +2,14 @@
 
 torchrun and Slurm send SIGTERM to all processes of a rank, its workers included. PyTorch's workers end then, and the
 rank with them, before it has read what its last steps need.
+
+A worker that was forked has the objects of its rank, but none of the rank's threads: to collect one of them there, a
+process group with its threads say, can end the worker by a segmentation fault.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -14,7 +18,8 @@ from typing import Any, Optional
 
 
 class WorkerInit:
-    """A ``worker_init_fn`` that ignores signals, unless the loader sends them: it ends its workers by SIGTERM.
+    """A ``worker_init_fn``: the worker collects no object of its rank, and ignores signals, unless the loader sends
+    them, which ends its workers by SIGTERM.
 
     Args:
         ignored: numbers of signals.
@@ -26,6 +31,7 @@ class WorkerInit:
         self._then = then
 
     def __call__(self, worker: int) -> None:
+        gc.freeze()
         if self._ignored:
             for number in self._ignored:
                 signal.signal(number, signal.SIG_IGN)  # in threads that a library has started before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import multiprocessing
 import os
@@ -10,7 +11,7 @@ import signal
 import subprocess
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, Callable, Generator, Iterator, Optional
+from typing import Any, Callable, ClassVar, Generator, Iterator, Optional
 
 import pytest
 import torch
@@ -281,6 +282,41 @@ def test_only_its_loader_ends_such_a_worker() -> None:
     worker.terminate()
     worker.join(60)
     assert worker.exitcode == 0
+
+
+class OfTheRank:
+    """Garbage that only a collection ends, as a process group whose error holds the frames that hold it."""
+
+    ended: ClassVar[list[int]] = []
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        OfTheRank.ended.append(os.getpid())
+
+
+def collect(pipe: Any) -> None:
+    WorkerInit(())(0)
+    gc.collect()
+    pipe.send(OfTheRank.ended)
+
+
+def test_a_worker_collects_nothing_of_its_rank() -> None:
+    """The threads of a process group are not there, and its end can be a segmentation fault."""
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.Pipe()
+    gc.disable()
+    try:
+        OfTheRank()
+        worker = fork.Process(target=collect, args=(there,))
+        worker.start()
+        assert here.recv() == []
+        worker.join(60)
+    finally:
+        gc.enable()
+    gc.collect()
+    assert OfTheRank.ended == [os.getpid()]
 
 
 def test_arguments_of_the_dataloader_reach_it() -> None:

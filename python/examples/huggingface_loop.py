@@ -4,6 +4,7 @@ The Trainer sees a world of one process: use one process a group (`torchrun --np
 """
 
 import os
+import signal
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ manager = Manager(
     state_dict=lambda: {"net": net.state_dict(), "adam": adam.state_dict()},
     min_replica_size=1,
 )
+manager.leave_on(signal.SIGTERM)
 
 
 class Step(TrainerCallback):
@@ -50,7 +52,7 @@ class Step(TrainerCallback):
             work.wait()
 
     def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = manager.current_step() >= 100
+        control.should_training_stop = manager.current_step() >= 100 or manager.draining()
 
 
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
@@ -69,3 +71,4 @@ trainer = Trainer(
     model, arguments, train_dataset=images, callbacks=[Step()], optimizers=(Optimizer(manager, adam), schedule)
 )
 trainer.train()
+manager.shutdown()

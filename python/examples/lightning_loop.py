@@ -40,10 +40,11 @@ class Module(lightning.LightningModule):
         self.optimizer.zero_grad()
         self.manual_backward(self.net(batch[0]).sum())
         self.optimizer.step()
-        self.trainer.should_stop = manager.current_step() >= 100
+        self.trainer.should_stop = manager.current_step() >= 100 or manager.draining()
 
 
 data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.rand(1000, 8)), batch_size=4)
 options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 trainer = lightning.Trainer(accelerator="cpu", devices=1, max_epochs=-1, **options)
 trainer.fit(Module(), data)
+manager.shutdown()

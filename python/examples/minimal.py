@@ -29,11 +29,12 @@ manager = Manager(
 model = DistributedDataParallel(manager, net)
 optimizer = Optimizer(manager, adam)
 
-while manager.current_step() < 1000:
+while manager.current_step() < 1000 and not manager.draining():
     optimizer.zero_grad()  # asks in the background which groups take part in this step
     inputs = torch.rand(8, 2)
     loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
     loss.backward()  # averages the gradients over these groups
     optimizer.step()  # if no error occurred; otherwise the step does not count
 
+manager.shutdown()  # says that the group leaves; a loop of `torchft run` also ends here on SIGTERM
 print(f"loss {loss.item():.4f}, weights {net.weight.tolist()}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -113,12 +115,12 @@ def test_the_threads_have_these_names(store: TCPStore) -> None:
         group.shutdown()
 
 
-def stuck(store: TCPStore) -> tuple[Stuck, _GuardedWork]:
+def stuck(store: TCPStore, name: str = "allreduce") -> tuple[Stuck, _GuardedWork]:
     """An operation that its end does not wake, of a group that is aborted."""
     groups = pair(store)
     work = Stuck()
     assert groups[0]._operations is not None
-    guarded = groups[0]._operations.guard(work, "allreduce", ())
+    guarded = groups[0]._operations.guard(work, name, ())
     for group in groups:
         group.abort()
     assert isinstance(guarded, _GuardedWork)
@@ -138,5 +140,24 @@ def test_an_operation_that_sleeps_without_connections_is_not_waited_for(store: T
 def test_one_whose_connections_are_unknown_is(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections_module, "_DESCRIPTORS", "/nonexistent")
     _, guarded = stuck(store)
+    with thread("test_runner", sleep):
+        assert not guarded.drain(NEVER)
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_that_may_write_before_it_sends_is(store: TCPStore) -> None:
+    _, guarded = stuck(store, "allgather")
+    with thread("test_runner", sleep):
+        assert not guarded.drain(NEVER)
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_with_a_connection_that_could_not_be_cut_is(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_descriptor_left(descriptor: int) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "dup", no_descriptor_left)
+        _, guarded = stuck(store)
     with thread("test_runner", sleep):
         assert not guarded.drain(NEVER)

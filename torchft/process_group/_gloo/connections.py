@@ -45,7 +45,7 @@ class Connections:
 
     Attributes:
         cut: whether `shutdown` was called.
-        severed: whether it was, and with connections to all peers.
+        severed: whether that cut a connection to each peer on each interface: nothing arrives any more.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
@@ -75,7 +75,7 @@ class Connections:
                 connection = found[1]
             if own.intersection(connection.here) or peers.intersection(connection.there):
                 self._connections[descriptor] = connection
-        self._complete = len(self._connections) >= world_size - 1
+        self._complete = len(self._connections) >= context * (world_size - 1)
 
     @property
     def severed(self) -> bool:
@@ -96,6 +96,7 @@ class Connections:
         for descriptor, connection in connections.items():
             found = _open(descriptor)
             if found is None:
+                self._complete = self._complete and not is_open(descriptor, connection.inode)
                 continue
             # A duplicate of our own: what was checked of it cannot change before it is used.
             with found[0] as duplicate:

@@ -208,7 +208,7 @@ func longest(t *testing.T, cfg Config) string {
 	return cfg.Name[:len(cfg.Name)-1]
 }
 
-// What 100 members of the longest names say fits: the metadata of each, and what two of them exchange.
+// With 100 members of the longest names, the metadata of each and the state that two of them exchange are within the limits.
 func TestTheLongestNamesFit(t *testing.T) {
 	n := &Node{log: discard}
 	view := agree.View{Number: math.MaxInt64}

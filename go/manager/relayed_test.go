@@ -305,23 +305,41 @@ func TestLargeAnswersForARelayAreSeveralMessages(t *testing.T) {
 	})
 }
 
+type rankSession = grpc.BidiStreamingClient[torchftpb.RankRequest, torchftpb.RankResponse]
+
+// sessionOfItsOwn is one at a relay that a test writes to, and its end.
+func sessionOfItsOwn(t *testing.T, c *fttest.Cluster, r *relay.Relay) (rankSession, func()) {
+	t.Helper()
+	conn, err := rpc.Dial(t.Context(), c.Net.Host("bad"), "relay", r.Address(), time.Second)
+	require.NoError(t, err)
+	ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
+	session, err := torchftpb.NewRankServiceClient(conn).Session(ctx)
+	require.NoError(t, err)
+	return session, func() {
+		cancel()
+		require.NoError(t, conn.Close())
+	}
+}
+
+// endOf is the error with which a session ends; answers before it are skipped.
+func endOf(session rankSession) error {
+	for {
+		if _, err := session.Recv(); err != nil {
+			return err
+		}
+	}
+}
+
 func TestARankThatNumbersTwoCallsAlikeIsEndedAlone(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g, c, r, _ := relayedGroup(t, 2)
 		round(t, 0, g)
-		conn, err := rpc.Dial(t.Context(), c.Net.Host("bad"), "relay", r.Address(), time.Second)
-		require.NoError(t, err)
-		defer func() { require.NoError(t, conn.Close()) }()
-		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-		defer cancel()
-		bad, err := torchftpb.NewRankServiceClient(conn).Session(ctx)
-		require.NoError(t, err)
+		bad, end := sessionOfItsOwn(t, c, r)
+		defer end()
 		for range 2 {
 			require.NoError(t, bad.Send(voteOn(1, 7).GetRequest()))
 		}
-		for err == nil { // the first call may be answered before
-			_, err = bad.Recv()
-		}
+		err := endOf(bad) // the first call may be answered before
 		assert.Equal(t, codes.Unavailable, status.Code(err), "%v", err)
 		assert.ErrorContains(t, err, "the manager server has ended this session")
 		round(t, 1, g)
@@ -334,20 +352,13 @@ func TestARankWhoseRequestIsTooLargeIsEndedAlone(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g, c, r, made := relayedGroup(t, 2)
 		round(t, 0, g)
-		conn, err := rpc.Dial(t.Context(), c.Net.Host("bad"), "relay", r.Address(), time.Second)
-		require.NoError(t, err)
-		defer func() { require.NoError(t, conn.Close()) }()
-		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
-		defer cancel()
-		bad, err := torchftpb.NewRankServiceClient(conn).Session(ctx)
-		require.NoError(t, err)
+		bad, end := sessionOfItsOwn(t, c, r)
+		defer end()
 		large := voteOn(1, 7).GetRequest()
 		large.GetShouldCommit().Traceparent = strings.Repeat("x", rpc.MaxRequest-proto.Size(large)-12)
 		require.LessOrEqual(t, proto.Size(large), rpc.MaxRequest, "a server takes it from a rank")
 		require.NoError(t, bad.Send(large))
-		for err == nil {
-			_, err = bad.Recv()
-		}
+		err := endOf(bad)
 		assert.Equal(t, codes.ResourceExhausted, status.Code(err), "%v", err)
 		round(t, 1, g)
 		for _, d := range made {

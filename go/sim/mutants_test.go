@@ -1,15 +1,15 @@
 package sim
 
 import (
-	"encoding/json"
 	"flag"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/internal/testmain"
 )
 
 var (
@@ -172,27 +172,9 @@ func TestMutantsOfTheMachinesAreFound(t *testing.T) {
 	if !*mutantsFlag {
 		t.Skip("-mutants runs it")
 	}
-	command := os.Getenv("GO")
-	if command == "" {
-		command = "go"
-	}
 	for _, m := range mutants {
 		t.Run(m.name, func(t *testing.T) {
-			folder := t.TempDir()
-			path, err := filepath.Abs(filepath.Join("..", m.file))
-			require.NoError(t, err)
-			mutant := filepath.Join(folder, filepath.Base(m.file))
-			require.NoError(t, os.WriteFile(mutant, []byte(mutate(t, m.file, m.old, m.new)), 0o600))
-			overlay, err := json.Marshal(map[string]map[string]string{"Replace": {path: mutant}})
-			require.NoError(t, err)
-			file := filepath.Join(folder, "overlay.json")
-			require.NoError(t, os.WriteFile(file, overlay, 0o600))
-			//nolint:gosec // the compiler and this test
-			out, err := exec.CommandContext(t.Context(), command, "test", "-trimpath", "-vet=off", "-count=1", "-overlay="+file, ".",
-				"-run=^TestFindMutant$", "-v", "-mutant="+m.name).CombinedOutput()
-			t.Logf("%s", out)
-			require.NoError(t, err)
-			require.Contains(t, string(out), "--- PASS: TestFindMutant")
+			testmain.RunWith(t, filepath.Join("..", m.file), mutate(t, m.file, m.old, m.new), "TestFindMutant", "-mutant="+m.name)
 		})
 	}
 }

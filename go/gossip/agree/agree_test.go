@@ -428,8 +428,8 @@ func TestAMemberThatHasLeftConfirmsNothingMore(t *testing.T) {
 	require.Nil(t, a.Taken())
 }
 
-// Nobody takes a view that all give up before they see that the others have confirmed it. It is formed all the same, and half of the
-// members of the view before can go on with more than half of its own.
+// All members confirm a view, and all leave it before they see that the others have confirmed it. It is formed all the same: half of
+// the members of the view before can go on with more than half of its own.
 func TestAViewThatWasLeftIsFormed(t *testing.T) {
 	j := newJob(t, "a", "b", "c", "d", "e")
 	j.ask(j.names()...)

@@ -1,15 +1,14 @@
 package agree
 
 import (
-	"encoding/json"
 	"flag"
 	"os"
-	"os/exec"
-	"path/filepath"
 	"strings"
 	"testing"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/internal/testmain"
 )
 
 var (
@@ -166,26 +165,9 @@ func TestMistakesInTheMachineAreFound(t *testing.T) {
 	if !*mistakesFlag {
 		t.Skip("-agree.mistakes looks for them")
 	}
-	command := os.Getenv("GO")
-	if command == "" {
-		command = "go"
-	}
 	for i, mistake := range mistakes {
 		t.Run(mistake.name, func(t *testing.T) {
-			folder := t.TempDir()
-			path, err := filepath.Abs("agree.go")
-			require.NoError(t, err)
-			changed, file := filepath.Join(folder, "agree.go"), filepath.Join(folder, "overlay.json")
-			require.NoError(t, os.WriteFile(changed, []byte(mistaken(t, i)), 0o600))
-			overlay, err := json.Marshal(map[string]map[string]string{"Replace": {path: changed}})
-			require.NoError(t, err)
-			require.NoError(t, os.WriteFile(file, overlay, 0o600))
-			//nolint:gosec // the compiler and this test
-			out, err := exec.CommandContext(t.Context(), command, "test", "-trimpath", "-vet=off", "-count=1", "-overlay="+file, ".",
-				"-run=^TestFindMistake$", "-v", "-agree.mistake="+mistake.name).CombinedOutput()
-			t.Logf("%s", out)
-			require.NoError(t, err)
-			require.Contains(t, string(out), "--- PASS: TestFindMistake")
+			testmain.RunWith(t, "agree.go", mistaken(t, i), "TestFindMistake", "-agree.mistake="+mistake.name)
 		})
 	}
 }

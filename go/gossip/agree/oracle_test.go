@@ -5,8 +5,8 @@ import (
 	"slices"
 )
 
-// What holds in every history. The oracle looks at what members confirm and take, and at which of them run. ruleRemembered alone is of
-// the machine's inside. Most of them are what the proof stands on: they are broken long before two views are live.
+// The rules of every history. The oracle sees which views members confirm and take, and which members run; for ruleRemembered it reads
+// the state of the machine. Most rules are lemmas of the proof: a mistake breaks one of them long before two views are live.
 const (
 	ruleLive       = "at most one view is live"
 	ruleTaken      = "a member takes a view that all of its members have confirmed"

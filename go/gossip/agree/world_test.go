@@ -12,7 +12,7 @@ var names = []string{"a", "b", "c", "d", "e"}
 
 var twin = len(names)
 
-// What a link carries apart from each other: notes travel in packets through others, proposals in connections.
+// The two channels of a link, each with losses of its own: notes travel in packets through others, proposals in connections.
 const (
 	notes = iota
 	proposals

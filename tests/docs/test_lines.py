@@ -1,4 +1,4 @@
-"""What the pages say of the size of a layer."""
+"""The number of lines of a layer, as the pages give it."""
 
 from __future__ import annotations
 

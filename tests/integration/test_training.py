@@ -439,7 +439,7 @@ def test_shutdown_ends_a_quorum_that_waits(cluster: Cluster) -> None:
 
 
 def test_shutdown_leaves_nothing() -> None:
-    # What Gloo lost of groups that failed in other tests ends with its timeout only.
+    # Operations of Gloo that were not woken when groups of other tests failed end at their timeout.
     assert reaper.drain(timeout_sec=60)
     before = {thread.name for thread in threading.enumerate()}
     with Cluster(min_replicas=2) as cluster:

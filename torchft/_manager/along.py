@@ -173,7 +173,8 @@ class Heal:
     # The end of a step
 
     def advance(self, arrivals: Sequence[tuple[int, int]], now: float) -> Advance:
-        """What is done with arrivals, before the vote. Once for each quorum; before :meth:`keep` also more often.
+        """The actions for the pieces that have arrived, before the vote. Once for each quorum; before :meth:`keep` also
+        more often.
 
         Args:
             arrivals: number and mark of each piece that has arrived and is of an earlier step than that which runs.

@@ -196,7 +196,7 @@ def test_a_lost_member_ends_the_collective() -> None:
 def test_a_framework_that_cannot_abort_does_not_end_the_thread_of_the_consensus(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """That thread renews a record, or hears of members: without it this member would never learn that it is lost."""
+    """Without the thread of the consensus a member would never learn of its own loss."""
     consensus = Told()
     ftlib, framework = made(consensus)
     ftlib.allreduce_average([])

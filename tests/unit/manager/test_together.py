@@ -1,4 +1,4 @@
-"""What the ranks of a group tell each other about a heal; random histories of such heals are in test_along.py."""
+"""The messages among the ranks of a group about a heal; random histories of such heals are in test_along.py."""
 
 from __future__ import annotations
 

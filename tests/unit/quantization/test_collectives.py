@@ -256,7 +256,7 @@ def test_abort_ends_all_of_them_and_their_threads(pair: list[Any]) -> None:
 
 
 def test_new_peers_are_not_held_up_by_the_old_ones(pair: list[Any], store: TCPStore) -> None:
-    """What waits for a peer that has ended fails, and is forgotten when the group gets others."""
+    """An operation that waits for a peer that has ended fails, and is dropped when the group gets other peers."""
     pair[0].set_timeout(TIMEOUT)
     stuck = allreduce_quantized([torch.ones(10)], ReduceOp.SUM, pair[0])
     pair[1].abort()

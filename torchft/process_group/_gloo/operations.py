@@ -40,7 +40,7 @@ _DRAIN_LOOK_SEC = 0.001
 # How long the thread that watches futures stays when there are none.
 _IDLE_SEC = 1.0
 
-# What Gloo says of an operation whose peer has ended, and scripts look for; here for those that Gloo does not end.
+# The beginning of Gloo's own error after the end of a peer, which scripts look for; used where Gloo gives none.
 _CLOSED = "Connection closed by peer"
 
 

@@ -4,8 +4,8 @@ A send that Gloo takes off its list in the moment in which the connection breaks
 Its collective can be told from one that still works by its thread, which sleeps. A collective of Gloo writes to its
 tensors what it has received, so that nothing is on its way once all connections are cut and every thread of Gloo in
 this process sleeps; and a thread that wakes at its timeout ends its collective with an error. A thread that waits for
-a processor does not sleep. (Seen with PyTorch 2.15; 2.7 does not name its
-threads, and nothing is known there.)
+a processor does not sleep. (Seen with PyTorch 2.15; 2.7 does not name its threads, and nothing is
+known there.)
 """
 
 from __future__ import annotations

@@ -29,9 +29,14 @@ func (s *Server) hearNotices(source membership.NoticeSource) {
 func (s *Server) hear(notice membership.Notice) {
 	switch notice.Kind {
 	case membership.MemberFailed:
+		own := notice.ReplicaID == s.cfg.ReplicaID
+		if own && s.evictedIn.Swap(notice.QuorumID) == notice.QuorumID {
+			return // The lighthouse and several peers say it.
+		}
 		s.log.Info("torchft: a peer failed or ended", "quorum_id", notice.QuorumID, "member", notice.ReplicaID, "reason", notice.Reason)
-		if notice.ReplicaID == s.cfg.ReplicaID {
-			s.feed(round.Evicted{QuorumID: notice.QuorumID, Reason: notice.Reason})
+		// A lighthouse that has not formed the quorum misses members that are served by the one that has. Nobody must notify those.
+		if own || !notice.Elsewhere {
+			s.feed(round.MemberFailed{QuorumID: notice.QuorumID, ReplicaID: notice.ReplicaID, Reason: notice.Reason})
 		}
 	case membership.Stalled:
 		s.log.Info("torchft: a member makes no progress", "quorum_id", notice.QuorumID, "member", notice.ReplicaID, "reason", notice.Reason)

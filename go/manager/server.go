@@ -5,6 +5,7 @@ import (
 	"errors"
 	"log/slog"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"google.golang.org/grpc"
@@ -32,14 +33,16 @@ type Server struct {
 	notices    membership.Broadcast
 	unregister func() // ends the shortcut of the ranks in this process
 
-	mu       sync.Mutex
-	machine  *round.Machine
-	waiters  rpc.Waiters[round.WaiterID, answer]
-	asking   map[uint64]context.CancelFunc // requests to the lighthouse, by round
-	presence presence
-	meters   *meters
-	parent   string // trace context of the rank that asked last for the quorum; empty unless one traces
-	heals    groupHeal
+	mu        sync.Mutex
+	machine   *round.Machine
+	waiters   rpc.Waiters[round.WaiterID, answer]
+	asking    map[uint64]context.CancelFunc // requests to the lighthouse, by round
+	presence  presence
+	meters    *meters
+	parent    string // trace context of the rank that asked last for the quorum; empty unless one traces
+	heals     groupHeal
+	evictedIn atomic.Int64 // the last quorum in which this group counts as failed
+
 	badCount sync.Once // logs the first refused count of a rank
 	trouble  string    // why the lighthouse is not reached; empty: it is
 	closed   bool
@@ -88,6 +91,7 @@ func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	s.ctx, s.cancel = context.WithCancel(context.Background())
 	g := rpc.NewGRPC(gate, s.log, grpc.StatsHandler(connectionTracker{s}))
 	torchftpb.RegisterManagerServiceServer(g, service{server: s})
+	torchftpb.RegisterPeerServiceServer(g, peers{server: s})
 	torchftpb.RegisterRankServiceServer(g, sessions{service: service{server: s}})
 	s.rpc = rpc.Serve(lis, gate, g, s.handler(gate), s.log)
 	rpc.Go(&s.tasks, s.log, "heartbeat", s.attend)
@@ -204,6 +208,8 @@ func (s *Server) step(event round.Event) {
 			if witness, ok := s.membership.(membership.Witness); ok {
 				witness.Incomplete(a.Reason)
 			}
+		case round.NotifyFailed:
+			s.notifyFailed(a)
 		case round.Discarded:
 			s.log.Warn("torchft: a step is not committed: the other groups may have continued without this one", "step", a.Step, "reason", a.Reason)
 		case round.Fail:

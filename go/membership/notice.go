@@ -8,6 +8,7 @@ type Notice struct {
 	QuorumID  int64  // these are empty for ProgressAsked
 	ReplicaID string // the member it is about
 	Reason    string
+	Elsewhere bool // another lighthouse than the one that formed the quorum reports it
 }
 
 // NoticeKind says what a Notice is about.

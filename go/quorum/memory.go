@@ -64,8 +64,8 @@ func (q *Quorum) Past() Past {
 // sets are those of which the next quorum needs the votes: the members, and then each of the base.
 func (p Past) sets() [][]Voter { return slices.Concat([][]Voter{p.Members}, p.Base) }
 
-// at is the place of a member.
-func (q *Quorum) at(id string) (i int, in bool) {
+// Place is that of a member in the list. Lighthouses of this package send it sorted by replica_id.
+func (q *Quorum) Place(id string) (i int, in bool) {
 	return slices.BinarySearchFunc(q.Members, id, func(m Member, id string) int { return strings.Compare(m.ReplicaID, id) })
 }
 
@@ -220,7 +220,7 @@ func (m *memory) adopt(p Past) {
 		}
 	}
 	for _, r := range before { // after that: a member of both is not forgotten in between, nor the number of its last request
-		_, in := q.at(r.id)
+		_, in := q.Place(r.id)
 		m.roster.setPrevious(r, in, m.now)
 	}
 	m.latest, m.step, m.rumor = q, p.Step, Voter{}
@@ -231,7 +231,7 @@ func (m *memory) voter(id string) (Voter, bool) {
 	if m.latest == nil {
 		return Voter{}, false
 	}
-	if i, in := m.latest.at(id); in {
+	if i, in := m.latest.Place(id); in {
 		return m.latest.Members[i].voter(), true
 	}
 	for _, set := range m.latest.Base {

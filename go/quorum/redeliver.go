@@ -36,7 +36,7 @@ func (m *Machine) lostAnswer(e Asked) bool {
 	if latest.ID != m.past.highest || m.search.id > latest.ID || m.list.listed() && termOf(latest.ID) != m.list.term {
 		return false
 	}
-	i, in := latest.at(r.id)
+	i, in := latest.Place(r.id)
 	if !in {
 		return false
 	}

@@ -69,7 +69,7 @@ func (s *suspicion) look(suspect string) {
 	q, members := s.past.latest, s.past.members
 	from, to := 0, len(members)
 	if len(members)-len(s.accused) > mostChecks { // only the one that was named: all report, and none may look at all
-		at, in := q.at(suspect)
+		at, in := q.Place(suspect)
 		if !in {
 			return
 		}

@@ -5,6 +5,8 @@ import (
 	"slices"
 	"strings"
 	"time"
+
+	"github.com/torchft/torchft/go/quorum"
 )
 
 // maxWorldSize bounds the memory that a machine allocates for its ranks; no replica group comes near it.
@@ -38,8 +40,9 @@ type Machine struct {
 
 	ballot ballot
 
-	answered int64    // quorum_id of the last quorum that the ranks were given
-	evicted  *Evicted // the last quorum in which the group counts as failed
+	quorum  *quorum.Quorum // the last one that the ranks were given, nil before
+	failed  []failure      // by place in the quorum, nil: nobody has
+	evicted *MemberFailed  // the last quorum in which the group counts as failed
 
 	draining bool // the group was asked to leave, and the next quorum says so to its ranks
 
@@ -76,8 +79,8 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		return m.quorumKnown(e)
 	case Voted:
 		return m.voted(e)
-	case Evicted:
-		m.evicted = &e
+	case MemberFailed:
+		return m.memberFailed(e)
 	case Drained:
 		m.draining = true
 	case ProgressAsked:

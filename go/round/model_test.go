@@ -30,6 +30,7 @@ type model struct {
 	closed    bool
 	evictedOf int64 // quorum_id
 	latest    int64 // quorum_id that the ranks were given last, or were to be given
+	notified  bool  // z, that it counts as failed in it
 	draining  bool
 	does      map[int64]*modelRank
 
@@ -92,8 +93,14 @@ func (m *model) step(e Event) outcome {
 		default:
 			m.fail(e.Waiter, KindInvalid)
 		}
-	case Evicted:
-		m.evictedOf = e.QuorumID
+	case MemberFailed:
+		switch {
+		case e.ReplicaID == "g":
+			m.evictedOf = e.QuorumID
+		case e.ReplicaID == "z" && m.latest != 0 && e.QuorumID == m.latest && !m.notified:
+			m.notified = true
+			m.out["z"] = fmt.Sprint("failed in quorum ", e.QuorumID)
+		}
 	case Drained:
 		m.draining = true
 	case ProgressAsked:
@@ -231,7 +238,7 @@ func (m *model) quorumKnown(e QuorumKnown) {
 		return
 	}
 	m.known = max(m.known, e.Quorum.ID)
-	m.latest = e.Quorum.ID
+	m.latest, m.notified = e.Quorum.ID, false
 	silent := slices.ContainsFunc(m.asks, func(a QuorumAsked) bool { return a.CommittedQuorumID == 0 })
 	differ := slices.ContainsFunc(m.asks, func(a QuorumAsked) bool {
 		return a.Step != m.asks[0].Step || !silent && a.CommittedQuorumID != m.asks[0].CommittedQuorumID
@@ -359,7 +366,8 @@ func (h *history) event() Event {
 	case p >= 109 && h.rng.IntN(20) == 0:
 		return Drained{}
 	case p >= 108:
-		return Evicted{QuorumID: max(1, h.quorumID-h.rng.Int64N(2)), Reason: "it is silent"}
+		failed := []string{"g", "g", "z", "y"}[h.rng.IntN(4)]
+		return MemberFailed{QuorumID: max(1, h.quorumID-h.rng.Int64N(2)), ReplicaID: failed, Reason: "it is silent"}
 	case p >= 107:
 		return ProgressAsked{}
 	case p >= 104:
@@ -400,7 +408,7 @@ func (h *history) event() Event {
 		}
 		h.quorumID += h.rng.Int64N(2)
 		return QuorumKnown{Round: round, Quorum: &quorum.Quorum{ID: h.quorumID, Members: []quorum.Member{
-			{ReplicaID: "g", Step: h.askedAt}, {ReplicaID: "z", Step: h.askedAt + h.rng.Int64N(2)},
+			{ReplicaID: "g", Step: h.askedAt}, {ReplicaID: "z", Address: "http://z", Step: h.askedAt + h.rng.Int64N(2)},
 		}}}
 	case p < 90:
 		return MetadataAsked{Waiter: h.next(), GroupRank: rank}
@@ -480,6 +488,9 @@ func (h *history) take(action Action, got outcome, decided map[int64]Voted) {
 	case TellIncomplete:
 		require.NotEmpty(h.t, a.Reason)
 		got["incomplete"] = "told"
+	case NotifyFailed:
+		require.Equal(h.t, "http://"+a.Failed.ReplicaID, a.Address)
+		got[a.Failed.ReplicaID] = fmt.Sprint("failed in quorum ", a.Failed.QuorumID)
 	case Discarded:
 		require.NotEmpty(h.t, a.Reason)
 		got["discarded"] = fmt.Sprint("step ", a.Step)

@@ -26,7 +26,7 @@ import (
 //	disconnected 1           the last connection of rank 1 broke
 //	still-disconnected 1, back 1
 //	drained          the lighthouse wants the group to leave
-//	evicted 7                the group counts as failed in quorum 7
+//	evicted 7 [member=x]     the group, or another member, counts as failed in quorum 7
 //	asked                    the lighthouse wants to know what the group does
 //	says 0 computes|waits    what a rank does
 //	progress                 what the group would say
@@ -100,7 +100,7 @@ func (r *scribe) run(words []string) []string {
 	case "back":
 		return r.step(RankBack{GroupRank: r.number(args[0])})
 	case "evicted":
-		return r.step(Evicted{QuorumID: r.number(args[0]), Reason: "no progress"})
+		return r.step(MemberFailed{QuorumID: r.number(args[0]), ReplicaID: cmp.Or(transcript.Option(args, "member"), "g"), Reason: "no progress"})
 	case "drained":
 		return r.step(Drained{})
 	case "asked":
@@ -174,6 +174,8 @@ func describeAction(action Action) string {
 		return fmt.Sprintf("waiter %d: metadata %q", a.Waiter, a.Metadata)
 	case TellIncomplete:
 		return "the lighthouse is told: " + a.Reason
+	case NotifyFailed:
+		return fmt.Sprintf("%s at %s is notified: it counts as failed in quorum %d: %s", a.Failed.ReplicaID, a.Address, a.Failed.QuorumID, a.Failed.Reason)
 	case Discarded:
 		return fmt.Sprintf("step %d is discarded: %s", a.Step, a.Reason)
 	case Fail:

@@ -47,10 +47,12 @@ type (
 		// Fenced: the group was silent for so long that the others may have continued without it.
 		Fenced bool
 	}
-	// Evicted: the group counts as failed in a quorum. The others go on without it, so it must not commit a step of that quorum.
-	Evicted struct {
-		QuorumID int64
-		Reason   string
+	// MemberFailed: a member counts as failed in a quorum, and the others continue without it. If it is this group, it must not commit
+	// a step of that quorum. If it is another one, it may live and not have heard of it (NotifyFailed).
+	MemberFailed struct {
+		QuorumID  int64
+		ReplicaID string
+		Reason    string
 	}
 	// Drained: the lighthouse asks the group to leave, as a rank may (Request.Drain). All ranks get that with the same quorum, the next one.
 	Drained struct{}
@@ -87,7 +89,7 @@ type (
 func (QuorumAsked) isEvent()       {}
 func (QuorumKnown) isEvent()       {}
 func (Voted) isEvent()             {}
-func (Evicted) isEvent()           {}
+func (MemberFailed) isEvent()      {}
 func (Drained) isEvent()           {}
 func (ProgressAsked) isEvent()     {}
 func (RankProgressed) isEvent()    {}
@@ -128,6 +130,11 @@ type (
 	}
 	// TellIncomplete reports to the lighthouse that the group takes part in nothing until it asks again.
 	TellIncomplete struct{ Reason string }
+	// NotifyFailed forwards to a member what the lighthouse reported about it. The lighthouse may not reach it.
+	NotifyFailed struct {
+		Address string // of its manager server
+		Failed  MemberFailed
+	}
 	// Discarded reports why a step is not committed for which all ranks voted, for the log.
 	Discarded struct {
 		Step   int64
@@ -146,6 +153,7 @@ func (AnswerQuorum) isAction()     {}
 func (AnswerVote) isAction()       {}
 func (AnswerMetadata) isAction()   {}
 func (TellIncomplete) isAction()   {}
+func (NotifyFailed) isAction()     {}
 func (Discarded) isAction()        {}
 func (Fail) isAction()             {}
 

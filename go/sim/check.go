@@ -49,8 +49,16 @@ type seen struct {
 	behind   bool          // whether it has to heal in it
 	commitID int64         // quorum in which it committed last, 0 if in none
 	evicted  int64         // latest quorum of which it was told that it counts as failed in it
+	eviction eviction      // the latest
 	quiet    time.Duration // longest that it said nothing since its last quorum
 	wanted   bool          // somebody wants it to leave, and it has heard of it
+}
+
+// eviction is when a lighthouse that counts a group as failed reported it, and when the group hears of it at the latest, by the
+// lighthouse or by a peer, if the network stays as it is; 0: it may not.
+type eviction struct {
+	quorumID    int64
+	at, heardBy time.Duration
 }
 
 // checker looks at the whole job.
@@ -316,6 +324,8 @@ func (c *checker) decided(r *rank, commit bool) {
 	switch g, w := r.g, c.w; {
 	case g.evicted == r.plan.QuorumID:
 		w.broken(ruleEvicted, "%s commits step %d of quorum %d, and was told that it counts as failed in it", g.id, r.step, r.plan.QuorumID)
+	case g.eviction.quorumID == r.plan.QuorumID && g.eviction.heardBy > 0 && w.now > g.eviction.heardBy && w.changed <= g.eviction.at:
+		w.broken(ruleEvicted, "%s commits step %d of quorum %d, in which it counts as failed since %s", g.id, r.step, r.plan.QuorumID, g.eviction.at)
 	case g.quiet > w.Policy.HeartbeatTimeout && !w.calls(g.slot):
 		w.broken(ruleEvicted, "%s commits step %d of quorum %d, and said nothing for %s", g.id, r.step, r.plan.QuorumID, g.quiet)
 	}

@@ -1,6 +1,7 @@
 package sim
 
 import (
+	"slices"
 	"time"
 
 	"github.com/torchft/torchft/go/quorum"
@@ -121,6 +122,41 @@ func (c *watch) looks(a *quorum.Check) {
 	if members, lost := c.lostBy(g); 2*lost <= members-1 {
 		c.l.w.broken(ruleCause, "the lighthouse checks on %s, of which %d of %d others of quorum %d report", g.id, lost, members-1, a.QuorumID)
 	}
+}
+
+// reported: a lighthouse has reported to its members that a group counts as failed.
+func (c *watch) reported(a *quorum.Failed) {
+	w, g := c.l.w, c.l.w.byID[a.ReplicaID]
+	g.eviction = eviction{quorumID: a.QuorumID, at: w.now}
+	if g.pausedUntil > w.now || w.Loss > 0 || w.noise > 0 {
+		return
+	}
+	hop := 3 * w.Delay / 2
+	if w.Straggle > 0 {
+		hop *= 20
+	}
+	if slices.ContainsFunc(w.slots, func(s slot) bool { return s.slow > 0 }) {
+		hop *= 15
+	}
+	for _, k := range c.l.links {
+		by := k.g
+		hears := !by.killed && by.seat == c.l.index && by.pausedUntil <= w.now && k.welcomed && !k.stuck && !k.lostDown
+		if hears && (by == g || w.sends(by.slot, g.slot) && w.check.notifies(by, g, a.QuorumID)) {
+			g.eviction.heardBy = k.downAt + hop
+		}
+	}
+}
+
+// notifies reports whether a group is among the three that follow an evicted one in their quorum.
+func (c *checker) notifies(by, evicted *group, quorumID int64) bool {
+	members := c.quorums[quorumID].members
+	at := slices.Index(members, evicted.id)
+	for i := range min(3, len(members)-1) {
+		if members[(at+1+i)%len(members)] == by.id {
+			return by.quorum != nil && by.quorum.ID == quorumID
+		}
+	}
+	return false
 }
 
 // failed: a group counts as failed for a reason that is so.

@@ -155,6 +155,8 @@ func (g *group) handle(e *event) {
 		g.connect()
 	case welcomed, stamped, linkDue, linkBroken, closing, recall, memberFailed, probed, progressDue, drained, released, goBack, lookBack:
 		g.handleLink(e)
+	case peerNotifies:
+		g.memberFailed(*e.x.(*round.MemberFailed), false)
 	case sentOn:
 		if a := &g.asking; a.active && a.req == e.id && e.link == g.link {
 			g.sentOn()
@@ -163,7 +165,7 @@ func (g *group) handle(e *event) {
 		if a := &g.asking; a.active && a.req == e.id {
 			a.active = false
 			g.quorum, g.attempt = e.x.(*quorum.Quorum), a.round
-			g.last, g.shied[g.at] = g.quorum, 0
+			g.last, g.seat, g.shied[g.at] = g.quorum, g.at, 0
 			g.fenced, g.quiet, g.claimed = false, 0, g.claims
 			w.check.learned(g, g.quorum)
 			g.step(round.QuorumKnown{Round: a.round, Quorum: g.quorum})
@@ -295,6 +297,8 @@ func (g *group) step(input round.Event) {
 			}
 		case round.TellIncomplete:
 			g.tells(quorum.Incomplete{ReplicaID: g.id, Reason: a.Reason})
+		case round.NotifyFailed:
+			g.notify(&a.Failed)
 		case round.AnswerMetadata:
 			_, g.hasMetadata = g.answered(a.Waiter)
 		case round.Fail:

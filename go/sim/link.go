@@ -103,6 +103,7 @@ type connection struct {
 	avoid  [maxLighthouses]time.Duration
 	shied  [maxLighthouses]int
 	last   *quorum.Quorum // that it was told of
+	seat   int            // the lighthouse that formed it
 
 	claims  bool // it says that it knows a later one
 	claimed bool // it has said so since its last quorum: its request may still say it
@@ -216,13 +217,8 @@ func (g *group) handleLink(e *event) {
 			k.up(event{kind: lhPast, x: &p})
 		}
 	case memberFailed:
-		if f := e.x.(*quorum.Failed); f.ReplicaID == g.id {
-			g.evicted = max(g.evicted, f.QuorumID)
-			g.step(round.Evicted{QuorumID: f.QuorumID, Reason: f.Reason})
-		}
-		for r := range g.ranks {
-			g.ranks[r].peerFailed(e.x.(*quorum.Failed).QuorumID)
-		}
+		f := e.x.(*quorum.Failed)
+		g.memberFailed(round.MemberFailed{QuorumID: f.QuorumID, ReplicaID: f.ReplicaID, Reason: f.Reason}, k.lh != c.seat)
 	case probed:
 		g.speaks()
 		k.up(event{kind: lhBeat, link: k})

@@ -171,7 +171,11 @@ var mistakes = []struct {
 	{mistake{name: "Slept not heard", lighthouse: deaf(to[quorum.Slept]),
 		setup: many(10, PauseLighthouse, ClockLighthouse)}, []string{ruleCause, ruleMemory, ruleMajority}},
 
-	{mistake{name: "evicted groups not told", group: deafGroup[round.Evicted](), setup: many(6)}, []string{ruleEvicted}},
+	{mistake{name: "evicted groups not told", group: deafGroup[round.MemberFailed](), setup: many(6)}, []string{ruleEvicted}},
+
+	{mistake{name: "evicted groups not notified by peers", group: spoilGroup(func(m *round.Machine, e round.Event, now time.Time) []round.Action {
+		return slices.DeleteFunc(m.Step(e, now), func(a round.Action) bool { _, notifies := a.(round.NotifyFailed); return notifies })
+	}), setup: many(6, CutLighthouse, CutUp, Stall)}, []string{ruleEvicted}},
 
 	{mistake{name: "silent groups commit", group: spoilGroup(func(m *round.Machine, e round.Event, now time.Time) []round.Action {
 		if v, ok := e.(round.Voted); ok {

@@ -66,6 +66,29 @@ func (g *group) suspect(c *comm) {
 	g.tells(word)
 }
 
+// memberFailed takes the notice that a member, which may be this one, counts as failed. elsewhere: another lighthouse than the one that
+// formed the quorum says so.
+func (g *group) memberFailed(f round.MemberFailed, elsewhere bool) {
+	own := f.ReplicaID == g.id
+	if own {
+		g.evicted = max(g.evicted, f.QuorumID)
+	}
+	if own || !elsewhere {
+		g.step(f)
+	}
+	for r := range g.ranks {
+		g.ranks[r].peerFailed(f.QuorumID)
+	}
+}
+
+// notify sends a member what the lighthouse reported about it.
+func (g *group) notify(f *round.MemberFailed) {
+	w := g.w
+	if other := w.byID[f.ReplicaID]; w.sends(g.slot, other.slot) && !w.lost() {
+		w.after(max(w.delay(g.slot), w.delay(other.slot)), event{kind: peerNotifies, g: other, x: f})
+	}
+}
+
 // accuse says of a peer that nothing is wrong with that it is lost.
 func (g *group) accuse() {
 	c := g.ranks[0].comm

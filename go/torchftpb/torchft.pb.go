@@ -1043,6 +1043,42 @@ func (*KillResponse) Descriptor() ([]byte, []int) {
 	return file_torchft_proto_rawDescGZIP(), []int{13}
 }
 
+type NotifyFailedResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NotifyFailedResponse) Reset() {
+	*x = NotifyFailedResponse{}
+	mi := &file_torchft_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NotifyFailedResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NotifyFailedResponse) ProtoMessage() {}
+
+func (x *NotifyFailedResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NotifyFailedResponse.ProtoReflect.Descriptor instead.
+func (*NotifyFailedResponse) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{14}
+}
+
 type RelayRequests struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Requests      []*RelayRequest        `protobuf:"bytes,1,rep,name=requests,proto3" json:"requests,omitempty"`
@@ -1052,7 +1088,7 @@ type RelayRequests struct {
 
 func (x *RelayRequests) Reset() {
 	*x = RelayRequests{}
-	mi := &file_torchft_proto_msgTypes[14]
+	mi := &file_torchft_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1064,7 +1100,7 @@ func (x *RelayRequests) String() string {
 func (*RelayRequests) ProtoMessage() {}
 
 func (x *RelayRequests) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[14]
+	mi := &file_torchft_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1077,7 +1113,7 @@ func (x *RelayRequests) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RelayRequests.ProtoReflect.Descriptor instead.
 func (*RelayRequests) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{14}
+	return file_torchft_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *RelayRequests) GetRequests() []*RelayRequest {
@@ -1097,7 +1133,7 @@ type RelayRequest struct {
 
 func (x *RelayRequest) Reset() {
 	*x = RelayRequest{}
-	mi := &file_torchft_proto_msgTypes[15]
+	mi := &file_torchft_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1109,7 +1145,7 @@ func (x *RelayRequest) String() string {
 func (*RelayRequest) ProtoMessage() {}
 
 func (x *RelayRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[15]
+	mi := &file_torchft_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1122,7 +1158,7 @@ func (x *RelayRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RelayRequest.ProtoReflect.Descriptor instead.
 func (*RelayRequest) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{15}
+	return file_torchft_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *RelayRequest) GetSession() uint64 {
@@ -1148,7 +1184,7 @@ type RelayResponses struct {
 
 func (x *RelayResponses) Reset() {
 	*x = RelayResponses{}
-	mi := &file_torchft_proto_msgTypes[16]
+	mi := &file_torchft_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1160,7 +1196,7 @@ func (x *RelayResponses) String() string {
 func (*RelayResponses) ProtoMessage() {}
 
 func (x *RelayResponses) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[16]
+	mi := &file_torchft_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1173,7 +1209,7 @@ func (x *RelayResponses) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RelayResponses.ProtoReflect.Descriptor instead.
 func (*RelayResponses) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{16}
+	return file_torchft_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *RelayResponses) GetResponses() []*RelayResponse {
@@ -1193,7 +1229,7 @@ type RelayResponse struct {
 
 func (x *RelayResponse) Reset() {
 	*x = RelayResponse{}
-	mi := &file_torchft_proto_msgTypes[17]
+	mi := &file_torchft_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1205,7 +1241,7 @@ func (x *RelayResponse) String() string {
 func (*RelayResponse) ProtoMessage() {}
 
 func (x *RelayResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[17]
+	mi := &file_torchft_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1218,7 +1254,7 @@ func (x *RelayResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RelayResponse.ProtoReflect.Descriptor instead.
 func (*RelayResponse) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{17}
+	return file_torchft_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *RelayResponse) GetSession() uint64 {
@@ -1258,7 +1294,7 @@ type RankRequest struct {
 
 func (x *RankRequest) Reset() {
 	*x = RankRequest{}
-	mi := &file_torchft_proto_msgTypes[18]
+	mi := &file_torchft_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1270,7 +1306,7 @@ func (x *RankRequest) String() string {
 func (*RankRequest) ProtoMessage() {}
 
 func (x *RankRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[18]
+	mi := &file_torchft_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1283,7 +1319,7 @@ func (x *RankRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RankRequest.ProtoReflect.Descriptor instead.
 func (*RankRequest) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{18}
+	return file_torchft_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *RankRequest) GetCall() uint64 {
@@ -1481,7 +1517,7 @@ type RankResponse struct {
 
 func (x *RankResponse) Reset() {
 	*x = RankResponse{}
-	mi := &file_torchft_proto_msgTypes[19]
+	mi := &file_torchft_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1493,7 +1529,7 @@ func (x *RankResponse) String() string {
 func (*RankResponse) ProtoMessage() {}
 
 func (x *RankResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[19]
+	mi := &file_torchft_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1506,7 +1542,7 @@ func (x *RankResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RankResponse.ProtoReflect.Descriptor instead.
 func (*RankResponse) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{19}
+	return file_torchft_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *RankResponse) GetCall() uint64 {
@@ -1645,7 +1681,7 @@ type MemberFailed struct {
 
 func (x *MemberFailed) Reset() {
 	*x = MemberFailed{}
-	mi := &file_torchft_proto_msgTypes[20]
+	mi := &file_torchft_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1657,7 +1693,7 @@ func (x *MemberFailed) String() string {
 func (*MemberFailed) ProtoMessage() {}
 
 func (x *MemberFailed) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[20]
+	mi := &file_torchft_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1670,7 +1706,7 @@ func (x *MemberFailed) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberFailed.ProtoReflect.Descriptor instead.
 func (*MemberFailed) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{20}
+	return file_torchft_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *MemberFailed) GetQuorumId() int64 {
@@ -1706,7 +1742,7 @@ type PeerSuspected struct {
 
 func (x *PeerSuspected) Reset() {
 	*x = PeerSuspected{}
-	mi := &file_torchft_proto_msgTypes[21]
+	mi := &file_torchft_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1718,7 +1754,7 @@ func (x *PeerSuspected) String() string {
 func (*PeerSuspected) ProtoMessage() {}
 
 func (x *PeerSuspected) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[21]
+	mi := &file_torchft_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1731,7 +1767,7 @@ func (x *PeerSuspected) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PeerSuspected.ProtoReflect.Descriptor instead.
 func (*PeerSuspected) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{21}
+	return file_torchft_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *PeerSuspected) GetQuorumId() int64 {
@@ -1760,7 +1796,7 @@ type HealProgress struct {
 
 func (x *HealProgress) Reset() {
 	*x = HealProgress{}
-	mi := &file_torchft_proto_msgTypes[22]
+	mi := &file_torchft_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1772,7 +1808,7 @@ func (x *HealProgress) String() string {
 func (*HealProgress) ProtoMessage() {}
 
 func (x *HealProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[22]
+	mi := &file_torchft_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1785,7 +1821,7 @@ func (x *HealProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use HealProgress.ProtoReflect.Descriptor instead.
 func (*HealProgress) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{22}
+	return file_torchft_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *HealProgress) GetGroupRank() int64 {
@@ -1821,7 +1857,7 @@ type Counted struct {
 
 func (x *Counted) Reset() {
 	*x = Counted{}
-	mi := &file_torchft_proto_msgTypes[23]
+	mi := &file_torchft_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1833,7 +1869,7 @@ func (x *Counted) String() string {
 func (*Counted) ProtoMessage() {}
 
 func (x *Counted) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[23]
+	mi := &file_torchft_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1846,7 +1882,7 @@ func (x *Counted) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Counted.ProtoReflect.Descriptor instead.
 func (*Counted) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{23}
+	return file_torchft_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *Counted) GetGroupRank() int64 {
@@ -1886,7 +1922,7 @@ type Recovered struct {
 
 func (x *Recovered) Reset() {
 	*x = Recovered{}
-	mi := &file_torchft_proto_msgTypes[24]
+	mi := &file_torchft_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1898,7 +1934,7 @@ func (x *Recovered) String() string {
 func (*Recovered) ProtoMessage() {}
 
 func (x *Recovered) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[24]
+	mi := &file_torchft_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1911,7 +1947,7 @@ func (x *Recovered) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Recovered.ProtoReflect.Descriptor instead.
 func (*Recovered) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{24}
+	return file_torchft_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *Recovered) GetGroupRank() int64 {
@@ -1973,7 +2009,7 @@ type PhaseTime struct {
 
 func (x *PhaseTime) Reset() {
 	*x = PhaseTime{}
-	mi := &file_torchft_proto_msgTypes[25]
+	mi := &file_torchft_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1985,7 +2021,7 @@ func (x *PhaseTime) String() string {
 func (*PhaseTime) ProtoMessage() {}
 
 func (x *PhaseTime) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[25]
+	mi := &file_torchft_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1998,7 +2034,7 @@ func (x *PhaseTime) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PhaseTime.ProtoReflect.Descriptor instead.
 func (*PhaseTime) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{25}
+	return file_torchft_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *PhaseTime) GetPhase() string {
@@ -2027,7 +2063,7 @@ type RankProgress struct {
 
 func (x *RankProgress) Reset() {
 	*x = RankProgress{}
-	mi := &file_torchft_proto_msgTypes[26]
+	mi := &file_torchft_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2039,7 +2075,7 @@ func (x *RankProgress) String() string {
 func (*RankProgress) ProtoMessage() {}
 
 func (x *RankProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[26]
+	mi := &file_torchft_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2052,7 +2088,7 @@ func (x *RankProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RankProgress.ProtoReflect.Descriptor instead.
 func (*RankProgress) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{26}
+	return file_torchft_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *RankProgress) GetGroupRank() int64 {
@@ -2090,7 +2126,7 @@ type GroupProgress struct {
 
 func (x *GroupProgress) Reset() {
 	*x = GroupProgress{}
-	mi := &file_torchft_proto_msgTypes[27]
+	mi := &file_torchft_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2102,7 +2138,7 @@ func (x *GroupProgress) String() string {
 func (*GroupProgress) ProtoMessage() {}
 
 func (x *GroupProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[27]
+	mi := &file_torchft_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2115,7 +2151,7 @@ func (x *GroupProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GroupProgress.ProtoReflect.Descriptor instead.
 func (*GroupProgress) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{27}
+	return file_torchft_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *GroupProgress) GetStep() int64 {
@@ -2165,7 +2201,7 @@ type MemberStalled struct {
 
 func (x *MemberStalled) Reset() {
 	*x = MemberStalled{}
-	mi := &file_torchft_proto_msgTypes[28]
+	mi := &file_torchft_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2177,7 +2213,7 @@ func (x *MemberStalled) String() string {
 func (*MemberStalled) ProtoMessage() {}
 
 func (x *MemberStalled) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[28]
+	mi := &file_torchft_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2190,7 +2226,7 @@ func (x *MemberStalled) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberStalled.ProtoReflect.Descriptor instead.
 func (*MemberStalled) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{28}
+	return file_torchft_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *MemberStalled) GetQuorumId() int64 {
@@ -2225,7 +2261,7 @@ type CallFailure struct {
 
 func (x *CallFailure) Reset() {
 	*x = CallFailure{}
-	mi := &file_torchft_proto_msgTypes[29]
+	mi := &file_torchft_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2237,7 +2273,7 @@ func (x *CallFailure) String() string {
 func (*CallFailure) ProtoMessage() {}
 
 func (x *CallFailure) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[29]
+	mi := &file_torchft_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2250,7 +2286,7 @@ func (x *CallFailure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CallFailure.ProtoReflect.Descriptor instead.
 func (*CallFailure) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{29}
+	return file_torchft_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *CallFailure) GetCode() uint32 {
@@ -2296,7 +2332,7 @@ type MemberMessage struct {
 
 func (x *MemberMessage) Reset() {
 	*x = MemberMessage{}
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2308,7 +2344,7 @@ func (x *MemberMessage) String() string {
 func (*MemberMessage) ProtoMessage() {}
 
 func (x *MemberMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2321,7 +2357,7 @@ func (x *MemberMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberMessage.ProtoReflect.Descriptor instead.
 func (*MemberMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{30}
+	return file_torchft_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *MemberMessage) GetStamp() uint64 {
@@ -2564,7 +2600,7 @@ type Greeting struct {
 
 func (x *Greeting) Reset() {
 	*x = Greeting{}
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2576,7 +2612,7 @@ func (x *Greeting) String() string {
 func (*Greeting) ProtoMessage() {}
 
 func (x *Greeting) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2589,7 +2625,7 @@ func (x *Greeting) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Greeting.ProtoReflect.Descriptor instead.
 func (*Greeting) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{31}
+	return file_torchft_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *Greeting) GetReplicaId() string {
@@ -2647,7 +2683,7 @@ type PastQuorum struct {
 
 func (x *PastQuorum) Reset() {
 	*x = PastQuorum{}
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2659,7 +2695,7 @@ func (x *PastQuorum) String() string {
 func (*PastQuorum) ProtoMessage() {}
 
 func (x *PastQuorum) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2672,7 +2708,7 @@ func (x *PastQuorum) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PastQuorum.ProtoReflect.Descriptor instead.
 func (*PastQuorum) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{32}
+	return file_torchft_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *PastQuorum) GetQuorumId() int64 {
@@ -2717,7 +2753,7 @@ type Voter struct {
 
 func (x *Voter) Reset() {
 	*x = Voter{}
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2729,7 +2765,7 @@ func (x *Voter) String() string {
 func (*Voter) ProtoMessage() {}
 
 func (x *Voter) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2742,7 +2778,7 @@ func (x *Voter) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Voter.ProtoReflect.Descriptor instead.
 func (*Voter) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{33}
+	return file_torchft_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *Voter) GetReplicaId() string {
@@ -2793,7 +2829,7 @@ type Ask struct {
 
 func (x *Ask) Reset() {
 	*x = Ask{}
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2805,7 +2841,7 @@ func (x *Ask) String() string {
 func (*Ask) ProtoMessage() {}
 
 func (x *Ask) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2818,7 +2854,7 @@ func (x *Ask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ask.ProtoReflect.Descriptor instead.
 func (*Ask) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{34}
+	return file_torchft_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *Ask) GetNumber() uint64 {
@@ -2912,7 +2948,7 @@ type LighthouseMessage struct {
 
 func (x *LighthouseMessage) Reset() {
 	*x = LighthouseMessage{}
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2924,7 +2960,7 @@ func (x *LighthouseMessage) String() string {
 func (*LighthouseMessage) ProtoMessage() {}
 
 func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2937,7 +2973,7 @@ func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LighthouseMessage.ProtoReflect.Descriptor instead.
 func (*LighthouseMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{35}
+	return file_torchft_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *LighthouseMessage) GetNumber() uint64 {
@@ -3173,7 +3209,7 @@ type Welcome struct {
 
 func (x *Welcome) Reset() {
 	*x = Welcome{}
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3185,7 +3221,7 @@ func (x *Welcome) String() string {
 func (*Welcome) ProtoMessage() {}
 
 func (x *Welcome) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3198,7 +3234,7 @@ func (x *Welcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Welcome.ProtoReflect.Descriptor instead.
 func (*Welcome) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{36}
+	return file_torchft_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *Welcome) GetAliveIntervalUs() int64 {
@@ -3237,7 +3273,7 @@ type ListChange struct {
 
 func (x *ListChange) Reset() {
 	*x = ListChange{}
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3249,7 +3285,7 @@ func (x *ListChange) String() string {
 func (*ListChange) ProtoMessage() {}
 
 func (x *ListChange) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3262,7 +3298,7 @@ func (x *ListChange) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListChange.ProtoReflect.Descriptor instead.
 func (*ListChange) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{37}
+	return file_torchft_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *ListChange) GetWhole() bool {
@@ -3312,7 +3348,7 @@ type QuorumStates struct {
 
 func (x *QuorumStates) Reset() {
 	*x = QuorumStates{}
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3324,7 +3360,7 @@ func (x *QuorumStates) String() string {
 func (*QuorumStates) ProtoMessage() {}
 
 func (x *QuorumStates) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3337,7 +3373,7 @@ func (x *QuorumStates) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QuorumStates.ProtoReflect.Descriptor instead.
 func (*QuorumStates) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{38}
+	return file_torchft_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *QuorumStates) GetQuorumId() int64 {
@@ -3408,7 +3444,7 @@ type PlacedState struct {
 
 func (x *PlacedState) Reset() {
 	*x = PlacedState{}
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3420,7 +3456,7 @@ func (x *PlacedState) String() string {
 func (*PlacedState) ProtoMessage() {}
 
 func (x *PlacedState) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3433,7 +3469,7 @@ func (x *PlacedState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacedState.ProtoReflect.Descriptor instead.
 func (*PlacedState) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{39}
+	return file_torchft_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *PlacedState) GetPlace() uint32 {
@@ -3554,7 +3590,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\rshould_commit\x18\x01 \x01(\bR\fshouldCommit\"\x1f\n" +
 	"\vKillRequest\x12\x10\n" +
 	"\x03msg\x18\x01 \x01(\tR\x03msg\"\x0e\n" +
-	"\fKillResponse\"B\n" +
+	"\fKillResponse\"\x16\n" +
+	"\x14NotifyFailedResponse\"B\n" +
 	"\rRelayRequests\x121\n" +
 	"\brequests\x18\x01 \x03(\v2\x15.torchft.RelayRequestR\brequests\"X\n" +
 	"\fRelayRequest\x12\x18\n" +
@@ -3745,7 +3782,9 @@ const file_torchft_proto_rawDesc = "" +
 	"\x04Kill\x12\x14.torchft.KillRequest\x1a\x15.torchft.KillResponse2\x87\x01\n" +
 	"\vRankService\x12:\n" +
 	"\aSession\x12\x14.torchft.RankRequest\x1a\x15.torchft.RankResponse(\x010\x01\x12<\n" +
-	"\x05Relay\x12\x16.torchft.RelayRequests\x1a\x17.torchft.RelayResponses(\x010\x012Q\n" +
+	"\x05Relay\x12\x16.torchft.RelayRequests\x1a\x17.torchft.RelayResponses(\x010\x012S\n" +
+	"\vPeerService\x12D\n" +
+	"\fNotifyFailed\x12\x15.torchft.MemberFailed\x1a\x1d.torchft.NotifyFailedResponse2Q\n" +
 	"\rMemberService\x12@\n" +
 	"\x06Attend\x12\x16.torchft.MemberMessage\x1a\x1a.torchft.LighthouseMessage(\x010\x01B)Z'github.com/torchft/torchft/go/torchftpbb\x06proto3"
 
@@ -3761,7 +3800,7 @@ func file_torchft_proto_rawDescGZIP() []byte {
 	return file_torchft_proto_rawDescData
 }
 
-var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 40)
+var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
 var file_torchft_proto_goTypes = []any{
 	(*QuorumMember)(nil),                // 0: torchft.QuorumMember
 	(*Quorum)(nil),                      // 1: torchft.Quorum
@@ -3777,97 +3816,100 @@ var file_torchft_proto_goTypes = []any{
 	(*ShouldCommitResponse)(nil),        // 11: torchft.ShouldCommitResponse
 	(*KillRequest)(nil),                 // 12: torchft.KillRequest
 	(*KillResponse)(nil),                // 13: torchft.KillResponse
-	(*RelayRequests)(nil),               // 14: torchft.RelayRequests
-	(*RelayRequest)(nil),                // 15: torchft.RelayRequest
-	(*RelayResponses)(nil),              // 16: torchft.RelayResponses
-	(*RelayResponse)(nil),               // 17: torchft.RelayResponse
-	(*RankRequest)(nil),                 // 18: torchft.RankRequest
-	(*RankResponse)(nil),                // 19: torchft.RankResponse
-	(*MemberFailed)(nil),                // 20: torchft.MemberFailed
-	(*PeerSuspected)(nil),               // 21: torchft.PeerSuspected
-	(*HealProgress)(nil),                // 22: torchft.HealProgress
-	(*Counted)(nil),                     // 23: torchft.Counted
-	(*Recovered)(nil),                   // 24: torchft.Recovered
-	(*PhaseTime)(nil),                   // 25: torchft.PhaseTime
-	(*RankProgress)(nil),                // 26: torchft.RankProgress
-	(*GroupProgress)(nil),               // 27: torchft.GroupProgress
-	(*MemberStalled)(nil),               // 28: torchft.MemberStalled
-	(*CallFailure)(nil),                 // 29: torchft.CallFailure
-	(*MemberMessage)(nil),               // 30: torchft.MemberMessage
-	(*Greeting)(nil),                    // 31: torchft.Greeting
-	(*PastQuorum)(nil),                  // 32: torchft.PastQuorum
-	(*Voter)(nil),                       // 33: torchft.Voter
-	(*Ask)(nil),                         // 34: torchft.Ask
-	(*LighthouseMessage)(nil),           // 35: torchft.LighthouseMessage
-	(*Welcome)(nil),                     // 36: torchft.Welcome
-	(*ListChange)(nil),                  // 37: torchft.ListChange
-	(*QuorumStates)(nil),                // 38: torchft.QuorumStates
-	(*PlacedState)(nil),                 // 39: torchft.PlacedState
-	(*timestamppb.Timestamp)(nil),       // 40: google.protobuf.Timestamp
+	(*NotifyFailedResponse)(nil),        // 14: torchft.NotifyFailedResponse
+	(*RelayRequests)(nil),               // 15: torchft.RelayRequests
+	(*RelayRequest)(nil),                // 16: torchft.RelayRequest
+	(*RelayResponses)(nil),              // 17: torchft.RelayResponses
+	(*RelayResponse)(nil),               // 18: torchft.RelayResponse
+	(*RankRequest)(nil),                 // 19: torchft.RankRequest
+	(*RankResponse)(nil),                // 20: torchft.RankResponse
+	(*MemberFailed)(nil),                // 21: torchft.MemberFailed
+	(*PeerSuspected)(nil),               // 22: torchft.PeerSuspected
+	(*HealProgress)(nil),                // 23: torchft.HealProgress
+	(*Counted)(nil),                     // 24: torchft.Counted
+	(*Recovered)(nil),                   // 25: torchft.Recovered
+	(*PhaseTime)(nil),                   // 26: torchft.PhaseTime
+	(*RankProgress)(nil),                // 27: torchft.RankProgress
+	(*GroupProgress)(nil),               // 28: torchft.GroupProgress
+	(*MemberStalled)(nil),               // 29: torchft.MemberStalled
+	(*CallFailure)(nil),                 // 30: torchft.CallFailure
+	(*MemberMessage)(nil),               // 31: torchft.MemberMessage
+	(*Greeting)(nil),                    // 32: torchft.Greeting
+	(*PastQuorum)(nil),                  // 33: torchft.PastQuorum
+	(*Voter)(nil),                       // 34: torchft.Voter
+	(*Ask)(nil),                         // 35: torchft.Ask
+	(*LighthouseMessage)(nil),           // 36: torchft.LighthouseMessage
+	(*Welcome)(nil),                     // 37: torchft.Welcome
+	(*ListChange)(nil),                  // 38: torchft.ListChange
+	(*QuorumStates)(nil),                // 39: torchft.QuorumStates
+	(*PlacedState)(nil),                 // 40: torchft.PlacedState
+	(*timestamppb.Timestamp)(nil),       // 41: google.protobuf.Timestamp
 }
 var file_torchft_proto_depIdxs = []int32{
 	0,  // 0: torchft.Quorum.participants:type_name -> torchft.QuorumMember
-	40, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
+	41, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
 	0,  // 2: torchft.LighthouseQuorumRequest.requester:type_name -> torchft.QuorumMember
-	32, // 3: torchft.LighthouseQuorumRequest.known_quorum:type_name -> torchft.PastQuorum
+	33, // 3: torchft.LighthouseQuorumRequest.known_quorum:type_name -> torchft.PastQuorum
 	1,  // 4: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
-	15, // 5: torchft.RelayRequests.requests:type_name -> torchft.RelayRequest
-	18, // 6: torchft.RelayRequest.request:type_name -> torchft.RankRequest
-	17, // 7: torchft.RelayResponses.responses:type_name -> torchft.RelayResponse
-	19, // 8: torchft.RelayResponse.response:type_name -> torchft.RankResponse
+	16, // 5: torchft.RelayRequests.requests:type_name -> torchft.RelayRequest
+	19, // 6: torchft.RelayRequest.request:type_name -> torchft.RankRequest
+	18, // 7: torchft.RelayResponses.responses:type_name -> torchft.RelayResponse
+	20, // 8: torchft.RelayResponse.response:type_name -> torchft.RankResponse
 	6,  // 9: torchft.RankRequest.quorum:type_name -> torchft.ManagerQuorumRequest
 	10, // 10: torchft.RankRequest.should_commit:type_name -> torchft.ShouldCommitRequest
-	21, // 11: torchft.RankRequest.suspected:type_name -> torchft.PeerSuspected
-	26, // 12: torchft.RankRequest.progress:type_name -> torchft.RankProgress
-	22, // 13: torchft.RankRequest.healing:type_name -> torchft.HealProgress
-	24, // 14: torchft.RankRequest.recovered:type_name -> torchft.Recovered
-	23, // 15: torchft.RankRequest.counted:type_name -> torchft.Counted
+	22, // 11: torchft.RankRequest.suspected:type_name -> torchft.PeerSuspected
+	27, // 12: torchft.RankRequest.progress:type_name -> torchft.RankProgress
+	23, // 13: torchft.RankRequest.healing:type_name -> torchft.HealProgress
+	25, // 14: torchft.RankRequest.recovered:type_name -> torchft.Recovered
+	24, // 15: torchft.RankRequest.counted:type_name -> torchft.Counted
 	7,  // 16: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
 	11, // 17: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
-	29, // 18: torchft.RankResponse.failure:type_name -> torchft.CallFailure
-	20, // 19: torchft.RankResponse.member_failed:type_name -> torchft.MemberFailed
-	28, // 20: torchft.RankResponse.member_stalled:type_name -> torchft.MemberStalled
-	25, // 21: torchft.Recovered.phases:type_name -> torchft.PhaseTime
-	31, // 22: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
-	34, // 23: torchft.MemberMessage.ask:type_name -> torchft.Ask
-	21, // 24: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
-	27, // 25: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
-	22, // 26: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
-	24, // 27: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
-	32, // 28: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
-	33, // 29: torchft.PastQuorum.members:type_name -> torchft.Voter
-	33, // 30: torchft.PastQuorum.base:type_name -> torchft.Voter
+	30, // 18: torchft.RankResponse.failure:type_name -> torchft.CallFailure
+	21, // 19: torchft.RankResponse.member_failed:type_name -> torchft.MemberFailed
+	29, // 20: torchft.RankResponse.member_stalled:type_name -> torchft.MemberStalled
+	26, // 21: torchft.Recovered.phases:type_name -> torchft.PhaseTime
+	32, // 22: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
+	35, // 23: torchft.MemberMessage.ask:type_name -> torchft.Ask
+	22, // 24: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
+	28, // 25: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
+	23, // 26: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
+	25, // 27: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
+	33, // 28: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
+	34, // 29: torchft.PastQuorum.members:type_name -> torchft.Voter
+	34, // 30: torchft.PastQuorum.base:type_name -> torchft.Voter
 	0,  // 31: torchft.Ask.member:type_name -> torchft.QuorumMember
-	36, // 32: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
-	37, // 33: torchft.LighthouseMessage.list_change:type_name -> torchft.ListChange
-	38, // 34: torchft.LighthouseMessage.quorum:type_name -> torchft.QuorumStates
-	29, // 35: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
-	20, // 36: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
-	28, // 37: torchft.LighthouseMessage.member_stalled:type_name -> torchft.MemberStalled
+	37, // 32: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
+	38, // 33: torchft.LighthouseMessage.list_change:type_name -> torchft.ListChange
+	39, // 34: torchft.LighthouseMessage.quorum:type_name -> torchft.QuorumStates
+	30, // 35: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
+	21, // 36: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
+	29, // 37: torchft.LighthouseMessage.member_stalled:type_name -> torchft.MemberStalled
 	0,  // 38: torchft.ListChange.set:type_name -> torchft.QuorumMember
-	40, // 39: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
-	39, // 40: torchft.QuorumStates.others:type_name -> torchft.PlacedState
-	33, // 41: torchft.QuorumStates.base:type_name -> torchft.Voter
+	41, // 39: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
+	40, // 40: torchft.QuorumStates.others:type_name -> torchft.PlacedState
+	34, // 41: torchft.QuorumStates.base:type_name -> torchft.Voter
 	2,  // 42: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
 	4,  // 43: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
 	6,  // 44: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
 	8,  // 45: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
 	10, // 46: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
 	12, // 47: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
-	18, // 48: torchft.RankService.Session:input_type -> torchft.RankRequest
-	14, // 49: torchft.RankService.Relay:input_type -> torchft.RelayRequests
-	30, // 50: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
-	3,  // 51: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
-	5,  // 52: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
-	7,  // 53: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
-	9,  // 54: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
-	11, // 55: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
-	13, // 56: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
-	19, // 57: torchft.RankService.Session:output_type -> torchft.RankResponse
-	16, // 58: torchft.RankService.Relay:output_type -> torchft.RelayResponses
-	35, // 59: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
-	51, // [51:60] is the sub-list for method output_type
-	42, // [42:51] is the sub-list for method input_type
+	19, // 48: torchft.RankService.Session:input_type -> torchft.RankRequest
+	15, // 49: torchft.RankService.Relay:input_type -> torchft.RelayRequests
+	21, // 50: torchft.PeerService.NotifyFailed:input_type -> torchft.MemberFailed
+	31, // 51: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
+	3,  // 52: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
+	5,  // 53: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
+	7,  // 54: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
+	9,  // 55: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
+	11, // 56: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
+	13, // 57: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
+	20, // 58: torchft.RankService.Session:output_type -> torchft.RankResponse
+	17, // 59: torchft.RankService.Relay:output_type -> torchft.RelayResponses
+	14, // 60: torchft.PeerService.NotifyFailed:output_type -> torchft.NotifyFailedResponse
+	36, // 61: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
+	52, // [52:62] is the sub-list for method output_type
+	42, // [42:52] is the sub-list for method input_type
 	42, // [42:42] is the sub-list for extension type_name
 	42, // [42:42] is the sub-list for extension extendee
 	0,  // [0:42] is the sub-list for field type_name
@@ -3879,7 +3921,7 @@ func file_torchft_proto_init() {
 		return
 	}
 	file_torchft_proto_msgTypes[7].OneofWrappers = []any{}
-	file_torchft_proto_msgTypes[18].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[19].OneofWrappers = []any{
 		(*RankRequest_Quorum)(nil),
 		(*RankRequest_ShouldCommit)(nil),
 		(*RankRequest_GiveUp)(nil),
@@ -3891,7 +3933,7 @@ func file_torchft_proto_init() {
 		(*RankRequest_Recovered)(nil),
 		(*RankRequest_Counted)(nil),
 	}
-	file_torchft_proto_msgTypes[19].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[20].OneofWrappers = []any{
 		(*RankResponse_Quorum)(nil),
 		(*RankResponse_ShouldCommit)(nil),
 		(*RankResponse_Failure)(nil),
@@ -3900,7 +3942,7 @@ func file_torchft_proto_init() {
 		(*RankResponse_ProgressAsked)(nil),
 		(*RankResponse_Left)(nil),
 	}
-	file_torchft_proto_msgTypes[30].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[31].OneofWrappers = []any{
 		(*MemberMessage_Greeting)(nil),
 		(*MemberMessage_Ask)(nil),
 		(*MemberMessage_GiveUp)(nil),
@@ -3915,7 +3957,7 @@ func file_torchft_proto_init() {
 		(*MemberMessage_Past)(nil),
 		(*MemberMessage_Reaches)(nil),
 	}
-	file_torchft_proto_msgTypes[35].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[36].OneofWrappers = []any{
 		(*LighthouseMessage_Welcome)(nil),
 		(*LighthouseMessage_ListChange)(nil),
 		(*LighthouseMessage_Quorum)(nil),
@@ -3936,9 +3978,9 @@ func file_torchft_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_torchft_proto_rawDesc), len(file_torchft_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   40,
+			NumMessages:   41,
 			NumExtensions: 0,
-			NumServices:   4,
+			NumServices:   5,
 		},
 		GoTypes:           file_torchft_proto_goTypes,
 		DependencyIndexes: file_torchft_proto_depIdxs,

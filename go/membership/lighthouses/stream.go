@@ -212,7 +212,7 @@ func (s *memberStream) takeNext() (err error) {
 			// The greeting of the next stream says that no list is held, and the lighthouse sends it whole.
 			return status.Error(codes.Unavailable, err.Error())
 		}
-		s.member.last.Store(q)
+		s.member.hold(q, s.place)
 		s.answer(message.GetNumber(), asked{quorum: q})
 	case *torchftpb.LighthouseMessage_Failure:
 		code := codes.Code(m.Failure.GetCode())
@@ -222,7 +222,10 @@ func (s *memberStream) takeNext() (err error) {
 		s.answer(message.GetNumber(), asked{err: status.Error(code, m.Failure.GetMessage())})
 	case *torchftpb.LighthouseMessage_MemberFailed:
 		f := m.MemberFailed
-		s.member.heard.Tell(membership.Notice{Kind: membership.MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})
+		s.member.heard.Tell(membership.Notice{
+			Kind: membership.MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason(),
+			Elsewhere: int64(s.place) != s.member.seat.Load(),
+		})
 	case *torchftpb.LighthouseMessage_MemberStalled:
 		f := m.MemberStalled
 		s.member.heard.Tell(membership.Notice{Kind: membership.Stalled, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})

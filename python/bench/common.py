@@ -148,7 +148,7 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     cells = [list(head), *[list(row) for row in rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in cells]
-    lines.insert(1, "| " + " | ".join("-" * width for width in widths) + " |")
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
     return "\n".join(lines)
 
 

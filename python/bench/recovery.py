@@ -103,16 +103,16 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
             [Spread(**figures["sides"][name][what]) for name in (ours, upstream)] for what in ("seconds", "lost")
         )
         met = ratio.median <= GOAL_KILL if case.startswith("kill") else seconds[0].median <= GOAL_STOP_S
-        said = f"<= {GOAL_KILL:g}" if case.startswith("kill") else f"<= {GOAL_STOP_S:g} s"
         most = GOAL_LOST_REPLAY if case.endswith("replay") else GOAL_LOST
         rows.append(
             [
                 case,
                 *(spread.text() for spread in seconds),
-                f"{ratio.text(3)} (goal {said}: {verdict(met)})",
-                f"{lost[0].median:g} (goal <= {most}: {verdict(lost[0].p90 <= most)})",
+                f"{ratio.text(3)} {verdict(met)}",
+                f"{lost[0].median:g} {verdict(lost[0].p90 <= most)}",
                 f"{lost[1].median:g}",
             ]
         )
-    head = ["fault", f"{ours}, s", f"{upstream}, s", "ratio", f"steps lost: {ours}", upstream]
-    return markdown_table(head, rows)
+    ratio_head = f"ratio (goal <= {GOAL_KILL:g}; stop: {GOAL_STOP_S:g} s)"
+    lost_head = f"steps lost (goal <= {GOAL_LOST}; replay: {GOAL_LOST_REPLAY}): {ours}"
+    return markdown_table(["fault", f"{ours}, s", f"{upstream}, s", ratio_head, lost_head, upstream], rows)

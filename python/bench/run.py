@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections import Counter
@@ -169,18 +170,19 @@ def _write(docs: Path, name: str, figures: dict[str, Any]) -> None:
 def _rewrite(docs: Path, days: Mapping[str, str] = MappingProxyType({})) -> None:
     """Write every table from the figures; each keeps its date, except those in ``days``.
 
-    The page says once where most parts were measured, and a table only where its own part was measured elsewhere.
+    The page says once where most parts were measured, and a table only what of this was different for its own part.
     """
     page = docs / "benchmarks.md"
     known = json.loads((docs / "benchmarks.json").read_text())
     places = {name: f"{figures['machine']}; against {figures['upstream']}" for name, figures in known.items()}
     usual = Counter(places.values()).most_common(1)[0][0]
     _put(page, "machine", f"{usual}.")
+    said = re.split("[,;] ", usual)
     for name, figures in known.items():
         above = page.read_text().partition(f"<!-- {name}: written by run.py -->\n")[2]
         day = days.get(name) or above.partition("\n")[0].rstrip(".").rpartition(", ")[2]
-        where = day if places[name] == usual else f"{places[name]}, {day}"
-        _put(page, name, f"{where}.\n\n{table(name, figures)}")
+        different = [part for part in re.split("[,;] ", places[name]) if part not in said]
+        _put(page, name, f"{', '.join([*different, day])}.\n\n{table(name, figures)}")
 
 
 def _put(page: Path, name: str, content: str) -> None:

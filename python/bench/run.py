@@ -34,7 +34,6 @@ import loader
 import local_sgd
 import process_groups
 import quantized
-import ranges
 import recovery
 import recovery_churn
 import replay
@@ -51,7 +50,6 @@ PARTS = {
     "startup": startup,
     "commands": commands,
     "step": step,
-    "ranges": ranges,
     "throughput": throughput,
     "loader": loader,
     "heal": heal,
@@ -71,7 +69,6 @@ ROUNDS = {
     "startup": 10,
     "commands": 10,
     "step": 20,
-    "ranges": 20,
     "throughput": 12,
     "loader": 10,
     "heal": 5,

@@ -9,7 +9,6 @@ import os
 import resource
 import sys
 import time
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ import torch
 import torch.distributed as dist
 from events import Commands, emit
 from torch import nn, optim
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 RANK, WORLD_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -54,7 +52,6 @@ class Worker:
         self.tensor = torch.ones(10_000)
         self.state: list[torch.Tensor] = []
         self.loaded_at = 0.0
-        self.ranged: dict[str, Any] = {}
 
     def serve(self) -> None:
         emit("imported")
@@ -135,20 +132,6 @@ class Worker:
         """Reduce `floats` floats in each of the following steps."""
         self.tensor = torch.ones(floats)
 
-    def do_ranges(self, kept: bool) -> None:
-        """Keep the profiler ranges around the Manager's functions, or take them off, for the following steps."""
-        from torchft import Manager
-
-        if not self.ranged:
-            ranges = "torchft._manager.ranges"  # the module of their decorator
-            self.ranged = {
-                name: function
-                for name, function in vars(Manager).items()
-                if hasattr(function, "__wrapped__") and function.__globals__["__name__"] == ranges
-            }
-        for name, in_range in self.ranged.items():
-            setattr(Manager, name, in_range if kept else in_range.__wrapped__)
-
     def do_compared(self) -> None:
         """Compare the model of `do_adam` with the other group's, if TORCHFT_COMPARE_COMMITS says so."""
         from torchft import Optimizer
@@ -160,12 +143,8 @@ class Worker:
         """Return the number of commits in which all of the state is compared once."""
         return {"commits": self.manager._replicas.commits}
 
-    def do_steps(self, count: int, profiled: bool = False) -> dict[str, Any]:
+    def do_steps(self, count: int) -> dict[str, Any]:
         """Run `count` steps of a torchft job that computes nothing."""
-        with profile(activities=[ProfilerActivity.CPU]) if profiled else nullcontext():
-            return self._steps(count)
-
-    def _steps(self, count: int) -> dict[str, Any]:
         parts: dict[str, list[float]] = {"step": [], "start_quorum": [], "allreduce": [], "should_commit": []}
         failed = 0
         cpu = time.process_time()

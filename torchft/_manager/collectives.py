@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 _DRAIN_SEC = 0.5
 # The pause between two looks at such collectives.
 _LOOK_SEC = 0.01
-_NOW = timedelta(0)
 
 
 def check_reducible(tensor: torch.Tensor, reduce_op: ReduceOp, should_quantize: bool) -> None:
@@ -158,7 +157,7 @@ class Collectives:
         deadline = time.monotonic() + _DRAIN_SEC
         works = [flight for flight in flights.values() if not isinstance(flight, Mark)]
         left = [work for work in works if not work.drain(timedelta(seconds=max(0.0, deadline - time.monotonic())))]
-        self._backlog.add([work for work in works if not work.drain(_NOW)])  # one that sleeps still has its thread
+        self._backlog.add([work for work in works if not work.ended()])  # one that sleeps still has its thread
         return not left and all(_waited(mark, deadline - time.monotonic()) for mark in marks)
 
     def _await_devices(self, marks: list[Mark], timeout: timedelta) -> None:
@@ -220,7 +219,7 @@ class Backlog:
 
     def _lost(self) -> int:
         """The number of collectives of earlier steps that still occupy a thread."""
-        self._left = [work for work in self._left if not work.drain(_NOW)]
+        self._left = [work for work in self._left if not work.ended()]
         return len(self._left)
 
 

@@ -401,7 +401,7 @@ def as_peers(pg: dist.ProcessGroup) -> Peers:
 class WorkKind(NamedTuple):
     """What the works of a class can do."""
 
-    drains: bool  # they have ``drain(timeout)``: an abort ends their waits, whatever the backend still does
+    drains: bool  # they have ``drain`` and ``ended``: an abort ends their waits, whatever the backend still does
     polls: bool  # a wait with a timeout may block the host until the device has finished, as with PyTorch's NCCL
     order: Optional[Callable[[Any, Optional[timedelta]], object]]  # makes the current stream wait for a work
     future: Callable[[Any], Optional[torch.futures.Future[Any]]]  # of a work; None: of a test double, which never ends

@@ -127,10 +127,7 @@ class _ManagedWork(dist._Work):
         return self._mark is None or self._mark.reached()
 
     def drain(self, timeout: timedelta) -> bool:
-        """Waits until the collective writes nothing any more, and has ended in the backend if no time is given.
-
-        False: not in that time.
-        """
+        """Waits until the collective writes nothing any more. False: it may still, after that time."""
         if self._kind.drains:
             return self._work.drain(timeout)  # type: ignore[attr-defined]
         if self._devices():
@@ -139,6 +136,12 @@ class _ManagedWork(dist._Work):
         with contextlib.suppress(Exception):  # it was reported when it failed
             self._work.wait(timeout)
         return time.monotonic() < deadline
+
+    def ended(self) -> bool:
+        """Whether the backend has ended the collective, so that it occupies no thread: after an abort its waits end
+        earlier (:meth:`over`), and so may what it writes (:meth:`drain`).
+        """
+        return bool(self._work.ended() if self._kind.drains else self._work.is_completed())  # type: ignore[attr-defined]
 
     def block_current_stream(self, timeout: Optional[timedelta] = None) -> None:
         """Orders the current accelerator stream behind the value; on a CPU this waits for it.

@@ -131,7 +131,7 @@ def stuck(store: TCPStore, name: str = "allreduce") -> tuple[Stuck, _GuardedWork
 def test_an_operation_that_sleeps_without_connections_is_not_waited_for(store: TCPStore) -> None:
     work, guarded = stuck(store)
     with thread("test_runner", sleep):
-        assert guarded.drain(timedelta(seconds=DEADLINE_S)) and not work.over
+        assert guarded.drain(timedelta(seconds=DEADLINE_S)) and not work.over and not guarded.ended()
     with thread("test_runner", spin):
         assert not guarded.drain(NEVER)
 

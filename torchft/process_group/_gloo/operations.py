@@ -253,20 +253,25 @@ class _GuardedWork(Work):
                     raise
 
     def drain(self, timeout: timedelta) -> bool:
-        """Waits until nothing is written any more, also after `Operations.end`; without a time, looks for the real end.
+        """Waits until nothing is written any more, also after `Operations.end`. The operation may still sleep on one of
+        Gloo's threads: see :meth:`ended`.
 
         Returns:
             False if it may still be after that time.
         """
         deadline = time.monotonic() + timeout.total_seconds()
         connections, stillness = self._operations.connections, Stillness()
-        while not self._work.is_completed():
+        while not self.ended():
             if self._in_place and connections is not None and connections.severed and stillness.reached():
                 return True
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_DRAIN_LOOK_SEC)
         return True
+
+    def ended(self) -> bool:
+        """Whether Gloo has ended it, so that its thread is free: also after `Operations.end` this is not at once."""
+        return self._work.is_completed()
 
     def _own(self, error: Exception) -> Exception:
         return explained(self._operations.name, self._name, self._args, error)

@@ -18,10 +18,11 @@ class Progress(Enum):
     WHOLE = "whole"  # the state is transferred as a whole
 
 
-class Counters(Protocol):
+class Keys(Protocol):
     """A store that all ranks of a group share."""
 
-    def add(self, key: str, amount: int, /) -> int: ...
+    def set(self, key: str, value: str, /) -> None: ...
+    def check(self, keys: list[str], /) -> bool: ...
     def delete_key(self, key: str, /) -> bool: ...
 
 
@@ -35,19 +36,17 @@ class Ranks:
         group_world_size: ranks of the group.
     """
 
-    def __init__(self, store: Counters, name: str, group_rank: int, group_world_size: int) -> None:
+    def __init__(self, store: Keys, name: str, group_rank: int, group_world_size: int) -> None:
         self._store = store
         self._name = name
         self._group_rank = group_rank
         self._group_world_size = group_world_size
-        self._said: set[tuple[int, Progress]] = set()
 
     def say(self, step: int, progress: Progress) -> None:
-        """This rank is so far, before it votes on a step. Said twice of one step, it counts once."""
-        if self._group_world_size == 1 or progress is Progress.ARRIVING or (step, progress) in self._said:
+        """This rank is so far, before it votes on a step. To say it again changes nothing."""
+        if self._group_world_size == 1 or progress is Progress.ARRIVING:
             return
-        self._said = {said for said in self._said if said[0] == step} | {(step, progress)}
-        self._store.add(self._key(step, progress), 1)
+        self._store.set(self._whole(step) if progress is Progress.WHOLE else self._ready(step, self._group_rank), "")
 
     def heard(self, step: int) -> Progress:
         """How far the group is when a step begins. What was said before the votes on the step before is known to all
@@ -55,15 +54,18 @@ class Ranks:
         """
         if self._group_world_size == 1:
             return Progress.READY
-        whole = self._store.add(self._key(step - 1, Progress.WHOLE), 0)
-        whole += self._store.add(self._key(step, Progress.WHOLE), 0)  # in an earlier attempt
-        ready = self._store.add(self._key(step - 1, Progress.READY), 0)
-        if self._group_rank == 0:  # no rank asks for those of earlier steps
-            for progress in (Progress.WHOLE, Progress.READY):
-                self._store.delete_key(self._key(step - 3, progress))
+        # That of this step was said in an earlier attempt.
+        whole = any(self._store.check([self._whole(one)]) for one in (step - 1, step))
+        ready = self._store.check([self._ready(step - 1, rank) for rank in range(self._group_world_size)])
+        self._store.delete_key(self._ready(step - 3, self._group_rank))  # no rank asks for those of earlier steps
+        if self._group_rank == 0:
+            self._store.delete_key(self._whole(step - 3))
         if whole:
             return Progress.WHOLE
-        return Progress.READY if ready == self._group_world_size else Progress.ARRIVING
+        return Progress.READY if ready else Progress.ARRIVING
 
-    def _key(self, step: int, progress: Progress) -> str:
-        return f"torchft/heal/{self._name}/{step}/{progress.value}"
+    def _ready(self, step: int, rank: int) -> str:
+        return f"torchft/heal/{self._name}/{step}/ready/{rank}"
+
+    def _whole(self, step: int) -> str:
+        return f"torchft/heal/{self._name}/{step}/whole"

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import pytest
 
 from torchft._manager.together import Progress, Ranks
 
 
-class Store(Counter[str]):
+class Store(dict[str, str]):
     """Of a group."""
 
-    def add(self, key: str, amount: int) -> int:
-        self[key] += amount
-        return self[key]
+    def set(self, key: str, value: str) -> None:
+        self[key] = value
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
 
     def delete_key(self, key: str) -> bool:
         return self.pop(key, None) is not None
@@ -35,3 +37,27 @@ def test_what_the_ranks_of_a_group_have_heard() -> None:
             rank.say(step, Progress.READY)
             rank.heard(step)
     assert len(store) < 20, "of earlier steps nothing is kept"
+
+
+@pytest.mark.parametrize("arrives", [False, True])
+def test_what_the_store_did_not_acknowledge_is_said_again_and_counts_once(arrives: bool) -> None:
+    """In the second attempt at a step. The store may have got it the first time, and its answer been lost."""
+
+    class Unreliable(Store):
+        calls = 0
+
+        def set(self, key: str, value: str) -> None:
+            self.calls += 1
+            if self.calls > 1 or arrives:
+                super().set(key, value)
+            if self.calls == 1:
+                raise ConnectionError("the store did not answer")
+
+    store = Unreliable()
+    ranks = [Ranks(store, "group:uuid", number, 2) for number in range(2)]
+    with pytest.raises(ConnectionError):
+        ranks[0].say(7, Progress.READY)
+    ranks[0].say(7, Progress.READY)
+    assert [rank.heard(8) for rank in ranks] == [Progress.ARRIVING] * 2
+    ranks[1].say(7, Progress.READY)
+    assert [rank.heard(8) for rank in ranks] == [Progress.READY] * 2

@@ -289,6 +289,7 @@ class _Target:
         self._rest: Optional[Answer] = None
         self._heads: dict[int, Any] = {}  # hyperparameters, by step; None: no source has them
         self._kept: dict[int, torch.Tensor] = {}
+        self._early = False  # whether the thread that asks has applied these since the last vote
         self._given: dict[int, tuple[str, bool]] = {}  # which source gave a piece, and whether as the assigned one
         self._askers: dict[str, Asker] = {}  # by source
         self._talks = ""  # the source of the request that runs
@@ -348,6 +349,9 @@ class _Target:
                 heal.miss()
             if heal.ends:  # the rest counts in its own step only, which may be shorter than the request
                 self._cond.wait_for(lambda: self._has_rest() or self._gone() or self.sources.failing, self._timeout)
+            if self._early and not self._unchanged():
+                heal.miss()
+            self._early = False
             pieces = self._take(lambda ask, answer: ask.kind is Kind.PIECE and answer.step != heal.step)
             todo = heal.advance([(number, answer.step) for number, answer in pieces], time.monotonic())
             for index in todo.before:
@@ -372,14 +376,24 @@ class _Target:
     def _has_rest(self) -> bool:
         return self._rest is not None and self._rest.step == self.heal.step
 
-    def _apply(self, todo: Advance) -> None:
-        """Applies the gradient of the step before."""
+    def _apply(self, todo: Advance) -> bool:
+        """Applies the gradient of the step before. False: the training loop had changed it."""
         assert self.heal.step is not None
         self.wrote = True
         self._parameters.step(todo.parameters, self._kept, self._heads[self.heal.step - 1])
-        if not self._parameters.unchanged(self._kept):  # looked at afterwards: another thread may train
+        unchanged = self._unchanged()
+        if not unchanged:
             self.heal.miss()
+        return unchanged
+
+    def _unchanged(self) -> bool:
+        """Whether the kept gradients are what they were. Looked at after they were applied; on the training thread
+        besides, because a tensor's version counts up at the end of a change, which another thread may have read from.
+        """
+        unchanged = self._parameters.unchanged(self._kept)
+        if not unchanged:
             self._logger.info("the training loop changes gradients in place: they are copied, and the heal begins anew")
+        return unchanged
 
     def _take(self, which: Callable[[Ask, Answer], bool]) -> list[tuple[int, Answer]]:
         """Takes the pieces and digests of this kind out of what has arrived."""
@@ -485,7 +499,7 @@ class _Target:
             heal = self.heal
             if heal.unverified or not heal.applies or heal.step is None or self._heads.get(heal.step - 1) is None:
                 return False
-            self._apply(heal.advance([], time.monotonic()))
+            self._early = self._apply(heal.advance([], time.monotonic()))
         except Exception as e:
             self.heal.give_up(str(e) if isinstance(e, Unfit) else repr(e))
         return True

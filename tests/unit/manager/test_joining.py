@@ -142,8 +142,13 @@ def test_a_piece_of_a_source_that_fails_comes_from_another_in_the_same_quorum(mo
         target._thread.join(DEADLINE_SEC)
 
 
-def test_the_last_gradient_is_applied_before_the_vote(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The vote of the last step needs the rest of the state only: the others would wait for anything more."""
+@pytest.mark.parametrize("changes", [False, True])
+def test_the_last_gradient_is_applied_before_the_vote(monkeypatch: pytest.MonkeyPatch, changes: bool) -> None:
+    """The vote of the last step needs the rest of the state only: the others would wait for anything more.
+
+    A training loop that changes gradients in place meanwhile is found, also where the version of a gradient tells of
+    the change only after the gradient was applied: the heal begins anew.
+    """
     ours, theirs = (nn.Linear(2, 2) for _ in range(2))
     optimizers = [torch.optim.Adam(model.parameters()) for model in (ours, theirs)]
     parameters, source = (Parameters([optimizer]) for optimizer in optimizers)
@@ -167,8 +172,12 @@ def test_the_last_gradient_is_applied_before_the_vote(monkeypatch: pytest.Monkey
     of_class = Parameters.step
 
     def noted(self: Parameters, *args: Any) -> None:
+        early = threading.current_thread().name == "torchft_heal_along"
+        if early and changes:
+            for gradient in args[1].values():
+                gradient.data.zero_()  # PyTorch writes first, and counts the version up then
         of_class(self, *args)
-        applied.put(threading.current_thread().name)
+        applied.put("early" if early else "at a vote")
 
     monkeypatch.setattr(Parameters, "step", noted)
     target = target_of(parameters, lambda address: address)
@@ -188,8 +197,14 @@ def test_the_last_gradient_is_applied_before_the_vote(monkeypatch: pytest.Monkey
                 optimizers[1].step()
                 step += 1
             assert step < 20
-        while applied.get(timeout=DEADLINE_SEC) != "torchft_heal_along":
+        while applied.get(timeout=DEADLINE_SEC) != "early":
             pass
+        if changes:
+            with target._cond:  # it has looked at the versions
+                optimizers[0].zero_grad(set_to_none=False)
+            assert target.advance(reduced=True) is None
+            assert target.heal.missing == len(target.heal.pieces) and target.heal.gave_up is None
+            return
         assert target.advance(reduced=True) == {"whole": True}
         assert applied.empty()
         assert all(torch.equal(mine, yours) for mine, yours in zip(parameters.all, source.all))

@@ -247,6 +247,12 @@ class Along:
         self._say(step, Progress.WHOLE)
         self._logger.warn(f"the state is transferred as a whole, and the other groups wait for it: {reason}")
 
+    def peer_failed(self, quorum_id: int, replica_id: str) -> None:
+        """A group of a quorum is reported to have failed. On any thread."""
+        target = self._target
+        if target is not None:
+            target.peer_failed(quorum_id, replica_id)
+
     def how_far(self) -> str:
         """For the log."""
         return self._target.how_far() if self._target is not None else "the state of a peer is transferred as a whole"
@@ -314,6 +320,19 @@ class _Target:
                 self._thread.start()
             self._cond.notify_all()
 
+    def peer_failed(self, quorum_id: int, replica_id: str) -> None:
+        """A group of a quorum has failed. If it is the assigned source of this one, the vote must not wait for it, and
+        the next quorum names another.
+        """
+        with self._cond:
+            plan = self._plan
+            if plan is None or plan.source is None or self._over:
+                return
+            if (plan.quorum_id, plan.source.replica_id) == (quorum_id, replica_id):
+                self._count_failure(self.sources.assigned, "it is reported to have failed")
+                if self._talks == self.sources.assigned:
+                    self._abort()
+
     def how_far(self) -> str:
         """For the log."""
         total = len(self.heal.pieces)
@@ -347,7 +366,9 @@ class _Target:
                 self._cond.wait_for(lambda: before in self._heads or self._gone(), _HEAD_SEC)
             if heal.applies and self._heads.get(before) is None:
                 heal.miss()
-            if heal.ends:  # the rest counts in its own step only, which may be shorter than the request
+            # The rest counts in its own step only, which may be shorter than the request. A step that is lost anyway
+            # does not wait for it.
+            if reduced and heal.ends:
                 self._cond.wait_for(lambda: self._has_rest() or self._gone() or self.sources.failing, self._timeout)
             if self._early and not self._unchanged():
                 heal.miss()
@@ -468,6 +489,9 @@ class _Target:
             self._cond.notify_all()
             return
         self._logger.info(f"a request for a part of the state failed: {error}")
+        self._count_failure(source, str(error))
+
+    def _count_failure(self, source: str, error: str) -> None:
         if not self.sources.failed(source, time.monotonic()):
             self.heal.give_up(f"{MAX_FAILURES} requests in a row failed, the last one: {error}")
         self._cond.notify_all()

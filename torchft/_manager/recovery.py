@@ -267,6 +267,8 @@ class Recovery:
 
     def peer_failed(self, failure: MemberFailure) -> None:
         """Ends a transfer from a group that has failed: the others wait until this one asks for a quorum."""
+        if self.along is not None:
+            self.along.peer_failed(failure.quorum_id, failure.replica_id)
         while self._source == (failure.quorum_id, failure.replica_id):
             if not self._transport.abandon_receiving(PeerFailed(failure)):
                 return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
@@ -30,7 +31,7 @@ def plan(step: int, source: str, *additional: str) -> Any:
         max_step=step,
         quorum_id=step,
         committed_quorum_id=step - 1,
-        source=SimpleNamespace(manager_address=source),
+        source=SimpleNamespace(manager_address=source, replica_id=f"{source}/0"),
         helpers=list(additional),
     )
 
@@ -209,6 +210,50 @@ def test_the_last_gradient_is_applied_before_the_vote(monkeypatch: pytest.Monkey
         assert applied.empty()
         assert all(torch.equal(mine, yours) for mine, yours in zip(parameters.all, source.all))
     finally:
+        target.stop()
+        target._thread.join(DEADLINE_SEC)
+
+
+def test_a_source_that_is_reported_to_have_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its processes are stopped, say, so that its connection stays: the vote would wait until the request times out."""
+    ours, theirs = nn.Linear(2, 2), nn.Linear(2, 2)
+    parameters, source = (Parameters([torch.optim.SGD(model.parameters())]) for model in (ours, theirs))
+    step = 7
+    aborted, asked_for_rest = threading.Event(), threading.Event()
+
+    def ask(kind: str, argument: str) -> Answer:
+        if kind == "rest":
+            with target._cond:
+                asked_for_rest.set()
+                target._cond.notify_all()
+            assert aborted.wait(DEADLINE_SEC)
+            raise CheckpointError("it was aborted")
+        if kind == "digest":
+            return Answer(step, source.digest(*map(int, argument.split("-"))), torch.empty(0, dtype=torch.uint8))
+        return Said(source, step).ask(kind, argument)
+
+    monkeypatch.setattr(joining, "Asker", lambda *_: SimpleNamespace(ask=ask, abort=aborted.set, close=lambda: None))
+    target = target_of(parameters, lambda address: address)
+    try:
+        while not asked_for_rest.is_set():
+            target.quorum(plan(step, "source"))
+            with target._cond:
+                assert target._cond.wait_for(lambda: asked_for_rest.is_set() or target._wanted() is None, DEADLINE_SEC)
+            if not asked_for_rest.is_set():
+                assert target.advance(reduced=True) is None
+                step += 1
+            assert step < 20
+        with ThreadPoolExecutor(1) as pool:
+            votes = pool.submit(target.advance, True)
+            target.peer_failed(step - 1, "source/0")
+            target.peer_failed(step, "additional/0")
+            assert not aborted.is_set(), "of another quorum, or another group"
+            assert target.advance(False) is None, "a step that is lost anyway does not wait"
+            target.peer_failed(step, "source/0")
+            assert votes.result(DEADLINE_SEC) is None
+        assert aborted.is_set() and target.heal.gave_up is None
+    finally:
+        aborted.set()
         target.stop()
         target._thread.join(DEADLINE_SEC)
 

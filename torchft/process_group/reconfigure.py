@@ -14,7 +14,9 @@ of handle `group_rank mod n`, so that no replica group serves the rendezvous of 
 from __future__ import annotations
 
 import json
+import logging
 import random
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Mapping, Optional, Sequence
@@ -51,6 +53,11 @@ else:
             timeout: Optional[timedelta] = None
             hints: dict[str, str] = field(default_factory=dict)
 
+
+_logger: logging.Logger = logging.getLogger(__name__)
+
+# Connecting with a store takes some milliseconds, unless the name server answers late: the log says so from here on.
+_SLOW_SEC = 1.0
 
 # PyTorch's uuid is a signed 64 bit integer.
 MAX_UUID = 2**63 - 1
@@ -220,6 +227,7 @@ def create_store_client(store_addr: str, timeout: timedelta) -> Store:
         ValueError: `store_addr` is none of that.
     """
     host, port, prefix = _parse_store_address(store_addr)
+    began = time.monotonic()
     store: Store = TCPStore(
         host_name=host,
         port=port,
@@ -227,6 +235,13 @@ def create_store_client(store_addr: str, timeout: timedelta) -> Store:
         wait_for_workers=False,
         timeout=timeout,
     )
+    if (took := time.monotonic() - began) > _SLOW_SEC:
+        _logger.warning(
+            "connecting to the store at %s took %.1f s: PyTorch asks the name server for the name of its address, and "
+            "waits 5 s for a lost answer; RES_OPTIONS can shorten that (docs/pitfalls.md)",
+            store_addr,
+            took,
+        )
     if prefix:
         store = PrefixStore(prefix, store)
     # A PrefixStore starts with the default of five minutes, whatever the store below has.

@@ -6,6 +6,7 @@ import gc
 import json
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import pytest
@@ -24,6 +25,7 @@ from torchft.process_group import (
     create_store_client,
     is_native,
     native_error,
+    reconfigure,
     reconfigure_with_store,
     supports_reconfigure,
 )
@@ -364,6 +366,18 @@ def test_a_bad_store_address_is_named(address: str) -> None:
 def test_a_store_that_is_not_there_is_an_error_in_time() -> None:
     result = in_threads([lambda: create_store_client("localhost:1/p", timedelta(milliseconds=500))])[0]
     assert isinstance(result, RuntimeError)
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(0.1, 0), (5.0, 1)])
+def test_a_store_that_is_reached_late_is_told(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seconds: float, told: int
+) -> None:
+    """The name server's answer was lost, mostly: a new quorum without any other line in the log would be a riddle."""
+    clock = iter([100.0, 100.0 + seconds])
+    monkeypatch.setattr(reconfigure, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    create_store_client(f"localhost:{store.port}/late", TIMEOUT)
+    said = [r.getMessage() for r in caplog.records if "connecting to the store" in r.getMessage()]
+    assert len(said) == told and all(f"localhost:{store.port}/late took 5.0 s" in one for one in said)
 
 
 # What Manager asks

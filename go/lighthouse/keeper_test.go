@@ -225,8 +225,8 @@ func TestAQuorumThatNobodyShowsIsOnDiskBeforeItIsTold(t *testing.T) {
 		one := &stream{job: j, replicaID: "000000", sending: true}
 		j.greeting = one
 		require.NoError(t, j.feed(quorum.Greeted{ReplicaID: one.replicaID, Seat: quorum.Seat{Of: 2}}))
-		ask := func(number uint64, tells bool) <-chan answer {
-			_, answered, err := j.ask(quorum.Asked{Member: quorum.Member{ReplicaID: "000000", CommitFailures: 1}, Number: number, Tells: tells})
+		ask := func(number uint64, recallable bool) <-chan answer {
+			_, answered, err := j.ask(quorum.Asked{Member: quorum.Member{ReplicaID: "000000", CommitFailures: 1}, Number: number, Recallable: recallable})
 			require.NoError(t, err)
 			synctest.Wait()
 			return answered

@@ -44,14 +44,14 @@ var errStale = status.Error(codes.Unavailable, "the stream is of an old term, or
 
 // stream is the stream of one member. It costs one goroutine, and a second one while it sends.
 type stream struct {
-	job       *job
-	wire      grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage]
-	replicaID string
-	tells     bool          // it can answer a Recall
-	said      quorum.Member // the last record that the member sent; only receive uses it
-	heard     atomic.Int64  // messages of the member
-	ended     atomic.Bool
-	held      quorum.Revision // of the list that the member holds after all messages sent so far; only send uses it
+	job        *job
+	wire       grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage]
+	replicaID  string
+	recallable bool          // it can answer a Recall
+	said       quorum.Member // the last record that the member sent; only receive uses it
+	heard      atomic.Int64  // messages of the member
+	ended      atomic.Bool
+	held       quorum.Revision // of the list that the member holds after all messages sent so far; only send uses it
 
 	// The job's lock guards these.
 	waiter   quorum.WaiterID // of the pending request; 0 if there is none
@@ -95,12 +95,12 @@ func (m memberService) Attend(wire grpc.BidiStreamingServer[torchftpb.MemberMess
 	}
 	defer job.done()
 	s := &stream{
-		job:       job,
-		wire:      wire,
-		replicaID: greeting.GetReplicaId(),
-		tells:     greeting.GetLighthouses() > 0,
-		held:      quorum.Revision(greeting.GetRevision()),
-		drained:   make(chan struct{}, 1),
+		job:        job,
+		wire:       wire,
+		replicaID:  greeting.GetReplicaId(),
+		recallable: greeting.GetLighthouses() > 0,
+		held:       quorum.Revision(greeting.GetRevision()),
+		drained:    make(chan struct{}, 1),
 	}
 	if err := s.begin(greeting); err != nil {
 		return err
@@ -320,7 +320,7 @@ func (s *stream) ask(ask *torchftpb.Ask) error {
 	s.span = tracing.Continue(ask.GetTraceparent(), "lighthouse.quorum", ask.GetStep(), attribute.String("torchft.replica_id", s.replicaID))
 	s.await(ask.GetNumber(), timeout)
 	return job.step(quorum.Asked{
-		Waiter: s.waiter, Member: member, KnownQuorumID: ask.GetKnownQuorumId(), Number: ask.GetNumber(), Tells: s.tells,
+		Waiter: s.waiter, Member: member, KnownQuorumID: ask.GetKnownQuorumId(), Number: ask.GetNumber(), Recallable: s.recallable,
 		Reaches: quorum.Places(ask.GetReaches()),
 	})
 }

@@ -16,7 +16,7 @@ import (
 //  1. The end of a process is no vote once its bond has run out, by the monotonic clock or by the wall clock: one of them may
 //     stand still while a host sleeps. (If both do, as in a virtual machine that is stopped and continued, the bond may be
 //     taken for valid while the member is at another lighthouse; docs/correctness.md assumes that this does not happen.)
-//  2. A lighthouse forgets the bond before it tells a member to go: the member may ask another lighthouse at once. A stamp that
+//  2. A lighthouse forgets the bond before it sends a member away: the member may ask another lighthouse at once. A stamp that
 //     was sent before the release does not bind it again.
 //  3. While a member knows of a quorum that the lighthouse does not know, its end is no vote: the lighthouse would form a quorum
 //     that does not come after it.
@@ -148,7 +148,7 @@ func (b *bonds) set(id string, one bond) {
 func (s *succession) streamless(e Asked) string {
 	var list string
 	switch {
-	case e.Tells:
+	case e.Recallable:
 		return ""
 	case e.Lighthouses > 1:
 		list = fmt.Sprintf("its list has %d lighthouses", e.Lighthouses)

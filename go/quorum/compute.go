@@ -49,8 +49,8 @@ type decision struct {
 	policy Policy
 	tally  tally
 
-	detail  string // of the causes that the tally alone does not tell
-	regress string // that the job goes back, and why
+	detail  string // of the causes that the tally alone does not show
+	regress string // that the job regresses, and why
 
 	in      []*replica // the members of the quorum that there is, or would be; in order unless changed
 	changed bool       // they are not those of the latest quorum
@@ -66,7 +66,7 @@ func (d decision) unknown(id int64) decision {
 	return d
 }
 
-// compute decides whether the candidates are a quorum, as far as their numbers tell.
+// compute decides whether the candidates are a quorum, as far as their numbers show.
 //
 // Invariants:
 //

@@ -17,7 +17,7 @@ func TestCompute(t *testing.T) {
 	}{
 		{"nobody", tally{healthy: 3}, false,
 			"no replica asks for a quorum"},
-		{"nobody, and the previous quorum is gone", tally{previous: 2}, false,
+		{"nobody, and all of the previous quorum have left", tally{previous: 2}, false,
 			"no replica asks for a quorum"},
 		{"too few", tally{healthy: 1, candidates: 1, joining: time.Hour}, false,
 			"1 replica asked, min_replicas is 2"},

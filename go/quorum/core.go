@@ -14,14 +14,14 @@ import (
 //
 //  1. now never goes back.
 //  2. Each event begins with an empty log. Its actions are in the order in which they are to be done.
-//  3. A failure is noted when it is found, and told after the other actions of the event (Machine.tellFailures): so an event that
+//  3. A failure is noted when it is found, and reported after the other actions of the event (Machine.reportFailures): so an event that
 //     makes another quorum the latest one can drop failures of members of the one before.
 type core struct {
 	policy  Policy
 	roster  *roster
 	now     time.Time // of the event
 	actions []Action
-	failed  []failure // found by the event, and not told yet
+	failed  []failure // found by the event, and not reported yet
 }
 
 func newCore(policy Policy, start time.Time) core {
@@ -46,7 +46,7 @@ func (c *core) fail(r *replica, cause Cause, reason string) {
 
 // refuse ends a request, or answers one that was not taken in.
 func (c *core) refuse(w WaiterID, why Refusal, reason string) {
-	c.roster.giveUp(w, c.now)
+	c.roster.withdraw(w, c.now)
 	c.do(Refuse{w, why, reason})
 }
 
@@ -78,7 +78,7 @@ func (c *core) outdate(which func(request) bool, reason string) {
 }
 
 // turnDown makes a group whose request was refused count as failed until it asks again, so that no decision waits for it. A member of
-// the latest quorum is evicted by it, and its peers are told, only if it did not show a quorum that it claims. After any other refusal
+// the latest quorum is evicted by it, and that is reported to its peers, only if it did not show a quorum that it claims. After any other refusal
 // its peers may still be in a step with it, and would lose that step.
 func (c *core) turnDown(id string, why Refusal, reason string) {
 	if r := c.roster.replicas[id]; r != nil && r.alive() && !r.waiting() && (!r.previous || why == Unshown) {

@@ -22,7 +22,7 @@ type Status struct {
 
 	// Without the votes of these no quorum forms: another lighthouse of the list might serve them.
 	MissingVotes []string `json:"missing_votes,omitempty"`
-	// These ended while they were bound to this lighthouse, and their votes have gone to no quorum yet. It forgets them when it starts anew.
+	// These ended while they were bound to this lighthouse, and their votes have gone to no quorum yet. It forgets them when it is restarted.
 	GivenVotes []string `json:"given_votes,omitempty"`
 
 	// Why the latest state is not on the lighthouse's disk, and for how long; the shell knows. Empty: it is, or none is kept.
@@ -62,7 +62,7 @@ type MemberStatus struct {
 	Draining     string `json:"draining,omitempty"` // who wants it to leave
 }
 
-// Describe tells the state at a time. It changes nothing, and it counts anew what Step counts as it goes.
+// Describe returns the state at a time. It changes nothing, and it counts afresh what Step counts as it goes.
 //
 // Describe and Remembers are the only queries; all other results of the machine are actions. A status is no action, since its ages are
 // those of the moment in which somebody looks, and since one with every event would cost as much as the job has groups. The shell shows

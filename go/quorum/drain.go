@@ -7,7 +7,7 @@ import (
 
 // drains are the members that left the latest quorum, and are still there.
 //
-// A member that is drained leaves at the end of a step, and nobody loses one for it: it is told (Drain), takes part in one step
+// A member that is drained leaves at the end of a step, and nobody loses one for it: it is notified (Drain), takes part in one step
 // more, and says that it leaves (Leaving). From then on nobody waits for it, and its end is no failure. But what it sent in the
 // last collective may still be on its way to its peers, so it stays until they have ended that step as well, or the next quorum
 // is there (Release).
@@ -27,7 +27,7 @@ type drains struct {
 
 func (d *drains) any() bool { return len(d.left) > 0 }
 
-// drained passes the wish on. A member whose stream breaks before it hears of it is told again when it has another (Welcome).
+// drained passes the wish on. A member whose stream breaks before it hears of it is notified again when it has another (Welcome).
 func (d *drains) drained(e Drained) {
 	r := d.roster.replicas[e.ReplicaID]
 	if r == nil || !r.alive() { // it takes part in no step, after which it could leave
@@ -47,7 +47,7 @@ func (d *drains) leaving(id string) (known bool) {
 	}
 	d.refuseAll(r, Left, "replica "+id+" said that it leaves") // else it would be in a quorum that it does not wait for
 	if r.alive() {
-		d.roster.markFailed(r, "", "it left, as it was asked to", d.now) // no failure is told: its peers are not to abort the step
+		d.roster.markFailed(r, "", "it left, as it was asked to", d.now) // no failure is reported: its peers are not to abort the step
 	}
 	if !r.previous {
 		d.do(Release{id})

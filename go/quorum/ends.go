@@ -74,7 +74,7 @@ func (s *ends) tookAddress(by *Member) {
 // reports whether that changes anything.
 func (s *ends) givenUp(e GivenUp) (changed bool) {
 	for _, id := range e.ReplicaIDs {
-		if id == s.past.rumor.ReplicaID { // the job begins anew
+		if id == s.past.rumor.ReplicaID { // the job starts over
 			s.past.rumor = Voter{}
 			s.do(Waived{id, e.By})
 			changed = true

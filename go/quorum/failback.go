@@ -7,7 +7,7 @@ import (
 
 // failback sends the members of a job that is served by a later lighthouse of their list back to an earlier one when they reach it
 // again, all at the same moment. If each went at a time of its own, the first would be too few to be served there, the others would go
-// on without them, and so the members would go back and forth in parts.
+// on without them, and so the members would move to and fro in parts.
 //
 // So each member says which earlier lighthouses it reaches, and the lighthouse that serves decides: once all members that are alive
 // here reach one of them, all are sent there. One member that does not reach it keeps the job here.
@@ -18,7 +18,7 @@ import (
 // Invariants:
 //
 //  1. All that are alive here are sent in one event, or none is. A part of them might be too few at the other lighthouse.
-//  2. Their bonds are released before they are told (bond.go, invariant 2), and what they asked here is refused: a vote that stays
+//  2. Their bonds are released before they are notified (bond.go, invariant 2), and what they asked here is refused: a vote that stays
 //     here is none at the other lighthouse.
 //  3. Nobody is sent while a member that left is still needed, or while this lighthouse is about to learn of a later quorum
 //     (Machine.Step asks both subjects).
@@ -51,7 +51,7 @@ func (p Places) First() int { return bits.TrailingZeros64(uint64(p)) }
 // Before are all places before one.
 func Before(place int) Places { return 1<<place - 1 }
 
-// reaches notes which lighthouses a member reaches. Only earlier ones count: members go back by it, never on to a later one.
+// reaches notes which lighthouses a member reaches. Only earlier ones count: failback goes by it, and leads to no later one.
 func (f *failback) reaches(id string, places Places) { f.roster.reach(id, places&f.before()) }
 
 // before are the places of the lighthouses that come before this one.
@@ -91,7 +91,7 @@ func (f *failback) tick() {
 
 // cameBack notes that a member of the latest quorum is here again, because the other lighthouse does not answer after all. The
 // others have the time to come, too. Those that do not have failed: their peers may be in a step with them, and nobody else
-// tells them.
+// reports it to them.
 func (f *failback) cameBack(known int64) {
 	if !f.away || known == 0 || known != f.past.latestID() {
 		return

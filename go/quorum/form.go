@@ -27,7 +27,7 @@ func (m *Machine) act(tick bool) {
 	}
 	m.votes.decided(d, tick)
 	if tick && !d.ready() {
-		m.tellWaiting(d)
+		m.reportWaiting(d)
 	}
 }
 
@@ -73,7 +73,7 @@ func (m *Machine) deliver(d decision) {
 	failing, shows := "", true
 	for i, r := range d.in {
 		q.Members[i] = *r.member()
-		shows = shows && r.newest().tells
+		shows = shows && r.newest().recallable
 		if q.Members[i].CommitFailures > 0 && failing == "" {
 			failing = r.id
 		}
@@ -97,7 +97,7 @@ func (m *Machine) deliver(d decision) {
 	if d.regress != "" {
 		m.do(Regressed{Quorum: q, Reason: d.regress})
 	}
-	m.told, m.reconnect = nobodyWaits, reconnect{}
+	m.reported, m.reconnect = nobodyWaits, reconnect{}
 	m.suspicion.forget()
 	m.watch.next(!d.changed)
 	m.list.spend()
@@ -120,13 +120,13 @@ func (m *Machine) whyFresh(d decision, failing string) string {
 	return reason + m.drains.whoLeft()
 }
 
-// tellWaiting reports at a tick why there is no quorum, once a reason, and only when somebody waits since the
+// reportWaiting reports at a tick why there is no quorum, once a reason, and only when somebody waits since the
 // tick before: a round of a healthy job is over long before, and would flood the log.
-func (m *Machine) tellWaiting(d decision) {
+func (m *Machine) reportWaiting(d decision) {
 	joined := m.now.Add(-d.tally.waited)
-	if d.cause == nobodyWaits || d.cause == m.told || joined.After(m.lastTick) {
+	if d.cause == nobodyWaits || d.cause == m.reported || joined.After(m.lastTick) {
 		return
 	}
-	m.told = d.cause
+	m.reported = d.cause
 	m.do(Waiting{Reason: m.roster.explain(d)})
 }

@@ -150,7 +150,7 @@ func each() (all []burst) {
 		"Withdrawn":    func(_ *crowd, i int) Event { return Withdrawn{Waiter: WaiterID(i)} },
 		"Beat":         func(c *crowd, i int) Event { return Beat{ReplicaID: c.ids[i]} },
 		"Disconnected": func(c *crowd, i int) Event { return Disconnected{ReplicaID: c.ids[i]} },
-		"Incomplete":   func(c *crowd, i int) Event { return Incomplete{ReplicaID: c.ids[i], Reason: "a rank is gone"} },
+		"Incomplete":   func(c *crowd, i int) Event { return Incomplete{ReplicaID: c.ids[i], Reason: "a rank has failed"} },
 		"Suspected":    func(c *crowd, i int) Event { return Suspected{c.ids[i], c.ids[0], c.machine.past.latestID()} },
 		"Checked":      func(c *crowd, i int) Event { return Checked{ReplicaID: c.ids[i], QuorumID: c.machine.past.latestID()} },
 		"Progressed":   func(c *crowd, i int) Event { return Progressed{ReplicaID: c.ids[i]} },

@@ -72,7 +72,7 @@ func (h *history) event(replicas int) Event {
 	case p < 137:
 		return Woken{}
 	case p < 140:
-		return Incomplete{ReplicaID: id, Reason: "a rank is gone"}
+		return Incomplete{ReplicaID: id, Reason: "a rank has failed"}
 	case p < 146:
 		return Greeted{ReplicaID: id, Seat: Seat{Of: 1}, KnownQuorumID: h.lastID}
 	case p < 148:
@@ -174,7 +174,7 @@ func (h *history) step(e Event) {
 		case Wake:
 			h.wakeAt = a.At
 		case InUse:
-			require.NotEqual(h.t, h.inUse, a, "it is told when it changes")
+			require.NotEqual(h.t, h.inUse, a, "it is reported when it changes")
 			h.inUse = a
 		case Redeliver:
 			require.Same(h.t, h.machine.past.latest, a.Quorum)
@@ -204,7 +204,7 @@ func (h *history) step(e Event) {
 	require.Equal(h.t, h.model.failed, failed, "%#v", e)
 	var due time.Time // the end of the first suspect's grace
 	for _, f := range h.model.facts {
-		if end := f.lost.Add(h.policy.SuspectGrace); !f.lost.IsZero() && (due.IsZero() || end.Before(due)) {
+		if end := f.broke.Add(h.policy.SuspectGrace); !f.broke.IsZero() && (due.IsZero() || end.Before(due)) {
 			due = end
 		}
 	}

@@ -10,7 +10,7 @@ import (
 
 // A quorum is a list of what its members say of themselves, which stays the same from step to step, and their states,
 // which change together. So a member that holds the list of the quorum before need not be sent it again, and the states
-// of thousands are told in one.
+// of thousands are sent as one.
 
 // Revision names a list of members: a digest of all that they say but for their states. Being one, it means the same to
 // a lighthouse that was restarted. 0 is no list.

@@ -33,7 +33,7 @@ type listHistory struct {
 	delivered, changed, based, refused, sentBack int
 }
 
-// ledger is what a lighthouse was told, kept by hand.
+// ledger is what a lighthouse has heard, kept by hand.
 type ledger struct {
 	machine *Machine
 	last    *Past
@@ -163,7 +163,7 @@ func (h *listHistory) ask(m *listMember) {
 	h.waiter++
 	m.asks, m.number, m.spoke = h.waiter, m.number+1, h.now
 	h.waiters[h.waiter] = m
-	h.step(m.at, Asked{Waiter: h.waiter, Member: Member{ReplicaID: m.id, Address: "http://" + m.id, Step: m.step}, KnownQuorumID: m.known(), Tells: true, Number: m.number, Reaches: m.earlier()})
+	h.step(m.at, Asked{Waiter: h.waiter, Member: Member{ReplicaID: m.id, Address: "http://" + m.id, Step: m.step}, KnownQuorumID: m.known(), Recallable: true, Number: m.number, Reaches: m.earlier()})
 }
 
 // bind: the member answers the stamp that it was sent, and gets the next one.
@@ -215,7 +215,7 @@ func (h *listHistory) ends(m *listMember) {
 	}
 }
 
-// crash: a lighthouse starts anew, with what it has written. A member that finds that it has ended may leave.
+// crash: a lighthouse is restarted, with what it has written. A member that finds that it has ended may leave.
 func (h *listHistory) crash(at int) {
 	l := &h.houses[at]
 	var disk *Recalled
@@ -386,7 +386,7 @@ func (h *listHistory) deliver(at int, a Deliver) {
 	}
 }
 
-// hears: a member is told of its quorum. When all of them are, it may commit: one branch of the job does.
+// hears: a member receives its quorum. When all of them are, it may commit: one branch of the job does.
 func (h *listHistory) hears(m *listMember, w WaiterID, q *Quorum) {
 	p := q.Past()
 	m.past, m.asks, m.step = &p, 0, m.step+1
@@ -468,5 +468,5 @@ func TestRandomHistoriesOfTwoLighthousesKeepTheRule(t *testing.T) {
 	require.Greater(t, changed, 300)
 	require.Greater(t, based, 300, "sets that are to be outvoted besides the members")
 	require.Greater(t, committed, 300)
-	require.Greater(t, sentBack, 100, "members that go back to the first lighthouse")
+	require.Greater(t, sentBack, 100, "members sent back to the first lighthouse")
 }

@@ -157,7 +157,7 @@ func TestEveryFieldOfAMemberCounts(t *testing.T) {
 	assert.NotZero(t, RevisionOf(nil))
 }
 
-func TestStatesAreToldInOne(t *testing.T) {
+func TestStatesAreReportedInOne(t *testing.T) {
 	members := named("a", "b", "c", "d")
 	for i := range members {
 		members[i].Step = 9

@@ -33,7 +33,7 @@ type Machine struct {
 
 	lastTick time.Time
 	wakeAt   time.Time // of the latest Wake, zero if there is nothing to wake for
-	told     cause     // of the last Waiting since the latest quorum
+	reported cause     // of the last Waiting since the latest quorum
 	inUse    InUse     // that was reported
 }
 
@@ -69,7 +69,7 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 	m.failed = append(m.failed, m.roster.expire(m.now)...)
 	decide := m.take(event)
 	decide = decide || len(m.failed) > 0 // A failure may complete the quorum: the remaining healthy members may all have asked.
-	m.tellFailures()
+	m.reportFailures()
 	_, tick := event.(Tick)
 	if decide {
 		m.act(tick)
@@ -82,7 +82,7 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		m.past.keep(false, m.list.seat)
 		m.lastTick = m.now
 	}
-	m.tellUse()
+	m.reportUse()
 	m.wake()
 	return m.actions
 }
@@ -93,7 +93,7 @@ func (m *Machine) take(event Event) (decide bool) {
 	case Asked:
 		return m.asked(e)
 	case Withdrawn: // It does not decide: with one candidate less no quorum becomes possible.
-		m.roster.giveUp(e.Waiter, m.now)
+		m.roster.withdraw(e.Waiter, m.now)
 	case Beat: // It decides nothing: if a waiting member that was silent is a candidate again by it, the next tick sees that.
 		m.roster.beat(e.ReplicaID, m.now)
 	case Greeted:
@@ -191,7 +191,7 @@ func (m *Machine) asked(e Asked) bool {
 	if e.Member.Step >= m.past.step {
 		m.past.behind = time.Time{} // the member that the others wait for is there, and will ask again if its request ends
 	}
-	if e.Tells {
+	if e.Recallable {
 		m.search.heard(m.roster.replicas[id], e.KnownQuorumID)
 	}
 	return true
@@ -255,8 +255,8 @@ func (m *Machine) finish() {
 	m.watch.forget()
 }
 
-// tellFailures tells of those that failed and are in the latest quorum. Nobody is in a step with any other one.
-func (m *Machine) tellFailures() {
+// reportFailures reports the members that failed and are in the latest quorum. Nobody is in a step with any other one.
+func (m *Machine) reportFailures() {
 	for _, d := range m.failed {
 		if !d.replica.previous {
 			continue
@@ -269,8 +269,8 @@ func (m *Machine) tellFailures() {
 	}
 }
 
-// tellUse reports whether there is somebody, and something to go on after, when either changes.
-func (m *Machine) tellUse() {
+// reportUse reports whether there is somebody, and something to go on after, when either changes.
+func (m *Machine) reportUse() {
 	if is := (InUse{m.roster.counts.healthy > 0, m.past.latest != nil}); is != m.inUse {
 		m.inUse = is
 		m.do(is)

@@ -25,7 +25,7 @@ type Member struct {
 	Unknown            []byte   // wire fields this version does not know, handed on as they are
 }
 
-// State is what a member says anew at every step.
+// State is what a member says again at every step.
 type State struct {
 	Step              int64
 	CommittedQuorumID int64

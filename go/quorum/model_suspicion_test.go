@@ -36,8 +36,8 @@ func (m *model) silent(id string, now time.Time) bool {
 	return !reported && !m.waits(id) && m.healthy(id, now)
 }
 
-// overdue looks at a step that takes too long.
-func (m *model) overdue(now time.Time) {
+// tooLong looks at a step that takes too long.
+func (m *model) tooLong(now time.Time) {
 	if m.latest == nil {
 		return
 	}
@@ -99,7 +99,7 @@ func (m *model) nameStalled(now time.Time, age, timeout time.Duration) {
 
 // part finds one that asks for the quorum of a step in which the others wait for it.
 func (m *model) part(now time.Time) {
-	if m.told {
+	if m.reported {
 		return
 	}
 	for _, id := range m.members() {

@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// model is the machine written down as slowly and obviously as possible: it keeps what it was told, and
+// model is the machine written down as slowly and obviously as possible: it keeps what it has heard, and
 // looks at all of it after every event. It knows one lighthouse, alone.
 type model struct {
 	policy    Policy
@@ -14,9 +14,9 @@ type model struct {
 	facts     map[string]*facts    // of those in beats, those that wait, and those of the latest quorum
 	anyFailed bool                 // somebody, in the step
 	fresh     map[string]Cause     // in the step, of the latest quorum
-	failed    map[string]Cause     // the same, as it is told
+	failed    map[string]Cause     // the same, as it is reported
 	broken    bool                 // a member of the latest quorum failed since
-	told      bool                 // and before the step
+	reported  bool                 // and before the step
 	rejoined  bool                 // one that left asks again
 	waiting   []Asked              // in the order of asking
 	joined    map[string]time.Time // since when a candidate is one
@@ -41,7 +41,7 @@ type model struct {
 
 // facts are what a lighthouse knows of a member besides its signs of life and its requests.
 type facts struct {
-	lost     time.Time // when the stream of a suspect broke
+	broke    time.Time // when the stream of a suspect broke
 	out      bool      // it counts as failed until it asks
 	presumed bool      // nothing was heard of it yet
 	returned bool      // it began a stream since its last answer
@@ -59,7 +59,7 @@ func (m *model) does(what string, about ...any) { m.did = append(m.did, what+" "
 
 // step returns the quorum that the event leads to, if any, and who is answered.
 func (m *model) step(e Event, now time.Time) (*Quorum, []WaiterID) {
-	m.told = m.broken
+	m.reported = m.broken
 	m.anyFailed, m.fresh, m.did = false, map[string]Cause{}, nil
 	if slept, ok := e.(Slept); ok {
 		m.slept(slept.For)
@@ -91,8 +91,8 @@ func (m *model) take(e Event, now time.Time) bool {
 		f := m.facts[e.ReplicaID]
 		if f != nil && f.draining && f.out && m.beating(e.ReplicaID, now) {
 			delete(m.beats, e.ReplicaID) // it left: nothing more is expected of it
-		} else if m.healthy(e.ReplicaID, now) && f.lost.IsZero() {
-			f.lost = now
+		} else if m.healthy(e.ReplicaID, now) && f.broke.IsZero() {
+			f.broke = now
 		}
 	case Incomplete:
 		if m.healthy(e.ReplicaID, now) && !m.waits(e.ReplicaID) {
@@ -125,9 +125,9 @@ func (m *model) take(e Event, now time.Time) bool {
 		m.recalled(e, now)
 		return true
 	case Ended:
-		if f := m.facts[e.ReplicaID]; f != nil && m.healthy(e.ReplicaID, now) && !m.waits(e.ReplicaID) && (f.presumed || !f.lost.IsZero()) {
+		if f := m.facts[e.ReplicaID]; f != nil && m.healthy(e.ReplicaID, now) && !m.waits(e.ReplicaID) && (f.presumed || !f.broke.IsZero()) {
 			delete(m.beats, e.ReplicaID)
-			f.lost, f.presumed = time.Time{}, false
+			f.broke, f.presumed = time.Time{}, false
 			m.ends(e.ReplicaID, ProcessEnded)
 		}
 		return true
@@ -141,7 +141,7 @@ func (m *model) take(e Event, now time.Time) bool {
 		}
 		return waived
 	case Tick:
-		m.overdue(now)
+		m.tooLong(now)
 		if !slices.ContainsFunc(m.members(), func(id string) bool { return m.healthy(id, now) && !m.waits(id) }) {
 			m.release()
 		}
@@ -181,7 +181,7 @@ func (m *model) asked(e Asked, now time.Time) bool {
 func (m *model) lostAnswer(e Asked, now time.Time) bool {
 	id := e.Member.ReplicaID
 	f := m.facts[id]
-	if m.latest == nil || m.latest.Revision == 0 || m.latest.ID != m.highest || m.told || m.rejoined || len(m.leavers) > 0 || !m.member(id) {
+	if m.latest == nil || m.latest.Revision == 0 || m.latest.ID != m.highest || m.reported || m.rejoined || len(m.leavers) > 0 || !m.member(id) {
 		return false
 	}
 	if f == nil || !f.returned || f.draining || !m.healthy(id, now) {
@@ -198,15 +198,15 @@ func (m *model) beat(id string, now time.Time) {
 	if m.facts[id] == nil {
 		m.facts[id] = &facts{}
 	}
-	m.facts[id].lost, m.facts[id].presumed = time.Time{}, false
+	m.facts[id].broke, m.facts[id].presumed = time.Time{}, false
 }
 
 func (m *model) markFailed(id string, cause Cause) {
-	m.facts[id].out, m.facts[id].lost = true, time.Time{}
+	m.facts[id].out, m.facts[id].broke = true, time.Time{}
 	m.ends(id, cause)
 }
 
-// ends notes the end of one that was alive. The end of one that is not in the latest quorum is not told.
+// ends notes the end of one that was alive. The end of one that is not in the latest quorum is not reported.
 func (m *model) ends(id string, cause Cause) {
 	m.anyFailed = true
 	if m.member(id) || m.waits(id) {
@@ -215,7 +215,7 @@ func (m *model) ends(id string, cause Cause) {
 	m.broken = m.broken || m.member(id)
 }
 
-// fail tells of those that failed and are in the latest quorum. A member that said before that it ends is told as shut down.
+// fail reports those that failed and are in the latest quorum. A member that said before that it ends is reported as shut down.
 func (m *model) fail() {
 	m.failed = map[string]Cause{}
 	for id, cause := range m.fresh {
@@ -241,7 +241,7 @@ func (m *model) leaves(id string, now time.Time) {
 	}
 	m.waiting = slices.DeleteFunc(m.waiting, func(a Asked) bool { return a.Member.ReplicaID == id })
 	if m.healthy(id, now) {
-		m.facts[id].out, m.facts[id].lost = true, time.Time{}
+		m.facts[id].out, m.facts[id].broke = true, time.Time{}
 	}
 	switch {
 	case !m.member(id):
@@ -297,8 +297,8 @@ func (m *model) next(now time.Time, sameMembers bool) {
 func (m *model) slept(span time.Duration) {
 	for id, beat := range m.beats {
 		m.beats[id] = beat.Add(span)
-		if f := m.facts[id]; !f.lost.IsZero() {
-			f.lost = f.lost.Add(span)
+		if f := m.facts[id]; !f.broke.IsZero() {
+			f.broke = f.broke.Add(span)
 		}
 	}
 	m.began = m.began.Add(span)
@@ -339,7 +339,7 @@ func (m *model) beating(id string, now time.Time) bool {
 
 func (m *model) graceOver(id string, now time.Time) bool {
 	f := m.facts[id]
-	return !f.lost.IsZero() && now.Sub(f.lost) >= m.policy.SuspectGrace
+	return !f.broke.IsZero() && now.Sub(f.broke) >= m.policy.SuspectGrace
 }
 
 // look notes who is too silent, who became a candidate, and who is none any more.
@@ -357,7 +357,7 @@ func (m *model) look(now time.Time) {
 			m.ends(id, cause)
 		}
 		delete(m.beats, id)
-		f.out, f.presumed, f.lost = false, false, time.Time{}
+		f.out, f.presumed, f.broke = false, false, time.Time{}
 	}
 	for id := range m.facts {
 		if _, beats := m.beats[id]; !beats && !m.waits(id) && !m.member(id) {

@@ -79,13 +79,13 @@ func (x *explorer) goes(w *world, i, place int) {
 	s := x.take(w, place)
 	s.back(id)
 	s.greets(id, whole(w.id(p.knows)), int64(p.term) > s.term, beganAt)
-	told := int64(p.term)
+	known := int64(p.term)
 	if x.mistake == "no terms" {
-		told = s.term
+		known = s.term
 	}
 	before := h.bound
-	if s.begin(told, whole(h.highest), beganAt) {
-		h.highest = max(h.highest, int16(s.term)<<lowBits+int16(w.clock)+1) // as firstID: the clock has gone on, over a crash too
+	if s.begin(known, whole(h.highest), beganAt) {
+		h.highest = max(h.highest, int16(s.term)<<lowBits+int16(w.clock)+1) // as firstID: the clock has advanced, over a crash too
 		h.asks = 0
 		for j := range w.members {
 			if int(w.members[j].at) == place {
@@ -103,8 +103,8 @@ func (x *explorer) goes(w *world, i, place int) {
 	p.at, p.on, p.term = int8(place), true, max(p.term, h.term)
 }
 
-// tells: it tells what it knows, and asks.
-func (x *explorer) tells(w *world, i, place int) {
+// asks: it shows what it knows, and asks.
+func (x *explorer) asks(w *world, i, place int) {
 	p, h := &w.members[i], &w.lighthouses[place]
 	if w.id(p.knows) > w.id(h.last) && (h.last < 0 || x.mistake != "no questions for later quorums") {
 		h.last, h.knows = p.knows, 0
@@ -180,7 +180,7 @@ func (x *explorer) forms(w *world, place int, in, hear set) bool {
 	for i := range mostMembers {
 		if hear.has(i) {
 			w.members[i].knows = n
-			x.tells(w, i, place)
+			x.asks(w, i, place)
 		}
 	}
 	return true
@@ -200,7 +200,7 @@ func (x *explorer) step(w *world) {
 	for place := range w.lighthouses {
 		for i := range mostMembers {
 			x.learns(w, i, place)
-			if w.members[i].at != gone {
+			if w.members[i].at != ended {
 				x.moves(w, i, place)
 			}
 		}
@@ -225,7 +225,7 @@ func (x *explorer) moves(w *world, i, place int) {
 			x.add(&silent)
 		}
 	}
-	x.tells(&next, i, place)
+	x.asks(&next, i, place)
 	x.add(&next)
 }
 
@@ -248,7 +248,7 @@ func (x *explorer) learns(w *world, i, place int) {
 	next := *w
 	x.take(&next, place).end(ids[i : i+1])
 	x.put(&next, place)
-	next.members[i].at = gone
+	next.members[i].at = ended
 	next.lighthouses[place].asks &^= 1 << i
 	x.add(&next)
 }

@@ -81,14 +81,14 @@ type (
 		greeted            [mostMembers]int8 // quorum that those that are bound knew when their streams began; -1 for none
 	}
 	memberState struct {
-		at    int8 // lighthouse; -1 before the first, gone if it has ended, or is no member of this history
+		at    int8 // lighthouse; -1 before the first, ended if it has ended, or is no member of this history
 		knows int8 // quorum, -1 for none
-		term  int8 // highest that it was told
+		term  int8 // highest that it knows
 		on    bool // its stream with the lighthouse has not ended
 	}
 )
 
-const gone = -2
+const ended = -2
 
 func whole(id int16) int64 { return int64(id>>lowBits)<<termBits + int64(id&(1<<lowBits-1)) }
 
@@ -123,8 +123,8 @@ func (b *branch) voters() set {
 // those that have ended, and what of two numbers is only compared.
 func (w *world) normal() {
 	for i := range w.members {
-		if p := &w.members[i]; p.at == gone {
-			*p = memberState{at: gone, knows: -1}
+		if p := &w.members[i]; p.at == ended {
+			*p = memberState{at: ended, knows: -1}
 		}
 	}
 	var used [mostBranch]bool
@@ -254,7 +254,7 @@ func (w *world) String() string {
 		fmt.Fprintf(&s, "lighthouse %d: term %d, last %d, asks %s, bound %s, ended %s\n", i+1, h.term, h.last, h.asks, h.bound, h.ended)
 	}
 	for i, p := range w.members {
-		if p.at != gone {
+		if p.at != ended {
 			fmt.Fprintf(&s, "%c: %+v\n", ids[i], p)
 		}
 	}

@@ -21,16 +21,16 @@ import (
 //
 // An event is one of these:
 //
-//   - A member begins a stream with a lighthouse, tells what it knows, and asks. Its request to the other lighthouse may stay there,
+//   - A member begins a stream with a lighthouse, shows what it knows, and asks. Its request to the other lighthouse may stay there,
 //     and be used. If it was not let go there, its bond has run out.
-//   - The same, and it has yet to tell what it knows. (Later it tells, and asks.)
+//   - The same, and it has yet to show what it knows. (Later it shows it, and asks.)
 //   - A lighthouse forms a quorum of some of those that ask there, and some of them hear of it. Those ask again.
 //   - A member ends, and a lighthouse learns of it.
 //   - A lighthouse crashes, and starts with an empty memory, or with what was on disk.
 //
 // These are enough. A member whose end no lighthouse learns is a member that does nothing more. Answers to stamps are no event:
 // a member that did not answer is like a bound one whose end nobody learns. A member hears of a quorum at once or never: before it
-// hears of it, it does nothing, and the others cannot tell the difference.
+// hears of it, it does nothing, and the others see no difference.
 //
 // modelcheck_state_test.go has the state, modelcheck_events_test.go the events.
 
@@ -49,7 +49,7 @@ func explore(first, newcomers set, events, crashes int, mistake string, start ..
 		case newcomers.has(i):
 			w.members[i] = memberState{at: -1, knows: -1}
 		default:
-			w.members[i].at = gone
+			w.members[i].at = ended
 		}
 	}
 	x := &explorer{seen: map[[2]uint64]struct{}{}, seeds: [2]maphash.Seed{maphash.MakeSeed(), maphash.MakeSeed()}, mistake: mistake}
@@ -101,7 +101,7 @@ func TestNoHistoryHasTwoBranches(t *testing.T) {
 }
 
 // between begins with a quorum {b,c} after {a,b,c}. Both have heard of it, the lighthouse has formed it once more, and c has
-// gone to the other lighthouse, where it has yet to tell. A quorum of a and b, formed there, is the third of a base.
+// moved to the other lighthouse, where it has yet to show it. A quorum of a and b, formed there, is the third of a base.
 func between(x *explorer, w *world) {
 	const b, c = 0b010, 0b100
 	x.forms(w, 0, b|c, b|c)
@@ -124,15 +124,15 @@ func few(first set) func(*explorer, *world) {
 func spent(x *explorer, w *world) {
 	const a, b, c = 0, 1, 2
 	x.goes(w, a, 0)
-	x.tells(w, a, 0)
+	x.asks(w, a, 0)
 	x.take(w, 0).end("d")
 	x.put(w, 0)
-	w.members[3].at = gone
+	w.members[3].at = ended
 	w.lighthouses[0].asks &^= 0b1000
 	x.forms(w, 0, 0b0011, 0b0001)
 	for _, i := range []int{b, c} {
 		x.goes(w, i, 1)
-		x.tells(w, i, 1)
+		x.asks(w, i, 1)
 	}
 	x.forms(w, 1, 0b0110, 0b0010)
 	w.lighthouses[1] = lighthouse{last: -1, highest: int16(w.clock) + 1}
@@ -144,21 +144,21 @@ func spent(x *explorer, w *world) {
 func late(x *explorer, w *world) {
 	const a, b, c, d = 0, 1, 2, 3
 	x.goes(w, a, 0)
-	x.tells(w, a, 0)
+	x.asks(w, a, 0)
 	x.forms(w, 0, 0b1101, 0b0101)
 	for _, i := range []int{b, d} {
 		x.goes(w, i, 1)
-		x.tells(w, i, 1)
+		x.asks(w, i, 1)
 	}
 	x.forms(w, 1, 0b1010, 0b0010)
 	x.goes(w, d, 0)
 	x.take(w, 0).end("d")
 	x.put(w, 0)
-	w.members[d].at = gone
+	w.members[d].at = ended
 	w.lighthouses[0].asks &^= 1 << d
 	for _, i := range []int{a, c} {
 		x.goes(w, i, 0)
-		x.tells(w, i, 0)
+		x.asks(w, i, 0)
 	}
 }
 

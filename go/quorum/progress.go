@@ -21,7 +21,7 @@ const (
 	// leastStall, is looked into. Until then nobody is asked anything.
 	stallMultiple = 10
 	leastStall    = 5 * time.Second
-	// A step of many members takes at least this long for each: all have to be told first who the others are.
+	// A step of many members takes at least this long for each: all have to receive the list of the others first.
 	leastStallOfMember = time.Millisecond
 	// answerTime is how long a member may take to say what it does, and how often it is asked.
 	answerTime = time.Second
@@ -58,7 +58,7 @@ type step struct {
 	stalled map[string]string // by member that was named: why
 }
 
-// next begins a step. The first quorum of a set of members tells nothing of how long a step takes.
+// next begins a step. The first quorum of a set of members shows nothing of how long a step takes.
 func (w *watch) next(sameMembers bool) {
 	if sameMembers {
 		w.steps[w.count%len(w.steps)] = w.now.Sub(w.began)
@@ -146,7 +146,7 @@ func (w *watch) ask() {
 
 // parted finds a member that asks for the quorum of a step in which its peers wait for it: the answer to it was lost, with
 // the lighthouse that gave it. Nobody is stalled, and none of them would go on before the timeout of a collective. The
-// peers are told that they wait in vain, and all meet in the next quorum. It is alive, and its request stays: it is not evicted.
+// peers are notified that they wait in vain, and all meet in the next quorum. It is alive, and its request stays: it is not evicted.
 func (w *watch) parted() {
 	reached := int64(math.MinInt64) // the latest step in which a peer waits
 	for _, peer := range w.past.members {

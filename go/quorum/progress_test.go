@@ -8,7 +8,7 @@ import (
 	"github.com/stretchr/testify/assert"
 )
 
-// Ten thousand members are still told who the others are when a few of them wait already.
+// Ten thousand members still receive the list of the others when a few of them wait already.
 func TestAStepOfManyMembersMayTakeLonger(t *testing.T) {
 	for members, timeout := range map[int]time.Duration{2: leastStall, 5_000: leastStall, 10_000: 10 * time.Second} {
 		r := &ring{now: epoch, machine: NewMachine(Policy{MinReplicas: members, JoinTimeout: time.Minute, HeartbeatTimeout: time.Minute}, epoch)}

@@ -12,10 +12,10 @@ import (
 //
 // Invariants:
 //
-//  1. Nothing is decided while a member is about to tell of a later quorum: while one that waits knows of it, or, at a
-//     lighthouse of a list, the one that was asked is alive and had less than heartbeat_timeout_ms to tell. Alone, a lighthouse
+//  1. Nothing is decided while a member is about to show a later quorum: while one that waits knows of it, or, at a
+//     lighthouse of a list, the one that was asked is alive and had less than heartbeat_timeout_ms to show it. Alone, a lighthouse
 //     goes on in the end, although one that knows waits: nobody else can have served the job meanwhile.
-//  2. One of a list goes on without those that do not tell (disbelieve): they are in no quorum here, and give no vote. So it is with
+//  2. One of a list goes on without those that do not show it (disbelieve): they are in no quorum here, and give no vote. So it is with
 //     a member that was silent meanwhile, and speaks again (ahead). Once nobody that knows is left here, the votes alone keep two
 //     histories apart (succession.go).
 //  3. A quorum is believed that a member shows that was in it, or the disk, within the bounds of what was seen before (recalled).
@@ -76,15 +76,15 @@ func (c *claim) asked(now time.Time, pause time.Duration) {
 	}
 }
 
-// unanswered reports that it was asked often enough. A member that is stopped says nothing at all, and may tell when it goes on.
+// unanswered reports that it was asked often enough. A member that is stopped says nothing at all, and may show the quorum when it goes on.
 func (c *claim) unanswered(spoke, now time.Time, pause time.Duration) bool {
 	return c.recalls >= mostRecalls && now.Sub(c.last) >= pause && spoke.After(c.second)
 }
 
-// doubt says why a request is refused that claims to know a quorum, and cannot tell of it; empty if it is taken. Believed, one wrong
+// doubt says why a request is refused that claims to know a quorum, and cannot show it; empty if it is taken. Believed, one wrong
 // number would raise the ids of the job for good.
 func (s *search) doubt(e Asked) string {
-	if id := e.KnownQuorumID; e.Tells && id <= maxKnownID || s.past.plausible(id, s.list.term) {
+	if id := e.KnownQuorumID; e.Recallable && id <= maxKnownID || s.past.plausible(id, s.list.term) {
 		return ""
 	}
 	return fmt.Sprintf("known_quorum_id of replica %s is %d: it is far ahead of this lighthouse's clock (%d), and the request does not show that quorum",
@@ -142,7 +142,7 @@ func (s *search) tick() {
 		r := e.Value.(*replica)
 		e = e.Next() // a refusal takes r out of the queue
 		switch q := r.newest(); {
-		case !q.tells || q.known <= s.past.latestID() || r.unshown && !s.list.listed():
+		case !q.recallable || q.known <= s.past.latestID() || r.unshown && !s.list.listed():
 		case r.unshown || r.unanswered(r.lastBeat, s.now, pause):
 			s.disbelieve(r, q.known)
 		case q.known > newest || q.known == newest && r.recalls < best.recalls:
@@ -162,7 +162,7 @@ func (s *search) tick() {
 	s.ask(best, newest)
 }
 
-// pending reports whether a decision has to wait until a member has told of its quorum. Alone, a lighthouse goes on in the
+// pending reports whether a decision has to wait until a member has shown its quorum. Alone, a lighthouse goes on in the
 // end: nobody else can have done so in the meantime.
 func (s *search) pending(now time.Time) bool {
 	return s.id > s.past.latestID() && (s.list.listed() || now.Sub(s.since) < s.policy.HeartbeatTimeout)
@@ -176,7 +176,7 @@ func (s *search) ahead(in []*replica) (id int64) {
 		return 0
 	}
 	for _, r := range in {
-		if q := r.newest(); q.tells && q.known > s.past.latestID() {
+		if q := r.newest(); q.recallable && q.known > s.past.latestID() {
 			id = max(id, q.known)
 		}
 	}
@@ -202,7 +202,7 @@ func (s *search) disbelieve(r *replica, known int64) {
 // enough, and asks again after its request had ended, is one from here on: taken in, it would give a vote without what it knows.
 func (s *search) unshown(e Asked) string {
 	r := s.roster.replicas[e.Member.ReplicaID]
-	if r == nil || !s.list.listed() || !e.Tells || e.KnownQuorumID <= s.past.latestID() {
+	if r == nil || !s.list.listed() || !e.Recallable || e.KnownQuorumID <= s.past.latestID() {
 		return ""
 	}
 	if r.unshown = r.unshown || r.unanswered(s.now, s.now, s.policy.recallPause()); !r.unshown {

@@ -7,7 +7,7 @@ package quorum
 // Invariants:
 //
 //  1. A quorum is redelivered only to a member of it, and only while it is the newest there can be: no id was given out since, no
-//     member is known to know a later one, no new term began. Else the member would meet peers that have gone on.
+//     member is known to know a later one, no new term began. Else the member would meet peers that have continued.
 //  2. Nothing has happened since that asks for a new id (reconnect.go), and no other member of it asks for the next one: its peers
 //     are in the step, or on the way to it.
 //  3. The member says the same as when it was put into the quorum. So it has not taken part in the step: a member that did has
@@ -22,13 +22,13 @@ func (m *Machine) lostAnswer(e Asked) bool {
 	if latest == nil || latest.Revision == 0 {
 		return false
 	}
-	// Only a member of it on a new stream has lost an answer (invariant 1): on the old one, it got it. The others were told of one that
-	// counts as failed, and have aborted. An earlier request that waits was for the next quorum. A member that is asked to leave must be
-	// told so with a quorum of its own.
+	// Only a member of it on a new stream has lost an answer (invariant 1): on the old one, it got it. When a member
+	// counts as failed, the others have heard so and have aborted. An earlier request that waits was for the next quorum. A member that is asked to leave must
+	// get that with a quorum of its own.
 	if r == nil || !r.previous || !r.returned || !r.alive() || r.waiting() || r.draining != "" {
 		return false
 	}
-	// Invariant 2: the step is over for a peer that connects anew, has left, or asks for the next quorum.
+	// Invariant 2: the step is over for a peer that reconnects, has left, or asks for the next quorum.
 	if m.reconnect.needed() || m.drains.any() || m.roster.counts.previousCandidates > 0 {
 		return false
 	}

@@ -15,7 +15,7 @@ type replica struct {
 	lastBeat time.Time
 	pulse    *list.Element // its place in roster.pulses; nil once its heartbeat is too old
 
-	lostAt  time.Time     // when its last stream broke
+	brokeAt time.Time     // when its last stream broke
 	suspect *list.Element // its place in roster.suspects; nil unless it is one
 
 	presumed bool // it is taken for alive because it was in the last quorum; nothing was heard of it yet
@@ -31,7 +31,7 @@ type replica struct {
 	previous bool // member of the previous quorum
 	returned bool // it has begun a stream since it was last answered, and has not asked yet
 
-	farTerm int64  // that it was told, far ahead of all seen here; it begins once the member has shown a quorum of about that term. 0: none
+	farTerm int64  // that it claims, far ahead of all seen here; it begins once the member has shown a quorum of about that term. 0: none
 	claim          // a quorum that it knows, and the lighthouse does not
 	reaches Places // lighthouses before this one that it reaches
 
@@ -45,10 +45,10 @@ type replica struct {
 }
 
 type request struct {
-	waiter WaiterID
-	member Member
-	known  int64 // quorum_id of the last quorum that its member was in
-	tells  bool  // it answers a Recall
+	waiter     WaiterID
+	member     Member
+	known      int64 // quorum_id of the last quorum that its member was in
+	recallable bool  // it answers a Recall
 }
 
 func (r *replica) alive() bool {
@@ -155,16 +155,16 @@ func (s *roster) expire(now time.Time) (failed []failure) {
 		if now.Sub(r.lastBeat) < s.timeout {
 			break
 		}
-		told := r.out != ""
+		reported := r.out != ""
 		s.drop(r, now)
-		if told {
+		if reported {
 			continue
 		}
 		failed = append(failed, failure{r, Silent, fmt.Sprintf("no sign of life for %s ms", milliseconds(now.Sub(r.lastBeat)))})
 	}
 	for e := s.suspects.Front(); e != nil; e = s.suspects.Front() {
 		r := e.Value.(*replica)
-		if now.Sub(r.lostAt) < s.grace {
+		if now.Sub(r.brokeAt) < s.grace {
 			break
 		}
 		s.drop(r, now)
@@ -206,7 +206,7 @@ func (s *roster) forgive(span time.Duration) {
 	}
 	for e := s.suspects.Front(); e != nil; e = e.Next() {
 		r := e.Value.(*replica)
-		r.lostAt = r.lostAt.Add(span)
+		r.brokeAt = r.brokeAt.Add(span)
 	}
 }
 
@@ -214,7 +214,7 @@ func (s *roster) forgive(span time.Duration) {
 func (s *roster) disconnected(id string, now time.Time) {
 	s.reach(id, 0)
 	if r := s.replicas[id]; r != nil && r.alive() && r.suspect == nil {
-		r.lostAt = now
+		r.brokeAt = now
 		r.suspect = s.suspects.PushBack(r)
 	}
 }
@@ -249,7 +249,7 @@ func (s *roster) due() time.Time {
 	if e == nil {
 		return time.Time{}
 	}
-	return e.Value.(*replica).lostAt.Add(s.grace)
+	return e.Value.(*replica).brokeAt.Add(s.grace)
 }
 
 // beat notes a sign of life.
@@ -289,7 +289,7 @@ func (s *roster) ask(e Asked, now time.Time) {
 	s.waiters[e.Waiter] = r
 	s.update(r, now, func() {
 		r.out = ""
-		r.requests = append(r.requests, request{e.Waiter, e.Member, e.KnownQuorumID, e.Tells})
+		r.requests = append(r.requests, request{e.Waiter, e.Member, e.KnownQuorumID, e.Recallable})
 	})
 }
 
@@ -299,8 +299,8 @@ func (s *roster) inOrder(id string, number uint64) bool {
 	return number == 0 || r == nil || number > r.number
 }
 
-// giveUp forgets a waiter. Without any, its member is no candidate any more.
-func (s *roster) giveUp(w WaiterID, now time.Time) {
+// withdraw forgets a waiter. Without any, its member is no candidate any more.
+func (s *roster) withdraw(w WaiterID, now time.Time) {
 	r := s.waiters[w]
 	if r == nil {
 		return // answered meanwhile

@@ -7,10 +7,10 @@ import "fmt"
 //
 // A member that makes calls in place of a stream is let in, as by an upstream lighthouse: its world_size may mean nothing.
 
-// misfit says why a newcomer fits none of those that are here; empty if it does, or if nobody can tell.
+// misfit says why a newcomer fits none of those that are here; empty if it does, or if nobody knows.
 func (m *memory) misfit(e Asked) string {
 	size := e.Member.WorldSize
-	if r := m.roster.replicas[e.Member.ReplicaID]; !e.Tells || size == 0 || r != nil && r.previous {
+	if r := m.roster.replicas[e.Member.ReplicaID]; !e.Recallable || size == 0 || r != nil && r.previous {
 		return ""
 	}
 	other := m.unlike(e.Member.ReplicaID, size)

@@ -128,7 +128,7 @@ func TestReconnectAlone(t *testing.T) {
 	one.rejoined("b")
 	require.Equal(t, "c failed", one.reason())
 	one.forget()
-	require.Equal(t, "b had left, and is back", one.reason(), "the failure was told in another quorum; the rest may be later than this one")
+	require.Equal(t, "b had left, and is back", one.reason(), "the failure was reported in another quorum; the rest may be later than this one")
 	require.True(t, one.needed())
 }
 

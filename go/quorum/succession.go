@@ -37,7 +37,7 @@ type succession struct {
 	disk bool  // the seat is what a disk remembers: no member has said yet where this lighthouse is
 	term int64 // see begin
 	bonds
-	waived map[string]struct{} // voters that an operator gave up, by replica_id
+	waived map[string]struct{} // voters that an operator waived, by replica_id
 }
 
 // Seat is a lighthouse's place in the list that the members of a job have.
@@ -97,14 +97,14 @@ func (s *succession) remember(seat Seat) {
 	}
 }
 
-// begin takes a term above the highest that a member was told by other lighthouses (told), and not below that of the highest id
+// begin takes a term above the highest that a member heard from other lighthouses (known), and not below that of the highest id
 // here. It reports whether the term is new. Each lighthouse has terms of its own, by its place, and ids begin with the term: so a
 // quorum that is formed after a member came has a higher id than any that the other lighthouse forms with that member's earlier
 // request.
-func (s *succession) begin(told, highest int64, now time.Time) (begun bool) {
+func (s *succession) begin(known, highest int64, now time.Time) (begun bool) {
 	least := max(s.term, termOf(highest))
-	if told > s.term {
-		least = max(least, told+1)
+	if known > s.term {
+		least = max(least, known+1)
 	}
 	of, place := int64(s.seat.Of), int64(s.seat.Place)
 	term := least + (place-least%of+of)%of

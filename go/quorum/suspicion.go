@@ -1,7 +1,7 @@
 package quorum
 
-// suspicion gathers, for the latest quorum, which members lost a collective and which peers they suspect. A process group often cannot
-// tell which peer broke; but a member that reports is alive, so that the suspects are those that do not.
+// suspicion gathers, for the latest quorum, which members lost a collective and which peers they suspect. A process group often does not
+// know which peer broke; but a member that reports is alive, so that the suspects are those that do not.
 //
 // Invariants:
 //
@@ -17,13 +17,13 @@ type suspicion struct {
 
 // reports are those of one quorum.
 type reports struct {
-	accused map[string]string // by reporter: the suspect, empty if it cannot tell
+	accused map[string]string // by reporter: the suspect, empty if it does not know
 	named   map[string]int    // how many name a member
-	unnamed int               // how many cannot tell
+	unnamed int               // how many do not know
 	checked map[string]bool
 }
 
-// mostChecks is how many silent members are looked at. Where more are silent a part of the network is gone, and to try to
+// mostChecks is how many silent members are looked at. Where more are silent a part of the network is down, and to try to
 // reach them all would take what the lighthouse needs for its work; their grace ends soon.
 const mostChecks = 8
 
@@ -101,5 +101,5 @@ func (s *suspicion) lookedAt(e Checked) {
 	if e.Reached || s.past.latest == nil || e.QuorumID != s.past.latest.ID || r == nil || !r.previous || s.spoke(r) {
 		return
 	}
-	s.fail(r, Unreachable, "its peers lost it, and it gives no sign of life: "+e.Reason)
+	s.fail(r, Unreachable, "its peers lost the connection with it, and it gives no sign of life: "+e.Reason)
 }

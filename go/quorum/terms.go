@@ -6,9 +6,9 @@ import "fmt"
 //
 // Invariants:
 //
-//  1. All members that have a stream were told the term. A new one ends all other streams and all requests (begin): a request counts
+//  1. All members that have a stream have received the term. A new one ends all other streams and all requests (begin): a request counts
 //     only in the term in which it was made. Else it could be answered after its member went to another lighthouse.
-//  2. A term is above all that a member was told, but for those that are far ahead of all that were seen (overreaches): so one wrong
+//  2. A term is above all that a member has heard of, but for those that are far ahead of all that were seen (overreaches): so one wrong
 //     number spoils no terms.
 type terms struct {
 	*core
@@ -20,12 +20,12 @@ const (
 	// termReach is how far a member may be ahead of all terms that this lighthouse has seen: a term for each time that somebody
 	// went from one lighthouse to another since. A member further ahead has to show the quorum that it was in.
 	termReach = 1 << 12
-	// mostTold is the highest term that a member may say it was told: after it there is room for others.
-	mostTold = maxTerm - termReach
+	// maxClaimedTerm is the highest term that a member may claim: after it there is room for others.
+	maxClaimedTerm = maxTerm - termReach
 )
 
-// told is the highest term that a member knows of. One that got its quorum by a call was not told any.
-func (e Greeted) told() int64 { return max(e.Term, termOf(e.KnownQuorumID)) }
+// knownTerm is the highest term that a member knows of. One that got its quorum by a call has heard of none.
+func (e Greeted) knownTerm() int64 { return max(e.Term, termOf(e.KnownQuorumID)) }
 
 // admit lets a member's stream begin, or refuses it. At a lighthouse of a list it returns the replica, whose term is still to be taken in
 // (greeted).
@@ -56,13 +56,13 @@ func (t *terms) admit(e Greeted) *replica {
 	return r
 }
 
-// greeted takes in the term that a member was told.
+// greeted takes in the term that a member knows.
 func (t *terms) greeted(r *replica, e Greeted) {
-	t.list.greets(e.ReplicaID, e.KnownQuorumID, e.told() > t.list.term, t.now)
+	t.list.greets(e.ReplicaID, e.KnownQuorumID, e.knownTerm() > t.list.term, t.now)
 	if r.farTerm = 0; t.far(e) {
-		r.farTerm = e.told() // it begins when the member has shown the quorum (search.recalled)
+		r.farTerm = e.knownTerm() // it begins when the member has shown the quorum (search.recalled)
 	} else {
-		t.begin("replica "+e.ReplicaID, e.told())
+		t.begin("replica "+e.ReplicaID, e.knownTerm())
 	}
 	t.welcome(r)
 }
@@ -75,34 +75,34 @@ func (t *terms) welcome(r *replica) {
 	t.do(w)
 }
 
-// begin sees to it that all members are told of a new term: also those that count as failed, since they may speak again on the
+// begin sees to it that all members hear of a new term: also those that count as failed, since they may speak again on the
 // streams that they have.
-func (t *terms) begin(with string, told int64) {
-	if !t.list.begin(told, t.past.highest, t.now) {
+func (t *terms) begin(with string, known int64) {
+	if !t.list.begin(known, t.past.highest, t.now) {
 		return
 	}
 	t.past.highest = max(t.past.highest, t.list.firstID(t.now))
 	reason := fmt.Sprintf("term %d begins with %s", t.list.term, with)
 	t.do(Renew{reason})
-	t.roster.reachNothing() // they begin other streams, and say it anew
-	t.outdate(func(q request) bool { return q.tells }, reason)
+	t.roster.reachNothing() // they begin other streams, and say it again
+	t.outdate(func(q request) bool { return q.recallable }, reason)
 }
 
 // overreaches says why a greeting is refused that claims a term far ahead of all that were seen; empty if it is not. If
 // the member can show a quorum of about that term, it shall (far).
 func (t *terms) overreaches(e Greeted) (refusal string) {
-	switch told := e.told(); {
-	case told > mostTold:
-		return fmt.Sprintf("replica %s was told term %d: the largest is %d", e.ReplicaID, told, int64(mostTold))
-	case t.far(e) && termOf(e.KnownQuorumID)+termReach < told:
-		return fmt.Sprintf("replica %s was told term %d, and knows of no quorum of about that term; the highest that was seen here is %d",
-			e.ReplicaID, told, t.seen())
+	switch known := e.knownTerm(); {
+	case known > maxClaimedTerm:
+		return fmt.Sprintf("replica %s claims term %d: the largest is %d", e.ReplicaID, known, int64(maxClaimedTerm))
+	case t.far(e) && termOf(e.KnownQuorumID)+termReach < known:
+		return fmt.Sprintf("replica %s claims term %d, and knows of no quorum of about that term; the highest that was seen here is %d",
+			e.ReplicaID, known, t.seen())
 	}
 	return ""
 }
 
-// far reports whether a member was told a term that is believed only with a quorum of about that term.
-func (t *terms) far(e Greeted) bool { return e.told() > t.seen()+termReach }
+// far reports whether a member claims a term that is believed only with a quorum of about that term.
+func (t *terms) far(e Greeted) bool { return e.knownTerm() > t.seen()+termReach }
 
 // seen is the highest term that was seen here.
 func (t *terms) seen() int64 { return max(t.list.term, termOf(t.past.highest)) }

@@ -16,18 +16,18 @@ import (
 // The commands of a transcript:
 //
 //	policy min=2 join=1s heartbeat=5s [grace=200ms] [stalled=2s] [eject=3s] [forbid]   a new machine, at time 0; its first quorum is 1001
-//	ask a [waiter=1] [step=3] [shrink] [failures=1] [known=1005] [number=3] [at=ADDRESS] [world=8] [tells] [of=2] [reaches=1,2]   of=2: a call of a member that knows two lighthouses
+//	ask a [waiter=1] [step=3] [shrink] [failures=1] [known=1005] [number=3] [at=ADDRESS] [world=8] [recallable] [of=2] [reaches=1,2]   of=2: a call of a member that knows two lighthouses
 //	greet a seat=3/3 [term=1] [known=1005]   a stream begins, of a member for which this is the last of three lighthouses
 //	reaches a 1,2    the member reaches these lighthouses, and those that it does not name no more
 //	recalled 1005 step=3 a b c [from=a] [base=a+,b]   the vote of a was given for good
 //	bound a b [age=1s]   they answer a stamp that was sent so long ago
 //	give-up a b      an operator says that they have ended
 //	missing          without whose votes nothing goes on
-//	ended a          its process is gone
+//	ended a          its process has ended
 //	withdrawn 1      the request is withdrawn
 //	beat a b         heartbeats
 //	disconnected a           its last stream broke
-//	incomplete a     a rank of it is gone
+//	incomplete a     a rank of it has failed
 //	suspects a [b]   a collective of the latest quorum failed in a; it names b, or nobody
 //	reached a        a check found it
 //	unreached a      a check did not
@@ -91,7 +91,7 @@ func (r *scribe) run(words []string) []string {
 			Waiter:        waiter,
 			KnownQuorumID: transcript.Number(r.t, transcript.Option(args, "known")),
 			Number:        uint64(transcript.Number(r.t, transcript.Option(args, "number"))),
-			Tells:         slices.Contains(args, "tells"),
+			Recallable:    slices.Contains(args, "recallable"),
 			Lighthouses:   int(transcript.Number(r.t, transcript.Option(args, "of"))),
 			Reaches:       places(r.t, transcript.Option(args, "reaches")),
 			Member: Member{
@@ -163,7 +163,7 @@ func (r *scribe) run(words []string) []string {
 	case "disconnected":
 		return r.step(Disconnected{ReplicaID: args[0]})
 	case "incomplete":
-		return r.step(Incomplete{ReplicaID: args[0], Reason: "rank 1 is gone"})
+		return r.step(Incomplete{ReplicaID: args[0], Reason: "rank 1 has failed"})
 	case "suspects":
 		suspect := ""
 		if len(args) > 1 {
@@ -258,7 +258,7 @@ func (r *scribe) step(e Event) []string {
 		case Waived:
 			answers = append(answers, fmt.Sprintf("%s was given up by %s", a.ReplicaID, a.By))
 		case Regressed:
-			answers = append(answers, fmt.Sprintf("WARNING, quorum %d goes back: %s", a.Quorum.ID, a.Reason))
+			answers = append(answers, fmt.Sprintf("WARNING, quorum %d regresses: %s", a.Quorum.ID, a.Reason))
 		case Failed:
 			if a.Cause == ShutDown {
 				answers = append(answers, fmt.Sprintf("%s of quorum %d ended: %s", a.ReplicaID, a.QuorumID, a.Reason))
@@ -272,7 +272,7 @@ func (r *scribe) step(e Event) []string {
 		case AskProgress:
 			answers = append(answers, fmt.Sprintf("what do they do? %v", a.ReplicaIDs))
 		case Drain:
-			answers = append(answers, fmt.Sprintf("tell %s to leave: %s", a.ReplicaID, a.Reason))
+			answers = append(answers, fmt.Sprintf("ask %s to leave: %s", a.ReplicaID, a.Reason))
 		case Keep:
 			if a.Past.ID == 0 {
 				answers = append(answers, fmt.Sprintf("the past is forgotten, but for quorum ids up to %d", a.Highest))

@@ -30,7 +30,7 @@ type (
 		// KnownQuorumID is the last quorum the member was in, 0 if none or unknown. A restarted
 		// lighthouse continues above it, so that ids never repeat in the life of a job.
 		KnownQuorumID int64
-		Tells         bool   // it answers a Recall
+		Recallable    bool   // it answers a Recall
 		Lighthouses   int    // in the list of a member that makes a call; 0 if it does not say
 		Reaches       Places // as in Reaches
 		// Number grows with each request of the member, retries included; 0 if it does not say. A request that comes
@@ -41,7 +41,7 @@ type (
 	Greeted struct {
 		ReplicaID string
 		Seat      Seat  // of this lighthouse in the member's list
-		Term      int64 // highest that a lighthouse told the member, see succession.go
+		Term      int64 // highest that the member heard from a lighthouse, see succession.go
 		// KnownQuorumID is as in Asked. A lighthouse of a list asks for that quorum before anybody waits: a member that comes from
 		// another lighthouse in the middle of a step trains in it.
 		KnownQuorumID int64
@@ -81,7 +81,7 @@ type (
 	// Incomplete: a rank of the group has failed. It takes part in nothing until it asks again.
 	Incomplete struct{ ReplicaID, Reason string }
 	// Suspected: a collective of a quorum failed in the reporter's group. It names the peer that it suspects, or nobody if
-	// it cannot tell. It is a sign of life of the reporter.
+	// it does not know. It is a sign of life of the reporter.
 	Suspected struct {
 		Reporter, Suspect string
 		QuorumID          int64
@@ -146,7 +146,7 @@ type (
 		Quorum  *Quorum
 		Before  *Quorum       // the one that was delivered before, nil if none: many members hold its list
 		Waited  time.Duration // since the first of them asked
-		// Kept: a member cannot show this quorum, so that a lighthouse of a list which starts anew knows of it by its disk alone. Where there
+		// Kept: a member cannot show this quorum, so that a restarted lighthouse of a list knows of it by its disk alone. Where there
 		// is one, all that was to be kept is on it before anybody is answered.
 		Kept bool
 	}
@@ -196,11 +196,11 @@ type (
 	Doubted struct{ ReplicaID, Reason string }
 	// Waived reports that a member that is missing was given up, and counts as one that votes here.
 	Waived struct{ ReplicaID, By string }
-	// Keep is what a lighthouse that starts anew would have to know of the job, to be written to a disk.
+	// Keep is what a restarted lighthouse would have to know of the job, to be written to a disk.
 	Keep struct {
 		Past    Past  // zero: the training has ended, and only the ids are to be kept
 		Highest int64 // no id up to this one may be given out again
-		Seat    Seat  // a lighthouse of a list that starts anew must not take itself for the only one
+		Seat    Seat  // a restarted lighthouse of a list must not take itself for the only one
 	}
 	// Regressed reports a quorum whose steps are below those that the job had reached.
 	Regressed struct {
@@ -235,9 +235,9 @@ type (
 	}
 	// AskProgress asks members what they do; each answers with Progressed.
 	AskProgress struct{ ReplicaIDs []string }
-	// Drain tells a member to leave at the end of a step. It says when it does, with Leaving.
+	// Drain asks a member to leave at the end of a step. It says when it does, with Leaving.
 	Drain struct{ ReplicaID, Reason string }
-	// Release tells a member that left that nobody needs it any more.
+	// Release lets a member that left end: nobody needs it any more.
 	Release struct{ ReplicaID string }
 	// Wake asks for Woken at a time, in place of an earlier Wake.
 	Wake struct{ At time.Time }
@@ -281,7 +281,7 @@ const (
 	Silent       Cause = "silent"      // no sign of life for too long
 	Connection   Cause = "connection"  // its connection broke, and it did not come back
 	RankFailed   Cause = "rank"        // one of its ranks has failed
-	Unreachable  Cause = "unreachable" // its peers lost it, and it gives no sign of life
+	Unreachable  Cause = "unreachable" // its peers lost the connection with it, and it gives no sign of life
 	NoProgress   Cause = "stalled"     // it made no progress, and was evicted
 	ProcessEnded Cause = "process"     // its host says that its process has ended
 	Parted       Cause = "parted"      // its peers wait for it in a step whose quorum it did not get
@@ -300,7 +300,7 @@ type Refusal int
 const (
 	Overtaken  Refusal = iota // a newer request of its member came before it
 	Replaced                  // another process asks under the same replica_id
-	Behind                    // its step is below the job's, and the policy forbids to go back
+	Behind                    // its step is below the job's, and the policy forbids to regress
 	Outvoted                  // too few of the last quorum ask here: another lighthouse may have more
 	Outdated                  // another lighthouse was asked in the meantime: ask again
 	Left                      // its member said that it leaves

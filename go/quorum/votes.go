@@ -36,7 +36,7 @@ func (v *votes) lacking(d decision, in []*replica) (reason string, missing []Vot
 		case v.list.seat.Place == 0 && rumor.ReplicaID == "":
 			return "", nil
 		case v.list.seat.Place == 0:
-			return fmt.Sprintf("the job had a quorum, of which replica %s spoke, and nobody here tells who was in it; another lighthouse might serve them",
+			return fmt.Sprintf("the job had a quorum, of which replica %s spoke, and nobody here knows who was in it; another lighthouse might serve them",
 				rumor.ReplicaID), []Voter{rumor}
 		}
 		return fmt.Sprintf("nobody who asks was in a quorum of this job before, and a job begins at the first lighthouse of its list: this is %s",
@@ -129,7 +129,7 @@ func (v *votes) lack(reason string, missing []Voter, in []*replica) {
 	}
 	v.lacked = time.Time{}
 	for _, r := range in {
-		for _, w := range r.waiters(func(q request) bool { return q.tells }) { // one that makes calls has one lighthouse
+		for _, w := range r.waiters(func(q request) bool { return q.recallable }) { // one that makes calls has one lighthouse
 			v.list.release(r.id, v.now)
 			v.refuse(w, Outvoted, reason)
 		}

@@ -217,7 +217,7 @@ func (l *lighthouse) ask(e *event) {
 	}
 	l.lastWaiter++
 	id := l.lastWaiter
-	asked := quorum.Asked{Waiter: id, Member: r.member, KnownQuorumID: r.known, Number: e.id, Tells: e.link != nil}
+	asked := quorum.Asked{Waiter: id, Member: r.member, KnownQuorumID: r.known, Number: e.id, Recallable: e.link != nil}
 	if e.link != nil {
 		asked.Reaches = r.reaches
 	} else if !w.Upstream.has(e.g.slot) {

@@ -159,7 +159,7 @@ class QuorumResult:
         committed_quorum_id: in which the weights of ``max_step`` were made; -1: in none since their groups began, 0:
             not every participant sends it.
         replay: this group may reduce again what it kept of ``max_step``: it is up to date, and all participants replay.
-        helper_manager_addresses: managers of this group's additional sources; empty unless ``heal``.
+        additional_source_addresses: managers of this group's additional sources; empty unless ``heal``.
         help_dst_replica_ranks: groups that heal from another one, and use this one as an additional source.
         draining: this group was asked to leave, and this is its last step.
     """
@@ -181,7 +181,7 @@ class QuorumResult:
     replicas_without_handles: list[str] = field(default_factory=list)
     committed_quorum_id: int = 0
     replay: bool = False
-    helper_manager_addresses: list[str] = field(default_factory=list)
+    additional_source_addresses: list[str] = field(default_factory=list)
     help_dst_replica_ranks: list[int] = field(default_factory=list)
     draining: bool = False
 

@@ -107,7 +107,7 @@ func TestAThousandViewersAtTheSameTime(t *testing.T) {
 
 		s.close()
 		for range reading {
-			require.NoError(t, <-ended, "told that this is the end")
+			require.NoError(t, <-ended, "the stream ends in order")
 		}
 		for _, viewer := range streams {
 			_ = viewer.body.Close()

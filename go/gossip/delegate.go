@@ -114,7 +114,7 @@ func (d delegate) MergeRemoteState(text []byte, _ bool) {
 	d.n.receive(text)
 }
 
-// events are what memberlist tells of other nodes, and of this one. It holds a lock meanwhile.
+// events are what memberlist reports of other nodes, and of this one. It holds a lock meanwhile.
 type events struct{ n *Node }
 
 func (e events) NotifyJoin(node *memberlist.Node)   { e.heard(node, true) }

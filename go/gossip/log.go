@@ -8,7 +8,7 @@ import (
 )
 
 // memberLogger hands memberlist's lines to our logger, all as debug: each packet of a stranger is an error to memberlist, and
-// whoever waits for a member is told why by an error of ours.
+// a caller that waits for a member gets the reason in an error of ours.
 func memberLogger(to *slog.Logger) *log.Logger { return log.New(lines{to}, "", 0) }
 
 type lines struct{ to *slog.Logger }

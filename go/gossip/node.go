@@ -18,12 +18,12 @@ import (
 )
 
 const (
-	tick          = 250 * time.Millisecond // between looks at what is overdue
+	tick          = 250 * time.Millisecond // between looks at what is due
 	remindAfter   = 500 * time.Millisecond // a proposal is sent again to members that have not confirmed it
 	reconnect     = 5 * time.Second        // between attempts to reach a member that was lost
-	tellAgain     = time.Second            // between two equal News
+	repeatAfter   = time.Second            // between two equal News
 	joinPause     = 200 * time.Millisecond // between attempts to reach the seeds
-	farewell      = time.Second            // for telling the others that this member leaves
+	farewell      = time.Second            // to announce that this member leaves
 	mostLost      = 256                    // members that stopped answering and are tried again
 	announceBound = time.Millisecond       // UpdateNode has queued its message when it begins to wait
 )
@@ -65,8 +65,8 @@ type Node struct {
 	peers    map[string]peer // by the name of the node
 	lost     map[string]peer // that stopped answering
 	changed  chan struct{}   // closed, and another one made, at each change
-	told     agree.News      // that News has returned
-	toldAt   time.Time
+	sent     agree.News      // that News has returned
+	sentAt   time.Time
 	announce bool // the own note is to be announced
 	propose  bool // the own proposal is to be sent
 }
@@ -175,7 +175,7 @@ func (n *Node) View(ctx context.Context) (*agree.View, error) {
 		select {
 		case <-changed:
 		case <-ctx.Done():
-			n.step(func(m *agree.Machine) { m.GiveUp() })
+			n.step(func(m *agree.Machine) { m.Cancel() })
 			return nil, &TimeoutError{time.Since(began).Round(time.Millisecond), waits}
 		case <-n.ctx.Done():
 			return nil, ErrClosed
@@ -183,15 +183,15 @@ func (n *Node) View(ctx context.Context) (*agree.View, error) {
 	}
 }
 
-// News waits until there is something to tell about the view that this member is in: a member is lost, or processes want to
-// join. What was told is told again as long as it holds: the receiver may not have known the view yet.
+// News waits until there is news about the view that this member is in: a member is lost, or processes want to
+// join. News is returned again as long as it holds: the receiver may not have known the view yet.
 func (n *Node) News(ctx context.Context) (agree.News, error) {
 	for {
 		n.mu.Lock()
 		news, changed, wait := n.machine.News(), n.changed, time.Hour
 		if news.Lost != "" || len(news.Joining) > 0 {
-			if wait = tellAgain - time.Since(n.toldAt); wait <= 0 || !reflect.DeepEqual(news, n.told) {
-				n.told, n.toldAt = news, time.Now()
+			if wait = repeatAfter - time.Since(n.sentAt); wait <= 0 || !reflect.DeepEqual(news, n.sent) {
+				n.sent, n.sentAt = news, time.Now()
 				n.mu.Unlock()
 				return news, nil
 			}
@@ -232,7 +232,7 @@ func (n *Node) end(leave bool) {
 	n.tasks.Wait()
 }
 
-// bid tells all members that this one leaves, and waits for a bounded time: a member that hears it counts without this one.
+// bid announces to all members that this one leaves, and waits for a bounded time: a member that hears it counts without this one.
 func (n *Node) bid() {
 	_ = n.list.UpdateNode(announceBound)
 	n.mu.Lock()

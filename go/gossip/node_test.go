@@ -317,8 +317,8 @@ func TestALifeWithAnEarlierClock(t *testing.T) {
 		all := []*trainer{train(m.open(1)), later(2), train(m.open(3))}
 		until(t, all, 3)
 		for name, known := range map[string]func(){
-			"the others have not noticed its end": func() {},
-			"the others have gone on without it":  func() { until(t, []*trainer{all[0], all[2]}, 2) },
+			"the others have not noticed its end":  func() {},
+			"the others have continued without it": func() { until(t, []*trainer{all[0], all[2]}, 2) },
 		} {
 			earlier := all[1].ID()
 			all[1].kill()
@@ -504,7 +504,7 @@ func TestAListOfMembersThatDoesNotCome(t *testing.T) {
 		last := node.machine.Note()
 		_, err = node.View(t.Context())
 		require.ErrorIs(t, err, ErrClosed)
-		require.Equal(t, last, node.machine.Note(), "it has told this to the others")
+		require.Equal(t, last, node.machine.Note(), "it has sent this to the others")
 		ended()
 	})
 }

@@ -181,7 +181,7 @@ func (f *Fetch) finish(assigned string) {
 	default:
 		f.digest = mine
 	}
-	f.tell()
+	f.wake()
 }
 
 // arrived notes a block that is complete in memory and has been checked.
@@ -191,7 +191,7 @@ func (f *Fetch) arrived(block int, crc uint32) {
 	if full {
 		f.mu.Lock()
 		defer f.mu.Unlock()
-		f.tell()
+		f.wake()
 	}
 }
 
@@ -209,12 +209,12 @@ func (f *Fetch) fail(err error) {
 	if f.failure == nil {
 		f.failure = err
 	}
-	f.tell()
+	f.wake()
 	f.queue.close()
 }
 
-// tell wakes the calls of Wait. The caller holds mu.
-func (f *Fetch) tell() {
+// wake ends the pause of the calls of Wait. The caller holds mu.
+func (f *Fetch) wake() {
 	close(f.changed)
 	f.changed = make(chan struct{})
 }
@@ -230,7 +230,7 @@ func (f *Fetch) ended(s *source, err error) {
 	if err != nil {
 		f.failed = append(f.failed, err)
 	}
-	f.tell()
+	f.wake()
 }
 
 // knownSums are the checksums that the assigned source has announced, nil before it has.

@@ -85,7 +85,7 @@ func (o *Offer) Copied(index, address, ready int64) error {
 		return fmt.Errorf("%d bytes of a region of %d", ready, len(copied))
 	}
 	o.copies[index] = partial{copied, ready}
-	o.tell()
+	o.wake()
 	return nil
 }
 
@@ -94,11 +94,11 @@ func (o *Offer) CopyFailed(reason string) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	o.failed = fmt.Errorf("the source could not copy its state from the device: %s", reason)
-	o.tell()
+	o.wake()
 }
 
-// tell wakes the connections that wait for a copy. The caller holds mu.
-func (o *Offer) tell() {
+// wake wakes the connections that wait for a copy. The caller holds mu.
+func (o *Offer) wake() {
 	close(o.arrived)
 	o.arrived = make(chan struct{})
 }
@@ -165,7 +165,7 @@ func (o *Offer) done(c *connection) {
 func (o *Offer) Revoke(grace, timeout time.Duration) bool {
 	o.mu.Lock()
 	o.state = max(o.state, revoked)
-	o.tell()
+	o.wake()
 	o.mu.Unlock()
 	return o.wait(func(own bool) bool { return own }, grace, timeout)
 }
@@ -174,7 +174,7 @@ func (o *Offer) Revoke(grace, timeout time.Duration) bool {
 func (o *Offer) End(timeout time.Duration) bool {
 	o.mu.Lock()
 	o.state = ended
-	o.tell()
+	o.wake()
 	o.mu.Unlock()
 	return o.wait(func(bool) bool { return true }, 0, timeout)
 }

@@ -13,7 +13,7 @@ func TestWhenASourceIsAskedAgain(t *testing.T) {
 		policy   retries
 		progress []bool // of attempts that failed
 		pauses   []time.Duration
-		givenUp  bool
+		ended    bool
 	}{
 		"nothing comes": {
 			defaultRetries, []bool{false, false, false, false, false, false},
@@ -32,17 +32,17 @@ func TestWhenASourceIsAskedAgain(t *testing.T) {
 	} {
 		t.Run(name, func(t *testing.T) {
 			var pauses []time.Duration
-			failed, givenUp := 0, false
+			failed, ended := 0, false
 			for _, progress := range c.progress {
-				require.False(t, givenUp)
+				require.False(t, ended)
 				failed = inARow(failed, progress)
 				pause, again := c.policy.after(failed)
-				if givenUp = !again; again {
+				if ended = !again; again {
 					pauses = append(pauses, pause)
 				}
 			}
 			require.Equal(t, c.pauses, pauses)
-			require.Equal(t, c.givenUp, givenUp)
+			require.Equal(t, c.ended, ended)
 		})
 	}
 }

@@ -227,7 +227,7 @@ func TestASlowReaderIsCutOff(t *testing.T) {
 	require.Less(t, time.Since(start), 20*time.Second)
 }
 
-func TestStrangersAreTurnedAway(t *testing.T) {
+func TestStrangersAreRefused(t *testing.T) {
 	s := listen(t, 200*time.Millisecond, 0)
 	s.Grant(offer(t, filled(newRand(t), 1000), 0))
 	for name, hello := range map[string]string{

@@ -253,7 +253,7 @@ func (st *stream) body(block int) (crc uint32, err error) {
 	return crc, err
 }
 
-// tooSlow ends the stream, so that its blocks go back to the queue, for idle streams.
+// tooSlow ends the stream, so that its blocks return to the queue, for idle streams.
 func (st *stream) tooSlow() error {
 	if st.source.role != Assigned {
 		return st.source.end(slowError{})

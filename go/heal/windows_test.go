@@ -118,18 +118,18 @@ func TestStagesOutliveASource(t *testing.T) {
 	f := newFetch(t, target.host, Settings{BlockSize: small, Streams: 2, Window: 8})
 	first := a.Grant(offer(t, source, small))
 	require.NoError(t, f.Add(address(a), first.Secret(), Assigned))
-	helper := b.Grant(offer(t, clone(source), small))
-	require.NoError(t, f.Add(address(b), helper.Secret(), Additional))
+	additional := b.Grant(offer(t, clone(source), small))
+	require.NoError(t, f.Add(address(b), additional.Secret(), Additional))
 	go func() {
 		// The other one serves when the checksums of the first are known: before that nobody could go on for it.
-		for (first.Served() < 1<<19 || helper.Served() == 0) && t.Context().Err() == nil {
+		for (first.Served() < 1<<19 || additional.Served() == 0) && t.Context().Err() == nil {
 			time.Sleep(time.Millisecond)
 		}
 		first.Close()
 	}()
 	status := target.load(t, f)
 	require.True(t, status.Done, status)
-	require.Positive(t, helper.Served())
+	require.Positive(t, additional.Served())
 	requireSame(t, source, target.memory)
 }
 

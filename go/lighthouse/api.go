@@ -39,7 +39,7 @@ func (s *Server) apiKill(w http.ResponseWriter, r *http.Request, who about) {
 		dashboard.Refuse(w, code, err)
 		return
 	}
-	dashboard.Answer(w, done{who.ReplicaID, "told to end"})
+	dashboard.Answer(w, done{who.ReplicaID, "asked to end"})
 }
 
 func (s *Server) apiDrain(w http.ResponseWriter, r *http.Request, who about) {
@@ -56,7 +56,7 @@ func (s *Server) apiDrain(w http.ResponseWriter, r *http.Request, who about) {
 		dashboard.Refuse(w, http.StatusServiceUnavailable, errors.New(rpc.Message(err)))
 	default:
 		j.log.Info("torchft: a replica group is asked to leave, on request", "replica_id", who.ReplicaID, "from", r.RemoteAddr)
-		dashboard.Answer(w, done{who.ReplicaID, "told to leave at the end of a step"})
+		dashboard.Answer(w, done{who.ReplicaID, "asked to leave at the end of a step"})
 	}
 }
 

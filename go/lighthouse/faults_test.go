@@ -85,7 +85,7 @@ func TestAPanicOfTheMachineEndsTheWaitsOnly(t *testing.T) {
 				e := ask(dial(t, c, "e"), quorum.Member{ReplicaID: "e"}, time.Minute)
 				called = ask(dial(t, c, "a"), quorum.Member{ReplicaID: "a"}, time.Minute)
 				synctest.Wait()
-				b = attend(t, c, "b", 0) // the machine has forgotten what its greeting said, and told it so
+				b = attend(t, c, "b", 0) // the machine has forgotten what its greeting said, and ended its stream
 				b.ask(1, time.Minute)
 				for _, answer := range []<-chan result{d, e, called} {
 					got := <-answer
@@ -137,7 +137,7 @@ func TestAShutdownDoesNotWaitForAnybody(t *testing.T) {
 }
 
 // Why a member counts as unreachable says where to look: at its process, or at its host and the network.
-func TestTheReasonTellsARefusalFromNoAnswer(t *testing.T) {
+func TestTheReasonDistinguishesARefusalFromNoAnswer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		c.LighthouseOn("other", 1).Shutdown()

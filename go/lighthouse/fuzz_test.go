@@ -76,7 +76,7 @@ func FuzzMemberStream(f *testing.F) {
 	f.Cleanup(func() { _ = conn.Close() })
 	fttest.FuzzStream(f, conn, log, torchftpb.MemberService_Attend_FullMethodName, [][]*torchftpb.MemberMessage{
 		{greeting},
-		{greeting, {Message: &torchftpb.MemberMessage_Alive{Alive: true}}, {Message: &torchftpb.MemberMessage_GiveUp{GiveUp: 1}}},
+		{greeting, {Message: &torchftpb.MemberMessage_Alive{Alive: true}}, {Message: &torchftpb.MemberMessage_Withdraw{Withdraw: 1}}},
 		{greeting, {Message: &torchftpb.MemberMessage_Ask{Ask: &torchftpb.Ask{
 			Number: 1, TimeoutUs: 1, KnownQuorumId: -1, Member: &torchftpb.QuorumMember{ReplicaId: "a", Step: -1, WorldSize: 1 << 63},
 		}}}},

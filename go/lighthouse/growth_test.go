@@ -73,10 +73,10 @@ var bursts = []struct {
 			j.mu.Unlock()
 		}
 	}},
-	{"tell", func(j *job, all []*stream) {
+	{"send", func(j *job, all []*stream) {
 		for _, one := range all {
 			j.mu.Lock()
-			j.streams.tell(one.replicaID, &torchftpb.LighthouseMessage{})
+			j.streams.send(one.replicaID, &torchftpb.LighthouseMessage{})
 			j.mu.Unlock()
 		}
 	}},

@@ -18,7 +18,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// killTimeout bounds connecting to a manager and telling it to end.
+// killTimeout bounds connecting to a manager and asking it to end.
 const killTimeout = 5 * time.Second
 
 //go:embed page.html
@@ -166,7 +166,7 @@ func (s *Server) serveKill(w http.ResponseWriter, r *http.Request) {
 		plainly(w, code, err.Error())
 		return
 	}
-	if _, err := fmt.Fprintf(w, "replica %q was told to end\n", id); err != nil {
+	if _, err := fmt.Fprintf(w, "replica %q was asked to end\n", id); err != nil {
 		s.log.Debug("torchft: the answer to kill was not sent", "error", err)
 	}
 }

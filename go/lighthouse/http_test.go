@@ -195,7 +195,7 @@ func TestKill(t *testing.T) {
 	}
 }
 
-func TestKillOfAManagerThatIsGone(t *testing.T) {
+func TestKillOfAManagerThatHasEnded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		g := c.StartGroup("a", 1)

@@ -77,7 +77,7 @@ func newJob(s *Server, name string) *job {
 	j.kept.Job = name
 	j.rendezvous = rendezvous.NewMachine(s.cfg.rendezvousTiming(), rendezvous.State{}, time.Now())
 	j.bell = rpc.AfterFunc(j.log, "rendezvous", j.ring)
-	j.news.timer = rpc.AfterFunc(j.log, "news", j.tellLater)
+	j.news.timer = rpc.AfterFunc(j.log, "news", j.sendLater)
 	j.machine = quorum.NewMachine(s.cfg.policy(), time.Now())
 	j.board = dashboard.NewFeed(name, j.shown)
 	j.site = http.NewServeMux()
@@ -254,7 +254,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			j.streams.recall(a.ReplicaID, a.QuorumID)
 		case quorum.FailBack:
 			j.log.Info("torchft: the members fail back to an earlier lighthouse", "place", a.Place+1, "reason", a.Reason)
-			j.streams.goBack(a.Place)
+			j.streams.failBack(a.Place)
 		case quorum.Probe:
 			j.probe(a)
 		case quorum.Doubted:
@@ -274,9 +274,9 @@ func (j *job) do(event quorum.Event, now time.Time) {
 		case quorum.AskProgress:
 			j.askProgress(a.ReplicaIDs, now)
 		case quorum.Drain:
-			j.streams.tell(a.ReplicaID, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Drain{Drain: a.Reason}})
+			j.streams.send(a.ReplicaID, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Drain{Drain: a.Reason}})
 		case quorum.Release:
-			j.streams.tell(a.ReplicaID, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Released{Released: true}})
+			j.streams.send(a.ReplicaID, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Released{Released: true}})
 		case quorum.Wake:
 			j.wake.Reset(time.Until(a.At))
 		case quorum.InUse:

@@ -266,7 +266,7 @@ func TestTheStatesOfJobsAreApart(t *testing.T) {
 	}
 }
 
-// What Prometheus is told grows with the jobs, of which there are max_jobs, and not with what members call themselves. A name
+// The number of metrics grows with the jobs, of which there are max_jobs, and not with what members call themselves. A name
 // that never had a quorum is forgotten with its members.
 func TestAStrangerDoesNotFillTheMetrics(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

@@ -47,7 +47,7 @@ type keeper struct {
 	pending *state    // to be written, nil: none
 	since   time.Time // since when there is something to read or write; zero: there is not
 	err     error     // of the last read or write
-	told    bool      // the trouble has been logged
+	logged  bool      // the trouble has been logged
 	owed    []func()  // called when the pending state is on disk
 }
 
@@ -234,16 +234,16 @@ func (k *keeper) noted(s *state, err error) (owed []func()) {
 	k.err = err
 	switch {
 	case err != nil:
-		if !k.told {
+		if !k.logged {
 			k.log.Warn("torchft: the state of the job is not kept on disk", "file", k.path, "error", err)
 		}
-		k.told = true
+		k.logged = true
 	case k.pending == s:
 		k.pending, k.since = nil, time.Time{}
-		if k.told {
+		if k.logged {
 			k.log.Info("torchft: the state of the job is kept on disk again", "file", k.path)
 		}
-		k.told = false
+		k.logged = false
 		owed, k.owed = k.owed, nil
 	default: // a newer state was handed over during the write
 		k.since = time.Now()
@@ -280,8 +280,8 @@ func (k *keeper) look(now time.Time) {
 	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	if !k.told {
-		k.told = true
+	if !k.logged {
+		k.logged = true
 		k.log.Warn("torchft: the state of the job is not kept on disk", "error", why, "for", unkept.Round(time.Second))
 	}
 }

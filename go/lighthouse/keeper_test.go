@@ -22,7 +22,7 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// faulty is a disk that a test tells what to do.
+// faulty is a disk that a test controls.
 type faulty struct {
 	mu      sync.Mutex
 	err     error         // of a write
@@ -193,7 +193,7 @@ func TestAJobWhoseFileCannotBeReadBeginsWithout(t *testing.T) {
 }
 
 // With a real disk: somebody removes the directory of a lighthouse that runs.
-func TestADirectoryThatIsGoneIsOnThePageAndInMetrics(t *testing.T) {
+func TestAMissingDirectoryIsOnThePageAndInMetrics(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "state")
 	s, log := startOn(t, dir)
 	s.testAsk(t, "a", 7)
@@ -217,7 +217,7 @@ func TestADirectoryThatIsGoneIsOnThePageAndInMetrics(t *testing.T) {
 
 // Where a member cannot show the quorum that it is in, a lighthouse of a list answers once the quorum is on its disk: one that restarts
 // knows of it by that alone. A disk that does not answer, or fails, holds nobody up for longer than diskTime, and only once.
-func TestAQuorumThatNobodyShowsIsOnDiskBeforeItIsTold(t *testing.T) {
+func TestAQuorumThatNobodyShowsIsOnDiskBeforeItIsDelivered(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := &faulty{writing: make(chan struct{})}
 		j, log := kept(f)
@@ -238,8 +238,8 @@ func TestAQuorumThatNobodyShowsIsOnDiskBeforeItIsTold(t *testing.T) {
 		synctest.Wait()
 		require.Empty(t, first)
 		f.writing <- struct{}{}
-		told := (<-first).delivered
-		require.Equal(t, told.quorum.ID, f.last().Past.ID)
+		got := (<-first).delivered
+		require.Equal(t, got.quorum.ID, f.last().Past.ID)
 
 		second := ask(12, false)
 		time.Sleep(diskTime)

@@ -72,14 +72,14 @@ type stream struct {
 
 // outgoing is one answer on its way.
 type outgoing struct {
-	number  uint64
-	answer  answer // to an ask
-	welcome *torchftpb.Welcome
-	recall  int64
-	stamp   uint64
-	closing bool
-	goBack  *torchftpb.LighthouseMessage_GoBack
-	news    []rpc.Encoded // of members, and questions: a message each
+	number   uint64
+	answer   answer // to an ask
+	welcome  *torchftpb.Welcome
+	recall   int64
+	stamp    uint64
+	closing  bool
+	failBack *torchftpb.LighthouseMessage_FailBack
+	news     []rpc.Encoded // of members, and questions: a message each
 }
 
 // Attend serves a member's stream until the member ends it, or its connection breaks. At a shutdown the lighthouse asks the
@@ -218,10 +218,10 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 	switch m := message.GetMessage().(type) {
 	case *torchftpb.MemberMessage_Ask:
 		return s.ask(m.Ask)
-	case *torchftpb.MemberMessage_GiveUp:
+	case *torchftpb.MemberMessage_Withdraw:
 		s.job.mu.Lock()
 		defer s.job.mu.Unlock()
-		if s.number == m.GiveUp {
+		if s.number == m.Withdraw {
 			s.forget()
 		}
 		return nil
@@ -451,8 +451,8 @@ func (s *stream) send(o outgoing) (err error) {
 		return s.wire.Send(&torchftpb.LighthouseMessage{Stamp: o.stamp})
 	case o.closing:
 		return s.wire.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Closing{Closing: true}})
-	case o.goBack != nil:
-		return s.wire.Send(&torchftpb.LighthouseMessage{Message: o.goBack})
+	case o.failBack != nil:
+		return s.wire.Send(&torchftpb.LighthouseMessage{Message: o.failBack})
 	case o.news != nil:
 		return s.sendAll(o.news)
 	case o.answer.err != nil:

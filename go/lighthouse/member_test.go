@@ -234,15 +234,15 @@ func TestAStreamsAskHasADeadline(t *testing.T) {
 	})
 }
 
-func TestAMemberGivesUp(t *testing.T) {
+func TestAMemberWithdrawsItsRequest(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		a := attend(t, c, "a", 0)
 		a.ask(1, time.Minute)
-		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_GiveUp{GiveUp: 17}})
+		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Withdraw{Withdraw: 17}})
 		synctest.Wait()
 		assert.Equal(t, 1, c.Lighthouse.Status().Waiters, "of another ask")
-		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_GiveUp{GiveUp: a.number}})
+		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Withdraw{Withdraw: a.number}})
 		synctest.Wait()
 		assert.Zero(t, c.Lighthouse.Status().Waiters)
 
@@ -255,7 +255,7 @@ func TestAMemberGivesUp(t *testing.T) {
 	})
 }
 
-func TestAShutdownIsToldOnEveryStream(t *testing.T) {
+func TestAShutdownIsAnnouncedOnEveryStream(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		waits, idle := attend(t, c, "a", 0), attend(t, c, "b", 0)
@@ -356,9 +356,9 @@ func TestMembersAreSentBackTogether(t *testing.T) {
 		assert.Equal(t, 2, c.Lighthouse.Status().Healthy)
 		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Reaches{Reaches: 1}})
 		for _, w := range []*rawStream{a, b} {
-			back, ok := w.receive().GetMessage().(*torchftpb.LighthouseMessage_GoBack)
+			back, ok := w.receive().GetMessage().(*torchftpb.LighthouseMessage_FailBack)
 			require.True(t, ok)
-			assert.Zero(t, back.GoBack)
+			assert.Zero(t, back.FailBack)
 		}
 		code, reason := b.failed()
 		assert.Equal(t, codes.Unavailable, code)

@@ -12,13 +12,13 @@ import (
 )
 
 const (
-	// tellPause, times the number of streams, is the pause after news was sent to all members. Sending takes about half of it, so
+	// newsPause, times the number of streams, is the pause after news was sent to all members. Sending takes about half of it, so
 	// a burst of failures (a rack loses power or hangs, a large job ends) leaves the lighthouse time for its other work. With
 	// 10,000 groups it is 20 ms.
-	tellPause = 2 * time.Microsecond
-	// tellMost bounds the failures, and the stalled members, that are sent to all members at once: one is enough to know that
+	newsPause = 2 * time.Microsecond
+	// mostNews bounds the failures, and the stalled members, that are sent to all members at once: one is enough to know that
 	// a quorum is broken, or held up.
-	tellMost = 32
+	mostNews = 32
 )
 
 // news are the reports that are still to be sent to all members: failed, ended and stalled members. The job's lock guards it.
@@ -27,7 +27,7 @@ type news struct {
 	ended   []trouble
 	stalled []trouble
 	next    time.Time   // the earliest time of the next report
-	timer   *time.Timer // runs tellLater
+	timer   *time.Timer // runs sendLater
 }
 
 // trouble is what became of a member of a quorum.
@@ -64,18 +64,18 @@ func (j *job) announce(actions []quorum.Action, now time.Time) {
 		j.news.timer.Reset(pause)
 		return
 	}
-	j.tell(now)
+	j.sendNews(now)
 }
 
-func (j *job) tellLater() {
+func (j *job) sendLater() {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	if !j.closed && j.news.pending() > 0 {
-		j.tell(time.Now())
+		j.sendNews(time.Now())
 	}
 }
 
-func (j *job) tell(now time.Time) {
+func (j *job) sendNews(now time.Time) {
 	failed, ended, stalled := j.news.failed, j.news.ended, j.news.stalled
 	j.news.failed, j.news.ended, j.news.stalled = nil, nil, nil
 	hasFailed := func(t trouble) *torchftpb.LighthouseMessage {
@@ -92,7 +92,7 @@ func (j *job) tell(now time.Time) {
 	})...)
 	j.record(now, dashboard.MemberFailed, failed)
 	j.record(now, dashboard.MemberEnded, ended)
-	j.news.next = now.Add(time.Duration(j.streams.open) * tellPause)
+	j.news.next = now.Add(time.Duration(j.streams.open) * newsPause)
 	for one := range j.streams.all() {
 		one.post(outgoing{news: messages})
 	}
@@ -111,7 +111,7 @@ func (j *job) words(level slog.Level, what string, troubles []trouble, word func
 		return nil
 	}
 	j.log.Log(context.Background(), level, what, "quorum_id", troubles[0].quorumID, "member", some(namesOf(troubles)), "reason", troubles[0].reason)
-	for _, t := range troubles[:min(len(troubles), tellMost)] {
+	for _, t := range troubles[:min(len(troubles), mostNews)] {
 		messages = append(messages, wordOf(word(t))...)
 	}
 	return messages

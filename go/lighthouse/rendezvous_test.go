@@ -164,6 +164,6 @@ func TestARendezvousEndsWithItsLighthouse(t *testing.T) {
 		}()
 		synctest.Wait()
 		go c.Lighthouse.Shutdown()
-		assert.Contains(t, []int{0, http.StatusServiceUnavailable}, <-done, "its connection ends, or it is told why")
+		assert.Contains(t, []int{0, http.StatusServiceUnavailable}, <-done, "its connection ends, or it gets the reason")
 	})
 }

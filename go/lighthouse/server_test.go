@@ -160,7 +160,7 @@ func TestAWithdrawnRequestIsForgotten(t *testing.T) {
 	})
 }
 
-func TestHeartbeatsOfTheGoneAreForgotten(t *testing.T) {
+func TestHeartbeatsOfEndedGroupsAreForgotten(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		client := dial(t, c, "x")

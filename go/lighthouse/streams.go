@@ -74,11 +74,11 @@ func (s *streams) renew() int {
 	return s.open
 }
 
-// goBack sends all members to an earlier lighthouse.
-func (s *streams) goBack(place int) {
+// failBack sends all members to an earlier lighthouse.
+func (s *streams) failBack(place int) {
 	for one := range s.all() {
 		one.stale = true
-		one.post(outgoing{goBack: &torchftpb.LighthouseMessage_GoBack{GoBack: uint32(place)}})
+		one.post(outgoing{failBack: &torchftpb.LighthouseMessage_FailBack{FailBack: uint32(place)}})
 	}
 }
 
@@ -89,8 +89,8 @@ func (s *streams) recall(replicaID string, quorumID int64) {
 	}
 }
 
-// tell sends a message to one member, on all of its streams.
-func (s *streams) tell(replicaID string, message *torchftpb.LighthouseMessage) {
+// send sends a message to one member, on all of its streams.
+func (s *streams) send(replicaID string, message *torchftpb.LighthouseMessage) {
 	word := wordOf(message)
 	for one := range s.each(replicaID) {
 		one.post(outgoing{news: word})

@@ -13,13 +13,13 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// tellMargin is how long before the ranks' deadline a request to the lighthouse ends, at most: time for its error to reach them.
-const tellMargin = 100 * time.Millisecond
+// replyMargin is how long before the ranks' deadline a request to the lighthouse ends, at most: time for its error to reach them.
+const replyMargin = 100 * time.Millisecond
 
 // ask starts the one request of a round. The caller holds mu.
 func (s *Server) ask(a round.AskLighthouse) {
 	// It ends before the ranks' own deadlines: after these the ranks would not receive the reason.
-	ctx, cancel := context.WithDeadline(s.ctx, rpc.Sooner(a.Deadline, tellMargin))
+	ctx, cancel := context.WithDeadline(s.ctx, rpc.Sooner(a.Deadline, replyMargin))
 	s.asking[a.Round] = cancel
 	s.heals = groupHeal{} // heals of the last quorum have ended, whether they succeeded or not
 	span := s.tracedAsk(a)

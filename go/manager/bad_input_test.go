@@ -167,7 +167,7 @@ func TestTooMuchDataIsNamedAndHarmsNobodyElse(t *testing.T) {
 	})
 }
 
-// The same replica_id twice, from two addresses: the newer one trains, the older one is told why it does not, whether it
+// The same replica_id twice, from two addresses: the newer one trains, the older one learns why it does not, whether it
 // waits at the lighthouse or is in mid-step when the newer one comes.
 func TestOfTwoGroupsWithOneNameTheNewerTrains(t *testing.T) {
 	for name, waits := range map[string]bool{"the older one waits": true, "the older one trains": false} {

@@ -113,7 +113,7 @@ func TestHowLongAFailoverTakes(t *testing.T) {
 		"cut off":   {func(c *fttest.Cluster) { c.Net.Block("a", "lighthouse"); c.Net.Block("b", "lighthouse") }, 3 * time.Second},
 		"vanished": {func(c *fttest.Cluster) {
 			c.Net.Host("lighthouse").Freeze()
-			time.AfterFunc(1800*time.Millisecond, func() { c.Net.Block("a", "lighthouse"); c.Net.Block("b", "lighthouse") }) // the kernel gives up
+			time.AfterFunc(1800*time.Millisecond, func() { c.Net.Block("a", "lighthouse"); c.Net.Block("b", "lighthouse") }) // the kernel closes the connections
 		}, 3 * time.Second},
 	} {
 		t.Run(name, func(t *testing.T) {
@@ -134,7 +134,7 @@ func TestHowLongAFailoverTakes(t *testing.T) {
 	}
 }
 
-// A member that got its quorum by a call was told no term. It greets the next lighthouse with that of its quorum, which then
+// A member that got its quorum by a call has heard of no term. It greets the next lighthouse with that of its quorum, which then
 // takes what the member knows, and goes on above it.
 func TestAMemberThatGotItsQuorumByACallGreetsWithItsTerm(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {

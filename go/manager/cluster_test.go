@@ -120,9 +120,9 @@ func TestHelpComesOverTheWire(t *testing.T) {
 			return asked
 		}
 		got := append(append(ask(a, 7, 5), ask(b, 0, -1)...), ask(d, 7, 5)...).results(t)
-		for rank, helper := range []*fttest.Group{d, a} { // the ranks of b heal from different groups
+		for rank, source := range []*fttest.Group{d, a} { // the ranks of b heal from different groups
 			require.True(t, got[2+rank].Heal)
-			assert.Equal(t, []string{helper.Server.Address()}, got[2+rank].Helpers)
+			assert.Equal(t, []string{source.Server.Address()}, got[2+rank].AdditionalSources)
 		}
 		for i, want := range [][]int64{nil, {1}, nil, nil, {1}, nil} {
 			assert.Equal(t, want, got[i].HelpDstReplicaRank)
@@ -130,7 +130,7 @@ func TestHelpComesOverTheWire(t *testing.T) {
 	})
 }
 
-// Both committed the step before, each in a quorum of its own: their weights differ, and only that tells.
+// Both committed the step before, each in a quorum of its own: their weights differ, and only that shows it.
 func TestAnEqualStepOfAnOlderQuorumHeals(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
@@ -235,7 +235,7 @@ func TestDeadlinesEndEveryWait(t *testing.T) {
 			assert.True(t, rpc.IsTimeout(got.Err), "%v", got.Err)
 		}
 		synctest.Wait()
-		assert.Zero(t, c.Lighthouse.Status().Waiters, "the lighthouse was told")
+		assert.Zero(t, c.Lighthouse.Status().Waiters, "the lighthouse has heard of it")
 
 		vote := <-g.Vote(0, 1, true, 3*time.Second)
 		assert.True(t, rpc.IsTimeout(vote.Err), "%v", vote.Err)

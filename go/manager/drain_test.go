@@ -57,7 +57,7 @@ func leave(g *fttest.Group, rank int, timeout time.Duration) <-chan fttest.Answe
 	})
 }
 
-// noFailure fails if a rank was told of a failure.
+// noFailure fails if a failure was reported to a rank.
 func noFailure(t *testing.T, g *fttest.Group, rank int) {
 	t.Helper()
 	for {

@@ -33,7 +33,7 @@ func heard(t *testing.T, g *fttest.Group, rank int) membership.Notice {
 	}
 }
 
-func TestAFailureIsToldToAllAndNobodyWaitsForIt(t *testing.T) {
+func TestAFailureIsReportedToAllAndNobodyWaitsForIt(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		groups := []*fttest.Group{c.StartGroup("a", 2), c.StartGroup("b", 2), c.StartGroup("c", 2)}
@@ -73,7 +73,7 @@ func TestAllButOneDieAtOnceAndTheLastOneGoesOn(t *testing.T) {
 	})
 }
 
-func TestASilentHostIsToldWhenItsHeartbeatIsTooOld(t *testing.T) {
+func TestASilentHostIsReportedWhenItsHeartbeatIsTooOld(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
@@ -208,7 +208,7 @@ func TestALighthouseThatDiesBetweenItsAnswersDoesNotHoldUpItsMembersForLong(t *t
 
 		began := time.Now()
 		again := b.Quorum(0, 1, time.Minute)
-		for told := false; !told; {
+		for reported := false; !reported; {
 			switch notice := <-a.Ranks[0].Notices(); notice.Kind {
 			case membership.ProgressAsked:
 				a.Ranks[0].SayProgress(0, true, "waits in allreduce")
@@ -216,7 +216,7 @@ func TestALighthouseThatDiesBetweenItsAnswersDoesNotHoldUpItsMembersForLong(t *t
 				assert.Equal(t, before.QuorumID, notice.QuorumID)
 				assert.Equal(t, "b", notice.ReplicaID)
 				assert.Contains(t, notice.Reason, "it asks for the quorum of step 1, in which its peers wait for it")
-				told = true
+				reported = true
 			default:
 			}
 		}
@@ -227,7 +227,7 @@ func TestALighthouseThatDiesBetweenItsAnswersDoesNotHoldUpItsMembersForLong(t *t
 	})
 }
 
-func TestWhoMakesNoProgressIsNamedAndPutOut(t *testing.T) {
+func TestAStalledMemberIsNamedAndEvicted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1, func(cfg *lighthouse.Config) { cfg.EjectStalledAfter = 10 * time.Second })
 		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)

@@ -30,7 +30,7 @@ func FuzzSession(f *testing.F) {
 	fttest.FuzzStream(f, conn, log, torchftpb.RankService_Session_FullMethodName, [][]*torchftpb.RankRequest{
 		{{Call: 1, TimeoutUs: 1000, Request: &torchftpb.RankRequest_Quorum{Quorum: &torchftpb.ManagerQuorumRequest{GroupRank: -1, Step: -1}}}},
 		{{Call: 1, TimeoutUs: -1 << 63, Request: &torchftpb.RankRequest_ShouldCommit{ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: 9}}}},
-		{{Call: 1, TimeoutUs: 1<<63 - 1, Request: &torchftpb.RankRequest_Quorum{}}, {Call: 1, Request: &torchftpb.RankRequest_GiveUp{GiveUp: true}}},
+		{{Call: 1, TimeoutUs: 1<<63 - 1, Request: &torchftpb.RankRequest_Quorum{}}, {Call: 1, Request: &torchftpb.RankRequest_Cancel{Cancel: true}}},
 		{{}, {Call: 1, Request: &torchftpb.RankRequest_ShouldCommit{}}},
 	})
 }

@@ -33,7 +33,7 @@ func twoLighthouses(t *testing.T, names ...string) (*fttest.Cluster, *lighthouse
 	return c, second, groups
 }
 
-func TestALighthouseThatStartsIsToldTheLastQuorum(t *testing.T) {
+func TestALighthouseThatStartsReceivesTheLastQuorum(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b, d := c.StartGroup("a", 1), c.StartGroup("b", 1), c.StartGroup("d", 1)
@@ -85,7 +85,7 @@ func TestTheSecondLighthouseTakesOverAndTheFirstComesBack(t *testing.T) {
 		var got = round(t, 5, groups...)[0]
 		assert.Greater(t, got.QuorumID, id)
 		assert.Len(t, got.ReplicaIDs, 3)
-		assert.Equal(t, 3, c.Lighthouse.Status().Healthy, "they went back")
+		assert.Equal(t, 3, c.Lighthouse.Status().Healthy, "they failed back")
 		time.Sleep(10 * time.Second)
 		assert.Zero(t, second.Status().Healthy)
 		again := round(t, 6, groups...)[0]
@@ -156,7 +156,7 @@ func TestTheMinorityFollowsToWhereTheOthersAre(t *testing.T) {
 	})
 }
 
-func TestGroupsWithDifferentListsAreTold(t *testing.T) {
+func TestGroupsWithDifferentListsAreRefused(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, _, _ := twoLighthouses(t, "a")
 		b := c.StartGroup("b", 1, func(cfg *manager.ServerConfig) {
@@ -246,7 +246,7 @@ func TestFromALighthouseThatKnowsNoStreamsAMemberGoesBackAlone(t *testing.T) {
 	})
 }
 
-// Also who waits at the second lighthouse, and who trains: a failure in the step in which they went is told.
+// Also who waits at the second lighthouse, and who trains: a failure in the step in which they went is reported.
 func TestInTheMiddleOfAStepTheyGoBackToo(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, second, groups := twoLighthouses(t, "a", "b", "d")
@@ -324,8 +324,8 @@ func TestACallShowsAQuorumThatIsAheadOfTheClock(t *testing.T) {
 	})
 }
 
-// A group of a list whose streams do not arrive is told so: by calls it would be told no term. With one lighthouse it makes calls.
-func TestAGroupOfAListThatHasNoStreamsIsTold(t *testing.T) {
+// A group of a list whose streams do not arrive gets an error that says so: by calls it would hear of no term. With one lighthouse it makes calls.
+func TestAGroupOfAListThatHasNoStreamsGetsAnError(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, _, groups := twoLighthouses(t, "a")
 		round(t, 0, groups...)

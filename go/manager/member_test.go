@@ -192,7 +192,7 @@ func (f *forgetful) Attend(wire torchftpb.MemberService_AttendServer) error {
 	}
 }
 
-func TestAListThatDoesNotMatchIsAskedForAnew(t *testing.T) {
+func TestAListThatDoesNotMatchIsRequestedAgain(t *testing.T) {
 	for name, wrong := range map[string]*torchftpb.LighthouseMessage{
 		"a change of another list": {},
 		"not compressed as it says": {Message: &torchftpb.LighthouseMessage_ListChange{

@@ -48,7 +48,7 @@ func (s *Server) hear(notice membership.Notice) {
 		s.feed(round.ProgressAsked{})
 		rpc.Go(&s.tasks, s.log, "progress", s.answerProgress)
 	}
-	s.notices.Tell(notice)
+	s.notices.Notify(notice)
 }
 
 // answerProgress waits until the ranks have answered, or answerTime is over, and sends the lighthouse their progress.

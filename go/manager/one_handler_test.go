@@ -106,7 +106,7 @@ func TestARequestIsAnsweredAlikeWhicheverWayItComes(t *testing.T) {
 	}{
 		"a quorum":           {quorum, func(g *fttest.Group, _ func()) { g.Quorum(0, 5, time.Minute) }, codes.OK, answerTime},
 		"a quorum, too late": {quorum, nil, codes.DeadlineExceeded, time.Minute - 50*time.Millisecond},
-		"a quorum, given up": {quorum, func(_ *fttest.Group, cancel func()) { cancel() }, codes.Canceled, answerTime},
+		"a quorum, canceled": {quorum, func(_ *fttest.Group, cancel func()) { cancel() }, codes.Canceled, answerTime},
 		"a quorum of no rank": {
 			func(ctx context.Context, a asker) (any, error) {
 				return a.quorum(ctx, rankclient.Request{GroupRank: 2})
@@ -129,7 +129,7 @@ func TestARequestIsAnsweredAlikeWhicheverWayItComes(t *testing.T) {
 		"a vote":           {vote, func(g *fttest.Group, _ func()) { g.Vote(0, 5, true, time.Minute) }, codes.OK, answerTime},
 		"a vote, no":       {vote, func(g *fttest.Group, _ func()) { g.Vote(0, 5, false, time.Minute) }, codes.OK, answerTime},
 		"a vote, too late": {vote, nil, codes.DeadlineExceeded, time.Minute - 100*time.Millisecond},
-		"a vote, given up": {vote, func(_ *fttest.Group, cancel func()) { cancel() }, codes.Canceled, answerTime},
+		"a vote, canceled": {vote, func(_ *fttest.Group, cancel func()) { cancel() }, codes.Canceled, answerTime},
 		"a vote of no rank": {
 			func(ctx context.Context, a asker) (any, error) { return a.vote(ctx, -1, 5, true) }, nil, codes.InvalidArgument, 0,
 		},

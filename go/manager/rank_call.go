@@ -46,7 +46,7 @@ const (
 	metadataCall
 	leaveCall   // of a session; it waits for the lighthouse, not for the machine
 	unknownCall // of a session
-	cutCall     // tells a relay that a session has been ended
+	cutCall     // reports to a relay that a session has been ended
 )
 
 // answer ends one call.
@@ -125,7 +125,7 @@ func (c *rankCall) lastMoment() time.Time {
 	if c.deadline.IsZero() {
 		return time.Now().Add(rpc.MaxWait)
 	}
-	sooner := rpc.Sooner(c.deadline, tellMargin)
+	sooner := rpc.Sooner(c.deadline, replyMargin)
 	if c.kind == quorumCall {
 		return sooner.Add(c.deadline.Sub(sooner) / 2) // after the end of the request to the lighthouse (ask), whose reason says more
 	}

@@ -163,18 +163,18 @@ type calls interface {
 }
 
 // mostConnected is up to how many ranks have connections to their relays, both ends of which are in the one process here. The others are
-// played: their relay serves a stream of each without a network. The server cannot tell.
+// played: their relay serves a stream of each without a network. The server sees no difference.
 const mostConnected = 2048
 
 // played is a rank's stream at its relay.
 type played struct {
 	grpc.ServerStream
 	said chan *torchftpb.RankRequest
-	told chan *torchftpb.RankResponse
+	sent chan *torchftpb.RankResponse
 }
 
 func play(r *relay.Relay) *played {
-	p := &played{said: make(chan *torchftpb.RankRequest, 1), told: make(chan *torchftpb.RankResponse, 1)}
+	p := &played{said: make(chan *torchftpb.RankRequest, 1), sent: make(chan *torchftpb.RankResponse, 1)}
 	go func() { _ = r.Session(p) }()
 	return p
 }
@@ -184,14 +184,14 @@ func (p *played) SendHeader(metadata.MD) error { return nil }
 func (p *played) Recv() (*torchftpb.RankRequest, error) { return <-p.said, nil }
 
 func (p *played) Send(resp *torchftpb.RankResponse) error {
-	p.told <- resp
+	p.sent <- resp
 	return nil
 }
 
 func (p *played) call(req *torchftpb.RankRequest) *torchftpb.RankResponse {
 	req.Call, req.TimeoutUs = 1, time.Minute.Microseconds()
 	p.said <- req
-	return <-p.told
+	return <-p.sent
 }
 
 func (p *played) Quorum(_ context.Context, req rankclient.Request) (recovery.Result, error) {
@@ -276,7 +276,7 @@ func requestOf(rank, of int, step int64) rankclient.Request {
 	}
 }
 
-// ofAll runs something for all ranks at once, and returns how long that took. The first error is told: the others wait for that rank
+// ofAll runs something for all ranks at once, and returns how long that took. The first error is reported: the others wait for that rank
 // until their deadlines, and say less.
 func ofAll(ranks int, do func(rank int) error) (time.Duration, error) {
 	start := time.Now()

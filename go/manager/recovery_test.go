@@ -44,7 +44,7 @@ func TestTheLighthouseShowsHowFarAHealIsAndWhatItCost(t *testing.T) {
 		b.Ranks[0].SayRecovered(membership.Recovered{Healed: true, Step: 5, Bytes: 100, Phases: phases})
 		_, received, _ = healing()
 		assert.Zero(t, received)
-		// All that are left tell of a failure. It is shown once.
+		// All that are left report a failure. It is shown once.
 		for _, g := range []*fttest.Group{a, b} {
 			g.Ranks[0].SayRecovered(membership.Recovered{QuorumID: 7, Step: 9, StepsLost: 1, Phases: []membership.PhaseTime{{Phase: "abort", Seconds: 0.5}}})
 			synctest.Wait()

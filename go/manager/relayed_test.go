@@ -219,7 +219,7 @@ func TestARelayIsClosedAlthoughCallsGoOn(t *testing.T) {
 
 func TestNoticesReachTheRanksBehindARelay(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		source := &tellTale{failures: make(chan membership.Notice)}
+		source := &reporter{failures: make(chan membership.Notice)}
 		defer close(source.failures)
 		source.quorum = func(context.Context) (*quorum.Quorum, error) {
 			return &quorum.Quorum{ID: 7, Members: []quorum.Member{{ReplicaID: "g"}}}, nil

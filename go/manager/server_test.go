@@ -224,7 +224,7 @@ func TestTheLighthouseMayComeLater(t *testing.T) {
 // In one process, over real sockets: what the clients of group rank 0 do in production.
 func TestTheShortcutInOneProcess(t *testing.T) {
 	house := startLighthouse(t, 1)
-	failing := &tellTale{failures: make(chan membership.Notice)}
+	failing := &reporter{failures: make(chan membership.Notice)}
 	lighthouse, err := lighthouses.Dial(t.Context(), house.Address(), 10*time.Second)
 	require.NoError(t, err)
 	defer func() { require.NoError(t, lighthouse.Close()) }()

@@ -173,8 +173,8 @@ type sessionCall struct {
 // take takes what the rank says; false: the session takes no more.
 func (o *openSession) take(ctx context.Context, req *torchftpb.RankRequest) bool {
 	switch {
-	case req.GetGiveUp():
-		o.giveUp(req.GetCall())
+	case req.GetCancel():
+		o.cancelCall(req.GetCall())
 	case !o.said(req):
 		return o.start(ctx, req)
 	}
@@ -277,8 +277,8 @@ func (o *openSession) leave(ctx context.Context, call *sessionCall) {
 	})
 }
 
-// giveUp ends a call that the rank does not wait for any more.
-func (o *openSession) giveUp(number uint64) {
+// cancelCall ends a call that the rank does not wait for any more.
+func (o *openSession) cancelCall(number uint64) {
 	o.mu.Lock()
 	call := o.call(number)
 	if call == nil || call.done {
@@ -348,6 +348,6 @@ func (o *openSession) finish() {
 	}
 	o.mu.Unlock()
 	for _, number := range open {
-		o.giveUp(number)
+		o.cancelCall(number)
 	}
 }

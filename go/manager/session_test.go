@@ -98,7 +98,7 @@ func TestACallInProgressEndsWithItsConnection(t *testing.T) {
 	})
 }
 
-func TestARankThatGivesUpIsNoVoter(t *testing.T) {
+func TestARankThatCancelsIsNoVoter(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		g := c.StartGroup("a", 2)
@@ -109,7 +109,7 @@ func TestARankThatGivesUpIsNoVoter(t *testing.T) {
 		cancel()
 		assert.True(t, rpc.IsTimeout((<-vote).Err))
 		synctest.Wait()
-		assert.Empty(t, g.Server.Status().Vote.Waiting, "the server was told, long before the call's own deadline")
+		assert.Empty(t, g.Server.Status().Vote.Waiting, "the server has heard of it, long before the call's own deadline")
 	})
 }
 
@@ -134,7 +134,7 @@ func TestWhatASessionDoesNotUnderstand(t *testing.T) {
 		fails(1, codes.Unimplemented)
 		require.NoError(t, stream.Send(&torchftpb.RankRequest{Call: 2, Request: &torchftpb.RankRequest_ShouldCommit{}}))
 		fails(2, codes.InvalidArgument) // no time was given
-		require.NoError(t, stream.Send(&torchftpb.RankRequest{Call: 99, Request: &torchftpb.RankRequest_GiveUp{GiveUp: true}}))
+		require.NoError(t, stream.Send(&torchftpb.RankRequest{Call: 99, Request: &torchftpb.RankRequest_Cancel{Cancel: true}}))
 		require.NoError(t, stream.Send(&torchftpb.RankRequest{Call: 3, TimeoutUs: 1e6, Request: &torchftpb.RankRequest_ShouldCommit{
 			ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: 7},
 		}}))
@@ -145,18 +145,18 @@ func TestWhatASessionDoesNotUnderstand(t *testing.T) {
 	})
 }
 
-// tellTale is a membership that learns of failures.
-type tellTale struct {
+// reporter is a membership that learns of failures.
+type reporter struct {
 	fake
 	failures chan membership.Notice
 }
 
-func (t *tellTale) Notices() <-chan membership.Notice { return t.failures }
+func (t *reporter) Notices() <-chan membership.Notice { return t.failures }
 
 func TestFailuresReachEveryRank(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
-		source := &tellTale{failures: make(chan membership.Notice)}
+		source := &reporter{failures: make(chan membership.Notice)}
 		source.quorum = func(context.Context) (*quorum.Quorum, error) {
 			return &quorum.Quorum{ID: 7, Members: []quorum.Member{{ReplicaID: "a"}}}, nil
 		}

@@ -70,7 +70,7 @@ func TestATraceGoesFromTheRanksToTheLighthouse(t *testing.T) {
 	})
 }
 
-func TestATraceOfAWaitThatWasGivenUp(t *testing.T) {
+func TestATraceOfACanceledWait(t *testing.T) {
 	spans := tracetest.NewInMemoryExporter()
 	defer tracing.Use(sdktrace.NewSimpleSpanProcessor(spans))()
 	synctest.Test(t, func(t *testing.T) {
@@ -87,7 +87,7 @@ func TestATraceOfAWaitThatWasGivenUp(t *testing.T) {
 	})
 }
 
-// byName are spans by their name and what tells one of a name from another.
+// byName are spans by their name and what distinguishes those of one name.
 func byName(t *testing.T, spans *tracetest.InMemoryExporter, distinct attribute.Key) map[string]tracetest.SpanStub {
 	t.Helper()
 	found := map[string]tracetest.SpanStub{}

@@ -47,8 +47,8 @@ func (b *Broadcast) Listen() (heard <-chan Notice, stop func()) {
 	}
 }
 
-// Tell gives a notice to each listener. It does not block.
-func (b *Broadcast) Tell(notice Notice) {
+// Notify gives a notice to each listener. It does not block.
+func (b *Broadcast) Notify(notice Notice) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	for c := range b.listeners {

@@ -62,7 +62,7 @@ func serve(calls *ops.Calls[*C.tft_call], m message) {
 	var err error // logged
 	defer ops.Guard(&err)
 	if m.prepared == 0 {
-		calls.GiveUp(m.call)
+		calls.Cancel(m.call)
 	} else {
 		calls.Start(m.call, m.prepared, m.numbers)
 	}

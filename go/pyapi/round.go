@@ -38,7 +38,7 @@ func ManagerRoundPrepare(handle int64, request string) (prepared int64, err erro
 			if !client.Changed(result) && !first {
 				return result.MaxStep, nil
 			}
-			client.Tell()
+			client.Notify()
 			return toJSON(newQuorumResult(result))
 		}
 	})), nil

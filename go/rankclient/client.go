@@ -70,7 +70,7 @@ func WithSecurity(security auth.Security) DialOption {
 	return func(s *settings) { s.security = security }
 }
 
-// WithoutShortcut goes over the network even to a server in this process.
+// WithoutShortcut uses the network even to a server in this process.
 func WithoutShortcut() DialOption { return func(s *settings) { s.noShortcut = true } }
 
 // WithRelay asks through the relay at an address (package relay) while that lasts, and then the server itself.

@@ -32,7 +32,7 @@ type session struct {
 	manager string           // address of the server; only with a relay
 	unary   atomic.Bool      // the server knows no sessions
 	heard   membership.Broadcast
-	told    <-chan membership.Notice
+	notices <-chan membership.Notice
 
 	opening chan struct{} // a lock for stream; waiting for it ends with a call's deadline
 	stream  *clientStream // nil before the first call
@@ -47,7 +47,7 @@ func newSession(conn *grpc.ClientConn) *session {
 	}
 	s.rank.Store(-1)
 	s.ctx, s.cancel = context.WithCancel(context.Background())
-	s.told, _ = s.heard.Listen()
+	s.notices, _ = s.heard.Listen()
 	return s
 }
 
@@ -85,7 +85,7 @@ func (s *session) Leave(ctx context.Context) error {
 	return err
 }
 
-func (s *session) Notices() <-chan membership.Notice { return s.told }
+func (s *session) Notices() <-chan membership.Notice { return s.notices }
 
 func (s *session) Suspect(quorumID int64, replicaID string) {
 	s.say(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Suspected{
@@ -179,7 +179,7 @@ func (s *session) connect(ctx context.Context) (*clientStream, error) {
 	}
 	s.stream = &clientStream{
 		wire:    wire,
-		notice:  s.heard.Tell,
+		notice:  s.heard.Notify,
 		waiting: map[uint64]chan *torchftpb.RankResponse{},
 		ended:   make(chan struct{}),
 	}
@@ -310,7 +310,7 @@ func (s *clientStream) call(ctx context.Context, req *torchftpb.RankRequest) (*t
 	case <-s.ended:
 		err = s.err
 	case <-ctx.Done():
-		s.send(&torchftpb.RankRequest{Call: req.GetCall(), Request: &torchftpb.RankRequest_GiveUp{GiveUp: true}})
+		s.send(&torchftpb.RankRequest{Call: req.GetCall(), Request: &torchftpb.RankRequest_Cancel{Cancel: true}})
 		err = status.FromContextError(ctx.Err()).Err()
 	}
 	select {

@@ -138,15 +138,15 @@ func assign(r *Result, members []quorum.Member, sources []int, primary int, grou
 		if sources[first] == int(r.ReplicaRank) {
 			r.RecoverDstReplicaRank = append(r.RecoverDstReplicaRank, int64(i))
 		}
-		helpers := helpersOf(members, sources, first)
-		if slices.Contains(helpers, int(r.ReplicaRank)) {
+		additional := additionalTo(members, sources, first)
+		if slices.Contains(additional, int(r.ReplicaRank)) {
 			r.HelpDstReplicaRank = append(r.HelpDstReplicaRank, int64(i))
 		}
 		if int64(i) != r.ReplicaRank {
 			continue
 		}
-		for _, helper := range helpers {
-			r.Helpers = append(r.Helpers, members[helper].Address)
+		for _, i := range additional {
+			r.AdditionalSources = append(r.AdditionalSources, members[i].Address)
 		}
 		r.Heal = true
 		r.Sources = make([]Source, len(sources))
@@ -157,20 +157,20 @@ func assign(r *Result, members []quorum.Member, sources []int, primary int, grou
 	}
 }
 
-// maxHelpers limits the additional sources of one target: with four sources its own network is the bottleneck.
-const maxHelpers = 3
+// mostAdditional limits the additional sources of one target: with four sources its own network is the bottleneck.
+const mostAdditional = 3
 
-// helpersOf returns the additional sources of a target: those after the assigned one, in a ring, which spreads the load evenly. Only
+// additionalTo returns the additional sources of a target: those after the assigned one, in a ring, which spreads the load evenly. Only
 // members that announce a committed quorum support it; upstream's do not.
-func helpersOf(members []quorum.Member, sources []int, assigned int64) []int {
-	var helpers []int
-	for j := 1; j < len(sources) && j <= maxHelpers; j++ {
+func additionalTo(members []quorum.Member, sources []int, assigned int64) []int {
+	var additional []int
+	for j := 1; j < len(sources) && j <= mostAdditional; j++ {
 		i := sources[(int(assigned)+j)%len(sources)]
 		if members[i].CommittedQuorumID != 0 {
-			helpers = append(helpers, i)
+			additional = append(additional, i)
 		}
 	}
-	return helpers
+	return additional
 }
 
 // handles returns the handles of one group rank, in the order of the members. If a member has none (0.2.0), the list is nil, and all

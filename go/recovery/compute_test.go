@@ -243,8 +243,8 @@ func TestPlansOfAllMembersFitTogether(t *testing.T) {
 		}
 		for d, s := range served {
 			require.Equal(t, s, plans[d].Sources[0].ReplicaRank, "both ends agree")
-			require.ElementsMatch(t, helped[d], plans[d].Helpers, "and those who help")
-			require.LessOrEqual(t, len(plans[d].Helpers), maxHelpers)
+			require.ElementsMatch(t, helped[d], plans[d].AdditionalSources, "and the additional sources")
+			require.LessOrEqual(t, len(plans[d].AdditionalSources), mostAdditional)
 			for _, source := range plans[d].Sources {
 				require.False(t, plans[source.ReplicaRank].Heal, "a source is up to date")
 			}
@@ -252,13 +252,13 @@ func TestPlansOfAllMembersFitTogether(t *testing.T) {
 	}
 }
 
-// Up-to-date groups help those that heal from another one: the next few, of ours, each about as often as the others.
-func TestWhoHelps(t *testing.T) {
+// Groups that are up to date are additional sources of the next few that heal, of ours, each about as often as the others.
+func TestAdditionalSources(t *testing.T) {
 	for _, c := range []struct {
-		name      string
-		steps     []int64
-		committed []int64
-		helpers   map[string][]string // by who heals
+		name       string
+		steps      []int64
+		committed  []int64
+		additional map[string][]string // by who heals
 	}{
 		{"one of two sources", []int64{5, 0, 5}, []int64{9, -1, 9}, map[string][]string{"b": {"c"}}},
 		{"no other source", []int64{5, 0}, []int64{9, -1}, map[string][]string{"b": nil}},
@@ -278,11 +278,11 @@ func TestWhoHelps(t *testing.T) {
 				r, err := Compute(m.ReplicaID, 0, q, true)
 				require.NoError(t, err)
 				var want []string
-				for _, id := range c.helpers[m.ReplicaID] {
+				for _, id := range c.additional[m.ReplicaID] {
 					want = append(want, "http://"+id)
 				}
-				require.Equal(t, want, r.Helpers)
-				if _, heals := c.helpers[m.ReplicaID]; heals {
+				require.Equal(t, want, r.AdditionalSources)
+				if _, heals := c.additional[m.ReplicaID]; heals {
 					require.True(t, r.Heal)
 				}
 			}

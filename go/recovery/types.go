@@ -20,9 +20,9 @@ type Result struct {
 	// wire nor Python has room for another one.
 	Sources               []Source `json:"-"`
 	RecoverDstReplicaRank []int64  `json:"recover_dst_replica_ranks,omitempty"` // the groups that heal from this one
-	// Helpers are the manager servers of additional sources, if this group heals. Blocks that are equal to those of the assigned source
+	// AdditionalSources are the manager servers of additional sources, if this group heals. Blocks that are equal to those of the assigned source
 	// are fetched from them, too. Upstream's groups are never among them.
-	Helpers            []string `json:"helper_manager_addresses,omitempty"`
+	AdditionalSources  []string `json:"additional_source_addresses,omitempty"`
 	HelpDstReplicaRank []int64  `json:"help_dst_replica_ranks,omitempty"` // the groups that this one helps
 	StoreAddress       string   `json:"store_address"`                    // rendezvous store of this rank
 	MaxStep            int64    `json:"max_step"`
@@ -57,7 +57,7 @@ func (r *Result) SameButStep(o *Result) bool {
 		r.Draining == o.Draining &&
 		slices.Equal(r.Sources, o.Sources) &&
 		slices.Equal(r.RecoverDstReplicaRank, o.RecoverDstReplicaRank) &&
-		slices.Equal(r.Helpers, o.Helpers) &&
+		slices.Equal(r.AdditionalSources, o.AdditionalSources) &&
 		slices.Equal(r.HelpDstReplicaRank, o.HelpDstReplicaRank) &&
 		slices.Equal(r.ReplicaIDs, o.ReplicaIDs) &&
 		slices.Equal(r.Handles, o.Handles) &&

@@ -92,7 +92,7 @@ func requireAsRecorded(t *testing.T, recorded recordedQuorum) {
 			require.Empty(t, got.Sources)
 		}
 		// Upstream puts "" for a group that sent no handle; ours leaves the list empty
-		// then, which tells everybody to meet at the store.
+		// then, which makes everybody meet at the store.
 		if slices.Contains(want.Handles, "") || len(want.Handles) == 0 {
 			require.Empty(t, got.Handles)
 		} else {

@@ -26,7 +26,7 @@ func vote() *torchftpb.RankRequest {
 }
 
 func cancelled() *torchftpb.RankRequest {
-	return &torchftpb.RankRequest{Call: 1, Request: &torchftpb.RankRequest_GiveUp{GiveUp: true}}
+	return &torchftpb.RankRequest{Call: 1, Request: &torchftpb.RankRequest_Cancel{Cancel: true}}
 }
 
 func leave() *torchftpb.RankRequest {
@@ -110,7 +110,7 @@ func TestABatchKeepsTheOrderAndSaysHowLongEachStillWaits(t *testing.T) {
 	}
 	assert.Equal(t, []uint64{1, 1, 1, 2}, sessions)
 	assert.Equal(t, (58 * time.Second).Microseconds(), requests[0].GetRequest().GetTimeoutUs())
-	assert.True(t, requests[1].GetRequest().GetGiveUp())
+	assert.True(t, requests[1].GetRequest().GetCancel())
 	assert.Nil(t, requests[2].GetRequest(), "the end of the session")
 	assert.EqualValues(t, 1, requests[3].GetRequest().GetTimeoutUs(), "a deadline that has passed is one still")
 }

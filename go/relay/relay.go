@@ -148,7 +148,7 @@ func (r *Relay) Close() error {
 	idle := make(chan struct{})
 	r.mu.Lock()
 	r.idle = idle
-	r.tellIdle()
+	r.signalIdle()
 	r.mu.Unlock()
 	grace := time.NewTimer(closeGrace)
 	defer grace.Stop()
@@ -166,8 +166,8 @@ func (r *Relay) Close() error {
 
 func (r *Relay) stop() { r.end.Do(func() { close(r.ended) }) }
 
-// tellIdle lets Close go on if no call is in progress. The caller holds mu.
-func (r *Relay) tellIdle() {
+// signalIdle lets Close go on if no call is in progress. The caller holds mu.
+func (r *Relay) signalIdle() {
 	if r.batch.busy == 0 && r.idle != nil {
 		close(r.idle)
 		r.idle = nil
@@ -223,7 +223,7 @@ func (r *Relay) remove(s *session) {
 	delete(r.sessions, s.number)
 	r.batch.end(s.number, time.Now())
 	signal(r.wake)
-	r.tellIdle()
+	r.signalIdle()
 }
 
 // hear takes what a rank says.
@@ -334,7 +334,7 @@ func (r *Relay) handOut(responses []*torchftpb.RelayResponse) {
 			s.take(resp.GetResponse())
 		}
 	}
-	r.tellIdle()
+	r.signalIdle()
 }
 
 func (s *session) take(resp *torchftpb.RankResponse) {

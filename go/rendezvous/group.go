@@ -30,7 +30,7 @@ type group struct {
 	over    bool      // no round trains: one has to be released
 	since   time.Time // since when a round, or a larger one, has been possible; zero: it is not
 	until   time.Time // when the wait of since ends
-	told    bool      // nodes of the round should restart their workers
+	ending  bool      // nodes of the round should restart their workers
 	waiting int       // connected nodes that have asked
 	reason  string    // why no round is released
 	changed bool      // since the state was last saved
@@ -148,7 +148,7 @@ func (g *group) attend(r Request, now time.Time, t Timing) *node {
 		g.nodes[r.Node] = n
 	}
 	if n.ask == 0 && r.Seen.Ask > 0 && g.round == 0 && !g.remembers && g.returning.IsZero() {
-		// It was told something by a machine that has lost its state, and with it the round of other nodes, if there was one.
+		// It has heard something from a machine that has lost its state, and with it the round of other nodes, if there was one.
 		g.returning = now.Add(t.Timeout)
 	}
 	n.store = r.Store
@@ -217,7 +217,7 @@ func (g *group) decide(now time.Time, t Timing, others, had int) *Released {
 			coming++
 		}
 	}
-	g.waiting, g.told = len(ready), false
+	g.waiting, g.ending = len(ready), false
 	if over := trains == 0 || again > 0; over != g.over {
 		g.over, g.since = over, time.Time{}
 	}
@@ -233,7 +233,7 @@ func (g *group) decide(now time.Time, t Timing, others, had int) *Released {
 		return nil
 	}
 	// Workers of a round that has ended cannot continue: their agents stop them, and ask for the next round.
-	g.told = again > 0
+	g.ending = again > 0
 	if known == 0 && now.Before(g.returning) {
 		g.reason = "the lighthouse was restarted without its state: nodes of a round that it does not know may come"
 		return nil
@@ -283,7 +283,7 @@ func (g *group) grow(now time.Time, ready, trains, others int) {
 		g.since = time.Time{}
 		return
 	}
-	g.told = g.passed(now, g.settings.lastCall()) || reach == g.largest(maxNodes, others)
+	g.ending = g.passed(now, g.settings.lastCall()) || reach == g.largest(maxNodes, others)
 	g.reason = fmt.Sprintf("round %d trains with %s, and ends for a round of %d", g.round, nodes(trains), reach)
 }
 
@@ -304,7 +304,7 @@ func (g *group) release(ready []*node, size int) *Released {
 	})
 	g.round++
 	g.size, g.store, g.since, g.changed = size, ready[0].store, time.Time{}, true
-	g.over, g.told, g.waiting = false, false, len(ready)-size
+	g.over, g.ending, g.waiting = false, false, len(ready)-size
 	released := &Released{Group: g.name, Round: g.round, Store: g.store}
 	for rank, n := range ready[:size] {
 		n.round, n.rank, n.size, n.at, n.placed = g.round, rank, size, g.store, n.ask
@@ -323,7 +323,7 @@ func (g *group) view(n *node) View {
 	if g.current(n) {
 		v.Store = g.store
 	}
-	if g.told || !g.current(n) { // the group ends its round, or continued without this node
+	if g.ending || !g.current(n) { // the group ends its round, or continued without this node
 		v.Waiting = max(1, g.waiting)
 	}
 	return v

@@ -180,7 +180,7 @@ func (m *Machine) settle(only *group, now time.Time, do func(Action)) {
 	for _, g := range groups {
 		changed = changed || g.changed
 		g.changed = false
-		m.tell(g, now, do)
+		m.answer(g, now, do)
 		g.wake = g.next(now, m.timing)
 		if len(g.nodes) == 0 && len(g.left) == 0 && g.round == 0 {
 			delete(m.groups, g.name)
@@ -203,8 +203,8 @@ func (m *Machine) settle(only *group, now time.Time, do func(Action)) {
 	}
 }
 
-// tell answers the pending requests of the nodes whose view has changed.
-func (m *Machine) tell(g *group, now time.Time, do func(Action)) {
+// answer answers the pending requests of the nodes whose view has changed.
+func (m *Machine) answer(g *group, now time.Time, do func(Action)) {
 	for _, n := range slices.SortedFunc(maps.Values(g.nodes), func(a, b *node) int { return cmp.Compare(a.name, b.name) }) {
 		view := g.view(n)
 		for _, id := range slices.Sorted(maps.Keys(n.seen)) {

@@ -150,7 +150,7 @@ func history(seed uint64) (why string) {
 	return why
 }
 
-// heed lets all nodes ask that are told to.
+// heed lets all nodes ask that are asked to.
 func heed(w *world) {
 	for _, a := range w.sorted() {
 		if a.trains() && a.view.Waiting > 0 && !a.cut {

@@ -44,8 +44,8 @@ func TestWhatANodeMayNotSay(t *testing.T) {
 		{func(r *Request) { r.Min, r.Max, r.Sizes = 5, 7, "powers_of_two" }, "sizes is powers_of_two: none is within nnodes 5:7"},
 		{func(r *Request) { r.Sizes = "odd" }, `sizes is "odd": it must be "all", "powers_of_two", or numbers of nodes such as 1/2/4`},
 		{func(r *Request) { r.Sizes = "2/8" }, `sizes is "2/8": 8 nodes are not within nnodes 1:4`},
-		{func(r *Request) { r.Ask = -1 }, "ask is -1 after an answer to 0: it must not go back"},
-		{func(r *Request) { r.Seen.Ask = 1 }, "ask is 0 after an answer to 1: it must not go back"},
+		{func(r *Request) { r.Ask = -1 }, "ask is -1 after an answer to 0: it must not decrease"},
+		{func(r *Request) { r.Seen.Ask = 1 }, "ask is 0 after an answer to 1: it must not decrease"},
 		{func(r *Request) { r.Seen = View{Round: 1 << 41, Size: 1} }, "seen has rank 0 of 1 in round 2199023255552: no such round was released"},
 		{func(r *Request) { r.Seen = View{Round: 1, Rank: 2, Size: 2} }, "seen has rank 2 of 2 in round 1: no such round was released"},
 	} {

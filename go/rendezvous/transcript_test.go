@@ -15,7 +15,7 @@ import (
 //	nnodes MIN MAX [sizes=] [last=]   settings of the nodes that follow
 //	start NODE...                     they are known to be starting
 //	ask NODE...                       they ask for a round, also as their first word
-//	heed                              all nodes that are told so restart their workers, and ask
+//	heed                              all nodes that are asked to do so restart their workers, and ask
 //	cut, back NODE...                 their connections break, and come back
 //	leave, finish NODE...             they end; finish: their work is done
 //	after DURATION                    time passes

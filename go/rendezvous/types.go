@@ -112,7 +112,7 @@ func (r Request) validate() error {
 		return fmt.Errorf("store has %d bytes: it must be HOST:PORT", len(r.Store))
 	}
 	if r.Ask < 0 || r.Seen.Ask < 0 || r.Seen.Ask > r.Ask {
-		return fmt.Errorf("ask is %d after an answer to %d: it must not go back", r.Ask, r.Seen.Ask)
+		return fmt.Errorf("ask is %d after an answer to %d: it must not decrease", r.Ask, r.Seen.Ask)
 	}
 	if v := r.Seen; v.Round < 0 || v.Round > maxRound || v.Round > 0 && (v.Size < 1 || v.Size > maxNodes || v.Rank < 0 || v.Rank >= v.Size) {
 		return fmt.Errorf("seen has rank %d of %d in round %d: no such round was released", v.Rank, v.Size, v.Round)

@@ -13,7 +13,7 @@ var epoch = time.Date(2026, 11, 1, 0, 0, 0, 0, time.UTC)
 
 var timing = Timing{Grace: 200 * time.Millisecond, Timeout: 5 * time.Second}
 
-// agent behaves as TorchRendezvousService does: it has one request open, and sends the next one with what it was told.
+// agent behaves as TorchRendezvousService does: it has one request open, and sends the next one with what it has heard.
 type agent struct {
 	group, name string
 	settings    Settings
@@ -84,7 +84,7 @@ func (w *world) feed(event Event) {
 		switch action := action.(type) {
 		case Answer:
 			if a := w.of[action.Waiter]; a != nil {
-				w.told(a, action)
+				w.answered(a, action)
 			}
 			delete(w.of, action.Waiter)
 		case Refuse:
@@ -103,7 +103,7 @@ func (w *world) feed(event Event) {
 	}
 }
 
-func (w *world) told(a *agent, answer Answer) {
+func (w *world) answered(a *agent, answer Answer) {
 	a.open = 0
 	v := answer.View
 	if v.Waiting > 0 && v.Waiting != a.view.Waiting {

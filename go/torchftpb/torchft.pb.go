@@ -440,7 +440,7 @@ type ManagerQuorumRequest struct {
 	// As QuorumMember.replays_failed_steps: the group does where all its ranks do.
 	ReplaysFailedSteps bool   `protobuf:"varint,140,opt,name=replays_failed_steps,json=replaysFailedSteps,proto3" json:"replays_failed_steps,omitempty"`
 	Traceparent        string `protobuf:"bytes,150,opt,name=traceparent,proto3" json:"traceparent,omitempty"` // W3C trace context of the step, empty unless the rank traces
-	// This rank was told to leave: all ranks of the group hear of it with the result (draining).
+	// This rank was asked to leave: all ranks of the group hear of it with the result (draining).
 	Drain         bool `protobuf:"varint,160,opt,name=drain,proto3" json:"drain,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -583,11 +583,11 @@ type ManagerQuorumResponse struct {
 	CommittedQuorumId int64 `protobuf:"varint,101,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
 	// This group may reduce again what it kept of max_step: it is up to date, does not heal, and all participants replay.
 	Replay bool `protobuf:"varint,140,opt,name=replay,proto3" json:"replay,omitempty"`
-	// Manager servers of further groups that offer max_step to this one, if it heals.
-	HelperManagerAddresses []string `protobuf:"bytes,120,rep,name=helper_manager_addresses,json=helperManagerAddresses,proto3" json:"helper_manager_addresses,omitempty"`
+	// Manager servers of the additional sources: further groups that offer max_step to this one, if it heals.
+	AdditionalSourceAddresses []string `protobuf:"bytes,120,rep,name=additional_source_addresses,json=additionalSourceAddresses,proto3" json:"additional_source_addresses,omitempty"`
 	// Groups that heal from another one, and ask this one for what both have alike.
 	HelpDstReplicaRanks []int64 `protobuf:"varint,121,rep,packed,name=help_dst_replica_ranks,json=helpDstReplicaRanks,proto3" json:"help_dst_replica_ranks,omitempty"`
-	// The group was asked to leave: this is its last step. All ranks of the group are told in the same quorum.
+	// The group was asked to leave: this is its last step. All ranks of the group learn it with the same quorum.
 	Draining      bool `protobuf:"varint,150,opt,name=draining,proto3" json:"draining,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -742,9 +742,9 @@ func (x *ManagerQuorumResponse) GetReplay() bool {
 	return false
 }
 
-func (x *ManagerQuorumResponse) GetHelperManagerAddresses() []string {
+func (x *ManagerQuorumResponse) GetAdditionalSourceAddresses() []string {
 	if x != nil {
-		return x.HelperManagerAddresses
+		return x.AdditionalSourceAddresses
 	}
 	return nil
 }
@@ -1279,7 +1279,7 @@ type RankRequest struct {
 	//
 	//	*RankRequest_Quorum
 	//	*RankRequest_ShouldCommit
-	//	*RankRequest_GiveUp
+	//	*RankRequest_Cancel
 	//	*RankRequest_Suspected
 	//	*RankRequest_Progress
 	//	*RankRequest_Hello
@@ -1361,10 +1361,10 @@ func (x *RankRequest) GetShouldCommit() *ShouldCommitRequest {
 	return nil
 }
 
-func (x *RankRequest) GetGiveUp() bool {
+func (x *RankRequest) GetCancel() bool {
 	if x != nil {
-		if x, ok := x.Request.(*RankRequest_GiveUp); ok {
-			return x.GiveUp
+		if x, ok := x.Request.(*RankRequest_Cancel); ok {
+			return x.Cancel
 		}
 	}
 	return false
@@ -1445,8 +1445,8 @@ type RankRequest_ShouldCommit struct {
 	ShouldCommit *ShouldCommitRequest `protobuf:"bytes,4,opt,name=should_commit,json=shouldCommit,proto3,oneof"`
 }
 
-type RankRequest_GiveUp struct {
-	GiveUp bool `protobuf:"varint,5,opt,name=give_up,json=giveUp,proto3,oneof"` // the rank waits for this call no longer; there is no answer
+type RankRequest_Cancel struct {
+	Cancel bool `protobuf:"varint,5,opt,name=cancel,proto3,oneof"` // the rank waits for this call no longer; there is no answer
 }
 
 type RankRequest_Suspected struct {
@@ -1482,7 +1482,7 @@ func (*RankRequest_Quorum) isRankRequest_Request() {}
 
 func (*RankRequest_ShouldCommit) isRankRequest_Request() {}
 
-func (*RankRequest_GiveUp) isRankRequest_Request() {}
+func (*RankRequest_Cancel) isRankRequest_Request() {}
 
 func (*RankRequest_Suspected) isRankRequest_Request() {}
 
@@ -1730,8 +1730,8 @@ func (x *MemberFailed) GetReason() string {
 	return ""
 }
 
-// A collective of this quorum failed, and not because somebody told of a failure. Suspected is one member, or, where the
-// process group cannot tell, whoever does not speak up.
+// A collective of this quorum failed, and not because a failure was reported. Suspected is one member, or, where the
+// process group does not know which, each one that does not report itself.
 type PeerSuspected struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	QuorumId      int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
@@ -2314,7 +2314,7 @@ type MemberMessage struct {
 	//
 	//	*MemberMessage_Greeting
 	//	*MemberMessage_Ask
-	//	*MemberMessage_GiveUp
+	//	*MemberMessage_Withdraw
 	//	*MemberMessage_Alive
 	//	*MemberMessage_Suspected
 	//	*MemberMessage_Progress
@@ -2399,10 +2399,10 @@ func (x *MemberMessage) GetAsk() *Ask {
 	return nil
 }
 
-func (x *MemberMessage) GetGiveUp() uint64 {
+func (x *MemberMessage) GetWithdraw() uint64 {
 	if x != nil {
-		if x, ok := x.Message.(*MemberMessage_GiveUp); ok {
-			return x.GiveUp
+		if x, ok := x.Message.(*MemberMessage_Withdraw); ok {
+			return x.Withdraw
 		}
 	}
 	return 0
@@ -2510,8 +2510,8 @@ type MemberMessage_Ask struct {
 	Ask *Ask `protobuf:"bytes,2,opt,name=ask,proto3,oneof"`
 }
 
-type MemberMessage_GiveUp struct {
-	GiveUp uint64 `protobuf:"varint,3,opt,name=give_up,json=giveUp,proto3,oneof"` // the number of an ask for which the member waits no longer; there is no answer
+type MemberMessage_Withdraw struct {
+	Withdraw uint64 `protobuf:"varint,3,opt,name=withdraw,proto3,oneof"` // the number of an ask for which the member waits no longer; there is no answer
 }
 
 type MemberMessage_Alive struct {
@@ -2560,7 +2560,7 @@ func (*MemberMessage_Greeting) isMemberMessage_Message() {}
 
 func (*MemberMessage_Ask) isMemberMessage_Message() {}
 
-func (*MemberMessage_GiveUp) isMemberMessage_Message() {}
+func (*MemberMessage_Withdraw) isMemberMessage_Message() {}
 
 func (*MemberMessage_Alive) isMemberMessage_Message() {}
 
@@ -2590,7 +2590,7 @@ type Greeting struct {
 	// Where this lighthouse is in the member's list, from 0, and how many there are: 1 if it has no other one.
 	Place       uint32 `protobuf:"varint,40,opt,name=place,proto3" json:"place,omitempty"`
 	Lighthouses uint32 `protobuf:"varint,41,opt,name=lighthouses,proto3" json:"lighthouses,omitempty"`
-	// The highest that a lighthouse told the member: ids of quorums begin with it where there are several lighthouses.
+	// The highest that the member received from a lighthouse: ids of quorums begin with it where there are several lighthouses.
 	Term int64 `protobuf:"varint,42,opt,name=term,proto3" json:"term,omitempty"`
 	// As Ask.known_quorum_id, for a lighthouse of a list, which learns so of a quorum that was formed at another one.
 	KnownQuorumId int64 `protobuf:"varint,43,opt,name=known_quorum_id,json=knownQuorumId,proto3" json:"known_quorum_id,omitempty"`
@@ -2938,7 +2938,7 @@ type LighthouseMessage struct {
 	//	*LighthouseMessage_ProgressAsked
 	//	*LighthouseMessage_Probe
 	//	*LighthouseMessage_Recall
-	//	*LighthouseMessage_GoBack
+	//	*LighthouseMessage_FailBack
 	//	*LighthouseMessage_Drain
 	//	*LighthouseMessage_Released
 	Message       isLighthouseMessage_Message `protobuf_oneof:"message"`
@@ -3087,10 +3087,10 @@ func (x *LighthouseMessage) GetRecall() int64 {
 	return 0
 }
 
-func (x *LighthouseMessage) GetGoBack() uint32 {
+func (x *LighthouseMessage) GetFailBack() uint32 {
 	if x != nil {
-		if x, ok := x.Message.(*LighthouseMessage_GoBack); ok {
-			return x.GoBack
+		if x, ok := x.Message.(*LighthouseMessage_FailBack); ok {
+			return x.FailBack
 		}
 	}
 	return 0
@@ -3158,10 +3158,10 @@ type LighthouseMessage_Recall struct {
 	Recall int64 `protobuf:"varint,40,opt,name=recall,proto3,oneof"` // the lighthouse does not know the quorum of this id, and asks for it
 }
 
-type LighthouseMessage_GoBack struct {
+type LighthouseMessage_FailBack struct {
 	// All members go to the lighthouse at this place of the list, which all reach: the member ends the stream, and asks
 	// there from now on. What it has asked here, or asks, is not answered with a quorum.
-	GoBack uint32 `protobuf:"varint,41,opt,name=go_back,json=goBack,proto3,oneof"`
+	FailBack uint32 `protobuf:"varint,41,opt,name=fail_back,json=failBack,proto3,oneof"`
 }
 
 type LighthouseMessage_Drain struct {
@@ -3192,7 +3192,7 @@ func (*LighthouseMessage_Probe) isLighthouseMessage_Message() {}
 
 func (*LighthouseMessage_Recall) isLighthouseMessage_Message() {}
 
-func (*LighthouseMessage_GoBack) isLighthouseMessage_Message() {}
+func (*LighthouseMessage_FailBack) isLighthouseMessage_Message() {}
 
 func (*LighthouseMessage_Drain) isLighthouseMessage_Message() {}
 
@@ -3550,7 +3550,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x13committed_quorum_id\x18e \x01(\x03R\x11committedQuorumId\x121\n" +
 	"\x14replays_failed_steps\x18\x8c\x01 \x01(\bR\x12replaysFailedSteps\x12!\n" +
 	"\vtraceparent\x18\x96\x01 \x01(\tR\vtraceparent\x12\x15\n" +
-	"\x05drain\x18\xa0\x01 \x01(\bR\x05drain\"\xa2\a\n" +
+	"\x05drain\x18\xa0\x01 \x01(\bR\x05drain\"\xa8\a\n" +
 	"\x15ManagerQuorumResponse\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12=\n" +
 	"\x1brecover_src_manager_address\x18\x02 \x01(\tR\x18recoverSrcManagerAddress\x12<\n" +
@@ -3570,8 +3570,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\x13reconfigure_handles\x18\x0e \x03(\tR\x12reconfigureHandles\x128\n" +
 	"\x18replicas_without_handles\x18d \x03(\tR\x16replicasWithoutHandles\x12.\n" +
 	"\x13committed_quorum_id\x18e \x01(\x03R\x11committedQuorumId\x12\x17\n" +
-	"\x06replay\x18\x8c\x01 \x01(\bR\x06replay\x128\n" +
-	"\x18helper_manager_addresses\x18x \x03(\tR\x16helperManagerAddresses\x123\n" +
+	"\x06replay\x18\x8c\x01 \x01(\bR\x06replay\x12>\n" +
+	"\x1badditional_source_addresses\x18x \x03(\tR\x19additionalSourceAddresses\x123\n" +
 	"\x16help_dst_replica_ranks\x18y \x03(\x03R\x13helpDstReplicaRanks\x12\x1b\n" +
 	"\bdraining\x18\x96\x01 \x01(\bR\bdrainingB\x1b\n" +
 	"\x19_recover_src_replica_rankB\x13\n" +
@@ -3601,14 +3601,14 @@ const file_torchft_proto_rawDesc = "" +
 	"\tresponses\x18\x01 \x03(\v2\x16.torchft.RelayResponseR\tresponses\"\\\n" +
 	"\rRelayResponse\x12\x18\n" +
 	"\asession\x18\x01 \x01(\x04R\asession\x121\n" +
-	"\bresponse\x18\x02 \x01(\v2\x15.torchft.RankResponseR\bresponse\"\x9c\x04\n" +
+	"\bresponse\x18\x02 \x01(\v2\x15.torchft.RankResponseR\bresponse\"\x9b\x04\n" +
 	"\vRankRequest\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\x12\x1d\n" +
 	"\n" +
 	"timeout_us\x18\x02 \x01(\x03R\ttimeoutUs\x127\n" +
 	"\x06quorum\x18\x03 \x01(\v2\x1d.torchft.ManagerQuorumRequestH\x00R\x06quorum\x12C\n" +
-	"\rshould_commit\x18\x04 \x01(\v2\x1c.torchft.ShouldCommitRequestH\x00R\fshouldCommit\x12\x19\n" +
-	"\agive_up\x18\x05 \x01(\bH\x00R\x06giveUp\x126\n" +
+	"\rshould_commit\x18\x04 \x01(\v2\x1c.torchft.ShouldCommitRequestH\x00R\fshouldCommit\x12\x18\n" +
+	"\x06cancel\x18\x05 \x01(\bH\x00R\x06cancel\x126\n" +
 	"\tsuspected\x18< \x01(\v2\x16.torchft.PeerSuspectedH\x00R\tsuspected\x123\n" +
 	"\bprogress\x18= \x01(\v2\x15.torchft.RankProgressH\x00R\bprogress\x12\x16\n" +
 	"\x05hello\x18> \x01(\x03H\x00R\x05hello\x12\x16\n" +
@@ -3679,13 +3679,13 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06reason\x18\x03 \x01(\tR\x06reason\";\n" +
 	"\vCallFailure\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\rR\x04code\x12\x18\n" +
-	"\amessage\x18\x02 \x01(\tR\amessage\"\xd3\x04\n" +
+	"\amessage\x18\x02 \x01(\tR\amessage\"\xd6\x04\n" +
 	"\rMemberMessage\x12\x14\n" +
 	"\x05stamp\x182 \x01(\x04R\x05stamp\x12\x1a\n" +
 	"\bfinished\x183 \x01(\bR\bfinished\x12/\n" +
 	"\bgreeting\x18\x01 \x01(\v2\x11.torchft.GreetingH\x00R\bgreeting\x12 \n" +
-	"\x03ask\x18\x02 \x01(\v2\f.torchft.AskH\x00R\x03ask\x12\x19\n" +
-	"\agive_up\x18\x03 \x01(\x04H\x00R\x06giveUp\x12\x16\n" +
+	"\x03ask\x18\x02 \x01(\v2\f.torchft.AskH\x00R\x03ask\x12\x1c\n" +
+	"\bwithdraw\x18\x03 \x01(\x04H\x00R\bwithdraw\x12\x16\n" +
 	"\x05alive\x18\x04 \x01(\bH\x00R\x05alive\x126\n" +
 	"\tsuspected\x18< \x01(\v2\x16.torchft.PeerSuspectedH\x00R\tsuspected\x124\n" +
 	"\bprogress\x18= \x01(\v2\x16.torchft.GroupProgressH\x00R\bprogress\x12 \n" +
@@ -3729,7 +3729,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x13committed_quorum_id\x18\x06 \x01(\x03R\x11committedQuorumId\x12'\n" +
 	"\x0fcommit_failures\x18\a \x01(\x03R\x0ecommitFailures\x12\x18\n" +
 	"\areaches\x18( \x01(\x04R\areaches\x12 \n" +
-	"\vtraceparent\x18P \x01(\tR\vtraceparent\"\xdc\x04\n" +
+	"\vtraceparent\x18P \x01(\tR\vtraceparent\"\xe0\x04\n" +
 	"\x11LighthouseMessage\x12\x16\n" +
 	"\x06number\x18\x01 \x01(\x04R\x06number\x12\x14\n" +
 	"\x05stamp\x182 \x01(\x04R\x05stamp\x12,\n" +
@@ -3743,8 +3743,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\x0emember_stalled\x18< \x01(\v2\x16.torchft.MemberStalledH\x00R\rmemberStalled\x12'\n" +
 	"\x0eprogress_asked\x18= \x01(\bH\x00R\rprogressAsked\x12\x16\n" +
 	"\x05probe\x18> \x01(\bH\x00R\x05probe\x12\x18\n" +
-	"\x06recall\x18( \x01(\x03H\x00R\x06recall\x12\x19\n" +
-	"\ago_back\x18) \x01(\rH\x00R\x06goBack\x12\x16\n" +
+	"\x06recall\x18( \x01(\x03H\x00R\x06recall\x12\x1d\n" +
+	"\tfail_back\x18) \x01(\rH\x00R\bfailBack\x12\x16\n" +
 	"\x05drain\x18P \x01(\tH\x00R\x05drain\x12\x1c\n" +
 	"\breleased\x18Q \x01(\bH\x00R\breleasedB\t\n" +
 	"\amessage\"b\n" +
@@ -3924,7 +3924,7 @@ func file_torchft_proto_init() {
 	file_torchft_proto_msgTypes[19].OneofWrappers = []any{
 		(*RankRequest_Quorum)(nil),
 		(*RankRequest_ShouldCommit)(nil),
-		(*RankRequest_GiveUp)(nil),
+		(*RankRequest_Cancel)(nil),
 		(*RankRequest_Suspected)(nil),
 		(*RankRequest_Progress)(nil),
 		(*RankRequest_Hello)(nil),
@@ -3945,7 +3945,7 @@ func file_torchft_proto_init() {
 	file_torchft_proto_msgTypes[31].OneofWrappers = []any{
 		(*MemberMessage_Greeting)(nil),
 		(*MemberMessage_Ask)(nil),
-		(*MemberMessage_GiveUp)(nil),
+		(*MemberMessage_Withdraw)(nil),
 		(*MemberMessage_Alive)(nil),
 		(*MemberMessage_Suspected)(nil),
 		(*MemberMessage_Progress)(nil),
@@ -3968,7 +3968,7 @@ func file_torchft_proto_init() {
 		(*LighthouseMessage_ProgressAsked)(nil),
 		(*LighthouseMessage_Probe)(nil),
 		(*LighthouseMessage_Recall)(nil),
-		(*LighthouseMessage_GoBack)(nil),
+		(*LighthouseMessage_FailBack)(nil),
 		(*LighthouseMessage_Drain)(nil),
 		(*LighthouseMessage_Released)(nil),
 	}

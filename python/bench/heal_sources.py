@@ -97,7 +97,7 @@ class Worker:
         transport = self.make(timeout, 0)
         begin = time.monotonic()
         while time.monotonic() < end:
-            transport.recv_checkpoint(0, metadata[0], 1, timeout, helpers=[lambda: metadata[1]])
+            transport.recv_checkpoint(0, metadata[0], 1, timeout, additional_sources=[lambda: metadata[1]])
             received += STATE_BYTES
         transport.shutdown()
         return {"gb_per_s": received / 1e9 / (time.monotonic() - begin)}

@@ -95,7 +95,7 @@ def test_up_to_date_groups_help_to_heal(monkeypatch: pytest.MonkeyPatch, joining
 
     def train(rank: Rank) -> int:
         weights = torch.full((2 << 20,), 1.0)
-        # slow enough for the helper to have its share
+        # slow enough for the additional source to have its share
         transports.append(HTTPTransport(DEADLINE, 0, bandwidth_limit=16 << 20))
         manager = rank.start_manager(
             load_state_dict=lambda state: weights.copy_(state["w"]),

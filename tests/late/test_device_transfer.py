@@ -148,11 +148,11 @@ def test_the_network_fetches_while_the_source_copies(make: Any, device: type[Obs
 
 def test_the_source_is_not_copied_before_somebody_asks(make: Any, device: type[Observed], monkeypatch: Any) -> None:
     monkeypatch.setattr(_offer, "_COPY_DELAY", 60)
-    source, helper, state = make(), make(), {"w": numbers(4 * BLOCK)}
+    source, additional, state = make(), make(), {"w": numbers(4 * BLOCK)}
     source.send_checkpoint([1], 1, state, TIMEOUT)
-    helper.help_checkpoint(1, state)
+    additional.help_checkpoint(1, state)
     assert [each.nbytes for each in device.made] == [0, 0]
-    assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, helpers=[]), state)
+    assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, additional_sources=[]), state)
     assert [each.nbytes for each in device.made] == [4 * BLOCK, 0, 4 * BLOCK]
 
 
@@ -273,27 +273,31 @@ def test_another_source_takes_over(make: Any, monkeypatch: Any) -> None:
     grant = _native_transfer.NativeOffer.grant
     monkeypatch.setattr(_native_transfer.NativeOffer, "grant", lambda self: grants.append(grant(self)) or grants[-1])
     state = {"w": numbers(32 * BLOCK)}
-    assigned, helper = make(bandwidth_limit=MB), make(bandwidth_limit=16 * MB)  # time enough for the helper to come
+    assigned, additional = make(bandwidth_limit=MB), make(bandwidth_limit=16 * MB)  # time enough for the second to come
     assigned.send_checkpoint([1], 1, {"w": state["w"].clone()}, TIMEOUT)
-    helper.help_checkpoint(1, {"w": state["w"].clone()})
+    additional.help_checkpoint(1, {"w": state["w"].clone()})
     with ThreadPoolExecutor(1) as pool:
-        got = pool.submit(make().recv_checkpoint, 0, assigned.metadata(), 1, TIMEOUT, helpers=[helper.metadata])
+        got = pool.submit(
+            make().recv_checkpoint, 0, assigned.metadata(), 1, TIMEOUT, additional_sources=[additional.metadata]
+        )
         until(lambda: len(grants) == 2 and all(one.served > 0 for one in grants))
         assigned._native.close()
         assert_same(got.result(60), state)
 
 
-def test_a_helper_takes_its_memory_back_while_it_is_copied(make: Any, device: type[Observed]) -> None:
-    source, helper = make(bandwidth_limit=3 * MB), make()  # time enough for the helper to come
+def test_an_additional_source_takes_its_memory_back_while_it_is_copied(make: Any, device: type[Observed]) -> None:
+    source, additional = make(bandwidth_limit=3 * MB), make()  # time enough for the additional source to come
     state = {"w": numbers(16 * BLOCK)}
     source.send_checkpoint([1], 1, {"w": state["w"].clone()}, TIMEOUT)
     device.late = 0.05
     weights = state["w"].clone()
-    helper.help_checkpoint(1, {"w": weights})
+    additional.help_checkpoint(1, {"w": weights})
     with ThreadPoolExecutor(1) as pool:
-        got = pool.submit(make().recv_checkpoint, 0, source.metadata(), 1, TIMEOUT, helpers=[helper.metadata])
+        got = pool.submit(
+            make().recv_checkpoint, 0, source.metadata(), 1, TIMEOUT, additional_sources=[additional.metadata]
+        )
         until(lambda: device.made[1].ended > 0)
-        helper.disallow_checkpoint()
+        additional.disallow_checkpoint()
         ended = device.made[1].ended
         weights.fill_(0)
         assert_same(got.result(60), state)
@@ -378,7 +382,7 @@ def test_a_device_that_is_not_here(make: Any, monkeypatch: Any, where: str, erro
 def test_random_transfers(make: Any, device: type[Observed], upstream: list[str]) -> None:
     device.late = 0.0
     seed = random.randrange(2**32)
-    source, helper = make(), make()
+    source, additional = make(), make()
     for number in range(20):
         rng = random.Random(seed + number)
         sizes = [rng.choice([0, 1, 100, 5000, 70_000, 600_000]) for _ in range(rng.randrange(1, 12))]
@@ -390,12 +394,12 @@ def test_random_transfers(make: Any, device: type[Observed], upstream: list[str]
         next(iter(helping.values())).fill_(5)  # which the assigned source has otherwise
         data = random_faults(rng, ["drop", "reset", "truncate", "delay", "flip"], max(1, sum(sizes) // 2), 6)
         source.send_checkpoint([1], number, state, TIMEOUT)
-        helper.help_checkpoint(number, helping)
+        additional.help_checkpoint(number, helping)
         through = Wire(source, random_faults(rng, ["drop", "reset", "delay"], 2000, 2), data)
         target: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0, state_dict=partial(dict, own) if number % 2 else None)
-        helpers = [helper.metadata] if number % 3 else []
+        additional_sources = [additional.metadata] if number % 3 else []
         try:
-            got = target.recv_checkpoint(0, through.metadata, number, TIMEOUT, helpers=helpers)
+            got = target.recv_checkpoint(0, through.metadata, number, TIMEOUT, additional_sources=additional_sources)
             assert_same(got, state)
         except BaseException:
             print(f"seed {seed}, transfer {number}")
@@ -404,7 +408,7 @@ def test_random_transfers(make: Any, device: type[Observed], upstream: list[str]
             through.close()
             target.shutdown()
             source.disallow_checkpoint()
-            helper.disallow_checkpoint()
+            additional.disallow_checkpoint()
     assert not upstream
 
 

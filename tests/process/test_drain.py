@@ -61,7 +61,7 @@ def test_a_drained_group_ends_and_the_other_one_loses_nothing(lighthouse: str, t
             "train_ddp_1",
         ]
         assert process_tree.start(drain, said, {"PYTHONPATH": ours_path()}).wait(90) == 0, said.read_text()
-        assert "told to leave at the end of a step" in said.read_text() and "has left" in said.read_text()
+        assert "asked to leave at the end of a step" in said.read_text() and "has left" in said.read_text()
         wait_for(lambda: groups[1].status == 0, "it ends well", *groups, seconds=100)
         assert len({end["step"] for end in groups[1].ends()}) == 1, "its ranks left at the same step"
 

@@ -72,7 +72,7 @@ def test_watch_drain_and_kill(groups: Groups) -> None:
             assert next(line for line in shown if "2 groups, step" in line)
 
             killed.expected_to_live = False
-            assert "told to end" in groups.run("kill", "member_1")
+            assert "asked to end" in groups.run("kill", "member_1")
             groups.job.wait(lambda: killed.returncode is not None, 60, "it ends")
             assert killed.returncode == 1
             assert next(line for line in shown if "1 group, step" in line)

@@ -103,7 +103,7 @@ def test_quorum_result_has_its_defaults_and_can_be_set() -> None:
         replicas_without_handles=[],
         committed_quorum_id=0,
         replay=False,
-        helper_manager_addresses=[],
+        additional_source_addresses=[],
         help_dst_replica_ranks=[],
         draining=False,
     )

@@ -308,7 +308,7 @@ class _Target:
         with self._cond:
             before, self._plan = self._plan, plan
             assert plan.source is not None
-            self.sources.quorum(plan.source.manager_address, plan.helpers[: self._additional])
+            self.sources.quorum(plan.source.manager_address, plan.additional_sources[: self._additional])
             if self._talks not in self.sources:
                 self._abort()
             fate = self.heal.quorum(plan.max_step, plan.quorum_id, plan.committed_quorum_id, together)

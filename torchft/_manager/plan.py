@@ -43,7 +43,7 @@ class Plan:
     # A step that fails here, or failed before at max_step, is reduced again: see replay.py
     replay: bool
     source: Optional[Source]  # to heal from, None if this group need not
-    helpers: list[str]  # manager servers of further groups that offer the same step
+    additional_sources: list[str]  # manager servers of further groups that offer the same step
     recover_dst: list[int]  # groups that heal from this one
     help_dst: list[int]  # groups that heal from another one, and may ask this one
     draining: bool = False  # this is the group's last step: somebody wants it to leave
@@ -113,7 +113,7 @@ def make_plan(
         up_to_date=result.max_replica_rank is not None,
         replay=result.replay,
         source=source,
-        helpers=result.helper_manager_addresses if source is not None else [],
+        additional_sources=result.additional_source_addresses if source is not None else [],
         recover_dst=result.recover_dst_replica_ranks if allow_heal else [],
         help_dst=result.help_dst_replica_ranks if allow_heal else [],
         draining=result.draining,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # The timeout for reaching an additional source. One that takes longer would hardly shorten the transfer.
-_HELPER_TIMEOUT = timedelta(seconds=3)
+_LOCATE_TIMEOUT = timedelta(seconds=3)
 # The timeout of the first attempt to reach a source; it doubles with each attempt. Between two attempts the quorum
 # thread learns of a failure of the source.
 _FIRST_TRY = timedelta(seconds=0.5)
@@ -81,7 +81,7 @@ class Recovery:
         self._check_peers = check_peers
         self._timeout = timeout
         self._connect_timeout = connect_timeout
-        self._helpers = sources - 1 if transport.several_sources else 0
+        self._additional = sources - 1 if transport.several_sources else 0
         self._logger = logger
         self.pending: Optional[dict[str, Any]] = None
         self.phases = Phases()
@@ -157,7 +157,7 @@ class Recovery:
                 self._serve(plan, read)
             except Unsendable as e:  # the targets were told; this group has its state, and trains on
                 self._logger.exception(f"replica ranks {plan.recover_dst} cannot heal from this group: {e}")
-        elif plan.help_dst and self._helpers > 0:
+        elif plan.help_dst and self._additional > 0:
             try:
                 self._transport.help_checkpoint(plan.max_step, read())
             except Exception as e:  # the target has its assigned source
@@ -190,8 +190,8 @@ class Recovery:
         self._logger.info(f"healing to step {plan.max_step} from {source.manager_address}")
         with self.phases.measure("transfer"), bounded(f"healing from {source.manager_address}"):
             metadata = self._ask_source(self._reach(source.manager_address))
-            asked = [partial(self.locate, address) for address in plan.helpers[: self._helpers]]
-            several: dict[str, Any] = {"helpers": asked} if asked else {}
+            asked = [partial(self.locate, address) for address in plan.additional_sources[: self._additional]]
+            several: dict[str, Any] = {"additional_sources": asked} if asked else {}
             self._target = target = Target(self._own, self._may_write(plan))
             if self._transport.takes_target:
                 several["target"] = target
@@ -276,7 +276,7 @@ class Recovery:
 
     def locate(self, manager_address: str) -> str:
         """The address at which this rank's counterpart in a group offers its state; one attempt, of at most 3 s."""
-        return self._ask(self._connect(manager_address, _HELPER_TIMEOUT), _HELPER_TIMEOUT)
+        return self._ask(self._connect(manager_address, _LOCATE_TIMEOUT), _LOCATE_TIMEOUT)
 
     def _ask(self, client: ManagerClient, timeout: timedelta) -> str:
         """Asks for the address of a state. The client closes its connection when it is garbage collected."""

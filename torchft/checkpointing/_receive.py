@@ -23,15 +23,15 @@ from torchft.checkpointing._retry import Attempts
 from torchft.checkpointing._staging import copies_for
 from torchft.checkpointing._target import CPU, Homes, Target
 from torchft.checkpointing._upstream import FULL
-from torchft.checkpointing.transport import CheckpointError, Helper, Interrupted, Role
+from torchft.checkpointing.transport import AdditionalSource, CheckpointError, Interrupted, Role
 from torchft.http import _DeadlineSocket
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 _SLICE = 0.5  # seconds between two looks at the progress
 _HELP_AFTER = 0.1  # seconds; what takes less is not worth the questions to further sources
-_HELPER_CONNECT = 3.0  # seconds in which a further source must answer
-_HELPER_END = 1.0  # seconds for a thread that talks to a further source, when its connection was cut
+_SOURCE_CONNECT = 3.0  # seconds in which a further source must answer
+_SOURCE_END = 1.0  # seconds for a thread that talks to a further source, when its connection was cut
 
 
 class SourceFailed(Interrupted):
@@ -164,13 +164,15 @@ class Transfer:
         self._landing.close()
 
 
-class Helpers:
+class AdditionalSources:
     """Further sources of a transfer, each asked by a thread of its own, for as long as the block lasts.
 
     None of them is needed: what goes wrong with one is logged, and the others go on.
     """
 
-    def __init__(self, transfer: Transfer, helpers: Sequence[Helper], step: int, deadline: float, token: str) -> None:
+    def __init__(
+        self, transfer: Transfer, additional_sources: Sequence[AdditionalSource], step: int, deadline: float, token: str
+    ) -> None:
         self._transfer = transfer
         self._step = step
         self._deadline = deadline
@@ -180,10 +182,11 @@ class Helpers:
         self._talking: Set[Optional[int]] = set()
         self._sockets: List[_DeadlineSocket] = []
         self._threads = [
-            threading.Thread(target=self._ask, args=(one,), daemon=True, name="torchft-helper") for one in helpers
+            threading.Thread(target=self._ask, args=(one,), daemon=True, name="torchft-source")
+            for one in additional_sources
         ]
 
-    def __enter__(self) -> Helpers:
+    def __enter__(self) -> AdditionalSources:
         for thread in self._threads:
             thread.start()
         return self
@@ -196,7 +199,7 @@ class Helpers:
             talking = [thread for thread in self._threads if thread.ident in self._talking]
         # Those that have no connection yet end by themselves, and do nothing more: nobody waits for a failed group.
         for thread in talking:
-            thread.join(_HELPER_END)
+            thread.join(_SOURCE_END)
 
     def _connected(self, sock: _DeadlineSocket) -> None:
         with self._lock:
@@ -205,16 +208,16 @@ class Helpers:
             if self._over.is_set():
                 sock.abort()
 
-    def _ask(self, helper: Helper) -> None:
+    def _ask(self, locate: AdditionalSource) -> None:
         if self._over.wait(_HELP_AFTER):
             return
         try:
-            metadata = helper()
+            metadata = locate()
             if self._over.is_set():
                 return
             what = describe(metadata, self._step, FULL)
             # it answers at once, or is of no use
-            deadline = min(self._deadline, time.monotonic() + _HELPER_CONNECT)
+            deadline = min(self._deadline, time.monotonic() + _SOURCE_CONNECT)
             with ask(metadata, self._step, FULL, deadline, self._token, True, self._connected) as answer:
                 if answer.control is None or answer.sock is None:
                     return
@@ -243,7 +246,7 @@ def receive(
     own: Optional[Callable[[], object]] = None,
     target: Optional[Target] = None,
     upstream: Callable[[Answer], Any],
-    helpers: Sequence[Helper] = (),
+    additional_sources: Sequence[AdditionalSource] = (),
     abandon: Optional[Abandon] = None,
 ) -> Any:
     """Fetches a state, in the native format where both sides can, else in the upstream format.
@@ -256,7 +259,7 @@ def receive(
         own: gives the state that is here already, to be filled in place and to be like the one that comes
         target: where tensors go otherwise
         upstream: reads an answer in the upstream format
-        helpers: give the metadata of further sources
+        additional_sources: give the metadata of further sources
         abandon: may end it before the deadline
 
     Raises:
@@ -276,7 +279,7 @@ def receive(
                     if answer.control is None:
                         return upstream(answer)
                     transfer, ticket = _open(go, answer, transfer, own, target, checked, what)
-                    with Helpers(transfer, helpers if checked else (), step, deadline, token):
+                    with AdditionalSources(transfer, additional_sources if checked else (), step, deadline, token):
                         status = transfer.run(
                             host_port(answer.host, ticket.port), ticket.secret, deadline, shown, abandon
                         )

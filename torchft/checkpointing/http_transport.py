@@ -27,7 +27,7 @@ from torchft.checkpointing._source import Source, Unavailable, WrongStep
 from torchft.checkpointing._target import Target
 from torchft.checkpointing._token import accepts, checkpoint_token
 from torchft.checkpointing._upstream import FULL, METADATA, receive_upstream
-from torchft.checkpointing.transport import CheckpointTransport, Helper, Role, Unsendable
+from torchft.checkpointing.transport import AdditionalSource, CheckpointTransport, Role, Unsendable
 from torchft.http import _DeadlineSocket, _IPv6HTTPServer
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -188,14 +188,14 @@ class HTTPTransport(CheckpointTransport[T]):
         metadata: str,
         step: int,
         timeout: timedelta,
-        helpers: Sequence[Helper] = (),
+        additional_sources: Sequence[AdditionalSource] = (),
         target: Optional[Target] = None,
     ) -> T:
         """See `CheckpointTransport.recv_checkpoint`.
 
         Args:
-            helpers: give the metadata of further groups that offer this step. What they have byte for byte as the
-                source has it may come from them.
+            additional_sources: give the metadata of further groups that offer this step. What they have byte for
+                byte as the source has it may come from them.
             target: where tensors go if this transport has no `state_dict`. Without either a tensor that the source has
                 on a device goes to this process's current device of that kind.
         """
@@ -226,7 +226,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 own=self._state_dict,
                 target=target,
                 upstream=upstream,
-                helpers=helpers,
+                additional_sources=additional_sources,
                 abandon=self._receiving,
             )
         finally:

@@ -19,7 +19,7 @@ class Role(Enum):
 
 
 # Returns the metadata of an additional source. It may block for a while, or raise.
-Helper = Callable[[], str]
+AdditionalSource = Callable[[], str]
 
 
 class CheckpointError(RuntimeError):
@@ -69,7 +69,7 @@ class CheckpointTransport(Generic[T], ABC):
 
     Attributes:
         several_sources: whether groups that the target is not assigned to can help: then `help_checkpoint` is called
-            there, and `recv_checkpoint` here with `helpers`, a list of `Helper`.
+            there, and `recv_checkpoint` here with `additional_sources`, a list of `AdditionalSource`.
         takes_target: whether `recv_checkpoint` takes `target`, a `Target`: what the group has, and where tensors go.
         in_place: whether `recv_checkpoint` writes to tensors that this group trains with, so that they are of no step
             if it fails.

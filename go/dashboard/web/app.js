@@ -34,7 +34,7 @@ function clock(ms) {
   return `${then.toLocaleDateString([], { day: "numeric", month: "short" })} ${time}`;
 }
 
-// A replica_id ends in a UUID, the beginning of which tells it from the others. `torchft kill` takes the beginning of a name.
+// A replica_id ends in a UUID, whose beginning is enough to name it. `torchft kill` takes the beginning of a name.
 const short = (text) => text.replace(/(:[0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}/g, "$1…");
 
 // Messages of the lighthouse
@@ -252,7 +252,7 @@ const job = new URLSearchParams(location.search).get("job");
 
 async function drawJobs() {
   if (document.activeElement === at("jobs")) return; // somebody chooses
-  const answer = await fetch("jobs").catch(() => null); // the connection below tells of a lighthouse that is away
+  const answer = await fetch("jobs").catch(() => null); // the connection below reports a lighthouse that is away
   if (!answer || !answer.ok) return;
   const all = await answer.json();
   at("jobs").hidden = all.length < 2;

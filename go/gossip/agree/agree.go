@@ -1,4 +1,4 @@
-// Package agree decides which members of a gossiping job train together. It is pure: a Machine is told what membership
+// Package agree decides which members of a gossiping job train together. It is pure: a Machine takes in what membership
 // knows and what the others have said, and answers with what to say.
 //
 // A member that needs a view wants a number above those of all views that it knows. When all live members want one, the
@@ -249,8 +249,8 @@ func (m *Machine) Ask() {
 	m.act()
 }
 
-// GiveUp ends what Ask began, without a view.
-func (m *Machine) GiveUp() {
+// Cancel ends what Ask began, without a view.
+func (m *Machine) Cancel() {
 	if m.note.Left {
 		return
 	}
@@ -263,7 +263,7 @@ func (m *Machine) Leave() {
 	m.asked, m.taken, m.note.Left = false, nil, true
 }
 
-// See tells which members are alive, this one aside, and what they say.
+// See takes in which members are alive, this one aside, and what they say.
 func (m *Machine) See(peers map[ID]Peer) {
 	for id, peer := range peers {
 		m.lives[id.Name] = max(m.lives[id.Name], id.Incarnation)
@@ -289,7 +289,7 @@ func (m *Machine) over(id ID) (confirmed int64, over bool) {
 	return unknown, m.lives[id.Name] > id.Incarnation
 }
 
-// Bury tells of a member that has left, by its own last note.
+// Bury takes in that a member has left, by its own last note.
 func (m *Machine) Bury(id ID, last Note) {
 	delete(m.alive, id)
 	m.ended[id] = last.Confirmed
@@ -540,7 +540,7 @@ type News struct {
 	Joining []string `json:"joining"` // names of processes that want to become members
 }
 
-// News tells about the view that this member is in; its number is 0 if it is in none.
+// News is what is to be known about the view that this member is in; its number is 0 if it is in none.
 func (m *Machine) News() News {
 	if m.taken == nil {
 		return News{}

@@ -182,20 +182,20 @@ func TestHalfIsEnoughWhereTheOtherHalfHasEnded(t *testing.T) {
 }
 
 func TestAMemberThatHasLeftIsNotCounted(t *testing.T) {
-	for _, told := range []string{"by its note", "by a message"} {
-		t.Run(told, func(t *testing.T) {
+	for _, how := range []string{"by its note", "by a message"} {
+		t.Run(how, func(t *testing.T) {
 			j := newJob(t, "a", "b", "c")
 			j.ask(j.names()...)
 			for _, leaver := range []string{"a", "b"} {
-				gone := j.machines[leaver]
-				gone.Leave()
-				if told == "by its note" {
+				left := j.machines[leaver]
+				left.Leave()
+				if how == "by its note" {
 					j.settle()
 				}
 				delete(j.machines, leaver)
-				if told == "by a message" {
+				if how == "by a message" {
 					for _, m := range j.machines {
-						m.Bury(gone.cfg.Me, gone.Note())
+						m.Bury(left.cfg.Me, left.Note())
 					}
 				}
 				j.settle()
@@ -210,7 +210,7 @@ func TestAMemberThatHasLeftIsNotCounted(t *testing.T) {
 	}
 }
 
-// Members of the last view that ended may have gone on without this one, with others that train on.
+// Members of the last view that ended may have continued without this one, with others that train on.
 func TestAMemberThatWentOnElsewhereIsCounted(t *testing.T) {
 	for _, how := range []string{"left", "started again"} {
 		t.Run(how, func(t *testing.T) {
@@ -223,14 +223,14 @@ func TestAMemberThatWentOnElsewhereIsCounted(t *testing.T) {
 			j.ask("a", "b", "d")
 			require.Equal(t, []string{"a", "b", "d"}, j.in("d"))
 			for _, name := range []string{"a", "b"} {
-				gone := j.machines[name]
-				gone.Leave()
+				left := j.machines[name]
+				left.Leave()
 				delete(j.machines, name)
-				j.machines["d"].Bury(gone.cfg.Me, gone.Note())
+				j.machines["d"].Bury(left.cfg.Me, left.Note())
 				j.settle()
 				j.ask(j.names()...)
 				if how == "left" {
-					j.machines["c"].Bury(gone.cfg.Me, gone.Note())
+					j.machines["c"].Bury(left.cfg.Me, left.Note())
 				}
 			}
 			require.Equal(t, []string{"d"}, j.in("d"), "it trains")
@@ -365,14 +365,14 @@ func TestLivesThatRiseDiffer(t *testing.T) {
 	require.Len(t, risen, 4)
 }
 
-func TestAMemberGivesUp(t *testing.T) {
+func TestAMemberCancels(t *testing.T) {
 	j := newJob(t, "a", "b")
 	j.ask("a", "b")
 	j.machines["a"].Ask()
 	j.settle()
 	require.Equal(t, "waits for b", j.machines["a"].Waits())
 	require.Equal(t, "a has left the view", j.machines["b"].News().Lost)
-	j.machines["a"].GiveUp()
+	j.machines["a"].Cancel()
 	j.ask("b")
 	require.Empty(t, j.in("b"), "a confirms nothing")
 	j.ask("a")
@@ -423,8 +423,8 @@ func TestAMemberThatHasLeftConfirmsNothingMore(t *testing.T) {
 	a.Leave()
 	last := a.Note()
 	a.Ask()
-	a.GiveUp()
-	require.Equal(t, last, a.Note(), "what it says now would be another thing than it has told")
+	a.Cancel()
+	require.Equal(t, last, a.Note(), "what it says now would be another thing than it has said")
 	require.Nil(t, a.Taken())
 }
 
@@ -447,7 +447,7 @@ func TestAViewThatWasLeftIsFormed(t *testing.T) {
 	}
 	for _, name := range []string{"a", "b", "c"} {
 		require.Equal(t, int64(2), j.machines[name].Note().Confirmed)
-		j.machines[name].GiveUp()
+		j.machines[name].Cancel()
 	}
 	j.settle()
 	j.away["c"] = true
@@ -518,7 +518,7 @@ func TestOneNameOnBothSidesOfACut(t *testing.T) {
 		}
 		j.ask("b")
 		require.Equal(t, []string{"b"}, j.in("b"))
-		require.Equal(t, []string{"b"}, j.in("other b"), "nobody has told it that it counts as ended")
+		require.Equal(t, []string{"b"}, j.in("other b"), "it has not heard that it counts as ended")
 	})
 	t.Run("each half has a second one of all names of the other half", func(t *testing.T) {
 		j := newJob(t, "a", "b")

@@ -16,7 +16,7 @@ var (
 	mistakeFlag  = flag.String("agree.mistake", "", "agree.go is compiled with this mistake: find it")
 )
 
-// safety is what tells that two views could be live.
+// safety is what reports that two views could be live.
 var safety = []string{ruleLive, ruleShared, ruleFollows, ruleRemembered}
 
 // Mistakes in the machine: texts of agree.go, each with what is in its place, and one of the rules that find it. The compiler reads
@@ -81,7 +81,7 @@ var mistakes = []struct {
 		safety,
 	},
 	{
-		"the last formed view is not told",
+		"the last formed view is not sent",
 		[][2]string{{"if p.Base.number() > m.base.number() {", "if false {"}},
 		[]string{ruleLive, ruleShared, ruleTogether},
 	},
@@ -124,7 +124,7 @@ var mistakes = []struct {
 		[]string{ruleTogether},
 	},
 	{
-		"newcomers are not told who has left",
+		"newcomers do not hear who has left",
 		[][2]string{{"p.Ended = append(p.Ended, Final{q.ID, confirmed})", "_ = confirmed"}},
 		[]string{ruleTogether},
 	},

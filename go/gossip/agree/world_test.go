@@ -23,7 +23,7 @@ const (
 type process struct {
 	*Machine
 	place   int
-	seen    map[ID]Peer // what membership tells it
+	seen    map[ID]Peer // what membership reports to it
 	version map[ID]int  // of the notes in seen
 	in      *View       // that it took
 	leaving bool        // it has said so, and ends soon
@@ -202,11 +202,11 @@ func (w *world) pull(p, other *process) {
 		} else {
 			w.old[w.IntN(50)] = proposal
 		}
-		w.told(p, proposal)
+		w.delivered(p, proposal)
 	}
 }
 
-func (w *world) told(p *process, proposal Proposal) {
+func (w *world) delivered(p *process, proposal Proposal) {
 	w.does(p, func() {
 		if !p.Hear(proposal) {
 			w.fails(ruleHeard, "%+v", proposal)
@@ -371,7 +371,7 @@ func (w *world) buries(p, left *process) {
 	}
 }
 
-// miss lets membership take those for dead that a process does not hear.
+// miss lets membership count those as failed that a process does not hear.
 func (w *world) miss(p *process) {
 	for _, id := range slices.SortedFunc(maps.Keys(p.seen), compare) {
 		if other := w.find(id); other == nil || w.link[other.place][p.place][notes] == 0 {
@@ -398,7 +398,7 @@ func (w *world) step(p *process) {
 		w.does(p, p.Ask)
 	case what < 94:
 		if p.asked {
-			w.does(p, p.GiveUp)
+			w.does(p, p.Cancel)
 		}
 	case what < 97:
 		if len(w.left) > 0 {
@@ -406,7 +406,7 @@ func (w *world) step(p *process) {
 		}
 	default:
 		if len(w.old) > 0 {
-			w.told(p, w.old[w.IntN(len(w.old))])
+			w.delivered(p, w.old[w.IntN(len(w.old))])
 		}
 	}
 }

@@ -36,7 +36,7 @@ func (n *Network) Sever(from, to string) {
 func (n *Network) Heal(from, to string) {
 	n.hold(-1, func() {
 		n.cuts[direction{from, to}]--
-		n.tellDialers()
+		n.wakeDialers()
 	}, isBetween(from, to))
 }
 
@@ -106,7 +106,7 @@ func (n *Network) answer(host string) {
 		return
 	}
 	delete(n.silent, host)
-	n.tellDialers()
+	n.wakeDialers()
 	for c := range n.conns { // the restarted host does not know its earlier connections: it answers data on them with a reset
 		if to, _, _ := net.SplitHostPort(c.remote.String()); to == host {
 			c.out.change(func() { c.out.unknown = true })
@@ -114,8 +114,8 @@ func (n *Network) answer(host string) {
 	}
 }
 
-// tellDialers wakes the pending handshakes, which check the network again. The caller holds mu.
-func (n *Network) tellDialers() {
+// wakeDialers wakes the pending handshakes, which check the network again. The caller holds mu.
+func (n *Network) wakeDialers() {
 	close(n.healed)
 	n.healed = make(chan struct{})
 }

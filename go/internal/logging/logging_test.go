@@ -36,20 +36,20 @@ func TestNobodyWaitsForAReaderThatDoesNotRead(t *testing.T) {
 	assert.Positive(t, lost)
 
 	// What gets through is whole and in order, and what is missing is counted.
-	found, told := 0, 0
+	found, dropped := 0, 0
 	text := bufio.NewScanner(reader)
-	for found+told < lines && text.Scan() {
+	for found+dropped < lines && text.Scan() {
 		if m := regexp.MustCompile(`lines of the log were dropped.* lines=(\d+)`).FindStringSubmatch(text.Text()); m != nil {
 			n, err := strconv.Atoi(m[1])
 			require.NoError(t, err)
-			told += n
+			dropped += n
 			continue
 		}
 		require.Contains(t, text.Text(), fmt.Sprintf("number=%d text=", found))
 		found++
 	}
-	assert.Equal(t, lines, found+told)
-	assert.InDelta(t, lost, told, 0)
+	assert.Equal(t, lines, found+dropped)
+	assert.InDelta(t, lost, dropped, 0)
 
 	log.Info("the next one")
 	require.True(t, text.Scan())

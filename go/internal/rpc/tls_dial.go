@@ -53,7 +53,7 @@ func (h handshakes) note(err error) {
 	// A server that hangs up says why, but its word may get lost on the way: what an earlier attempt heard counts then.
 	mute := errors.Is(err, io.EOF) || errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE)
 	if before := h.why.Load(); mute && before != nil {
-		if _, told := errors.AsType[*hinted](*before); told {
+		if _, hasHint := errors.AsType[*hinted](*before); hasHint {
 			return
 		}
 	}

@@ -50,7 +50,7 @@ func loopback(t *testing.T, up bool) {
 }
 
 // A host that vanishes acknowledges nothing, and has no kernel that could reset the connection.
-func TestAHostThatVanishesIsGivenUp(t *testing.T) {
+func TestAConnectionToAVanishedHostIsClosed(t *testing.T) {
 	if !alone(t) {
 		return
 	}

@@ -30,15 +30,15 @@ func TestABubblesTimersCrashNoDetector(t *testing.T) {
 	})
 }
 
-// told is a test that remembers how it ended.
-type told struct {
+// recorded is a test that remembers how it ended.
+type recorded struct {
 	testing.TB
 	how string
 }
 
-func (r *told) Helper()          {}
-func (r *told) Skip(why ...any)  { r.how = "skipped: " + fmt.Sprint(why...) }
-func (r *told) Fatal(why ...any) { panic("failed: " + fmt.Sprint(why...)) }
+func (r *recorded) Helper()          {}
+func (r *recorded) Skip(why ...any)  { r.how = "skipped: " + fmt.Sprint(why...) }
+func (r *recorded) Fatal(why ...any) { panic("failed: " + fmt.Sprint(why...)) }
 
 func TestASkipFailsUnderCI(t *testing.T) {
 	for ci, want := range map[string]string{
@@ -46,7 +46,7 @@ func TestASkipFailsUnderCI(t *testing.T) {
 		"1": "failed: skipped under CI=true: one processor", "true": "failed: skipped under CI=true: one processor",
 	} {
 		t.Setenv("CI", ci)
-		one := &told{TB: t}
+		one := &recorded{TB: t}
 		func() {
 			defer func() {
 				if failed := recover(); failed != nil {

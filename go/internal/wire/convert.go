@@ -158,24 +158,24 @@ func RequestFromProto(p *torchftpb.ManagerQuorumRequest) round.Request {
 // ResultToProto is the wire form of a result. The wire has room for one source: the first.
 func ResultToProto(r recovery.Result) *torchftpb.ManagerQuorumResponse {
 	p := &torchftpb.ManagerQuorumResponse{
-		QuorumId:               r.QuorumID,
-		RecoverDstReplicaRanks: r.RecoverDstReplicaRank,
-		StoreAddress:           r.StoreAddress,
-		MaxStep:                r.MaxStep,
-		MaxReplicaRank:         r.MaxReplicaRank,
-		MaxWorldSize:           r.MaxWorldSize,
-		ReplicaRank:            r.ReplicaRank,
-		ReplicaWorldSize:       r.ReplicaWorldSize,
-		Heal:                   r.Heal,
-		CommitFailures:         r.CommitFailures,
-		CommittedQuorumId:      r.CommittedQuorumID,
-		Replay:                 r.Replay,
-		Draining:               r.Draining,
-		ReplicaIds:             r.ReplicaIDs,
-		ReconfigureHandles:     r.Handles,
-		ReplicasWithoutHandles: r.WithoutHandles,
-		HelperManagerAddresses: r.Helpers,
-		HelpDstReplicaRanks:    r.HelpDstReplicaRank,
+		QuorumId:                  r.QuorumID,
+		RecoverDstReplicaRanks:    r.RecoverDstReplicaRank,
+		StoreAddress:              r.StoreAddress,
+		MaxStep:                   r.MaxStep,
+		MaxReplicaRank:            r.MaxReplicaRank,
+		MaxWorldSize:              r.MaxWorldSize,
+		ReplicaRank:               r.ReplicaRank,
+		ReplicaWorldSize:          r.ReplicaWorldSize,
+		Heal:                      r.Heal,
+		CommitFailures:            r.CommitFailures,
+		CommittedQuorumId:         r.CommittedQuorumID,
+		Replay:                    r.Replay,
+		Draining:                  r.Draining,
+		ReplicaIds:                r.ReplicaIDs,
+		ReconfigureHandles:        r.Handles,
+		ReplicasWithoutHandles:    r.WithoutHandles,
+		AdditionalSourceAddresses: r.AdditionalSources,
+		HelpDstReplicaRanks:       r.HelpDstReplicaRank,
 	}
 	if len(r.Sources) > 0 {
 		p.RecoverSrcManagerAddress = r.Sources[0].ManagerAddress
@@ -203,7 +203,7 @@ func ResultFromProto(p *torchftpb.ManagerQuorumResponse) recovery.Result {
 		ReplicaIDs:            p.GetReplicaIds(),
 		Handles:               p.GetReconfigureHandles(),
 		WithoutHandles:        p.GetReplicasWithoutHandles(),
-		Helpers:               p.GetHelperManagerAddresses(),
+		AdditionalSources:     p.GetAdditionalSourceAddresses(),
 		HelpDstReplicaRank:    p.GetHelpDstReplicaRanks(),
 	}
 	if p.RecoverSrcReplicaRank != nil {

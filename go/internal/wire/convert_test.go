@@ -25,7 +25,7 @@ func full[T any](t *testing.T) T {
 	return value
 }
 
-// next tells fields apart: two that a conversion mixes up differ.
+// next keeps fields apart: two that a conversion mixes up differ.
 func next() int64 {
 	filled++
 	return filled

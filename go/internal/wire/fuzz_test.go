@@ -71,7 +71,7 @@ func FuzzMessages(f *testing.F) {
 		&torchftpb.LighthouseQuorumRequest{Requester: member, KnownQuorumId: 1 << 62},
 		&torchftpb.ManagerQuorumRequest{GroupRank: -1, CheckpointMetadata: "x"},
 		&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: &torchftpb.Ask{Member: member, TimeoutUs: -1}}},
-		&torchftpb.RankRequest{Call: 1, Request: &torchftpb.RankRequest_GiveUp{GiveUp: true}},
+		&torchftpb.RankRequest{Call: 1, Request: &torchftpb.RankRequest_Cancel{Cancel: true}},
 		&torchftpb.Quorum{Participants: []*torchftpb.QuorumMember{member}},
 	} {
 		encoded, err := proto.Marshal(m)

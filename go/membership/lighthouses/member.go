@@ -31,7 +31,7 @@ type Member struct {
 	cancel      context.CancelFunc
 	tasks       sync.WaitGroup
 	heard       membership.Broadcast
-	told        <-chan membership.Notice
+	notices     <-chan membership.Notice
 	silence
 	present atomic.Pointer[memberStream] // the same as stream, for calls that must not wait for opening
 
@@ -70,7 +70,7 @@ func Join(ctx context.Context, addresses, replicaID string, connectTimeout time.
 		choice: newChoice(at, n), unary: make([]bool, n), promise: promise{birth: time.Now()}, silence: silence{since: time.Now()},
 	}
 	m.ctx, m.cancel = context.WithCancel(context.Background())
-	m.told, _ = m.heard.Listen()
+	m.notices, _ = m.heard.Listen()
 	if n > 1 {
 		rpc.Go(&m.tasks, slog.Default(), "look for earlier lighthouses", m.probeEarlier)
 	}
@@ -202,7 +202,7 @@ func (m *Member) beat(ctx context.Context, client *Client, at int, interval time
 }
 
 // Notices has a value for each notice of the lighthouse.
-func (m *Member) Notices() <-chan membership.Notice { return m.told }
+func (m *Member) Notices() <-chan membership.Notice { return m.notices }
 
 func (m *Member) Suspect(quorumID int64, replicaID string) {
 	m.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Suspected{

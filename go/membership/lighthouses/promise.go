@@ -46,7 +46,7 @@ func (p *promise) leftElsewhere(place int) bool {
 	return left != 0 && left != int64(place)+1
 }
 
-var errLeft = status.Error(codes.FailedPrecondition, "the group has told another lighthouse of the list that it leaves")
+var errLeft = status.Error(codes.FailedPrecondition, "the group has announced to another lighthouse of the list that it leaves")
 
 // stamped binds the member by a stamp of the lighthouse. The first stamp of a stream is answered at once, later ones with the next
 // message.

@@ -194,8 +194,8 @@ func (s *memberStream) takeNext() (err error) {
 		if q := s.member.last.Load(); q != nil && q.ID >= m.Recall {
 			s.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Past{Past: wire.PastToProto(q.Past())}})
 		}
-	case *torchftpb.LighthouseMessage_GoBack:
-		if place := int(m.GoBack); place < len(s.member.unary) {
+	case *torchftpb.LighthouseMessage_FailBack:
+		if place := int(m.FailBack); place < len(s.member.unary) {
 			s.failbackTo = place
 			s.unbind()
 			s.moved.Store(true)
@@ -222,17 +222,17 @@ func (s *memberStream) takeNext() (err error) {
 		s.answer(message.GetNumber(), asked{err: status.Error(code, m.Failure.GetMessage())})
 	case *torchftpb.LighthouseMessage_MemberFailed:
 		f := m.MemberFailed
-		s.member.heard.Tell(membership.Notice{
+		s.member.heard.Notify(membership.Notice{
 			Kind: membership.MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason(),
 			Elsewhere: int64(s.place) != s.member.seat.Load(),
 		})
 	case *torchftpb.LighthouseMessage_MemberStalled:
 		f := m.MemberStalled
-		s.member.heard.Tell(membership.Notice{Kind: membership.Stalled, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})
+		s.member.heard.Notify(membership.Notice{Kind: membership.Stalled, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})
 	case *torchftpb.LighthouseMessage_ProgressAsked:
-		s.member.heard.Tell(membership.Notice{Kind: membership.ProgressAsked})
+		s.member.heard.Notify(membership.Notice{Kind: membership.ProgressAsked})
 	case *torchftpb.LighthouseMessage_Drain:
-		s.member.heard.Tell(membership.Notice{Kind: membership.Drained, Reason: m.Drain})
+		s.member.heard.Notify(membership.Notice{Kind: membership.Drained, Reason: m.Drain})
 	case *torchftpb.LighthouseMessage_Released:
 		s.released.Do(func() { close(s.free) })
 	case *torchftpb.LighthouseMessage_Probe:
@@ -278,7 +278,7 @@ func (s *memberStream) ask(ctx context.Context, number uint64, who quorum.Member
 	case <-s.ended:
 		err = s.err
 	case <-ctx.Done():
-		s.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_GiveUp{GiveUp: number}})
+		s.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Withdraw{Withdraw: number}})
 		err = status.FromContextError(ctx.Err()).Err()
 	}
 	select {

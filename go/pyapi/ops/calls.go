@@ -51,8 +51,8 @@ func (c *Calls[K]) Start(call K, prepared int64, numbers [Numbers]int64) {
 	}()
 }
 
-// GiveUp cancels a call, if it has not ended; it then ends soon.
-func (c *Calls[K]) GiveUp(call K) {
+// Cancel cancels a call, if it has not ended; it then ends soon.
+func (c *Calls[K]) Cancel(call K) {
 	c.mu.Lock()
 	cancel := c.cancel[call]
 	c.mu.Unlock()

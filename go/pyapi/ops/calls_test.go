@@ -65,7 +65,7 @@ func TestACallThatFails(t *testing.T) {
 	require.Contains(t, (<-ends).err, "R:a bug in torchft's native library")
 }
 
-func TestACallEndsAtItsDeadlineOrWhenGivenUp(t *testing.T) {
+func TestACallEndsAtItsDeadlineOrWhenCanceled(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		started, ends := calls(t)
 		long := prepare(t, time.Second, untilDone)
@@ -74,12 +74,12 @@ func TestACallEndsAtItsDeadlineOrWhenGivenUp(t *testing.T) {
 		require.Equal(t, ended{call: "late", err: "T:context deadline exceeded"}, <-ends)
 		require.Equal(t, time.Second, time.Since(began))
 
-		started.Start("given up", long, [ops.Numbers]int64{})
-		started.GiveUp("given up")
-		require.Equal(t, ended{call: "given up", err: "T:context canceled"}, <-ends)
+		started.Start("canceled", long, [ops.Numbers]int64{})
+		started.Cancel("canceled")
+		require.Equal(t, ended{call: "canceled", err: "T:context canceled"}, <-ends)
 		require.Equal(t, time.Second, time.Since(began))
-		started.GiveUp("given up") // nothing happens
-		started.GiveUp("never begun")
+		started.Cancel("canceled") // nothing happens
+		started.Cancel("never begun")
 	})
 }
 

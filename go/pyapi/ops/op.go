@@ -86,7 +86,7 @@ func Cancel(handle int64) {
 	o.watch(nil)
 	o.cancel()
 	go func() {
-		<-o.done // work was told to stop, and ends within its timeout at the latest
+		<-o.done // work was asked to stop, and ends within its timeout at the latest
 		Close(o.value)
 	}()
 }

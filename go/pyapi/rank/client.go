@@ -54,8 +54,8 @@ func (c *Client) Address() string {
 	return c.relay.Address()
 }
 
-// Tell ends a wait of Change, with a value.
-func (c *Client) Tell() {
+// Notify ends a wait of Change, with a value.
+func (c *Client) Notify() {
 	select {
 	case c.Change <- struct{}{}:
 	default: // one is waiting already

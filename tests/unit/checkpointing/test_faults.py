@@ -110,10 +110,10 @@ def test_random_transfers(source: HTTPTransport[Any], transfers: int) -> None:
 
 @pytest.mark.timeout(600)
 @few_or_many
-def test_random_transfers_with_a_helper(
+def test_random_transfers_with_an_additional_source(
     source: HTTPTransport[Any], monkeypatch: pytest.MonkeyPatch, transfers: int
 ) -> None:
-    """The helper has some of it alike, behind a network of its own; at times it goes away in the middle."""
+    """The additional source has some of it alike, behind a network of its own; at times it goes away in the middle."""
     monkeypatch.setattr(_receive, "_HELP_AFTER", 0.0)
     seed = random.randrange(2**32)
     for number in range(transfers // 4):
@@ -123,15 +123,17 @@ def test_random_transfers_with_a_helper(
         faults = [random_faults(rng, ["drop", "reset", "truncate", "delay", "flip"], nbytes, 4) for _ in range(2)]
         source.send_checkpoint([1], number, state, TIMEOUT)
         offered = {name: t.clone() if rng.random() < 0.7 else torch.full_like(t, 77) for name, t in state.items()}
-        helper: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0)
-        helper.help_checkpoint(number, offered)
+        additional: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0)
+        additional.help_checkpoint(number, offered)
         target: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0)
-        wires = [Wire(source, [], faults[0]), Wire(helper, [], faults[1])]
-        away = threading.Timer(rng.random() * 0.05, helper.disallow_checkpoint)
+        wires = [Wire(source, [], faults[0]), Wire(additional, [], faults[1])]
+        away = threading.Timer(rng.random() * 0.05, additional.disallow_checkpoint)
         if rng.random() < 0.5:
             away.start()
         try:
-            got = target.recv_checkpoint(0, wires[0].metadata, number, TIMEOUT, helpers=[lambda w=wires[1]: w.metadata])
+            got = target.recv_checkpoint(
+                0, wires[0].metadata, number, TIMEOUT, additional_sources=[lambda w=wires[1]: w.metadata]
+            )
             assert_same(got, state)
         except Exception as error:
             raise AssertionError(f"seed {seed}, transfer {number}") from error
@@ -140,7 +142,7 @@ def test_random_transfers_with_a_helper(
             for wire in wires:
                 wire.close()
             target.shutdown()
-            helper.shutdown()
+            additional.shutdown()
             source.disallow_checkpoint()
 
 

@@ -261,15 +261,15 @@ def test_a_token_must_be_shown(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Helpers are asked from the beginning, not only where a transfer takes its time."""
+    """Additional sources are asked from the beginning, not only where a transfer takes its time."""
     monkeypatch.setattr(_receive, "_HELP_AFTER", 0.0)
 
 
 def test_several_groups_serve(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {f"w{i}": torch.randn(MB) for i in range(4)}
-    assigned, helper = (make(bandwidth_limit=30 * MB) for _ in range(2))
+    assigned, additional = (make(bandwidth_limit=30 * MB) for _ in range(2))
     assigned.send_checkpoint([1], 1, {k: v.clone() for k, v in state.items()}, TIMEOUT)
-    helper.help_checkpoint(1, {k: v.clone() for k, v in state.items()})
+    additional.help_checkpoint(1, {k: v.clone() for k, v in state.items()})
     served: list[tuple[bool, int]] = []
     handler = assigned._server.RequestHandlerClass
     heard_done = handler._heard_done
@@ -283,74 +283,76 @@ def test_several_groups_serve(make: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         return done
 
     monkeypatch.setattr(handler, "_heard_done", note)
-    got = make().recv_checkpoint(0, assigned.metadata(), 1, TIMEOUT, helpers=[helper.metadata])
+    got = make().recv_checkpoint(0, assigned.metadata(), 1, TIMEOUT, additional_sources=[additional.metadata])
     assert_same(got, state)
     wait_until(lambda: len(served) == 2)
     assert sorted(done for done, _ in served) == [False, True]  # only the assigned one may forget the state
     assert all(n > 0 for _, n in served) and sum(n for _, n in served) >= 16 * MB
 
 
-def test_a_helper_takes_its_memory_back_at_once(make: Any, at_once: None) -> None:
+def test_an_additional_source_takes_its_memory_back_at_once(make: Any, at_once: None) -> None:
     """Its training goes on while the target still reads; the target has the rest from the assigned source."""
     state = {"w": torch.randn(4 * MB)}
-    assigned, helper = (make(bandwidth_limit=10 * MB) for _ in range(2))
+    assigned, additional = (make(bandwidth_limit=10 * MB) for _ in range(2))
     assigned.send_checkpoint([1], 1, {"w": state["w"].clone()}, TIMEOUT)
     weights = state["w"].clone()
-    helper.help_checkpoint(1, {"w": weights})
+    additional.help_checkpoint(1, {"w": weights})
     with ThreadPoolExecutor(1) as pool:
-        got = pool.submit(make().recv_checkpoint, 0, assigned.metadata(), 1, TIMEOUT, helpers=[helper.metadata])
-        wait_until(lambda: helper._source._readers > 0)
+        got = pool.submit(
+            make().recv_checkpoint, 0, assigned.metadata(), 1, TIMEOUT, additional_sources=[additional.metadata]
+        )
+        wait_until(lambda: additional._source._readers > 0)
         time.sleep(0.2)
         begin = time.monotonic()
-        helper.disallow_checkpoint()
+        additional.disallow_checkpoint()
         assert time.monotonic() - begin < within(ABORT_S)  # a source waits for those who need it, until its timeout
         weights.fill_(0)
         assert_same(got.result(60), state)
 
 
-def test_a_helper_that_cannot_be_reached_is_not_waited_for(make: Any, at_once: None) -> None:
+def test_an_additional_source_that_cannot_be_reached_is_not_waited_for(make: Any, at_once: None) -> None:
     source = make()
     source.send_checkpoint([1], 1, {"w": torch.ones(5)}, TIMEOUT)
     over = threading.Event()
     try:
-        got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, helpers=[lambda: str(over.wait(30))])
+        got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, additional_sources=[lambda: str(over.wait(30))])
         assert_same(got, {"w": torch.ones(5)})
         assert not over.is_set()
     finally:
         over.set()
 
 
-@pytest.mark.parametrize("helper", ["another structure", "another step", "nobody", "garbage"])
-def test_a_helper_that_is_of_no_use(make: Any, helper: str, at_once: None) -> None:
+@pytest.mark.parametrize("additional", ["another structure", "another step", "nobody", "garbage"])
+def test_an_additional_source_that_is_of_no_use(make: Any, additional: str, at_once: None) -> None:
     state = {"w": torch.randn(MB)}
     source, other = make(bandwidth_limit=16 * MB), make()
     source.send_checkpoint([1], 1, state, TIMEOUT)
     metadata = other.metadata()
-    if helper == "another structure":
+    if additional == "another structure":
         other.send_checkpoint([1], 1, {"w": torch.randn(5)}, TIMEOUT)
-    elif helper == "another step":
+    elif additional == "another step":
         other.send_checkpoint([1], 2, state, TIMEOUT)
-    elif helper == "nobody":
+    elif additional == "nobody":
         other.shutdown()
     else:
         metadata = "nonsense"
-    got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, helpers=[lambda: metadata])
+    got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, additional_sources=[lambda: metadata])
     assert_same(got, state)
 
 
-def test_a_helper_that_differs_gives_only_what_is_alike(make: Any, at_once: None) -> None:
+def test_an_additional_source_that_differs_gives_only_what_is_alike(make: Any, at_once: None) -> None:
     source, other = make(bandwidth_limit=30 * MB), make()
     state = {f"w{i}": torch.randn(MB) for i in range(3)}
     source.send_checkpoint([1], 1, state, TIMEOUT)
     other.send_checkpoint([1], 1, {**{k: v.clone() for k, v in state.items()}, "w1": torch.randn(MB)}, TIMEOUT)
-    got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, helpers=[other.metadata])
+    got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, additional_sources=[other.metadata])
     assert_same(got, state)
 
 
 def test_what_only_the_assigned_source_has_is_asked_for_again(
     make: Any, at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its connections are cut while the helper has given all that both have alike."""
+    """Its connections are cut while the additional source has given all that both have alike."""
     source, other = make(bandwidth_limit=8 * MB), make()
     state = {"alike": torch.randn(2 * MB), "only here": torch.randn(MB)}
     source.send_checkpoint([1], 1, state, TIMEOUT)
@@ -369,7 +371,7 @@ def test_what_only_the_assigned_source_has_is_asked_for_again(
         return False  # as if the connection had ended
 
     monkeypatch.setattr(handler, "_heard_done", cut_once)
-    got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, helpers=[other.metadata])
+    got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, additional_sources=[other.metadata])
     assert cut.is_set()
     assert_same(got, state)
 

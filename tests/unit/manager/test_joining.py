@@ -32,7 +32,7 @@ def plan(step: int, source: str, *additional: str) -> Any:
         quorum_id=step,
         committed_quorum_id=step - 1,
         source=SimpleNamespace(manager_address=source, replica_id=f"{source}/0"),
-        helpers=list(additional),
+        additional_sources=list(additional),
     )
 
 

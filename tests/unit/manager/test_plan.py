@@ -24,7 +24,7 @@ def result(**fields: Any) -> QuorumResult:
         replica_ids=["a", "b", "c"],
         reconfigure_handles=["ha", "hb", "hc"],
         committed_quorum_id=6,
-        helper_manager_addresses=["http://helper:1"],
+        additional_source_addresses=["http://additional:1"],
     )
     return QuorumResult(**{**values, **fields})
 
@@ -75,9 +75,9 @@ def test_too_few_groups_are_not_made_up_by_spares() -> None:
 def test_sources_and_destinations() -> None:
     assert plan(result()).source == Source(0, "http://source:1", "a")
     assert plan(result(replica_ids=[])).source == Source(0, "http://source:1", "")
-    assert plan(result()).helpers == ["http://helper:1"]
+    assert plan(result()).additional_sources == ["http://additional:1"]
     assert plan(result(heal=False)).source is None
-    assert plan(result(), allow_heal=False).helpers == []
+    assert plan(result(), allow_heal=False).additional_sources == []
     assert plan(result(heal=False, help_dst_replica_ranks=[2])).help_dst == [2]
     assert plan(result(heal=False, help_dst_replica_ranks=[2]), allow_heal=False).help_dst == []
     assert plan(result(heal=False, recover_dst_replica_ranks=[2])).recover_dst == [2]

@@ -129,15 +129,15 @@ def test_a_source_that_overruns_its_time_is_a_timeout(fixture: Fixture, make_quo
 def test_heal_from_several_sources(fixture: Fixture, make_quorum: Quorum) -> None:
     fixture.transport.several_sources = True
     manager = fixture.manager()
-    fixture.client._quorum.return_value = healing(make_quorum, helper_manager_addresses=["http://b:1", "http://c:1"])
+    fixture.client._quorum.return_value = healing(make_quorum, additional_source_addresses=["http://b:1", "http://c:1"])
     fixture.transport.recv_checkpoint = MagicMock(return_value=peer_state())
     manager.start_quorum()
     assert manager.should_commit()
     fixture.client_class.assert_called_with("http://source:1", connect_timeout=timedelta(seconds=0.5))
-    helpers = fixture.transport.recv_checkpoint.call_args.kwargs["helpers"]
+    additional_sources = fixture.transport.recv_checkpoint.call_args.kwargs["additional_sources"]
     # The transport asks them when it has a use for them, and they are given up soon.
-    for helper, address in zip(helpers, ["http://b:1", "http://c:1"]):
-        assert helper() == "where"
+    for additional, address in zip(additional_sources, ["http://b:1", "http://c:1"]):
+        assert additional() == "where"
         fixture.client_class.assert_called_with(address, connect_timeout=timedelta(seconds=3))
         fixture.client._checkpoint_metadata.assert_called_with(1, timeout=timedelta(seconds=3))
 
@@ -179,11 +179,11 @@ def test_one_source_only(fixture: Fixture, make_quorum: Quorum, monkeypatch: pyt
         fixture.transport.several_sources = True
         monkeypatch.setenv("TORCHFT_HEAL_SOURCES", "1")
     manager = fixture.manager()
-    fixture.client._quorum.return_value = healing(make_quorum, helper_manager_addresses=["http://b:1"])
+    fixture.client._quorum.return_value = healing(make_quorum, additional_source_addresses=["http://b:1"])
     fixture.transport.recv_checkpoint.return_value = peer_state()
     manager.start_quorum()
     assert manager.should_commit()
-    assert "helpers" not in fixture.transport.recv_checkpoint.call_args.kwargs
+    assert "additional_sources" not in fixture.transport.recv_checkpoint.call_args.kwargs
     fixture.client._quorum.return_value = make_quorum(help_dst_replica_ranks=[0], quorum_id=2)
     manager.start_quorum()
     assert manager.should_commit()

@@ -177,7 +177,7 @@ func TestPeersThatLostACollectiveNeedNotWaitForTheHeartbeat(t *testing.T) {
 		b.Ranks[0].Suspect(before[0].QuorumID, "d")
 		failure := heard(t, a, 0)
 		assert.Equal(t, "d", failure.ReplicaID)
-		assert.Contains(t, failure.Reason, "its peers lost it")
+		assert.Contains(t, failure.Reason, "its peers lost the connection with it")
 		assert.InDelta(t, 3*time.Second, time.Since(at), float64(100*time.Millisecond))
 	})
 }

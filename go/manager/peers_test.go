@@ -51,7 +51,7 @@ func TestAGroupThatIsCutOffFromItsLighthouseOnlyCommitsNothingOnceItIsEvicted(t 
 				assert.False(t, got.Value)
 				assert.Contains(t, c.Log.String(), "counts as failed in quorum")
 
-				// The second lighthouse, which the group has asked, misses the others. Nobody tells them that.
+				// The second lighthouse, which the group has asked, misses the others. Nobody reports that to them.
 				time.Sleep(40 * time.Second)
 				for _, g := range others {
 					got = <-g.Vote(0, 1, true, time.Minute)
@@ -61,7 +61,7 @@ func TestAGroupThatIsCutOffFromItsLighthouseOnlyCommitsNothingOnceItIsEvicted(t 
 
 				c.Net.Heal("a", "lighthouse")
 				c.Net.Heal("lighthouse", "a")
-				time.Sleep(20 * time.Second) // it goes back to the first lighthouse
+				time.Sleep(20 * time.Second) // it returns to the first lighthouse
 				require.Len(t, round(t, 2, groups...)[0].ReplicaIDs, 3)
 				got = <-cut.Vote(0, 2, true, time.Minute)
 				require.NoError(t, got.Err)

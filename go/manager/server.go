@@ -204,7 +204,7 @@ func (s *Server) step(event round.Event) {
 			s.waiters.Answer(a.Waiter, answer{commit: a.ShouldCommit})
 		case round.AnswerMetadata:
 			s.waiters.Answer(a.Waiter, answer{metadata: a.Metadata})
-		case round.TellIncomplete:
+		case round.ReportIncomplete:
 			if witness, ok := s.membership.(membership.Witness); ok {
 				witness.Incomplete(a.Reason)
 			}

@@ -147,7 +147,7 @@ func (m *Machine) stillDisconnected(e StillDisconnected) []Action {
 		return nil
 	}
 	if absent := m.ranks[e.GroupRank].absent; absent != nil {
-		return []Action{TellIncomplete{absent.Reason}}
+		return []Action{ReportIncomplete{absent.Reason}}
 	}
 	return nil
 }

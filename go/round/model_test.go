@@ -114,7 +114,7 @@ func (m *model) step(e Event) outcome {
 		}
 	case StillDisconnected:
 		if _, absent := m.absent[e.GroupRank]; absent && !m.closed {
-			m.out["incomplete"] = "told"
+			m.out["incomplete"] = "reported"
 		}
 	case RankBack:
 		delete(m.absent, e.GroupRank)
@@ -485,9 +485,9 @@ func (h *history) take(action Action, got outcome, decided map[int64]Voted) {
 		got["lighthouse"] = fmt.Sprint("cancel ", a.Round)
 	case AnswerQuorum:
 		done(a.Waiter, fmt.Sprintf("quorum %d, heal %t, draining %t", a.Result.QuorumID, a.Result.Heal, a.Result.Draining))
-	case TellIncomplete:
+	case ReportIncomplete:
 		require.NotEmpty(h.t, a.Reason)
-		got["incomplete"] = "told"
+		got["incomplete"] = "reported"
 	case NotifyFailed:
 		require.Equal(h.t, "http://"+a.Failed.ReplicaID, a.Address)
 		got[a.Failed.ReplicaID] = fmt.Sprint("failed in quorum ", a.Failed.QuorumID)

@@ -12,7 +12,7 @@ import (
 // notMerged are the fields of a request that are no part of the group's record, and why.
 var notMerged = map[string]string{
 	"GroupRank":          "the rank that asks",
-	"CheckpointMetadata": "kept for each rank, and told to those that heal from it",
+	"CheckpointMetadata": "kept for each rank, and given to those that heal from it",
 	"InitSync":           "an argument of recovery",
 	"GroupWorldSize":     "compared with that of the group",
 	"Drain":              "remembered by the machine",

@@ -172,8 +172,8 @@ func describeAction(action Action) string {
 		return fmt.Sprintf("waiter %d: commit %t", a.Waiter, a.ShouldCommit)
 	case AnswerMetadata:
 		return fmt.Sprintf("waiter %d: metadata %q", a.Waiter, a.Metadata)
-	case TellIncomplete:
-		return "the lighthouse is told: " + a.Reason
+	case ReportIncomplete:
+		return "report to the lighthouse: " + a.Reason
 	case NotifyFailed:
 		return fmt.Sprintf("%s at %s is notified: it counts as failed in quorum %d: %s", a.Failed.ReplicaID, a.Address, a.Failed.QuorumID, a.Failed.Reason)
 	case Discarded:

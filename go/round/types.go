@@ -128,8 +128,8 @@ type (
 		Waiter   WaiterID
 		Metadata string
 	}
-	// TellIncomplete reports to the lighthouse that the group takes part in nothing until it asks again.
-	TellIncomplete struct{ Reason string }
+	// ReportIncomplete reports to the lighthouse that the group takes part in nothing until it asks again.
+	ReportIncomplete struct{ Reason string }
 	// NotifyFailed forwards to a member what the lighthouse reported about it. The lighthouse may not reach it.
 	NotifyFailed struct {
 		Address string // of its manager server
@@ -152,7 +152,7 @@ func (CancelLighthouse) isAction() {}
 func (AnswerQuorum) isAction()     {}
 func (AnswerVote) isAction()       {}
 func (AnswerMetadata) isAction()   {}
-func (TellIncomplete) isAction()   {}
+func (ReportIncomplete) isAction() {}
 func (NotifyFailed) isAction()     {}
 func (Discarded) isAction()        {}
 func (Fail) isAction()             {}

@@ -49,10 +49,10 @@ func (g *group) letGo() { g.promised = 0 }
 // operatorEvery is how often an operator looks at a lighthouse.
 const operatorEvery = time.Second
 
-// operator gives up groups whose votes are missing, as one does that knows: all that are missing have ended, and no group that
+// operator waives groups whose votes are missing, as one does that knows: all that are missing have ended, and no group that
 // lives knows of a quorum that the latest one here does not come after (one of a branch that an operator let go on before may have a
 // smaller id), no other lighthouse knows of a later one, and all members that live wait here. The other
-// lighthouses are started anew before: one may have a vote of a group that ended while it was bound there, and a vote that is given
+// lighthouses are restarted before: one may have a vote of a group that ended while it was bound there, and a vote that is given
 // at two is one for two histories.
 func (l *lighthouse) operator() {
 	w := l.w
@@ -89,7 +89,7 @@ func (l *lighthouse) operator() {
 				w.changed = w.now
 			}
 		}
-		w.say("an operator gives up %v at %s", ended, l.name())
+		w.say("an operator waives %v at %s", ended, l.name())
 		w.check.waived = true
 		l.step(quorum.GivenUp{ReplicaIDs: ended, By: "an operator"})
 	}

@@ -38,8 +38,8 @@ const (
 	ruleOneStart  = "a quorum that comes after none has no member that knows of one"
 	ruleUnshown   = "a group that claims a quorum and does not show it stops nobody"
 	ruleMemory    = "memory is bounded by live members"
-	ruleDrained   = "a group that was asked to leave is told with its next quorum, all ranks with the same one"
-	ruleFinished  = "a training that begins after one that has ended on purpose goes back behind nothing"
+	ruleDrained   = "a group that was asked to leave learns it with its next quorum, all ranks with the same one"
+	ruleFinished  = "a training that begins after one that has ended on purpose regresses behind nothing"
 )
 
 // seen is what the checker knows of a group.
@@ -48,7 +48,7 @@ type seen struct {
 	maxStep  int64         // of the latest of those
 	behind   bool          // whether it has to heal in it
 	commitID int64         // quorum in which it committed last, 0 if in none
-	evicted  int64         // latest quorum of which it was told that it counts as failed in it
+	evicted  int64         // latest quorum of which it heard that it counts as failed in it
 	eviction eviction      // the latest
 	quiet    time.Duration // longest that it said nothing since its last quorum
 	wanted   bool          // somebody wants it to leave, and it has heard of it
@@ -65,7 +65,7 @@ type eviction struct {
 type checker struct {
 	w       *world
 	lastID  int64
-	waived  bool // an operator gave up members
+	waived  bool // an operator waived members
 	quorums map[int64]*formed
 }
 
@@ -114,10 +114,10 @@ func (c *checker) ids(by *watch, d quorum.Deliver) {
 // oneBranch: of any two quorums in which groups commit, one comes after the other, whoever is in them and whatever
 // lighthouses they reach. It is asked when a group commits in a quorum for the first time.
 //
-// Where an operator gave up members, the steps of a branch without a living group do not count: the operator says that
+// Where an operator waived members, the steps of a branch without a living group do not count: the operator says that
 // there is none, and that is so.
 //
-// Newcomers may begin a job again where nobody can tell them of it (docs/correctness.md, "Limits"): a quorum
+// Newcomers may begin a job again where nobody can show it to them (docs/correctness.md, "Limits"): a quorum
 // after none starts a history of its own, and oneStart looks at who may be in it.
 func (c *checker) oneBranch(g *group, id int64) {
 	g.commitID = id
@@ -179,11 +179,11 @@ func (c *checker) extinct(id int64) bool {
 	return true
 }
 
-// oneStart: where there is a list, a quorum that comes after none has no member that was told of one, and could say so.
+// oneStart: where there is a list, a quorum that comes after none has no member that knows of one, and could say so.
 func (c *checker) oneStart(q *quorum.Quorum) {
 	for i := range q.Members {
 		if g := c.w.byID[q.Members[i].ReplicaID]; c.w.Lighthouses > 1 && g.lastID != 0 && !c.w.Upstream.has(g.slot) {
-			c.w.broken(ruleOneStart, "quorum %d comes after none, and %s was told of quorum %d", q.ID, g.id, g.lastID)
+			c.w.broken(ruleOneStart, "quorum %d comes after none, and %s has received quorum %d", q.ID, g.id, g.lastID)
 		}
 	}
 }
@@ -254,15 +254,15 @@ func (c *checker) earlier(than int) bool {
 // learned is what a group hears of a quorum.
 func (c *checker) learned(g *group, q *quorum.Quorum) {
 	if q.ID < g.lastID {
-		c.w.broken(ruleIDs, "%s is told of quorum %d after quorum %d", g.id, q.ID, g.lastID)
+		c.w.broken(ruleIDs, "%s receives quorum %d after quorum %d", g.id, q.ID, g.lastID)
 	}
 	g.lastID = q.ID
 	g.maxStep = 0
-	tells, newest, own := true, int64(-1), -1
+	known, newest, own := true, int64(-1), -1
 	for i := range q.Members {
 		m := &q.Members[i]
 		g.maxStep = max(g.maxStep, m.Step)
-		tells = tells && m.CommittedQuorumID != 0
+		known = known && m.CommittedQuorumID != 0
 		if m.ReplicaID == g.id {
 			own = i
 		}
@@ -273,20 +273,20 @@ func (c *checker) learned(g *group, q *quorum.Quorum) {
 		}
 	}
 	m := &q.Members[own]
-	g.behind = m.Step < g.maxStep || tells && m.CommittedQuorumID != newest
+	g.behind = m.Step < g.maxStep || known && m.CommittedQuorumID != newest
 }
 
-// answered is what a rank is told to do about its quorum.
+// answered looks at what a rank is to do about its quorum.
 func (c *checker) answered(r *rank, a *recovery.Result) {
 	g, w := r.g, c.w
 	q := g.quorum
 	switch {
 	case a.QuorumID != q.ID:
-		w.broken(ruleHeal, "%s rank %d is told of quorum %d, the latest it asked for is %d", g.id, r.index, a.QuorumID, q.ID)
+		w.broken(ruleHeal, "%s rank %d receives quorum %d, the latest it asked for is %d", g.id, r.index, a.QuorumID, q.ID)
 	case a.MaxStep != g.maxStep:
 		w.broken(ruleHeal, "%s rank %d takes %d for max_step of quorum %d, it is %d", g.id, r.index, a.MaxStep, q.ID, g.maxStep)
 	case g.behind && !a.Heal:
-		w.broken(ruleHeal, "%s rank %d is behind in quorum %d and is not told to heal", g.id, r.index, q.ID)
+		w.broken(ruleHeal, "%s rank %d is behind in quorum %d and is not to heal", g.id, r.index, q.ID)
 	case a.Heal && len(a.Sources) == 0:
 		w.broken(ruleHeal, "%s rank %d shall heal in quorum %d, from nobody", g.id, r.index, q.ID)
 	}
@@ -304,14 +304,14 @@ func (c *checker) answered(r *rank, a *recovery.Result) {
 	}
 }
 
-// wants notes that a rank asks, which may have been told to leave.
+// wants notes that a rank asks, which may have been asked to leave.
 func (c *checker) wants(r *rank) { r.g.wanted = r.g.wanted || r.signalled }
 
 // drained: once a rank, or the lighthouse, wants the group to leave, the next quorum is that of its last step, for all of its ranks:
-// they are told in one moment.
+// they learn it in one moment.
 func (c *checker) drained(r *rank, a *recovery.Result) {
 	if g := r.g; a.Draining != g.wanted {
-		c.w.broken(ruleDrained, "%s rank %d is told with quorum %d whether it is its last: %t, and somebody wants it to leave: %t",
+		c.w.broken(ruleDrained, "%s rank %d learns with quorum %d whether it is its last: %t, and somebody wants it to leave: %t",
 			g.id, r.index, a.QuorumID, a.Draining, g.wanted)
 	}
 }
@@ -323,7 +323,7 @@ func (c *checker) decided(r *rank, commit bool) {
 	}
 	switch g, w := r.g, c.w; {
 	case g.evicted == r.plan.QuorumID:
-		w.broken(ruleEvicted, "%s commits step %d of quorum %d, and was told that it counts as failed in it", g.id, r.step, r.plan.QuorumID)
+		w.broken(ruleEvicted, "%s commits step %d of quorum %d, and has heard that it counts as failed in it", g.id, r.step, r.plan.QuorumID)
 	case g.eviction.quorumID == r.plan.QuorumID && g.eviction.heardBy > 0 && w.now > g.eviction.heardBy && w.changed <= g.eviction.at:
 		w.broken(ruleEvicted, "%s commits step %d of quorum %d, in which it counts as failed since %s", g.id, r.step, r.plan.QuorumID, g.eviction.at)
 	case g.quiet > w.Policy.HeartbeatTimeout && !w.calls(g.slot):
@@ -362,14 +362,14 @@ func (c *checker) loses(r *rank) {
 	}
 }
 
-// stepRedone looks at a step that is computed anew, although nobody has committed it.
+// stepRedone looks at a step that is computed again, although nobody has committed it.
 func (c *checker) stepRedone(r *rank) {
 	if !r.kept {
 		return
 	}
 	c.w.result.NotReplayed++
 	if c.w.OnlyFailures && r.replays < mostReplays {
-		c.w.broken(ruleKept, "%s rank %d computes step %d anew, and had its gradients", r.g.id, r.index, r.step)
+		c.w.broken(ruleKept, "%s rank %d computes step %d again, and had its gradients", r.g.id, r.index, r.step)
 	}
 }
 

@@ -8,24 +8,24 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// view is what a lighthouse was told of a group, counted in the obvious way.
+// view is what a lighthouse has heard of a group, counted in the obvious way.
 type view struct {
-	number   uint64 // of its newest request
-	listed   bool
-	lastBeat time.Duration
-	beaten   bool
-	presumed bool // it was in the quorum before the start, and said nothing since
-	suspect  bool // its last link has ended
-	lostAt   time.Duration
-	waits    int           // requests that wait
-	joined   time.Duration // since when it is a candidate
-	previous bool          // member of the latest quorum
-	missed   int           // quorums that should have had it and had not
-	shrinks  bool          // its newest request asks shrink_only
-	asksStep int64         // the step of its newest request
-	knows    int64         // and the quorum that it knows
-	tells    bool          // it can be asked for that
-	expected bool
+	number     uint64 // of its newest request
+	listed     bool
+	lastBeat   time.Duration
+	beaten     bool
+	presumed   bool // it was in the quorum before the start, and said nothing since
+	suspect    bool // its last link has ended
+	lostAt     time.Duration
+	waits      int           // requests that wait
+	joined     time.Duration // since when it is a candidate
+	previous   bool          // member of the latest quorum
+	missed     int           // quorums that should have had it and had not
+	shrinks    bool          // its newest request asks shrink_only
+	asksStep   int64         // the step of its newest request
+	knows      int64         // and the quorum that it knows
+	recallable bool          // it can be asked for that
+	expected   bool
 
 	out      bool             // it counts as failed until it asks again
 	ended    bool             // its host said that its process has ended
@@ -33,10 +33,10 @@ type view struct {
 	finished bool             // and that its training has, on purpose
 	draining bool             // somebody wants it to leave
 	buried   bool             // it left, and its link has ended
-	missing  bool             // a rank of it is gone, it said
+	missing  bool             // a rank of it has failed, it said
 	words    int              // that came from it
 	reported bool             // that it lost a collective of the latest quorum
-	suspects string           // whom it suspects of that, empty if it cannot tell
+	suspects string           // whom it suspects of that, empty if it does not know
 	silent   bool             // it did not answer when the lighthouse checked on it, in the latest quorum
 	tooOld   time.Duration    // when something was last said of it after its signs of life had become so
 	says     *quorum.Progress // since the latest quorum
@@ -46,7 +46,7 @@ type view struct {
 // watch looks at what goes into a lighthouse's machine and at what comes out, and knows nothing else of it.
 type watch struct {
 	l     *lighthouse
-	clock time.Duration // of the machine: never goes back
+	clock time.Duration // of the machine: never decreases
 	known []*group      // that the lighthouse may remember, ordered by replica_id
 
 	latest   int64         // id of its latest quorum
@@ -194,8 +194,8 @@ func (c *watch) ended(g *group) {
 	}
 }
 
-// goesBack: all are sent to another lighthouse.
-func (c *watch) goesBack() {
+// failsBack: all are sent to another lighthouse.
+func (c *watch) failsBack() {
 	c.away = true
 	for _, g := range c.known {
 		if v := c.of(g); c.beating(g) {
@@ -220,7 +220,7 @@ func (c *watch) cameBack(known int64) {
 	}
 }
 
-// recalled: the lighthouse is told of a quorum, and goes on after it if it is a later one.
+// recalled: the lighthouse learns of a quorum, and goes on after it if it is a later one.
 func (c *watch) recalled(p quorum.Past) {
 	c.move()
 	if p.ID <= c.latest {
@@ -253,7 +253,7 @@ type tally struct {
 	shrink, fast                            bool
 	waited                                  time.Duration // since the first candidate joined
 	joining                                 time.Duration // the same of those who were in the quorum before, if there are any
-	known                                   int64         // latest quorum that a candidate knows of and can tell
+	known                                   int64         // latest quorum that a candidate knows of and can show
 }
 
 func (c *watch) tally() tally {
@@ -262,7 +262,7 @@ func (c *watch) tally() tally {
 	for i := range c.l.waiting {
 		q := &c.l.waiting[i]
 		v := c.of(q.g) // the newest is the last
-		v.shrinks, v.asksStep, v.knows, v.tells = q.shrink, q.step, q.known, q.link != nil
+		v.shrinks, v.asksStep, v.knows, v.recallable = q.shrink, q.step, q.known, q.link != nil
 	}
 	for _, g := range c.known {
 		v, candidate := c.of(g), false
@@ -278,7 +278,7 @@ func (c *watch) tally() tally {
 					former, t.joining = true, max(t.joining, c.clock-v.joined)
 				}
 				t.shrink = t.shrink || v.shrinks
-				if v.tells {
+				if v.recallable {
 					t.known = max(t.known, v.knows)
 				}
 			}
@@ -379,7 +379,7 @@ func (c *watch) delivered(d quorum.Deliver) {
 	c.lastTime = w.now
 }
 
-// ofThisTerm: where there is a list, each member of a quorum has told what it knows, and has been let go since by no term that began.
+// ofThisTerm: where there is a list, each member of a quorum has shown what it knows, and has been let go since by no term that began.
 func (c *watch) ofThisTerm(q *quorum.Quorum) {
 	w := c.l.w
 	for i := range c.l.waiting {
@@ -445,7 +445,7 @@ func (c *watch) sameWaiters(d quorum.Deliver) {
 		}
 		n++
 		if !slices.Contains(d.Waiters, q.id) {
-			w.broken(ruleBroadcast, "%s is in quorum %d and is not told", q.g.id, d.Quorum.ID)
+			w.broken(ruleBroadcast, "%s is in quorum %d and gets no answer", q.g.id, d.Quorum.ID)
 		}
 	}
 	if len(d.Waiters) != n {
@@ -453,13 +453,13 @@ func (c *watch) sameWaiters(d quorum.Deliver) {
 	}
 }
 
-// ticked checks that no quorum is overdue, that the lighthouse forgets, and that the job goes on.
+// ticked checks that no quorum is late, that the lighthouse forgets, and that the job goes on.
 func (c *watch) ticked() {
 	w := c.l.w
 	c.move()
 	switch t := c.tally(); {
 	case !c.due(t):
-		if c.looking = 0; t.candidates == 0 { // else who comes and goes does not begin the wait for those ahead anew
+		if c.looking = 0; t.candidates == 0 { // else who comes and goes does not begin the wait for those ahead again
 			c.behind = 0
 		}
 	case !c.mayWait(t) && w.Lighthouses == 1: // else others may serve the job: progress looks at what must be
@@ -467,11 +467,11 @@ func (c *watch) ticked() {
 	}
 	c.known = slices.DeleteFunc(c.known, func(g *group) bool {
 		v := c.of(g)
-		gone := !c.beating(g) && v.waits == 0 && !v.previous
-		if gone { // also what would be a sign of life to a lighthouse whose clock went back
+		left := !c.beating(g) && v.waits == 0 && !v.previous
+		if left { // also what would be a sign of life to a lighthouse whose clock was set back
 			*v = view{number: v.number}
 		}
-		return gone
+		return left
 	})
 	if !w.mistake.anySize {
 		c.memory()

@@ -89,10 +89,10 @@ func (c *watch) finish() {
 	c.newQuorum()
 }
 
-// regressed: the lighthouse warns that the job goes back.
+// regressed: the lighthouse warns that the job regresses.
 func (c *watch) regressed(a *quorum.Regressed) {
 	if c.stepWas == 0 {
-		c.l.w.broken(ruleFinished, "quorum %d goes back, it is said, behind a job of which nothing is left: %s", a.Quorum.ID, a.Reason)
+		c.l.w.broken(ruleFinished, "quorum %d regresses, it is said, behind a job of which nothing is left: %s", a.Quorum.ID, a.Reason)
 	}
 }
 

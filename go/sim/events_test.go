@@ -65,7 +65,7 @@ func TestEveryEventIsFed(t *testing.T) {
 	}
 	t.Log(fed)
 	require.Positive(t, fed["finished"], "groups whose training has ended on purpose")
-	require.Positive(t, fed["drain"], "ranks that were told to leave")
+	require.Positive(t, fed["drain"], "ranks that were asked to leave")
 	for path, pkg := range map[string]string{"../quorum/types.go": "quorum.", "../round/types.go": "round."} {
 		names := eventTypes(t, path)
 		require.ElementsMatch(t, testmain.Row(t, "correctness.md", "go/"+strings.TrimSuffix(pkg, "."), ", "), names)

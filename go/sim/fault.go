@@ -29,7 +29,7 @@ type FaultKind int
 
 const (
 	Crash            FaultKind = iota // processes of groups are killed; their hosts close the connections
-	Vanish                            // hosts of groups vanish, and nobody is told
+	Vanish                            // hosts of groups vanish, and that is reported to nobody
 	RankFails                         // rank N of groups; its group follows
 	Leave                             // groups shut down in order
 	KillLighthouse                    // and start it again, with an empty memory
@@ -55,7 +55,7 @@ const (
 	Drain                             // somebody wants groups to leave
 	Claim                             // groups say that they know of a later quorum, which is not so, and show none
 	Withhold                          // groups do not show the quorum that they know
-	Signal                            // rank N of groups is told to leave, as by SIGTERM
+	Signal                            // rank N of groups is asked to leave, as by SIGTERM
 	Finish                            // the training of groups ends on purpose, N = 1: of all; another one begins
 
 	faultKinds
@@ -68,7 +68,7 @@ var faultWords = [faultKinds]string{
 	"cut from peers", "cut towards peers", "pause", "the lighthouse pauses", "slow", "clock jumps",
 	"the lighthouse's clock jumps", "noise", "the next collective fails", "the decision is lost",
 	"a connection of a rank breaks", "shrink_only", "stall", "accuse a peer", "drain", "claim a quorum",
-	"withhold a quorum", "a rank is told to leave", "the training ends",
+	"withhold a quorum", "a rank is asked to leave", "the training ends",
 }
 
 // Fault is one thing that goes wrong: After the quorum number Round, on Slots, and for how long.

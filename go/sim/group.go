@@ -10,8 +10,8 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// tellMargin is the most that a request to the lighthouse ends before the ranks' deadline, as in package manager.
-const tellMargin = 100 * time.Millisecond
+// replyMargin is the most that a request to the lighthouse ends before the ranks' deadline, as in package manager.
+const replyMargin = 100 * time.Millisecond
 
 // group is one life of a replica group: the shell around its machine, as package manager in production, and the
 // ranks. After its end another group begins in its slot, under another replica_id.
@@ -29,7 +29,7 @@ type group struct {
 	calls      []call // of ranks, that the machine has not answered
 	asking     asking
 	connection
-	quorum      *quorum.Quorum // the latest that the machine was told
+	quorum      *quorum.Quorum // the latest that the machine received
 	attempt     uint64         // the round of that quorum
 	askTimer    time.Duration  // when the next askDeadline comes, 0 if none is on its way
 	hasMetadata bool           // the last MetadataAsked was answered with metadata
@@ -42,7 +42,7 @@ type group struct {
 	lastCommit time.Duration
 
 	seen                       // what the checker knows of it
-	views [maxLighthouses]view // what each lighthouse was told of it
+	views [maxLighthouses]view // what each lighthouse has heard of it
 }
 
 type callKind uint8
@@ -142,7 +142,7 @@ func (g *group) shutDown() {
 	if len(g.calls) > 0 {
 		g.w.broken(ruleWaiters, "%s shut down and did not answer %s", g.id, g.describeCalls())
 	}
-	g.tells(quorum.ShuttingDown{ReplicaID: g.id, Finished: g.finished})
+	g.sends(quorum.ShuttingDown{ReplicaID: g.id, Finished: g.finished})
 	g.crash(false, "it leaves")
 }
 
@@ -153,7 +153,7 @@ func (g *group) handle(e *event) {
 		g.alive()
 	case linkRetry:
 		g.connect()
-	case welcomed, stamped, linkDue, linkBroken, closing, recall, memberFailed, probed, progressDue, drained, released, goBack, lookBack:
+	case welcomed, stamped, linkDue, linkBroken, closing, recall, memberFailed, probed, progressDue, drained, released, failBack, lookBack:
 		g.handleLink(e)
 	case peerNotifies:
 		g.memberFailed(*e.x.(*round.MemberFailed), false)
@@ -250,8 +250,8 @@ func (g *group) managerVote(r *rank, number uint64) {
 	g.step(round.Voted{Waiter: id, GroupRank: int64(r.index), Step: r.step, ShouldCommit: r.votesYes, Fenced: g.fenced})
 }
 
-// giveUp ends a rank's call at its deadline, or when its connection broke.
-func (g *group) giveUp(r *rank, number uint64, timeout bool) {
+// withdraw ends a rank's call at its deadline, or when its connection broke.
+func (g *group) withdraw(r *rank, number uint64, timeout bool) {
 	for _, c := range g.calls {
 		if c.rank != int16(r.index) || c.number != number {
 			continue
@@ -282,7 +282,7 @@ func (g *group) step(input round.Event) {
 			if c, ok := g.answered(a.Waiter); ok {
 				r := &g.ranks[c.rank]
 				w.check.answered(r, a.Result)
-				g.tell(r, event{kind: rankQuorum, id: c.number, x: &news{*a.Result, g.quorum, g.attempt}})
+				g.answer(r, event{kind: rankQuorum, id: c.number, x: &news{*a.Result, g.quorum, g.attempt}})
 			}
 		case round.AnswerVote:
 			if c, ok := g.answered(a.Waiter); ok {
@@ -293,10 +293,10 @@ func (g *group) step(input round.Event) {
 					w.say("%s rank %d does not hear the decision", g.id, r.index)
 					continue
 				}
-				g.tell(r, event{kind: rankVoted, id: c.number, ok: a.ShouldCommit})
+				g.answer(r, event{kind: rankVoted, id: c.number, ok: a.ShouldCommit})
 			}
-		case round.TellIncomplete:
-			g.tells(quorum.Incomplete{ReplicaID: g.id, Reason: a.Reason})
+		case round.ReportIncomplete:
+			g.sends(quorum.Incomplete{ReplicaID: g.id, Reason: a.Reason})
 		case round.NotifyFailed:
 			g.notify(&a.Failed)
 		case round.AnswerMetadata:
@@ -309,21 +309,21 @@ func (g *group) step(input round.Event) {
 				if w.trace != nil {
 					w.say("%s rank %d: %s", g.id, c.rank, a.Failure.Reason)
 				}
-				g.tell(&g.ranks[c.rank], event{kind: rankFailed, id: c.number})
+				g.answer(&g.ranks[c.rank], event{kind: rankFailed, id: c.number})
 			}
 		}
 	}
 }
 
-// news is what a rank is told about its quorum.
+// news is what a rank receives about its quorum.
 type news struct {
 	recovery.Result
 	quorum  *quorum.Quorum
 	attempt uint64
 }
 
-// tell sends an answer to a rank. Rank 0 lives in the same process.
-func (g *group) tell(r *rank, e event) {
+// answer sends an answer to a rank. Rank 0 lives in the same process.
+func (g *group) answer(r *rank, e event) {
 	d := time.Duration(0)
 	if r.index > 0 {
 		d = g.w.delay(g.slot) / 4

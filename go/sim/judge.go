@@ -24,7 +24,7 @@ type Judge struct {
 	failover time.Duration // when the job must have a quorum at the latest, since its lighthouse went; 0: it need not
 
 	ends      time.Duration // when a group failed last while the job was calm
-	heard     []int64       // quorums of which groups were told, in that order
+	heard     []int64       // quorums of which groups have heard, in that order
 	abandoned []int64       // those of them that an operator left behind
 }
 
@@ -32,10 +32,10 @@ type Judge struct {
 type life struct {
 	*group
 	asked     quorum.Member // its latest request
-	attempt   uint64        // quorums that it was told
-	learned   time.Duration // when it was told of the latest
+	attempt   uint64        // quorums that it received
+	learned   time.Duration // when it received the latest
 	ended     time.Duration
-	evicted   int64 // the latest quorum in which it was told that it counts as failed
+	evicted   int64 // the latest quorum in which it heard that it counts as failed
 	evictedAt time.Duration
 	voted     bool  // it ended in a way that is its vote at the lighthouse that serves the job, which still has it
 	in        int64 // the quorum in which rank 0 committed last
@@ -53,7 +53,7 @@ func NewJudge(s Setup, trace Tracer) *Judge {
 		Setup: s, trace: trace, slots: make([]slot, s.Slots), links: make([][]int, s.Slots),
 		comms: map[commKey]*comm{}, byID: map[string]*group{},
 	}
-	// A lighthouse may go on after a quorum whose members have all ended, and nobody who lives can tell the judge of that: what is
+	// A lighthouse may go on after a quorum whose members have all ended, and nobody who lives can report that to the judge: what is
 	// left of such a quorum is no branch.
 	w.check = checker{w: w, quorums: map[int64]*formed{}, waived: true}
 	for i := range w.links {
@@ -87,11 +87,11 @@ func (j *Judge) change(at uint8) {
 	j.moved = j.w.now
 	j.unsettle()
 	for _, l := range j.lives {
-		l.voted = false // a lighthouse that starts anew has no votes of members that ended
+		l.voted = false // a lighthouse that restarts has no votes of members that ended
 	}
 }
 
-// unsettle: the job has to come to rest anew.
+// unsettle: the job has to come to rest again.
 func (j *Judge) unsettle() {
 	j.calmed, j.failed, j.failover = false, nil, 0
 	for _, l := range j.lives {
@@ -112,13 +112,13 @@ func (j *Judge) Lighthouse(i int, up bool) {
 	}
 }
 
-// Begins says that a fault begins. Ends are said apart, by Dies and Lighthouse.
+// Begins says that a fault begins. Ends are said apart, by Fails and Lighthouse.
 func (j *Judge) Begins(f *Fault) {
 	w := j.w
 	w.result.FaultsHit++
 	w.say("FAULT %s", *f)
 	switch f.Kind {
-	case Crash, Vanish, Leave, Finish, KillLighthouse, VanishLighthouse: // Dies and Lighthouse say the rest
+	case Crash, Vanish, Leave, Finish, KillLighthouse, VanishLighthouse: // Fails and Lighthouse say the rest
 		w.changed = w.now
 		return
 	case RankFails:
@@ -175,8 +175,8 @@ func (j *Judge) Starts(slot int) string {
 	return g.id
 }
 
-// Dies says that a group has failed from now on, and whether nobody is told by its host.
-func (j *Judge) Dies(id, why string, silent bool) {
+// Fails says that a group has failed from now on, and whether its host reports that to nobody.
+func (j *Judge) Fails(id, why string, silent bool) {
 	l := j.life(id)
 	if l.killed {
 		return
@@ -223,13 +223,13 @@ func (j *Judge) Known() (id int64) {
 	return id
 }
 
-// GivesUp says that an operator gives up groups at a lighthouse, so that the job goes on there after a quorum. Of later quorums
+// Waives says that an operator waives groups at a lighthouse, so that the job goes on there after a quorum. Of later quorums
 // no group that lives knows: the operator leaves them behind.
-func (j *Judge) GivesUp(ids []string, lighthouse int, quorumID int64) {
-	j.w.say("an operator gives up %v at lighthouse %d, after quorum %d", ids, lighthouse, quorumID)
+func (j *Judge) Waives(ids []string, lighthouse int, quorumID int64) {
+	j.w.say("an operator waives %v at lighthouse %d, after quorum %d", ids, lighthouse, quorumID)
 	for _, id := range ids {
 		if l := j.life(id); l.voted {
-			j.w.broken(ruleOperator, "%s is given up at lighthouse %d, and its process ended %s before, while the job was calm",
+			j.w.broken(ruleOperator, "%s is waived at lighthouse %d, and its process ended %s before, while the job was calm",
 				id, lighthouse, j.w.now-l.ended)
 		}
 	}
@@ -254,7 +254,7 @@ func (j *Judge) Asks(id string, m quorum.Member) { j.life(id).asked = m }
 func (j *Judge) Learned(id string, q *quorum.Quorum) {
 	w, l := j.w, j.life(id)
 	if !slices.ContainsFunc(q.Members, func(m quorum.Member) bool { return m.ReplicaID == id }) {
-		w.broken(ruleMembers, "%s is told of quorum %d, and is not in it", id, q.ID)
+		w.broken(ruleMembers, "%s receives quorum %d, and is not in it", id, q.ID)
 		return
 	}
 	if isNew := q.Created.After(j.latest); isNew || w.check.quorums[q.ID] == nil {
@@ -277,9 +277,9 @@ func (j *Judge) Learned(id string, q *quorum.Quorum) {
 	w.check.learned(l.group, q)
 }
 
-// Evicted says that a group is told, with a quorum, that it counts as failed.
+// Evicted says that a group hears, with a quorum, that it counts as failed.
 func (j *Judge) Evicted(id string, quorumID int64) {
 	l := j.life(id)
 	l.evicted, l.evictedAt = max(l.evicted, quorumID), j.w.now
-	j.w.say("%s is told that it is no member of quorum %d any more", id, quorumID)
+	j.w.say("%s hears that it is no member of quorum %d any more", id, quorumID)
 }

@@ -10,7 +10,7 @@ import (
 
 // The rules that only a Judge has.
 const (
-	ruleTold     = "a failure reaches everybody in its quorum"
+	ruleReported = "a failure reaches everybody in its quorum"
 	ruleSoon     = "after a failure the others have a quorum as soon as it can be known"
 	ruleTogether = "groups that reach each other and a lighthouse train in one quorum within a bounded time"
 	ruleEarly    = "a call ends before its deadline with an error only if something of its own group failed"
@@ -18,7 +18,7 @@ const (
 	ruleCalm     = "while nothing fails, no step is lost and no call ends with an error"
 )
 
-// failureSlack is what messages and timers may take until a failure is told.
+// failureSlack is what messages and timers may take until a failure is reported.
 const failureSlack = time.Second
 
 // formed looks at a quorum when the first of its members hears of it: until then each of them still asks.
@@ -46,7 +46,7 @@ func (j *Judge) formed(q *quorum.Quorum) {
 	if after.ID != 0 {
 		d.Before = after
 	}
-	w.check.lastID = after.ID // others may have been told of later ones before
+	w.check.lastID = after.ID // others may have heard of later ones before
 	w.check.ids(&watch{latest: after.ID}, d)
 }
 

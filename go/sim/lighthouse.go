@@ -167,7 +167,7 @@ func (l *lighthouse) handle(e *event) {
 	case lhKept:
 		if kept := e.x.(*quorum.Recalled); kept == l.keeping { // else there is something newer to write
 			l.disk = kept
-			l.tell()
+			l.sendHeld()
 		}
 	case lhDisconnected:
 		l.lost(e.link)
@@ -177,10 +177,10 @@ func (l *lighthouse) handle(e *event) {
 		l.check.ended(e.g)
 		l.step(quorum.Ended{ReplicaID: e.g.id})
 	case lhWithdrawn:
-		l.giveUp(func(q *waiting) bool { return q.g == e.g && q.req == e.id })
+		l.withdraw(func(q *waiting) bool { return q.g == e.g && q.req == e.id })
 	case lhDeadline:
 		l.timer = 0
-		l.giveUp(func(q *waiting) bool { return q.deadline <= l.clock() })
+		l.withdraw(func(q *waiting) bool { return q.deadline <= l.clock() })
 		next := time.Duration(0)
 		for i := range l.waiting {
 			if at := l.waiting[i].deadline; next == 0 || at < next {
@@ -212,7 +212,7 @@ func (l *lighthouse) ask(e *event) {
 		if !l.listens(k) {
 			return // the group hears that the link has ended
 		}
-		l.giveUp(func(q *waiting) bool { return q.link == k })
+		l.withdraw(func(q *waiting) bool { return q.link == k })
 		l.stamp(k)
 	}
 	l.lastWaiter++
@@ -257,7 +257,7 @@ func (l *lighthouse) lost(k *link) {
 		l.w.after(l.w.delay(k.g.slot), event{kind: linkBroken, g: k.g, link: k})
 	}
 	k.stuck = true
-	l.giveUp(func(q *waiting) bool { return q.link == k })
+	l.withdraw(func(q *waiting) bool { return q.link == k })
 	if !slices.ContainsFunc(l.links, func(o *link) bool { return o.g == k.g }) {
 		l.check.lost(k.g)
 		l.step(quorum.Disconnected{ReplicaID: k.g.id})
@@ -267,7 +267,7 @@ func (l *lighthouse) lost(k *link) {
 // remember takes what a member or the disk knows.
 func (l *lighthouse) remember(r quorum.Recalled) {
 	if l.w.trace != nil {
-		l.w.say("%s is told of quorum %d", l.name(), r.Past.ID)
+		l.w.say("%s learns of quorum %d", l.name(), r.Past.ID)
 	}
 	l.step(r)
 }
@@ -280,8 +280,8 @@ func (l *lighthouse) arm(at time.Duration) {
 	}
 }
 
-// giveUp takes back requests, the newest first. Each may end others, too.
-func (l *lighthouse) giveUp(which func(*waiting) bool) {
+// withdraw takes back requests, the newest first. Each may end others, too.
+func (l *lighthouse) withdraw(which func(*waiting) bool) {
 	for i := len(l.waiting) - 1; i >= 0; i = min(i, len(l.waiting)) - 1 {
 		if q := l.waiting[i]; which(&q) {
 			l.waiting = slices.Delete(l.waiting, i, i+1)
@@ -296,7 +296,7 @@ func (l *lighthouse) jump(by time.Duration) {
 	l.skew += by
 	if l.up {
 		l.slept()
-		l.step(quorum.Slept{}) // its stamps tell nothing any more
+		l.step(quorum.Slept{}) // its stamps prove nothing any more
 	}
 	if l.up && len(l.waiting) > 0 {
 		l.w.push(event{kind: lhDeadline, lh: uint8(l.index), life: l.life})
@@ -359,10 +359,10 @@ func (l *lighthouse) do(input quorum.Event) {
 			}
 		case quorum.FailBack:
 			w.say("%s: %s", l.name(), a.Reason)
-			l.check.goesBack()
+			l.check.failsBack()
 			for _, k := range l.links {
 				k.stale = true
-				k.down(event{kind: goBack, id: uint64(a.Place)})
+				k.down(event{kind: failBack, id: uint64(a.Place)})
 			}
 		case quorum.Recall:
 			l.check.recalls(w.byID[a.ReplicaID])
@@ -400,7 +400,7 @@ func (l *lighthouse) do(input quorum.Event) {
 			w.push(event{at: a.At.Sub(epoch) - l.skew, kind: lhWake, lh: uint8(l.index), life: l.life})
 		case quorum.Regressed:
 			l.check.regressed(&a)
-			w.say("  it goes back: %s", a.Reason)
+			w.say("  it regresses: %s", a.Reason)
 		case quorum.Changed:
 			if w.trace != nil {
 				w.say("  because %s", a.Reason)
@@ -412,7 +412,7 @@ func (l *lighthouse) do(input quorum.Event) {
 		}
 	}
 	if len(l.held) > 0 && (l.keeping == nil || l.keeping == l.disk) {
-		l.tell()
+		l.sendHeld()
 	}
 }
 
@@ -421,7 +421,7 @@ func doubts(a quorum.Action) bool {
 	return is
 }
 
-// release tells a group that left, or that ends, that nobody needs it.
+// release lets a group go that left, or that ends: nobody needs it.
 func (l *lighthouse) release(id string, input quorum.Event, delivered bool) {
 	if _, ends := input.(quorum.ShuttingDown); !ends && !delivered {
 		l.check.released(l.w.byID[id])
@@ -491,7 +491,7 @@ func (l *lighthouse) keep(a quorum.Keep) {
 	w.after(takes, event{kind: lhKept, lh: uint8(l.index), life: l.life, x: l.keeping})
 }
 
-// answer ends the waits of those that a quorum is for, and tells them, or keeps that until the quorum is on disk.
+// answer ends the waits of those that a quorum is for, and answers them, or holds the answers until the quorum is on disk.
 func (l *lighthouse) answer(a quorum.Deliver) {
 	w, kept := l.w, l.waiting[:0]
 	for _, q := range l.waiting {
@@ -508,15 +508,15 @@ func (l *lighthouse) answer(a quorum.Deliver) {
 	l.waiting = kept
 }
 
-// tell sends the answers that waited for the disk.
-func (l *lighthouse) tell() {
+// sendHeld sends the answers that waited for the disk.
+func (l *lighthouse) sendHeld() {
 	for _, send := range l.held {
 		send()
 	}
 	l.held = l.held[:0]
 }
 
-// send tells one who waited of its quorum.
+// send answers a waiting request with its quorum.
 func (l *lighthouse) send(q waiting, with *quorum.Quorum) {
 	w, i := l.w, q.g.slot
 	switch {

@@ -20,7 +20,7 @@ type link struct {
 	lostDown     bool // the same, on its way down
 	welcomed     bool
 	stale        bool          // the lighthouse has asked for another one
-	reaches      quorum.Places // what the lighthouse was told last
+	reaches      quorum.Places // what the lighthouse has heard last
 	known        int64         // quorum_id that the greeting says
 	stampedAt    time.Duration // when the lighthouse sent the newest stamp
 	stamp        time.Duration // the newest that came
@@ -90,19 +90,19 @@ func (k *link) close(silent bool) {
 type connection struct {
 	link  *link         // nil: none is open, or about to be
 	tries int           // in a row that failed
-	term  int64         // highest that a lighthouse told
+	term  int64         // highest that it heard from a lighthouse
 	spoke time.Duration // when it said something last
 
-	fenced bool // it said nothing for so long that the others may have gone on without it, since its last quorum
+	fenced bool // it said nothing for so long that the others may have continued without it, since its last quorum
 
 	at     int // the lighthouse that served last
 	served bool
 	broke  time.Duration // when its link broke, 0 if it has not
-	back   int           // an earlier one that all go back to, -1 if there is none
+	back   int           // an earlier one that all fail back to, -1 if there is none
 	sees   quorum.Places // earlier ones that are there, by the last look
 	avoid  [maxLighthouses]time.Duration
 	shied  [maxLighthouses]int
-	last   *quorum.Quorum // that it was told of
+	last   *quorum.Quorum // that it received
 	seat   int            // the lighthouse that formed it
 
 	claims  bool // it says that it knows a later one
@@ -192,7 +192,7 @@ func (g *group) handleLink(e *event) {
 		}
 		c.at, c.served, c.broke, c.back, c.tries = k.lh, true, 0, -1, 0
 		if g.leaving {
-			g.tells(quorum.Leaving{ReplicaID: g.id})
+			g.sends(quorum.Leaving{ReplicaID: g.id})
 		}
 		if g.asking.active {
 			g.send()
@@ -229,7 +229,7 @@ func (g *group) handleLink(e *event) {
 		g.step(round.Drained{})
 	case released:
 		g.goes()
-	case goBack:
+	case failBack:
 		c.back, c.avoid[e.id] = int(e.id), 0
 		g.letGo()
 		g.leave()
@@ -284,7 +284,7 @@ func (g *group) avoidFor(i int) {
 	c.shied[i]++
 }
 
-// known is the last quorum that it was told of, as it says, 0 if there is none.
+// known is the last quorum that it received, as it says, 0 if there is none.
 func (g *group) known() int64 {
 	id := int64(0)
 	if g.last != nil {
@@ -303,7 +303,7 @@ func (g *group) ask(a round.AskLighthouse) {
 		w.broken(ruleWaiters, "%s asks the lighthouse for round %d while it asks for round %d", g.id, a.Round, g.asking.round)
 	}
 	deadline := a.Deadline.Sub(epoch)
-	deadline -= min(tellMargin, (deadline-w.now)/10)
+	deadline -= min(replyMargin, (deadline-w.now)/10)
 	g.asking = asking{active: true, round: a.Round, deadline: deadline,
 		request: &request{member: a.Member, known: max(a.KnownQuorumID, g.known()), deadline: deadline}}
 	g.armAsk()

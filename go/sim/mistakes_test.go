@@ -112,7 +112,7 @@ var mistakes = []struct {
 		return m.Step(e, now)
 	})}, []string{ruleForms}},
 
-	{mistake{name: "an error told to one rank only", group: spoilGroup(func(m *round.Machine, e round.Event, now time.Time) []round.Action {
+	{mistake{name: "an error sent to one rank only", group: spoilGroup(func(m *round.Machine, e round.Event, now time.Time) []round.Action {
 		actions := m.Step(e, now)
 		if known, ok := e.(round.QuorumKnown); ok && known.Failure != nil && len(actions) > 1 {
 			return actions[:1]
@@ -171,7 +171,7 @@ var mistakes = []struct {
 	{mistake{name: "Slept not heard", lighthouse: deaf(to[quorum.Slept]),
 		setup: many(10, PauseLighthouse, ClockLighthouse)}, []string{ruleCause, ruleMemory, ruleMajority}},
 
-	{mistake{name: "evicted groups not told", group: deafGroup[round.MemberFailed](), setup: many(6)}, []string{ruleEvicted}},
+	{mistake{name: "evicted groups not notified", group: deafGroup[round.MemberFailed](), setup: many(6)}, []string{ruleEvicted}},
 
 	{mistake{name: "evicted groups not notified by peers", group: spoilGroup(func(m *round.Machine, e round.Event, now time.Time) []round.Action {
 		return slices.DeleteFunc(m.Step(e, now), func(a round.Action) bool { _, notifies := a.(round.NotifyFailed); return notifies })

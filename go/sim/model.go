@@ -34,7 +34,7 @@ func (m *Model) Ask() (step, failures, committedQuorumID int64) {
 func (m *Model) Follow(a *recovery.Result) (source string) {
 	w, r := m.j.w, m.r
 	if m.l.quorum == nil {
-		w.broken(ruleHeal, "%s is told of quorum %d, and its group of none", m, a.QuorumID)
+		w.broken(ruleHeal, "%s receives quorum %d, and its group of none", m, a.QuorumID)
 		return ""
 	}
 	w.check.answered(r, a)
@@ -95,9 +95,9 @@ func (m *Model) Step() int64 { return m.r.step }
 // Errored reports whether the attempt at the step has failed already.
 func (m *Model) Errored() bool { return m.r.errored }
 
-// TimedOut says that its collective ended at its timeout. If a member failed, it must have been told before: it heard of the
-// quorum after the network changed last, so the lighthouse knows how to tell it, and there was no later quorum, of which alone
-// failures are told.
+// TimedOut says that its collective ended at its timeout. If a member failed, that must have been reported before: it heard of the
+// quorum after the network changed last, so the lighthouse knows how to reach it, and there was no later quorum, of which alone
+// failures are reported.
 func (m *Model) TimedOut() {
 	w, j := m.j.w, m.j
 	notice := w.Policy.HeartbeatTimeout + w.Policy.SuspectGrace + 2*w.QuorumTick + failureSlack
@@ -112,7 +112,7 @@ func (m *Model) TimedOut() {
 		}
 	}
 	if killed != nil && w.rough == 0 && m.r.plan.QuorumID == w.result.LastID {
-		w.broken(ruleTold, "%s waits in quorum %d, whose member %s has failed for %s", m, m.r.plan.QuorumID, killed.id, w.now-killed.ended)
+		w.broken(ruleReported, "%s waits in quorum %d, whose member %s has failed for %s", m, m.r.plan.QuorumID, killed.id, w.now-killed.ended)
 	}
 }
 
@@ -153,7 +153,7 @@ func (m *Model) Decided(commit bool) {
 	}
 	if r.index == 0 { // it hears the decision at once
 		if m.l.evicted == r.plan.QuorumID && w.now > m.l.evictedAt {
-			w.broken(ruleEvicted, "%s commits step %d of quorum %d, and was told that it counts as failed in it", m, r.step, m.l.evicted)
+			w.broken(ruleEvicted, "%s commits step %d of quorum %d, and has heard that it counts as failed in it", m, r.step, m.l.evicted)
 		}
 		if m.l.in != r.plan.QuorumID {
 			m.l.in, m.l.steps = r.plan.QuorumID, 0

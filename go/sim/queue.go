@@ -34,7 +34,7 @@ const (
 	linkBroken       // g notices that its link has ended
 	linkRetry        // g opens another one
 	recall           // the lighthouse asks for quorum id
-	memberFailed     // the lighthouse tells of a failure; x is the *quorum.Failed
+	memberFailed     // the lighthouse reports a failure; x is the *quorum.Failed
 	peerNotifies     // another group says that g counts as failed; x is the *round.MemberFailed
 	probed           // the lighthouse wants a sign of life
 	progressDue      // the lighthouse wants to know what g does
@@ -44,7 +44,7 @@ const (
 	released         // nobody needs g any more, which left
 	leaveDue         // it goes all the same
 	sentOn           // the lighthouse has too few members for request id
-	goBack           // all go back to lighthouse id
+	failBack         // all fail back to lighthouse id
 	lookBack         // g looks whether an earlier lighthouse is back
 	answered         // the lighthouse answered request id; x is the *quorum.Quorum
 	refused          // request id did not arrive, or its connection broke

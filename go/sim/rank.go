@@ -59,7 +59,7 @@ type rank struct {
 	hangsUntil time.Duration // fault: it does not reach its collective before
 	flaky      bool          // fault: its next collective fails at the end
 	dropsConns bool          // fault: its connection to the manager server breaks
-	signalled  bool          // fault: it was told to leave
+	signalled  bool          // fault: it was asked to leave
 }
 
 type vote struct {
@@ -159,7 +159,7 @@ func (r *rank) due() {
 	switch r.phase {
 	case awaiting, voting, agreeing:
 		number := r.number
-		r.g.giveUp(r, number, true)
+		r.g.withdraw(r, number, true)
 		if r.number == number {
 			w.say("%s rank %d: its call timed out", r.g.id, r.index)
 			r.failed()
@@ -204,7 +204,7 @@ func (r *rank) stepTime() time.Duration {
 	return d
 }
 
-// says is what it tells of the quorum of its last commit.
+// says is what it reports of the quorum of its last commit.
 func (r *rank) says() int64 {
 	if r.g.w.Upstream.has(r.g.slot) {
 		return 0
@@ -395,7 +395,7 @@ func (r *rank) decided(commit bool) {
 	}
 }
 
-// undoHeal goes back to the step whose weights it has, when a heal did not arrive.
+// undoHeal returns to the step whose weights it has, when a heal did not arrive.
 func (r *rank) undoHeal() {
 	if h := r.heal; h != nil {
 		r.step, r.committed = h.before.step, h.before.committed

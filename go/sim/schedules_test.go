@@ -23,7 +23,7 @@ func TestJobsThatMoveWhileAGroupEnds(t *testing.T) {
 }
 
 // Upstream groups show no past, know no term and make calls, at the first lighthouse only. It knows all that they do, also when it starts
-// anew, but for a quorum that was not on its disk yet: docs/correctness.md says what is not promised then.
+// again, but for a quorum that was not on its disk yet: docs/correctness.md says what is not promised then.
 func TestUpstreamGroupsAtTwoLighthouses(t *testing.T) {
 	t.Parallel()
 	for _, job := range []struct {

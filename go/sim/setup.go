@@ -48,7 +48,7 @@ type Setup struct {
 
 	// Replay: groups reduce a step again that lost a member, but for those that are Upstream.
 	Replay bool
-	// OnlyFailures: no fault is anything else, and all messages arrive. Then no step is given up that a live group computed.
+	// OnlyFailures: no fault is anything else, and all messages arrive. Then no step is lost that a live group computed.
 	OnlyFailures bool
 	// OnlyClaims: no fault is anything but Claim, of few groups at a time. Then the others go on.
 	OnlyClaims bool

@@ -181,7 +181,7 @@ func fold(lines []string) []string {
 	return out
 }
 
-// routine lines tell of a decision, or of a quorum that needs no reason, because it is the one of before.
+// routine lines are about a decision, or of a quorum that needs no reason, because it is the one of before.
 func routine(lines []string, i int) bool {
 	const time = 11 // columns
 	text := lines[i][time:]

@@ -77,7 +77,7 @@ func TestSeveralLighthousesNeverTearAJobApart(t *testing.T) {
 	}
 }
 
-// Groups of two lighthouses that go from one to the other and back, and end meanwhile. In one of the histories an operator gave up
+// Groups of two lighthouses that go from one to the other and back, and end meanwhile. In one of the histories an operator waived
 // those that had ended, while the one that had not went on at the other lighthouse.
 func TestARestlessJobHasOneBranch(t *testing.T) {
 	t.Parallel()
@@ -107,7 +107,7 @@ func TestAGroupThatClaimsAQuorumStopsNobody(t *testing.T) {
 	}
 }
 
-// Histories in which each member once went back to the first lighthouse when it liked: some were refused there and stayed
+// Histories in which each member once returned to the first lighthouse when it liked: some were refused there and stayed
 // away from it for a while, so that they never went at the same time again, and each part was too small.
 func TestMembersGoBackTogether(t *testing.T) {
 	s := Draw(1275, 6, 60)
@@ -125,10 +125,10 @@ func TestMembersGoBackTogether(t *testing.T) {
 func TestHistoriesThatOnceBrokeARule(t *testing.T) {
 	t.Parallel()
 	hold(t, Draw(382, 16, 1000))  // what a member reached was forgotten when it was silent for long
-	hold(t, Draw(432, 16, 1000))  // the checker's own: a lighthouse forgot a group, and its clock went back
+	hold(t, Draw(432, 16, 1000))  // the checker's own: a lighthouse forgot a group, and its clock was set back
 	hold(t, Draw(11930, 0, 1000)) // the only one that knew of a quorum failed
 	for _, seed := range []uint64{4399, 5231} {
-		s := Draw(seed, 0, 300) // a member was not told of a new term
+		s := Draw(seed, 0, 300) // a member did not hear of a new term
 		several(&s)
 		s.Lighthouses = 3
 		hold(t, s)
@@ -244,7 +244,7 @@ func TestAMixedJobAgreesOnWhoTakesPart(t *testing.T) {
 	for seed := range uint64(budget(60, 6)) {
 		s := Draw(seed, 0, 300)
 		s.Lighthouses, s.Upstream = 1, 0b1010101010101010
-		s.Duplicate = 0 // upstream requests have no numbers that would tell a late one
+		s.Duplicate = 0 // upstream requests have no numbers that would mark a late one
 		s.Faults = slices.DeleteFunc(s.Faults, func(f Fault) bool { return f.Kind == Noise })
 		if b := Run(s, nil).Broken; b != nil {
 			require.Equal(t, ruleEqual, b.Rule, "seed %d: %v", seed, b)
@@ -255,7 +255,7 @@ func TestAMixedJobAgreesOnWhoTakesPart(t *testing.T) {
 }
 
 // A lighthouse whose clock is behind after a restart, and which only newcomers ask, knows of no id: only what it kept
-// on disk could tell it. As soon as a member of before asks, ids go on above.
+// on disk could show it. As soon as a member of before asks, ids go on above.
 func TestAClockThatIsBehindIsNotSurvivedByMemoryAlone(t *testing.T) {
 	_, first := hunt(t, 200, 400, 0, func(s *Setup) {
 		s.mistake.start = func(time.Time) time.Time { return epoch }
@@ -273,7 +273,7 @@ func TestSoak(t *testing.T) {
 	if *seedFlag >= 0 {
 		first = uint64(*seedFlag)
 	}
-	start, told := time.Now(), time.Now()
+	start, said := time.Now(), time.Now()
 	var rounds, faults int
 	var heals, seed uint64
 	report := func() {
@@ -283,8 +283,8 @@ func TestSoak(t *testing.T) {
 	for ; time.Since(start) < *soakFlag; seed++ {
 		r := hold(t, Draw(first+seed, *slotsFlag, *roundsFlag))
 		rounds, faults, heals = rounds+r.Rounds, faults+r.FaultsHit, heals+r.Heals
-		if time.Since(told) > 10*time.Second {
-			told = time.Now()
+		if time.Since(said) > 10*time.Second {
+			said = time.Now()
 			report()
 		}
 	}

@@ -109,7 +109,7 @@ func quiet(s *Setup, slots int) {
 	s.QuorumTimeout = 20 * time.Second // no request is withdrawn while it waits for the others
 }
 
-// withheld is a job of three groups. g00 and g02 train at the second lighthouse, and g01 waits at the first. Then g00 goes back to the
+// withheld is a job of three groups. g00 and g02 train at the second lighthouse, and g01 waits at the first. Then g00 returns to the
 // first one, and ends before it has shown their quorum.
 func withheld(s *Setup) {
 	quiet(s, 3)
@@ -132,7 +132,7 @@ func silent(s *Setup) {
 }
 
 // lagging is a job of three groups, of which g02 is an upstream one. g01 is away for a moment, so that the first lighthouse goes on with g00
-// and g02, and ends. When it starts anew g01 and g02 ask it, and g00 goes to the second one.
+// and g02, and ends. When it restarts g01 and g02 ask it, and g00 goes to the second one.
 func lagging(s *Setup) {
 	quiet(s, 3)
 	s.Rounds, s.Upstream, s.Disk = 60, 0b100, true
@@ -271,7 +271,7 @@ func deafGroup[T any]() func(round.Group, *round.Machine) groupMachine {
 	})
 }
 
-// results changes what ranks are told about their quorum.
+// results changes what ranks receive about their quorum.
 func results(change func(*round.AnswerQuorum)) func(round.Group, *round.Machine) groupMachine {
 	return spoilGroup(func(m *round.Machine, e round.Event, now time.Time) []round.Action {
 		actions := m.Step(e, now)

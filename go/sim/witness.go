@@ -18,7 +18,7 @@ func (w *world) checkTime() time.Duration { return w.Policy.HeartbeatTimeout / 4
 // answerTime is how long ranks may take to say what they do.
 func (w *world) answerTime() time.Duration { return w.Policy.HeartbeatTimeout / 8 }
 
-// rankGrace is how long a rank whose connection broke may take to come back, before the other groups are told.
+// rankGrace is how long a rank whose connection broke may take to come back, before that is reported to the other groups.
 func (w *world) rankGrace() time.Duration { return w.Policy.SuspectGrace }
 
 // aliveInterval is how often a group says at least that it is alive.
@@ -33,8 +33,8 @@ func (w *world) aliveInterval() time.Duration {
 // heardEvery is how often a lighthouse wants to hear something. A group that is silent for two and a half times as long is fenced.
 func (w *world) heardEvery() time.Duration { return w.Policy.HeartbeatTimeout / 3 }
 
-// tells says a word to the lighthouse. Without a stream it has seen the disconnect itself.
-func (g *group) tells(word quorum.Event) {
+// sends says a word to the lighthouse. Without a stream it has seen the disconnect itself.
+func (g *group) sends(word quorum.Event) {
 	if k := g.link; k != nil && k.welcomed {
 		g.speaks()
 		k.up(event{kind: lhWord, x: word, link: k})
@@ -63,7 +63,7 @@ func (g *group) suspect(c *comm) {
 			}
 		}
 	}
-	g.tells(word)
+	g.sends(word)
 }
 
 // memberFailed takes the notice that a member, which may be this one, counts as failed. elsewhere: another lighthouse than the one that
@@ -98,17 +98,17 @@ func (g *group) accuse() {
 	for i := range c.members {
 		if id := c.members[(i+g.slot)%len(c.members)].id; id != g.id {
 			g.w.say("%s says that it lost %s, which is not so", g.id, id)
-			g.tells(quorum.Suspected{Reporter: g.id, Suspect: id, QuorumID: c.key.quorumID})
+			g.sends(quorum.Suspected{Reporter: g.id, Suspect: id, QuorumID: c.key.quorumID})
 			return
 		}
 	}
 }
 
-// lostRank tells the machine that a rank's connection broke, and in a while that it is still so.
+// lostRank reports to the machine that a rank's connection broke, and in a while that it is still so.
 func (g *group) lostRank(rank int16) {
 	g.step(round.RankDisconnected{GroupRank: int64(rank)})
 	if len(g.calls) > 0 {
-		g.w.broken(ruleWaiters, "rank %d of %s is gone, and %s waits on", rank, g.id, g.describeCalls())
+		g.w.broken(ruleWaiters, "rank %d of %s has failed, and %s waits on", rank, g.id, g.describeCalls())
 	}
 	g.w.after(g.w.rankGrace(), event{kind: rankStill, g: g, rank: rank})
 }
@@ -120,13 +120,13 @@ func (g *group) askRanks() {
 	g.step(round.ProgressAsked{})
 	for i := range g.ranks {
 		if r := &g.ranks[i]; r.phase != killed && w.now >= r.hangsUntil {
-			g.tell(r, event{kind: rankSays, ok: r.phase == reducing})
+			g.answer(r, event{kind: rankSays, ok: r.phase == reducing})
 		}
 	}
 	w.after(w.answerTime(), event{kind: progressEnd, g: g})
 }
 
-// progress tells the lighthouse what the group does, if all ranks have said it or there is no more time.
+// progress reports to the lighthouse what the group does, if all ranks have said it or there is no more time.
 func (g *group) progress(timeUp bool) {
 	m, ok := g.machine.(interface {
 		Progress(time.Time) (round.Progress, bool)
@@ -137,7 +137,7 @@ func (g *group) progress(timeUp bool) {
 	p, complete := m.Progress(epoch.Add(g.w.now))
 	if complete || timeUp {
 		g.asked = false
-		g.tells(quorum.Progressed{ReplicaID: g.id, Progress: quorum.Progress{
+		g.sends(quorum.Progressed{ReplicaID: g.id, Progress: quorum.Progress{
 			Step: p.Step, Rank: p.GroupRank, Phase: p.Phase, For: p.For, Waits: p.Waits,
 		}})
 	}
@@ -154,7 +154,7 @@ func (r *rank) endsLastStep() {
 	}
 	w.say("%s has ended its last step", g.id)
 	g.leaving = true
-	g.tells(quorum.Leaving{ReplicaID: g.id})
+	g.sends(quorum.Leaving{ReplicaID: g.id})
 	w.after(2*w.Timeout, event{kind: leaveDue, g: g})
 }
 
@@ -246,5 +246,5 @@ func (l *lighthouse) slept() {
 		l.check.slept(slept)
 		l.do(quorum.Slept{For: slept})
 	}
-	l.stepped = max(l.stepped, l.clock()) // the machine's clock does not go back, either
+	l.stepped = max(l.stepped, l.clock()) // the machine's clock does not decrease, either
 }

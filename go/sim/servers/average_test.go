@@ -60,7 +60,7 @@ func (r *rank) reduce() (sum uint64, ok bool) {
 	var w *waiter
 	var a *average
 	flaky := false
-	r.tell(func(*sim.Judge) {
+	r.note(func(*sim.Judge) {
 		flaky, r.flaky = r.flaky, false
 		a = r.average
 		if a.aborted || r.model.Errored() && !r.model.Heals() {
@@ -79,9 +79,9 @@ func (r *rank) reduce() (sum uint64, ok bool) {
 	case ok = <-w.finished:
 	case <-r.ctx.Done():
 	case <-time.After(r.g.j.setup.Timeout):
-		r.tell(func(*sim.Judge) { r.model.TimedOut() })
+		r.note(func(*sim.Judge) { r.model.TimedOut() })
 	}
-	r.tell(func(*sim.Judge) {
+	r.note(func(*sim.Judge) {
 		delete(a.waiting, r.g.id)
 		if ok = ok && !flaky; !ok {
 			a.abort(r)

@@ -14,7 +14,7 @@ func (j *job) schedule() {
 			if !sleep(j.ctx, 50*time.Millisecond) {
 				return
 			}
-			j.tell(func(judge *sim.Judge) { rounds = judge.Result().Rounds })
+			j.note(func(judge *sim.Judge) { rounds = judge.Result().Rounds })
 		}
 		j.running.Add(1)
 		j.after(f.After, func() {
@@ -30,7 +30,7 @@ func (j *job) strike(f *sim.Fault) {
 	if f.Kind == sim.ClockJump || f.Kind == sim.ClockLighthouse {
 		return
 	}
-	j.tell(func(judge *sim.Judge) { judge.Begins(f) })
+	j.note(func(judge *sim.Judge) { judge.Begins(f) })
 	switch f.Kind {
 	case sim.KillLighthouse, sim.VanishLighthouse:
 		for _, h := range j.struck(f) {
@@ -43,7 +43,7 @@ func (j *job) strike(f *sim.Fault) {
 		}
 	default:
 		var groups []*group
-		j.tell(func(*sim.Judge) { groups = append(groups, j.groups...) })
+		j.note(func(*sim.Judge) { groups = append(groups, j.groups...) })
 		for slot, g := range groups {
 			if all := f.Kind == sim.Finish && f.N == 1; (all || f.Slots>>slot&1 == 1) && g != nil {
 				g.strike(f)
@@ -53,7 +53,7 @@ func (j *job) strike(f *sim.Fault) {
 	end := j.disturb(f)
 	sleep(j.ctx, f.For)
 	end()
-	j.tell(func(judge *sim.Judge) { judge.Ends(f) })
+	j.note(func(judge *sim.Judge) { judge.Ends(f) })
 }
 
 // struck are the lighthouses that a fault is about.
@@ -74,36 +74,36 @@ func (g *group) strike(f *sim.Fault) {
 		g.end(f.Kind, "killed", f.For)
 	case sim.Leave:
 		if f.After%2 == 0 && len(g.ranks) == 1 {
-			g.tell(func(*sim.Judge) { g.leaves = true })
+			g.note(func(*sim.Judge) { g.leaves = true })
 			return
 		}
 		g.end(sim.Leave, "it shuts down", f.For)
 	case sim.Finish:
-		g.tell(func(*sim.Judge) { g.finishes = true })
+		g.note(func(*sim.Judge) { g.finishes = true })
 		g.end(sim.Leave, "its training ends", f.For)
 	case sim.RankFails:
 		if r := g.ranks[min(int(f.N), len(g.ranks)-1)]; r.index > 0 {
 			j.net.Host(r.host).Kill()
-			g.tell(func(*sim.Judge) {
+			g.note(func(*sim.Judge) {
 				r.kill()
 				r.leaveAverage(false)
 			})
 		}
 		j.after(f.For, func() { g.end(sim.Crash, "a rank of it ended", 0) })
 	case sim.Pause:
-		g.tell(func(*sim.Judge) { g.stopped = time.Now().Add(f.For) })
+		g.note(func(*sim.Judge) { g.stopped = time.Now().Add(f.For) })
 	case sim.Flaky:
-		g.tell(func(*sim.Judge) {
+		g.note(func(*sim.Judge) {
 			for _, r := range g.ranks {
 				r.flaky = true
 			}
 		})
 	case sim.LoseVote:
-		g.tell(func(*sim.Judge) { g.ranks[len(g.ranks)-1].loseVote = true })
+		g.note(func(*sim.Judge) { g.ranks[len(g.ranks)-1].loseVote = true })
 	case sim.DropRank:
 		j.net.Host(g.ranks[len(g.ranks)-1].host).Cut()
 	case sim.ShrinkOnly:
-		g.tell(func(*sim.Judge) { g.shrink = int(f.N) })
+		g.note(func(*sim.Judge) { g.shrink = int(f.N) })
 	}
 }
 

@@ -41,7 +41,7 @@ func (j *job) begin(slot int) {
 	g := &group{j: j, slot: slot}
 	g.ctx, g.cancel = context.WithCancel(j.ctx)
 	started := false
-	j.tell(func(judge *sim.Judge) {
+	j.note(func(judge *sim.Judge) {
 		if j.groups[slot] != nil {
 			return
 		}
@@ -58,7 +58,7 @@ func (j *job) begin(slot int) {
 		g.cancel()
 		return
 	}
-	if j.lives[slot] > 1 { // the machine is there, if it was gone
+	if j.lives[slot] > 1 { // the machine is there, if it had vanished
 		j.net.Host(fmt.Sprintf("%s.%d", machineOf(slot), j.lives[slot]-1)).Refuse()
 	}
 	g.host = j.net.Host(g.name)
@@ -81,12 +81,12 @@ func (g *group) run() {
 	<-g.ctx.Done()
 	start := time.Now()
 	finishes := false
-	g.j.tell(func(*sim.Judge) { finishes = g.finishes })
+	g.j.note(func(*sim.Judge) { finishes = g.finishes })
 	if finishes {
 		server.Finish()
 	}
 	server.Shutdown()
-	g.j.tell(func(judge *sim.Judge) {
+	g.j.note(func(judge *sim.Judge) {
 		if took := time.Since(start); took > shutdownTime {
 			judge.Break("the server of %s took %s to shut down", g.id, took)
 		}
@@ -119,12 +119,12 @@ type overheard struct {
 
 func (o overheard) Notices() <-chan membership.Notice { return o.heard }
 
-// listen hands on what the lighthouse tells.
+// listen passes on what the lighthouse sends.
 func (o overheard) listen() {
 	for {
 		select {
 		case n := <-o.Member.Notices():
-			o.g.tell(func(judge *sim.Judge) {
+			o.g.note(func(judge *sim.Judge) {
 				if n.Kind == membership.MemberFailed && n.ReplicaID == o.g.id {
 					judge.Evicted(o.g.id, n.QuorumID)
 				}
@@ -141,17 +141,17 @@ func (o overheard) listen() {
 }
 
 func (o overheard) Quorum(ctx context.Context, m quorum.Member, known int64) (*quorum.Quorum, error) {
-	o.g.tell(func(judge *sim.Judge) { judge.Asks(o.g.id, m) })
+	o.g.note(func(judge *sim.Judge) { judge.Asks(o.g.id, m) })
 	q, err := o.Member.Quorum(ctx, m, known)
 	if err == nil {
-		o.g.tell(func(judge *sim.Judge) { judge.Learned(o.g.id, q) })
+		o.g.note(func(judge *sim.Judge) { judge.Learned(o.g.id, q) })
 	}
 	return q, err
 }
 
-// tell is the job's, unless the group has failed: nobody hears what its processes do until they end.
-func (g *group) tell(what func(*sim.Judge)) (alive bool) {
-	g.j.tell(func(judge *sim.Judge) {
+// note is the job's, unless the group has failed: nobody hears what its processes do until they end.
+func (g *group) note(what func(*sim.Judge)) (alive bool) {
+	g.j.note(func(judge *sim.Judge) {
 		if alive = !g.killed; alive {
 			what(judge)
 		}
@@ -163,9 +163,9 @@ func (g *group) tell(what func(*sim.Judge)) (alive bool) {
 // does not, and one that shuts down says so.
 func (g *group) end(how sim.FaultKind, why string, down time.Duration) {
 	j := g.j
-	if !g.tell(func(judge *sim.Judge) {
+	if !g.note(func(judge *sim.Judge) {
 		g.killed = true
-		judge.Dies(g.id, why, how == sim.Vanish)
+		judge.Fails(g.id, why, how == sim.Vanish)
 		j.groups[g.slot] = nil
 		for _, r := range g.ranks {
 			r.leaveAverage(how == sim.Vanish)

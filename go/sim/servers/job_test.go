@@ -35,7 +35,7 @@ type job struct {
 	averages map[averageKey]*average
 	running  atomic.Int64 // faults, and their schedule
 	lines    []string
-	givenUp  map[string]*lighthouse.Server // groups, and where; only the operator uses it
+	waived   map[string]*lighthouse.Server // groups, and where; only the operator uses it
 
 	weather sync.Mutex // for what follows
 	rng     *rand.Rand
@@ -45,7 +45,7 @@ type job struct {
 func newJob(t *testing.T, s sim.Setup) *job {
 	j := &job{
 		setup: s, net: fttest.NewNetwork(), start: time.Now(), groups: make([]*group, s.Slots), lives: make([]int, s.Slots),
-		averages: map[averageKey]*average{}, givenUp: map[string]*lighthouse.Server{}, rng: rand.New(rand.NewPCG(s.Seed, 5)), slow: map[string]int{},
+		averages: map[averageKey]*average{}, waived: map[string]*lighthouse.Server{}, rng: rand.New(rand.NewPCG(s.Seed, 5)), slow: map[string]int{},
 	}
 	j.cluster = &fttest.Cluster{T: t, Net: j.net, Log: &fttest.Log{}}
 	j.ctx, j.stop = context.WithCancel(context.Background())
@@ -66,8 +66,8 @@ func newJob(t *testing.T, s sim.Setup) *job {
 	return j
 }
 
-// tell runs something with the judge. Nothing in it waits.
-func (j *job) tell(what func(*sim.Judge)) {
+// note runs something with the judge. Nothing in it waits.
+func (j *job) note(what func(*sim.Judge)) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	j.judge.At(time.Since(j.start))
@@ -134,16 +134,16 @@ func (h *lighthouseHost) begin() {
 		cfg.QuorumTick, cfg.StateDir = s.QuorumTick, h.dir
 		cfg.Logger = slog.New(slog.NewTextHandler(h.j.cluster.Log, nil)).With("lighthouse", h.index)
 	})
-	h.j.tell(func(judge *sim.Judge) { judge.Lighthouse(h.index, true) })
+	h.j.note(func(judge *sim.Judge) { judge.Lighthouse(h.index, true) })
 }
 
-// crash is kill -9, or a power cut, after which it starts anew.
+// crash is kill -9, or a power cut, after which it restarts.
 func (h *lighthouseHost) crash(silent bool, down time.Duration) {
 	h.life.Lock()
 	server := h.server
 	h.server = nil
 	if server != nil {
-		h.j.tell(func(judge *sim.Judge) { judge.Lighthouse(h.index, false) })
+		h.j.note(func(judge *sim.Judge) { judge.Lighthouse(h.index, false) })
 		if silent {
 			h.j.net.Host(h.name).Vanish()
 		} else {
@@ -157,7 +157,7 @@ func (h *lighthouseHost) crash(silent bool, down time.Duration) {
 	}
 }
 
-// end shuts it down in order, and looks whether it has forgotten those who are gone.
+// end shuts it down in order, and looks whether it has forgotten groups that have ended.
 func (h *lighthouseHost) end() {
 	h.life.Lock()
 	defer h.life.Unlock()
@@ -165,7 +165,7 @@ func (h *lighthouseHost) end() {
 		return
 	}
 	if s := h.server.Status(); s.Waiters > 0 || s.Healthy > 0 {
-		h.j.tell(func(judge *sim.Judge) {
+		h.j.note(func(judge *sim.Judge) {
 			judge.Break("lighthouse %d remembers %d healthy groups and %d waiters of a job that is over", h.index, s.Healthy, s.Waiters)
 		})
 	}

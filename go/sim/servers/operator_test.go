@@ -9,8 +9,8 @@ import (
 	"github.com/torchft/torchft/go/sim"
 )
 
-// operate gives up groups whose votes are missing, as an operator does that knows: they have ended, no group that lives and no
-// other lighthouse knows of a later quorum than the latest of this one, and its members that live wait here. Each is given up
+// operate waives groups whose votes are missing, as an operator does that knows: they have ended, no group that lives and no
+// other lighthouse knows of a later quorum than the latest of this one, and its members that live wait here. Each is waived
 // at one lighthouse in one of its lives. What a lighthouse has of a branch that was left behind counts no more.
 func (j *job) operate() {
 	if len(j.hosts) == 1 {
@@ -27,7 +27,7 @@ func (j *job) operate() {
 		}
 		serves[h.server] = true
 		status, abandoned := h.server.Status(), false
-		j.tell(func(judge *sim.Judge) { abandoned = judge.Abandoned(status.QuorumID) })
+		j.note(func(judge *sim.Judge) { abandoned = judge.Abandoned(status.QuorumID) })
 		if !abandoned && (latest == nil || status.QuorumID > s.QuorumID) {
 			latest, s = h, status
 		}
@@ -36,7 +36,7 @@ func (j *job) operate() {
 		return
 	}
 	var ended []string
-	j.tell(func(judge *sim.Judge) {
+	j.note(func(judge *sim.Judge) {
 		for _, m := range s.Members {
 			if m.InQuorum && !m.Waiting && judge.Lives(m.ReplicaID) {
 				return
@@ -46,22 +46,22 @@ func (j *job) operate() {
 			return
 		}
 		ended = slices.DeleteFunc(slices.Clone(s.MissingVotes), func(id string) bool {
-			at := j.givenUp[id]
+			at := j.waived[id]
 			return judge.Lives(id) || at != nil && at != latest.server && serves[at]
 		})
 		if len(ended) > 0 {
-			judge.GivesUp(ended, latest.index, s.QuorumID)
+			judge.Waives(ended, latest.index, s.QuorumID)
 		}
 	})
 	for _, id := range ended {
-		j.givenUp[id] = latest.server
+		j.waived[id] = latest.server
 		_ = latest.server.GiveUp("", id, "an operator") // the vote may not be missing any more
 	}
 }
 
 // A job that goes on at the first lighthouse, by an operator's word, while the lighthouse of its last quorum is away; and then the
 // hosts of all its groups vanish. The other lighthouse is back by then, with an id that is higher than those of the branch that
-// went on. The operator has to give up the groups of that branch.
+// went on. The operator has to waive the groups of that branch.
 func TestAnOperatorStaysWithTheBranchThatGoesOn(t *testing.T) {
 	s := draw(28, 60)
 	crash := slices.IndexFunc(s.Faults, func(f sim.Fault) bool { return f.Kind == sim.Crash })

@@ -72,9 +72,9 @@ type callError struct {
 	early time.Duration // before its deadline
 }
 
-// tell is the group's, unless the rank has failed.
-func (r *rank) tell(what func(*sim.Judge)) (alive bool) {
-	return r.g.tell(func(judge *sim.Judge) {
+// note is the group's, unless the rank has failed.
+func (r *rank) note(what func(*sim.Judge)) (alive bool) {
+	return r.g.note(func(judge *sim.Judge) {
 		if alive = r.ctx.Err() == nil; alive {
 			what(judge)
 		}
@@ -85,7 +85,7 @@ func (r *rank) tell(what func(*sim.Judge)) (alive bool) {
 func (r *rank) failed(err *callError) {
 	s := r.g.j.setup
 	count := 0
-	r.tell(func(*sim.Judge) { count = r.model.Failed(err, err.early) })
+	r.note(func(*sim.Judge) { count = r.model.Failed(err, err.early) })
 	if err.vote && r.chance(0.3) || r.chance(0.1) || count > 3 {
 		r.g.end(sim.Crash, "an error reached its training loop", r.upTo(s.QuorumTimeout))
 		return
@@ -93,7 +93,7 @@ func (r *rank) failed(err *callError) {
 	sleep(r.ctx, s.Delay+r.upTo(s.Compute))
 }
 
-// hear takes what the lighthouse tells, at any time.
+// hear takes what the lighthouse sends, at any time.
 func (r *rank) hear() {
 	for {
 		select {
@@ -102,7 +102,7 @@ func (r *rank) hear() {
 		case n := <-r.client.Notices():
 			switch n.Kind {
 			case membership.MemberFailed:
-				r.tell(func(*sim.Judge) {
+				r.note(func(*sim.Judge) {
 					if a := r.average; a != nil && a.key.quorumID == n.QuorumID {
 						a.abort(r)
 						a.end(r, false)
@@ -110,7 +110,7 @@ func (r *rank) hear() {
 				})
 			case membership.ProgressAsked:
 				waits := false
-				r.tell(func(*sim.Judge) { waits = r.average != nil && r.average.waiting[r.g.id] != nil })
+				r.note(func(*sim.Judge) { waits = r.average != nil && r.average.waiting[r.g.id] != nil })
 				r.client.SayProgress(int64(r.index), waits, "train")
 			}
 		}
@@ -120,7 +120,7 @@ func (r *rank) hear() {
 // left ends a group that was asked to go, between two steps.
 func (r *rank) left() bool {
 	leaves := false
-	r.tell(func(*sim.Judge) { leaves = r.g.leaves })
+	r.note(func(*sim.Judge) { leaves = r.g.leaves })
 	if leaves {
 		s := r.g.j.setup
 		ctx, cancel := context.WithTimeout(r.ctx, s.Timeout)
@@ -134,7 +134,7 @@ func (r *rank) left() bool {
 // inTime checks that a call ended by its deadline.
 func (r *rank) inTime(what string, start time.Time, timeout time.Duration) {
 	if took := time.Since(start); took > timeout+10*time.Millisecond {
-		r.tell(func(judge *sim.Judge) {
+		r.note(func(judge *sim.Judge) {
 			judge.Break("the %s of %s ended after %s, its timeout is %s", what, r.model, took, timeout)
 		})
 	}
@@ -145,7 +145,7 @@ func (r *rank) attempt() error {
 	s := r.g.j.setup
 	r.standStill()
 	args := rankclient.Request{GroupRank: int64(r.index), CheckpointMetadata: r.metadata(r.g.id), InitSync: s.InitSync, Handle: "h", GroupWorldSize: int64(s.Ranks)}
-	r.tell(func(*sim.Judge) {
+	r.note(func(*sim.Judge) {
 		args.Step, args.CommitFailures, args.CommittedQuorumID = r.model.Ask()
 		if args.ShrinkOnly = r.g.shrink > 0; args.ShrinkOnly && r.index == 0 {
 			r.g.shrink--
@@ -161,7 +161,7 @@ func (r *rank) attempt() error {
 	}
 	computed := time.Now().Add(r.stepTime())
 	var source string
-	if !r.tell(func(*sim.Judge) {
+	if !r.note(func(*sim.Judge) {
 		source = r.model.Follow(&res)
 		r.joinAverage(&res)
 	}) {
@@ -169,7 +169,7 @@ func (r *rank) attempt() error {
 	}
 	if source != "" {
 		digest, ok := r.heal(source, &res)
-		r.tell(func(*sim.Judge) { r.model.Healed(digest, ok) })
+		r.note(func(*sim.Judge) { r.model.Healed(digest, ok) })
 	}
 	sleep(r.ctx, time.Until(computed))
 	r.standStill()
@@ -178,14 +178,14 @@ func (r *rank) attempt() error {
 		r.client.Suspect(res.QuorumID, r.onlyPeer(&res))
 	}
 	vote := false
-	r.tell(func(*sim.Judge) { vote = r.model.Reduced(sum, ok) })
+	r.note(func(*sim.Judge) { vote = r.model.Reduced(sum, ok) })
 	return r.vote(vote)
 }
 
 func (r *rank) vote(yes bool) error {
 	s := r.g.j.setup
 	lost, step := false, int64(0)
-	r.tell(func(*sim.Judge) { lost, r.loseVote, step = r.loseVote, false, r.model.Step() })
+	r.note(func(*sim.Judge) { lost, r.loseVote, step = r.loseVote, false, r.model.Step() })
 	ctx, cancel := context.WithTimeout(r.ctx, s.Timeout)
 	defer cancel()
 	start := time.Now()
@@ -198,7 +198,7 @@ func (r *rank) vote(yes bool) error {
 	if err != nil {
 		return &callError{err, true, time.Until(start.Add(s.Timeout))}
 	}
-	r.tell(func(*sim.Judge) { r.model.Decided(commit) })
+	r.note(func(*sim.Judge) { r.model.Decided(commit) })
 	return nil
 }
 
@@ -216,7 +216,7 @@ func (r *rank) stepTime() time.Duration {
 // standStill waits while the machine does.
 func (r *rank) standStill() {
 	var until time.Time
-	r.tell(func(*sim.Judge) { until = r.g.stopped })
+	r.note(func(*sim.Judge) { until = r.g.stopped })
 	sleep(r.ctx, time.Until(until))
 }
 
@@ -245,12 +245,12 @@ func (r *rank) heal(source string, res *recovery.Result) (digest uint64, ok bool
 		return 0, false
 	}
 	if metadata != r.metadata(source) {
-		r.tell(func(judge *sim.Judge) {
+		r.note(func(judge *sim.Judge) {
 			judge.Break("%s heals from %s, whose metadata is %q", r.model, source, metadata)
 		})
 	}
 	for !ok {
-		r.tell(func(judge *sim.Judge) {
+		r.note(func(judge *sim.Judge) {
 			if judge.Connected(r.g.id, source) {
 				digest, ok = judge.Model(source, r.index).Serves(res.QuorumID)
 			}

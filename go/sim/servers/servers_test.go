@@ -42,7 +42,7 @@ func draw(seed uint64, rounds int) sim.Setup {
 	s.Compute = between(200*time.Millisecond, 600*time.Millisecond)
 	s.Heal = between(0, time.Second)
 	s.Delay = between(200*time.Microsecond, 10*time.Millisecond)
-	s.Slack = 40 * time.Second // until a connection that is silent is given up, twice
+	s.Slack = 40 * time.Second // until a connection that is silent is closed, twice
 	if s.Lighthouses > 1 {
 		s.Slack += 330 * time.Second // for which a lighthouse may be left alone
 	}
@@ -134,7 +134,7 @@ func (j *job) untilSettled() {
 		time.Sleep(500 * time.Millisecond)
 		j.operate()
 		settled, broken := false, false
-		j.tell(func(judge *sim.Judge) {
+		j.note(func(judge *sim.Judge) {
 			settled = judge.Settled()
 			if time.Since(j.start) > longest {
 				judge.Break("the history has not ended after %s: %s", longest, judge.Apart())
@@ -153,7 +153,7 @@ func (j *job) untilSettled() {
 // end shuts everything down in order.
 func (j *job) end() {
 	var groups []*group
-	j.tell(func(judge *sim.Judge) { groups = append(groups, j.groups...) })
+	j.note(func(judge *sim.Judge) { groups = append(groups, j.groups...) })
 	for _, g := range groups {
 		if g != nil {
 			how := sim.Leave

@@ -1,8 +1,8 @@
 """The cost of comparing weights and optimizer state among the groups, in a step without faults.
 
-Two replica groups as processes, Gloo, one rank each, no compute; a job with it and a job without take turns. Their
-means are compared: each tenth step sends digests, and the first of a sweep lists the tensors. Processor time is that of
-all threads of a rank.
+Two replica groups as processes, Gloo, one rank each, no compute. A job that compares and a job that does not run by
+turns. The figures are means of a turn, not medians: only each tenth step sends digests, and only the first step of a
+sweep (torchft/_manager/divergence.py) lists the tensors. Processor time is that of all threads of a rank.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any
 from common import START_TIMEOUT_S, Progress, Side, Spread, Workers, markdown_table, rotated, start_groups
 from processes import Job
 
-SIZES_MB = {"51 MB": 51, "1 GB": 1007}  # whole layers, with their state of Adam
+SIZES_MB = {"51 MB": 51, "1 GB": 1007}  # weights and Adam's state; sums of whole layers
 STEPS = 200
 COMMAND_TIMEOUT_S = 120
-STEP_MS = 100  # the cost is a percentage of it
+STEP_MS = 100  # the table shows the cost as a percentage of a step of this length
 
 
 def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
-    """Return the times of a step in milliseconds, off and on, for each size. Upstream has none of it."""
+    """Return the milliseconds of a step without and with the comparison, for each size. Upstream has none."""
     return {
         size: _measure(ours, mb, rounds, lambda text, size=size: progress(f"{size}, {text}"))
         for size, mb in SIZES_MB.items()

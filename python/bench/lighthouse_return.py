@@ -1,7 +1,8 @@
-"""How long a job stands still when its lighthouse is killed with SIGKILL and comes back.
+"""How long a job makes no progress after its lighthouse was killed with SIGKILL and restarted.
 
-The groups request a quorum and vote in steps of 20 ms. The lighthouse is killed, and restarted with its state after a
-while. Measured from its first accepted connection until every group has completed another step. Quorum ids must rise.
+Each group requests a quorum and votes every 20 ms. The lighthouse is killed, and some seconds later restarted with its
+persisted state. The time runs from the first connection that it accepts until every group has completed another step.
+Quorum ids must rise across the restart.
 
     python python/bench/lighthouse_return.py
 """
@@ -21,7 +22,7 @@ from lighthouses import cluster
 LIMIT_S = 2.0
 
 
-def measure(groups: int, kills: int, away_s: float) -> list[float]:
+def measure(groups: int, kills: int, down_s: float) -> list[float]:
     """Kill the lighthouse ``kills`` times; return the seconds from each restart to the next step of all groups."""
     seconds = []
     with tempfile.TemporaryDirectory(prefix="torchft-bench-") as folder, cluster(Path(folder), groups=groups) as c:
@@ -30,35 +31,35 @@ def measure(groups: int, kills: int, away_s: float) -> list[float]:
             last = max(c.quorum_ids())
             began = len(c.members[0].of("step"))
             c.lighthouses[0].kill()
-            time.sleep(away_s)
+            time.sleep(down_s)
             c.lighthouses[0] = c.start_lighthouse(0)
             seconds.append(c.steps(1))
             c.steps(10, members=groups)
             later = [q for q in c.quorum_ids(began) if q != last]
             if not later or min(later) < last:
-                raise SystemExit(f"quorum ids after {last}: {later}")
-            print(f"{groups} groups, away {away_s:g} s, kill {number + 1}/{kills}: {seconds[-1]:.2f} s", flush=True)
+                raise SystemExit(f"quorum ids after the restart must be above {last}: {later}")
+            print(f"{groups} groups, down {down_s:g} s, kill {number + 1}/{kills}: {seconds[-1]:.2f} s", flush=True)
     return seconds
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure how long a job stands still after its lighthouse is back.")
+    parser = argparse.ArgumentParser(description="Measure how long a job stands still after its lighthouse restarts.")
     parser.add_argument("--kills", type=int, default=10, help="default: %(default)s")
     args = parser.parse_args()
     if args.kills < 1:
         parser.error(f"--kills {args.kills}: allowed is 1 or more")
     rows = []
-    for groups, away_s in ((2, 1.0), (2, 10.0), (8, 1.0)):
-        took = measure(groups, args.kills, away_s)
+    for groups, down_s in ((2, 1.0), (2, 10.0), (8, 1.0)):
+        took = measure(groups, args.kills, down_s)
         rows.append(
             [
                 str(groups),
-                f"{away_s:g} s",
+                f"{down_s:g} s",
                 f"{statistics.median(took):.2f} s [{min(took):.2f}, {max(took):.2f}]",
                 verdict(max(took) < LIMIT_S),
             ]
         )
-    print("\n" + markdown_table(["groups", "away for", "until all go on", f"within {LIMIT_S:g} s"], rows))
+    print("\n" + markdown_table(["groups", "down for", "until all groups step", f"within {LIMIT_S:g} s"], rows))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Bytes, time and error of an allreduce at full precision and as 8-bit codes.
 
-Three ranks as processes, Gloo on loopback. The bytes are those that the kernel counted on all TCP connections of a
-rank.
+Three ranks as processes, Gloo on loopback. The bytes sent are the kernel's count for all TCP connections of a rank.
 """
 
 from __future__ import annotations
@@ -20,7 +19,11 @@ TIMEOUT_S = 120
 
 
 def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
-    """Return, per package and kind, bytes a rank sent, milliseconds and relative error; or why it was refused."""
+    """Return a dict from ``package/kind``, such as ``torchft/fp8``, to the figures of an allreduce.
+
+    The figures are ``sent`` (bytes), ``ms`` and ``error`` (of the norm, relative), of the worst rank of each round.
+    Where the package refuses the kind, the only entry is ``refused``, with its error message.
+    """
     samples: dict[str, dict[str, list[float]]] = {}
     refused: dict[str, str] = {}
     with Job() as job:
@@ -60,7 +63,7 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     for key, figures in result.items():
         name, _, kind = key.rpartition("/")
         if "refused" in figures:
-            continue  # upstream's codes need a GPU: the page says so
+            continue  # upstream quantizes on GPUs only; docs/benchmarks.md says so
         sent, ms, error = (Spread(**figures[what]) for what in ("sent", "ms", "error"))
         share = sent.median / result[f"{ours}/full"]["sent"]["median"]
         goal = f" {verdict(share <= GOAL)}" if name == ours and kind != "full" else ""

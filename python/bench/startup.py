@@ -1,4 +1,4 @@
-"""How long `torchft_lighthouse` takes from its start until it takes connections, and how much memory it then has."""
+"""Seconds from the start of `torchft_lighthouse` until it accepts connections, and its resident memory then."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ CONSOLE_SCRIPT = Path(__file__).resolve().parent / "torchft_lighthouse.py"
 
 
 def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
-    """Return seconds to listening and MB (1e6 bytes) of resident memory of both sides."""
+    """Return the seconds until it accepts connections and the resident memory in MB (1e6 bytes), for both packages."""
     seconds: dict[str, list[float]] = {ours.name: [], upstream.name: []}
     memory: dict[str, list[float]] = {ours.name: [], upstream.name: []}
     for side in (ours, upstream):
-        _start(side)  # reads the files once: later starts find them in the page cache
+        _start(side)  # not counted: it brings the files into the page cache
     for number in range(rounds):
         for side in rotated((ours, upstream), number):
             took, resident = _start(side)

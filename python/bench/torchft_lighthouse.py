@@ -1,4 +1,4 @@
-"""The console script `torchft_lighthouse`, as pip makes it, for the torchft on PYTHONPATH."""
+"""The console script `torchft_lighthouse` as pip would write it; it runs the torchft that PYTHONPATH selects."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Compiles the device once for all test processes: a library under build/late, named by what it was made from."""
+"""Compiles the test device once for all test processes: a library in build/late, under a digest of its inputs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import torch
 
 SOURCES = Path(__file__).parent / "csrc"
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "late"
-# -O1 compiles in two thirds of the time of -O2, and what runs here is PyTorch's own code.
+# -O1 compiles in two thirds of the time of -O2. The tests stay as fast: most of their time is spent inside PyTorch.
 FLAGS = ("-O1", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-w")
 UNITS = ("late", "backend")
 LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 
 
 def library() -> Path:
-    """The library for this source, compiler, Python and PyTorch. The first process that asks builds it.
+    """Returns the path of the library for this source, compiler, Python and PyTorch. The first caller compiles it.
 
     Raises:
-        RuntimeError: there is no compiler, or it failed.
+        RuntimeError: there is no C++ compiler, or the compilation failed.
     """
     compiler = os.environ.get("CXX") or "g++"
     digest = hashlib.sha256(repr((compiler, FLAGS, sys.version, torch.__version__, torch.__file__)).encode())
@@ -50,7 +50,7 @@ def _compile(compiler: str, made: Path) -> None:
         )
     root = Path(torch.__file__).parent
     include = [root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
-    # Built beside its place and then renamed: a build that was interrupted leaves nothing that looks complete.
+    # Linked under another name and then renamed: an interrupted build leaves no file that looks complete.
     made.parent.mkdir(exist_ok=True)
     partial = made.with_suffix(".partial")
     objects = [made.with_name(f"{unit}.o") for unit in UNITS]
@@ -68,7 +68,11 @@ def _compile(compiler: str, made: Path) -> None:
 
 
 def _run(commands: Iterable[list[str]]) -> None:
-    """Side by side."""
+    """Runs the commands in parallel, and waits for all of them.
+
+    Raises:
+        RuntimeError: one failed; with the end of its error output.
+    """
     running = [
         subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True

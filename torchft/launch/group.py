@@ -1,4 +1,4 @@
-"""One replica group: a torchrun with everything below it."""
+"""One replica group: a torchrun process and all its descendants."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torchft.launch import process_tree
 
 
 class ReplicaGroup:
-    """Starts, ends and starts again the processes of one group.
+    """Starts, stops and restarts the processes of one group.
 
     Args:
-        number: REPLICA_GROUP_ID of its processes.
-        groups: NUM_REPLICA_GROUPS.
+        number: the group's number, ``REPLICA_GROUP_ID`` in the environment of its processes.
+        groups: number of groups of the job, ``NUM_REPLICA_GROUPS`` there.
         command: the script and its arguments.
-        log: gets the output of all its processes, of all lives.
-        nproc: ranks.
+        log: file to which the output of all processes is appended, at the first start and at each restart.
+        nproc: number of ranks, torchrun's ``--nproc_per_node``.
         torchrun_args: further arguments for torchrun.
     """
 
@@ -37,14 +37,20 @@ class ReplicaGroup:
         self.nproc = nproc
         self.log = log
         self.starts = 0
-        self.started = 0.0  # when it was started last, by the wall clock
+        self.started = 0.0  # wall-clock time of the latest start, in seconds
         self._command = command
         self._torchrun_args = torchrun_args or []
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, lighthouse: str, env: dict[str, str] | None = None) -> None:
-        """Starts the group, or starts it again after its end."""
-        # standalone: a free port for each group, which older releases of torchrun do not take by themselves
+        """Starts the group, or restarts it after it has ended.
+
+        Args:
+            lighthouse: address of the lighthouse, ``TORCHFT_LIGHTHOUSE`` for the group.
+            env: further environment variables, also in place of those that this class sets.
+        """
+        # Groups on one host need rendezvous ports of their own: --standalone picks a free port, while older releases of
+        # torchrun otherwise use a fixed one.
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(self.nproc)]
         own = {
             "REPLICA_GROUP_ID": str(self.number),
@@ -57,7 +63,7 @@ class ReplicaGroup:
         self._process = process_tree.start(command, self.log, {**own, **(env or {})})
 
     def kill(self) -> list[int]:
-        """SIGKILL for torchrun and everything below it. Returns the pids."""
+        """Sends SIGKILL to torchrun and all its descendants. Returns their pids."""
         return [] if self._process is None else process_tree.kill_tree(self._process)
 
     def terminate(self) -> None:
@@ -67,11 +73,11 @@ class ReplicaGroup:
 
     @property
     def pid(self) -> int:
-        """Of torchrun's agent."""
+        """Process id of torchrun's agent."""
         assert self._process is not None, "the group was not started"
         return self._process.pid
 
     @property
     def status(self) -> int | None:
-        """The exit status of torchrun, None while it runs."""
+        """The exit status of torchrun; None while it runs, and before the first start."""
         return None if self._process is None else self._process.poll()

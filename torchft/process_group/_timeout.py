@@ -1,4 +1,7 @@
-"""Timeouts of single sends and receives: PyTorch's calls take none, but a transfer of state has its own."""
+"""A timeout for individual sends and receives.
+
+PyTorch's point-to-point calls take no timeout, but the transfer of a state has one that differs from its group's.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,19 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Iterator, Optional
 
-_here = threading.local()
+_local = threading.local()
 
 
 @contextmanager
 def point_to_point_timeout(timeout: timedelta) -> Iterator[None]:
-    """Sends and receives that this thread starts in the block have this timeout in place of their group's."""
-    _here.timeout = timeout
+    """Sends and receives that this thread starts in the block use this timeout instead of their group's."""
+    _local.timeout = timeout
     try:
         yield
     finally:
-        _here.timeout = None
+        _local.timeout = None
 
 
 def given_timeout() -> Optional[timedelta]:
-    """The timeout of what this thread starts, if it is not the group's."""
-    return getattr(_here, "timeout", None)
+    """The timeout that `point_to_point_timeout` sets for this thread; None outside of it."""
+    return getattr(_local, "timeout", None)

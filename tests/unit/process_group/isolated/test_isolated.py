@@ -1,4 +1,4 @@
-"""What is special about a group in another process. What every group does is in the conformance suite."""
+"""Behaviour that only isolated groups have. The conformance suite covers what all process groups share."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def assert_all_end(group: ProcessGroup, end: Callable[[], None], says: str) -> N
 
     def kill() -> float:
         started.wait(10)
-        time.sleep(0.05)  # until they wait; sooner is allowed, too
+        time.sleep(0.05)  # usually all three wait by now; the assertions also hold if one does not yet
         now = time.monotonic()
         end()
         return now
@@ -79,10 +79,10 @@ def test_an_abort_ends_all_waits(pair: list[ProcessGroup]) -> None:
     assert isinstance(pair[1].errored(), RuntimeError)
 
 
-def test_a_worker_that_is_slow_to_die_keeps_what_it_shares(
+def test_shared_memory_is_released_only_after_the_worker_has_ended(
     alone: ProcessGroupBabyGloo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may write there until it has ended."""
+    """Until then the worker may still write to it. Here its kill is delayed: the process that sends it is stopped."""
     alone.allreduce([torch.ones(4)], ReduceOp.SUM).wait()
     assert alone._worker is not None
     closed = threading.Event()
@@ -98,8 +98,8 @@ def test_a_worker_that_is_slow_to_die_keeps_what_it_shares(
     assert pid not in workers()
 
 
-def test_a_stopped_worker_is_given_up(pair: list[ProcessGroup], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It neither answers nor ends."""
+def test_a_stopped_worker_is_killed(pair: list[ProcessGroup], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker under SIGSTOP neither answers nor exits."""
     monkeypatch.setattr(channel_module, "_PING_EVERY_SEC", 0.05)
     monkeypatch.setattr(channel_module, "_UNRESPONSIVE_SEC", 0.3)
     isolated = pair[1]
@@ -108,4 +108,4 @@ def test_a_stopped_worker_is_given_up(pair: list[ProcessGroup], monkeypatch: pyt
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(RuntimeError, match="does not respond"):
         pending(isolated).wait()
-    wait_until(lambda: pid not in workers(), "it is ended")
+    wait_until(lambda: pid not in workers(), "it is killed")

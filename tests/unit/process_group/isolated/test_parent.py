@@ -1,4 +1,4 @@
-"""The trainer's side of an isolated group: operations in flight, its states, its settings."""
+"""The training process' side of an isolated group: operations in flight, lifecycle, settings."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_more_operations_in_flight_than_a_socket_holds(alone: ProcessGroup) -> N
 
 
 def test_an_operation_with_very_many_tensors(alone: ProcessGroup) -> None:
-    """Its request does not fit into the socket."""
+    """Its request is larger than the socket's buffer."""
     tensors = [torch.full((3,), float(i)) for i in range(1500)]
     alone.allreduce_coalesced(tensors, ReduceOp.SUM).wait()
     assert [tensor[2].item() for tensor in tensors] == list(range(1500))
@@ -52,7 +52,7 @@ def test_futures_are_completed_with_their_own_tensors(alone: ProcessGroup) -> No
 
 
 def test_two_threads_wait_and_a_third_for_a_future(pair: list[ProcessGroup]) -> None:
-    """Whoever reads the answers passes on what belongs to others."""
+    """Leader/follower: one waiting thread reads the answers for all."""
     plain, isolated = pair
     tensors = [torch.zeros(2) for _ in range(3)]
     works = [isolated.recv([tensor], 0, tag) for tag, tensor in enumerate(tensors)]
@@ -69,7 +69,7 @@ def test_two_threads_wait_and_a_third_for_a_future(pair: list[ProcessGroup]) -> 
 
 
 def test_threads_use_one_group(pair: list[ProcessGroup]) -> None:
-    """Each pair of threads has its tag, and none gets another's message."""
+    """Each pair of threads has a tag of its own, and receives only messages with this tag."""
 
     def talk(rank: int, tag: int) -> None:
         for i in range(20):
@@ -85,7 +85,7 @@ def test_threads_use_one_group(pair: list[ProcessGroup]) -> None:
     assert in_threads(calls) == [None] * 4
 
 
-def test_a_wait_that_times_out_leaves_the_operation_alone(pair: list[ProcessGroup]) -> None:
+def test_a_wait_that_times_out_does_not_cancel_the_operation(pair: list[ProcessGroup]) -> None:
     tensor = torch.zeros(1)
     work = pair[1].recv([tensor], 0, 7)
     with pytest.raises(RuntimeError, match="timed out"):
@@ -134,6 +134,6 @@ def test_a_bad_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ProcessGroupBabyGloo()
 
 
-def test_the_base_runs_nothing() -> None:
+def test_the_base_class_has_no_backend() -> None:
     with pytest.raises(NotImplementedError, match=r"ProcessGroupBaby\._create_pg"):
         ProcessGroupBaby._create_pg(None, 0, 1)  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Optimizer = OptimizerWrapper
 
-# exported name: where it is
+# exported name: its place, "module.name" below this package
 _EXPORTS = {
     "DistributedDataParallel": "ddp.DistributedDataParallel",
     "DistributedSampler": "data.DistributedSampler",

@@ -1,7 +1,7 @@
-"""The calls of torchft's wrappers (optimizer, DDP, LocalSGD, process groups) on a Manager beyond its public methods.
+"""What torchft's wrappers (optimizer, DDP, LocalSGD, process groups) need of a Manager beyond its public methods.
 
-Scripts' tests give the wrappers stand-ins for a Manager, which need not have it. A wrapper asks once, when it is made,
-for the extras of its Manager, and calls those.
+A test may give a wrapper a stand-in for a Manager, which has the public methods only. So a wrapper calls
+:func:`extras_of` once, when it is made, and calls the object that it returns.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 
 
 class Extras:
-    """The extras of a stand-in: most of them do nothing. A Manager's own are in ``_manager/extras.py``.
+    """The extras of a stand-in for a Manager: most of them do nothing. Those of a Manager are in
+    ``_manager/extras.py``.
 
     Args:
         manager: the stand-in.
@@ -25,43 +26,45 @@ class Extras:
         self._share_buffer = getattr(getattr(manager, "_pg", None), "share_buffer", None)
 
     def refuse_replay(self, reason: str) -> None:
-        """This step does something that cannot be done again."""
+        """Declares that this step does something that cannot be repeated, so that it is not replayed."""
 
     def register_gradients(self, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """The tensors that an optimizer will read: a replay must reach all of them."""
+        """Registers tensors that an optimizer will read. A step can be replayed only if it reduces all of them."""
 
     def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Its parameters and its state of them have the same bits in all groups: compared, and healed in pieces."""
+        """Registers parameters and optimizer state that have the same bits in all groups: compared, and healed in
+        pieces.
+        """
 
     def register_parameters(self, named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
-        """The parameters of a model, which have the same bits in all groups: compared."""
+        """Registers parameters of a model that have the same bits in all groups: they are compared."""
 
     @property
     def adds_gradients(self) -> bool:
-        """Whether gradients are added up over the groups, and not averaged: a data loader has weighted the losses."""
+        """Whether gradients are summed over the groups instead of averaged: a data loader has weighted the losses."""
         return False
 
     def steps_by_itself(self, local_steps: Any) -> None:
-        """Groups train on their own between two steps of the Manager."""
+        """Declares that groups train on their own between two steps of the Manager (LocalSGD, DiLoCo)."""
 
     def inner_step_ended(self) -> None:
-        """Those of :meth:`steps_by_itself` have done a step of their optimizer."""
+        """Reports a step of the inner optimizer, between two steps of the Manager."""
 
     @property
     def had_quorum(self) -> bool:
-        """Whether the process group has had peers; that of a stand-in without this method always has."""
+        """Whether the process group has ever had peers; True for a stand-in that does not tell its quorum id."""
         return not self._tells_quorum or self._manager._quorum_id != -1
 
     def share_buffer(self, buffer: torch.Tensor) -> None:
-        """Lets an isolated group share the memory of a buffer with its worker, so that nothing is copied."""
+        """Lets an isolated group share a buffer's memory with its worker process, so that nothing is copied."""
         if self._share_buffer is not None:
             self._share_buffer(buffer)
 
     def counted(self, name: str, number: int = 1) -> None:
-        """The manager server counts it: ``Counters`` in go/rankclient/counted.go has the names."""
+        """Adds ``number`` to a counter of the manager server: ``Counters`` in go/rankclient/counted.go lists them."""
 
 
 def extras_of(manager: Any) -> Extras:
-    """The calls of a wrapper beside the public methods of its Manager; obtained when the wrapper is made."""
+    """Returns the extras of a Manager, or those of a stand-in that has none."""
     extras = getattr(manager, "_extras", None)
     return extras if isinstance(extras, Extras) else Extras(manager)

@@ -1,4 +1,6 @@
-"""Names of a package that are imported on first use (PEP 562), so that importing the package stays cheap."""
+"""Lazy imports (PEP 562): names of a package that are imported on first use, so that importing the package stays
+cheap.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ from collections.abc import Callable, Mapping
 
 
 def resolver(package: str, names: Mapping[str, str]) -> Callable[[str], object]:
-    """Makes the ``__getattr__`` of a package.
+    """Returns a ``__getattr__`` for a package.
 
     Args:
-        package: its ``__name__``.
+        package: the package's ``__name__``.
         names: where each exported name is: "module.name", below the package.
     """
 

@@ -20,7 +20,7 @@ _TIMEOUT_SEC = 5.0
 
 
 class Unanswered(Exception):
-    """The lighthouse did not answer, or refused the request; the text says what was tried.
+    """The lighthouse did not answer, or refused the request. The message says what was tried.
 
     Attributes:
         code: the HTTP status code of a refusal; None if there was no answer.
@@ -32,7 +32,7 @@ class Unanswered(Exception):
 
     @property
     def refused(self) -> bool:
-        """Whether the same request would be refused again."""
+        """Whether the lighthouse refused the request, so that a retry is useless."""
         return self.code is not None and self.code < 500
 
 
@@ -41,8 +41,8 @@ class Lighthouse:
 
     Args:
         addresses: separated by commas; default: TORCHFT_LIGHTHOUSE, else this machine.
-        job: the job of the requests; default: TORCHFT_JOB_ID, else the job of members that name none.
-        timeout: seconds until an answer begins.
+        job: name of the job; default: TORCHFT_JOB_ID, else the lighthouse's unnamed job.
+        timeout: seconds until the first byte of an answer.
 
     Raises:
         Unanswered: an address is malformed.
@@ -86,7 +86,8 @@ class Lighthouse:
                 raise Unanswered(f"the connection to the lighthouse broke: {e}") from None
 
     def ask(self, what: str, replica_id: str) -> str:
-        """Asks to ``kill``, ``drain`` or ``give_up`` a group, with the token of TORCHFT_TOKEN_FILE if there is one.
+        """Requests that the lighthouse ``kill``, ``drain`` or ``give_up`` a group, with the token of TORCHFT_TOKEN_FILE
+        if set.
 
         Returns:
             a line that says what the lighthouse did.
@@ -106,7 +107,7 @@ class Lighthouse:
             except urllib.error.HTTPError as e:
                 with e:
                     raise Unanswered(f"{address} answered {e.code}: {_reason(e.read())}", e.code) from None
-            except (OSError, http.client.HTTPException) as e:  # the latter: a server that does not speak HTTP
+            except (OSError, http.client.HTTPException) as e:  # HTTPException: the server does not speak HTTP
                 tried.append(f"{address}: {getattr(e, 'reason', e)}")
         raise Unanswered(
             f"no lighthouse answered within {self._timeout:g} s ({'; '.join(tried)}); is it running, and is "
@@ -115,7 +116,7 @@ class Lighthouse:
 
 
 class Line:
-    """A connection to one lighthouse, for requests one after the other. It breaks when this process ends."""
+    """A persistent connection to one lighthouse, for one request at a time. The connection ends with this process."""
 
     def __init__(self, address: str, timeout: float = _TIMEOUT_SEC) -> None:
         parts = urlsplit(address)

@@ -1,16 +1,29 @@
-"""The parts of :class:`torchft.manager.Manager`, each small enough to test alone, in the order of a step.
+"""The parts of :class:`torchft.manager.Manager`, by subject. Each is small enough to be tested alone.
 
-settings: constructor arguments and environment to checked values; group: the ranks of a group find their manager
-server; edge: what may be another project's, extras: what the wrappers of a Manager ask of it; rounds: who waits for a
-quorum and who follows it; plan: a quorum to what to do (no torch); step: what belongs to one step, and its states,
-stepping: what may be asked of it; connection: the process group gets the peers of a quorum, layout: whether groups
-reduce the same, loader: whether they train on the same batch; transfers: of state in a step, recovery: serving,
-fetching and loading it, phases: where its seconds went, along: what a heal piece by piece asks for and applies (no
-torch), sources: from which group the next piece comes, together: the ranks of a group end it in one step, tracked:
-pieces of parameters, joining: its two ends; background: its stream on a device; state: which state a group has, and the
-user's; collectives: of one step, work: what an allreduce gives back; errors: what a step fails with, failures: those of
-peers, incident: what one cost; replayer: a failed step is reduced again, by the decisions of replay and with what
-inputs kept; replicas: the groups compare their weights, by the decisions of divergence and the sums of digest; reports:
-what the manager server shows; signals: on which the group leaves; log: for people and exporters, trace: of a step,
-exporters: which of them are on, ranges: names in a profile.
+Before the first step:
+    settings: checks constructor arguments and environment variables. group: lets the ranks of a group find their
+    manager server. edge: adapts clients, transports and process groups of other projects. extras: the methods that
+    torchft's wrappers call on a Manager beside the public ones.
+
+A step:
+    rounds: requests quorums and waits for them. plan: computes from a quorum what this rank does (without torch).
+    step: the data and states of one step. stepping: the questions that a training loop may ask about it. connection:
+    connects the process group with the members of a quorum. layout: checks that all groups reduce the same tensors.
+    loader: checks that they train on the same batch. collectives: the collectives of a step. work: the futures that an
+    allreduce returns.
+
+Heals:
+    state: the state of a group, and the user's functions for it. recovery: serves, fetches and loads it. transfers:
+    when these happen in a step. phases: how long each phase takes. background: the CUDA stream of a heal.
+    Piece by piece: joining does it, by the decisions of along and sources (without torch); tracked: pieces of
+    parameters and optimizer state; together: lets the ranks of a group end the heal in the same step.
+
+Failures:
+    errors: the errors of a step. failures: failures of peers. incident: how long a failure lasts. replayer: reduces a
+    failed step again, by the decisions of replay and with the copies that inputs keeps. replicas: compares the weights
+    of the groups, by the decisions of divergence and the sums of digest. signals: the signals on which a group leaves.
+
+Records:
+    log: log lines and events. reports: figures for metrics and dashboard. trace: a trace of each step. exporters: which
+    OpenTelemetry exporters are on. ranges: names in the profiler.
 """

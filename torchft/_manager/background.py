@@ -20,33 +20,33 @@ from torchft.utils import Mark, get_stream_context, poll
 
 
 class Background:
-    """The stream of a heal, and its order among what the training thread queues."""
+    """The stream of a heal, and how its work is ordered with respect to the training thread's streams."""
 
     def __init__(self) -> None:
         self._stream: Optional[torch.Stream] = None
-        self._trainer: Optional[int] = None  # the thread
+        self._trainer: Optional[int] = None  # identity of the training thread
         self._device: Optional[torch.device] = None
         self._before: Optional[Mark] = None  # what the training thread had queued when the step began
         self._used = False
 
     def begin(self) -> None:
-        """A step begins, on the training thread."""
+        """Called on the training thread when a step begins."""
         self._trainer = threading.get_ident()
         if _in_use():
             self._device = torch.accelerator.current_stream().device
             self._before = Mark([self._device])
 
     def enter_thread(self) -> None:
-        """On the thread that follows a quorum: the training thread's device is the current one. It may be that thread,
-        whose device is its own.
+        """Called on the thread that follows a quorum: makes the training thread's device current there. Does nothing on
+        the training thread itself.
         """
         if self._device is not None and threading.get_ident() != self._trainer:
             torch.accelerator.set_device_index(self._device.index)
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The stream is the current one, and comes after what the training thread had queued when the step began: that
-        made the state that is served, or may still read what a heal overwrites.
+        """Makes the heal's stream current, behind all work that the training thread had queued when the step began.
+        That work produced the state that is served, or may still read the memory that a heal overwrites.
         """
         if self._before is None:
             yield
@@ -59,18 +59,18 @@ class Background:
             yield
 
     def busy(self) -> bool:
-        """Whether the device has still to do something of what was queued: sends to a peer, say."""
+        """Whether the device has not finished all work queued on this stream, for example sends to a peer."""
         return self._used and self._stream is not None and not self._stream.query()
 
     @ranged("should_commit::recovery_stream::synchronize")
     def join(self, timeout: timedelta, state: object = None) -> None:
-        """Waits on the host until the stream has done what was queued on it.
+        """Blocks the host until the device has finished the work queued on this stream.
 
         Args:
             state: was made there; its memory is not used again before the current stream is done with it.
 
         Raises:
-            TimeoutError: it has not within the timeout.
+            TimeoutError: it has not finished within the timeout.
         """
         if not self._used or self._stream is None:
             return
@@ -88,8 +88,8 @@ def _in_use() -> bool:
 
 
 def _share(leaf: Any, device: torch.device) -> None:
-    """The allocator knows that the current stream uses a tensor that was made on another one."""
+    """Tells the allocator that the current stream uses these tensors, so that their memory is not reused too early."""
     if isinstance(leaf, torch.Tensor):
-        tensor = getattr(leaf, "_local_tensor", leaf)  # of a DTensor
+        tensor = getattr(leaf, "_local_tensor", leaf)  # the local shard of a DTensor
         if tensor.device == device:
             tensor.record_stream(torch.accelerator.current_stream(device))

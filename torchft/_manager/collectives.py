@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # How long the aborted collectives of a step may take to end. Gloo's end within some 10 ms, but in one of a hundred
 # failures it never wakes a send, which then lasts until its own timeout.
 _DRAIN_SEC = 0.5
-# The pause between two looks at such collectives.
+# The interval at which such collectives are polled.
 _LOOK_SEC = 0.01
 
 
@@ -88,7 +88,7 @@ class Collectives:
 
     @property
     def _timeout(self) -> timedelta:
-        """_ManagedWork reads it by this name, which a Manager has too."""
+        """The timeout, under the name by which _ManagedWork reads it from a Manager."""
         return self._place.timeout
 
     def add(self, work: _ManagedWork) -> None:
@@ -127,7 +127,9 @@ class Collectives:
             self._aborting.release()
 
     def retire(self) -> None:
-        """The next step begins: from now on a late failure of this one aborts nothing. Waits for an abort that runs."""
+        """Called when the next step begins: from now on, a late failure of this step's collectives aborts nothing.
+        Waits for an abort that is in progress.
+        """
         with self._aborting:
             self._retired = True
 
@@ -226,5 +228,5 @@ class Backlog:
 def _waited(mark: Mark, timeout: float) -> bool:
     try:
         return mark.wait(max(0.0, timeout))
-    except RuntimeError:  # a failed device writes nothing any more
+    except RuntimeError:  # the device has failed, so it writes nothing any more
         return True

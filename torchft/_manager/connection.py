@@ -28,7 +28,7 @@ class Connection:
         settings: of the Manager.
         layout: what this rank reduces, compared before it connects.
         failures: may end the connecting, when a peer is known to have failed.
-        errors: take what goes wrong.
+        errors: take the errors of connecting.
         logger: of the Manager.
     """
 
@@ -54,7 +54,7 @@ class Connection:
 
     @ranged("_pg::configure")
     def follow(self, plan: Plan, new_here: bool, reconfigure: Callable[[int, list[str]], None]) -> None:
-        """Rebuilds the process group for a new quorum. A failure costs the step, and the next quorum has a new id.
+        """Rebuilds the process group for a new quorum. If that fails, the step fails, and the next quorum has a new id.
 
         Args:
             plan: of this rank.
@@ -84,7 +84,8 @@ class Connection:
         except LayoutDiffers as e:
             if e.ours_to_mend:
                 raise
-            self._errors.reported(e)  # the others go; the next quorum is without them
+            # the other groups fit together: they continue, and the next quorum does not contain this group
+            self._errors.reported(e)
         except Exception as e:
             self._logger.exception(f"the process group could not be made for quorum {plan.quorum_id}: {e}")
             self._errors.lose(e)

@@ -113,13 +113,13 @@ class Server:
         """Starts to receive notices about other members (:class:`FailureListener`). Upstream's client has none."""
 
     def join(self) -> None:
-        """Returns when no notice is received any more; close the client before."""
+        """Blocks until no further notice is received; close the client first."""
 
     def suspect(self, quorum_id: int, others: list[str]) -> None:
         """Reports that a collective with these groups failed. With several, the failed one is not known."""
 
     def say(self, call: str, *args: Any, **kwargs: Any) -> None:
-        """Reports something for logs, page and metrics by a method of the client. Training does not depend on it."""
+        """Calls the named method of the client, which reports something for logs, dashboard or metrics."""
 
 
 class _NativeServer(Server):
@@ -183,7 +183,7 @@ def _whole(result: Any) -> QuorumResult:
     return QuorumResult(**{name: getattr(result, name) for name in _UPSTREAM_FIELDS if hasattr(result, name)})
 
 
-# How a state travels
+# The transport of a state
 
 
 class Transport:
@@ -199,7 +199,7 @@ class Transport:
 
     def __init__(self, transport: CheckpointTransport[Any]) -> None:
         self._transport: Any = transport
-        # `is True`, because a test double may return an object of its own, which is true, for any attribute.
+        # `is True`, because a mock returns some truthy object for any attribute.
         self.several_sources = getattr(transport, "several_sources", False) is True
         self.takes_target = getattr(transport, "takes_target", False) is True
         self.in_place = getattr(transport, "in_place", False) is True
@@ -214,7 +214,7 @@ class Transport:
         self._transport.send_checkpoint(**what)
 
     def refuse_checkpoint(self, **what: Any) -> None:
-        """Tells targets that no state will come. Without this method they wait until their timeout."""
+        """Tells targets that no state will be sent; without this message they wait until their timeout."""
         if self._refuses:
             self._transport.refuse_checkpoint(**what)
 
@@ -223,15 +223,15 @@ class Transport:
         self._transport.help_checkpoint(step, state_dict)
 
     def prepare_pieces(self) -> None:
-        """Of a transport that gives pieces: it will."""
+        """Passed on to a transport that gives pieces."""
         self._transport.prepare_pieces()
 
     def note_step(self, step: int, head: Any) -> None:
-        """Of a transport that gives pieces."""
+        """Passed on to a transport that gives pieces."""
         self._transport.note_step(step, head)
 
     def offer_pieces(self, step: int, giver: Giver) -> None:
-        """Of a transport that gives pieces."""
+        """Passed on to a transport that gives pieces."""
         self._transport.offer_pieces(step, giver)
 
     def disallow_checkpoint(self) -> None:
@@ -241,7 +241,7 @@ class Transport:
         return self._transport.recv_checkpoint(**what)
 
     def abandon_receiving(self, reason: Exception) -> bool:
-        """Ends the running transfer, if there is one. False: this transport cannot do that."""
+        """Aborts the running transfer, if there is one. Returns False if the transport cannot abort."""
         if not self._abandons:
             return False
         self._transport.abandon_receiving(reason)
@@ -251,7 +251,7 @@ class Transport:
         self._transport.shutdown(wait=wait)
 
 
-# How tensors travel
+# The transport of tensors
 
 
 class Peers:
@@ -312,7 +312,7 @@ class Peers:
         """Connects with peers as torchft 0.2.0 does, which has no handles: they meet in the primary's store.
 
         Raises:
-            RuntimeError: this kind of group needs handles, and somebody in the quorum sent none.
+            RuntimeError: this kind of process group needs handles, and a group of the quorum announced none.
             Exception: whatever the group's ``configure`` raises.
         """
         if not self._takes_stores:
@@ -404,7 +404,8 @@ class WorkKind(NamedTuple):
     drains: bool  # they have ``drain`` and ``ended``: an abort ends their waits, whatever the backend still does
     polls: bool  # a wait with a timeout may block the host until the device has finished, as with PyTorch's NCCL
     order: Optional[Callable[[Any, Optional[timedelta]], object]]  # makes the current stream wait for a work
-    future: Callable[[Any], Optional[torch.futures.Future[Any]]]  # of a work; None: of a test double, which never ends
+    # the future of a work; None for a test double, whose operation counts as never finished
+    future: Callable[[Any], Optional[torch.futures.Future[Any]]]
 
 
 _PYTORCHS_ORDER = getattr(dist._Work, "block_current_stream", None)  # PyTorch 2.7 has none
@@ -427,7 +428,8 @@ def _kind_of(kind: type, orders: bool) -> WorkKind:
     return WorkKind(
         drains=hasattr(kind, "drain"),
         polls=not ours,
-        order=None if ours else order,  # PyTorch's needs CUDA, and torchft's waits
+        # PyTorch's block_current_stream needs CUDA, and for works of torchft `wait` does the same
+        order=None if ours else order,
         future=_future if ours or module.startswith("torch.") else _future_if_any,
     )
 

@@ -33,7 +33,7 @@ class ExceptionWithTraceback(Exception):
 
 
 class Errors:
-    """Takes the errors of a rank's steps, on any thread. Each of them costs the step of its group.
+    """Handles the errors of a rank's steps, on any thread. After an error the group does not commit the step.
 
     Args:
         replica_id: of this group.
@@ -42,7 +42,7 @@ class Errors:
         logger: of the Manager.
 
     Attributes:
-        step: that runs; set before the first error.
+        step: the one in progress; set before the first error.
     """
 
     step: Step
@@ -60,7 +60,8 @@ class Errors:
         self._logger = logger
 
     def keep(self, e: Exception, step: Optional[Step] = None) -> None:
-        """An error after which peers still count on this rank in their collectives: that of a heal.
+        """Keeps an error, but runs the step's further collectives, because peers still count on this rank in them: an
+        error of a heal.
 
         Args:
             step: that it belongs to; default: the one that runs.
@@ -70,23 +71,23 @@ class Errors:
         self._logger.error_event(e)
 
     def lose(self, e: Exception, step: Optional[Step] = None) -> None:
-        """An error while no peer waits for this rank: later collectives of the step are skipped."""
+        """Keeps an error while no peer waits for this rank. The step's further collectives are skipped."""
         step = step or self.step
         step.collectives.usable = False
         self.keep(e, step)
 
     def reported(self, e: Exception) -> None:
-        """An error of the training loop, which a replay would meet again."""
+        """Keeps an error of the training loop. The step is not replayed, because the error would recur."""
         self.refuse_replay(f"the training loop reported an error: {e}")
         self.lose(e)
 
     def refuse_replay(self, reason: str) -> None:
-        """The step that runs does something that cannot be done again."""
+        """Declares that the step in progress does something that cannot be repeated, so that it is not replayed."""
         self.step.inputs.refuse(reason)
 
     def of_collective(self, e: Exception, of: Optional[Collectives] = None) -> None:
-        """An error of a collective: no peer shall wait for what is left of this quorum. So the process group is
-        aborted.
+        """Keeps an error of a collective, and aborts the process group, so that no peer waits for the rest of this
+        quorum's collectives.
 
         Only the neighbours of a failed group see its connection break. Their abort lets the others see it too.
 
@@ -94,7 +95,7 @@ class Errors:
             of: those of the step that it belongs to; default: the current one. A late failure of an earlier step is
                 only logged: an abort would end the collectives of the current one, with other peers.
         """
-        step = self.step  # once: the training thread may begin the next one meanwhile
+        step = self.step  # read once: the training thread may begin the next step in the meantime
         if of is not None and of is not step.collectives:
             self._logger.warn(f"a collective of an earlier step failed: {e!r}")
             return
@@ -105,7 +106,7 @@ class Errors:
         self._end_collectives(e, step)
 
     def of_this_rank(self, e: Exception) -> None:
-        """An error of this rank, or of its group, while its peers wait for it in collectives: these end.
+        """Keeps an error of this rank or its group while peers wait for it, and aborts the process group.
 
         No peer is suspected, whatever the type of the error. Each member has one report a quorum, and a wrong one would
         let the lighthouse check on healthy peers, which it evicts if it does not reach them.
@@ -120,7 +121,7 @@ class Errors:
         self._incidents.ended("abort")
 
     def swallow(self, future: torch.futures.Future[T], default: T) -> torch.futures.Future[T]:
-        """A future with ``default`` in place of an error.
+        """Returns a future that has the value ``default`` if the given one fails.
 
         The error is one of the step that runs now, each attempt at it; in a later step it is only logged.
         """
@@ -131,7 +132,7 @@ class Errors:
                 return done.value()
             except Exception as e:
                 self._logger.exception(f"a future failed: {e}")
-                step = self.step  # once: the training thread may begin the next one meanwhile
+                step = self.step  # read once: the training thread may begin the next step in the meantime
                 if step.inputs is inputs:
                     inputs.refuse(f"a future failed: {e}")
                     self.lose(e, step)

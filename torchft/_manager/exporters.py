@@ -11,8 +11,8 @@ USE_OTEL_ENV = "TORCHFT_USE_OTEL"
 
 
 def otel_exporters(signal: str = "LOGS") -> list[str]:
-    """The exporters that OpenTelemetry's own variables or, for logs, TORCHFT_USE_OTEL ask for; none unless they ask for
-    one. The former say which, the latter whether.
+    """The exporters that the environment asks for: OpenTelemetry's own variables name them, and for logs
+    TORCHFT_USE_OTEL switches on OpenTelemetry's default. Empty by default.
 
     Args:
         signal: LOGS or TRACES.

@@ -23,7 +23,7 @@ _logger = logging.getLogger("torchft.manager")
 _LONGEST_WAIT = timedelta(hours=1)
 # The pause after a notice that could not be read, so that a permanent error does not fill the disk with log lines.
 _LISTEN_AGAIN_SEC = 1.0
-# Between two aborts of a process group that connects.
+# Seconds between two attempts to abort a process group while it connects.
 _ABORT_AGAIN_SEC = 0.05
 
 FailureCallback = Callable[[MemberFailure], None]
@@ -68,11 +68,11 @@ class FailureListener:
         self._thread.start()
 
     def end(self) -> None:
-        """The client is about to be shut down: that ends the thread."""
+        """Called before the client is shut down, which ends the thread."""
         self._ending.set()
 
     def join(self) -> None:
-        """Returns when the thread has ended; shut the client down before."""
+        """Waits until the thread has ended; shut the client down first."""
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -80,7 +80,7 @@ class FailureListener:
         while True:
             try:
                 notice = self._client._wait_notice(_LONGEST_WAIT)
-            except RuntimeError as e:  # the client is shut down, after `end` or unexpectedly
+            except RuntimeError as e:  # the client is shut down; expected after `end`
                 if not self._ending.is_set():
                     _logger.warning("no more notices of the lighthouse are heard: %s", e)
                 return
@@ -143,7 +143,7 @@ class Failures:
         self._callbacks: list[FailureCallback] = []
 
     def begin(self, step: Step) -> None:
-        """A step begins: failures that are reported from now on end its collectives."""
+        """Called when a step begins: from now on, a reported failure ends this step's collectives."""
         with self._lock:
             self._step = step
 

@@ -15,12 +15,12 @@ from torchft.addresses import announced_host, announced_store_host
 
 
 class Group(NamedTuple):
-    """What a rank knows of its own group."""
+    """What a rank knows about its own group."""
 
     store: dist.Store
     replica_id: str
     manager_address: str
-    server: Optional[ManagerServer]  # of rank 0
+    server: Optional[ManagerServer]  # on rank 0 only
     relay: str = ""  # address of the relay that this rank asks through; empty: it asks the manager server itself
 
     def connect(self, settings: Settings, hostname: str, make_client: Callable[..., ManagerClient]) -> ManagerClient:
@@ -62,7 +62,7 @@ def join_group(
         hostname: under which the server is announced; this machine's own name: ``torchft.addresses`` decides.
         start_server: makes the server.
     """
-    # Before the store, which may be waited for.
+    # Started before the store is used, which may have to be waited for.
     lighthouse_addr = settings.require_lighthouse() if settings.group_rank == 0 else ""
     store = _open_store(settings)
     server = None
@@ -94,8 +94,10 @@ def join_group(
 
 
 def _find(store: dist.Store, settings: Settings) -> list[str]:
-    """Waits for the manager server's address, the group's name, and the address of this rank's relay if it has one."""
-    # Together: all ranks of a group ask one store when it starts, and each answer is waited for.
+    """Waits until the store has the manager server's address, the group's name and, if this rank has one, its relay's
+    address.
+    """
+    # In one request: when a group starts, all its ranks query the same store, and each round trip adds to the start.
     keys = [MANAGER_ADDR_KEY, REPLICA_ID_KEY]
     relayed = settings.relay not in (None, settings.group_rank)
     if relayed:
@@ -121,6 +123,7 @@ def _open_store(settings: Settings) -> dist.Store:
         timeout=settings.timeout,
     )
     if settings.restart_count:
-        # torchrun's agent keeps the store when it restarts the workers: what the last ones wrote is stale.
+        # torchrun's agent keeps the store over a restart of the workers: keys that the previous workers wrote are
+        # stale.
         return PrefixStore(f"torchft/restart_{settings.restart_count}", store)
     return store

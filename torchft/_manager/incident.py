@@ -65,7 +65,7 @@ class Incidents:
 
     def ended(self, phase: str) -> None:
         """A phase of the incident has ended, on any thread."""
-        incident = self._incident  # read once: the training thread ends it
+        incident = self._incident  # read once: the training thread may end it
         if incident is not None:
             incident.ended(phase)
 

@@ -11,7 +11,7 @@ from torch.distributed import ReduceOp
 
 
 class Kept:
-    """One tensor that is reduced in place, as it was before."""
+    """A copy of one tensor that is reduced in place, made before the reduction."""
 
     __slots__ = ("copy", "reduce_op", "should_quantize", "tensor", "version")
 
@@ -23,25 +23,27 @@ class Kept:
         self.version: Optional[int] = None
 
     def settle(self) -> None:
-        """The reduction has ended: whoever changes the tensor from now on changes its result."""
+        """Notes the tensor's version once the reduction has ended: a different version later means that the result was
+        changed.
+        """
         self.version = _version(self.tensor)
 
     def restore(self) -> None:
-        """Puts the tensor back as it was before the reduction."""
+        """Copies the input back into the tensor."""
         with torch.no_grad():
             self.tensor.copy_(self.copy)
 
 
 class Inputs:
-    """The inputs of one step's allreduces, in their order.
+    """Copies of the inputs of one step's allreduces, in order.
 
-    The copies are made on the stream that calls, before the collective begins.
+    The copies are made on the caller's current stream, before the collective begins.
 
     Args:
-        copies: memory that serves all steps; it grows to as much as all that is reduced in one.
+        copies: buffers that are reused in each step; together they grow to the size of all tensors that a step reduces.
 
     Attributes:
-        refused: why the step cannot be done again, as far as this rank's own doing goes; None if nothing is known.
+        refused: an action of this rank because of which the step cannot be replayed; None: there was none.
     """
 
     def __init__(self, copies: list[torch.Tensor]) -> None:
@@ -53,17 +55,17 @@ class Inputs:
         return len(self._kept)
 
     def forget(self) -> None:
-        """The step has ended. The memory stays."""
+        """Forgets the inputs when the step has ended; the buffers are kept."""
         self.refused = None
         self._kept = []
 
     def refuse(self, reason: str) -> None:
-        """The step does something that cannot be done again. What came first counts."""
+        """Declares that the step cannot be replayed. The first reason is kept."""
         if self.refused is None:
             self.refused = reason
 
     def keep(self, tensor: torch.Tensor, reduce_op: ReduceOp, should_quantize: bool = False) -> Optional[Kept]:
-        """Copies a tensor that is about to be reduced; None if there is no use in it."""
+        """Copies a tensor that is about to be reduced. Returns None if the step cannot be replayed anyway."""
         if self.refused is not None:
             return None
         if tensor.layout != torch.strided:
@@ -85,18 +87,20 @@ class Inputs:
         return self._copies[index]
 
     def restore(self) -> list[Kept]:
-        """Puts all tensors back as they were before they were reduced; gives them in their order."""
+        """Copies all inputs back into their tensors, and returns them in the order of the reductions."""
         for kept in self._kept:
             kept.restore()
         return self._kept
 
     def settle(self) -> None:
-        """All reductions have ended."""
+        """Called when all reductions of the step have ended."""
         for kept in self._kept:
             kept.settle()
 
     def changed(self) -> Optional[str]:
-        """What became of the results, if it would be lost in doing the step again: clipping, say."""
+        """Describes a change of the results that a replay would lose (gradient clipping, for example); None: there is
+        none.
+        """
         for kept in self._kept:
             if kept.version != _version(kept.tensor):
                 return (
@@ -106,7 +110,9 @@ class Inputs:
         return None
 
     def twice(self) -> Optional[str]:
-        """Whether some memory was reduced twice: what it was before the second time is no input of this group alone."""
+        """Says that some memory was reduced twice; None if not. Its content before the second reduction is no local
+        input.
+        """
         ends: dict[torch.device, list[tuple[int, int]]] = {}
         for kept in self._kept:
             ends.setdefault(kept.tensor.device, []).append(_extent(kept.tensor))
@@ -118,7 +124,7 @@ class Inputs:
         return None
 
     def elsewhere(self, gradients: Iterable[torch.Tensor]) -> Optional[str]:
-        """Whether the optimizer reads something else than what was reduced in place, such as a copy of it."""
+        """Names a gradient outside the memory that was reduced, such as a copy of it; None if there is none."""
         reduced = {kept.tensor.untyped_storage().data_ptr() for kept in self._kept}
         for gradient in gradients:
             if gradient.untyped_storage().data_ptr() not in reduced:
@@ -134,7 +140,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor begins and ends in memory, in bytes. What lies between its elements counts."""
+    """The addresses at which a tensor begins and ends, including gaps between its elements."""
     start = tensor.data_ptr()
     if not tensor.numel():
         return start, start

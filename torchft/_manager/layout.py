@@ -33,10 +33,10 @@ _COMPARES = "torchft_compares"
 
 
 class LayoutDiffers(ValueError):
-    """Another group reduces other tensors, or trains on other data.
+    """Another group reduces different tensors, or trains on different data.
 
     Attributes:
-        ours_to_mend: whether this group is the one that does not fit into the job, so that its process must end.
+        ours_to_mend: whether this group is the one that has to change, so that its process must end.
     """
 
     def __init__(self, message: str, ours_to_mend: bool) -> None:
@@ -50,17 +50,17 @@ def digest(lines: Sequence[str]) -> str:
 
 
 def announce(handle: str, layout: str) -> str:
-    """A native handle, with the digest appended if this group has a loader."""
+    """Appends the digest to a native handle if this group has a loader."""
     return handle + _AFTER_NATIVE + layout if _has_loader(layout) else handle
 
 
 def bare(handle: str) -> str:
-    """A native handle without what torchft appended."""
+    """Returns a native handle without the digest that torchft appended."""
     return handle.partition(_AFTER_NATIVE)[0].partition(f" {_COMPARES}=")[0]
 
 
 def announce_comparison(handle: str, compares: str) -> str:
-    """A handle that announces how this group compares its weights with those of others (replicas.py).
+    """Adds to a handle how this group compares its weights with those of other groups (replicas.py).
 
     Args:
         handle: torchft's own, or a native one; any other kind stays as it is.
@@ -72,12 +72,12 @@ def announce_comparison(handle: str, compares: str) -> str:
 
 
 def announce_native_comparison(handle: str, compares: str) -> str:
-    """The same for a native handle, as PyTorch made it."""
+    """Does the same for a native handle, as PyTorch made it."""
     return f"{handle} {_COMPARES}={compares}"
 
 
 def comparison_of(handle: str) -> str:
-    """What a handle announces about the comparison of weights; empty if nothing."""
+    """Returns what a handle announces about the comparison of weights; empty if nothing."""
     if not handle.startswith("{"):
         return handle.partition(f" {_COMPARES}=")[2].partition(" ")[0]
     with contextlib.suppress(ValueError):
@@ -87,7 +87,7 @@ def comparison_of(handle: str) -> str:
 
 
 class Layout:
-    """What a rank reduces, announced to the other groups.
+    """The layout of the tensors that a rank reduces, which its handle announces to the other groups.
 
     Args:
         announce: puts the digest and the lines into this rank's handle.

@@ -86,7 +86,7 @@ class _ManagerLogger:
         self._event(_errors, logging.ERROR, str(error), error=str(error))
 
     def heal_progress(self, received: int, total: int) -> None:
-        """Bytes of a peer's state that have arrived, and bytes in total."""
+        """Reports the bytes of a peer's state that have arrived, and the total."""
         self._reports.healing(received, total)
 
     def recovery_event(self, from_step: int, phases: Phases) -> None:
@@ -112,7 +112,9 @@ class _ManagerLogger:
     def divergence_event(
         self, text: str, digested_step: int, groups: list[str], tensors: list[str], certain: bool
     ) -> None:
-        """Weights or optimizer state of some groups differ; ``certain``: it is known which of them are wrong."""
+        """Some groups have different weights or optimizer state. ``certain``: a majority of equal groups shows which of
+        them are wrong.
+        """
         self.warn(text)
         fields = {"groups": ", ".join(groups), "tensors": "; ".join(tensors), "certain": certain}
         self._event(_divergences, logging.ERROR, text, digested_step=digested_step, **fields)

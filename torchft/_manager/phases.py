@@ -9,8 +9,8 @@ from contextlib import contextmanager
 import torch
 import torch.utils._pytree as pytree
 
-# In the order in which a group goes through them: it waits for a quorum, its process group gets the peers, the state
-# comes, and is loaded.
+# In chronological order: the group waits for a quorum, its process group connects with the peers, and the state is
+# transferred and loaded.
 NAMES = ("quorum", "reconfigure", "transfer", "load")
 
 
@@ -18,8 +18,8 @@ class Phases:
     """The seconds of each phase of one recovery.
 
     Attributes:
-        seconds: by the names in NAMES; those that did not happen are 0.
-        received: bytes of the tensors that came.
+        seconds: for each phase in NAMES; 0 for a phase that did not happen.
+        received: bytes of the tensors received.
     """
 
     def __init__(self, quorum: float = 0.0) -> None:
@@ -29,7 +29,7 @@ class Phases:
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Adds what the block takes to a phase, also when it raises."""
+        """Adds the duration of the block to a phase, also if the block raises."""
         begin = time.monotonic()
         try:
             yield

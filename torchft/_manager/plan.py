@@ -32,23 +32,24 @@ class Plan:
     replica_ids: list[str]
     store_address: str
     handles: list[str]
-    without_handles: list[str]  # replica_ids, where the manager server told
+    without_handles: list[str]  # replica_ids of the groups that announced no handle, as far as the manager server says
     max_step: int
-    committed_quorum_id: int  # in which the weights of max_step were made; -1: none, 0: not known
+    committed_quorum_id: int  # the quorum in which the weights of max_step were committed; -1: none, 0: not known
     # None: this group contributes zeros (it is a spare, or behind the others)
     participating_rank: Optional[int]
     participants: int
     num_up_to_date: int  # groups at max_step
     up_to_date: bool  # at max_step, before any heal
-    # A step that fails here, or failed before at max_step, is reduced again: see replay.py
+    # Whether this quorum replays a step that failed, here or in another group at max_step: see replay.py
     replay: bool
     source: Optional[Source]  # to heal from, None if this group need not
     additional_sources: list[str]  # manager servers of further groups that offer the same step
     recover_dst: list[int]  # groups that heal from this one
     help_dst: list[int]  # groups that heal from another one, and may ask this one
     draining: bool = False  # this is the group's last step: somebody wants it to leave
-    in_background: bool = True  # a heal goes on while the model runs; else it has ended before the forward pass
-    leads: bool = False  # the first of the groups at max_step
+    # whether a heal runs while the model computes; otherwise it ends before the forward pass
+    in_background: bool = True
+    leads: bool = False  # whether this group is the first of those at max_step
 
     @property
     def heal(self) -> bool:
@@ -56,7 +57,7 @@ class Plan:
 
     @property
     def divisor(self) -> int:
-        """What an average divides by. All of a quorum must agree on it."""
+        """The divisor of an average, the same in all groups of a quorum."""
         return self.participants
 
 
@@ -66,7 +67,7 @@ class Source:
 
     replica_rank: int
     manager_address: str
-    replica_id: str  # empty: the quorum does not say
+    replica_id: str  # empty: the quorum does not name it
 
 
 def make_plan(
@@ -78,7 +79,7 @@ def make_plan(
     min_replica_size: int,
     heal_first: bool = False,
 ) -> Plan:
-    """Turns a quorum into a plan.
+    """Computes the plan of one rank from a quorum.
 
     While a group heals in the background (async), or may not heal at all, only the groups at max_step take part;
     with a synchronous quorum it has healed before the step begins, and all take part. With ``heal_first`` that is so at
@@ -123,7 +124,8 @@ def make_plan(
 
 
 class Planner:
-    """Plans of one rank. Rounds give the very same result again while nothing changes: so does this.
+    """Computes plans of one rank. While nothing changes, successive rounds return the same result object, and this the
+    same plan.
 
     Args: as those of :func:`make_plan`.
 

@@ -96,13 +96,13 @@ class Recovery:
                 "pass runs: pass use_async_quorum=False, or leave state_dict out (docs/healing.md)",
                 stacklevel=4,
             )
-        # A failed load may have changed some of the weights, and a failed transfer in place some or all of them. Until
-        # a load succeeds, the weights are of no step, and must not be trained on or served.
+        # After a failed load some weights may have changed, and after a failed transfer in place some or all of them.
+        # Until a load succeeds the weights belong to no step: they must not be trained on or served.
         self._spoiled = False
 
     @property
     def fetching(self) -> bool:
-        """Whether a heal has begun whose end the other groups wait for."""
+        """Whether a heal is running that the other groups wait for."""
         return self._before is not None and self.pending is None and not self.joining
 
     @property
@@ -155,12 +155,12 @@ class Recovery:
             self._logger.info(f"serving step {plan.max_step} to replica ranks {plan.recover_dst}")
             try:
                 self._serve(plan, read)
-            except Unsendable as e:  # the targets were told; this group has its state, and trains on
+            except Unsendable as e:  # the targets have been told; this group keeps its state, and trains on
                 self._logger.exception(f"replica ranks {plan.recover_dst} cannot heal from this group: {e}")
         elif plan.help_dst and self._additional > 0:
             try:
                 self._transport.help_checkpoint(plan.max_step, read())
-            except Exception as e:  # the target has its assigned source
+            except Exception as e:  # the target still has its assigned source
                 self._logger.exception(f"no help for replica ranks {plan.help_dst} at step {plan.max_step}: {e}")
 
     @ranged("_checkpoint_transport::send_checkpoint")
@@ -197,7 +197,7 @@ class Recovery:
                 several["target"] = target
             self._source = plan.quorum_id, source.replica_id
             try:
-                self._check_peers()  # failures that are reported from here on reach peer_failed
+                self._check_peers()  # failures reported after this line reach peer_failed
                 in_place = self._transport.in_place or (self._transport.takes_target and target.writable)
                 self._spoiled = self._spoiled or in_place
                 with watched_by(self._logger.heal_progress):
@@ -258,7 +258,7 @@ class Recovery:
             except again_after as e:
                 if left <= attempt:
                     raise
-                if time.monotonic() >= end:  # it took longer than it was given
+                if time.monotonic() >= end:  # the attempt took longer than its timeout
                     raise TimeoutError(
                         f"the source was not reached: timed out after {timeout.total_seconds():g} s: {e}"
                     ) from e
@@ -279,15 +279,15 @@ class Recovery:
         return self._ask(self._connect(manager_address, _LOCATE_TIMEOUT), _LOCATE_TIMEOUT)
 
     def _ask(self, client: ManagerClient, timeout: timedelta) -> str:
-        """Asks for the address of a state. The client closes its connection when it is garbage collected."""
+        """Requests the address of a state. The client closes its connection when it is garbage collected."""
         return client._checkpoint_metadata(self._group_rank, timeout=timeout)
 
     def join(self, plan: Plan) -> bool:
-        """Whether this group trains along while its state arrives; if not, the caller has to :meth:`fetch` it."""
+        """Whether this group trains along while its state arrives. If not, the caller has to :meth:`fetch` it."""
         return self.along is not None and self.along.join(plan, self._loses_nothing(plan))
 
     def how_far(self) -> str:
-        """How much of a state that arrives in pieces has arrived, for the log."""
+        """The progress of a state that arrives in pieces, for the log."""
         assert self.along is not None
         return self.along.how_far()
 
@@ -325,7 +325,7 @@ class Recovery:
         except Exception as e:
             self._spoiled = True
             if self.along is not None:
-                self.along.stop()  # what was compared may have changed
+                self.along.stop()  # the weights that were compared may have been changed
             self._logger.exception(f"the state of a peer could not be loaded: {e}")
             raise
         self._before = None

@@ -1,6 +1,6 @@
-"""Replays a step that failed because of a peer: reduces it again with the remaining groups (docs/replay.md).
+"""Replays a step that failed because of a peer: reduces its inputs again with the remaining groups (docs/replay.md).
 
-What is decided is in replay.py, what is kept in inputs.py; this carries it out, on the training thread.
+The decisions are in replay.py, the copies of the inputs in inputs.py. This module acts, on the training thread.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class Replayer:
-    """Keeps what a step reduces, and does it again if the step is not committed.
+    """Keeps the inputs of a step's reductions, and reduces them again if the step is not committed.
 
     Args:
-        enabled: whether anything is kept at all.
-        errors: take those of another attempt.
+        enabled: whether steps are replayed; if not, nothing is kept.
+        errors: take the errors of the further attempts.
         logger: of the Manager.
     """
 
@@ -34,22 +34,23 @@ class Replayer:
         self.enabled = enabled
         self._errors = errors
         self._logger = logger
-        self._copies: list[torch.Tensor] = []  # memory for the inputs of every step
+        self._copies: list[torch.Tensor] = []  # buffers for the inputs, reused in every step
         self._hooks: list[Callable[[], None]] = []
         self._gradients: list[Callable[[], Iterable[torch.Tensor]]] = []
-        # The state for which the quorum of the next step is known already: a replay asked for it, and was none.
+        # Set when a replay's quorum showed that the step cannot be replayed: that quorum serves the next step, which
+        # must begin with this state.
         self._ahead: Optional[Position] = None
 
     def inputs(self) -> Inputs:
-        """Where a step that begins keeps what it reduces."""
+        """Returns an empty record for the inputs of a new step."""
         return Inputs(self._copies)
 
     def register_hook(self, hook: Callable[[], None]) -> None:
-        """What the training loop does between the reduction and the vote."""
+        """Registers what the training loop does between the reduction and the vote, so that a replay repeats it."""
         self._hooks.append(hook)
 
     def register_gradients(self, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """What an optimizer will read: a replay must reach all of it."""
+        """Registers tensors that an optimizer will read. A step can be replayed only if it reduces all of them."""
         self._gradients.append(gradients)
 
     # While a step runs
@@ -57,12 +58,12 @@ class Replayer:
     def keep(
         self, step: Step, tensor: torch.Tensor, reduce_op: ReduceOp, should_quantize: bool, local_steps: bool
     ) -> Optional[Kept]:
-        """Copies a tensor that is about to be reduced; None if there is no use in it.
+        """Copies a tensor that is about to be reduced. Returns None if the step cannot be replayed anyway.
 
         Args:
-            step: its quorum is known.
+            step: the attempt in progress, whose quorum is known.
             tensor, reduce_op, should_quantize: as of ``Manager.allreduce``.
-            local_steps: whether groups train by themselves between two quorums.
+            local_steps: whether groups train on their own between two quorums.
         """
         if not self.enabled:
             return None
@@ -76,7 +77,7 @@ class Replayer:
             )
         return step.inputs.keep(tensor, reduce_op, should_quantize)
 
-    # When it was not committed
+    # After a step that was not committed
 
     def replay(
         self,
@@ -89,18 +90,18 @@ class Replayer:
         finish: Callable[[], bool],
         load: Callable[[], Optional[Position]],
     ) -> bool:
-        """Reduces the step again until it is committed, or cannot be; whether it is committed.
+        """Replays the step until it is committed or cannot be replayed. Returns whether it is committed.
 
-        All ranks of the group replay, or none: so they vote on it.
+        The ranks of a group vote before each replay, because either all of them replay or none.
 
         Args:
-            step: the attempt that was lost.
-            vote: whether all ranks of the group say yes.
-            ask: asks for the next quorum, and waits for it; gives the attempt that is in it.
+            step: the attempt that was not committed.
+            vote: votes for this rank; returns whether all ranks of the group voted yes.
+            ask: requests the next quorum, waits for it, and returns the attempt that belongs to it.
             reduce: begins to reduce a tensor.
-            end: waits for all that was begun.
-            finish: ends it; whether the group commits it.
-            load: loads the state of a heal; gives what the group has then, None after an error.
+            end: waits for all reductions that were begun.
+            finish: ends the attempt; returns whether the group commits it.
+            load: loads the state of a heal, if any; returns the group's position then, None after an error.
         """
         if not self.enabled:
             return False
@@ -119,8 +120,8 @@ class Replayer:
             reason = why_recomputed(step.plan)
             if reason is not None:
                 self._logger.warn(f"the step is not reduced again: {reason}")
-                # Its quorum becomes that of the next step: the others count on this group in it. The state of a heal is
-                # loaded now, because between two steps the weights are those of the step.
+                # The next step uses this quorum, because the other groups count on this one in it. The state of a heal
+                # is loaded now: between two steps the group's position must be that of its weights.
                 self._ahead = load()
                 if self._ahead is None:
                     step.collectives.abort()
@@ -134,7 +135,7 @@ class Replayer:
     def reduce_again(
         self, step: Step, reduce: Callable[[torch.Tensor, ReduceOp, bool], object], end: Callable[[], None]
     ) -> None:
-        """Reduces what the lost attempt had, in another one."""
+        """Reduces the inputs of the failed attempt in another attempt."""
         try:
             for kept in step.inputs.restore():
                 reduce(kept.tensor, kept.reduce_op, kept.should_quantize)
@@ -146,7 +147,7 @@ class Replayer:
             return
         try:
             for hook in self._hooks:
-                hook()  # what was reduced becomes what the optimizer reads
+                hook()  # copies the reduced tensors to where the optimizer reads them, for example
         except Exception as e:
             self._logger.exception(f"a replay hook failed: {e}")
             self._errors.reported(e)
@@ -163,10 +164,10 @@ class Replayer:
 
     @property
     def is_ahead(self) -> bool:
-        """Whether the group is in the quorum of the next step already."""
+        """Whether the quorum of the next step is known already, because a replay has requested it."""
         return self._ahead is not None
 
     def arrives(self, position: Position) -> bool:
-        """The next step begins with this state: whether it is the one for which the quorum was asked for."""
+        """The next step begins at this position. Returns whether the quorum that a replay requested is valid for it."""
         ahead, self._ahead = self._ahead, None
         return ahead == position

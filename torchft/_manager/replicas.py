@@ -1,8 +1,9 @@
 """Compares weights and optimizer state between the groups during training (docs/divergence.md).
 
-What is digested when, and what digests mean, is in divergence.py; this makes them, and sends them with a small
-reduction in the first step of every ten. Digests are made before the vote, when all that was reduced has ended and the
-optimizer has not stepped. A device makes them in the order of its stream, and the host reads them a step later.
+divergence.py decides which part is digested in which step, and what the digests show. This module computes them, and
+sends them with a small reduction in the first step of every ten. Digests are computed before the vote, when all
+reductions have ended and the optimizer has not stepped. A device computes them in stream order, and the host reads them
+a step later.
 """
 
 from __future__ import annotations
@@ -45,18 +46,19 @@ if TYPE_CHECKING:
 Named = Iterable[tuple[str, torch.Tensor]]
 Reduce = Callable[[torch.Tensor, ReduceOp, bool], Optional["_ManagedWork"]]
 
-# Groups compare with those that announce the same number, and the same setting.
+# Version of the comparison. Groups compare only if they announce the same version and the same setting.
 _VERSION = 1
-# How often a group loses one step for the same difference: if no group commits it, a heal mends nothing.
+# How many steps a group may lose to the same difference. Without a limit a step that no group commits would be retried
+# forever: a heal does not help there.
 _ATTEMPTS = 3
-_SHOWN = 3  # tensors in a message
+_SHOWN = 3  # tensors named in a message
 
 
 class Diverged(RuntimeError):
-    """The weights or the optimizer state of this group are not those of the others.
+    """The weights or the optimizer state of this group differ from those of the others.
 
     Attributes:
-        gives_way: whether this group heals.
+        gives_way: whether this group heals; otherwise it is evicted.
     """
 
     def __init__(self, message: str, gives_way: bool) -> None:
@@ -65,17 +67,17 @@ class Diverged(RuntimeError):
 
 
 class Part(NamedTuple):
-    """A tensor, or a number, of the weights or of the optimizer state."""
+    """One value that is compared: a parameter, or a tensor or number of the optimizer state."""
 
     name: str
-    read: Callable[[], Any]  # what is there now
+    read: Callable[[], Any]  # returns the present value
 
 
 class State:
-    """All that must be alike in all groups, in the same order in each.
+    """The parameters and optimizer state that must be equal in all groups, in the same order in each.
 
     Attributes:
-        optimizers: whose parameters and state of them belong to it.
+        optimizers: those whose parameters and state are compared.
     """
 
     def __init__(self) -> None:
@@ -86,15 +88,17 @@ class State:
         return bool(self.optimizers or self._parameters)
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
-        """The parameters that it steps, and its state of each."""
+        """Adds the parameters of an optimizer, and their optimizer state."""
         self.optimizers.append(optimizer)
 
     def add_parameters(self, named: Callable[[], Named]) -> None:
-        """Parameters by name: also those that no optimizer steps."""
+        """Adds named parameters, including those that no optimizer steps."""
         self._parameters.append(named)
 
     def counts(self) -> list[int]:
-        """Changes when there is more of it, or less: an optimizer makes its state in its first step."""
+        """Sizes that change when parameters or optimizer state are added: most optimizers create their state in the
+        first step.
+        """
         return [
             count
             for optimizer in self.optimizers
@@ -102,7 +106,7 @@ class State:
         ]
 
     def parts(self) -> list[Part]:
-        """All of it."""
+        """All values that are compared."""
         names: dict[int, str] = {}
         parts: list[Part] = []
         for named in self._parameters:
@@ -124,7 +128,7 @@ class State:
 
 
 def _add(parameter: torch.Tensor, name: str, names: dict[int, str], parts: list[Part]) -> str:
-    """Adds a parameter, unless it is there; gives the name that it has."""
+    """Adds a parameter unless it is there already. Returns the name under which it is listed."""
     if id(parameter) not in names:
         names[id(parameter)] = name
         parts.append(Part(name, lambda: parameter))
@@ -136,14 +140,14 @@ def _read(optimizer: Optimizer, parameter: torch.Tensor, key: Any) -> Any:
 
 
 def _tensor(value: Any) -> torch.Tensor:
-    """What is digested: a tensor of this rank; a number as one; of what has gone, nothing."""
+    """The bytes to digest: a tensor's local shard, a number as float64, nothing for a value that no longer exists."""
     if isinstance(value, torch.Tensor):
         return memory_of(value) if value.layout == torch.strided else memory_of(torch.empty(0))
     return memory_of(torch.tensor(float(value), dtype=torch.float64) if value is not None else torch.empty(0))
 
 
 def _size(value: Any) -> int:
-    """Bytes of what :func:`_tensor` gives."""
+    """The number of bytes that :func:`_tensor` returns."""
     if not isinstance(value, torch.Tensor):
         return 8
     local = local_part(value)
@@ -151,7 +155,7 @@ def _size(value: Any) -> int:
 
 
 def _line(name: str, value: Any) -> str:
-    """Name, dtype, shape and strides."""
+    """Describes a value by name, dtype, shape and strides."""
     if not isinstance(value, torch.Tensor):
         return f"{name} {type(value).__name__}"
     strides = tuple(value.stride()) if value.layout == torch.strided else value.layout
@@ -159,28 +163,29 @@ def _line(name: str, value: Any) -> str:
 
 
 class Digests(NamedTuple):
-    """Of one step."""
+    """The digests of one step."""
 
     header: int
-    words: Union[list[int], torch.Tensor]  # up to BUCKETS; on a device there
-    names: list[list[str]]  # of the tensors of each bucket
+    words: Union[list[int], torch.Tensor]  # at most BUCKETS; a tensor on the device if any of the weights are there
+    names: list[list[str]]  # names of the tensors in each bucket
 
 
 class Digester:
-    """Digests a part of the state in each step.
+    """Computes the digests of a part of the state in each step.
 
     Args:
         state: of this rank.
-        setting: commits of a sweep; None: chosen by the size.
+        setting: commits in a sweep; None: chosen by the size of the state.
     """
 
     def __init__(self, state: State, setting: Optional[int]) -> None:
         self._state = state
         self._setting = setting
-        self._listed: Optional[tuple[int, list[int]]] = None  # in which sweep, of what
+        # number of the sweep, and :meth:`State.counts`, for which the parts were listed
+        self._listed: Optional[tuple[int, list[int]]] = None
 
     def digest(self, step: int) -> Digests:
-        """Digests what is the part of this step."""
+        """Digests the part of the state that belongs to this step."""
         self._list(step)
         spans = self._sweep.spans(step)
         buckets: list[list[torch.Tensor]] = [[] for _ in range(min(BUCKETS, len(spans)))]
@@ -196,7 +201,7 @@ class Digester:
         return Digests(self._header, torch.stack(words), names)
 
     def _list(self, step: int) -> None:
-        """Lists the state again when a sweep begins, or when tensors were added."""
+        """Lists the parts again when a sweep begins, or when tensors were added."""
         counts = self._state.counts()
         if self._listed is not None and self._listed == (step // self._sweep.commits, counts):
             return
@@ -211,33 +216,34 @@ class Digester:
 
     @property
     def commits(self) -> Optional[int]:
-        """Of a sweep; None before the first digest."""
+        """Commits in a sweep; None before the first digest."""
         return self._sweep.commits if self._listed is not None else None
 
 
 class _Sent(NamedTuple):
     """A message on its way."""
 
-    number: int  # of the step that it was sent in
+    number: int  # the step in which it was sent
     plan: Plan
-    table: torch.Tensor  # on the host, once it has arrived
+    table: torch.Tensor  # for weights on a device: the copy on the host, valid once ``mark`` is reached
     work: Optional[_ManagedWork] = None
-    mark: Optional[Mark] = None  # of the copy to the host
+    mark: Optional[Mark] = None  # reached when the copy to the host is complete
 
 
 class Replicas:
     """Compares the state of this rank with that of its counterparts in the other groups.
 
     Args:
-        setting: commits of a sweep; 0: off; None: chosen by the size.
-        action: of a group that differs.
-        counted: counts what the manager server has a counter for.
-        by_default: nobody has chosen the setting. It is off where weights lie on a device, whose cost is not measured.
-        errors: takes what costs this group a step.
+        setting: commits in a sweep; 0: off; None: chosen by the size of the state.
+        action: what a group does if it differs.
+        counted: adds to a counter of the manager server, by name.
+        by_default: whether the setting is the default. Then nothing is compared if weights are on a device, because the
+            cost there is not measured.
+        errors: takes the error if this group loses a step.
         logger: of the Manager.
 
     Attributes:
-        state: what is compared.
+        state: the values that are compared.
     """
 
     def __init__(
@@ -261,22 +267,23 @@ class Replicas:
         self._every = exchange_steps(setting or None)
         self._digester = Digester(self.state, setting)
         self._announced: Optional[str] = None
-        self._active: tuple[int, bool] = (-1, False)  # in which quorum, and whether
+        self._active: tuple[int, bool] = (-1, False)  # quorum id, and whether its groups compare
         self._entries: dict[int, Digests] = {}
-        self._stale = False  # the entries are of weights that a heal replaces
-        self._mark: Optional[Mark] = None  # of the last digest on a device
-        self._last: Optional[int] = None  # step that was digested last
-        self._asked: Optional[Step] = None  # which has its message
+        self._stale = False  # whether the entries are digests of weights that a heal replaces
+        self._mark: Optional[Mark] = None  # reached when the last digests on a device are computed
+        self._last: Optional[int] = None  # the step that was digested last
+        self._asked: Optional[Step] = None  # the attempt in which a message was sent last
         self._running: Optional[_Sent] = None
         self._copied: Optional[_Sent] = None
-        self._acted = (-1, 0)  # for which message, how often
-        self._told: set[str] = set()  # who holds other tensors
+        self._acted = (-1, 0)  # step of the message on which this group acted last, and how often
+        self._told: set[str] = set()  # groups reported because they hold different tensors
 
     def announces(self, averages: bool) -> str:
-        """What is announced to other groups, the same from the first quorum on; empty: this group compares nothing.
+        """The announcement to other groups, fixed at the first quorum; empty: this group compares nothing.
 
         Args:
-            averages: whether groups train by themselves between two steps, so that their weights differ.
+            averages: whether groups train on their own between two steps (LocalSGD, DiLoCo), so that their weights
+                differ.
         """
         if self._announced is None:
             compares = self.state and not self._off and not averages
@@ -294,7 +301,7 @@ class Replicas:
         return all(local_part(value).is_cpu for value in values if isinstance(value, torch.Tensor))
 
     def follow(self, plan: Plan) -> None:
-        """A quorum: all its groups compare, or none. On any thread."""
+        """Decides for a new quorum whether its groups compare: either all of them or none. On any thread."""
         if plan.heal:
             self._stale = True
         if plan.quorum_id == self._active[0]:
@@ -308,19 +315,19 @@ class Replicas:
 
     @property
     def commits(self) -> Optional[int]:
-        """Of a sweep; None before the first digest."""
+        """Commits in a sweep; None before the first digest."""
         return self._digester.commits
 
     # In a step
 
     def send(self, step: Step, number: int, device: torch.device, reduce: Reduce) -> None:
-        """Sends the digests of the steps before, with the first reduction of a step.
+        """Sends the digests of the preceding steps with the first reduction of a step, if a message is due.
 
         Args:
-            step: its quorum is known.
-            number: of it.
-            device: of what is reduced.
-            reduce: begins a reduction; None after an error.
+            step: the attempt, whose quorum is known.
+            number: of the step.
+            device: of the tensors that the step reduces.
+            reduce: begins a reduction; returns None after an error.
         """
         plan = step.plan
         if plan is None or self._asked is step or number == 0 or number % self._every or not self._is_active(plan):
@@ -334,7 +341,7 @@ class Replicas:
         return self._active == (plan.quorum_id, True)
 
     def _table(self, plan: Plan, number: int, device: torch.device) -> torch.Tensor:
-        """A row for each group, zeros but for this one's."""
+        """The message: a row per group. This group fills in its own; the reduction, a sum, adds the others' rows."""
         steps = range(number - self._every, number)
         entries = {} if self._stale else {i: self._entries[s] for i, s in enumerate(steps) if s in self._entries}
         rows = [[*NOTHING] for _ in steps]
@@ -345,7 +352,7 @@ class Replicas:
         table = torch.zeros(plan.replica_world_size, len(steps), len(NOTHING), dtype=torch.int64, device=device)
         table[plan.replica_rank] = torch.tensor(rows, dtype=torch.int64)
         if self._mark is not None:
-            self._mark.follow()  # a reduction may be queued on another stream than the digests
+            self._mark.follow()  # the reduction may be queued on another stream than the digests
         for i, entry in entries.items():
             if isinstance(entry.words, torch.Tensor):
                 table[plan.replica_rank, i, 1 : 1 + len(entry.words)] = entry.words.to(device)
@@ -365,12 +372,12 @@ class Replicas:
         self._digest(step, number)
 
     def gives_way(self, step: Step) -> bool:
-        """Whether this group has to heal after a step."""
+        """Whether this group has to heal because of the differences found in a step."""
         error = _diverged(step)
         return error is not None and error.gives_way
 
     def check_evicted(self, step: Step) -> None:
-        """Raises Diverged if this group has to go after a step."""
+        """Raises Diverged if this group has to end because of the differences found in a step."""
         error = _diverged(step)
         if error is not None and not error.gives_way:
             raise error
@@ -391,9 +398,9 @@ class Replicas:
             self._copied = running._replace(table=table, work=None, mark=Mark(devices_of(running.table)))
 
     def _digest(self, step: Step, number: int) -> None:
-        """Digests the part of a step. An error costs the comparison, and nothing else."""
+        """Digests this step's part of the state. An error switches the comparison off; training is not affected."""
         if self._stale or (self._last is not None and number not in (self._last, self._last + 1)):
-            self._forget()  # a peer's state was loaded, or a checkpoint
+            self._forget()  # a peer's state or a checkpoint was loaded
         if self._off or step.error is not None or step.healing or step.plan is None or not self._is_active(step.plan):
             return
         self._last = number
@@ -403,7 +410,9 @@ class Replicas:
             self._mark = Mark(devices_of(words)) if isinstance(words, torch.Tensor) else None
         except Exception as e:
             self._logger.exception(f"the weights cannot be compared with those of other groups: {e}")
-            self._off = True  # it sends zeros from now on: the others count on its part in their reductions
+            # From now on it sends zeros instead of stopping, because the other groups expect this group in these
+            # reductions.
+            self._off = True
             self._forget()
             return
         self._entries[number] = entry
@@ -411,12 +420,12 @@ class Replicas:
             del self._entries[old]
 
     def _forget(self) -> None:
-        """What was digested is of other weights."""
+        """Discards all digests, because the weights were replaced."""
         self._entries.clear()
         self._copied = self._last = None
         self._stale = False
 
-    # What came of it
+    # The results
 
     def _judge(self, sent: _Sent) -> None:
         table, plan = sent.table.tolist(), sent.plan
@@ -440,7 +449,8 @@ class Replicas:
 
     def _found(self, sent: _Sent, differences: list[Difference]) -> None:
         plan, here = sent.plan, sent.plan.replica_rank
-        told: dict[tuple[object, ...], str] = {}  # a group that differs in one part mostly does in others
+        # one message per set of groups: a group that differs in one part mostly differs in others, too
+        told: dict[tuple[object, ...], str] = {}
         for found in differences:
             key = found.diverged, found.compared if not found.certain else ()
             if key in told:
@@ -465,7 +475,7 @@ class Replicas:
         return [", ".join(bucket[:_SHOWN]) + (" …" if len(bucket) > _SHOWN else "") for bucket in names]
 
     def _may_act(self, number: int) -> bool:
-        """Not for ever: a step that no group commits is tried again."""
+        """Limits how often this group acts on the same difference."""
         times = self._acted[1] + 1 if self._acted[0] == number else 1
         self._acted = number, times
         return times <= _ATTEMPTS
@@ -477,10 +487,10 @@ def _diverged(step: Step) -> Optional[Diverged]:
 
 
 def _on_host(table: torch.Tensor) -> torch.Tensor:
-    """Where a device copies a table to, in the order of its stream."""
+    """Starts a copy of a table to pinned memory of the host, in stream order."""
     try:
         copy = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
-    except RuntimeError:  # this kind of device has no such memory: its copies wait
+    except RuntimeError:  # this device type has no pinned memory, so the copy is synchronous
         copy = torch.empty(table.shape, dtype=table.dtype)
     return copy.copy_(table, non_blocking=True)
 

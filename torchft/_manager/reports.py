@@ -1,7 +1,7 @@
-"""What a rank reports to its manager server for display: the progress of heals, the cost of recoveries, and counts.
+"""What a rank reports to its manager server for display: the progress of heals, the duration of recoveries, and counts.
 
-It goes to the server's metrics and to the lighthouse's page. Nothing depends on it, and nothing of it is said in a step
-that is as it should be.
+The server shows it in its metrics and the lighthouse on its dashboard. Training does not depend on it, and a normal
+step reports nothing.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 
 
 class Reports:
-    """Says it.
+    """Sends the reports.
 
     Args:
-        say: calls the method of the client that it is given the name of.
+        say: calls a method of the client, given its name and arguments.
     """
 
     def __init__(self, say: Callable[..., None]) -> None:
         self._say = say
 
     def counted(self, name: str, number: int = 1) -> None:
-        """It has happened so many times: ``Counters`` in go/rankclient/counted.go has the names."""
+        """Adds to a counter; go/rankclient/counted.go lists the names (``Counters``)."""
         self._say("_say_counted", name, number)
 
     def healing(self, received: int, total: int) -> None:
-        """Bytes of a peer's state that have come, and all of them."""
+        """Reports the bytes of a peer's state that have arrived, and the total."""
         self._say("_say_healing", received, total)
 
     def healed(self, step: int, phases: Phases) -> None:
-        """A peer's state of a step was loaded."""
+        """Reports that a peer's state was loaded, and the step it is of."""
         self._say(
             "_say_recovered",
             healed=True,
@@ -45,7 +45,7 @@ class Reports:
         )
 
     def recovered(self, step: int, incident: Incident) -> None:
-        """A step was committed again after a failure."""
+        """Reports the duration of a failure, when the first step after it is committed."""
         phases = {name: seconds for name, seconds in incident.seconds().items() if name != "total"}
         self._say(
             "_say_recovered",

@@ -29,7 +29,7 @@ class Round:
     def __init__(self) -> None:
         self._ended = threading.Event()
         self._error: Optional[BaseException] = None
-        self._answered = threading.Event()  # or ended without an answer
+        self._answered = threading.Event()  # set when the answer has arrived, or the round ended without one
         self._answer: Optional[QuorumResult] = None
 
     def end(self, error: Optional[BaseException] = None) -> None:

@@ -26,13 +26,13 @@ HEAL_ALONG_ENV: str = "TORCHFT_HEAL_ALONG"
 RANKS_PER_RELAY_ENV: str = "TORCHFT_RANKS_PER_RELAY"
 TORCH_FR_DUMP_TEMP_FILE_ENV: str = "TORCH_FR_DUMP_TEMP_FILE"
 
-# The assigned one, and as many more as a quorum names to each group that heals (go/recovery).
+# The assigned source, and as many additional ones as a quorum names to a healing group (go/recovery).
 MAX_SOURCES = 4
 
 # A step costs a manager server 80 us of processor time for each rank or relay that is connected to it, and a relay as
 # much for each of its ranks: with 64 of them, the sum is small for groups of thousands. Smaller groups need no relays.
 RANKS_PER_RELAY = 64
-RELAYS_FROM = 512  # ranks of a group
+RELAYS_FROM = 512  # ranks in a group
 
 # Which attempt of the workers this is. torchrun keeps the group's store over a restart of its workers.
 RESTART_COUNT_ENV: str = "TORCHELASTIC_RESTART_COUNT"
@@ -40,7 +40,7 @@ RESTART_COUNT_ENV: str = "TORCHELASTIC_RESTART_COUNT"
 
 @dataclass(frozen=True)
 class Settings:
-    """What a Manager runs with, checked. Durations are positive."""
+    """The settings of a Manager, checked. Durations are positive."""
 
     group_rank: int
     group_world_size: int
@@ -57,17 +57,19 @@ class Settings:
     enable_error_bus: bool
     replay_failed_step: bool
     reproducible_reduction: bool
-    heal_sources: int  # groups that are asked for one state
-    # In which all weights and optimizer state are compared with those of other groups; 0: never; None: as the size says
+    heal_sources: int  # number of groups from which one state is fetched
+    # Number of commits in which all weights and optimizer state are compared with those of other groups; 0: never;
+    # None: chosen by their size
     compare_commits: Optional[int] = 0
-    compares_by_default: bool = False  # nobody has chosen it: only where the cost is known (replicas.py)
+    # whether that is the default: then only on the CPU, where the cost is known (replicas.py)
+    compares_by_default: bool = False
     on_divergence: OnDivergence = OnDivergence.REPORT
     heal_along: bool = False
-    ranks_per_relay: int = 0  # 0: each rank asks the manager server itself
+    ranks_per_relay: int = 0  # 0: each rank calls the manager server directly
 
     @property
     def relay(self) -> Optional[int]:
-        """The rank through which this one asks, which may be itself; None: it asks the manager server."""
+        """The rank whose relay this rank uses, which may be itself; None: it calls the manager server directly."""
         if not self.ranks_per_relay or self.group_rank == 0:
             return None
         return max(1, self.group_rank - self.group_rank % self.ranks_per_relay)
@@ -102,7 +104,7 @@ def resolve(
     on_divergence: Optional[str] = None,
     heal_along: Optional[bool] = None,
 ) -> Settings:
-    """Fills in what the caller left out from the environment, and checks all of it.
+    """Takes settings that the caller left out from the environment, and checks all of them.
 
     Raises:
         ValueError: naming the setting, its value and what is allowed.
@@ -135,7 +137,7 @@ def resolve(
 
 
 def get_timeout(timeout_sec_env: Optional[str], default_timeout_sec: timedelta) -> timedelta:
-    """The timeout that the value of an environment variable gives, else the default.
+    """Returns the timeout that an environment variable's value sets, else the default.
 
     Args:
         timeout_sec_env: the variable's value in whole seconds, None if it is not set.
@@ -150,7 +152,7 @@ def get_timeout(timeout_sec_env: Optional[str], default_timeout_sec: timedelta) 
 
 
 def duration_from_env(name: str, default: timedelta) -> timedelta:
-    """The duration in seconds that an environment variable sets, else the default."""
+    """Returns the duration that an environment variable sets in seconds, else the default."""
     try:
         value = get_timeout(os.environ.get(name), default)
     except ValueError:
@@ -163,7 +165,7 @@ def duration_from_env(name: str, default: timedelta) -> timedelta:
 
 
 def switch(given: Optional[bool], name: str, default: bool) -> bool:
-    """Whether something is on: as the caller said, else as an environment variable says, else the default."""
+    """Returns whether a feature is on: as the caller set it, else as an environment variable says, else the default."""
     if given is not None:
         return given
     value = os.environ.get(name, "1" if default else "0")
@@ -173,7 +175,7 @@ def switch(given: Optional[bool], name: str, default: bool) -> bool:
 
 
 def _compare_commits(given: Union[int, str, None]) -> Optional[int]:
-    """Commits, 0 for never, None for as many as the size says."""
+    """Commits in which everything is compared once: 0 for never, None to choose by the size of the state."""
     name = COMPARE_COMMITS_ENV if given is None else "compare_commits"
     value = commits = os.environ.get(COMPARE_COMMITS_ENV, "auto") if given is None else given
     if value == "auto":
@@ -195,7 +197,7 @@ def _on_divergence(given: Optional[str]) -> OnDivergence:
 
 
 def heal_sources_from_env() -> int:
-    """How many groups are asked for one state, as TORCHFT_HEAL_SOURCES says."""
+    """Returns the number of groups from which one state is fetched, as TORCHFT_HEAL_SOURCES sets it."""
     sources = int_from_env(HEAL_SOURCES_ENV, MAX_SOURCES)
     if not 1 <= sources <= MAX_SOURCES:
         raise ValueError(f"{HEAL_SOURCES_ENV}={sources}: allowed are 1 (the assigned one) to {MAX_SOURCES}")
@@ -203,7 +205,7 @@ def heal_sources_from_env() -> int:
 
 
 def _ranks_per_relay(group_world_size: int) -> int:
-    """Ranks that ask through one of them, 0 for none, as the environment or the size of the group says."""
+    """Returns how many ranks share one relay, 0 for no relays, by the environment or the size of the group."""
     ranks = int_from_env(RANKS_PER_RELAY_ENV, RANKS_PER_RELAY if group_world_size >= RELAYS_FROM else 0)
     if ranks < 0 or ranks == 1:
         raise ValueError(f"{RANKS_PER_RELAY_ENV}={ranks}: allowed are 0 (no relays), 2 and more")
@@ -211,7 +213,7 @@ def _ranks_per_relay(group_world_size: int) -> int:
 
 
 def int_from_env(name: str, default: int) -> int:
-    """The integer that an environment variable sets, else the default."""
+    """Returns the integer that an environment variable sets, else the default."""
     value = os.environ.get(name)
     if value is None:
         return default
@@ -222,13 +224,13 @@ def int_from_env(name: str, default: int) -> int:
 
 
 def extract_trailing_digits(s: str) -> int:
-    """The number that a string ends with, 0 if it ends with none: ``"train_12"`` gives 12."""
+    """Returns the number at the end of a string, 0 if there is none: ``"train_12"`` gives 12."""
     head = s.rstrip("0123456789")
     return int(s[len(head) :] or 0)
 
 
 def global_rank(replica_id: str, group_rank: int, group_world_size: int) -> int:
-    """A rank's number over all groups, by the digits that end the name part of ``{name}:{uuid}``."""
+    """The global number of a rank. The group's number is taken from the end of the name in ``{name}:{uuid}``."""
     return extract_trailing_digits(replica_id.split(":")[0]) * group_world_size + group_rank
 
 

@@ -27,20 +27,21 @@ LEAVE_ON_ENV = "TORCHFT_LEAVE_ON"
 GRACE_SEC_ENV = "TORCHFT_GRACE_S"
 # Below the 30 s after which torchrun and Kubernetes send SIGKILL.
 _GRACE = timedelta(seconds=25)
-# Slurm signals every process of a job step, and torchrun passes its own signal on to its workers: that is one order.
+# Two signals may be one request to leave: Slurm signals every process of a job step, and torchrun forwards the signal
+# that it receives to its workers.
 SAME_ORDER_SEC = 5.0
 
 
 def grace_from_env() -> timedelta:
-    """How long a process that was told to leave may take."""
+    """Returns the grace period: how long a process may run after it was told to leave."""
     return duration_from_env(GRACE_SEC_ENV, _GRACE)
 
 
 def leave_on_from_env() -> tuple[int, ...]:
-    """The signals on which a process leaves whose script asks whether its group drains.
+    """Returns the signals on which a group leaves by default, if its script asks whether the group drains.
 
     Raises:
-        ValueError: one of them is none, or cannot be handled; or a bad TORCHFT_GRACE_S.
+        ValueError: one is unknown or cannot be handled, or TORCHFT_GRACE_S is malformed.
     """
     text = os.environ.get(LEAVE_ON_ENV, "")
     names = [name.strip() for name in text.split(",") if name.strip()]
@@ -50,15 +51,15 @@ def leave_on_from_env() -> tuple[int, ...]:
             f"{LEAVE_ON_ENV}={text!r} is not allowed; allowed: names of signals that can be handled, such as SIGTERM, "
             "separated by commas"
         )
-    grace_from_env()  # refused now, not in mid-training
+    grace_from_env()  # checked now, so that a bad value fails at the start and not during training
     return tuple(allowed[name] for name in names)
 
 
 class Deadline:
-    """When a process that was told to leave has to end. Times are arguments, in seconds.
+    """The time by which a process that was told to leave must have ended. Times are arguments, in seconds.
 
     Args:
-        grace: from the first signal on.
+        grace: seconds from the first signal.
     """
 
     def __init__(self, grace: float) -> None:
@@ -74,7 +75,7 @@ class Deadline:
             self._again = True
 
     def forget(self) -> None:
-        """No signal has arrived."""
+        """Starts over, as if no signal had arrived."""
         self._told, self._again = None, False
 
     def left(self, now: float) -> Optional[float]:
@@ -91,21 +92,22 @@ class Deadline:
 
 
 class Signals:
-    """The signals on which a rank lets its group leave.
+    """The signals on which a rank makes its group leave.
 
     Args:
-        default: signals that are heeded as soon as the script asks whether its group drains: it leaves then.
+        default: signals whose handlers are installed when the script first asks whether its group drains, which shows
+            that it leaves on request.
 
     Attributes:
-        wanted: one of them has arrived.
+        wanted: whether one of them has arrived.
     """
 
     def __init__(self, default: tuple[int, ...] = ()) -> None:
         self.wanted = False
         self._default = default
-        self._previous: dict[int, Any] = {}  # by signal: the handler before
+        self._previous: dict[int, Any] = {}  # the previous handler of each signal
         self._said = False
-        self._over = False  # shut down by another thread, which cannot put handlers back
+        self._over = False  # set if another thread closed this one: only the main thread can restore handlers
 
     def heed(
         self,
@@ -117,11 +119,11 @@ class Signals:
 
         Args:
             numbers: the signals.
-            end: ends the process with a status.
+            end: ends the process with an exit status.
             clock: in seconds.
 
         Raises:
-            ValueError: no signal, one that cannot be handled, or a bad TORCHFT_GRACE_S.
+            ValueError: there is no signal, one cannot be handled, or TORCHFT_GRACE_S is malformed.
             RuntimeError: this is not the main thread.
         """
         global _watch
@@ -144,26 +146,28 @@ class Signals:
                 signal.signal(number, self._handle)
 
     def heed_default(self) -> None:
-        """The script asks whether its group drains. Handlers can be installed on the main thread only."""
+        """Called when the script asks whether its group drains. Handlers can be installed on the main thread only."""
         if self._default and _on_main_thread():
             numbers, self._default = self._default, ()
             self.heed(numbers)
 
     def says(self, log: Callable[[str], None]) -> bool:
-        """Whether the request for a quorum says that this rank was told to leave. Logged here: a handler must not."""
+        """Whether the quorum request must say that this rank was told to leave. Logged here, because a handler must not
+        log.
+        """
         if self.wanted and not self._said:
             self._said = True
             log("told to leave by a signal: the step that begins is the last one of this group")
         return self.wanted
 
     def close(self, leaving: Callable[[], bool]) -> None:
-        """Puts the handlers back that were there before.
+        """Restores the previous handlers.
 
-        Not in a process that was told to leave: what it still does, its last checkpoint say, must not end by the same
-        signal that comes again, and has the rest of the grace period.
+        A process that was told to leave keeps its handlers: while it writes its last checkpoint, for example, a second
+        signal must not end it before the grace period is over.
 
         Args:
-            leaving: whether the group leaves, whichever rank was told.
+            leaving: returns whether the group leaves, also if another rank was told.
         """
         self._default = ()
         if self not in _heeding or self.wanted or leaving():
@@ -178,7 +182,8 @@ class Signals:
 
     def _restore(self) -> None:
         for number, previous in list(self._previous.items()):
-            if signal.getsignal(number) == self._handle:  # else a later one calls this one, which passes it on
+            # otherwise a handler installed later calls this one, which passes the signal on
+            if signal.getsignal(number) == self._handle:
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
                 del self._previous[number]
 
@@ -193,18 +198,18 @@ class Signals:
             previous(number, frame)
 
 
-# Handlers, the file descriptor and the grace period are the process's, whichever of its Managers asked for them.
+# Handlers, the wakeup file descriptor and the grace period belong to the process, so all its Managers share them.
 _heeding: list[Signals] = []
 _watch: Optional[_Watch] = None
 
 
 def heeded() -> list[int]:
-    """The signals on which ranks of this process let their groups leave."""
+    """The signals that any Manager of this process handles."""
     return sorted({number for signals in _heeding for number in signals._previous})
 
 
 def replaced(number: int) -> bool:
-    """Whether the script has installed a handler of its own since, which has not called those of the ranks."""
+    """Whether the script has since installed a handler of its own that does not call the Managers' handlers."""
     current = signal.getsignal(number)
     return not any(signals.wanted or current == signals._handle for signals in _heeding)
 
@@ -220,14 +225,16 @@ def _end_watch() -> None:
 
 
 class _Forking(threading.local):
-    mask: Optional[set[int]] = None  # of the thread that forks, before it does
+    mask: Optional[set[int]] = None  # signal mask of the forking thread before the fork
 
 
 _forking = _Forking()
 
 
 def _before_fork() -> None:
-    """A child is no rank. A signal for it waits until it has its own handlers; its parent would hear of it instead."""
+    """Blocks the signals during a fork, until the child has restored its handlers: until then a signal to the child
+    would be taken for one to its parent.
+    """
     if _heeding:
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, heeded())
 
@@ -263,10 +270,10 @@ def _checked(number: int) -> int:
 
 
 class _Watch:
-    """The thread that keeps the grace period.
+    """The thread that enforces the grace period.
 
     Args:
-        deadline: fed here, by one thread.
+        deadline: used by this thread only.
         end: ends the process.
         clock: in seconds.
     """
@@ -277,13 +284,15 @@ class _Watch:
         self._clock = clock
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
-        # Another one's, asyncio's say, gets what it had.
+        # Signals are forwarded to the previous wakeup file descriptor, for example asyncio's.
         self._next = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._run, name="torchft_signals", daemon=True)
         self._thread.start()
 
     def close(self) -> bool:
-        """Ends the thread. False: somebody has taken the place of the file descriptor, and may pass on to it."""
+        """Ends the thread. Returns False if the wakeup file descriptor was replaced since: its new owner may forward to
+        this one.
+        """
         current = signal.set_wakeup_fd(self._next)
         if current != self._write:
             signal.set_wakeup_fd(current)
@@ -294,7 +303,7 @@ class _Watch:
         return True
 
     def forked(self) -> None:
-        """In a child, which has no such thread."""
+        """Called in a forked child, which does not have the thread."""
         current = signal.set_wakeup_fd(-1)
         if current != self._write:
             signal.set_wakeup_fd(current)
@@ -306,7 +315,7 @@ class _Watch:
 
     def _run(self) -> None:
         last = 0
-        told = select.poll()  # select.select refuses file descriptors above 1023
+        told = select.poll()  # not select.select, which rejects file descriptors above 1023
         told.register(self._read, select.POLLIN)
         while True:
             left = self._deadline.left(self._clock())
@@ -329,9 +338,9 @@ class _Watch:
                 return
 
     def _end_now(self, number: int, why: str) -> None:
-        # Not by a logger: the thread that hangs may hold its lock.
+        # No logger: a hanging thread may hold its lock.
         status = 128 + number
         os.write(2, f"torchft: {signal.Signals(number).name}: {why}: it ends now, with status {status}\n".encode())
         with contextlib.suppress(Exception):
-            faulthandler.dump_traceback(2)  # where it hangs
+            faulthandler.dump_traceback(2)  # shows where the process hangs
         self._end(status)

@@ -14,24 +14,25 @@ DEFAULT_KEY = MAIN_PARTS[0]
 
 
 class Position(NamedTuple):
-    """Which state a group has."""
+    """Identifies the state that a group has."""
 
     step: int
     batches_committed: int
-    # In which quorum the weights were made: two groups that were apart can be at one step with different weights.
+    # The quorum in which the weights were committed: groups that were separated can reach the same step with different
+    # weights.
     committed_quorum_id: int
 
 
 class Place:
-    """Where a rank is, and how long it waits for the others. Its Manager goes on; parts of it read.
+    """Step, quorum id and timeout of a rank. The Manager changes them; its parts read them.
 
     Args:
         timeout: of collectives, transfers and votes.
 
     Attributes:
-        step: the number of the one that runs; so many are committed.
-        quorum_id: of the one whose peers the process group has; -1 before the first.
-        timeout: as given, until other projects' tests replace it.
+        step: number of the step in progress, which is the number of committed steps.
+        quorum_id: of the quorum that the process group is connected for; -1 before the first.
+        timeout: as given; tests of other projects replace it.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -39,7 +40,7 @@ class Place:
         self.step = 0
         self.quorum_id = -1
 
-    # The same, as a Manager tells it: upstream's _ManagerLogger is made with one.
+    # The same under the names of a Manager's members: upstream's _ManagerLogger is made with a Manager.
 
     def current_step(self) -> int:
         return self.step
@@ -88,7 +89,7 @@ class UserState:
             return {key: read() for key, read in self.read_fns.items()}
 
     def load(self, parts: dict[str, Any]) -> None:
-        """Loads all parts, the main one by any of its names.
+        """Loads all parts. The main part is accepted under any of its names.
 
         Raises:
             RuntimeError: nothing is registered, or the source lacks a part that this group has.
@@ -116,10 +117,11 @@ class UserState:
 
 
 class Stateful:
-    """What a Manager keeps from step to step: its base, since all of this is said to the Manager.
+    """The state that a Manager keeps from step to step. A base class of the Manager, because users set and read this
+    state on it.
 
     Args:
-        timeout: of collectives, transfers and votes; for reading the user's state while that is disallowed.
+        timeout: of collectives, transfers and votes, and of waiting while reading the user's state is disallowed.
         load_state_dict, state_dict: of the main part of the user's state; None: set later.
 
     Raises:
@@ -134,7 +136,8 @@ class Stateful:
     ) -> None:
         self._place = Place(timeout)
         self._batches_committed = 0
-        self._committed_quorum_id = -1  # the quorum that made the weights: none since this process began
+        # the quorum in which the weights were committed; -1: none since this process began
+        self._committed_quorum_id = -1
         self._user_state = UserState(timeout.total_seconds())
         self._load_state_dict_fns = self._user_state.load_fns
         self._user_state_dicts = self._user_state.read_fns
@@ -177,19 +180,19 @@ class Stateful:
         self._step, self._batches_committed, self._committed_quorum_id = position
 
     def current_step(self) -> int:
-        """Steps committed so far; the number of the step that runs now."""
+        """The number of committed steps, which is the number of the step in progress."""
         return self._step
 
     def batches_committed(self) -> int:
-        """Batches committed so far, over all groups."""
+        """The number of batches committed so far, summed over all groups."""
         return self._batches_committed
 
     def state_dict(self) -> Dict[str, int]:
-        """What a checkpoint must keep of the Manager."""
+        """Returns the part of the Manager's state that a checkpoint must contain."""
         return {"step": self._step, "batches_committed": self._batches_committed}
 
     def load_state_dict(self, state_dict: Dict[str, int]) -> None:
-        """Sets step and batches_committed, as :meth:`state_dict` gave them."""
+        """Restores step and batches_committed from :meth:`state_dict`."""
         self._position = Position(state_dict["step"], state_dict["batches_committed"], committed_quorum_id=-1)
 
     def _manager_state_dict(self) -> Dict[str, Any]:
@@ -198,7 +201,7 @@ class Stateful:
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]
     ) -> None:
-        """Adds a part to the state that a healing group gets.
+        """Adds a part to the state that a healing group receives.
 
         Raises:
             ValueError: the key is taken.
@@ -206,7 +209,7 @@ class Stateful:
         self._user_state.register(key, load_state_dict, state_dict)
 
     def set_state_dict_fns(self, load_state_dict: Callable[[T], None], state_dict: Callable[[], T]) -> None:
-        """Sets the main part of the state, in place of what the constructor got."""
+        """Sets the main part of the state, instead of the constructor's arguments."""
         self._load_state_dict_fns[DEFAULT_KEY] = load_state_dict
         self._user_state_dicts[DEFAULT_KEY] = state_dict
 
@@ -215,5 +218,5 @@ class Stateful:
         self._user_state.allow_read()
 
     def disallow_state_dict_read(self) -> None:
-        """Keeps healing groups from reading the state while the caller changes it."""
+        """Prevents healing groups from reading the state while the caller changes it."""
         self._user_state.disallow_read()

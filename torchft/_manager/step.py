@@ -1,7 +1,7 @@
-"""One step of one rank: its data, and the states that it goes through.
+"""One step of one rank: its data, and its states.
 
-``start_quorum`` makes one, and so does each attempt of a replay. The Manager drops it when the next one begins: until
-then the training loop may ask what came of it, and reduce something else, such as a loss for the log.
+``start_quorum`` and each attempt of a replay create a :class:`Step`. The Manager keeps it until the next one begins:
+until then the training loop may query its outcome, and reduce other tensors, such as a loss for the log.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class State(Enum):
-    """Where a step is."""
+    """The states of a step."""
 
-    UNASKED = "was not begun"  # what there is before the first one
+    UNASKED = "was not begun"  # the placeholder before the first step
     ASKED = "waits for its quorum"
     TRAINING = "is in its quorum, with weights of its own"
     HEALING = "is in its quorum, and has not loaded a peer's state yet"
@@ -36,16 +36,16 @@ class State(Enum):
     LOST = "is lost"
     DROPPED = "was dropped for the next one"
 
-    __hash__ = object.__hash__  # Enum's own is written in Python: 2 µs a step
+    __hash__ = object.__hash__  # Enum's own is written in Python, and would cost 2 µs per step
 
 
 class Event(Enum):
-    """What happens to a step, on whatever thread."""
+    """The events of a step, on any thread."""
 
     QUORUM = "get a quorum in which it does not heal"
     BEHIND = "get a quorum in which it heals"
     LOADED = "load a peer's state"
-    JOINED = "take part after a heal"  # which came before the step began
+    JOINED = "take part after a heal"  # the heal ended before the step began
     ERROR = "have an error"
     YES = "get this rank's yes"
     NO = "get this rank's no"
@@ -65,42 +65,42 @@ def _each(states: Iterable[State], event: Event, to: Optional[State] = None) -> 
     return {(state, event): to or state for state in states}
 
 
-# What happens in which state leads where. Anything else is a mistake of this package, or of the manager server.
+# The next state by state and event. Any other combination is a bug of this package or of the manager server.
 TRANSITIONS: dict[tuple[State, Event], State] = {
-    # The quorum, once.
+    # The quorum arrives, once.
     (State.ASKED, Event.QUORUM): State.TRAINING,
     (State.ASKED, Event.BEHIND): State.HEALING,
     (State.FAILED, Event.QUORUM): State.FAILED,
     (State.FAILED, Event.BEHIND): State.FAILED,
-    # A heal. A state that has come is loaded in a step that has failed, too: it is that of the next step.
+    # A heal. A state that has arrived is loaded even if the step has failed, because the next step needs it.
     (State.HEALING, Event.LOADED): State.HEALED,
     (State.FAILED, Event.LOADED): State.FAILED,
     (State.HEALED, Event.JOINED): State.TRAINING,
     (State.FAILED, Event.JOINED): State.FAILED,
-    # Errors. What comes after this rank's vote does not change it.
+    # Errors. One after this rank's vote changes nothing.
     **_each(_RUNNING, Event.ERROR, State.FAILED),
     **_each((State.UNASKED, *_VOTED, *_DECIDED, State.DROPPED), Event.ERROR),
     # This rank's vote: never yes after an error, or before a peer's state is loaded.
     **_each((State.TRAINING, State.HEALED), Event.YES, State.VOTED_YES),
     **_each((State.TRAINING, State.HEALED, State.FAILED), Event.NO, State.VOTED_NO),
-    # The group's decision. torchft's own manager server never commits what a rank voted against (edge.py sees to it);
-    # that of a stand-in is followed, as upstream does.
+    # The group's decision. torchft's own manager server never commits a step that a rank voted against (edge.py checks
+    # this); a stand-in's decision is followed, as upstream does.
     **_each(_VOTED, Event.COMMIT, State.COMMITTED),
     **_each(_VOTED, Event.LOSE, State.LOST),
-    # Voted twice: a vote that nobody answered is repeated. After a decision the group votes on the next step, in the
-    # same quorum.
+    # A second vote: an unanswered vote is repeated. After a decision the group votes on the next step, in the same
+    # quorum.
     **_each((State.VOTED_YES, *_DECIDED), Event.YES, State.VOTED_YES),
     **_each((*_VOTED, *_DECIDED), Event.NO, State.VOTED_NO),
-    # Asked twice: a step that is not decided is dropped.
+    # A second quorum request: an undecided step is dropped.
     **_each((*_RUNNING, *_VOTED), Event.DROP, State.DROPPED),
 }
 
 
 def after(state: State, event: Event) -> State:
-    """The state that an event leads to.
+    """Returns the state that an event leads to.
 
     Raises:
-        RuntimeError: it cannot happen in this state.
+        RuntimeError: the event is not allowed in this state.
     """
     try:
         return TRANSITIONS[state, event]
@@ -109,14 +109,14 @@ def after(state: State, event: Event) -> State:
 
 
 class Request(NamedTuple):
-    """What ``start_quorum`` was asked for."""
+    """The arguments of ``start_quorum``."""
 
     allow_heal: bool
     shrink_only: bool
     timeout: timedelta
 
     def is_like(self, other: Request) -> bool:
-        """Whether both ask for the same, however long they wait for it."""
+        """Whether both request the same quorum; their timeouts may differ."""
         return self[:2] == other[:2]
 
 
@@ -124,19 +124,19 @@ class Step:
     """One attempt at a step.
 
     Args:
-        request: of its quorum.
-        collectives: that it begins.
-        inputs: kept of what they reduce; each attempt at a step has the same.
-        plan: of the step before, None if there was none.
-        state: that it begins in.
+        request: the one for its quorum.
+        collectives: those that it begins.
+        inputs: copies of the tensors that they reduce, shared by all attempts at a step.
+        plan: that of the previous step; None if there was none.
+        state: the initial one.
 
     Attributes:
-        plan: of its quorum; until that is known, of the one before.
-        participating_rank: of this group among those that take part; None: it contributes zeros.
-        participants: groups that take part.
-        began: when, by time.monotonic().
+        plan: that of its quorum; until the quorum is known, that of the previous step.
+        participating_rank: this group's rank among the participants; None: it contributes zeros.
+        participants: number of participating groups.
+        began: time.monotonic() at the start.
         healing: whether this group contributes zeros, because it heals.
-        error: the first one.
+        error: the first error; None if there is none.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Step:
             self.state = after(self.state, event)
 
     def follow(self, plan: Plan) -> None:
-        """Its quorum is known."""
+        """Called when its quorum is known."""
         self._take(plan)
         self.healing = plan.heal
         self._on(Event.BEHIND if plan.heal else Event.QUORUM)
@@ -174,26 +174,27 @@ class Step:
         self.participants = plan.divisor if plan is not None else 0
 
     def loaded(self) -> None:
-        """A peer's state was loaded."""
+        """Called when a peer's state was loaded."""
         self._on(Event.LOADED)
 
     def joined(self) -> None:
-        """That was before it began, so that this group's gradients count."""
+        """Called if the state was loaded before the step began, so that this group's gradients count."""
         self.healing = False
         self._on(Event.JOINED)
 
     def failed(self, error: Exception) -> None:
-        """This group will vote against it. The first error is the cause."""
+        """Called for each error: this group will vote against the step. The first error is kept as the cause."""
         with self._lock:
             if self.error is None:
                 self.error = ExceptionWithTraceback(error)
             self.state = after(self.state, Event.ERROR)
 
     def vote(self, least: int) -> bool:
-        """This rank's vote. An error that comes after it does not change it; asked again, this rank then votes no.
+        """Returns this rank's vote. An error that comes later does not change it; if the vote is repeated, this rank
+        then votes no.
 
         Args:
-            least: groups that must take part.
+            least: minimum number of participants.
         """
         with self._lock:
             self._enough = self.participants >= least
@@ -202,30 +203,30 @@ class Step:
             return yes
 
     def decided(self, committed: bool) -> None:
-        """The group has voted."""
+        """Called when the group has decided."""
         self._on(Event.COMMIT if committed else Event.LOSE)
 
     def dropped(self) -> None:
-        """The next one begins, and this one is undecided."""
+        """Called when the next step begins before the group has decided on this one."""
         self._on(Event.DROP)
 
     @property
     def undecided(self) -> bool:
-        """Whether it has begun, and the group has not decided on it."""
+        """Whether the step has begun and the group has not decided on it."""
         return self.state in _RUNNING or self.state in _VOTED
 
     @property
     def refused_by_rank(self) -> bool:
-        """Whether nothing but the vote of another rank of the group is against it."""
+        """Whether only the vote of another rank of the group is against the step."""
         return self.cause is None and self._enough
 
     @property
     def cause(self) -> Optional[Exception]:
-        """Its first error, as it was raised."""
+        """The first error, as it was raised."""
         return self.error.original_exception if self.error is not None else None
 
     def why_lost(self) -> str:
-        """Why the group did not commit it."""
+        """The reason why the group did not commit the step."""
         if self.cause is not None:
             return str(self.cause)
         return "another rank of the group voted against it" if self.refused_by_rank else "too few groups took part"

@@ -1,4 +1,6 @@
-"""The methods that a training loop calls during a step: a base class of the Manager, which begins and ends steps."""
+"""The methods that a training loop calls during a step: a base class of the Manager, which begins and ends the
+steps.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +13,17 @@ from torchft._manager.step import Step
 
 
 class Stepping:
-    """Answers from the step that runs, or was the last.
+    """Answers questions about the step in progress, or the last one.
 
     Attributes:
         _current: that step.
-        _round: in which its quorum is asked for; None before the first.
+        _round: the round that requests its quorum; None before the first.
     """
 
     _current: Step
     _round: Optional[Round] = None
 
-    # What other projects read by name
+    # Names that other projects read
 
     @property
     def _errored(self) -> Optional[ExceptionWithTraceback]:
@@ -39,7 +41,7 @@ class Stepping:
     def _participating_replica_world_size(self) -> int:
         return self._current.participants
 
-    # What a training loop may ask
+    # Questions of a training loop
 
     @ranged("wait_quorum")
     def wait_quorum(self) -> None:
@@ -58,8 +60,8 @@ class Stepping:
         return self._current.error
 
     def participating_rank(self) -> Optional[int]:
-        """This group's rank among those that take part in the step, None if it does not. Waits for the quorum, once one
-        was asked for.
+        """This group's rank among the participants of the step, None if it is none. Waits for the quorum, if one was
+        requested.
         """
         if self._round is not None:
             self.wait_quorum()
@@ -70,7 +72,9 @@ class Stepping:
         return self._current.participating_rank is not None and not self._current.healing
 
     def num_participants(self) -> int:
-        """Groups that take part in the step, 0 before the first. Waits for the quorum, once one was asked for."""
+        """The number of groups that participate in the step, 0 before the first. Waits for the quorum, if one was
+        requested.
+        """
         if self._round is not None:
             self.wait_quorum()
         return self._current.participants
@@ -78,13 +82,13 @@ class Stepping:
     def num_up_to_date(self) -> int:
         """Groups of this quorum that had the newest state when it formed; the others heal in it. Waits for the quorum.
 
-        All groups of a quorum get the same number: one by which they can decide to leave together.
+        All groups of a quorum get the same number, so they can use it to decide together, for example to end the job.
         """
         self.wait_quorum()
         assert self._current.plan is not None
         return self._current.plan.num_up_to_date
 
     def _is_draining(self) -> bool:
-        """Whether somebody wants this group to leave, and it has ended its last step."""
+        """Whether this group was asked to leave and has ended its last step."""
         step = self._current
         return not step.undecided and step.plan is not None and step.plan.draining

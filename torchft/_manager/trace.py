@@ -58,7 +58,7 @@ class _OtelStepTrace(StepTrace):
 
 
 def _traceparent(span: Any) -> str:
-    """A span as a W3C traceparent header. Of the flags only "sampled" is kept, which every version defines."""
+    """Formats a span as a W3C traceparent header. Of the flags only "sampled" is kept, which every version defines."""
     context = span.get_span_context()
     return f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags & 1:02x}"
 

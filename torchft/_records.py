@@ -1,4 +1,4 @@
-"""The records that cross to and from the Go core: quorums, requests for them, results, failures.
+"""The records that Python and the Go core exchange: quorums, requests for them, results, failures.
 
 Their attributes have the names of the JSON tags in Go (go/round, go/recovery, go/pyapi).
 """
@@ -14,7 +14,7 @@ _INT64_MAX = 2**63 - 1
 
 
 def integer(name: str, value: int, least: int) -> int:
-    """The value, if Go's int64 holds it and it is at least ``least``."""
+    """Returns the value if Go's int64 can hold it and it is at least ``least``."""
     if not isinstance(value, int):
         raise TypeError(f"{name}={value!r} is not allowed; allowed: an int")
     if not least <= value <= _INT64_MAX:
@@ -37,16 +37,16 @@ class Timestamp:
 
 @dataclass
 class QuorumMember:
-    """One replica group, as it asked to take part in a quorum.
+    """A replica group, as it requested to be in a quorum.
 
     Args:
         replica_id: unique in the job, and new after each restart.
         address: of its manager server.
         store_address: of its store.
-        step: the step it is at.
+        step: the one in progress there.
         world_size: ranks in the group.
-        shrink_only: whether the quorum must have no newcomers.
-        data: attached by its user; None if there is none.
+        shrink_only: whether the quorum must have no new members.
+        data: a value that its user attached; None if there is none.
     """
 
     replica_id: str = ""
@@ -63,9 +63,9 @@ class Quorum:
     """The replica groups that train the next step together.
 
     Args:
-        quorum_id: grows when the set of members changes, and never repeats in the life of a job.
+        quorum_id: increases when the set of members changes, and is never used again in a job.
         participants: ordered by ``replica_id``.
-        created: when the lighthouse decided on it.
+        created: time at which the lighthouse formed it.
     """
 
     quorum_id: int = 0
@@ -79,16 +79,17 @@ class QuorumRequest:
 
     Args:
         group_rank: this rank in its group, at least 0.
-        step: the step this rank is at. Two requests that differ in it alone are equal.
+        step: the one in progress. It is left out when requests are compared.
         checkpoint_metadata: where this rank serves its checkpoint, for groups that heal from it.
-        shrink_only: accept no newcomers into the quorum.
-        commit_failures: failed commits in a row of this rank.
+        shrink_only: the quorum must have no new members.
+        commit_failures: number of consecutive steps that this rank did not commit.
         init_sync: at step 0, all groups but the primary heal from it.
         reconfigure_handle: of this rank's process group; empty if it has none.
         group_world_size: number of ranks of the group; the server refuses one that differs from its own. 0: not known.
-        committed_quorum_id: in which this rank's weights were made; -1: in none since it began, 0: not known.
-        replays_failed_steps: this rank replays failed steps. Its group does if all of its ranks do.
-        drain: this rank was asked to leave. All ranks of its group get that with the result.
+        committed_quorum_id: the quorum in which this rank's weights were committed; -1: none since it
+            began, 0: not known.
+        replays_failed_steps: whether this rank replays failed steps. Its group does if all of its ranks do.
+        drain: whether this rank was asked to leave. The result tells it to all ranks of the group.
         traceparent: the W3C trace context of the step and the vote on it; empty: this rank does not trace.
     """
 
@@ -106,13 +107,13 @@ class QuorumRequest:
     traceparent: str = field(default="", compare=False)
 
     def as_upstream(self) -> dict[str, Any]:
-        """The arguments of upstream's ``ManagerClient._quorum``."""
+        """Returns the arguments of upstream's ``ManagerClient._quorum``."""
         return {name: getattr(self, name) for name in _UPSTREAM_REQUEST}
 
     def _to_json(self) -> str:
         said: dict[str, Any] = {}
         for named in fields(self):
-            if named.name == "traceparent":  # another one at each step, sent by a call of its own
+            if named.name == "traceparent":  # it differs at each step, and is sent by a call of its own
                 continue
             value = getattr(self, named.name)
             if named.type == "int":
@@ -138,10 +139,10 @@ _UPSTREAM_REQUEST = (
 
 @dataclass
 class QuorumResult:
-    """The part of one rank in a quorum.
+    """The result of a quorum for one rank.
 
     Args:
-        quorum_id: of the quorum; the process group is rebuilt when it changes.
+        quorum_id: of the quorum. When it changes, the process group is reconfigured.
         replica_rank: of this group among the participants.
         replica_world_size: number of participants.
         recover_src_manager_address: manager of the group to heal from; empty unless ``heal``.
@@ -152,16 +153,16 @@ class QuorumResult:
         max_replica_rank: of this group among those at ``max_step``; None if it is behind.
         max_world_size: number of participants at ``max_step``.
         heal: whether this group has to heal.
-        commit_failures: largest number of failed commits in a row that a participant reported.
+        commit_failures: the largest that a participant reported.
         replica_ids: of the participants, in order.
         reconfigure_handles: of this rank in each participant, in order; empty unless all sent theirs.
-        replicas_without_handles: participants that sent none.
-        committed_quorum_id: in which the weights of ``max_step`` were made; -1: in none since their groups began, 0:
-            not every participant sends it.
+        replicas_without_handles: replica ids of the participants that sent none.
+        committed_quorum_id: the quorum in which the weights of ``max_step`` were committed; -1: none since their groups
+            began, 0: not every participant sends it.
         replay: this group may reduce again what it kept of ``max_step``: it is up to date, and all participants replay.
         additional_source_addresses: managers of this group's additional sources; empty unless ``heal``.
         help_dst_replica_ranks: groups that heal from another one, and use this one as an additional source.
-        draining: this group was asked to leave, and this is its last step.
+        draining: whether this group was asked to leave, so that this is its last step.
     """
 
     quorum_id: int = 0

@@ -22,7 +22,7 @@ _FILES = {
 
 
 def security(**further: str) -> str:
-    """The files for the Go core, the job that its calls name, and further settings, as JSON.
+    """Returns the files for the Go core, the job that its calls name, and further settings, as JSON.
 
     They are passed because Go copies the environment when its library is loaded, and sees no later change.
     """

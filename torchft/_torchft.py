@@ -51,13 +51,13 @@ __all__ = [
 LOG_LEVEL_ENV = "TORCHFT_LOG_LEVEL"
 
 _MICROSECOND = timedelta(microseconds=1)
-_LONGEST = timedelta(days=36500) // _MICROSECOND  # what Go's durations hold, and for ever to everyone else
+_LONGEST = timedelta(days=36500) // _MICROSECOND  # the longest duration in Go; in effect, no limit
 
 _native: Any = None
 
 
 def _load(log_level: str = "warn") -> Any:
-    """The native library; ``log_level`` counts unless TORCHFT_LOG_LEVEL is set."""
+    """Returns the native library. ``log_level`` applies unless TORCHFT_LOG_LEVEL is set."""
     global _native
     if _native is None:
         try:
@@ -132,7 +132,7 @@ class ManagerServer(_Server):
     group's ranks for a quorum and for the vote on a commit, and ends with ``shutdown`` or the last reference.
 
     Args:
-        replica_id (str): who this group is; unique in the job.
+        replica_id (str): identifies this group; unique in the job.
         lighthouse_addr (str): ``http://host:port`` of the lighthouse.
         hostname (str): host under which others reach this server.
         bind (str): ``host:port`` to listen on; port 0 takes a free one.
@@ -176,7 +176,7 @@ class ManagerServer(_Server):
         )
 
     def _finish(self) -> None:
-        """Says, with ``shutdown``, that the training has ended on purpose."""
+        """Tells the server, with ``shutdown``, that the training has ended on purpose."""
         if self._handle:
             self._go.pyapi_ManagerServerFinish(self._handle)
 
@@ -187,7 +187,7 @@ class ManagerClient(_Native):
     Args:
         addr (str): ``http://host:port`` of the manager server.
         connect_timeout (timedelta): how long to try to reach it, more than 0.
-        relay (str): address of the relay that this rank asks through while that lasts.
+        relay (str): address of the relay for this rank's calls; after the relay fails, they go to the server itself.
         relay_host (str): host under which this rank serves other ranks as their relay.
 
     Raises:
@@ -218,7 +218,7 @@ class ManagerClient(_Native):
         self._open("pyapi_ManagerClientStart", addr, timeout_us, security(relay=relay, relay_host=relay_host))
 
     def _relay_address(self) -> str:
-        """Where other ranks find this one as their relay; empty if there can be none."""
+        """The address at which other ranks reach this one as their relay; empty if it cannot be one."""
         return self._go.pyapi_Address(self._handle)
 
     def _quorum(
@@ -237,7 +237,8 @@ class ManagerClient(_Native):
 
         Args:
             timeout: of the whole wait.
-            further: what upstream does not have. All others, too, are as in :class:`QuorumRequest`.
+            further: fields that upstream's request does not have. All arguments are described in
+                :class:`QuorumRequest`.
         """
         request = QuorumRequest(
             integer("group_rank", group_rank, 0),
@@ -253,15 +254,15 @@ class ManagerClient(_Native):
         result = go.run(go.pyapi_ManagerQuorumStart, self._handle, request._to_json(), _micros("timeout", timeout))
         return QuorumResult(**json.loads(result))
 
-    # The same in two calls, for one that asks at every step and does not want a thread of its own for it.
+    # The same in two calls, for a caller that requests a quorum at every step without a thread for it.
 
     def _begin_round(self, request: QuorumRequest, timeout: timedelta, first: bool) -> object:
-        """As :meth:`_quorum`, without waiting: what it returns is for :meth:`_end_round`, once.
+        """As :meth:`_quorum`, without waiting. Pass the returned handle to :meth:`_end_round`, once.
 
         Args:
-            request: what the rank says. It is quick where that is what it said last, but for the step.
+            request: the rank's. A call is fast if only the step differs from the last request.
             timeout: of the whole wait.
-            first: there is no earlier result to compare with.
+            first: whether there is no earlier result to compare with.
         """
         go = self._go
         timeout_us = _micros("timeout", timeout)
@@ -275,7 +276,7 @@ class ManagerClient(_Native):
         return go.post(prepared, request.step, timeout_us, first)
 
     def _end_round(self, begun: object, last: QuorumResult | None) -> QuorumResult:
-        """Waits for a round's result: ``last`` itself, with the new step, where nothing else differs from it."""
+        """Waits for a round's result. Returns ``last`` itself, with the new step, if nothing else differs from it."""
         result = self._go.collect(begun)
         if last is not None and isinstance(result, int):
             last.max_step = result
@@ -283,10 +284,10 @@ class ManagerClient(_Native):
         return QuorumResult(**json.loads(result))
 
     def _wait_change(self, timeout: timedelta) -> bool:
-        """Waits for a round whose result differs from the one before in more than the step, or asks for a heal.
+        """Waits for a round whose result differs from the previous one in more than the step, or demands a heal.
 
         Returns:
-            False if there was none in time.
+            False on a timeout.
 
         Raises:
             RuntimeError: the client is shut down.
@@ -295,7 +296,7 @@ class ManagerClient(_Native):
         return go.run(go.pyapi_ManagerChangeStart, self._handle, _micros("timeout", timeout))
 
     def _wait_notice(self, timeout: timedelta) -> tuple[str, MemberFailure] | None:
-        """Waits for the lighthouse's next word.
+        """Waits for the lighthouse's next notice.
 
         Returns:
             What it is about, ``failed``, ``stalled`` or ``progress`` (the lighthouse asks what this rank does), and the
@@ -312,7 +313,7 @@ class ManagerClient(_Native):
         return notice.pop("kind"), MemberFailure(**notice)
 
     def _suspect(self, quorum_id: int, replica_id: str) -> None:
-        """Reports a failed collective to the lighthouse, with the suspected peer; empty: not known."""
+        """Reports a failed collective to the lighthouse, with the suspected peer; empty if the peer is not known."""
         self._go.pyapi_ManagerSuspect(self._handle, quorum_id, replica_id)
 
     def _say_progress(self, group_rank: int, waits: bool, what: str) -> None:
@@ -347,21 +348,21 @@ class ManagerClient(_Native):
         if prepared is None:
             prepared = go.pyapi_ManagerVotePrepare(self._handle, integer("group_rank", group_rank, 0))
             other = self._votes.setdefault(group_rank, prepared)
-            if other != prepared:  # another thread was faster
+            if other != prepared:  # another thread has prepared one in the meantime
                 go.pyapi_Forget(prepared)
                 prepared = other
         return go.collect(go.post(prepared, step, should_commit, timeout_us))
 
     def _leave(self, timeout: timedelta) -> None:
-        """Says that this group has ended its last step, and waits until no other group needs it any more."""
+        """Reports that this group has ended its last step, and waits until no other group needs it any more."""
         self._go.run(self._go.pyapi_ManagerLeaveStart, self._handle, _micros("timeout", timeout))
 
     def _say_healing(self, group_rank: int, received: int, total: int) -> None:
-        """Reports the progress of a heal: the received bytes of a peer's state, and all of them."""
+        """Reports the progress of a heal: the bytes of a peer's state that have arrived, and the total."""
         self._go.pyapi_ManagerSayHealing(self._handle, group_rank, received, total)
 
     def _say_counted(self, group_rank: int, name: str, number: int) -> None:
-        """Adds to a counter of the manager server: the number of events in this rank since its last call.
+        """Adds to a counter of the manager server the number of events in this rank since the last call.
 
         Raises:
             ValueError: there is no counter of this name.
@@ -379,7 +380,7 @@ class ManagerClient(_Native):
         steps_lost: int,
         phases: dict[str, float],
     ) -> None:
-        """Reports the cost of a heal, or of a peer's failure in ``quorum_id``: seconds by phase."""
+        """Reports the duration of a heal, or of a peer's failure in ``quorum_id``, in seconds by phase."""
         self._go.pyapi_ManagerSayRecovered(
             self._handle, group_rank, healed, quorum_id, step, nbytes, steps_lost, json.dumps(list(phases.items()))
         )
@@ -389,7 +390,7 @@ class ManagerClient(_Native):
         self._release()
 
     def _release(self) -> None:
-        super()._release()  # first: nothing is prepared for a client that was shut down
+        super()._release()  # first, so that no other thread prepares a request for a closed client
         begun, self._round = self._round, (None, 0)
         votes, self._votes = self._votes, {}
         for prepared in (begun[1], *votes.values()):
@@ -398,8 +399,8 @@ class ManagerClient(_Native):
 
 
 class LighthouseServer(_Server):
-    """The one server of a job that knows who is alive and who takes part in the next step. In production it
-    runs as ``torchft_lighthouse``. It ends with ``shutdown`` or the last reference.
+    """The server of a job that tracks its members and forms the quorum of each step. In production it runs as
+    ``torchft_lighthouse``. It ends with ``shutdown`` or the last reference.
 
     ``TORCHFT_TOKEN_FILE`` and ``TORCHFT_TLS_CERT``, ``_KEY``, ``_CLIENT_CA`` protect it, as they protect a
     :class:`ManagerServer` (docs/operating.md).
@@ -407,12 +408,10 @@ class LighthouseServer(_Server):
     Args:
         bind (str): ``host:port`` to listen on; port 0 takes a free one.
         min_replicas (int): least number of replica groups in a quorum, at least 1.
-        join_timeout_ms (int): how long a quorum waits for groups that are alive and have not asked yet;
-            default 100.
-        quorum_tick_ms (int): how often a quorum is decided on without a request; default 100.
+        join_timeout_ms (int): how long a quorum waits for healthy groups that have not requested it yet; default 100.
+        quorum_tick_ms (int): interval at which quorums are decided also without a new request; default 100.
         heartbeat_timeout_ms (int): age of a heartbeat from which a group counts as failed; default 5000.
-        state_dir (str): where to keep the last quorum of each job on disk, for a lighthouse that is started there
-            again; default: nowhere.
+        state_dir (str): directory where the last quorum of each job is kept for a restarted lighthouse; default: none.
 
     Raises:
         ValueError: an argument that is not allowed.
@@ -444,7 +443,7 @@ class LighthouseServer(_Server):
 
 
 class LighthouseClient(_Native):
-    """A connection to the lighthouse for those who want its quorum without a manager.
+    """A client of the lighthouse for programs that request a quorum without a manager server.
 
     Args:
         addr (str): ``http://host:port`` of the lighthouse.
@@ -471,17 +470,17 @@ class LighthouseClient(_Native):
         shrink_only: bool = False,
         data: dict[Any, Any] | None = None,
     ) -> Quorum:
-        """Asks to be in the next quorum and waits for it.
+        """Requests to be in the next quorum, and waits for it.
 
         Args:
-            replica_id: who asks; unique in the job.
+            replica_id: of the member; unique in the job.
             timeout: of the whole wait.
             address: of the member's manager server.
             store_address: of the member's store.
-            step: the step it is at.
+            step: the member's step in progress.
             world_size: ranks in its group.
-            shrink_only: accept no newcomers into the quorum.
-            data: handed to the other members as it is; what ``json`` can write.
+            shrink_only: the quorum must have no new members.
+            data: passed on to the other members; any value that ``json`` can encode.
         """
         go = self._go
         result = json.loads(
@@ -504,7 +503,7 @@ class LighthouseClient(_Native):
         return Quorum(result["quorum_id"], participants, Timestamp(**result["created"]))
 
     def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:
-        """Says that ``replica_id`` is alive; ``timeout`` is of the call."""
+        """Sends a heartbeat for ``replica_id``; ``timeout`` is the limit of the call."""
         self._go.run(self._go.pyapi_LighthouseHeartbeatStart, self._handle, replica_id, _micros("timeout", timeout))
 
 
@@ -542,5 +541,5 @@ def lighthouse_main() -> None:
     print(f"Lighthouse listening on: {server.address()}", flush=True)
     stop.wait()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)  # a second one does not wait for anything
+        signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
     server.shutdown()

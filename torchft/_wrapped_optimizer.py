@@ -1,4 +1,4 @@
-"""An optimizer around another one, which keeps the parameters, the state and the hooks."""
+"""A base class of optimizers that wrap another one, which keeps the parameters, the state and the hooks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 
 class WrappedOptimizer(Optimizer):
-    """Passes everything on to the wrapped optimizer, but for ``zero_grad`` and ``step``, which subclasses define.
+    """Forwards everything to the wrapped optimizer except ``zero_grad`` and ``step``, which subclasses define.
 
     Args:
         optim: the optimizer to wrap.

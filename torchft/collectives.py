@@ -43,7 +43,7 @@ __all__ = [
 
 
 def check_quantizable(tensor: torch.Tensor, reduce_op: ReduceOp) -> None:
-    """Refuses what `allreduce_quantized` refuses, before there are ranks.
+    """Refuses arguments that `allreduce_quantized` refuses, before any communication.
 
     Raises:
         ValueError: a tensor or a reduction that cannot be quantized.
@@ -53,7 +53,7 @@ def check_quantizable(tensor: torch.Tensor, reduce_op: ReduceOp) -> None:
 
 
 def get_padded_sizes(tensors: list[torch.Tensor], world_size: int) -> list[torch.Size]:
-    """The sizes of tensors whose first dimension is padded until it divides by the number of ranks.
+    """The shapes of tensors whose first dimension is padded to a multiple of the number of ranks.
 
     Args:
         tensors: of one dimension or more; one of n elements counts as (n, 1).
@@ -76,7 +76,7 @@ def get_padded_sizes(tensors: list[torch.Tensor], world_size: int) -> list[torch
 def allocate_reduce_scatter_output(
     tensors: list[torch.Tensor], world_size: int
 ) -> tuple[torch.Tensor, list[torch.Size]]:
-    """Room for what one rank gets of a reduce_scatter.
+    """Allocates the output of one rank of a reduce_scatter.
 
     Args:
         tensors: at least one; all of one dtype and on one device.
@@ -110,7 +110,7 @@ def allreduce_quantized(
         tensors: float32, float16 or bfloat16, any shapes, on one device.
         opts: SUM or AVG.
         process_group: of torchft or a native one.
-        sync_stream: on which a device quantizes; default: one of its own.
+        sync_stream: the stream on which a device quantizes; default: a new one.
 
     Returns:
         Work whose future gives ``tensors``. They must not be touched until it is done.
@@ -149,7 +149,7 @@ def reduce_scatter_quantized(
             into as many parts as there are ranks, padded with zeros as `get_padded_sizes` says.
         opts: SUM or AVG.
         process_group: of torchft or a native one.
-        sync_stream: on which a device quantizes; default: one of its own.
+        sync_stream: the stream on which a device quantizes; default: a new one.
 
     Returns:
         Work whose future gives ``output``.

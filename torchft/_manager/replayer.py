@@ -73,7 +73,7 @@ class Replayer:
             step.inputs.refuse(reason)
         if local_steps:
             step.inputs.refuse(
-                "with LocalSGD and DiLoCo, who has committed asks for a quorum only after its local steps"
+                "with LocalSGD and DiLoCo, a group that has committed requests a quorum only after its local steps"
             )
         return step.inputs.keep(tensor, reduce_op, should_quantize)
 

@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class Transfers:
-    """Serves this group's state and takes over a peer's; what fails costs the step.
+    """Serves this group's state and fetches a peer's. An error costs the step.
 
     Args:
         recovery: sends, fetches and loads.
-        transport: by which.
-        background: the stream on a device on which that runs.
-        place: where the rank is; how long a device may take.
-        errors: take what goes wrong.
+        transport: the one that ``recovery`` uses.
+        background: the CUDA stream of the transfers.
+        place: has the rank's step, and the timeout of a device.
+        errors: takes the errors of transfers.
         logger: of the Manager.
     """
 
@@ -48,14 +48,14 @@ class Transfers:
         self._logger = logger
 
     def run(self, plan: Plan, state: Callable[[], dict[str, Any]]) -> Optional[Position]:
-        """Serves this group's state, or fetches a peer's. A failure costs this group the step, and nobody else.
+        """Serves this group's state or fetches a peer's. An error makes this group, and no other, lose the step.
 
         Args:
             plan: of this rank.
             state: reads the state.
 
         Returns:
-            Which state was fetched; None: none.
+            The position of the fetched state; None if there is none.
         """
         if not (plan.recover_dst or plan.help_dst or plan.heal):
             return None
@@ -66,23 +66,26 @@ class Transfers:
                     return self._recovery.fetch(plan)
             except Exception as e:
                 self._logger.exception(f"healing failed: {e}")
-                self._errors.keep(e)  # the peers still count on this group in their collectives
+                self._errors.keep(e)  # only kept: the peers still count on this group in their collectives
         return None
 
     def arrived(self) -> bool:
-        """Waits until the device has sent what this group serves, and has what it fetched. False: not in time."""
+        """Waits until the device has sent the state that this group serves, and holds the one that it fetched. Returns
+        False on a timeout.
+        """
         try:
             self._background.join(self._place.timeout, self._recovery.pending)
         except Exception as e:
-            self._errors.of_collective(e)  # its abort ends them
+            self._errors.of_collective(e)  # aborts the process group, which ends the transfers
             return False
         return True
 
     def advance(self, step: Step) -> Optional[Position]:
-        """Puts in place what has come of a state that arrives in pieces, before the vote.
+        """Applies the pieces of a state that have arrived, before the vote. If pieces are missing, the group does not
+        commit the step.
 
         Returns:
-            Which state is there to load now; None: none. The step of a group whose state is not all here is lost.
+            The position of a complete state, ready to be loaded; None if there is none.
         """
         if not self._recovery.joining:
             return None
@@ -93,7 +96,7 @@ class Transfers:
         return position
 
     def load(self, step: Step) -> bool:
-        """Loads what a heal fetched, if there is something. False: nothing, or the user's function failed."""
+        """Loads the fetched state. Returns False if there is none, or if the user's function failed."""
         try:
             loaded = self._recovery.load()
             if loaded:
@@ -104,26 +107,26 @@ class Transfers:
             return False
 
     def load_before(self, step: Step) -> None:
-        """Loads it before the step begins, so that this group takes part."""
+        """Loads the state before the step begins, so that this group participates in the step."""
         if not step.healing or not self.arrived() or not self.load(step):
             return
         if step.plan is not None and not step.plan.in_background:
             step.joined()
 
     def end_serving(self, step: Step) -> None:
-        """Returns when nobody reads this group's state any more. A failure is the target's: this group has its state,
-        and the decision on its step stands.
+        """Waits until no peer reads this group's state any more. An error concerns the target only: this group's state
+        is complete, and the decision on its step stands.
         """
         try:
             self._transport.disallow_checkpoint()
         except Exception as e:
             self._logger.exception(f"the groups that heal from this one do not have its state: {e}")
-            step.collectives.abort()  # a transfer by the process group must not end with a state that has changed
+            step.collectives.abort()  # a transfer by the process group must not continue while the state changes
 
     def end_in_step(self, step: Step) -> None:
-        """As :meth:`end_serving`, while the step goes on."""
+        """As :meth:`end_serving`, but during the step."""
         plan = step.plan
         if plan is not None and (plan.recover_dst or plan.help_dst):
             step.collectives.wait()
-            self.arrived()  # a transport of a process group has only queued them
+            self.arrived()  # the transport of a process group has only queued the sends
             self.end_serving(step)

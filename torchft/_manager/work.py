@@ -21,7 +21,7 @@ S = TypeVar("S")
 
 
 class _Reported(Protocol):
-    """What began a work. It may have a ``_timeout``, as a Manager and the collectives of a step have; a stand-in for a
+    """The object that began a work. A Manager and the collectives of a step have a ``_timeout``; a stand-in for a
     Manager need not.
     """
 
@@ -29,7 +29,7 @@ class _Reported(Protocol):
 
 
 class _SimpleFuture(torch.futures.Future[T]):
-    """A future that is done from the start."""
+    """A future that is completed when it is made."""
 
     def __init__(self, value: object) -> None:
         super().__init__()
@@ -37,28 +37,29 @@ class _SimpleFuture(torch.futures.Future[T]):
 
 
 class _ManagedFuture(torch.futures.Future[T]):
-    """The future of a :class:`_ManagedWork`: a real one, so that DDP's hooks may give it back.
+    """The future of a :class:`_ManagedWork`: a real ``torch.futures.Future``, so that a communication hook of
+    DDP may return it.
 
-    It ends with the work's value also when the collective failed; the failure is with the Manager.
+    It is completed with the work's value even if the collective failed; the Manager has the error.
     """
 
     def __init__(self, managed_work: weakref.ReferenceType[_ManagedWork]) -> None:
         work = managed_work()
         super().__init__(devices=[*work._devices()] if work is not None else None)
-        self._managed_work = managed_work  # weak: the work owns its future
+        self._managed_work = managed_work  # weak, because the work owns its future
 
 
 class _ManagedWork(dist._Work):
-    """Wraps a collective: its failure is reported to the Manager, and its result finished exactly once.
+    """Wraps a collective: reports its failure to the Manager, and finishes its result exactly once.
 
-    The finishing touch (an average's division) runs in whoever waits, or, once somebody asked for the future, when the
-    collective ends. A caller that only waits so pays for no callback on the backend's thread.
+    Finishing a result, such as dividing a sum, is done by the first thread that waits, or, if the future was requested,
+    when the collective ends. So a caller that only waits does not pay for a callback on the backend's thread.
 
     Args:
-        manager: learns of a failure, and has the timeout; named as in upstream. A Manager gives the
+        manager: gets the error of a failed collective, and has the timeout; named as in upstream. A Manager passes the
             collectives of its step.
-        work: of the process group.
-        value: what the future gives; also after a failure, as it is then.
+        work: the process group's.
+        value: the future's value; after a failure, with its content at that time.
     """
 
     def __init__(self, manager: _Reported, work: dist._Work, value: object) -> None:
@@ -70,34 +71,38 @@ class _ManagedWork(dist._Work):
         self._value = value
         self._on_success: Optional[Callable[[], object]] = None
         self._on_end: Optional[Callable[[], object]] = None
-        # Reentrant: a failure aborts the process group, which may complete this work's future there and then.
+        # Reentrant: a failure aborts the process group, which may complete this work's future in the same call.
         self._lock = threading.RLock()
-        self._succeeded: Optional[bool] = None  # None until it ended
-        self._mark: Optional[Mark] = None  # on a device: the end of the collective, and of what finishes its value
+        self._succeeded: Optional[bool] = None  # None until it has ended
+        self._mark: Optional[Mark] = None  # on a device: reached when the collective has ended and its value is final
         self._flights: Optional[dict[int, Union[_ManagedWork, Mark]]] = None
         self._number = 0
         self._on_cpu = type(value) is torch.Tensor and value.is_cpu
         self._future: Optional[_ManagedFuture[object]] = None
 
     def on_success(self, finish: Callable[[], object]) -> None:
-        """Sets what is done once to the result of a collective that succeeded; before anybody waits."""
+        """Sets a function that is called once with the result of a successful collective. Call it
+        before the first wait.
+        """
         self._on_success = finish
 
     def on_end(self, notice: Callable[[], object]) -> None:
-        """Sets what is called once when the value is final, whatever came of it; before anybody waits."""
+        """Sets a function that is called once when the value is final, after success or failure. Call it
+        before the first wait.
+        """
         self._on_end = notice
 
     def belongs_to(self, flights: dict[int, Union[_ManagedWork, Mark]], number: int) -> None:
-        """Sets where this collective leaves its mark when there is no more to do for it than to wait for the device, or
-        is taken out when it has ended well; before anybody waits.
+        """Sets the table in which this collective is listed. It is removed there when it has ended well, or replaced by
+        a mark when only the device has to finish. Call it before the first wait.
         """
         self._flights, self._number = flights, number
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
-        """Waits until the value is final; on a device, makes the current stream wait for that.
+        """Waits until the value is final. On a device, makes the current stream wait for it.
 
         Args:
-            timeout: default: the Manager's. On a device the Manager's counts from the vote on.
+            timeout: default: the Manager's, which on a device begins at the vote.
 
         Returns:
             False if the collective failed; the Manager knows why, and the step will not be committed.
@@ -121,7 +126,7 @@ class _ManagedWork(dist._Work):
         return self._end(None)
 
     def over(self) -> bool:
-        """Whether the collective has ended, well or not; on a device, whether that has finished it."""
+        """Whether the collective has ended, well or not. On a device: whether the device has finished it."""
         if self._succeeded is None:
             return self._work.is_completed()
         return self._mark is None or self._mark.reached()
@@ -133,7 +138,7 @@ class _ManagedWork(dist._Work):
         if self._devices():
             return poll(self._work.is_completed, timeout.total_seconds())
         deadline = time.monotonic() + timeout.total_seconds()
-        with contextlib.suppress(Exception):  # it was reported when it failed
+        with contextlib.suppress(Exception):  # it was reported when the collective failed
             self._work.wait(timeout)
         return time.monotonic() < deadline
 
@@ -144,9 +149,9 @@ class _ManagedWork(dist._Work):
         return bool(self._work.ended() if self._kind.drains else self._work.is_completed())  # type: ignore[attr-defined]
 
     def block_current_stream(self, timeout: Optional[timedelta] = None) -> None:
-        """Orders the current accelerator stream behind the value; on a CPU this waits for it.
+        """Makes the current accelerator stream wait for the value; on a CPU the host waits.
 
-        Another project's work may only order; where a future was asked for, that one tells when the value is final.
+        A work of another project may order streams only; if the future was requested, it tells when the value is final.
         """
         order = self._kind.order
         if self._future is not None and self._succeeded is None and order is not None and not self._devices():
@@ -159,13 +164,13 @@ class _ManagedWork(dist._Work):
         self.wait(timeout)
 
     def synchronize(self) -> None:
-        """As :meth:`wait`, and on an accelerator also for the current stream."""
+        """As :meth:`wait`; with an accelerator, the host also waits for the current stream."""
         self.wait()
         if self._devices():
             torch.accelerator.current_stream().synchronize()
 
     def get_future(self) -> torch.futures.Future[object]:
-        """A future that ends with the value, at the latest after the Manager's timeout."""
+        """Returns a future that is completed with the value, at the latest after the Manager's timeout."""
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -192,7 +197,8 @@ class _ManagedWork(dist._Work):
             if ended is not None:
                 if self._timeout is not None:
                     ended = timed(ended, self._timeout, self._devices())
-                # then, not add_done_callback: its callbacks run ordered behind the collective's own stream
+                # Not add_done_callback: callbacks of `then` run on a stream that is ordered behind the
+                # collective's own.
                 ended.then(complete)
                 return future
             self._work.wait()
@@ -203,15 +209,15 @@ class _ManagedWork(dist._Work):
         return future
 
     def _end(self, error: Optional[Exception]) -> bool:
-        """Finishes the value, once; later calls give the first one's outcome, and order their stream behind it."""
+        """Finishes the value, once. Later calls return the outcome of the first, and order their stream behind it."""
         with self._lock:
             if self._succeeded is not None:
                 if self._mark is not None:
-                    self._mark.follow()  # the first may have finished the value on another stream
+                    self._mark.follow()  # the first call may have finished the value on another stream
                 return self._succeeded
             if error is None:
                 error = self._finish()
-            # Under the lock: whoever sees the outcome may rely on the Manager knowing of the error.
+            # Under the lock: a thread that sees the outcome may rely on the Manager having the error.
             if error is not None:
                 self._report(error)
             if self._on_end is not None:
@@ -226,7 +232,7 @@ class _ManagedWork(dist._Work):
             return self._succeeded
 
     def _finish(self) -> Optional[Exception]:
-        """The finishing touch; on a device it is queued behind the collective, and what comes after it is marked."""
+        """Finishes the value. On a device this is queued behind the collective, and a mark is recorded behind it."""
         try:
             if self._on_success is not None:
                 self._on_success()

@@ -134,7 +134,7 @@ class _StreamWork(Work):
                 tensor.record_stream(own)
             self._end = Mark([device])
             self._future: Future[object] = Future(devices=[device])
-            self._future.set_result(result)  # done for those whose stream waits for this one
+            self._future.set_result(result)  # completes it for callers whose stream waits for this one
 
     def _over(self) -> bool:
         """Whether the group was aborted, or got new peers, since this work began: then its outputs are undefined."""
@@ -309,7 +309,7 @@ class _HostWork(Work):
         """The thread's function: waits for the previous work, then does this one."""
         try:
             if previous is not None:
-                previous._ended.wait()  # it ends: its sends and receives have deadlines
+                previous._ended.wait()  # returns in time, because its sends and receives have deadlines
                 if previous._error is not None:
                     raise previous._error
             with torch.no_grad():
@@ -333,7 +333,7 @@ class _HostWork(Work):
             future.set_result(self._result)
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
-        """Waits until the result is there.
+        """Waits until the result is available.
 
         Raises:
             TimeoutError: there is no result in time.

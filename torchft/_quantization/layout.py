@@ -1,4 +1,4 @@
-"""The formats of codes, and where in a buffer they lie. Decided here for both implementations, plain and Triton."""
+"""The formats of 8-bit codes, and their places in a buffer; common to the plain and the Triton implementation."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ FORMAT_ENV = "TORCHFT_QUANTIZATION_FORMAT"
 # Elements that share a scale.
 BLOCK = 2048
 SCALE_BYTES = 4
-# Slices begin where a device reads fastest.
+# Slices begin at addresses that are aligned for fast reads on a device.
 _ALIGN = 16
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Format(Enum):
-    """The kind of codes. A block's scale is the smallest power of two with which its largest code fits.
+    """A format of codes. The scale of a block is the smallest power of two for which its largest code
+    does not overflow.
 
     Attributes:
         exponent: of the largest code: it is ``mantissa * 2**exponent`` with ``1 <= mantissa < 2``.
@@ -47,7 +48,7 @@ class Format(Enum):
 
 
 def format_from_env() -> Format:
-    """The format that TORCHFT_QUANTIZATION_FORMAT asks for.
+    """Returns the format that TORCHFT_QUANTIZATION_FORMAT names.
 
     Raises:
         ValueError: there is no such format.
@@ -93,7 +94,9 @@ class Layout:
 
 
 def make_layout(numels: Sequence[int], slices: int) -> Layout:
-    """Where tensors of so many elements lie, each cut into as many chunks as there are slices."""
+    """Computes the places of tensors with these numbers of elements, each cut into as many chunks as
+    there are slices.
+    """
     chunks = [math.ceil(numel / slices) for numel in numels]
     codes = _round_up(sum(chunks), SCALE_BYTES)
     parts, code, scale = [], 0, codes // SCALE_BYTES
@@ -110,7 +113,7 @@ def _round_up(n: int, to: int) -> int:
 
 
 def check_tensors(name: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Refuses what cannot be quantized.
+    """Refuses tensors that cannot be quantized.
 
     Raises:
         ValueError: naming the tensor, and what is allowed.

@@ -1,4 +1,4 @@
-"""Quantization in plain PyTorch, for any device. The Triton kernels give the same bits."""
+"""Quantization in plain PyTorch, for any device. The Triton kernels compute the same bits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,9 @@ def reduce(
     rank: Optional[int],
     outputs: Optional[Sequence[torch.Tensor]],
 ) -> None:
-    """Adds up all slices, divides, and writes the result into flat tensors, or as codes into slice `rank`."""
+    """Sums the values of all slices, divides, and writes the result into flat tensors, or as codes
+    into slice `rank`.
+    """
     for i, part in enumerate(layout.parts):
         total = _load(_slice(buffer, layout, 0), part, fmt)
         for other in range(1, layout.slices):
@@ -52,7 +54,7 @@ def reduce(
 
 
 def encode(values: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes (uint8) of a flat float32 tensor, and the scales (float32) of its blocks."""
+    """Returns the codes (uint8) of a flat float32 tensor, and the scales (float32) of its blocks."""
     n = values.numel()
     blocks = F.pad(values, (0, -n % BLOCK)).view(-1, BLOCK)
     largest = blocks.abs().amax(dim=1)
@@ -71,7 +73,7 @@ def encode(values: torch.Tensor, fmt: Format) -> tuple[torch.Tensor, torch.Tenso
     if fmt is Format.FP8:
         codes = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
     else:
-        # what is not finite gets its code below, and has none in the integers
+        # values that are not finite get their code below, and are no valid integers here
         scaled = scaled if finite else scaled.nan_to_num(0.0, 0.0, 0.0)
         codes = scaled.round_().to(torch.int8).view(torch.uint8)
     if not finite:

@@ -18,15 +18,15 @@ from torchft.checkpointing._upstream import FULL, METADATA, with_main_parts
 class Checkpoint:
     """A state dict whose structure and plain values are encoded; its tensors are still the caller's.
 
-    The streams that upstream peers ask for are made when the first of them does: for thousands of tensors that takes
-    some tenths of a second, which the training thread should not wait for.
+    The streams for upstream peers are made when the first one is requested: for thousands of tensors that takes some
+    tenths of a second, which the training thread should not wait for.
 
     Args:
         state_dict: the state
-        num_chunks: how many chunks the peers ask for; 0: the whole in one
+        num_chunks: number of chunks in which upstream peers request it; 0: all in one stream
 
     Raises:
-        CheckpointError: it refers to itself, or holds something that cannot be pickled
+        CheckpointError: the state refers to itself, or contains an object that cannot be pickled
     """
 
     def __init__(self, state_dict: object, num_chunks: int) -> None:
@@ -37,7 +37,7 @@ class Checkpoint:
         self._streams: Optional[Dict[str, Pickled]] = None
 
     def stream(self, key: str) -> Optional[Pickled]:
-        """The answer to a request for this part; None: there is no such part."""
+        """The answer to a request for this part; None if there is no such part."""
         with self._lock:
             if self._streams is None:
                 self._streams = self._upstream_streams()
@@ -62,5 +62,5 @@ class Checkpoint:
         return pack_structure([storage.nbytes() for storage in storages], self.encoded.structure, devices)
 
     def storages(self) -> Sequence[torch.UntypedStorage]:
-        """Each storage of the state once."""
+        """The storages of the state, each once."""
         return self.encoded.storages

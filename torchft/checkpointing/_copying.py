@@ -41,11 +41,11 @@ class Copying:
     # Events
 
     def read(self, readers: Readers) -> None:
-        """A target reads."""
+        """A target begins to read."""
         self.readers = max(self.readers, readers)
 
     def due(self) -> None:
-        """The tensors are about to change, and there will be readers."""
+        """The tensors are about to change, and readers will follow that need a copy."""
         self._to(Phase.DUE)
 
     def unneeded(self) -> None:
@@ -53,7 +53,7 @@ class Copying:
         self._to(Phase.UNNEEDED)
 
     def abort(self) -> None:
-        """The tensors are about to change, and there will be no readers."""
+        """The tensors are about to change, and no readers will follow."""
         self._to(Phase.ABORTED)
 
     def close(self) -> None:
@@ -83,7 +83,9 @@ class Copying:
         return self.phase < Phase.ABORTED
 
     def skips(self, on_device: bool) -> bool:
-        """Whether a copy in progress stops before its next tensor. For a native reader device tensors are copied on."""
+        """Whether a copy in progress stops before its next tensor. Device tensors are still copied for
+        a native reader.
+        """
         if self.phase is Phase.UNNEEDED:
             return not (on_device and self.readers is Readers.NATIVE)
         return self.phase > Phase.UNNEEDED

@@ -33,7 +33,7 @@ from torchft.checkpointing._stream import pickle_object, read_object, storage_by
 from torchft.checkpointing.transport import CheckpointError, Unsendable
 
 _REQUIRES_GRAD, _PARAMETER = 1, 2
-_INLINE = 4096  # bytes of an array that travel in the structure
+_INLINE = 4096  # bytes; an array of at most this size is part of the structure
 _MAX_PLAIN_INT = 2**63
 
 Path = Tuple[str, ...]
@@ -44,13 +44,13 @@ def show_path(path: Path) -> str:
 
 
 class Encoded:
-    """A state of which only the tensors' memory is missing.
+    """A state without its tensors' memory.
 
     Args:
         state: the state
 
     Raises:
-        Unsendable: it refers to itself, or holds something that cannot be pickled, or a tensor without data
+        Unsendable: the state refers to itself, or contains an object that cannot be pickled or a tensor without data
     """
 
     def __init__(self, state: object) -> None:
@@ -140,22 +140,22 @@ class Encoded:
 
 _SEQUENCES: Dict[type, str] = {list: "l", tuple: "t", torch.Size: "s"}
 _DICTS: Dict[type, str] = {dict: "d", collections.OrderedDict: "o"}
-_NUMPY_KINDS = "biufcSUMm"  # whose memory is all there is to them
+_NUMPY_KINDS = "biufcSUMm"  # kinds whose memory is their complete value
 
-# The replacement of a tensor in the structure; None: it is made from its region.
+# The replacement of a tensor in the structure; None: the tensor is made from its region.
 Replace = Callable[[Path, List[Any]], Optional[torch.Tensor]]
 
 
 def decode(
     tree: Any, flats: List[torch.Tensor], what: str, replace: Optional[Replace] = None, trusted: bool = False
 ) -> Any:
-    """Makes the state.
+    """Builds the state.
 
     Args:
-        tree: the structure, as JSON gave it
+        tree: the structure, decoded from JSON
         flats: the memory of each region, as flat tensors of bytes
         what: names the state in errors
-        replace: gives tensors that are there already
+        replace: returns existing tensors to be used instead
         trusted: whether this process made the tree itself, so that its pickles may hold any type
 
     Raises:
@@ -265,7 +265,7 @@ _LEAVES = {
 
 
 def tensor_at(flat: torch.Tensor, node: List[Any]) -> torch.Tensor:
-    """The tensor that a `T` describes, in the memory of its region."""
+    """The tensor that a `T` item describes, in the memory of its region."""
     _, _, dtype_name, offset, shape, strides, _ = node
     dtype = dtype_of(dtype_name)
     if dtype_name.startswith("q"):  # qint8, quint4x2, ...: is_plain leaves these out, they have a quantizer besides
@@ -273,7 +273,7 @@ def tensor_at(flat: torch.Tensor, node: List[Any]) -> torch.Tensor:
     numbers = [offset, *shape, *strides]
     if len(shape) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
         raise ValueError(f"a tensor of shape {shape} with strides {strides} at {offset}")
-    # set_ would make the storage larger
+    # set_ would enlarge the storage
     end = offset + sum((size - 1) * stride for size, stride in zip(shape, strides)) + 1 if 0 not in shape else 0
     if end * dtype.itemsize > flat.numel():
         raise ValueError(f"a tensor that ends at byte {end * dtype.itemsize} of {flat.numel()}")
@@ -281,7 +281,7 @@ def tensor_at(flat: torch.Tensor, node: List[Any]) -> torch.Tensor:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is memory, shape and strides, and nothing besides."""
+    """Whether a tensor consists of memory, shape and strides only."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout == torch.strided
@@ -302,26 +302,27 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def flat_storage(nbytes: int, what: str, device: torch.device, memory: HostMemory) -> torch.Tensor:
-    """Memory for a region.
+    """Allocates memory for a region.
 
     Args:
-        nbytes: of the region
+        nbytes: size of the region
         what: names the state in errors
-        device: where it is to be
-        memory: of the host
+        device: of the memory
+        memory: allocator for host memory
 
     Raises:
-        CheckpointError: there is none, or no such device
+        CheckpointError: there is not enough memory, or no such device
     """
     try:
         return memory.take(nbytes) if device.type == "cpu" else torch.empty(nbytes, dtype=torch.uint8, device=device)
-    except (RuntimeError, MemoryError, AssertionError) as error:  # PyTorch asserts that it was built for the device
+    # AssertionError: PyTorch was built without support for the device
+    except (RuntimeError, MemoryError, AssertionError) as error:
         where = "" if device.type == "cpu" else f" on {device}: {error}"
         raise CheckpointError(f"{what}: no memory for a tensor of {nbytes} bytes{where}") from error
 
 
 def with_flags(tensor: torch.Tensor, flags: int) -> torch.Tensor:
-    """The tensor as a Parameter or with a gradient, as a `T` says."""
+    """Returns the tensor as a Parameter or with requires_grad set, as its `T` item says."""
     requires_grad = bool(flags & _REQUIRES_GRAD)
     if flags & _PARAMETER:
         return torch.nn.Parameter(tensor, requires_grad)

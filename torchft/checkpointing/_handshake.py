@@ -1,4 +1,4 @@
-"""How two of our transports agree on the native data plane, on the connection that any peer would use.
+"""How two transports of torchft agree on the native data plane, on the connection that any peer would use.
 
 The target's request for a checkpoint has the header `Upgrade: torchft-heal/1`. An upstream source ignores it and sends
 its stream; ours answers with status 101 and two frames of JSON: a ticket, which says where the data is and with which
@@ -40,7 +40,7 @@ class Ticket:
 
     port: int
     secret: str
-    session: str  # the same for as long as the same bytes are offered
+    session: str  # equal for as long as the same bytes are offered
     block_size: int
 
     def frame(self) -> bytes:
@@ -58,11 +58,13 @@ class Ticket:
             raise CheckpointError(f"{what}: blocks of {fields['block_size']} bytes, allowed are 1 to {_MAX_BLOCK}")
         if not _SECRET.fullmatch(fields["secret"]):
             raise CheckpointError(f"{what}: the secret in its ticket is malformed")
-        return cls(**{name: fields[name] for name in kinds})  # a later version may send more
+        return cls(**{name: fields[name] for name in kinds})  # ignores fields of later versions
 
 
 def pack_structure(sizes: List[int], structure: bytes, devices: Optional[Dict[int, str]] = None) -> bytes:
-    """The second frame: the sizes of the regions in bytes, the devices of those on one, the encoded structure."""
+    """Encodes the second frame: the sizes of the regions in bytes, the devices of those on one, the
+    encoded structure.
+    """
     where = b',"devices":' + json.dumps(devices).encode() if devices else b""
     return frame(b'{"sizes":' + json.dumps(sizes).encode() + where + b',"tree":' + structure + b"}")
 

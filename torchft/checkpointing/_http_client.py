@@ -1,4 +1,4 @@
-"""The target's side of HTTP: asks a source for a checkpoint, by a deadline."""
+"""The target's side of HTTP: requests a checkpoint from a source, within a deadline."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from torchft.http import _DeadlineSocket
 logger: logging.Logger = logging.getLogger(__name__)
 
 _BUFFER = 64 << 10  # bytes
-_NEXT_HOST_AFTER = 3.0  # seconds that an address may take to answer if there is another one
-_ERROR_BODY = 2000  # bytes of an error's body that are worth reading
+_NEXT_HOST_AFTER = 3.0  # seconds after which the next address is tried, if there is one
+_ERROR_BODY = 2000  # bytes of an error's body that are read
 
 
 class Refused(CheckpointError):
-    """The source answered that it will not: asking it again is of no use."""
+    """The source refused the request; a retry is useless."""
 
 
 @dataclass
 class Answer:
-    """The answer of a source; `control` is the open connection if it agreed to the native data plane."""
+    """A source's answer; `control` is the open connection if it agreed to the native data plane."""
 
     body: Optional[io.BufferedReader] = None
     length: Optional[int] = None
@@ -50,21 +50,21 @@ def ask(
     upgrade: bool = False,
     connected: Callable[[_DeadlineSocket], None] = lambda sock: None,
 ) -> Iterator[Answer]:
-    """Gets `{metadata}{step}/{key}`.
+    """Gets `{metadata}{step}/{key}` from a source.
 
     Args:
-        metadata: the source's, see `_metadata`
-        step: the step asked for
+        metadata: of the source, see `_metadata`
+        step: the requested step
         key: `full`, `metadata` or the number of a chunk
-        deadline: by time.monotonic()
-        token: what the source wants to see, if anything
+        deadline: in seconds of time.monotonic()
+        token: the job's token, if the source requires one
         upgrade: offer the native data plane
-        connected: is given the socket, so that another thread can abort it
+        connected: called with the socket, so that another thread can abort it
 
     Raises:
-        ValueError: `metadata` is no such address
+        ValueError: `metadata` is malformed
         Interrupted: the source cannot be reached, or the connection broke
-        CheckpointError: it refuses, or sends something that cannot be read
+        CheckpointError: the source refuses, or its answer cannot be read
         CheckpointTimeout: the deadline has passed
     """
     hosts, port, path = read(metadata)
@@ -93,13 +93,13 @@ def _answer(response: http.client.HTTPResponse, sock: _DeadlineSocket, upgrade: 
     if response.status != http.client.OK:
         raise Refused(f"{what}: refused with {response.status}: {_reason(response)}")
     if upgrade and offered:
-        # it would have agreed, had it read what was sent
+        # with a complete request it would have agreed, so the request was garbled
         raise Garbled(f"{what}: the request was garbled on its way")
     return Answer(body=io.BufferedReader(_Body(response), _BUFFER), length=response.length)
 
 
 def fetch(metadata: str, step: int, key: str, deadline: float, token: str, meter: Meter, home: Home) -> Any:
-    """Gets one stream of the upstream format, and reads the object in it. See `ask`."""
+    """Gets one stream of the upstream format, and decodes its object. See `ask`."""
     with ask(metadata, step, key, deadline, token) as answer:
         assert answer.body is not None
         return read_object(answer.body, describe(metadata, step, key), answer.length, meter=meter, home=home)
@@ -110,7 +110,7 @@ def describe(metadata: str, step: int, key: str) -> str:
 
 
 class _Body(io.RawIOBase):
-    """The body of a response, whatever its framing, as a raw stream."""
+    """The body of a response as a raw stream, for any framing."""
 
     def __init__(self, response: http.client.HTTPResponse) -> None:
         self._response = response
@@ -126,7 +126,7 @@ class _Body(io.RawIOBase):
 def _connection(
     hosts: Sequence[str], port: int, deadline: float, connected: Callable[[_DeadlineSocket], None]
 ) -> Iterator[Tuple[http.client.HTTPConnection, _DeadlineSocket]]:
-    # not urllib: a proxy from the environment has no business between two replica groups
+    # Not urllib, which would use a proxy from the environment between two replica groups.
     limited = _DeadlineSocket.wrap(_connect(hosts, port, deadline))
     limited.deadline = deadline
     connection = http.client.HTTPConnection(hosts[0], port)
@@ -140,7 +140,7 @@ def _connection(
 
 
 def _connect(hosts: Sequence[str], port: int, deadline: float) -> socket.socket:
-    """A connection to the first of the hosts that answers."""
+    """Connects to the first of the hosts that answers."""
     for i, host in enumerate(hosts):
         left = max(0.001, deadline - time.monotonic())
         last = i + 1 == len(hosts)

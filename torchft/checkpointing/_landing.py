@@ -1,4 +1,4 @@
-"""Receives tensors of a device: window by window through two blocks of host memory, see go/heal/windows.go."""
+"""Receives tensors of a device, window by window, through two blocks of host memory; see go/heal/windows.go."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchft.checkpointing.transport import CheckpointError
 
 
 class Landing:
-    """The regions of a transfer that are on a device. They are written only with what was checked.
+    """The regions of a transfer that are on a device. Only verified data is written to them.
 
     Args:
         regions: all regions of the transfer, as flat tensors of bytes
@@ -29,11 +29,11 @@ class Landing:
         self._what = what
         self.window = max(1, _staging.BLOCK // block_size)  # blocks of the network
         self._nbytes = self.window * block_size
-        self._at: Dict[int, torch.Tensor] = {}  # windows that are open
+        self._at: Dict[int, torch.Tensor] = {}  # open windows
         self._under_way: List[Wait] = []
         self._until_closed = ExitStack()
         self._free: List[torch.Tensor] = []
-        # Now that the memory is there: what it was used for before comes before the copies.
+        # Created after the memory is allocated, so that the copies come after the work that used this memory before.
         self._copies: Dict[torch.device, Copies] = {}
         for device in {region.device for _, region in self._regions}:
             kind = copies_for(device.type)
@@ -71,7 +71,7 @@ class Landing:
                 self._at[window] = block
 
     def _start(self, begin: int, block: torch.Tensor) -> None:
-        """Queues the copies of what lies in a block, which holds the bytes of the transfer from `begin` on."""
+        """Queues the copies of a block's content, which is the transfer's bytes from `begin` on."""
         for start, region in self._regions:
             first, end = max(start, begin), min(start + region.numel(), begin + self._nbytes)
             if first < end:
@@ -84,11 +84,11 @@ class Landing:
             del self._under_way[0]
 
     def close(self) -> None:
-        """From its return on, nobody writes to the device memory, once the fetch has ended."""
+        """Waits for the copies. Once the fetch has ended too, nothing writes to the device memory any more."""
         self._wait()
         self._until_closed.close()
 
 
 def is_staged(region: torch.Tensor) -> bool:
-    """Whether a region is written by way of host memory."""
+    """Whether a region is received by way of host memory."""
     return copies_for(region.device.type) is not None and region.numel() > 0

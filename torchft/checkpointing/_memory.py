@@ -12,7 +12,7 @@ import torch
 
 from torchft.checkpointing.transport import CheckpointError
 
-_OWN = 128 << 10  # bytes; what is smaller comes from the heap
+_OWN = 128 << 10  # bytes; smaller tensors are allocated on the heap
 _AREA = 64 << 20  # bytes that tensors share; one that is larger has its own
 _ALIGNED = 64  # bytes
 _HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
@@ -31,10 +31,10 @@ class HostMemory:
         self._used = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """A flat tensor of bytes, with a storage of its own.
+        """Allocates a flat tensor of bytes, with a storage of its own.
 
         Raises:
-            RuntimeError, MemoryError: there is none
+            RuntimeError, MemoryError: there is not enough memory
         """
         if _HUGE_PAGES is None or nbytes < _OWN:
             return torch.empty(nbytes, dtype=torch.uint8)
@@ -44,7 +44,7 @@ class HostMemory:
             except (OSError, OverflowError) as error:
                 raise MemoryError(str(error)) from error
             self._used = 0
-            with suppress(OSError):  # a kernel without them
+            with suppress(OSError):  # the kernel does not support huge pages
                 self._area.madvise(_HUGE_PAGES)
         taken = torch.frombuffer(self._area, dtype=torch.uint8, count=nbytes, offset=self._used)
         self._used += -(-nbytes // _ALIGNED) * _ALIGNED
@@ -52,10 +52,10 @@ class HostMemory:
 
 
 def check_room(nbytes: int, what: str) -> None:
-    """Checks whether a state on devices fits into host memory, which has not been allocated for it.
+    """Checks that a state of devices fits into host memory that was not reserved for it.
 
     Raises:
-        CheckpointError: it does not
+        CheckpointError: it does not fit
     """
     free = available_memory() if nbytes else None
     if free is not None and nbytes > free:
@@ -69,8 +69,8 @@ def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cg
     """Bytes that can be allocated before the host or this container runs out; None if unknown.
 
     Args:
-        proc: where the host's figures are
-        cgroup: where the container's limit is (version 2, else version 1)
+        proc: the mount point of procfs
+        cgroup: the directory of the container's limit (version 2, else version 1)
     """
     limits = [_host_available(proc), _cgroup_available(cgroup, "memory.max", "memory.current")]
     limits.append(_cgroup_available(cgroup / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))

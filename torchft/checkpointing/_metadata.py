@@ -1,4 +1,4 @@
-"""The text by which a peer finds a checkpoint server.
+"""The metadata by which a peer finds a checkpoint server.
 
 With one address it is `http://{host}:{port}/checkpoint/`, as in upstream. Further ones are a part of the
 path, `http://{host}:{port}/checkpoint/also={host},{host}/`: an upstream peer puts its request after it, uses the first
@@ -17,16 +17,16 @@ _ALSO = "also="
 
 
 def announce(hosts: Sequence[str], port: int) -> str:
-    """The metadata of a server under some hosts, the preferred one first."""
+    """Returns the metadata of a server with these hosts, the preferred one first."""
     also = f"{_ALSO}{quote(','.join(hosts[1:]), safe=',')}/" if len(hosts) > 1 else ""
     return f"http://{host_port(hosts[0], port)}{PREFIX}{also}"
 
 
 def read(metadata: str) -> Tuple[List[str], int, str]:
-    """Hosts, port and path of a checkpoint server.
+    """Returns hosts, port and path of a checkpoint server from its metadata.
 
     Raises:
-        ValueError: it is no such address
+        ValueError: the metadata is malformed
     """
     try:
         parts = urlsplit(metadata)
@@ -39,7 +39,7 @@ def read(metadata: str) -> Tuple[List[str], int, str]:
 
 
 def strip(path: str) -> str:
-    """The path of a request without further addresses."""
+    """Returns the path of a request without the further addresses."""
     return _without_also(path)[0]
 
 

@@ -1,4 +1,4 @@
-"""Transfers of the native core (go/heal): memory that is registered with it, and the objects that keep it alive."""
+"""Transfers of the native core (go/heal): memory registered with it, and the objects that keep that memory alive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 ON_DEVICE = -1  # stands for the address of memory on a device, which is copied through memory of this host
 
 _US = 1_000_000
-_REVOKE_TIMEOUT = 10  # seconds in which a stream that was cut must end
+_REVOKE_TIMEOUT = 10  # seconds within which a cut stream must end
 
 # Owners of memory that a transfer may still write to. Only the end of the transfer removes them: an interrupted wait
 # must not free memory that a stream is writing to.
@@ -27,7 +27,7 @@ _registered: Dict[int, object] = {}
 
 
 def native() -> Any:
-    """The native library; None where it cannot be used: not built, or loaded before this process was forked."""
+    """Returns the native library; None if it cannot be used: not built, or loaded before this process was forked."""
     try:
         from torchft._torchft import _load
 
@@ -43,10 +43,10 @@ def _pairs(regions: Sequence[Tuple[int, int]]) -> bytes:
 
 
 class _Handle:
-    """An object in the native core; it is ended with its last reference at the latest."""
+    """An object in the native core, which ends with its last reference at the latest."""
 
     _handle = 0
-    _end = ""  # the function that ends it, once it was
+    _end = ""  # name of the function that ends the object
 
     def __init__(self, go: Any) -> None:
         self._go = go
@@ -66,9 +66,9 @@ class Server(_Handle):
 
     Args:
         go: the native library
-        piece_timeout: seconds that a target may take for one piece
+        piece_timeout: seconds within which a target must take one piece
         bytes_per_second: limit for all targets together; 0: none
-        background: serve with the lowest priority of all that this host does
+        background: whether to serve with the lowest priority on this host
     """
 
     _end = "pyapi_ReleaseStart"
@@ -94,19 +94,19 @@ class NativeOffer(_Handle):
         self.block_size: int = go.pyapi_HealBlockSize(self._handle)
 
     def copied(self, region: int, copy: torch.Tensor, ready: int) -> None:
-        """From now on the first `ready` bytes of a region are read from a copy of it."""
+        """Reports that the first `ready` bytes of a region can be read from the given copy."""
         self._owners[region] = copy
         self._go.pyapi_HealCopied(self._handle, region, copy.data_ptr(), ready)
 
     def copy_failed(self, reason: str) -> None:
-        """No more is copied from the device; requests that wait for a copy fail with the reason."""
+        """Reports that no more is copied from the device; requests that wait for a copy fail with this reason."""
         self._go.pyapi_HealCopyFailed(self._handle, reason)
 
     def revoke(self, grace: float) -> None:
-        """Takes back what was not copied. Targets that still read it after `grace` seconds are cut off.
+        """Withdraws the memory that was not copied. Targets that still read it after `grace` seconds are cut off.
 
         Raises:
-            TimeoutError: it is still in use
+            TimeoutError: the memory is still in use
         """
         if not self._handle:
             return
@@ -119,7 +119,7 @@ class NativeOffer(_Handle):
         self._owners.clear()
 
     def grant(self) -> Grant:
-        """Lets one target read."""
+        """Allows one target to read."""
         return Grant(self._go, self._go.pyapi_HealGrant(self._server._handle, self._handle))
 
 
@@ -136,7 +136,7 @@ class Grant(_Handle):
 
     @property
     def served(self) -> int:
-        """Bytes that the target was sent."""
+        """The bytes sent to the target."""
         return self._go.pyapi_HealServed(self._handle)
 
 
@@ -145,13 +145,13 @@ class Status:
     """The progress of a transfer."""
 
     done: bool
-    running: bool  # a source is being read
+    running: bool  # whether a source is being read
     received: int  # bytes
     total: int
     digest: str
-    failure: str  # final: another source would not help
-    full: List[int]  # windows to be copied to their device
-    failed: List[str]  # why sources ended before they had finished
+    failure: str  # why the transfer failed, if no other source would help
+    full: List[int]  # windows that are ready to be copied to their device
+    failed: List[str]  # errors of the sources that ended early
 
 
 class Fetch(_Handle):
@@ -160,8 +160,8 @@ class Fetch(_Handle):
     Args:
         go: the native library
         regions: addresses (or ON_DEVICE) and lengths in bytes
-        owner: what keeps the memory alive
-        block_size: the source's
+        owner: keeps the memory alive
+        block_size: of the source, in bytes
         checked: whether blocks carry checksums
         stall: seconds after which a stream that receives nothing is closed
         window: blocks in a window, if some of the memory is on a device; see go/heal/windows.go
@@ -187,7 +187,7 @@ class Fetch(_Handle):
         self._handle = handle
 
     def add(self, address: str, secret: str, role: Role = Role.ASSIGNED) -> None:
-        """Lets a source help; of an additional one, only blocks that it has alike are taken."""
+        """Adds a source. From an additional one, only blocks are taken that are equal in the assigned one."""
         self._go.pyapi_HealAdd(self._handle, address, secret, role is Role.ASSIGNED)
 
     def stage(self, block: torch.Tensor) -> int:
@@ -207,7 +207,7 @@ class Fetch(_Handle):
 
 
 class ServerSlot:
-    """The server of a transport, started when the first target asks."""
+    """The native server of a transport, started when the first target asks."""
 
     def __init__(self, piece_timeout: float, bytes_per_second: int, background: bool) -> None:
         self._settings = piece_timeout, bytes_per_second, background
@@ -216,7 +216,7 @@ class ServerSlot:
         self._closed = False
 
     def get(self) -> Optional[Server]:
-        """The server; None if there can be none."""
+        """Returns the server; None if there can be none."""
         with self._lock:
             if self._server is None and not self._closed:
                 go = native()

@@ -20,41 +20,42 @@ from torchft.checkpointing._stream import Pickled, storage_bytes, tensor_memory
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-# Bytes that are sent by one call, without the GIL. Of the caller's own memory it is less: who wants that back waits
-# for one such piece. Device memory is staged by the piece.
+# Bytes sent by one call, without the GIL. Pieces of the caller's own memory are smaller, because the caller waits for
+# one such piece when it needs its memory back. Device memory is staged in pieces.
 _COPY_PIECE = 32 << 20
 _DIRECT_PIECE = 4 << 20
-# Bytes. Tensors up to this size are copied at once, as long as it is not more in all (5 ms).
+# Bytes. Tensors of at most this size are copied at once, up to this total (5 ms).
 _SMALL_TENSOR = 1 << 20
 _SMALL_TENSORS = 16 << 20
-# Seconds in which a target must come. While it reads, the large tensors are not copied: it takes part in the step, so
-# the source meets it there before it changes its state, and the copy would be for nothing, at twice the memory.
+# Seconds in which a target must begin to read. While it reads, the large tensors are not copied: the target
+# participates in the step, so it has finished before the source changes its state. The copy would take
+# memory for nothing.
 _COPY_DELAY = 1.0
-_PIECE_GRACE = 0.1  # seconds that `close` gives a reader for the piece that it is at
-_CUT_OFF_TIMEOUT = 10.0  # seconds in which a reader whose connection was cut must end
+_PIECE_GRACE = 0.1  # seconds that `close` grants a reader for its current piece
+_CUT_OFF_TIMEOUT = 10.0  # seconds within which a reader must end after its connection was cut
 
 
 class Offer:
-    """Readers come and go; `close` gives the caller's memory back to the caller.
+    """The state of one step for readers, until `close` returns the memory to its owner.
 
-    With `copy`, a thread copies the tensors in the background, and `close` waits for that instead of for the readers,
-    who go on with the copy. Small tensors are copied before the constructor returns, because those are what a forward
-    pass changes (the statistics of a batch norm); the large ones wait for the optimizer.
+    With `copy`, a thread copies the tensors in the background, and `close` waits for the copy instead of the readers,
+    which then read the copy. Small tensors are copied before the constructor returns, because a forward pass changes
+    such tensors (the statistics of a batch norm); large ones change only when the optimizer steps.
 
-    The native core serves what is on a device from such a copy, whose beginning it may send before its end is there: so
-    that is made as soon as a target asks for it. Where there is no memory for it, the upstream format has to do.
+    The native core serves tensors on a device from such a copy, and begins to send it before it is complete. So the
+    copy is started when the first target asks. If there is no memory for it, the upstream format is used.
 
     Args:
-        checkpoint: what is offered
-        copy: whether to copy
-        stage: whether to copy what is on a device if a target asks for it, even if nothing else is copied
+        checkpoint: the state
+        copy: whether to copy all tensors in the background
+        stage: whether to copy tensors on a device when a target asks for them, even without `copy`
     """
 
     def __init__(self, checkpoint: Checkpoint, copy: bool, stage: bool = False) -> None:
         self.checkpoint = checkpoint
         self.copies = copy
         self.stages = stage or copy
-        self.session = secrets.token_hex(8)  # the same bytes, for a target that comes again
+        self.session = secrets.token_hex(8)  # lets a reconnecting target recognize the same bytes
         after: Dict[torch.device, _After] = {}
         copies: Dict[torch.device, Optional[Copies]] = {}
         self._blocks: Dict[int, _Block] = {}
@@ -70,13 +71,14 @@ class Offer:
         self._copying = Copying()
         self._native_offer: Optional[NativeOffer] = None
         self._regions = {storage._cdata: i for i, storage in enumerate(checkpoint.encoded.storages)}
-        self._direct: Dict[object, Callable[[], None]] = {}  # pieces being sent, each with what cuts its reader off
-        self._failure = ""  # why a copy could not be made
+        # pieces being sent, each with the function that cuts its reader off
+        self._direct: Dict[object, Callable[[], None]] = {}
+        self._failure = ""  # why the copy failed
         self._copier: Optional[threading.Thread] = self._start_copy() if copy else None
 
     @property
     def complete(self) -> bool:
-        """Whether there is a copy of everything."""
+        """Whether everything is copied."""
         return all(block.mine is not None for block in self._blocks.values())
 
     def _start_copy(self) -> Optional[threading.Thread]:
@@ -119,7 +121,7 @@ class Offer:
                     if self._copying.skips(on_device):
                         return
         except Exception as error:
-            # not the training's problem: readers are cut off when the offer is closed
+            # Not raised in the training loop: readers are cut off when the offer is closed.
             logger.warning("the state to send could not be copied: %s", error)
             with self._cond:
                 self._failure = str(error)
@@ -127,7 +129,7 @@ class Offer:
                     self._native_offer.copy_failed(self._failure)
 
     def native(self, server: Server) -> Optional[NativeOffer]:
-        """The tensors that the native core may serve; None if some of them are on a device and are not copied."""
+        """The tensors that the native core may serve; None if some are on a device and are not copied."""
         with self._cond:
             blocks = [self._blocks[s._cdata] for s in self.checkpoint.encoded.storages]
             if any(block.nbytes and not (block.on_host or self._may_stage(block)) for block in blocks):
@@ -144,7 +146,7 @@ class Offer:
         return block.staged is not None and self.stages and not self._failure
 
     def want(self) -> None:
-        """A target asks for the offer: what is on a device is copied now."""
+        """Called when a target asks for the offer: starts the copy of tensors on a device."""
         with self._cond:
             self._copying.read(Readers.NATIVE)
             self._cond.notify_all()
@@ -160,14 +162,14 @@ class Offer:
             self._native_offer.copied(region, block.coming, block.ready)
 
     def read(self, stream: Pickled, cut_off: Callable[[], None]) -> Generator[memoryview, None, None]:
-        """The bytes of a stream; each piece is valid until the next is asked for.
+        """Yields the bytes of a stream; each piece is valid until the next is requested.
 
         Args:
-            stream: one of the checkpoint's
-            cut_off: makes the reader end soon, with an error
+            stream: one of the checkpoint's streams
+            cut_off: called to make the reader end soon, with an error
 
         Raises:
-            ConnectionAbortedError: the offer was closed, and there is no copy of what is left to read
+            ConnectionAbortedError: the offer was closed, and the rest is not copied
         """
         with self._cond:
             self._copying.read(Readers.SOME)
@@ -178,7 +180,7 @@ class Offer:
             block = self._blocks[storage._cdata]
             start = 0
             if block.staged is not None and block.mine is None:
-                # the device memory is in use only while a piece is copied, not while it is sent
+                # device memory is in use only while a piece is copied, not while it is sent
                 for piece in block.staged.read(start):
                     yield tensor_memory(piece)
                     start += piece.numel()
@@ -206,16 +208,16 @@ class Offer:
                 self._cond.notify_all()
 
     def abort_copy(self) -> None:
-        """Ends a copy that nobody will need, after the tensor that it is at."""
+        """Stops a copy that nobody will need, after the current tensor."""
         with self._cond:
             self._copying.unneeded()
             self._cond.notify_all()
 
     def close(self, keep_copy: bool, timeout: float) -> None:
-        """From its return on, nobody reads the caller's memory.
+        """Returns the memory to its owner: after this call no reader uses it.
 
         Args:
-            keep_copy: finish the copy, for readers to come; else give it up where it is
+            keep_copy: whether to complete the copy for later readers; otherwise it is aborted
             timeout: limit for the copy in seconds
 
         Raises:
@@ -250,10 +252,10 @@ class Offer:
                 raise TimeoutError("timed out: a reader of the checkpoint did not end when its connection was cut")
 
     def take_copy(self) -> List[torch.Tensor]:
-        """Takes the copy out, to be freed, if the offer is closed; it must have no readers."""
+        """Removes the copy from a closed offer without readers, and returns it to be freed."""
         with self._cond:
             if not self._copying.closed:
-                return []  # the copy may be under way still
+                return []  # a copy may still be in progress
             if self._native_offer is not None:
                 self._native_offer.end()
                 self._native_offer = None
@@ -265,7 +267,7 @@ class Offer:
 
 
 class _After:
-    """Copies made under it, by any thread, come after the work that was queued on a device when it was made."""
+    """Orders copies, by any thread, behind the work that was queued on a device when this object was made."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = None
@@ -281,14 +283,14 @@ class _After:
 
 
 class _Block:
-    """One storage of the state, and its copy once there is one."""
+    """One storage of the state, and its copy if there is one."""
 
     def __init__(self, storage: torch.UntypedStorage, after: _After, copies: Optional[Copies]) -> None:
         self.nbytes = storage.nbytes()
         self.cdata = storage._cdata
         self.mine: Optional[torch.Tensor] = None  # the copy, once it is complete
-        self.coming: Optional[torch.Tensor] = None  # the same, from its beginning on
-        self.ready = 0  # bytes of it that are there
+        self.coming: Optional[torch.Tensor] = None  # the same, also while it is incomplete
+        self.ready = 0  # bytes of it that are complete
         self._source = storage_bytes(storage)
         self._after = after
         self.staged = Staged(self._source, copies) if copies is not None and self.nbytes else None
@@ -296,11 +298,11 @@ class _Block:
         self.address = self._source.data_ptr() if self.on_host else ON_DEVICE
 
     def copy(self, memory: HostMemory) -> Iterator[None]:
-        """Copies it, and yields whenever more of the copy is there."""
+        """Copies the storage, and yields whenever more of the copy is complete."""
         self.coming = mine = memory.take(self.nbytes)
         if self.staged is None:
             with self._after.context():
-                mine.copy_(self._source)  # torch releases the GIL here
+                mine.copy_(self._source)  # PyTorch releases the GIL here
             self.ready = self.nbytes
         else:
             with closing(self.staged.read(0)) as pieces:
@@ -311,12 +313,12 @@ class _Block:
                     if end < self.nbytes:
                         yield
             if self.ready < self.nbytes:
-                return  # the memory was taken back
+                return  # the memory was returned to its owner
         self.mine = mine
         yield
 
     def piece(self, start: int) -> torch.Tensor:
-        """The bytes from here on that are sent at once, on the CPU."""
+        """Returns the next bytes to be sent by one call, on the CPU."""
         mine = self.mine
         if mine is not None:
             return mine[start : start + _COPY_PIECE]

@@ -26,25 +26,25 @@ from torchft.checkpointing.transport import CheckpointError
 
 
 class Places:
-    """Compares what a source announces with the state that is here, and finds a place for each region.
+    """Compares the structure that a source announces with the local state, and finds a place for each region.
 
-    A tensor that is here under the same path is filled: by the network, if a region is all its own and laid out as it
-    is, else by a copy afterwards. Tensors that are not here are allocated.
+    A local tensor under the same path is filled: directly by the network if it has a region of its own with the same
+    memory layout, else by a copy afterwards. Other tensors are allocated.
 
     Attributes:
-        copied: regions of which some is copied to tensors that are here
+        copied: regions of which parts are copied to local tensors
 
     Args:
         tree: the structure that the source announces
         sizes: its regions, in bytes
-        own: the tensors that are here
+        own: the local tensors by path
         what: names the transfer in errors
-        fills: whether what is on a device can be filled by the network
-        strict: whether a state that differs is refused; else only what is alike is filled
+        fills: whether tensors on a device can be filled by the network
+        strict: whether a state that differs is refused; otherwise only equal tensors are filled
 
     Raises:
-        CheckpointError: strict, and a tensor is announced with another shape or dtype than it has here, or one that is
-            here is not announced; it names the first such
+        CheckpointError: with ``strict``, a tensor is announced with another shape or dtype than the local one, or a
+            local tensor is not announced; the message names the first such tensor
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Places:
                 self.copied.remove(region)
 
     def has(self, region: int) -> bool:
-        """Whether a region goes to memory that is here already."""
+        """Whether a region is received into existing memory."""
         return region in self._regions
 
     def region(self, region: int) -> torch.Tensor:
@@ -94,7 +94,7 @@ class Places:
         return flat.set_(tensor.untyped_storage(), start, (nbytes,), (1,))
 
     def fill(self, flats: List[torch.Tensor]) -> Replace:
-        """What `decode` asks for each tensor: the one that is here, filled."""
+        """The callback for `decode`: returns the local tensor for a tensor of the structure, filled."""
 
         def replace(path: Path, node: List[Any]) -> Optional[torch.Tensor]:
             tensor = self._own.get(path)
@@ -110,7 +110,7 @@ class Places:
 
 
 def moved_into(own: object, state: object, what: str) -> Any:
-    """A state that was received beside the one that is here, with the tensors of that one, which get its values.
+    """Copies a state that was received into other memory to the local tensors. Returns it with those tensors.
 
     Raises:
         CheckpointError: as `Places`; no tensor has changed then
@@ -123,7 +123,7 @@ def moved_into(own: object, state: object, what: str) -> Any:
 
 
 def tensors_by_path(state: object) -> Dict[Path, torch.Tensor]:
-    """The tensors of a state that are memory, shape and strides, DTensors among them."""
+    """The plain and distributed tensors of a state, by path."""
     return {
         tuple(str(key) for key in path): leaf
         for path, leaf in pytree.tree_flatten_with_path(state)[0]
@@ -132,7 +132,7 @@ def tensors_by_path(state: object) -> Dict[Path, torch.Tensor]:
 
 
 def _difference(tensor: torch.Tensor, path: Path, node: Optional[List[Any]]) -> Optional[str]:
-    """Why a tensor that is here cannot be filled with what is announced for it."""
+    """The reason why a local tensor cannot be filled with the announced one."""
     if node is None:
         return f"it has no tensor {show_path(path)}, and the state of this group has; do all groups run the same model?"
     if (node[0] == "D") != is_dtensor(tensor):
@@ -144,7 +144,9 @@ def _difference(tensor: torch.Tensor, path: Path, node: Optional[List[Any]]) -> 
 
 
 def tensor_nodes(node: Any, path: Path) -> Iterator[Tuple[Path, List[Any]]]:
-    """The tensors of a structure, in the order of `decode`. It may be malformed: that says so."""
+    """The tensors of a structure, in the order of `decode`. For a malformed structure this raises
+    nothing: `decode` does.
+    """
     if not isinstance(node, list) or not node:
         return
     tag, *items = node
@@ -162,7 +164,7 @@ def tensor_nodes(node: Any, path: Path) -> Iterator[Tuple[Path, List[Any]]]:
 
 
 def _show_key(key: Any) -> str:
-    """A key as `decode` has it in a path; one that it does not take as nothing that is there."""
+    """Formats a key as `decode` does in a path; a key that `decode` rejects gets a name that no tensor has."""
     if not isinstance(key, list):
         return repr(key)
     try:
@@ -172,7 +174,7 @@ def _show_key(key: Any) -> str:
 
 
 def _uses(node: Any) -> Iterator[int]:
-    """Every mention of a region."""
+    """All tensors of the structure that use a region."""
     if not isinstance(node, list) or not node:
         return
     if node[0] == "T" and len(node) > 1:
@@ -187,17 +189,17 @@ def _uses(node: Any) -> Iterator[int]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a DTensor that lies here; any other tensor as it is."""
+    """The local shard of a DTensor; any other tensor itself."""
     return tensor._local_tensor.detach() if is_dtensor(tensor) else tensor.detach()  # type: ignore[attr-defined]
 
 
 def _same_strides(tensor: torch.Tensor, strides: List[int]) -> bool:
-    """Strides of dimensions with one element are anything."""
+    """Compares strides, except those of dimensions with one element, which mean nothing."""
     return all(size == 1 or a == b for size, a, b in zip(tensor.shape, tensor.stride(), strides))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements fill a range of memory, each once."""
+    """Whether a tensor's elements fill a range of memory without gaps or overlaps."""
     order = sorted(range(tensor.dim()), key=lambda i: (tensor.stride(i), tensor.size(i)))
     expected = 1
     for i in order:

@@ -1,4 +1,4 @@
-"""Shows how far a transfer is: a bar on a terminal, a line in the log every few seconds elsewhere."""
+"""Shows the progress of a transfer: a bar on a terminal, otherwise a log line every few seconds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Callable, Optional, TextIO
 _LOG_EVERY = 5.0  # seconds
 _BAR_EVERY = 0.2
 _TELL_EVERY = 0.5
-_QUIET = 1.0  # seconds that a transfer takes before anything is shown
+_QUIET = 1.0  # seconds of a transfer before anything is shown
 _WIDTH = 30  # characters
 
 
@@ -33,13 +33,13 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
 
 
 class Progress:
-    """Gets every state of a transfer, and shows some of them.
+    """Receives the progress of a transfer, and shows some of it.
 
     Args:
         what: names the transfer
-        log: gets the lines
-        terminal: gets the bar; default: standard error, if that is a terminal
-        clock: seconds
+        log: called with each log line
+        terminal: where the bar is shown; default: standard error, if that is a terminal
+        clock: returns seconds
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Progress:
         self._told = float("-inf")
 
     def update(self, received: int, total: int) -> None:
-        """Shows this state, if it is time: bytes that have arrived, and all bytes."""
+        """Shows the progress if it is time to: bytes that have arrived, and the total."""
         now = self._clock()
         if self._watcher is not None and now - self._told >= _TELL_EVERY:
             self._told = now
@@ -80,7 +80,7 @@ class Progress:
         self._has_bar = True
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         if self._has_bar and self._terminal is not None:
             self._terminal.write("\r\x1b[K")
             self._terminal.flush()
@@ -88,11 +88,11 @@ class Progress:
 
 
 class Meter:
-    """Counts what the streams of one transfer bring, on whatever threads, and shows how far it is.
+    """Counts the bytes received by the streams of one transfer, on any threads, and shows the progress.
 
     Args:
         what: names the transfer
-        log: gets the lines
+        log: called with each log line
     """
 
     def __init__(self, what: str, log: logging.Logger) -> None:
@@ -104,22 +104,22 @@ class Meter:
         self._received = self._total = 0
 
     def expect(self, nbytes: int) -> None:
-        """So many bytes more are announced."""
+        """Adds to the number of announced bytes."""
         with self._lock:
             self._total += nbytes
 
     def count(self, nbytes: int) -> None:
-        """So many bytes more have arrived."""
+        """Adds to the number of received bytes."""
         with self._lock:
             self._received += nbytes
             self._progress.update(self._received, max(self._received, self._total))
 
     def done(self) -> None:
-        """Everything has arrived."""
+        """Called when everything has arrived."""
         self._log.info("%s: %s", self._what, summary(self._received, time.monotonic() - self._start))
 
     def close(self) -> None:
-        """Takes the bar away."""
+        """Removes the bar."""
         self._progress.close()
 
 

@@ -1,4 +1,4 @@
-"""The target's side of a transfer: which format, the native data plane, and what follows a broken connection."""
+"""The target's side of a transfer: chooses the format, runs the native data plane, and handles broken connections."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from torchft.http import _DeadlineSocket
 logger: logging.Logger = logging.getLogger(__name__)
 
 _SLICE = 0.5  # seconds between two looks at the progress
-_HELP_AFTER = 0.1  # seconds; what takes less is not worth the questions to further sources
-_SOURCE_CONNECT = 3.0  # seconds in which a further source must answer
-_SOURCE_END = 1.0  # seconds for a thread that talks to a further source, when its connection was cut
+_HELP_AFTER = 0.1  # seconds; for a shorter transfer additional sources are not worth asking
+_SOURCE_CONNECT = 3.0  # seconds within which an additional source must answer
+_SOURCE_END = 1.0  # seconds for a thread of an additional source to end, after its connection was cut
 
 
 class SourceFailed(Interrupted):
-    """The source went away during the transfer; it may come back."""
+    """The source failed during the transfer; a retry may succeed."""
 
 
 class Abandon:
-    """Ends a transfer from another thread: a source that has failed may be silent, with its connections open."""
+    """Aborts a transfer from another thread: a failed source may keep its connections open and send nothing."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -59,19 +59,19 @@ class Abandon:
                 sock.abort()
 
     def check(self, what: str) -> None:
-        """Raises CheckpointError if the transfer is to end."""
+        """Raises CheckpointError if the transfer was aborted."""
         if self._reason is not None:
             raise CheckpointError(f"{what}: {self._reason}") from self._reason
 
 
 class Transfer:
-    """One state on its way here. What has arrived stays when a connection is lost.
+    """The transfer of one state. Received data is kept when a connection breaks.
 
     Args:
         go: the native library
         ticket, said: what the source said
-        own: the state that is here already, to be filled in place and to be like the one that comes
-        target: where tensors go otherwise
+        own: the local state, to be filled in place; it must equal the received one in structure
+        target: chooses the devices of tensors if there is no ``own``
         checked: whether blocks carry checksums
         what: names the transfer in errors
     """
@@ -100,7 +100,7 @@ class Transfer:
         if target is not None and own is None and not target.writable:
             target.devices = devices
             check_room(sum(said.sizes[i] for i in said.devices if i < len(said.sizes)), what)
-        # Of a state that may not be written to no tensor is known, so that everything goes to memory of the host.
+        # No tensor may be written to in this case, so everything is received in host memory.
         home = partial(_same_kind, what) if own is None and target is None else Homes(mine, devices).of
         memory = HostMemory()
         self._flats = [
@@ -117,16 +117,16 @@ class Transfer:
         self.total = sum(said.sizes)
 
     def _home(self, region: int, said: Structure, home: Callable[[str], torch.device]) -> torch.device:
-        """Where a region is to be that goes to no tensor that is here."""
+        """The device for a region that is not received into a local tensor."""
         staged = self._places.has(region) or region in self._places.copied
         return CPU if staged else home(said.devices.get(region, "cpu"))
 
     def run(self, address: str, secret: str, deadline: float, progress: Progress, abandon: Abandon) -> Status:
-        """Fetches from a source until everything is here.
+        """Fetches from a source until everything has arrived.
 
         Raises:
-            SourceFailed: the source went away
-            CheckpointError: what arrived is wrong
+            SourceFailed: the source failed
+            CheckpointError: the received data is wrong
             TimeoutError: the deadline has passed
         """
         self._fetch.add(address, secret)
@@ -147,27 +147,27 @@ class Transfer:
                 raise SourceFailed(f"{self._what}: {'; '.join(dict.fromkeys(status.failed))}")
 
     def help(self, address: str, secret: str, sizes: List[int]) -> bool:
-        """Lets another source help; False if it has a state of another kind."""
+        """Adds an additional source. Returns False if its state has another layout."""
         if sizes != self._sizes:
             return False
         self._fetch.add(address, secret, Role.ADDITIONAL)
         return True
 
     def state(self) -> Any:
-        """The state, once everything is here."""
+        """Returns the state, once everything has arrived."""
         self.close()
         return decode(self._tree, self._flats, self._what, self._places.fill(self._flats))
 
     def close(self) -> None:
-        """From its return on, nobody writes to the state's memory."""
+        """Ends the transfer. After this call nothing writes to the state's memory."""
         self._fetch.end()
         self._landing.close()
 
 
 class AdditionalSources:
-    """Further sources of a transfer, each asked by a thread of its own, for as long as the block lasts.
+    """Additional sources of a transfer. Each is asked by a thread of its own, for as long as the block lasts.
 
-    None of them is needed: what goes wrong with one is logged, and the others go on.
+    None of them is required: an error of one is logged, and the transfer continues with the others.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class AdditionalSources:
             for sock in self._sockets:
                 sock.abort()
             talking = [thread for thread in self._threads if thread.ident in self._talking]
-        # Those that have no connection yet end by themselves, and do nothing more: nobody waits for a failed group.
+        # Threads without a connection end by themselves and do nothing more, so that nobody waits for a failed group.
         for thread in talking:
             thread.join(_SOURCE_END)
 
@@ -216,7 +216,7 @@ class AdditionalSources:
             if self._over.is_set():
                 return
             what = describe(metadata, self._step, FULL)
-            # it answers at once, or is of no use
+            # a source that does not answer at once is useless
             deadline = min(self._deadline, time.monotonic() + _SOURCE_CONNECT)
             with ask(metadata, self._step, FULL, deadline, self._token, True, self._connected) as answer:
                 if answer.control is None or answer.sock is None:
@@ -249,18 +249,18 @@ def receive(
     additional_sources: Sequence[AdditionalSource] = (),
     abandon: Optional[Abandon] = None,
 ) -> Any:
-    """Fetches a state, in the native format where both sides can, else in the upstream format.
+    """Fetches a state: in the native format if both sides support it, else in the upstream format.
 
     Args:
-        go: the native library; None where it cannot be used
+        go: the native library; None if it cannot be used
         metadata, step, key, token: see `_http_client.ask`
-        deadline: by time.monotonic()
+        deadline: in seconds of time.monotonic()
         checked: whether blocks carry checksums
-        own: gives the state that is here already, to be filled in place and to be like the one that comes
-        target: where tensors go otherwise
+        own: returns the local state, to be filled in place; it must equal the received one in structure
+        target: chooses the devices of tensors if there is no ``own``
         upstream: reads an answer in the upstream format
-        additional_sources: give the metadata of further sources
-        abandon: may end it before the deadline
+        helpers: return the metadata of additional sources
+        abandon: aborts the transfer before the deadline
 
     Raises:
         CheckpointError, TimeoutError: see `CheckpointTransport.recv_checkpoint`
@@ -311,7 +311,7 @@ def _open(
     checked: bool,
     what: str,
 ) -> Tuple[Transfer, Ticket]:
-    """Reads the two frames. A transfer goes on if the source offers the same bytes still."""
+    """Reads the two frames. A running transfer continues if the source still offers the same bytes."""
     assert answer.control is not None
     ticket = Ticket.parse(read_frame(answer.control, what), what)
     said = parse_structure(read_frame(answer.control, what), what)
@@ -327,7 +327,7 @@ def _can_fill(device: torch.device) -> bool:
 
 
 def _devices(said: Structure) -> Dict[Path, str]:
-    """Where the source has its tensors, of those that it has on a device."""
+    """The source's devices for the tensors that it has on devices."""
     devices: Dict[Path, str] = {}
     for path, node in tensor_nodes(said.tree, ()) if said.devices else ():
         region = (node[1] if node[0] == "D" else node)[1]
@@ -337,7 +337,7 @@ def _devices(said: Structure) -> Dict[Path, str]:
 
 
 def _same_kind(what: str, device: str) -> torch.device:
-    """Where a tensor goes of a state that is received without a target: to this process's own device of the kind."""
+    """The device for a tensor that is received without a target: this process's current device of the same type."""
     if device == "cpu":
         return CPU
     kind = device.partition(":")[0]
@@ -348,17 +348,17 @@ def _same_kind(what: str, device: str) -> torch.device:
 
 
 class UpstreamHomes:
-    """Where the storages of a state in the upstream format go.
+    """Chooses the devices for the storages of a state in the upstream format.
 
     Args:
         what: names the transfer in errors
-        in_host_memory: whether all of them stay there
+        in_host_memory: whether all of them stay in host memory
     """
 
     def __init__(self, what: str, in_host_memory: bool) -> None:
         self._what = what
         self._in_host_memory = in_host_memory
-        self._devices: Dict[int, str] = {}  # by address
+        self._devices: Dict[int, str] = {}  # by the address of their memory
 
     def of(self, storage: torch.UntypedStorage, device: str) -> torch.UntypedStorage:
         if device == "cpu":
@@ -370,7 +370,7 @@ class UpstreamHomes:
         return storage.to(device=_same_kind(self._what, device))
 
     def devices(self, state: object) -> Dict[Path, str]:
-        """Where the source has the tensors of a state that was received, of those that it has on a device."""
+        """The source's devices for the tensors of a received state that it has on devices."""
         if not self._devices:
             return {}
         at = {path: local_part(tensor).untyped_storage() for path, tensor in tensors_by_path(state).items()}
@@ -378,7 +378,7 @@ class UpstreamHomes:
 
 
 def _say_done(answer: Answer) -> None:
-    """Lets the source forget the state. The end of the connection has the same effect."""
+    """Allows the source to forget the state. The end of the connection has the same effect."""
     assert answer.sock is not None
     try:
         answer.sock.sendall(DONE)

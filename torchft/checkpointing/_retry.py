@@ -1,4 +1,4 @@
-"""When a target asks a source again for a checkpoint, in either format: pure.
+"""When a target retries a request for a checkpoint, in either format: pure.
 
 The native core reconnects its data connections by itself (go/heal/retry.go). If it cannot, the target asks the source
 here for a new ticket. A stream of the upstream format starts again from the beginning.
@@ -8,30 +8,30 @@ from __future__ import annotations
 
 from typing import Optional
 
-MOST = 4  # attempts in a row in which nothing arrives
-PAUSE = 0.1  # seconds before the second; doubles
+MOST = 4  # consecutive attempts in which nothing arrives
+PAUSE = 0.1  # seconds before the second attempt; doubles with each further one
 
 
 class Attempts:
-    """The attempts to get one checkpoint.
+    """Counts the attempts to receive one checkpoint.
 
     Args:
-        deadline: of all of them, in seconds of any clock
+        deadline: for all attempts, in seconds of any clock
     """
 
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
-        self._failed = 0  # in a row
+        self._failed = 0  # consecutive ones
 
     def failed(self, progress: bool, now: float) -> Optional[float]:
-        """One was interrupted.
+        """Called when an attempt was interrupted.
 
         Args:
-            progress: whether more of the checkpoint is here than before it
-            now: by the clock of the deadline
+            progress: whether the attempt received more of the checkpoint
+            now: in seconds of the same clock
 
         Returns:
-            seconds until the next one; None: there is none
+            seconds until the next attempt; None if there must be none
         """
         self._failed = 1 if progress else self._failed + 1
         pause = PAUSE * 2 ** (self._failed - 1)

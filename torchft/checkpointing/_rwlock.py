@@ -1,4 +1,4 @@
-"""A lock that many readers or one writer hold, with a limit on every wait."""
+"""A lock for many readers or one writer, with a timeout for each acquisition."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RWLock:
     It does not belong to a thread: one thread may acquire and another release. It is not reentrant.
 
     Args:
-        timeout: limit for every acquisition in seconds; -1 waits for ever
+        timeout: limit for every acquisition in seconds; -1: none
     """
 
     def __init__(self, timeout: float = -1) -> None:
@@ -35,7 +35,7 @@ class RWLock:
             )
 
     def r_acquire(self) -> None:
-        """Joins the readers; raises TimeoutError while a writer holds the lock."""
+        """Acquires the lock as a reader; raises TimeoutError if a writer holds it for too long."""
         with self._cond:
             self._wait_for(lambda: not self._writing, "read")
             self._readers += 1
@@ -57,7 +57,7 @@ class RWLock:
             self.r_release()
 
     def w_acquire(self) -> None:
-        """Becomes the writer; raises TimeoutError while anyone else holds the lock."""
+        """Acquires the lock as the writer; raises TimeoutError if it is held for too long."""
         with self._cond:
             self._wait_for(lambda: not self._writing and self._readers == 0, "write")
             self._writing = True
@@ -78,6 +78,6 @@ class RWLock:
             self.w_release()
 
     def w_locked(self) -> bool:
-        """Whether a writer holds the lock at this moment."""
+        """Whether a writer holds the lock now."""
         with self._cond:
             return self._writing

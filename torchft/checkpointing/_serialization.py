@@ -1,9 +1,9 @@
 """PyTorch's streaming format, and the types that are allowed in it.
 
-The names with an underscore are PyTorch's own save and load. Whatever comes from the network is read by PyTorch's
-restricted unpickler, which makes objects of listed types only and never looks a name up: `allow_checkpoint_types` lists
-what structure and state dicts are made of. Everything on the list is a plain value or container, so that nothing
-a peer sends can run code. A user's own types join with `torch.serialization.add_safe_globals`.
+`_streaming_load` and `_streaming_save` are PyTorch's own. Data from the network is read by PyTorch's restricted
+unpickler, which makes objects of listed types only and never imports a name: `allow_checkpoint_types` lists the types
+that state dicts and their structure consist of. All of them are plain values and containers, so that nothing a peer
+sends can run code. Users add their own types with `torch.serialization.add_safe_globals`.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ def _fresh_leaf() -> pytree.TreeSpec:
 
 
 class _LeafOfAClass:
-    """Stands for PyTorch's class of leaves, which warns when an object of it is made."""
+    """Stands for PyTorch's class of leaves, which warns when it is instantiated."""
 
     def __new__(cls) -> pytree.TreeSpec:  # type: ignore[misc]
         return _fresh_leaf()
 
 
 def _structure_types() -> List[_Global]:
-    """A TreeSpec and the containers that it names."""
+    """TreeSpec and the containers that it refers to."""
     # a pickle of protocol 2 has these under their names of Python 2, which the unpickler translates
     types: List[_Global] = [dict, list, tuple, bytes, frozenset, collections.defaultdict, collections.deque]
     types.append(pytree.TreeSpec)
     if hasattr(pytree, "treespec_leaf"):
-        # PyTorch's own gives every caller the same object, which a forged pickle could change for the whole process
+        # a copy of its own: PyTorch's default is one object for the whole process, which a forged pickle could change
         types.append((_fresh_leaf, "torch.utils._pytree.treespec_leaf"))
         # this is how PyTorch up to 2.11 pickles a leaf, here or at a peer
         types.append((_LeafOfAClass, "torch.utils._pytree.LeafSpec"))
@@ -54,7 +54,7 @@ def _structure_types() -> List[_Global]:
 
 
 def _numpy_types() -> List[_Global]:
-    """Scalars and arrays: learning rates and random states are often such."""
+    """Numpy's scalars and arrays: learning rates and random states are often of these types."""
     try:
         import numpy as np
     except ImportError:
@@ -71,7 +71,7 @@ def _numpy_types() -> List[_Global]:
 
 
 def allow_checkpoint_types() -> None:
-    """Puts what checkpoints are made of on PyTorch's list of safe globals.
+    """Adds the types that checkpoints consist of to PyTorch's list of safe globals.
 
     The list belongs to the process and has no lock, so entries are added once and stay: a `safe_globals` block that
     ends in one thread would take them from a load in another. It is checked before every load because anyone may call
@@ -86,7 +86,7 @@ _ALLOWED: List[_Global] = [_Entry, *_structure_types(), *_numpy_types(), datetim
 
 
 def pickle_allowed() -> bool:
-    """Whether the user accepts any pickle from the network. A process that can pose as a source can then run code here.
+    """Whether the user accepts any pickle from the network. Then a process that poses as a source can run code here.
 
     Raises:
         ValueError: TORCHFT_ALLOW_PICKLE is neither 0 nor 1
@@ -98,7 +98,7 @@ def pickle_allowed() -> bool:
 
 
 def explain(error: Exception, what: str) -> CheckpointError:
-    """The restricted unpickler's refusal, in words that say what to do about it."""
+    """Rewrites the restricted unpickler's refusal so that it names the remedy."""
     text = str(error).split("\n")[0]
     if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in text:
         name = text.split("GLOBAL ", 1)[1].split(" ", 1)[0]

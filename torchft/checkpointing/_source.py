@@ -1,4 +1,4 @@
-"""The checkpoint that is offered, its readers, and the requests that wait for the next one."""
+"""The offered checkpoint, its readers, and the requests that wait for the next one."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 
 class WrongStep(Exception):
-    """Another step than the one asked for is offered."""
+    """The offered step is not the requested one."""
 
 
 class Unavailable(Exception):
-    """Nothing is offered, and the wait for it is over."""
+    """Nothing is offered, and waiting for it was ended."""
 
 
 class Source:
-    """The one place where requests, the training thread and shutdown meet.
+    """Coordinates requests, the training thread and shutdown.
 
     A checkpoint is offered between `publish` or `allow` and `disallow`. If it is copied, requests for its step
     get the copy afterwards, too, until all receivers have it, the next is offered, or `keep` seconds have passed.
@@ -47,24 +47,24 @@ class Source:
         self._role = Role.ASSIGNED
         self._served: Counter[str] = collections.Counter()
         self._drop_at = float("inf")
-        self._refused: Optional[Tuple[int, str]] = None  # a step that has no state to send, and why
-        self._retired: List[Offer] = []  # replaced; freed by `drop_old`
+        self._refused: Optional[Tuple[int, str]] = None  # a step without a state to send, and the reason
+        self._retired: List[Offer] = []  # replaced offers, which `drop_old` frees
 
     def publish(
         self, step: int, checkpoint: Checkpoint, receivers: int, copy: bool, role: Role = Role.ASSIGNED
     ) -> None:
-        """Offers a checkpoint instead of the last one.
+        """Offers a checkpoint in place of the previous one.
 
         Args:
             step: its step
             checkpoint: the checkpoint
-            receivers: how many replica groups will fetch it
+            receivers: number of replica groups that will fetch it
             copy: whether to copy it; in an additional role only what is on a device, if a target asks for it
             role: in which it is offered. In an additional one all readers have another source too: `disallow` cuts
                 them off at once
         """
         if self._offer is not None:
-            # a caller that forgot to disallow the last one may change its tensors now
+            # the caller did not disallow the previous one, and may change its tensors now
             self._offer.close(keep_copy=False, timeout=self._keep)
         offer = Offer(checkpoint, copy and role is Role.ASSIGNED, stage=copy)
         with self._cond:
@@ -79,10 +79,10 @@ class Source:
             self._cond.notify_all()
 
     def allow(self, step: int) -> None:
-        """Offers the last checkpoint again: its tensors as they are now, as those of `step`.
+        """Offers the previous checkpoint again: its tensors with their present content, as the state of `step`.
 
         Raises:
-            RuntimeError: there is none, or it was dropped
+            RuntimeError: there is no checkpoint, or it was dropped
         """
         with self._cond:
             last = self._offer
@@ -110,7 +110,7 @@ class Source:
         self._cond.notify_all()
 
     def disallow(self, timeout: float) -> None:
-        """From its return on, nobody reads the caller's tensors.
+        """Returns the tensors to the caller: after this call nobody reads them.
 
         If they are copied, it waits for the copy, and for nothing if every receiver has the state. Otherwise it waits
         for the readers, at most `timeout` seconds and not after every receiver has the state; the connections of
@@ -127,20 +127,20 @@ class Source:
                 self._allowed = False
                 self._drop_at = time.monotonic() + (self._keep if self._role is Role.ASSIGNED else 0.0)
             if not offer.copies and self._role is Role.ASSIGNED:
-                # remaining readers are no receivers: these all have it
+                # remaining readers are no receivers, because all receivers have it
                 checkpoint = offer.checkpoint
                 self._cond.wait_for(lambda: self._readers == 0 or self._all_received(checkpoint), timeout)
             keep_copy = offer.copies and not self._all_received(offer.checkpoint)
         offer.close(keep_copy, timeout)
         with self._cond:
-            self._cond.notify_all()  # readers that came meanwhile wait for the copy, which is complete now
+            self._cond.notify_all()  # readers that arrived in the meantime wait for the copy, which is complete now
 
     def drop_old(self, now: float) -> None:
-        """Frees a copy that all receivers have, and an old checkpoint.
+        """Frees a copy that all receivers have, and replaced checkpoints.
 
         For a background thread, from time to time: returning much memory to the system takes a while.
         """
-        unneeded: List[object] = []  # freed without the lock
+        unneeded: List[object] = []  # freed after the lock is released
         with self._cond:
             unneeded += self._retired
             self._retired.clear()
@@ -158,10 +158,10 @@ class Source:
 
     @contextmanager
     def reading(self, step: int, timeout: float) -> Iterator[Offer]:
-        """The checkpoint of a step, for as long as the block lasts; waits while nothing is offered.
+        """Yields the checkpoint of a step, and keeps it readable in the block. Waits while nothing is offered.
 
         Args:
-            step: the step asked for
+            step: the requested step
             timeout: limit for the wait, in seconds
 
         Raises:
@@ -204,7 +204,7 @@ class Source:
         return self._offer is not None and self._step == step and self._offer.copies and self._offer.complete
 
     def count_served(self, offer: Offer, key: str) -> None:
-        """Notes that a peer has a whole part of this checkpoint."""
+        """Notes that a peer has received a complete part of this checkpoint."""
         with self._cond:
             if offer is self._offer and key != METADATA:
                 self._served[key] += 1
@@ -213,7 +213,7 @@ class Source:
                     self._cond.notify_all()
 
     def close(self, timeout: float) -> None:
-        """Ends every wait and forgets the checkpoint; a copy in progress is aborted, within `timeout` seconds."""
+        """Ends every wait and drops the checkpoint. A copy in progress is aborted, within `timeout` seconds."""
         with self._cond:
             offer, self._offer = self._offer, None
             self._closed = True

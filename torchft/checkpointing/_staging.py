@@ -1,6 +1,7 @@
-"""Moves device memory to or from the network through two blocks of host memory: one is filled while one is emptied.
+"""Moves device memory to or from the network through two blocks of host memory: one is filled while the
+other is emptied.
 
-What that needs of a kind of device is `Copies`; `copies_for` finds it.
+`Copies` is the interface to a type of device; `copies_for` returns the one of a device type.
 """
 
 from __future__ import annotations
@@ -12,28 +13,28 @@ from typing import Any, Callable, Dict, Generator, Iterator, List, Optional, Pro
 import torch
 
 BLOCK = 32 << 20  # bytes: a few of the network's blocks for each of its streams
-_KEPT = 4  # blocks of a kind that are kept for the next reader: page-locked memory is slow to get, and scarce
+_KEPT = 4  # blocks per device type kept for the next reader: page-locked memory is slow to allocate, and scarce
 
 Wait = Callable[[], None]
 
 
 class Copies(Protocol):
-    """Copies from one device, in an order of their own."""
+    """Copies from and to one device, in an order of their own."""
 
     def __init__(self, device: torch.device) -> None:
-        """From now on copies come after what was queued on the device before."""
+        """Orders the copies behind the work that was queued on the device before."""
 
     def block(self, nbytes: int) -> torch.Tensor:
-        """Host memory that the device writes to and reads without a detour."""
+        """Allocates host memory that the device reads and writes directly (page-locked)."""
         ...
 
     def start(self, target: torch.Tensor, source: torch.Tensor) -> Wait:
-        """Queues a copy between device and block; the result returns when it has ended, each time it is called."""
+        """Queues a copy between device and block. Returns a function that waits until it has ended."""
         ...
 
 
 class StreamCopies:
-    """Copies on a stream of their own: CUDA, and what has the same interface."""
+    """Copies on a stream of their own, for CUDA and backends with the same interface."""
 
     def __init__(self, device: torch.device) -> None:
         self._backend: Any = getattr(torch, device.type)
@@ -57,9 +58,9 @@ KINDS: Dict[str, Type[Copies]] = {"cuda": StreamCopies, "xpu": StreamCopies}
 
 
 def copies_for(kind: str) -> Optional[Type[Copies]]:
-    """Copies from and to a kind of device, such as "cuda"; None where nobody has shown that they work."""
+    """Returns the copies for a device type, such as "cuda"; None for a type on which they were never tested."""
     if kind == torch._C._get_privateuse1_backend_name() and hasattr(getattr(torch, kind, None), "Stream"):
-        return StreamCopies  # an accelerator that registers itself does it with CUDA's interface
+        return StreamCopies  # an accelerator that registers itself has CUDA's interface
     return KINDS.get(kind)
 
 
@@ -69,12 +70,12 @@ _free: Dict[str, List[torch.Tensor]] = {}
 
 @contextmanager
 def two_blocks(kind: str, copies: Copies, nbytes: int = 0) -> Iterator[List[torch.Tensor]]:
-    """Two blocks for one user. No copy into or out of them is under way when it gives them back.
+    """Two blocks for one user, who must return them without a copy in progress.
 
     Args:
-        kind: of device
-        copies: to get blocks where none is free
-        nbytes: of each, at least; never less than `BLOCK`
+        kind: device type
+        copies: allocates blocks if none is free
+        nbytes: minimum size of each; at least `BLOCK`
     """
     with _lock:
         kept = _free.setdefault(kind, [])
@@ -88,11 +89,11 @@ def two_blocks(kind: str, copies: Copies, nbytes: int = 0) -> Iterator[List[torc
 
 
 class Staged:
-    """The bytes of some device memory, block by block. Several readers may be at it.
+    """The bytes of some device memory, block by block, for any number of readers.
 
     Args:
-        source: flat, of bytes
-        copies: from its device
+        source: a flat tensor of bytes
+        copies: those of its device
     """
 
     def __init__(self, source: torch.Tensor, copies: Copies) -> None:
@@ -103,7 +104,7 @@ class Staged:
         self._closed = False
 
     def close(self) -> None:
-        """From its return on, nobody reads the device memory. It takes as long as the copies that are under way."""
+        """After this call nobody reads the device memory. It waits for the copies in progress."""
         with self._lock:
             self._closed = True
             under_way = list(self._under_way)
@@ -111,7 +112,9 @@ class Staged:
             wait()
 
     def read(self, start: int) -> Generator[torch.Tensor, None, None]:
-        """The bytes from an offset on, in blocks; a block is valid until the next one. Ends early if closed."""
+        """Yields the bytes from an offset on, in blocks; a block is valid until the next one. Ends
+        early after `close`.
+        """
         turn = 0
         with two_blocks(self._source.device.type, self._copies) as blocks:
             ahead = self._start(blocks[0], start)

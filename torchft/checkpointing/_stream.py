@@ -26,9 +26,9 @@ from torchft.checkpointing._serialization import _Entry, allow_checkpoint_types,
 from torchft.checkpointing.transport import CheckpointError, Interrupted
 
 _PROTOCOL = 2  # the only one that the restricted unpickler reads
-# The storage to receive into, and the name of its device at the source.
+# Returns the storage to receive into, given a storage and the name of its device at the source.
 Home = Callable[[torch.UntypedStorage, str], torch.UntypedStorage]
-_READ_PIECE = 32 << 20  # bytes that one read brings at most, so that the progress is seen
+_READ_PIECE = 32 << 20  # bytes per read at most, so that the progress is visible
 
 
 def storage_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -46,7 +46,7 @@ def tensor_memory(flat: torch.Tensor) -> memoryview:
 
 @dataclass
 class Pickled:
-    """A pickled object whose storages were left out."""
+    """A pickled object without its storages."""
 
     prefix: bytes  # everything on the wire up to the first storage
     storages: List[torch.UntypedStorage]
@@ -57,7 +57,7 @@ class Pickled:
         return len(self.prefix) + sum(storage.nbytes() for storage in self.storages)
 
 
-# The restricted unpickler fills lists and dicts only; as arguments of the constructor the items get through.
+# The restricted unpickler fills lists and dicts only; items passed to the constructor get through.
 _REDUCERS: Dict[type, Any] = {
     collections.deque: lambda d: (collections.deque, (list(d), d.maxlen)),
     collections.defaultdict: lambda d: (collections.defaultdict, (d.default_factory, dict(d))),
@@ -73,7 +73,7 @@ class _Pickler(pickle.Pickler):
         self._keys: Dict[Tuple[int, torch.dtype], str] = {}
 
     def persistent_id(self, obj: object) -> Optional[Tuple[Any, ...]]:
-        if not isinstance(obj, _STORAGES):  # called for every object that is pickled
+        if not isinstance(obj, _STORAGES):  # a cheap test, because it is called for every object that is pickled
             return None
         if isinstance(obj, torch.storage.TypedStorage):
             storage, dtype, numel = obj._untyped_storage, obj.dtype, obj._size()
@@ -89,7 +89,7 @@ class _Pickler(pickle.Pickler):
 
 
 def pickle_object(obj: object) -> Pickled:
-    """Pickles structure and non-tensor values now; tensors are still the caller's."""
+    """Pickles structure and plain values now. The tensors are not copied."""
     data = io.BytesIO()
     pickler = _Pickler(data)
     pickler.dump(obj)
@@ -103,7 +103,7 @@ def pickle_object(obj: object) -> Pickled:
 
 @dataclass
 class _Records:
-    """What PyTorch's loader wants in place of a zip file."""
+    """Replaces the zip file that PyTorch's loader expects."""
 
     data: Dict[str, bytes] = field(default_factory=dict)
     storages: Dict[str, torch.Tensor] = field(default_factory=dict)
@@ -137,7 +137,7 @@ def read_object(
     meter: Optional[Meter] = None,
     home: Home = _stay,
 ) -> Any:
-    """Reads one stream to its end and makes the object.
+    """Reads one stream to its end and returns the object.
 
     Args:
         file: where the stream comes from; its buffer serves the many small reads, large ones pass it by
@@ -145,12 +145,12 @@ def read_object(
         size: length of the stream in bytes, if it is known
         storages: the memory of its storages, in their order, where that does not follow in the stream
         trusted: whether this process wrote the stream itself, so that it may hold any type
-        meter: gets the bytes that the stream announces, and those that have arrived
+        meter: counts the bytes that the stream announces, and those that have arrived
         home: says where a storage goes; it is given the storage, and the name of the device that the source has it on.
-            Default: it stays where it is
+            Default: the storage that it is given
 
     Raises:
-        CheckpointError: it is cut short or malformed, or holds a type that is not allowed
+        CheckpointError: the stream is cut short or malformed, or contains a type that is not allowed
     """
     allow_checkpoint_types()
     try:
@@ -162,7 +162,7 @@ def read_object(
 
     announced = sum(entry.length for entry in entries)
     if size is not None and announced > size:
-        # before memory is allocated for it
+        # checked before memory is allocated for it
         raise CheckpointError(f"{what} announces {announced} bytes in its records, and has {size} in all")
     if meter is not None:
         meter.expect(announced)
@@ -204,11 +204,11 @@ def _make_object(records: _Records, what: str, any_type: bool, home: Home = _sta
 
 
 class _EntriesUnpickler(pickle.Unpickler):
-    """Reads the list of records: PyTorch's own takes 0.1 ms for each, and there may be thousands."""
+    """Reads the list of records. PyTorch's unpickler takes 0.1 ms for each record, and there may be thousands."""
 
     def __init__(self, file: io.BufferedIOBase) -> None:
         super().__init__(file)
-        # A forged pickle can set attributes of the class itself: it gets one that nobody else has.
+        # A forged pickle can set attributes of the class itself, so each call gets a class of its own.
         self._record = type("_Record", (), {})
 
     def find_class(self, module: str, name: str) -> type:

@@ -1,4 +1,4 @@
-"""The state of the healing group: the tensors and devices that received values belong to."""
+"""The state of the healing group: the tensors and devices for the received values."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ CPU = torch.device("cpu")
 
 
 class Target:
-    """The state that a healing group has already.
+    """The state that a healing group already has.
 
     Args:
-        read: gives its state, built as the one that arrives
+        read: returns its state, structured as the received one
         writable: whether its tensors may be filled while the state arrives: nobody reads them, and nothing is lost if
             the transfer fails. Otherwise what arrives stays in memory of the host until `settle`.
     """
@@ -28,11 +28,11 @@ class Target:
     def __init__(self, read: Callable[[], object], writable: bool) -> None:
         self._read = read
         self.writable = writable
-        # Where the source has what arrived in memory of the host, if that is a device.
+        # the source's devices of the tensors that were received in host memory
         self.devices: Dict[Path, str] = {}
 
     def own(self) -> Dict[Path, torch.Tensor]:
-        """Its tensors. A group whose state cannot be read heals as well: then all of it is new."""
+        """The local tensors by path. A group whose state cannot be read heals as well: then all tensors are new."""
         try:
             return tensors_by_path(self._read())
         except Exception as error:
@@ -53,14 +53,14 @@ class Target:
 
 
 class Homes:
-    """The device for a tensor that a group does not have yet.
+    """Chooses the device for a tensor that a group does not have yet.
 
     It is where the group has the other tensors that the source has on that device: the source's indices say nothing
     here. No device is used that the group's own tensors do not use.
 
     Args:
         own: the group's tensors
-        devices: where the source has tensors
+        devices: on which the source has tensors
     """
 
     def __init__(self, own: Mapping[Path, torch.Tensor], devices: Mapping[Path, str]) -> None:
@@ -70,7 +70,7 @@ class Homes:
             self._counts.setdefault(devices[path], Counter())[own[path].device] += 1
 
     def of(self, device: str) -> torch.device:
-        """Where a tensor goes that the source has on this device; memory of the host if that cannot be told."""
+        """The local device for a tensor that the source has on this device; host memory if that cannot be told."""
         if device == "cpu":
             return CPU
         if device in self._counts:
@@ -106,7 +106,7 @@ class _Settling:
 
 
 def alike(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether one can be filled with the other."""
+    """Whether one tensor can be filled with the other."""
     if is_dtensor(mine) != is_dtensor(theirs):
         return False
     a, b = local_part(mine), local_part(theirs)
@@ -114,7 +114,7 @@ def alike(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor in new memory on a device."""
+    """Copies the tensor to new memory on a device."""
     flags = tensor.requires_grad + 2 * isinstance(tensor, torch.nn.Parameter)
     if not is_dtensor(tensor):
         return with_flags(tensor.detach().to(device), flags)

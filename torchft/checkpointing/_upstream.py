@@ -1,4 +1,4 @@
-"""Healing in the upstream format: one stream, or several with a part of the leaves each."""
+"""Heals in the upstream format: one stream, or several that each carry a part of the leaves."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 FULL = "full"
 METADATA = "metadata"
-_MAX_STREAMS = 16  # chunks that are fetched at once
+_MAX_STREAMS = 16  # chunks fetched at the same time
 
 # Names of the main part of the user's state: the constructor's, and what upstream (measured: 0.2.0 and a
 # nightly of 2026-10-26) calls it where set_state_dict_fns set it.
 MAIN_PARTS = ("default", "set_state_dict_fns")
-_AFTER = "after "  # begins the key of what fills up behind a main part
+_AFTER = "after "  # beginning of the keys of padding behind a main part
 
 
 def with_main_parts(state: Any, num_chunks: int) -> Any:
-    """The state of a Manager with its main part under all names, so that a target of any generation finds it.
+    """Returns the state of a Manager with its main part under all names, so that targets of any version find it.
 
     A stream has each storage once. So the leaves of a part are in the same chunks under all names: those that fill up
     are ignored by the target, like every name that it does not know.
@@ -44,14 +44,14 @@ def with_main_parts(state: Any, num_chunks: int) -> Any:
         if key not in given:
             parts[key] = part
             continue
-        for name in sorted(MAIN_PARTS, key=lambda name: name != key):  # its own first
+        for name in sorted(MAIN_PARTS, key=lambda name: name != key):  # the source's own name first
             parts[name] = part
             parts[_AFTER + name] = [0] * (-leaves % max(1, num_chunks))
     return {**state, "user": parts}
 
 
 def without_other_names(state: Any) -> Any:
-    """The state of before :func:`with_main_parts`; one that it did not make is as it was."""
+    """Undoes :func:`with_main_parts`; any other state is returned unchanged."""
     user = state.get("user") if isinstance(state, dict) else None
     if not isinstance(user, dict):
         return state
@@ -65,13 +65,13 @@ def without_other_names(state: Any) -> Any:
 def receive_upstream(
     answer: Answer, metadata: str, step: int, key: str, num_chunks: int, deadline: float, token: str, home: Home
 ) -> Any:
-    """Reads the state that a source answers with.
+    """Reads the state that a source sends.
 
     Args:
-        answer: what it answered
-        metadata, step, key, deadline, token: with which it was asked, see `_http_client.ask`
-        num_chunks: in how many streams it comes if the key is not `full`
-        home: where storages go, see `_stream.read_object`
+        answer: of the source to the first request
+        metadata, step, key, deadline, token: those of the first request, see `_http_client.ask`
+        num_chunks: number of streams, if the key is not `full`
+        home: chooses storages, see `_stream.read_object`
 
     Raises:
         CheckpointError, TimeoutError: see `CheckpointTransport.recv_checkpoint`

@@ -40,37 +40,37 @@ _REQUEST_TIMEOUT = 30.0  # seconds for a peer to write its request
 class HTTPTransport(CheckpointTransport[T]):
     """Serves the state of this replica group to the groups that heal from it, and fetches theirs.
 
-    The source must not wait for its readers. Mostly they are done before it changes its state; in case they are not,
-    a copy is made in the background, and `disallow_checkpoint` waits at most for that. So it is when the state fits
-    into half of the free memory; otherwise `disallow_checkpoint` waits for the readers, at most `timeout`, and then
+    The source must not wait for its readers. Usually they have finished before it changes its state. In case they have
+    not, a copy is made in the background if the state fits into half of the free memory, and `disallow_checkpoint`
+    waits for the copy only. Without a copy, `disallow_checkpoint` waits for the readers, at most `timeout`, and then
     cuts them off.
 
-    Between two of these the native core moves the tensors' memory, in blocks with checksums and on several connections
-    at once; a transfer that loses its connections goes on where it was. State on a GPU goes through page-locked blocks
-    on either end. With a peer that runs upstream, and for state on a GPU where `snapshot` is False,
-    PyTorch's streaming format over HTTP does.
+    Between two transports of this class the native core moves the tensors' memory, in blocks with checksums, on several
+    connections at once. A transfer that loses its connections continues where it was. State on a GPU goes through
+    page-locked blocks of host memory on both ends. With an upstream peer, and for state on a GPU if `snapshot` is
+    False, PyTorch's streaming format over HTTP is used.
 
-    What arrives is tensors, plain values and containers; other types are read by PyTorch's restricted unpickler, and
-    need `torch.serialization.add_safe_globals`. Where TORCHFT_TOKEN_FILE names a file, its content is a token that
-    whoever fetches a checkpoint must show.
+    The received state consists of tensors, plain values and containers; other types are read by PyTorch's restricted
+    unpickler, and need `torch.serialization.add_safe_globals`. If TORCHFT_TOKEN_FILE names a file, its content is a
+    token, and only targets that prove to know it can fetch a checkpoint.
 
     Args:
         timeout: limit for each wait at the source: of a request for a checkpoint, of `disallow_checkpoint` for readers,
             of a peer that takes no data. Also how long a copy is kept for stragglers after `disallow_checkpoint`.
-        num_chunks: for peers that run upstream: 0 moves the state in one stream, n in n streams at once.
-            The same number in every replica group.
+        num_chunks: for upstream peers: 0 sends the state in one stream, n in n streams at once. Must be the same in
+            every replica group.
         snapshot: True always copies, False never; None decides by the free memory
-        state_dict: gives the target's own state. Its tensors are received in place; those that it has not are
-            allocated. A state whose tensors differ in name, shape or dtype is refused. A transfer that fails leaves
-            tensors half old and half new: they are good again after the next one. What comes in the upstream format
-            is allocated, and copied into them when it is all there.
-        checksum: whether what this transport receives carries checksums
-        bandwidth_limit: bytes a second that the targets get from here together; 0: no limit
-        background: whether serving comes after everything else that this host does. By default that holds only for the
-            groups that help; for the assigned source the whole job waits. Where sources train on while a group heals,
-            as with LocalSGD and DiLoCo, it keeps their steps fast, and the heal takes the time that is left.
-        hosts: the addresses of this host to announce, the best first; a target takes the first that answers, a
-            upstream one the first. Default: the one of `torchft.addresses.announced_host`
+        state_dict: returns the target's own state. Its tensors are received in place; other tensors are allocated. A
+            state whose tensors differ in name, shape or dtype is refused. After a failed transfer, tensors may be
+            partly old and partly new; they are consistent again after the next successful one. A state in the upstream
+            format is received into new memory, and copied into the tensors when it is complete.
+        checksum: whether received data is verified by checksums
+        bandwidth_limit: bytes per second for all targets together; 0: no limit
+        background: whether serving has the lowest priority on this host. By default only additional sources do that,
+            because the whole job waits for the assigned source. Set it where sources train on while a group heals, as
+            with LocalSGD and DiLoCo: their steps stay fast, and the heal uses the remaining processor time.
+        hosts: the addresses of this host to announce, the best first. A target uses the first that answers, an upstream
+            target only the first one. Default: that of `torchft.addresses.announced_host`
 
     Raises:
         ValueError: a timeout that is not positive, a negative number of chunks or bandwidth
@@ -98,7 +98,7 @@ class HTTPTransport(CheckpointTransport[T]):
         if bandwidth_limit < 0:
             raise ValueError(f"bandwidth_limit is {bandwidth_limit}: allowed are bytes a second, and 0 for no limit")
         if not hosts:
-            announced_host()  # a bad setting shows here
+            announced_host()  # raises now if a setting is bad
         self._timeout = timeout.total_seconds()
         self._state_dict = state_dict
         self.in_place = state_dict is not None
@@ -122,7 +122,7 @@ class HTTPTransport(CheckpointTransport[T]):
     def address(self) -> str:
         """Where peers find this server: `http://{host}:{port}/checkpoint/`."""
         if not self._address:
-            # Only now: a Manager that was made after this transport knows the way to the lighthouse.
+            # Not earlier: a Manager that is made after this transport may set the lighthouse, and so the route.
             self._address = announce(self._hosts or [announced_host()], self._server.server_port)
         return self._address
 
@@ -159,23 +159,23 @@ class HTTPTransport(CheckpointTransport[T]):
         return free is not None and checkpoint.nbytes <= free // 2
 
     def allow_checkpoint(self, step: int) -> None:
-        """Offers the state of the last `send_checkpoint` as that of `step`.
+        """Offers the state of the last `send_checkpoint` again, as the state of `step`.
 
         Raises:
-            RuntimeError: there is none
+            RuntimeError: there is no such state
         """
         self._source.allow(step)
 
     def prepare_pieces(self) -> None:
-        """Lets requests for parts of the state wait for `offer_pieces`."""
+        """Makes requests for parts of the state wait for `offer_pieces`."""
         self._window.used = True
 
     def note_step(self, step: int, head: Any) -> None:
-        """Keeps what targets that ask for parts need of each step, as JSON, for some steps."""
+        """Keeps for some steps what targets need of each step, as JSON, before they request parts."""
         self._window.note(step, head)
 
     def offer_pieces(self, step: int, giver: Giver) -> None:
-        """Gives parts of the state of a step, and the whole if a target asks for it, until `disallow_checkpoint`."""
+        """Serves parts of the state of a step, and all of it if a target asks, until `disallow_checkpoint`."""
         self._window.open(step, giver)
 
     def disallow_checkpoint(self) -> None:
@@ -233,7 +233,7 @@ class HTTPTransport(CheckpointTransport[T]):
             self._receiving = None
 
     def abandon_receiving(self, reason: Exception) -> None:
-        """Ends a `recv_checkpoint` that runs on another thread: it raises CheckpointError with this reason."""
+        """Aborts a `recv_checkpoint` that runs on another thread: it raises CheckpointError with this reason."""
         receiving = self._receiving
         if receiving is not None:
             receiving.because(reason)
@@ -311,7 +311,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
         else:
             self._extend_deadline()
-            # Else the end of an answer waits until its beginning is acknowledged, for up to 40 ms.
+            # Otherwise the end of an answer waits for the acknowledgement of its beginning, for up to 40 ms.
             self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Type", "application/octet-stream")
@@ -337,11 +337,11 @@ class _Handler(BaseHTTPRequestHandler):
         self._extend_deadline()
         self.send_response(HTTPStatus.OK)
         if native is not None:
-            self.send_header("Upgrade", PROTOCOL)  # so that a target whose request was garbled asks again
+            self.send_header("Upgrade", PROTOCOL)  # a target whose request was garbled then knows to retry
         self.send_header("Content-Type", "application/octet-stream")
         self.send_header("Content-Length", str(stream.nbytes))
         self.end_headers()
-        # An error from here on ends the connection: the peer sees a body that is shorter than announced.
+        # An error after this point ends the connection: the peer receives a shorter body than announced.
         self.close_connection = True
         with closing(offer.read(stream, self.connection.abort)) as pieces:
             for piece in pieces:
@@ -357,7 +357,7 @@ class _Handler(BaseHTTPRequestHandler):
         return None if server is None else offer.native(server)
 
     def _hand_over(self, offer: Offer, native: _native_transfer.NativeOffer) -> None:
-        """Lets the native core serve this target, and waits until that is over."""
+        """Lets the native core serve this target, and waits for the end of the transfer."""
         self.close_connection = True
         server = self.server.native.get()
         if server is None:
@@ -376,7 +376,9 @@ class _Handler(BaseHTTPRequestHandler):
             grant.end()
 
     def _heard_done(self, grant: _native_transfer.Grant) -> bool:
-        """Whether the target said that it has everything; otherwise it has ended, or has read nothing for too long."""
+        """Whether the target reported that it has everything. Otherwise it has ended, or has read
+        nothing for too long.
+        """
         served = -1
         while True:
             self._extend_deadline()
@@ -396,7 +398,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _refuse(self, status: HTTPStatus, reason: str) -> None:
         self._extend_deadline()
         body = reason.encode()
-        # the reason is in the status line too: that is where upstream peers look
+        # in the status line too, where upstream peers look for the reason
         self.send_response(status, reason.encode("latin-1", "replace").decode("latin-1"))
         self.send_header("Content-Type", "text/plain; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
@@ -408,7 +410,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _parse(path: str) -> Optional[Tuple[Optional[int], str]]:
-    """Step and part of `/checkpoint/{step}/{part}`; no step: what follows `/checkpoint/along/`."""
+    """Step and part of `/checkpoint/{step}/{part}`. For `/checkpoint/along/...` there is no step, and the
+    part is the rest.
+    """
     path = strip(path)
     if path.startswith(f"{PREFIX}{PART}/"):
         return None, path.removeprefix(f"{PREFIX}{PART}/")

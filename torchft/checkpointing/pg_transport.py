@@ -34,38 +34,38 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Bytes of the largest message. Both ends cut so: what is not received in its place goes through one such piece, which
-# is all the memory of the device that a transfer takes.
+# Bytes of the largest message, the same on both ends. A tensor that is not received in its place goes through one such
+# piece, the only device memory that a transfer allocates.
 _PIECE = 32 << 20
 _LEAST_PIECE = 256 << 10
 _PIECES = 64
-_MAX_HEADER = 8 << 30  # bytes; more is no header
+_MAX_HEADER = 8 << 30  # bytes; a larger header is refused as malformed
 _MAGIC = 0x746F726368667432  # "torchft2"
-_REFUSED = 0x746F726368667421  # "torchft!": the text that follows says why nothing else does
+_REFUSED = 0x746F726368667421  # "torchft!": followed by a text that says why there is no state
 _ON_CPU, _ON_DEVICE = -1, -2  # in place of a region's number; a tensor on the k-th device has -2 - k
 _MAX_REASON = 10_000  # bytes
 _POLL = 0.001  # seconds
 _STEP = struct.Struct("<q")
 _EARLY = 0.01  # seconds
-_TAG = 1  # messages between two ranks arrive in order, so one tag will do
+_TAG = 1  # messages between two ranks arrive in order, so one tag suffices
 
 
 class PGTransport(CheckpointTransport[T]):
     """Sends the state over a process group between the replica groups.
 
-    A header with the structure and everything that is not a tensor goes first, then the tensors one by one, DTensors as
-    their local part. `send_checkpoint` returns when all targets have everything, so the source waits for them. Where
-    the group works on a device it returns when all is queued there, and `disallow_checkpoint` waits for the device. The
-    header is in the safe encoding of `HTTPTransport`.
+    A header with the structure and all other values comes first, then the tensors one by one, DTensors as their local
+    shard. `send_checkpoint` returns when all targets have everything, so the source waits for them. If the process
+    group works on a device, it returns when all sends are queued there, and `disallow_checkpoint` waits for the device.
+    The header uses the safe encoding of `HTTPTransport`.
 
     Args:
         pg: the process group; replica ranks are its ranks
-        timeout: limit for a transfer when the call gives none. Either counts in place of the group's own timeout, but
-            not where NCCL runs in another process or in a native group: those know the group's alone.
-        device: where the process group wants its tensors: `cpu` for Gloo, a GPU for NCCL
-        state_dict: gives the target's own state. A tensor that is found there under the same path, with the same shape
-            and dtype, is received in place; otherwise memory is allocated for it. A transfer that fails leaves such
-            tensors half old and half new: they are good again after the next one.
+        timeout: limit for a transfer if the call has none. Both replace the process group's own timeout, except with
+            NCCL in another process or in a native group, where only the group's timeout applies.
+        device: on which the process group needs tensors: `cpu` for Gloo, a GPU for NCCL
+        state_dict: returns the target's own state. A tensor under the same path there, with the same shape and dtype,
+            is received in place; otherwise memory is allocated. After a failed transfer, such tensors may be partly
+            old and partly new; they are consistent again after the next successful one.
 
     Raises:
         ValueError: a timeout that is not positive
@@ -94,10 +94,11 @@ class PGTransport(CheckpointTransport[T]):
         return "<n/a>"
 
     def disallow_checkpoint(self) -> None:
-        """Returns when the device has read what `send_checkpoint` has queued.
+        """Waits until the device has read the tensors that `send_checkpoint` has queued.
 
         Raises:
-            CheckpointTimeout: it has not in time, as when a target failed; the tensors must not be changed
+            CheckpointTimeout: it has not read them in time, for example because a target failed; the tensors
+                must not be changed
         """
         sent, self._sent = self._sent, None
         if sent is not None:
@@ -151,7 +152,7 @@ class PGTransport(CheckpointTransport[T]):
         """See `CheckpointTransport.recv_checkpoint`.
 
         Args:
-            target: where tensors go if this transport has no `state_dict`
+            target: chooses the devices of tensors if this transport has no `state_dict`
         """
         what = f"checkpoint of step {step} from rank {src_rank}"
         channel = self._channel([src_rank], what, timeout)
@@ -173,13 +174,15 @@ class PGTransport(CheckpointTransport[T]):
 
     @contextmanager
     def _released(self, channel: _Channel, receiving: bool) -> Iterator[None]:
-        """Lets the other end go on when this one fails: it would wait until its timeout, and all groups with it."""
+        """Notifies the other end if this one fails. Otherwise it would wait until its timeout, and
+        all groups with it.
+        """
         try:
             yield
         except Exception:
             if not channel.broken and not (receiving and channel.discard()):
                 logger.info("%s: the process group is aborted in the middle of it", channel.what)
-                with suppress(Exception):  # the error that led here counts
+                with suppress(Exception):  # the error that led here is the one to report
                     abort_group(self._pg)
             raise
 
@@ -215,11 +218,11 @@ class PGTransport(CheckpointTransport[T]):
         start = raw.tell()
         if start + sum(said.sizes) != length:
             raise CheckpointError(f"{what}: its header has {length} bytes and announces {start + sum(said.sizes)}")
-        # clones, so that each begins where any dtype may
+        # clones, because a view may begin at an address that the dtype does not allow
         return _STEP.unpack(step)[0], said, [part.clone() for part in body[start:].split(said.sizes)]
 
     def _recv_tensor(self, channel: _Channel, places: _Places, path: Path, node: List[Any]) -> Optional[torch.Tensor]:
-        """Receives the tensor that comes next: into the one that is here, if it is alike, else into new memory."""
+        """Receives the next tensor: into the local one if it is equal in layout, else into new memory."""
         of_dtensor = node[0] == "D"
         _, _, dtype_name, _, shape, _, flags = node[1] if of_dtensor else node
         dtype, shape = dtype_of(dtype_name), torch.Size(shape)
@@ -230,19 +233,19 @@ class PGTransport(CheckpointTransport[T]):
                 channel.recv(local)
                 return mine
         if of_dtensor:
-            return None  # it is made of its local part, which is asked for next
+            return None  # it is made of its local part, which comes next
         fresh = places.new(node, channel.what)
         channel.recv(fresh)
         return with_flags(fresh, flags)
 
 
 class _Places:
-    """Where the tensors of one transfer go.
+    """Chooses the memory for the tensors of one transfer.
 
     Args:
-        said: what the source says of its state
-        own: the tensors that are here, to be filled
-        home: the device of those that are not, by where the source has them
+        said: the source's description of its state
+        own: the local tensors, to be filled
+        home: returns the device of other tensors, given their device at the source
     """
 
     def __init__(self, said: Structure, own: Mapping[Path, torch.Tensor], home: Callable[[str], torch.device]) -> None:
@@ -252,7 +255,7 @@ class _Places:
         self._memory = HostMemory()
 
     def new(self, node: List[Any], what: str) -> torch.Tensor:
-        """Memory for a tensor."""
+        """Allocates memory for a tensor."""
         _, _, dtype_name, _, shape, _, _ = node
         dtype, home = dtype_of(dtype_name), self._home(_source_device(self._said, node))
         return _empty(torch.Size(shape), dtype, home, what, self._memory)
@@ -260,39 +263,39 @@ class _Places:
 
 @dataclass
 class _Channel:
-    """Messages to some ranks, or from one, all by one deadline. Both ends cut what they move into the same pieces."""
+    """Messages to some ranks, or from one, with one deadline for all. Both ends cut data into the same pieces."""
 
     pg: ProcessGroup
-    error: Callable[[], Optional[Exception]]  # of that group
+    error: Callable[[], Optional[Exception]]  # returns the error of the process group
     ranks: List[int]
     what: str
     timeout: timedelta
-    device: torch.device  # where the group wants its tensors
+    device: torch.device  # on which the process group needs tensors
     meter: Optional[Meter] = None  # counts the received bytes
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.timeout.total_seconds()
         self._piece = _LEAST_PIECE
         self._stage: Optional[torch.Tensor] = None
-        self._left: Optional[deque[int]] = None  # bytes of the tensors that are to come; None: it is not known
-        self.broken = False  # the other end has an error as well, or runs out of the same time
+        self._left: Optional[deque[int]] = None  # bytes of the tensors still to come; None: not known
+        self.broken = False  # set if the other end has an error as well, or has the same deadline
 
     def announced(self, sizes: List[int]) -> None:
-        """The bytes of the tensors are known. Of a small state the pieces are smaller, so that they take little memory
-        beside it.
+        """Called when the number of bytes is known. A small state is cut into smaller pieces, which
+        take little memory.
         """
         self._piece = min(_PIECE, max(_LEAST_PIECE, sum(sizes) // _PIECES))
         self._stage = None
         self._left = deque(sizes)
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Sends a tensor to all."""
+        """Sends a tensor to all ranks."""
         for piece in self._pieces(tensor):
             here = piece.to(self.device)
             self._wait([partial(self.pg.send, [here], rank, _TAG) for rank in self.ranks])
 
     def recv(self, tensor: torch.Tensor) -> None:
-        """Fills a tensor."""
+        """Receives into a tensor."""
         if not tensor.is_contiguous():
             beside = _empty(tensor.shape, tensor.dtype, CPU, self.what)
             self.recv(beside)
@@ -309,7 +312,9 @@ class _Channel:
             self._left.popleft()
 
     def discard(self) -> bool:
-        """Receives what is still to come, and forgets it. False: it cannot, and the other end waits."""
+        """Receives the rest of the state and drops it, so that the other end does not wait. Returns False if
+        that is impossible.
+        """
         if self._left is None:
             return False
         try:
@@ -336,7 +341,7 @@ class _Channel:
         return self._stage[:nbytes]
 
     def _wait(self, operations: List[Callable[[], Any]]) -> None:
-        """Starts them all, then waits for them."""
+        """Starts all operations, then waits for them."""
         try:
             with point_to_point_timeout(timedelta(seconds=max(_EARLY, self._deadline - time.monotonic()))):
                 works = [start() for start in operations]
@@ -348,7 +353,7 @@ class _Channel:
                     raise RuntimeError("the process group reported a failure without an error")
         except Exception as error:
             self.broken = True
-            # Gloo counts whole milliseconds, and is a little early
+            # Gloo counts whole milliseconds, and times out a little early.
             if time.monotonic() >= self._deadline - _EARLY or isinstance(error, TimeoutError):
                 raise self.timed_out() from error
             raise CheckpointError(f"{self.what}: {type(error).__name__}: {error}") from error
@@ -357,7 +362,7 @@ class _Channel:
         return CheckpointTimeout(f"{self.what}: timed out after {self.timeout.total_seconds():g} seconds{why}")
 
     def queued(self) -> Optional[_Queued]:
-        """The operations so far: on a device the group returns when they are queued."""
+        """The operations so far: on a device the process group returns when they are queued."""
         return None if self.device.type == "cpu" else _Queued(self)
 
 
@@ -371,11 +376,11 @@ class _Queued:
         self._end.record(backend.current_stream(channel.device))
 
     def wait(self) -> None:
-        """Polls until the device has ended them: with a peer that failed, the device may never do so.
+        """Polls until the device has finished them: if a peer has failed, the device may never do so.
 
         Raises:
-            CheckpointTimeout: it has not by the deadline
-            CheckpointError: the group was aborted meanwhile, so that what arrived may be anything
+            CheckpointTimeout: it has not finished by the deadline
+            CheckpointError: the group was aborted in the meantime, so the received data is undefined
         """
         channel = self._channel
         while not self._end.query():
@@ -388,7 +393,7 @@ class _Queued:
 
 
 class _Header(Encoded):
-    """A state whose tensors follow one by one, in the order in which they are described."""
+    """The header of a state, whose tensors follow one by one in the order of their descriptions."""
 
     def __init__(self, state: object) -> None:
         self.tensors: List[torch.Tensor] = []
@@ -409,7 +414,7 @@ class _Header(Encoded):
 
 
 def _source_device(said: Structure, node: List[Any]) -> str:
-    """Where the source has a tensor. The node may be malformed: `decode` says so."""
+    """The source's device for a tensor. For a malformed node this raises nothing: `decode` does."""
     place = (node[1] if node[0] == "D" else node)[1]
     return said.devices.get(_ON_DEVICE - place, "cpu") if type(place) is int else "cpu"
 
@@ -427,7 +432,9 @@ def _empty(
 
 
 def _announced_sizes(tree: Any) -> List[int]:
-    """Bytes of the tensors that follow a header, in their order. It may be malformed: `decode` says so."""
+    """The bytes of each tensor that follows a header, in order. For a malformed header this raises
+    nothing: `decode` does.
+    """
     sizes = []
     for _, node in tensor_nodes(tree, ()):
         _, _, dtype_name, _, shape, _, _ = node[1] if node[0] == "D" else node

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Role(Enum):
-    """The role of a group for one that heals."""
+    """The role of a source for one target."""
 
     ASSIGNED = "the quorum names it as the source, and the whole job may wait for it"
     ADDITIONAL = "blocks that equal those of the assigned source may come from it"
@@ -31,7 +31,7 @@ class CheckpointError(RuntimeError):
 
 
 class Interrupted(CheckpointError):
-    """A connection broke, or what came on it is not what was sent: another attempt may succeed."""
+    """A connection broke, or the received data was damaged: a retry may succeed."""
 
 
 class CheckpointTimeout(TimeoutError, RuntimeError):
@@ -44,10 +44,10 @@ class CheckpointTimeout(TimeoutError, RuntimeError):
 
 @contextmanager
 def bounded(what: str) -> Iterator[None]:
-    """Makes a CheckpointTimeout of any TimeoutError in the block.
+    """Turns any TimeoutError in the block into a CheckpointTimeout.
 
     Args:
-        what: is done in it
+        what: names the operation in the message
     """
     try:
         yield
@@ -58,7 +58,7 @@ def bounded(what: str) -> Iterator[None]:
 
 
 class Unsendable(CheckpointError):
-    """The state of a source holds something that cannot be sent. Its targets have heard so."""
+    """The state of a source contains something that cannot be sent. Its targets have been told."""
 
 
 class CheckpointTransport(Generic[T], ABC):
@@ -98,11 +98,11 @@ class CheckpointTransport(Generic[T], ABC):
 
         Raises:
             TimeoutError: not done in time
-            Unsendable: it never will be
+            Unsendable: the state cannot be sent at all
         """
 
     def refuse_checkpoint(self, dst_ranks: List[int], step: int, reason: str, timeout: timedelta) -> None:
-        """Called in place of `send_checkpoint` where there is no state to send: the targets need not wait for it.
+        """Called in place of `send_checkpoint` if there is no state to send, so that the targets need not wait for it.
 
         Args:
             dst_ranks, step, timeout: as of `send_checkpoint`
@@ -119,7 +119,7 @@ class CheckpointTransport(Generic[T], ABC):
         raise NotImplementedError(f"{type(self).__name__} moves a checkpoint from one source")
 
     def disallow_checkpoint(self) -> None:
-        """Called when the state is about to change: afterwards nobody reads the tensors that were sent.
+        """Called before the state changes: after this call nobody reads the tensors that were sent.
 
         Waits as long as reads of them are in flight.
         """
@@ -146,5 +146,5 @@ class CheckpointTransport(Generic[T], ABC):
         """Ends the transport and every request that waits in it.
 
         Args:
-            wait: return only when its threads have ended
+            wait: whether to wait until its threads have ended
         """

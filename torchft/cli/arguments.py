@@ -16,13 +16,13 @@ _SECONDS = {"ms": 0.001, "": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags with hyphens and underscores alike; an unknown one is answered with the nearest that there is."""
+    """Accepts flags with hyphens or underscores, and suggests the nearest flag for an unknown one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         kwargs.setdefault("allow_abbrev", False)
         super().__init__(*args, **kwargs)
-        self._negative_number_matcher = re.compile(r"-\d")  # "-3s" is a value that is wrong, and no flag
+        self._negative_number_matcher = re.compile(r"-\d")  # "-3s" is a malformed value, not a flag
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         parsed, unknown = self.parse_known_args(sys.argv[1:] if args is None else args, namespace)
@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def ask_of(parser: argparse.ArgumentParser) -> None:
-    """The flags that say which lighthouse is asked, and of which of its jobs."""
+    """Adds the flags that select the lighthouse and the job."""
     parser.add_argument("--lighthouse", metavar="ADDRESS", help=f"http://host:port (environment: {LIGHTHOUSE_ENV})")
     parser.add_argument("--job", metavar="ID", help=f"one of the jobs that it serves (environment: {JOB_ENV})")
 
@@ -53,7 +53,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def duration(text: str) -> float:
-    """Seconds: ``10s``, ``1.5m``, ``500ms``, ``10``."""
+    """Parses seconds: ``10s``, ``1.5m``, ``500ms``, ``10``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(ms|s|m|h|)", text)
     if match is None or float(match[1]) <= 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: a time above 0 like 500ms, 10s or 2m")
@@ -67,7 +67,7 @@ def positive(text: str) -> int:
 
 
 def replicas(text: str) -> tuple[int, int]:
-    """How many replica groups at first, and at most: ``2`` or ``2:8``."""
+    """Parses the number of replica groups, initial and maximum: ``2`` or ``2:8``."""
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     least = int(match[1]) if match else 0
     most = int(match[2] or least) if match else 0

@@ -32,9 +32,9 @@ _MARKS = {"ok": "ok   ", "warn": "warn ", "bad": "BAD  "}
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. ``advice`` says what to do about it."""
+    """The result of one check. ``advice`` names the remedy."""
 
-    state: str  # ok, warn, bad
+    state: str  # "ok", "warn" or "bad"
     text: str
     advice: str = ""
 
@@ -120,7 +120,7 @@ def _own_address(lighthouse: str) -> Iterator[Finding]:
     more = ", ".join([*([address] if address != host else []), *_interface(address)])
     yield Finding("ok", f"this machine announces itself as {host}" + (f" ({more})" if more else ""))
     if not lighthouse or _is_loopback(_address(_host_of(lighthouse))):
-        return  # the job is on this machine alone, or there is none yet
+        return  # the job is local, or there is none yet
     if _is_loopback(address):
         yield Finding("warn", f"{host} cannot be reached from other machines", "set TORCHFT_HOST")
     name = socket.gethostname()
@@ -140,7 +140,7 @@ def _host_of(lighthouse: str) -> str:
 
 
 def _address(host: str) -> str:
-    """Of a host's name; the name itself, where it has none."""
+    """The IP address of a host name; the name itself if it does not resolve."""
     try:
         return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
     except (OSError, UnicodeError):
@@ -152,14 +152,14 @@ def _is_loopback(address: str) -> bool:
 
 
 def _interface(address: str) -> list[str]:
-    """The network interface that has this address, if it is known."""
+    """The network interface with this address, if known."""
     from torchft.addresses import interface_address
 
     return [f"interface {name}" for _, name in socket.if_nameindex() if interface_address(name) == address][:1]
 
 
 def _torch() -> Iterator[Finding]:
-    # In a process of its own: a CUDA that crashes must not end this one.
+    # In a separate process, so that a crash of CUDA does not end this one.
     script = (
         "import torch, torch.distributed as d; print(d.is_gloo_available(), d.is_nccl_available(), "
         "torch.cuda.device_count() if torch.cuda.is_available() else 0, "
@@ -214,7 +214,7 @@ def _lighthouse(addresses: str | None, job: str | None) -> Iterator[Finding]:
         lighthouse = Lighthouse(addresses, job)
         began = time.monotonic()
         known = any(job["job"] == lighthouse.job for job in lighthouse.get("/jobs"))
-        members = lighthouse.get("/status")["members"] if known else []  # it may not have begun
+        members = lighthouse.get("/status")["members"] if known else []  # the job may not have begun
     except Unanswered as e:
         yield Finding("bad", str(e))
         return
@@ -233,7 +233,7 @@ def _clock(address: str) -> Iterator[Finding]:
         answered = time.time()
     except (OSError, TypeError, ValueError):
         return
-    # The answer was written between the two, in the second that its date names.
+    # The answer was written between `before` and `after`, in the second that its Date header names.
     skew = max(0.0, asked - (there + 1)) or min(0.0, answered - there)
     if abs(skew) > _MOST_SKEW_SEC:
         yield Finding(

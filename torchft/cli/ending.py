@@ -63,10 +63,10 @@ def _known(lighthouse: Lighthouse) -> list[str]:
 
 
 def meant(name: str, known: list[str]) -> str:
-    """The group that a name, or the beginning of one, stands for.
+    """The group that a name, or the beginning of one, identifies.
 
     Raises:
-        Unanswered: there is none, or several.
+        Unanswered: no group matches, or several do.
     """
     meant = [name] if name in known else [other for other in known if other.startswith(name)]
     if len(meant) != 1:

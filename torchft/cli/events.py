@@ -1,4 +1,4 @@
-"""``torchft events``: what happened in a job, and what happens now."""
+"""``torchft events``: the past events of a job, and new ones as they happen."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _followed(lighthouse: Lighthouse) -> Iterator[dict[str, Any]]:
-    """All events, without an end: a stream that breaks is opened again where it was."""
+    """Yields events forever. A broken stream is reopened at the same position."""
     last = 0
     while True:
         try:
             for name, data in lighthouse.stream(f"/api/v1/events?after={last}"):
                 if name == "whole" and data["last"] < last:
-                    last = 0  # another lighthouse, whose events are numbered from the start
+                    last = 0  # another lighthouse numbers its events from the start
                 for event in data["events"] if name == "whole" else [data] if name == "event" else []:
                     if event["id"] > last:
                         last = event["id"]
@@ -51,7 +51,7 @@ def _followed(lighthouse: Lighthouse) -> Iterator[dict[str, Any]]:
 
 
 def words(event: dict[str, Any]) -> str:
-    """An event in one line."""
+    """Formats an event as one line."""
     when = datetime.fromisoformat(event["time"].replace("Z", "+00:00")[:19] + "+00:00").astimezone()
     if event["kind"] == "drained":
         return _line(when, event, [f"{', '.join(event['left'])} is to leave at the end of a step", event["reason"]])
@@ -78,7 +78,7 @@ def _line(when: datetime, event: dict[str, Any], parts: list[str]) -> str:
 
 
 def _recovery(event: dict[str, Any]) -> str:
-    """The cost of a recovery, and its seconds by phase."""
+    """Formats the duration of a recovery, and its seconds by phase."""
     phases = [phase for phase in event.get("phases", []) if phase["phase"] != "total"]
     where = ", ".join(f"{phase['phase']} {phase['seconds']:.2f} s" for phase in phases if phase["seconds"] >= 0.005)
     took = f"{sum(phase['seconds'] for phase in phases):.2f} s" + (f" ({where})" if where else "")

@@ -23,7 +23,7 @@ _RISK = """\
 You confirm that these groups have ended: {names}; and that no group that was in a later quorum with them still trains.
 If one does, at another lighthouse of the list, the job has two histories, and the steps of one of them are lost."""
 
-Status = Mapping[str, Any]  # what a lighthouse answers at /status
+Status = Mapping[str, Any]  # a lighthouse's answer at /status
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def objections(status: Status, others: Sequence[Other], accepts: Callable[[str],
 
 
 def _look(args: Namespace) -> tuple[Lighthouse, Status, list[Other]]:
-    """The first lighthouse that misses votes, its status, and all others.
+    """Returns the first lighthouse that misses votes, its status, and all others.
 
     Only one lighthouse gets it: a vote given at two lighthouses would count in two histories.
 
@@ -136,7 +136,7 @@ def _accepts(address: str) -> bool:
         return False
     try:
         socket.create_connection((parts.hostname, parts.port), timeout=_CONNECT_SEC).close()
-    except OSError:  # it refuses, or does not answer
+    except OSError:  # the host refuses the connection, or does not answer
         return False
     return True
 

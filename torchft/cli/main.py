@@ -37,7 +37,7 @@ def main(arguments: Sequence[str]) -> int:
         return _COMMANDS[name][1](rest)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader, `head` say, has seen enough
+    except BrokenPipeError:  # the reader, for example `head`, has closed the pipe
         sys.stderr.close()
         return 1
 

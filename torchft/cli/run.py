@@ -33,7 +33,7 @@ torchrun sets.
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM, as of a scheduler that takes the machine away."""
+    """SIGTERM has arrived, for example from a scheduler that preempts the machine."""
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
             print(f"\nthe end of {log}:\n{tail(log)}", file=sys.stderr)
         return 1
     finally:
-        print(f"logs: {args.log_dir}")  # the first line has scrolled away by now
+        print(f"logs: {args.log_dir}")  # repeated, because the first lines have scrolled away
 
 
 def _run(args: Any) -> int:
@@ -109,7 +109,7 @@ def _parse(arguments: Sequence[str]) -> Any:
     )
     parser.add_argument("script", type=Path, help="what each rank runs")
     script_args = parser.add_argument("script_args", nargs="...", metavar="...", help="its arguments")
-    script_args.required = False  # there may be none, which older Pythons name as missing with the script
+    script_args.required = False  # otherwise older Pythons report the missing script together with its arguments
     args = parser.parse_args(arguments)
     if not args.script.is_file():
         parser.error(f"script {str(args.script)!r} is no file{_alike(args.script)}")

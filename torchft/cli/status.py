@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
             time.sleep(args.watch)
             try:
                 shown = _look(lighthouse, args.json)
-            except Unanswered as e:  # it may be restarted
+            except Unanswered as e:  # it may be restarting
                 shown = json.dumps({"error": str(e)}) if args.json else printable(str(e))
     except Unanswered as e:
         print(f"torchft status: {e}", file=sys.stderr)
@@ -45,7 +45,7 @@ def _look(lighthouse: Lighthouse, as_json: bool) -> str:
 
 
 def table(status: dict[str, Any]) -> str:
-    """The status of a lighthouse, for people."""
+    """Formats the status of a lighthouse as a table."""
     members = status["members"]
     head = f"quorum {status['quorum_id']}: {groups(len(status['quorum']))}, step {status['max_step']}"
     if status["quorum_id"] == 0:
@@ -68,7 +68,7 @@ def groups(n: int) -> str:
 
 
 def state(member: dict[str, Any]) -> str:
-    """In a word, as the lighthouse's page says it."""
+    """The state of a member in one word, as on the lighthouse's page."""
     if member.get("draining") and (member["healthy"] or member.get("out")):
         return "draining"
     if not member["healthy"]:
@@ -82,5 +82,7 @@ def state(member: dict[str, Any]) -> str:
 
 
 def printable(text: str) -> str:
-    """A name that a stranger chose, without what would move a terminal's cursor."""
+    """Removes control characters from a name that a stranger may have chosen, so that it cannot move the
+    terminal's cursor.
+    """
     return "".join(c if c.isprintable() else "?" for c in text)

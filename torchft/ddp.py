@@ -26,11 +26,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     The allreduce of a bucket overlaps with the rest of the backward pass: the first one of a step waits for the quorum,
     none waits for an allreduce. Backward never raises for a peer's failure; the step is then not committed.
 
-    All groups must cut the gradients into the same buckets in the same order, also one that joins when the others are
-    at step 1,000. So buckets are never rebuilt in the order of arrival, which PyTorch does after the first step unless
-    ``find_unused_parameters`` is set; that is set here whatever the caller says. Parameters that took no part in the
-    loss are therefore fine, and PyTorch's one warning that there were none means nothing. With ``static_graph`` PyTorch
-    rebuilds nevertheless: see :class:`_StaticGraph`.
+    All groups must cut the gradients into the same buckets in the same order, including a group that joins when the
+    others are at step 1,000. So buckets are never rebuilt in the order of arrival, which PyTorch does after the first
+    step unless ``find_unused_parameters`` is set; that is set here whatever the caller says. Parameters that took no
+    part in the loss are therefore fine, and PyTorch's one warning that there were none means nothing. With
+    ``static_graph`` PyTorch rebuilds nevertheless: see :class:`_StaticGraph`.
 
     Gradients are views of the buckets (``gradient_as_bucket_view``) unless the caller says otherwise. An average over
     those who took part can only be made after the allreduce, and costs a pass over all gradients; this saves another,
@@ -46,10 +46,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def __init__(self, manager: "Manager", module: nn.Module, **kwargs: Any) -> None:
         if "process_group" in kwargs:
             raise ValueError("process_group: the Manager decides who takes part, so it cannot be given here")
-        # A static graph finds unused parameters by itself, and PyTorch warns of setting both.
+        # A static graph finds unused parameters itself, and PyTorch warns if both are set.
         kwargs["find_unused_parameters"] = not kwargs.get("static_graph", False)
         kwargs.setdefault("gradient_as_bucket_view", True)
-        # The wrapped class talks to a group of one: what it broadcasts or reduces by itself stays in this process.
+        # The wrapped class gets a process group of one rank, so its own broadcasts and reductions stay in this process.
         super().__init__(module, process_group=ProcessGroupDummy(0, 1), **kwargs)
         if kwargs.get("static_graph"):
             graph = _StaticGraph(manager, self)
@@ -62,7 +62,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
 
 class _Through(NamedTuple):
-    """By what a hook reduces."""
+    """What a communication hook needs to reduce a bucket."""
 
     manager: "Manager"
     extras: Extras
@@ -75,7 +75,7 @@ def _copied_allreduce_hook(through: _Through, bucket: dist.GradBucket) -> _BUCKE
 
 def _allreduce_hook(through: _Through, bucket: dist.GradBucket) -> _BUCKET_FUTURE:
     buffer = bucket.buffer()
-    through.extras.share_buffer(buffer)  # it is DDP's own memory; gradients are views of it, and follow
+    through.extras.share_buffer(buffer)  # the buffer belongs to DDP; gradients are views of it, and move with it
     return through.manager.allreduce(buffer).get_future()  # type: ignore[return-value]
 
 
@@ -112,7 +112,7 @@ class _StaticGraph:
         return future
 
     def _note(self, param: torch.Tensor) -> None:
-        # A parameter that several backward passes reach counts where it arrived last.
+        # If several backward passes reach a parameter, its last arrival counts.
         self._arrived.pop(param, None)
         self._arrived[param] = None
 
@@ -120,10 +120,10 @@ class _StaticGraph:
         for handle in self._noting:
             handle.remove()
         parameters, expect_sparse = self._ddp._build_params_for_reducer()
-        unused = [p for p in parameters if p not in self._arrived]  # the reducer takes them first
+        unused = [p for p in parameters if p not in self._arrived]  # the reducer puts these first
         ordered = unused + list(self._arrived)
         sparse = dict(zip(parameters, expect_sparse))
-        config = getattr(self._ddp, "_bucket_config", None)  # older releases have a constant in its place
+        config = getattr(self._ddp, "_bucket_config", None)  # older releases have a constant instead
         first_bytes = config.first_bucket_bytes_cap if config is not None else dist._DEFAULT_FIRST_BUCKET_BYTES
         indices, _ = dist._compute_bucket_assignment_by_size(
             ordered,
@@ -173,7 +173,7 @@ class PureDistributedDataParallel(nn.Module):
         super().__init__()
         self.module = module
         self._manager = manager
-        self._works: Optional[List[dist._Work]] = None  # of the backward pass that runs
+        self._works: Optional[List[dist._Work]] = None  # works of the backward pass in progress
         self._syncs = True
         extras_of(manager).register_parameters(module.named_parameters)
         for param in module.parameters():
@@ -203,5 +203,5 @@ class PureDistributedDataParallel(nn.Module):
             work.wait()
 
     def forward(self, *args: object) -> object:
-        self._works = None  # of a backward pass that raised half-way
+        self._works = None  # works left by a backward pass that raised an error
         return self.module(*args)

@@ -1,4 +1,4 @@
-"""DeviceMesh over replicas that come and go; see `ft_init_device_mesh`."""
+"""DeviceMesh over a changing number of replica groups; see `ft_init_device_mesh`."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def _end_process(callback: Callable[[], None], seconds: float) -> None:
     try:
         faulthandler.dump_traceback(all_threads=True)
     finally:
-        # sys.exit would end this thread only, and a normal exit would wait for the hanging one.
+        # sys.exit would end only this thread, and a normal exit would wait for the hanging one.
         os._exit(1)
 
 
@@ -199,7 +199,7 @@ def _timeout_error(what: str, timeout: timedelta) -> TimeoutError:
 
 
 def _devices() -> list[torch.device]:
-    """Devices on which a tensor of this process may lie.
+    """The devices on which tensors of this process may be.
 
     A callback of a future takes a stream of each device that the future names. On CUDA that creates a context, which
     costs hundreds of MB, so only devices with a context are named.
@@ -214,7 +214,7 @@ def _devices() -> list[torch.device]:
 
 
 def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
-    """A future that ends like `fut`, or with TimeoutError when `fut` takes longer than `timeout`.
+    """Returns a future that ends like `fut`, or with TimeoutError if `fut` takes longer than `timeout`.
 
     `fut` itself is left alone: it may still complete later.
     """
@@ -222,7 +222,7 @@ def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
 
 
 def timed(fut: Future[T], timeout: timedelta, devices: list[torch.device]) -> Future[T]:
-    """As `future_timeout`, for a future whose value has tensors on these devices, and on no others but the CPU."""
+    """As `future_timeout`, for a future whose value has tensors on these devices and on the CPU only."""
     if fut.done():
         return fut
 
@@ -252,7 +252,7 @@ def timed(fut: Future[T], timeout: timedelta, devices: list[torch.device]) -> Fu
 
 
 def future_wait(fut: Future[T], timeout: timedelta) -> T:
-    """The value of `fut`.
+    """Returns the value of `fut`.
 
     Raises:
         TimeoutError: it was not done within `timeout`.

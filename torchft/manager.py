@@ -97,7 +97,7 @@ T = TypeVar("T")
 
 CommitHook = Callable[[int, bool, int], None]
 
-# Not by an import: Triton's takes longer than all of torchft's, and every restarted group would wait for it.
+# Not imported: the import of Triton takes longer than all of torchft's, and every restarted group would wait for it.
 IS_TRITON_AVAILABLE = find_spec("triton") is not None
 
 
@@ -111,7 +111,7 @@ class Manager(Stateful, Stepping):
         state_dict: gives all state that a group needs to catch up; None: registered later.
         min_replica_size: fewest groups that may commit a step, at least 1.
         use_async_quorum: ask for the quorum during the forward pass; a group that heals then sits out one step.
-        timeout: for collectives, healing and commit votes.
+        timeout: for collectives, heals and commit votes.
         quorum_timeout: for waiting until there is a quorum.
         connect_timeout: for reaching the lighthouse and manager servers.
         rank: of this process in its group; default: RANK.
@@ -126,8 +126,8 @@ class Manager(Stateful, Stepping):
         heartbeat_interval: between two heartbeats to the lighthouse.
         checkpoint_transport: how a healing group gets its state; default: HTTP.
         init_sync: at step 0, take the primary's weights in all groups.
-        max_retries: steps in a row that may fail before ``should_commit`` raises; None: any number.
-        quorum_retries: how often an error of the lighthouse is tried again.
+        max_retries: number of consecutive steps that may fail before ``should_commit`` raises; None: no limit.
+        quorum_retries: number of retries after an error of the lighthouse.
         enable_error_bus: end collectives as soon as the lighthouse reports the failure of a peer, without waiting
             for their timeout; None: as TORCHFT_FAILURE_BUS says (on).
         replay_failed_step: when a peer fails in mid-step, reduce this group's own gradients again with those that are
@@ -184,7 +184,7 @@ class Manager(Stateful, Stepping):
         on_divergence: Optional[str] = None,
         heal_along: Optional[bool] = None,
     ) -> None:
-        self._peers = as_peers(pg)  # refused before the environment is looked at
+        self._peers = as_peers(pg)  # raises for a bad process group before the environment is read
         settings = resolve(
             rank=rank,
             world_size=world_size,
@@ -218,10 +218,10 @@ class Manager(Stateful, Stepping):
         if settings.lighthouse_addr:
             use_lighthouse(settings.lighthouse_addr)
         self._transport = Transport(checkpoint_transport or HTTPTransport(timeout=settings.timeout, num_chunks=0))
-        self._server = Server(None, settings.group_rank)  # until the group's own is reached
+        self._server = Server(None, settings.group_rank)  # a placeholder until the group's server is known
         self._manager: Optional[ManagerServer] = None
         self._rounds: Optional[Rounds] = None
-        self._along: Optional[Along] = None  # None: heal_along is off
+        self._along: Optional[Along] = None  # None if heal_along is off
         self._signals = Signals(default_signals)
         try:
             self._join_group(replica_id, hostname)
@@ -241,7 +241,7 @@ class Manager(Stateful, Stepping):
         self._peers.set_rank_info(self._replica_id, settings.group_rank, settings.group_world_size)
 
     def _make_parts(self, planner: Planner) -> None:
-        """Makes what a step needs, the logger first. The group is known."""
+        """Makes the parts that a step needs, the logger first. The group is known by now."""
         settings = self._settings
         self._commit_failures = 0
         self._commit_hooks: List[CommitHook] = []
@@ -336,7 +336,7 @@ class Manager(Stateful, Stepping):
         )
         return Step(request, collectives, self._replayer.inputs() if inputs is None else inputs, plan, state)
 
-    # Attributes that other projects read by name; the client may be replaced
+    # Attributes that other projects read by name. Tests replace the client.
 
     @property
     def _pending_state_dict(self) -> Optional[Dict[str, Any]]:
@@ -360,7 +360,7 @@ class Manager(Stateful, Stepping):
     def start_quorum(
         self, allow_heal: bool = True, shrink_only: bool = False, timeout: Optional[timedelta] = None
     ) -> None:
-        """Begins a step: asks who takes part in it. Every rank of the group calls it, before the forward pass.
+        """Begins a step: requests its quorum. Every rank of the group calls it, before the forward pass.
 
         With ``use_async_quorum`` it returns at once, and the first allreduce waits for the quorum; else it returns when
         there is one and this group has healed. With a :class:`torchft.data.ElasticDataLoader` it does nothing: the
@@ -368,21 +368,21 @@ class Manager(Stateful, Stepping):
 
         Args:
             allow_heal: whether to fetch a peer's state when this group is behind.
-            shrink_only: let no new group in.
+            shrink_only: the quorum must have no new members.
             timeout: default: ``quorum_timeout``.
 
         Raises:
             RuntimeError, TimeoutError: with a synchronous quorum, when there is none.
         """
         if self._data.adds_gradients:
-            return  # the loader ends between two steps, when it sees a drain, and its units belong to the step it began
+            return  # the loader checks for a drain between two steps, and its units belong to the step in progress
         self._data.check_step()
         request = Request(allow_heal, shrink_only, given("timeout", timeout, self._quorum_timeout))
         if self._replayer.is_ahead:
             if self._replayer.arrives(self._position) and request.is_like(self._current.request):
                 self._current.inputs.forget()
                 return
-            self._current.collectives.abort()  # the others count on this group in the quorum that it leaves
+            self._current.collectives.abort()  # this group leaves a quorum in which the other groups count on it
         self._begin_round(request)
         if not self._use_async_quorum:
             self._settle()
@@ -393,14 +393,16 @@ class Manager(Stateful, Stepping):
             raise RuntimeError("the Manager is shut down")
         if self._round is not None:
             self._round.wait()  # its error was raised where that quorum was requested
-            self._round = None  # if this one cannot begin, nothing is reduced among the peers of the last
-        self._backlog.make_room(request.timeout)  # before: in a quorum the others would wait as well
+            # if this round cannot begin, nothing must be reduced among the peers of the previous one
+            self._round = None
+        # before the request: once this group is in a quorum, the other groups would wait as well
+        self._backlog.make_room(request.timeout)
         if self._current.undecided:
             self._current.dropped()
             self._trace.ended(self._step, self._current)
         self._discard_unloaded_heal()
         step = self._make_step(request, inputs, self._current.plan)
-        self._current.collectives.retire()  # with the next quorum the process group has other peers
+        self._current.collectives.retire()  # the next quorum may connect the process group with other peers
         self._current = self._errors.step = step
         self._failures.begin(step)
         self._background.begin()
@@ -414,7 +416,7 @@ class Manager(Stateful, Stepping):
             reconfigure_handle=self._peers.handle(
                 self._replicas.announces(averages=self._layout.lines is not None and not self._data.adds_gradients)
             ),
-            group_world_size=self._settings.group_world_size,  # refused if rank 0 has another one
+            group_world_size=self._settings.group_world_size,  # the server refuses a number that differs from rank 0's
             committed_quorum_id=self._committed_quorum_id,
             replays_failed_steps=self._replayer.enabled,
             drain=self._signals.says(self._logger.info),
@@ -423,7 +425,7 @@ class Manager(Stateful, Stepping):
         self._round = self._rounds.begin(partial(self._follow, step), said, request.timeout)
 
     def _settle(self) -> None:
-        """Returns when the quorum is known and has been followed; a heal before the step is loaded."""
+        """Waits until the quorum is known and followed. Loads a heal that precedes the step."""
         self.wait_quorum()
         self._transfers.load_before(self._current)
 
@@ -436,7 +438,7 @@ class Manager(Stateful, Stepping):
         self._recovery.follow(plan)
         self._background.enter_thread()
         if plan.heal:
-            # All ranks of the group vote on the step that it heals to, also one whose heal fails.
+            # All ranks of the group vote on the step that it heals to, including a rank whose heal fails.
             self._recovery.begin(self._position, step.began)
             self._step = plan.max_step
         if plan.quorum_id != self._quorum_id:
@@ -450,7 +452,7 @@ class Manager(Stateful, Stepping):
             self._position = fetched
 
     def _why_not_along(self) -> Optional[str]:
-        """Why groups of this job must not train along while their state arrives; None: they may."""
+        """The reason why groups of this job must not train along while their state arrives; None if they may."""
         if not self._use_async_quorum:
             return "use_async_quorum=False: each step waits for its heals"
         if not self._transport.gives_pieces:
@@ -460,7 +462,7 @@ class Manager(Stateful, Stepping):
         return None
 
     def _reconfigure_pg(self, communicator_id: int, handles: list[str]) -> None:
-        """The one place where a new quorum's handles reach the process group."""
+        """Passes a new quorum's handles to the process group. Nothing else does."""
         opts = ReconfigureOptions()
         opts.uuid = communicator_id
         opts.handles = handles
@@ -468,7 +470,8 @@ class Manager(Stateful, Stepping):
         self._peers.reconfigure(opts)
 
     def finish_serving(self) -> None:
-        """Returns when no group that heals reads this one's state any more: before a change of it in mid-step.
+        """Waits until no healing group reads this group's state any more. Call it before changing the
+        state within a step.
 
         A step that ends with :meth:`should_commit` needs no such call. Streaming DiLoCo does: inner steps go on while a
         collective runs. Those of a step end only after the groups that heal have what they need.
@@ -476,7 +479,7 @@ class Manager(Stateful, Stepping):
         self._transfers.end_in_step(self._current)
 
     def _discard_unloaded_heal(self) -> None:
-        """Returns to the step whose weights this group has, so that it heals again."""
+        """Returns to the step of this group's own weights, so that it heals again."""
         before = self._recovery.discard()
         if before is not None:
             self._position = before
@@ -484,14 +487,15 @@ class Manager(Stateful, Stepping):
     # Collectives
 
     def register_layout(self, what: str, lines: Sequence[str]) -> None:
-        """Says what this group is going to reduce, so that groups which differ are found out before they do.
+        """Announces the layout of the tensors that this group reduces, so that a difference is found before
+        any tensor is sent.
 
         They are compared in each new quorum. A group that does not fit into a running job gets a ValueError from
         ``start_quorum`` (or what waits for the quorum); the others lose that step. Only torchft's process groups carry
         it, and upstream announces nothing.
 
         Args:
-            what: whose tensors they are.
+            what: names the owner of the tensors.
             lines: a line for each tensor, in the order in which they are reduced.
         """
         self._data.check_layout(what)
@@ -503,8 +507,8 @@ class Manager(Stateful, Stepping):
     ) -> dist._Work:
         """Reduces a tensor over the participating groups, in place.
 
-        It never raises for a peer's failure: the work then ends with the tensor as it is, and the step is not
-        committed. A group that heals, or is a spare, contributes zeros.
+        A peer's failure raises no error: the work completes, the tensor's content is then undefined, and the step is
+        not committed. A group that heals, or is a spare, contributes zeros.
 
         Args:
             tensor: any shape; floating point for AVG. All groups pass the same shape and dtype, in the same order.
@@ -545,11 +549,11 @@ class Manager(Stateful, Stepping):
         return work
 
     def _reduce(self, tensor: torch.Tensor, reduce_op: ReduceOp, should_quantize: bool) -> Optional[_ManagedWork]:
-        """Begins to reduce a tensor with the others; None after an error."""
+        """Begins to reduce a tensor with the other groups; None after an error."""
         step = self._current
         self._failures.check()
         if not step.collectives.usable:
-            self._current.collectives.abort()  # the peers wait for what is skipped here
+            self._current.collectives.abort()  # the peers wait for the reduction that is skipped here
             return None
         if not self.is_participating():
             tensor.zero_()
@@ -560,7 +564,7 @@ class Manager(Stateful, Stepping):
         )
         work = _ManagedWork(step.collectives, reduction, tensor)
         step.collectives.add(work)
-        self._failures.check()  # a failure that was reported after the first check found no work to end
+        self._failures.check()  # a failure reported after the first check has found no work to abort
         if reduce_op == ReduceOp.AVG and step.participants > 1 and not self._data.adds_gradients:
             work.on_success(partial(tensor.div_, step.participants))
         return work
@@ -574,7 +578,7 @@ class Manager(Stateful, Stepping):
         return self._round is not None and self._data.began(self._current)
 
     def _begin_batch(self) -> Plan:
-        """Begins a step, if it has not begun, and waits until it is known who takes part in it. A heal goes on."""
+        """Begins a step if none has begun, and waits until its quorum is known. A heal continues in the background."""
         if not self._loader_began():
             self._begin_round(Request(True, False, self._quorum_timeout))
         assert self._round is not None
@@ -584,24 +588,27 @@ class Manager(Stateful, Stepping):
         return plan
 
     def _sum_integers(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Adds over the groups that take part, in place, and waits on the host. False: the step has failed."""
+        """Sums tensors over the participating groups, in place, and waits on the host. Returns False if the
+        step has failed.
+        """
         works = [self.allreduce(tensor, reduce_op=ReduceOp.SUM) for tensor in tensors]
         self._end_collectives()
         return self._current.collectives.usable and all(work.wait() for work in works)
 
     def _pass_step(self) -> None:
-        """Leaves out a step in which others heal, because this group has nothing to train on. The others load the state
-        that they fetched, and all groups meet in the next quorum.
+        """Skips a step in which other groups heal, because this group has no more data. The others load the state that
+        they fetched, and all groups meet in the next quorum.
         """
         self.wait_quorum()
-        self._current.collectives.abort()  # a group that heals does not know yet that there is nothing to reduce
-        self._commit_failures += 1  # so the next quorum gets an id of its own, and its members connect again
+        self._current.collectives.abort()  # a healing group does not know yet that there is nothing to reduce
+        self._commit_failures += 1  # makes the next quorum get a new id, so that its members connect again
         if self._current.undecided:
             self._current.dropped()
 
     def _ends_together(self) -> bool:
-        """Whether all groups of this quorum, which are up to date, are at the end of the data as well. It is asked once
-        a quorum, as in a first step: a group that was restored there may be beside others that were not.
+        """Whether all groups of this quorum, which are up to date, are at the end of the data as well. The
+        groups compare once per quorum, as in a first step, because some may have been restored at the end of the
+        data and others not.
         """
         self.wait_quorum()
         step = self._current
@@ -621,7 +628,9 @@ class Manager(Stateful, Stepping):
         return ends
 
     def _give_way(self) -> None:
-        """A group whose data is at another position than the first one's says that it is a step behind: it heals."""
+        """Makes this group heal, because its data position differs from the first group's: it announces
+        an earlier step.
+        """
         said = self._data.step_to_say(self._step)
         if said != self._step:
             self._position = Position(said, self._batches_committed, -1)
@@ -639,13 +648,13 @@ class Manager(Stateful, Stepping):
         self._errors.reported(e)
 
     def _report_own_error(self, e: Exception) -> None:
-        """As report_error, while peers wait for this rank in collectives: these end."""
+        """As report_error, but while peers wait for this rank in collectives: aborts these."""
         self._errors.of_this_rank(e)
 
     def wrap_future(
         self, fut: torch.futures.Future[T], default: T, timeout: Optional[timedelta] = None
     ) -> torch.futures.Future[T]:
-        """A future that never fails: an error is reported and ``default`` takes the value's place.
+        """Returns a future that never fails: an error is reported, and the value is then ``default``.
 
         The error is one of the step in which this is called, each attempt at it; in a later step it is only logged.
 
@@ -668,7 +677,8 @@ class Manager(Stateful, Stepping):
 
     @ranged("should_commit")
     def should_commit(self, timeout: Optional[timedelta] = None) -> bool:
-        """Ends a step: whether all ranks of the group may apply it. A peer's state is loaded here if this group heals.
+        """Ends a step: decides whether all ranks of the group may apply it. If this group heals, a peer's
+        state is loaded here.
 
         Args:
             timeout: default: the Manager's.
@@ -697,7 +707,7 @@ class Manager(Stateful, Stepping):
                 finish=partial(self._try_step, timeout),
                 load=self._load_between_steps,
             )
-            if heals:  # after the votes on a replay it says that it is a step behind
+            if heals:  # only after the votes on a replay does this group announce an earlier step
                 self._position = Position(step - 1, self._batches_committed, -1)
         self._logger.commit_event(committed)
         participants = self._current.participants
@@ -709,14 +719,14 @@ class Manager(Stateful, Stepping):
         elif isinstance(self._current.cause, StillHealing) or (
             self._recovery.joining and self._current.refused_by_rank
         ):
-            self._commit_failures = 0  # its reductions have succeeded: no new connections are needed
+            self._commit_failures = 0  # its reductions have succeeded, so no new connections are needed
         else:
             self._commit_failures = failures + 1
             self._logger.warn(f"step {step} is lost: {why}")
         self._incidents.step_ended(committed)
         self._trace.ended(step, self._current)
         if self._current.undecided and not self._replayer.is_ahead:
-            self._current.dropped()  # the attempt of a replay, which got no quorum
+            self._current.dropped()  # the attempt of a replay that got no quorum
         self._current.inputs.forget()
         self._discard_unloaded_heal()
         self._run_commit_hooks(step, committed, participants)
@@ -750,7 +760,7 @@ class Manager(Stateful, Stepping):
             self._logger.warn(f"{step.participants} groups take part, {self._min_replica_size} are needed")
         committed = self._server.vote(self._step, step.vote(self._min_replica_size), timeout)
         step.decided(committed)
-        self._transfers.end_serving(step)  # from here on the weights may change
+        self._transfers.end_serving(step)  # after this line the weights may change
         return committed
 
     @ranged("should_commit::current_stream::synchronize")
@@ -765,10 +775,11 @@ class Manager(Stateful, Stepping):
             except Exception as e:
                 self._logger.exception(f"a commit hook failed: {e}")
 
-    # Replay of a step that failed
+    # Replay of a failed step
 
     def register_replay_hook(self, hook: Callable[[], None]) -> None:
-        """Calls ``hook()`` on the training thread when the gradients of a step have been reduced again.
+        """Registers ``hook()``, which is called on the training thread after the gradients of a step
+        were reduced again.
 
         It does what the training loop does between the reduction and ``should_commit``: clipping, say, or copying what
         was reduced to where the optimizer reads it. Without a hook a step whose results were changed or copied is lost
@@ -777,20 +788,20 @@ class Manager(Stateful, Stepping):
         self._replayer.register_hook(hook)
 
     def register_replicated(self, named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
-        """Says which tensors have the same bits in all groups, to be compared among them (``compare_commits``).
+        """Registers tensors that have the same bits in all groups, so that they are compared (``compare_commits``).
 
         Parameters and optimizer state of an :class:`~torchft.optim.OptimizerWrapper`, and the parameters of a model in
         torchft's DistributedDataParallel, are registered by these. A loop without them registers its own, in all groups
         and before the first step.
 
         Args:
-            named: gives names and tensors, in the same order in all groups. It is called when a sweep begins; its
+            named: returns names and tensors, in the same order in all groups. It is called when a sweep begins; its
                 tensors are read before each vote until it is called again.
         """
         self._replicas.state.add_parameters(named)
 
     def _ask_again(self) -> Step:
-        """Begins another attempt at this step, and waits for its quorum: with a new id, and new connections."""
+        """Begins another attempt at this step, and waits for its quorum, which has a new id and new connections."""
         self._commit_failures += 1
         self._trace.ended(self._step, self._current)
         self._begin_round(self._current.request, self._current.inputs)
@@ -798,20 +809,20 @@ class Manager(Stateful, Stepping):
         return self._current
 
     def _load_between_steps(self) -> Optional[Position]:
-        """Loads what a heal fetched; gives which state this group has then, None after an error."""
+        """Loads the state that a heal fetched. Returns this group's position then, None after an error."""
         self._transfers.load_before(self._current)
         return self._position if self._current.error is None else None
 
     # Other methods for the training loop
 
     def recovery_seconds(self) -> Dict[str, float]:
-        """Where the seconds of this rank's last heal went: ``quorum`` (waiting for one), ``reconfigure`` (the process
-        group got its peers), ``transfer`` and ``load``. All are 0 if it never healed.
+        """The seconds of this rank's last heal by phase: ``quorum`` (waiting for one), ``reconfigure`` (connecting with
+        the peers), ``transfer`` and ``load``. All are 0 if it never healed.
         """
         return dict(self._recovery.phases.seconds)
 
     def draining(self) -> bool:
-        """Whether somebody wants this group to leave (``torchft drain``, or a signal of :meth:`leave_on`), and it has
+        """Whether this group was asked to leave (``torchft drain``, or a signal of :meth:`leave_on`) and has
         ended its last step.
 
         All ranks of a group get the same answer between the same two steps; within a step it is False. A loop that ends
@@ -824,7 +835,7 @@ class Manager(Stateful, Stepping):
         return self._is_draining()
 
     def leave_on(self, *signals: int) -> None:
-        """Lets this group leave when a rank of it gets one of these signals, as ``torchft drain`` does.
+        """Makes this group leave when any of its ranks gets one of these signals, as ``torchft drain`` does.
 
         All ranks hear of it with the quorum of their next step, and are :meth:`draining` after that step. The handler
         only sets a flag, and calls the one that a script had set before. A process that has not ended after
@@ -835,7 +846,7 @@ class Manager(Stateful, Stepping):
             signals: for example ``signal.SIGTERM``.
 
         Raises:
-            ValueError: no signal, one that cannot be handled, or a bad TORCHFT_GRACE_S.
+            ValueError: there is no signal, one cannot be handled, or TORCHFT_GRACE_S is malformed.
             RuntimeError: this is not the main thread.
         """
         self._signals.heed(signals)
@@ -846,13 +857,13 @@ class Manager(Stateful, Stepping):
         A group that is :meth:`draining`, and between two steps, stays until its peers have ended its last one as well.
 
         Args:
-            wait: until all of it has ended.
+            wait: whether to wait until all of them have ended.
             finished: the training has ended on purpose, and is not to go on. When all groups of the last quorum say so,
                 the lighthouse forgets what step it had reached: the next training on its port is another one. A loop
                 that is preempted, or stops for a restart, must not say it.
         """
         rounds, self._rounds = self._rounds, None
-        with ExitStack() as parts:  # backwards, and each part whatever another one raises
+        with ExitStack() as parts:  # the parts end in reverse order, each even if another one raises an error
             parts.callback(self._signals.close, leaving=self._is_draining)
             if wait:
                 parts.callback(self._server.join)
@@ -870,7 +881,7 @@ class Manager(Stateful, Stepping):
                 parts.callback(self._leave)
 
     def _leave(self) -> None:
-        """A group that was asked to leave says that it does, so that nobody misses it."""
+        """Reports that this group leaves on request, so that the others do not wait for it."""
         if self._has_left or not self._is_draining():
             return
         self._has_left = True

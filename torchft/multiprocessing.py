@@ -13,7 +13,7 @@ class _MonitoredPipe:
     """One end of a pipe whose other process may end, hang or fail.
 
     Args:
-        pipe: the connection; this object closes it.
+        pipe: the connection, which this object closes.
     """
 
     def __init__(self, pipe: Connection[object, object]) -> None:
@@ -34,13 +34,13 @@ class _MonitoredPipe:
             timeout: seconds, or a timedelta.
 
         Raises:
-            TimeoutError: nothing came in time.
+            TimeoutError: nothing arrived in time.
             EOFError: the other end is closed, or its process has ended.
             OSError: this end is closed.
-            Exception: the other end sent it.
+            Exception: an exception that the other end has sent.
         """
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
-        # None and negative numbers would mean for ever.
+        # None and negative numbers would mean no timeout.
         if not self._pipe.poll(max(0.0, seconds)):
             raise TimeoutError(f"pipe.recv() timed out after {seconds} seconds")
         obj = self._pipe.recv()

@@ -51,7 +51,7 @@ class OptimizerWrapper(WrappedOptimizer):
         Raises:
             AssertionError: a closure was given; it would run the model again after the groups agreed.
         """
-        if closure is not None:  # no assert statement: it must hold under python -O too
+        if closure is not None:  # not an assert statement, which python -O removes
             raise AssertionError(
                 f"closure={closure!r}: step() takes none, optimizers that call a closure are not supported: the groups "
                 "agree on a step before it is applied, and a closure would compute it again"

@@ -7,7 +7,7 @@ off. TORCHFT_USE_OTEL, upstream's switch, means both exporters for logs where th
 they always do. Traces go by OTEL_TRACES_EXPORTER and OTEL_EXPORTER_OTLP_TRACES_ENDPOINT in the same way.
 Needs ``pip install 'torchft[otel]'``. `python -m torchft.otel` sends one record and says where.
 
-Records are sent from a thread of OpenTelemetry's; a collector that is away costs them, and nothing else.
+Records are sent from a thread of OpenTelemetry's. Without a collector they are lost; training is not affected.
 """
 
 # pyrefly: ignore-errors[missing-import]  # an extra
@@ -48,17 +48,17 @@ _TRACER_PROVIDER: TracerProvider | None = None
 
 
 class TeeLogExporter(LogRecordExporter):
-    """Gives each batch to several exporters.
+    """Passes each batch to several exporters.
 
     Args:
-        exporters: all of which get it, whatever comes of the others.
+        exporters: each gets every batch, even if another one fails.
     """
 
     def __init__(self, exporters: List[LogRecordExporter]) -> None:
         self._exporters = exporters
 
     def export(self, batch: Sequence[ReadableLogRecord]) -> LogRecordExportResult:
-        """FAILURE if one of them failed."""
+        """Returns FAILURE if one of the exporters failed."""
         results = [exporter.export(batch) for exporter in self._exporters]
         failed = any(result != LogRecordExportResult.SUCCESS for result in results)
         return LogRecordExportResult.FAILURE if failed else LogRecordExportResult.SUCCESS
@@ -73,7 +73,7 @@ class TeeLogExporter(LogRecordExporter):
 
 
 def setup_logger(name: str) -> None:
-    """Exports what is logged to a logger of Python's. Does nothing unless the environment asks for it, or twice.
+    """Exports the records of a Python logger. Does nothing unless the environment asks for it, or if called twice.
 
     Args:
         name: of the logger. One without a level gets INFO.
@@ -89,7 +89,7 @@ def setup_logger(name: str) -> None:
     provider.add_log_record_processor(BatchLogRecordProcessor(TeeLogExporter([_exporter(kind) for kind in kinds])))
     logger = logging.getLogger(name)
     with warnings.catch_warnings():
-        # The SDK's own handler is to move to a package of its own, which says no more than this one.
+        # The SDK's own handler will move to another package, and contains no more information than this one.
         warnings.simplefilter("ignore", DeprecationWarning)
         _HANDLERS[name] = LoggingHandler(level=logging.NOTSET, logger_provider=provider)
     _LOGGER_PROVIDER[name] = provider
@@ -110,7 +110,7 @@ def tracer() -> trace.Tracer:
 
 
 def shutdown() -> None:
-    """Sends what is left, and ends the export. Called at the end of the process as well."""
+    """Sends the remaining records, and ends the export. Also called when the process ends."""
     global _TRACER_PROVIDER
     if _TRACER_PROVIDER is not None:
         _TRACER_PROVIDER.shutdown()
@@ -157,7 +157,7 @@ def _resource_attributes(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Sends one record, to see whether it arrives."""
+    """Sends one record, to test whether it arrives."""
     kinds = otel_exporters()
     if not kinds:
         print("off: set OTEL_EXPORTER_OTLP_ENDPOINT, or OTEL_LOGS_EXPORTER to otlp or console")

@@ -166,7 +166,7 @@ class ParameterServer(ABC):
     def _watch(self, session_id: str, connection: socket.socket, over: threading.Event) -> None:
         """Aborts the session when the client's connection breaks."""
         poll = select.poll()
-        with suppress(OSError, ValueError):  # it is closed already
+        with suppress(OSError, ValueError):  # the connection is closed already
             poll.register(connection, select.POLLIN)
             poll.poll()  # a client sends nothing more, so a readable connection has ended
         with self._lock:

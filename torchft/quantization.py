@@ -151,7 +151,7 @@ def fused_reduce_fp8(
 def reduce_into(
     outputs: Sequence[torch.Tensor], buffer: torch.Tensor, divisor: int, slices: int, format: Format
 ) -> None:
-    """Adds up all slices of a buffer, as fused_reduce_fp8 does, and writes the result to tensors, unquantized.
+    """Sums all slices of a buffer, as fused_reduce_fp8 does, and writes the result to tensors, unquantized.
 
     Args:
         outputs: contiguous, each with as many elements as its tensor has in one slice.
@@ -164,7 +164,7 @@ def reduce_into(
 
 
 def check_reduce_op(reduce_op: Any, world_size: int) -> int:
-    """The divisor of a sum over `world_size` ranks: 1 for SUM, `world_size` for AVG.
+    """Returns the divisor of a sum over `world_size` ranks: 1 for SUM, `world_size` for AVG.
 
     Raises:
         ValueError: neither SUM nor AVG.

@@ -28,7 +28,7 @@ def hsdp(
     gpu: int = 0,
     memMB: int = 1024,
 ) -> specs.AppDef:
-    """Replica groups, each a torchrun on one host that starts its workers again when one fails.
+    """Makes replica groups, each a torchrun on one host that restarts its workers when one fails.
 
     Every group gets REPLICA_GROUP_ID, NUM_REPLICA_GROUPS and TORCHFT_LIGHTHOUSE (of the submitting environment, else
     http://localhost:29510). The lighthouse is not part of the app.
@@ -37,10 +37,10 @@ def hsdp(
         script_args: arguments of the script.
         replicas: number of groups.
         workers_per_replica: ranks of a group.
-        max_restarts: how often torchrun starts the workers of a group again.
+        max_restarts: how often torchrun restarts the workers of a group.
         script: what each rank runs.
-        env: further environment; it wins over the variables above.
-        image: where the script is, as the scheduler understands it.
+        env: further environment variables, which override those above.
+        image: location of the script, as the scheduler understands it.
         h: a named resource, instead of cpu, gpu and memMB.
         cpu: CPUs of a group.
         gpu: GPUs of a group; with none its workers see none.

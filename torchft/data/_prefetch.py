@@ -1,8 +1,8 @@
 """Reads units ahead with PyTorch's DataLoader, although the rank that computes a unit may change at any step.
 
-The DataLoader takes its batches from a forecast: the units that this rank computes if nobody comes or goes. When that
-turns out wrong there is another forecast. What it has in common with what is under way is not read again; the rest is
-dropped when it arrives.
+The DataLoader takes its batches from a forecast: the units that this rank computes if membership stays the same. When
+the forecast turns out wrong there is another forecast. What it has in common with what is under way is not read again;
+the rest is dropped when it arrives.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchft.data.position import Position, Unit
 
 
 class Key(NamedTuple):
-    """Names a unit of a job."""
+    """Identifies a unit of a job."""
 
     position: Position
     unit: int
@@ -41,23 +41,25 @@ class ReadFailed(RuntimeError):
 
 
 class Prefetcher:
-    """The units of one rank, in the order in which it takes them.
+    """Yields the units of one rank in the order of its forecast.
 
     Args:
-        start: begins to read, given an iterator over tasks; gives an iterator over what was read, in that order. It may
-            ask for many tasks before it gives the first result. An iterator that has ended may give more later.
+        start: begins to read, given an iterator over tasks; returns an iterator over the units in the same order. It
+            may ask for many tasks before it gives the first result. An iterator that has ended may give more later.
     """
 
     def __init__(self, start: Callable[[Iterator[Task]], Iterator[Any]]) -> None:
         self._start = start
         self._tasks: Iterator[Task] = iter(())
         self._results: Optional[Iterator[Any]] = None
-        self._under_way: deque[Optional[Key]] = deque()  # None: nobody wants it any more
+        self._under_way: deque[Optional[Key]] = deque()  # None for a unit that is no longer needed
         self._ready: dict[Key, list[Any]] = {}
-        self.dropped = 0  # units that were read for nothing
+        self.dropped = 0  # units that were read in vain
 
     def expect(self, forecast: Iterable[Task]) -> None:
-        """Sets what is taken from now on; by and by, since a forecast may reach to the end of the job."""
+        """Sets the units that will be taken. The iterator is consumed gradually, since it may reach to
+        the end of the job.
+        """
         tasks = iter(forecast)
         have = Counter(key for key in self._under_way if key is not None)
         have.update({key: len(units) for key, units in self._ready.items()})
@@ -88,7 +90,7 @@ class Prefetcher:
                 self._under_way[i] = None
 
     def take(self, key: Key) -> Any:
-        """A unit of the forecast; waits until it has been read.
+        """Returns the next unit of the forecast, and waits until it has been read.
 
         Raises:
             ReadFailed: it could not be read.
@@ -101,12 +103,12 @@ class Prefetcher:
             del self._ready[key]
         if isinstance(data, _Failed):
             self._under_way.clear()
-            self._results = None  # it may have lost a worker
+            self._results = None  # the iterator may have lost a worker process
             raise ReadFailed(f"{type(data.error).__name__}: {data.error}") from data.error
         return data
 
     def close(self) -> None:
-        """Ends what reads, with its worker processes; it begins again when something is taken."""
+        """Ends the reading and its worker processes; a later :meth:`take` restarts both."""
         self._results = None
         self._under_way.clear()
         self._ready.clear()
@@ -118,7 +120,7 @@ class Prefetcher:
                 self._results = self._start(_Feed(self))
             data = next(self._results)
         except StopIteration:
-            # It has ended, because there were no more tasks; now there are.
+            # The iterator had ended because there were no more tasks; now there are.
             self._results = None
             if self._under_way:
                 raise ReadFailed("the DataLoader ended before it gave all that it was asked for") from None
@@ -126,7 +128,7 @@ class Prefetcher:
                 raise KeyError(f"{wanted} is not in the forecast") from None
             return
         except Exception as e:
-            data = _Failed(e)  # raised where the unit of this turn is taken
+            data = _Failed(e)  # raised where this unit is taken
         key = self._under_way.popleft() if self._under_way else wanted
         if key is None:
             self.dropped += 1
@@ -146,7 +148,7 @@ class Prefetcher:
 
 
 class _Feed(Iterator[Task]):
-    """The sampler of the DataLoader. Not a generator: after its end it may have more batches."""
+    """The sampler of the DataLoader. Not a generator, because it may have more batches after its end."""
 
     def __init__(self, prefetcher: Prefetcher) -> None:
         self._prefetcher = prefetcher

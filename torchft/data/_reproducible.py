@@ -31,7 +31,7 @@ _ACCUMULATE = "each unit of a step belongs into `with unit.accumulate(model)`, w
 
 
 class Outcome(IntEnum):
-    """Of a pass; the largest of a group's ranks is that of the group."""
+    """The result of a pass. For a group, it is the largest of its ranks' results."""
 
     DONE = 0  # parameters have their gradients
     REPEAT = 1
@@ -39,29 +39,29 @@ class Outcome(IntEnum):
 
 
 class PassFailed(RuntimeError):
-    """The sum of a step is missing or of no use: the step is not committed."""
+    """The sum of a step is missing or invalid: the step is not committed."""
 
 
 class ReproducibleSum:
-    """Sums of one rank, from unit to unit and from step to step.
+    """The exact sums of one rank, over the units of a step and from step to step.
 
     Args:
         manager: of this rank.
         max_units: units of the largest batch.
-        group: of the ranks of this replica group; None: the rank is alone in it.
+        group: process group of the ranks of this replica group; None: the rank is alone in it.
 
     Attributes:
-        passes: of the step, which have ended.
+        passes: number of passes of the step that have ended.
     """
 
     def __init__(self, manager: Manager, max_units: int, group: Optional[dist.ProcessGroup]) -> None:
         self._manager = manager
         self._max_units = max_units
         self._group = group
-        self._total: Optional[ExactSum] = None  # until the models are known
+        self._total: Optional[ExactSum] = None  # None until the models are known
         self._models: tuple[Any, ...] = ()
-        self._saved: Optional[Mapping[str, Any]] = None  # scales that were loaded before
-        self._new: Optional[Mapping[str, Any]] = None  # those of a sum that was just made
+        self._saved: Optional[Mapping[str, Any]] = None  # scales that were loaded before the models are known
+        self._new: Optional[Mapping[str, Any]] = None  # the scales of a new sum
         self.begin_step()
 
     # State
@@ -83,7 +83,9 @@ class ReproducibleSum:
 
     @property
     def digest(self) -> str:
-        """Of the scales; those that no step has changed count for nothing, so it is the same before the first one."""
+        """A digest of the scales. Scales that no step has changed are left out, so it is the same
+        before the first step.
+        """
         exponents = (self.state_dict() or {}).get("exponents", {})
         text = repr(sorted((name, exponent) for name, exponent in exponents.items() if exponent != FINEST))
         return hashlib.sha256(text.encode()).hexdigest()
@@ -91,17 +93,17 @@ class ReproducibleSum:
     # A step
 
     def begin_step(self) -> None:
-        """A step begins, whatever came of the one before: with the scales of the last committed one."""
+        """Begins a step with the scales of the last committed one."""
         if self._total is not None:
             self._total.abandon()
         self._outcome: Optional[Outcome] = None
         self._error: Optional[Exception] = None
         self.passes = 0
-        self._added = 0  # units of this pass
+        self._added = 0  # number of units added in this pass
 
     @contextlib.contextmanager
     def accumulate(self, models: tuple[Any, ...], counted: bool, last: bool) -> Iterator[None]:
-        """Around forward and backward pass of a unit; with the last one of the pass, all is reduced."""
+        """Surrounds the forward and backward pass of a unit; after the last unit of a pass, everything is reduced."""
         total = self._of(models)
         if self._added == 0:
             self._outcome = None
@@ -119,11 +121,15 @@ class ReproducibleSum:
             self._outcome = self._agree(self._reduce(total))
 
     def repeats(self) -> bool:
-        """Whether the units of the step come again, alike on all ranks of all groups that have the sum."""
+        """Whether another pass over the units follows. The answer is the same on all ranks of all groups
+        with the same sum.
+        """
         return self._outcome is Outcome.REPEAT
 
     def verify(self, units: int) -> None:
-        """Raises an error unless the gradients are those of a batch of so many units; after a heal was loaded."""
+        """Raises an error unless the gradients are those of a batch with this many units; called after a
+        heal was loaded.
+        """
         if self._error is not None:
             raise self._error
         if self._outcome is not Outcome.DONE or self._total is None:
@@ -132,7 +138,7 @@ class ReproducibleSum:
             raise SamplesDiffer(f"{self._total.units} units were reduced, {units} belong to the batch")
 
     def commit(self) -> None:
-        """The step is committed."""
+        """Commits the step."""
         if self._total is not None and self._outcome is Outcome.DONE:
             self._total.commit()
 
@@ -176,7 +182,7 @@ class ReproducibleSum:
             return Outcome.FAILED
         try:
             complete = total.read()
-        except ScalesDiffer as e:  # in all groups alike, so nobody waits for this rank
+        except ScalesDiffer as e:  # it is raised in all groups alike, so nobody waits for this rank
             self._error = e
             return Outcome.FAILED
         if complete:
@@ -190,7 +196,7 @@ class ReproducibleSum:
         return Outcome.FAILED
 
     def _agree(self, outcome: Outcome) -> Outcome:
-        """All ranks of the group make another pass, or none: they wait for each other in it."""
+        """Makes either all ranks of the group do another pass or none, because they wait for each other in it."""
         if self._group is None:
             return outcome
         assert self._total is not None
@@ -199,7 +205,7 @@ class ReproducibleSum:
         if worst.item() == outcome:
             return outcome
         failure = PassFailed("another rank of this group did not get the sum of the step")
-        self._manager._report_own_error(failure)  # other groups may be in the next pass
+        self._manager._report_own_error(failure)  # other groups may have begun the next pass
         return Outcome.FAILED
 
     def _add_in_group(self, tensors: list[torch.Tensor], op: Any) -> None:
@@ -210,12 +216,12 @@ class ReproducibleSum:
             for tensor in tensors:
                 self._group.allreduce([tensor], options).wait()
         except Exception as e:
-            self._manager._report_own_error(e)  # the other groups must not wait for this one
+            self._manager._report_own_error(e)  # other groups must not wait for this one
             raise
 
 
 def _is_dtensor(parameter: torch.Tensor) -> bool:
-    # Not by an import, which takes a second: without it there are none.
+    # Not imported, because the import takes a second: if it is not loaded, there are no such modules.
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(parameter, tensors.DTensor)
 

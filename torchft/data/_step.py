@@ -1,6 +1,6 @@
 """The items of an ElasticDataLoader: an optimizer step, and the units that this rank computes in it.
 
-A step is right only if the gradients of all its units are in the reduction. So each unit notes that it went through
+A step is correct only if the gradients of all its units are in the reduction. So each unit notes that it went through
 :meth:`Unit.accumulate`, and :meth:`Step.check` is asked before gradients are reduced, and before the group votes.
 """
 
@@ -17,19 +17,19 @@ from torchft.data.position import Share
 if TYPE_CHECKING:
     from torchft.data.loader import ElasticDataLoader
 
-_SHOWN = 4  # indices of a unit in an error
+_SHOWN = 4  # indices of a unit shown in an error
 
 
 class UnitsSkipped(ValueError):
-    """Units of a step are not in its gradients: the step is not committed, since their samples would be lost."""
+    """The gradients lack units of the step. It is not committed, since their samples would be lost."""
 
 
 class StepEnded(RuntimeError):
-    """Units are used outside of their step: in another one, in another quorum, or in a second iteration."""
+    """Units were used outside of their step: in another step, another quorum, or a second iteration."""
 
 
 class Membership(NamedTuple):
-    """The ranks that divide a batch."""
+    """The ranks among which a batch is divided."""
 
     rank: Optional[int]
     participants: int
@@ -39,11 +39,11 @@ class Unit:
     """A micro-batch of one rank.
 
     Attributes:
-        data: what the collate function made of the samples.
-        indices: of the samples, in the dataset.
-        weight: by which the mean loss of the samples is multiplied; 0 if this group heals or is a spare, or if another
+        data: the samples, as the collate function returned them.
+        indices: of the samples in the dataset.
+        weight: factor for the mean loss of the samples; 0 if this group heals or is a spare, or if another
             rank counts them.
-        last: whether gradients are reduced with this one.
+        last: whether this is the unit in which gradients are reduced.
         repeated: whether it came before in this step, with gradients that did not fit: ``reproducible_reduction``.
     """
 
@@ -62,7 +62,8 @@ class Unit:
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """Around forward and backward pass: gradients are added up, and reduced with the last unit of the step only.
+        """Surrounds the forward and backward pass: gradients are accumulated, and reduced with the last unit
+        of the step only.
 
         Every unit of a step goes through it, those of weight 0 too, with whatever models.
 
@@ -79,7 +80,8 @@ class Unit:
         self._step.check_runs()
         if self._seed is not None:
             torch.manual_seed(self._seed)
-        self._step._added.add(self._place)  # before the passes: the last unit reduces in them
+        # noted before the passes, because the last unit reduces in its backward pass
+        self._step._added.add(self._place)
         try:
             with contextlib.ExitStack() as stack:
                 if self._exact is not None:
@@ -100,7 +102,7 @@ class Unit:
 
 
 class Step:
-    """The work of one rank in one optimizer step: iterate over its units, once.
+    """The work of one rank in one optimizer step: iterate once over its units.
 
     With ``reproducible_reduction`` all of them may come again (``unit.repeated``), and their gradients are then new.
 
@@ -113,9 +115,9 @@ class Step:
         self._loader = loader
         self._share = share
         self._membership = membership
-        self._attempt = loader._manager._current  # the Manager's: its quorum cut the units
+        self._attempt = loader._manager._current  # the Manager's attempt, whose quorum determines the units
         self._iterated = False
-        self._added: set[int] = set()  # places of the units that went through accumulate, or are in it
+        self._added: set[int] = set()  # places of the units that accumulate() was called for
         self.position = share.position
         self.participants = membership.participants
 
@@ -123,7 +125,7 @@ class Step:
         return len(self._share.units)
 
     def __iter__(self) -> Iterator[Unit]:
-        """Gives its units.
+        """Yields its units.
 
         Raises:
             StepEnded: it was iterated before, or has ended.
@@ -166,36 +168,36 @@ class Step:
             )
 
     def _check_first(self, units: int) -> None:
-        """Whether there is another pass is known when the last unit has been reduced: none may come later."""
+        """Called before the last unit is reduced: a unit that is accumulated later would be in no reduction."""
         try:
             self.check(units)
         except UnitsSkipped as e:
-            self._loader._manager._report_own_error(e)  # the others must not wait for this rank's part
+            self._loader._manager._report_own_error(e)  # the other groups must not wait for this rank's part
             raise
 
     @property
     def begun(self) -> bool:
-        """Whether a unit of it has been accumulated."""
+        """Whether any of its units has been accumulated."""
         return bool(self._added)
 
     @property
     def samples(self) -> int:
-        """Of this rank, those of units that have been accumulated, and count."""
+        """This rank's samples in the accumulated units that count."""
         units = (self._share.units[place] for place in self._added)
         return sum(len(unit.indices) for unit in units if unit.weight)
 
     @property
     def planned_samples(self) -> int:
-        """Of this rank, if none of its units is left out."""
+        """This rank's samples, if none of its units is left out."""
         return self._share.samples
 
     @property
     def expected(self) -> int:
-        """Samples of this data rank, over all groups."""
+        """The samples of this data rank, summed over all groups."""
         return self._share.expected
 
     def check(self, units: Optional[int] = None) -> None:
-        """Raises UnitsSkipped unless its first units have been accumulated, or are being; default: all."""
+        """Raises UnitsSkipped unless accumulate() was called for its first units; default: for all of them."""
         skipped = [place for place in range(len(self) if units is None else units) if place not in self._added]
         if not skipped:
             return

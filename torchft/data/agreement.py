@@ -44,11 +44,12 @@ def turn(*, at_end: bool, heals_in_background: bool, all_up_to_date: bool) -> Tu
 
 
 def entry(samples: int, digest: str) -> tuple[int, int, int]:
-    """The entry of a participant: samples, and two halves of 32 bits, whose sums over any number of groups fit into 64.
+    """The entry of a participant: its samples, and its digest as two numbers of 32 bits, so that sums over any number
+    of groups fit into 64 bits.
 
     Args:
-        samples: of this rank that are in what is reduced.
-        digest: 64 bits in hex of what all groups must have alike.
+        samples: this rank's samples in the reduced tensors.
+        digest: 64 bits in hex, equal in all groups with the same settings and position.
     """
     return samples, int(digest[:8], 16), int(digest[8:], 16)
 
@@ -74,5 +75,7 @@ def judge(sums: Sequence[int], digest: str, *, participants: int, leads: bool, h
 
 
 def step_to_say(step: int, verdict: Verdict) -> int:
-    """The step that a group says in the next quorum: one that gives way heals from those that are ahead of it."""
+    """The step that a group announces for the next quorum. A group that must heal announces a smaller
+    one than its peers.
+    """
     return step - 1 if verdict is Verdict.GIVES_WAY else step

@@ -64,7 +64,7 @@ import torch
 
 from torchft.data.position import SamplesDiffer
 
-_FORMAT = 1  # of the state
+_FORMAT = 1  # version of the saved state
 _MOST_UNITS = 2**20
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

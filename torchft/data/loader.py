@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-STATE_KEY = "torchft.data"  # of the position in the state that a group heals with
+STATE_KEY = "torchft.data"  # key of the position in the state of a heal
 
 # Arguments of PyTorch's DataLoader that are refused because the job's plan decides on them.
 _DECIDED = {
@@ -50,7 +50,7 @@ _DECIDED = {
 
 
 class ElasticDataLoader:
-    """Gives each rank its units of each step, however many groups take part in it.
+    """Yields the units of this rank for each step, for any number of participating groups.
 
     An iteration begins a step of the Manager, and waits until its quorum is known. A step that is not committed is
     repeated, divided among the groups of the next quorum. All groups of a job have such a loader, with equal settings.
@@ -119,10 +119,10 @@ class ElasticDataLoader:
         self._data_rank = settings.group_rank if data_rank is None else data_rank
         self._data_world_size = settings.group_world_size if data_world_size is None else data_world_size
         self._factor = self._data_world_size if reduction_in_group == "mean" else 1
-        self._scale = 1.0  # of LocalSGD and DiLoCo, whose groups do not add their gradients
+        self._scale = 1.0  # factor for losses with LocalSGD and DiLoCo, whose groups do not sum gradients
         self._reduction_in_group = reduction_in_group
         self._reproducible_rng = reproducible_rng
-        self.share(None, 1)  # refuses a data rank that is out of range
+        self.share(None, 1)  # raises for a data rank that is out of range
         self._exact: Optional[ReproducibleSum] = None
         if settings.reproducible_reduction:
             group = group_of_ranks(manager, self._data_world_size, data_group)
@@ -133,14 +133,15 @@ class ElasticDataLoader:
         read: Any = _Seeded(dataset) if reproducible_rng else dataset
         self._dataloader = DataLoader(read, batch_sampler=self._batches, **dataloader)
         self._worker_init_fn = self._dataloader.worker_init_fn
-        self._reader: Any = None  # its iterator
+        self._reader: Any = None  # the DataLoader's iterator
         self._prefetcher = Prefetcher(self._start_reading)
-        self._forecast: Optional[tuple[Membership, Position]] = None  # its next step
-        self._account = Account()  # of LocalSGD's or DiLoCo's inner steps
+        # membership and position of the forecast's next step
+        self._forecast: Optional[tuple[Membership, Position]] = None
+        self._account = Account()  # counts the samples of LocalSGD's or DiLoCo's inner steps
         self._local_steps: Optional[LocalSteps] = None
         self._counted = 0
-        self._step: Optional[Step] = None  # that has begun, and is not decided on
-        self._skipped: Optional[UnitsSkipped] = None  # why the last one was lost
+        self._step: Optional[Step] = None  # the step that has begun and is not decided
+        self._skipped: Optional[UnitsSkipped] = None  # why the last step was lost
         manager._attach_loader(self)
         manager.register_state_dict_fn(STATE_KEY, self.load_state_dict, self.state_dict)
         manager.register_commit_hook(self._decided)
@@ -149,7 +150,7 @@ class ElasticDataLoader:
 
     @property
     def position(self) -> Position:
-        """Of the next step: epoch and batch, from 0."""
+        """The position of the next step: epoch and batch, from 0."""
         return self._position
 
     @property
@@ -204,7 +205,7 @@ class ElasticDataLoader:
         return self._plan.batches_per_epoch * self._plan.epochs
 
     def share(self, rank: Optional[int], participants: int) -> Share:
-        """The units of this rank at its position; at the end of the job, those of the first step, with weight 0.
+        """The units of this rank at its position. At the end of the job, the units of the first step with weight 0.
 
         Args:
             rank: of this group among the participants, None if it is not one.
@@ -212,7 +213,7 @@ class ElasticDataLoader:
         """
         position = self._position
         if rank is None and self._at_end:
-            position = Position()  # any: its weight is 0
+            position = Position()  # any position will do, because the weight is 0
         return self._plan.share(position, rank, participants, self._data_rank, self._data_world_size)
 
     def check_samples(self, counted: int, participants: int) -> None:
@@ -350,14 +351,14 @@ class ElasticDataLoader:
 
     @property
     def lost(self) -> int:
-        """With LocalSGD and DiLoCo: samples of passed batches that are in no committed average. Of this data rank, over
-        all groups.
+        """With LocalSGD and DiLoCo: the samples of past batches that are in no committed average. Of this data rank,
+        summed over all groups.
         """
         return self._account.lost
 
     @property
     def committed(self) -> int:
-        """With LocalSGD and DiLoCo: samples of passed batches that are in committed averages."""
+        """With LocalSGD and DiLoCo: the samples of past batches that are in committed averages."""
         return self._account.committed
 
     def steps_by_itself(self, local_steps: LocalSteps) -> None:
@@ -402,7 +403,7 @@ class ElasticDataLoader:
         if not local_steps.entered:
             raise RuntimeError(f"steps are taken inside of `with {type(local_steps).__name__}(...)` only")
         if manager._current.plan is None:
-            local_steps.synchronise()  # for the first quorum, and to take over weights and position
+            local_steps.synchronise()  # to get the first quorum, and to take over weights and position
         plan = manager._current.plan
         assert plan is not None
         if manager.draining() or self._position == self._plan.end:
@@ -430,7 +431,9 @@ class ElasticDataLoader:
         self._forecast = None if membership.rank is None else (membership, following)
 
     def _foresee(self, membership: Membership, share: Share) -> Iterator[Task]:
-        """The units from this step on, if the groups stay the same; of this step only if the group does not count."""
+        """Yields the units from this step on, for an unchanged membership; only this step's if the group does
+        not participate.
+        """
         while True:
             position = share.position
             yield from (Task(Key(position, unit.number), unit) for unit in share.units)
@@ -454,8 +457,8 @@ class ElasticDataLoader:
             failure = ReadFailed(
                 f"unit {unit.number} of batch {position.batch} of epoch {position.epoch} could not be read: {e}"
             )
-            self._manager._report_own_error(failure)  # the others must not wait for this group's part
-            self._stop_reading()  # a worker may have ended
+            self._manager._report_own_error(failure)  # other groups must not wait for this group's part
+            self._stop_reading()  # a worker process may have ended
             raise failure from e
         seed = self._seed(key) if self._reproducible_rng else None
         return Unit(step, place, data, unit.weight * self._factor * self._scale, seed)

@@ -13,13 +13,13 @@ from typing import Optional
 
 @dataclass
 class Account:
-    """Samples of one data rank, over all groups; all groups that are up to date have the same, but for ``own``.
+    """The samples of one data rank over all groups. It is equal in all groups that are up to date, except ``own``.
 
     Attributes:
-        committed: are in the weights that the groups share.
-        lost: of batches that have passed, and are not in them.
-        open: of batches since the last average that was committed, or that put the weights back.
-        own: of the open ones, those that this rank has trained on, and whose steps its weights hold.
+        committed: samples in the weights that the groups share.
+        lost: samples of past batches that are not in these weights.
+        open: samples of batches since the last average that was committed or that restored the weights.
+        own: those of the open samples that this rank has trained on and that are in its weights.
     """
 
     committed: int = 0
@@ -29,22 +29,22 @@ class Account:
     _sent: Optional[tuple[int, int]] = None
 
     def trained(self, own: int, expected: int) -> None:
-        """An inner step has ended.
+        """Called after an inner step.
 
         Args:
             own: samples that this rank trained on.
-            expected: those of the batch that the groups together should have.
+            expected: samples of the batch over all groups.
         """
         self.own += own
         self.open += expected
 
     def send(self) -> int:
-        """An average begins; gives what this rank adds to the sum of samples in it."""
+        """Called when an average begins. Returns the samples that this rank contributes to it."""
         self._sent = self.open, self.own
         return self.own
 
     def averaged(self, counted: int) -> None:
-        """The average is committed, with so many samples in it."""
+        """Called when an average that contains this many samples is committed."""
         assert self._sent is not None
         open_, own = self._sent
         self.committed += counted
@@ -54,10 +54,10 @@ class Account:
         self._sent = None
 
     def failed(self, kept: bool) -> None:
-        """The average is not committed.
+        """Called when an average is not committed.
 
         Args:
-            kept: whether each group goes on with its own weights, which are in the next average.
+            kept: whether each group continues with its own weights, which are in the next average.
         """
         self._sent = None
         if not kept:
@@ -68,7 +68,7 @@ class Account:
         return {"committed": self.committed, "lost": self.lost, "open": self.open}
 
     def load(self, state: Mapping[str, int]) -> None:
-        """Takes over that of a peer, together with its weights: what this rank trained on by itself is in none."""
+        """Takes over the account of a peer together with its weights. This rank's own samples are in none of them."""
         self.committed, self.lost, self.open = state["committed"], state["lost"], state["open"]
         self.own = 0
         if self._sent is not None:

@@ -43,7 +43,7 @@ class Permutation:
         self._b = -(-length // self._a)
 
     def __getitem__(self, place: int) -> int:
-        """The index at a place of the order; both are in [0, length)."""
+        """Returns the index at a place of the order; both are in [0, length)."""
         if not 0 <= place < self._length:
             raise IndexError(f"place is {place}: allowed are 0 to {self._length - 1}")
         index = self._encrypt(place)

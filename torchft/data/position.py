@@ -23,7 +23,7 @@ from typing import NamedTuple, Optional
 from torchft.data.permutation import Permutation
 
 _FORMAT = 1  # of a saved position; another permutation of the same plan needs another format
-_MOST = 2**63 - 1  # numbers travel in 64 bits
+_MOST = 2**63 - 1  # positions are sent as 64-bit numbers
 
 
 class PositionDiffers(ValueError):
@@ -36,11 +36,11 @@ class SamplesDiffer(RuntimeError):
 
 @dataclass(frozen=True, order=True)
 class Position:
-    """Where a job is in its data. It belongs to the weights that were made of all batches before it.
+    """The position of a job in its data. It belongs to the weights that contain all batches before it.
 
     Attributes:
-        epoch: that the next step trains on, from 0.
-        batch: of that epoch, from 0: so many of its batches are committed.
+        epoch: of the next step, from 0.
+        batch: of the next step within the epoch, from 0; the number of committed batches of the epoch.
     """
 
     epoch: int = 0
@@ -82,7 +82,7 @@ class Share:
     expected: int
 
     def check(self, counted: int) -> None:
-        """Raises SamplesDiffer unless a reduction holds what it should.
+        """Raises SamplesDiffer unless a reduction contains the expected number of samples.
 
         Args:
             counted: the sum of ``samples``, reduced together with the gradients.
@@ -95,7 +95,7 @@ class Share:
 
 
 class Stamp(NamedTuple):
-    """A plan and a position for peers to compare: each field fits into a whole number of 64 bits."""
+    """A plan and a position for comparison between peers. Each field fits into 64 bits."""
 
     length: int
     global_batch_size: int
@@ -108,7 +108,7 @@ class Stamp(NamedTuple):
 
     @property
     def plan(self) -> Stamp:
-        """The same plan at its start."""
+        """The same plan at its first position."""
         return self._replace(epoch=0, batch=0)
 
     @property
@@ -121,7 +121,7 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All that decides what a job trains on. Equal in all groups.
+    """The settings that determine what a job trains on. Equal in all groups.
 
     Args:
         length: samples in the dataset.
@@ -129,7 +129,7 @@ class Plan:
         micro_batch_size: samples of a unit; divides ``global_batch_size``.
         shuffle: a new order in each epoch; False: the dataset's own.
         seed: of the orders.
-        epochs: after which the job ends.
+        epochs: number of epochs of the job.
 
     Raises:
         ValueError: a setting is out of range.
@@ -162,11 +162,11 @@ class Plan:
 
     @property
     def end(self) -> Position:
-        """After the last batch of the last epoch."""
+        """The position after the last batch of the last epoch."""
         return Position(self.epochs, 0)
 
     def advance(self, position: Position) -> Position:
-        """The position after a step that was committed at this one."""
+        """Returns the position after a committed step."""
         self._check_inside(position)
         if position.batch + 1 < self.batches_per_epoch:
             return Position(position.epoch, position.batch + 1)
@@ -190,7 +190,7 @@ class Plan:
         return {"format": _FORMAT, **self.stamp(position)._asdict()}
 
     def load(self, state: Mapping[str, int]) -> Position:
-        """The position of a state that :meth:`save` gave.
+        """Restores the position from a state of :meth:`save`.
 
         The number of groups, ``epochs`` and ``micro_batch_size`` may be others than those of the state: batches are the
         same.
@@ -229,12 +229,12 @@ class Plan:
     # Units
 
     def batch_size(self, position: Position) -> int:
-        """Samples of the batch: the global batch size, or what is left of the epoch."""
+        """The samples in the batch: the global batch size, or the rest of the epoch."""
         self._check_inside(position)
         return min(self.global_batch_size, self.length - position.batch * self.global_batch_size)
 
     def num_units(self, position: Position) -> int:
-        """Units of the batch. Only the last one may be smaller than ``micro_batch_size``."""
+        """The units in the batch. Only the last one may be smaller than ``micro_batch_size``."""
         return -(-self.batch_size(position) // self.micro_batch_size)
 
     def indices(self, position: Position, unit: int) -> Sequence[int]:
@@ -253,7 +253,7 @@ class Plan:
         data_rank: int = 0,
         data_world_size: int = 1,
     ) -> Share:
-        """The part of a rank at a position.
+        """Computes the part of a rank at a position.
 
         The units are cut over the data ranks first: whatever the quorum, data rank r of the groups reduces the same
         units, so that it can check its own reduction (:meth:`Share.check`). Each such part is then cut over
@@ -301,12 +301,12 @@ class Plan:
         )
 
     def _samples(self, position: Position, start: int, stop: int) -> int:
-        """Samples in the units from start to before stop."""
+        """The number of samples in a range of units, without ``stop``."""
         size = self.batch_size(position)
         return min(stop * self.micro_batch_size, size) - min(start * self.micro_batch_size, size)
 
 
-# A unit is asked for when it is read ahead, and again in its step.
+# A unit is requested when it is read ahead, and again in its step.
 @lru_cache(maxsize=1024)
 def _shuffled(length: int, seed: int, epoch: int, places: range) -> tuple[int, ...]:
     order = _order(length, seed, epoch)
@@ -319,7 +319,7 @@ def _order(length: int, seed: int, epoch: int) -> Permutation:
 
 
 def _part(units: range, rank: int, of: int) -> range:
-    """One of several contiguous parts, which differ by one at most."""
+    """Returns one of several contiguous parts, whose sizes differ by at most one."""
     return range(units.start + len(units) * rank // of, units.start + len(units) * (rank + 1) // of)
 
 

@@ -18,12 +18,12 @@ from typing import Any, Optional
 
 
 class WorkerInit:
-    """A ``worker_init_fn``: the worker collects no object of its rank, and ignores signals, unless the loader sends
-    them, which ends its workers by SIGTERM.
+    """A ``worker_init_fn``. The worker collects no object of its rank, and ignores these signals from anyone but the
+    loader, which ends its workers by SIGTERM.
 
     Args:
-        ignored: numbers of signals.
-        then: another such function.
+        ignored: numbers of the signals.
+        then: a further ``worker_init_fn`` to call; None: there is none.
     """
 
     def __init__(self, ignored: Sequence[int], then: Optional[Callable[[int], Any]] = None) -> None:
@@ -34,8 +34,9 @@ class WorkerInit:
         gc.freeze()
         if self._ignored:
             for number in self._ignored:
-                signal.signal(number, signal.SIG_IGN)  # in threads that a library has started before
-            signal.pthread_sigmask(signal.SIG_BLOCK, self._ignored)  # kept, though ignored, for the thread below
+                signal.signal(number, signal.SIG_IGN)  # ignored also in threads that a library has started before
+            # blocked signals stay pending, so the thread below receives them
+            signal.pthread_sigmask(signal.SIG_BLOCK, self._ignored)
             threading.Thread(target=_end_with_loader, args=(self._ignored,), daemon=True).start()
         if self._then is not None:
             self._then(worker)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class DataShardService:
-    """Gives this rank the indices of its samples, one after the other, in the process of the Manager.
+    """Returns the indices of this rank's samples one by one, in the process of the Manager.
 
     Args:
         manager: of this rank.
@@ -24,7 +24,7 @@ class DataShardService:
         settings: of :class:`torchft.data.ElasticDataLoader`: ``global_batch_size``, ``micro_batch_size``, ``epochs``, …
 
     Attributes:
-        loader: whose position counts; it heals, and is saved by its ``state_dict``.
+        loader: has the position; it takes part in heals, and its ``state_dict`` saves the position.
         unit: the micro-batch of the last index: its loss is multiplied by ``unit.weight``.
     """
 
@@ -35,7 +35,8 @@ class DataShardService:
         self._left: Iterator[int] = iter(())
 
     def fetch_record_index(self) -> int:
-        """The next index. The first one of a step begins the step: the optimizer has stepped before.
+        """Returns the next index. The first index of a step begins the step, so call it after the
+        optimizer has stepped.
 
         Raises:
             StopIteration: the job is at its end, in all groups at once.
@@ -63,7 +64,7 @@ class DataShardService:
                 return
 
     def _begin_unit(self) -> int:
-        """Gives the number of its samples."""
+        """Begins the next unit. Returns the number of its samples."""
         self.unit = next(self._units)
         self._left = iter(self.unit.indices)
         return len(self.unit.indices)
@@ -83,7 +84,7 @@ class ElasticDataset(Dataset, ABC):
     already, and PyTorch would draw a permutation of ``len(dataset)`` numbers first, which no memory holds.
 
     Args:
-        data_shard_service: decides on the samples; None: whoever asks for an index does.
+        data_shard_service: decides which samples are read; None: the caller's index does.
     """
 
     def __init__(self, data_shard_service: Optional[DataShardService] = None) -> None:
@@ -91,18 +92,20 @@ class ElasticDataset(Dataset, ABC):
 
     @abstractmethod
     def read_sample(self, index: int) -> Any:
-        """The sample of this index. It may run in a worker process, and calls nothing of torchft."""
+        """Returns the sample with this index. It may run in a worker process, and calls nothing of torchft."""
 
     @abstractmethod
     def num_samples(self) -> int:
-        """The real length."""
+        """The real number of samples."""
 
     def __len__(self) -> int:
-        """The real length; with a service, which ends by itself, ``sys.maxsize``."""
+        """The real number of samples; with a service, which ends by itself, ``sys.maxsize``."""
         return self.num_samples() if self.data_shard_service is None else sys.maxsize
 
     def __getitem__(self, index: int) -> Any:
-        """The sample of an index; with a service, of its next index, whatever was asked for."""
+        """Returns the sample with this index. With a service, the index is ignored, and the service's
+        next index is used.
+        """
         if self.data_shard_service is not None:
             index = self.data_shard_service.fetch_record_index()
         return self.read_sample(index)

@@ -65,7 +65,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self._extras = extras_of(manager)
         self._group: Any = process_group
         self._workers = 1
-        self._passes = 0  # of this step, which are done
+        self._passes = 0  # number of completed passes of this step
         self.backward_passes_per_step = 1
         if manager is None:
             self._count_workers()
@@ -73,7 +73,9 @@ class DistributedOptimizer(WrappedOptimizer):
             _from_env(MAX_WORKER_NUM_ENV)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Before the first pass of a step: begins the step, and clears the gradients. Nothing before the others."""
+        """Before the first pass of a step: begins the step, and clears the gradients. Before other passes
+        it does nothing.
+        """
         if self._passes:
             return
         if self._manager is not None:
@@ -87,7 +89,9 @@ class DistributedOptimizer(WrappedOptimizer):
         self.optim.zero_grad(set_to_none)
 
     def step(self, closure: Optional[object] = None) -> None:  # type: ignore[override]
-        """After a backward pass. With the last one of a step, the gradients are reduced and the optimizer steps."""
+        """Call it after each backward pass. In the last pass of a step, gradients are reduced and the
+        optimizer steps.
+        """
         if closure is not None:
             raise ValueError("closure: step() takes none, since it would compute a part of the batch again")
         self._passes += 1
@@ -116,7 +120,7 @@ class DistributedOptimizer(WrappedOptimizer):
         passes = self.backward_passes_per_step * (self._workers if self._manager is None else 1)
         for gradient in gradients:
             gradient.div_(passes)
-        if self._manager is not None:  # which gives means over the participants
+        if self._manager is not None:  # the Manager averages over the participants
             if self._fixed:
                 self._extras.refuse_replay("with fewer workers, DistributedOptimizer needs more backward passes")
             works = [self._manager.allreduce(gradient) for gradient in gradients]

@@ -39,9 +39,9 @@ BACKEND = "torchft"
 # The lighthouse answers a request within 2.5 s; a busy one takes longer.
 _ANSWER_SEC = 15.0
 _RETRY_SEC = 0.2
-# For the nodes of a round to meet at the store of rank 0: one that ended after the release never comes.
+# Timeout for the nodes of a round to meet at the store of rank 0: a node that ended after the release never arrives.
 _MEET_SEC = 15.0
-# A wait of torchrun's agents at that store, as with c10d.
+# Timeout of torchrun's agents at that store, as with c10d.
 _STORE_SEC = 60.0
 
 
@@ -67,13 +67,13 @@ class TorchRendezvousService:
 
     Args:
         endpoint: ``host:port`` of the lighthouse, or its address.
-        run_id: ``JOB/GROUP``; without a group, the job has this one.
+        run_id: ``JOB/GROUP``, or ``GROUP`` alone, which is then the job's name too.
         store: ``host:port`` of the store that this node offers, should it become rank 0.
         min_nodes: least number of nodes of a round.
         max_nodes: largest number.
         sizes: allowed numbers between them: ``"all"``, ``"powers_of_two"``, or a list such as ``"1/2/4"``.
-        last_call_timeout: seconds for further nodes to come, from the moment at which a round could be released.
-        connect_timeout: seconds for the lighthouse to answer first.
+        last_call_timeout: seconds to wait for further nodes once a round could be released.
+        connect_timeout: seconds to wait for the lighthouse's first answer.
 
     Raises:
         ValueError: a setting is not allowed.
@@ -118,22 +118,24 @@ class TorchRendezvousService:
 
     @property
     def closed(self) -> bool:
-        """Whether no round follows: a node of the group has ended its work."""
+        """Whether no further round follows, because a node of the group has finished its work."""
         return bool(self._view.get("closed"))
 
     @property
     def waiting(self) -> int:
-        """Nodes for which this one should end its round. Without an answer of the lighthouse this stays as it is."""
+        """The number of waiting nodes for which this one should end its round. Unchanged while the lighthouse
+        does not answer.
+        """
         view = self._view
         return int(view.get("waiting", 0)) if view.get("ask") == self._ask else 0
 
     @property
     def reason(self) -> str:
-        """Why there is no round yet, in words."""
+        """Why there is no round yet."""
         return str(self._trouble) if self._trouble is not None else self._reason
 
     def set_state(self) -> None:
-        """Asks for the next round. A round in which this node was is over with it.
+        """Requests the next round, which ends a round that this node was in.
 
         Raises:
             RendezvousError: the lighthouse refuses this node.
@@ -141,16 +143,16 @@ class TorchRendezvousService:
         with self._changed:
             self._ask += 1
         try:
-            self._once(self._view)  # the thread hears of what follows: its answers come in order
+            self._once(self._view)  # not waited for: the thread receives later answers, in order
         except Unanswered as error:
-            self._note(error)  # the thread asks again
+            self._note(error)  # the thread retries
             if error.refused:
                 raise _refused(error) from None
         else:
             self._trouble = None
 
     def get_state(self, timeout: float = 0.0) -> Optional[Round]:
-        """The round for which ``set_state`` asked; None as long as it is not released, at most for ``timeout`` seconds.
+        """Returns the round requested by ``set_state``; None if it is not released within ``timeout`` seconds.
 
         Raises:
             RendezvousClosedError: there will be none.
@@ -169,10 +171,12 @@ class TorchRendezvousService:
                 return None
             if view["store"]:
                 return Round(view["round"], view["rank"], view["size"], view["store"])
-            self.set_state()  # the round ended before this node heard of it
+            self.set_state()  # the round ended before this node learned of it
 
     def close(self, finished: bool = True) -> None:
-        """Leaves the group; ``finished`` closes its rendezvous, and no round follows. A second call does nothing."""
+        """Leaves the group. ``finished`` closes the rendezvous, so that no round follows. A second
+        call does nothing.
+        """
         if self._ended.is_set():
             return
         self._ended.set()
@@ -181,7 +185,7 @@ class TorchRendezvousService:
                 line.post(self._path, {**self._says, "leave": True, "close": finished})
         except Unanswered as error:
             logger.warning("the rendezvous is left without a word: %s", error)
-        self._thread.join(1.0)  # its request was answered by that
+        self._thread.join(1.0)  # its request has been answered because the node left
 
     def set_closed(self) -> None:
         """Closes the rendezvous for all nodes."""
@@ -199,7 +203,7 @@ class TorchRendezvousService:
         deadline = time.monotonic() + timeout
         while True:
             try:
-                # One that is not what the lighthouse would say is answered at once.
+                # A request with an outdated view is answered at once.
                 self._take(self._once({"closed": True}, min(timeout, _ANSWER_SEC)))
                 return
             except Unanswered as error:
@@ -253,7 +257,8 @@ def _refused(error: Unanswered) -> Exception:
 
 
 class DlroverRendezvousBackend(RendezvousBackend):
-    """The rendezvous of a group in PyTorch's interface for states: the round as JSON, its number as the fencing token.
+    """The rendezvous of a group under PyTorch's backend interface: the state is the round as JSON, the
+    token its number.
 
     It is for code that drives a rendezvous by itself. PyTorch's dynamic handler unpickles the state of a backend, and
     cannot use this one: torchrun uses :class:`LighthouseRendezvousHandler`.
@@ -267,16 +272,16 @@ class DlroverRendezvousBackend(RendezvousBackend):
         return BACKEND
 
     def get_state(self) -> Optional[tuple[bytes, int]]:
-        """The round of this node and its number; None until it is released."""
+        """Returns the round of this node and its number; None until it is released."""
         released = self._service.get_state()
         return None if released is None else (json.dumps(released.__dict__).encode(), released.number)
 
     def set_state(self, state: bytes, token: Optional[Any] = None) -> Optional[tuple[bytes, int, bool]]:
-        """Asks for the round after the one with this token; None: for the first one.
+        """Requests the round after the one with this token; None: the first one.
 
         Args:
-            state: not looked at, as the lighthouse decides who is in a round.
-            token: of the round that this node knows.
+            state: ignored, because the lighthouse decides on the members of a round.
+            token: of the round known to this node.
 
         Returns:
             the round that is known, its token, and whether a new one was asked for; None if none is known.
@@ -293,10 +298,10 @@ class LighthouseRendezvousHandler(RendezvousHandler):
 
     Args:
         service: this node at the lighthouse.
-        run_id: of torchrun.
-        store: that ``service`` offers.
+        run_id: torchrun's.
+        store: the one that ``service`` offers.
         host: under which others reach this node.
-        join_timeout: seconds for a round to come.
+        join_timeout: seconds to wait for a round.
     """
 
     def __init__(
@@ -312,7 +317,7 @@ class LighthouseRendezvousHandler(RendezvousHandler):
 
     @classmethod
     def from_parameters(cls, parameters: RendezvousParameters) -> LighthouseRendezvousHandler:
-        """The handler of torchrun, whose ``--rdzv-conf`` takes join_timeout, and settings of the service.
+        """Makes the handler for torchrun; ``--rdzv-conf`` takes join_timeout, and settings of the service.
 
         Raises:
             ValueError: a setting is not known or not allowed.
@@ -395,7 +400,7 @@ class LighthouseRendezvousHandler(RendezvousHandler):
         store.wait([f"here/{rank}" for rank in range(released.size)], timedelta(seconds=_MEET_SEC))
         port_of_workers = None
         if self.use_agent_store and released.rank == 0:
-            # not that of the round before: its keys would still be there
+            # not the store of the previous round, which still has its keys
             self._workers_store = _serve_store()
             port_of_workers = self._workers_store.port
         workers = RendezvousStoreInfo.build(released.rank, store, self._host, port_of_workers)
@@ -408,11 +413,11 @@ class LighthouseRendezvousHandler(RendezvousHandler):
         self._service.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """Nodes for which the workers of this one should restart. It does not wait for the network."""
+        """The number of nodes for which the workers of this one should restart. Does not wait for the network."""
         return self._service.waiting
 
     def get_run_id(self) -> str:
-        """The id without a slash: torchrun makes a directory for logs of it."""
+        """The id without a slash, because torchrun names a log directory after it."""
         return self._run_id.replace("/", "_")
 
     def shutdown(self) -> bool:
@@ -424,5 +429,5 @@ class LighthouseRendezvousHandler(RendezvousHandler):
 
 
 def _serve_store() -> dist.TCPStore:
-    # Its own connection is to this machine, whatever others call it.
+    # This node connects to its own host, under whatever name other nodes use.
     return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, multi_tenant=False)

@@ -1,4 +1,4 @@
-"""What ``torchrun --rdzv-backend torchft`` finds by the entry point ``torchrun.handlers``.
+"""The module that torchrun loads for ``--rdzv-backend torchft``, by the entry point ``torchrun.handlers``.
 
 torchrun loads this with ``torch.distributed.elastic.rendezvous``, with any backend: nothing is imported before a
 handler is made.

@@ -31,11 +31,11 @@ _logger = logging.getLogger(__name__)
 
 
 class RebuildFailed(RuntimeError):
-    """The communicator could not be rebuilt; the cause says why. Another call tries again."""
+    """The communicator could not be rebuilt; the cause tells why. The next call retries."""
 
 
 class FTLib:
-    """What a training loop calls. Made by :meth:`init`; one thread uses it at a time.
+    """The interface for a training loop. Made by :meth:`init`; one thread uses it at a time.
 
     With ``state_dict`` and ``load_state_dict`` each rebuild ends with equal states in all members, those of the member
     that is furthest; :attr:`step` belongs to the state.
@@ -43,7 +43,7 @@ class FTLib:
     Attributes:
         rank: of this member in the last communicator.
         size: its number of members.
-        step: averages of gradients in the state, see :meth:`wait_gradients_ready`.
+        step: number of gradient averages in the state, see :meth:`wait_gradients_ready`.
         error: why the last call failed.
     """
 
@@ -62,13 +62,14 @@ class FTLib:
         self._framework = framework
         self._state_dict = state_dict
         self._load_state_dict = load_state_dict
-        self._made_in = -1  # view of the last step
+        self._made_in = -1  # the view of the last step
         self._view: Optional[View] = None
-        self._lost = (-1, "")  # the latest view of which a member was lost, and why
+        self._lost = (-1, "")  # the latest view that lost a member, and the reason
         self._flag = Flag()
         self._flag_lock = threading.Lock()
-        self._collective = threading.Lock()  # held during each one
-        self._answer: Optional[ConsensusStatus] = None  # of an active consensus, until the next collective
+        self._collective = threading.Lock()  # held during each collective
+        # the answer of an active consensus, valid until the next collective
+        self._answer: Optional[ConsensusStatus] = None
         self._overlapped: Optional[_Overlapped] = None
         consensus.attach(self)
 
@@ -85,17 +86,17 @@ class FTLib:
     ) -> "FTLib":
         """
         Args:
-            consensus: "gossip", "lighthouse", "shared_storage", or a :class:`~torchft.ftlib.Consensus` of your own.
+            consensus: "gossip", "lighthouse", "shared_storage", or an own :class:`~torchft.ftlib.Consensus`.
             framework: a process group of torchft without peers, or a :class:`~torchft.ftlib.Framework` of your own.
-            state_dict: gives what members must have alike: weights, the optimizer's state.
-            load_state_dict: takes it.
-            rebuild_timeout: of a process group that connects with its new peers.
-            settings: of the consensus: arguments of :class:`torchft.ftlib.gossip.Gossip`,
+            state_dict: returns the state that all members must share: weights, the optimizer's state.
+            load_state_dict: loads this state.
+            rebuild_timeout: timeout for connecting a process group with its new peers.
+            settings: those of the consensus: arguments of :class:`torchft.ftlib.gossip.Gossip`,
                 :class:`torchft.ftlib.lighthouse.Lighthouse` or :class:`torchft.ftlib.shared_storage.SharedStorage`.
 
         Raises:
             ValueError: an unknown consensus, or a setting that is not allowed.
-            RuntimeError: what the consensus needs is not reached in time.
+            RuntimeError: the consensus cannot reach its seeds, lighthouse or directory in time.
         """
         if not isinstance(framework, Framework):
             framework = ProcessGroupFramework(framework, rebuild_timeout)
@@ -114,7 +115,7 @@ class FTLib:
     def initialized(self) -> bool:
         """Whether the communicator connects all members."""
         if self._consensus.active and self._flag.initialized and self.confirm() is ConsensusStatus.FAIL:
-            self._advance(Event.JOINED)  # or a lost member: the consensus knows which
+            self._advance(Event.JOINED)  # or a member has been lost: the consensus knows which
         return self._flag.initialized
 
     def skip_allreduce(self) -> bool:
@@ -126,7 +127,7 @@ class FTLib:
         return self._view is not None and len(self._view.members) == 1
 
     def confirm(self) -> ConsensusStatus:
-        """Whether the last list of members holds. An active consensus is asked once between two collectives."""
+        """Whether the last list of members still holds. An active consensus is asked once between two collectives."""
         if not self._consensus.active:
             if not self._flag.initialized or self._view is None:
                 return ConsensusStatus.FAIL
@@ -145,18 +146,20 @@ class FTLib:
         """Waits until the members agree on a view, and confirms it. ``execute`` and the averages call it."""
         view = self._view = self._consensus.get_member_list()
         lost, reason = self._lost
-        if lost == view.number:  # the news was here before the view
+        if lost == view.number:  # the report came before the view
             raise RuntimeError(f"view {lost} does not hold any more: {reason}")
         alone = len(view.members) == 1
         self._answer = ConsensusStatus.SKIP_ALLREDUCE if alone else ConsensusStatus.SUCCESS
         return view
 
     def new_member_join(self) -> None:
-        """A process wants to become a member. The communicator is rebuilt after the collective that runs, if any."""
+        """Called when a process wants to become a member. The communicator is rebuilt after the collective in
+        progress, if any.
+        """
         self._advance(Event.JOINED)
 
     def member_lost(self, view: int, reason: str) -> None:
-        """A member of this view is lost. The collective that waits for it ends with an error at once."""
+        """Called when a member of this view is lost. A collective that waits for it ends with an error at once."""
         self._lost = max(self._lost, (view, reason))
         if self._view is not None and self._view.number == view:
             if self._flag.initialized:
@@ -164,7 +167,8 @@ class FTLib:
             self._advance(Event.LOST)
             try:
                 self._framework.abort()
-            except Exception as e:  # not to the thread of the consensus, which would end: it renews a record, say
+            # an error must not end the thread of the consensus, which may have to renew a record
+            except Exception as e:
                 _logger.warning("view %d: the communicator could not be aborted: %s", view, e)
 
     # Collectives
@@ -185,7 +189,7 @@ class FTLib:
             return func(*args, **kwargs)
 
     def allreduce_average(self, tensors: list[torch.Tensor]) -> FTAllReduceStatus:
-        """The mean of each tensor over all members, in place. It raises for mistakes of the caller only."""
+        """Averages each tensor over all members, in place. It raises only for mistakes of the caller."""
         status = self._prepare()
         if status is not None:
             return status
@@ -215,8 +219,9 @@ class FTLib:
         self._framework.abort()
 
     def _prepare(self) -> Optional[FTAllReduceStatus]:
-        """Before a collective; gives the status if there shall be none."""
-        if self._overlapped is not None:  # nobody has waited for it, perhaps because its backward pass raised
+        """Prepares a collective. Returns a status if there must be none."""
+        # the averages were never waited for, perhaps because the backward pass raised an error
+        if self._overlapped is not None:
             self._overlapped.end()
         if not self.initialized():
             return FTAllReduceStatus.ABORT if self._rebuild() else FTAllReduceStatus.FAIL
@@ -241,7 +246,7 @@ class FTLib:
         """Connects the members of a new view, and makes their states equal."""
         self._advance(Event.REBUILDING)
         try:
-            self._framework.abort()  # peers that wait for this member in a collective must come here too
+            self._framework.abort()  # peers that wait for this member in a collective must rebuild, too
             view = self.get_member_list()
             rank, size = RankAssignScheme.get_rank_rand_size(view.identities, self._consensus.identity)
             if not self._framework.rebuild(rank, size, view.address):
@@ -304,7 +309,7 @@ def allreduce_hook(ftlib: FTLib, bucket: dist.GradBucket) -> torch.futures.Futur
 
 
 class _Overlapped:
-    """The averages of one backward pass: one collective, from the first bucket to ``end``."""
+    """The averages of one backward pass, from the first bucket to ``end``; they count as one collective."""
 
     def __init__(self, ftlib: FTLib) -> None:
         self._ftlib = ftlib
@@ -318,7 +323,7 @@ class _Overlapped:
             self._open.enter_context(ftlib._in_collective())
 
     def over(self, bucket: dist.GradBucket) -> bool:
-        """Whether the bucket belongs to a later pass: this one was ended, or its backward pass raised."""
+        """Whether the bucket belongs to a later pass: this one was ended, or its backward pass raised an error."""
         return self._ended or (not self._whole and bucket.index() == 0)
 
     def add(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -328,7 +333,7 @@ class _Overlapped:
                 work = self._ftlib._framework.start_average(buffer)
                 self._works.append(work)
                 if work is not None:
-                    return work.get_future().then(lambda _: buffer)  # of a failed one too: the status says it
+                    return work.get_future().then(lambda _: buffer)  # also if the work failed: the status tells that
             except Exception as e:
                 self._error = e
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -336,7 +341,7 @@ class _Overlapped:
         return done
 
     def end(self) -> FTAllReduceStatus:
-        """Waits for the averages. Those of a pass that is not whole are of no use: peers wait for its last bucket."""
+        """Waits for the averages. Those of an incomplete pass are invalid: peers wait for its last bucket."""
         if self._status is None:
             self._status = self._wait()
         self._ended = True

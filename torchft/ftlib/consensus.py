@@ -10,34 +10,35 @@ from torchft.ftlib.views import Identity, View
 
 
 class ConsensusStatus(Enum):
-    """Answers of ``confirm``."""
+    """The answers of ``confirm``."""
 
-    SUCCESS = "success"  # the last list of members holds
-    FAIL = "fail"  # it does not: a member joined or was lost
-    SKIP_ALLREDUCE = "skip_allreduce"  # it holds, and this member is alone in it
+    SUCCESS = "success"  # the last list of members still holds
+    FAIL = "fail"  # it does not hold: a member joined or was lost
+    SKIP_ALLREDUCE = "skip_allreduce"  # it holds, and this member is the only one
 
 
 class FTAllReduceStatus(Enum):
-    """Results of an average."""
+    """The results of an average."""
 
-    NO_NEED = "no_need"  # this member is alone: its values are the average
+    NO_NEED = "no_need"  # this member is the only one, so its values are the average
     SUCCESS = "success"
-    FAIL = "fail"  # a collective or a rebuild failed: the values are of no use, see ``FTLib.error``
-    ABORT = "abort"  # nothing was averaged: there are new members, and perhaps another state; compute the values again
+    FAIL = "fail"  # a collective or a rebuild failed, and the values are invalid; see ``FTLib.error``
+    # nothing was averaged, because there are new members and perhaps another state; compute the values again
+    ABORT = "abort"
 
 
 class Listener(Protocol):
-    """Whom a consensus tells what happens. Both calls return at once, and may come from any thread."""
+    """Receives reports from a consensus. Both methods return at once, and may be called from any thread."""
 
     def new_member_join(self) -> None:
-        """A process wants to become a member."""
+        """Called when a process wants to become a member."""
 
     def member_lost(self, view: int, reason: str) -> None:
-        """A member of the view with this number is lost, or this one is no longer of it."""
+        """Called when a member of the view with this number, or this one itself, is lost."""
 
 
 class Consensus(ABC):
-    """Agrees with the other members on who they are.
+    """Agrees with the other members on the list of members.
 
     An active one is asked: FTLib calls ``confirm`` at most once between two collectives. A passive one is never asked
     whether its list holds; it tells its listener.
@@ -57,7 +58,9 @@ class Consensus(ABC):
         """
 
     def confirm(self) -> ConsensusStatus:
-        """Whether the last list of members holds. After FAIL, ``get_member_list`` is called. Active ones only."""
+        """Whether the last list of members still holds. If not, ``get_member_list`` is called next.
+        Active ones only.
+        """
         raise NotImplementedError(f"{type(self).__name__}.confirm: a passive consensus is not asked")
 
     @abstractmethod
@@ -66,4 +69,4 @@ class Consensus(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Leaves. Safe to call twice."""
+        """Leaves the job. Safe to call twice."""

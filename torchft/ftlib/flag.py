@@ -12,13 +12,13 @@ from enum import Enum
 
 
 class Event(Enum):
-    """What may happen to the flag."""
+    """The events that change the flag."""
 
-    REBUILDING = "rebuilding"  # before the list of members is asked for
+    REBUILDING = "rebuilding"  # a rebuild begins, before the list of members is requested
     REBUILT = "rebuilt"
-    BEGUN = "begun"  # a collective
+    BEGUN = "begun"  # a collective begins
     ENDED = "ended"
-    FAILED = "failed"  # a collective, or a rebuild
+    FAILED = "failed"  # a collective or a rebuild failed
     JOINED = "joined"
     LOST = "lost"
 
@@ -37,7 +37,7 @@ class Flag:
     pending: bool = False
 
     def after(self, event: Event) -> Flag:
-        """The flag after an event."""
+        """Returns the flag after an event."""
         if event is Event.REBUILDING:
             return Flag(busy=True)
         if event is Event.BEGUN:

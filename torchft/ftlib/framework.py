@@ -20,7 +20,7 @@ class Framework(ABC):
 
     @property
     def device(self) -> torch.device:
-        """Of tensors that FTLib makes for it."""
+        """The device of the tensors that FTLib makes for it."""
         return torch.device("cpu")
 
     @abstractmethod
@@ -38,27 +38,29 @@ class Framework(ABC):
 
     @abstractmethod
     def allreduce_average(self, tensors: list[torch.Tensor]) -> None:
-        """The mean over all members."""
+        """Averages a tensor over all members."""
 
     @abstractmethod
     def allgather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of all members, in the order of the ranks."""
+        """Returns the tensors of all members, in the order of the ranks."""
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
-        """All members get the tensor of rank ``root``."""
+        """Copies the tensor of rank ``root`` to all members."""
 
     @abstractmethod
     def abort(self) -> None:
         """Ends collectives in flight and disconnects, so that peers fail too. May be called from any thread."""
 
     def start_average(self, tensor: torch.Tensor) -> Optional[Work]:
-        """Begins what ``allreduce_average`` does; None: it is done. For gradients that overlap with a backward pass."""
+        """Begins an ``allreduce_average``; None: it has been completed. For gradients that overlap with
+        a backward pass.
+        """
         self.allreduce_average([tensor])
         return None
 
     def finish_average(self, work: Optional[Work]) -> None:
-        """Waits for what ``start_average`` began."""
+        """Waits for an average that ``start_average`` began."""
         if work is not None:
             work.wait()
 
@@ -91,7 +93,7 @@ class ProcessGroupFramework(Framework):
     def rebuild(self, rank: int, size: int, address: str) -> bool:
         if not isinstance(self._pg, ProcessGroup) or _reconfigures_itself(self._pg):
             reconfigure_with_store(self._pg, address, rank, size, self._timeout)
-        else:  # which an abort ends at once, when a member is lost meanwhile
+        else:  # the thread ends at once if the group is aborted because a member was lost
             self._pg.configure(address, f"ftlib_{rank}", rank, size)
         self._size = size
         return True
@@ -102,7 +104,7 @@ class ProcessGroupFramework(Framework):
             self.finish_average(work)
 
     def start_average(self, tensor: torch.Tensor) -> Work:
-        # Before the sum, as PyTorch's own hook does: not every backend has an average.
+        # Divided before the sum, as PyTorch's own hook does, because not every backend can average.
         tensor.div_(self._size)
         return self._pg.allreduce([tensor], AllreduceOptions())
 
@@ -125,7 +127,7 @@ class ProcessGroupFramework(Framework):
 
     def _wait(self, work: Work) -> None:
         work.wait()
-        # Groups of devices, and those that swallow errors, tell later.
+        # Process groups on devices, and those that swallow errors, report errors only later.
         if torch.accelerator.is_available():
             torch.accelerator.current_stream().synchronize()
         error = self._error()
@@ -134,5 +136,5 @@ class ProcessGroupFramework(Framework):
 
 
 def _reconfigures_itself(pg: ProcessGroup) -> bool:
-    """Whether it is a wrapper of a group that has no ``configure``."""
+    """Whether it wraps a process group that has no ``configure``."""
     return isinstance(pg, ProcessGroupWrapper) and pg._reconfigures_itself()

@@ -56,7 +56,7 @@ class Gossip(Consensus):
         self.identity = Identity(checked_name(name), time.time_ns())
         listed = seeds.split(",") if isinstance(seeds, str) else seeds
         named = [seed for seed in (str(each).strip() for each in listed) if seed]
-        host = announced_host(f"http://{named[0]}" if named else None)  # of the route towards a seed
+        host = announced_host(f"http://{named[0]}" if named else None)  # the host's address on the route towards a seed
         self._timeout = timeout
         self._listener: Optional[Listener] = None
         self._closed = threading.Event()
@@ -77,7 +77,7 @@ class Gossip(Consensus):
 
     @property
     def address(self) -> str:
-        """ "host:port", which other processes name as a seed."""
+        """ "host:port", by which other processes name this one as a seed."""
         return self._node.address()
 
     def attach(self, listener: Listener) -> None:
@@ -89,7 +89,7 @@ class Gossip(Consensus):
 
     def close(self) -> None:
         self._closed.set()
-        self._node.shutdown()  # which ends the thread
+        self._node.shutdown()  # ends the thread
         if self._thread is not threading.current_thread():
             self._thread.join()
 
@@ -121,12 +121,14 @@ class _Node(_Server):
         self._serve("pyapi_GossipStart", text, _micros("connect_timeout", connect_timeout), security())
 
     def view(self, name: str, timeout: timedelta) -> tuple[Identity, View]:
-        """A view, and which life of this name is in it: a later one than the clock said, where such a one was known."""
+        """Returns a view, and this member's incarnation in it, which is higher than the clock's if a
+        higher one was known.
+        """
         said = json.loads(self._go.run(self._go.pyapi_GossipViewStart, self._handle, _micros("timeout", timeout)))
         members = (Member(Identity(m["name"], m["incarnation"]), m["address"]) for m in said["members"])
         return Identity(name, said["incarnation"]), View(said["number"], tuple(members))
 
     def news(self, timeout: timedelta) -> tuple[int, str, list[str]]:
-        """Waits for news: the number of the view, why it is lost (empty: it is not), and who wants to join."""
+        """Waits for a report: the number of the view, why it is lost (empty: it is not), and the joining processes."""
         said = json.loads(self._go.run(self._go.pyapi_GossipNewsStart, self._handle, _micros("timeout", timeout)))
         return said["view"], said["lost"], said["joining"] or []

@@ -1,7 +1,7 @@
 """Consensus by the lighthouse: the members are the groups of its quorum, and each process is a group of one rank.
 
-It is active: whether somebody joined is asked once before each collective, and all members are answered when all have
-asked, as at each step of a Manager. Failures are the lighthouse's news.
+It is active: before each collective it asks once whether a process has joined, and all members are answered when all
+have asked, as at each step of a Manager. The lighthouse reports failures.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Lighthouse(Consensus):
         self.identity = Identity(name or uuid.uuid4().hex, time.time_ns())
         self._timeout = timeout
         self._view: Optional[View] = None
-        self._next: Optional[View] = None  # that ``confirm`` has heard of
+        self._next: Optional[View] = None  # the view that ``confirm`` has received
         self._round = 0
         self._store, own_address = host_store(timeout)
         self._address = own_address
@@ -110,7 +110,7 @@ class Lighthouse(Consensus):
             checkpoint_metadata="",
             shrink_only=False,
             timeout=self._timeout,
-            # A quorum of the same members gets a new number only for a failure.
+            # A quorum with the same members gets a new id only after a failure.
             commit_failures=int(may_keep is None and self._view is not None),
             reconfigure_handle=self._address,
         )
@@ -130,7 +130,7 @@ class Lighthouse(Consensus):
 
 
 def _view(result: QuorumResult) -> View:
-    """The view of a quorum.
+    """Converts a quorum to a view.
 
     Raises:
         RuntimeError: a group of the quorum is no member of FTLib.

@@ -34,9 +34,9 @@ T = TypeVar("T")
 
 _logger = logging.getLogger(__name__)
 
-_POLL_SEC = 0.02  # while a view is waited for
+_POLL_SEC = 0.02  # interval while a view is waited for
 _KEPT_VIEWS = 8
-_KEPT_EXPIRIES = 10  # before the record of a member that was killed is removed
+_KEPT_EXPIRIES = 10  # multiples of ``expiry`` until the record of a killed member is removed
 
 
 class SharedStorage(Consensus):
@@ -72,12 +72,13 @@ class SharedStorage(Consensus):
         self._min_members = min_members
         self._expiry = expiry.total_seconds()
         self._timeout = timeout
-        self._idle = threading.Lock()  # held during each call of the directory, so by those who change what follows
+        # held during each call to the directory, and by callers that change the fields below
+        self._idle = threading.Lock()
         try:
             before = self._call(self._until(), partial(self._files.check, name))
         except TimeoutError as e:
             raise RuntimeError(str(e)) from None
-        # Later than the lives before, also those on a host whose clock is ahead.
+        # Higher than all earlier incarnations, also if those ran on a host whose clock is ahead.
         self.identity = Identity(name, max(time.time_ns(), before + 1))
         self._store, address = host_store(timeout)
         self._record = Record(address)
@@ -122,8 +123,8 @@ class SharedStorage(Consensus):
                 raise TimeoutError(f"list of members in {self._files.directory}: timed out after {seconds}: {why}")
 
     def clean_ip(self) -> None:
-        """Removes the own record, so that the others need not wait until it expires."""
-        with contextlib.suppress(TimeoutError):  # it expires by then
+        """Removes this member's record, so that the others need not wait until it expires."""
+        with contextlib.suppress(TimeoutError):  # the record will expire instead
             self._call(time.monotonic() + self._expiry, partial(self._files.remove, self.identity))
 
     def close(self) -> None:
@@ -136,7 +137,8 @@ class SharedStorage(Consensus):
         return time.monotonic() + self._timeout.total_seconds()
 
     def _call(self, deadline: float, function: Callable[[], T]) -> T:
-        """Calls what uses the directory. One call at a time: a write that hangs must not replace a later one.
+        """Calls a function that uses the directory. One call at a time: a write that hangs must not
+        replace a later one.
 
         Raises:
             TimeoutError: the directory does not answer before the deadline, or hangs in another call.
@@ -159,7 +161,7 @@ class SharedStorage(Consensus):
 
             try:
                 threading.Thread(target=run, name="torchft_ftlib_directory", daemon=True).start()
-            except BaseException:  # too many threads, say: later calls must not wait for this one
+            except BaseException:  # for example, no thread could be started: later calls must not wait for this one
                 self._idle.release()
                 raise
             wait([result], max(0.0, deadline - time.monotonic()))
@@ -172,7 +174,7 @@ class SharedStorage(Consensus):
         )
 
     def _write(self, **changed: Any) -> None:
-        """Writes the own record, with a number that changes each time."""
+        """Writes this member's record, with a number that changes each time."""
         if self._closed.is_set():
             raise RuntimeError("the consensus is closed")
         began, self._beat = time.monotonic(), self._beat + 1
@@ -189,8 +191,8 @@ class SharedStorage(Consensus):
                 self._files.remove(identity)
 
     def _look(self) -> tuple[Optional[View], dict[Identity, Record]]:
-        """The latest view, and the records of live members."""
-        # Views first: a record that is read afterwards is at least as new.
+        """Returns the latest view, and the records of live members."""
+        # The view is read first, so that the records are at least as new.
         latest = self._files.latest()
         found = self._files.records()
         now = time.monotonic()
@@ -208,7 +210,8 @@ class SharedStorage(Consensus):
         troubled = False
         while not self._closed.wait(every):
             view = self._view
-            # Others go on without this member after ``expiry``: it must have left by then, even if the directory hangs.
+            # The others continue without this member after ``expiry``: it must have left by then, even if the
+            # directory hangs.
             deadline = max(self._renewed + 5 * every, time.monotonic() + every)
             try:
                 self._call(deadline, self._write)
@@ -242,7 +245,7 @@ class Files:
         self.directory = directory
 
     def check(self, name: str) -> int:
-        """Makes files, and gives the latest incarnation of a member that has a record here, or 0.
+        """Checks that files can be created here. Returns the latest incarnation of a member with a record here, or 0.
 
         Raises:
             ValueError: files cannot be made here.
@@ -279,10 +282,10 @@ class Files:
         return found
 
     def latest(self) -> Optional[View]:
-        """The view with the largest number.
+        """Returns the view with the largest number.
 
         Raises:
-            ValueError: its file is none of ours.
+            ValueError: its file was not written by torchft.
         """
         paths = sorted(self.directory.glob("view.*"))
         if not paths:
@@ -295,7 +298,7 @@ class Files:
             raise ValueError(f"{paths[-1]} is no view of FTLib: {e}; remove it, or use another directory") from e
 
     def create(self, view: View) -> bool:
-        """Creates the view; False if its number exists."""
+        """Creates the view. Returns False if its number exists."""
         path = self.directory / f"view.{view.number:016d}"
         draft = self.directory / f"draft.{uuid.uuid4().hex}"
         try:

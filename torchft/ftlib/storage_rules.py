@@ -31,35 +31,35 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class Want:
-    """Write that views below this number are left."""
+    """Action: write that views below this number are left."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Confirm:
-    """Write that the view is confirmed."""
+    """Action: write that the view is confirmed."""
 
     view: View
 
 
 @dataclass(frozen=True)
 class Create:
-    """Create the view, unless its number exists."""
+    """Action: create the view, unless its number exists."""
 
     view: View
 
 
 @dataclass(frozen=True)
 class Take:
-    """All members have confirmed the view."""
+    """Action: use the view, which all members have confirmed."""
 
     view: View
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing to do until one of these members acts; nobody: more members are needed."""
+    """Action: wait for these members; if there are none, for further members."""
 
     members: tuple[Identity, ...]
 
@@ -68,16 +68,16 @@ Action = Union[Want, Confirm, Create, Take, Wait]
 
 
 def living(records: Mapping[Identity, Record]) -> dict[Identity, Record]:
-    """Without those whose place a later life of the same name has taken."""
+    """Removes records of earlier incarnations of the same name."""
     return {identity: records[identity] for identity in newest(records)}
 
 
 def decide(me: Identity, alive: Mapping[Identity, Record], latest: Optional[View], min_members: int = 1) -> Action:
-    """The next action of a member that waits for a view.
+    """Decides the next action of a member that waits for a view.
 
     Args:
-        me: in ``alive``.
-        alive: records of live members, one life of each name.
+        me: this member; it is in ``alive``.
+        alive: records of live members, one incarnation of each name.
         latest: the view with the largest number.
         min_members: the smallest view that is created.
     """
@@ -101,7 +101,7 @@ def decide(me: Identity, alive: Mapping[Identity, Record], latest: Optional[View
 
 
 class News(NamedTuple):
-    """What a member that has a view sees in the directory.
+    """Changes that a member of a view sees in the directory.
 
     Attributes:
         joining: processes that want to become members.

@@ -11,11 +11,11 @@ from typing import NamedTuple, Optional
 
 
 class Identity(NamedTuple):
-    """One life of a member.
+    """One incarnation of a member.
 
     Attributes:
         name: unique in the job at a time.
-        incarnation: grows with each life of this name.
+        incarnation: increases with each start of a process of this name.
     """
 
     name: str
@@ -23,10 +23,10 @@ class Identity(NamedTuple):
 
 
 def checked_name(name: Optional[str]) -> str:
-    """A member's name, a random one if there is none.
+    """Returns a member's name, or a random one if there is none.
 
     Raises:
-        ValueError: it cannot stand in the name of a file, or of a node.
+        ValueError: the name cannot be part of a file name, or be the name of a node.
     """
     if name and not name.replace("-", "").replace("_", "").isalnum():
         raise ValueError(f"name={name!r} is not allowed; allowed: letters, digits, '-' and '_'")
@@ -68,14 +68,14 @@ class View:
 
     @property
     def address(self) -> str:
-        """Where the members meet: "host:port/prefix" in the store of rank 0. No two views have the same."""
+        """The address where the members meet: "host:port/prefix" in the store of rank 0, different for each view."""
         first = min(newest(self.identities))
         host = next(member.address for member in self.members if member.identity == first)
         return f"{host}/ftlib/{self.number}-{self.digest}"
 
 
 def newest(identities: Iterable[Identity]) -> list[Identity]:
-    """The latest life of each name, in the order of the names."""
+    """The latest incarnation of each name, in the order of the names."""
     latest: dict[str, Identity] = {}
     for identity in identities:
         latest[identity.name] = max(identity, latest.get(identity.name, identity))
@@ -83,20 +83,20 @@ def newest(identities: Iterable[Identity]) -> list[Identity]:
 
 
 class RankAssignScheme:
-    """Ranks from a list of members: each comes to the same answer without asking the others."""
+    """Computes ranks from a list of members, equally in each member and without communication."""
 
     @staticmethod
     def get_rank_rand_size(member_list: Iterable[Identity], identity: Identity) -> tuple[int, int]:
-        """Rank and size.
+        """Returns rank and size.
 
-        Ranks follow the order of the names; of several lives of one name the latest one counts.
+        Ranks follow the order of the names; of several incarnations of one name the latest one counts.
 
         Args:
             member_list: in any order.
-            identity: whose rank is asked for.
+            identity: of the member whose rank is returned.
 
         Raises:
-            ValueError: it is not in the list, or is not the latest life of its name.
+            ValueError: it is not in the list, or is not the latest incarnation of its name.
         """
         members = newest(member_list)
         if identity not in members:
@@ -109,11 +109,11 @@ class RankAssignScheme:
 
 
 class Progress(NamedTuple):
-    """How far a member's state is.
+    """The progress of a member's state.
 
     Attributes:
-        view: in which its last step was made; -1: it has made none.
-        step: steps in the state.
+        view: the one in which its last step was made; -1: it has made none.
+        step: number of steps in the state.
     """
 
     view: int = -1
@@ -121,7 +121,7 @@ class Progress(NamedTuple):
 
 
 def source(progress: Sequence[Progress]) -> tuple[int, list[int]]:
-    """The rank whose state counts, and the ranks that take it over.
+    """Returns the rank whose state the others take over, and the ranks that take it over.
 
     Members that made their last step in one view have equal states at equal steps. Those of a later view count, since
     its members left the others behind. States without a step are initial weights, which may differ.

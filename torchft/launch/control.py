@@ -15,7 +15,7 @@ from pathlib import Path
 
 from torchft.launch.job import LocalJob
 
-_ANSWER_SEC = 20.0  # it looks ten times a second, but may wait for its lighthouse in between
+_ANSWER_SEC = 20.0  # the job looks ten times per second, but may wait for its lighthouse in between
 _LONGEST = 4096  # bytes of a request
 
 
@@ -24,14 +24,14 @@ class Control:
 
     def __init__(self) -> None:
         self.path = _folder() / f"{os.getpid()}.sock"
-        self.path.unlink(missing_ok=True)  # of an earlier process with the same number
+        self.path.unlink(missing_ok=True)  # left by an earlier process with the same number
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(str(self.path))
         self._socket.listen()
         self._socket.setblocking(False)
 
     def look(self, job: LocalJob) -> None:
-        """Answers one request, if there is any. Never waits long."""
+        """Answers one request, if there is one. Returns quickly."""
         try:
             connection, _ = self._socket.accept()
         except BlockingIOError:

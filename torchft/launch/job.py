@@ -40,10 +40,10 @@ class Member:
     state: str = "starting"
     step: int = 0
     fruitless: int = 0  # incarnations in a row that took part in no step
-    took_part: bool = False  # in a step, in this incarnation
+    took_part: bool = False  # whether this incarnation participated in a step
     restart_at: float | None = None
     leaving: bool = False
-    given_up: str = ""  # why it is not started again
+    given_up: str = ""  # why it is not restarted; empty if it is
     end_by: float | None = None  # time of its SIGTERM, unless it has left before
     replica_id: str = ""  # as the lighthouse knows it
     history: deque[tuple[float, int]] = field(default_factory=deque)  # (seconds, step)
@@ -161,7 +161,7 @@ class LocalJob:
         self.kill()
 
     def kill(self) -> None:
-        """Ends everything at once."""
+        """Kills all groups at once."""
         for member in self.members:
             member.group.kill()
 
@@ -220,7 +220,7 @@ class LocalJob:
 
     def _kill_one(self) -> None:
         candidates = [member for member in self.members if member.running and member.took_part and not member.leaving]
-        if len(candidates) < 2:  # one group has to survive
+        if len(candidates) < 2:  # one group must survive
             return
         victim = self._choice.choice(candidates)
         victim.group.kill()

@@ -7,7 +7,7 @@ import time
 
 from torchft.launch.job import LocalJob, Member
 
-_EVERY_SEC = 10.0  # between two lines of a group that only trains on
+_EVERY_SEC = 10.0  # seconds between two lines of a group that only continues to train
 
 
 class Progress:

@@ -20,11 +20,11 @@ _DEFAULT_CAP_MB = 1024
 
 @dataclass(frozen=True)
 class Buffers:
-    """Memory to send from and receive into.
+    """Memory for sending and receiving.
 
     Attributes:
-        views: one tensor for each of those that were asked for, of its shape and type.
-        pieces: the same memory as it travels, one collective a piece.
+        views: one tensor for each requested one, with its shape and type.
+        pieces: the same memory as it is sent, one collective for each piece.
     """
 
     views: list[torch.Tensor]
@@ -32,7 +32,7 @@ class Buffers:
 
 
 def bucket_bytes(use_bucketization: bool, bucket_cap_mb: Optional[int]) -> Optional[int]:
-    """The size of a piece in bytes, None where each tensor travels for itself.
+    """The size of a piece in bytes; None if each tensor is sent by itself.
 
     Args:
         use_bucketization: TORCHFT_USE_BUCKETIZATION=True does the same.
@@ -52,7 +52,7 @@ def bucket_bytes(use_bucketization: bool, bucket_cap_mb: Optional[int]) -> Optio
 
 
 def allocate(like: Sequence[torch.Tensor], cap: Optional[int]) -> Buffers:
-    """Memory for tensors of these shapes, types and devices; what it holds is undefined.
+    """Allocates memory for tensors of these shapes, types and devices; its content is undefined.
 
     Args:
         like: the tensors; nothing is read from them.

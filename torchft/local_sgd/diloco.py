@@ -28,7 +28,7 @@ class Due(NamedTuple):
 
 
 def due(local_step: int, period: int, delay: int, in_flight: bool) -> Due:
-    """Whether a synchronisation starts now, and whether one ends.
+    """Decides whether a synchronisation starts now, and whether one ends.
 
     "At least", not "equal": one that could not start, because there was no quorum, starts after a later step.
 
@@ -43,7 +43,8 @@ def due(local_step: int, period: int, delay: int, in_flight: bool) -> Due:
 
 
 class DiLoCo(InnerSteps):
-    """Every group trains for itself; fragment after fragment, an outer optimizer applies the average of their ways.
+    """Every group trains on its own. Fragment by fragment, an outer optimizer applies the average of the
+    groups' changes.
 
     The algorithm is that of Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023
     (arXiv:2311.08105), with fragments, delay and mixing of Douillard et al., "Streaming DiLoCo with overlapping
@@ -58,29 +59,30 @@ class DiLoCo(InnerSteps):
                 adamw.step()
 
     Args:
-        manager: of this rank, with ``use_async_quorum=False``; its state functions carry the model and the inner
-            optimizer, DiLoCo adds what it has itself.
+        manager: of this rank, with ``use_async_quorum=False``; its state functions must cover the model and the inner
+            optimizer; DiLoCo adds its own state.
         model_fragments: the parts of the model; a parameter belongs to at most one.
-        inner_optimizer: whose steps are counted.
+        inner_optimizer: its steps are counted.
         outer_optimizer: over all fragments, or a list with one for each. The papers' is SGD with Nesterov momentum of
             0.9.
         sync_every: inner steps in which every fragment is synchronised once; a multiple of their number.
-        backup_device: where the last global parameters are kept; default: the CPU.
-        pin_memory: whether they lie in pinned memory there, if the model does not.
+        backup_device: device of the copy of the last global parameters; default: the CPU.
+        pin_memory: whether that copy is in pinned memory, if the model is not on the backup device.
         use_bucketization: send parameters laid end to end; also with TORCHFT_USE_BUCKETIZATION=True. All groups must
             agree.
         bucket_cap_mb: size of a piece in MiB; default: 1024.
-        should_quantize: send 8 bits a value.
+        should_quantize: send 8 bits per value.
         fragment_sync_delay: inner steps that run while a fragment is being averaged; less than
             ``sync_every / len(model_fragments)``.
-        fragment_update_alpha: what a group goes on with: ``alpha`` of its own parameters, the rest global; 0 to 1.
+        fragment_update_alpha: share of a group's own parameters in those with which it continues, the rest being the
+            global ones; 0 to 1.
 
     Attributes:
-        nonfinite_syncs: synchronisations so far whose average held NaN or Inf. It is used all the same.
+        nonfinite_syncs: number of synchronisations whose average contained NaN or Inf. It is used nevertheless.
 
     Raises:
-        ValueError: an argument is of another kind or out of range, fragments and outer optimizers do not fit, or a
-            parameter cannot be quantized that is to be.
+        ValueError: an argument has a wrong type or is out of range, fragments and outer optimizers do not fit, or a
+            parameter that is to be quantized cannot be.
     """
 
     def __init__(
@@ -138,7 +140,7 @@ class DiLoCo(InnerSteps):
             )
 
     def restore_global_parameters(self) -> None:
-        """Puts the last global parameters of all fragments into the model.
+        """Copies the last global parameters of all fragments into the model.
 
         Groups have the same global parameters, while those that they train on differ: so this comes before an
         evaluation, and at the end of the training.
@@ -160,7 +162,7 @@ class DiLoCo(InnerSteps):
             self._finish()
 
     def _start(self) -> None:
-        self._manager.start_quorum()  # a group that is behind has healed when this returns, and knows the step
+        self._manager.start_quorum()  # when this returns, a group that is behind has healed and knows the step
         for fragment in self._fragments:
             if fragment.refused is not None:
                 self._manager.report_error(fragment.refused)
@@ -169,7 +171,8 @@ class DiLoCo(InnerSteps):
         fragment.start()
         self._in_flight = fragment
         if self._fragment_sync_delay:
-            self._manager.finish_serving()  # the next inner step changes what a group that heals may still be reading
+            # the next inner step changes memory that a healing group may still be reading
+            self._manager.finish_serving()
 
     def _finish(self) -> None:
         fragment, self._in_flight = self._in_flight, None

@@ -34,22 +34,22 @@ class Fragment:
     """A part of the model that is synchronised at once.
 
     Args:
-        name: in errors.
-        module: whose parameters they are.
-        outer_optimizer: steps them; others that it has are left alone.
+        name: used in errors.
+        module: contains the parameters.
+        outer_optimizer: steps these parameters, and leaves its other ones unchanged.
         manager: of this rank.
-        backup_device: where the last global parameters are kept.
-        pin_memory: whether a backup of device memory lies in pinned memory.
-        bucket_bytes: as of :func:`torchft.local_sgd.buckets.bucket_bytes`.
-        should_quantize: whether what is sent is quantized.
-        free_gradients: whether a start lets go of the gradients, as nothing will need them.
-        alpha: share of a group's own parameters in those that it goes on with.
+        backup_device: device of the copy of the last global parameters.
+        pin_memory: whether a backup of device memory is in pinned memory.
+        bucket_bytes: see :func:`torchft.local_sgd.buckets.bucket_bytes`.
+        should_quantize: whether the sent values are quantized.
+        free_gradients: whether a start frees the gradients, which nothing needs any more.
+        alpha: share of a group's own parameters in those with which it continues.
 
     Attributes:
-        refused: why a peer's state could not be loaded: it is another model. None: it could, or there was none.
+        refused: why a peer's state could not be loaded (it is of another model); None if there was no such error.
 
     Raises:
-        ValueError: there is nothing to synchronise, or what cannot be sent as asked.
+        ValueError: there are no parameters, or some cannot be sent in the requested way.
     """
 
     def __init__(
@@ -78,20 +78,22 @@ class Fragment:
         self._should_quantize = should_quantize
         self._free_gradients = free_gradients
         self._alpha = alpha
-        # Parameters as the groups agreed on them last, by name; of a DTensor the local part.
+        # The parameters of the last synchronisation, equal in all groups, by name; of a DTensor the local shard.
         self._global = {n: _backup(local_part(p), backup_device, pin_memory) for n, p in self.parameters.items()}
         self._buffers: Optional[Buffers] = None
         self._works: list[dist._Work] = []
 
     def layout(self) -> list[str]:
-        """A line for each parameter: what groups must have in common."""
+        """A line for each parameter, equal in all groups that fit together."""
         return [f"{name} {describe(p)}" for name, p in self.parameters.items()]
 
-    # A synchronisation: start, wait, then commit or abort
+    # A synchronisation: `start`, `wait`, then `commit` or `abort`
 
     @torch.no_grad()
     def start(self) -> None:
-        """Begins to average the pseudogradients: how far this group has moved from the global parameters."""
+        """Begins to average the pseudogradients: the changes of this group's parameters since the last
+        synchronisation.
+        """
         if self._free_gradients:
             self._drop_gradients()
         locals_ = [local_part(p) for p in self.parameters.values()]
@@ -104,13 +106,13 @@ class Fragment:
         ]
 
     def wait(self) -> None:
-        """Returns when the average is there, or has failed; the Manager knows which."""
+        """Waits until the average has arrived or has failed; the Manager knows which."""
         for work in self._works:
             work.wait()
         self._works = []
 
     def nonfinite(self) -> Optional[str]:
-        """A warning if the average holds NaN or Inf, else None. Between :meth:`wait` and the end."""
+        """Returns a warning if the average contains NaN or Inf, else None. Call it between :meth:`wait` and the end."""
         assert self._buffers is not None
         if all_finite(self._buffers.pieces):
             return None
@@ -120,7 +122,8 @@ class Fragment:
         return f"{self.name}: the average holds NaN or Inf; what this group sent was {'finite' if own else 'not'}"
 
     def commit(self) -> None:
-        """The outer step: from the last global parameters along the average to the next, and on with those.
+        """Applies the outer step: from the last global parameters, along the average, to the next ones. The group
+        continues with those.
 
         Raises:
             Exception: whatever the outer optimizer raises. The fragment then has the last global parameters.
@@ -146,13 +149,13 @@ class Fragment:
         self._end()
 
     def abort(self) -> None:
-        """Gives this synchronisation up: the fragment is again where the groups agreed last."""
+        """Aborts this synchronisation: the fragment gets the last global parameters."""
         self.restore()
         self._end()
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts the last global parameters into the model."""
+        """Copies the last global parameters into the model."""
         for parameter, last in zip(self.parameters.values(), self._global.values()):
             local_part(parameter).copy_(last, non_blocking=True)
 
@@ -165,10 +168,10 @@ class Fragment:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    # State for a group that joins
+    # State for a joining group
 
     def state_dict(self) -> dict[str, Any]:
-        """The outer optimizer's state, and the last global parameters by name (of a DTensor the local part).
+        """The outer optimizer's state, and the last global parameters by name (of a DTensor the local shard).
 
         The tensors are the fragment's own, not copies.
         """
@@ -193,13 +196,13 @@ class Fragment:
 
 
 def _backup(t: torch.Tensor, device: torch.device, pin_memory: bool) -> torch.Tensor:
-    # Pinned memory makes copies from and to a device asynchronous; beside a model on the CPU it would be of no use.
+    # Pinned memory makes copies from and to a device asynchronous; for a model on the CPU it has no use.
     pinned = pin_memory and device.type == "cpu" and t.device.type != "cpu"
     return torch.empty(t.shape, dtype=t.dtype, device=device, pin_memory=pinned).copy_(t)
 
 
 def _differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> str:
-    """In words, what two fragments do not have in common; empty if nothing."""
+    """Describes the differences between two fragments; empty if there are none."""
     found = []
     if missing := sorted(ours.keys() - theirs.keys()):
         found.append(f"it lacks {missing}")
@@ -214,7 +217,7 @@ def _differences(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
 
 @contextlib.contextmanager
 def _only_gradients_of(optimizer: optim.Optimizer, parameters: Any) -> Iterator[None]:
-    """Hides the gradients of all other parameters: those of the inner steps are not for the outer optimizer."""
+    """Hides the gradients of all other parameters, which belong to inner steps, from the outer optimizer."""
     mine = {id(p) for p in parameters}
     others = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in mine]
     gradients = [p.grad for p in others]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def whole(name: str, value: Any) -> int:
-    """An argument of any numeric type as an int.
+    """Converts an argument of any numeric type to an int.
 
     Raises:
         ValueError: it is not a whole number.
@@ -79,7 +79,7 @@ class InnerSteps:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._manager.allow_state_dict_read()  # a step that raised did not allow it again
+        self._manager.allow_state_dict_read()  # a step that raised an error did not allow it again
         return False
 
     def _before(self, *_: Any) -> None:

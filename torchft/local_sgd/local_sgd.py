@@ -1,4 +1,4 @@
-"""LocalSGD: every group trains for itself, and every so many steps the parameters are averaged."""
+"""LocalSGD: every group trains on its own, and after every so many steps the parameters are averaged."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class LocalSGD(InnerSteps):
     Args:
         manager: of this rank; its state functions carry model and optimizer.
         model: all of its floating point parameters are averaged; buffers are not.
-        optimizer: whose steps are counted.
+        optimizer: its steps are counted.
         sync_every: steps between two synchronisations, at least 1.
 
     Attributes:
-        nonfinite_syncs: synchronisations so far whose average held NaN or Inf. It is used all the same.
+        nonfinite_syncs: number of synchronisations whose average contained NaN or Inf. It is used nevertheless.
 
     Raises:
-        ValueError: an argument is of another kind, ``sync_every`` below 1, or the model has no parameters.
+        ValueError: an argument has a wrong type, ``sync_every`` is below 1, or the model has no parameters.
     """
 
     def __init__(self, manager: Manager, model: nn.Module, optimizer: optim.Optimizer, sync_every: int) -> None:
@@ -78,7 +78,8 @@ class LocalSGD(InnerSteps):
         averages = [extract_local_tensor(p) for p in self._parameters.values()]
         for work in [self._manager.allreduce(average) for average in averages]:
             work.wait()
-        # From here on the groups have met: whatever the vote, the next synchronisation is as far away for all of them.
+        # Counted from here, where the groups have met, whatever the vote decides: so all of them start the next
+        # synchronisation in the same step.
         self._local_step = 0
         if not self._manager.should_commit():
             return

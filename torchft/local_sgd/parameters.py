@@ -1,4 +1,4 @@
-"""Which parameters of a module are synchronised, and the part of each that lies in this process."""
+"""The parameters of a module that are synchronised, and the part of each in this process."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch.distributed.tensor import DTensor
 
 
 def extract_local_tensor(t: torch.Tensor) -> torch.Tensor:
-    """A copy of the part of ``t`` that lies in this process: of a DTensor its shard, else all of it."""
+    """Returns a copy of the part of ``t`` in this process: the shard of a DTensor, else all of it."""
     return local_part(t).clone()
 
 
 def local_part(t: torch.Tensor) -> torch.Tensor:
-    """The memory of ``t`` in this process, without autograd: writing to it writes to ``t``."""
+    """Returns the memory of ``t`` in this process, without autograd: writing to it changes ``t``."""
     t = t.detach()
     return t.to_local() if isinstance(t, DTensor) else t
 
 
 def as_gradient_of(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """``local`` in the form that ``parameter.grad`` must have: a DTensor for a DTensor."""
+    """Returns ``local`` in the form that ``parameter.grad`` needs: a DTensor for a DTensor."""
     if not isinstance(parameter, DTensor):
         return local
     return DTensor.from_local(
@@ -35,7 +35,7 @@ def as_gradient_of(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor
 
 
 def synchronised(module: nn.Module, what: str) -> dict[str, nn.Parameter]:
-    """The parameters that groups average, by name: all that are floating point, frozen ones too.
+    """The parameters that groups average, by name: all floating point ones, including frozen ones.
 
     Buffers (the statistics of a batch norm) stay each group's own. Frozen parameters of other types, such as quantized
     weights, never change and so need no averaging.
@@ -45,7 +45,7 @@ def synchronised(module: nn.Module, what: str) -> dict[str, nn.Parameter]:
         what: its name in errors.
 
     Raises:
-        ValueError: there are none, or one that is trained cannot be averaged.
+        ValueError: there are none, or a trained parameter cannot be averaged.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(f"{what}={module!r}: allowed are modules of PyTorch")
@@ -61,7 +61,7 @@ def synchronised(module: nn.Module, what: str) -> dict[str, nn.Parameter]:
 
 
 def describe(t: torch.Tensor) -> str:
-    """Type and shape of what of ``t`` lies in this process, for people: ``float32[2, 3]``."""
+    """Describes type and shape of the part of ``t`` in this process: ``float32[2, 3]``."""
     t = local_part(t)
     return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
 

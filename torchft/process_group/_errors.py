@@ -7,10 +7,10 @@ from typing import Any, Callable, Iterator
 
 import torch
 
-# They concern two ranks and not all.
+# Operations between two ranks.
 POINT_TO_POINT = ("send", "recv", "recv_anysource")
 
-# What PyTorch's backends say of an operation, an option or a dtype that they do not have.
+# What PyTorch's backends say about an operation, option or dtype that they do not support.
 _UNSUPPORTED = re.compile(
     r"does not support|not supported|unsupported|invalid scalar type|not implemented|cannot use", re.IGNORECASE
 )
@@ -18,11 +18,12 @@ _UNSUPPORTED = re.compile(
 
 # Gloo says "Timed out waiting" or "Application timeout caused pair closure" of a timeout, a store "wait timeout after".
 _TIMEOUT = re.compile(r"timed? ?out", re.IGNORECASE)
-_TIMED_OUT = "timed out"  # what scripts look for
+_TIMED_OUT = "timed out"  # the text that scripts look for
 
 
 def explained(group: str, name: str, args: tuple[Any, ...], error: Exception) -> Exception:
-    """The error that a caller gets: the backend's, with group and operation where these are what it does not have.
+    """Returns the error for the caller: the backend's, with process group and operation added if the operation
+    is not supported.
 
     PyTorch says of a dtype nothing but "Invalid scalar type".
     """
@@ -36,7 +37,7 @@ def explained(group: str, name: str, args: tuple[Any, ...], error: Exception) ->
 
 
 def named_timeout(error: Exception) -> Exception:
-    """The same error, whose text says "timed out" at its end where it is a timeout that says so in other words."""
+    """Returns the same error. If it is a timeout with another text, "timed out" is appended."""
     text = str(error)
     if not isinstance(error, RuntimeError) or _TIMED_OUT in text or _TIMEOUT.search(text) is None:
         return error
@@ -46,16 +47,17 @@ def named_timeout(error: Exception) -> Exception:
 
 
 def copied(error: Exception) -> Exception:
-    """The same error for one more to raise.
+    """Returns a copy of an error, for another caller to raise.
 
-    A raised exception carries the frames that it passed, and so whatever their variables hold: one that is kept would
-    keep a group alive that nobody refers to otherwise.
+    A raised exception refers to the frames that it passed, and so to their variables: an exception that is kept would
+    keep a group alive to which nothing else refers.
     """
     return type(error)(*error.args)
 
 
 def refuse_meta(group: Callable[[], str], name: str, args: object) -> None:
-    """Refuses tensors without memory: PyTorch says that it has reduced them, and calls no backend, so that peers wait.
+    """Refuses tensors on the meta device: PyTorch pretends to reduce them without calling a backend, so
+    that peers wait.
 
     Args:
         group: gives its name.
@@ -63,7 +65,7 @@ def refuse_meta(group: Callable[[], str], name: str, args: object) -> None:
         args: of the operation, to find its tensors in.
 
     Raises:
-        ValueError: there is one.
+        ValueError: an argument is such a tensor.
     """
     if any(tensor.is_meta for tensor in tensors_of(args)):
         raise ValueError(f"{group()}: {name} of a tensor on the meta device: dense tensors with memory are needed")

@@ -32,13 +32,13 @@ from torchft.work import _DummyWork
 
 T = TypeVar("T")
 
-# PyTorch's own deadline of an operation, by which ours has struck long ago. Its watchdog takes an expired
-# operation for a reason to end the process.
+# PyTorch's own deadline of an operation, which torchft's always precedes. After it PyTorch's watchdog would
+# end the process.
 _NEVER = timedelta(days=7)
 
 
-# The tensor of the first operation with new peers, and its stream, by device. Kept for good: an operation that was
-# aborted may still write, and PyTorch gives the memory of a stream to any other user of that stream.
+# The tensor of the first operation with new peers, and its stream, by device. Never freed: an aborted operation may
+# still write to it, and PyTorch would give its memory to another user of that stream.
 _first: dict[torch.device, tuple[torch.Stream, torch.Tensor]] = {}
 
 
@@ -52,8 +52,8 @@ def _first_operand(device: torch.device) -> tuple[torch.Stream, torch.Tensor]:
 
 
 class _Deadline:
-    """Aborts a group when called, unless it has other peers by then. It keeps nothing alive: a timer holds it for long
-    after the operation has ended.
+    """Aborts a group when called, unless it has new peers by then. It keeps no object alive, because a timer refers to
+    it long after the operation has ended.
     """
 
     __slots__ = ("_peers", "_pg")
@@ -65,7 +65,7 @@ class _Deadline:
 
     @property
     def over(self) -> bool:
-        """Whether the group was aborted, or has other peers, since the operation began."""
+        """Whether the group was aborted, or got new peers, since the operation began."""
         if self._peers is None:
             return False
         peers = self._peers()
@@ -73,7 +73,7 @@ class _Deadline:
 
     def __call__(self) -> None:
         pg = self._pg()
-        # A deadline of the old peers must not strike the new ones.
+        # A deadline of the old peers must not abort the new ones.
         if pg is not None and not self.over:
             pg.abort()
 
@@ -84,7 +84,7 @@ class _WorkAcceleratorTimeout(Work):
     Args:
         pg: the group to abort when the deadline has passed.
         work: the operation.
-        timeout: from the moment somebody waits.
+        timeout: counts from the first wait.
     """
 
     def __init__(self, pg: ProcessGroup, work: Work, timeout: timedelta) -> None:
@@ -93,14 +93,14 @@ class _WorkAcceleratorTimeout(Work):
         self._work = work
         self._timeout = timeout
         self._deadline = _Deadline(pg)
-        self._device: Optional[torch.device] = None  # that of the tensors; None: the current one
+        self._device: Optional[torch.device] = None  # device of the tensors; None: the current one
 
     @property
     def _over(self) -> bool:
         return self._deadline.over
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
-        """Makes the current stream wait for the operation; the host goes on.
+        """Makes the current stream wait for the operation; the host continues.
 
         Raises:
             RuntimeError: the group was aborted, or got new peers, since the operation began.
@@ -109,12 +109,12 @@ class _WorkAcceleratorTimeout(Work):
 
         if timeout is None or timeout <= timedelta(0):
             timeout = self._timeout
-        # The host itself can be stuck too, while a connection is being made.
+        # The host itself may block too, while a connection is being made.
         with process_group.context_timeout(self._deadline, timeout):
             # Not with a timeout: PyTorch's NCCL then waits on the host until the device has finished.
             if not self._work.wait():
                 return False
-        # PyTorch has nothing to say about an operation that an abort ended.
+        # PyTorch reports no error for an operation that an abort ended.
         if self._over:
             raise RuntimeError(
                 f"{self._pg.getBackendName()}: the operation ended with its group, which was aborted or has new peers"
@@ -136,7 +136,7 @@ class _WorkAcceleratorTimeout(Work):
         deadline, timeout, device = self._deadline, self._timeout, self._device
 
         def watch(done: torch.futures.Future[object]) -> None:
-            # Runs on a stream that waits for the operation.
+            # The callback runs on a stream that waits for the operation.
             with on_device(device):
                 process_group.stream_timeout(deadline, timeout)
 
@@ -157,7 +157,7 @@ class _WorkAcceleratorTimeout(Work):
 
 
 class _OnCurrentStream(_DummyWork):
-    """An operation that PyTorch queued on the current stream itself, and gave no work for (`asyncOp=False`)."""
+    """An operation that PyTorch queued on the current stream itself, without returning a work (`asyncOp=False`)."""
 
     def __init__(self) -> None:
         super().__init__(None)
@@ -176,19 +176,19 @@ class _OnCurrentStream(_DummyWork):
 
 
 class AcceleratorProcessGroup(ProcessGroupWrapper):
-    """A group whose operations get a deadline of torchft's instead of PyTorch's.
+    """A group whose operations have torchft's deadlines instead of PyTorch's.
 
     Args:
-        timeout: of every operation that is not given one, and of connecting with new peers.
+        timeout: of operations without one of their own, and of connecting with new peers.
     """
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60.0)) -> None:
         super().__init__(timeout)
-        self._connecting: Any = None  # the backend that is being connected
+        self._connecting: Any = None  # the backend that is connecting
         self._peers_are_ours = False
 
     def set_timeout(self, timeout: timedelta) -> None:
-        # Not PyTorch's, which stays at _NEVER.
+        # torchft's own; PyTorch's stays at _NEVER.
         _check_timeout(timeout)
         self._timeout = timeout
 
@@ -198,7 +198,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
     # Connecting
 
     def _connect(self, backend: Any, device: torch.device) -> None:
-        """Connects a backend with its peers, and returns when all of them are.
+        """Connects a backend with its peers, and waits until all of them have connected.
 
         A communicator that does not block is only on its way when `eager_connect_single_device` returns. The next call,
         if it is the first operation, waits for the peers, and holds the lock that an abort needs: a peer that fails
@@ -237,7 +237,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
             self._connecting = None
 
     def reconfigure(self, opts: ReconfigureOptions) -> Work:
-        # Handles are torchft's own: peers of upstream get theirs through `configure`.
+        # Handles are torchft's own; upstream peers get theirs through `configure`.
         self._peers_are_ours = True
         try:
             return super().reconfigure(opts)
@@ -255,7 +255,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
     def _opts_hook(self, opts: T) -> T:
         if not hasattr(opts, "timeout"):
             return opts
-        # A copy: the caller may use its options again, and _wrap_work reads the deadline in them.
+        # A copy, because the caller may reuse its options, and _wrap_work reads the deadline in them.
         unlimited = type(opts)()
         for name in dir(opts):
             if not name.startswith("_"):
@@ -283,7 +283,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
 
     def _run(self, name: str, *args: Any, opts: Any = _NO_OPTIONS) -> Any:
         device = check_tensors(self.getBackendName(), name, args)
-        deadline = _Deadline(self)  # before the launch: another thread may abort the group until there is a work
+        deadline = _Deadline(self)  # made before the launch: until there is a work, another thread may abort the group
         with on_device(device):
             work = super()._run(name, *args, opts=opts)
         if isinstance(work, _WorkAcceleratorTimeout):
@@ -291,7 +291,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         return work
 
     def errored(self) -> Optional[Exception]:
-        """The error that is known now, without a wait for the device. That of an operation is known when it has ended.
+        """The error known now, without waiting for the device. An operation's own error is known when it has ended.
 
         PyTorch's backend handles some failures itself, by aborting its communicator: the operation then ends as if it
         had succeeded. So the backend is asked as well.
@@ -302,7 +302,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
 
 
 def check_tensors(group: str, name: str, args: tuple[Any, ...]) -> Optional[torch.device]:
-    """Refuses what a group on a device cannot do, before any rank waits for it.
+    """Refuses operations that a group on a device cannot do, before any rank waits for them.
 
     Returns:
         The device of the tensors, None if there are none.

@@ -5,8 +5,7 @@ A group of PyTorch has its peers for life. One of torchft gets new ones for ever
 Either is enough for a subclass: `reconfigure` of this class ends in a call of `configure`.
 """
 
-# Names and order of the parameters are those that users of torchft write, not PyTorch's.
-# pyrefly: ignore-errors[bad-override, bad-override-param-name]
+# Parameters have the names and the order that users of torchft write, not PyTorch's.
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ class ProcessGroup(BaseProcessGroup):
     asynchronous, a peer's failure shows when that Work is waited for.
     """
 
-    # Class attributes, so that a subclass may set or ask them before this class is initialised.
+    # Class attributes, so that a subclass may read or set them before this class is initialised.
     _group_name: Optional[str] = None
     _replica_id: str = ""
     _group_rank: Optional[int] = None
@@ -62,7 +61,7 @@ class ProcessGroup(BaseProcessGroup):
     _handle_id: Optional[str] = None
     _handle_store: Optional[tuple[TCPStore, str]] = None
     _layout: Optional[tuple[str, str]] = None  # digest and text
-    _announced_implementation: Optional[str] = None  # implementation of NCCL, where it is not the usual one
+    _announced_implementation: Optional[str] = None  # implementation of NCCL, unless it is the usual one
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -80,9 +79,9 @@ class ProcessGroup(BaseProcessGroup):
         group_world_size: Optional[int] = None,
         global_ranks: Optional[list[int]] = None,
     ) -> None:
-        """Gives the group new peers; every one of them calls this.
+        """Gives the group new peers; each of them calls this.
 
-        What is in flight in the old group ends with an error or is forgotten. After an error here the
+        Operations in flight in the old group end with an error or are forgotten. After an error here the
         group has no peers until a later call succeeds.
 
         Args:
@@ -140,10 +139,10 @@ class ProcessGroup(BaseProcessGroup):
             self._handle_store[0].set(f"layout/{digest}", text)
 
     def reconfigure(self, opts: ReconfigureOptions) -> Work:
-        """Gives the group the peers with these handles; every one of them calls this.
+        """Connects the group with the peers that have these handles; each of them calls this.
 
         Args:
-            opts: `handles` in the order of the ranks, `uuid` never used before with these peers.
+            opts: `handles` in the order of the ranks; `uuid` must not have been used before with these peers.
 
         Raises:
             ValueError: the handles are unordered, not torchft's, or do not name this group; or a peer uses another
@@ -168,25 +167,26 @@ class ProcessGroup(BaseProcessGroup):
         raise NotImplementedError(f"{type(self).__name__}.size")
 
     def getSize(self) -> int:
-        # The name under which PyTorch's C++ code asks.
+        # The name under which PyTorch's C++ code calls it.
         return self.size()
 
     def getBackendName(self) -> str:
         raise NotImplementedError(f"{type(self).__name__}.getBackendName")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the deadline of operations that are not given one."""
+        """Sets the timeout of operations without one of their own."""
         raise NotImplementedError(f"{type(self).__name__}.set_timeout")
 
     def abort(self) -> None:
-        """Ends what is in flight; the group is of no use until it gets new peers."""
+        """Ends operations in flight. The group cannot be used until it gets new peers."""
 
     def shutdown(self) -> None:
-        """Lets go of everything. Safe to call twice."""
+        """Releases all resources. Safe to call twice."""
         self._handle_store = None
 
     def share_buffer(self, tensor: torch.Tensor) -> bool:
-        """Moves a buffer to where this group's operations need no copy of it; nothing in a group that needs none.
+        """Moves a buffer to memory where this group's operations need not copy it; does nothing in a group
+        that never copies.
 
         Only for memory that belongs to the caller alone: tensors on the same storage follow, but what else points
         into it, a numpy array say, keeps the old memory. It may be called again for the same buffer.
@@ -200,17 +200,17 @@ class ProcessGroup(BaseProcessGroup):
         return False
 
     def _peers_now(self) -> object:
-        """The state of the group that lasts as long as its peers."""
+        """An object that identifies the present peers, and is replaced with them."""
         return self
 
     def errored(self) -> Optional[Exception]:
-        """Why the group is of no use any more, None as long as it is."""
+        """The error because of which the group cannot be used any more; None if it can."""
         return None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
-    # Being found by torch.distributed
+    # Registration with torch.distributed
 
     def register(self, name: str) -> ProcessGroup:
         """Makes the group known to torch.distributed, so that `dist` calls, functional collectives and
@@ -231,8 +231,8 @@ class ProcessGroup(BaseProcessGroup):
             return self
 
         dist.Backend.register_backend(backend, create_pg, devices=["cpu", "cuda", "xpu"])
-        # PyTorch takes the group as it is. What it believes about the ranks is that there is one: the
-        # peers change, and those of other replica groups are no ranks of this torch.distributed.
+        # PyTorch takes the group as it is, and believes that it has one rank: its peers change, and those in other
+        # replica groups are no ranks of this torch.distributed.
         dist.new_group(
             ranks=[dist.get_rank()],
             backend=backend,
@@ -246,15 +246,15 @@ class ProcessGroup(BaseProcessGroup):
         self._group_name = None
 
     def _set_group_name(self, name: str) -> None:
-        # PyTorch calls this, with the name its registries know the group by.
+        # PyTorch calls this with the name under which its registries list the group.
         self._group_name = name
 
     @property
     def group_name(self) -> str:
-        """The name by which torch.distributed knows the group.
+        """The name under which torch.distributed lists the group.
 
         Raises:
-            ValueError: it is not registered.
+            ValueError: the group is not registered.
         """
         if self._group_name is None:
             raise ValueError("ProcessGroup name not set")
@@ -285,7 +285,7 @@ class ProcessGroup(BaseProcessGroup):
         tensors: List[torch.Tensor],
         opts: Union[AllreduceOptions, ReduceOp],
     ) -> Work:
-        """Reduces in place, so that all ranks get the result."""
+        """Reduces in place; all ranks get the result."""
         raise NotImplementedError(f"{type(self).__name__}.allreduce")
 
     def allreduce_coalesced(
@@ -308,7 +308,7 @@ class ProcessGroup(BaseProcessGroup):
         raise NotImplementedError(f"{type(self).__name__}.alltoall_base")
 
     def barrier(self, opts: BarrierOptions) -> Work:
-        """Completes when all ranks have come to it."""
+        """Completes when all ranks have called it."""
         raise NotImplementedError(f"{type(self).__name__}.barrier")
 
     def broadcast(self, tensor_list: List[torch.Tensor], opts: BroadcastOptions) -> Work:
@@ -322,7 +322,7 @@ class ProcessGroup(BaseProcessGroup):
         return self.broadcast([tensor], opts)
 
     def recv(self, tensors: List[torch.Tensor], src_rank: int, tag: int) -> Work:
-        """Receives what `src_rank` sends with the same tag."""
+        """Receives a tensor that `src_rank` sends with the same tag."""
         raise NotImplementedError(f"{type(self).__name__}.recv")
 
     def reduce_scatter(
@@ -344,5 +344,5 @@ class ProcessGroup(BaseProcessGroup):
         raise NotImplementedError(f"{type(self).__name__}.reduce_scatter_tensor_coalesced")
 
     def send(self, tensors: List[torch.Tensor], dst_rank: int, tag: int) -> Work:
-        """Sends to `dst_rank`, which receives with the same tag."""
+        """Sends a tensor to `dst_rank`, which receives with the same tag."""
         raise NotImplementedError(f"{type(self).__name__}.send")

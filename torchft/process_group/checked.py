@@ -24,14 +24,14 @@ from torchft.process_group._errors import POINT_TO_POINT, tensors_of
 CHECK_COLLECTIVES = "TORCHFT_CHECK_COLLECTIVES"
 
 _POLL_SEC = (0.0005, 0.02)
-# Their arguments are different on each rank, but for these.
+# Operations whose arguments may differ between ranks, with the index of the argument that is compared.
 _COMPARED_ARGUMENT = {"gather": 1, "scatter": 0, "gather_single": 1}
 _SIZES_DIFFER = ("alltoall", "alltoall_base", "all_to_all_single")
 _NOT_OURS = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 
 
 def enabled() -> bool:
-    """Whether collectives are to be compared.
+    """Whether collectives are compared.
 
     Raises:
         ValueError: the variable is neither 0 nor 1.
@@ -43,7 +43,9 @@ def enabled() -> bool:
 
 
 def describe(name: str, args: tuple[Any, ...], opts: object) -> Optional[str]:
-    """One line about a collective, the same on all ranks that do the same; None for what is not compared."""
+    """Describes a collective in one line, the same on all ranks that call the same; None for operations that
+    are not compared.
+    """
     if name in POINT_TO_POINT:
         return None
     compared = args[_COMPARED_ARGUMENT[name]] if name in _COMPARED_ARGUMENT else args
@@ -52,7 +54,7 @@ def describe(name: str, args: tuple[Any, ...], opts: object) -> Optional[str]:
         kinds = sorted({_dtype(tensor) for tensor in tensors})
     else:
         kinds = [f"{_dtype(tensor)}{list(tensor.shape)}" for tensor in tensors]
-    # A few are enough to recognise the call; the number distinguishes the rest.
+    # A few sizes are enough to recognise the call; a digest distinguishes the rest.
     shown = ", ".join(kinds[:8]) + (f", … {len(kinds)} tensors, {_digest(kinds)}" if len(kinds) > 8 else "")
     reduce_op = getattr(opts, "reduceOp", opts if type(opts).__name__ in ("RedOpType", "ReduceOp") else None)
     root = getattr(opts, "rootRank", None)
@@ -80,7 +82,7 @@ def _reduce_op(op: Any) -> str:
 
 
 def _caller() -> str:
-    """File and line of the code that called, outside of torch and torchft."""
+    """File and line of the caller outside of torch and torchft."""
     frame = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_NOT_OURS):
         frame = frame.f_back  # type: ignore[assignment]
@@ -88,7 +90,7 @@ def _caller() -> str:
 
 
 def first_difference(views: list[str]) -> Optional[int]:
-    """The first rank whose view of a collective is not that of rank 0."""
+    """The first rank whose description of a collective differs from rank 0's."""
     # The place of the call, which follows the description, may differ.
     said = [view.partition(")")[0] for view in views]
     return next((rank for rank, view in enumerate(said) if view != said[0]), None)
@@ -102,7 +104,7 @@ class Checker:
         store: that all ranks have, with a prefix for this set of peers.
         rank: of this process.
         world_size: number of peers.
-        timeout: how long to wait for the other ranks to make the same call.
+        timeout: how long to wait until the other ranks make the same call.
     """
 
     def __init__(self, name: str, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
@@ -122,10 +124,10 @@ class Checker:
         self._closed.set()
 
     def check(self, name: str, args: tuple[Any, ...], opts: object) -> None:
-        """Returns when all ranks have called the same collective.
+        """Waits until all ranks have called the same collective.
 
         Raises:
-            RuntimeError: they call different ones, or one of them none in time; and again from every later call.
+            RuntimeError: they call different ones, or a rank calls none in time. Every later call raises it again.
         """
         what = describe(name, args, opts)
         if what is None:

@@ -22,7 +22,7 @@ def ft_init_device_mesh(
     replicate_dim: int,
     manager: Manager,
 ) -> DeviceMesh:
-    """A mesh for HSDP (`fully_shard`) whose replicas come and go.
+    """A mesh for HSDP (`fully_shard`) whose number of replica groups changes.
 
     The other dimensions are those of one replica group, which is what torch.distributed has been
     initialised for. Along `replicate_dim` the mesh has one entry, this replica group; its process group
@@ -64,7 +64,7 @@ def ft_init_device_mesh(
 
 
 class _Ranks(List[int]):
-    """The ranks of a group whose size changes, as many as it has right now.
+    """The ranks of a group whose size changes: as many as it has now.
 
     Older releases of PyTorch (2.7) find the group of a mesh by its tag, and want as many ranks as it has.
     """
@@ -77,4 +77,4 @@ class _Ranks(List[int]):
         return self._group.size()
 
     def __reduce__(self) -> Any:
-        return list, ([*iter(self)],)  # the mesh of a DTensor travels with it
+        return list, ([*iter(self)],)  # the mesh is pickled together with a DTensor

@@ -1,4 +1,4 @@
-"""A group without peers: for tests, and where PyTorch wants a group that must not communicate."""
+"""A group without peers, for tests, and where PyTorch needs a group that must not communicate."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from torchft.work import _DummyWork
 
 
 class ProcessGroupDummy(ProcessGroup):
-    """Does nothing and succeeds, as if every rank held what this one holds and sums were not taken.
+    """Does nothing and succeeds, as if there were one rank only, whatever `size` returns.
 
     Args:
-        rank: what `rank` answers.
-        world: what `size` answers.
+        rank: value that `rank` returns.
+        world: value that `size` returns.
     """
 
     def __init__(self, rank: int, world: int) -> None:

@@ -18,9 +18,9 @@ class _ErrorSwallowingWork(Work):
     """Succeeds whatever happens to `work`; an error is reported to `pg`.
 
     Args:
-        pg: who wants to know.
+        pg: the wrapper, to which errors are reported.
         work: the operation.
-        default_result: what the future gives in case of an error.
+        default_result: value of the future after an error.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class _ErrorSwallowingWork(Work):
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
         try:
-            # PyTorch takes no None here.
+            # PyTorch does not accept None here.
             self._work.wait() if timeout is None else self._work.wait(timeout)
         except Exception as e:
             self._pg.report_error(e)
@@ -56,7 +56,7 @@ class _ErrorSwallowingWork(Work):
 class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
     """Swallows the errors of `pg`'s allreduce.
 
-    After the first one an allreduce does nothing and succeeds, its tensors as they are, until
+    After the first error an allreduce does nothing and succeeds, with its tensors unchanged, until
     `configure` or `reconfigure`. `error` returns it.
     """
 
@@ -73,7 +73,7 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
         self._error = e
 
     def error(self) -> Optional[Exception]:
-        """The error that was swallowed, None when there was none since the peers are these."""
+        """The swallowed error; None if there was none since the group got its present peers."""
         return self._error
 
     def allreduce(self, tensors: List[torch.Tensor], opts: object) -> Work:

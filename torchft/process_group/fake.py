@@ -14,7 +14,7 @@ from torchft.process_group.wrapper import ProcessGroupWrapper
 
 
 class _FailingWork(Work):
-    """Does `work`, and then fails with `error`."""
+    """Completes `work`, and then fails with `error`."""
 
     def __init__(self, work: Work, error: Exception) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class _FailingWork(Work):
 
 
 class FakeProcessGroupWrapper(ProcessGroupWrapper):
-    """Passes everything on to `pg`, but for the errors that a test asks for."""
+    """Forwards everything to `pg`, except for the errors that a test requests."""
 
     def __init__(self, pg: ProcessGroup) -> None:
         super().__init__(pg=pg)
@@ -44,7 +44,7 @@ class FakeProcessGroupWrapper(ProcessGroupWrapper):
         self._future_error = None
 
     def report_future_error(self, e: Exception) -> None:
-        """Makes the next allreduce fail with `e`, asynchronously: when it is waited for."""
+        """Makes the next allreduce fail with `e` asynchronously: the error is raised by its `wait`."""
         self._future_error = e
 
     def allreduce(self, tensors: List[torch.Tensor], opts: object) -> Work:

@@ -1,4 +1,4 @@
-"""Gloo: for CPU tensors, and for CUDA ones that may take the way through host memory."""
+"""Gloo: for CPU tensors, and for CUDA tensors that are copied through host memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torchft.process_group.wrapper import ProcessGroupWrapper, _set_timeout
 
 
 class ProcessGroupGloo(ProcessGroupWrapper):
-    """A reconfigurable Gloo group. An abort cuts its connections, so that all who wait get an error.
+    """A reconfigurable Gloo group. An abort cuts its connections, so that every wait gets an error.
 
     Args:
-        timeout: of every operation that is not given one, and of connecting with new peers.
-        pg: a group to stand in front of, instead of building one.
+        timeout: of operations without one of their own, and of connecting with new peers.
+        pg: a group to wrap, instead of creating one.
     """
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:

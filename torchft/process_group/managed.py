@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class ManagedProcessGroup(ProcessGroupWrapper):
-    """Manager's group for code that knows only process groups, such as PyTorch's own DDP.
+    """The Manager's process group for code that only knows process groups, such as PyTorch's own DDP.
 
     An allreduce is the manager's: a failed one is recorded and the step not committed. The size is the
     number of participants of the step. Everything else goes to the manager's group as it is. All of it
@@ -37,7 +37,7 @@ class ManagedProcessGroup(ProcessGroupWrapper):
 
     @property
     def parent(self) -> BaseProcessGroup:
-        """The manager's group; one without peers before the first quorum."""
+        """The Manager's process group; before the first quorum, one without peers."""
         return super().parent if self._extras.had_quorum else self._alone
 
     def _run_context(self) -> ContextManager[None]:
@@ -58,7 +58,7 @@ class ManagedProcessGroup(ProcessGroupWrapper):
 
     def size(self) -> int:
         if self._extras.adds_gradients:
-            return 1  # what divides by it must not: a loader has weighted the losses
+            return 1  # code that divides by the size must not: a loader has weighted the losses
         try:
             return self._manager.num_participants()
         except RuntimeError:  # no quorum

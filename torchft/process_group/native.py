@@ -27,15 +27,15 @@ from torchft.process_group.base import BaseProcessGroup
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ReconfigureOptions
 
-# Of every native group that has peers.
+# The connections of every native group that has peers.
 _connections: weakref.WeakKeyDictionary[dist.ProcessGroup, Connections] = weakref.WeakKeyDictionary()
 
-# The aborts of native groups that have got no peers since.
+# The aborts of native groups that have not got new peers since.
 _aborts: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Thread] = weakref.WeakKeyDictionary()
 
-# How long an abort is waited for. Most are over by then; the others go on by themselves.
+# How long an abort is waited for. Most have ended by then; others continue in the background.
 ABORT_TIMEOUT_SEC = 0.05
-# How long the next peers wait for it where their options have no timeout.
+# How long the next peers wait for it if their options have no timeout.
 _LONGEST_ABORT_SEC = 60.0
 
 _logger: logging.Logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def is_native(pg: object) -> bool:
 
 
 def native_error(pg: dist.ProcessGroup) -> Optional[Exception]:
-    """The error that the backends of a native group report, None when all is well."""
+    """The error that the backends of a native group report; None if there is none."""
     for device in pg._device_types:
         error = backend_error(pg._get_backend(device))
         if error is not None:
@@ -70,12 +70,12 @@ def errors_of(pg: Any) -> Callable[[], Optional[Exception]]:
     """Returns the error of a group since its creation, if it has noticed one.
 
     Args:
-        pg: native, torchft's, or a stand-in, which may lack ``errored``, or answer with a stand-in. That is asked here:
-            call it where the group comes in.
+        pg: native, torchft's, or a stand-in, which may lack ``errored``, or answer with a stand-in. This is detected
+            once, in this call.
     """
     if is_native(pg):
         return lambda: error_of_native(pg)
-    if issubclass(type(pg), BaseProcessGroup):  # a stand-in is an instance, and its type is not
+    if issubclass(type(pg), BaseProcessGroup):  # a mock may pass isinstance, but its type is no subclass
         return lambda: pg.errored()
     if not hasattr(pg, "errored"):
         return lambda: None
@@ -83,21 +83,21 @@ def errors_of(pg: Any) -> Callable[[], Optional[Exception]]:
 
 
 def error_of_native(pg: dist.ProcessGroup) -> Optional[Exception]:
-    """The error of a native group since its creation, also of our abort, if it has noticed one."""
-    if pg in _aborts:  # the backend takes an abort of ours for no error
+    """The error of a native group since its creation, including an abort by torchft, if it has noticed one."""
+    if pg in _aborts:  # the backend does not report an abort by torchft as an error
         return RuntimeError(f"the native group {pg.name()} was aborted and has no peers until it is reconfigured")
     return native_error(pg)
 
 
 def reconfigure_group(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
-    """Gives a group, native or torchft's, the peers of `opts`, and returns when it is connected with them.
+    """Connects a group, native or torchft's, with the peers of `opts`, and waits until it is connected.
 
-    What is still in flight among the last peers ends with an error.
+    Operations in flight among the previous peers end with an error.
 
     Raises:
         ValueError: two peers have the same name.
-        RuntimeError: the peers could not be reached, or an abort of the last ones hangs; the group is of no use until a
-            later call succeeds.
+        RuntimeError: the peers could not be reached, or an abort of the previous ones hangs; the group cannot be used
+            until a later call succeeds.
     """
     if is_native(pg):
         reconfigure_native(pg, opts)
@@ -106,7 +106,7 @@ def reconfigure_group(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
 
 
 def reconfigure_native(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
-    """:func:`reconfigure_group` of a native one."""
+    """:func:`reconfigure_group` for a native group."""
     if len(set(opts.handles)) != len(opts.handles):
         raise ValueError(
             f"two peers of a native group have the same handle: {sorted(opts.handles)}; give every replica group a "
@@ -117,7 +117,7 @@ def reconfigure_native(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
     if abort is not None:
         seconds = _LONGEST_ABORT_SEC if opts.timeout is None else opts.timeout.total_seconds()
         abort.join(seconds)
-        if abort.is_alive():  # its end would strike the next peers
+        if abort.is_alive():  # when it ends it would abort the next peers
             raise RuntimeError(f"reconfigure: timed out: the abort of its last peers has not ended within {seconds} s")
         del _aborts[pg]
     reconfigure_and_wait(pg, opts)
@@ -126,17 +126,17 @@ def reconfigure_native(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
 
 
 def reconfigure_and_wait(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
-    """Calls the group's own ``reconfigure``; a timeout is named as one."""
+    """Calls the group's own ``reconfigure``. A timeout gets a message that says so."""
     try:
         work: Optional[Work] = pg.reconfigure(opts)
-        if work is not None:  # some groups have ended theirs when they return
+        if work is not None:  # some groups have finished when they return
             work.wait()
     except RuntimeError as e:
         raise named_timeout(e) from e.__cause__
 
 
 def abort_group(pg: dist.ProcessGroup) -> None:
-    """Ends what is in flight in a group, native or torchft's. It is of no use until it is reconfigured.
+    """Ends operations in flight in a group, native or torchft's. The group cannot be used until it is reconfigured.
 
     Returns before a native group's own abort has ended, if that takes long.
     """
@@ -147,18 +147,20 @@ def abort_group(pg: dist.ProcessGroup) -> None:
 
 
 def abort_native(pg: dist.ProcessGroup) -> None:
-    """:func:`abort_group` of a native one."""
+    """:func:`abort_group` for a native group."""
     _cut(pg)
     last = _aborts.get(pg)
     if last is None or not last.is_alive():
-        # It is known before it ends anything: a wait that it ends may ask at once.
+        # Recorded before it ends anything, because a wait that it ends may read it at once.
         last = _aborts[pg] = _abort_thread(pg.name(), pg)
         last.start()
     last.join(ABORT_TIMEOUT_SEC)
 
 
 def abort_elsewhere(name: str, pg: Any) -> threading.Thread:
-    """Aborts a group or a backend on a thread of its own: NCCL may hang in it, and the caller may be the timers."""
+    """Aborts a group or a backend on a thread of its own: NCCL may hang in it, and the caller may be
+    the timer thread.
+    """
     thread = _abort_thread(name, pg)
     thread.start()
     return thread
@@ -175,34 +177,39 @@ def _abort_thread(name: str, pg: Any) -> threading.Thread:
 
 
 def reset_flight_recorder() -> None:
-    """Empties PyTorch's flight recorder of NCCL, where there is one: a dump then shows one quorum, whose ranks fit."""
+    """Empties PyTorch's flight recorder of NCCL, if there is one, so that a dump contains ranks of one quorum only."""
     reset = getattr(torch._C._distributed_c10d, "_reset_fr_recording_nccl", None)
     if reset is not None:
         reset()
 
 
 def connections_of(pg: dist.ProcessGroup) -> Optional[Connections]:
-    """The connections of a native group with its last peers, None where they are not known."""
+    """The connections of a native group with its previous peers; None if they are not known."""
     return _connections.get(pg)
 
 
 def collectives_at_once(pg: dist.ProcessGroup) -> Optional[int]:
-    """How many collectives hold all threads of a native group, also for its next peers; None: any number."""
+    """The number of collectives that block all threads of a native group, also for its next peers;
+    None: no number does.
+    """
     backends = [pg._get_backend(device) for device in pg._device_types]
     # pyrefly: ignore [missing-attribute]  # Gloo's options have it
     return min((b.options._threads for b in backends if b.name() == "gloo"), default=None)
 
 
 def _cut(pg: dist.ProcessGroup) -> None:
-    connections = _connections.get(pg)  # they stay: what begins after an abort is of no use either
+    # after an abort the connections are kept: operations that begin then cannot succeed either
+    connections = _connections.get(pg)
     if connections is not None:
         connections.shutdown()
 
 
 def _published(pg: dist.ProcessGroup, uuid: int) -> Store:
-    """Where Gloo's addresses stand since PyTorch 2.14. Elsewhere nothing is found, and nothing is cut."""
+    """The store in which Gloo publishes addresses since PyTorch 2.14. With other versions nothing is found,
+    and nothing is cut.
+    """
     store = pg.get_group_store()
-    # init_process_group and new_group give the backend of a device a part of the group's store.
+    # init_process_group and new_group give each device's backend a part of the group's store.
     below = [PrefixStore(f"{device.type}/", store) for device in pg._device_types]
     places = [PrefixStore(f"reconfigure/{uuid}", s) for s in (*below, store)]
     return next((place for place in places if place.check(["0/0"])), places[-1])

@@ -34,10 +34,10 @@ IMPLEMENTATION_ENV = "TORCHFT_NCCL_IMPLEMENTATION"
 
 
 def chosen(implementation: Optional[str]) -> str:
-    """The implementation that an argument, or else the environment, asks for.
+    """Returns the implementation that an argument, or else the environment, selects.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is no implementation with this name.
         RuntimeError: this PyTorch does not have it.
     """
     said = "implementation"
@@ -56,7 +56,7 @@ def chosen(implementation: Optional[str]) -> str:
 
 @contextmanager
 def announced(store: Store, rank: int, world_size: int, implementation: str) -> Generator[None, None, None]:
-    """Surrounds connecting with peers: an error says so if some of them have announced another implementation.
+    """Surrounds connecting with peers. If some of them have announced another implementation, the error says so.
 
     Raises:
         ValueError: they have.
@@ -70,7 +70,7 @@ def announced(store: Store, rank: int, world_size: int, implementation: str) -> 
         if set(theirs.values()) - {implementation}:
             raise ValueError(say_implementations(implementation, theirs)) from cause
 
-    if implementation == NCCL2:  # the older one is the usual one, and connects as quickly as before
+    if implementation == NCCL2:  # the older one is the usual one, which connects as quickly as before
         compare()
     try:
         yield
@@ -88,17 +88,17 @@ def connect(
     timeout: timedelta,
     global_ranks: Optional[list[int]],
 ) -> dist.ProcessGroup:
-    """A group on a device, the current one, connected with its peers.
+    """Returns a group on the current device, connected with its peers.
 
     Args:
         timeout: for connecting; operations have no deadline of PyTorch's.
 
     Raises:
-        RuntimeError: NCCL is too old, or a peer did not come.
+        RuntimeError: NCCL is too old, or a peer did not connect in time.
     """
     from torch.distributed import ProcessGroupNCCL, ProcessGroupNCCL2
 
-    if world_size == 1:  # the handle names a store that other processes could reach
+    if world_size == 1:  # the given store is local to this process, and the backend's handle must name a TCPStore
         store, _ = host_store(timeout)
     opts = ProcessGroupNCCL.Options()
     opts.enable_reconfigure = True

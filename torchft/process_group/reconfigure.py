@@ -39,10 +39,10 @@ else:
 
         @dataclass
         class ReconfigureOptions:
-            """Describes its new peers to a group.
+            """Describes the new peers of a group.
 
             Attributes:
-                uuid: names this reconfiguration, never used before.
+                uuid: identifies this reconfiguration; never used before.
                 handles: of all peers, in the order of their ranks.
                 timeout: for the whole reconfiguration; None is the group's own.
                 hints: for the backend.
@@ -68,7 +68,7 @@ LEGACY, NCCL2 = "legacy", "nccl2"
 
 @dataclass(frozen=True)
 class Handle:
-    """The description of one peer for the others."""
+    """Describes a group for its peers."""
 
     id: str
     store: str
@@ -130,7 +130,7 @@ class Rendezvous:
 
 
 def plan_rendezvous(handles: object, own_handle: str, group_rank: Optional[int]) -> Rendezvous:
-    """The rendezvous of the group whose handle is `own_handle`.
+    """Computes rank and store for the group whose handle is `own_handle`.
 
     Raises:
         ValueError: the handles are not an ordered sequence of distinct torchft handles with our own
@@ -163,7 +163,7 @@ def plan_rendezvous(handles: object, own_handle: str, group_rank: Optional[int])
 
 
 def say_implementations(ours: str, theirs: Mapping[int, str]) -> str:
-    """The error of a group with peers, by rank, that use another implementation of NCCL."""
+    """The error message for a group some of whose peers, given by rank, use another implementation of NCCL."""
     rank, other = next((rank, name) for rank, name in theirs.items() if name != ours)
     return (
         f"the groups of a quorum use different implementations of NCCL, which cannot connect: {ours!r} here, {other!r} "
@@ -173,20 +173,20 @@ def say_implementations(ours: str, theirs: Mapping[int, str]) -> str:
 
 
 def _host_of(peers: list[Handle], group_rank: int) -> int:
-    """The index of the handle whose store all peers use: the same on every peer."""
+    """The index of the handle whose store all peers use, the same on every peer."""
     if not all(peer.spread for peer in peers):
         return 0
-    # Peers that disagree are not ranks of one quorum (somebody uses the groups by hand): with
-    # different group ranks they would wait for each other at different stores.
+    # Such groups are not ranks of one quorum (they are configured by hand): with different group ranks they would wait
+    # for each other at different stores.
     if any(peer.group_rank not in (None, group_rank) for peer in peers):
         return 0
     return group_rank % len(peers)
 
 
 def host_store(timeout: timedelta) -> tuple[TCPStore, str]:
-    """A TCPStore on a free port of this host, and the "host:port" to announce."""
+    """Starts a TCPStore on a free port of this host. Returns it and the "host:port" to announce."""
     store = TCPStore(
-        # Only our own client connects to this name: the server listens on every address.
+        # Only this process connects to this name; the server listens on every address.
         host_name="localhost",
         port=0,
         is_master=True,
@@ -205,7 +205,7 @@ def meeting_store(store_addr: str, world_size: int, timeout: timedelta) -> Store
         world_size: number of peers, this one included.
 
     Raises:
-        ValueError: `store_addr` is no address.
+        ValueError: `store_addr` is malformed.
     """
     if world_size > 1:
         return create_store_client(store_addr, timeout)
@@ -224,7 +224,7 @@ def create_store_client(store_addr: str, timeout: timedelta) -> Store:
         timeout: for connecting, and for every operation that waits for a key.
 
     Raises:
-        ValueError: `store_addr` is none of that.
+        ValueError: `store_addr` is malformed.
     """
     host, port, prefix = _parse_store_address(store_addr)
     began = time.monotonic()
@@ -244,7 +244,7 @@ def create_store_client(store_addr: str, timeout: timedelta) -> Store:
         )
     if prefix:
         store = PrefixStore(prefix, store)
-    # A PrefixStore starts with the default of five minutes, whatever the store below has.
+    # A PrefixStore starts with the default timeout of five minutes, whatever the underlying store has.
     store.set_timeout(timeout)
     return store
 
@@ -263,7 +263,7 @@ def _parse_store_address(store_addr: str) -> tuple[str, int, str]:
 
 
 def supports_reconfigure(pg: object) -> bool:
-    """Whether Manager can give `pg` new peers."""
+    """Whether the Manager can give `pg` new peers."""
     try:
         return bool(getattr(pg, "supports_reconfigure", False))
     except RuntimeError:  # a native group without a backend, or with several
@@ -277,14 +277,14 @@ def reconfigure_with_store(
     world_size: int,
     timeout: timedelta = timedelta(seconds=60),
 ) -> None:
-    """Connects `pg` with its peers over a store, without a Manager. All of them call this.
+    """Connects `pg` with its peers over a store, without a Manager. Each peer calls this.
 
     Rank 0 publishes a number that names the reconfiguration under the key `uuid`, every rank its
     handle under `handle/{rank}`.
 
     Args:
         store_addr: "host:port/prefix"; the prefix must not have been used for this before.
-        timeout: for the whole of it.
+        timeout: for the whole call.
 
     Raises:
         ValueError: `pg` cannot be reconfigured, or the rank is not one of `world_size`.

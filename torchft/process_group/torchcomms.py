@@ -49,7 +49,7 @@ _REDUCE_OP_MAP: dict[ReduceOp, object] = {
 
 
 class ProcessGroupTorchComms(ProcessGroup):
-    """Hands every operation to a torchcomms communicator.
+    """Forwards every operation to a torchcomms communicator.
 
     After an abort, or a wait that outlasts its timeout, the group is of no use until it is reconfigured. The
     communicator's own operations end then, or at once where it has an `abort`.
@@ -79,7 +79,7 @@ class ProcessGroupTorchComms(ProcessGroup):
         return self.comm.get_init_handle()
 
     def reconfigure(self, opts: ReconfigureOptions) -> Work:
-        """Gives the communicator the peers with these handles; every one of them calls this.
+        """Connects the communicator with the peers that have these handles; each of them calls this.
 
         Raises:
             ValueError: the handles are unordered.
@@ -160,7 +160,7 @@ class ProcessGroupTorchComms(ProcessGroup):
         return self._error
 
     def abort(self) -> None:
-        """Ends what is in flight, where the communicator can do so; the group has no peers until it gets new ones."""
+        """Ends operations in flight if the communicator can do so. The group has no peers until it gets new ones."""
         with self._lock:
             if not self._connected:
                 return
@@ -197,9 +197,9 @@ class ProcessGroupTorchComms(ProcessGroup):
 
         Args:
             name: of PyTorch's operation.
-            args: of it; the first is what its future gives.
-            opts: of it, or None.
-            operations: are given the communicator.
+            args: its arguments; the first one is its future's value.
+            opts: its options, or None.
+            operations: functions that start them, given the communicator.
         """
         comm = self.comm
         if self._error is not None:
@@ -209,7 +209,7 @@ class ProcessGroupTorchComms(ProcessGroup):
         if self._checker is not None:
             self._checker.check(name, args, opts)
         works = [operation(comm) for operation in operations]
-        # Options of PyTorch say "no timeout given" with a negative one.
+        # PyTorch's options have a negative timeout if none was given.
         timeout = getattr(opts, "timeout", self._timeout)
         value = args[0] if args else None
         work = _TorchCommsWork(self, works, value, timeout if timeout > timedelta(0) else self._timeout)
@@ -217,7 +217,7 @@ class ProcessGroupTorchComms(ProcessGroup):
         return work
 
     def _op(self, op: Any) -> object:
-        # Options hold an object of ReduceOp, the map's keys are those of its enumeration.
+        # Options contain an object of ReduceOp; the map's keys are members of its enumeration.
         known = _REDUCE_OP_MAP.get(getattr(op, "op", op))
         if known is None:
             raise RuntimeError(f"{self.getBackendName()} does not support the reduction {op}")
@@ -333,7 +333,9 @@ class ProcessGroupTorchComms(ProcessGroup):
 
 
 def _deadline(pg: ProcessGroupTorchComms) -> Callable[[], None]:
-    """Aborts a group, unless it has other peers by then. A timer holds it for long: it keeps nothing alive."""
+    """Aborts a group, unless it has new peers by then. It keeps no object alive, because a timer
+    refers to it for long.
+    """
     group, peers = weakref.ref(pg), weakref.ref(pg._in_flight)
 
     def strike() -> None:
@@ -363,7 +365,7 @@ class _TorchCommsWork(Work):
         self._error: Optional[Exception] = None
         self._thread: Optional[threading.Thread] = None
         self._future: Optional[torch.futures.Future[object]] = None
-        self._mark: Optional[Mark] = None  # the end on a device, once somebody waits for it
+        self._mark: Optional[Mark] = None  # reached when the device has finished, once a thread has waited
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
         timeout = self._timeout if timeout is None else timeout
@@ -388,7 +390,7 @@ class _TorchCommsWork(Work):
         except Exception as e:
             self.end(e)
         else:
-            if not self._pg._on_cpu:  # there the stream has still to get past it
+            if not self._pg._on_cpu:  # on a device the stream has yet to pass it
                 self._mark = Mark([self._pg._device])
                 with on_device(self._pg._device):
                     stream_timeout(self._deadline, timeout)
@@ -403,7 +405,7 @@ class _TorchCommsWork(Work):
                 self._thread.start()
 
     def end(self, error: Optional[Exception]) -> None:
-        """Sets the outcome; that of the first call counts."""
+        """Sets the outcome; only the first call counts."""
         with self._lock:
             if self._ended.is_set():
                 return
@@ -429,7 +431,7 @@ class _TorchCommsWork(Work):
         return self._ended.is_set() and (self._mark is None or self._mark.reached())
 
     def get_future(self) -> torch.futures.Future[object]:
-        """A future with the tensors; nobody has to wait for the operation to make it end."""
+        """Returns a future with the tensors, which is completed even if no thread waits for the operation."""
         with self._lock:
             if self._future is not None:
                 return self._future

@@ -43,7 +43,7 @@ _logger: logging.Logger = logging.getLogger(__name__)
 
 _NO_CONTEXT = nullcontext()
 
-# Groups with a parent that they created, or a native one.
+# Groups whose parent was created by themselves, or is a native group.
 _owners: weakref.WeakSet[ProcessGroupWrapper] = weakref.WeakSet()
 # For each native group, shared by all wrappers of it: an object that identifies its present peers, the operations in
 # flight among them, and the checker of these operations.
@@ -89,7 +89,7 @@ class ProcessGroupWrapper(ProcessGroup):
         self._quorum_id: Optional[int] = None
         self._global_ranks: Optional[list[int]] = None
 
-    # For subclasses to change
+    # Methods that subclasses override
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
         """Creates a group whose ranks meet in `store`; all peers call it."""
@@ -238,7 +238,7 @@ class ProcessGroupWrapper(ProcessGroup):
         """The group that does the work."""
         pg = self._pg
         if pg is None:
-            # After an abort not an AssertionError: the caller made no mistake.
+            # After an abort it is not an AssertionError, because the caller made no mistake.
             if self._aborted is not None:
                 raise copied(self._aborted)
             raise AssertionError("process group not initialized")
@@ -452,11 +452,11 @@ class ProcessGroupWrapper(ProcessGroup):
         return self._run("barrier", opts=BarrierOptions() if opts is None else opts)
 
     def monitored_barrier(self, timeout: Optional[timedelta] = None, wait_all_ranks: bool = False) -> None:
-        """Returns when all ranks have called it; else raises an error that names the ranks that have not.
+        """Waits until all ranks have called it; otherwise raises an error that names the missing ranks.
 
         Args:
             timeout: the group's, if None.
-            wait_all_ranks: whether rank 0 names all who did not come, not only the first.
+            wait_all_ranks: whether rank 0 names all missing ranks, not only the first.
         """
         timeout = self._timeout if timeout is None else timeout
         operations = self._operations_in_flight() if self._given else self._operations
@@ -502,7 +502,7 @@ def _meeting(pg: BaseProcessGroup) -> object:
 
 
 def abortable(pg: BaseProcessGroup) -> BaseProcessGroup:
-    """The group to call operations of, so that an abort of `pg` ends all waits for them.
+    """The group whose operations to call, so that an abort of `pg` ends all waits for them.
 
     That is a group of torchft itself. Of a native one Gloo may lose an operation in the moment in which its connections
     are cut, above all in a process that was stopped meanwhile.
@@ -543,7 +543,9 @@ for _name in (
 
 @atexit.register
 def _release_all() -> None:
-    """At the end of the process, while there can still be threads: see `_gloo.reaper`, which then waits a little."""
+    """Called at the end of the process, while threads can still be started: see `_gloo.reaper`, which
+    then waits a little.
+    """
     for group in list(_owners):
         if group._given:
             group._leave()

@@ -39,7 +39,7 @@ class Connections:
     """The established connections of a group.
 
     Args:
-        store: the one the group was created with.
+        store: the one with which the group was created.
         rank: of this process in the group.
         world_size: of the group.
 
@@ -57,7 +57,7 @@ class Connections:
         _all.add(self)
         own: set[Optional[bytes]] = set()
         peers: set[Optional[bytes]] = set()
-        # Gloo has a context, with connections of its own, for each interface in GLOO_SOCKET_IFNAME.
+        # For each interface in GLOO_SOCKET_IFNAME Gloo has a context with connections of its own.
         for context in itertools.count():
             keys = [f"{context}/{peer}" for peer in range(world_size)]
             if not store.check(keys):
@@ -85,12 +85,12 @@ class Connections:
         return len(self._connections)
 
     def alive(self) -> tuple[int, int]:
-        """How many of them Gloo still holds, and how many there were: it closes one that failed."""
-        connections = self._connections  # replaced, never changed
+        """The number of connections that Gloo still holds (it closes a failed one), and the initial number."""
+        connections = self._connections  # the attribute is replaced, its value never changed
         return sum(is_open(fd, connection.inode) for fd, connection in connections.items()), len(connections)
 
     def shutdown(self) -> None:
-        """Cuts those connections that are still open."""
+        """Cuts the connections that are still open."""
         self.cut = True
         connections, self._connections = self._connections, {}
         for descriptor, connection in connections.items():
@@ -98,10 +98,10 @@ class Connections:
             if found is None:
                 self._complete = self._complete and not is_open(descriptor, connection.inode)
                 continue
-            # A duplicate of our own: what was checked of it cannot change before it is used.
+            # A duplicate descriptor, so that the socket which was checked is the one that is cut.
             with found[0] as duplicate:
                 if found[1] == connection:
-                    with contextlib.suppress(OSError):  # the peer was faster
+                    with contextlib.suppress(OSError):  # the peer has closed it already
                         duplicate.shutdown(socket.SHUT_RDWR)
         if connections:
             quiet_later({descriptor: connection.inode for descriptor, connection in connections.items()})
@@ -109,15 +109,17 @@ class Connections:
 
 @atexit.register
 def _shutdown_all() -> None:
-    """At the end of the process: destroying a group of Gloo waits for its operations, until their timeout."""
+    """Called at the end of the process: the destruction of a Gloo group waits for its operations,
+    until their timeout.
+    """
     for connections in list(_all):
         connections.shutdown()
 
 
 def _open(descriptor: int) -> Optional[tuple[socket.socket, _Connection]]:
-    """A duplicate of a connected TCP socket and what identifies it, None when it is something else."""
+    """Returns a duplicate of a connected TCP socket and its addresses; None for any other descriptor."""
     try:
-        # Most descriptors are something else, and this is the cheapest way to see it.
+        # Most descriptors are something else, and this check is the cheapest.
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return None
         duplicate = socket.socket(fileno=os.dup(descriptor))
@@ -129,16 +131,16 @@ def _open(descriptor: int) -> Optional[tuple[socket.socket, _Connection]]:
             _raw(duplicate.family, duplicate.getsockname()),
             _raw(duplicate.family, duplicate.getpeername()),
         )
-    except OSError:  # not connected
+    except OSError:  # it is not connected
         duplicate.close()
         return None
 
 
 def _of_loops(own: set[Optional[bytes]]) -> Optional[list[int]]:
-    """The sockets of the event loops that listen at these addresses; None where no loop is found."""
+    """The sockets in the event loops that listen at these addresses; None if no loop is found."""
     found = []
     for epoll in epolls():
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # closed in the meantime
             descriptors = [one.descriptor for one in watched(epoll)]
             if any(own.intersection(_bound(descriptor)) for descriptor in descriptors):
                 found += descriptors
@@ -146,7 +148,7 @@ def _of_loops(own: set[Optional[bytes]]) -> Optional[list[int]]:
 
 
 def _bound(descriptor: int) -> tuple[bytes, ...]:
-    """Where a socket listens; empty if it is connected, or no socket."""
+    """The address at which a socket listens; empty if it is connected, or no socket."""
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return ()
@@ -158,7 +160,8 @@ def _bound(descriptor: int) -> tuple[bytes, ...]:
 
 
 def _listening(published: bytes) -> Optional[bytes]:
-    """The address in what a rank of Gloo publishes, as `_raw` gives it; None when it is not understood.
+    """Extracts the address from the bytes that a rank of Gloo publishes, as `_raw` formats it; None if it
+    is not understood.
 
     That is: length and text of the host name, length and memory of a sockaddr_storage, and more. Most of
     the sockaddr_storage was never written and holds whatever lay there, addresses of others included.
@@ -174,11 +177,13 @@ def _listening(published: bytes) -> Optional[bytes]:
     if used is None or size < used or len(published) < start + size:
         return None
     address = published[start : start + used]
-    return address if family == socket.AF_INET else address[:4] + bytes(4) + address[8:]  # without the flow
+    return address if family == socket.AF_INET else address[:4] + bytes(4) + address[8:]  # without the flow information
 
 
 def _raw(family: int, address: Any) -> tuple[bytes, ...]:
-    """How an address may stand in memory, as C's sockaddr_in or sockaddr_in6; empty for other families."""
+    """The forms that an address may have in memory, as C's sockaddr_in or sockaddr_in6; empty for other
+    address families.
+    """
     if family == socket.AF_INET:
         return (_sockaddr_in(*address),)
     if family == socket.AF_INET6:

@@ -36,7 +36,7 @@ class _Watched(NamedTuple):
 
 def quiet_later(sockets: dict[int, int]) -> None:
     """Keeps epoll from reporting those of `sockets` (descriptors with their inodes) for ever that Gloo keeps."""
-    with contextlib.suppress(RuntimeError):  # the process ends, and no thread can be started any more
+    with contextlib.suppress(RuntimeError):  # the process is ending, and no thread can be started any more
         threading.Thread(target=_quiet, args=(sockets,), name="torchft_quiet", daemon=True).start()
 
 
@@ -47,14 +47,14 @@ def _quiet(sockets: dict[int, int]) -> None:
             break
         time.sleep(_LOOK_SEC)
     for epoll in epolls() if sockets else ():
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # closed in the meantime
             for one in watched(epoll):
                 if sockets.get(one.descriptor) == one.inode:
                     _tell_once(epoll, one)
 
 
 def is_open(descriptor: int, inode: int) -> bool:
-    """Whether a descriptor is still that socket."""
+    """Whether a descriptor still refers to that socket."""
     try:
         return os.fstat(descriptor).st_ino == inode
     except OSError:
@@ -69,7 +69,7 @@ def epolls() -> Iterator[int]:
 
 
 def watched(epoll: int) -> list[_Watched]:
-    """The descriptors that an epoll watches."""
+    """The descriptors that an epoll instance watches."""
     found = []
     with open(f"/proc/self/fdinfo/{epoll}") as file:
         for line in file:
@@ -81,6 +81,8 @@ def watched(epoll: int) -> list[_Watched]:
 
 
 def _tell_once(epoll: int, one: _Watched) -> None:
-    """Makes the epoll report changes only. It must still watch the socket: Gloo ends the process otherwise."""
+    """Makes epoll report only changes of the socket. The socket must still be watched: otherwise Gloo
+    ends the process.
+    """
     event = ctypes.create_string_buffer(_EVENT.pack(select.EPOLLET & 0xFFFFFFFF, one.data))
     ctypes.CDLL(None).epoll_ctl(epoll, _EPOLL_CTL_MOD, one.descriptor, event)

@@ -26,18 +26,18 @@ from torchft.process_group._errors import POINT_TO_POINT, copied, explained, ten
 from torchft.process_group._gloo.connections import Connections
 from torchft.process_group._gloo.stillness import Stillness
 
-# Both together are the longest that anybody waits after an abort: 100 ms are promised.
+# The sum is the longest wait after an abort, for which 100 ms are promised.
 _GRACE_SEC = 0.04
 _SLICE = timedelta(milliseconds=20)
 _SLICE_SEC = _SLICE.total_seconds()
-# Looking at all connections costs 1 µs each.
+# The interval between two looks at the connections, which cost 1 µs each.
 _LOOK_SEC = 0.1
 # A collective may still end well where a peer that is through with it has left. It has so long for it. (In a
 # ring only the neighbours of a rank that aborts have something to wait for on its connection.)
 _DAMAGED_SEC = 1.0
-# How often it is looked whether an operation that was aborted is really over.
+# The interval at which an aborted operation is checked for its real end.
 _DRAIN_LOOK_SEC = 0.001
-# How long the thread that watches futures stays when there are none.
+# Seconds for which the thread that watches futures stays idle before it ends.
 _IDLE_SEC = 1.0
 
 # The beginning of Gloo's own error after the end of a peer, which scripts look for; used where Gloo gives none.
@@ -55,7 +55,7 @@ class Operations:
     def __init__(self, name: str, connections: Optional[Connections] = None) -> None:
         self.name = name
         self.connections = connections
-        # The garbage collector may call `end` on a thread that is in here.
+        # Reentrant: the garbage collector may call `end` on a thread that holds the lock.
         self._lock = threading.RLock()
         self._ended: Optional[tuple[float, Exception]] = None
         self._looked = 0.0
@@ -63,7 +63,7 @@ class Operations:
         self._promises: set[_Promise] = set()
 
     def end(self, error: Exception) -> None:
-        """Ends all operations with an error, Gloo's own or this one. Does not wait."""
+        """Ends all operations with an error, Gloo's own or the given one. Does not wait."""
         with self._lock:
             if self._ended is None:
                 self._ended = (time.monotonic(), error)
@@ -71,10 +71,10 @@ class Operations:
             self.connections.shutdown()
 
     def over(self, collective: bool = True) -> Optional[Exception]:
-        """Why no operation will end by itself any more; None as long as one may.
+        """Returns why no operation will end by itself any more; None as long as one may.
 
         Args:
-            collective: whether a peer that has ended means the end, as it does for all but send and recv.
+            collective: whether the end of one peer suffices, as it does for all operations except send and recv.
         """
         now = time.monotonic()
         if self._ended is None:
@@ -87,7 +87,7 @@ class Operations:
         return None
 
     def _look(self, now: float) -> None:
-        """Notes when connections broke."""
+        """Records the times at which connections broke."""
         connections = self.connections
         if connections is None:
             return
@@ -105,24 +105,24 @@ class Operations:
                 self._ended = self._ended or (now, error)
 
     def guard(self, work: Work, name: str, args: tuple[Any, ...]) -> Work:
-        """The operation, for callers who must not wait for it after `end`.
+        """Wraps an operation, so that a wait for it returns after `end`.
 
         Args:
-            work: what the backend gave.
+            work: the backend's.
             name: of the operation.
             args: of the operation, to find its tensors in.
         """
         return _GuardedWork(self, work, name, args)
 
     def call(self, function: Callable[[], None]) -> None:
-        """Calls a function that waits for peers, and raises when the operations end before it returns."""
+        """Calls a function that waits for peers. Raises an error if the operations end before it returns."""
         outcome = _Outcome(function)
         outcome.wait(self)
 
     def promise(
         self, real: Future[Any], devices: Optional[list[torch.device]], own: Callable[[Exception], Exception]
     ) -> Future[Any]:
-        """A future that ends as `real` does, its error changed by `own`, or with the operations."""
+        """Returns a future that ends as `real` does, its error changed by `own`, or when the operations end."""
         promise = _Promise(devices)
         with self._lock:
             self._promises.add(promise)
@@ -131,7 +131,7 @@ class Operations:
         def complete(done: Future[Any]) -> None:
             with self._lock:
                 if promise not in self._promises:
-                    return  # failed already
+                    return  # it has failed already
                 self._promises.discard(promise)
             try:
                 value = done.value()
@@ -144,12 +144,12 @@ class Operations:
         return promise.future
 
     def fail_promises(self) -> bool:
-        """Fails the futures that will not complete any more; whether there are still some that may."""
+        """Fails the futures that will not complete any more. Returns whether some remain that may."""
         if self._promises and (error := self.over()) is not None:
             with self._lock:
                 promises, self._promises = self._promises, set()
             if promises:
-                # Callbacks of others run here: not on the thread that watches.
+                # Completed on another thread than the one that watches, because callbacks of other code run here.
                 threading.Thread(
                     target=lambda: [promise.fail(error) for promise in promises], name="torchft_abort", daemon=True
                 ).start()
@@ -157,7 +157,7 @@ class Operations:
 
 
 class _Promise:
-    """A future that somebody completes. Its error is a real one, for C++ too (that of `set_exception` is not)."""
+    """A future with a result or an error. The error is one for C++ too, which that of `set_exception` is not."""
 
     def __init__(self, devices: Optional[list[torch.device]]) -> None:
         self._error: Optional[Exception] = None
@@ -178,7 +178,7 @@ class _Promise:
 
 
 class _Outcome:
-    """A function that runs on a thread of its own, and what came of it."""
+    """Runs a function on a thread of its own, and keeps its result or error."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._done = threading.Event()
@@ -205,7 +205,7 @@ class _Outcome:
 
 
 class _GuardedWork(Work):
-    """An operation of Gloo, which ends for those who wait for it when the group's operations do."""
+    """An operation of Gloo for which waits end when the group's operations end."""
 
     def __init__(self, operations: Operations, work: Work, name: str, args: tuple[Any, ...]) -> None:
         super().__init__()
@@ -232,19 +232,20 @@ class _GuardedWork(Work):
         if timeout is not None and timeout <= timedelta(0):
             timeout = None
         if self._point_to_point:
-            # These have no future, and a wait that expires breaks the connection: no slices.
+            # Such operations have no future, and an expired wait breaks the connection, so they are not waited
+            # for in slices.
             work = self._work
             return _Outcome(work.wait if timeout is None else lambda: work.wait(timeout)).wait(self._operations)
         deadline = math.inf if timeout is None else time.monotonic() + timeout.total_seconds()
         while True:
             began = time.monotonic()
             last = deadline - began <= _SLICE_SEC
-            # PyTorch cuts a deadline off to whole milliseconds.
+            # PyTorch truncates a deadline to whole milliseconds.
             step = timedelta(milliseconds=max(1, math.ceil(1000 * (deadline - began)))) if last else _SLICE
             try:
                 return self._work.wait(step)
             except Exception:
-                if self._work.is_completed():  # the deadline may have passed in the same moment
+                if self._work.is_completed():  # the deadline may have passed at the same moment
                     return self._work.wait()
                 error = self._operations.over()
                 if error is not None:
@@ -283,14 +284,14 @@ class _GuardedWork(Work):
             try:
                 real = self._work.get_future()
             except RuntimeError:
-                # Send, recv and reduce_scatter have none in PyTorch.
+                # Send, recv and reduce_scatter have no future in PyTorch.
                 self._future = self._waited_for(devices)
             else:
                 self._future = self._operations.promise(real, devices, self._own)
         return self._future
 
     def _waited_for(self, devices: Optional[list[torch.device]]) -> Future[Any]:
-        """A future that a thread completes, with the tensors that the operation writes (or sends)."""
+        """Returns a future that a thread completes, with the tensors that the operation writes (or sends)."""
         promise = _Promise(devices)
         value = list(tensors_of(self._args[:1]))
 
@@ -336,7 +337,7 @@ class _GuardedWork(Work):
         return self._work._source_rank()
 
 
-# The thread that completes futures on which no thread waits.
+# The thread that completes futures for which no thread waits.
 
 _watched: set[Operations] = set()
 _changed = threading.Condition()
@@ -367,6 +368,6 @@ def _look_after() -> None:
         for operations in watched:
             if not operations.fail_promises():
                 with _changed:
-                    # Under the lock: nobody adds a promise and believes that it is watched.
+                    # Under the lock, so that no promise is added after the thread has decided to end.
                     if not operations._promises:
                         _watched.discard(operations)

@@ -1,7 +1,7 @@
 """Destroys unused process groups on threads of their own.
 
-Destroying a Gloo group joins its threads, and those stay in an operation until its timeout when a peer
-is silent. Nobody who builds the next group may wait for that.
+Destroying a Gloo group joins its threads, which stay in an operation until its timeout if a peer is silent. The thread
+that creates the next group must not wait for that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _EXIT_TIMEOUT_SEC = 1.0
 
 
 def reap(box: list[Any]) -> None:
-    """Drops the only element of `box`, elsewhere.
+    """Drops the only element of `box`, on another thread.
 
     The caller must hold no other reference: the thread that drops the last one waits.
     """
@@ -49,13 +49,13 @@ def _destroy(box: list[Any]) -> None:
 def _backends(pg: object) -> list[object]:
     if not isinstance(pg, ProcessGroup):
         return []
-    with contextlib.suppress(RuntimeError):  # a group that has none for one of its devices
+    with contextlib.suppress(RuntimeError):  # the group has no backend for one of its devices
         return [pg._get_backend(device) for device in pg._device_types]
     return []
 
 
 def drain(timeout_sec: float) -> bool:
-    """Waits until everything is destroyed; False when that took longer than `timeout_sec`."""
+    """Waits until everything is destroyed. Returns False if that takes longer than `timeout_sec`."""
     deadline = time.monotonic() + timeout_sec
     with _lock:
         threads = list(_pending)

@@ -33,10 +33,10 @@ def calm_loops() -> None:
 
 
 def _calm_loops() -> bool:
-    """Whether there was one."""
+    """Returns whether there was such a thread."""
     found = False
     for thread in os.listdir("/proc/self/task"):
-        # It may have ended, and a sandbox may forbid it.
+        # The thread may have ended, or a sandbox may forbid this.
         with contextlib.suppress(OSError):
             with open(f"/proc/self/task/{thread}/comm") as file:
                 name = file.read().strip()

@@ -1,4 +1,4 @@
-"""Tells that an operation which has not ended writes nothing any more.
+"""Detects that an operation which has not ended does not write any more.
 
 A send that Gloo takes off its list in the moment in which the connection breaks ends at its timeout (`operations`).
 Its collective can be told from one that still works by its thread, which sleeps. A collective of Gloo writes to its
@@ -19,16 +19,16 @@ _TASKS = "/proc/self/task"
 # As PyTorch and Gloo name their threads. One that runs operations waits without end; an event loop wakes every 10 ms.
 _RUNNER = "pt_gloo_runloop"
 _LOOP = "gloo_tcp_loop"
-# How long they have to sleep, and the pause between two looks.
+# How long the threads have to sleep, and the pause between two looks.
 _STILL_SEC = 0.1
 _LOOK_SEC = 0.02
 
-# By thread that runs operations: how often it has gone to sleep.
+# By thread: how often it has gone to sleep.
 _Switches = dict[str, str]
 
 
 class Stillness:
-    """Sees for how long the threads of Gloo in this process have slept."""
+    """Observes for how long the threads of Gloo in this process have slept."""
 
     def __init__(self) -> None:
         self._looked = 0.0
@@ -36,7 +36,9 @@ class Stillness:
         self._switches: Optional[_Switches] = None
 
     def reached(self) -> bool:
-        """Whether all have slept for `_STILL_SEC`, as far as the calls up to now can tell. Cheap to call often."""
+        """Whether all threads have slept for `_STILL_SEC`, as far as the calls up to now can tell.
+        Cheap to call often.
+        """
         now = time.monotonic()
         if now - self._looked < _LOOK_SEC:
             return False
@@ -48,8 +50,9 @@ class Stillness:
 
 
 def _asleep() -> Optional[_Switches]:
-    """What tells whether a thread that runs operations has been awake in between; None if a thread is awake, or if none
-    of them is found: another version of PyTorch may name them otherwise."""
+    """A value that changes if a thread that runs operations has been awake in between. None if a thread is awake, or if
+    no thread is found: another version of PyTorch may use other names.
+    """
     switches: _Switches = {}
     with contextlib.suppress(FileNotFoundError):  # no /proc
         for task in os.listdir(_TASKS):

@@ -16,14 +16,14 @@ from torchft.utils import refuse_capture
 
 
 class Call:
-    """One operation, as :func:`made_call` makes it.
+    """One operation, made by :func:`made_call`.
 
     Attributes:
-        parts: what the worker reads.
+        parts: the bytes that the worker reads.
         registrations: (device, registration) of every tensor.
-        result: what its future gives.
+        result: value of its future.
         seconds: its timeout.
-        stream: the current one; None where there are only CPU tensors.
+        stream: the current one; None if there are only CPU tensors.
     """
 
     __slots__ = ("_devices", "on_device", "parts", "registrations", "result", "seconds", "stream")
@@ -38,7 +38,7 @@ class Call:
         self.stream: Optional[torch.Stream] = None
 
     def add(self, name: str, arguments: Sequence[Any], access: Optional[str]) -> None:
-        """The operation and its arguments, as `protocol.OPERATIONS` has them; tensors are registered."""
+        """Encodes the operation and its arguments as `protocol.OPERATIONS` defines them; tensors are registered."""
         parts = self.parts
         parts.append(protocol.code(name))
         for kind, argument in zip(protocol.OPERATIONS[name], arguments):
@@ -65,7 +65,7 @@ class Call:
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"{tensor!r} is no tensor")
-            # Cheaper than to ask for the device's type.
+            # Cheaper than reading the device's type.
             device = 0 if tensor.is_cpu else self._device_of(tensor)
             registration = self._devices.sharing(device).register(tensor, read, write)
             self.registrations.append((device, registration))
@@ -87,25 +87,25 @@ class Call:
 def made_call(
     devices: Devices, group: str, name: str, arguments: Sequence[Any], access: Optional[str], timeout: timedelta
 ) -> Call:
-    """An operation that can be sent.
+    """Encodes an operation to be sent.
 
     Args:
-        devices: that register the tensors.
+        devices: register the tensors.
         group: its name, for errors.
         name: of the operation, see `protocol.OPERATIONS`.
         arguments: as PyTorch's group takes them.
-        access: to the tensors, where it is not what the table says.
+        access: to the tensors, if it differs from the table's.
         timeout: of the group.
 
     Raises:
-        Exception: it cannot be; no tensor is registered then.
+        Exception: the operation cannot be sent; no tensor is registered then.
     """
     call = Call(devices)
     try:
         try:
             call.add(name, arguments, access)
         except Exception as e:
-            # So that it says who refuses what.
+            # so that the error names the group and the operation
             kind = type(e) if type(e) in (TypeError, ValueError, NotImplementedError) else RuntimeError
             raise kind(f"{group}: {name}: {e}") from e
         if call.on_device:
@@ -123,18 +123,18 @@ def made_call(
 
 
 def flat(outputs: Any) -> list[torch.Tensor]:
-    """The value of an operation's future, as Gloo's: its outputs, one after another."""
+    """The value of an operation's future, as with Gloo: its outputs, one after another."""
     if isinstance(outputs, torch.Tensor):
         return [outputs]
     return [tensor for item in outputs for tensor in (item if isinstance(item, (list, tuple)) else (item,))]
 
 
-# Options of a bare operation, encoded. ReduceOp.SUM and the like live for ever.
+# Encoded options that have only an operation. ReduceOp.SUM and the other constants are never freed.
 _BARE: dict[tuple[int, type], tuple[bytes, float]] = {}
 
 
 def reduction(opts: Any, kind: type) -> Any:
-    """Options of that kind, made from others or from an operation."""
+    """Returns options that have only an operation, given other options or an operation."""
     if type(opts) is kind:
         return opts
     made: Any = kind()
@@ -147,7 +147,7 @@ def reduction(opts: Any, kind: type) -> Any:
 
 
 def encoded_reduction(op: Any, kind: type) -> Any:
-    """What `reduction` gives; encoded once for one of ReduceOp's constants, which most callers pass."""
+    """The encoding of `reduction`, cached for ReduceOp's constants, which most callers pass."""
     if type(op) is not ReduceOp.RedOpType:
         return reduction(op, kind)
     known = _BARE.get((id(op), kind))

@@ -33,7 +33,7 @@ class Devices:
         self._queued: list[_OpMetadata] = []
 
     def sharing(self, device: int) -> Sharing:
-        """The trainer's end for a kind of device; the first tensor of that kind makes it."""
+        """The trainer's end for a device type, made for the first tensor of that type."""
         sharing = self._sharings.get(device)
         if sharing is None:
             with self._lock:
@@ -99,10 +99,10 @@ class Devices:
 
     @property
     def any(self) -> bool:
-        """Whether memory of a device is shared, not only host memory."""
+        """Whether memory of a device is shared, and not only host memory."""
         return any(self._sharings)
 
     def close(self) -> None:
-        """Ends the sharing. Only after the worker has ended: until then its device may write."""
+        """Ends the sharing. Call it only after the worker has ended: until then its device may write."""
         for sharing in list(self._sharings.values()):
             sharing.close()

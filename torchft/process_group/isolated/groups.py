@@ -34,7 +34,7 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
                 pg._register_backend(torch.device(device), BaseProcessGroup.BackendType.GLOO, backend)
         return pg
 
-    # The worker's error would come only to who waits.
+    # Checked in the trainer: the worker's error would be raised only by a wait.
 
     def reduce_scatter(
         self,
@@ -62,7 +62,7 @@ def _check_reduce_scatter(name: str) -> None:
 
 
 class ProcessGroupBabyNCCL(ProcessGroupBaby):
-    """NCCL in a worker, on the device that is current when the peers come.
+    """NCCL in a worker, on the device that is current when the group gets peers.
 
     Args: see `ProcessGroupBaby`.
     """
@@ -91,7 +91,7 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
 class ProcessGroupBabyXCCL(ProcessGroupBaby):
     """XCCL, for Intel GPUs, in a worker.
 
-    PyTorch has no way to share memory of these between processes: tensors are refused, by name.
+    PyTorch cannot share XPU memory between processes, so such tensors are refused with an error that says so.
 
     Args: see `ProcessGroupBaby`.
     """
@@ -112,7 +112,7 @@ class ProcessGroupBabyXCCL(ProcessGroupBaby):
 def _on_device(
     kind: str, backend_class: Any, name: str, store: Store, rank: int, world_size: int, opts: Any
 ) -> BaseProcessGroup:
-    """A group with one backend on the current device, connected now and not by the first operation."""
+    """A group with one backend on the current device, which connects now and not in the first operation."""
     backend_type = getattr(BaseProcessGroup.BackendType, name)
     pg = BaseProcessGroup(store, rank, world_size)
     pg._set_default_backend(backend_type)

@@ -34,16 +34,16 @@ _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _SMALLEST = 1 << 10
 _REGION = 1 << 20
 
-# Below this the copy is cheaper than to ask where a tensor lies.
+# Below this size a copy is cheaper than to find out where a tensor lies.
 _ASK_ABOVE = 1 << 16
 
-# Their memory is what they say it is.
+# Storages of these types are plain memory.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-# Where PyTorch makes its shared memory; containers are often given little of it.
+# Where PyTorch creates shared memory; containers often have little of it.
 _SHARED_MEMORY = "/dev/shm"
 
-# Number of imports of shared storages from which on those of freed storages are looked for.
+# Number of imported shared storages from which on freed ones are looked for.
 _SWEEP_AT = 64
 
 
@@ -61,7 +61,7 @@ def share(tensor: torch.Tensor) -> bool:
     if not storage.is_shared():
         try:
             room = os.statvfs(_SHARED_MEMORY)
-            # Writing where there is no room left would end the process.
+            # A write to a full file system would end the process.
             if storage.nbytes() > room.f_bavail * room.f_frsize // 2:
                 return False
             # pyrefly: ignore [missing-attribute]  # a method in C, not declared
@@ -72,7 +72,7 @@ def share(tensor: torch.Tensor) -> bool:
 
 
 class _Slot:
-    """A piece of memory that one registration uses at a time."""
+    """A piece of memory for one registration at a time."""
 
     __slots__ = ("address", "kind", "memory", "offset", "ref", "region")
 
@@ -81,7 +81,7 @@ class _Slot:
         self.offset = offset
         self.memory = memory
         self.address = memory.data_ptr()
-        # Of the tensor that lay here last: the next one is most likely of the same kind.
+        # Description of the previous tensor here: the next one most likely has the same.
         self.kind: Optional[tuple[Any, ...]] = None
         self.ref = b""
 
@@ -91,7 +91,7 @@ class _Staged:
 
     Args:
         tensor: the caller's.
-        size: of the copy in bytes; what is copied begins with the tensor's first element.
+        size: of the copy in bytes, which begins with the tensor's first element.
     """
 
     __slots__ = ("_free", "_size", "_slot", "_tensor", "_write", "ref")
@@ -113,7 +113,7 @@ class _Staged:
 
 
 class _Converted(_Staged):
-    """A registration of a copy whose bytes are not those of the tensor's memory."""
+    """A registration of a copy whose layout differs from the tensor's memory."""
 
     __slots__ = ("_view",)
 
@@ -131,7 +131,7 @@ class _Converted(_Staged):
 
 
 class _Shared:
-    """A registration of the memory itself."""
+    """A registration of the tensor's own shared memory."""
 
     __slots__ = ("ref",)
 
@@ -146,7 +146,7 @@ class _Shared:
 
 
 class _Host:
-    """The base of both ends: work is done when it returns, and nothing waits in a queue."""
+    """The base class of both ends. Host memory has no queued work: an operation has finished when it returns."""
 
     # See `sharing.is_plain`.
     plain = True
@@ -167,8 +167,8 @@ class _Trainer(_Host):
         self._lock = threading.Lock()
         self._regions = itertools.count()
         self._free: dict[int, list[_Slot]] = {}
-        # Storages that lie in shared memory already. The weak reference keeps the address in the key from
-        # coming back for another storage.
+        # Storages that are in shared memory already. A weak reference keeps the address in the key from being reused
+        # for another storage.
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
         self._sweep_at = _SWEEP_AT
 
@@ -189,7 +189,7 @@ class _Trainer(_Host):
                 if not contiguous:
                     tensor, read = tensor.detach().as_strided((_span(tensor),), (1,)), True
                 return _Converted(tensor, read, write, slot, free)
-            # Without its gaps: Gloo does with the copy what it would do with the caller's memory.
+            # The copy has no gaps; Gloo treats it as it would treat the caller's memory.
             if read or not contiguous:
                 copy(slot.address, tensor.data_ptr(), size)
         except BaseException:
@@ -224,7 +224,7 @@ class _Trainer(_Host):
         return [_Slot(region, at, memory[at : at + size]) for at in range(0, total, size)]
 
     def _share(self, tensor: torch.Tensor) -> Optional[int]:
-        """The region that the tensor's storage is, None when it does not lie in memory that can be registered."""
+        """The region of a tensor's storage; None if the storage is not in memory that can be registered."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         with self._lock:
@@ -280,7 +280,7 @@ class _Worker(_Host):
         region, offset, dtype_number, contiguous, dimensions = _REF.unpack_from(ref)
         dtype = _DTYPES[dtype_number]
         numbers = struct.unpack_from(f"<{dimensions * (1 if contiguous else 2)}q", ref, _REF.size)
-        # A view of no other tensor: PyTorch checks offsets and storages of what it is given.
+        # Not a view of another tensor, because PyTorch checks offsets and storages of its arguments.
         memory = self._regions[region][offset:]
         rest = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         if contiguous:
@@ -295,12 +295,11 @@ class _Worker(_Host):
 
 
 def _descriptor(storage: torch.UntypedStorage) -> Optional[int]:
-    """The file that a storage is a mapping of, None where it is none, or PyTorch has not kept it open."""
+    """The file of which a storage is a mapping; None if there is none, or if PyTorch has not kept it open."""
     if not storage.is_shared():
         return None
     try:
-        # Not _share_fd_cpu_: that moves a storage of another kind.
-        # pyrefly: ignore [missing-attribute]  # a method in C, not declared
+        # Not _share_fd_cpu_, which moves any other kind of storage.
         descriptor = storage._get_shared_fd()
     except RuntimeError:
         return None
@@ -308,12 +307,14 @@ def _descriptor(storage: torch.UntypedStorage) -> Optional[int]:
 
 
 def _map(descriptor: int, size: int) -> torch.Tensor:
-    # The tensor keeps the mapping, the mapping a descriptor of its own.
+    # The tensor keeps the mapping alive, and the mapping has a descriptor of its own.
     return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """Elements of the storage, from the tensor's first one on, that the tensor or its size may reach."""
+    """The number of elements of the storage, from the tensor's first one, that the tensor's sizes and
+    strides may reach.
+    """
     if tensor.numel() == 0:
         return 0
     reach = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))

@@ -1,7 +1,6 @@
 """The trainer's side of an isolated group: a process group of PyTorch whose operations run in a worker."""
 
-# Names and order of the parameters are those that users of torchft write, not PyTorch's.
-# pyrefly: ignore-errors[bad-override, bad-override-param-name]
+# Parameters have the names and the order that users of torchft write, not PyTorch's.
 
 from __future__ import annotations
 
@@ -54,16 +53,16 @@ class ProcessGroupBaby(ProcessGroup):
     in `__main__`.
 
     Args:
-        timeout: of every operation that is not given one, and of connecting with new peers; in seconds, if a number.
-        standby: whether the next worker is started ahead, so that new peers find it up. It costs some 50 MB. None: as
-            TORCHFT_ISOLATED_STANDBY says ("1" or "0"), else yes.
+        timeout: of operations without one of their own, and of connecting with new peers; in seconds, if a number.
+        standby: whether the next worker is started in advance, so that reconfiguring does not wait for it. It costs
+            some 50 MB. None: as TORCHFT_ISOLATED_STANDBY says ("1" or "0"), else yes.
         standby_context: whether that worker makes the device's context ahead, too, which costs device memory. None: as
             TORCHFT_ISOLATED_STANDBY_CONTEXT says, else no.
     """
 
-    # For subclasses to change
+    # Attributes that subclasses set
 
-    # The kind of device the backend works on.
+    # The device type of the backend.
     _device: ClassVar[str] = "cpu"
     # Whether `wait` of the backend's work returns when the operation is queued on the device, not finished.
     _queues: ClassVar[bool] = False
@@ -81,7 +80,7 @@ class ProcessGroupBaby(ProcessGroup):
 
     @classmethod
     def _create_pg(cls, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
-        """In the worker: connects with the peers, who do the same, over `store`."""
+        """Called in the worker: connects with the peers over `store`. Each peer does the same."""
         raise NotImplementedError(f"{cls.__name__}._create_pg")
 
     def __init__(
@@ -96,13 +95,13 @@ class ProcessGroupBaby(ProcessGroup):
         self._context = _setting(STANDBY_CONTEXT_ENV, standby_context, default=False)
         self._worker: Optional[Worker] = None
         self._peers: Optional[tuple[int, int]] = None
-        # Whether there was a worker already.
+        # Whether there was a worker before.
         self._warm = False
         self._aborted: Optional[Exception] = None
         self._shut_down: Optional[Exception] = None
         self._checker: Optional[Checker] = None
         self._starting: dict[int, tuple[Channel, _OpMetadata]] = {}
-        # It must not know this object, which would live as long as it does.
+        # It must not refer to this object, which it would keep alive.
         self._workers = Workers(_maker(type(self), self._context), _setting(STANDBY_ENV, standby, default=True))
         self._finalizer = weakref.finalize(self, Workers.close, self._workers)
         self._workers.prepare()
@@ -139,13 +138,13 @@ class ProcessGroupBaby(ProcessGroup):
             worker = started(self._take)
             worker.channel.asks = self._queues
             request = json.dumps(message).encode()
-            # The next one forks while this one connects.
+            # The next worker is forked while this one connects.
             prepare = self._workers.prepare
             began = time.monotonic()
             try:
                 worker.ask(protocol.CONFIGURE, request, timeout + _GRACE_SEC, "connect with its peers", prepare)
             except Exception as e:
-                # The worker's own deadline comes first. It ends with an error of the store or the backend.
+                # The worker's own deadline precedes this one. It ends with an error of the store or the backend.
                 if self._aborted is not None or time.monotonic() - began < timeout:
                     raise
                 raise WorkerTimedOut(
@@ -161,7 +160,7 @@ class ProcessGroupBaby(ProcessGroup):
         self._warm = True
 
     def _take(self) -> Worker:
-        # Known at once, so that an abort ends it, too.
+        # Set before the worker has answered, so that an abort ends it, too.
         self._worker = worker = self._workers.take()
         return worker
 
@@ -189,7 +188,7 @@ class ProcessGroupBaby(ProcessGroup):
     # State
 
     def size(self) -> int:
-        """The number of peers, -1 without."""
+        """The number of peers; -1 if there are none."""
         peers = self._peers
         return -1 if peers is None else peers[1]
 
@@ -204,7 +203,7 @@ class ProcessGroupBaby(ProcessGroup):
         return self._name
 
     def num_active_work(self) -> int:
-        """Operations that have not ended."""
+        """The number of operations that have not ended."""
         worker = self._worker
         return 0 if worker is None or worker.channel.has_failed() else len(worker.channel)
 
@@ -220,7 +219,9 @@ class ProcessGroupBaby(ProcessGroup):
         return self._worker or self
 
     def errored(self) -> Optional[Exception]:
-        """Waits for the device, so that an operation that hangs shows, and asks the worker's backend after it."""
+        """The group's error. Waits for the device, so that a hanging operation is detected, and then asks the
+        worker's backend.
+        """
         worker = self._worker
         if worker is None:
             return self._aborted
@@ -251,7 +252,7 @@ class ProcessGroupBaby(ProcessGroup):
         self._end(error)
 
     def shutdown(self) -> None:
-        """Kills the worker and the one that stands by. `configure` starts new ones.
+        """Kills the worker and the standby worker. `configure` starts new ones.
 
         Until then operations raise OSError, as those of upstream do at their closed pipe.
         """
@@ -280,7 +281,7 @@ class ProcessGroupBaby(ProcessGroup):
         Args:
             name: of the operation, see `protocol.OPERATIONS`.
             arguments: as PyTorch's group takes them.
-            access: to the tensors, where it is not what the table says.
+            access: to the tensors, if it differs from the table's.
         """
         channel = self._connected().channel
         if self._checker is not None:
@@ -290,10 +291,10 @@ class ProcessGroupBaby(ProcessGroup):
         return self._work(channel, op, call.stream)
 
     def _connected(self) -> Worker:
-        """The worker that has peers.
+        """The worker that is connected with peers.
 
         Raises:
-            Exception: there is none; the reason of the abort, if that is why.
+            Exception: there is none; after an abort, the reason for it.
         """
         worker = self._worker
         if worker is None or self._peers is None:
@@ -302,7 +303,7 @@ class ProcessGroupBaby(ProcessGroup):
         return worker
 
     def _work(self, channel: Channel, op: _OpMetadata, stream: Optional[torch.Stream]) -> Work:
-        """The work of an operation that was sent."""
+        """Returns the work of an operation that was sent."""
         self._starting[op.op_id] = channel, op
         try:
             # Read from the package: a replacement put there must take effect.
@@ -316,7 +317,7 @@ class ProcessGroupBaby(ProcessGroup):
         input_tensor: List[torch.Tensor],
         opts: Optional[AllgatherOptions] = None,
     ) -> Work:
-        # PyTorch 2.7's dist.all_gather gives none.
+        # PyTorch 2.7's dist.all_gather passes no options.
         return self._start("allgather", output_tensors, input_tensor, AllgatherOptions() if opts is None else opts)
 
     def allgather_into_tensor_coalesced(
@@ -353,7 +354,8 @@ class ProcessGroupBaby(ProcessGroup):
         return self._start("barrier", BarrierOptions() if opts is None else opts)
 
     def broadcast(self, tensor_list: List[torch.Tensor], opts: BroadcastOptions) -> Work:
-        # The root's tensors stay as they are, those of the others are overwritten: each is copied one way at most.
+        # The root's tensors are only read, those of the others only written, so each is copied in one
+        # direction at most.
         return self._start("broadcast", tensor_list, opts, access="r" if opts.rootRank == self.getRank() else "w")
 
     def recv(self, tensors: List[torch.Tensor], src_rank: int, tag: int) -> Work:
@@ -380,7 +382,7 @@ class ProcessGroupBaby(ProcessGroup):
 
 
 def _delegate(name: str) -> Callable[..., Work]:
-    """An operation that torchft adds nothing to; its arguments are PyTorch's, options last."""
+    """Makes a method that sends an operation unchanged; its arguments are PyTorch's, options last."""
     kinds = protocol.OPERATIONS[name]
 
     def operation(self: ProcessGroupBaby, *arguments: Any) -> Work:
@@ -393,14 +395,14 @@ def _delegate(name: str) -> Callable[..., Work]:
     return operation
 
 
-# What PyTorch's own functions call besides. Which of them exist depends on its version.
+# Further operations that PyTorch's functions call. PyTorch's version decides which of them exist.
 for _operation in protocol.OPERATIONS:
     if _operation not in vars(ProcessGroupBaby) and hasattr(BaseProcessGroup, _operation):
         setattr(ProcessGroupBaby, _operation, _delegate(_operation))
 
 
 def _maker(group: type[ProcessGroupBaby], context: bool) -> Callable[[], Worker]:
-    """A launcher of workers for groups of a class."""
+    """Returns a launcher of workers for groups of a class."""
     sharing = group._sharing
 
     def make_sharing(device: int, tell: Callable[[bytes, Optional[int]], None]) -> Sharing:
@@ -423,7 +425,7 @@ def _maker(group: type[ProcessGroupBaby], context: bool) -> Callable[[], Worker]
 
 
 def _current_device() -> int:
-    """The index of the accelerator's current device, 0 without one."""
+    """The index of the accelerator's current device; 0 if there is no accelerator."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None:
         return 0
@@ -432,7 +434,7 @@ def _current_device() -> int:
 
 
 def _given_ms() -> int:
-    """The timeout of a send or receive that begins here; 0 for the group's."""
+    """The timeout in milliseconds of a send or receive that begins now; 0 for the group's."""
     given = given_timeout()
     return 0 if given is None else math.ceil(given / timedelta(milliseconds=1))
 

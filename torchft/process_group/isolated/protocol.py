@@ -22,12 +22,12 @@ from torch.distributed import ReduceOp
 from torch.distributed import distributed_c10d as c10d
 
 # Kinds of requests
-CONFIGURE = 1  # JSON: what `configure` was called with, and the environment; answered like an operation
+CONFIGURE = 1  # JSON with the arguments of `configure`, and the environment; answered like an operation
 RUN = 2  # marks, then a body
 TELL = 3  # device, note; perhaps with a file descriptor: see `sharing.Tell`
 SET_TIMEOUT = 4  # seconds, f64
 PING = 5
-CHECK = 6  # answered like an operation: it fails with what the worker's backend reports
+CHECK = 6  # answered like an operation: fails with the error of the worker's backend
 
 # Kinds of answers
 DONE = 1  # marks
@@ -48,7 +48,7 @@ OPERATIONS: dict[str, tuple[Any, ...]] = {
     "alltoall_base": (_OUT_ONE, _IN_ONE, "integers", "integers", c10d.AllToAllOptions),
     "barrier": (c10d.BarrierOptions,),
     "broadcast": (_BOTH, c10d.BroadcastOptions),
-    # A message may be shorter than the tensor: what it leaves must be as it was.
+    # A message may be shorter than the tensor, whose remaining elements must stay unchanged.
     "recv": (_BOTH, "integer", "integer", "integer"),
     "reduce_scatter": (_OUT, _IN_LISTS, c10d.ReduceScatterOptions),
     "reduce_scatter_tensor_coalesced": (_OUT, _IN, c10d.ReduceScatterOptions),
@@ -73,7 +73,7 @@ _COUNT = struct.Struct("<BH")  # tag, count
 _INT = struct.Struct("<Bq")
 _F64 = struct.Struct("<d")
 
-# Answers are written by several threads. Up to this size (PIPE_BUF) none of them gets in between another's.
+# Answers are written by several threads. A write of up to this size (PIPE_BUF) is never interleaved with another.
 _ATOMIC = 4096
 
 # Tags of arguments
@@ -109,17 +109,17 @@ def read_request(data: bytes) -> Request:
 
 
 def answer(kind: int, operation: int = 0, rest: bytes = b"") -> bytes:
-    """One answer, cut to what is written in one piece."""
+    """Encodes one answer, truncated to the size that is written in one piece."""
     rest = rest[: _ATOMIC - _ANSWER.size]
     return _ANSWER.pack(kind, operation, len(rest)) + rest
 
 
 def read_answers(data: bytes) -> tuple[list[Answer], bytes]:
-    """The complete answers in `data`, and what is left of it."""
+    """Returns the complete answers in `data`, and the remaining bytes."""
     answers = []
     at = 0
     if len(data) == _ANSWER.size:
-        # One operation that is done: what comes most of the time.
+        # The most frequent content: one operation that is done.
         kind, operation, length = _ANSWER.unpack(data)
         return ([Answer(kind, operation, b"")], b"") if not length else ([], data)
     while len(data) - at >= _ANSWER.size:
@@ -153,7 +153,7 @@ def marks(items: Sequence[Item]) -> bytes:
 
 
 def read_marks(data: bytes) -> tuple[list[Item], bytes]:
-    """The marks at the beginning of `data`, and what follows."""
+    """Decodes the marks at the beginning of `data`. Returns them and the remaining bytes."""
     at = 1
     items = []
     for _ in range(data[0]):
@@ -176,7 +176,7 @@ def _read_item(data: bytes, at: int) -> tuple[Item, int]:
 
 
 def code(name: str) -> bytes:
-    """How the body of an operation begins; its arguments follow, in the order in which PyTorch's group takes them."""
+    """The beginning of an operation's body. Its arguments follow, in the order in which PyTorch's group takes them."""
     return _CODES[name]
 
 
@@ -201,17 +201,17 @@ def integers(values: Sequence[int]) -> bytes:
 
 
 def options(opts: Any) -> tuple[bytes, float]:
-    """Encoded options, and the timeout that they give, in seconds; below zero for none."""
+    """Encodes options. Returns also the timeout that they contain, in seconds; negative if there is none."""
     rest = _SIMPLE.get(type(opts))
     if rest is None:
         return _options(opts)
-    # As a number: what Python makes of an enumeration of C++ takes long to compare.
+    # Converted to an int, because Python compares enumerations of C++ slowly.
     reduction = int(opts.reduceOp.op)
     key = type(opts), reduction, rest(opts)
     known = _known.get(key)
     if known is None:
         known = _options(opts)
-        # A factor is not in the key.
+        # The key does not contain a factor.
         if reduction in _WITHOUT_FACTOR and len(_known) < _REMEMBERED:
             _known[key] = known
     return known
@@ -223,7 +223,7 @@ def _options(opts: Any) -> tuple[bytes, float]:
 
 
 def read_body(data: bytes, borrow: Callable[[int, bytes], torch.Tensor]) -> tuple[str, list[Any]]:
-    """Name and arguments of an operation; `borrow` turns (device, ref) into a tensor."""
+    """Decodes the name and arguments of an operation; `borrow` turns (device, ref) into a tensor."""
 
     def some(count: int) -> list[torch.Tensor]:
         nonlocal at
@@ -287,7 +287,7 @@ _OPTIONS_CLASSES: tuple[type, ...] = (
 
 _REDUCTION = struct.Struct("<BBd")
 
-# Those without a factor, which are nearly all.
+# Operations without a factor, which are nearly all.
 _REDUCTIONS = {
     kind: _REDUCTION.pack(kind.value, False, 0.0)
     for name, kind in ReduceOp.RedOpType.__members__.items()
@@ -366,15 +366,15 @@ _FIELDS: tuple[_Field, ...] = (
     ("device", _write_device, _read_device),
 )
 
-# Which of them a class has depends on the version of PyTorch, which is the same at both ends.
+# The fields of a class depend on the version of PyTorch, which is the same at both ends.
 _FIELDS_OF: dict[type, tuple[int, tuple[_Field, ...]]] = {
     kind: (number, tuple(field for field in _FIELDS if hasattr(kind, field[0])))
     for number, kind in enumerate(_OPTIONS_CLASSES)
 }
 
 
-# Each operation has new options, which mostly repeat earlier ones: those that can be compared quickly are
-# encoded once.
+# Each operation has new options, which mostly repeat earlier ones, so those that can be compared quickly
+# are encoded once.
 _REMEMBERED = 512
 _WITHOUT_FACTOR = {kind.value for kind in _REDUCTIONS}
 _known: dict[tuple[type, int, Any], tuple[bytes, float]] = {}
@@ -405,7 +405,7 @@ def decode_options(data: bytes) -> Any:
     at = 1
     for name, _, read in _FIELDS_OF[kind][1]:
         value, at = read(data, at)
-        # None is the default of `device`, and not everywhere one that can be set.
+        # None is the default of `device`, but cannot be set in all versions.
         if value is not None:
             setattr(opts, name, value)
     return opts
@@ -448,12 +448,12 @@ _ERRORS: dict[str, type[Exception]] = {
 
 
 def encode_error(error: BaseException) -> bytes:
-    # The beginning says what happened, the end where; the end is cut.
+    # The text begins with what happened and ends with where; the end is truncated.
     return f"{type(error).__name__}\n{error}".encode(errors="replace")
 
 
 def decode_error(data: bytes) -> Exception:
-    """The worker's error, of the class it had there where that is one of Python's or torch.distributed's."""
+    """Returns the worker's error, with its class there if that is one of Python's or torch.distributed's."""
     name, _, text = data.decode(errors="replace").partition("\n")
     kind = _ERRORS.get(name) or getattr(dist, name, None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):

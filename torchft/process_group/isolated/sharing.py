@@ -40,18 +40,18 @@ Tell = Callable[[bytes, Optional[int]], None]
 class Registration(Protocol):
     """A tensor of the trainer that the worker may use."""
 
-    # For the worker's `borrow`. Small and complete: it is sent with every operation.
+    # The argument of the worker's `borrow`. Small and complete: it is sent with every operation.
     ref: bytes
 
     def fetch(self) -> None:
-        """Trainer: after this the results are in the caller's tensor. Nothing where memory is really shared."""
+        """Trainer: copies the results into the caller's tensor, if its memory is not shared."""
 
     def release(self) -> None:
         """Trainer: the worker no longer uses it."""
 
 
 class Sharing(Protocol):
-    """One end, the trainer's or the worker's, of what the two processes share for one kind of device.
+    """One end, the trainer's or the worker's, of the memory and order that the two processes share for one device type.
 
     The trainer's end is used by several threads, the worker's by those that start and end operations.
     A mark is small, and b"" where there is nothing to wait for: then neither `follow` nor `reached` is called.
@@ -63,24 +63,24 @@ class Sharing(Protocol):
         """Trainer: makes the tensor visible to the worker.
 
         Args:
-            tensor: the caller's; its storage stays where it is.
-            read: the worker reads it.
-            write: the worker writes it.
+            tensor: the caller's; its storage is not moved.
+            read: whether the worker reads it.
+            write: whether the worker writes it.
         """
         ...
 
     def borrow(self, ref: bytes) -> torch.Tensor:
-        """Worker: the tensor behind a registration's ref. A storage is imported once and kept."""
+        """Worker: returns the tensor of a registration, given its ref. A storage is imported once and kept."""
         ...
 
     # Order
 
     def mark(self) -> bytes:
-        """A mark behind the work queued on the current stream so far, for the other end."""
+        """Returns a mark behind the work queued on the current stream so far, for the other end."""
         ...
 
     def follow(self, mark: bytes) -> None:
-        """The current stream waits for the other end's mark; the host goes on where that is safe.
+        """Makes the current stream wait for the other end's mark; the host continues if that is safe.
 
         There is no deadline in it: a `wait` that has one asks `reached` until then.
 
@@ -91,11 +91,11 @@ class Sharing(Protocol):
         ...
 
     def reached(self, mark: bytes) -> bool:
-        """Whether the device has got past the other end's mark."""
+        """Whether the device has passed the other end's mark."""
         ...
 
     def close(self) -> None:
-        """Gives everything back; safe when the other end was killed, and safe to call twice.
+        """Releases everything. Safe if the other end was killed, and safe to call twice.
 
         Trainer: when the worker has been reaped.
         """

@@ -15,9 +15,9 @@ from typing import Optional, Sequence, Union
 from torchft.process_group.isolated import _native, protocol
 from torchft.process_group.isolated.messages import LONG, send
 
-_ANSWERS_SIZE = 1 << 20  # bytes: what an unprivileged process may ask for
+_ANSWERS_SIZE = 1 << 20  # bytes: the largest size that an unprivileged process may request
 _SEND_SLICE_MS = 100
-# A request of so many bytes fits into a message, with its head.
+# The largest request that fits into one message, together with its head.
 _SHORT = LONG - 64
 
 

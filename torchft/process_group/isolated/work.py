@@ -20,9 +20,9 @@ class _BabyWork(Work):
     """An operation in the worker.
 
     Args:
-        pg: the group it was called on, which knows it by
-        op_id: its number.
-        stream: the current one when it was called; None where there are only CPU tensors.
+        pg: the group on which it was called.
+        op_id: its number in that group.
+        stream: the current one at the call; None if there are only CPU tensors.
     """
 
     def __init__(self, pg: ProcessGroupBaby, op_id: int, stream: Optional[torch.Stream]) -> None:
@@ -31,11 +31,11 @@ class _BabyWork(Work):
         self._stream = stream
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
-        """Waits until it is done; see the package for what that means.
+        """Waits until the operation is done, as the package's docstring defines it.
 
         Raises:
-            RuntimeError: `timeout` has passed. The operation goes on.
-            Exception: whatever it failed with.
+            RuntimeError: `timeout` has passed. The operation continues.
+            Exception: the error of the operation.
         """
         op = self._op
         seconds, began = None, 0.0
@@ -46,8 +46,8 @@ class _BabyWork(Work):
         if op.error is not None:
             raise copied(op.error)
         if op.marks:
-            # NCCL knows the group's timeout alone: who has none of his own waits for that of the operation, and then
-            # the worker is ended.
+            # NCCL knows the group's timeout only. A wait without a timeout of its own uses that of the operation, and
+            # then the worker is ended.
             deadline = op.started + op.timeout_sec if seconds is None else began + seconds
             if not self._channel.reach(op, deadline):
                 error = _timed_out(op.timeout_sec if seconds is None else seconds)
@@ -55,7 +55,7 @@ class _BabyWork(Work):
                     self._channel.close(error)
                 raise error
             self._channel.devices.follow(op)
-            # On a device an operation also ends when the backend has failed, as if it had succeeded.
+            # On a device an operation also ends, apparently well, when the backend has failed.
             self._channel.check()
         return True
 

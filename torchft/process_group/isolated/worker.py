@@ -243,7 +243,7 @@ class Worker:
         if name in ("send", "recv") and (milliseconds := arguments.pop()):
             timeout = timedelta(milliseconds=milliseconds)
         call = name, self._function(name, arguments, plain), arguments, plain, timeout
-        if plain and timeout is None:  # another one each time
+        if plain and timeout is None:  # a timeout differs from call to call, so such an operation is not cached
             if len(self._calls) >= _REMEMBERED:
                 self._calls.clear()
             self._calls[body] = call

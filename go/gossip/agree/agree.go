@@ -1,25 +1,30 @@
-// Package agree decides which members of a gossiping job train together. It is pure: a Machine takes in what membership
-// knows and what the others have said, and answers with what to say.
+// Package agree decides which members of a gossiping job train together. It is pure: the inputs of a Machine are the list of
+// live members and the notes and proposals of the others; its outputs are this member's own note and proposal.
 //
-// A member that needs a view wants a number above those of all views that it knows. When all live members want one, the
-// first of them in order proposes a view of all; each of its members confirms it, and takes it when all have confirmed.
-// A view that was confirmed by all of its members is formed. Membership is no more than a hint: it may say different
-// things to different members, and that costs time but never makes two views live at once.
+// A member that needs a view announces in its note the smallest number that the view may have: one above all numbers that the
+// member knows. When all live members have done so, the first of them (by name) proposes a view of all live members. Each
+// member of the proposal confirms it in its own note, and takes it, that is, enters the view, when all have confirmed. A view
+// that all of its members have confirmed is formed. The list of live members is only a hint: it may differ from member to
+// member. That costs time, but never makes two views live at once.
 //
 // # Why at most one view is live
 //
-// A view is live while all of its members are in it. Each member confirms views of growing numbers only, and a view that
-// holds more than half of
+// A view is live while all of its members are in it. A member confirms a view only if the view's number is larger than that of
+// any view that it confirmed before, and if the view holds more than half of the members of
 //
-//   - the last formed view that it knows, and
+//   - the last formed view that this member knows, and
 //   - each later view that it has confirmed itself, which may have been formed without its knowledge.
 //
-// So of two consecutive formed views the later one holds more than half of the earlier one, and with it a member that
-// has left the earlier one for good; two formed views have different numbers. (The rule for ambiguous views is that of
-// Yeger Lotem, Keidar and Dolev, "Dynamic voting for consistent primary components", 1997.) A member that has left and
-// that confirmed nothing after a view is not counted in it: no later view has it. Exactly half is enough where the other
-// half is known to have ended, since each of two disjoint halves would have had to see the other one's end. A later life of a name
-// counts as the end of the earlier one; a job in which two processes have one name at a time has no such guarantee.
+// So of two consecutive formed views, the later one holds more than half of the members of the earlier one. Each of these has
+// confirmed a larger number, and is therefore no longer in the earlier view: it is not live any more. (The rule for later views
+// that may have been formed is that of Yeger Lotem, Keidar and Dolev, "Dynamic voting for consistent primary components", 1997.)
+//
+// Two exceptions concern members that have ended. If the last view that such a member confirmed is not later than view f, the
+// member is not counted among the members of f: it is in no view later than f. And exactly half of f is enough where the whole
+// other half has ended: a second view with the other half would need members that have ended.
+//
+// A later life of a name counts as the end of the earlier one. A job in which two processes have one name at the same time has
+// no such guarantee.
 package agree
 
 import (
@@ -50,20 +55,20 @@ type Member struct {
 	Address string `json:"address"` // "host:port" of the store that it hosts
 }
 
-// View is a list of members. Number and digest name it.
+// View is a list of members. Number and digest identify it.
 type View struct {
 	Number  int64    `json:"number"`
 	Members []Member `json:"members"` // in order of their names, one life of each
 
-	digest string // once it was asked for
+	digest string // empty until Digest has computed it
 }
 
-// Digest returns 64 bits in hex of number and members.
+// Digest returns a hash of number and members: 64 bits in hex.
 func (v *View) Digest() string {
 	if v.digest == "" {
 		text, err := json.Marshal(v)
 		if err != nil {
-			panic(err) // strings and numbers
+			panic(err) // cannot be: a view holds strings and numbers only
 		}
 		v.digest = fmt.Sprintf("%x", sha256.Sum256(text))[:16]
 	}
@@ -91,7 +96,7 @@ func (v *View) number() int64 {
 	return v.Number
 }
 
-// Note is what a member says of itself to all others.
+// Note is what a member announces of itself to all others.
 type Note struct {
 	Address   string `json:"address"`
 	Wants     int64  `json:"wants"`          // smallest number of a view that it may still confirm, or be in
@@ -100,7 +105,7 @@ type Note struct {
 	Left      bool   `json:"left,omitempty"` // it ends, and confirms nothing more
 }
 
-// hasLeft reports whether the member is in no view v, or will not be.
+// hasLeft reports whether the member has left view v, or will never enter it.
 func (n Note) hasLeft(v *View, digest string) bool {
 	return n.Wants > v.Number || n.Confirmed > v.Number || n.Confirmed == v.Number && n.Digest != digest
 }
@@ -113,7 +118,7 @@ func (n Note) refuses(v *View, digest string) bool {
 // Peer is a live member.
 type Peer struct {
 	Note
-	At string // where it is reached; seeds are named so
+	At string // its "host:port" for gossip: an address in Config.Seeds, if the member is a seed
 }
 
 // Final says that a member has ended.
@@ -122,21 +127,22 @@ type Final struct {
 	Confirmed int64 `json:"confirmed"` // number of the last view that it confirmed
 }
 
-// unknown stands for the number of the last view that an ended member confirmed, if it did not say it.
+// unknown stands for the number of the last view that a member confirmed, if the member ended without a last note. It is the
+// largest number, since such a member may have confirmed any view.
 const unknown = math.MaxInt64
 
-// Proposal is a view that is to be confirmed, with facts that those who confirm it may lack.
+// Proposal is a view that is to be confirmed, with facts that its members need for that and may lack.
 type Proposal struct {
 	View  View    `json:"view"`
 	Base  *View   `json:"base,omitempty"`  // the last formed view that the sender knows
-	Ended []Final `json:"ended,omitempty"` // members of it
+	Ended []Final `json:"ended,omitempty"` // members of Base that have ended
 }
 
-// Config is what a machine is made of.
+// Config has the constants of a Machine.
 type Config struct {
 	Me      ID
 	Address string // of the own store
-	At      string // where this member is reached
+	At      string // this member's "host:port" for gossip
 	// Seeds are the members that found the job, each with all of its addresses: a view without a predecessor holds more
 	// than half of them.
 	Seeds      [][]string
@@ -151,10 +157,10 @@ type Machine struct {
 	ended    map[ID]int64     // members that have ended, and the number of the last view that they confirmed
 	latest   *View            // the proposal with the largest number
 	base     *View            // the last view that is known to be formed
-	attempts []*View          // that this member confirmed since
-	asked    bool             // a view is waited for
+	attempts []*View          // views after base that this member confirmed, and that may have been formed
+	asked    bool             // Ask was called, and no view is taken yet
 	taken    *View            // the view that this member is in
-	waits    string           // why there is no view yet
+	waits    string           // why no view is taken yet
 	lives    map[string]int64 // the latest life of each name
 }
 
@@ -165,13 +171,13 @@ func New(cfg Config) *Machine {
 	}
 }
 
-// Note is what this member says of itself.
+// Note is what this member announces of itself.
 func (m *Machine) Note() Note { return m.note }
 
 // Taken is the view that this member is in, nil if it is in none.
 func (m *Machine) Taken() *View { return m.taken }
 
-// Waits says what a view is waited for.
+// Waits is the reason why Ask has led to no view yet.
 func (m *Machine) Waits() string { return m.waits }
 
 // Replaced reports whether a later life of this member's name has taken its place.
@@ -180,7 +186,7 @@ func (m *Machine) Replaced() bool { return m.lives[m.cfg.Me.Name] > m.cfg.Me.Inc
 // Lives are the latest lives of all names that this member has heard of.
 func (m *Machine) Lives() map[string]int64 { return maps.Clone(m.lives) }
 
-// Learn takes lives that another member knows.
+// Learn adds the latest lives that another member knows.
 func (m *Machine) Learn(lives map[string]int64) {
 	for name, life := range lives {
 		m.lives[name] = max(m.lives[name], life)
@@ -189,9 +195,10 @@ func (m *Machine) Learn(lives map[string]int64) {
 	m.act()
 }
 
-// Rise gives a member that has not asked yet a life after all that are known of its name: its clock may be behind that of the host
-// where an earlier life ran. The part below a second of its own clock goes into the number: two lives that rise above the same one must
-// not be one ID, since the second one has confirmed nothing of what the first one has.
+// Rise raises this member's incarnation above all that are known of its name. It is called before the first Ask. The incarnation
+// comes from the clock, which may be behind that of the host where an earlier life ran. The clock's fraction of a second is added:
+// two lives that rise above the same earlier one must not get the same ID, since the others would count confirmations of the
+// first one for the second one.
 func (m *Machine) Rise() ID {
 	if m.Replaced() {
 		m.cfg.Me.Incarnation = m.lives[m.cfg.Me.Name] + 1 + m.cfg.Me.Incarnation%int64(time.Second)
@@ -201,7 +208,7 @@ func (m *Machine) Rise() ID {
 	return m.cfg.Me
 }
 
-// Proposal is what the others should know: the latest proposal and the last formed view; false if there is none.
+// Proposal is what the others should know: the latest proposal and the last formed view. It is false if there is no proposal.
 func (m *Machine) Proposal() (Proposal, bool) {
 	if m.latest == nil {
 		return Proposal{}, false
@@ -225,8 +232,8 @@ func (m *Machine) Proposed() int64 {
 	return m.latest.Number
 }
 
-// Missing are the live members that should have confirmed the latest proposal and have not, if it is this member that
-// reminds them.
+// Missing are the live members that have not confirmed the latest proposal, if this member has proposed it. It then sends them
+// the proposal again.
 func (m *Machine) Missing() (missing []ID) {
 	if !m.asked || m.Proposed() == 0 {
 		return nil
@@ -249,21 +256,21 @@ func (m *Machine) Ask() {
 	m.act()
 }
 
-// Cancel ends what Ask began, without a view.
+// Cancel withdraws an Ask that has led to no view.
 func (m *Machine) Cancel() {
 	if m.note.Left {
 		return
 	}
 	m.asked = false
-	m.want(m.number() + 1) // the others need not wait for it
+	m.want(m.number() + 1) // the others see from it that this member takes no view up to that number, and do not wait for it there
 }
 
-// Leave ends this member.
+// Leave ends this member: from here on it confirms nothing.
 func (m *Machine) Leave() {
 	m.asked, m.taken, m.note.Left = false, nil, true
 }
 
-// See takes in which members are alive, this one aside, and what they say.
+// See sets the live members, without this one, and their notes.
 func (m *Machine) See(peers map[ID]Peer) {
 	for id, peer := range peers {
 		m.lives[id.Name] = max(m.lives[id.Name], id.Incarnation)
@@ -276,12 +283,12 @@ func (m *Machine) See(peers map[ID]Peer) {
 	m.act()
 }
 
-// without drops live members that have ended, as it turns out.
+// without drops members from the live ones that are known to have ended.
 func (m *Machine) without() {
 	maps.DeleteFunc(m.alive, func(id ID, _ Peer) bool { _, over := m.over(id); return over })
 }
 
-// over reports whether a member has ended, and the number of the last view that it confirmed.
+// over reports whether a member has ended, and the number of the last view that it confirmed, or unknown.
 func (m *Machine) over(id ID) (confirmed int64, over bool) {
 	if confirmed, over = m.ended[id]; over {
 		return confirmed, true
@@ -289,14 +296,14 @@ func (m *Machine) over(id ID) (confirmed int64, over bool) {
 	return unknown, m.lives[id.Name] > id.Incarnation
 }
 
-// Bury takes in that a member has left, by its own last note.
+// Bury records that a member has left, with its own last note.
 func (m *Machine) Bury(id ID, last Note) {
 	delete(m.alive, id)
 	m.ended[id] = last.Confirmed
 	m.act()
 }
 
-// Hear takes what another member knows. It is false if that cannot be.
+// Hear takes another member's proposal. It is false if the proposal is not valid.
 func (m *Machine) Hear(p Proposal) bool {
 	if !p.View.valid() || p.Base != nil && (!p.Base.valid() || p.Base.Number > p.View.Number) {
 		return false
@@ -317,21 +324,24 @@ func (m *Machine) Hear(p Proposal) bool {
 	return true
 }
 
-// form notes that all members of a view have confirmed it.
+// form records that all members of a view have confirmed it. Earlier attempts are dropped: those of them that were formed are
+// followed by v, so that a view that follows v comes after them, too.
 func (m *Machine) form(v *View) {
 	m.base = v
 	m.attempts = slices.DeleteFunc(m.attempts, func(a *View) bool { return a.Number <= v.Number })
 }
 
-// act goes on as far as it can. Each turn of the loop raises a number, or ends it.
+// act repeats turn until it changes nothing. The loop ends, since each turn that is followed by another one raises the number that
+// this member wants, has confirmed or has proposed.
 func (m *Machine) act() {
 	for m.notice(); m.asked && !m.Replaced() && m.turn(); m.notice() {
 	}
 }
 
-// notice sees which of the own attempts are formed, and which never will be: a member that says so now may end later, and what it
-// said is forgotten. A formed view counts as such also when members have left it before all were seen to confirm it. That is
-// safe, since they have confirmed it all the same; else half of the members of a view that no member took could stop the job.
+// notice finds attempts that have been formed, and drops those that never can be. It does so at each input: the note that shows it
+// may be gone at the next one, when its sender has ended. A view counts as formed once all of its members were seen to confirm
+// it, even if some of them have left it since. That is safe, since a confirmation cannot be withdrawn. Without it, the view would stay
+// an attempt, which is never known to be formed: where half of its members end without a last note, no later view could follow it.
 func (m *Machine) notice() {
 	for _, v := range slices.Backward(m.attempts) {
 		if len(m.unconfirmed(v)) == 0 {
@@ -353,16 +363,17 @@ func (m *Machine) unconfirmed(v *View) (missing []string) {
 	return missing
 }
 
+// turn goes one step on the way to a view, and reports whether another one may follow.
 func (m *Machine) turn() (again bool) {
 	number := m.number()
-	if number > m.latest.number() {
+	if number > m.latest.number() { // its proposer sends it again until all of its members have confirmed it
 		m.waits = fmt.Sprintf("view %d, which others have confirmed, has not been received", number)
 		return false
 	}
 	if m.latest != nil && m.note.Wants <= number {
 		return m.judge()
 	}
-	var absent []string
+	var absent []string // members that have not asked for a view after the latest one
 	for _, id := range m.others() {
 		if m.alive[id].Wants <= number {
 			absent = append(absent, id.Name)
@@ -389,7 +400,8 @@ func (m *Machine) turn() (again bool) {
 	return true
 }
 
-// judge goes on with the latest proposal, which this member may take.
+// judge handles the latest proposal while this member may still take it: it confirms the proposal, takes it, waits, or asks for a
+// later one.
 func (m *Machine) judge() (again bool) {
 	v, digest := m.latest, m.latest.Digest()
 	over := !v.Has(m.cfg.Me)
@@ -400,20 +412,22 @@ func (m *Machine) judge() (again bool) {
 		peer, ok := m.alive[q.ID]
 		over = over || !ok || peer.hasLeft(v, digest)
 	}
-	if over {
+	if over { // no member can take it any more, or this one is not in it: wait for the next proposal
 		m.want(v.Number + 1)
 		return true
 	}
-	if m.note.Digest != digest {
+	if m.note.Digest != digest { // not confirmed yet
 		why := m.objection(v)
 		if why == "" {
 			m.note.Confirmed, m.note.Digest = v.Number, digest
-			// Also with the members of an earlier attempt: that this one turns out to be impossible says nothing of that one, which others
-			// may have formed.
+			// An earlier attempt is kept even if it has the same members: it may have been formed, and must stay remembered when the new
+			// one turns out to be impossible. Otherwise a view could be confirmed that does not follow the earlier attempt.
 			m.attempts = append(m.attempts, v)
 			return true
 		}
 		m.waits = why
+		// A view of the members that are alive now could be confirmed: leave the proposal, so that it is replaced. Where it could not,
+		// leaving would only raise the numbers.
 		if next := m.candidate(); m.objection(&next) == "" {
 			m.want(v.Number + 1)
 			return true
@@ -428,7 +442,7 @@ func (m *Machine) judge() (again bool) {
 	return false
 }
 
-// objection says why this member may not confirm a view; empty: it may.
+// objection is the reason why this member must not confirm a view, or empty if it may: the rules in the comment of the package.
 func (m *Machine) objection(v *View) string {
 	if v.Number <= m.note.Confirmed {
 		return fmt.Sprintf("view %d was confirmed already", m.note.Confirmed)
@@ -448,9 +462,9 @@ func (m *Machine) objection(v *View) string {
 	return ""
 }
 
-// follows says why a view must not follow f, which is formed or may be.
+// follows is the reason why view v must not follow f, which has been formed or may have been; empty if it may.
 func (m *Machine) follows(v, f *View) string {
-	here, ended, all := 0, 0, 0
+	here, all := 0, 0
 	var missing []string
 	for _, q := range f.Members {
 		last, over := m.over(q.ID)
@@ -458,9 +472,8 @@ func (m *Machine) follows(v, f *View) string {
 		case v.Has(q.ID):
 			here++
 		case over && last <= f.Number:
-			continue
-		case over:
-			ended++
+			continue // in no view after f: it need not be outvoted
+		case over: // it may have confirmed a view after f, and is counted, but it can confirm no other one
 		default:
 			missing = append(missing, q.Name)
 		}
@@ -473,7 +486,8 @@ func (m *Machine) follows(v, f *View) string {
 		here, all, f.Number, strings.Join(missing, ", "))
 }
 
-// impossible reports whether a view that this member confirmed can never be formed.
+// impossible reports whether a view that this member confirmed can never be formed: one of its members has not confirmed it, and
+// has gone on to a later number, or has ended.
 func (m *Machine) impossible(v *View) bool {
 	digest := v.Digest()
 	for _, q := range v.Members {
@@ -487,7 +501,7 @@ func (m *Machine) impossible(v *View) bool {
 	return false
 }
 
-// founds says why a view must not be the first one of the job.
+// founds is the reason why a view must not be the first one of the job; empty if it may.
 func (m *Machine) founds(v *View) string {
 	here := map[string]bool{}
 	for _, q := range v.Members {
@@ -520,7 +534,7 @@ func (m *Machine) candidate() View {
 	return next
 }
 
-// number is the largest one of a view that is known to exist.
+// number is the largest number of all views that this member has heard of: it has the proposal, or a note says that it was confirmed.
 func (m *Machine) number() int64 {
 	largest := max(m.latest.number(), m.note.Confirmed)
 	for _, peer := range m.alive {
@@ -533,14 +547,14 @@ func (m *Machine) want(number int64) { m.note.Wants = max(m.note.Wants, number) 
 
 func (m *Machine) others() []ID { return slices.SortedFunc(maps.Keys(m.alive), compare) }
 
-// News is what a member that is in a view sees.
+// News is what has happened to the view that a member is in.
 type News struct {
 	View    int64    `json:"view"`
-	Lost    string   `json:"lost"`    // why the view does not hold any more; empty as long as it does
+	Lost    string   `json:"lost"`    // why the view is not live any more; empty as long as it is
 	Joining []string `json:"joining"` // names of processes that want to become members
 }
 
-// News is what is to be known about the view that this member is in; its number is 0 if it is in none.
+// News describes the view that this member is in; its number is 0 if it is in none.
 func (m *Machine) News() News {
 	if m.taken == nil {
 		return News{}

@@ -42,7 +42,7 @@ func logged(f *testing.F) *errorLog {
 	return log
 }
 
-// FuzzRequests sends anything to a source, with a secret that it knows and without.
+// FuzzRequests sends arbitrary bytes to a source, with a valid secret before them and without.
 func FuzzRequests(f *testing.F) {
 	f.Add([]byte{}, true)
 	f.Add(request{op: opBlock, flags: flagChecksum}.append(nil), true)
@@ -76,8 +76,8 @@ func FuzzRequests(f *testing.F) {
 	})
 }
 
-// FuzzAnswers lets a source answer anything: a target reports it, writes only to its own memory, and is never done with it
-// unless it is right.
+// FuzzAnswers lets a source answer with arbitrary bytes: the target's Wait ends, nothing outside of the target's memory is written,
+// and the target is not done before it has received all bytes.
 func FuzzAnswers(f *testing.F) {
 	header := func(r response, body ...byte) []byte { return append(r.append(nil), body...) }
 	f.Add([]byte{})
@@ -112,7 +112,7 @@ func FuzzAnswers(f *testing.F) {
 		target := &Memory{regions: [][]byte{guarded[1000:2000:2000]}}
 		fetch, err := NewFetch(target, Settings{BlockSize: 500, Streams: 1, StallAfter: 10 * time.Millisecond})
 		require.NoError(t, err)
-		// The others would wait for half a second, and find the same.
+		// Two attempts: the default ones would take half a second longer for each input, with the same result.
 		fetch.retries = retries{most: 2}
 		defer fetch.Close()
 		require.NoError(t, fetch.Add(lis.Addr().String(), hex.EncodeToString(make([]byte, secretSize)), Assigned))

@@ -92,8 +92,8 @@ const (
 	packBelow = 16 << 10
 )
 
-// pieces cuts spans into what one system call moves: a part of one large span, or several small ones of at most pieceSize together.
-// Without checksums a call may move a whole block, which saves a tenth of the time.
+// pieces calls yield once for each system call that moves the spans: with a part of one large span, of at most largest bytes, or
+// with several small spans of at most pieceSize bytes together.
 func pieces(spans []Span, largest int64, yield func(piece []Span, length int64) error) error {
 	for i := 0; i < len(spans); {
 		if spans[i].Length >= packBelow {
@@ -120,6 +120,8 @@ func pieces(spans []Span, largest int64, yield func(piece []Span, length int64) 
 	return nil
 }
 
+// largestPiece is the largest part of a span that one system call moves. Without checksums it is a whole block, which saves a tenth
+// of the time.
 func largestPiece(checked bool) int64 {
 	if checked {
 		return checkedSize

@@ -27,8 +27,8 @@ func populate(b []byte) {
 	}
 }
 
-// touched reports whether the last page of b is mapped. It stands for all of them: populating mapped pages again would take a tenth
-// of the time of the copy.
+// touched reports whether the last page of b is mapped, as a sample of all of its pages. It saves populate for memory that is in use
+// already, which would take a tenth of the time of the copy and change nothing.
 func touched(b []byte) bool {
 	page := os.Getpagesize()
 	var resident byte

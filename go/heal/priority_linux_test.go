@@ -15,10 +15,11 @@ import (
 	"github.com/torchft/torchft/go/internal/testmain"
 )
 
-// The main thread cannot end: no goroutine of a test shall run on it.
+// init keeps the goroutines of the tests off the main thread. A thread with a lower priority ends with its goroutine; the main thread
+// would stay, with that priority, and be counted below.
 func init() { runtime.LockOSThread() }
 
-// yielding counts the threads of this process that run in the background, and those with the least share.
+// yielding counts the threads of this process that run in the background (SCHED_IDLE), and those with the smallest share (nice 19).
 func yielding(t *testing.T) (idle, least int) {
 	t.Helper()
 	tasks, err := os.ReadDir("/proc/self/task")
@@ -38,7 +39,7 @@ func yielding(t *testing.T) (idle, least int) {
 	return idle, least
 }
 
-// served is a connection to a server that shows a grant's secret.
+// served is a target's connection to a server, which it has opened with the secret of a grant.
 type served struct {
 	*testing.T
 	net.Conn
@@ -61,18 +62,18 @@ func (c served) ask(op uint32) {
 	require.NoError(c, err)
 }
 
-// What serves yields to the training of the source, and no thread of the process stays so afterwards.
+// The threads that serve a target have a lower priority than the training of the source, and none keeps it afterwards.
 func TestServingYieldsToTheTraining(t *testing.T) {
 	idleBefore, leastBefore := yielding(t)
 	if leastBefore > 0 {
-		testmain.Skip(t, "these tests run with the least share: there is none below")
+		testmain.Skip(t, "these tests run at nice 19 themselves: their threads would be counted as the server's")
 	}
 	become := func(idle, least int) {
 		t.Helper()
 		require.Eventually(t, func() bool {
 			i, l := yielding(t)
 			return i == idleBefore+idle && l == least
-		}, time.Minute, time.Millisecond, "%d in the background and %d with the least share", idle, least)
+		}, time.Minute, time.Millisecond, "expected %d in the background and %d with the smallest share", idle, least)
 	}
 	s, err := Listen(time.Minute, 0, true)
 	require.NoError(t, err)
@@ -85,7 +86,7 @@ func TestServingYieldsToTheTraining(t *testing.T) {
 	second := connected(t, s, g)
 	second.ask(opBlock)
 	become(1, 1)
-	connected(t, s, s.Grant(o)).ask(opBlock) // another target has a steady one of its own
+	connected(t, s, s.Grant(o)).ask(opBlock) // each target has one stream with the smallest share
 	become(1, 2)
 
 	require.NoError(t, first.Close())
@@ -93,7 +94,7 @@ func TestServingYieldsToTheTraining(t *testing.T) {
 	third := connected(t, s, g)
 	third.ask(opBlock)
 	become(1, 2)
-	third.ask(opEqual) // only those who help are asked so: their target has another source
+	third.ask(opEqual) // only additional sources are sent opEqual: all of its streams may run in the background
 	become(2, 1)
 	g.Close()
 	become(0, 1)
@@ -101,7 +102,8 @@ func TestServingYieldsToTheTraining(t *testing.T) {
 	become(0, 0)
 }
 
-// The whole job waits for the assigned source: only what helps yields.
+// Without the setting the streams of the assigned source keep their priority, since all groups wait for it. Those of additional
+// sources still run in the background.
 func TestHelpingYieldsToTheTraining(t *testing.T) {
 	before, _ := yielding(t)
 	s, o := listen(t, time.Minute, 0), offer(t, filled(newRand(t), 1<<20), 0)

@@ -24,14 +24,14 @@ type history struct {
 	model   *model
 
 	waiter  WaiterID
-	open    map[WaiterID]string // who waits, by replica_id
-	sets    map[int64]string    // of members, by quorum_id
+	open    map[WaiterID]string // the replica id of each pending waiter
+	sets    map[int64]string    // the members of each quorum id
 	lastID  int64
 	wakeAt  time.Time
 	inUse   InUse
 	gap     time.Duration // since the event before
 	quorums int
-	did     int            // what else the machine had done
+	did     int            // number of actions other than quorums and failures
 	fed     map[string]int // events by type
 }
 
@@ -64,7 +64,7 @@ func (h *history) event(replicas int) Event {
 	case p < 90:
 		return h.ask(id)
 	case p < 105:
-		return Withdrawn{Waiter: h.waiter - WaiterID(h.rng.IntN(8))} // most are open, some were answered, some never were
+		return Withdrawn{Waiter: h.waiter - WaiterID(h.rng.IntN(8))} // most of these are pending, some are answered, some do not exist
 	case p < 125:
 		return Beat{ReplicaID: id}
 	case p < 135:
@@ -115,7 +115,7 @@ func (h *history) ask(id string) Asked {
 	if h.rng.IntN(20) == 0 {
 		a.Member.CommitFailures = 1
 	}
-	if q := h.model.latest; q != nil && h.rng.IntN(4) == 0 { // as one does whose answer was lost
+	if q := h.model.latest; q != nil && h.rng.IntN(4) == 0 { // the same request again, as after a lost answer
 		for _, member := range q.Members {
 			if member.ReplicaID == id {
 				a.Member = member
@@ -133,7 +133,7 @@ func (h *history) ask(id string) Asked {
 	return a
 }
 
-// recall is a quorum of before, or one that a lighthouse before this one formed.
+// recall is a quorum of this lighthouse, or one that an earlier lighthouse of the job has formed.
 func (h *history) recall(replicas int) Recalled {
 	p := Past{ID: h.lastID + h.rng.Int64N(6) - 2, Step: int64(h.waiter) - h.rng.Int64N(20)}
 	for i := range replicas {
@@ -144,7 +144,7 @@ func (h *history) recall(replicas int) Recalled {
 	return Recalled{Past: p, Highest: p.ID + h.rng.Int64N(3), From: []string{"", fmt.Sprintf("r%d", h.rng.IntN(replicas))}[h.rng.IntN(2)]}
 }
 
-// step gives one event to both, compares, and checks what must always hold.
+// step feeds one event to the machine and to the model, compares their actions, and checks the invariants.
 func (h *history) step(e Event) {
 	h.fed[reflect.TypeOf(e).Name()]++
 	switch e := e.(type) {
@@ -218,9 +218,9 @@ func (h *history) step(e Event) {
 		h.lastID = q.ID
 	}
 
-	require.Equal(h.t, h.machine.roster.recount(h.now), h.machine.roster.tally(h.now), "what is counted as it goes")
-	require.Len(h.t, h.machine.roster.replicas, len(h.model.facts), "memory")
-	require.Len(h.t, h.machine.roster.waiters, len(h.open), "memory")
+	require.Equal(h.t, h.machine.roster.recount(h.now), h.machine.roster.tally(h.now), "the running counts are those of a recount")
+	require.Len(h.t, h.machine.roster.replicas, len(h.model.facts), "no record of a replica leaks")
+	require.Len(h.t, h.machine.roster.waiters, len(h.open), "no record of a waiter leaks")
 	healthy := 0
 	for id := range h.model.facts {
 		if h.model.healthy(id, h.now) {
@@ -248,7 +248,7 @@ func (h *history) delivered(q *Quorum, answered []WaiterID) {
 	h.sets[q.ID] = set
 
 	for _, w := range answered {
-		require.Contains(h.t, h.open, w, "only who waits is answered, and once")
+		require.Contains(h.t, h.open, w, "only pending waiters are answered, each once")
 		delete(h.open, w)
 	}
 	if h.model.shrunk {
@@ -259,11 +259,11 @@ func (h *history) delivered(q *Quorum, answered []WaiterID) {
 	}
 }
 
-// settle ends the history well: every replica is alive and asks whenever it does not wait. Then whoever
-// waits is answered before all have asked once more.
+// settle ends the history without further faults: every replica is alive, and asks whenever it has no pending request. Then each
+// pending request must be answered by the time all the others have asked once more.
 func (h *history) settle(replicas int) {
 	for _, a := range slices.Clone(h.model.waiting) {
-		if a.Member.ShrinkOnly { // it may keep others out for as long as it waits
+		if a.Member.ShrinkOnly { // new members may not join while such a request is pending
 			h.step(Withdrawn{Waiter: a.Waiter})
 		}
 	}
@@ -281,7 +281,7 @@ func (h *history) settle(replicas int) {
 			if _, ok := waiting[id]; !ok {
 				a := h.ask(id)
 				a.Member.ShrinkOnly, a.KnownQuorumID = false, 0
-				a.Member.Step = int64(h.waiter) // it goes on, and its answer was not lost
+				a.Member.Step = int64(h.waiter) // a later step: not the repeated request of a lost answer
 				h.step(a)
 			}
 		}

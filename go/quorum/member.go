@@ -16,8 +16,8 @@ type Member struct {
 	ShrinkOnly     bool
 	Data           string // the user's JSON, handed on as it is
 	CommitFailures int64
-	// CommittedQuorumID is the quorum in which the weights of Step were made; -1 if that was in none since the
-	// group began, 0 if it does not say, as peers of upstream versions.
+	// CommittedQuorumID is the id of the quorum in which the weights of Step were committed, by this group or by the source of its
+	// heal; -1 if they were committed in none since the group began, 0 if the group does not report it (upstream's managers do not).
 	CommittedQuorumID int64
 	// ReplaysFailedSteps: its ranks keep what they reduce, and reduce it again with the remaining groups when a peer fails.
 	ReplaysFailedSteps bool
@@ -40,14 +40,15 @@ func (m *Member) SetState(s State) {
 	m.Step, m.CommittedQuorumID, m.CommitFailures = s.Step, s.CommittedQuorumID, s.CommitFailures
 }
 
-// SameButState reports whether two members say the same of themselves, whatever their states are.
+// SameButState reports whether two members are equal in all fields but those of their State.
 func (m *Member) SameButState(o *Member) bool {
 	return m.ReplicaID == o.ReplicaID && m.Address == o.Address && m.StoreAddress == o.StoreAddress &&
 		m.WorldSize == o.WorldSize && m.ShrinkOnly == o.ShrinkOnly && m.ReplaysFailedSteps == o.ReplaysFailedSteps && m.Data == o.Data &&
 		slices.Equal(m.Handles, o.Handles) && bytes.Equal(m.Unknown, o.Unknown)
 }
 
-// appendButState appends all that a member says but for its state, so that no two that differ give the same bytes.
+// appendButState appends an encoding of all fields but those of the State. Members that differ in these fields have different
+// encodings, since each field has a fixed size, is a varint, or begins with its length.
 func (m *Member) appendButState(buf []byte) []byte {
 	text := func(s string) { buf = append(binary.AppendUvarint(buf, uint64(len(s))), s...) }
 	text(m.ReplicaID)

@@ -5,21 +5,22 @@ import (
 	"time"
 )
 
-// ends is what a lighthouse learns of members that have ended: each may be a vote (bond.go).
+// ends handles what a lighthouse learns of members that have ended. The end of a member may count as its vote (bond.go).
 //
 // Invariants:
 //
-//  1. When the stream of a bound member breaks, its host is asked at once, and again until it is known whether the member has ended, or
-//     the bond has run out: an end that is learned too late is no vote.
-//  2. Nobody votes twice: a member that waits, or may still send something, has no vote as one that ended.
-//  3. A member that waits, or has a stream, has not ended, whatever its host says (replica.here): the answer of the host may be about an
+//  1. When the stream of a bound member breaks, its host is asked at once whether the member's process has ended, and again until that
+//     is known or the bond has run out. An end that is learned after the bond has run out is no vote.
+//  2. No member votes twice. The end of a member is no vote while a request of it is pending, which is its vote, or while messages of it
+//     may still arrive.
+//  3. A member with a pending request or a stream has not ended, whatever its host answers (replica.here): the answer may be about an
 //     earlier process.
 type ends struct {
 	*core
 	past   *memory
 	list   *succession
-	broken map[string]time.Time // voters that are bound, and whose stream broke: when their hosts were asked last
-	asked  time.Time            // when the hosts of missing members were
+	broken map[string]time.Time // bound voters whose stream broke: when the host of each was probed last
+	asked  time.Time            // when the hosts of missing members were probed last
 }
 
 const (
@@ -29,7 +30,7 @@ const (
 	endPause = 200 * time.Millisecond
 )
 
-// ended takes in that a member's process has ended, as its host says.
+// ended handles the answer of a host that a member's process has ended.
 func (s *ends) ended(id string) {
 	r := s.roster.replicas[id]
 	if r != nil && r.here() {
@@ -42,11 +43,12 @@ func (s *ends) ended(id string) {
 	}
 }
 
-// left notes that a member said that it leaves, or ends for good: it asks nobody any more, so that its bond need not hold now.
+// left handles the message of a member that it leaves or ends for good. It asks no lighthouse after that, so that this counts as its
+// vote even if its bond has run out.
 func (s *ends) left(id string) { s.over(id, s.list.promised(id, s.past.latestID())) }
 
-// over notes that a member has ended. Where it is bound, its vote is given here. A member that waits votes by its request: with both,
-// its vote would count for a quorum, and its request for one that does not come after that.
+// over counts the end of a bound member as its vote. A pending request of the member is its vote already: with both, the end could
+// count for one quorum, and the request for another one that does not come after it.
 func (s *ends) over(id string, bound bool) {
 	if r := s.roster.replicas[id]; r != nil && r.waiting() {
 		return
@@ -56,8 +58,9 @@ func (s *ends) over(id string, bound bool) {
 	}
 }
 
-// tookAddress notes that another process has the address of a member, whose process has ended then. Earlier messages of the member may
-// be on their way until its stream breaks: its end counts after that, when the other process asks again.
+// tookAddress handles the request of a process that has the address of another member: that member's process must have ended. While
+// the stream of the ended member is open, messages of it may still arrive, and its end does not count. It counts at the first
+// request of the new process after the stream broke.
 func (s *ends) tookAddress(by *Member) {
 	if !s.list.listed() || s.past.latest == nil || by.Address == "" || s.past.votes(by.ReplicaID) {
 		return
@@ -70,8 +73,8 @@ func (s *ends) tookAddress(by *Member) {
 	}
 }
 
-// givenUp takes the word of an operator that members have ended, and that nobody trains in a quorum that they were in later. It
-// reports whether that changes anything.
+// givenUp waives the votes of members that an operator gives up, and reports whether that changes anything. It relies on the operator:
+// the members have ended, and no group trains in a quorum that they joined after the latest one here.
 func (s *ends) givenUp(e GivenUp) (changed bool) {
 	for _, id := range e.ReplicaIDs {
 		if id == s.past.rumor.ReplicaID { // the job starts over
@@ -80,7 +83,7 @@ func (s *ends) givenUp(e GivenUp) (changed bool) {
 			changed = true
 		}
 		if r := s.roster.replicas[id]; r != nil && r.waiting() || !s.past.votes(id) {
-			continue // it votes, or need not
+			continue // its pending request is its vote, or its vote is not needed
 		}
 		s.list.waive(id)
 		s.do(Waived{id, e.By})
@@ -122,7 +125,8 @@ func (s *ends) probe(id string) {
 	}
 }
 
-// probeMissing asks the hosts of those that are missing, and of which nothing else is known, whether they have ended.
+// probeMissing asks the hosts of members whose votes are missing whether they have ended. It asks about those that count as alive
+// without evidence: presumed (after a restart of the lighthouse), or suspect. The others have a stream, or are known to have failed.
 func (s *ends) probeMissing(missing []Voter) {
 	if len(missing) == 0 || s.now.Sub(s.asked) < probePause {
 		return

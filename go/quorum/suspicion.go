@@ -7,8 +7,8 @@ package quorum
 //
 //  1. One member that reports, in error or by malice, evicts nobody: more than half of the others must report, and the suspect must
 //     then fail to give a sign of life.
-//  2. Each member counts once, and is checked once: what came of a check is not asked again in this quorum.
-//  3. It is of one quorum. A report of an older one says nothing of the members of the next.
+//  2. In one quorum each member counts once as a reporter, and is checked at most once.
+//  3. Reports count for one quorum only. A report about an older one is no evidence about the members of the latest.
 type suspicion struct {
 	*core
 	past *memory
@@ -27,16 +27,16 @@ type reports struct {
 // reach them all would take what the lighthouse needs for its work; their grace ends soon.
 const mostChecks = 8
 
-// forget begins with another quorum.
+// forget drops all reports, when another quorum begins.
 func (s *suspicion) forget() { s.reports = reports{} }
 
-// suspected notes a report, and checks on those that it makes suspects.
+// suspected records a report, and starts the checks that are due after it.
 func (s *suspicion) suspected(e Suspected) {
-	// Invariant 3. Its members may have failed since, or be in a step of the latest quorum that works.
+	// Invariant 3: the members of an older quorum may have failed since, or may be training in the latest one.
 	if s.past.latest == nil || e.QuorumID != s.past.latest.ID {
 		return
 	}
-	// A stranger lost no collective of this quorum. Strangers that count could outnumber the members.
+	// Only a member of this quorum can have lost one of its collectives. If others counted, they could outvote the members.
 	reporter := s.roster.replicas[e.Reporter]
 	if reporter == nil || !reporter.previous {
 		return
@@ -47,7 +47,7 @@ func (s *suspicion) suspected(e Suspected) {
 	}
 }
 
-// report takes a report in, and reports whether it is the first of that member: by a second one a member would count twice.
+// report records a report, and returns whether it counts. A member's second report does not (invariant 2).
 func (s *suspicion) report(by, suspect string) (first bool) {
 	if _, again := s.accused[by]; again || suspect == by {
 		return false
@@ -64,11 +64,13 @@ func (s *suspicion) report(by, suspect string) (first bool) {
 	return true
 }
 
-// look checks on members of the quorum now that one of them has reported a suspect.
+// look starts the checks of members that are due now that another member has reported.
 func (s *suspicion) look(suspect string) {
 	q, members := s.past.latest, s.past.members
 	from, to := 0, len(members)
-	if len(members)-len(s.accused) > mostChecks { // only the one that was named: all report, and none may look at all
+	// While many members are silent, only the suspect of this report is looked at. Each of the members may report soon: if each report
+	// looked at all members, the cost would grow with the square of their number.
+	if len(members)-len(s.accused) > mostChecks {
 		at, in := q.Place(suspect)
 		if !in {
 			return
@@ -83,19 +85,19 @@ func (s *suspicion) look(suspect string) {
 	}
 }
 
-// due reports whether to check on a member: enough of the others have reported, and it did not say anything itself.
+// due reports whether to check on a member: enough of the others suspect it, and it is not known to be alive or to have failed.
 func (s *suspicion) due(r *replica, others int) bool {
 	return !s.spoke(r) && !s.checked[r.id] && 2*(s.unnamed+s.named[r.id]) > others
 }
 
-// spoke reports whether nobody needs to look whether a member is alive: it asked or reported itself, or is known to have failed.
+// spoke reports whether a check of a member is needless: it is alive, since it has asked or reported itself, or it has failed.
 func (s *suspicion) spoke(r *replica) bool {
 	_, reported := s.accused[r.id]
 	return reported || r.waiting() || !r.alive()
 }
 
-// lookedAt evicts a member that its peers suspect and that gave no sign of life. A check that is answered late counts no more: the
-// member may have spoken, or be in another quorum.
+// lookedAt handles the result of a check: a member that could not be reached counts as failed. A late result is ignored if the member
+// has asked or reported since the check began, or if there is another quorum: the member may be alive.
 func (s *suspicion) lookedAt(e Checked) {
 	r := s.roster.replicas[e.ReplicaID]
 	if e.Reached || s.past.latest == nil || e.QuorumID != s.past.latest.ID || r == nil || !r.previous || s.spoke(r) {

@@ -21,7 +21,7 @@ func (s sessions) Relay(stream grpc.BidiStreamingServer[torchftpb.RelayRequests,
 	return server.carry(ctx, out, &relayStream{wire: stream, server: server, out: out, parent: tracing.Incoming(ctx), sessions: map[uint64]*openSession{}})
 }
 
-// relayStream is the stream of a relay. To the machine each of its sessions is a rank's connection.
+// relayStream is the stream of a relay. The machine treats each of its sessions as the connection of a rank.
 type relayStream struct {
 	wire   grpc.BidiStreamingServer[torchftpb.RelayRequests, torchftpb.RelayResponses]
 	server *Server
@@ -29,7 +29,7 @@ type relayStream struct {
 	parent string
 
 	mu       sync.Mutex
-	finished bool // takes no further session
+	finished bool // no further session is accepted
 	sessions map[uint64]*openSession
 }
 
@@ -47,13 +47,14 @@ func (r *relayStream) receive(ctx context.Context) error {
 	}
 }
 
-// take takes what a rank says; false: there are too many ranks.
+// take handles a request of a rank. It is false if the relay has too many sessions: each of them costs memory, and nothing else
+// bounds their number.
 func (r *relayStream) take(ctx context.Context, req *torchftpb.RelayRequest) bool {
 	r.mu.Lock()
 	session := r.sessions[req.GetSession()]
 	switch {
 	case session != nil:
-	case req.GetRequest() == nil || r.finished: // it never asked, or asks too late for an answer
+	case req.GetRequest() == nil || r.finished: // the end of a session without a request, or a request after the last answers
 		r.mu.Unlock()
 		return true
 	case int64(len(r.sessions)) >= 2*r.server.cfg.WorldSize:
@@ -74,7 +75,7 @@ func (r *relayStream) take(ctx context.Context, req *torchftpb.RelayRequest) boo
 	return true
 }
 
-// end ends a session as the end of its rank's connection does.
+// end ends a session, as if the connection of its rank had broken.
 func (r *relayStream) end(session *openSession) {
 	r.mu.Lock()
 	delete(r.sessions, session.number)
@@ -96,8 +97,9 @@ func (r *relayStream) finish() {
 	}
 }
 
-// mostNamed bounds how many groups the answers of one message name together: each costs some 130 bytes, and at most a few times
-// rpc.MaxReplicaID, of the rpc.MaxMessage that a relay takes. To count them costs less than to measure the answers.
+// mostNamed bounds the replica ids in the answers of one message, so that the message stays below rpc.MaxMessage, which is what a
+// relay takes: an id costs some 130 bytes, and at most a few times rpc.MaxReplicaID. Counting ids is cheaper than measuring the
+// encoded answers.
 const mostNamed = 100_000
 
 func (r *relayStream) send(answers []*sessionCall) {
@@ -116,11 +118,13 @@ func (r *relayStream) send(answers []*sessionCall) {
 	}
 }
 
+// Sending fails only if the stream has broken: receive returns then.
+
 func (r *relayStream) sendTogether(answers []*sessionCall) {
 	message := &torchftpb.RelayResponses{Responses: make([]*torchftpb.RelayResponse, len(answers))}
 	for i, call := range answers {
 		message.Responses[i] = &torchftpb.RelayResponse{Session: call.session.number}
-		if call.kind != cutCall {
+		if call.kind != cutCall { // without a response, the message tells the relay that the session has been ended
 			message.Responses[i].Response = call.response()
 		}
 	}

@@ -33,7 +33,7 @@ func (s sessions) Session(stream grpc.BidiStreamingServer[torchftpb.RankRequest,
 
 // carrier is a stream with the session of one rank, or with those of a relay's ranks.
 type carrier interface {
-	// receive takes what ranks say until the stream ends.
+	// receive handles the requests of the ranks until the stream ends.
 	receive(ctx context.Context) error
 	send(answers []*sessionCall)
 	notify(n *torchftpb.RankResponse)
@@ -41,12 +41,12 @@ type carrier interface {
 	finish()
 }
 
-// carry serves a stream until either side ends it. A server that shuts down sends the last answers before.
+// carry serves a stream until either side ends it. A server that shuts down sends the last answers first.
 func (s *Server) carry(ctx context.Context, out *outbox, c carrier) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
-	heard, deaf := s.notices.Listen()
-	defer deaf()
+	notices, stop := s.notices.Listen()
+	defer stop()
 	finish := func() {
 		c.finish()
 		out.leaves.Wait()
@@ -63,8 +63,8 @@ func (s *Server) carry(ctx context.Context, out *outbox, c carrier) error {
 		select {
 		case <-out.wake:
 			c.send(out.take())
-		case f := <-heard:
-			c.notify(wire.NoticeToRank(f))
+		case n := <-notices:
+			c.notify(wire.NoticeToRank(n))
 		case err := <-received:
 			cancel()
 			finish()
@@ -78,7 +78,7 @@ func (s *Server) carry(ctx context.Context, out *outbox, c carrier) error {
 
 // outbox holds the answers of a stream until they are sent.
 type outbox struct {
-	wake   chan struct{}  // has something when there are answers
+	wake   chan struct{}  // not empty while there are answers
 	leaves sync.WaitGroup // calls that wait for the lighthouse
 
 	mu      sync.Mutex
@@ -87,14 +87,14 @@ type outbox struct {
 
 func newOutbox() *outbox { return &outbox{wake: make(chan struct{}, 1)} }
 
-// add lets an answer be sent. It does not wait.
+// add queues an answer. It does not block, since the server's lock may be held.
 func (b *outbox) add(call *sessionCall) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	b.answers = append(b.answers, call)
 	select {
 	case b.wake <- struct{}{}:
-	default: // the sender has not woken up for the one before
+	default: // the sender has still to take the answers before this one, and will take this one with them
 	}
 }
 
@@ -152,7 +152,7 @@ type openSession struct {
 	mu       sync.Mutex
 	finished bool
 	refused  sync.Once
-	open     []*sessionCall // that are not sent their answers, so that mostCalls bounds those too; one or two mostly
+	open     []*sessionCall // calls whose answers have not been sent, mostly one or two; mostCalls bounds unsent answers, too
 }
 
 func newSession(server *Server, out *outbox, conn *connection, parent string) *openSession {
@@ -170,19 +170,19 @@ type sessionCall struct {
 	answer answer
 }
 
-// take takes what the rank says; false: the session takes no more.
+// take handles a request of the rank. It is false if the session must end.
 func (o *openSession) take(ctx context.Context, req *torchftpb.RankRequest) bool {
 	switch {
 	case req.GetCancel():
 		o.cancelCall(req.GetCall())
-	case !o.said(req):
+	case !o.takeReport(req):
 		return o.start(ctx, req)
 	}
 	return true
 }
 
-// said takes what has no answer.
-func (o *openSession) said(req *torchftpb.RankRequest) bool {
+// takeReport handles a request that has no answer. It is false for any other one.
+func (o *openSession) takeReport(req *torchftpb.RankRequest) bool {
 	switch r := req.GetRequest().(type) {
 	case *torchftpb.RankRequest_Suspected:
 		o.server.suspect(r.Suspected.GetQuorumId(), r.Suspected.GetReplicaId())
@@ -204,7 +204,7 @@ func (o *openSession) said(req *torchftpb.RankRequest) bool {
 	return true
 }
 
-// start begins a call; false: the session takes no more.
+// start begins a call. It is false if the session must end.
 func (o *openSession) start(ctx context.Context, req *torchftpb.RankRequest) bool {
 	call := &sessionCall{rankCall: callFromProto(req), session: o, number: req.GetCall()}
 	timeout := time.Duration(req.GetTimeoutUs()) * time.Microsecond
@@ -246,7 +246,8 @@ func (o *openSession) admit(call *sessionCall) bool {
 	}
 	if len(o.open) >= mostCalls || o.call(call.number) != nil {
 		o.refused.Do(func() {
-			o.server.log.Warn("torchft: a session is ended: its rank makes calls and takes no answers, or numbers two alike", "calls", len(o.open))
+			o.server.log.Warn("torchft: a session is ended: its rank makes calls and does not read the answers, or uses the number of a call in progress again",
+				"calls", len(o.open))
 		})
 		return false
 	}
@@ -262,7 +263,7 @@ func (o *openSession) call(number uint64) *sessionCall {
 	return nil
 }
 
-// leave has a goroutine: it is called once in the life of a rank.
+// leave starts a goroutine for its call, which no other call does: it waits for the lighthouse, and is made once in the life of a rank.
 func (o *openSession) leave(ctx context.Context, call *sessionCall) {
 	ctx, cancel := context.WithDeadline(ctx, call.deadline)
 	o.mu.Lock()
@@ -294,7 +295,7 @@ func (o *openSession) cancelCall(number uint64) {
 	o.server.abandon(&call.rankCall, context.Canceled)
 }
 
-// answer lets a call's answer be sent. It does not wait.
+// answer ends a call, and queues its answer. It does not block.
 func (o *openSession) answer(call *sessionCall, a answer) {
 	o.mu.Lock()
 	call.done, call.answer = true, a
@@ -302,7 +303,7 @@ func (o *openSession) answer(call *sessionCall, a answer) {
 	o.out.add(call)
 }
 
-// sent makes room for another call.
+// sent removes a call whose answer has been sent, so that the session accepts another one.
 func (c *sessionCall) sent() {
 	c.session.mu.Lock()
 	defer c.session.mu.Unlock()

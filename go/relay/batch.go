@@ -9,12 +9,13 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// batch gathers what the ranks of a relay say until it is sent. It is pure: time is an argument.
+// batch is the queue of the requests that a relay sends to the manager server for its ranks. It is pure: time is an argument.
 //
-// A request for a quorum or a vote waits until all ranks of the relay have asked: the server answers none before all ranks of the group
-// have. It waits for a short time only, because the server must know soon which ranks have asked. Nothing else waits.
+// A request for a quorum or a vote stays in the queue until all ranks of the relay have a call in progress. That delays no answer, since
+// the server answers none before all ranks of the group have asked. It stays for a short time only, because the server must know soon
+// which ranks have asked. Any other request is sent at once, with all that are in the queue.
 type batch struct {
-	hold  time.Duration  // for which a request waits at most
+	hold  time.Duration  // the longest time in the queue
 	calls map[uint64]int // in progress, by open session
 	busy  int            // sessions with calls in progress
 	queue []queued
@@ -28,7 +29,7 @@ type queued struct {
 	size    int // in a message, in bytes
 }
 
-// heldPart is the part of its timeout for which a request waits at most.
+// heldPart bounds the time in the queue by the request's timeout: at most a twentieth of it.
 const heldPart = 20
 
 const (
@@ -36,16 +37,16 @@ const (
 	mostBytes = 1 << 20
 	// wrapping is more than a message adds to a request: two tags, two lengths, and the number of the session.
 	wrapping = 32
-	// mostRequest bounds the request of a rank, so that alone in a message it is one which the server takes.
+	// mostRequest bounds a request of a rank: a message with this request alone must not exceed what the server takes.
 	mostRequest = rpc.MaxRequest - wrapping
 )
 
 func newBatch(hold time.Duration) batch { return batch{hold: hold, calls: map[uint64]int{}} }
 
-// open adds a session. Without a call in progress, the requests of others wait for it.
+// open adds a session. It has no call in progress, so that requests of the other sessions stay in the queue for it.
 func (b *batch) open(session uint64) { b.calls[session] = 0 }
 
-// add takes what the rank of an open session says.
+// add takes a request of the rank of an open session.
 func (b *batch) add(session uint64, req *torchftpb.RankRequest, now time.Time) {
 	asks := req.GetQuorum() != nil || req.GetShouldCommit() != nil
 	if asks || req.GetLeave() {
@@ -78,7 +79,7 @@ func (b *batch) push(session uint64, req *torchftpb.RankRequest, now, due time.T
 	b.bytes += next.size
 }
 
-// answered notes that a call of a session is over.
+// answered records that a call of a session has been answered.
 func (b *batch) answered(session uint64) {
 	if b.calls[session] == 0 {
 		return
@@ -88,15 +89,16 @@ func (b *batch) answered(session uint64) {
 	}
 }
 
-// wait is how long the queue still waits, at most 0 if it is to be sent; false: it is empty.
+// wait is how long the queue may still be held, zero or less if it is to be sent now. It is false if the queue is empty.
 func (b *batch) wait(now time.Time) (time.Duration, bool) {
-	if len(b.queue) == 0 || b.busy == len(b.calls) {
+	if len(b.queue) == 0 || b.busy == len(b.calls) { // all ranks have a call in progress: none is left to hold requests for
 		return 0, len(b.queue) > 0
 	}
 	return b.due.Sub(now), true
 }
 
-// take removes the next message from the queue, in the order of the requests. Their timeouts count from now.
+// take removes the next message from the queue, in the order of the requests. The time that a request was held is subtracted from its
+// timeout, which the server counts from the arrival.
 func (b *batch) take(now time.Time) *torchftpb.RelayRequests {
 	message := &torchftpb.RelayRequests{}
 	taken, size := 0, 0

@@ -11,7 +11,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// mostBytes limits the pending lines, to some thousand.
+// mostBytes limits the memory of the pending lines: some thousand of them.
 const mostBytes = 1 << 20
 
 // LastLines is how long an ending process waits until its last lines are written.
@@ -31,17 +31,17 @@ func Metric() prometheus.Collector {
 type Writer struct {
 	out io.Writer
 
-	mu      sync.Mutex
-	pending []byte
-	untold  int             // dropped lines whose number has not been logged
-	ended   chan struct{}   // closed when nothing is pending; nil: nothing is
-	told    func(lines int) // logs to out how many lines were dropped
+	mu         sync.Mutex
+	pending    []byte
+	dropped    int             // lines dropped since their number was logged last
+	idle       chan struct{}   // closed when all pending lines are written; nil while there are none
+	logDropped func(lines int) // logs to out how many lines were dropped
 }
 
 // To makes a Writer for out.
 func To(out io.Writer) *Writer {
 	log := slog.New(slog.NewTextHandler(out, nil))
-	return &Writer{out: out, told: func(lines int) {
+	return &Writer{out: out, logDropped: func(lines int) {
 		log.Warn("torchft: lines of the log were dropped: its reader did not keep up", "lines", lines)
 	}}
 }
@@ -51,36 +51,36 @@ func (w *Writer) Write(line []byte) (int, error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	if len(w.pending)+len(line) > mostBytes {
-		w.untold++
+		w.dropped++
 		dropped.Add(1)
 		return len(line), nil
 	}
 	w.pending = append(w.pending, line...)
-	if w.ended == nil {
-		w.ended = make(chan struct{})
-		go w.pass() // returns when nothing is pending; blocks for as long as the reader does not read
+	if w.idle == nil {
+		w.idle = make(chan struct{})
+		go w.writePending() // returns when nothing is pending; blocks for as long as the reader does not read
 	}
 	return len(line), nil
 }
 
-// pass writes the pending lines.
-func (w *Writer) pass() {
+// writePending writes the pending lines, and those that come meanwhile.
+func (w *Writer) writePending() {
 	var lines []byte
 	for {
 		w.mu.Lock()
-		if len(w.pending) == 0 && w.untold == 0 {
-			close(w.ended)
-			w.ended = nil
+		if len(w.pending) == 0 && w.dropped == 0 {
+			close(w.idle)
+			w.idle = nil
 			w.mu.Unlock()
 			return
 		}
 		lines, w.pending = w.pending, lines[:0]
-		untold := w.untold
-		w.untold = 0
+		number := w.dropped
+		w.dropped = 0
 		w.mu.Unlock()
 		_, _ = w.out.Write(lines) // an error loses these lines: there is no other place to report it
-		if untold > 0 {
-			w.told(untold)
+		if number > 0 {
+			w.logDropped(number)
 		}
 	}
 }
@@ -88,15 +88,15 @@ func (w *Writer) pass() {
 // Flush returns when all earlier lines are written, or after the timeout.
 func (w *Writer) Flush(timeout time.Duration) {
 	w.mu.Lock()
-	ended := w.ended
+	idle := w.idle
 	w.mu.Unlock()
-	if ended == nil {
+	if idle == nil {
 		return
 	}
 	late := time.NewTimer(timeout)
 	defer late.Stop()
 	select {
-	case <-ended:
+	case <-idle:
 	case <-late.C:
 	}
 }

@@ -15,17 +15,17 @@ import (
 
 // background makes this goroutine run on idle processors only. Its thread is locked to it and ends with it, so the priority
 // affects no other goroutine.
-func background() { yield(unix.SchedAttr{Policy: unix.SCHED_IDLE}) }
+func background() { setPriority(unix.SchedAttr{Policy: unix.SCHED_IDLE}) }
 
-// leastShare gives this goroutine the smallest share. Its thread ends with it, too.
-func leastShare() { yield(unix.SchedAttr{Policy: unix.SCHED_NORMAL, Nice: leastNice}) }
+// leastShare gives this goroutine the smallest share of a busy processor. Its thread ends with it, too.
+func leastShare() { setPriority(unix.SchedAttr{Policy: unix.SCHED_NORMAL, Nice: leastNice}) }
 
 const leastNice = 19
 
-func yield(attr unix.SchedAttr) {
-	runtime.LockOSThread()
+func setPriority(attr unix.SchedAttr) {
+	runtime.LockOSThread() // never unlocked: Go ends the thread with the goroutine
 	attr.Size = unix.SizeofSchedAttr
 	if err := unix.SchedSetAttr(0, &attr, 0); err != nil {
-		slog.Debug("checkpoint server: the priority stays as it is", "error", err)
+		slog.Debug("checkpoint server: the priority of a stream's thread could not be lowered", "error", err)
 	}
 }

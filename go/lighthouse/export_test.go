@@ -30,16 +30,16 @@ func (s *Server) defaultJob() *job {
 	return s.jobs[rpc.DefaultJob]
 }
 
-// ForgetJobs does what a tick at a time does.
+// ForgetJobs forgets idle jobs, as the timer does.
 func (s *Server) ForgetJobs(now time.Time) { s.forgetJobs(now) }
 
-// Attend serves a member's stream, and recovers nothing.
+// Attend serves a member's stream. A panic reaches the caller: the interceptor that recovers from it is not called.
 func (s *Server) Attend(wire torchftpb.MemberService_AttendServer) error {
 	return memberService{server: s}.Attend(wire)
 }
 
-// Handler serves the server's HTTP routes, and recovers nothing.
+// Handler serves the server's HTTP routes. A panic reaches the caller.
 func (s *Server) Handler() http.Handler { return s.handler() }
 
-// Connect looks whether something listens at an address, as for a member without a stream that its peers suspect.
+// Connect reports an error if nothing listens at an address. The lighthouse checks a suspected member without a stream by it.
 func (s *Server) Connect(address string) error { return s.defaultJob().connect(address) }

@@ -47,7 +47,7 @@ func FuzzHTTP(f *testing.F) {
 	f.Fuzz(func(t *testing.T, method, target, host, header, value, body string) {
 		u, err := url.ParseRequestURI(target)
 		if err != nil || strings.ContainsAny(method, " \r\n") || method == "" {
-			return // net/http refuses it before
+			return // net/http refuses such a request before the handler runs
 		}
 		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond) // a stream of events has no end
 		defer cancel()
@@ -85,7 +85,7 @@ func FuzzMemberStream(f *testing.F) {
 	})
 }
 
-// FuzzArgs reads any command line: it is help, an error that says something, or a configuration that is valid.
+// FuzzArgs parses arbitrary command lines: the result is the usage, an error with a message, or a valid configuration.
 func FuzzArgs(f *testing.F) {
 	for _, args := range [][]string{
 		{"--min_replicas", "1"}, {"--help"}, {"--min-replicas=2", "--bind", "[::]:0", "--join_timeout_ms=-1"}, {"--", "x"}, {"-"}, {"--=1"},

@@ -13,8 +13,9 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// Each of thousands telling each of thousands would stop the lighthouse for minutes.
-func TestAStormOfFailuresIsToldInFew(t *testing.T) {
+// Thousands of simultaneous failures, each reported to thousands of members in a message of its own, would take minutes of the
+// lighthouse's time.
+func TestManyFailuresAreReportedInFewMessages(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const ended = 100
 		c := fttest.NewCluster(t, ended+1)
@@ -39,22 +40,22 @@ func TestAStormOfFailuresIsToldInFew(t *testing.T) {
 		assert.LessOrEqual(t, lines, 2, "%s", c.Log)
 
 		survivor.ask(2, time.Second)
-		told := 0
+		reports := 0
 		for {
 			m := survivor.receive()
 			if m.GetFailure() != nil {
 				break
 			}
 			assert.IsType(t, &torchftpb.LighthouseMessage_MemberFailed{}, m.GetMessage())
-			told++
+			reports++
 		}
-		assert.Positive(t, told)
-		assert.LessOrEqual(t, told, 64)
+		assert.Positive(t, reports)
+		assert.LessOrEqual(t, reports, 64)
 	})
 }
 
-// A network that hangs stalls thousands at the same moment.
-func TestAStormOfStalledMembersIsToldInFew(t *testing.T) {
+// When the network of the collectives hangs, thousands of members stall at the same moment.
+func TestManyStalledMembersAreReportedInFewMessages(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const stalled = 100
 		c := fttest.NewCluster(t, stalled+1, func(cfg *lighthouse.Config) { cfg.StalledAfter = time.Second })
@@ -70,17 +71,17 @@ func TestAStormOfStalledMembersIsToldInFew(t *testing.T) {
 			w.answered()
 		}
 		waiting.ask(2, 3*time.Second)
-		told := 0
+		reports := 0
 		for {
 			m := waiting.receive()
 			if m.GetFailure() != nil {
 				break
 			}
 			assert.IsType(t, &torchftpb.LighthouseMessage_MemberStalled{}, m.GetMessage())
-			told++
+			reports++
 		}
-		assert.Positive(t, told)
-		assert.LessOrEqual(t, told, 32)
+		assert.Positive(t, reports)
+		assert.LessOrEqual(t, reports, 32)
 		assert.Equal(t, 1, c.Log.Count("a member makes no progress"), "%s", c.Log)
 		assert.Equal(t, 1, c.Log.Count("and 92 more"), "%s", c.Log)
 	})

@@ -32,11 +32,11 @@ func TestAStateIsReadAsItWasWritten(t *testing.T) {
 	assert.Equal(t, []string{path}, left)
 }
 
-// Every byte that is missing, and every one that is another, is noticed.
+// A file that is cut short at any byte, or has any byte changed, is an error.
 func TestADamagedStateIsAnError(t *testing.T) {
 	text, err := state{Job: "x", Highest: 2000, Past: somePast}.encode()
 	require.NoError(t, err)
-	for n := range len(text) - 1 { // the last is the end of a line
+	for n := range len(text) - 1 { // without the last byte, a newline, which may be missing
 		_, err := decodeState(text[:n], "x")
 		require.Error(t, err, "cut short to %d bytes", n)
 		damaged := []byte(string(text))
@@ -90,7 +90,7 @@ func (s *Server) testAsk(t *testing.T, id string, step int64) *quorum.Quorum {
 	return d.quorum
 }
 
-func TestALighthouseGoesOnAfterWhatIsOnDisk(t *testing.T) {
+func TestALighthouseContinuesAfterTheQuorumOnDisk(t *testing.T) {
 	dir := t.TempDir()
 	s, _ := startOn(t, dir)
 	before := s.testAsk(t, "a", 7)
@@ -105,7 +105,7 @@ func TestALighthouseGoesOnAfterWhatIsOnDisk(t *testing.T) {
 	assert.GreaterOrEqual(t, after.ID, before.ID+stateAhead)
 	again.Shutdown()
 
-	// The step is written too, once in a while.
+	// The step is written, too, but not at each step.
 	third, _ := startOn(t, dir)
 	require.Equal(t, after.ID, third.testAsk(t, "a", 9).ID-stateAhead-1)
 	id := third.testAsk(t, "a", 100).ID
@@ -118,7 +118,7 @@ func TestALighthouseGoesOnAfterWhatIsOnDisk(t *testing.T) {
 	}, time.Minute, 50*time.Millisecond)
 }
 
-func TestATrainingThatHasEndedOnPurposeIsNoPastOnDisk(t *testing.T) {
+func TestNoQuorumIsKeptOnDiskOfACompleteTraining(t *testing.T) {
 	dir := t.TempDir()
 	s, log := startOn(t, dir)
 	ofTerm3 := quorum.Past{ID: 3<<42 + 5, Step: 6, Members: []quorum.Voter{{ReplicaID: "a"}}}
@@ -134,12 +134,12 @@ func TestATrainingThatHasEndedOnPurposeIsNoPastOnDisk(t *testing.T) {
 	assert.Empty(t, again.Status().Quorum)
 	assert.NotContains(t, log.String(), "the job goes on")
 	after := again.testAsk(t, "b", 0)
-	assert.GreaterOrEqual(t, after.ID, before.ID+stateAhead, "an id was given out again")
+	assert.GreaterOrEqual(t, after.ID, before.ID+stateAhead, "a quorum id was used twice")
 	assert.Equal(t, int64(3), quorum.TermOf(after.ID))
 	assert.NotContains(t, log.String(), "THE JOB GOES BACK")
 }
 
-func TestWhatIsDamagedOnDiskIsSaidAndIgnored(t *testing.T) {
+func TestADamagedFileIsLoggedAndIgnored(t *testing.T) {
 	dir := t.TempDir()
 	path := filepath.Join(dir, "default.state")
 	require.NoError(t, os.WriteFile(path, []byte("torchft-lighthouse-state 1 abc\n{\"job\":"), 0o600))
@@ -171,7 +171,7 @@ func TestTheDirectoryOfAnEarlierReleaseIsReadOnce(t *testing.T) {
 	assert.Equal(t, before.ID, here.Status().QuorumID)
 	assert.NoDirExists(t, former)
 
-	there, _ := startOn(t, filepath.Join(base, "lighthouse-there-0"), byDefault) // with the same home
+	there, _ := startOn(t, filepath.Join(base, "lighthouse-there-0"), byDefault) // another host with the same home directory
 	assert.NotEqual(t, before.ID, there.Status().QuorumID)
 }
 

@@ -91,8 +91,8 @@ func requireAsRecorded(t *testing.T, recorded recordedQuorum) {
 		} else {
 			require.Empty(t, got.Sources)
 		}
-		// Upstream puts "" for a group that sent no handle; ours leaves the list empty
-		// then, which makes everybody meet at the store.
+		// Upstream has "" in the list for a group that sent no handle. Ours leaves the list empty then; the groups of both then meet
+		// at the store.
 		if slices.Contains(want.Handles, "") || len(want.Handles) == 0 {
 			require.Empty(t, got.Handles)
 		} else {

@@ -23,9 +23,9 @@ func main() {
 	os.Exit(status)
 }
 
-// run is main with its surroundings as arguments; it returns the exit status.
+// run is main with the arguments and the output as parameters; it returns the exit status.
 func run(args []string, stdout, stderr io.Writer) int {
-	// Before the start, so that a signal during it is not missed.
+	// Before the server starts: a signal during the start must end it, too.
 	stop := make(chan os.Signal, 1)
 	signal.Notify(stop, os.Interrupt, syscall.SIGTERM)
 	defer signal.Stop(stop)

@@ -14,10 +14,10 @@ import (
 
 var (
 	seedFlag   = flag.Uint64("agree.seed", 23, "of the random histories")
-	eventsFlag = flag.Int("agree.events", 0, "how many of them; 0: as many as fit")
+	eventsFlag = flag.Int("agree.events", 0, "of all histories together; 0: 200,000, or 6,000,000 with FULL=1")
 )
 
-// dated is the seed of the day where make test-all sets one.
+// dated is the seed of the histories: the flag's, or SEED of the environment, which make test-all sets to the date.
 func dated() uint64 {
 	if number, err := strconv.ParseUint(os.Getenv("SEED"), 10, 64); err == nil {
 		return number
@@ -25,7 +25,7 @@ func dated() uint64 {
 	return *seedFlag
 }
 
-// history is the random history of this seed and number, and whether it ended with a view of all.
+// history plays the random history of this seed and number, and reports whether it ended with a view of all running members.
 func history(seed, number uint64) (w *world, together bool) {
 	random := rand.New(rand.NewPCG(seed, number))
 	w = newWorld(random)
@@ -42,7 +42,7 @@ func history(seed, number uint64) (w *world, together bool) {
 
 func TestRandomHistoriesKeepTheRules(t *testing.T) {
 	want := 200_000
-	if testmain.Full() && !testmain.Race() { // one goroutine: the detector would only take its time
+	if testmain.Full() && !testmain.Race() { // a single goroutine: the race detector would find nothing, and take its time
 		want = 6_000_000
 	}
 	if *eventsFlag > 0 {

@@ -32,7 +32,7 @@ func (heartbeats) Heartbeat(_ context.Context, req *torchftpb.LighthouseHeartbea
 	return &torchftpb.LighthouseHeartbeatResponse{}, nil
 }
 
-// open is a gate that lets everybody in.
+// open returns a gate without credentials or limits: it accepts every call.
 func open(t *testing.T) *rpc.Gate {
 	gate, err := rpc.NewGate(auth.Security{}, rpc.Limits{}, fttest.Quiet)
 	require.NoError(t, err)
@@ -55,7 +55,7 @@ func serve(t *testing.T, network *fttest.Network) *rpc.Server {
 	return s
 }
 
-func TestOnePortForBoth(t *testing.T) {
+func TestOnePortServesGRPCAndHTTP(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		network := fttest.NewNetwork()
 		s := serve(t, network)
@@ -70,8 +70,8 @@ func TestOnePortForBoth(t *testing.T) {
 		defer transport.CloseIdleConnections()
 		web := &http.Client{Transport: transport}
 
-		for range 2 { // a panic ends neither
-			for _, method := range []string{"POST", "PUT", "PATCH", "GET"} { // the first begin as the preface does
+		for range 2 { // again after a panic of each: the server still serves both
+			for _, method := range []string{"POST", "PUT", "PATCH", "GET"} { // three of them begin with P, like HTTP/2's preface
 				req, err := http.NewRequest(method, "http://server:1/", nil)
 				require.NoError(t, err)
 				resp, err := web.Do(req)
@@ -97,7 +97,7 @@ func TestOnePortForBoth(t *testing.T) {
 	})
 }
 
-func TestASilentConnectionIsHungUpAndHoldsUpNobody(t *testing.T) {
+func TestASilentConnectionIsClosedAndDelaysNoOther(t *testing.T) {
 	for name, sent := range map[string]string{"nothing": "", "half a preface": "PRI * HT"} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -146,7 +146,7 @@ func TestAListenerThatBreaksIsLogged(t *testing.T) {
 	require.Eventually(t, func() bool { return log.Count("the server stopped listening") == 1 }, time.Minute, time.Millisecond)
 }
 
-func TestStopEndsConnectionsThatSaidNothing(t *testing.T) {
+func TestStopClosesConnectionsThatHaveSentNothing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		network := fttest.NewNetwork()
 		s := serve(t, network)

@@ -12,7 +12,7 @@ func setUserTimeout(conn *net.TCPConn, timeout time.Duration) {
 	if err != nil {
 		return // it is closed
 	}
-	// A kernel that cannot do it waits for longer.
+	// An error is ignored: a kernel without TCP_USER_TIMEOUT keeps its default, and broken connections are noticed later.
 	_ = raw.Control(func(fd uintptr) {
 		_ = unix.SetsockoptInt(int(fd), unix.IPPROTO_TCP, unix.TCP_USER_TIMEOUT, int(timeout.Milliseconds()))
 	})

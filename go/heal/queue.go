@@ -12,14 +12,14 @@ type queue struct {
 	mu      sync.Mutex
 	changed sync.Cond
 
-	todo     []int // blocks for any source; those that are held back are in neither list
+	todo     []int // blocks for any source; blocks that are held back (newQueue) are in neither list
 	assigned []int // blocks for the assigned source only
 	left     int   // blocks that have not arrived
 	out      int   // blocks that a stream is fetching
 	orphaned bool  // the assigned source has failed
 	closed   bool
-	garbled  map[int]int
-	waiting  [roles]int // streams with nothing to do
+	garbled  map[int]int // by block: how often it came with a wrong checksum
+	waiting  [roles]int  // streams with nothing to do
 	crcs     []uint32
 }
 
@@ -49,7 +49,7 @@ func (q *queue) stuck() bool {
 	return q.orphaned && q.out == 0 && len(q.todo) == 0 && len(q.assigned) > 0
 }
 
-// orphan notes that the assigned source has failed, or that there is one again.
+// orphan records whether the assigned source has failed. It is false again when another source has been assigned.
 func (q *queue) orphan(failed bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -57,7 +57,8 @@ func (q *queue) orphan(failed bool) {
 	q.changed.Broadcast()
 }
 
-// take returns a block to fetch. With wait it waits for one while other streams fetch blocks, since these may come back.
+// take returns a block to fetch. If there is none and wait is true, it waits as long as other streams are fetching blocks: a fetch that
+// fails returns its block to the queue.
 func (q *queue) take(role Role, wait bool) (block int, ok bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -85,6 +86,7 @@ func (q *queue) idle(role Role) bool {
 	return q.waiting[roles-1-role] > 0
 }
 
+// open returns the lists from which a source of this role takes blocks. The assigned source takes those first that only it can deliver.
 func (q *queue) open(role Role) []*[]int {
 	if role == Assigned {
 		return []*[]int{&q.assigned, &q.todo}
@@ -92,7 +94,7 @@ func (q *queue) open(role Role) []*[]int {
 	return []*[]int{&q.todo}
 }
 
-// back returns a block that did not arrive.
+// back returns a block to the queue that did not arrive.
 func (q *queue) back(block int, onlyAssigned bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()

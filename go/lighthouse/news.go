@@ -30,7 +30,7 @@ type news struct {
 	timer   *time.Timer // runs sendLater
 }
 
-// trouble is what became of a member of a quorum.
+// trouble is a member of a quorum that failed, ended or stalled.
 type trouble struct {
 	quorumID  int64
 	replicaID string
@@ -39,8 +39,8 @@ type trouble struct {
 
 func (n *news) pending() int { return len(n.failed) + len(n.ended) + len(n.stalled) }
 
-// announce reports the failures and stalls among actions to every member, at once or in a moment together with those that
-// follow. The caller holds mu.
+// announce reports the failures and stalls among the actions to every member: at once or, if the last report was less than tellPause
+// ago for each stream, together with those that follow until then. The caller holds mu.
 func (j *job) announce(actions []quorum.Action, now time.Time) {
 	before := j.news.pending()
 	for _, action := range actions {
@@ -75,6 +75,7 @@ func (j *job) sendLater() {
 	}
 }
 
+// sendNews sends what is pending to all members, and logs and records it. The caller holds mu.
 func (j *job) sendNews(now time.Time) {
 	failed, ended, stalled := j.news.failed, j.news.ended, j.news.stalled
 	j.news.failed, j.news.ended, j.news.stalled = nil, nil, nil
@@ -84,7 +85,7 @@ func (j *job) sendNews(now time.Time) {
 		}}
 	}
 	messages := j.words(slog.LevelWarn, "torchft: a member failed", failed, hasFailed)
-	messages = append(messages, j.words(slog.LevelInfo, "torchft: a member ended", ended, hasFailed)...) // its peers need not wait for it any more, either
+	messages = append(messages, j.words(slog.LevelInfo, "torchft: a member ended", ended, hasFailed)...) // the same message: its peers must stop waiting for it, too
 	messages = append(messages, j.words(slog.LevelWarn, "torchft: a member makes no progress", stalled, func(t trouble) *torchftpb.LighthouseMessage {
 		return &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberStalled{
 			MemberStalled: &torchftpb.MemberStalled{QuorumId: t.quorumID, ReplicaId: t.replicaID, Reason: t.reason},
@@ -105,7 +106,7 @@ func (j *job) record(now time.Time, kind dashboard.Kind, of []trouble) {
 	}
 }
 
-// words logs troubles of one kind, and returns the report for members.
+// words logs the troubles of one kind in one line, and returns the messages for members: at most tellMost.
 func (j *job) words(level slog.Level, what string, troubles []trouble, word func(trouble) *torchftpb.LighthouseMessage) (messages []rpc.Encoded) {
 	if len(troubles) == 0 {
 		return nil

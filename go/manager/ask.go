@@ -41,7 +41,7 @@ func (s *Server) ask(a round.AskLighthouse) {
 	})
 }
 
-// askUntilAnswered asks until there is an answer, retryAfter decides against another request, or the deadline is near.
+// askUntilAnswered repeats the request until it is answered, retryAfter decides against another one, or the deadline is near.
 func (s *Server) askUntilAnswered(ctx context.Context, a round.AskLighthouse) (q *quorum.Quorum, err error) {
 	defer rpc.Recovered(s.log, "the quorum round", &err)
 	start := time.Now()
@@ -87,6 +87,8 @@ func (s *Server) unreachable(since time.Time, err error) string {
 		s.cfg.LighthouseAddr, time.Since(since).Round(time.Millisecond), rpc.Message(err))
 }
 
+// setTrouble keeps the reason why the lighthouse is not reached, for as long as that lasts. A rank whose deadline passes gets it with
+// its error.
 func (s *Server) setTrouble(away bool, since time.Time, err error, failed int) {
 	if failed == 1 {
 		s.log.Warn("torchft: asking the lighthouse again", "error", err)

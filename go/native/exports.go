@@ -22,9 +22,9 @@ const (
 	stateError
 )
 
-// tft_op_take hands over the result of an operation that has ended. While it runs on, the state is pending, and
-// event is set when it ends; event must live until then, or until the operation is cancelled. Text is for
-// the caller to free.
+// tft_op_take returns the result of an operation that has ended. If the operation is still running, it returns statePending, and
+// event is set when the operation ends; event must not be freed before that, or before the operation is cancelled. The caller frees
+// text.
 //
 //export tft_op_take
 func tft_op_take(op C.int64_t, event *C.tft_event, number *C.int64_t, text **C.char, length *C.int64_t) (state C.int) {
@@ -36,7 +36,7 @@ func tft_op_take(op C.int64_t, event *C.tft_event, number *C.int64_t, text **C.c
 	return state
 }
 
-// toC turns a result into what csrc/wait.c makes a Python object of.
+// toC converts a result into the values from which csrc/wait.c makes a Python object.
 func toC(value any, err error) (state C.int, number C.int64_t, text *C.char, length C.int64_t) {
 	if err != nil {
 		return stateError, 0, C.CString(err.Error()), 0
@@ -53,7 +53,7 @@ func toC(value any, err error) (state C.int, number C.int64_t, text *C.char, len
 		return stateBool, number, nil, 0
 	case string:
 		return stateText, 0, C.CString(v), C.int64_t(len(v))
-	default: // something that lives on: Python gets a handle to it
+	default: // a server or a client, which Go keeps: Python gets a handle
 		return stateInt, C.int64_t(ops.Put(v)), nil, 0
 	}
 }

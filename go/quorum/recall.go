@@ -7,18 +7,18 @@ import (
 	"time"
 )
 
-// search looks for a quorum that a member knows and this lighthouse does not: the member is asked for it (Recall), and shows it
-// (Recalled) or not.
+// search looks for a quorum whose id a member claims to know and that this lighthouse does not know: the member is asked for the list
+// of its members (Recall), and shows it (Recalled) or not.
 //
 // Invariants:
 //
-//  1. Nothing is decided while a member is about to show a later quorum: while one that waits knows of it, or, at a
-//     lighthouse of a list, the one that was asked is alive and had less than heartbeat_timeout_ms to show it. Alone, a lighthouse
-//     goes on in the end, although one that knows waits: nobody else can have served the job meanwhile.
-//  2. One of a list goes on without those that do not show it (disbelieve): they are in no quorum here, and give no vote. So it is with
-//     a member that was silent meanwhile, and speaks again (ahead). Once nobody that knows is left here, the votes alone keep two
-//     histories apart (succession.go).
-//  3. A quorum is believed that a member shows that was in it, or the disk, within the bounds of what was seen before (recalled).
+//  1. No quorum is formed while a member may still show a later one: while a member that knows of it has a pending request, or, at a
+//     lighthouse of a list, the member that was asked is alive and has had less than heartbeat_timeout_ms to show it. An only
+//     lighthouse continues after that time even if such a request is pending: no other one can have served the job meanwhile.
+//  2. A lighthouse of a list continues without the members that do not show the quorum (disbelieve): they are in no quorum here, and
+//     give no vote. The same holds for a member that was silent during the search and asks again (ahead). Once no member that knows of
+//     the later quorum is left here, the votes alone prevent that two quorums serve the job at once (succession.go).
+//  3. A quorum is accepted from the disk, or from a member that was in it, if its id is within the bounds that recalled checks.
 type search struct {
 	*core
 	past  *memory
@@ -32,40 +32,41 @@ type recall struct {
 	id    int64     // the newest such quorum, 0 if there is none
 	since time.Time // when it was first heard of
 	asked time.Time // when a member was last asked
-	by    string    // which one
+	by    string    // the member that was asked last
 }
 
 const (
-	// recallPause is how long a member that was asked for a quorum may take before another one is, or it once more.
+	// recallPause is how long a member that was asked for a quorum may take before it is asked again, or another member is.
 	recallPause = time.Second
-	// mostRecalls is how often a member is asked for a quorum that it knows, before what it says of it counts no more.
+	// mostRecalls is how often a member is asked for a quorum that it claims to know, before the claim is ignored.
 	mostRecalls = 3
 )
 
-// recallPause is shorter where a heartbeat timeout has no room for all the questions.
+// recallPause is the constant of that name, or less: mostRecalls recalls must fit into the heartbeat timeout.
 func (p Policy) recallPause() time.Duration {
 	return min(recallPause, p.HeartbeatTimeout/(mostRecalls+2))
 }
 
-// claim is what a member knows of a later quorum, as it says, and did not show.
+// claim is a member's claim to know of a later quorum, which it has not shown yet.
 type claim struct {
-	latest  int64     // the latest that it was asked for
-	recalls int       // how often it was asked for it
-	second  time.Time // when it was for the second time, or for the only one
-	last    time.Time // and for the last time
-	unshown bool      // it has spoken since, and it was asked often enough: it is not believed until it shows it
-	doubted bool      // it did not show what it claimed before
+	latest  int64     // id of the latest quorum that the member was asked for
+	recalls int       // how often it was asked for a quorum
+	second  time.Time // time of the second recall; of the only one, if a single one is allowed
+	last    time.Time // time of the last recall
+	unshown bool      // asked mostRecalls times, the member did not show the quorum although it is alive: the claim is ignored
+	doubted bool      // an earlier claim of the member was ignored
 }
 
-// over ends a claim because the lighthouse knows as late a quorum by now. A member that was asked for it in vain is asked only once for
-// what it claims next: with a new number for each quorum, it would hold up the others for three questions each time.
+// over ends a claim because the lighthouse knows a quorum that is as late by now. A member that did not show the claimed quorum is
+// asked only once for the next one: otherwise a member that claims a new number after each quorum would delay every quorum of the
+// others by three recalls.
 func (c *claim) over() {
 	if *c = (claim{doubted: c.doubted || c.unshown}); c.doubted {
 		c.recalls = mostRecalls - 1
 	}
 }
 
-// asked counts a question to the member, unless the one before was a moment ago.
+// asked counts a recall, unless the previous one was less than a pause ago.
 func (c *claim) asked(now time.Time, pause time.Duration) {
 	if now.Sub(c.last) < pause {
 		return
@@ -76,13 +77,14 @@ func (c *claim) asked(now time.Time, pause time.Duration) {
 	}
 }
 
-// unanswered reports that it was asked often enough. A member that is stopped says nothing at all, and may show the quorum when it goes on.
+// unanswered reports whether the member was asked often enough, and was alive meanwhile: it has sent something since the second
+// recall. A member that sends nothing may be stopped (SIGSTOP), and show the quorum when it continues.
 func (c *claim) unanswered(spoke, now time.Time, pause time.Duration) bool {
 	return c.recalls >= mostRecalls && now.Sub(c.last) >= pause && spoke.After(c.second)
 }
 
-// doubt says why a request is refused that claims to know a quorum, and cannot show it; empty if it is taken. Believed, one wrong
-// number would raise the ids of the job for good.
+// doubt is the reason to refuse a request whose quorum id is not plausible and whose sender cannot be asked to show that quorum; empty
+// if the request is accepted. Quorum ids never decrease: accepted, one wrong number would raise the ids of the job for good.
 func (s *search) doubt(e Asked) string {
 	if id := e.KnownQuorumID; e.Recallable && id <= maxKnownID || s.past.plausible(id, s.list.term) {
 		return ""
@@ -91,10 +93,13 @@ func (s *search) doubt(e Asked) string {
 		e.Member.ReplicaID, e.KnownQuorumID, s.now.UnixMilli())
 }
 
-// heard notes which quorum a member knows, and asks for it if it is a newer one, unless another member was asked a moment ago.
+// heard handles the quorum id that a member claims to know: if it is a later one, the member is asked for it, unless a member is
+// being asked for it, or for a later one, already.
 func (s *search) heard(r *replica, known int64) {
 	if known <= s.past.latestID() {
-		if r.latest <= s.past.latestID() { // else one that claims it in every other message would hold up each quorum of the others
+		// A claim that is still open stays. Otherwise a member that repeats it in every other message would have its count of recalls
+		// reset each time, and delay each quorum of the others.
+		if r.latest <= s.past.latestID() {
 			r.over()
 		}
 		return
@@ -102,18 +107,18 @@ func (s *search) heard(r *replica, known int64) {
 	switch {
 	case known > maxKnownID:
 		return
-	case r.unshown: // nobody waits for it; but if it shows that quorum now, it counts
+	case r.unshown: // no quorum waits for this member any more, but it may still show the one that it claims
 		s.do(Recall{r.id, known})
 		return
-	case r.unanswered(s.now, s.now, s.policy.recallPause()): // it greets again and again, and does not ask
+	case r.unanswered(s.now, s.now, s.policy.recallPause()): // it sends greetings only: tick looks at members with a request
 		r.unshown = true
 		s.do(Doubted{r.id, notShown(known)})
 		return
-	case known <= s.id: // somebody is being asked for it, or for a later one
+	case known <= s.id: // a member is being asked for it, or for a later one
 		return
 	}
 	if s.past.latest == nil && s.list.listed() {
-		s.past.rumor = Voter{ReplicaID: r.id} // the job had a quorum: newcomers do not begin it again (votes.lacking)
+		s.past.rumor = Voter{ReplicaID: r.id} // the job has had a quorum: new members must not start it a second time (votes.lacking)
 	}
 	if s.id == 0 {
 		s.since = s.now
@@ -152,7 +157,7 @@ func (s *search) tick() {
 	since := s.now.Sub(s.asked)
 	switch r := s.roster.replicas[s.by]; {
 	case newest == 0 && s.list.listed() && r != nil && r.alive() && !r.unshown && since < s.policy.HeartbeatTimeout:
-		return // it greeted, and is in the middle of a step
+		return // the member was asked because of its greeting, and has no request: it may be in the middle of a step
 	case newest == 0:
 		s.recall = recall{}
 		return
@@ -162,15 +167,14 @@ func (s *search) tick() {
 	s.ask(best, newest)
 }
 
-// pending reports whether a decision has to wait until a member has shown its quorum. Alone, a lighthouse goes on in the
-// end: nobody else can have done so in the meantime.
+// pending reports whether a decision has to wait until a member has shown its quorum (invariant 1).
 func (s *search) pending(now time.Time) bool {
 	return s.id > s.past.latestID() && (s.list.listed() || now.Sub(s.since) < s.policy.HeartbeatTimeout)
 }
 
-// ahead is a quorum that one of some members knows of and this lighthouse of a list does not, 0 if there is none. Such a member gives no
-// vote, even when nobody looks for that quorum any more: the search ends with a member that is silent, and its request waits when it
-// speaks again.
+// ahead is the latest quorum id that these members know of and this lighthouse of a list does not, 0 if there is none. Such a member
+// gives no vote, even after the search for its quorum has ended: the search ends when the member falls silent, but its request
+// counts again as soon as it sends something.
 func (s *search) ahead(in []*replica) (id int64) {
 	if !s.list.listed() {
 		return 0
@@ -183,23 +187,25 @@ func (s *search) ahead(in []*replica) (id int64) {
 	return id
 }
 
-// disbelieve ignores a quorum that a member claims to know and does not show, although it speaks. At a lighthouse of a list, the member
-// must not vote without showing it (succession.go, invariant 3): it is refused by name, and sent on, since another lighthouse may know
-// that quorum. So one member with a wrong number stops nobody else. A lighthouse alone lets the member in.
+// disbelieve ignores a member's claim of a quorum that it does not show, although it is alive. At a lighthouse of a list, the member
+// must not vote without showing the quorum (succession.go, invariant 3): it is refused with a reason that names it, and sent to the
+// next lighthouse, which may know that quorum. So a member with a wrong number does not stop the others. An only lighthouse
+// accepts the member all the same.
 func (s *search) disbelieve(r *replica, known int64) {
 	r.unshown = true
 	s.do(Doubted{r.id, notShown(known)})
 	if !s.list.listed() {
 		return
 	}
-	s.list.release(r.id, s.now) // before it is sent on
+	s.list.release(r.id, s.now) // before the refusal, after which the member may ask another lighthouse (bond.go, invariant 2)
 	reason := "replica " + r.id + " is not believed: " + notShown(known)
 	s.refuseAll(r, Unshown, reason)
 	s.turnDown(r.id, Unshown, reason)
 }
 
-// unshown says why a request is refused of a member that is not believed; empty if it is taken. A member that was asked often
-// enough, and asks again after its request had ended, is one from here on: taken in, it would give a vote without what it knows.
+// unshown is the reason to refuse a request of a member whose claim is ignored; empty if the request is accepted. A member that was
+// asked often enough, and sends a request after the previous one had ended, is one from here on: accepted, the request would be a vote
+// that does not show the quorum which the member knows.
 func (s *search) unshown(e Asked) string {
 	r := s.roster.replicas[e.Member.ReplicaID]
 	if r == nil || !s.list.listed() || !e.Recallable || e.KnownQuorumID <= s.past.latestID() {
@@ -228,7 +234,8 @@ func (s *search) delivered(id int64) {
 	s.recall = recall{}
 }
 
-// recalled takes in a quorum that was formed elsewhere, or before the start, and reports whether it is the latest one now.
+// recalled handles a quorum that a member shows (From), or that was read from disk at the start (From is empty). It reports whether
+// that is the latest quorum now.
 func (s *search) recalled(e Recalled) (adopted bool) {
 	p := e.Past
 	s.list.remember(e.Seat)
@@ -238,20 +245,21 @@ func (s *search) recalled(e Recalled) (adopted bool) {
 		}
 		return false
 	}
-	// Only a member of a quorum can show it. Believed, a stranger could make up a past in which it alone votes.
+	// Only a member of a quorum may show it: otherwise any process could make up a quorum of itself alone, and outvote all others.
 	if _, in := slices.BinarySearchFunc(p.Members, e.From, func(v Voter, id string) int { return strings.Compare(v.ReplicaID, id) }); e.From != "" && !in {
 		s.do(Doubted{e.From, fmt.Sprintf("it shows quorum %d, and was not in it", p.ID)})
 		return false
 	}
-	// Alone, there is no term to go by, and nobody can have got further than this: so no forged past takes all ids.
+	// An only lighthouse has no terms to check against. All quorums of the job were formed here, so that none
+	// can be far beyond the highest id that it has seen. Without the bound, a forged quorum could use up all ids.
 	if seen := termOf(s.past.highest); !s.list.listed() && e.From != "" && termOf(p.ID) > seen+termReach {
 		s.do(Doubted{e.From, fmt.Sprintf("it shows quorum %d of term %d: the highest that was seen here is %d", p.ID, termOf(p.ID), seen)})
 		return false
 	}
 	switch beyond := s.list.listed() && termOf(p.ID) > s.list.term; {
 	case beyond && e.From == "":
-		// A quorum from the own disk needs no member that shows it. It begins a term of its own, since that of the quorum may belong
-		// to another lighthouse. Where the disk answered late, members have asked already: that counts no more, as with every new term.
+		// From the disk. The quorum's term may be that of another lighthouse, so a new one begins. If the disk was slow, members may have
+		// asked already: their requests end, as with every new term.
 		s.terms.begin("what is on disk", termOf(p.ID))
 	case beyond:
 		r := s.roster.replicas[e.From]

@@ -1,7 +1,7 @@
 package quorum
 
-// suspicion gathers, for the latest quorum, which members lost a collective and which peers they suspect. A process group often does not
-// know which peer broke; but a member that reports is alive, so that the suspects are those that do not.
+// suspicion counts, for the latest quorum, which members report a broken collective and which peers they suspect. A process group often
+// does not know which peer broke. But a member that reports is alive, so that the suspects are the members that do not report.
 //
 // Invariants:
 //
@@ -23,8 +23,8 @@ type reports struct {
 	checked map[string]bool
 }
 
-// mostChecks is how many silent members are looked at. Where more are silent a part of the network is down, and to try to
-// reach them all would take what the lighthouse needs for its work; their grace ends soon.
+// mostChecks bounds how many silent members are checked at once. If more are silent, a part of the network is down: checking all of
+// them would take too much of the lighthouse's time, and they count as failed soon anyway, when their grace ends.
 const mostChecks = 8
 
 // forget drops all reports, when another quorum begins.

@@ -66,7 +66,7 @@ func Pack(part *torchftpb.ListChange) (*torchftpb.ListChange, error) {
 	return &torchftpb.ListChange{Packed: packed.Bytes()}, nil
 }
 
-// unpack is the inverse of Pack.
+// unpack is the inverse of Pack. It bounds the unpacked size: a small message can unpack to one that exceeds the memory.
 func unpack(part *torchftpb.ListChange) (*torchftpb.ListChange, error) {
 	if len(part.GetPacked()) == 0 {
 		return part, nil

@@ -16,6 +16,7 @@ const (
 	ahead = 2
 	// slowAfter is how long a block may take while streams of other sources are idle; after it, one of these fetches the block.
 	slowAfter = 2 * time.Second
+	// lookEvery is how often a read that gets no bytes checks that.
 	lookEvery = 500 * time.Millisecond
 )
 
@@ -253,7 +254,8 @@ func (st *stream) body(block int) (crc uint32, err error) {
 	return crc, err
 }
 
-// tooSlow ends the stream, so that its blocks return to the queue, for idle streams.
+// tooSlow ends the stream, so that its blocks go back to the queue, for idle streams. An additional source is not
+// used any more. The assigned one connects again: some blocks may be available from it alone.
 func (st *stream) tooSlow() error {
 	if st.source.role != Assigned {
 		return st.source.end(slowError{})

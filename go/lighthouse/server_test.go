@@ -87,7 +87,7 @@ func TestUnknownFieldsOfAMemberAreHandedOn(t *testing.T) {
 	})
 }
 
-func TestARequestThatWasHeldUpIsRefused(t *testing.T) {
+func TestARequestThatANewerOneOvertookIsRefused(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		conn, err := rpc.Dial(t.Context(), c.Net.Host("x"), "lighthouse", fttest.LighthouseAddr, time.Second)

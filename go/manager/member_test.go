@@ -18,7 +18,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// upstreamLighthouse serves what an upstream one does, a call for each quorum and heartbeat, to groups of one.
+// upstreamLighthouse has the calls of an upstream lighthouse, for quorums and heartbeats. Each quorum has one group.
 type upstreamLighthouse struct {
 	torchftpb.UnimplementedLighthouseServiceServer
 	quorums, beats atomic.Int64
@@ -35,7 +35,7 @@ func (s *upstreamLighthouse) Heartbeat(context.Context, *torchftpb.LighthouseHea
 	return &torchftpb.LighthouseHeartbeatResponse{}, nil
 }
 
-// serve starts a lighthouse of services in place of the cluster's.
+// serve starts a gRPC server in place of the cluster's lighthouse.
 func serve(t *testing.T, c *fttest.Cluster, register func(*grpc.Server)) (stop func()) {
 	t.Helper()
 	c.Net.Host("lighthouse").Kill()
@@ -77,7 +77,7 @@ func TestALighthouseThatKnowsNoStreams(t *testing.T) {
 	})
 }
 
-// From a lighthouse of ours to one that knows no streams: there is none on which the group would be silent.
+// The lighthouse is replaced by an upstream one. Without a stream there is no silence of the group that would fence it.
 func TestAGroupThatMakesCallsAfterAStreamCommits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -121,7 +121,7 @@ func TestASilenceIsNotForgottenWithItsStream(t *testing.T) {
 	})
 }
 
-func TestAStreamIsMadeAnewAfterItsConnectionBroke(t *testing.T) {
+func TestAGroupOpensAnotherStreamWhenItsConnectionBreaks(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
@@ -157,15 +157,15 @@ func TestAConnectionThatBreaksInMidRound(t *testing.T) {
 	})
 }
 
-// forgetful is a lighthouse that sends a wrong list, or a wrong revision of it, at first.
-type forgetful struct {
+// wrongAtFirst is a lighthouse that answers the first request with a wrong list, or a wrong revision of it.
+type wrongAtFirst struct {
 	torchftpb.UnimplementedMemberServiceServer
 	streams, asks atomic.Int64
-	held          []uint64 // what each greeting said
+	held          []uint64 // the revision in each greeting
 	wrong         *torchftpb.LighthouseMessage
 }
 
-func (f *forgetful) Attend(wire torchftpb.MemberService_AttendServer) error {
+func (f *wrongAtFirst) Attend(wire torchftpb.MemberService_AttendServer) error {
 	for {
 		m, err := wire.Recv()
 		if err != nil {
@@ -209,7 +209,7 @@ func TestAListThatDoesNotMatchIsRequestedAgain(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				c := fttest.NewCluster(t, 1)
-				f := &forgetful{wrong: wrong}
+				f := &wrongAtFirst{wrong: wrong}
 				defer serve(t, c, func(g *grpc.Server) { torchftpb.RegisterMemberServiceServer(g, f) })()
 				g := c.StartGroup("a", 1)
 				got := <-g.Quorum(0, 5, time.Minute)
@@ -217,7 +217,7 @@ func TestAListThatDoesNotMatchIsRequestedAgain(t *testing.T) {
 				assert.EqualValues(t, 9, got.Value.QuorumID)
 				assert.EqualValues(t, 5, got.Value.MaxStep)
 				assert.EqualValues(t, 2, f.streams.Load())
-				assert.Equal(t, []uint64{0, 0}, f.held, "nothing is held after that")
+				assert.Equal(t, []uint64{0, 0}, f.held, "the group has dropped the wrong list")
 				g.Server.Shutdown()
 			})
 		})
@@ -256,7 +256,7 @@ func TestGroupsAreBackSoonAfterARestart(t *testing.T) {
 	})
 }
 
-func TestAGroupSpeaksSeldom(t *testing.T) {
+func TestAnIdleGroupSendsHeartbeats(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		g := c.StartGroup("a", 1)

@@ -14,7 +14,7 @@ import (
 	"github.com/torchft/torchft/go/manager"
 )
 
-// Two groups of two ranks with all that there is, and strangers who miss one thing each.
+// Two groups of two ranks with a token and certificates on both sides. Processes that lack one of these, or have a wrong one, are refused.
 func TestAJobWithTokenAndCertificates(t *testing.T) {
 	ca, strangers := fttest.NewCA(t), fttest.NewCA(t)
 	cert, key := ca.Issue("lighthouse", "a", "b", "far")

@@ -25,14 +25,14 @@ import (
 )
 
 const (
-	// holdTime is for how long a request waits for those of the other ranks.
+	// holdTime is how long a request is held for those of the other ranks.
 	holdTime = 50 * time.Millisecond
 	// mostConnections are open at once. A relay has some hundred ranks at most, and each keeps one.
 	mostConnections = 10_000
-	// mostQueued and mostQueuedBytes bound the requests that the server does not take, mostUnsent the responses that a rank does not
-	// take.
+	// mostQueued and mostQueuedBytes bound the memory for requests when the server stops reading, mostUnsent that for the responses of a
+	// session when its rank stops reading.
 	mostQueued, mostQueuedBytes, mostUnsent = 1 << 16, 64 << 20, 128
-	// closeGrace is how long a relay that is closed goes on for calls in progress.
+	// closeGrace is how long Close waits for calls in progress.
 	closeGrace = time.Second
 )
 
@@ -48,7 +48,7 @@ type Config struct {
 	Logger         *slog.Logger  // slog.Default() if nil
 }
 
-// ErrNone is why ranks have to connect to a manager server without a relay, although it is reached.
+// ErrNone is the error of a start that failed although the manager server was reached: ranks then connect to it without a relay.
 var ErrNone = errors.New("no relay")
 
 // Relay is a server for ranks, and one client of their manager server.
@@ -73,15 +73,15 @@ type Relay struct {
 	idle     chan struct{} // not nil while Close waits: closed when no call is in progress
 }
 
-// session is that of one rank. The relay's lock guards it.
+// session is the session of one rank. The relay's lock guards it.
 type session struct {
 	number uint64
-	out    []*torchftpb.RankResponse
+	out    []*torchftpb.RankResponse // still to be sent to the rank
 	wake   chan struct{}
-	cut    bool // the server has ended it, or the rank does not take its answers
+	cut    bool // it must end: the server has ended it, or the rank has stopped reading
 }
 
-// Start connects to the manager server and serves. The error is ErrNone if that server is reached and there can be no relay.
+// Start connects to the manager server and serves. The error is ErrNone if the server was reached, but no relay can be started.
 func Start(ctx context.Context, cfg Config) (*Relay, error) {
 	if cfg.Hold == 0 {
 		cfg.Hold = holdTime
@@ -118,7 +118,7 @@ func (r *Relay) start(ctx context.Context, cfg Config) error {
 	upCtx, r.cancel = context.WithCancel(context.Background())
 	inTime := context.AfterFunc(ctx, r.cancel) // the stream outlives the start
 	if r.up, err = torchftpb.NewRankServiceClient(r.conn).Relay(upCtx); err == nil {
-		_, err = r.up.Recv() // a server that knows no relays fails here
+		_, err = r.up.Recv() // the server sends an empty message first; one without relays returns an error
 	}
 	if !inTime() && err == nil {
 		err = status.FromContextError(ctx.Err()).Err()
@@ -166,7 +166,7 @@ func (r *Relay) Close() error {
 
 func (r *Relay) stop() { r.end.Do(func() { close(r.ended) }) }
 
-// signalIdle lets Close go on if no call is in progress. The caller holds mu.
+// signalIdle wakes Close if no call is in progress. The caller holds mu.
 func (r *Relay) signalIdle() {
 	if r.batch.busy == 0 && r.idle != nil {
 		close(r.idle)
@@ -187,7 +187,7 @@ func (r *Relay) Session(rank grpc.BidiStreamingServer[torchftpb.RankRequest, tor
 	s := r.add()
 	defer r.remove(s)
 	received := make(chan error, 1)
-	rpc.Go(&r.tasks, r.log, "relay: a session", func() { received <- r.hear(s, rank) })
+	rpc.Go(&r.tasks, r.log, "relay: a session", func() { received <- r.readRequests(s, rank) })
 	for {
 		select {
 		case <-s.wake:
@@ -226,21 +226,22 @@ func (r *Relay) remove(s *session) {
 	r.signalIdle()
 }
 
-// hear takes what a rank says.
-func (r *Relay) hear(s *session, rank grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]) (err error) {
+// readRequests queues the requests of a rank until its stream ends.
+func (r *Relay) readRequests(s *session, rank grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]) (err error) {
 	defer rpc.Recovered(r.log, "a session of a relay", &err)
 	for {
 		req, err := rank.Recv()
 		if err != nil {
 			return err
 		}
-		if !r.pass(s, req) {
-			return status.Error(codes.ResourceExhausted, "the manager server does not take the requests of its ranks")
+		if !r.enqueue(s, req) {
+			return status.Error(codes.ResourceExhausted, "the relay's queue is full: the manager server does not read its requests")
 		}
 	}
 }
 
-func (r *Relay) pass(s *session, req *torchftpb.RankRequest) bool {
+// enqueue is false if the queue is full, or the session has ended.
+func (r *Relay) enqueue(s *session, req *torchftpb.RankRequest) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	if r.sessions[s.number] == nil || len(r.batch.queue) >= mostQueued || r.batch.bytes >= mostQueuedBytes {
@@ -251,7 +252,7 @@ func (r *Relay) pass(s *session, req *torchftpb.RankRequest) bool {
 	return true
 }
 
-// signal lets a channel with room for one value have it.
+// signal wakes the reader of a channel of capacity one, which may have been woken already.
 func signal(c chan struct{}) {
 	select {
 	case c <- struct{}{}:
@@ -259,7 +260,7 @@ func signal(c chan struct{}) {
 	}
 }
 
-// deliver sends a rank what there is for it; false: its session has been ended.
+// deliver sends a rank its responses. It is false if the session must end.
 func (r *Relay) deliver(s *session, rank grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]) bool {
 	r.mu.Lock()
 	out := s.out
@@ -267,12 +268,12 @@ func (r *Relay) deliver(s *session, rank grpc.BidiStreamingServer[torchftpb.Rank
 	cut := s.cut
 	r.mu.Unlock()
 	for _, resp := range out {
-		_ = rank.Send(resp) // fails only if the stream has broken: hear returns then
+		_ = rank.Send(resp) // fails only if the stream has broken: readRequests returns then
 	}
 	return !cut
 }
 
-// send sends the batches, until the stream breaks.
+// send sends the queued requests, until the stream breaks.
 func (r *Relay) send() {
 	timer := time.NewTimer(0)
 	defer timer.Stop()
@@ -286,7 +287,7 @@ func (r *Relay) send() {
 		}
 		r.mu.Unlock()
 		if message != nil {
-			_ = r.up.Send(message) // receive gets the reason
+			_ = r.up.Send(message) // fails only if the stream has broken: receive gets the error
 			continue
 		}
 		due := timer.C
@@ -318,7 +319,8 @@ func (r *Relay) receive() {
 	}
 }
 
-// handOut gives the sessions all of a message before any of them can find that no call is in progress.
+// handOut passes the responses of one message to their sessions; those for session 0 go to all. It holds the lock for the whole
+// message, so that Close does not end the sessions between the last answer to a call and the responses after it.
 func (r *Relay) handOut(responses []*torchftpb.RelayResponse) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -337,6 +339,7 @@ func (r *Relay) handOut(responses []*torchftpb.RelayResponse) {
 	r.signalIdle()
 }
 
+// take queues a response for the rank. Without one (nil), the server has ended the session.
 func (s *session) take(resp *torchftpb.RankResponse) {
 	if resp == nil || len(s.out) >= mostUnsent {
 		s.cut = true

@@ -8,18 +8,18 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// countLosses makes a job in which every step counts: nothing is reduced again, and nothing but the faults goes wrong.
+// countLosses makes a job whose lost steps are counted: no step is replayed, and there are no random faults besides the given ones.
 func countLosses(seed uint64, rounds int) Setup {
 	s := Draw(seed, 3+int(seed%4), rounds)
 	s.Loss, s.Duplicate, s.Straggle = 0, 0, 0
 	s.Replay, s.Calls, s.Streamless, s.CountLosses = false, 0, 0, true
-	s.Policy.MinReplicas = 1 // else a step in which somebody heals is lost where too few are left that contribute
+	s.Policy.MinReplicas = 1 // otherwise a step with a healing group is lost if the others are too few
 	s.Lighthouses = 1 + int(seed/4%2)
 	s.Faults = nil
 	return s
 }
 
-// Each kind of fault costs nobody more steps than the table of docs/correctness.md says, at whatever moment of a step it comes.
+// No group loses more steps by a fault than the table of docs/correctness.md says for its kind, at whatever moment of a step it occurs.
 func TestEachFaultCostsAtMostItsSteps(t *testing.T) {
 	t.Parallel()
 	for kind := range faultKinds {
@@ -31,7 +31,7 @@ func TestEachFaultCostsAtMostItsSteps(t *testing.T) {
 				if kind >= drawnKinds {
 					f.Kind = kind
 				}
-				for f.Kind != kind { // with what belongs to this kind
+				for f.Kind != kind { // until a fault of this kind is drawn, with its parameters
 					f = drawFault(rand.New(rand.NewPCG(seed+uint64(f.After), 6)), s)
 				}
 				f.Round, f.Of = 20, 0

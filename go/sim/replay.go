@@ -2,7 +2,7 @@ package sim
 
 import "github.com/torchft/torchft/go/recovery"
 
-// mostReplays is of one step, as in torchft/_manager/replay.py.
+// mostReplays bounds the replays of one step, as in torchft/_manager/replay.py.
 const mostReplays = 5
 
 // replay is what a rank keeps of a step, to reduce it again when a peer fails in it: Manager(replay_failed_step=True).
@@ -11,14 +11,14 @@ type replay struct {
 	gradient uint64
 	kept     bool // the gradients may be reduced again
 	replays  int  // of this step
-	again    bool // the attempt that goes on is one
-	leaves   bool // it asked for a quorum that turned out to be that of its next step
+	again    bool // the current attempt at the step is a replay
+	leaves   bool // it asked for a quorum to replay in, and uses it for the next step
 }
 
-// replays reports whether a group announces that it does.
+// replays reports whether the group of a slot announces that it replays failed steps.
 func (w *world) replays(slot int) bool { return w.Replay && !w.Upstream.has(slot) }
 
-// compute makes the gradients of a step, of the weights that the rank has.
+// compute makes the gradients of a step from the weights that the rank has.
 func (r *rank) compute() {
 	r.batch++
 	r.gradient = r.ownGradient()
@@ -42,7 +42,7 @@ func (r *rank) lost() {
 	r.toManager(managerVote)
 }
 
-// agreed is what the ranks came to.
+// agreed handles the result of the vote: all ranks can reduce the step again, or not.
 func (r *rank) agreed(all bool) {
 	r.phase, r.deadline = idle, 0
 	if !all {
@@ -56,7 +56,7 @@ func (r *rank) agreed(all bool) {
 	r.startQuorum()
 }
 
-// followAgain begins a replay in its quorum. One that is none leaves the quorum to the next step.
+// followAgain handles the quorum of a replay. If it allows none, the group uses it for the next step.
 func (r *rank) followAgain(a *recovery.Result) {
 	w := r.g.w
 	if w.mistake.replayBehind && a.Heal {
@@ -77,7 +77,7 @@ func (r *rank) followAgain(a *recovery.Result) {
 	r.computed = w.now + r.stepTime()
 }
 
-// countJoin notes a group that begins while others reduce a step again.
+// countJoin counts a group that starts while others replay a step.
 func (w *world) countJoin() {
 	for i := range w.slots {
 		if g := w.slots[i].g; g != nil && g.ranks[0].again {
@@ -96,7 +96,7 @@ func (w *world) living() (n int) {
 	return n
 }
 
-// failInReplay lets a group fail in the phase of a replay that the setup names, now and then, if others live.
+// failInReplay kills a group with some probability in the phase of a replay that the setup names, unless it is the only one left.
 func (w *world) failInReplay(g *group) {
 	if w.ReplayFailure == idle || g.killed || w.living() < 2 || w.ending {
 		return

@@ -7,7 +7,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Histories in which a vote that is given counts, or must not: go/sim/mutants_test.go has the mistakes that they find.
+// Histories of a list of lighthouses that decide whether the vote of an ended group may still count. The planted mistakes that they
+// find are in mutants_test.go.
 func TestJobsThatMoveWhileAGroupEnds(t *testing.T) {
 	t.Parallel()
 	for name, setup := range map[string]func(*Setup){"withheld": withheld, "renewed": renewed, "silent": silent, "lagging": lagging} {
@@ -22,8 +23,9 @@ func TestJobsThatMoveWhileAGroupEnds(t *testing.T) {
 	}
 }
 
-// Upstream groups show no past, know no term and make calls, at the first lighthouse only. It knows all that they do, also when it starts
-// again, but for a quorum that was not on its disk yet: docs/correctness.md says what is not promised then.
+// Upstream groups make calls at the first lighthouse of the list only, know no term, and cannot show an earlier quorum. The first
+// lighthouse knows all of their quorums, after a restart from its disk. The exception is a quorum that had not been written yet:
+// docs/correctness.md says what is not promised then.
 func TestUpstreamGroupsAtTwoLighthouses(t *testing.T) {
 	t.Parallel()
 	for _, job := range []struct {
@@ -41,7 +43,7 @@ func TestUpstreamGroupsAtTwoLighthouses(t *testing.T) {
 			s.Slots, s.Upstream, s.Disk, s.Duplicate = max(s.Slots, 4), job.upstream, true, 0
 			s.Faults = slices.DeleteFunc(s.Faults, func(f Fault) bool { return f.Kind == Noise })
 			if b := Run(s, nil).Broken; b != nil {
-				require.Equal(t, ruleEqual, b.Rule, "seed %d: %v", seed, b) // the gap of the upstream protocol
+				require.Equal(t, ruleEqual, b.Rule, "seed %d: %v", seed, b) // the one rule that is not promised with upstream groups
 			}
 		}
 	}

@@ -5,22 +5,22 @@ import (
 	"time"
 )
 
-// tally is all that a decision depends on: how many, never who. The roster keeps it up to date, so that
-// deciding after a request costs the same with ten groups and with ten thousand.
+// tally has the counts that compute decides by. The roster keeps them up to date, so that a decision after a request costs the same
+// with ten groups and with ten thousand.
 type tally struct {
 	healthy      int // replicas with a heartbeat younger than the timeout
-	reachEarlier int // those of them that reach a lighthouse before this one
-	presumed     int // healthy ones that were in a quorum before the start, and of which nothing was heard since
-	candidates   int // healthy replicas that wait for a quorum
+	reachEarlier int // those of them that can reach a lighthouse before this one
+	presumed     int // healthy ones that were in a quorum before the start, and have sent nothing since
+	candidates   int // healthy replicas with a pending request
 	shrinkers    int // candidates that ask shrink_only
 
 	previous           int // members of the previous quorum, 0 if there was none
 	previousCandidates int // candidates among them
 
 	waited time.Duration // since the first candidate joined
-	// joining is how long the others have had to join: since the first candidate of the previous quorum joined, or, if it has
-	// none, the first of all. A newcomer waits for as long as the members are in a step, and the first of them that asks again
-	// must not go on with it alone while the others are about to ask as well.
+	// joining is how long the others have had to join: since the first candidate of the previous quorum joined or, if there is none, the
+	// first of all candidates. The time of a new member does not count: it asks in the middle of a step, and the first member that
+	// completes the step must not continue with it alone while the other members are about to ask.
 	joining time.Duration
 }
 
@@ -32,35 +32,35 @@ const (
 	tooFew               // fewer than min_replicas may be in it
 	noMajority           // it could be the smaller half of a split
 	awaitingOthers       // possible, but a healthy replica may still ask
-	pastUnknown          // possible, but a member knows a quorum that the lighthouse has yet to hear of
+	pastUnknown          // possible, but a member knows a later quorum, which the lighthouse has to learn first
 	lacksVotes           // possible, but another lighthouse might serve the rest of the last quorum
-	behindJob            // possible, but below the step that the job had reached, and others may come
-	forbidden            // the same, and nobody will come
+	behindJob            // possible, but below the step that the job had reached, and a member with that step may come
+	forbidden            // below the step that the job had reached, and the policy forbids that
 	fastPath             // every previous member asked
 	allAsked             // every healthy replica asked
 	joinTimedOut         // the rest did not ask in time
 )
 
-// decision is what compute found. The numbers are kept apart from the words, because most decisions
-// ("not yet") are never shown to anybody.
+// decision is the result of compute, and of the checks after it. It has numbers, and String makes words of them: most decisions ("not
+// yet") are never shown.
 type decision struct {
 	cause  cause
 	shrink bool // only members of the previous quorum may be in it
 	policy Policy
 	tally  tally
 
-	detail  string // of the causes that the tally alone does not show
-	regress string // that the job regresses, and why
+	detail  string // the reason in words, for causes that the tally does not explain
+	regress string // why the job regresses; empty if it does not
 
-	in      []*replica // the members of the quorum that there is, or would be; in order unless changed
+	in      []*replica // the members of the quorum, or of the one that is not allowed yet; in order unless changed
 	changed bool       // they are not those of the latest quorum
-	missing []Voter    // without the votes of these it is none
+	missing []Voter    // whose votes are missing, for lacksVotes
 }
 
 // ready reports whether there is a quorum.
 func (d decision) ready() bool { return d.cause >= fastPath }
 
-// unknown says that a member knows of a later quorum.
+// unknown is the decision to wait, because a member knows of a later quorum.
 func (d decision) unknown(id int64) decision {
 	d.cause, d.detail = pastUnknown, fmt.Sprintf("a member knows of quorum %d, and is asked who was in it", id)
 	return d
@@ -70,12 +70,13 @@ func (d decision) unknown(id int64) decision {
 //
 // Invariants:
 //
-//  1. Unless all of the previous quorum ask, more than half of the healthy members do. So where two parts of a job both reach the
-//     lighthouse and not each other, the smaller one gets no quorum.
-//  2. Unless all of the previous quorum ask, at least min_replicas members are in it.
-//  3. Nobody that is healthy is left out before it had join_timeout_ms, from when the first member of the previous quorum
-//     asked: it may be in the middle of a step.
-//  4. It depends on counts and on the policy alone. Which members they are can only forbid what the counts allow (Machine.decide).
+//  1. A quorum needs the requests of all members of the previous one, or of more than half of the healthy members. So where two parts
+//     of a job both reach the lighthouse and not each other, the smaller part gets no quorum.
+//  2. It has at least min_replicas members, unless all members of the previous quorum ask.
+//  3. No healthy member is left out in the first join_timeout_ms after the first request of a member of the previous quorum: it may be
+//     in the middle of a step.
+//  4. The result depends on counts and the policy only. The checks that look at the members themselves come after it, and can only
+//     forbid what it allows (Machine.decide).
 func compute(p Policy, t tally) decision {
 	d := decision{policy: p, tally: t}
 	// Without a previous quorum there is nothing to shrink from: a fresh lighthouse must let a job start.
@@ -85,12 +86,12 @@ func compute(p Policy, t tally) decision {
 	case t.candidates == 0:
 		d.cause = nobodyWaits
 	case t.previous > 0 && t.previousCandidates == t.previous:
-		// The previous quorum obeyed the rules below, and nobody of it is missing.
+		// The previous quorum obeyed the rules below, and all of its members ask.
 		d.cause = fastPath
 	case d.eligible() < p.MinReplicas:
 		d.cause = tooFew
 	case 2*t.candidates <= t.healthy:
-		// Counted before shrink_only selects: a member that asks is here, even if the quorum leaves it out.
+		// All candidates count, also those that shrink_only leaves out: the rule is about the part of the job that is here.
 		d.cause = noMajority
 	case t.candidates == t.healthy:
 		d.cause = allAsked

@@ -6,16 +6,16 @@ import (
 	"time"
 )
 
-// core is what the subjects of the machine share: the policy, the members, the time, and the log of what an event leads to. A
-// subject (drains, suspicion, watch, …) holds a pointer to it, takes in the events of its subject, and adds its actions to the
-// log. So each can be read, and tested, without the machine.
+// core is what the parts of the machine share: the policy, the members, the time, and the actions that an event leads to. A part
+// (drains, suspicion, watch, …) holds a pointer to it, handles the events of its subject, and appends its actions. So each part can be
+// read, and tested, without the machine.
 //
 // Invariants:
 //
-//  1. now never decreases.
-//  2. Each event begins with an empty log. Its actions are in the order in which they are to be done.
-//  3. A failure is noted when it is found, and reported after the other actions of the event (Machine.reportFailures): so an event that
-//     makes another quorum the latest one can drop failures of members of the one before.
+//  1. now never goes back.
+//  2. Each event begins with an empty list of actions. They are in the order in which they are to be done.
+//  3. A failure is collected when it is found, and reported after the other actions of the event (Machine.reportFailures). So an event
+//     that makes another quorum the latest one can drop failures of members of the previous one.
 type core struct {
 	policy  Policy
 	roster  *roster
@@ -28,7 +28,7 @@ func newCore(policy Policy, start time.Time) core {
 	return core{policy: policy, roster: newRoster(policy), now: start}
 }
 
-// open starts the log of an event.
+// open starts an event.
 func (c *core) open(now time.Time) {
 	if now.After(c.now) {
 		c.now = now
@@ -36,7 +36,7 @@ func (c *core) open(now time.Time) {
 	c.actions, c.failed = nil, c.failed[:0]
 }
 
-// do adds an action to the log.
+// do appends an action.
 func (c *core) do(a Action) { c.actions = append(c.actions, a) }
 
 // fail lets a member count as failed until it asks again.
@@ -44,7 +44,7 @@ func (c *core) fail(r *replica, cause Cause, reason string) {
 	c.failed = append(c.failed, c.roster.markFailed(r, cause, reason, c.now))
 }
 
-// refuse ends a request, or answers one that was not taken in.
+// refuse ends a pending request, or answers a new one that is not accepted.
 func (c *core) refuse(w WaiterID, why Refusal, reason string) {
 	c.roster.withdraw(w, c.now)
 	c.do(Refuse{w, why, reason})
@@ -57,8 +57,8 @@ func (c *core) refuseAll(r *replica, why Refusal, reason string) {
 	}
 }
 
-// outdate ends the requests for which something holds, of all that wait. A member that counts as failed may be taken for alive again
-// (presume), so its request ends as well: it would be a vote that its member has taken back.
+// outdate ends those of all pending requests that which selects. The request of a member that counts as failed ends as well: the member
+// may be presumed alive later, and its request would then be a vote, although the member may have asked another lighthouse meanwhile.
 func (c *core) outdate(which func(request) bool, reason string) {
 	var all, silent []*replica
 	for e := c.roster.queue.Front(); e != nil; e = e.Next() {

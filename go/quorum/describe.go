@@ -62,11 +62,10 @@ type MemberStatus struct {
 	Draining     string `json:"draining,omitempty"` // who wants it to leave
 }
 
-// Describe returns the state at a time. It changes nothing, and it counts afresh what Step counts as it goes.
+// Describe returns the state at a time. It changes nothing, and counts the replicas again instead of using the running counts.
 //
-// Describe and Remembers are the only queries; all other results of the machine are actions. A status is no action, since its ages are
-// those of the moment in which somebody looks, and since one with every event would cost as much as the job has groups. The shell shows
-// it to people and dashboards, and decides nothing by it.
+// Describe and Remembers are the only queries; all other results of the machine are actions. The status is a query, since its ages
+// depend on the time of the query, and since its cost grows with the number of groups. The shell only displays it.
 func (m *Machine) Describe(now time.Time) Status {
 	if now.Before(m.now) {
 		now = m.now
@@ -174,7 +173,7 @@ func (s *roster) recount(now time.Time) tally {
 	return t
 }
 
-// explain adds to a reason the names it is about.
+// explain is the reason of a decision in words, with the names of the replicas that are missing.
 func (s *roster) explain(d decision) string {
 	var missing []string
 	if !d.ready() && d.cause != nobodyWaits && d.detail == "" {
@@ -191,7 +190,7 @@ func (s *roster) explain(d decision) string {
 	return fmt.Sprintf("%s; missing: %s", d, names(missing))
 }
 
-// names lists the first of many: with thousands of groups missing, nobody reads more.
+// names lists at most the first eight: thousands of groups may be missing.
 func names(ids []string) string {
 	const most = 8
 	if n := len(ids) - most; n > 0 {

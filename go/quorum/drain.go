@@ -5,47 +5,46 @@ import (
 	"slices"
 )
 
-// drains are the members that left the latest quorum, and are still there.
+// drains are the members that left the latest quorum, and whose processes must not end yet.
 //
-// A member that is drained leaves at the end of a step, and nobody loses one for it: it is notified (Drain), takes part in one step
-// more, and says that it leaves (Leaving). From then on nobody waits for it, and its end is no failure. But what it sent in the
-// last collective may still be on its way to its peers, so it stays until they have ended that step as well, or the next quorum
-// is there (Release).
+// A drained member leaves at the end of a step, so that no group loses a step: it is notified (Drain), takes part in one more step,
+// and reports that it leaves (Leaving). From then on the others do not wait for it, and its end is no failure. But its data of the
+// last collective may still be on the way to its peers. So its process stays until they have completed that step, too, or the next
+// quorum is formed (Release).
 //
 // Invariants:
 //
-//  1. Nobody in it counts as alive: it is in no quorum, and nobody waits for it. One that asks after all is in it no more.
-//  2. Each is released once: when no member of the latest quorum may be in the step that it left after, or with the next
-//     quorum. Before that its peers may need what it sent last.
-//  3. While there is one, all stay at this lighthouse (failback.go), and no answer is redelivered (redeliver.go): the step that it
-//     was in is not over.
+//  1. No member in drains counts as alive: it is in no quorum, and the others do not wait for it. A member that asks again is removed.
+//  2. Each is released once: when no member of the latest quorum can still be in the step after which it left, or with the next
+//     quorum. Before that, its peers may need the data that it sent last.
+//  3. While there is one, no member fails back (failback.go), and no answer is redelivered (redeliver.go): its last step is not over.
 type drains struct {
 	*core
 	past *memory
-	left []string // in order
+	left []string // their replica ids, in order
 }
 
 func (d *drains) any() bool { return len(d.left) > 0 }
 
-// drained passes the wish on. A member whose stream breaks before it hears of it is notified again when it has another (Welcome).
+// drained notifies a member that it shall leave. If its stream breaks before the message arrives, the welcome of the next one repeats it.
 func (d *drains) drained(e Drained) {
 	r := d.roster.replicas[e.ReplicaID]
-	if r == nil || !r.alive() { // it takes part in no step, after which it could leave
+	if r == nil || !r.alive() { // it trains in no step at whose end it could leave
 		return
 	}
 	r.draining = e.Reason
 	d.do(Drain(e))
 }
 
-// leaving takes a member out of the next quorum, and reports whether it is known here. The others do not wait for it from here on:
-// it counts as failed.
+// leaving keeps a member out of the next quorum: it counts as failed, so that the others do not wait for it. It reports whether the
+// member is known here.
 func (d *drains) leaving(id string) (known bool) {
 	r := d.roster.replicas[id]
-	if r == nil { // nobody is in a step with it
+	if r == nil { // no member shares a step with it
 		d.do(Release{id})
 		return false
 	}
-	d.refuseAll(r, Left, "replica "+id+" said that it leaves") // else it would be in a quorum that it does not wait for
+	d.refuseAll(r, Left, "replica "+id+" said that it leaves") // a pending request would put it into a quorum whose answer it does not read
 	if r.alive() {
 		d.roster.markFailed(r, "", "it left, as it was asked to", d.now) // no failure is reported: its peers are not to abort the step
 	}
@@ -59,8 +58,8 @@ func (d *drains) leaving(id string) (known bool) {
 	return true
 }
 
-// shuttingDown notes that a member's manager server ends. The member counts as alive until its connection has ended and the grace is
-// over: its peers may still receive what it sent in the step that it has ended, and a failure would abort that.
+// shuttingDown records that a member's manager server ends. The member counts as alive until its connection has ended and the grace is
+// over: its peers may still be receiving its data of the step that it has completed, and its failure would abort that.
 func (d *drains) shuttingDown(e ShuttingDown) {
 	if r := d.roster.replicas[e.ReplicaID]; r != nil {
 		r.ending, r.finished = true, e.Finished
@@ -68,7 +67,7 @@ func (d *drains) shuttingDown(e ShuttingDown) {
 	d.do(Release{e.ReplicaID})
 }
 
-// stayed takes one out that asks all the same, and reports whether it was in it.
+// stayed removes a member that asks for a quorum after it has left, and reports whether it had.
 func (d *drains) stayed(id string) bool {
 	at, left := slices.BinarySearch(d.left, id)
 	if left {
@@ -77,23 +76,23 @@ func (d *drains) stayed(id string) bool {
 	return left
 }
 
-// disconnected ends a member that left, and whose connection ended after that: nothing more is expected of it.
+// disconnected drops a drained member whose connection ended after it had left: it is not a suspect.
 func (d *drains) disconnected(id string) {
 	if r := d.roster.replicas[id]; r != nil && r.pulse != nil && r.draining != "" && r.out != "" {
 		why := r.out
 		d.roster.drop(r, d.now)
-		r.out = why // for people
+		r.out = why // shown in the status
 	}
 }
 
-// tick releases those that left once no member may be in the step that they were in: all that are alive ask for the next one.
+// tick releases the members that left once all members that are alive ask for the next quorum: none is in their last step any more.
 func (d *drains) tick() {
 	if d.any() && !slices.ContainsFunc(d.past.members, func(r *replica) bool { return r.alive() && !r.waiting() }) {
 		d.release()
 	}
 }
 
-// release lets all go.
+// release lets all members that left end.
 func (d *drains) release() {
 	for _, id := range d.left {
 		d.do(Release{id})
@@ -101,7 +100,7 @@ func (d *drains) release() {
 	d.left = nil
 }
 
-// whoLeft is what to say of a quorum without those that left; empty if nobody did.
+// whoLeft is the part of a quorum's reason that names the members that left; empty if there are none.
 func (d *drains) whoLeft() string {
 	if !d.any() {
 		return ""

@@ -5,30 +5,30 @@ import (
 	"math/bits"
 )
 
-// failback sends the members of a job that is served by a later lighthouse of their list back to an earlier one when they reach it
-// again, all at the same moment. If each went at a time of its own, the first would be too few to be served there, the others would go
-// on without them, and so the members would move to and fro in parts.
+// failback sends the members of a job that is served by a later lighthouse of their list back to an earlier one that they can reach
+// again, all at the same moment. If each member decided for itself, the first ones would be too few to be served there, and the others
+// would continue without them: the members would move to and fro in parts.
 //
-// So each member says which earlier lighthouses it reaches, and the lighthouse that serves decides: once all members that are alive
-// here reach one of them, all are sent there. One member that does not reach it keeps the job here.
+// So each member reports which earlier lighthouses it can reach (Reaches), and the serving lighthouse decides: once all members that
+// are alive here can reach one of them, all are sent there. A single member that cannot reach it keeps the job here.
 //
-// They go at once, in the middle of a step. The other lighthouse learns of their quorum from their greetings, before any of them asks
-// for the next one.
+// They are sent in the middle of a step. The earlier lighthouse learns of their quorum from their greetings, before any of them asks for
+// the next one.
 //
 // Invariants:
 //
-//  1. All that are alive here are sent in one event, or none is. A part of them might be too few at the other lighthouse.
-//  2. Their bonds are released before they are notified (bond.go, invariant 2), and what they asked here is refused: a vote that stays
-//     here is none at the other lighthouse.
-//  3. Nobody is sent while a member that left is still needed, or while this lighthouse is about to learn of a later quorum
-//     (Machine.Step asks both subjects).
-//  4. All that were sent count as failed here without a word to the others (drop). When one of the latest quorum comes back, the others
-//     have the time to come, and those that do not have failed (cameBack).
+//  1. All members that are alive here are sent in one event, or none is. A part of them might be too few at the other lighthouse.
+//  2. Their bonds are released before they are notified (bond.go, invariant 2), and their requests here are refused: a vote must not
+//     count at two lighthouses.
+//  3. No member is sent while a member that left is still needed, or while this lighthouse is waiting for a later quorum to be shown
+//     (Machine.Step checks both).
+//  4. All members that were sent are dropped here, which reports no failure: their peers must not abort the step. When a member of the
+//     latest quorum comes back, the others are presumed alive, and fail after heartbeat_timeout_ms unless they come back, too (cameBack).
 type failback struct {
 	*core
 	past *memory
 	list *succession
-	away bool // all were sent to another lighthouse, and none of the latest quorum has come back
+	away bool // all members were sent to another lighthouse, and none of the latest quorum has come back
 }
 
 // Places are places of lighthouses in a list, a bit each.
@@ -42,16 +42,16 @@ func PlacesOf(places ...int) (p Places) {
 	return p
 }
 
-// Has reports whether a place is in it.
+// Has reports whether a place is in the set.
 func (p Places) Has(i int) bool { return p>>i&1 == 1 }
 
 // First is the smallest place. There must be one.
 func (p Places) First() int { return bits.TrailingZeros64(uint64(p)) }
 
-// Before are all places before one.
+// Before is the set of all places before this one.
 func Before(place int) Places { return 1<<place - 1 }
 
-// reaches notes which lighthouses a member reaches. Only earlier ones count: failback goes by it, and leads to no later one.
+// reaches records which earlier lighthouses a member can reach. Later ones are ignored: failback never leads to one.
 func (f *failback) reaches(id string, places Places) { f.roster.reach(id, places&f.before()) }
 
 // before are the places of the lighthouses that come before this one.
@@ -62,8 +62,8 @@ func (f *failback) before() Places {
 	return Before(f.list.seat.Place)
 }
 
-// tick sends everybody to an earlier lighthouse that all reach. A presumed member counts as alive, and has not said what it reaches:
-// so nobody is sent before it has come, or has failed.
+// tick sends all members to an earlier lighthouse, if there is one that all can reach. A presumed member counts as alive and has
+// reported nothing yet, so that no member is sent before it has connected or failed.
 func (f *failback) tick() {
 	s := f.roster
 	if n := s.counts.reachEarlier; n == 0 || n < s.counts.healthy {
@@ -75,7 +75,7 @@ func (f *failback) tick() {
 			common &= r.reaches
 		}
 	}
-	if common == 0 { // each reaches another one, where it would be without the rest
+	if common == 0 { // they reach different ones, and would be parted there
 		return
 	}
 	to := Seat{common.First(), f.list.seat.Of}
@@ -89,9 +89,9 @@ func (f *failback) tick() {
 	f.away = true
 }
 
-// cameBack notes that a member of the latest quorum is here again, because the other lighthouse does not answer after all. The
-// others have the time to come, too. Those that do not have failed: their peers may be in a step with them, and nobody else
-// reports it to them.
+// cameBack handles the return of a member of the latest quorum, because the other lighthouse does not answer after all. The other
+// members are presumed alive again. Those that do not come back within heartbeat_timeout_ms fail, and this lighthouse reports it:
+// their peers may be waiting for them in a step, and no other lighthouse would.
 func (f *failback) cameBack(known int64) {
 	if !f.away || known == 0 || known != f.past.latestID() {
 		return

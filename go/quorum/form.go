@@ -6,9 +6,9 @@ import (
 	"time"
 )
 
-// This part of the machine forms quorums: it asks the subjects whether the members that wait may have one, and makes it.
+// This file forms quorums: it asks the parts of the machine whether the requests that are pending make a quorum, and delivers it.
 
-// act decides, and does what was decided.
+// act makes a decision, and carries it out.
 func (m *Machine) act(tick bool) {
 	t := m.roster.tally(m.now)
 	if !tick && m.votes.stillLacking(t) {
@@ -31,13 +31,13 @@ func (m *Machine) act(tick bool) {
 	}
 }
 
-// decide says whether there is a quorum at a time, and its members. It changes nothing.
+// decide returns whether there is a quorum now, and its members. It changes nothing.
 func (m *Machine) decide(t tally, now time.Time) decision {
 	d := compute(m.policy, t)
 	if !d.ready() {
 		return d
 	}
-	// A member knows a later quorum. Without it the job would go on from an older one, with an id that was used.
+	// A member knows a later quorum. Without waiting for it, the job would continue from an older one, with an id that was used already.
 	if m.search.pending(now) {
 		return d.unknown(m.search.id)
 	}
@@ -45,25 +45,25 @@ func (m *Machine) decide(t tally, now time.Time) decision {
 	if id := m.search.ahead(d.in); id != 0 {
 		return d.unknown(id)
 	}
-	// Without the votes another lighthouse may serve the rest: two histories. Looked at for its real members, as
-	// shrink_only leaves some out.
+	// Without the votes, another lighthouse may be serving the other members, with different weights. The votes are those of the members
+	// in the quorum: shrink_only may leave some of the candidates out.
 	if reason, missing := m.votes.lacking(d, d.in); reason != "" {
 		d.cause, d.detail, d.missing = lacksVotes, reason, missing
 		return d
 	}
-	// A base of any length would be as right, but somebody has to carry it. Members that wait for this hear of the last quorum.
+	// A longer base would be correct, too, but each member has to store and send it. It gets shorter with time: members whose requests
+	// are pending learn of the latest quorum.
 	if d.changed && tooLong(m.votes.base(d.in, d.changed)) {
 		d.cause, d.detail = lacksVotes, fmt.Sprintf("too few members know of quorum %d and of those before it: its members stay the same until more do", m.past.latestID())
 		return d
 	}
-	// All of the last quorum are there, also those that are ahead.
-	if d.cause == fastPath {
+	if d.cause == fastPath { // all members of the latest quorum ask, also those with the largest step: no step can be lost
 		return d
 	}
 	return m.past.mayRegress(d, now)
 }
 
-// deliver makes the quorum that was decided and answers everybody in it.
+// deliver makes the quorum that was decided, and answers all of its members.
 func (m *Machine) deliver(d decision) {
 	if d.changed {
 		slices.SortFunc(d.in, byID)
@@ -93,7 +93,7 @@ func (m *Machine) deliver(d decision) {
 	if fresh {
 		m.do(Changed{Quorum: q, Joined: joined, Left: left, Reason: m.whyFresh(d, failing)})
 	}
-	m.drains.release() // no member is in their last step any more
+	m.drains.release() // no member is in the step any more that the drained ones ended last
 	if d.regress != "" {
 		m.do(Regressed{Quorum: q, Reason: d.regress})
 	}
@@ -106,7 +106,7 @@ func (m *Machine) deliver(d decision) {
 	}
 }
 
-// whyFresh says why a quorum has an id of its own.
+// whyFresh is the reason why a quorum has a new id.
 func (m *Machine) whyFresh(d decision, failing string) string {
 	reason := d.String()
 	switch {
@@ -120,8 +120,8 @@ func (m *Machine) whyFresh(d decision, failing string) string {
 	return reason + m.drains.whoLeft()
 }
 
-// reportWaiting reports at a tick why there is no quorum, once a reason, and only when somebody waits since the
-// tick before: a round of a healthy job is over long before, and would flood the log.
+// reportWaiting reports at a tick why there is no quorum, each reason once. It does so only for requests that have been pending since
+// the previous tick: the rounds of a healthy job take less, and would flood the log.
 func (m *Machine) reportWaiting(d decision) {
 	joined := m.now.Add(-d.tally.waited)
 	if d.cause == nobodyWaits || d.cause == m.reported || joined.After(m.lastTick) {

@@ -8,12 +8,12 @@ import (
 	"slices"
 )
 
-// A quorum is a list of what its members say of themselves, which stays the same from step to step, and their states,
-// which change together. So a member that holds the list of the quorum before need not be sent it again, and the states
-// of thousands are sent as one.
+// The message of a quorum has two parts: the list of its members with the fields that stay the same from step to step, and their states
+// (State), which mostly are the same for all of them. A member that has the list of the previous quorum is sent the changes only, and
+// the states of thousands of members are sent as one.
 
-// Revision names a list of members: a digest of all that they say but for their states. Being one, it means the same to
-// a lighthouse that was restarted. 0 is no list.
+// Revision identifies a list of members: a digest of all fields but the states. Since it is a digest, it is the same after a restart of
+// the lighthouse. 0 is no list.
 type Revision uint64
 
 // RevisionOf is the revision of a list, in this order.
@@ -22,7 +22,7 @@ func RevisionOf(members []Member) Revision {
 	var buf []byte
 	for i := range members {
 		buf = members[i].appendButState(buf[:0])
-		_, _ = digest.Write(buf) // a hash takes everything
+		_, _ = digest.Write(buf) // never fails
 	}
 	return Revision(max(1, binary.BigEndian.Uint64(digest.Sum(nil))))
 }
@@ -30,14 +30,14 @@ func RevisionOf(members []Member) Revision {
 // Change turns one list of members into another. Both are ordered by ReplicaID.
 type Change struct {
 	Whole bool     // Set is the new list; the old one does not matter
-	Left  []int    // members that are not in it any more, by the place in the old list, ascending
-	Set   []Member // members that joined, or say something new, ordered by ReplicaID
+	Left  []int    // places in the old list of the members that are not in the new one, ascending
+	Set   []Member // members that joined or have changed, ordered by ReplicaID
 }
 
 // Empty reports whether the lists are the same.
 func (c Change) Empty() bool { return !c.Whole && len(c.Left) == 0 && len(c.Set) == 0 }
 
-// Compare is what changed from one list to another, but for the states.
+// Compare returns the change from one list to another, without the states.
 func Compare(before, after []Member) Change {
 	var c Change
 	for i, j := 0, 0; i < len(before) || j < len(after); {
@@ -59,8 +59,8 @@ func Compare(before, after []Member) Change {
 	return c
 }
 
-// Since is what a member that holds the list of a revision lacks of q's. Only q's own list and that of the quorum
-// before, which may be nil, are known; a member that holds any other gets the whole.
+// Since returns the change from the list of a revision, which a member holds, to q's list. Only q's own list and that of the previous
+// quorum, which may be nil, are known here; a member that holds any other one gets the whole list.
 func (q *Quorum) Since(held Revision, before *Quorum) Change {
 	switch {
 	case held == q.Revision:
@@ -73,8 +73,8 @@ func (q *Quorum) Since(held Revision, before *Quorum) Change {
 	return Change{Whole: true, Set: q.Members}
 }
 
-// Apply makes the new list of the old one, which it leaves as it is. The states of members that stay are those of the
-// old list. It fails on a change that was not made for this list, as far as that shows; comparing revisions shows it.
+// Apply returns the new list; the old one is not changed. Members that stay keep their states of the old list. It returns an error if
+// the change cannot have been made for this list. That does not find all such changes: the caller compares revisions.
 func (c Change) Apply(before []Member) ([]Member, error) {
 	if c.Empty() {
 		return before, nil
@@ -122,10 +122,10 @@ func revisionAfter(before *Quorum, members []Member) Revision {
 	return RevisionOf(members)
 }
 
-// States are the states of a list of members: nearly always all are in the same one.
+// States are the states of a list of members. Mostly all members have the same one.
 type States struct {
 	Common State
-	Others []PlacedState // whose state is not Common, in order
+	Others []PlacedState // the members whose state is not Common, in order of their places
 }
 
 // PlacedState is the state of the member at a place in the list.
@@ -134,7 +134,7 @@ type PlacedState struct {
 	State State
 }
 
-// StatesOf takes the states out of a list.
+// StatesOf returns the states of a list of members.
 func StatesOf(members []Member) States {
 	var s States
 	counts, most := map[State]int{}, 0
@@ -156,7 +156,7 @@ func StatesOf(members []Member) States {
 	return s
 }
 
-// Apply gives each member of a list its state, in a list of its own.
+// Apply returns a copy of the list in which each member has its state.
 func (s States) Apply(members []Member) ([]Member, error) {
 	members = slices.Clone(members)
 	for i := range members {

@@ -6,38 +6,38 @@ import (
 	"time"
 )
 
-// Machine decides who trains together. It is a state machine for one goroutine: events go in through Step,
-// and what must be done about them comes out.
+// Machine decides which members form a quorum. It is a state machine for one goroutine: Step takes an event, and returns the actions
+// that follow from it.
 //
-// It routes events to the subjects below, each of which keeps its own invariants, and forms quorums (form.go). Their shared
-// state is in core.
+// It passes events to its parts, the fields below, each of which keeps its own invariants, and forms quorums (form.go). The state
+// that the parts share is in core.
 //
-// A request costs the same whatever the number of groups; only the one that completes a quorum costs as
-// much as the quorum has members. The quorum that is delivered is one value for all waiters.
+// The cost of a request does not depend on the number of groups; only the request that completes a quorum costs as much as the quorum
+// has members. All waiters get the same *Quorum.
 type Machine struct {
 	core
 
 	past      memory    // the latest quorum, ids, and the job's step
-	reconnect reconnect // whether the next quorum needs an id of its own, also with the same members
-	drains    drains    // members of the latest quorum that left it, and are still there
-	suspicion suspicion // among the members of the latest quorum
-	watch     watch     // over its progress
+	reconnect reconnect // whether the next quorum needs a new id, even with the same members
+	drains    drains    // members of the latest quorum that left it, and whose processes are still needed
+	suspicion suspicion // reports of broken collectives
+	watch     watch     // members that make no progress
 	search    search    // for a quorum that a member knows, and this lighthouse does not
 
-	// Of a lighthouse that is one of a list:
+	// For a lighthouse of a list:
 	list     succession // the rule by which only one of them serves the job
 	terms    terms      // of all lighthouses
 	ends     ends       // of members, which may be votes
-	votes    votes      // whether this lighthouse may go on
+	votes    votes      // whether this lighthouse may continue after the latest quorum
 	failback failback   // to an earlier lighthouse
 
 	lastTick time.Time
 	wakeAt   time.Time // of the latest Wake, zero if there is nothing to wake for
 	reported cause     // of the last Waiting since the latest quorum
-	inUse    InUse     // that was reported
+	inUse    InUse     // as last reported
 }
 
-// maxKnownID is what a member may claim to know. Above it a claim is nonsense and would soon overflow.
+// maxKnownID is the largest quorum id that a member may claim to know. Ids above it would soon overflow.
 const maxKnownID = math.MaxInt64 / 2
 
 // NewMachine makes the machine of a lighthouse that starts at a time. The policy must be valid.
@@ -56,14 +56,14 @@ func NewMachine(policy Policy, start time.Time) *Machine {
 	return m
 }
 
-// Step takes in one event at a time and returns what to do, in this order.
+// Step handles an event and returns the actions, in the order in which they are to be done.
 func (m *Machine) Step(event Event, now time.Time) []Action {
 	m.open(now)
 	if slept, ok := event.(Slept); ok {
-		// Before expire: the members spoke while nobody listened. Without this they would all have failed.
+		// Before expire: the heartbeats of that time have not been handled yet. Without this, all members would count as failed.
 		m.roster.forgive(slept.For)
 		m.watch.forgive(slept.For)
-		// How long it was is not certain. A bond that has run out is no proof that its member asked nobody else.
+		// The time is only an estimate, so that each bond may have run out: its member may have asked another lighthouse.
 		m.list.releaseAll(m.now)
 	}
 	m.failed = append(m.failed, m.roster.expire(m.now)...)
@@ -75,7 +75,7 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		m.act(tick)
 	}
 	if tick {
-		// Failback comes after the decision: members that have just got a quorum have no request here any more, and go with the others.
+		// Failback comes after the decision: members that have just got a quorum have no request here any more, and fail back with it.
 		if !m.drains.any() && !m.search.pending(m.now) {
 			m.failback.tick()
 		}
@@ -87,37 +87,37 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 	return m.actions
 }
 
-// take hands an event to the subjects that it concerns, and reports whether it may lead to a quorum even if nobody fails by it.
+// take passes an event to the parts that handle it, and reports whether it may complete a quorum even if no member fails by it.
 func (m *Machine) take(event Event) (decide bool) {
 	switch e := event.(type) {
 	case Asked:
 		return m.asked(e)
 	case Withdrawn: // It does not decide: with one candidate less no quorum becomes possible.
 		m.roster.withdraw(e.Waiter, m.now)
-	case Beat: // It decides nothing: if a waiting member that was silent is a candidate again by it, the next tick sees that.
+	case Beat: // No decision here: if it makes a member with a request a candidate again, the next tick decides. Heartbeats must stay cheap.
 		m.roster.beat(e.ReplicaID, m.now)
 	case Greeted:
 		m.greeted(e)
-		return true // A new term ends requests. The members that are left may be all that are healthy.
+		return true // a new term ends requests: the remaining ones may complete a quorum
 	case Disconnected:
 		m.disconnected(e.ReplicaID)
-	case Incomplete: // A group asks only when all of its ranks have: one that waits has got them back, and this is older news.
+	case Incomplete: // A group asks only when all of its ranks have: the report is older than a pending request of the group.
 		if r := m.roster.replicas[e.ReplicaID]; r != nil && r.alive() && !r.waiting() {
 			m.fail(r, RankFailed, e.Reason)
 		}
-	case Suspected: // It evicts nobody: a check has to fail first. Else one liar could evict a peer.
+	case Suspected: // It does not evict: a check has to fail first. Otherwise one faulty member could evict a healthy peer.
 		m.suspicion.suspected(e)
 	case Checked:
 		m.suspicion.lookedAt(e)
-	case Progressed: // It decides nothing: the next tick looks at all answers together, so that none is judged before the others came.
+	case Progressed: // The next tick evaluates all answers together: a member is stalled only if another one waits for it.
 		m.watch.progressed(e)
-	case Drained: // It decides nothing: the member is in the next quorum as before, since it leaves only after a step.
+	case Drained: // No decision: the member is in the next quorum as before, since it leaves only after a step.
 		m.drains.drained(e)
 	case Leaving:
 		if m.drains.leaving(e.ReplicaID) {
 			m.ends.left(e.ReplicaID)
 		}
-		return true // the others do not wait for it any more
+		return true // it counts as failed: the others may be all that are healthy
 	case ShuttingDown:
 		m.drains.shuttingDown(e)
 		m.ends.left(e.ReplicaID)
@@ -126,18 +126,18 @@ func (m *Machine) take(event Event) (decide bool) {
 		if m.search.recalled(e) {
 			m.adopted()
 		}
-		return true // a decision that waited for this quorum need not any more (search.pending)
+		return true // a decision may have been waiting for this quorum (search.pending)
 	case Ended:
 		m.ends.ended(e.ReplicaID)
-		return true // although nobody may have failed by it: the end of a bound member is a vote, which may have been missing
+		return true // even if no member failed by it: the end of a bound member is a vote, which may have been missing
 	case GivenUp:
 		return m.ends.givenUp(e)
-	case Bound: // It decides nothing: a bond is a vote only once its member has ended.
+	case Bound: // No decision: a bond is a vote only once its member has ended.
 		m.list.answered(e.ReplicaID, e.Since)
-	case Reaches: // It decides nothing, and sends nobody: Step asks failback after the decision of a tick, so that no quorum is lost by it.
+	case Reaches: // No failback here: Step does that after the decision of a tick, so that a quorum which is due is delivered first.
 		m.failback.reaches(e.ReplicaID, e.Places)
-	case Slept, Woken: // Step has done what there is to do: Woken comes when the grace of a suspect is over.
-	case Tick: // All that becomes true by time alone: it is noticed one tick late at most.
+	case Slept, Woken: // Step has handled them: Woken comes when the grace of a suspect is over, and expire finds that.
+	case Tick: // Here are all conditions that depend on time alone: they are noticed at most one tick late.
 		m.search.tick()
 		m.ends.tick()
 		m.watch.tick()
@@ -148,14 +148,13 @@ func (m *Machine) take(event Event) (decide bool) {
 	return false
 }
 
-// asked takes a request in, refuses it, or redelivers the latest quorum. It reports whether it took the request in.
+// asked accepts a request, refuses it, or redelivers the latest quorum. It reports whether it accepted the request.
 func (m *Machine) asked(e Asked) bool {
 	id := e.Member.ReplicaID
-	// Refused before it is entered in the roster: one that can be in no quorum must not count as healthy. Else the others would
-	// wait for it.
+	// Refused before the roster counts it: the others would wait for a member that counts as healthy and can be in no quorum.
 	if why, reason := m.unfit(e); reason != "" {
 		m.refuse(e.Waiter, why, reason)
-		if why == Unshown { // it may show it now: then it counts
+		if why == Unshown { // the member gets another chance to show its quorum, and is accepted after that
 			m.do(Recall{id, e.KnownQuorumID})
 		}
 		m.turnDown(id, why, reason)
@@ -187,9 +186,9 @@ func (m *Machine) asked(e Asked) bool {
 	}
 	m.roster.ask(e, m.now)
 	m.failback.reaches(id, e.Reaches)
-	m.list.back(id) // it votes by its request
+	m.list.back(id) // the request is its vote
 	if e.Member.Step >= m.past.step {
-		m.past.behind = time.Time{} // the member that the others wait for is there, and will ask again if its request ends
+		m.past.behind = time.Time{} // this member has the job's step: the wait for such a member is over
 	}
 	if e.Recallable {
 		m.search.heard(m.roster.replicas[id], e.KnownQuorumID)
@@ -197,7 +196,7 @@ func (m *Machine) asked(e Asked) bool {
 	return true
 }
 
-// unfit says why a member can be in no quorum here, whatever it asks; empty if it can.
+// unfit is the reason why a member can be in no quorum here; empty if it can.
 func (m *Machine) unfit(e Asked) (why Refusal, reason string) {
 	if reason := m.list.streamless(e); reason != "" {
 		return Streamless, reason
@@ -208,13 +207,13 @@ func (m *Machine) unfit(e Asked) (why Refusal, reason string) {
 	return Misfit, m.past.misfit(e)
 }
 
-// greeted lets a stream begin.
+// greeted handles the beginning of a stream.
 func (m *Machine) greeted(e Greeted) {
 	r := m.terms.admit(e)
 	if r == nil {
-		// A refused greeting counts as unsaid: its term or quorum would otherwise end the requests of the others. Where there is no list,
-		// there are no terms and no failback, and the member is asked for its quorum when it asks for the next one: no other lighthouse
-		// can form one meanwhile.
+		// The greeting was refused, or there is no list. The term and the quorum of a refused greeting are ignored: they could end the
+		// requests of the others. Without a list there are no terms and no failback, and the member can be asked for its quorum later, at
+		// its request: no other lighthouse can form one meanwhile.
 		return
 	}
 	m.failback.cameBack(e.KnownQuorumID)
@@ -222,8 +221,8 @@ func (m *Machine) greeted(e Greeted) {
 	m.search.heard(r, e.KnownQuorumID)
 }
 
-// disconnected makes a member a suspect. It counts as alive until its grace is over: a short cut of the network must not cost a step.
-// Its host is asked at once all the same: its end is a vote only while its bond holds (bondHolds).
+// disconnected makes a member a suspect. It counts as alive until its grace is over, so that a short interruption of the network costs
+// no step. Its host is still asked at once: the end of its process is a vote only while its bond holds (bondHolds).
 func (m *Machine) disconnected(id string) {
 	m.drains.disconnected(id)
 	m.roster.disconnected(id, m.now)
@@ -231,19 +230,19 @@ func (m *Machine) disconnected(id string) {
 	m.ends.disconnected(id)
 }
 
-// adopted begins with a latest quorum that was formed elsewhere, or before the start.
+// adopted resets what belongs to the previous quorum, after one that was formed elsewhere, or before the start, became the latest.
 func (m *Machine) adopted() {
-	m.failed = m.failed[:0] // They are of the quorum before. The members of this one have heartbeat_timeout_ms to come.
+	m.failed = m.failed[:0] // failures of the previous quorum; the members of this one have heartbeat_timeout_ms to connect
 	m.suspicion.forget()
 	m.reconnect.forget()
-	m.failback.away = false // all of this quorum have the time to come
+	m.failback.away = false // all members of this quorum are presumed alive
 	m.list.keep(m.past.votes)
 	m.watch.next(false)
 }
 
-// finish forgets the past of a job whose training has ended on purpose, as every member of its latest quorum said: what begins
-// here next is another training, which loses nothing. One member that only went away may come back, and its weights count. So may
-// those of a quorum at another lighthouse of a list.
+// finish forgets the past of a job whose training is complete, as all members of the latest quorum have reported: the next group
+// that asks begins another training, and must not be refused for being behind. It does not if a member has not reported that,
+// since this member may come back with its weights, or if there is a list, since the job may continue at another lighthouse.
 func (m *Machine) finish() {
 	if m.past.latest == nil || m.list.listed() || slices.ContainsFunc(m.past.members, func(r *replica) bool { return !r.finished }) {
 		return
@@ -255,7 +254,7 @@ func (m *Machine) finish() {
 	m.watch.forget()
 }
 
-// reportFailures reports the members that failed and are in the latest quorum. Nobody is in a step with any other one.
+// reportFailures reports the failures of members of the latest quorum. The others share no step with anyone.
 func (m *Machine) reportFailures() {
 	for _, d := range m.failed {
 		if !d.replica.previous {
@@ -269,7 +268,7 @@ func (m *Machine) reportFailures() {
 	}
 }
 
-// reportUse reports whether there is somebody, and something to go on after, when either changes.
+// reportUse reports InUse when it has changed.
 func (m *Machine) reportUse() {
 	if is := (InUse{m.roster.counts.healthy > 0, m.past.latest != nil}); is != m.inUse {
 		m.inUse = is

@@ -9,31 +9,31 @@ import (
 
 // memory is what a lighthouse knows of the job's past.
 //
-// A lighthouse that starts knows nothing, and its members know what it must: the last quorum they were in. So the first
-// of them that knows a newer one than the lighthouse is asked for it (recall.go), and the lighthouse goes on as if it had been there
-// all along. Members carry one number to show that; the list travels once, not with every request.
+// A lighthouse that starts knows nothing, but its members know the last quorum that they were in. Each request carries the id of that
+// quorum. The first member whose id is later than that of the lighthouse's latest quorum is asked for the list of the members
+// (recall.go), and the lighthouse continues as if it had formed that quorum itself.
 //
 // Invariants:
 //
-//  1. No id is given out twice, and none below one that was seen: each new one is above highest.
-//  2. highest is raised only to an id that may have been given out (plausible), or to that of a quorum that one of its members shows. So
-//     no single wrong number spoils the ids of a job for good.
-//  3. members[i] is the replica of latest.Members[i], and nobody else is previous.
-//  4. A quorum below step forms only after heartbeat_timeout_ms, or once no member that is ahead may come (regress).
+//  1. No id is used twice, and each new one is above highest, the highest that was seen.
+//  2. highest is raised only to an id that may exist (plausible), or to that of a quorum that one of its members shows. So no single
+//     wrong number spoils the ids of a job for good.
+//  3. members[i] is the replica of latest.Members[i], and no other replica has previous set.
+//  4. A quorum below step forms only after heartbeat_timeout_ms, or once no member with a larger step can come any more (regress).
 type memory struct {
 	*core
 	// latest is the newest quorum, members its replicas in order. Both are nil before the first.
 	latest  *Quorum
 	members []*replica
 	step    int64     // largest of the latest quorum's members
-	behind  time.Time // since when a quorum waits because it would go on below step; zero if none does
+	behind  time.Time // since when a quorum is delayed because it would be below step; zero if none is
 
-	// highest is the largest quorum_id that anybody has seen. It begins with the milliseconds of the
-	// start: the next lighthouse of this job begins above all that this one can give out.
+	// highest is the largest quorum_id that was seen. It begins with the milliseconds of the start, so that a lighthouse which is
+	// started later begins above all ids that this one can have used.
 	highest int64
 
-	rumor Voter // the member that spoke of a quorum, where none is known, and did not show it; empty: none
-	disk  kept  // what was handed over last
+	rumor Voter // while no quorum is known: a member that claimed to know one, and has not shown it; empty: none
+	disk  kept  // the last Keep
 }
 
 // Voter is a member of a quorum as others remember it.
@@ -43,7 +43,7 @@ type Voter struct {
 	Given     bool   // in a base: its vote was given for good to the quorum that has the base (succession.go)
 }
 
-// Past is a quorum as its members remember it, all that a lighthouse needs to go on after it.
+// Past is what members remember of a quorum: all that a lighthouse needs to continue after it.
 type Past struct {
 	ID      int64
 	Step    int64     // largest of its members
@@ -51,7 +51,7 @@ type Past struct {
 	Base    [][]Voter // as Quorum.Base
 }
 
-// Past is what there is to remember of a quorum.
+// Past is what members and disks remember of the quorum.
 func (q *Quorum) Past() Past {
 	p := Past{ID: q.ID, Members: make([]Voter, len(q.Members)), Base: q.Base}
 	for i := range q.Members {
@@ -61,7 +61,7 @@ func (q *Quorum) Past() Past {
 	return p
 }
 
-// sets are those of which the next quorum needs the votes: the members, and then each of the base.
+// sets are the sets of members whose votes the next quorum needs: the members first, then each set of the base.
 func (p Past) sets() [][]Voter { return slices.Concat([][]Voter{p.Members}, p.Base) }
 
 // Place is that of a member in the list. Lighthouses of this package send it sorted by replica_id.
@@ -71,7 +71,7 @@ func (q *Quorum) Place(id string) (i int, in bool) {
 
 func (m *Member) voter() Voter { return Voter{ReplicaID: m.ReplicaID, Address: m.Address} }
 
-// Validate says why what somebody remembers cannot be true.
+// Validate reports what is wrong with a quorum that a member or a disk remembers.
 func (p Past) Validate() error {
 	if p.ID <= 0 || p.ID > maxKnownID {
 		return fmt.Errorf("quorum_id is %d: it must be from 1 to %d", p.ID, int64(maxKnownID))
@@ -93,17 +93,17 @@ func (p Past) Validate() error {
 	return nil
 }
 
-// keepEvery is how often a new step is to be written. It decides nothing but whether a warning is due.
+// keepEvery is how often a new step is written to disk. The step is used for a warning only (regress).
 const keepEvery = time.Second
 
-// kept is what is on the disk, as far as it matters when to write.
+// kept is what the last Keep had, and its time.
 type kept struct {
 	step int64
 	at   time.Time
 }
 
-// keep hands over what is to be remembered: at once where the quorum is a new one, and its step once in a while. A lighthouse that
-// starts with an older step would at most miss a warning.
+// keep returns what is to be written to disk: at once if the quorum is new, its step at most once in keepEvery. A lighthouse that
+// starts with an older step may miss a warning, and nothing else.
 func (m *memory) keep(fresh bool, seat Seat) {
 	if m.latest == nil || !fresh && (m.step == m.disk.step || m.now.Sub(m.disk.at) < keepEvery) {
 		return
@@ -114,7 +114,7 @@ func (m *memory) keep(fresh bool, seat Seat) {
 	m.do(Keep{p, m.highest, seat})
 }
 
-// forget forgets all but the ids: those of another training must not repeat them.
+// forget forgets all but the highest id: the ids of the next training must not repeat those of this one.
 func (m *memory) forget(seat Seat) {
 	for _, r := range m.members {
 		m.roster.setPrevious(r, false, m.now)
@@ -130,20 +130,20 @@ func (m *memory) latestID() int64 {
 	return m.latest.ID
 }
 
-// aheadOfClock is how far the milliseconds in an id may be ahead of this lighthouse's clock, and be believed: those of two
-// hosts differ by less.
+// aheadOfClock is how far the milliseconds in a plausible id may be ahead of this lighthouse's clock. The clocks of two hosts differ by
+// less.
 const aheadOfClock = time.Hour
 
-// plausible reports whether an id that somebody claims to know may have been given out. One that is not must be shown: with
-// who was in the quorum, by one that was. So one wrong number spoils no ids, and a lighthouse whose own clock is wrong goes on
-// with its members all the same.
+// plausible reports whether an id that a member claims to know may exist. If it is not plausible, one of the members of that quorum must
+// show it, with the list of its members. So a single wrong number spoils no ids, and a lighthouse whose own clock is wrong still
+// continues after the quorum that its members show.
 func (m *memory) plausible(id, term int64) bool {
 	low := id & (1<<termBits - 1)
 	return id <= m.highest || termOf(id) <= term && low <= m.now.Add(aheadOfClock).UnixMilli()
 }
 
-// pick returns the replicas of a quorum, and whether they differ from the latest one's: if not they are in order. Most that are
-// picked are not delivered (an event of a member each, while the others have the time to come), so only those that are get sorted.
+// pick returns the replicas of a quorum, and whether they differ from those of the latest one; if not, they are in order. Otherwise
+// deliver sorts them: most picked quorums are not delivered, since each event of a member picks one while the others may still join.
 func (m *memory) pick(d decision) (in []*replica, changed bool) {
 	t := d.tally
 	if d.eligible() == t.previous && t.previousCandidates == t.previous {
@@ -160,9 +160,9 @@ func (m *memory) pick(d decision) (in []*replica, changed bool) {
 	return in, true
 }
 
-// newID is the id of a quorum that is formed now: another one where its members may not use the connections of the latest quorum.
-// A member may know of a later quorum than ours (it came from another lighthouse): going on with our number would lead it back to
-// an old one, and to the old one's keys in the store.
+// newID is the id of a quorum that is formed now. It is a new one if its members must not reuse the connections of the latest quorum, or
+// if a member knows of a later quorum (it came from another lighthouse): with the id of the latest one here, that member would go back
+// to an earlier quorum, and to its keys in the store.
 func (m *memory) newID(reconnects bool) int64 {
 	if m.latest == nil || reconnects || m.highest > m.latest.ID {
 		m.highest++
@@ -201,8 +201,8 @@ func (m *memory) follow(q *Quorum, in []*replica, changed bool) (joined, left []
 	return joined, left
 }
 
-// adopt makes a quorum that was formed elsewhere, or before the start, the latest one. Its members are taken for alive until
-// they had the time to come, but for those whose hosts say that they have ended: else the first of them that asks would go on alone.
+// adopt makes a quorum that was formed elsewhere, or before the start, the latest one. Its members are presumed alive for
+// heartbeat_timeout_ms, unless their hosts answer that they have ended. Otherwise the first member that asks would continue alone.
 func (m *memory) adopt(p Past) {
 	before := m.members
 	q := &Quorum{ID: p.ID, Members: make([]Member, len(p.Members)), Base: p.Base, Created: m.now}
@@ -219,8 +219,8 @@ func (m *memory) adopt(p Past) {
 			m.do(Probe{v.ReplicaID, v.Address})
 		}
 	}
-	for _, r := range before { // after that: a member of both is not forgotten in between, nor the number of its last request
-		_, in := q.Place(r.id)
+	for _, r := range before { // after the loop above: a member of both must not be forgotten in between, with its request number
+		_, in := q.at(r.id)
 		m.roster.setPrevious(r, in, m.now)
 	}
 	m.latest, m.step, m.rumor = q, p.Step, Voter{}
@@ -247,8 +247,8 @@ func (m *memory) votes(id string) bool {
 	return votes
 }
 
-// mayRegress judges a quorum of which the numbers and the votes would allow that it forms: below the step of the latest quorum those
-// that are ahead have heartbeat_timeout_ms to come. Else their weights would be lost, and the steps with them.
+// mayRegress is the last check of a decision: if the quorum would be below the step of the latest one, members with that step have
+// heartbeat_timeout_ms to come. Without that time, their newer weights would be overwritten, and the steps lost.
 func (m *memory) mayRegress(d decision, now time.Time) decision {
 	reason, mayCome := m.regress(d.in)
 	switch {
@@ -263,8 +263,8 @@ func (m *memory) mayRegress(d decision, now time.Time) decision {
 	return d
 }
 
-// decided keeps the time since when the quorum waits for those that are ahead. Membership churn must not
-// restart that wait: other causes leave it as it is.
+// decided keeps the time since when the quorum waits for members with a larger step. Decisions with other causes leave it as it is:
+// membership churn must not restart the wait.
 func (m *memory) decided(d decision) {
 	switch {
 	case d.cause == nobodyWaits, d.cause == forbidden, d.ready():
@@ -274,8 +274,8 @@ func (m *memory) decided(d decision) {
 	}
 }
 
-// regress reports, in words, that the members of a quorum would go on below the step that the job had reached, while
-// others of the last quorum are not there, and whether any of those may still come.
+// regress is the reason why a quorum would be below the step that the job had reached, and names the members of the latest quorum that
+// are missing; empty if it would not be below, or if none is missing. mayCome: one of the missing ones counts as alive.
 func (m *memory) regress(in []*replica) (reason string, mayCome bool) {
 	if m.latest == nil {
 		return "", false

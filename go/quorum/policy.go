@@ -6,10 +6,9 @@ import (
 	"time"
 )
 
-// Policy is when a lighthouse lets a quorum form. The names in errors are those of the command's options.
+// Policy has the settings that decide when a quorum forms. The names in errors are those of the command's options.
 //
-// It is valid (Validate) before a machine has it, and nobody changes it while the machine lives: what was promised under one timeout
-// is not judged by another.
+// A machine gets a valid policy (Validate), and keeps it: a timer that began with one timeout must not end with another.
 type Policy struct {
 	MinReplicas      int           // groups a quorum needs at least
 	JoinTimeout      time.Duration // how long a possible quorum waits for healthy groups that have not asked
@@ -18,7 +17,7 @@ type Policy struct {
 	// StalledAfter is how long a group may make no progress while others wait for it, before it is named; 0: ten median
 	// steps, at least 5 s.
 	StalledAfter time.Duration
-	// EjectStalledAfter is how long, before it is evicted from the quorum; 0: never.
+	// EjectStalledAfter is how long such a group may make no progress before it is evicted from the quorum; 0: never.
 	EjectStalledAfter time.Duration
 	ForbidRegression  bool // refuse a quorum below the step that the job had reached, in place of a warning
 }

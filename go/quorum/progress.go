@@ -7,34 +7,35 @@ import (
 	"time"
 )
 
-// Progress is what a group says it does, when it is asked.
+// Progress is a group's answer to the question how far it is.
 type Progress struct {
 	Step  int64
-	Rank  int64         // that holds the group up
-	Phase string        // for people
-	For   time.Duration // it has been in that phase
-	Waits bool          // for other groups: it is not the one that holds them up
+	Rank  int64         // the rank that the rest of the group waits for
+	Phase string        // what that rank does, in words
+	For   time.Duration // how long it has been in that phase
+	Waits bool          // it waits for other groups, and so is not the cause of the delay
 }
 
 const (
-	// Liveness is not progress: a process can be alive and hang. A step that takes this many times the median, and at least
-	// leastStall, is looked into. Until then nobody is asked anything.
+	// A process can be alive and hang, so that heartbeats do not show progress. Members are asked about their progress when a step takes
+	// this many times the median, and at least leastStall. Until then none is asked.
 	stallMultiple = 10
 	leastStall    = 5 * time.Second
-	// A step of many members takes at least this long for each: all have to receive the list of the others first.
+	// In a large quorum a step may take this long for each member: all of them receive the list of the others first.
 	leastStallOfMember = time.Millisecond
-	// answerTime is how long a member may take to say what it does, and how often it is asked.
+	// answerTime is how long a member may take to answer, and how often it is asked.
 	answerTime = time.Second
 )
 
-// watch looks after the progress of the latest quorum: it asks members what they do when a step takes too long, and names
-// those that hold up the others.
+// watch finds the members that make no progress in a step of the latest quorum: when the step takes too long, it asks the members what
+// they do, and reports those for which others wait as stalled.
 //
 // Invariants:
 //
-//  1. Nobody is named before a step takes as long as the stall timeout, before it was asked, and before it had the time to answer.
-//  2. A member is named only while another one waits: where all compute, nobody is held up.
-//  3. Answers are of this step: the next one begins with none.
+//  1. A member is reported as stalled only after the step has taken the stall timeout, and after the member was asked and had the
+//     time to answer.
+//  2. It is reported only while another member waits: where all members compute, the step is just long.
+//  3. Answers are about this step: the next one begins without any.
 type watch struct {
 	*core
 	past      *memory
@@ -45,20 +46,21 @@ type watch struct {
 
 // pace is how long steps take.
 type pace struct {
-	steps [64]time.Duration // what the last ones took, in no order
-	count int               // of all
+	steps [64]time.Duration // durations of the last steps, in no order
+	count int               // of all steps
 }
 
 // step is what is known of the step of the latest quorum.
 type step struct {
-	began   time.Time           // when the quorum was delivered
-	askedAt time.Time           // when its members were asked last, zero if they were not
-	said    map[string]Progress // by the members that answered since; For is still to grow by the age of heard
-	heard   map[string]time.Time
-	stalled map[string]string // by member that was named: why
+	began   time.Time            // when the quorum was delivered
+	askedAt time.Time            // when its members were asked last, zero if they were not
+	said    map[string]Progress  // the answers since then, by member
+	heard   map[string]time.Time // when each answer came: For has grown by the time since
+	stalled map[string]string    // the members that were reported as stalled, and why
 }
 
-// next begins a step. The first quorum of a set of members shows nothing of how long a step takes.
+// next begins a step. The duration of the previous one is recorded only if the members stay the same: a failure or a joining member may
+// have prolonged it.
 func (w *watch) next(sameMembers bool) {
 	if sameMembers {
 		w.steps[w.count%len(w.steps)] = w.now.Sub(w.began)
@@ -67,10 +69,10 @@ func (w *watch) next(sameMembers bool) {
 	w.step = step{began: w.now}
 }
 
-// forget begins with another training.
+// forget drops all durations and answers: another training begins.
 func (w *watch) forget() { w.pace, w.step = pace{}, step{} }
 
-// forgive takes a time off the age of the step, in which nobody was heard: without it members would be named for that time.
+// forgive reduces the age of the step by a time in which the lighthouse itself was stopped: otherwise members would be reported for it.
 func (w *watch) forgive(span time.Duration) { w.began = w.began.Add(span) }
 
 // median is of the last steps, 0 if there is none.
@@ -83,7 +85,7 @@ func (p *pace) median() time.Duration {
 	return steps[n/2]
 }
 
-// timeout is how long a step may take before somebody is named.
+// timeout is how long a step may take before a member is reported as stalled.
 func (w *watch) timeout() time.Duration {
 	if after := w.policy.StalledAfter; after > 0 {
 		return after
@@ -91,28 +93,28 @@ func (w *watch) timeout() time.Duration {
 	return max(leastStall, stallMultiple*w.median(), time.Duration(len(w.past.members))*leastStallOfMember)
 }
 
-// progressed notes an answer. One that comes after its step is dropped: the step was not asked about (invariant 3).
+// progressed records an answer. An answer after the end of its step is dropped (invariant 3).
 func (w *watch) progressed(e Progressed) {
 	if w.said != nil {
 		w.said[e.ReplicaID], w.heard[e.ReplicaID] = e.Progress, w.now
 	}
 }
 
-// answer is what a member said since it was asked.
+// answer is what a member has answered since it was asked.
 func (w *watch) answer(r *replica) (p Progress, said bool) {
 	r.looks++
 	p, said = w.said[r.id]
 	return p, said
 }
 
-// tick looks at a step that takes too long.
+// tick checks whether the step takes too long.
 func (w *watch) tick() {
 	if w.past.latest == nil {
 		return
 	}
 	age := w.now.Sub(w.began)
 	if w.policy.StalledAfter == 0 && age < leastStall-answerTime {
-		return // as nearly always: there is no need to look for the median
+		return // the usual case, without the cost of the median
 	}
 	timeout := w.timeout()
 	answers := min(answerTime, timeout/2)
@@ -121,7 +123,7 @@ func (w *watch) tick() {
 	}
 	if age >= timeout && !w.askedAt.IsZero() && (w.now.Sub(w.askedAt) >= answers || w.allSaid()) {
 		w.name(age, timeout)
-		if w.reconnect.failed == "" { // else the members know already that one of them has failed, and abort the step
+		if w.reconnect.failed == "" { // after a failure, the members have been notified already, and abort the step
 			w.parted()
 		}
 	}
@@ -130,7 +132,7 @@ func (w *watch) tick() {
 	}
 }
 
-// ask asks those that may hold up the others what they do. A member that waits has ended its step.
+// ask asks the members that may be stalled what they do. A member with a pending request has completed its step.
 func (w *watch) ask() {
 	var ids []string
 	for _, r := range w.past.members {
@@ -144,9 +146,10 @@ func (w *watch) ask() {
 	}
 }
 
-// parted finds a member that asks for the quorum of a step in which its peers wait for it: the answer to it was lost, with
-// the lighthouse that gave it. Nobody is stalled, and none of them would go on before the timeout of a collective. The
-// peers are notified that they wait in vain, and all meet in the next quorum. It is alive, and its request stays: it is not evicted.
+// parted finds a member that asks for the quorum of a step in which its peers wait for it: the answer to its earlier request was lost,
+// together with the lighthouse that sent it. No member is stalled, and yet none would continue before the timeout of the collective. The
+// member is reported as failed, so that its peers abort the step and all of them ask for the next quorum. It is not evicted: it is alive,
+// and its request stays pending.
 func (w *watch) parted() {
 	reached := int64(math.MinInt64) // the latest step in which a peer waits
 	for _, peer := range w.past.members {
@@ -172,7 +175,7 @@ func (w *watch) allSaid() bool {
 	return true
 }
 
-// name finds the members that make no progress while others wait, and evicts those that make none for too long.
+// name reports the members that make no progress while others wait, and evicts those that have made none for EjectStalledAfter.
 func (w *watch) name(age, timeout time.Duration) {
 	waiting := 0
 	for _, r := range w.past.members {
@@ -181,7 +184,7 @@ func (w *watch) name(age, timeout time.Duration) {
 		}
 	}
 	if waiting == 0 {
-		return // nobody is held up
+		return // no member waits (invariant 2)
 	}
 	for _, r := range w.past.members {
 		said, answered := w.answer(r)

@@ -2,26 +2,26 @@ package quorum
 
 import "cmp"
 
-// reconnect is why the members of the latest quorum must reconnect with the next one, although they may be the same: the
-// next quorum then has an id of its own. Of several reasons one is named, the gravest.
+// reconnect is the reason why the members of the next quorum must open new connections to each other, even if they are the same as in
+// the latest one: the next quorum then has a new id. Of several reasons, a failure is the one that is reported.
 //
 // Invariants:
 //
-//  1. A member whose failure was reported to the others is in no quorum with them under the same id: they have ended what they
-//     shared with it, and would wait for it in a collective that it does not know to be over.
-//  2. While there is a reason, no answer is redelivered (redeliver.go): its quorum is not to be used any more.
+//  1. A member whose failure was reported to the others is in no quorum with them under the same id. They have aborted their
+//     collectives with it: under the same id, it would wait in a collective that the others have left.
+//  2. While there is a reason, no answer is redelivered (redeliver.go): its quorum must not be used any more.
 type reconnect struct {
-	failed string // its failure was reported to members; empty: none was
-	other  string // there is another reason; empty: there is none
+	failed string // a member's failure that was reported to the others; empty: none
+	other  string // another reason; empty: none
 }
 
-// memberFailed: the failure of a member was reported to the others. If it is back, they must reconnect all the same.
+// memberFailed records that the failure of a member was reported to the others. Even if it comes back, they must reconnect.
 func (r *reconnect) memberFailed(id string) { r.failed = id + " failed" }
 
-// rejoined: a member that left asks again. It has ended what it shared with the others.
+// rejoined records that a member which had left asks again. It has closed its connections with the others.
 func (r *reconnect) rejoined(id string) { r.other = id + " had left, and is back" }
 
-// moved: another process asks in the name of a member. The others are connected with the first one.
+// moved records that another process asks under the name of a member. The others are connected with the earlier process.
 func (r *reconnect) moved(id string) {
 	if r.other == "" {
 		r.other = "another process asks as " + id

@@ -1,30 +1,29 @@
 package quorum
 
-// The connection of a member may break while a quorum is on its way to it. The others have theirs, and wait for the member
-// in a collective; the member asks again, and would wait for the others to ask: until the collective's timeout, which is a
-// minute. So the quorum is redelivered, as if the answer had only been slow.
+// The connection of a member may break while a quorum is on its way to it. Its peers have the quorum, and wait for the member in a
+// collective. The member asks again, and would wait for the others to ask for the next quorum: both until the timeout of the
+// collective, a minute. So the quorum is redelivered, as if its first delivery had only been slow.
 //
 // Invariants:
 //
-//  1. A quorum is redelivered only to a member of it, and only while it is the newest there can be: no id was given out since, no
-//     member is known to know a later one, no new term began. Else the member would meet peers that have continued.
-//  2. Nothing has happened since that asks for a new id (reconnect.go), and no other member of it asks for the next one: its peers
-//     are in the step, or on the way to it.
-//  3. The member says the same as when it was put into the quorum. So it has not taken part in the step: a member that did has
-//     another step, or a failure, to report.
+//  1. A quorum is redelivered only to one of its members, and only while no later quorum can exist: no id was used since, no member is
+//     known to know a later one, and no new term began. Otherwise the member would train in a quorum that its peers have left.
+//  2. There is no reason for a new id since (reconnect.go), and no other member asks for the next quorum: the peers are in the
+//     step of this quorum, or about to begin it.
+//  3. The request is the same as the one that the quorum answered. So the member has not trained in that step: otherwise its request
+//     would have another step, or a commit failure.
 
-// lostAnswer reports whether a member that asks is in the latest quorum and cannot have received it: it says exactly what
-// it said then, on a stream that it has begun since. (A member that received it has committed the step, or failed in it.)
-// Where anything else has happened since, there is a new quorum anyway.
+// lostAnswer reports whether the member that asks is in the latest quorum and cannot have received it (see above). In all other cases
+// the request is one for the next quorum.
 func (m *Machine) lostAnswer(e Asked) bool {
 	latest, r := m.past.latest, m.roster.replicas[e.Member.ReplicaID]
-	// None, or one that was formed elsewhere, of which this lighthouse knows the members only: not what the answer said.
+	// There is none, or it was formed elsewhere: this lighthouse then knows its members, but not the rest of the answer.
 	if latest == nil || latest.Revision == 0 {
 		return false
 	}
-	// Only a member of it on a new stream has lost an answer (invariant 1): on the old one, it got it. When a member
-	// counts as failed, the others have heard so and have aborted. An earlier request that waits was for the next quorum. A member that is asked to leave must
-	// get that with a quorum of its own.
+	// Only a member on a new stream can have lost the answer: on the old stream, it received it. If the member counts as failed, the
+	// others were notified and have aborted the step. If another request of it is pending, that one was for the next quorum. A member
+	// that is drained needs a new quorum, whose answer has that request with it.
 	if r == nil || !r.previous || !r.returned || !r.alive() || r.waiting() || r.draining != "" {
 		return false
 	}

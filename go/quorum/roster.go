@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// replica is what the lighthouse knows about one replica_id. It is kept while the replica is alive, waits,
-// or is a member of the previous quorum, and no longer.
+// replica is what the lighthouse knows about one replica_id. It is kept while the replica is alive, has a pending request, or is a
+// member of the previous quorum, which in this file is the latest one that was delivered.
 type replica struct {
 	id       string
 	lastBeat time.Time
@@ -18,9 +18,9 @@ type replica struct {
 	brokeAt time.Time     // when its last stream broke
 	suspect *list.Element // its place in roster.suspects; nil unless it is one
 
-	presumed bool // it is taken for alive because it was in the last quorum; nothing was heard of it yet
+	presumed bool // it counts as alive because it was in the last quorum, although it has sent nothing yet
 
-	requests []request // that wait, the newest last; several when a retry overtook what it replaces
+	requests []request // pending ones, the newest last; more than one if a retry arrived before the earlier request was withdrawn
 	number   uint64    // of the newest request
 	address  string    // of the manager that asked last, or was in the last quorum; empty before
 
@@ -31,17 +31,17 @@ type replica struct {
 	previous bool // member of the previous quorum
 	returned bool // it has begun a stream since it was last answered, and has not asked yet
 
-	farTerm int64  // that it claims, far ahead of all seen here; it begins once the member has shown a quorum of about that term. 0: none
+	farTerm int64  // a term that it claims, far ahead of all seen here, and that begins once it has shown a quorum of that term; 0: none
 	claim          // a quorum that it knows, and the lighthouse does not
-	reaches Places // lighthouses before this one that it reaches
+	reaches Places // lighthouses before this one that it can reach
 
-	draining string // who wants it to leave; empty if nobody does
-	ending   bool   // it said that its manager server ends
-	finished bool   // and that its training has, on purpose
+	draining string // who requested that it leaves; empty if nobody has
+	ending   bool   // it has reported that its manager server ends
+	finished bool   // it has reported that its training is complete
 
-	out string // why it counts as failed until it asks again, whatever signs of life there are; empty if it does not
+	out string // why it counts as failed until it asks again, even if it sends heartbeats; empty if it does not
 
-	looks int // how often it was looked at: a test checks how that grows with the members
+	looks int // how often the machine visited it: a test checks how that grows with the number of members
 }
 
 type request struct {
@@ -63,7 +63,7 @@ func (r *replica) waiting() bool {
 
 func (r *replica) candidate() bool { return r.alive() && r.waiting() }
 
-// here reports whether a replica waits, or has a stream that has not broken: a request of it may be on its way.
+// here reports whether a replica has a pending request, or a stream that has not broken: another request of it may be on its way.
 func (r *replica) here() bool { return r.waiting() || r.alive() && !r.presumed && r.suspect == nil }
 
 // byID is the order of members.
@@ -72,12 +72,12 @@ func byID(a, b *replica) int {
 	return strings.Compare(a.id, b.id)
 }
 
-// member is what the newest request says. The replica must wait.
+// member is that of the newest request. There must be a pending one.
 func (r *replica) member() *Member { return &r.newest().member }
 
 func (r *replica) newest() *request { return &r.requests[len(r.requests)-1] }
 
-// waiters are those of the requests for which something holds.
+// waiters are those of the pending requests that holds selects.
 func (r *replica) waiters(holds func(request) bool) (ids []WaiterID) {
 	for _, q := range r.requests {
 		if holds(q) {
@@ -93,15 +93,15 @@ func anyRequest(request) bool { return true }
 //
 // Invariants:
 //
-//  1. Every change of what is counted (pulse, out, presumed, requests, previous, reaches) goes through update or reach, which take the
-//     replica out of the counts and put it in again. So counts equals what Describe's recount finds, after every event.
-//  2. A replica is in replicas while it is alive, waits, or is in the latest quorum, and no longer: memory is bounded by members.
-//  3. pulses has those whose heartbeat is young enough, the oldest first, suspects those of them whose stream broke, the longest ago
-//     first. So expire looks at the first of each, and at each that expires once.
-//  4. queue has the candidates, formers those of them that were in the latest quorum, both in the order in which they joined:
-//     the first is the one that the timers count from.
-//  5. out ends with a request, or with the pulse. A heartbeat does not end it: a member that was evicted speaks on. Of a member that
-//     left as asked, it outlasts the pulse (drains.disconnected): for people, since without a pulse nothing is counted of it.
+//  1. Every change of a field that counts depend on (pulse, out, presumed, requests, previous, reaches) goes through update or reach,
+//     which take the replica out of the counts and add it again. So after every event, counts equals Describe's recount.
+//  2. A replica is in replicas while it is alive, has a pending request, or is in the latest quorum, and no longer: this bounds the memory.
+//  3. pulses has the replicas with a recent heartbeat, the oldest heartbeat first. suspects has those of them whose stream broke, the
+//     longest ago first. So expire looks only at the first ones of each list.
+//  4. queue has the candidates, formers those of them that were in the latest quorum, both in the order in which they joined: timers
+//     count from the first one.
+//  5. out is cleared by a request, or when the heartbeat is too old. A heartbeat does not clear it, since an evicted member goes on
+//     sending them. Only of a member that left as asked, it is kept longer, for the status (drains.disconnected).
 type roster struct {
 	timeout  time.Duration // of heartbeats
 	grace    time.Duration // of suspects
@@ -140,15 +140,14 @@ func (s *roster) tally(now time.Time) tally {
 	return t
 }
 
-// failure is the end of a replica.
+// failure is a replica that counts as failed from now on, and why.
 type failure struct {
 	replica *replica
 	cause   Cause
 	reason  string
 }
 
-// expire takes out those whose heartbeat is too old, and the suspects whose grace is over. Each is looked at once, not
-// once an event.
+// expire drops the replicas whose heartbeat is too old, and the suspects whose grace is over.
 func (s *roster) expire(now time.Time) (failed []failure) {
 	for e := s.pulses.Front(); e != nil; e = s.pulses.Front() {
 		r := e.Value.(*replica)
@@ -188,7 +187,7 @@ func (s *roster) markFailed(r *replica, cause Cause, reason string, now time.Tim
 	return failure{r, cause, reason}
 }
 
-// alive are those that count as alive, the one that was heard least recently first.
+// alive are the replicas that count as alive, the oldest heartbeat first.
 func (s *roster) alive() (alive []*replica) {
 	for e := s.pulses.Front(); e != nil; e = e.Next() {
 		if r := e.Value.(*replica); r.alive() {
@@ -198,7 +197,7 @@ func (s *roster) alive() (alive []*replica) {
 	return alive
 }
 
-// forgive takes a time off the age of all signs of life.
+// forgive reduces the age of all heartbeats and suspicions by a time in which the lighthouse itself was stopped.
 func (s *roster) forgive(span time.Duration) {
 	for e := s.pulses.Front(); e != nil; e = e.Next() {
 		r := e.Value.(*replica)
@@ -226,7 +225,7 @@ func (s *roster) reachNothing() {
 	}
 }
 
-// reach notes which earlier lighthouses a replica reaches.
+// reach records which earlier lighthouses a replica can reach.
 func (s *roster) reach(id string, places Places) {
 	if r := s.replicas[id]; r != nil && r.reaches != places {
 		s.count(r, -1)
@@ -252,7 +251,7 @@ func (s *roster) due() time.Time {
 	return e.Value.(*replica).brokeAt.Add(s.grace)
 }
 
-// beat notes a sign of life.
+// beat records a sign of life, which ends a suspicion.
 func (s *roster) beat(id string, now time.Time) *replica {
 	r := s.replicas[id]
 	if r == nil {
@@ -272,7 +271,7 @@ func (s *roster) beat(id string, now time.Time) *replica {
 	return r
 }
 
-// presume takes a replica for alive of which nothing has been heard yet.
+// presume makes a replica count as alive that has sent nothing yet.
 func (s *roster) presume(id string, now time.Time) *replica {
 	if r := s.replicas[id]; r != nil && r.alive() {
 		return r
@@ -282,7 +281,7 @@ func (s *roster) presume(id string, now time.Time) *replica {
 	return r
 }
 
-// ask takes a request in. All requests of one replica_id together are one candidate.
+// ask adds a pending request. All requests of one replica_id together are one candidate.
 func (s *roster) ask(e Asked, now time.Time) {
 	r := s.beat(e.Member.ReplicaID, now)
 	r.number, r.address, r.ending, r.finished = max(r.number, e.Number), e.Member.Address, false, false
@@ -293,17 +292,17 @@ func (s *roster) ask(e Asked, now time.Time) {
 	})
 }
 
-// inOrder reports whether a request of this number is newer than all before it. Without a number it is.
+// inOrder reports whether a request with this number is newer than all earlier ones of its member. One without a number is.
 func (s *roster) inOrder(id string, number uint64) bool {
 	r := s.replicas[id]
 	return number == 0 || r == nil || number > r.number
 }
 
-// withdraw forgets a waiter. Without any, its member is no candidate any more.
+// withdraw removes a pending request. A member without one is no candidate any more.
 func (s *roster) withdraw(w WaiterID, now time.Time) {
 	r := s.waiters[w]
 	if r == nil {
-		return // answered meanwhile
+		return // it has been answered already
 	}
 	delete(s.waiters, w)
 	s.update(r, now, func() {
@@ -311,7 +310,7 @@ func (s *roster) withdraw(w WaiterID, now time.Time) {
 	})
 }
 
-// answer ends the requests of a member, and adds their waiters to a list.
+// answer removes the requests of a member, and appends their waiters to a list.
 func (s *roster) answer(waiters []WaiterID, r *replica, now time.Time) []WaiterID {
 	for _, q := range r.requests {
 		delete(s.waiters, q.waiter)
@@ -322,7 +321,7 @@ func (s *roster) answer(waiters []WaiterID, r *replica, now time.Time) []WaiterI
 	return waiters
 }
 
-// joinAgain restarts the clock of the candidates that were left out of a quorum.
+// joinAgain restarts the join timer of the candidates that were left out of a quorum.
 func (s *roster) joinAgain(now time.Time) {
 	for e := s.queue.Front(); e != nil; e = e.Next() {
 		e.Value.(*replica).joined = now
@@ -334,7 +333,7 @@ func (s *roster) setPrevious(r *replica, previous bool, now time.Time) {
 	s.update(r, now, func() { r.previous = previous })
 }
 
-// update changes one replica and keeps the counts, the queue and the map in step with it.
+// update changes one replica, and the counts, the queues and the map with it.
 func (s *roster) update(r *replica, now time.Time, change func()) {
 	was := r.candidate()
 	s.count(r, -1)

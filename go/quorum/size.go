@@ -3,11 +3,11 @@ package quorum
 import "fmt"
 
 // Rank i of a group reduces with rank i of the others. With groups of different sizes, the last ranks of the larger ones would wait in
-// every step for peers that do not exist. So a newcomer of another size is refused, and is never in a quorum with the others.
+// every step for peers that do not exist. So a new member of another size is refused, and is never in a quorum with the others.
 //
-// A member that makes calls in place of a stream is let in, as by an upstream lighthouse: its world_size may mean nothing.
+// A member that makes calls in place of a stream is accepted, as by an upstream lighthouse: its world_size may not be that of the group.
 
-// misfit says why a newcomer fits none of those that are here; empty if it does, or if nobody knows.
+// misfit is the reason why a new member of this size is refused; empty if it is accepted, or if the size of the others is not known.
 func (m *memory) misfit(e Asked) string {
 	size := e.Member.WorldSize
 	if r := m.roster.replicas[e.Member.ReplicaID]; !e.Recallable || size == 0 || r != nil && r.previous {
@@ -21,8 +21,8 @@ func (m *memory) misfit(e Asked) string {
 		e.Member.ReplicaID, size, other.ReplicaID, other.WorldSize)
 }
 
-// unlike is one of those that are here and have another size, nil if there is none, or one of this size too. Those of the
-// latest quorum that are certainly alive count, or if there are none, those that wait.
+// unlike returns a member of another size, or nil if there is none, or if there is one of this size, too. It looks at the members of the
+// latest quorum that have a stream or, if there are none, at those with a pending request.
 func (m *memory) unlike(id string, size uint64) (other *Member) {
 	here := false
 	for i, r := range m.members {

@@ -16,25 +16,23 @@ import (
 // Invariants:
 //
 //  1. Two sets that have the votes share a member. (Half with the first, and half without it, is no pair of such sets.)
-//  2. A vote is given at one lighthouse at a time. A member asks one, and withdraws its earlier request by asking another: terms
-//     make a quorum that was formed with the withdrawn request an earlier one, and its member never hears of it. A member that
-//     ended while it was bound asks nobody any more (bond.go). The vote of an ended member counts for one branch: the first
-//     quorum that is formed with it takes it into its base (spend).
-//  3. A quorum commits a step only after all of its members have heard of it: they meet in one process group, and a member
-//     that is missing there fails the step of the others. So a member of a quorum that committed shows that quorum when it
-//     votes later.
-//  4. Members that alone heard of a quorum cannot outvote those of the quorums before, its base: joint consensus, as when Raft
-//     changes its members. A quorum is in the base of all that come after it until members that know of a later one outvote
-//     it, together with votes that were given before that one was formed. None is left out in between: where A dropped one and kept
-//     the one before, and B the other way round, they would have no member in common. So the base may hold several, as many as can
-//     be carried (tooLong); then the members stay the same until more of them know of the last one.
+//  2. A member votes at one lighthouse at a time. By asking another lighthouse it withdraws its earlier request: a quorum that is still
+//     formed with the withdrawn request has a lower term, and the member never receives it. A member that ended while it was bound
+//     asks no lighthouse any more (bond.go). The vote of an ended member counts for one branch only: the first quorum that is
+//     formed with it records it in its base (spend).
+//  3. A quorum commits a step only after all of its members have received it: they meet in one process group, and a missing member
+//     fails the step of the others. So each member of a quorum that committed shows that quorum when it votes later.
+//  4. The members that have received a quorum cannot alone outvote the members of the quorums before it, its base: joint consensus, as
+//     when Raft changes its members. A quorum stays in the base of all later ones until members that know of a later one outvote it,
+//     together with votes that were given before that later one was formed. No quorum may be left out in between: if branch A dropped
+//     one and kept the one before it, and branch B the other way round, A and B could have no member in common. So the base may hold
+//     several quorums, up to a size (tooLong); from there on the members stay the same until more of them know of the latest quorum.
 //
-// So of two quorums that both commit, the second is a successor of the first. The end of a member is no vote by itself: it
-// may have been in a later quorum elsewhere. docs/correctness.md has the proof, and modelcheck_test.go checks all short
-// histories.
+// So of two quorums that both commit, the second is a successor of the first. The end of a member is no vote by itself: the member may
+// have been in a later quorum elsewhere. docs/correctness.md has the proof, and modelcheck_test.go checks all short histories.
 type succession struct {
 	seat Seat
-	disk bool  // the seat is what a disk remembers: no member has said yet where this lighthouse is
+	disk bool  // the seat was read from disk, and no member has reported one yet
 	term int64 // see begin
 	bonds
 	waived map[string]struct{} // voters that an operator waived, by replica_id
@@ -46,7 +44,7 @@ type Seat struct {
 	Of    int // lighthouses; 0: the member does not say, 1: it knows one
 }
 
-// String says where in the list a lighthouse is.
+// String describes the place of a lighthouse in the list.
 func (s Seat) String() string {
 	if s.Of <= 1 {
 		return "the only one"
@@ -68,8 +66,8 @@ const maxTerm = maxKnownID >> termBits
 // listed reports whether other lighthouses may serve the job.
 func (s *succession) listed() bool { return s.seat.Of > 1 }
 
-// sit takes the seat that a member's list gives this lighthouse, or returns the reason for a refusal: the other members have
-// another list.
+// sit accepts the seat that this lighthouse has in a member's list, or returns the reason for a refusal: the other members have another
+// list.
 //
 // A new list is accepted if no other member is alive here: so an operator who ends all groups of a job can give them another
 // list, without a restart of the lighthouses. This relies on an assumption of docs/correctness.md: no group begins with another
@@ -77,8 +75,8 @@ func (s *succession) listed() bool { return s.seat.Of > 1 }
 func (s *succession) sit(id string, seat Seat, others bool) (refusal string) {
 	switch {
 	case seat.Of == 0:
-		// The member does not say: the seat stays what others said. That is safe since all groups of a job have the same list: where
-		// nobody says one, there is none. Taken for "the only one", it would lift the rule for all others.
+		// The member does not report a seat (upstream's do not): the seat stays as others have reported it. If it counted as "the only
+		// one", this lighthouse could form a quorum with that member while another lighthouse serves the rest.
 	case s.seat.Of != 0 && others && !s.disk && seat != s.seat:
 		return fmt.Sprintf("for replica %s this lighthouse is %s, for the others %s: TORCHFT_LIGHTHOUSE must be the same for all groups of a job",
 			id, seat, s.seat)
@@ -88,9 +86,8 @@ func (s *succession) sit(id string, seat Seat, others bool) (refusal string) {
 	return ""
 }
 
-// remember takes the seat that a disk has, until a member says another one. Without it a restarted lighthouse would count as
-// the only one for an upstream group, which says nothing of a list: it could continue with that group while the others are
-// elsewhere.
+// remember takes the seat from the disk, until a member reports one. Without it, a restarted lighthouse would take itself for the only
+// one if an upstream group, which reports no seat, asks first: it could continue with that group while the others are elsewhere.
 func (s *succession) remember(seat Seat) {
 	if s.seat.Of == 0 && seat.Of != 0 {
 		s.seat, s.disk = seat, true
@@ -116,20 +113,20 @@ func (s *succession) begin(known, highest int64, now time.Time) (begun bool) {
 	return true
 }
 
-// firstID is the id below the first one of the term.
+// firstID is the highest id before the first one of the term.
 func (s *succession) firstID(now time.Time) int64 {
-	return s.term<<termBits + min(max(now.UnixMilli(), 0), 1<<termBits-1<<32) // with room, whatever the clock says
+	return s.term<<termBits + min(max(now.UnixMilli(), 0), 1<<termBits-1<<32) // the bound leaves room for later ids if the clock is wrong
 }
 
-// A base holds more than one quorum only where members change again before those of a quorum have heard of it. It may hold mostBases of
-// any size, or more that have mostVoters members together: a job of some hundred groups never waits for it, and one of thousands does
-// not carry megabytes.
+// A base holds more than one quorum only if the members change again before enough of them know of the previous quorum. It may hold
+// mostBases quorums of any size, or more of them with at most mostVoters members together. So a job of some hundred groups never waits
+// because of this bound, and one of thousands does not send megabytes with each quorum.
 const (
 	mostBases  = 4
 	mostVoters = 1 << 14
 )
 
-// tooLong reports whether a base is more than members can carry.
+// tooLong reports whether a base exceeds these bounds.
 func tooLong(base [][]Voter) bool {
 	voters := 0
 	for _, set := range base {
@@ -138,7 +135,7 @@ func tooLong(base [][]Voter) bool {
 	return len(base) > mostBases && voters > mostVoters
 }
 
-// outvotes reports whether some of a set, those that count, outvote the rest.
+// outvotes reports whether the members of a set that count are a majority of it: more than half, or half with the first one.
 func outvotes(set []Voter, counts func(Voter) bool) bool {
 	n, first := 0, false
 	for i, v := range set {
@@ -158,9 +155,9 @@ func (s *succession) given(v Voter) bool {
 	return v.Given || ended || waived
 }
 
-// shortfall says that a set is not outvoted.
+// shortfall is a set of members of which too few vote here.
 type shortfall struct {
-	base    bool // the set is the base of the quorum
+	base    bool // the set is from the base of the quorum
 	set     []Voter
 	votes   int
 	missing []Voter
@@ -230,8 +227,8 @@ func (s *succession) baseAfter(p Past, changed bool, knows func(id string) bool)
 	return base
 }
 
-// waive counts the vote of a missing member as given, because an operator says so. It is outside of the proof: if the member
-// trains at another lighthouse after all, or others that were in a later quorum with it do, the job gets two histories.
+// waive counts the vote of a missing member as given, on the word of an operator. The proof does not cover it: if the member still
+// trains at another lighthouse, or others that were in a later quorum with it do, two lighthouses serve the job at once.
 func (s *succession) waive(id string) {
 	if s.waived == nil {
 		s.waived = map[string]struct{}{}

@@ -6,10 +6,10 @@ import "fmt"
 //
 // Invariants:
 //
-//  1. All members that have a stream have received the term. A new one ends all other streams and all requests (begin): a request counts
-//     only in the term in which it was made. Else it could be answered after its member went to another lighthouse.
-//  2. A term is above all that a member has heard of, but for those that are far ahead of all that were seen (overreaches): so one wrong
-//     number spoils no terms.
+//  1. All members that have a stream have received the term. A new term ends all other streams and all requests (begin): a request counts
+//     only in the term in which it was made. Otherwise it could be answered after its member went to another lighthouse.
+//  2. The term is above all terms that members know of. Terms far ahead of all that were seen here are refused (overreaches), so that
+//     one wrong number does not use up the terms.
 type terms struct {
 	*core
 	past *memory
@@ -17,22 +17,22 @@ type terms struct {
 }
 
 const (
-	// termReach is how far a member may be ahead of all terms that this lighthouse has seen: a term for each time that somebody
-	// went from one lighthouse to another since. A member further ahead has to show the quorum that it was in.
+	// termReach is how far a member's term may be ahead of all terms that this lighthouse has seen. A term begins each time that a
+	// member goes from one lighthouse to another. A member further ahead has to show a quorum of about that term.
 	termReach = 1 << 12
-	// maxClaimedTerm is the highest term that a member may claim: after it there is room for others.
+	// maxClaimedTerm is the highest term that a member may claim. It leaves room for later terms.
 	maxClaimedTerm = maxTerm - termReach
 )
 
 // knownTerm is the highest term that a member knows of. One that got its quorum by a call has heard of none.
 func (e Greeted) knownTerm() int64 { return max(e.Term, termOf(e.KnownQuorumID)) }
 
-// admit lets a member's stream begin, or refuses it. At a lighthouse of a list it returns the replica, whose term is still to be taken in
-// (greeted).
+// admit accepts a member's stream, or refuses it. If it accepts it, and the lighthouse is one of a list, it returns the replica: greeted
+// then handles the member's term, and welcomes it.
 func (t *terms) admit(e Greeted) *replica {
-	t.list.back(e.ReplicaID) // it has not ended: its vote comes with its next request
-	// Refused before it takes the seat, or counts as a sign of life: with a seat that none of the members has, this lighthouse could
-	// begin a job that lives elsewhere, and the others would wait for a member that can ask nothing without a stream.
+	t.list.back(e.ReplicaID) // the member has not ended: its vote comes with its next request
+	// The refusal comes before the seat is accepted and before the greeting counts as a sign of life. With a seat of a member that is
+	// refused, this lighthouse could begin a job that is served elsewhere; and the others would wait for a member without a stream.
 	if listed := e.Seat.Of > 1 || e.Seat.Of == 0 && t.list.listed(); listed {
 		if refusal := t.overreaches(e); refusal != "" {
 			t.do(RefuseStream{e.ReplicaID, refusal})
@@ -56,7 +56,7 @@ func (t *terms) admit(e Greeted) *replica {
 	return r
 }
 
-// greeted takes in the term that a member knows.
+// greeted handles the term that a member knows.
 func (t *terms) greeted(r *replica, e Greeted) {
 	t.list.greets(e.ReplicaID, e.KnownQuorumID, e.knownTerm() > t.list.term, t.now)
 	if r.farTerm = 0; t.far(e) {
@@ -75,8 +75,8 @@ func (t *terms) welcome(r *replica) {
 	t.do(w)
 }
 
-// begin sees to it that all members hear of a new term: also those that count as failed, since they may speak again on the
-// streams that they have.
+// begin starts a new term. All streams end, so that all members learn of it when they open new ones: also members that count as failed,
+// since they may still send requests on their streams.
 func (t *terms) begin(with string, known int64) {
 	if !t.list.begin(known, t.past.highest, t.now) {
 		return
@@ -84,12 +84,12 @@ func (t *terms) begin(with string, known int64) {
 	t.past.highest = max(t.past.highest, t.list.firstID(t.now))
 	reason := fmt.Sprintf("term %d begins with %s", t.list.term, with)
 	t.do(Renew{reason})
-	t.roster.reachNothing() // they begin other streams, and say it again
+	t.roster.reachNothing() // the members report it again on their new streams
 	t.outdate(func(q request) bool { return q.recallable }, reason)
 }
 
-// overreaches says why a greeting is refused that claims a term far ahead of all that were seen; empty if it is not. If
-// the member can show a quorum of about that term, it shall (far).
+// overreaches is the reason to refuse a greeting whose term is far ahead of all that were seen here; empty if it is accepted. It is
+// accepted if the member knows a quorum of about that term, which it then has to show (far).
 func (t *terms) overreaches(e Greeted) (refusal string) {
 	switch known := e.knownTerm(); {
 	case known > maxClaimedTerm:
@@ -101,7 +101,7 @@ func (t *terms) overreaches(e Greeted) (refusal string) {
 	return ""
 }
 
-// far reports whether a member claims a term that is believed only with a quorum of about that term.
+// far reports whether a member's term begins here only once the member has shown a quorum of about that term.
 func (t *terms) far(e Greeted) bool { return e.knownTerm() > t.seen()+termReach }
 
 // seen is the highest term that was seen here.

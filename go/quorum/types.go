@@ -1,5 +1,5 @@
-// Package quorum is the lighthouse's machine: which members are alive, which of them wait, which are in the next quorum, and
-// why.
+// Package quorum is the lighthouse's machine. It decides which members are alive, which of them are in the next quorum, and when
+// that quorum is formed.
 //
 // It is pure. Time is an argument, requests and timers are events, answers are actions; sockets, clocks and
 // goroutines live in package lighthouse. The same machine runs in production and in the simulation.
@@ -11,19 +11,19 @@ import "time"
 type Quorum struct {
 	ID       int64
 	Members  []Member  // ordered by ReplicaID
-	Base     [][]Voter // members of earlier quorums, each of which the next one has to outvote besides Members; nil for none: see succession.go
+	Base     [][]Voter // the members of earlier quorums whose votes the next one needs besides those of Members (succession.go); nil: none
 	Created  time.Time
-	Revision Revision // of Members; 0 where nobody asked for it, as in an answer to a call
+	Revision Revision // of Members; 0 if it is not known: a quorum in the answer to a call has none
 }
 
-// WaiterID names one waiting request; the shell chooses it and never uses it twice.
+// WaiterID identifies one pending request; the shell chooses it and never uses it twice.
 type WaiterID uint64
 
 // Event is something that happened to the lighthouse.
 type Event interface{ isEvent() }
 
 type (
-	// Asked: a member wants to be in the next quorum and waits for it. It counts as a heartbeat.
+	// Asked: a member requests to be in the next quorum. The request counts as a heartbeat.
 	Asked struct {
 		Waiter WaiterID
 		Member Member
@@ -33,21 +33,21 @@ type (
 		Recallable    bool   // it answers a Recall
 		Lighthouses   int    // in the list of a member that makes a call; 0 if it does not say
 		Reaches       Places // as in Reaches
-		// Number grows with each request of the member, retries included; 0 if it does not say. A request that comes
-		// after a newer one was held up on the way. Its content does not hold any more, and nobody waits for it.
+		// Number grows with each request of the member, retries included; 0 if it does not say. A request with a smaller number than an
+		// earlier one was delayed on the way: its content is outdated, and the member does not wait for its answer.
 		Number uint64
 	}
-	// Greeted: a member of ours begins a stream. It counts as a heartbeat.
+	// Greeted: a member begins a stream, which upstream's do not. It counts as a heartbeat.
 	Greeted struct {
 		ReplicaID string
 		Seat      Seat  // of this lighthouse in the member's list
 		Term      int64 // highest that the member heard from a lighthouse, see succession.go
-		// KnownQuorumID is as in Asked. A lighthouse of a list asks for that quorum before anybody waits: a member that comes from
-		// another lighthouse in the middle of a step trains in it.
+		// KnownQuorumID is as in Asked. A lighthouse of a list recalls that quorum at the greeting, before there is a request: a member
+		// that comes from another lighthouse in the middle of a step is training in it.
 		KnownQuorumID int64
 	}
-	// Reaches: a member says which of the lighthouses it reaches that come before this one. It holds until it says
-	// something else, its last stream breaks, or it counts as failed.
+	// Reaches: a member reports which of the lighthouses before this one in the list it can reach. That holds until its next report, the
+	// end of its last stream, or its failure.
 	Reaches struct {
 		ReplicaID string
 		Places    Places
@@ -59,57 +59,57 @@ type (
 		Highest int64  // no id up to this one may be given out again; 0 if that is Past.ID
 		Seat    Seat   // of this lighthouse, as a disk has it
 	}
-	// Bound: a member answered a stamp of this lighthouse, on a stream that counts. See bond.go.
+	// Bound: a member answered a stamp of this lighthouse, on a stream that has not been replaced by a newer one. See bond.go.
 	Bound struct {
 		ReplicaID string
 		Since     time.Time // when the stamp was sent, as the clock of this lighthouse said
 	}
-	// GivenUp: an operator vouches that members have ended, and that no group trains elsewhere in a later quorum that they were in.
+	// GivenUp: an operator states that members have ended, and that no group trains elsewhere in a later quorum that included them.
 	GivenUp struct {
 		ReplicaIDs []string
 		By         string
 	}
 	// Ended: the host of a member answered that its process has ended.
 	Ended struct{ ReplicaID string }
-	// Withdrawn: a request ended on the side of its member: its deadline passed, or its connection broke. It waits no more.
+	// Withdrawn: a request ended on the side of its member: its deadline passed, or its connection broke. It gets no answer.
 	Withdrawn struct{ Waiter WaiterID }
 	// Beat: a heartbeat.
 	Beat struct{ ReplicaID string }
-	// Disconnected: the last stream of a member broke: its process ended, or the network was cut. Those of its requests that
-	// waited were withdrawn before. It is a suspect from then on, and has failed unless there is a sign of life within the grace.
+	// Disconnected: the last stream of a member broke: its process ended, or the network was cut. Its pending requests were withdrawn
+	// before. The member is a suspect from then on, and fails unless there is a sign of life within the grace.
 	Disconnected struct{ ReplicaID string }
 	// Incomplete: a rank of the group has failed. It takes part in nothing until it asks again.
 	Incomplete struct{ ReplicaID, Reason string }
-	// Suspected: a collective of a quorum failed in the reporter's group. It names the peer that it suspects, or nobody if
-	// it does not know. It is a sign of life of the reporter.
+	// Suspected: a collective of a quorum failed in the reporter's group. Suspect is the peer that broke it, empty if the reporter does
+	// not know. The report is a sign of life of the reporter.
 	Suspected struct {
 		Reporter, Suspect string
 		QuorumID          int64
 	}
-	// Checked: what came of a Check.
+	// Checked: the result of a Check.
 	Checked struct {
 		ReplicaID string
 		QuorumID  int64
 		Reached   bool
 		Reason    string // if it was not reached
 	}
-	// Progressed: what a member does, as it was asked to say.
+	// Progressed: a member's answer to AskProgress.
 	Progressed struct {
 		ReplicaID string
 		Progress  Progress
 	}
-	// Drained: somebody wants a member to leave.
+	// Drained: an operator or a scheduler requests that a member leaves.
 	Drained struct{ ReplicaID, Reason string }
 	// Leaving: a member has ended its last step, and takes part in nothing more.
 	Leaving struct{ ReplicaID string }
-	// ShuttingDown: the manager server of a member ends, as the member wants it. The end of its stream is no failure then.
+	// ShuttingDown: a member shuts its manager server down. The end of its stream is no failure then.
 	ShuttingDown struct {
 		ReplicaID string
-		Finished  bool // its training has ended on purpose: it is neither preempted nor to be started again
+		Finished  bool // its training is complete: the group was not preempted, and will not be restarted
 	}
-	// Slept: the lighthouse itself stood still for a time, in which it heard nobody.
+	// Slept: the lighthouse itself was stopped for a time, and handled no messages.
 	Slept struct{ For time.Duration }
-	// Woken: the time of the latest Wake has come.
+	// Woken: it is the time that the latest Wake asked for.
 	Woken struct{}
 	// Tick: quorum_tick_ms passed.
 	Tick struct{}
@@ -146,8 +146,8 @@ type (
 		Quorum  *Quorum
 		Before  *Quorum       // the one that was delivered before, nil if none: many members hold its list
 		Waited  time.Duration // since the first of them asked
-		// Kept: a member cannot show this quorum, so that a restarted lighthouse of a list knows of it by its disk alone. Where there
-		// is one, all that was to be kept is on it before anybody is answered.
+		// Kept: one of the members cannot show this quorum to a restarted lighthouse of the list, which then knows of it from its disk
+		// only. If there is a disk, the shell answers after everything in earlier Keep actions has been written.
 		Kept bool
 	}
 	// Redeliver answers a waiter with the latest quorum, which it is in and whose answer was lost: see redeliver.go.
@@ -166,15 +166,14 @@ type (
 		ReplicaID string
 		Term      int64         // 0 where there is no list
 		Bond      time.Duration // for how long a stamp binds the member, 0: it gets none
-		Draining  string        // who wants it to leave: it may not have heard of it. Empty: nobody
+		Draining  string        // who requested that it leaves, in case it missed the Drain; empty: nobody has
 	}
 	// RefuseStream ends the stream that a member just began.
 	RefuseStream struct {
 		ReplicaID string
 		Reason    string
 	}
-	// Renew ends all streams but those of the member that just greeted. Their members begin others, and so learn of the
-	// new term.
+	// Renew ends all streams but those of the member that just greeted. The members open new ones, whose welcome has the new term.
 	Renew struct{ Reason string }
 	// FailBack sends all members that have a stream to the lighthouse at an earlier place of the list. Messages on those
 	// streams count no more, and their end is no failure.
@@ -192,15 +191,15 @@ type (
 		ReplicaID string
 		Address   string
 	}
-	// Doubted reports what a member claims and this lighthouse does not believe, for the log.
+	// Doubted reports a claim of a member that this lighthouse ignores, for the log.
 	Doubted struct{ ReplicaID, Reason string }
-	// Waived reports that a member that is missing was given up, and counts as one that votes here.
+	// Waived reports that a missing member was given up by an operator, and counts as one that votes here.
 	Waived struct{ ReplicaID, By string }
-	// Keep is what a restarted lighthouse would have to know of the job, to be written to a disk.
+	// Keep has the shell write to disk what a restarted lighthouse has to know of the job.
 	Keep struct {
 		Past    Past  // zero: the training has ended, and only the ids are to be kept
 		Highest int64 // no id up to this one may be given out again
-		Seat    Seat  // a restarted lighthouse of a list must not take itself for the only one
+		Seat    Seat  // a restarted lighthouse must not serve the job as the only one if there is a list
 	}
 	// Regressed reports a quorum whose steps are below those that the job had reached.
 	Regressed struct {
@@ -214,7 +213,7 @@ type (
 		Left   []string
 		Reason string
 	}
-	// Failed reports that a member of the latest quorum has failed. Nobody needs to wait for it any more.
+	// Failed reports that a member of the latest quorum has failed. The others must stop waiting for it.
 	Failed struct {
 		QuorumID  int64
 		ReplicaID string
@@ -235,13 +234,13 @@ type (
 	}
 	// AskProgress asks members what they do; each answers with Progressed.
 	AskProgress struct{ ReplicaIDs []string }
-	// Drain asks a member to leave at the end of a step. It says when it does, with Leaving.
+	// Drain asks a member to leave at the end of a step. It answers with Leaving when it does.
 	Drain struct{ ReplicaID, Reason string }
-	// Release lets a member that left end: nobody needs it any more.
+	// Release lets a member that left end its process: no peer needs what it has sent any more.
 	Release struct{ ReplicaID string }
 	// Wake asks for Woken at a time, in place of an earlier Wake.
 	Wake struct{ At time.Time }
-	// InUse reports whether there is somebody, and something to go on after, when either changes. Before the first neither is.
+	// InUse reports whether the job has members and a latest quorum, when either changes. Before the first report it has neither.
 	InUse struct {
 		Alive  bool // a member counts as alive
 		Served bool // there has been a quorum, formed here or remembered
@@ -274,7 +273,7 @@ func (Wake) isAction()         {}
 func (InUse) isAction()        {}
 func (Waiting) isAction()      {}
 
-// Cause is what made a member count as failed, in one word, for counting.
+// Cause is why a member counts as failed: the label of a metric.
 type Cause string
 
 const (
@@ -283,15 +282,15 @@ const (
 	RankFailed   Cause = "rank"        // one of its ranks has failed
 	Unreachable  Cause = "unreachable" // its peers lost the connection with it, and it gives no sign of life
 	NoProgress   Cause = "stalled"     // it made no progress, and was evicted
-	ProcessEnded Cause = "process"     // its host says that its process has ended
+	ProcessEnded Cause = "process"     // its host answered that its process has ended
 	Parted       Cause = "parted"      // its peers wait for it in a step whose quorum it did not get
-	Doubtful     Cause = "doubtful"    // it knows of a later quorum, as it says, and does not show it
+	Doubtful     Cause = "doubtful"    // it claims to know of a later quorum, and does not show it
 
 	// ShutDown is no failure: the member ended itself.
 	ShutDown Cause = "shutdown"
 )
 
-// Causes are all that are failures.
+// Causes are all causes that are failures.
 var Causes = []Cause{Silent, Connection, RankFailed, Unreachable, NoProgress, ProcessEnded, Parted, Doubtful}
 
 // Refusal is why a waiter gets no quorum.
@@ -303,9 +302,9 @@ const (
 	Behind                    // its step is below the job's, and the policy forbids to regress
 	Outvoted                  // too few of the last quorum ask here: another lighthouse may have more
 	Outdated                  // another lighthouse was asked in the meantime: ask again
-	Left                      // its member said that it leaves
+	Left                      // its member has left
 	Unbelieved                // it claims to know a quorum far ahead, and does not show it
 	Unshown                   // it claims to know a later quorum, and does not show it: another lighthouse may know it
-	Misfit                    // its group has another world_size than those of the others
-	Streamless                // it makes calls, and its lighthouse is one of a list: bond.go
+	Misfit                    // its group has another world_size than the other groups
+	Streamless                // its member makes calls in place of a stream, and its lighthouse is one of a list (bond.go)
 )

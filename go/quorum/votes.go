@@ -6,32 +6,32 @@ import (
 	"time"
 )
 
-// votes decides whether this lighthouse of a list may go on: it counts votes by the rule of succession.go, and sends on members
-// that may not go on here. Alone, it allows everything.
+// votes decides whether this lighthouse of a list may form the next quorum: it counts votes by the rule of succession.go, and sends
+// members to the next lighthouse that have too few votes here. An only lighthouse needs no votes.
 //
 // Invariants:
 //
-//  1. No quorum is formed without the votes for it (lacking), but where all of the last one ask and it has no base: then all
-//     vote.
-//  2. A member that is sent on is released from its bond first (bond.go, invariant 2).
-//  3. Requests that lack votes do not wait for ever: after heartbeat_timeout_ms they are sent on, since the votes may be at another
-//     lighthouse.
+//  1. No quorum is formed without the votes for it (lacking). They need not be counted if all members of the latest quorum ask, and it
+//     has no base: then all have voted.
+//  2. The bond of a member is released before the member is sent to the next lighthouse (bond.go, invariant 2).
+//  3. Requests that lack votes do not stay pending for ever: after heartbeat_timeout_ms they are refused, and their members ask the next
+//     lighthouse, where the votes may be.
 type votes struct {
 	*core
 	past   *memory
 	list   *succession
 	ends   *ends
-	lacked time.Time // since when the waiting members may not go on; zero while they may
+	lacked time.Time // since when votes are missing for the pending requests; zero while they are not
 }
 
-// lacking reports, in words, that the members of a quorum may not go on, because another lighthouse might serve the rest of
-// the last one. Those whose votes are missing are returned too.
+// lacking is the reason why these members may not form a quorum: votes are missing, and another lighthouse might serve the rest of the
+// latest quorum. It is empty if they may. The members whose votes are missing are returned, too.
 func (v *votes) lacking(d decision, in []*replica) (reason string, missing []Voter) {
 	latest := v.past.latest
 	if !v.list.listed() || d.cause == fastPath && latest.Base == nil {
-		return "", nil // nobody else serves the job, or all of the last quorum vote
+		return "", nil // no other lighthouse serves the job, or all members of the latest quorum vote
 	}
-	if latest == nil { // a job begins at one lighthouse of the list, and where nobody has spoken of a quorum: else it would begin twice
+	if latest == nil { // A job begins at the first lighthouse of the list, and only if no member claims an earlier quorum: it must not begin twice.
 		switch rumor := v.past.rumor; {
 		case v.list.seat.Place == 0 && rumor.ReplicaID == "":
 			return "", nil
@@ -55,7 +55,7 @@ func (v *votes) lacking(d decision, in []*replica) (reason string, missing []Vot
 	return reason, missing
 }
 
-// base holds the sets that the quorum after the next one has to outvote besides the members of the next one.
+// base is the base of the quorum that is formed now (succession.baseAfter).
 func (v *votes) base(in []*replica, changed bool) [][]Voter {
 	latest := v.past.latest
 	if !v.list.listed() || latest == nil || latest.Base == nil && !changed {
@@ -68,15 +68,16 @@ func (v *votes) base(in []*replica, changed bool) [][]Voter {
 	return v.list.baseAfter(latest.Past(), changed, func(id string) bool { return knows[id] })
 }
 
-// stillLacking reports that a decision would change nothing: the last one was that votes are missing, by the numbers alone they still
-// are, and nothing else is due. Without it each request would cost as much as a quorum has members while one is held up.
+// stillLacking reports that a decision is needless: at the last one votes were missing, the counts alone show that they still are, and
+// neither a refusal nor a probe is due. Without this shortcut, each request would cost as much as the quorum has members while votes
+// are missing.
 func (v *votes) stillLacking(t tally) bool {
 	if v.lacked.IsZero() || !v.list.listed() || v.past.latest == nil || t.candidates == 0 ||
 		v.now.Sub(v.lacked) >= v.policy.HeartbeatTimeout || v.now.Sub(v.ends.asked) >= probePause {
 		return false
 	}
 	most, all := t.previousCandidates+len(v.list.ended)+len(v.list.waived), len(v.past.latest.Members)
-	if 2*most == all { // half of them suffice with the first one
+	if 2*most == all { // half of them suffice if they include the first one
 		first := v.past.latest.Members[0].voter()
 		r := v.roster.replicas[first.ReplicaID]
 		return !v.list.given(first) && (r == nil || !r.waiting())
@@ -84,8 +85,8 @@ func (v *votes) stillLacking(t tally) bool {
 	return 2*most < all
 }
 
-// decided does what is due after a decision. At a tick, those that wait for something else (time, or other members) are looked at too:
-// if not even all that are alive have the votes, that wait is in vain.
+// decided handles missing votes after a decision. At a tick, it also looks at requests that wait for something else (time, or other
+// members): if the members that are alive lack votes even together, that wait is useless.
 func (v *votes) decided(d decision, tick bool) {
 	switch {
 	case d.cause == lacksVotes:
@@ -98,12 +99,12 @@ func (v *votes) decided(d decision, tick bool) {
 	}
 }
 
-// stranded sends on the waiting members if not even all members that are alive could go on, whatever they wait for.
+// stranded refuses the pending requests, after a while, if all members that are alive together lack votes, whatever else is awaited.
 func (v *votes) stranded() {
 	if !v.list.listed() || v.roster.queue.Len() == 0 {
 		return
 	}
-	if v.past.latest != nil && v.past.latest.Base == nil && moreThanHalfAlive(v.past.members) { // as nearly always: there is no need to look further
+	if v.past.latest != nil && v.past.latest.Base == nil && moreThanHalfAlive(v.past.members) { // the usual case, without the cost of lacking
 		v.lacked = time.Time{}
 		return
 	}
@@ -116,8 +117,8 @@ func (v *votes) stranded() {
 	v.lack(reason, missing, slices.DeleteFunc(alive, func(r *replica) bool { return !r.waiting() }))
 }
 
-// lack asks the hosts of the missing members, and refuses the members that may not go on here after a while: at another lighthouse there may
-// be more. Without that they might wait here for ever.
+// lack probes the hosts of the members whose votes are missing. After heartbeat_timeout_ms it refuses the requests, so that their members
+// ask the next lighthouse (invariant 3).
 func (v *votes) lack(reason string, missing []Voter, in []*replica) {
 	v.ends.probeMissing(missing)
 	switch {
@@ -129,15 +130,14 @@ func (v *votes) lack(reason string, missing []Voter, in []*replica) {
 	}
 	v.lacked = time.Time{}
 	for _, r := range in {
-		for _, w := range r.waiters(func(q request) bool { return q.recallable }) { // one that makes calls has one lighthouse
+		for _, w := range r.waiters(func(q request) bool { return q.recallable }) { // a member that makes calls has no other lighthouse
 			v.list.release(r.id, v.now)
 			v.refuse(w, Outvoted, reason)
 		}
 	}
 }
 
-// missing are the members without whose votes no quorum forms even if all that are alive ask; none if a quorum lacks something
-// else.
+// missing are the members whose votes would be missing even if all members that are alive asked; none if no votes would be.
 func (v *votes) missing() (ids []string) {
 	heard := slices.DeleteFunc(v.roster.alive(), func(r *replica) bool { return r.presumed })
 	_, missing := v.lacking(decision{}, heard)
@@ -148,7 +148,7 @@ func (v *votes) missing() (ids []string) {
 	return slices.Compact(ids)
 }
 
-// moreThanHalfAlive reports whether more than half of some are alive.
+// moreThanHalfAlive reports whether more than half of these replicas are alive.
 func moreThanHalfAlive(of []*replica) bool {
 	n := 0
 	for _, r := range of {

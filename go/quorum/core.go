@@ -12,7 +12,7 @@ import (
 //
 // Invariants:
 //
-//  1. now never goes back.
+//  1. now never decreases.
 //  2. Each event begins with an empty list of actions. They are in the order in which they are to be done.
 //  3. A failure is collected when it is found, and reported after the other actions of the event (Machine.reportFailures). So an event
 //     that makes another quorum the latest one can drop failures of members of the previous one.

@@ -220,7 +220,7 @@ func (m *memory) adopt(p Past) {
 		}
 	}
 	for _, r := range before { // after the loop above: a member of both must not be forgotten in between, with its request number
-		_, in := q.at(r.id)
+		_, in := q.Place(r.id)
 		m.roster.setPrevious(r, in, m.now)
 	}
 	m.latest, m.step, m.rumor = q, p.Step, Voter{}

@@ -6,6 +6,7 @@ Either is enough for a subclass: `reconfigure` of this class ends in a call of `
 """
 
 # Parameters have the names and the order that users of torchft write, not PyTorch's.
+# pyrefly: ignore-errors[bad-override, bad-override-param-name]
 
 from __future__ import annotations
 

@@ -300,6 +300,7 @@ def _descriptor(storage: torch.UntypedStorage) -> Optional[int]:
         return None
     try:
         # Not _share_fd_cpu_, which moves any other kind of storage.
+        # pyrefly: ignore [missing-attribute]  # a method in C, not declared
         descriptor = storage._get_shared_fd()
     except RuntimeError:
         return None

@@ -76,6 +76,29 @@ func TestAGroupThatIsCutOffFromItsLighthouseOnlyCommitsNothingOnceItIsEvicted(t 
 	}
 }
 
+// Where the others already ask for the step again, the report and the quorum without the evicted group come in one moment.
+func TestAnEvictionThatCompletesTheNextQuorumIsForwarded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		cut, b, d := c.StartGroup("a", 1), c.StartGroup("b", 1), c.StartGroup("d", 1)
+		before := round(t, 1, cut, b, d)[0]
+		c.Net.Sever("a", "lighthouse")
+		c.Net.Sever("lighthouse", "a")
+		next := round(t, 1, b, d)[0]
+		require.Equal(t, []string{"b", "d"}, next.ReplicaIDs)
+
+		assert.Equal(t, before.QuorumID, heard(t, cut, 0).QuorumID)
+		got := <-cut.Vote(0, 1, true, time.Minute)
+		require.NoError(t, got.Err)
+		assert.False(t, got.Value)
+		for _, g := range []*fttest.Group{b, d} {
+			got = <-g.Vote(0, 1, true, time.Minute)
+			require.NoError(t, got.Err)
+			assert.True(t, got.Value)
+		}
+	})
+}
+
 func TestANoticeOfAPeerMustBeAboutThisGroup(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

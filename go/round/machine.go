@@ -5,8 +5,6 @@ import (
 	"slices"
 	"strings"
 	"time"
-
-	"github.com/torchft/torchft/go/quorum"
 )
 
 // maxWorldSize bounds the memory that a machine allocates for its ranks; no replica group comes near it.
@@ -40,9 +38,9 @@ type Machine struct {
 
 	ballot ballot
 
-	quorum  *quorum.Quorum // the last one that the ranks were given, nil before
-	failed  []failure      // by place in the quorum, nil: nobody has
-	evicted *MemberFailed  // the last quorum in which the group counts as failed
+	latest  given         // the last quorum that the ranks were given
+	before  given         // the one before, of another id
+	evicted *MemberFailed // the last quorum in which the group counts as failed
 
 	draining bool // the group was asked to leave, and the next quorum says so to its ranks
 

@@ -83,8 +83,8 @@ func (m *Machine) voted(e Voted) []Action {
 // group committed too, there would be two different states of one step; without a commit it heals.
 func (m *Machine) mayNotCommit(fenced bool) string {
 	switch {
-	case m.evicted != nil && m.quorum != nil && m.evicted.QuorumID == m.quorum.ID:
-		return fmt.Sprintf("this group counts as failed in quorum %d: %s", m.quorum.ID, m.evicted.Reason)
+	case m.evicted != nil && m.latest.is(m.evicted.QuorumID):
+		return fmt.Sprintf("this group counts as failed in quorum %d: %s", m.evicted.QuorumID, m.evicted.Reason)
 	case fenced:
 		return "this group was silent for so long that it may count as failed"
 	}

@@ -32,11 +32,11 @@ var mutants = []struct {
 		many(6), []string{ruleEvicted}, false,
 	},
 	{
-		"evicted groups commit", "round/vote.go", `case m.evicted != nil && m.quorum != nil && m.evicted.QuorumID == m.quorum.ID:`, `case m.evicted != nil && false:`,
+		"evicted groups commit", "round/vote.go", `case m.evicted != nil && m.latest.is(m.evicted.QuorumID):`, `case m.evicted != nil && false:`,
 		many(6), []string{ruleEvicted}, false,
 	},
 	{
-		"the fence is of an older quorum", "round/vote.go", `m.evicted.QuorumID == m.quorum.ID:`, `m.evicted.QuorumID < m.quorum.ID:`,
+		"the fence is of an older quorum", "round/vote.go", `m.latest.is(m.evicted.QuorumID):`, `m.latest.quorum != nil && m.evicted.QuorumID < m.latest.quorum.ID:`,
 		many(6), []string{ruleEvicted, ruleProgress}, false,
 	},
 	{

@@ -13,23 +13,41 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// notifyTimeout is how long a member that counts as failed may take to be notified. A later notice would hardly find it in the same step.
-const notifyTimeout = time.Second
+const (
+	// notifyTimeout is how long a member that counts as failed may take to be notified. A later notice would hardly find it in the same step.
+	notifyTimeout = time.Second
+	// mostNotified bounds the members that are notified at the same time, since each takes a socket. Where a rack fails, its groups follow
+	// each other in the list, so that the same three members notify all of them. Those that live answer within milliseconds.
+	mostNotified = 32
+)
 
 // notifyFailed notifies a member that it counts as failed, if it lives and does not know. It does not wait.
 func (s *Server) notifyFailed(a round.NotifyFailed) {
 	rpc.Go(&s.tasks, s.log, "notify a failed member", func() {
 		ctx, cancel := context.WithTimeout(s.ctx, notifyTimeout)
 		defer cancel()
-		conn, err := rpc.DialSecurely(ctx, s.cfg.Security, s.cfg.Network, "manager", a.Address, notifyTimeout)
-		if err == nil {
-			_, err = torchftpb.NewPeerServiceClient(conn).NotifyFailed(ctx, &torchftpb.MemberFailed{
-				QuorumId: a.Failed.QuorumID, ReplicaId: a.Failed.ReplicaID, Reason: a.Failed.Reason,
-			})
-			_ = conn.Close()
-		}
+		err := s.notify(ctx, a)
 		s.log.Debug("torchft: a member that counts as failed is notified", "member", a.Failed.ReplicaID, "error", err)
 	})
+}
+
+// notify waits until few enough others are being notified. A process that has ended refuses the connection, and is not dialed again.
+func (s *Server) notify(ctx context.Context, a round.NotifyFailed) error {
+	select {
+	case s.notifying <- struct{}{}:
+		defer func() { <-s.notifying }()
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+	conn, err := rpc.DialLater(s.cfg.Security, s.cfg.Network, "manager", a.Address)
+	if err != nil {
+		return err
+	}
+	defer func() { _ = conn.Close() }()
+	_, err = torchftpb.NewPeerServiceClient(conn).NotifyFailed(ctx, &torchftpb.MemberFailed{
+		QuorumId: a.Failed.QuorumID, ReplicaId: a.Failed.ReplicaID, Reason: a.Failed.Reason,
+	})
+	return err
 }
 
 // peers serves torchft.PeerService.

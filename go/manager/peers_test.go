@@ -2,6 +2,9 @@ package manager_test
 
 import (
 	"context"
+	"fmt"
+	"net"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -17,6 +20,7 @@ import (
 	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/membership"
+	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
@@ -119,6 +123,60 @@ func TestANoticeOfAPeerNeedsTheToken(t *testing.T) {
 		a := c.StartGroup("a", 1, func(m *manager.ServerConfig) { m.Security = security })
 		assert.Equal(t, codes.Unauthenticated, status.Code(notify(t, c, a, "a", 1)))
 	})
+}
+
+// A rack that fails: its groups follow each other in the list, so that the same three members notify all of them.
+func TestFewMembersAreNotifiedAtTheSameTime(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		rack := &quorum.Quorum{ID: 7}
+		for i := range 200 {
+			host := fmt.Sprintf("a%03d", i)
+			rack.Members = append(rack.Members, quorum.Member{ReplicaID: host, Address: "http://" + host + ":1"})
+		}
+		vanished, ended := rack.Members[:100], rack.Members[100:]
+		for _, m := range vanished {
+			c.Net.Block("g", m.ReplicaID)
+		}
+		rack.Members = append(rack.Members, quorum.Member{ReplicaID: "g", Address: "http://g:1"})
+		source := &tellTale{failures: make(chan membership.Notice)}
+		defer close(source.failures)
+		source.quorum = func(context.Context) (*quorum.Quorum, error) { return rack, nil }
+		var dialing counted
+		g := c.StartGroup("g", 1, func(cfg *manager.ServerConfig) {
+			dialing.Network = cfg.Network
+			cfg.Membership, cfg.Network = source, &dialing
+		})
+		round(t, 0, g)
+		fail := func(members []quorum.Member) {
+			for _, m := range members {
+				source.failures <- membership.Notice{Kind: membership.MemberFailed, QuorumID: 7, ReplicaID: m.ReplicaID}
+			}
+			synctest.Wait()
+		}
+		fail(ended)
+		time.Sleep(time.Second)
+		assert.EqualValues(t, len(ended), dialing.all.Load(), "a process that has ended is not dialed again")
+		fail(vanished)
+		assert.LessOrEqual(t, dialing.now.Load(), int64(32))
+		assert.Positive(t, dialing.now.Load())
+		time.Sleep(time.Second)
+		synctest.Wait()
+		assert.Zero(t, dialing.now.Load(), "a notice that is a second old helps nobody")
+	})
+}
+
+// counted counts how often it dials.
+type counted struct {
+	rpc.Network
+	all, now atomic.Int64
+}
+
+func (c *counted) Dial(ctx context.Context, address string) (net.Conn, error) {
+	c.all.Add(1)
+	c.now.Add(1)
+	defer c.now.Add(-1)
+	return c.Network.Dial(ctx, address)
 }
 
 func notify(t *testing.T, c *fttest.Cluster, g *fttest.Group, id string, quorumID int64) error {

@@ -31,7 +31,8 @@ type Server struct {
 	cancel     context.CancelFunc
 	tasks      sync.WaitGroup
 	notices    membership.Broadcast
-	unregister func() // ends the shortcut of the ranks in this process
+	notifying  chan struct{} // has a value for each member that is being notified
+	unregister func()        // ends the shortcut of the ranks in this process
 
 	mu        sync.Mutex
 	machine   *round.Machine
@@ -84,6 +85,7 @@ func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
 		address:    rpc.Announce(cfg.Hostname, lis.Addr(), cfg.Security),
 		membership: joined,
 		asking:     map[uint64]context.CancelFunc{},
+		notifying:  make(chan struct{}, mostNotified),
 		presence:   presence{},
 		meters:     newMeters(cfg.job(), cfg.ReplicaID),
 	}

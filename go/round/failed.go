@@ -71,7 +71,7 @@ func (g *given) memberFailed(id string, e MemberFailed) []Action {
 		f := &g.failed[place]
 		if !f.counts {
 			between++
-		} else if !f.notified {
+		} else if !f.notified || place == failed { // again: the first notice may have been lost
 			f.notified = true
 			actions = append(actions, NotifyFailed{members[place].Address, MemberFailed{e.QuorumID, members[place].ReplicaID, f.reason}})
 		}

@@ -28,10 +28,9 @@ type model struct {
 	inFlight  uint64
 	known     int64
 	closed    bool
-	evictedOf int64          // quorum_id
-	latest    int64          // quorum_id that the ranks were given last, or were to be given
-	before    int64          // the one before, of another id
-	notified  map[int64]bool // by quorum_id: z, that it counts as failed in it
+	evictedOf int64 // quorum_id
+	latest    int64 // quorum_id that the ranks were given last, or were to be given
+	before    int64 // the one before, of another id
 	draining  bool
 	does      map[int64]*modelRank
 
@@ -53,7 +52,7 @@ type modelVote struct {
 type outcome map[string]string
 
 func newModel(size int64) *model {
-	return &model{size: size, metadata: map[int64]string{}, absent: map[int64]Kind{}, answered: map[int64]uint64{}, notified: map[int64]bool{}, does: map[int64]*modelRank{}}
+	return &model{size: size, metadata: map[int64]string{}, absent: map[int64]Kind{}, answered: map[int64]uint64{}, does: map[int64]*modelRank{}}
 }
 
 func (m *model) answer(w WaiterID, text string) { m.out[fmt.Sprint("waiter ", w)] = text }
@@ -98,8 +97,7 @@ func (m *model) step(e Event) outcome {
 		switch {
 		case e.ReplicaID == "g" && e.QuorumID >= m.latest:
 			m.evictedOf = e.QuorumID
-		case e.ReplicaID == "z" && (e.QuorumID == m.latest || e.QuorumID == m.before) && !m.notified[e.QuorumID]:
-			m.notified[e.QuorumID] = true
+		case e.ReplicaID == "z" && (e.QuorumID == m.latest || e.QuorumID == m.before):
 			m.out["z"] = fmt.Sprint("failed in quorum ", e.QuorumID)
 		}
 	case Drained:
@@ -243,7 +241,6 @@ func (m *model) quorumKnown(e QuorumKnown) {
 		m.before = m.latest
 	}
 	m.latest = e.Quorum.ID
-	m.notified[m.latest] = false
 	silent := slices.ContainsFunc(m.asks, func(a QuorumAsked) bool { return a.CommittedQuorumID == 0 })
 	differ := slices.ContainsFunc(m.asks, func(a QuorumAsked) bool {
 		return a.Step != m.asks[0].Step || !silent && a.CommittedQuorumID != m.asks[0].CommittedQuorumID

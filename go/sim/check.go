@@ -54,8 +54,8 @@ type seen struct {
 	wanted   bool          // somebody wants it to leave, and it has heard of it
 }
 
-// eviction is when a lighthouse that counts a group as failed reported it, and when the group hears of it at the latest, by the
-// lighthouse or by a peer, if the network stays as it is; 0: it may not.
+// eviction is when a lighthouse that counts a group as failed reported it, and when the group hears of it at the latest by a peer that has
+// heard of it, if the network stays as it is; 0: it may not.
 type eviction struct {
 	quorumID    int64
 	at, heardBy time.Duration

@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/round"
 )
 
 // expire forgets a group whose signs of life are too old, and of one that is in the latest quorum only that it counted as
@@ -125,10 +126,25 @@ func (c *watch) looks(a *quorum.Check) {
 }
 
 // reported: a lighthouse has reported to its members that a group counts as failed.
-func (c *watch) reported(a *quorum.Failed) {
-	w, g := c.l.w, c.l.w.byID[a.ReplicaID]
-	g.eviction = eviction{quorumID: a.QuorumID, at: w.now}
-	if g.pausedUntil > w.now || w.Loss > 0 || w.noise > 0 {
+func (c *checker) reported(a *quorum.Failed) {
+	c.w.byID[a.ReplicaID].eviction = eviction{quorumID: a.QuorumID, at: c.w.now}
+}
+
+// forwards: a group hears that another one counts as failed, and has to notify it if it is one of the three that follow it in a quorum
+// that it still knows.
+func (c *checker) forwards(by *group, f *round.MemberFailed) {
+	w, g := c.w, c.w.byID[f.ReplicaID]
+	e, q := &g.eviction, c.quorums[f.QuorumID]
+	knows := by.quorum != nil && by.quorum.ID == f.QuorumID || by.before == f.QuorumID
+	if !knows || q == nil || e.quorumID != f.QuorumID || e.heardBy > 0 || w.Upstream.has(g.slot) {
+		return
+	}
+	if !w.sends(by.slot, g.slot) || g.pausedUntil > w.now || w.Loss > 0 || w.noise > 0 {
+		return
+	}
+	members := q.members
+	behind := slices.Index(members, by.id) - slices.Index(members, f.ReplicaID)
+	if behind = (behind + len(members)) % len(members); behind > 3 {
 		return
 	}
 	hop := 3 * w.Delay / 2
@@ -138,25 +154,7 @@ func (c *watch) reported(a *quorum.Failed) {
 	if slices.ContainsFunc(w.slots, func(s slot) bool { return s.slow > 0 }) {
 		hop *= 15
 	}
-	for _, k := range c.l.links {
-		by := k.g
-		hears := !by.killed && by.seat == c.l.index && by.pausedUntil <= w.now && k.welcomed && !k.stuck && !k.lostDown
-		if hears && (by == g || w.sends(by.slot, g.slot) && w.check.notifies(by, g, a.QuorumID)) {
-			g.eviction.heardBy = k.downAt + hop
-		}
-	}
-}
-
-// notifies reports whether a group is among the three that follow an evicted one in their quorum.
-func (c *checker) notifies(by, evicted *group, quorumID int64) bool {
-	members := c.quorums[quorumID].members
-	at := slices.Index(members, evicted.id)
-	for i := range min(3, len(members)-1) {
-		if members[(at+1+i)%len(members)] == by.id {
-			return by.quorum != nil && by.quorum.ID == quorumID
-		}
-	}
-	return false
+	e.heardBy = w.now + hop
 }
 
 // failed: a group counts as failed for a reason that is so.

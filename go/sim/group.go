@@ -30,6 +30,7 @@ type group struct {
 	asking     asking
 	connection
 	quorum      *quorum.Quorum // the latest that the machine received
+	before      int64          // the id of the one before
 	attempt     uint64         // the round of that quorum
 	askTimer    time.Duration  // when the next askDeadline comes, 0 if none is on its way
 	hasMetadata bool           // the last MetadataAsked was answered with metadata
@@ -155,8 +156,8 @@ func (g *group) handle(e *event) {
 		g.connect()
 	case welcomed, stamped, linkDue, linkBroken, closing, recall, memberFailed, probed, progressDue, drained, released, failBack, lookBack:
 		g.handleLink(e)
-	case peerNotifies:
-		g.memberFailed(*e.x.(*round.MemberFailed), false)
+	case noticed:
+		g.memberFailed(e.x.(*round.MemberFailed), e.ok)
 	case sentOn:
 		if a := &g.asking; a.active && a.req == e.id && e.link == g.link {
 			g.sentOn()
@@ -164,7 +165,11 @@ func (g *group) handle(e *event) {
 	case answered:
 		if a := &g.asking; a.active && a.req == e.id {
 			a.active = false
-			g.quorum, g.attempt = e.x.(*quorum.Quorum), a.round
+			q := e.x.(*quorum.Quorum)
+			if g.quorum != nil && g.quorum.ID != q.ID {
+				g.before = g.quorum.ID
+			}
+			g.quorum, g.attempt = q, a.round
 			g.last, g.seat, g.shied[g.at] = g.quorum, g.at, 0
 			g.fenced, g.quiet, g.claimed = false, 0, g.claims
 			w.check.learned(g, g.quorum)

@@ -380,7 +380,7 @@ func (l *lighthouse) do(input quorum.Event) {
 			for _, k := range l.links {
 				k.down(event{kind: memberFailed, x: &a})
 			}
-			l.check.reported(&a)
+			l.w.check.reported(&a)
 		case quorum.Check:
 			l.check.looks(&a)
 			l.lookAt(a)

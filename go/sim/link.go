@@ -218,7 +218,9 @@ func (g *group) handleLink(e *event) {
 		}
 	case memberFailed:
 		f := e.x.(*quorum.Failed)
-		g.memberFailed(round.MemberFailed{QuorumID: f.QuorumID, ReplicaID: f.ReplicaID, Reason: f.Reason}, k.lh != c.seat)
+		w.after(w.lag(), event{kind: noticed, g: g, ok: k.lh != c.seat, x: &round.MemberFailed{
+			QuorumID: f.QuorumID, ReplicaID: f.ReplicaID, Reason: f.Reason,
+		}})
 	case probed:
 		g.speaks()
 		k.up(event{kind: lhBeat, link: k})

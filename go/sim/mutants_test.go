@@ -40,6 +40,14 @@ var mutants = []struct {
 		many(6), []string{ruleEvicted, ruleProgress}, false,
 	},
 	{
+		"no member notifies", "round/failed.go", "place != own && between < notifiers;", "place != own && between < 0;",
+		many(6, CutLighthouse, CutUp, Stall), []string{ruleEvicted}, false,
+	},
+	{
+		"reports of the quorum before not forwarded", "round/failed.go", "	case m.before.is(e.QuorumID):", "	case m.before.is(e.QuorumID) && false:",
+		many(6, CutLighthouse, CutUp, Stall), []string{ruleEvicted}, true,
+	},
+	{
 		"votes count in the next attempt", "round/gather.go", "if m.ballot.count > 0 {", "if m.ballot.count > len(m.ranks) {",
 		func(s *Setup) { s.Ranks = 2; many(6, LoseVote, DropRank, Flaky, Slow)(s) }, []string{ruleVote, ruleWaiters, ruleEqual}, false,
 	},

@@ -35,7 +35,7 @@ const (
 	linkRetry        // g opens another one
 	recall           // the lighthouse asks for quorum id
 	memberFailed     // the lighthouse reports a failure; x is the *quorum.Failed
-	peerNotifies     // another group says that g counts as failed; x is the *round.MemberFailed
+	noticed          // the machine of g hears of a failure, of g itself by another group; x is the *round.MemberFailed; ok: another lighthouse says so
 	probed           // the lighthouse wants a sign of life
 	progressDue      // the lighthouse wants to know what g does
 	rankSays         // a rank says what it does; ok: it waits for other groups

@@ -68,26 +68,32 @@ func (g *group) suspect(c *comm) {
 
 // memberFailed takes the notice that a member, which may be this one, counts as failed. elsewhere: another lighthouse than the one that
 // formed the quorum says so.
-func (g *group) memberFailed(f round.MemberFailed, elsewhere bool) {
+func (g *group) memberFailed(f *round.MemberFailed, elsewhere bool) {
 	own := f.ReplicaID == g.id
-	if own {
+	switch {
+	case own:
 		g.evicted = max(g.evicted, f.QuorumID)
-	}
-	if own || !elsewhere {
-		g.step(f)
+		g.step(*f)
+	case !elsewhere:
+		g.w.check.forwards(g, f)
+		g.step(*f)
 	}
 	for r := range g.ranks {
 		g.ranks[r].peerFailed(f.QuorumID)
 	}
 }
 
-// notify sends a member what the lighthouse reported about it.
+// notify sends a member what the lighthouse reported about it. An upstream one has no such call.
 func (g *group) notify(f *round.MemberFailed) {
 	w := g.w
-	if other := w.byID[f.ReplicaID]; w.sends(g.slot, other.slot) && !w.lost() {
-		w.after(max(w.delay(g.slot), w.delay(other.slot)), event{kind: peerNotifies, g: other, x: f})
+	if other := w.byID[f.ReplicaID]; w.sends(g.slot, other.slot) && !w.lost() && !w.Upstream.has(other.slot) {
+		w.after(max(w.delay(g.slot), w.delay(other.slot)), event{kind: noticed, g: other, x: f})
 	}
 }
+
+// lag is how long a notice of the lighthouse takes to the machine. It goes by another goroutine than a quorum: the quorum that came after
+// it is there before it in half of the cases.
+func (w *world) lag() time.Duration { return w.Delay * (w.now / time.Microsecond % 2) }
 
 // accuse says of a peer that nothing is wrong with that it is lost.
 func (g *group) accuse() {

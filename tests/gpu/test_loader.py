@@ -62,7 +62,7 @@ def test_a_failure_and_a_join_end_with_the_bits_of_one_process_on_the_device() -
     assert all(weights is None or torch.equal(weights, expected) for weights in ended)
 
 
-def test_gradients_that_do_not_fit_come_again_in_the_same_step() -> None:
+def test_gradients_that_do_not_fit_are_repeated_in_the_same_step() -> None:
     ranks = RanksOnDevice(1, fails=(0, 3), device_of=on_device)
     ended, expected = ranks.run(), one_process(growing, DEVICE)
     assert all(torch.equal(weights, expected) for weights in ended)

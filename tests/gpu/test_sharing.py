@@ -142,7 +142,7 @@ def test_memory_is_not_reused_before_the_worker_is_through(pair: Pair) -> None:
         registration.release()
 
 
-def test_freed_memory_goes_back_while_the_worker_lives(pair: Pair) -> None:
+def test_freed_memory_is_returned_while_the_worker_runs(pair: Pair) -> None:
     small = torch.ones(4, device=DEVICE)
     pair.double(small)
     before = settled_mb()

@@ -27,7 +27,7 @@ def step(manager: Manager) -> tuple[bool, int]:
     return manager.should_commit(), manager.num_participants()
 
 
-def die_in_a_step(cluster: Cluster, survivors: int) -> list[tuple[float, bool, list[tuple[bool, int]]]]:
+def fail_in_a_step(cluster: Cluster, survivors: int) -> list[tuple[float, bool, list[tuple[bool, int]]]]:
     """All groups commit a step and lose the last of them in the next; how long the others took, how they went on."""
     together, failed, ended = Gate(), Gate(), Gate()
 
@@ -68,14 +68,14 @@ def die_in_a_step(cluster: Cluster, survivors: int) -> list[tuple[float, bool, l
 
 
 @pytest.mark.parametrize("survivors", [1, 3])
-def test_survivors_of_a_silent_death_go_on_at_once(cluster: Cluster, survivors: int) -> None:
-    for took, committed, after in die_in_a_step(cluster, survivors):
+def test_survivors_of_a_silent_failure_continue_at_once(cluster: Cluster, survivors: int) -> None:
+    for took, committed, after in fail_in_a_step(cluster, survivors):
         assert not committed
         assert took < within(KILL_S)
         assert after == [(True, survivors)] * 3
 
 
-def test_failures_are_told_to_who_subscribed_and_not_without_the_bus(cluster: Cluster) -> None:
+def test_failures_are_reported_to_subscribers_and_not_without_the_bus(cluster: Cluster) -> None:
     told: dict[int, list[MemberFailure]] = {0: [], 1: []}
     ready, ended = Gate(), Gate()
 

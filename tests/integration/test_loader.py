@@ -183,7 +183,7 @@ def ends_of_a_failure_and_a_join(
     """Weights of three groups, of which one fails in its third step, and of the group that takes its place."""
     restart = Gate()
 
-    def die(rank: Rank) -> str:
+    def fail(rank: Rank) -> str:
         rank.crash()
         restart.open()
         return "crashed"
@@ -191,7 +191,7 @@ def ends_of_a_failure_and_a_join(
     def wait_for_three(rank: Rank) -> None:
         rank.cluster.wait_for_healthy(3)
 
-    training.events[2, 0, 2] = die
+    training.events[2, 0, 2] = fail
     training.events[0, 0, 4] = training.events[1, 0, 4] = wait_for_three
     with Cluster(min_replicas=2, make_pg=make_pg) as cluster:
         first = [cluster.start(training, group=group) for group in range(3)]

@@ -133,11 +133,11 @@ def test_without_a_fault_each_sample_counts_once_an_epoch(algorithm: Callable[..
 def test_what_a_group_that_fails_should_have_trained_until_the_next_average_is_lost(
     algorithm: Callable[..., Any],
 ) -> None:
-    def die(rank: Rank) -> str:
+    def fail(rank: Rank) -> str:
         rank.crash()
         return "crashed"
 
-    training = Training(algorithm, start_with=3, events={(2, PERIOD + 2): die})
+    training = Training(algorithm, start_with=3, events={(2, PERIOD + 2): fail})
     with Cluster(min_replicas=2) as cluster:
         ended = results(*(cluster.start(training, group=group) for group in range(3)))
     committed, lost = agree(ended)

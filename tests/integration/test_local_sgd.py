@@ -301,7 +301,7 @@ def replay(settings: Settings, survivor: Ran, kill: Kill) -> papers.DiLoCo:
     ],
 )
 @pytest.mark.parametrize("delay", [0, 2])
-def test_a_group_dies_in_each_phase_of_a_sync_and_comes_back(where: str, lost: Optional[int], delay: int) -> None:
+def test_a_group_fails_in_each_phase_of_a_sync_and_returns(where: str, lost: Optional[int], delay: int) -> None:
     settings = Settings(fragments=2, period=3, delay=delay, alpha=0.25 if delay else 0.0)
     kill = Kill(where, attempt=5, back_at=10)
     survivor, failed_group, healed = run_with_kill(settings, kill, rounds=20)
@@ -349,7 +349,7 @@ def test_a_group_joins_in_the_middle(delay: int) -> None:
         assert_ends(ran[group], group, reference)
 
 
-def test_one_group_is_a_sync_ahead_when_another_dies() -> None:
+def test_one_group_is_a_sync_ahead_when_another_fails() -> None:
     """Two syncs are under way: group 0 has voted for one and asks for the next, group 1 fails before its vote."""
     settings = Settings(fragments=2, period=2, delay=1)
     ahead = Gate()

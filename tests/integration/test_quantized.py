@@ -39,7 +39,7 @@ def test_average_over_participants() -> None:
             assert outcome == ([4.0] * 5, [2.0] * 5)
 
 
-def test_death_of_a_peer_costs_a_step_and_never_raises() -> None:
+def test_a_failed_peer_costs_a_step_and_never_raises() -> None:
     victim_ended = Gate()
 
     def survivor(rank: Rank) -> list[bool]:

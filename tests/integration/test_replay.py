@@ -280,7 +280,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.mark.parametrize("place", ["forward", "bucket0", "bucket1", "commit"])
 @pytest.mark.parametrize("groups", [2, 3])
-def test_a_death_in_mid_step_costs_no_step(cluster: Cluster, groups: int, place: str) -> None:
+def test_a_failure_in_mid_step_costs_no_step(cluster: Cluster, groups: int, place: str) -> None:
     job = Job(groups, failures={0: (3, place)})  # the first one: its store is the primary's
     outcomes = job.run(cluster)
     check(job, outcomes)
@@ -291,7 +291,7 @@ def test_a_death_in_mid_step_costs_no_step(cluster: Cluster, groups: int, place:
     assert outcomes[0].participants in [[everybody] * n + [survivors] * (STEPS - n) for n in with_victim]
 
 
-def test_a_second_death_in_the_replay(cluster: Cluster) -> None:
+def test_a_second_failure_in_the_replay(cluster: Cluster) -> None:
     job = Job(4, failures={0: (3, "bucket0"), 1: (3, "replay")})
     outcomes = job.run(cluster)
     check(job, outcomes)
@@ -378,7 +378,7 @@ def test_an_error_of_the_training_loop_is_no_reason(cluster: Cluster) -> None:
             assert torch.equal(value, outcomes[0].weights[name])
 
 
-def test_spares_take_the_place_of_the_dead(cluster: Cluster) -> None:
+def test_spares_replace_failed_groups(cluster: Cluster) -> None:
     """A spare's own gradients are kept too, before zeros are put in their place."""
     job = Job(
         3,

@@ -207,7 +207,7 @@ class Ranks:
 
 
 @pytest.mark.parametrize("group_size", [1, 2])
-def test_gradients_that_do_not_fit_come_again_in_the_same_step(group_size: int) -> None:
+def test_gradients_that_do_not_fit_are_repeated_in_the_same_step(group_size: int) -> None:
     ranks = Ranks(group_size)
     ended, expected = ranks.run(), one_process(growing)
     assert all(torch.equal(weights, expected) for weights in ended)

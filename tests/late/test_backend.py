@@ -51,7 +51,7 @@ def test_work_is_returned_at_launch_and_its_future_is_complete(late):
     assert together(rank, make=make) == [((True, False), [30.0] * 4, True)] * 2
 
 
-def test_who_does_not_wait_reads_old_values(late):
+def test_a_reader_that_does_not_wait_reads_old_values(late):
     has_read = threading.Event()
 
     def rank(r: int, pg: ProcessGroupLate):
@@ -67,7 +67,7 @@ def test_who_does_not_wait_reads_old_values(late):
     assert together(rank, make=make)[0] == ([1.0] * 4, [3.0] * 4)
 
 
-def test_the_futures_value_is_ordered_for_who_takes_it(late):
+def test_the_futures_value_is_ordered_for_its_reader(late):
     late.delays(1, 1000, 2000)
 
     def rank(r: int, pg: ProcessGroupLate):
@@ -211,7 +211,7 @@ def test_abort_ends_kernels_and_leaves_garbage_without_an_error(late):
     assert len(set(got)) == 1 and got[0] not in (1.0, 3.0)
 
 
-def test_a_dead_peer_is_known_only_by_asking_and_the_watchdog_cleans_up(late, monkeypatch):
+def test_a_failed_peer_is_known_only_by_asking_and_the_watchdog_cleans_up(late, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     left = threading.Event()
 

@@ -15,7 +15,7 @@ from tests.late import build
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_those_who_ask_at_once_get_one_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_concurrent_callers_get_one_build(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     built, both_ask = [], threading.Barrier(2)
 
     def compile_one(compiler: str, made: Path) -> None:

@@ -111,7 +111,7 @@ def test_an_abort_ends_a_first_operation_whose_peer_does_not_follow(late: Module
     assert group.made[0].aborts > 0
 
 
-def test_who_is_connected_can_begin_at_once(late: ModuleType) -> None:
+def test_a_connected_rank_can_begin_at_once(late: ModuleType) -> None:
     group = Group(timedelta(seconds=20))
     group.peer.set()
     errors: list[Exception] = []
@@ -173,9 +173,7 @@ def test_torchfts_own_group_gives_up_a_peer_that_does_not_come(late: ModuleType,
     assert group._pg is None
 
 
-def test_memory_of_an_operation_that_is_given_up_is_not_handed_out(
-    late: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_of_an_aborted_operation_is_not_reused(late: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernel still writes when the group has given it up, and PyTorch's streams are few: another user of the one
     that it was allocated on, FSDP2 say, would get a block of the pool in which the kernel leaves its garbage.
     """

@@ -189,7 +189,7 @@ def test_the_source_trains_on(make: Any, device: type[Observed]) -> None:
     assert len(set(reads)) >= 5
 
 
-def test_who_comes_late_gets_the_copy(make: Any) -> None:
+def test_a_late_target_gets_the_copy(make: Any) -> None:
     source, state = make(), {"w": numbers(4 * BLOCK)}
     source.send_checkpoint([1], 1, state, TIMEOUT)
     source.disallow_checkpoint()

@@ -222,7 +222,7 @@ def test_a_wait_has_a_deadline(stuck):
     assert time.monotonic() - began < within(0.05)
 
 
-def test_who_waits_is_told_of_the_workers_end(stuck):
+def test_waits_end_when_the_worker_ends(stuck):
     work = double(stuck, full(3))
     queued(work)
     worker = stuck._worker

@@ -101,7 +101,7 @@ def test_a_group_is_killed_and_comes_back(job_server: None, args: tuple[str, ...
 
 @pytest.mark.processes
 @pytest.mark.parametrize("bus", ["1", pytest.param("0", marks=pytest.mark.slow)], ids=["failure bus", "no failure bus"])
-def test_a_group_that_dies_in_the_last_bucket_leaves_its_peers_with_the_same_weights(
+def test_a_group_that_fails_in_the_last_bucket_leaves_its_peers_with_the_same_weights(
     job_server: None, bus: str
 ) -> None:
     """The kernels of both peers are ended, with other garbage on each, and their works have no error."""

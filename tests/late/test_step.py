@@ -125,7 +125,7 @@ def test_a_failure_in_the_last_collective_that_the_backend_handles_costs_the_ste
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_device_that_does_not_finish_is_given_up_at_the_deadline(
+def test_a_device_that_does_not_finish_fails_the_step_at_the_deadline(
     fixture: Fixture, late: ModuleType, kind: str
 ) -> None:
     with started(fixture, kind, timeout=timedelta(seconds=0.2)) as (manager, backend):

@@ -68,7 +68,7 @@ def stop_at(line: int, act: Callable[[], None]) -> None:
     sys.settrace(tracer)
 
 
-def die() -> None:
+def fail() -> None:
     emit("dies")
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--stop", type=Path, required=True)  # a file with the number of the last step
-    parser.add_argument("--die-at", type=int, default=0)
+    parser.add_argument("--fail-at", type=int, default=0)
     parser.add_argument("--hold-at", type=int, default=0)
     parser.add_argument("--hold-until", type=Path)
     parser.add_argument("--pace", type=float, default=0.005)  # seconds of a step
@@ -131,8 +131,8 @@ def main() -> None:
             model, process_group=ProcessGroupDummy(0, 1), find_unused_parameters=True
         )
         trained.register_comm_hook(ftlib, allreduce_hook)
-    if args.die_at:
-        stop_at(args.die_at, die)
+    if args.fail_at:
+        stop_at(args.fail_at, fail)
     if args.hold_at:
         stop_at(args.hold_at, lambda: hold(args.hold_until))
     while not args.stop.exists() or ftlib.step < int(args.stop.read_text()):

@@ -106,7 +106,7 @@ def flip_and_heal(shards: int, flip: int, **options: object) -> None:
     check(got, [[0, 1] if e["participants"] == 2 else [0] for e in steps], shards)
 
 
-def _wait_for_death(job: Job, group: list[Child]) -> None:
+def _wait_for_end(job: Job, group: list[Child]) -> None:
     for child in group:
         child.expected_to_live = False
     job.wait(lambda: any(child.returncode is not None for child in group), 60, "a group fails")
@@ -141,7 +141,7 @@ def join_along(shards: int, fails: bool = False, **options: object) -> None:
         if fails:
             second = start(job, lighthouse, 1, shards, seed=98, along=PIECE, fail_at_piece=3, **options)
             train(job, second)
-            _wait_for_death(job, second)
+            _wait_for_end(job, second)
             assert not committed(second[0]), job.report()
             seen = len(first[0].of("step"))
             _wait_for_step(job, first[0], 1, after=seen)
@@ -177,13 +177,13 @@ def kill_and_heal(shards: int, failures: int = 1, **options: object) -> None:
             ours_path(), min_replicas=1, join_timeout_ms=60000, heartbeat_timeout_ms=SILENCE_MS
         )
         first = start(job, lighthouse, 0, shards, **options)
-        second = start(job, lighthouse, 1, shards, die_after=3, **options)
+        second = start(job, lighthouse, 1, shards, fail_after=3, **options)
         train(job, first + second)
         for failure in range(failures):
-            _wait_for_death(job, second)
+            _wait_for_end(job, second)
             seen = len(first[0].of("step"))
             _wait_for_step(job, first[0], 1, after=seen)
-            more = {"die_after": 3} if failure < failures - 1 else {}
+            more = {"fail_after": 3} if failure < failures - 1 else {}
             second = start(job, lighthouse, 1, shards, seed=99 + failure, **more, **options)
             train(job, second)
         _wait_for_step(job, second[0], 2)

@@ -34,7 +34,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--group", type=int, required=True)
 parser.add_argument("--lighthouse", required=True)
 parser.add_argument("--seed", type=int, required=True, help="of the first weights")
-parser.add_argument("--die_after", type=int, default=-1, help="own commits after which it ends in a backward pass")
+parser.add_argument("--fail_after", type=int, default=-1, help="own commits after which it ends in a backward pass")
 parser.add_argument("--device", choices=["cpu", "cuda", "late"], default="cpu")
 parser.add_argument("--delays", type=int, default=0, help="seed of the delays of the test accelerator")
 parser.add_argument(
@@ -146,7 +146,7 @@ while last_step is None or manager.current_step() < last_step:
     time.sleep(0.02)  # time for a newcomer to heal in
     x, y = (t.to(args.device) for t in batch(step, args.group, rank))
     loss = nn.functional.mse_loss(forward(x), y)
-    if commits == args.die_after:
+    if commits == args.fail_after:
         manager.wait_quorum()  # before it, the other group would never have counted on this one
         os._exit(9)
     loss.backward()
@@ -156,7 +156,7 @@ while last_step is None or manager.current_step() < last_step:
     commits += committed
     error = "" if manager.errored() is None else str(manager.errored())
     if args.fail_at_piece and rank == shards - 1 and error.startswith(f"{args.fail_at_piece} of "):
-        args.die_after = commits
+        args.fail_after = commits
     emit(
         "step",
         step=step,

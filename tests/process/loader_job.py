@@ -73,7 +73,7 @@ class Elastic:
                 self._bring(part)
                 orders = {group: {"until": until + last} for group in self.living}
                 for victim in random_.sample(sorted(self.living), part.kills):
-                    orders[victim] |= {"die_at": random_.randrange(begin + 1, until - 1)}
+                    orders[victim] |= {"fail_at": random_.randrange(begin + 1, until - 1)}
                     orders[victim] |= {"place": random_.choice(self.places)}
                 self._train(orders, last)
         self._check()

@@ -4,7 +4,7 @@ Before the reduction of a step it writes a line into its log: the position, the 
 Part of its state is the quorum in which each step was committed; so those lines that are part of its last weights can
 be told from those of steps that were lost, or that a group committed which then failed with nobody healed from it.
 
-Commands: {"until": STEP} trains up to there, with {"die_at": STEP, "place": PLACE} not so far; {"save": FILE} writes a
+Commands: {"until": STEP} trains up to there, with {"fail_at": STEP, "place": PLACE} not so far; {"save": FILE} writes a
 checkpoint.
 """
 
@@ -55,17 +55,17 @@ class Mortal(Manager):
 
     def allreduce(self, *given: Any, **more: Any) -> Any:
         if self.place == "reduce":
-            die()
+            fail()
         return super().allreduce(*given, **more)
 
     def _try_step(self, timeout: timedelta) -> bool:
         committed = super()._try_step(timeout)
         if self.place == "commit":
-            die()
+            fail()
         return committed
 
 
-def die() -> NoReturn:
+def fail() -> NoReturn:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
@@ -178,9 +178,9 @@ while True:
     if (step := next(loader, None)) is None:
         break
     before = manager.current_step()
-    place = order["place"] if before >= order.get("die_at", before + 1) else ""
+    place = order["place"] if before >= order.get("fail_at", before + 1) else ""
     if place == "begin":
-        die()
+        fail()
     Broken.broken = place == "dataset"
     for worker in multiprocessing.active_children() if place == "worker" else []:
         worker.kill()
@@ -192,7 +192,7 @@ while True:
         if unit.last and not unit.repeated:
             manager.wait_quorum()
             if place == "units":
-                die()
+                fail()
             at = step.position
             log.write(json.dumps([at.epoch, at.batch, manager._quorum_id, indices]) + "\n")
             manager.place = place
@@ -200,7 +200,7 @@ while True:
             (loss_of(wrapped, *unit.data) * unit.weight).backward()
     optimizer.step()
     if place == "stepped":
-        die()
+        fail()
 
 full = {name: p.full_tensor() if isinstance(p, DTensor) else p.detach() for name, p in model.named_parameters()}
 torch.save({"weights": full, "history": history}, args.weights)

@@ -26,7 +26,7 @@ parser.add_argument("--lighthouse", required=True)
 parser.add_argument("--kind", choices=["gloo", "isolated", "native"], required=True)
 parser.add_argument("--store", type=int, required=True, help="port of the store that native groups share")
 parser.add_argument("--steps", type=int, required=True)
-parser.add_argument("--die_at", type=int, default=-1, help="step")
+parser.add_argument("--fail_at", type=int, default=-1, help="step")
 parser.add_argument("--place", default="")
 parser.add_argument("--save", required=True, help="file for the weights")
 args = parser.parse_args()
@@ -38,7 +38,7 @@ OPERATION = timedelta(seconds=15)
 collectives._DRAIN_SEC = 30.0
 
 
-def die() -> NoReturn:
+def fail() -> NoReturn:
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError
 
@@ -62,14 +62,14 @@ class Mortal(Manager):
 
     def allreduce(self, *given: Any, **more: Any) -> Any:
         if self.left == 0:
-            die()
+            fail()
         self.left -= 1
         return super().allreduce(*given, **more)
 
     def _try_step(self, timeout: timedelta) -> bool:
         committed = super()._try_step(timeout)
         if dying and args.place == "commit":
-            die()
+            fail()
         return committed
 
 
@@ -120,12 +120,12 @@ Commands().next()
 while manager.current_step() < args.steps:
     began = time.monotonic()
     step = manager.current_step()
-    dying = step == args.die_at
+    dying = step == args.fail_at
     optimizer.zero_grad()
     value = loss(wrapped, step, args.group)
     if dying and args.place == "forward":
         manager.wait_quorum()
-        die()
+        fail()
     if dying and args.place.startswith("bucket"):
         manager.left = int(args.place[len("bucket") :])
     value.backward()

@@ -161,7 +161,7 @@ def test_pytorch_starts_no_thread_when_it_is_imported() -> None:
     assert server is None or server.can_start(child_environment(ours_path()))
 
 
-def test_a_server_that_is_gone_takes_its_children_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_end_with_their_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = ForkServer(child_environment(ours_path()), [])
     monkeypatch.setattr(processes, "fork_server", server)
     with Job() as job:

@@ -138,7 +138,7 @@ def test_members_that_are_killed_and_join(consensus: str, tmp_path: Path) -> Non
             members.train_together(4)
         members.now.pop("m3").kill()
         for line in range(1, lines_of_rebuild() + 1):
-            child = members.start("m3", "--die-at", line)
+            child = members.start("m3", "--fail-at", line)
             child.expected_to_live = False
             job.wait(lambda: child.returncode is not None, START_TIMEOUT_S, "it is killed")  # noqa: B023
             assert len(child.of("dies")) == 1, line

@@ -143,7 +143,7 @@ def test_train_ddp_isolated_survives_kills_in_a_row(lighthouse: str, tmp_path: P
 
 
 @pytest.mark.timeout(300)
-def test_train_ddp_isolated_lives_through_the_death_of_a_worker_and_of_a_group(lighthouse: str, tmp_path: Path) -> None:
+def test_train_ddp_isolated_survives_the_kill_of_a_worker_and_of_a_group(lighthouse: str, tmp_path: Path) -> None:
     groups = [Group(number, 2, folder=tmp_path) for number in range(2)]
     args = ["--isolated", "--steps", "800", "--timeout", "10"]
     pids: list[int] = []

@@ -41,7 +41,7 @@ def test_kill_9_costs_no_step(kind: str, groups: int, places: tuple[str, ...], t
         children = []
         for group in range(groups):
             # The first groups die first: the primary's store is one of theirs.
-            failure = ("--die_at", FAILURES[group], "--place", places[group]) if group < len(places) else ()
+            failure = ("--fail_at", FAILURES[group], "--place", places[group]) if group < len(places) else ()
             common = ("--group", group, "--groups", groups, "--lighthouse", lighthouse, "--kind", kind)
             rest = ("--store", store.port, "--steps", STEPS, "--save", tmp_path / f"{group}.pt")
             children.append(

@@ -155,7 +155,7 @@ def test_a_lighthouse_that_cannot_listen_there_is_said_and_nothing_is_left(
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_script_that_fails_at_once_is_given_up_and_its_log_is_shown(tmp_path: Path) -> None:
+def test_a_script_that_fails_at_once_is_not_restarted_and_its_log_is_shown(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("raise RuntimeError('out of cheese')\n")
     run = Command(tmp_path, "--replicas", "1", str(script))

@@ -48,7 +48,7 @@ def ready(job: Job, children: list[Child]) -> None:
 
 
 @pytest.mark.slow  # test_hsdp has a rank of a sharded group that is killed
-def test_fsdp_survives_a_death_and_starts_again_from_checkpoints(tmp_path: Path) -> None:
+def test_fsdp_survives_a_failure_and_resumes_from_checkpoints(tmp_path: Path) -> None:
     with Job() as job:
         _, lighthouse = job.lighthouse(
             ours_path(), min_replicas=1, join_timeout_ms=60000, heartbeat_timeout_ms=SILENCE_MS

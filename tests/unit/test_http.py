@@ -102,7 +102,7 @@ os._exit(0)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_forked_child_does_not_keep_a_dead_servers_port_and_connections() -> None:
+def test_a_forked_child_does_not_keep_the_port_and_connections_of_a_server_that_ended() -> None:
     with (
         subprocess.Popen(
             [sys.executable, "-c", FORKING_SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -197,7 +197,7 @@ def test_a_lost_connection_goes_on_where_it_was(source: Any, target: Any, wire: 
 
 @pytest.mark.parametrize("kind", ["reset", "truncate"])
 @pytest.mark.usefixtures("at_once_again")
-def test_a_stream_of_the_upstream_format_begins_anew(
+def test_a_stream_of_the_upstream_format_restarts(
     source: Any, target: Any, wire: Any, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Where there is no native library; whether the connection ended in order or not."""
@@ -245,7 +245,7 @@ def test_flipped_bits_are_fetched_again(source: Any, target: Any, wire: Any) -> 
     assert len(through.data.done) == 2
 
 
-def test_a_source_that_dies_half_way_is_named(source: Any, target: Any, wire: Any) -> None:
+def test_a_source_that_fails_half_way_is_named(source: Any, target: Any, wire: Any) -> None:
     source.send_checkpoint([1], 1, large_state(), TIMEOUT)
     through = wire(
         data=[Fault("reset", MB, True)] * 2 + [Fault("reset", 0, True)] * 99,

@@ -56,7 +56,7 @@ def test_every_framing_is_read(make: Any, head: bytes) -> None:
         assert make().recv_checkpoint(0, metadata, 7, TIMEOUT) == {"a": 1}
 
 
-def test_a_source_that_drips_is_given_up_in_time(make: Any) -> None:
+def test_a_source_that_drips_is_abandoned_in_time(make: Any) -> None:
     listener = socket.create_server(("localhost", 0))
     stop = threading.Event()
 

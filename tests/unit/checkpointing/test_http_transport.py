@@ -144,7 +144,7 @@ def test_a_request_that_nobody_answers_ends_with_503(make: Any) -> None:
         make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
 
 
-def test_shutdown_ends_those_who_wait(make: Any) -> None:
+def test_shutdown_ends_all_waits(make: Any) -> None:
     source, target = make(), make()
     got = in_thread(lambda: target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT))
     with pytest.raises(TimeoutError):

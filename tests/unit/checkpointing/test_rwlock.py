@@ -22,7 +22,7 @@ SHORT = 0.01
         (["w"], "w", False),
     ],
 )
-def test_who_may_join_whom(held: list[str], wanted: str, works: bool) -> None:
+def test_which_holders_are_compatible(held: list[str], wanted: str, works: bool) -> None:
     lock = RWLock(timeout=SHORT)
     acquire = {"r": lock.r_acquire, "w": lock.w_acquire}
     release = {"r": lock.r_release, "w": lock.w_release}
@@ -41,7 +41,7 @@ def test_who_may_join_whom(held: list[str], wanted: str, works: bool) -> None:
     assert not lock.w_locked()
 
 
-def test_a_timeout_says_who_holds_the_lock() -> None:
+def test_a_timeout_names_the_holder_of_the_lock() -> None:
     lock = RWLock(timeout=SHORT)
     with (
         lock.r_lock(),

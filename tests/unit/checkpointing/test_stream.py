@@ -192,7 +192,7 @@ def test_a_users_type_is_refused_with_what_to_do_and_then_allowed() -> None:
         assert read(written(Point(4))) == Point(4)
 
 
-def test_the_list_survives_whoever_clears_it() -> None:
+def test_the_list_survives_clear_safe_globals() -> None:
     before = torch.serialization.get_safe_globals()
     torch.serialization.clear_safe_globals()
     try:

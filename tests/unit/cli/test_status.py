@@ -139,7 +139,7 @@ def test_the_job_is_the_one_that_is_named(
     assert 'answered 404: job "nobody" is not known to this lighthouse' in capsys.readouterr().err
 
 
-def test_a_dead_member_and_one_that_waits() -> None:
+def test_a_failed_member_and_a_waiting_one() -> None:
     said = {"heartbeat_age_ms": 1500, "step": 3, "address": "", "in_quorum": False}
     alive = {**said, "healthy": True, "waiting": False, "in_quorum": True}
     members = [
@@ -159,7 +159,7 @@ def test_a_dead_member_and_one_that_waits() -> None:
     assert [line.split()[:2] for line in shown.splitlines()[-7:]] == [[n, s] for n, s in zip("abcdefg", states)]
 
 
-def test_what_a_recovery_cost_and_who_is_to_leave() -> None:
+def test_the_cost_of_a_recovery_and_the_draining_members() -> None:
     event = {"time": "2026-01-02T03:04:05Z", "who": "b", "step": 7}
     phases = [{"phase": "transfer", "seconds": 2.5}, {"phase": "load", "seconds": 0.25}]
     healed = words({**event, "kind": "healed", "bytes": 1_500_000_000, "phases": phases})

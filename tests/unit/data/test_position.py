@@ -88,7 +88,7 @@ COPY = "copy"
         (3, 2, 2, [[[COPY], [1]], [[0], [2]]]),
     ],
 )
-def test_who_computes_which_unit(units: int, participants: int, data_world_size: int, expected: list[Any]) -> None:
+def test_units_of_each_rank(units: int, participants: int, data_world_size: int, expected: list[Any]) -> None:
     plan = Plan(length=units, global_batch_size=units, micro_batch_size=1, shuffle=False)
     shares = [
         [plan.share(Position(), rank, participants, data_rank, data_world_size) for data_rank in range(data_world_size)]

@@ -69,7 +69,7 @@ def test_members_agree_join_and_leave() -> None:
         a.get_member_list()
 
 
-def test_a_later_life_takes_the_place_of_a_failed_one_at_once() -> None:
+def test_a_later_incarnation_replaces_a_failed_one_at_once() -> None:
     """Of two members, one that is killed stops the other one until it is started again."""
     a = Gossip(name="a", timeout=SOON)
     killed = Gossip(seeds=a.address, name="b", timeout=SOON)
@@ -83,7 +83,9 @@ def test_a_later_life_takes_the_place_of_a_failed_one_at_once() -> None:
         member.close()
 
 
-def test_a_later_life_takes_the_place_though_its_clock_is_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_incarnation_replaces_an_earlier_one_though_its_clock_is_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     a = Gossip(name="a", timeout=SOON)
     killed = Gossip(seeds=a.address, name="b", timeout=SOON)
     together(a, killed)

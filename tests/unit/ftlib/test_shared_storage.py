@@ -50,7 +50,7 @@ def test_members_agree_join_and_leave(tmp_path: Path) -> None:
         members["a"].get_member_list()
 
 
-def test_a_later_life_takes_the_place_of_a_failed_one_at_once(tmp_path: Path) -> None:
+def test_a_later_incarnation_replaces_a_failed_one_at_once(tmp_path: Path) -> None:
     killed = SharedStorage(tmp_path, name="a", timeout=SOON, expiry=timedelta(hours=1))
     killed.get_member_list()  # and no word after it
     again = SharedStorage(tmp_path, name="a", timeout=SOON, expiry=timedelta(hours=1))
@@ -178,7 +178,7 @@ def test_a_thread_that_cannot_be_started_does_not_block_later_calls(
     member.close()
 
 
-def test_a_life_is_later_than_those_before_whatever_the_clocks_of_their_hosts(tmp_path: Path) -> None:
+def test_incarnations_are_ordered_whatever_the_clocks_of_their_hosts(tmp_path: Path) -> None:
     ahead = Identity("a", 2**62)
     Files(tmp_path / "default").check("a")
     Files(tmp_path / "default").write(ahead, {"address": "host:1", "wants": 0, "confirmed": ""})

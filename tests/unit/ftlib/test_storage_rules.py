@@ -79,7 +79,7 @@ def test_news(alive: dict[Identity, Record], latest: int, expected: News) -> Non
     assert news(A, alive, AB, latest) == expected
 
 
-def test_of_two_lives_the_later_one_counts() -> None:
+def test_of_two_incarnations_the_later_one_counts() -> None:
     again = Identity("a", 2)
     assert living({**rec(A, 1), **rec(again, 1)}) == rec(again, 1)
 

@@ -73,7 +73,7 @@ def test_how_long_until_a_restart(fruitless: int, delay: float | None) -> None:
     assert restart_delay(fruitless) == delay
 
 
-def test_a_group_that_dies_in_training_is_started_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_fails_in_training_is_restarted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch, 2, 2)
     cluster.training = {0: 5, 1: 5}
     assert cluster.pass_time(1)
@@ -94,7 +94,7 @@ def test_groups_are_told_to_leave_on_sigterm(monkeypatch: pytest.MonkeyPatch, en
     assert cluster.groups[0].leave_on == told
 
 
-def test_one_that_never_gets_to_a_step_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_never_reaches_a_step_is_not_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch, 1, 1)
     for life in range(1, FRUITLESS_LIVES):
         cluster.groups[0].status = 1
@@ -109,7 +109,9 @@ def test_one_that_never_gets_to_a_step_is_given_up(monkeypatch: pytest.MonkeyPat
         cluster.pass_time(0)
 
 
-def test_one_that_never_gets_to_a_step_is_given_up_and_those_that_train_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_never_reaches_a_step_is_not_restarted_and_the_others_train_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cluster = Cluster(monkeypatch, 2, 2)
     cluster.training = {0: 5}
     for _ in range(FRUITLESS_LIVES):

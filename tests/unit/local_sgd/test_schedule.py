@@ -150,7 +150,7 @@ def test_a_vote_that_raises_puts_the_global_parameters_back() -> None:
 
 
 @pytest.mark.parametrize("delay", [0, 1])
-def test_gradients_of_a_synchronised_fragment_are_gone(delay: int) -> None:
+def test_gradients_of_a_synchronised_fragment_are_freed(delay: int) -> None:
     """As with upstream: those of the others stay."""
     manager = OneGroup()
     model, inner, diloco = make(manager, sync_every=6, fragment_sync_delay=delay)

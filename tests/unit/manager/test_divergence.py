@@ -119,7 +119,7 @@ def test_a_header_is_that_of_its_lines_and_never_0() -> None:
         ([NOTHING, NOTHING, entry(1), entry(2)], (3,), (0,), False),
     ],
 )
-def test_who_differs(
+def test_which_groups_differ(
     entries: list[tuple[int, ...]], diverged: tuple[int, ...], buckets: tuple[int, ...], certain: bool
 ) -> None:
     found = compare(3, dict(enumerate(entries)))
@@ -162,7 +162,7 @@ def test_groups_with_other_tensors_are_named() -> None:
         (OnDivergence.HEAL, [entry(1), entry(2), entry(1), NOTHING], [1]),
     ],
 )
-def test_who_acts(action: OnDivergence, entries: list[tuple[int, ...]], acting: list[int]) -> None:
+def test_which_groups_act(action: OnDivergence, entries: list[tuple[int, ...]], acting: list[int]) -> None:
     found = compare(3, dict(enumerate(entries)))
     assert found is not None
     assert [rank for rank in range(len(entries)) if acts(action, found, rank, len(entries))] == acting

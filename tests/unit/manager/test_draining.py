@@ -44,7 +44,7 @@ def test_a_step_that_was_lost_ends_too(fixture: Any, make_quorum: Quorum) -> Non
 
 
 @pytest.mark.parametrize("draining", [True, False])
-def test_who_ends_in_a_step_does_not_leave_well(fixture: Any, make_quorum: Quorum, draining: bool) -> None:
+def test_a_group_that_ends_in_a_step_does_not_leave(fixture: Any, make_quorum: Quorum, draining: bool) -> None:
     """The peers wait in its collectives: that is a failure, and they have to hear of it."""
     fixture.client._quorum.return_value = make_quorum(draining=draining)
     manager = fixture.manager()
@@ -69,7 +69,7 @@ def test_a_lighthouse_that_does_not_answer_is_no_error(
     fixture.client.shutdown.assert_called()
 
 
-def test_a_transfer_tells_who_watches_it() -> None:
+def test_a_transfer_reports_to_its_watcher() -> None:
     import logging
 
     from torchft.checkpointing._progress import Progress, watched_by

@@ -70,13 +70,13 @@ def outcome(the_plan: Plan, ours: Optional[list[str]], new_here: bool) -> str:
         ([OURS, THEIRS], 1, None, 40, True, "mine to mend"),  # all begin with a checkpoint of step 40
     ],
 )
-def test_who_has_to_go(
+def test_which_group_has_to_end(
     groups: list[Optional[list[str]]], me: int, source: Optional[int], max_step: int, new_here: bool, expected: str
 ) -> None:
     assert outcome(plan(groups, me, source, max_step), groups[me], new_here) == expected
 
 
-def test_whoever_announces_nothing_compares_nothing() -> None:
+def test_a_group_that_announces_nothing_is_not_compared() -> None:
     assert outcome(plan([None, THEIRS], 0), None, new_here=False) == "alike"
 
 

@@ -70,7 +70,7 @@ def connected(fixture: Fixture, quorum: Callable[..., QuorumResult]) -> tuple[Ma
     [(waits, {}), (asks_for_the_future, {}), (waits, {"should_quantize": True})],
     ids=["wait", "future", "quantized"],
 )
-def test_a_death_ends_a_collective_that_gloo_forgets(
+def test_a_failure_ends_a_collective_that_gloo_forgets(
     fixture: Fixture,
     make_quorum: Callable[..., QuorumResult],
     monkeypatch: pytest.MonkeyPatch,

@@ -43,7 +43,7 @@ def plan(quorum: Any, **settings: Any) -> Plan:
         (False, False, None, 2),  # behind for good: its gradients do not belong to this step
     ],
 )
-def test_who_takes_part(use_async: bool, allow_heal: bool, rank: Optional[int], participants: int) -> None:
+def test_participants(use_async: bool, allow_heal: bool, rank: Optional[int], participants: int) -> None:
     got = plan(result(), use_async_quorum=use_async, allow_heal=allow_heal)
     assert (got.participating_rank, got.participants, got.divisor) == (rank, participants, participants)
     assert got.num_up_to_date == 2  # in any case: by this groups can decide alike

@@ -63,7 +63,7 @@ def unreachable(fixture: Fixture, tries: list[timedelta], meanwhile: Callable[[]
     fixture.client_class.side_effect = connect
 
 
-def test_a_source_that_is_told_to_be_dead_is_not_waited_for(fixture: Fixture, make_quorum: Quorum) -> None:
+def test_a_source_that_is_reported_as_failed_is_not_waited_for(fixture: Fixture, make_quorum: Quorum) -> None:
     """The others cannot go on before this group asks for the next quorum."""
     manager = fixture.manager()
     fixture.client._quorum.return_value = healing(make_quorum)
@@ -79,7 +79,7 @@ def test_a_source_that_is_told_to_be_dead_is_not_waited_for(fixture: Fixture, ma
     assert tries == [timedelta(seconds=0.5)]
 
 
-def test_a_source_that_dies_while_its_state_comes_is_not_waited_for(fixture: Fixture, make_quorum: Quorum) -> None:
+def test_a_source_that_fails_during_the_transfer_is_not_waited_for(fixture: Fixture, make_quorum: Quorum) -> None:
     """It may be stopped: its connections stay."""
     abandoned = threading.Event()
     fixture.transport.abandon_receiving = lambda reason: abandoned.set()

@@ -31,7 +31,7 @@ FINE = Attempt(replays=0, kept=3)
         (replace(FINE, refused="the loop raised", changed="clipped", kept=0), "the loop raised"),  # what comes first
     ],
 )
-def test_who_can_reduce_a_step_again(attempt: Attempt, reason: Optional[str]) -> None:
+def test_which_attempts_can_be_replayed(attempt: Attempt, reason: Optional[str]) -> None:
     assert why_not(attempt) == reason
 
 

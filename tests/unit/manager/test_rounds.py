@@ -101,7 +101,7 @@ def test_a_change_is_followed_by_the_thread_without_anyone_asking(client: FakeCl
     assert len(followed.by) == 1
 
 
-def test_what_brings_no_change_is_followed_by_whoever_asks(client: FakeClient) -> None:
+def test_a_result_without_a_change_is_followed_by_the_first_caller(client: FakeClient) -> None:
     rounds = NativeRounds(client)
     result = first_round(rounds, client)
     followed = Followed()
@@ -129,7 +129,7 @@ def test_many_may_wait_for_a_round(client: FakeClient) -> None:
 
 
 @pytest.mark.parametrize("error", [TimeoutError("no quorum"), RuntimeError("lighthouse")])
-def test_an_error_reaches_all_who_ask_and_the_next_round_starts_afresh(client: FakeClient, error: Exception) -> None:
+def test_an_error_reaches_all_callers_and_the_next_round_starts_afresh(client: FakeClient, error: Exception) -> None:
     rounds = NativeRounds(client)
     first_round(rounds, client)
     begun = begin(rounds, Followed())
@@ -143,7 +143,7 @@ def test_an_error_reaches_all_who_ask_and_the_next_round_starts_afresh(client: F
 
 
 @pytest.mark.parametrize("changed", [True, False])
-def test_an_error_while_following_reaches_who_asks(client: FakeClient, changed: bool) -> None:
+def test_an_error_while_following_reaches_the_caller(client: FakeClient, changed: bool) -> None:
     rounds = NativeRounds(client)
     first_round(rounds, client)
     begun = begin(rounds, Followed(ValueError("cannot heal")))
@@ -175,7 +175,7 @@ def test_a_client_that_is_shut_down_ends_the_round_that_nobody_will_follow(clien
         begin(rounds, Followed())
 
 
-def test_a_wait_for_changes_that_ends_without_one_begins_anew(client: FakeClient) -> None:
+def test_a_wait_for_changes_that_times_out_is_repeated(client: FakeClient) -> None:
     rounds = NativeRounds(client)
     client.changes.put(False)
     first_round(rounds, client)

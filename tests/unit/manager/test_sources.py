@@ -75,7 +75,7 @@ def test_a_source_that_was_left_out_may_be_assigned() -> None:
     assert sources.pick(False, 0.0) == "b"
 
 
-def test_random_histories_ask_only_who_is_named_and_not_in_its_pause() -> None:
+def test_random_histories_ask_only_named_sources_that_are_not_in_their_pause() -> None:
     for seed in range(300):
         chance = random.Random(seed)
         sources, now = Sources(), 0.0

@@ -27,7 +27,7 @@ from torchft.process_group._gloo import reaper
 
 
 @pytest.mark.parametrize("make", [gloo, lambda: ProcessGroupBabyGloo(timeout=TIMEOUT)], ids=["gloo", "isolated"])
-def test_who_is_alone_connects_with_nobody(make: Callable[[], ProcessGroup]) -> None:
+def test_a_group_without_peers_opens_no_connection(make: Callable[[], ProcessGroup]) -> None:
     """All others failed, and what the last one waited for there was PyTorch's question to the name server."""
     group = make()
     with socket.socket() as closed:
@@ -41,7 +41,7 @@ def test_who_is_alone_connects_with_nobody(make: Callable[[], ProcessGroup]) -> 
     group.shutdown()
 
 
-def test_an_abort_ends_a_connection_that_a_dead_peer_holds_up(store: TCPStore) -> None:
+def test_an_abort_ends_connecting_with_a_failed_peer(store: TCPStore) -> None:
     """The peer failed between the quorum and the connection: nobody but an abort ends the wait for it."""
     group = gloo()
     where = meeting(store)
@@ -99,7 +99,7 @@ def peer(store: TCPStore) -> Iterator[Peer]:
 
 
 @pytest.mark.processes
-def test_a_dead_peer_is_an_error_at_once(peer: Peer) -> None:
+def test_a_failed_peer_is_an_error_at_once(peer: Peer) -> None:
     work = peer.group.allreduce([torch.ones(1)], ReduceOp.SUM)
     fut = work.get_future()
     unended = peer.group.recv_anysource([torch.ones(1)], 3)  # Gloo does not end this one
@@ -117,7 +117,7 @@ def test_a_dead_peer_is_an_error_at_once(peer: Peer) -> None:
 
 
 @pytest.mark.processes
-def test_a_dead_peer_is_the_same_error_for_an_isolated_group(store: TCPStore) -> None:
+def test_a_failed_peer_is_the_same_error_for_an_isolated_group(store: TCPStore) -> None:
     peer = Peer(store, lambda: ProcessGroupBabyGloo(timeout=TIMEOUT))
     work = peer.group.allreduce([torch.ones(1)], ReduceOp.SUM)
     peer.signal(signal.SIGKILL)

@@ -82,7 +82,7 @@ def test_fewer_and_more_and_other_ranks(store: TCPStore) -> None:
         on_ranks(len(chosen), lambda rank, chosen=chosen: check(chosen[rank], rank, len(chosen)))
 
 
-def test_whoever_drops_a_wrapper_does_not_wait_for_its_operations(store: TCPStore) -> None:
+def test_dropping_a_wrapper_does_not_wait_for_its_operations(store: TCPStore) -> None:
     """Nor does the thread on which the garbage collector happens to run. Gloo may lose an operation whose connection
     breaks, and destroying the group then takes until the timeout."""
     parents = natives(store, 2)
@@ -297,7 +297,7 @@ def test_reconfigure_and_abort_of_a_torchft_group(store: TCPStore) -> None:
         group.shutdown()
 
 
-def test_a_group_that_is_gone_is_forgotten(store: TCPStore) -> None:
+def test_a_destroyed_group_is_forgotten(store: TCPStore) -> None:
     group = natives(store, 1)[0]
     connect([group], store)
     watch = weakref.ref(group)

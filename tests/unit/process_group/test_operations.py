@@ -100,7 +100,7 @@ def test_an_operation_that_misses_the_end_of_all_connections_ends(store: TCPStor
     groups[0].shutdown()
 
 
-def test_whoever_drains_waits_for_the_real_end(store: TCPStore) -> None:
+def test_a_drain_waits_for_the_real_end(store: TCPStore) -> None:
     """Waiting ends with an abort; the operation may still write into its tensors."""
     groups = pair(store)
     operations = groups[0]._operations
@@ -157,7 +157,7 @@ def test_a_wait_has_the_deadline_that_it_is_given(store: TCPStore) -> None:
         group.shutdown()
 
 
-def test_a_monitored_barrier_names_who_did_not_come(store: TCPStore) -> None:
+def test_a_monitored_barrier_names_missing_ranks(store: TCPStore) -> None:
     groups = [ProcessGroupGloo(timeout=TIMEOUT) for _ in range(3)]
     connect(groups, store)
     assert on_ranks(3, lambda rank: groups[rank].monitored_barrier()) == [None] * 3

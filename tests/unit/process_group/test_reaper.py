@@ -55,7 +55,7 @@ def test_a_garbage_collection_may_call_it_anywhere() -> None:
     assert not thread.is_alive()
 
 
-def test_a_group_that_takes_long_to_die_holds_up_nobody() -> None:
+def test_a_slow_destruction_delays_nobody() -> None:
     dying, end = threading.Event(), threading.Event()
 
     class Slow:

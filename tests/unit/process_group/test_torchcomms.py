@@ -245,7 +245,7 @@ def test_a_reduction_it_does_not_have(groups: list[Any]) -> None:
         groups[0].allreduce([torch.ones(1)], opts)
 
 
-def test_whoever_calls_another_collective_is_named(
+def test_a_rank_that_calls_another_collective_is_named(
     groups: list[Any], store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHFT_CHECK_COLLECTIVES", "1")

@@ -301,7 +301,7 @@ def test_memory_goes_back_when_all_streams_are_done_with_it(fake: Cuda, monkeypa
     assert fake.released == [(b"counters", 0)]
 
 
-def test_a_storage_may_die_while_the_books_are_open(fake: Cuda) -> None:
+def test_a_storage_may_be_freed_while_the_table_is_locked(fake: Cuda) -> None:
     """The garbage collector runs wherever it likes, also in a thread that holds the lock."""
     trainer, _, _ = ends()
     tensor = torch.ones(4)
@@ -407,7 +407,7 @@ def test_an_event_is_used_again_once_the_device_has_passed_it(fake: Cuda) -> Non
     assert worker.reached(second)
 
 
-def test_the_trainer_waits_on_the_host_and_not_for_a_dead_worker(fake: Cuda) -> None:
+def test_the_trainer_waits_on_the_host_and_not_for_a_killed_worker(fake: Cuda) -> None:
     trainer, worker, _ = ends()
     mark = worker.mark()
     failed: list[Exception] = []

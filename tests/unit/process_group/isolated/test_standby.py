@@ -124,7 +124,7 @@ def test_without_a_standby(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> 
     group.shutdown()
 
 
-def test_a_standby_that_died_is_replaced(store: TCPStore) -> None:
+def test_a_standby_that_ended_is_replaced(store: TCPStore) -> None:
     group = ProcessGroupBabyGloo(TIMEOUT)
     ready = ready_worker()
     os.kill(ready, signal.SIGKILL)
@@ -134,7 +134,7 @@ def test_a_standby_that_died_is_replaced(store: TCPStore) -> None:
     group.shutdown()
 
 
-def test_a_server_that_died_is_replaced(store: TCPStore) -> None:
+def test_a_server_that_ended_is_replaced(store: TCPStore) -> None:
     group = ProcessGroupBabyGloo(TIMEOUT)
     group.configure(meeting(store), "replica", 0, 1)
     old = server()
@@ -149,7 +149,7 @@ def test_a_server_that_died_is_replaced(store: TCPStore) -> None:
     group.shutdown()
 
 
-def test_a_standby_whose_death_nobody_has_noticed_is_replaced(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_standby_whose_end_is_not_noticed_yet_is_replaced(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """It ends with its server, a moment before or after a look at it."""
     group = ProcessGroupBabyGloo(TIMEOUT)
     ready = ready_worker()
@@ -162,7 +162,7 @@ def test_a_standby_whose_death_nobody_has_noticed_is_replaced(store: TCPStore, m
 
 
 @pytest.mark.parametrize("standby_too", STANDBY_TOO)
-def test_a_server_that_dies_while_it_is_asked_is_replaced(
+def test_a_server_that_ends_during_a_request_is_replaced(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch, standby_too: bool
 ) -> None:
     """The request for a worker is lost with it."""
@@ -211,7 +211,7 @@ def test_a_server_that_has_ended_and_counts_as_alive_is_replaced(
 
 
 @pytest.mark.parametrize("standby_too", STANDBY_TOO)
-def test_a_server_that_hangs_is_given_up(store: TCPStore, monkeypatch: pytest.MonkeyPatch, standby_too: bool) -> None:
+def test_a_server_that_hangs_is_replaced(store: TCPStore, monkeypatch: pytest.MonkeyPatch, standby_too: bool) -> None:
     group = ProcessGroupBabyGloo(TIMEOUT, standby=standby_too)
     old = server()
     stop(old)
@@ -239,7 +239,7 @@ def test_a_server_that_hangs_is_given_up(store: TCPStore, monkeypatch: pytest.Mo
             os.kill(old, signal.SIGKILL)
 
 
-def test_workers_that_die_again_and_again_are_given_up(store: TCPStore) -> None:
+def test_workers_that_end_repeatedly_are_an_error(store: TCPStore) -> None:
     # Not above: workers import this module for other tests.
     from tests.unit.process_group.isolated.dying import ProcessGroupBabyDying
 

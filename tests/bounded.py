@@ -18,7 +18,7 @@ import pytest
 
 T = TypeVar("T")
 
-# What a test takes at most, where its mark `slow(minutes=...)` does not say.
+# The limit of a test, unless its mark `slow(minutes=...)` names another.
 SLOW_MINUTES, OTHER_MINUTES = 3.0, 0.5
 
 
@@ -34,7 +34,7 @@ def pytest_report_header() -> str | None:
 
 @pytest.fixture(autouse=True)
 def seeded(request: pytest.FixtureRequest) -> None:
-    """Each test by its own name: run alone, it draws the same."""
+    """Seeds each test by its own name, so that a test draws the same numbers when it is run alone."""
     if seed := os.environ.get("SEED"):
         random.seed(f"{seed}:{request.node.nodeid}")
         if torch := sys.modules.get("torch"):  # without a seed, its first numbers are the same in every process
@@ -42,12 +42,12 @@ def seeded(request: pytest.FixtureRequest) -> None:
 
 
 def todays(seed: int) -> int:
-    """The seed of a test's random histories: this one, or one that SEED decides, which `make test-all` sets."""
+    """Returns the seed of a test's random histories: this one, or one derived from SEED, which `make test-all` sets."""
     return random.getrandbits(32) if os.environ.get("SEED") else seed
 
 
 def often(histories: int) -> int:
-    """How many random histories a test plays: all with SEED, which `make test-all` sets, else a fifth."""
+    """Returns how many random histories a test plays: all if SEED is set, as by `make test-all`, else a fifth."""
     return histories if os.environ.get("SEED") else histories // 5
 
 
@@ -83,7 +83,7 @@ class Bounded:
         if time.monotonic() + longest_s(item) <= self.until:
             return None
         self.left += 1
-        # The test before this one has kept the fixtures that the two share.
+        # The previous test keeps the fixtures that both share.
         item.session._setupstate.teardown_exact(nextitem)
         return True
 

@@ -1,4 +1,4 @@
-"""What the documents tell people to type. Pure functions over their text."""
+"""Finds the commands that the documents tell users to type. Pure functions of the text."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SHELLS = ("sh", "bash", "console")
-# What a command in running text begins with. `make` and a word is one; the word alone is not.
+# Beginnings of a command in running text. `make` alone is a word; with an argument it is a command.
 PROGRAMS = r"(?:make|python|pip|torchrun|torchft|torchft_lighthouse|torchx|sbatch|kubectl|cd)"
 
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, and the heading that it stands under."""
+    """A fenced block: its language, and the heading above it."""
 
     document: str
     heading: str
@@ -25,7 +25,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """A command as it stands in a document; `inline` if it does so in running text."""
+    """A command in a document; `inline` if it is in running text."""
 
     document: str
     text: str
@@ -33,13 +33,13 @@ class Command:
 
 
 def documents() -> dict[str, str]:
-    """Path from the repository's root to text, of all that people read."""
+    """The text of each document for users, by its path from the repository's root."""
     paths = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
     return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
 
 
 def blocks(document: str, text: str) -> list[Block]:
-    """All fenced blocks. One without a language has the language ``""``."""
+    """All fenced blocks. The language of one without a language is ``""``."""
     found: list[Block] = []
     heading, language, lines = "", None, []
     for line in text.splitlines():
@@ -57,7 +57,7 @@ def blocks(document: str, text: str) -> list[Block]:
 
 
 def commands(document: str, text: str) -> list[Command]:
-    """Every command in the document's shell blocks, and every one that running text quotes."""
+    """Every command in the document's shell blocks, and every command quoted in running text."""
     found = [
         Command(document, command)
         for block in blocks(document, text)
@@ -65,14 +65,14 @@ def commands(document: str, text: str) -> list[Command]:
         for command in block_commands(block.text, console=block.language == "console")
     ]
     prose = re.sub(r"^\s*```.*?^\s*```", "", text, flags=re.DOTALL | re.MULTILINE)
-    # A quoted command may go on in the next line.
+    # A quoted command may continue in the next line.
     for quoted in re.findall(rf"`({PROGRAMS}\s[^`]+)`", prose):
         found.append(Command(document, " ".join(quoted.split()), inline=True))
     return found
 
 
 def block_commands(text: str, console: bool = False) -> list[str]:
-    """The commands of a shell block: continued lines and here-documents are one, comments none.
+    """The commands of a shell block. Continued lines and here-documents are one command; comments are none.
 
     In a `console` block only what follows a ``$`` is typed.
     """
@@ -100,5 +100,5 @@ def _commands(lines: list[str], console: bool) -> Iterator[str]:
 
 
 def indented_commands(text: str) -> list[str]:
-    """Commands in blocks that are indented and not fenced, where nobody would find them."""
+    """Commands in blocks that are indented instead of fenced, which the other functions do not find."""
     return re.findall(rf"^(?: {{4}}|\t)({PROGRAMS} .*)", text, re.MULTILINE)

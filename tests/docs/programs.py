@@ -1,4 +1,4 @@
-"""Whether a command's program knows what the command says: targets, flags, extras, files. Only --help is run."""
+"""Checks that a command's program knows its targets, flags, extras and files. Runs --help only."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from unittest import mock
 
 from documents import ROOT
 
-# Programs of others: what they are given is not looked at, but for files of this repository.
+# Programs of other projects: of their arguments only files of this repository are checked.
 FOREIGN = {"cat", "cd", "curl", "export", "kill", "kubectl", "mkdir", "openssl", "sbatch", "scancel", "show", "torchx"}
 FOREIGN |= {"docker", "git", "source", "umask", "wait"}
 
-# Modules that an example needs and that may be absent: its parser does not need them.
+# Modules that an example needs and that may be missing. Its argument parser does not need them.
 OPTIONAL = ("ray", "ray.util", "ray.util.placement_group", "ray.util.scheduling_strategies")
 
 
 class Unknown(AssertionError):
-    """The command says something that its program does not know."""
+    """The command uses something that its program does not know."""
 
 
 def check(command: str) -> None:
-    """Raises Unknown, with what is wrong."""
+    """Raises Unknown, with the unknown part."""
     first_line = command.split("\n", 1)[0]
     for part in re.split(r"&&|\|\||[;|]|&(?!\d)", re.sub(r"\$\([^)]*\)", "X", first_line)):
         words = shlex.split(re.sub(r"\d?>&?\s*\S+|<<?\S*", "", part), comments=True)
@@ -136,7 +136,7 @@ def _flags(program: str, help_text: str, words: list[str]) -> None:
 
 @lru_cache
 def _help_of_script(path: Path) -> str:
-    """In this process, where torch is imported already. What an example needs besides may be absent.
+    """Runs in this process, where torch is imported already. Further modules of an example may be missing.
 
     Empty for a script that takes no arguments, which would train.
     """

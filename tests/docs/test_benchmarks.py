@@ -1,4 +1,4 @@
-"""What the documents say of measurements is what was measured."""
+"""The figures in the documents are those that were measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import common
 import run
 
 FIGURES: dict[str, Any] = json.loads((ROOT / "docs" / "benchmarks.json").read_text())
-# A median of so many rounds, unless the row says that it is one run.
+# Minimum number of rounds of a median, unless the row says that it is one run.
 FEWEST_ROUNDS = {"recovery": 10}
 
 
@@ -30,7 +30,7 @@ def spreads(value: Any, path: str = "") -> Iterator[tuple[str, dict[str, float]]
 
 
 def written(part: str) -> str:
-    """The table of a part as it stands in the page, with the line above it."""
+    """The table of a part on the page, with the line above it."""
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     return page.partition(f"<!-- {part}: written by run.py -->")[2].partition("<!-- end of")[0]
 

@@ -1,7 +1,7 @@
-"""Every command of the documents is known to its program; those in shell blocks are run, or have a reason not to be.
+"""Every command in the documents is known to its program. Those in shell blocks are run, or have a reason not to be.
 
-Pages are run a section at a time, as they stand there but for ports and for how long they train. What has no test here
-is in `CANNOT`, with the reason.
+Sections of pages are run as they are, except for ports and the length of the training. Commands without a test here
+are in `CANNOT`, with the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torchft.launch import process_tree
 
 COMMANDS = [command for document, text in documents().items() for command in commands(document, text)]
 
-# (document, heading) of sections, and how many of their shell blocks, from the first on, a test below runs.
+# (document, heading) of sections, and how many of their first shell blocks a test below runs.
 RUN = {
     ("README.md", "Run a job"): 3,
     ("README.md", "By hand"): 2,
@@ -41,7 +41,7 @@ RUN = {
     ("docs/two_hosts.md", "Start the groups"): 2,
     ("docs/two_hosts.md", "Diagnosis of a hang"): 1,
 }
-# A pattern for commands of shell blocks that no test of the suite can run as they stand, and why.
+# Patterns for commands of shell blocks that no test can run as they are, and the reason.
 CANNOT = {
     r"make \S+( [A-Z]+=\S+)?": "installs into .venv and takes minutes; what the recipes start has tests of its own "
     "(test_train_*.py, test_torchft_toolchain.py, the suite itself)",
@@ -106,7 +106,9 @@ def needs(*programs: str) -> None:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """That of a shell where torchft and PyTorch are installed, in an empty folder with the training scripts."""
+    """The environment of a shell where torchft and PyTorch are installed, in an empty directory with the
+    training scripts.
+    """
     for name in ("train_ddp.py", "python"):
         (tmp_path / name).symlink_to(ROOT / name)
     venv.create(tmp_path / ".venv", symlinks=True)
@@ -130,7 +132,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 @pytest.fixture
 def terminal(environment: dict[str, str]) -> dict[str, str]:
-    """That of a newly opened terminal, where the environment in .venv is not active."""
+    """The environment of a newly opened terminal, where .venv is not active."""
     return {**environment, "PATH": os.environ["PATH"]}
 
 
@@ -142,7 +144,7 @@ def with_ports_of_our_own(script: str, *ports: str) -> str:
 
 
 def bash(script: str, folder: Path, environment: dict[str, str], seconds: float) -> str:
-    """What the script prints. Whatever happens, nothing that it started is left behind."""
+    """Runs a script and returns its output. Its processes are ended in any case."""
     script = "set -e -m\ntrap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n" + script
     log = folder / "output"
     process = process_tree.start(["bash", "-c", script], log, {**environment, "PWD": str(folder)}, cwd=folder)
@@ -153,7 +155,7 @@ def bash(script: str, folder: Path, environment: dict[str, str], seconds: float)
     return log.read_text()
 
 
-# train_ddp.py, which writes down what it does.
+# train_ddp.py, which records its steps.
 FOLLOWED = "python/examples/train_demo.py --events events"
 
 
@@ -164,7 +166,7 @@ def ends(folder: Path) -> list[dict[str, object]]:
 
 
 def assert_equal_ends(said: str) -> None:
-    """Two groups ended, at the same step and with the same weights."""
+    """Checks that two groups ended at the same step and with the same weights."""
     ends = re.findall(r"^group (\d) rank 0 ended at (step \d+, sha256 of the weights [0-9a-f]{64})$", said, re.M)
     (first, one), (second, other) = ends
     assert {first, second} == {"0", "1"} and one == other
@@ -173,7 +175,7 @@ def assert_equal_ends(said: str) -> None:
 @pytest.mark.slow  # the commands are those of test_train_ddp.py
 @pytest.mark.timeout(280)
 def test_a_job_by_hand(terminal: dict[str, str], tmp_path: Path) -> None:
-    """A terminal for each command."""
+    """Uses a terminal for each command."""
     activate, *_ = section("README.md", "Run a job")
     lighthouse, groups = section("README.md", "By hand")
     first_group, second_group = groups.strip().splitlines()
@@ -182,7 +184,7 @@ def test_a_job_by_hand(terminal: dict[str, str], tmp_path: Path) -> None:
         "29510",
     )
     assert script.count("--steps 20000") == 2 and script.count("--min_replicas 1") == 1
-    # Neither ends before the other one has started.
+    # No group ends before the other has started.
     script = script.replace("--steps 20000", "--steps 20").replace("--min_replicas 1", "--min_replicas 2")
     said = bash(f"{activate}{script}for group in $groups; do wait $group; done", tmp_path, terminal, 250)
     assert_equal_ends(said)
@@ -201,7 +203,7 @@ def test_a_job_of_torchft_run_and_a_look_at_it(terminal: dict[str, str], tmp_pat
         while not re.search(r"^group 0 .* training", log.read_text(), re.M):
             assert job.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
-        # Where another job has the usual port, it has a free one; what is typed here finds the usual one by itself.
+        # If another job has the usual port, a free one is used. The typed commands find the usual port by themselves.
         address = re.search(r"^lighthouse: (\S+)", log.read_text(), re.M)
         assert address
         if not address[1].endswith(":29510"):
@@ -217,7 +219,7 @@ def test_a_job_of_torchft_run_and_a_look_at_it(terminal: dict[str, str], tmp_pat
                 timeout=100,
             )
             said[command] = done.stdout + done.stderr
-            # The doctor may find this machine wanting, and says so by its status.
+            # The doctor may find a problem of this machine, and then exits with 1.
             assert done.returncode == 0 or (command == "torchft doctor" and done.returncode == 1), said
         assert re.search("group.*training|training", said["torchft status"]), said
         assert "joined" in said["torchft events"] or "quorum" in said["torchft events"], said
@@ -231,7 +233,9 @@ def test_a_job_of_torchft_run_and_a_look_at_it(terminal: dict[str, str], tmp_pat
 @pytest.mark.slow  # test_train_demo.py has Ctrl-C
 @pytest.mark.timeout(280)
 def test_ctrl_c_in_the_terminals_of_a_job(terminal: dict[str, str], tmp_path: Path) -> None:
-    """The other group goes on alone, and with the first one again; nothing is left of what a terminal had started."""
+    """The other group continues alone, and with the first one when that returns. No process of a
+    terminal is left behind.
+    """
     activate, *_ = section("README.md", "Run a job")
     lighthouse, groups = section("README.md", "By hand")
     first_group, second_group = groups.replace("--steps 20000", "--steps 1000000").splitlines()
@@ -257,12 +261,12 @@ def test_ctrl_c_in_the_terminals_of_a_job(terminal: dict[str, str], tmp_path: Pa
                 time.sleep(0.05)
 
         def ctrl_c(process: subprocess.Popen[bytes], folder: Path) -> None:
-            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all processes in the foreground
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all foreground processes
             process.wait(60)
             until(lambda: not processes_of(folder), 60)
 
         def trains_with(groups: int, folder: Path) -> None:
-            """From now on."""
+            """Waits for a step with this number of groups, from now on."""
             seen = len((folder / "output").read_text())
             until(lambda: f" groups {groups}\n" in (folder / "output").read_text()[seen:])
 
@@ -307,7 +311,7 @@ def test_the_steps_that_protect_a_job(environment: dict[str, str], tmp_path: Pat
 
     first, second = ends(tmp_path)
     assert first["event"] == second["event"] == "end" and first["sha256"] == second["sha256"]
-    # One of them fetched its first weights from the other, which showed and saw the token.
+    # One group fetched its first weights from the other, so both ends used the token.
     assert re.search(r'msg="torchft: a member healed" member=train_ddp_\d\S* step=0 bytes=\d{4}', said), said
 
 
@@ -329,7 +333,7 @@ def test_two_hosts(environment: dict[str, str], tmp_path: Path) -> None:
             script = (settings + script).replace("10.0.0.1", hosts.addresses[0])
             script = re.sub(r"train_ddp.py --steps \d+", f"{FOLLOWED} --steps 20", script)
             log = tmp_path / f"output-{len(started)}"
-            # The first group waits for the second one as long as the test waits for both.
+            # The first group waits for the second one for as long as the test waits for both.
             env = {**environment, "TORCHFT_QUORUM_TIMEOUT_SEC": "200"}
             process = process_tree.start([*hosts.command(host), "bash", "-ec", script], log, env, cwd=tmp_path)
             running.callback(process_tree.kill_tree, process)

@@ -1,4 +1,4 @@
-"""The Dockerfile, where there is no Docker. hadolint reads it, too (`make lint`); this is what it does not know."""
+"""Checks of the Dockerfile without Docker, beyond those of hadolint (`make lint`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from documents import ROOT, commands, documents
 from programs import check
 
 LINES = re.sub(r"\\\n\s*", "", (ROOT / "Dockerfile").read_text()).splitlines()
-# What it copies from here; all of it keeps its place.
+# Files that it copies from the repository, to the same place.
 COPIED = [source for line in LINES if line.startswith("COPY ") for source in line.split()[1:-1]]
 DOCKER = [
     command.text

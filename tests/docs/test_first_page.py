@@ -1,4 +1,4 @@
-"""Each sentence of the README's first page names what shows it, in a comment behind it, and that exists.
+"""Each sentence of the README's first page has a comment behind it that names its evidence, and that evidence exists.
 
 A comment reads ``<!-- shown by A, B -->``, with references of these kinds:
 
@@ -17,7 +17,7 @@ from documents import ROOT
 
 FIRST_PAGE = (ROOT / "README.md").read_text().partition("\n## Install\n")[0]
 SHOWN = re.compile(r"<!--\s+shown\s+by\s+(.+?)\s+-->", re.DOTALL)
-# A sentence ends here; a colon that introduces a list, or a picture, is no end.
+# The end of a sentence. A colon before a list or a picture is none.
 END = re.compile(r"[.!?](?:\s|$)")
 FIGURE = re.compile(r"(?<![\w.])(?:\d+\.\d+(?![\w.])|\d+(?= (?:ms|s)\b))")
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
@@ -42,7 +42,7 @@ def sentences(page: str) -> list[tuple[str, list[str]]]:
 
 
 def missing(reference: str) -> str:
-    """Why there is nothing of that name; empty if there is."""
+    """Returns why a reference leads nowhere; empty if it is valid."""
     if reference.startswith("bench "):
         return "" if f"<!-- {reference[6:]}: written by run.py -->" in benchmarks() else "no such table"
     place, _, name = reference.partition("::")

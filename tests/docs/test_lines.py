@@ -1,4 +1,4 @@
-"""The number of lines of a layer, as the pages give it."""
+"""The number of lines of each layer is the one that the pages state."""
 
 from __future__ import annotations
 

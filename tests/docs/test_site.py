@@ -1,4 +1,6 @@
-"""The site: links lead somewhere, every page is in it, every name of the API exists; and it builds, where MkDocs is."""
+"""The site: links are valid, every page is in it, every name of the API exists; and MkDocs builds it,
+where installed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ NAMES = re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.MU
 
 
 def anchor(heading: str) -> str:
-    """As Markdown's tools make one."""
+    """Returns the anchor of a heading, as Markdown tools make it."""
     return re.sub(r"[\s]+", "-", re.sub(r"[^\w\s-]", "", heading.strip().lower()))
 
 

@@ -1,4 +1,4 @@
-"""Each message in docs/troubleshooting.md is one that the sources contain."""
+"""Each message in docs/troubleshooting.md occurs in the sources."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ MESSAGES = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "troubleshooting.md").re
 
 
 def as_written(source: str) -> str:
-    """A source file with adjacent string literals joined, and escaped quotes as they print."""
+    """Returns the text of a source file with adjacent string literals joined, and escaped quotes as
+    they are printed.
+    """
     joined = re.sub(r'"\s*(?:\+\s*)?f?"', "", source)
     return joined.replace('\\"', '"')
 
@@ -24,7 +26,7 @@ def sources() -> list[str]:
 
 
 def known(message: str, texts: list[str]) -> bool:
-    """Whether one of the texts has all parts of the message, in their order, with short gaps."""
+    """Whether one of the texts contains all parts of the message, in order and with short gaps."""
     gap = r"[^\n]{0,120}?"
     pattern = gap.join(re.escape(part.strip()) for part in message.split("…"))
     return any(re.search(pattern, text) for text in texts)
@@ -33,7 +35,7 @@ def known(message: str, texts: list[str]) -> bool:
 @pytest.mark.parametrize("message", MESSAGES)
 def test_the_message_is_one_of_ours(message: str) -> None:
     assert len(message.replace("…", "").strip()) > 10, "too short to be found by"
-    # The page has the value of a constant that the source names.
+    # The page shows the value of a constant that the source names.
     texts = [text.replace("{LIGHTHOUSE_ENV}", "TORCHFT_LIGHTHOUSE") for text in sources()]
     assert known(message, texts)
 

@@ -1,4 +1,4 @@
-"""What every group on a device does with one rank."""
+"""Collectives of a process group on a device with one rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.gpu.device import DEVICE
 
 
 def check_gathering(group: Any, tensor: torch.Tensor) -> None:
-    """Gathers, scatters and exchanges a tensor of 4 elements: one rank gets its own back each time."""
+    """Gathers, scatters and exchanges a tensor of 4 elements. With one rank, the result is the tensor itself."""
     out = torch.zeros(4, device=DEVICE)
     group.broadcast_one(tensor, 0).wait()
     group.barrier().wait()

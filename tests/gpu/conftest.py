@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device, most of them one: `make test-gpu` runs them, and says what did not run."""
+"""Tests that need a CUDA device, most of them only one: `make test-gpu` runs them, and reports which did not run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.gpu.report import Report
 
 _HERE = Path(__file__).parent
 
-# The process that children are forked from must not begin to use the driver, as a look for devices would.
+# The process from which children are forked must not use the driver, not even to look for devices.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _HERE not in item.path.parents:
             continue
         item.add_marker(pytest.mark.device)
-        # PyTorch and NCCL warn about the host: no peer access, an old driver. That is no test's fault.
+        # Warnings of PyTorch and NCCL about the host (no peer access, an old driver) are no failure of a test.
         item.add_marker(pytest.mark.filterwarnings("default"))
 
 
@@ -39,7 +39,7 @@ def store() -> TCPStore:
 
 @pytest.fixture(autouse=True)
 def own_stream() -> Iterator[None]:
-    """Nothing that a test has queued reaches the next one."""
+    """Gives each test a stream of its own, so that its queued work does not affect the next test."""
     with torch.cuda.stream(torch.cuda.Stream()):
         yield
     torch.cuda.synchronize()
@@ -47,6 +47,6 @@ def own_stream() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def fork_server() -> Iterator[None]:
-    """Processes of the tests that ask for it have PyTorch imported when they start: by themselves each takes 10 s."""
+    """Starts processes of the test from one that has imported PyTorch: without it each takes 10 s to start."""
     with with_fork_server():
         yield

@@ -1,4 +1,4 @@
-"""What tests on a device have in common."""
+"""Shared by the tests on a device."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ DEVICE = torch.device("cuda", 0)
 
 MB = 1 << 20
 
-# What a host takes at most that does not wait for its device: a thread can be held up.
+# The longest time of a host that does not wait for its device: a thread may be delayed.
 HOST_S = HELD_UP_S
-# How long a stream is busy for a test that tells such a host from one that waits: longer than any bound of those tests.
+# How long a stream is busy in tests that distinguish such a host from one that waits: longer than any bound
+# of these tests.
 BUSY_S = within(ABORT_S) + HELD_UP_S
 
 
 def busy(seconds: float) -> None:
-    """Keeps the current stream busy for about that long, or somewhat longer."""
-    clock_hz = 2_000_000_000  # no device of today is faster
+    """Keeps the current stream busy for this long or somewhat longer."""
+    clock_hz = 2_000_000_000  # no present device has a faster clock
     torch.cuda._sleep(int(seconds * clock_hz))
 
 
 def used_mb() -> float:
-    """Device memory in use by all processes. Right only when nobody else uses the device."""
+    """Device memory used by all processes. Meaningful only if no other program uses the device."""
     free, total = torch.cuda.mem_get_info(DEVICE)
     return (total - free) / MB
 
 
 def settled_mb() -> float:
-    """`used_mb`, without what this process has freed, after a process that has just ended was removed from it."""
+    """`used_mb`, without memory that this process has freed, and after the end of another process was accounted for."""
     torch.cuda.synchronize()
     last, same = used_mb(), 0
     deadline = time.monotonic() + 10
     while same < 5 and time.monotonic() < deadline:
-        # Each time: shared memory goes back on a thread of its own.
+        # In each turn, because shared memory is returned by a thread of its own.
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
         time.sleep(0.05)
@@ -58,6 +59,6 @@ def wait_until(what: Callable[[], bool], seconds: float = 30) -> None:
 def needs_implementation(name: str) -> None:
     """Skips where this PyTorch does not have that implementation of NCCL."""
     if name == "nccl2" and not hasattr(dist, "ProcessGroupNCCL2"):
-        import pytest  # not in the processes that a test starts
+        import pytest  # imported here, because processes that a test starts do not have it
 
         pytest.skip("needs PyTorch >= 2.15, which has ProcessGroupNCCL2")

@@ -27,7 +27,7 @@ def _note(end: Any, note: bytes) -> int:
 
 
 def _double(end: Any, seconds: float, mark: bytes, refs: list[bytes]) -> bytes:
-    """Reads and writes the tensors, as a collective does, after `seconds` of other work on the device."""
+    """Reads and writes the tensors, as a collective does, behind `seconds` of other work on the device."""
     end.follow(mark)
     tensors = [end.borrow(ref) for ref in refs]
     busy(seconds)

@@ -1,4 +1,4 @@
-"""One rank of a process group on a device, a process of its own, told over stdin what to do.
+"""One rank of a process group on a device, in a process of its own, controlled by commands on stdin.
 
 Times are those of the monotonic clock, which all processes of a host share.
 """
@@ -12,7 +12,7 @@ import time
 from datetime import timedelta
 from typing import Any, Callable
 
-# PyTorch's TCPStore asks the name server for the name of every peer. One that loses a question costs 5 s.
+# PyTorch's TCPStore looks up the name of every peer in the DNS. A lost answer costs 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import torch
@@ -25,7 +25,7 @@ from tests.process.events import Commands, emit
 from torchft import process_group
 from torchft.process_group import reconfigure_with_store
 
-# Of each operation: NCCL notices the end of a peer by this alone.
+# Timeout of each operation, which is the only way in which NCCL notices the end of a peer.
 TIMEOUT = timedelta(seconds=10)
 CONNECT = timedelta(seconds=60)
 COUNT = 4 * MB
@@ -52,7 +52,7 @@ class Rank:
         return torch.full(shape, float(value), device=self.device)
 
     def connect(self, where: str, rank: int, n: int) -> dict[str, Any]:
-        """New peers, until a first allreduce among them has finished: of rank + 1."""
+        """Connects with new peers, and runs a first allreduce among them, of rank + 1."""
         began = time.monotonic()
         reconfigure_with_store(self.group, where, rank, n, CONNECT)
         tensor = self._full(rank + 1.0, 4)
@@ -61,7 +61,9 @@ class Rank:
         return {"ms": 1000 * (time.monotonic() - began), "sum": got}
 
     def collectives(self, rank: int) -> dict[str, Any]:
-        """Every collective between two ranks that the kind has, each queued behind work on the same stream."""
+        """Runs every collective that this kind of group has between two ranks, each queued behind work on
+        the same stream.
+        """
         group, full, got = self.group, self._full, {}
 
         def late(value: float) -> torch.Tensor:
@@ -99,7 +101,7 @@ class Rank:
         return got
 
     def heal(self, rank: int) -> dict[str, Any]:
-        """A state of rank 0 goes to rank 1, by PGTransport over this group."""
+        """Transfers a state of rank 0 to rank 1, by PGTransport over this group."""
         wants = self.device if self.nccl else torch.device("cpu")
         if rank == 0:
             two_ranks.send(self.group, wants, self.device, CONNECT, lambda: busy(0.2))
@@ -107,7 +109,9 @@ class Rank:
         return two_ranks.receive(self.group, wants, self.device, CONNECT)
 
     def begin(self, busy_s: float = 0.0) -> dict[str, Any]:
-        """An allreduce on another thread, behind `busy_s` seconds of work on its stream; answers when it is queued."""
+        """Starts an allreduce on another thread, behind `busy_s` seconds of work on its stream. Answers
+        when it is queued.
+        """
         queued = threading.Event()
 
         def run() -> None:
@@ -133,7 +137,7 @@ class Rank:
         return {"at": time.monotonic()}
 
     def ended(self) -> dict[str, Any]:
-        """How and when the allreduce ended."""
+        """Reports how and when the allreduce ended."""
         self.thread.join(60)
         return {"running": self.thread.is_alive(), **self.end}
 
@@ -143,7 +147,7 @@ class Rank:
         return {"began": began, "ms": 1000 * (time.monotonic() - began)}
 
     def usable(self) -> dict[str, Any]:
-        """Whether the device still computes for this process."""
+        """Reports whether the device still computes for this process."""
         tensor = self._full(2.0, COUNT)
         return {"sum": tensor.mul_(2).sum().item() / COUNT}
 

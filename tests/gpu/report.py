@@ -1,4 +1,6 @@
-"""What of tests/gpu ran, as a table: at the end of a run, or in the file that GPU_REPORT names. A pytest plugin."""
+"""A table of the tests in tests/gpu that ran, at the end of a run or in the file that GPU_REPORT names.
+A pytest plugin.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,8 @@ class Row:
     """A file of tests.
 
     Attributes:
-        reasons: why tests were deselected or skipped, and how many.
-        failures: the names of tests that failed, or what ended the process.
+        reasons: why tests were deselected or skipped, with their number.
+        failures: the names of failed tests, or the reason for the end of the process.
         running: the test that has not ended.
     """
 
@@ -122,7 +124,7 @@ class Report:
         self._save()
 
     def _save(self) -> None:
-        """After each test: what ends the process does not take the others along."""
+        """Called after each test, so that a crash of the process does not lose the results."""
         if self.path:
             save(self.rows.values(), Path(self.path))
 

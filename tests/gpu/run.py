@@ -1,6 +1,6 @@
 """Runs tests/gpu, each file in a process of its own, and prints a table of what ran: `make test-gpu`.
 
-A device that is in a state of error stays so until its process has ended: it would take all tests behind it along.
+A device error lasts until the process has ended, and would make all later tests in the process fail.
 
     python -m tests.gpu.run [--limit S] [--total S] [--out FILE] [test_nccl.py ...]
 """
@@ -21,13 +21,13 @@ from tests.gpu import report
 from tests.policy import devices
 
 ROOT = Path(__file__).resolve().parents[2]
-# A process that is asked to end prints where it is.
+# Seconds for a process to print its threads' stacks when it is asked to end.
 END_S = 5.0
 
 
 def main() -> int:
     args = _parse()
-    # Without a device nothing runs: one process says so.
+    # Without a device no test runs: one process suffices to report that.
     files = (args.files or sorted(report.HERE.glob("test_*.py"))) if devices() else [report.HERE]
     rows: list[report.Row] = []
     status = 0
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def run(file: Path, limit_s: float) -> tuple[list[report.Row], int]:
-    """What ran of a file, and 0 if nothing failed."""
+    """Runs a file. Returns the results of its tests, and 0 if nothing failed."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "report.json"
         command = [sys.executable, "-m", "pytest", "-q", "-rs", "--durations=10", f"--timeout={limit_s:.0f}", str(file)]
@@ -73,7 +73,7 @@ def run(file: Path, limit_s: float) -> tuple[list[report.Row], int]:
     if not rows:
         rows = [report.Row(file.name)]
     if len(rows) == 1:
-        rows[0].seconds = time.monotonic() - began  # with the start of the process
+        rows[0].seconds = time.monotonic() - began  # includes the start of the process
     if code == 5:  # all were deselected
         code = 0
     if not ended and code not in (0, 1):

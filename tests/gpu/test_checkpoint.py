@@ -23,7 +23,7 @@ TIMEOUT = timedelta(seconds=30)
 @pytest.mark.parametrize("snapshot", [None, False])
 @pytest.mark.parametrize("num_chunks", [0, 3])
 def test_a_state_on_the_device_arrives(num_chunks: int, snapshot: bool | None) -> None:
-    """Without a snapshot it travels in the upstream format."""
+    """Without a snapshot it is sent in the upstream format."""
     state = {
         "weights": torch.arange(1 << 20, dtype=torch.float32, device=DEVICE),
         "half": torch.ones(3, 5, dtype=torch.bfloat16, device=DEVICE).t(),
@@ -54,7 +54,7 @@ def test_a_state_on_the_device_arrives(num_chunks: int, snapshot: bool | None) -
 def test_two_page_locked_blocks_are_enough_for_any_state(
     monkeypatch: pytest.MonkeyPatch, snapshot: bool, blocks: int
 ) -> None:
-    """Two for the source, and two for the target where it does not read the upstream format."""
+    """Two blocks at the source, and two at the target unless it reads the upstream format."""
     monkeypatch.setattr(_staging, "_free", {})
     state = {"w": torch.arange(5 * _staging.BLOCK // 8 + 3, device=DEVICE)}
     source, target = HTTPTransport(TIMEOUT, 0, snapshot), HTTPTransport(TIMEOUT, 0)
@@ -85,7 +85,7 @@ def test_tensors_on_the_device_are_received_in_place(caplog: pytest.LogCaptureFi
     used = torch.cuda.memory_allocated()
     try:
         busy(0.2)
-        own["large"].fill_(1)  # queued before the transfer, so that it must not come after it
+        own["large"].fill_(1)  # queued before the transfer, which must be ordered behind it
         source.send_checkpoint([1], 1, theirs, TIMEOUT)
         got = target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
         assert torch.cuda.max_memory_allocated() - used < 1 << 20
@@ -123,7 +123,7 @@ def test_the_source_trains_on_while_its_state_is_copied() -> None:
 
 
 def test_a_copy_under_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`close` returns when the device has read what a reader was promised, and not before."""
+    """`close` returns only after the device has read the data that a reader was promised."""
     source = torch.arange(4 * _staging.BLOCK, device=DEVICE, dtype=torch.int32).to(torch.uint8)
     expected = source.cpu()
     torch.cuda.synchronize()
@@ -138,7 +138,9 @@ def test_a_copy_under_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_state_on_the_device_over_gloo(store: TCPStore, in_place: bool) -> None:
-    """Gloo wants memory of the host: a tensor that is here on the device is filled from there, others stay there."""
+    """Gloo needs host memory: tensors that the target has on the device are filled from there, others
+    stay on the host.
+    """
     groups: list[ProcessGroup] = [ProcessGroupGloo(timeout=TIMEOUT) for _ in range(2)]
     connect(groups, store)
     state = {

@@ -1,6 +1,6 @@
-"""A job whose second group heals on a device: in its own tensors, with little memory of the device besides.
+"""A group heals on a device: into its own tensors, with little additional device memory.
 
-One device is enough, for both groups. With two, the second group is on the other one: nothing may come to the source's.
+One device is enough for both groups. If there are two, the target must not allocate memory on the source's.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def test_a_heal_takes_no_second_copy_on_the_device(
 @pytest.mark.parametrize("writable", [None, True, False], ids=["no target", "in place", "settled"])
 @pytest.mark.parametrize("snapshot", [None, False], ids=["native", "upstream format"])
 def test_a_sparse_tensor_heals(snapshot: bool | None, writable: bool | None) -> None:
-    """It travels as a pickle. A target gets it in memory of the host, and its own function puts it on the device."""
+    """A sparse tensor is sent as a pickle. The target receives it in host memory, and its own function moves
+    it to the device.
+    """
     state = {"s": torch.eye(300, device=DEVICE).to_sparse(), "w": torch.full((300,), 2.0, device=DEVICE)}
     own = {"s": torch.zeros(300, 300, device=DEVICE).to_sparse(), "w": torch.zeros(300, device=DEVICE)}
     target = None if writable is None else Target(lambda: own, writable)

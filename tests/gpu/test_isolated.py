@@ -1,4 +1,4 @@
-"""NCCL in a worker: one rank, since NCCL refuses two on one device."""
+"""NCCL in a worker, with one rank, because NCCL does not accept two ranks on one device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def make(**settings: Any) -> Any:
 
 def configure(group: Any, store: TCPStore) -> None:
     group.configure(meeting(store), "replica", 0, 1, global_ranks=[0])
-    # Kernels are loaded when they are first used, which takes long.
+    # Kernels are loaded on first use, which takes long.
     group.allreduce([torch.ones(4, device=DEVICE)], ReduceOp.SUM).wait()
 
 
@@ -49,7 +49,7 @@ def ones(count: int = 4) -> torch.Tensor:
 
 
 def kill(group: Any) -> None:
-    """The worker ends as it does when a driver or the kernel kills it."""
+    """Ends the worker as a driver or the kernel would kill it."""
     before = set(_children())
     worker = group._worker
     worker._server.kill(worker._number)
@@ -58,7 +58,7 @@ def kill(group: Any) -> None:
 
 
 def _children() -> list[str]:
-    """Process numbers of all workers."""
+    """The process numbers of all workers."""
     server = torchft.process_group.isolated.standby.servers.get().pid
     with open(f"/proc/{server}/task/{server}/children") as file:
         return file.read().split()
@@ -142,7 +142,7 @@ def test_a_kill_in_the_middle_is_an_error_and_leaves_the_device_usable(group: An
 
 
 def test_an_operation_that_is_overdue_ends_the_worker(group: Any) -> None:
-    """For NCCL a busy stream is the same as a peer that hangs."""
+    """NCCL cannot distinguish a busy stream from a hanging peer."""
     opts = AllreduceOptions()
     timeout_s = 1.0
     opts.timeout = timedelta(seconds=timeout_s)

@@ -1,4 +1,6 @@
-"""DiLoCo of a model on a device: its numbers are those of a CPU, its backup is pinned, and a sync takes no memory."""
+"""DiLoCo of a model on a device: its numbers equal those on a CPU, its backup is pinned, and a sync
+allocates no memory.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ LAYER = WIDTH * WIDTH * 4  # bytes
 
 
 def run(device: str, steps: int = 24, **settings: Any) -> tuple[nn.Sequential, OneGroup, int]:
-    """The model, its Manager, and the peak of the last round beyond what is there between two syncs, in bytes."""
+    """Returns the model, its Manager, and the peak memory of the last round beyond that between two syncs, in bytes."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]).to(device)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -46,7 +48,7 @@ def test_numbers_and_memory(settings: dict[str, Any], layers: int) -> None:
     on_cpu, _, _ = run("cpu", **settings)
     for a, b in zip(on_device.parameters(), on_cpu.parameters()):
         torch.testing.assert_close(a.cpu(), b)
-    # One layer for the outer step's own arithmetic, and a little for scalars
+    # The outer step's own arithmetic needs one layer, and a few scalars
     assert most <= (layers + 1) * LAYER + (1 << 20)
     (_, read) = manager.state_fns["StreamingDiLoCoFragment_0"]
     backup = read()["original_parameters"]["weight"]

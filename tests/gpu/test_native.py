@@ -52,7 +52,7 @@ def test_a_manager_reconfigures_it(world: dist.ProcessGroup) -> None:
             tensor = torch.full((4,), float(step), device=DEVICE)
             manager.allreduce(tensor).wait()
             if step == 1:
-                # The next quorum has a new id, so the group gets its peers, itself, anew.
+                # The next quorum has a new id, so the group is reconfigured.
                 manager.report_error(RuntimeError("a step that fails"))
             values.append((tensor.tolist()[0], manager.should_commit()))
         return values
@@ -61,7 +61,7 @@ def test_a_manager_reconfigures_it(world: dist.ProcessGroup) -> None:
         (future,) = cluster.start(loop, 0)
         assert future.result(90) == [(0, True), (1, False), (2, True), (3, True)]
     assert native_error(world) is None
-    # PyTorch's own calls go through the same object.
+    # PyTorch's own calls use the same object.
     tensor = torch.ones(4, device=DEVICE)
     dist.all_reduce(tensor, group=world)
     assert tensor.tolist() == [1, 1, 1, 1]

@@ -1,6 +1,6 @@
-"""NCCL in this process, PyTorch's older backend and its newer one.
+"""NCCL in this process, by PyTorch's older backend and its newer one.
 
-It refuses two ranks on one device, so there is one rank, and a busy stream stands for a peer that hangs.
+NCCL does not accept two ranks on one device, so there is one rank, and a busy stream stands for a hanging peer.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def implementation(request: pytest.FixtureRequest) -> str:
 def group(store: TCPStore, implementation: str) -> Iterator[ProcessGroupNCCL]:
     group = ProcessGroupNCCL(timeout=TIMEOUT, implementation=implementation)
     group.configure(meeting(store), "replica", 0, 1, global_ranks=[0])
-    # Kernels are loaded when they are first used, which takes long.
+    # Kernels are loaded on first use, which takes long.
     group.allreduce([ones()], ReduceOp.SUM).wait()
     torch.cuda.synchronize()
     yield group

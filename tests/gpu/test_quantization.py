@@ -41,7 +41,7 @@ def test_gloo_with_tensors_on_a_device(store: TCPStore) -> None:
 
 
 def test_nccl_queues_everything_on_a_stream(store: TCPStore) -> None:
-    """One rank, as NCCL refuses two on one device: through all of the exchange nevertheless."""
+    """One rank, because NCCL does not accept two on one device. It runs the complete exchange nevertheless."""
     group = ProcessGroupNCCL(timeout=timedelta(seconds=30))
     connect([group], store)
     tensor = torch.full((5000,), 3.0, device=DEVICE)

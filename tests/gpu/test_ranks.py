@@ -1,4 +1,4 @@
-"""Two ranks in processes of their own: their collectives, a peer that is killed, an abort, new peers.
+"""Two ranks in processes of their own: collectives, a killed peer, an abort, new peers.
 
 NCCL refuses two ranks on one device, so those kinds need two devices; Gloo's ranks share one.
 """
@@ -37,7 +37,7 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("fork_server")]
 
 
 class Ranks:
-    """Two processes, each with a rank of a group, on different devices where there are."""
+    """Two processes, each with a rank of a group, on different devices if there are two."""
 
     def __init__(self, kind: str) -> None:
         needs_implementation(kind)
@@ -77,7 +77,7 @@ class Ranks:
         return [child.of(do)[-1] for child in children]
 
     def connect(self, ranks: list[int]) -> None:
-        """Makes these each other's peers, in this order, and compares what they reduce."""
+        """Connects the ranks with each other, in this order, and compares the results of a reduction."""
         where, n = f"localhost:{self.store.port}/ranks/{next(_meetings)}", len(ranks)
         answers = self.do(ranks, "connect", [{"where": where, "rank": i, "n": n} for i in range(n)])
         assert [answer["sum"] for answer in answers] == [[n * (n + 1) / 2]] * n
@@ -113,7 +113,7 @@ def test_a_state_goes_from_one_rank_to_the_other(ranks: Ranks) -> None:
 
 
 def test_a_peer_is_killed_in_the_middle(ranks: Ranks) -> None:
-    """Its kernels are under way. The survivor is told, goes on alone, and then with another process in its place."""
+    """Its kernels are running. The survivor is told, continues alone, and then with another process as its peer."""
     ranks.connect([0, 1])
     ranks.do([0, 1], "begin", [{}, {"busy_s": 3.0}])
     killed = time.monotonic()
@@ -122,7 +122,7 @@ def test_a_peer_is_killed_in_the_middle(ranks: Ranks) -> None:
     assert not end["running"] and end["error"] is not None
     seconds = end["at"] - killed
     print(f"{ranks.kind}: the survivor has its error after {seconds:.2f} s: {end['error']}")
-    # NCCL does not notice, so that the deadline of the operation strikes.
+    # NCCL does not notice the kill, so the operation ends at its deadline.
     assert seconds < within(ABORT_S) + (TIMEOUT.total_seconds() if "nccl" in ranks.kind else 0)
     assert ranks.do([0], "usable")[0]["sum"] == 4
     ranks.connect([0])
@@ -134,7 +134,7 @@ def test_an_abort_ends_the_wait_for_a_peer(ranks: Ranks) -> None:
     ranks.connect([0, 1])
     for _ in range(3):
         ranks.do([0], "begin")
-        time.sleep(0.3)  # so that it waits for its peer, on the device too
+        time.sleep(0.3)  # until it waits for its peer, on the device too
         (aborted,) = ranks.do([0], "abort")
         assert aborted["ms"] < 1000 * within(ABORT_S)
         (end,) = ranks.do([0], "ended")
@@ -146,11 +146,11 @@ def test_an_abort_ends_the_wait_for_a_peer(ranks: Ranks) -> None:
 
 
 def test_peers_come_and_go(ranks: Ranks) -> None:
-    """In either order, and alone; ten times more leave the device's memory as it was."""
+    """In either order, and alone. Repeating it ten times leaves the device memory unchanged."""
     for order in ([0, 1], [1, 0], [0], [1], [0, 1]):
         ranks.connect(order)
     before = settled_mb()
     for _ in range(5):
         ranks.connect([1, 0])
         ranks.connect([0, 1])
-    wait_until(lambda: settled_mb() < before + 64)  # workers of the last peers end by themselves
+    wait_until(lambda: settled_mb() < before + 64)  # workers of the previous peers end in the background

@@ -16,12 +16,12 @@ from torchft.process_group.isolated import cuda
 from torchft.process_group.isolated.sharing import Registration
 
 COUNT = 1 << 18
-# A kernel that nobody waits for: whoever takes half as long has waited for it.
+# Duration of a kernel that nothing should wait for: a call that takes half as long has waited for it.
 LONG_S = 20.0
 
 
 class Pair:
-    """A trainer's end, here, and a worker's, in another process."""
+    """The trainer's end in this process, and a worker's in another one."""
 
     def __init__(self, queue: bool = False) -> None:
         context = multiprocessing.get_context("spawn")
@@ -32,7 +32,7 @@ class Pair:
         assert self._answer(60) == "up"
         self.end = cuda.TrainerEnd(self._tell, queue=queue)
         self.imports = 0
-        # Kernels are loaded when they are first used, which takes long.
+        # Kernels are loaded on first use, which takes long.
         self.double(torch.ones(4, device=DEVICE))
         torch.cuda.synchronize()
 
@@ -48,7 +48,7 @@ class Pair:
         self.imports = self._answer()  # type: ignore[assignment]
 
     def start(self, tensors: list[torch.Tensor], seconds: float = 0.0) -> tuple[bytes, list[Registration]]:
-        """Doubles the tensors on the worker's device; returns when that is queued there."""
+        """Doubles the tensors on the worker's device. Returns when this is queued there."""
         registrations = [self.end.register(tensor, True, True) for tensor in tensors]
         self.connection.send(("double", seconds, self.end.mark(), [registration.ref for registration in registrations]))
         return self._answer(), registrations  # type: ignore[return-value]
@@ -150,7 +150,7 @@ def test_freed_memory_is_returned_while_the_worker_runs(pair: Pair) -> None:
     pair.double(big)
     assert settled_mb() > before + 200
     del big
-    pair.double(small)  # the worker learns of it, and says so
+    pair.double(small)  # the worker reads the note about the freed memory, and confirms it
     assert pair.imports == 1
     assert settled_mb() < before + 64
 
@@ -166,7 +166,7 @@ def test_memory_of_killed_workers_goes_back() -> None:
         del dropped
         pair.kill()
     assert abs(settled_mb() - before) < 64
-    # What outlived three workers is as good as new for a fourth.
+    # Memory that outlived three workers works for a fourth.
     pair = Pair()
     tensor.fill_(1)
     pair.double(tensor)

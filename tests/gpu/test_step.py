@@ -1,4 +1,4 @@
-"""What a step relies on that only a real device shows: one rank on the GPU."""
+"""Properties of a step that only a real device shows, with one rank."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_graph_that_captures_an_operation_is_refused_by_name(group: ProcessGro
 
 
 def test_an_abort_ends_the_connection_with_a_peer_that_does_not_come() -> None:
-    """NCCL waits for it in the first operation, with the lock that its abort needs."""
+    """NCCL's first operation waits for the peer, and holds the lock that its abort needs."""
     from torchft.process_group.reconfigure import ReconfigureOptions
 
     group, other = ProcessGroupNCCL(timeout=TIMEOUT), ProcessGroupNCCL(timeout=TIMEOUT)
@@ -106,9 +106,10 @@ def test_memory_that_another_stream_reads_is_not_handed_out(shared: bool) -> Non
 
 
 def test_an_overdue_operation_of_a_worker_is_never_a_success(store: TCPStore) -> None:
-    """PyTorch's watchdog in the worker aborts it, and its event then passes like any other: the trainer asks.
+    """PyTorch's watchdog in the worker aborts it, and its event then passes like any other: so the trainer
+    asks for errors.
 
-    The trainer's own deadline is the same; which of the two is first is open.
+    The trainer has the same deadline; either of the two may pass first.
     """
     from torchft.process_group import ProcessGroupBabyNCCL
 

@@ -1,4 +1,4 @@
-"""Two replica groups on one device train with DDP and Adam; one fails and heals from device to device.
+"""Two replica groups on one device train with DDP and Adam; one fails and heals from the other's device memory.
 
 As threads, each with a stream of its own, so that nothing is ordered by the default stream, and as processes.
 """
@@ -36,7 +36,7 @@ def batch(step: int, group: int) -> torch.Tensor:
 
 
 class Training:
-    """The loop of a group. The second one has other weights each time it starts, so that it must heal."""
+    """The training loop of a group. The second group has other weights at each start, so that it must heal."""
 
     def __init__(self, transport: Callable[[], Any] = lambda: None, **settings: Any) -> None:
         self.transport, self.settings = transport, settings
@@ -45,7 +45,7 @@ class Training:
 
     def __call__(self, rank: Rank) -> dict[str, torch.Tensor]:
         torch.cuda.set_device(DEVICE)
-        # Autograd has one thread for each device. There the two groups would wait for each other: one in a backward
+        # Autograd has one thread per device. On it the two groups would wait for each other: one in a backward pass
         # that waits for an allreduce, the other for the thread.
         with torch.cuda.stream(torch.cuda.Stream()), torch.autograd.set_multithreading_enabled(False):
             return self._train(rank)
@@ -91,7 +91,7 @@ class Training:
 
 
 def check(training: Training, make_pg: Callable[[], ProcessGroup]) -> None:
-    """Both groups end with the same bits, and what was healed came on the device."""
+    """Checks that both groups end with the same bits, and that heals arrived on the device."""
     with Cluster(make_pg=lambda group: make_pg()) as cluster:
         survivor = cluster.start(training, 0)
         results(cluster.start(training, 1))
@@ -110,14 +110,14 @@ def test_a_group_crashes_and_heals(kind: str, use_async_quorum: bool) -> None:
 
 
 def test_a_heal_in_the_upstream_format() -> None:
-    """As from and to groups with upstream: without a snapshot, in chunks."""
+    """As from and to upstream groups: without a snapshot, in chunks."""
     check(Training(lambda: HTTPTransport(DEADLINE, 3, False)), KINDS["gloo"])
 
 
 @pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize("kind", ["ProcessGroupGloo", "ProcessGroupBabyGloo"])
 def test_processes_one_of_which_is_killed(kind: str) -> None:
-    """The same weights as in one plain loop."""
+    """The weights equal those of one plain loop."""
     kill_and_heal(1, wrap="ddp", device="cuda", kind=kind)
 
 

@@ -1,4 +1,4 @@
-"""A state that goes from one rank to the other by their process group: what each of two ranks does, on any device."""
+"""A state that one rank sends to the other over their process group: the part of each rank, on any device."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def _state(device: torch.device, value: float) -> dict[str, Any]:
 
 
 def send(group: Any, wants: torch.device, device: torch.device, timeout: timedelta, busy: Callable[[], None]) -> None:
-    """Serves a state that is written last of all before, and is changed when the transport allows it.
+    """Serves a state that is written just before, and is changed as soon as the transport allows it.
 
     Args:
         group: of two ranks, this one is 0.
-        wants: where the group wants its tensors.
+        wants: the device on which the process group needs tensors.
         device: of the state.
         busy: keeps the current stream busy.
     """
@@ -48,7 +48,7 @@ def send(group: Any, wants: torch.device, device: torch.device, timeout: timedel
 
 
 def receive(group: Any, wants: torch.device, device: torch.device, timeout: timedelta) -> dict[str, Any]:
-    """What rank 1 has then: of each tensor its values, and the names of those that were not received in place."""
+    """Returns the values that rank 1 has then, and the names of the tensors that were not received in place."""
     own = _state(device, 0.0)
     transport = PGTransport[Any](group, timeout, wants, lambda: own)
     got = transport.recv_checkpoint(0, transport.metadata(), STEP, timeout)
@@ -60,6 +60,6 @@ def receive(group: Any, wants: torch.device, device: torch.device, timeout: time
 
 
 def check(received: dict[str, Any]) -> None:
-    """Whether that is what rank 0 served."""
+    """Checks that this is the state that rank 0 served."""
     names = ("large", "transposed", "half", "scalar", "host")
     assert received == {"values": {name: [_VALUE] for name in names}, "elsewhere": [], "step": STEP}

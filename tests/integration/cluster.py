@@ -1,4 +1,4 @@
-"""A job in one process: a real lighthouse, and threads as the ranks of replica groups.
+"""A job in one process: a real lighthouse, and a thread for each rank of the replica groups.
 
 Everything is as in production (sockets, Gloo, HTTP), except that a "crash" is a rank that drops its servers and
 connections without a word to anybody.
@@ -29,7 +29,7 @@ DEADLINE = timedelta(seconds=30)
 
 @dataclass
 class Rank:
-    """One rank of one replica group; what a test's loop gets."""
+    """One rank of one replica group; the argument of a test's loop."""
 
     cluster: Cluster
     group: int
@@ -61,7 +61,7 @@ class Rank:
         return self.manager
 
     def crash(self) -> None:
-        """Drops everything that others could see of this rank."""
+        """Closes all servers and connections of this rank, as the end of its process would."""
         self.crashed = True
         self.pg.abort()
         assert self.manager is not None
@@ -77,7 +77,7 @@ class Rank:
 class Cluster:
     """Starts groups as threads, and ends them all."""
 
-    # Who is alive is waited for, however busy the machine; a crash is told by its broken connection.
+    # Long, because liveness is waited for on a busy machine too; a crash is detected by its broken connection.
     join_timeout_ms: int = 30_000
     heartbeat_timeout_ms: int = 10_000
     min_replicas: int = 1
@@ -104,7 +104,7 @@ class Cluster:
         return loops
 
     def wait(self, gate: Gate) -> None:
-        """Returns when a loop opens the gate; raises what a loop raised instead."""
+        """Waits until a loop opens the gate. Raises an error of a loop instead."""
         for future in self._loops:
             future.add_done_callback(lambda _: gate.open())
         gate.wait()
@@ -113,16 +113,16 @@ class Cluster:
                 future.result()
 
     def status(self) -> dict[str, Any]:
-        """The lighthouse's own word on who is alive and who waits."""
+        """The lighthouse's own status: which members are healthy, and which wait."""
         with urllib.request.urlopen(f"{self.lighthouse.address()}/status", timeout=10) as response:
             return json.load(response)
 
     def wait_for_waiters(self, count: int) -> None:
-        """Returns when that many groups wait for a quorum."""
+        """Waits until this number of groups wait for a quorum."""
         self._poll("waiters", count)
 
     def wait_for_healthy(self, count: int) -> None:
-        """Returns when that many groups are alive: none of them gets a quorum of its own from then on."""
+        """Waits until this number of groups are healthy. From then on none of them gets a quorum alone."""
         self._poll("healthy", count)
 
     def _poll(self, what: str, count: int) -> None:
@@ -148,12 +148,12 @@ def _run(loop: Callable[[Rank], T], rank: Rank) -> T:
 
 
 def results(*groups: list[Future[T]]) -> list[T]:
-    """What the loops gave back; the first error of any is raised."""
+    """Returns what the loops returned. The first error of any loop is raised."""
     return [future.result(timeout=90) for group in groups for future in group]
 
 
 class Gate:
-    """Lets a test hold a group until another one is somewhere."""
+    """Lets a test hold a group until another one has reached some point."""
 
     def __init__(self) -> None:
         self._event = threading.Event()

@@ -1,4 +1,4 @@
-"""A job in which a group with a model on a device heals, and how much memory of the device that takes."""
+"""A job in which a group with a model on a device heals, and the device memory that this takes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Model:
         self.adam.load_state_dict(state["adam"])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Weights and moments."""
+        """The weights and Adam's moments."""
         moments = {
             f"{name} {i}": s[name] for i, s in enumerate(self.adam.state.values()) for name in s if name != "step"
         }
@@ -52,8 +52,8 @@ def check_heal(
     in_background: bool,
     has_stepped: bool,
 ) -> None:
-    """The second of two groups joins and takes over the model of the first: in its own tensors, on its own device, with
-    at most 5 % of the state as further memory of the device.
+    """Checks a heal of the second of two groups: into its own tensors, on its own device, with at most 5 % of the state
+    as additional device memory.
 
     Args:
         make_pg: the process group of a group
@@ -61,7 +61,7 @@ def check_heal(
         devices: of the two groups
         width: of the model
         in_background: whether the quorum is asynchronous
-        has_stepped: whether the second group's optimizer has a state; otherwise that is allocated once
+        has_stepped: whether the second group's optimizer has a state; if not, it is allocated once
     """
     models: dict[int, Model] = {}
     trains, joined = Gate(), threading.Event()

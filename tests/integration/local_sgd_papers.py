@@ -23,7 +23,7 @@ from typing import Callable, Optional
 
 import numpy as np
 
-Parameters = list[np.ndarray]  # one array a fragment
+Parameters = list[np.ndarray]  # one array per fragment
 Gradient = Callable[[int, int, int, Parameters], Parameters]  # of (worker, round, inner step of the round, parameters)
 
 
@@ -42,13 +42,13 @@ class Settings:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One round as it went.
+    """One round.
 
     Attributes:
         senders: workers whose outer gradients are in the average.
-        committed: whether it counts.
+        committed: whether the round is committed.
         joining: workers that start as a copy of another one (``joining[new] = old``), just before the sending.
-        gone: workers that are not there any more when it ends.
+        gone: workers that have failed before the end of the round.
     """
 
     senders: tuple[int, ...]
@@ -69,14 +69,14 @@ class DiLoCo:
 
     def __init__(self, settings: Settings, start: Parameters, workers: list[int], gradient: Gradient) -> None:
         self.settings = settings
-        self.theta = [p.copy() for p in start]  # global
+        self.theta = [p.copy() for p in start]  # the global parameters
         self.velocity = [np.zeros_like(p) for p in start]
         self.local = {worker: [p.copy() for p in start] for worker in workers}
         self.gradient = gradient
         self.round = 0
 
     def attempt(self, how: Attempt) -> None:
-        """The inner steps up to the end of a round, with the sending ``delay`` steps before it."""
+        """Runs the inner steps up to the end of a round, with the sending ``delay`` steps before it."""
         s = self.settings
         p = self.round % s.fragments
         delta: Optional[np.ndarray] = None
@@ -105,7 +105,7 @@ class DiLoCo:
 def local_sgd(
     start: Parameters, workers: list[int], gradient: Gradient, rounds: int, period: int, lr: float
 ) -> Parameters:
-    """The mean that all workers have after some rounds."""
+    """Returns the mean that all workers have after some rounds."""
     mean = [p.copy() for p in start]
     for t in range(rounds):
         local = {worker: [p.copy() for p in mean] for worker in workers}
@@ -136,7 +136,7 @@ def two_layers(worker: int, t: int, inner: int, theta: Parameters) -> Parameters
 
 
 def batch(worker: int, t: int, inner: int, inputs: int, outputs: int) -> tuple[np.ndarray, np.ndarray]:
-    """What a worker sees in one inner step: another function to learn for each worker, and noise."""
+    """The data of a worker in one inner step: a different function to learn for each worker, and noise."""
     rng = np.random.default_rng([worker, t, inner])
     x = rng.standard_normal((4, inputs))
     target = np.tanh(x[:, :1] * (0.3 + 0.2 * worker)) * np.ones(outputs) + 0.1 * rng.standard_normal((4, outputs))

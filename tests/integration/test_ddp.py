@@ -20,11 +20,11 @@ from torchft.process_group import ManagedProcessGroup
 STEPS = 8
 JOIN_AT = 3
 BATCH = 4
-WIDTH = 400  # 640 kB a layer: several buckets
+WIDTH = 400  # 640 kB per layer: several buckets
 
 
 class Model(nn.Module):
-    """Layers that are registered in another order than they are used."""
+    """Layers that are registered in a different order than they are used."""
 
     def __init__(self, unused: bool = False) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Training:
             if rank.group == 0 and step == JOIN_AT:
                 self.join.open()
                 self.joined.wait()
-                # The newcomer must be in this quorum: wait until the lighthouse knows that it asks
+                # The joining group must be in this quorum: wait until the lighthouse has its request
                 rank.cluster.wait_for_waiters(1)
             optimizer.zero_grad()
             for micro in range(self.micro_batches):
@@ -129,9 +129,9 @@ WRAPPERS: dict[str, Callable[[Any, nn.Module], nn.Module]] = {
 
 
 def upstream(manager: Any, model: nn.Module, **kwargs: Any) -> nn.Module:
-    """PyTorch's own wrapper over a group that torch.distributed knows."""
+    """PyTorch's own wrapper over a group registered with torch.distributed."""
     group = ManagedProcessGroup(manager).register(f"managed_{next(_names)}")
-    # find_unused_parameters: groups that join later must cut gradients alike, see torchft.ddp.
+    # find_unused_parameters: groups that join later must form the same buckets, see torchft.ddp.
     return nn.parallel.DistributedDataParallel(model, process_group=group, find_unused_parameters=True, **kwargs)
 
 
@@ -140,7 +140,7 @@ _names = itertools.count()
 
 @pytest.fixture
 def world() -> Iterator[None]:
-    """What `register` needs. All ranks are threads of one process, so they share it."""
+    """Initializes torch.distributed for `register`. All ranks are threads of one process, so they share it."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -186,7 +186,7 @@ def _assert_equal(expected: dict[str, torch.Tensor], *states: dict[str, torch.Te
 
 
 class HeldWork:
-    """A collective that ends only when it is told to."""
+    """A collective that ends only when the test lets it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor

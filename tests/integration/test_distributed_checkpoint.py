@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint beside torchft: a job is saved by one of its groups, and all of them start from that."""
+"""torch.distributed.checkpoint with torchft: a job is saved by one of its groups, and all groups resume from that."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Training(Stateful):
 
 
 def run(folder: Path, start: int, steps: int) -> list[list[float]]:
-    """The weights of two groups that train up to a step, from what the folder holds if `start` is not 0."""
+    """Returns the weights of two groups that train up to a step, from the saved state if `start` is not 0."""
 
     def train(rank: Rank) -> list[float]:
         training = Training(rank.group)
@@ -81,7 +81,7 @@ def run(folder: Path, start: int, steps: int) -> list[list[float]]:
 
 
 def test_a_job_goes_on_where_its_checkpoint_was(tmp_path: Path) -> None:
-    """At the same step, with the weights and the moments of a job that never stopped."""
+    """It resumes at the same step, and ends with the weights and moments of a job that was never interrupted."""
     halfway = run(tmp_path / "stopped", 0, 5)
     assert halfway[0] == halfway[1]
     went_on = run(tmp_path / "stopped", 5, 10)

@@ -1,4 +1,6 @@
-"""A flipped bit in the weights or the optimizer state of a group is found by the others, and by setting mended."""
+"""A flipped bit in the weights or optimizer state of a group is found by the other groups, and healed
+if so configured.
+"""
 
 from __future__ import annotations
 
@@ -24,31 +26,31 @@ from torchft.process_group import ProcessGroup, ProcessGroupGloo
 GROUPS = 3
 SWEEP = 5  # commits
 FLIPS = often(20)
-WITHIN = SWEEP + min(EXCHANGE, SWEEP)  # steps in which a difference is found
+WITHIN = SWEEP + min(EXCHANGE, SWEEP)  # steps within which a difference is found
 
 
 @dataclass(frozen=True)
 class Flip:
-    """Between two steps."""
+    """A bit that flips between two steps."""
 
     step: int
     group: int
-    tensor: int  # of those that `Training.tensors` gives, modulo their number
-    bit: int  # modulo its bits
+    tensor: int  # index into `Training.tensors`, modulo their number
+    bit: int  # index of the bit, modulo their number
 
 
 @dataclass
 class Training:
-    """Groups that train alike, and flips in some of them."""
+    """Groups with equal training, and bit flips in some of them."""
 
     flips: list[Flip]
     steps: int
     settings: dict[str, Any]
     device_of: Callable[[Rank], torch.device] = lambda rank: torch.device("cpu")
     make_pg: Callable[[int], ProcessGroup] = lambda group: ProcessGroupGloo(timeout=DEADLINE)
-    crashes: dict[int, int] = field(default_factory=dict)  # by group: the step in whose forward pass it ends
-    flipped: dict[int, str] = field(default_factory=dict)  # by step: the name of the tensor
-    ended: dict[int, int] = field(default_factory=dict)  # by group: the digest of all at the end
+    crashes: dict[int, int] = field(default_factory=dict)  # by group: the step in whose forward pass it crashes
+    flipped: dict[int, str] = field(default_factory=dict)  # by step: the name of the changed tensor
+    ended: dict[int, int] = field(default_factory=dict)  # by group: the digest of its final state
 
     def loop(self, rank: Rank) -> Optional[Exception]:
         torch.manual_seed(0)
@@ -70,7 +72,7 @@ class Training:
             generator = torch.Generator().manual_seed(100 * step + rank.group)
             loss = ddp(torch.randn(4, 8, generator=generator).to(device)).square().mean()
             if self.crashes.get(rank.group) == step:
-                manager.wait_quorum()  # the others count on it in their reductions
+                manager.wait_quorum()  # the other groups expect this one in their reductions
                 rank.crash()
                 return None
             loss.backward()
@@ -147,7 +149,7 @@ def test_a_flipped_bit_is_named_by_all_groups(tensor: int, told: list[Any]) -> N
 
 
 def test_flipped_bits_are_healed(told: list[Any]) -> None:
-    """Bits of mantissas: a NaN would be in the next average, and so in all groups."""
+    """Bits of mantissas only: a NaN would be in the next average, and so in all groups."""
     choose, every = random.Random(1), WITHIN + 3
     bits = [32 * choose.randrange(1000) + choose.randrange(16, 23) for _ in range(FLIPS)]
     flips = [Flip(5 + every * i, choose.randrange(GROUPS), choose.randrange(12), bit) for i, bit in enumerate(bits)]
@@ -185,7 +187,7 @@ def test_an_evicted_group_ends(told: list[Any]) -> None:
 
 
 class _Own(ProcessGroupGloo):
-    """Of a script, which may reduce what this package does not expect."""
+    """Settings of a script that reduces tensors of its own."""
 
 
 @pytest.mark.parametrize(("make_pg", "finds"), [(ProcessGroupGloo, True), (_Own, False)])

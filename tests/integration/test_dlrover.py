@@ -68,7 +68,7 @@ def test_a_service_gives_each_rank_its_next_index() -> None:
 
 
 def test_weights_with_8_4_2_1_and_4_groups_are_those_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Groups leave after the last step of a phase. The three that come for the last one heal."""
+    """Groups leave after the last step of a phase. The three that join for the last phase heal."""
     monkeypatch.setenv("MAX_WORKER_NUM", str(plain.MOST))
     counts, steps = (8, 4, 2, 1, 4), 100  # of each phase
     ends = [threading.Barrier(count) for count in counts]
@@ -104,7 +104,7 @@ def test_weights_with_8_4_2_1_and_4_groups_are_those_of_one_process(monkeypatch:
                     optimizer.step()
                 if manager.current_step() > before:
                     groups.append(groups_now)
-            ends[phase].wait(60)  # nobody leaves before all have committed the last step
+            ends[phase].wait(60)  # no group leaves before all have committed the last step
             if not joins and rank.group >= min(counts[phase + 1 : phase + 2], default=0):
                 break
         manager.shutdown()

@@ -1,4 +1,4 @@
-"""A group that fails while its connections to the others stay open: only the report of the lighthouse reaches them."""
+"""A group fails while its connections to the other groups stay open, so only the lighthouse's report reaches them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchft.manager import Manager
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    # The heartbeat timeout is as long as the collectives' own: what is faster is the broken connection.
+    # The heartbeat timeout equals the timeout of collectives, so a faster detection is due to the broken connection.
     with Cluster(min_replicas=1, heartbeat_timeout_ms=30_000, join_timeout_ms=10_000) as built:
         yield built
 
@@ -28,7 +28,9 @@ def step(manager: Manager) -> tuple[bool, int]:
 
 
 def fail_in_a_step(cluster: Cluster, survivors: int) -> list[tuple[float, bool, list[tuple[bool, int]]]]:
-    """All groups commit a step and lose the last of them in the next; how long the others took, how they went on."""
+    """All groups commit a step and lose the last group in the next one. Returns how long the others took, and
+    how they continued.
+    """
     together, failed, ended = Gate(), Gate(), Gate()
 
     def start(rank: Rank) -> Manager:
@@ -43,14 +45,14 @@ def fail_in_a_step(cluster: Cluster, survivors: int) -> list[tuple[float, bool, 
         manager.wait_quorum()
         together.wait()
         assert manager._manager is not None
-        manager._manager.shutdown()  # the process group's connections stay, as those of a stopped process do
+        manager._manager.shutdown()  # the process group's connections stay open, as those of a stopped process do
         failed.open()
         ended.wait()
 
     def survivor(rank: Rank) -> tuple[float, bool, list[tuple[bool, int]]]:
         manager = start(rank)
         manager.start_quorum()
-        work = manager.allreduce(torch.ones(4))  # in which the victim never takes part
+        work = manager.allreduce(torch.ones(4))  # the victim never joins this reduction
         together.open()
         failed.wait()
         began = time.monotonic()

@@ -31,7 +31,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 EARLY = Heal.early
-PIECE = 64  # elements; of the model below there are 13
+PIECE = 64  # elements; the model below has 13 pieces
 
 
 @pytest.fixture(autouse=True)
@@ -42,15 +42,15 @@ def one_piece_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     def early(heal: Heal, mark: int) -> bool:
         return threading.current_thread().name == "torchft_heal_along" or EARLY(heal, mark)
 
-    monkeypatch.setattr(Heal, "early", early)  # taken up at the vote only
+    monkeypatch.setattr(Heal, "early", early)  # pieces are applied at the vote only
 
 
-# The last piece is compared in a later step than it came in, and the rest of the state comes after that.
+# The last piece is compared in a later step than it arrived in, and the rest of the state arrives after that.
 LEAST_ROUNDS = 14
 
 
 def halfway(cluster: Cluster, group: int) -> bool:
-    """Whether some pieces of a group are in place, and some are not."""
+    """Whether some pieces of a group are in place, and others are not."""
     managers = [rank.manager for rank in cluster.ranks if rank.group == group]
     target = managers[0]._along._target if managers and managers[0] and managers[0]._along else None
     return target is not None and target.wrote and target.heal.missing > 5
@@ -58,20 +58,22 @@ def halfway(cluster: Cluster, group: int) -> bool:
 
 @dataclass
 class Loop:
-    """Trains a small model with Adam until some groups have committed some steps together; keeps what each has then."""
+    """Trains a small model with Adam until some groups have committed some steps together, and keeps
+    their final state.
+    """
 
-    together: int = 3  # groups
-    steps: int = 5  # that these commit
+    together: int = 3  # number of groups
+    steps: int = 5  # number of steps that these groups commit together
     make: Callable[[nn.Module], optim.Optimizer] = lambda model: optim.Adam(model.parameters(), lr=0.01)
     model: Callable[[], nn.Module] = lambda: nn.Sequential(
         nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1)
     )
     settings: dict[str, Any] = field(default_factory=dict)
-    agreed: Callable[[nn.Module, int], None] = lambda model, step: None  # once a round knows its step
-    begun: Callable[[Rank, int], None] = lambda rank, round: None  # of each round of the loop
+    agreed: Callable[[nn.Module, int], None] = lambda model, step: None  # called in each round once its step is known
+    begun: Callable[[Rank, int], None] = lambda rank, round: None  # called at the start of each round of the loop
     reduced: Callable[[Rank, int], None] = lambda rank, round: None
-    counts: Callable[[Manager], bool] = lambda manager: True  # whether a step can be the first of these
-    joined: dict[int, int] = field(default_factory=dict)  # rounds until a group committed its first step
+    counts: Callable[[Manager], bool] = lambda manager: True  # whether a step can be the first of these steps
+    joined: dict[int, int] = field(default_factory=dict)  # number of rounds until a group committed its first step
     histories: dict[int, list[tuple[int, bool, int]]] = field(default_factory=dict)
 
     def __call__(self, rank: Rank) -> Optional[tuple[int, State]]:
@@ -129,7 +131,8 @@ def _same(ours: Any, theirs: Any, path: str = "") -> None:
     if isinstance(ours, dict):
         assert ours.keys() == theirs.keys(), path
         for key, value in ours.items():
-            if "running_" not in str(key) and "num_batches" not in str(key):  # of each group's own passes
+            # each group has its own, from its own passes
+            if "running_" not in str(key) and "num_batches" not in str(key):
                 _same(value, theirs[key], f"{path}.{key}")
     elif isinstance(ours, list):
         for one, other in zip(ours, theirs, strict=True):
@@ -224,7 +227,7 @@ class TwoRanks(Loop):
 
 
 def test_the_ranks_of_a_group_end_a_heal_in_one_step(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    """The first one has its pieces much earlier, and trains along until the other has its own."""
+    """The first rank has its pieces much earlier, and trains along until the other one has its own."""
     wide = {"model": lambda: nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))}
     loop = TwoRanks(together=2, second=wide)
     _run(cluster, loop, first=1, later=1, ranks=2)
@@ -242,7 +245,9 @@ def test_if_one_rank_of_a_group_gives_up_all_of_them_do(cluster: Cluster, caplog
 
 
 def test_weights_that_may_be_needed_are_kept(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    """A group loses a step that the only other one commits: if that failed during the heal, its own weights count."""
+    """A group loses a step that the only other one commits: if that one failed during the heal, these
+    weights would count.
+    """
 
     def fails(rank: Rank, round: int) -> None:
         assert rank.manager is not None
@@ -251,7 +256,7 @@ def test_weights_that_may_be_needed_are_kept(cluster: Cluster, caplog: pytest.Lo
             rank.manager.report_error(RuntimeError("a bad batch"))
 
     failed: list[int] = []
-    # Both have healed then: else they would end at different steps.
+    # Waits until both have healed: otherwise they would end at different steps.
     loop = Loop(
         together=2, reduced=fails, counts=lambda manager: bool(failed) and manager.current_step() > failed[0] + 3
     )
@@ -280,7 +285,9 @@ def test_a_step_that_failed_meanwhile_is_not_applied(cluster: Cluster, caplog: p
 
 
 def test_an_error_of_the_group_that_heals_costs_one_quorum(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    """The next quorum has new connections; its later steps, which are not committed because it heals, keep these."""
+    """The next quorum has new connections. Its later steps, which are not committed because the group
+    heals, keep them.
+    """
 
     def fails(rank: Rank, round: int) -> None:
         assert rank.manager is not None
@@ -301,7 +308,7 @@ def test_an_error_of_the_group_that_heals_costs_one_quorum(cluster: Cluster, cap
 
 
 def test_a_group_that_differs_heals_along(told: list[Any], caplog: pytest.LogCaptureFixture) -> None:
-    """One bit of one of three groups flips; the others find it, and train on while it heals."""
+    """One bit of one of three groups flips. The others find it, and train on while that group heals."""
     settings = {"on_divergence": "heal", "heal_along": True}
     training = Training([Flip(7, 1, 0, 20)], steps=7 + 12 * WITHIN, settings=settings)
     with caplog.at_level(logging.INFO):
@@ -313,7 +320,7 @@ def test_a_group_that_differs_heals_along(told: list[Any], caplog: pytest.LogCap
 
 
 def test_the_source_fails(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    """The next quorum names another one; what has come stays."""
+    """The next quorum names another source. Pieces that have arrived are kept."""
 
     def fails(rank: Rank, round: int) -> None:
         if rank.group < 2 and halfway(cluster, 2) and not crashed:
@@ -335,7 +342,7 @@ def test_the_source_fails(cluster: Cluster, caplog: pytest.LogCaptureFixture) ->
 
 
 def _ports(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, int]]:
-    """How often which port was asked for which kind of part."""
+    """Counts the requests by port and kind of part."""
     asked: Counter[tuple[str, int]] = Counter()
     ask = joining.Asker.ask
 
@@ -383,7 +390,9 @@ def test_an_additional_source_that_differs_is_left_out(
 
 
 def test_weights_of_no_step_are_not_trained_on(cluster: Cluster) -> None:
-    """The only source fails when some pieces are in place: the group that heals ends, as after a transfer in place."""
+    """The only source fails when some pieces are in place: the healing group ends, as after a failed
+    transfer in place.
+    """
 
     def fails(rank: Rank, round: int) -> None:
         if rank.group == 0 and halfway(cluster, 1):
@@ -413,7 +422,7 @@ def test_what_does_not_qualify_is_healed_as_a_whole(
 
 
 def test_an_optimizer_whose_groups_change_meanwhile(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    """All groups get a parameter more, each between two of its steps: the state is transferred as a whole."""
+    """All groups add a parameter, each between two of its steps: the state is then transferred as a whole."""
 
     def changes(rank: Rank, round: int) -> None:
         if halfway(cluster, 1) or changed:
@@ -431,7 +440,7 @@ def test_an_optimizer_whose_groups_change_meanwhile(cluster: Cluster, caplog: py
 
 
 def test_parameters_that_are_frozen_and_unfrozen_meanwhile(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    """In all groups in the same steps. Some have their first gradient, and their optimizer state, during the heal."""
+    """In all groups in the same steps. Some parameters get their first gradient and optimizer state during the heal."""
 
     def freezes(model: nn.Module, step: int) -> None:
         for number, parameter in enumerate(model.parameters()):

@@ -1,4 +1,4 @@
-"""A signal for one rank of a group: all of its ranks leave after the same step, and no group loses one."""
+"""A signal for one rank of a group makes all of its ranks leave after the same step. No group loses a step."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ RANKS, AT, END = 2, 3, 9
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a test of a command may have left its own
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a test of a command may have left a handler
     with Cluster() as built:
         yield built
-    signal.signal(signal.SIGTERM, before)  # a group that left keeps its handler to its end
+    signal.signal(signal.SIGTERM, before)  # a group that left keeps its handler until the process ends
     signals._heeding.clear()
     signals._end_watch()
 
 
 def test_all_ranks_leave_after_the_same_step(cluster: Cluster) -> None:
-    """The rank that is told is not the one with the manager server. It runs on the main thread, as handlers do."""
+    """The signalled rank is not the one with the manager server. It runs on the main thread, as handlers do."""
     ready = threading.Barrier(2 * RANKS)
-    over = [threading.Barrier(RANKS), threading.Barrier(RANKS)]  # no rank goes before its siblings have their votes
+    # no rank ends before the others have the result of their vote
+    over = [threading.Barrier(RANKS), threading.Barrier(RANKS)]
     mine: queue.SimpleQueue[Rank] = queue.SimpleQueue()
 
     def loop(rank: Rank) -> list[tuple[int, bool, int]]:
@@ -65,7 +66,7 @@ def test_all_ranks_leave_after_the_same_step(cluster: Cluster) -> None:
     with urllib.request.urlopen(f"{cluster.lighthouse.address()}/api/v1/history", timeout=10) as answer:
         events = json.load(answer)["events"]
 
-    # Told in a step, it says so with the next one, which is its last.
+    # A rank that is signalled during a step reports it with the next one, which is its last.
     assert [step for step, _, _ in here] == [*range(AT + 2)] and here == there
     assert all(committed for _, committed, _ in [*here, *others[0], *others[1]])
     both, alone = AT + 2, END - AT - 2

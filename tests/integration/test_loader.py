@@ -1,4 +1,4 @@
-"""The same training, whatever fails: groups that fail, join and lose steps end with the weights of one process."""
+"""Groups that fail, join and lose steps end with the weights of one process, whatever fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
 from torchft.manager import Manager, WorldSizeMode
 from torchft.process_group import ManagedProcessGroup, ProcessGroup, ProcessGroupGloo
 
-SAMPLES = 41  # no multiple of anything
+SAMPLES = 41  # a multiple of neither batch nor unit
 SETTINGS: dict[str, Any] = dict(global_batch_size=12, micro_batch_size=2, seed=3, epochs=2)
 
 
@@ -32,7 +32,7 @@ def dataset() -> TensorDataset:
     return TensorDataset(x, x.sum(1, keepdim=True).tanh(), torch.arange(SAMPLES))
 
 
-# Groups are threads, which would draw from one generator in turns.
+# Groups are threads, and would share one random generator.
 _MODEL = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1)).double()
 
 
@@ -49,7 +49,7 @@ def flat(model: nn.Module) -> torch.Tensor:
 
 
 def one_process() -> torch.Tensor:
-    """Whole batches, each the mean over its samples, without anything of torchft but the order."""
+    """Trains on whole batches, each the mean over its samples, using nothing of torchft but the order."""
     plan, data, model = Plan(SAMPLES, **SETTINGS), dataset(), make_model()
     optimizer = make_optimizer(model)
     position = Position()
@@ -64,15 +64,15 @@ def one_process() -> torch.Tensor:
 
 @dataclass
 class Training:
-    """The loop of a user, and what it trained on."""
+    """A user's training loop, and the samples that it trained on."""
 
-    # Called when a group has its units of a step, by (group, life, step)
+    # Called when a group has its units of a step, by (group, incarnation, step)
     events: dict[tuple[int, int, int], Callable[[Rank], Optional[str]]] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)  # of the Manager
+    settings: dict[str, Any] = field(default_factory=dict)  # arguments of the Manager
     loader: dict[str, Any] = field(default_factory=dict)
-    start_with: int = 1  # groups that must be alive before the first step
+    start_with: int = 1  # number of groups that must be healthy before the first step
     wrap: Callable[[Any, nn.Module], nn.Module] = lambda manager, model: model
-    before: Callable[[Rank, ElasticDataLoader], None] = lambda rank, loader: None  # the first step
+    before: Callable[[Rank, ElasticDataLoader], None] = lambda rank, loader: None  # called before the first step
     device_of: Callable[[Rank], torch.device] = lambda rank: torch.device("cpu")
     data: Any = field(default_factory=dataset)
     # "continue" or "break" in the place of a unit, given by (group, step, number of the unit among those of the rank)
@@ -145,10 +145,11 @@ class Training:
 
 
 def check(training: Training, weights: list[Optional[torch.Tensor]], incomplete: frozenset[int] = frozenset()) -> None:
-    """All ended with the weights of one process, and the groups that committed a step have each of its samples once.
+    """Checks that all groups ended with the weights of one process, and that each committed step has each of
+    its samples once.
 
     Args:
-        incomplete: steps that a group committed and failed in.
+        incomplete: steps that a group committed before it failed in them.
     """
     expected = one_process()
     for ended in weights:
@@ -180,7 +181,7 @@ def test_any_number_of_groups_ends_with_the_weights_of_one_process(groups: int, 
 def ends_of_a_failure_and_a_join(
     training: Training, make_pg: Callable[[int], ProcessGroup] = lambda group: ProcessGroupGloo(timeout=DEADLINE)
 ) -> list[Optional[torch.Tensor]]:
-    """Weights of three groups, of which one fails in its third step, and of the group that takes its place."""
+    """Returns the weights of three groups, one of which fails in its third step, and of the group that replaces it."""
     restart = Gate()
 
     def fail(rank: Rank) -> str:
@@ -227,7 +228,7 @@ def test_a_group_that_loses_the_last_step_heals_before_the_others_leave(use_asyn
     with Cluster(min_replicas=3) as cluster:
         ended = results(*(cluster.start(training, group=group) for group in range(3)))
     check(training, ended, incomplete=frozenset({LAST}))
-    assert len(training.lost) <= 2  # its own, and the one in which it learns that there is nothing more to do
+    assert len(training.lost) <= 2  # its own failure, and the step in which it learns that there is no more data
 
 
 def plain(manager: Manager, net: nn.Module) -> nn.Module:
@@ -259,12 +260,12 @@ def test_wrapped_models_reduce_once_a_step(wrap: Callable[[Manager, nn.Module], 
 @pytest.mark.parametrize(
     ("wrap", "number", "place", "instead"),
     [
-        (plain, 0, 0, "continue"),  # the first step of a quorum: the others count samples
+        (plain, 0, 0, "continue"),  # the first step of a quorum: the other groups count samples
         (plain, 2, 0, "continue"),
         (plain, 2, 2, "continue"),
         (plain, 2, 1, "break"),
         (wrapped_by_torchft, 2, 0, "continue"),
-        (wrapped_by_torchft, 2, 2, "continue"),  # nothing is reduced, and the others wait for it
+        (wrapped_by_torchft, 2, 2, "continue"),  # nothing is reduced, and the other groups wait for it
         (wrapped_one_by_one, 2, 1, "break"),
     ],
 )
@@ -296,7 +297,7 @@ def test_a_spare_group_trains_along_with_weight_0() -> None:
 
 
 def test_a_group_at_another_position_heals() -> None:
-    """As after a restart from checkpoints that do not belong together: the first group is right."""
+    """As after a restart from checkpoints that do not match: the first group's position is right."""
 
     def restore(rank: Rank, loader: ElasticDataLoader) -> None:
         if rank.group == 1:
@@ -313,7 +314,7 @@ def test_a_group_at_another_position_heals() -> None:
 def refused(
     job: Training, newcomer: Callable[[Rank], object], **cluster_settings: Any
 ) -> tuple[list[Optional[torch.Tensor]], str]:
-    """What a job ends with when a group comes that does not fit, and what that group is told."""
+    """Returns the state of a job after a group that does not fit has joined, and the error of that group."""
     started = Gate()
 
     def join(rank: Rank) -> str:
@@ -321,7 +322,7 @@ def refused(
         try:
             newcomer(rank)
         except ValueError as e:
-            # If this group fails before the job has looked at what it announces, that loses the step for its failure.
+            # If this group fails before the others have read its announcement, they lose a step to its failure.
             job.lost_one.wait()
             return str(e)
         finally:
@@ -385,7 +386,7 @@ def test_a_dataset_that_raises_in_one_group_costs_it_the_job_and_the_others_a_st
 
     def fail(rank: Rank) -> str:
         with pytest.raises(ReadFailed, match=r"of batch 0 of epoch 0 could not be read: OSError: the disk"):
-            # It waits for the other group too: a quorum of its own would cost that one nothing.
+            # Waits for the other group too: a quorum of its own would cost that one nothing.
             Training(start_with=2, data=Broken(*dataset().tensors))(rank)
         rank.crash()
         return "failed"

@@ -1,4 +1,4 @@
-"""Between two steps a group is in no quorum: what its loop does there is in heals and in checkpoints of one step."""
+"""Between two steps a group is in no quorum, so heals and checkpoints contain what its loop does there."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def steps_before(position: Position) -> int:
 
 @dataclass
 class Scheduled:
-    """A loop with a learning rate that changes after each step, which is part of the state, and with checkpoints."""
+    """A loop with a learning rate schedule, which is part of the state, and with checkpoints."""
 
     restart: Gate = field(default_factory=Gate)
     lives: Counter[int] = field(default_factory=Counter)
-    rates: dict[int, set[float]] = field(default_factory=dict)  # by step, of all groups
+    rates: dict[int, set[float]] = field(default_factory=dict)  # learning rates of all groups, by step
     checkpoints: list[tuple[int, int, int]] = field(default_factory=list)
 
     def __call__(self, rank: Rank) -> Optional[torch.Tensor]:
@@ -61,7 +61,7 @@ class Scheduled:
                 return None
             if rank.group == 0 and number == 4:
                 self.restart.open()
-                rank.cluster.wait_for_waiters(1)  # it heals as soon as this group asks for the next quorum
+                rank.cluster.wait_for_waiters(1)  # it heals as soon as this group requests the next quorum
             optimizer.zero_grad()
             for unit in step:
                 with unit.accumulate(net):
@@ -80,8 +80,8 @@ class Scheduled:
 
 
 def test_a_group_heals_with_what_the_others_did_after_their_last_step() -> None:
-    """If the next quorum were asked for as soon as a step is committed, the others would serve a learning rate that is
-    one step old.
+    """If the next quorum were requested as soon as a step is committed, the others would serve an
+    outdated learning rate.
     """
     job = Scheduled()
     with Cluster(min_replicas=1) as cluster:
@@ -114,7 +114,7 @@ def once(what: str) -> Callable[[Rank], Optional[str]]:
 @pytest.mark.parametrize("groups", [(0, 1), (1,)])
 @pytest.mark.parametrize("step", [0, 3, STEPS - 1])
 def test_a_step_whose_optimizer_did_not_step_comes_again(step: int, groups: tuple[int, ...]) -> None:
-    """As with a GradScaler that has found infinities, in all groups alike. A group that does so alone heals."""
+    """As with a GradScaler that has found infinities in all groups. A group that alone does not step heals."""
     training = Training(start_with=2, events={(group, 0, step): once("left out") for group in groups})
     with Cluster(min_replicas=2) as cluster:
         ended = results(*(cluster.start(training, group=group) for group in range(2)))
@@ -123,7 +123,7 @@ def test_a_step_whose_optimizer_did_not_step_comes_again(step: int, groups: tupl
 
 @pytest.mark.parametrize("reproducible", [False, True])
 def test_more_groups_than_units_end_with_the_weights_of_one_process(reproducible: bool) -> None:
-    """The last batch of an epoch has one unit, the others have two."""
+    """The last batch of an epoch has one unit, the other batches have two."""
     sizes = {"global_batch_size": 12, "micro_batch_size": 6}
     training = Training(start_with=3, loader=sizes, settings={"reproducible_reduction": reproducible})
     with Cluster(min_replicas=3) as cluster:

@@ -1,4 +1,4 @@
-"""A loader in a job whose groups do not fit together: named errors, and the groups that are right train on."""
+"""Loaders of a job that do not fit together: the errors name the cause, and the groups that are right train on."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_group_that_restores_a_position_of_other_data_is_told_and_the_others_t
 
 
 def restored(first: Position, second: Position) -> tuple[Training, list[Optional[torch.Tensor]]]:
-    """A job of two groups that begin with positions of their own."""
+    """Starts a job of two groups that begin at positions of their own."""
 
     def restore(rank: Rank, loader: ElasticDataLoader) -> None:
         position = (first, second)[rank.group]
@@ -62,7 +62,7 @@ def restored(first: Position, second: Position) -> tuple[Training, list[Optional
 
     def until_the_end(rank: Rank) -> Optional[torch.Tensor]:
         ended = job(rank)
-        rank.crash()  # as a process that ends
+        rank.crash()  # ends as a process would
         return ended
 
     with Cluster(min_replicas=1) as cluster:
@@ -70,7 +70,7 @@ def restored(first: Position, second: Position) -> tuple[Training, list[Optional
 
 
 def batches(job: Training) -> list[Counter[int]]:
-    """What the groups trained on together, step by step."""
+    """The batches that the groups trained on together, step by step."""
     steps: dict[int, Counter[int]] = {}
     for (_, number), indices in job.committed.items():
         steps.setdefault(number, Counter()).update(indices)
@@ -78,7 +78,7 @@ def batches(job: Training) -> list[Counter[int]]:
 
 
 def rest_of(position: Position) -> list[Counter[int]]:
-    """What a job trains on from a position to its end."""
+    """The batches that a job trains on from a position to its end."""
     found = []
     while position != END:
         found.append(Counter(index for unit in PLAN.share(position, 0, 1).units for index in unit.indices))
@@ -106,19 +106,20 @@ def test_of_positions_that_do_not_belong_together_the_first_groups_is_right(firs
     ("first", "second"), [(END, LAST), (LAST, END), (END, Position()), (BEFORE_LAST, END), (END, END)]
 )
 def test_a_group_that_was_restored_at_the_end_compares_before_it_leaves(first: Position, second: Position) -> None:
-    """It reduces nothing else, and the group that is right may be the one at the end."""
+    """It reduces nothing else, and the correct group may be the one at the end."""
     job, (one, other) = restored(first, second)
     assert one is not None and other is not None and torch.equal(one, other)
     assert batches(job) == rest_of(first)
 
 
 def test_ranks_of_a_group_that_would_begin_at_different_positions_are_refused_by_name() -> None:
-    """At step 0 each rank takes over the state of one rank of another group, and not all of the same group's."""
+    """At step 0 each rank takes over the state of one rank of another group, and not all ranks from the same group."""
 
     def loop(rank: Rank) -> str:
         manager = rank.start_manager(load_state_dict=lambda state: None, state_dict=dict)
         loader = ElasticDataLoader(manager, dataset(), **SETTINGS)
-        loader.load_state_dict({**loader.state_dict(), "batch": rank.group + 1})  # and not the Manager's
+        # the loader's position only, and not the Manager's
+        loader.load_state_dict({**loader.state_dict(), "batch": rank.group + 1})
         rank.cluster.wait_for_healthy(2)
         try:
             next(loader)

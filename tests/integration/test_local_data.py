@@ -34,7 +34,7 @@ def diloco(manager: Any, model: nn.Module, inner: torch.optim.Optimizer) -> DiLo
 
 @dataclass
 class Ended:
-    """What a group has at its end."""
+    """The final state of a group."""
 
     weights: torch.Tensor
     committed: int
@@ -43,12 +43,12 @@ class Ended:
 
 @dataclass
 class Training:
-    """The loop of a user.
+    """A user's training loop.
 
     Attributes:
         algorithm: LocalSGD or DiLoCo.
         events: called before an inner step, by (group, number of the step); "crashed" ends the group.
-        fails: synchronisations, from 0, that a group votes against, by (group, number).
+        fails: synchronisations that a group votes against, by (group, number from 0).
         seen: samples of each epoch.
     """
 
@@ -97,7 +97,7 @@ class Training:
                         self.seen.setdefault(step.position.epoch, Counter()).update(unit.indices)
                         key = rank.group, step.position
                         self.parts[key] = self.parts.get(key, 0) + len(unit.indices)
-                assert weights == pytest.approx(1)  # the mean over the samples of this group
+                assert weights == pytest.approx(1)  # the mean over this group's samples
                 inner.step()
         assert loader.position == PLAN.end
         if isinstance(algorithm, DiLoCo):
@@ -105,12 +105,12 @@ class Training:
         return Ended(flat(model), loader.committed, loader.lost)
 
     def part(self, group: int, epoch: int) -> int:
-        """Samples that a group has trained on in an epoch, which is a period here."""
+        """Returns the samples that a group has trained on in an epoch, which is one period here."""
         return sum(size for (g, position), size in self.parts.items() if (g, position.epoch) == (group, epoch))
 
 
 def agree(ended: list[Optional[Ended]]) -> tuple[int, int]:
-    """All that ended have the same weights, and count the same."""
+    """Checks that all groups that reached the end have the same weights and counts."""
     first, *others = [each for each in ended if each is not None]
     for other in others:
         torch.testing.assert_close(other.weights, first.weights, rtol=0, atol=1e-12)
@@ -141,10 +141,10 @@ def test_what_a_group_that_fails_should_have_trained_until_the_next_average_is_l
     with Cluster(min_replicas=2) as cluster:
         ended = results(*(cluster.start(training, group=group) for group in range(3)))
     committed, lost = agree(ended)
-    # In the second epoch: two inner steps were done, and two were its own to do.
+    # In the second epoch the group had done two inner steps, and two were left.
     assert committed == 2 * SAMPLES + training.part(0, 1) + training.part(1, 1)
     assert 0 < training.part(2, 1) < lost
-    assert training.seen[2] == Counter(range(SAMPLES))  # the others share all of it again
+    assert training.seen[2] == Counter(range(SAMPLES))  # the other groups share all of it
 
 
 def test_samples_of_a_synchronisation_that_fails_are_lost_with_diloco() -> None:
@@ -178,7 +178,7 @@ def test_a_group_that_joins_goes_on_at_the_position_of_the_others(algorithm: Cal
 
     def let_it_join(rank: Rank) -> None:
         join.open()
-        rank.cluster.wait_for_waiters(1)  # the newcomer, until this group averages
+        rank.cluster.wait_for_waiters(1)  # waits for the joining group, before this one averages
 
     training = Training(algorithm, events={(0, PERIOD + 1): let_it_join})
     with Cluster() as cluster:

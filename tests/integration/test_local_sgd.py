@@ -1,4 +1,4 @@
-"""LocalSGD and DiLoCo of real groups against the papers' algorithms (`local_sgd_papers.py`), number by number."""
+"""LocalSGD and DiLoCo of real groups compared with the papers' algorithms (`local_sgd_papers.py`), number by number."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.integration.local_sgd_papers import Attempt, Settings, batch, two_lay
 from torchft.local_sgd import DiLoCo, LocalSGD
 from torchft.manager import Manager
 
-SIZES = [3, 4, 5, 4, 2]  # of the layers of the largest model
+SIZES = [3, 4, 5, 4, 2]  # sizes of the layers of the largest model
 
 
 def start_parameters(fragments: int) -> papers.Parameters:
@@ -49,12 +49,12 @@ class Model(nn.Module):
 
 
 class Killed(Exception):
-    """A group that dropped everything, as if its machine had lost power."""
+    """A group that closed everything, as if its machine had lost power."""
 
 
 @dataclass
 class Ran:
-    """What a group has in the end, and how its rounds went."""
+    """A group's final state, and the outcome of its rounds."""
 
     local: papers.Parameters
     theta: papers.Parameters
@@ -137,7 +137,7 @@ class Training:
         return diloco, theta
 
     def _watch(self, rank: Rank, manager: Manager, log: list[Any]) -> Callable[[], int]:
-        """Calls `fault` around the Manager's calls. Returns the number of the present round of this group."""
+        """Calls `fault` around the Manager's calls. Returns the number of this group's present round."""
 
         def around(name: str, before: str, after: Optional[str]) -> None:
             original = getattr(manager, name)
@@ -182,14 +182,14 @@ def assert_ends(ran: Ran, group: int, reference: papers.DiLoCo) -> None:
     ids=str,
 )
 def test_diloco_is_the_papers(settings: Settings, options: dict[str, Any]) -> None:
-    """Two groups over hundreds of inner steps; both have the same global parameters, each its own local ones."""
+    """Two groups over hundreds of inner steps. Both have the same global parameters, and local ones of their own."""
     rounds = max(40, -(-200 // settings.period))
     with Cluster(min_replicas=2) as cluster:
         loop = Training(settings, rounds, options)
         ran = results(*(cluster.start(loop, group=group) for group in range(2)))
     reference = papers.DiLoCo(settings, start_parameters(settings.fragments), [0, 1], two_layers)
     assert all(r.rounds == [(i, True, 2) for i in range(rounds)] for r in ran)
-    # The first quorum gives all groups the state of the first one
+    # In the first quorum all groups take over the state of the first one
     reference.attempt(Attempt(senders=(0, 1), joining={1: 0}))
     for _ in range(rounds - 1):
         reference.attempt(Attempt(senders=(0, 1)))
@@ -198,7 +198,7 @@ def test_diloco_is_the_papers(settings: Settings, options: dict[str, Any]) -> No
 
 
 def test_the_reference_moves_against_the_gradient() -> None:
-    """That the papers' sign is what it must be, by hand: one worker whose loss is theta^2 / 2, two rounds."""
+    """A check of the papers' sign by hand: one worker whose loss is theta^2 / 2, two rounds."""
     settings = Settings(fragments=1, period=1, inner_lr=0.1, outer_lr=0.5, momentum=0.9)
     reference = papers.DiLoCo(settings, [np.ones((1, 1))], [0], lambda worker, t, inner, theta: [theta[0]])
     reference.attempt(Attempt(senders=(0,)))
@@ -224,7 +224,9 @@ def test_local_sgd_is_the_papers(period: int) -> None:
 
 
 def first_round_of_copies(settings: Settings) -> papers.Parameters:
-    """Before the first average all groups take group 0's parameters (init_sync): it is the way of group 0 alone."""
+    """Before the first average all groups take over group 0's parameters (init_sync), so it averages group
+    0's change only.
+    """
     start = start_parameters(settings.fragments)
     return papers.local_sgd(start, [0], two_layers, 1, settings.period, settings.inner_lr)
 
@@ -238,7 +240,7 @@ def shifted(rounds: int) -> papers.Gradient:
 
 @dataclass
 class Kill:
-    """Group 1 fails at one place of one of its rounds; it comes back when group 0 has had some rounds alone."""
+    """Group 1 fails at some place of one of its rounds, and returns when group 0 has done some rounds alone."""
 
     where: str
     attempt: int
@@ -253,11 +255,11 @@ class Kill:
             raise Killed
         if rank.group == 0 and where == "quorum" and self.failed_group._event.is_set() and attempt == self.back_at:
             self.back.open()
-            rank.cluster.wait_for_waiters(1)  # so that it is in this quorum
+            rank.cluster.wait_for_waiters(1)  # so that the restarted group is in this quorum
 
 
 def run_with_kill(settings: Settings, kill: Kill, rounds: int) -> tuple[Ran, Ran, Ran]:
-    """Group 0, and both lives of group 1."""
+    """Returns the results of group 0 and of both incarnations of group 1."""
     loop = Training(settings, rounds, start_with=2, fault=kill)
     again = Training(settings, rounds)
     with Cluster() as cluster:
@@ -266,13 +268,13 @@ def run_with_kill(settings: Settings, kill: Kill, rounds: int) -> tuple[Ran, Ran
         (failed_group,) = results(second)
         assert failed_group.killed
         kill.failed_group.open()
-        kill.back.wait()  # not cluster.wait: a loop has ended already
+        kill.back.wait()  # not cluster.wait, because a loop has ended already
         survivor, healed = results(first, cluster.start(again, group=1))
     return survivor, failed_group, healed
 
 
 def replay(settings: Settings, survivor: Ran, kill: Kill) -> papers.DiLoCo:
-    """The reference, told only which rounds group 0 committed and with how many groups."""
+    """Runs the reference algorithm, given only which rounds group 0 committed and with how many groups."""
     reference = papers.DiLoCo(settings, start_parameters(settings.fragments), [0, 1], two_layers)
     for number, (_, committed, participants) in enumerate(survivor.rounds):
         fails = number == kill.attempt
@@ -294,8 +296,8 @@ def replay(settings: Settings, survivor: Ran, kill: Kill) -> papers.DiLoCo:
     [
         ("inner", 0),  # in its inner steps: the next quorum forms without it
         ("quorum", 0),
-        ("send", 1),  # in the quorum, and never sends: the others lose this round
-        ("sent", None),  # what it sent may be complete, or not
+        ("send", 1),  # in the quorum, but never sends: the others lose this round
+        ("sent", None),  # its data may have been sent completely or not
         ("vote", None),
         ("voted", 0),
     ],
@@ -319,7 +321,9 @@ def test_a_group_fails_in_each_phase_of_a_sync_and_returns(where: str, lost: Opt
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_a_group_joins_in_the_middle(delay: int) -> None:
-    """The third group gets fragments, backups and the outer momentum: from then on the papers know three workers."""
+    """The third group receives fragments, backups and the outer momentum. From then on the reference
+    has three workers.
+    """
     settings = Settings(fragments=3, period=2, delay=delay, alpha=0.5 if delay else 0.0)
     ready, join_at, rounds = Gate(), 7, 20
 
@@ -350,7 +354,9 @@ def test_a_group_joins_in_the_middle(delay: int) -> None:
 
 
 def test_one_group_is_a_sync_ahead_when_another_fails() -> None:
-    """Two syncs are under way: group 0 has voted for one and asks for the next, group 1 fails before its vote."""
+    """Two synchronisations are in progress: group 0 has voted for one and requests the next, group 1 fails
+    before its vote.
+    """
     settings = Settings(fragments=2, period=2, delay=1)
     ahead = Gate()
 
@@ -374,7 +380,7 @@ def test_one_group_is_a_sync_ahead_when_another_fails() -> None:
 
 @pytest.mark.parametrize("delay", [0, 2])
 def test_a_round_that_one_group_spoils_is_lost_for_it_alone(delay: int) -> None:
-    """It votes no after the average was complete: it is behind then, and heals."""
+    """It votes no after the average was complete, so it is behind and heals."""
     settings = Settings(fragments=2, period=3, delay=delay)
     spoiled = threading.Event()
 
@@ -399,7 +405,7 @@ def test_a_round_that_one_group_spoils_is_lost_for_it_alone(delay: int) -> None:
 
 
 def test_groups_with_other_models_are_told_before_anything_is_sent() -> None:
-    """The one that comes to a running job has to go, whoever is in it trains on."""
+    """The group that joins a running job must end. The running groups train on."""
     running = Gate()
 
     def fault(rank: Rank, where: str, attempt: int) -> None:
@@ -421,7 +427,7 @@ def test_groups_with_other_models_are_told_before_anything_is_sent() -> None:
 
 
 def metric(manager: Manager, name: str) -> float:
-    """The value of a counter at /metrics of the group's manager server."""
+    """Returns a counter from /metrics of the group's manager server."""
     assert manager._manager is not None
     with urllib.request.urlopen(f"{manager._manager.address()}/metrics", timeout=10) as response:
         text = response.read().decode()
@@ -431,7 +437,7 @@ def metric(manager: Manager, name: str) -> float:
 
 @pytest.mark.parametrize("diloco", [False, True])
 def test_an_average_with_nan_is_counted_in_the_metrics_of_every_group(diloco: bool) -> None:
-    """Of one group, the second of three synchronisations is spoiled; all use the average, and say so."""
+    """One group spoils the second of three synchronisations with NaN. All groups use the average, and report it."""
     looked = threading.Barrier(2)
 
     def train(rank: Rank) -> list[float]:
@@ -453,13 +459,13 @@ def test_an_average_with_nan_is_counted_in_the_metrics_of_every_group(diloco: bo
                 inner.step()
                 assert manager.current_step() == sync + 1
                 seen.append(algorithm.nonfinite_syncs)
-        deadline = time.monotonic() + 30  # it is told without waiting
+        deadline = time.monotonic() + 30  # counters are reported asynchronously
         while metric(manager, "torchft_manager_nonfinite_syncs_total") < seen[-1] and time.monotonic() < deadline:
             time.sleep(0.01)
-        looked.wait(60)  # both servers are there until both have looked
+        looked.wait(60)  # keeps both servers running until both have been read
         return [*seen, metric(manager, "torchft_manager_nonfinite_syncs_total")]
 
     with Cluster(min_replicas=2) as cluster:
         ran = results(cluster.start(train, group=0), cluster.start(train, group=1))
-    # What is NaN in the parameters that DiLoCo keeps stays so: the next average is one of differences from them.
+    # A NaN in DiLoCo's parameters persists, because the next average is one of differences from them.
     assert ran == [[0, 1, 2, 2.0]] * 2 if diloco else [[0, 1, 1, 1.0]] * 2

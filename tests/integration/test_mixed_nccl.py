@@ -14,7 +14,7 @@ def test_each_group_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_NONBLOCKING_TIMEOUT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    # Any other PyTorch would refuse the setting.
+    # Other versions of PyTorch would refuse the setting.
     monkeypatch.setattr(dist, "ProcessGroupNCCL2", object, raising=False)
     names = ["legacy", "nccl2"]
 

@@ -1,4 +1,4 @@
-"""Manager.allreduce(should_quantize=True): as the plain one, but for the bytes and the rounding."""
+"""Manager.allreduce(should_quantize=True) equals the plain one, except for the number of bytes and the rounding."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_failed_peer_costs_a_step_and_never_raises() -> None:
             future = manager.allreduce(tensor, should_quantize=True).get_future()
             assert future.wait() is tensor
             committed = manager.should_commit()
-            if commits or both:  # before that one of the two joins, or heals
+            if commits or both:  # before that, one of the two joins or heals
                 commits.append(committed)
         assert tensor.tolist() == [1.0] * 100
         return commits

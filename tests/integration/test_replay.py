@@ -1,4 +1,4 @@
-"""Groups that fail in mid-step, and survivors that commit the very same step: no work is lost.
+"""Groups fail in mid-step, and the survivors commit the same step, so no work is lost.
 
 Compared are the weights after a job with failures, and those of one plain loop over the batches of the groups that took
 part in each step.
@@ -58,7 +58,7 @@ def new_model() -> tuple[Model, torch.optim.Optimizer]:
 
 
 def reference(participants: list[list[int]], clip: bool = False) -> dict[str, torch.Tensor]:
-    """One plain loop over the batches of those who took part in each step."""
+    """Trains in one plain loop over the batches of the participants of each step."""
     model, optimizer = new_model()
     for step, groups in enumerate(participants):
         optimizer.zero_grad()
@@ -71,24 +71,24 @@ def reference(participants: list[list[int]], clip: bool = False) -> dict[str, to
 
 
 class Killed(Exception):
-    """The victim's loop ends here."""
+    """Ends the victim's loop."""
 
 
 @dataclass
 class Outcome:
-    """What one group's loop came to."""
+    """The results of one group's loop."""
 
     weights: dict[str, torch.Tensor]
     commits: list[bool]  # of each call of should_commit
-    participants: list[list[int]]  # of each step that was committed by anybody, from its first one on
+    participants: list[list[int]]  # participants of each step that any group committed, from its first step on
     batches: int
-    steps: list[int] = field(default_factory=list)  # that were decided on
-    warned: list[str] = field(default_factory=list)  # also of why a step was not reduced again
+    steps: list[int] = field(default_factory=list)  # the steps that were decided
+    warned: list[str] = field(default_factory=list)  # warnings, including the reasons why a step was not replayed
 
 
 @dataclass
 class Job:
-    """Groups that train; some of them die at a step, at a place in it."""
+    """Groups that train. Some of them fail at a given step and place."""
 
     groups: int
     failures: dict[int, tuple[int, str]] = field(default_factory=dict)  # group: step, place
@@ -97,17 +97,18 @@ class Job:
     )
     settings: Callable[[int], dict[str, Any]] = lambda group: {}
     world_size: int = 1
-    # What the loop does before the optimizer's step: of a rank, its manager, its model and the step.
+    # Called before the optimizer's step, with the rank's manager and model, and the step.
     then: Callable[[Rank, Manager, nn.Module, int], None] = lambda rank, manager, model, step: None
     begun: Callable[[Rank, Manager, nn.Module], None] = lambda rank, manager, model: None
     steps: int = STEPS
 
     def __post_init__(self) -> None:
-        # By step and quorum: whose gradients were in it.
+        # By step and quorum: the groups whose gradients were in it.
         self.contributed: dict[tuple[int, int], set[int]] = {}
-        self.committed: dict[int, dict[int, int]] = {}  # by step and quorum: how many took part, by their own word
+        # by step and quorum: the number of participants, as each group counted them
+        self.committed: dict[int, dict[int, int]] = {}
         self.started = threading.Barrier(self.groups * self.world_size)
-        self.newcomers: list[list[Future[Any]]] = []  # what `cluster.start` gave for groups that began later
+        self.newcomers: list[list[Future[Any]]] = []  # the futures of groups that joined later
 
     def loop(self, rank: Rank) -> Optional[Outcome]:
         model, inner = new_model()
@@ -169,7 +170,9 @@ class Job:
             self.contributed.setdefault((step, manager._quorum_id), set()).add(rank.group)
 
     def history(self) -> list[list[int]]:
-        """Who took part in each step. All who committed it did so in one quorum, and agree on how many they were."""
+        """The participants of each step. Checks that all groups committed it in one quorum and with the same number
+        of participants.
+        """
         found = []
         for step in sorted(self.committed):
             ((quorum, participants),) = self.committed[step].items()
@@ -178,14 +181,14 @@ class Job:
         return found
 
     def arm(self, rank: Rank, manager: Manager, place: str) -> None:
-        """Lets the rank die at a place in the step that begins."""
+        """Makes the rank fail at a place in the step that begins."""
         if place == "forward":
             manager._pg.get_reconfigure_handle = lambda: (rank.crash(), "gone")[1]  # type: ignore[method-assign]
         elif place.startswith("bucket"):
             reduce, left = manager.allreduce, [int(place[len("bucket") :])]
 
             def allreduce(tensor: torch.Tensor, **more: Any) -> Any:
-                manager.wait_quorum()  # before it, the others would never have counted on this group
+                manager.wait_quorum()  # before that, the other groups would not have counted on this one
                 if left[0] == 0:
                     rank.crash()
                 left[0] -= 1
@@ -215,7 +218,8 @@ class Job:
     def run(self, cluster: Cluster) -> list[Outcome]:
         started = [cluster.start(self.loop, group, self.world_size) for group in range(self.groups)]
         outcomes = [outcome for outcome in results(*started) if outcome is not None]
-        results(*self.newcomers)  # the others may end before they have noted that they took part in the last step
+        # the others may end before these have recorded that they participated in the last step
+        results(*self.newcomers)
         for outcome in outcomes:
             outcome.participants = self.history()[outcome.steps[0] :]
         return outcomes
@@ -235,7 +239,7 @@ class _Instead:
 
 
 def lost_steps(outcome: Outcome, outcomes: list[Outcome]) -> set[int]:
-    """The steps that it gave up, but for those that others committed at once: it took over their state."""
+    """The steps that it lost, without those that other groups committed at once and whose state it took over."""
     given_up = {step for step, committed in zip(outcome.steps, outcome.commits) if not committed}
     at_once = {
         step
@@ -247,7 +251,9 @@ def lost_steps(outcome: Outcome, outcomes: list[Outcome]) -> set[int]:
 
 
 def check(job: Job, outcomes: list[Outcome], lost: int = 0, clip: bool = False) -> None:
-    """The survivors lost so many steps, and hold what a plain loop over the participants of each step gives."""
+    """Checks the number of steps that the survivors lost, and that their weights are those of a plain loop over
+    the participants.
+    """
     assert len(outcomes) == (job.groups - len(job.failures)) * job.world_size
     expected = reference(outcomes[0].participants, clip)
     for outcome in outcomes:
@@ -281,7 +287,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.mark.parametrize("place", ["forward", "bucket0", "bucket1", "commit"])
 @pytest.mark.parametrize("groups", [2, 3])
 def test_a_failure_in_mid_step_costs_no_step(cluster: Cluster, groups: int, place: str) -> None:
-    job = Job(groups, failures={0: (3, place)})  # the first one: its store is the primary's
+    job = Job(groups, failures={0: (3, place)})  # the first group, whose store is the primary's
     outcomes = job.run(cluster)
     check(job, outcomes)
     everybody, survivors = list(range(groups)), list(range(1, groups))
@@ -304,12 +310,12 @@ def test_failures_in_step_after_step(cluster: Cluster) -> None:
 
 
 def test_a_group_that_joins_in_the_quorum_of_a_replay(cluster: Cluster) -> None:
-    """The newcomer heals in that step, and counts from the next one on."""
+    """The joining group heals in that step, and participates from the next one on."""
 
     def join(rank: Rank, manager: Manager, model: nn.Module, step: int) -> None:
         if rank.group == 1 and step == 3 and not job.newcomers:
             job.newcomers.append(cluster.start(job.loop, 5))
-            cluster.wait_for_waiters(1)  # it waits there before the others ask again
+            cluster.wait_for_waiters(1)  # it waits there before the others request the next quorum
 
     job = Job(3, failures={0: (3, "bucket0")}, then=join)
     outcomes = job.run(cluster)
@@ -326,7 +332,7 @@ def test_a_group_that_joins_in_the_quorum_of_a_replay(cluster: Cluster) -> None:
 
 
 def test_a_group_that_missed_a_commit_takes_over_its_state(cluster: Cluster) -> None:
-    """Its gradients are part of that commit; the quorum of its replay is that of its next step."""
+    """Its gradients are part of that commit. The quorum of its replay becomes that of its next step."""
 
     def miss(rank: Rank, manager: Manager, model: nn.Module, step: int) -> None:
         if rank.group == 0 and step == 3 and not missed:
@@ -361,7 +367,7 @@ def test_clipping_belongs_into_a_hook(cluster: Cluster, hook: bool) -> None:
 
 
 def test_an_error_of_the_training_loop_is_no_reason(cluster: Cluster) -> None:
-    """The group that reports it computes the step anew, and the others reduce what they had with it."""
+    """The group that reports it computes the step again, and the others replay it together with that group."""
 
     def fail(rank: Rank, manager: Manager, model: nn.Module, step: int) -> None:
         if rank.group == 0 and step == 3 and not failed:
@@ -379,7 +385,7 @@ def test_an_error_of_the_training_loop_is_no_reason(cluster: Cluster) -> None:
 
 
 def test_spares_replace_failed_groups(cluster: Cluster) -> None:
-    """A spare's own gradients are kept too, before zeros are put in their place."""
+    """A spare's own gradients are kept too, before they are replaced by zeros."""
     job = Job(
         3,
         failures={0: (3, "bucket0")},

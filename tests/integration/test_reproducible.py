@@ -38,7 +38,7 @@ from torchft.process_group import ProcessGroup, ProcessGroupGloo
 def one_process(
     largest: Callable[[Position], float] = lambda position: 1.0, device: Optional[torch.device] = None
 ) -> torch.Tensor:
-    """The same units, added by exact sums, without a Manager, a loader or a group."""
+    """Trains on the same units in one process with exact sums, without a Manager, a loader or a group."""
     plan, data, model = Plan(SAMPLES, **SETTINGS), dataset(), make_model().to(device)
     optimizer = make_optimizer(model)
     total = ExactSum(model.named_parameters(), plan.num_units(Position()))
@@ -142,11 +142,13 @@ def test_a_group_with_other_scales_heals() -> None:
     assert len(training.lost) == 2
 
 
-# Passes
+# Further passes
 
 
 def growing(position: Position) -> float:
-    """So much that gradients do not fit at the scale of the step before, and then that little is left of them."""
+    """A scale that first grows so much that gradients do not fit, and then shrinks so that few of
+    their bits are left.
+    """
     return 2.0**30 if position.batch == 2 else 1.0
 
 
@@ -156,10 +158,10 @@ class Ranks:
 
     group_size: int
     groups: int = 2
-    fails: tuple[int, int] = (-1, -1)  # the rank of group 0, and the step, whose first attempt has an error
+    fails: tuple[int, int] = (-1, -1)  # the rank of group 0, and the step, whose first attempt fails with an error
     device_of: Callable[[Rank], torch.device] = lambda rank: torch.device("cpu")
     make_pg: Callable[[int], ProcessGroup] = lambda group: ProcessGroupGloo(timeout=DEADLINE)
-    repeated: list[list[int]] = field(default_factory=list)  # steps with a second pass, of each rank
+    repeated: list[list[int]] = field(default_factory=list)  # for each rank, the steps with a second pass
     lost: list[str] = field(default_factory=list)
     made: list[ProcessGroupGloo] = field(default_factory=list)
 
@@ -218,7 +220,7 @@ def test_gradients_that_do_not_fit_are_repeated_in_the_same_step(group_size: int
 
 @pytest.mark.parametrize("step", [0, 3])
 def test_a_rank_without_the_sum_keeps_those_of_its_group_from_another_pass(step: int) -> None:
-    """In step 0 its peers would make one, and wait for it there."""
+    """In step 0 its peers would do another pass, and wait for it there."""
     ranks = Ranks(2, fails=(1, step))
     ended, expected = ranks.run(), one_process(growing)
     assert all(torch.equal(weights, expected) for weights in ended)
@@ -250,7 +252,7 @@ def test_a_sum_of_another_number_of_units_is_not_that_of_the_batch() -> None:
         for unit in next(loader):
             with unit.accumulate(net):
                 backward(manager, unit, net)
-        loader.load_state_dict({**loader.state_dict(), "batch": 3})  # as after a heal to it
+        loader.load_state_dict({**loader.state_dict(), "batch": 3})  # as after a heal to this position
         with pytest.raises(SamplesDiffer, match="6 units were reduced, 3 belong to the batch"):
             loader.verify()
 
@@ -276,7 +278,7 @@ def alone() -> Any:
 
 
 def tried(cluster: Cluster, do: Callable[[Manager], object], **settings: Any) -> None:
-    """Does something with a Manager that has the setting, alone in its job."""
+    """Calls a function with a Manager that has the setting and is alone in its job."""
 
     def loop(rank: Rank) -> None:
         do(rank.start_manager(**{"reproducible_reduction": True, "state_dict": dict, **settings, **LOAD}))

@@ -1,4 +1,4 @@
-"""reproducible_rng with reproducible_reduction: dropout and augmentation are those of the unit, whoever computes it."""
+"""reproducible_rng with reproducible_reduction: dropout and augmentation depend on the unit, not on the rank."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from torchft.data import ElasticDataLoader
 
 GROUPS = 3
 FAILS_AT, JOINS_AT = 2, 4
-# Groups are threads with one generator of each kind; as processes they would have their own.
+# Groups are threads, which share one generator of each kind. As processes they would have their own.
 _NUMBERS = threading.Lock()
 
 
 class Augmented(Dataset):
-    """Noise from torch and from numpy on each sample."""
+    """Adds noise from torch and from numpy to each sample."""
 
     def __init__(self) -> None:
         self.data = dataset()
@@ -40,7 +40,7 @@ class Augmented(Dataset):
 
 @dataclass
 class Training:
-    """Each group draws numbers of its own between two units."""
+    """Each group draws further numbers of its own between two units."""
 
     restart: Optional[Gate] = None
     reproducible_rng: bool = True

@@ -1,4 +1,4 @@
-"""A small training loop over a real lighthouse, through everything that a job meets."""
+"""A small training loop with a real lighthouse, through all events of a job."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ STEPS = 10
 
 @dataclass
 class Loop:
-    """Trains a vector by ``weights += average of (group + 1)``; what each rank did is kept."""
+    """Trains a vector by ``weights += average of (group + 1)``, and records the steps of each rank."""
 
     steps: int = STEPS
-    start_with: int = 1  # groups that must be alive before the first step
+    start_with: int = 1  # number of groups that must be healthy before the first step
     settings: dict[str, Any] = field(default_factory=dict)
-    # Called at the start of each step, by (group, step, life): lives count a group's restarts
+    # Called at the start of each step, by (group, step, incarnation)
     events: dict[tuple[int, int, int], Callable[[Rank], None]] = field(default_factory=dict)
     lives: dict[int, int] = field(default_factory=dict)
     load: Optional[Callable[[int, torch.Tensor, dict[str, Any]], None]] = None
     history: dict[tuple[int, int], list[tuple[int, bool, int]]] = field(default_factory=dict)
     errors: dict[int, list[str]] = field(default_factory=dict)
-    begun: dict[int, list[int]] = field(default_factory=dict)  # the step that each round of the loop began at
+    begun: dict[int, list[int]] = field(default_factory=dict)  # the step at which each round of the loop began
 
     def __call__(self, rank: Rank) -> list[float]:
         life = self.lives[rank.group] = self.lives.get(rank.group, -1) + 1 if rank.rank == 0 else self.lives[rank.group]
@@ -79,7 +79,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.mark.parametrize("joining", [1, 2])
 def test_up_to_date_groups_help_to_heal(monkeypatch: pytest.MonkeyPatch, joining: int) -> None:
-    """Others come later: each is assigned one of two groups, and both give some of it."""
+    """Groups that join later are assigned one of two groups, and both serve a part of the state."""
     monkeypatch.setattr(_receive, "_HELP_AFTER", 0.0)
     served: dict[int, int] = {}
     heard_done = http_transport._Handler._heard_done
@@ -95,7 +95,7 @@ def test_up_to_date_groups_help_to_heal(monkeypatch: pytest.MonkeyPatch, joining
 
     def train(rank: Rank) -> int:
         weights = torch.full((2 << 20,), 1.0)
-        # slow enough for the additional source to have its share
+        # slow enough for the additional source to serve its share
         transports.append(HTTPTransport(DEADLINE, 0, bandwidth_limit=16 << 20))
         manager = rank.start_manager(
             load_state_dict=lambda state: weights.copy_(state["w"]),
@@ -116,7 +116,7 @@ def test_up_to_date_groups_help_to_heal(monkeypatch: pytest.MonkeyPatch, joining
         return int(weights.sum())
 
     later = Gate()
-    # On a busy machine a quorum may be late, and the others must not go on without a group.
+    # On a busy machine a quorum may be late, and groups must not continue without the others.
     with Cluster(min_replicas=2, join_timeout_ms=30_000, heartbeat_timeout_ms=10_000) as cluster:
         first = [cluster.start(train, group=group) for group in range(2)]
         cluster.wait(later)
@@ -152,7 +152,7 @@ def test_crash_and_heal(use_async_quorum: bool, world_size: int) -> None:
             restart.open()
 
         def healed(rank: Rank) -> None:
-            """The survivor goes on alone until the other group is back and waits for it."""
+            """The survivor continues alone until the restarted group waits for it."""
             cluster.wait_for_waiters(1)
 
         loop = Loop(start_with=2, settings={"use_async_quorum": use_async_quorum})
@@ -170,7 +170,7 @@ def test_crash_and_heal(use_async_quorum: bool, world_size: int) -> None:
         lost = [step for step, committed, _ in loop.history[0, rank] if not committed]
         assert len(lost) <= 1, f"the survivor lost steps {lost}"
     if world_size == 1:
-        # The second life of group 1 begins where the survivor is, not at 0
+        # The second incarnation of group 1 begins at the survivor's step, not at 0
         assert [step for step, _, _ in loop.history[1, 0]][3] >= 3
 
 
@@ -178,7 +178,7 @@ def test_two_ranks_a_group_commit_together() -> None:
     with Cluster(min_replicas=2) as cluster:
         loop = Loop()
         ends = results(*(cluster.start(loop, group=group, world_size=2) for group in range(2)))
-    # Rank 0 of all groups took group 0's weights at step 0, rank 1 those of group 1: the work is spread
+    # At step 0, rank 0 of all groups took over group 0's weights, and rank 1 those of group 1: the sources alternate
     assert ends[0] == ends[2] and ends[1] == ends[3] and ends[0] != ends[1]
 
 
@@ -209,7 +209,9 @@ def test_one_rank_that_votes_no_stops_its_group_and_nobody_else() -> None:
 
 
 def test_load_that_fails_is_the_healing_groups_own_problem(cluster: Cluster) -> None:
-    """The group that cannot load reports it and does not commit; the source goes on; the next heal works."""
+    """The group that cannot load reports an error and does not commit. The source continues, and the
+    next heal succeeds.
+    """
     attempts: list[int] = []
 
     def load(group: int, weights: torch.Tensor, state: dict[str, Any]) -> None:
@@ -228,12 +230,14 @@ def test_load_that_fails_is_the_healing_groups_own_problem(cluster: Cluster) -> 
     assert len(attempts) == 2
     assert loop.errors == {1: ["size mismatch for layer.weight"]}
     assert loop.history[1, 0][0] == (3, False, 1)
-    assert loop.begun[1][:2] == [0, 0]  # after the failure it was back at the step whose weights it has
+    assert loop.begun[1][:2] == [0, 0]  # after the failure it was again at the step of its own weights
     assert [committed for _, committed, _ in loop.history[0, 0]] == [True] * STEPS
 
 
 def test_survivors_of_many_need_no_join_timeout() -> None:
-    """Only the neighbours of a failed group see its connection break; their abort breaks that of the group opposite."""
+    """Only the neighbours of a failed group see its connection break. Their abort breaks the
+    connections of the others.
+    """
     with Cluster(join_timeout_ms=60_000) as cluster:
         loop = Loop(start_with=4)
         committed: dict[int, float] = {}
@@ -241,7 +245,7 @@ def test_survivors_of_many_need_no_join_timeout() -> None:
 
         def crash(rank: Rank) -> None:
             assert rank.manager is not None
-            rank.manager.start_quorum()  # the others enter the collective of this step and wait for this group
+            rank.manager.start_quorum()  # the other groups enter the collective of this step and wait for this one
             rank.manager.wait_quorum()
             time.sleep(0.2)
             crashed.append(time.monotonic())
@@ -285,7 +289,9 @@ def test_reported_error_does_not_hold_up_the_peers() -> None:
 
 
 def test_late_peer_does_not_write_into_the_next_step() -> None:
-    """Group 0 gives up on a collective and goes on with the same memory; the late group 1 must lose the step too."""
+    """Group 0 aborts a collective and continues with the same memory. Group 1, which is late, must lose
+    the step as well.
+    """
     late, gave_up = Gate(), Gate()
 
     def loop(rank: Rank) -> list[Any]:
@@ -319,7 +325,7 @@ def test_late_peer_does_not_write_into_the_next_step() -> None:
 
 
 def test_job_outlives_its_lighthouse() -> None:
-    """A lighthouse that is killed and started again costs time, not the job; quorum ids go on upwards."""
+    """A restart of the lighthouse takes time, but the job continues, and quorum ids keep increasing."""
     with Cluster(min_replicas=2) as cluster:
         port = int(cluster.lighthouse.address().rsplit(":", 1)[1])
         ids: dict[str, set[int]] = {"before": set(), "after": set()}
@@ -391,7 +397,7 @@ NATIVE = hasattr(dist.ProcessGroup, "reconfigure")
 
 @pytest.mark.skipif(not NATIVE, reason="native groups that can be reconfigured came with PyTorch 2.14")
 def test_native_groups() -> None:
-    """A group of PyTorch's own, the same object through a crash and a heal."""
+    """PyTorch's own groups, which stay the same objects through a crash and a heal."""
 
     # Native Gloo groups meet in a store that all of them share.
     master = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
@@ -423,7 +429,7 @@ def test_native_groups() -> None:
 
 
 def test_shutdown_ends_a_quorum_that_waits(cluster: Cluster) -> None:
-    """The other rank of the group never asks; shutting down does not wait for the quorum's timeout."""
+    """The other rank of the group never requests a quorum. Shutting down does not wait for the quorum's timeout."""
 
     def loop(rank: Rank) -> None:
         manager = rank.start_manager(load_state_dict=lambda s: None, state_dict=dict)
@@ -439,7 +445,7 @@ def test_shutdown_ends_a_quorum_that_waits(cluster: Cluster) -> None:
 
 
 def test_shutdown_leaves_nothing() -> None:
-    # Operations of Gloo that were not woken when groups of other tests failed end at their timeout.
+    # Operations of Gloo that were never woken when other tests' groups failed end at their timeout.
     assert reaper.drain(timeout_sec=60)
     before = {thread.name for thread in threading.enumerate()}
     with Cluster(min_replicas=2) as cluster:

@@ -1,4 +1,4 @@
-"""What a second run, a skip and a test that cannot run here mean. A pytest plugin.
+"""The rules for second runs, for skips, and for tests that cannot run on this host. A pytest plugin.
 
 - A test with real processes that fails is run once more, so that a busy machine does not cost a whole run: never after
   a timeout, which is a wait that nothing ended, and never with RERUNS=0. Each is recorded with its first failure in
@@ -20,7 +20,7 @@ from datetime import datetime, timezone
 
 import pytest
 
-# The first line of a failure is that of pytest-timeout, of an exception, or of this project's own waits.
+# The first line of a failure by a timeout: of pytest-timeout, of an exception, or of this project's own waits.
 TIMEOUTS = [r"\A[^\n]*(from pytest-timeout|\d s passed before|timed out)", r"\A\w*Timeout\w*:"]
 
 
@@ -30,7 +30,7 @@ def devices() -> int:
     import torch
 
     with warnings.catch_warnings():
-        warnings.simplefilter("default")  # an old driver is a reason to leave tests out, and no error
+        warnings.simplefilter("default")  # an old driver is a reason to leave tests out, but no error
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -46,10 +46,10 @@ def _no_device() -> str | None:
 def _device() -> str | None:
     import torch
 
-    if not torch.accelerator.is_available():  # a build for CUDA names its accelerator without one, too
+    if not torch.accelerator.is_available():  # a build for CUDA names its accelerator even if there is none
         return None
     device = torch.accelerator.current_accelerator()
-    # That of tests/late is no device of the host.
+    # The device of tests/late is no device of the host.
     return None if device is None or device.type == "late" else "there is one here"
 
 
@@ -63,7 +63,7 @@ def _no_hosts() -> str | None:
         return str(e)
 
 
-# A mark, what tests with it need, and what says why that is not here; None if it is.
+# A mark, what its tests need, and a function that returns why that is missing; None if it is not.
 NEEDS: dict[str, tuple[str, Callable[[], str | None]]] = {
     "device": ("a CUDA device", functools.cache(_no_device)),
     "no_device": ("a host without an accelerator", functools.cache(_device)),
@@ -83,14 +83,14 @@ class Policy:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.reruns = int(os.environ.get("RERUNS", "1"))
-        # Where pytest is that of the system, and not the one that the test extra installs.
+        # With the system's pytest instead of that of the test extra.
         self.no_reruns = self.reruns > 0 and not config.pluginmanager.hasplugin("rerunfailures")
         self.strict = os.environ.get("CI", "").lower() in ("1", "true")
-        self.deselected: dict[str, str] = {}  # test: why
+        self.deselected: dict[str, str] = {}  # the reason by test
         self.run_again: list[pytest.TestReport] = []
         self.skipped: list[str] = []
 
-    @pytest.hookimpl(trylast=True)  # what -m and -k leave out needs nothing
+    @pytest.hookimpl(trylast=True)  # after -m and -k, since tests that they leave out need nothing
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         kept, deselected = [], []
         for item in items:
@@ -133,7 +133,7 @@ class Policy:
             self.skipped.append(f"{report.nodeid}: {why}")
 
     def _record(self, report: pytest.TestReport) -> None:
-        """At once: what ends the run must not take it along."""
+        """Written at once, because a crash of the run must not lose it."""
         path = self.config.rootpath / "build" / "test" / "flaky.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
@@ -141,7 +141,7 @@ class Policy:
             file.write(json.dumps({"date": now, "test": report.nodeid, "failure": report.longreprtext}) + "\n")
 
     def _broken(self) -> list[str]:
-        """The rules that this run has broken."""
+        """The rules that this run has violated."""
         broken = []
         if len(self.run_again) > 1:
             broken.append(f"{len(self.run_again)} tests needed a second run, and more than one is a failure")
@@ -156,7 +156,7 @@ class Policy:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """A failure that a second run did not repeat is a mistake to find: it is shown as any other is."""
+        """Reports each failure that a second run did not repeat, because it is a bug to be found."""
         for report in self.run_again:
             terminalreporter.section(f"{report.nodeid} was run again after this", yellow=True)
             terminalreporter.write_line(report.longreprtext)

@@ -1,10 +1,10 @@
-"""How long what the package promises may take in a test: the promised time, times a factor that is written once."""
+"""Bounds of tests for times that the package promises: the promised time, multiplied by a factor defined once."""
 
 from __future__ import annotations
 
-# Parts of the tests run side by side and keep both processors busy, and a thread can be held up for seconds.
+# Tests run in parallel and keep both processors busy, so a thread may be delayed for seconds.
 SLACK = 20.0
-# A thread that is not scheduled once or twice delays the shortest of the promises, too.
+# Added to each bound, because a delayed thread exceeds the shortest promises, too.
 HELD_UP_S = 1.0
 
 # From a kill -9 until the survivors commit again: docs/failures.md. suspect_grace_ms is the most of it.
@@ -15,12 +15,12 @@ ABORT_S = 0.1
 NEW_PEERS_S = 0.3
 # From Ctrl-C until the wait of the core has ended.
 CTRL_C_S = 0.05
-# From the end of a script until its process has ended, which is what Python takes to leave after `import torch`.
+# From the end of a script until its process has ended: the time that Python takes to exit after `import torch`.
 LEAVE_PYTHON_S = 0.6
 # From the failure of a source until the transfer from it has ended: docs/failures.md.
 HEAL_ENDS_S = 0.5
 
 
 def within(promised_s: float) -> float:
-    """The bound of a test, in seconds, for what takes so long on an idle machine."""
+    """The bound of a test in seconds, given the promised time on an idle machine."""
     return SLACK * promised_s + HELD_UP_S

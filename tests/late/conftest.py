@@ -46,7 +46,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a group sets for NCCL ends with the test."""
+    """Undoes a process group's settings for NCCL at the end of the test."""
     monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "")
     monkeypatch.delenv("TORCH_NCCL_NONBLOCKING_TIMEOUT")
 
@@ -62,7 +62,7 @@ def late() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="session")
 def job_server() -> Iterator[None]:
-    """Children of `processes.Job` are forked from one process that has PyTorch imported, as in tests/process."""
+    """Children of `processes.Job` are forked from a process that has imported PyTorch, as in tests/process."""
     if os.environ.get("FORK_SERVER") == "0":
         yield
         return
@@ -76,7 +76,7 @@ def job_server() -> Iterator[None]:
 
 @pytest.fixture
 def device(late: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Observed]]:
-    """The copies that checkpointing makes, to be looked at."""
+    """Records the copies that checkpointing makes."""
     from tests.late.observed import BLOCK, Observed
 
     Observed.made = []

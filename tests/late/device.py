@@ -61,7 +61,7 @@ def _manual_seed_all(seed: int) -> None:
 
 
 def _module() -> types.ModuleType:
-    """`torch.late`: what PyTorch and users ask of `torch.cuda`."""
+    """`torch.late`: the functions that PyTorch and users expect of `torch.cuda`."""
     m: Any = types.ModuleType("torch.late")
     m.is_available = lambda: True
     m.is_initialized = C.initialized
@@ -96,7 +96,7 @@ torch._register_device_module("late", _module())
 
 torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
-# What a test controls. The package says what each is for.
+# Controls for tests; the package's docstring describes them.
 
 delays, lazy, poison, stats, host_timeout_ms, cpu_view = (
     C.delays,
@@ -142,7 +142,7 @@ def held(stream: torch.Stream | None = None) -> Iterator[None]:
 
 
 def reset() -> None:
-    """Ends what a test has set: nothing is held or delayed, all streams are done, and no error is left."""
+    """Undoes a test's settings: nothing is held or delayed, all streams are idle, and no error is left."""
     release()
     lazy(0)
     delays(0, 0, 0)

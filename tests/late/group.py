@@ -1,4 +1,4 @@
-"""Groups of torchft on the test device, as its NCCL groups are on CUDA."""
+"""torchft's NCCL process groups on the test device."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def backend(
 
 
 class _Nccl:
-    """Is called as PyTorch's ProcessGroupNCCL, and gives this device's backend: torchft's groups then make it."""
+    """Called like PyTorch's ProcessGroupNCCL, it returns this device's backend, so that torchft's
+    groups create that.
+    """
 
     def __init__(self, reconfigurable: bool) -> None:
         self._reconfigurable = reconfigurable
@@ -83,14 +85,14 @@ def native_group(store: Store, rank: int = 0, world_size: int = 1) -> BaseProces
 
 
 class ProcessGroupLate(ProcessGroupNCCL):
-    """`ProcessGroupNCCL` itself, on the current test device, in either implementation."""
+    """`ProcessGroupNCCL` itself, on the current test device, with either implementation."""
 
     _device: ClassVar[str] = "late"
 
     def _opts_hook(self, opts: T) -> T:
         opts = super()._opts_hook(opts)
         if isinstance(opts, BarrierOptions) and opts.device is None:
-            # Without it PyTorch takes NCCL's barriers to a GPU.
+            # Otherwise PyTorch would run NCCL's barriers on a GPU.
             opts.device = self._current_device()
         return opts
 

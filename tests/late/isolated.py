@@ -1,4 +1,4 @@
-"""Isolated groups on the test device: the very code that shares memory and events of CUDA, with this device below it.
+"""Isolated groups on the test device: torchft's code for CUDA memory and events, with this device in place of CUDA.
 
 What PyTorch gives that code of CUDA is given here of the test device: a storage's memory by name, for another process
 to map, which is kept until it is told that nobody uses it; and events that another process may wait for. As with CUDA,
@@ -23,7 +23,7 @@ _late = load()
 
 
 class _Event:
-    """As `torch.cuda.Event`."""
+    """Like `torch.cuda.Event`."""
 
     def __init__(self, event: Any = None, interprocess: bool = True) -> None:
         assert interprocess
@@ -48,7 +48,7 @@ class _Event:
 
 
 def _share(storage: torch.UntypedStorage) -> tuple[Any, ...]:
-    """As `UntypedStorage._share_cuda_`."""
+    """Like `UntypedStorage._share_cuda_`."""
     size = storage.nbytes()
     if size == 0:
         return storage.device.index, None, 0, 0, None, 0, b"", False
@@ -62,7 +62,7 @@ def _new_shared(device: int, handle: bytes, size: int, *_: Any) -> torch.Untyped
 
 
 class _Torch(types.ModuleType):
-    """PyTorch, whose CUDA is the test device."""
+    """PyTorch with the test device in place of CUDA."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -83,7 +83,7 @@ class _Torch(types.ModuleType):
 
 
 def _adapted() -> Any:
-    """The module for CUDA once more, for this device."""
+    """A second instance of the CUDA module, for this device."""
     assert cuda.__spec__ is not None and cuda.__file__ is not None
     spec = importlib.util.spec_from_file_location(f"{__name__}_sharing", cuda.__file__)
     assert spec is not None and spec.loader is not None
@@ -111,12 +111,12 @@ def prepare(device: torch.device) -> None:
 
 
 class ProcessGroupBabyLate(ProcessGroupBabyNCCL):
-    """`ProcessGroupBabyNCCL` itself, on the test device: the backend with NCCL's rules, in a worker."""
+    """`ProcessGroupBabyNCCL` itself, on the test device, with the backend that follows NCCL's rules in a worker."""
 
     _name: ClassVar[str] = "torchft-baby-late"
     _device: ClassVar[str] = "late"
     _sharing: ClassVar[dict[str, str]] = {"late": __name__}
-    # Of each task of the worker's device, from and to.
+    # Range of the delays of the worker's tasks.
     delays_us: ClassVar[tuple[int, int]] = (0, 0)
 
     @classmethod

@@ -89,7 +89,7 @@ def main() -> None:
                 last = command["step"]
                 continue
             step = manager.current_step()
-            # The batch depends on the step and the group: a step that two groups did not share shows in the digest.
+            # The batch depends on the step and the group, so a step that two groups did not share changes the digest.
             x = torch.randn(16, 8, generator=torch.Generator().manual_seed(1000 * step + 10 * batches + args.group))
             batches += 1
             optimizer.zero_grad()
@@ -122,7 +122,7 @@ def make_pg(kind: str) -> Any:
 
 
 def fail_in_the_last_bucket(pg: Any, manager: Manager, groups: int) -> None:
-    """The model has one bucket. What was launched never runs, so that the peers' kernels wait for it."""
+    """The model has one bucket. Its launched kernel never runs, so the peers' kernels wait for it."""
     allreduce, steps = pg.allreduce, set()
 
     def launch(*given: Any) -> Any:
@@ -153,7 +153,8 @@ def digest(model: nn.Module) -> str:
     sha = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         host = tensor.cpu()
-        assert host.isfinite().all(), f"{name} is not finite"  # all groups would have the same digest
+        # checked here, because all groups would have the same digest
+        assert host.isfinite().all(), f"{name} is not finite"
         sha.update(name.encode())
         sha.update(host.numpy().tobytes())
     return sha.hexdigest()

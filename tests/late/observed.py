@@ -1,4 +1,4 @@
-"""Copies between the test device and the host, counted, looked at, and held back until a test lets them through."""
+"""Copies between the test device and the host that a test counts, inspects and holds back."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ BLOCK = 64 << 10
 
 
 class Observed(StreamCopies):
-    """Copies of a heal on their own stream, which holds each back for a while, or until the gate is opened."""
+    """The copies of a heal on their own stream, which delays each, or holds it until the gate is opened."""
 
     made: list[Observed]
     late: float | None = 0.002  # seconds; None: until the gate is opened
-    check: Callable[..., None] = staticmethod(lambda target, source: None)  # looks at each copy when it is queued
+    check: Callable[..., None] = staticmethod(lambda target, source: None)  # called with each copy when it is queued
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -34,7 +34,7 @@ class Observed(StreamCopies):
 
     def block(self, nbytes: int) -> torch.Tensor:
         self.blocks += 1
-        return super().block(nbytes).fill_(255)  # what is read too early is wrong
+        return super().block(nbytes).fill_(255)  # data that is read too early is wrong
 
     def start(self, target: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
         self.check(target, source)
@@ -63,7 +63,7 @@ class Observed(StreamCopies):
 
 
 def numbers(nbytes: int) -> torch.Tensor:
-    """On the device."""
+    """A tensor of numbers on the device."""
     return torch.arange(nbytes, dtype=torch.int64).to(torch.uint8).to("late")
 
 

@@ -27,7 +27,7 @@ _HOST_WAITS_SEC = 20
 
 
 class Kernel(dist._Work):
-    """A collective in the backend. It holds its tensors until somebody waits, as NCCL's does."""
+    """A collective in the backend. It keeps its tensors until a wait, as NCCL's does."""
 
     def __init__(self, event: torch.Event, tensors: list[torch.Tensor], future: Future[Any]) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Kernel(dist._Work):
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
         self.timeouts.append(timeout)
         torch.accelerator.current_stream().wait_event(self._event)
-        if timeout is not None:  # NCCL's then waits on the host
+        if timeout is not None:  # with a timeout NCCL's waits on the host
             self._event.synchronize()
         self._stash = []
         return True
@@ -52,7 +52,7 @@ class Kernel(dist._Work):
 
 
 class OneRank(dist.ProcessGroup):
-    """Group and backend in one."""
+    """Process group and backend in one."""
 
     _device_types: ClassVar[list[torch.device]] = [torch.device("late")]
 
@@ -64,21 +64,21 @@ class OneRank(dist.ProcessGroup):
         self._may_run = threading.Event()
         self._may_run.set()
 
-    # What a test does
+    # Controls for tests
 
     def hang(self) -> None:
-        """The kernels from now on wait for a peer that does not come, until `peer_comes` or an abort."""
+        """Makes further kernels wait for a missing peer, until `peer_comes` or an abort."""
         self._may_run.clear()
 
     def peer_comes(self) -> None:
         self._may_run.set()
 
     def fail(self) -> None:
-        """The backend finds an error, and aborts its communicator by itself: what PyTorch's watchdog does."""
+        """Simulates an error that the backend handles by aborting its communicator, as PyTorch's watchdog does."""
         self.error = "COMM_ERROR"
         self.abort()
 
-    # What PyTorch does
+    # Methods that PyTorch calls
 
     def abort(self) -> None:
         self.aborts += 1
@@ -127,7 +127,7 @@ class OneRank(dist.ProcessGroup):
 
 
 class Group(AcceleratorProcessGroup):
-    """A group of torchft over it. `configure` makes a new one.
+    """A process group of torchft over it. `configure` makes a new backend.
 
     Attributes:
         backend: the present one.

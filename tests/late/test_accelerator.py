@@ -42,7 +42,7 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 @pytest.mark.parametrize("through_future", [False, True])
 def test_what_was_reduced_is_free_long_before_the_deadline(group: Group, through_future: bool) -> None:
-    """Else a minute's worth of gradients piles up."""
+    """Otherwise a minute's worth of gradients would accumulate."""
 
     def live() -> int:
         torch.accelerator.synchronize()
@@ -80,14 +80,14 @@ def test_an_operation_that_hangs_is_aborted_at_its_deadline(group: Group) -> Non
     opts.timeout = timedelta(milliseconds=50)
     work = group.allreduce([ones()], opts)
     work.wait()
-    del work  # nobody holds it: the deadline holds all the same
+    del work  # no reference is needed: the deadline applies nevertheless
     eventually(lambda: backend.aborts == 1)
     assert "aborted" in str(group.errored())
 
 
 @pytest.mark.parametrize("deadline", [None, timedelta(milliseconds=50)])
 def test_a_synchronous_operation_is_one_that_can_be_waited_for(group: Group, deadline: timedelta | None) -> None:
-    """`dist.all_reduce(tensor, group=...)`: PyTorch's NCCL gives no work for it."""
+    """`dist.all_reduce(tensor, group=...)`: PyTorch's NCCL returns no work for it."""
     opts = AllreduceOptions()
     opts.asyncOp = False
     if deadline is not None:
@@ -105,7 +105,7 @@ def test_a_synchronous_operation_is_one_that_can_be_waited_for(group: Group, dea
 
 
 def test_a_failure_that_the_backend_handles_itself_is_known(group: Group) -> None:
-    """It aborts its communicator, and the operation ends as if it had succeeded."""
+    """The backend aborts its communicator, and the operation ends as if it had succeeded."""
     group.backend.hang()
     tensor = ones()
     work = group.allreduce([tensor], ReduceOp.SUM)
@@ -176,7 +176,7 @@ def test_an_abort_while_an_operation_is_launched_is_known_to_its_wait(group: Gro
 
 
 def test_asking_for_an_error_does_not_wait_for_the_device(group: Group, late: ModuleType) -> None:
-    """Least of all for streams that have nothing to do with the group."""
+    """Above all not for streams that do not belong to the group."""
     group.set_timeout(timedelta(seconds=0.1))
     side = torch.Stream("late")
     answers: list[Exception | None] = []
@@ -192,7 +192,7 @@ def test_asking_for_an_error_does_not_wait_for_the_device(group: Group, late: Mo
 
 @pytest.mark.parametrize("async_op", [True, False])
 def test_a_deadline_watches_the_device_of_the_tensors(late: ModuleType, async_op: bool) -> None:
-    """The caller's current device is another one."""
+    """The caller's current device is a different one."""
     aborted = threading.Event()
 
     def rank(r: int, pg: ProcessGroup) -> None:

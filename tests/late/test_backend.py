@@ -1,4 +1,6 @@
-"""The collective backend keeps NCCL's rules: what is told when, what an abort does, what every operation computes."""
+"""The collective backend follows NCCL's rules: what it reports when, the effect of an abort, the result
+of each operation.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ def full(value: float, *size: int) -> torch.Tensor:
 
 
 def native(pg: ProcessGroupLate) -> dist.Backend:
-    """The backend itself, without what torchft adds."""
+    """The backend itself, without torchft's additions."""
     return pg.parent._get_backend(torch.device("late"))
 
 
@@ -39,7 +41,7 @@ def test_work_is_returned_at_launch_and_its_future_is_complete(late):
     def rank(r: int, pg: ProcessGroupLate):
         late.hold(torch.accelerator.current_stream())
         try:
-            x = full(r + 1)  # which the collective comes after
+            x = full(r + 1)  # the collective is ordered behind this
             work = native(pg).allreduce([x], dist.AllreduceOptions())
             at_launch = work.get_future().done(), work.is_completed()
             work.wait()  # does not block the host
@@ -56,7 +58,7 @@ def test_a_reader_that_does_not_wait_reads_old_values(late):
 
     def rank(r: int, pg: ProcessGroupLate):
         x = full(r + 1)
-        if r == 1:  # the collective does not end before
+        if r == 1:  # the collective ends only after this
             assert has_read.wait(20)
         work = native(pg).allreduce([x], dist.AllreduceOptions())
         before = (x * 1).tolist()
@@ -194,12 +196,12 @@ def test_abort_ends_kernels_and_leaves_garbage_without_an_error(late):
         begun.wait()
         if r == 1:
             begun.wait()
-            return None  # never comes: rank 0's kernel hangs
+            return None  # never joins, so rank 0's kernel hangs
         work = b.allreduce([x], dist.AllreduceOptions())
         time.sleep(0.05)
         hangs = not work.is_completed()
         b.abort()
-        work.wait()  # says nothing
+        work.wait()  # reports no error
         got = x.tolist()
         with pytest.raises(RuntimeError, match="aborted"):
             b.allreduce([x], dist.AllreduceOptions())
@@ -220,7 +222,7 @@ def test_a_failed_peer_is_known_only_by_asking_and_the_watchdog_cleans_up(late, 
         b.allreduce([full(0)], dist.AllreduceOptions()).wait()
         torch.accelerator.current_stream().synchronize()
         if r == 1:
-            b.abort()  # as the process's end: its connections break
+            b.abort()  # stands for the end of the process: its connections break
             left.set()
             return None
         left.wait()
@@ -272,7 +274,7 @@ print("still here")
 
 
 def test_an_abort_waits_for_the_lock_that_connecting_holds(late, monkeypatch):
-    """The root never comes: who connects waits for it as long as the store does."""
+    """The root never joins. A rank that connects waits for it until the store's timeout."""
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.3))
     b = backend(store, 1, 2)

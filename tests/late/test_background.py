@@ -1,4 +1,4 @@
-"""A heal and the training thread on one device: their order, and whose device it is."""
+"""A heal and the training thread on one device: the order of their work, and the current device of each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def healing() -> Any:
 
 
 def test_what_is_served_comes_after_what_the_training_has_queued(fixture: Fixture, late: ModuleType) -> None:
-    """The last step's optimizer may still run when the next quorum knows who heals."""
+    """The last step's optimizer may still run when the next quorum names a healing group."""
     weights, served = torch.zeros(4, device="late"), []
     fixture.client._quorum.return_value = serving()
     fixture.transport.send_checkpoint.side_effect = lambda **sent: served.append(
@@ -55,7 +55,7 @@ def test_what_is_served_comes_after_what_the_training_has_queued(fixture: Fixtur
 
 @pytest.mark.parametrize("use_async_quorum", [False, True])
 def test_a_heal_has_arrived_when_it_is_loaded(fixture: Fixture, late: ModuleType, use_async_quorum: bool) -> None:
-    """What brings it is only queued when the transport returns."""
+    """When the transport returns, the receive is only queued."""
     loaded = []
 
     def receive(**asked: Any) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def test_a_heal_has_arrived_when_it_is_loaded(fixture: Fixture, late: ModuleType
 
 
 def test_a_healed_tensor_is_not_used_again_while_the_training_reads_it(fixture: Fixture, late: ModuleType) -> None:
-    """It was allocated on the stream of the heal, whose next allocation would get its memory at once."""
+    """It was allocated on the heal's stream, whose next allocation would reuse its memory at once."""
     loaded: list[torch.Tensor] = []
     streams: list[torch.Stream] = []
 
@@ -102,7 +102,7 @@ def test_a_healed_tensor_is_not_used_again_while_the_training_reads_it(fixture: 
 
 @pytest.fixture
 def hanging(late: ModuleType) -> Iterator[OneRank]:
-    """A native group: no operation of it has a deadline of torchft's."""
+    """A native group, whose operations have no deadline of torchft's."""
     group = OneRank()
     group.hang()
     yield group
@@ -110,7 +110,7 @@ def hanging(late: ModuleType) -> Iterator[OneRank]:
 
 
 def sending(fixture: Fixture, group: OneRank, **given: Any) -> Manager:
-    """A group that serves its state by sends to a peer, which are queued, and wait for it."""
+    """A group that serves its state by sends to a peer, which are queued behind that peer's receives."""
     fixture.client._quorum.return_value = serving(reconfigure_handles=["late", "late of another"])
     state = torch.ones(4, device="late")
     fixture.transport.send_checkpoint.side_effect = lambda **sent: group.allreduce([state]).wait()
@@ -131,7 +131,7 @@ def test_a_transfer_that_hangs_costs_the_step_at_the_deadline(fixture: Fixture, 
 
 @pytest.mark.parametrize("while_voting", [False, True])
 def test_a_failure_that_is_told_ends_a_transfer(fixture: Fixture, hanging: OneRank, while_voting: bool) -> None:
-    """No collective runs: the target failed before this group came to its first one."""
+    """No collective runs: the target failed before this group reached its first one."""
     manager = sending(fixture, hanging)
     assert manager._failures.progress() == (True, "waits for its device to send or receive a state")
     vote = Vote(manager) if while_voting else None
@@ -170,7 +170,7 @@ def test_a_state_that_does_not_arrive_is_not_loaded(fixture: Fixture, hanging: O
 
 @pytest.fixture
 def set_on(late: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
-    """The threads that set a current device."""
+    """The threads that have set a current device."""
     threads: list[threading.Thread] = []
     monkeypatch.setattr(torch.accelerator, "set_device_index", lambda _: threads.append(threading.current_thread()))
     return threads
@@ -201,7 +201,7 @@ def test_the_device_is_that_of_the_step_not_that_of_the_constructor(
 
 
 def test_a_state_that_is_being_sent_may_be_changed_after_finish_serving(fixture: Fixture, late: ModuleType) -> None:
-    """Streaming DiLoCo goes on in mid-step; the sends were only queued when the transport returned."""
+    """Streaming DiLoCo continues within the step. The sends were only queued when the transport returned."""
     fixture.client._quorum.return_value = serving()
     state, sent = torch.ones(4, device="late"), torch.zeros(4, device="late")
     streams: list[torch.Stream] = []

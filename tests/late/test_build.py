@@ -1,4 +1,4 @@
-"""The device is built once, and a host that cannot build it says why."""
+"""The device is compiled once. On a host that cannot compile it, the error says why."""
 
 from __future__ import annotations
 

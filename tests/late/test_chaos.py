@@ -1,4 +1,4 @@
-"""Chaos on the test device: tests/process/test_chaos.py, with groups whose weights and collectives are there."""
+"""tests/process/test_chaos.py with groups whose weights and collectives are on the test device."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from chaos import Chaos
 from processes import Job
 
 
-# test_processes.py kills a group, without a history that is checked.
+# test_processes.py also kills a group, but without checking the history.
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(300)

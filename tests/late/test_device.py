@@ -1,4 +1,4 @@
-"""The test device: work is late, memory is its own, and nothing but streams and events orders it."""
+"""The test device: its work is delayed, its memory is separate, and only streams and events order its work."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_record_stream_keeps_a_block_from_its_next_user(late, record: bool, expe
 
 
 def test_a_free_writes_nothing(late):
-    """As on CUDA: another stream reads to the end if the block's stream waits for it before the next allocation."""
+    """As on CUDA: another stream reads correct data if the block's stream waits for it before the next allocation."""
     other = torch.Stream("late")
     with other:
         a = torch.full((5000,), 7.0, device="late")
@@ -281,7 +281,7 @@ def test_a_view_does_not_reach_beyond_its_memory(late):
 
 
 def test_a_forked_child_cannot_use_the_device(job_server):
-    # From a process of its own: that of the tests has threads of other runtimes, which a fork does not take along.
+    # In a process of its own, because threads of other runtimes in the test process do not survive a fork.
     script = """
 import os, torch
 from tests.late import load

@@ -1,4 +1,4 @@
-"""Transfers over the native core whose tensors are on the test device on both ends."""
+"""Transfers over the native core with tensors on the test device at both ends."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from torchft.checkpointing._offer import Offer
 from torchft.checkpointing.transport import CheckpointError
 
 TIMEOUT = timedelta(seconds=60)
-BLOCK = 512 << 10  # bytes of a stage here: two of the network's blocks
+BLOCK = 512 << 10  # bytes of a stage in these tests: two network blocks
 MB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
 def native_only(device: type[Observed], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of a size for the network; the upstream format is taken for an error."""
+    """Sets the size of network blocks, and makes the upstream format an error."""
     monkeypatch.setattr(_staging, "BLOCK", BLOCK)
     monkeypatch.setattr(_receive, "_HELP_AFTER", 0.0)
 
@@ -80,7 +80,7 @@ def on_the_device(t: torch.Tensor) -> torch.Tensor:
     return t.detach().to("late") if type(t) is torch.Tensor and t.layout is torch.strided else t
 
 
-# Both ways through stages
+# Both directions through stages
 
 
 def test_a_heal_from_device_to_device(make: Any, device: type[Observed], upstream: list[str], caplog: Any) -> None:
@@ -91,8 +91,8 @@ def test_a_heal_from_device_to_device(make: Any, device: type[Observed], upstrea
         assert_same(target.recv_checkpoint(0, source.metadata(), step, TIMEOUT), state)
         source.disallow_checkpoint()
     assert not upstream and len(re.findall(r"digest [0-9a-f]{32}", caplog.text)) == 2
-    assert sum(each.blocks for each in device.made) <= 4  # two for each end, which are used again
-    # every byte went through them, on either end and in both transfers, and nothing besides
+    assert sum(each.blocks for each in device.made) <= 4  # two for each end, which are reused
+    # each byte went through them, at both ends and in both transfers, and nothing else did
     assert sum(each.nbytes for each in device.made) == 4 * size_of(state)
 
 
@@ -104,7 +104,7 @@ def test_all_kinds_of_leaves(make: Any) -> None:
 
 
 def test_a_state_of_which_some_is_on_the_device(make: Any, device: type[Observed]) -> None:
-    """Here what is large: what lies between goes straight to its place, of which the device sees nothing."""
+    """The large tensors are on the device. The small ones between them are received in place, without the device."""
     large = 100_000
     sizes = [10, 3 * BLOCK // 2, 0, 700, BLOCK, 99_999, large + 1, 5]
     state = {
@@ -119,7 +119,8 @@ def test_a_state_of_which_some_is_on_the_device(make: Any, device: type[Observed
 @pytest.mark.parametrize("checksum", [True, False])
 def test_in_place(make: Any, device: type[Observed], upstream: list[str], checksum: bool) -> None:
     own, state, source = on_device(1), on_device(2), make()
-    own["exact"] = own["exact"].reshape(2, -1).T.reshape(-1, 2)  # other strides: received beside it, and copied
+    # with other strides it is received into other memory, and copied
+    own["exact"] = own["exact"].reshape(2, -1).T.reshape(-1, 2)
     state["exact"] = state["exact"].reshape(-1, 2)
     source.send_checkpoint([1], 1, state, TIMEOUT)
     got = make(state_dict=lambda: own, checksum=checksum).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
@@ -129,7 +130,7 @@ def test_in_place(make: Any, device: type[Observed], upstream: list[str], checks
 
 
 def test_the_network_fetches_while_the_source_copies(make: Any, device: type[Observed]) -> None:
-    """What was staged is at the target's device before the source has staged the rest."""
+    """A stage is on the target's device before the source has staged the rest."""
     device.late = None
     state, source, target = {"w": numbers(8 * BLOCK)}, make(), make()
     source.send_checkpoint([1], 1, state, TIMEOUT)
@@ -157,7 +158,7 @@ def test_the_source_is_not_copied_before_somebody_asks(make: Any, device: type[O
 
 
 def test_the_source_trains_on(make: Any, device: type[Observed]) -> None:
-    """Every step changes everything; whoever reads gets the state of the step that it asked for."""
+    """Every step changes everything. A reader gets the state of the step that it requested."""
     source, state = make(), {f"w{i}": torch.full((BLOCK,), 0, dtype=torch.uint8, device="late") for i in range(4)}
     done, steps, reads = threading.Event(), [0], []
     source.send_checkpoint([1], 0, state, TIMEOUT)
@@ -169,7 +170,7 @@ def test_the_source_trains_on(make: Any, device: type[Observed]) -> None:
             try:
                 got = target.recv_checkpoint(0, source.metadata(), step, TIMEOUT)
             except CheckpointError:
-                continue  # the source is further
+                continue  # the source is at a later step
             assert all(bool((t == step % 256).all()) for t in got.values())
             reads.append(step)
 
@@ -247,7 +248,7 @@ def test_a_lost_connection_goes_on_where_it_was(make: Any, wire: Any, kind: str,
 
 
 def test_the_control_connection_is_lost(make: Any, monkeypatch: Any) -> None:
-    """The transfer goes on under a new ticket, with what the stages hold."""
+    """The transfer continues with a new ticket, and with the data in the stages."""
     made: list[Landing] = []
     monkeypatch.setattr(_receive, "Landing", lambda *args: made.append(Landing(*args)) or made[-1])
     source, state, cut = make(), {"w": numbers(30 * BLOCK)}, threading.Event()
@@ -268,12 +269,13 @@ def test_the_control_connection_is_lost(make: Any, monkeypatch: Any) -> None:
 
 
 def test_another_source_takes_over(make: Any, monkeypatch: Any) -> None:
-    """The assigned one fails half-way; the other has the same bytes."""
+    """The assigned source fails half-way; the other one has the same bytes."""
     grants: list[_native_transfer.Grant] = []
     grant = _native_transfer.NativeOffer.grant
     monkeypatch.setattr(_native_transfer.NativeOffer, "grant", lambda self: grants.append(grant(self)) or grants[-1])
     state = {"w": numbers(32 * BLOCK)}
-    assigned, additional = make(bandwidth_limit=MB), make(bandwidth_limit=16 * MB)  # time enough for the second to come
+    # slow enough for the additional source to join
+    assigned, additional = make(bandwidth_limit=MB), make(bandwidth_limit=16 * MB)
     assigned.send_checkpoint([1], 1, {"w": state["w"].clone()}, TIMEOUT)
     additional.help_checkpoint(1, {"w": state["w"].clone()})
     with ThreadPoolExecutor(1) as pool:
@@ -286,7 +288,7 @@ def test_another_source_takes_over(make: Any, monkeypatch: Any) -> None:
 
 
 def test_an_additional_source_takes_its_memory_back_while_it_is_copied(make: Any, device: type[Observed]) -> None:
-    source, additional = make(bandwidth_limit=3 * MB), make()  # time enough for the additional source to come
+    source, additional = make(bandwidth_limit=3 * MB), make()  # slow enough for the additional source to join
     state = {"w": numbers(16 * BLOCK)}
     source.send_checkpoint([1], 1, {"w": state["w"].clone()}, TIMEOUT)
     device.late = 0.05
@@ -305,7 +307,7 @@ def test_an_additional_source_takes_its_memory_back_while_it_is_copied(make: Any
 
 
 def test_when_the_state_cannot_be_staged(make: Any, upstream: list[str], caplog: Any, monkeypatch: Any) -> None:
-    """The target hears it, asks again, and gets the upstream format, which needs no memory."""
+    """The target is told, retries, and gets the upstream format, which needs no memory."""
     caplog.set_level("INFO")
     started = threading.Event()
 
@@ -341,7 +343,7 @@ def test_a_device_that_fails_at_the_target(make: Any, device: type[Observed], mo
         with pytest.raises(CheckpointError, match=r"step 1 .*could not be copied to the device: CUDA error"):
             make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
     assert not _native_transfer._registered
-    assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)  # the source is unharmed
+    assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)  # the source still works
 
 
 def test_no_memory_for_the_stages(make: Any, device: type[Observed], monkeypatch: Any) -> None:
@@ -371,9 +373,7 @@ def test_a_device_that_is_not_here(make: Any, monkeypatch: Any, where: str, erro
     source.send_checkpoint([1], 1, {"w": numbers(5)}, TIMEOUT)
     with pytest.raises(CheckpointError, match=error):
         make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
-    own = {
-        "w": torch.zeros(5, dtype=torch.uint8, device="late")
-    }  # a tensor that is here already says itself where it is
+    own = {"w": torch.zeros(5, dtype=torch.uint8, device="late")}  # an existing local tensor determines its own device
     got = make(state_dict=lambda: own).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
     assert got["w"] is own["w"] and torch.equal(own["w"], numbers(5))
 
@@ -391,7 +391,7 @@ def test_random_transfers(make: Any, device: type[Observed], upstream: list[str]
         }
         own = {name: torch.zeros_like(t) for name, t in state.items()}
         helping = {name: t.clone() for name, t in state.items()}
-        next(iter(helping.values())).fill_(5)  # which the assigned source has otherwise
+        next(iter(helping.values())).fill_(5)  # the assigned source has other values there
         data = random_faults(rng, ["drop", "reset", "truncate", "delay", "flip"], max(1, sum(sizes) // 2), 6)
         source.send_checkpoint([1], number, state, TIMEOUT)
         additional.help_checkpoint(number, helping)

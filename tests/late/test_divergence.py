@@ -1,4 +1,4 @@
-"""Weights on a device are compared as those on the CPU are; the host reads what is found a step later."""
+"""Weights on a device are compared like those on the CPU, and the host reads the result a step later."""
 
 from __future__ import annotations
 

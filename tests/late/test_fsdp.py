@@ -19,7 +19,7 @@ SHARDS, STEPS = 2, 8
 
 @pytest.fixture
 def one_rank(late: ModuleType) -> Iterator[None]:
-    """PyTorch's default group, of this process alone."""
+    """PyTorch's default group with this process only."""
     import tests.late.group  # noqa: F401 (registers the backend)
 
     dist.init_process_group("cpu:gloo,late:late", store=dist.HashStore(), rank=0, world_size=1)
@@ -30,7 +30,7 @@ def one_rank(late: ModuleType) -> Iterator[None]:
 
 
 def test_one_rank_ends_as_plain_training_on_the_cpu(late: ModuleType, one_rank: None) -> None:
-    """FSDP2 drops the gradients of a step, which are memory of its own stream, while the device still reads them."""
+    """FSDP2 frees the gradients of a step, which are memory of its own stream, while the device still reads them."""
     torch.manual_seed(0)
     model = Model().to("late")
     mesh = init_device_mesh("late", (1,))
@@ -48,7 +48,7 @@ def test_one_rank_ends_as_plain_training_on_the_cpu(late: ModuleType, one_rank: 
     check(got, [[0]] * STEPS, 1)
 
 
-# Slow, the rest: four processes for each test. test_jobs.py trains with DDP on the device; tests/process/test_hsdp.py
+# The rest is slow: four processes per test. test_jobs.py trains with DDP on the device; tests/process/test_hsdp.py
 # shards on the CPU.
 
 

@@ -1,4 +1,4 @@
-"""Heals on the test accelerator: into existing tensors, on the target's own devices, with little further memory."""
+"""Heals on the test accelerator: into existing tensors, on the target's own devices, with little additional memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def test_a_heal_takes_no_second_copy_on_the_device(
 def test_a_target_without_memory_costs_the_others_nothing(
     late: Any, monkeypatch: pytest.MonkeyPatch, in_background: bool
 ) -> None:
-    """The target fails twice to allocate memory for the state. The source sends it nevertheless, and trains on."""
+    """The target fails twice to allocate memory for the state. The source sends the state
+    nevertheless, and trains on.
+    """
     new, trains, healed, ended = pg_transport._Places.new, Gate(), threading.Event(), threading.Event()
     failures: list[CheckpointError] = []
 

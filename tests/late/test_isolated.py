@@ -1,4 +1,4 @@
-"""Isolated groups on the test device: neither the trainer nor its worker runs ahead of the other's device.
+"""Isolated groups on the test device: trainer and worker each wait for the other's device.
 
 There is one rank, whose sums are doubled; each task of the worker's device takes its time.
 """
@@ -75,12 +75,14 @@ def double(group: ProcessGroupBabyLate, tensor: torch.Tensor) -> Work:
 
 
 def queued(work: Any) -> None:
-    """Returns when the worker has queued it."""
+    """Waits until the worker has queued the operation."""
     until(lambda: work._channel.is_done(work._op))
 
 
 def may_run_ahead(late: Any, tensor: torch.Tensor) -> None:
-    """The trainer's device is held: returns when the worker has written to the tensor, or does not for so long."""
+    """With the trainer's device held, waits until the worker has written to the tensor, or for some time
+    if it never does.
+    """
     before, deadline = late.cpu_view(tensor)[-1].item(), time.monotonic() + 0.3
     while late.cpu_view(tensor)[-1].item() == before and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -131,7 +133,7 @@ def test_a_trainer_that_does_not_follow_is_noticed(group, monkeypatch):
 
 
 def reuse(group: ProcessGroupBabyLate) -> list[float]:
-    """Nobody waits for an operation or keeps its tensor; then somebody else has memory of the same size."""
+    """Drops an operation and its tensor without a wait; then memory of the same size is allocated elsewhere."""
     another = full(1)
     double(group, another).wait()
     x = full(3)
@@ -150,7 +152,7 @@ def test_memory_is_not_used_again_while_the_worker_may_write(group):
 def test_memory_that_is_used_too_early_is_noticed(group, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sharing.TrainerEnd, "reached", lambda end, mark: True)
-        # With its storage the memory would still be kept for the worker, which may have mapped it.
+        # With its storage, the memory would still be kept for the worker, which may have mapped it.
         patch.setattr(sharing, "_hold", lambda storage, holder: _unkept(storage, holder))
         assert reuse(group) != [7] * COUNT
 
@@ -169,7 +171,9 @@ def test_a_future_waits_too(group):
 
 @pytest.mark.parametrize("how", ["wait", "future"])
 def test_a_synchronous_operation_follows_the_trainer_and_is_followed(group, late, how: str):
-    """`dist.all_reduce(tensor, group=...)`: the backend queues it on the worker's current stream, and gives no work."""
+    """`dist.all_reduce(tensor, group=...)`: the backend queues it on the worker's current stream, and
+    returns no work.
+    """
     opts = dist.AllreduceOptions()
     opts.asyncOp = False
     opts.reduceOp = dist._make_nccl_premul_sum(2.0)
@@ -196,11 +200,11 @@ def test_memory_is_given_back(group):
     before = used()
     for _ in range(10):
         double(group, full(1)).wait()
-    # What was freed is known to be unmapped with one of the next operations.
+    # Freed memory is known to be unmapped after one of the next operations.
     assert used() <= before + 3 * 4 * COUNT
 
 
-# The worker's device does not get there
+# The worker's device never finishes
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +214,7 @@ def hanging() -> Iterator[ProcessGroupBabyLate]:
 
 @pytest.fixture
 def stuck(late, hanging: ProcessGroupBabyLate) -> ProcessGroupBabyLate:
-    configure(hanging)  # a new worker: the last one may hang still
+    configure(hanging)  # a new worker, because the previous one may still hang
     return hanging
 
 
@@ -255,7 +259,7 @@ def test_an_abort_gives_the_memory_back(stuck):
 
 @pytest.mark.parametrize("how", ["wait", "future", "errored"])
 def test_a_failure_that_the_workers_backend_handles_itself_is_told(late, how: str) -> None:
-    """Its event passes as that of an operation that has succeeded."""
+    """Its event passes as if the operation had succeeded."""
     for group in started(ProcessGroupBabyFailing):
         group.allreduce([full(1.0)], dist.ReduceOp.SUM).wait()
         assert group.errored() is None
@@ -269,7 +273,7 @@ def test_a_failure_that_the_workers_backend_handles_itself_is_told(late, how: st
 
 
 def test_a_failure_after_which_the_workers_device_hangs_is_told(late) -> None:
-    """Its event does not pass, so that nobody asks before the deadline."""
+    """Its event does not pass, so nothing asks for the error before the deadline."""
     for group in started(ProcessGroupBabyStuck):
         group.allreduce([full(1.0)], dist.ReduceOp.SUM).wait()
         opts = dist.AllreduceOptions()
@@ -279,7 +283,7 @@ def test_a_failure_after_which_the_workers_device_hangs_is_told(late) -> None:
 
 
 def test_what_the_workers_device_has_not_done_is_in_flight(late) -> None:
-    """The failure bus ends what is."""
+    """The failure bus aborts operations in flight."""
     for group in started(ProcessGroupBabyHanging):
         work = group.allreduce([full(1.0)], dist.ReduceOp.SUM)
         queued(work)
@@ -292,7 +296,7 @@ def test_what_the_workers_device_has_not_done_is_in_flight(late) -> None:
 def test_an_isolated_group_behind_a_manager_ends_a_future_that_nobody_waits_for(
     late, fixture: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """DDP's hooks ask for a future and wait for that: the operation's own deadline is that of a `wait`."""
+    """DDP's hooks request a future and wait for it, while the operation's own deadline belongs to `wait`."""
     for group in started(ProcessGroupBabyHanging):
         fixture.client._quorum.return_value = quorum(reconfigure_handles=[group.get_reconfigure_handle()])
         manager = fixture.manager(pg=group, timeout=timedelta(seconds=5))
@@ -310,7 +314,7 @@ def test_an_isolated_group_behind_a_manager_ends_a_future_that_nobody_waits_for(
 
 
 def test_an_operation_that_is_overdue_ends_the_worker(late) -> None:
-    """NCCL in the worker knows the group's timeout alone."""
+    """NCCL in the worker has the group's timeout only."""
     for group in started(ProcessGroupBabyHanging):
         opts = dist.AllreduceOptions()
         opts.timeout = timedelta(seconds=0.2)

@@ -35,7 +35,7 @@ def on_device(rank: Rank) -> torch.device:
 
 
 def model_of(seed: int) -> nn.Sequential:
-    with _SEEDING:  # one generator for all threads
+    with _SEEDING:  # all threads share one generator
         torch.manual_seed(seed)
         return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 3))
 
@@ -46,7 +46,7 @@ def batch(step: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Training:
-    """The loop of each rank; all begin with the same weights."""
+    """The training loop of each rank. All begin with the same weights."""
 
     def __init__(self, device_of: Callable[[Rank], torch.device], ddp: bool = True, steps: int = STEPS) -> None:
         self.device_of, self.ddp, self.steps = device_of, ddp, steps
@@ -59,7 +59,7 @@ class Training:
         wrapped = DistributedDataParallel(manager, model) if self.ddp else model
         optimizer = Optimizer(manager, adam)
         rank.cluster.wait_for_healthy(2)
-        for _ in range(2 * self.steps):  # one that fails does not try for ever
+        for _ in range(2 * self.steps):  # bounded, so that a step that fails again and again ends the test
             if manager.current_step() == self.steps:
                 break
             x, y = (t.to(device) for t in batch(manager.current_step(), rank.group))
@@ -85,7 +85,7 @@ def late_pg(group: int) -> ProcessGroup:
 
 @pytest.fixture(scope="module")
 def on_cpu() -> list[torch.Tensor]:
-    """What the job comes to on the CPU."""
+    """The final weights of the job on the CPU."""
     first, second = run(Training(lambda rank: torch.device("cpu")), lambda group: ProcessGroupGloo(timeout=DEADLINE))
     assert all(map(torch.equal, first, second))
     return first
@@ -103,7 +103,7 @@ def test_the_weights_are_those_of_the_cpu(late, on_cpu, schedule: str, ddp: bool
 
 
 class Averaging:
-    """LocalSGD: each group goes its own way for two steps."""
+    """LocalSGD: each group trains on its own for two steps."""
 
     def __init__(self, device_of: Callable[[Rank], torch.device]) -> None:
         self.device_of = device_of
@@ -125,7 +125,7 @@ class Averaging:
 
 
 class Hasty(dist._Work):
-    """Takes "queued" for "finished": what it gives is not ordered behind the operation."""
+    """A wrong group: it takes "queued" for "finished", so its results are not ordered behind the operation."""
 
     def __init__(self, work: Work) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def test_a_group_that_takes_queued_for_finished_is_noticed(late, on_cpu, ddp: bo
 
 @pytest.mark.parametrize("hasty", [False, True])
 def test_local_sgd_ends_with_the_weights_of_the_cpu(late, hasty: bool) -> None:
-    """And does not over a group that takes "queued" for "finished"."""
+    """Over the wrong group, it does not."""
     on_cpu = run(Averaging(lambda rank: torch.device("cpu")), lambda group: ProcessGroupGloo(timeout=DEADLINE))
     late.delays(7, 1000, 2000)
     kind = ProcessGroupHasty if hasty else ProcessGroupLate

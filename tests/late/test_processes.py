@@ -1,4 +1,6 @@
-"""Jobs on the test device in real processes, one of which is killed: the others go on, and no step has two outcomes."""
+"""Jobs on the test device in real processes, one of which is killed: the others continue, and no step
+has two outcomes.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ def join(job: Job, child: Child, lighthouse: str) -> None:
 
 
 def finish(job: Job, *children: Child) -> None:
-    """Ends groups that train together: they end with the same weights."""
+    """Ends groups that train together, and checks that they end with the same weights."""
     last = max(child.of("step")[-1]["step"] for child in children) + 6
     for child in children:
         child.send(do="finish", step=last)
@@ -42,7 +44,7 @@ def finish(job: Job, *children: Child) -> None:
 
 
 def check_steps(*children: Child) -> None:
-    """A step that several groups committed left the same weights with all of them."""
+    """Checks that each step has the same weights in all groups that committed it."""
     weights: dict[int, dict[str, str]] = {}
     for child in children:
         for e in child.of("step"):
@@ -90,7 +92,7 @@ def run_with_a_kill(*args: str) -> None:
         # test_connecting.py and test_reconfigure.py have its rules.
         pytest.param(("--pg=late2",), marks=pytest.mark.slow),
         pytest.param(("--pg=native", "--transport=pg"), marks=pytest.mark.slow),
-        # Each of the groups imports PyTorch once more, for its workers. test_isolated.py kills a worker.
+        # Each group imports PyTorch a second time, for its workers. test_isolated.py kills a worker.
         pytest.param(("--pg=isolated", "--timeout_s=40"), marks=pytest.mark.slow),
     ],
     ids=" ".join,
@@ -104,8 +106,8 @@ def test_a_group_is_killed_and_comes_back(job_server: None, args: tuple[str, ...
 def test_a_group_that_fails_in_the_last_bucket_leaves_its_peers_with_the_same_weights(
     job_server: None, bus: str
 ) -> None:
-    """The kernels of both peers are ended, with other garbage on each, and their works have no error."""
-    # The others are torchrun's: its workers have PyTorch end the process, so that there would be no peer.
+    """The kernels of both peers are aborted, with different garbage in each, and their works have no error."""
+    # Not torchrun's settings: with those PyTorch ends its workers, so that no peer would be left.
     env = {"TORCHFT_FAILURE_BUS": bus, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1", "TORCHELASTIC_RUN_ID": "job"}
     with Job() as job:
         _, lighthouse = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=5000)
@@ -122,10 +124,10 @@ def test_a_group_that_fails_in_the_last_bucket_leaves_its_peers_with_the_same_we
 
 
 @pytest.mark.processes
-@pytest.mark.slow  # three processes each, and without the bus the timeout of 20 s
+@pytest.mark.slow  # three processes each, and 20 s for the timeout without the bus
 @pytest.mark.parametrize("bus", ["1", "0"], ids=["failure bus", "no failure bus"])
 def test_the_failure_bus_ends_a_collective_whose_backend_notices_nothing(job_server: None, bus: str) -> None:
-    """NCCL without a watchdog, or one whose connections do not break: without the bus a failure costs the timeout."""
+    """NCCL without a watchdog, or whose connections do not break: without the bus a failure lasts until the timeout."""
     env = {"TORCHFT_FAILURE_BUS": bus, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     args = ["--timeout_s=20"]
     with Job() as job:

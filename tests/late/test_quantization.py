@@ -1,4 +1,4 @@
-"""Quantized collectives on the test device, for which there are no kernels of Triton's: PyTorch's operators do it."""
+"""Quantized collectives on the test device, for which there are no Triton kernels: PyTorch's operators are used."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def inputs(rank: int) -> list[torch.Tensor]:
 
 
 def reduced_on(kind: str) -> list[list[torch.Tensor]]:
-    """What both ranks get, whose group works on a kind of device."""
+    """Returns what both ranks get, over a process group for the given device type."""
 
     def rank(r: int, pg: ProcessGroup) -> list[torch.Tensor]:
         tensors = [tensor.to(kind) for tensor in inputs(r)]
         work = allreduce_quantized(tensors, ReduceOp.SUM, pg)
         for tensor in work.get_future().wait():
-            tensor.mul_(2)  # what comes after it on this stream
+            tensor.mul_(2)  # ordered behind the collective on this stream
         output, _ = allocate_reduce_scatter_output(tensors[:1], 2)
         reduce_scatter_quantized(output, tensors[:1], ReduceOp.AVG, pg).wait()
         return [tensor.cpu() for tensor in (*tensors, output)]
@@ -53,7 +53,7 @@ def reduced_on(kind: str) -> list[list[torch.Tensor]]:
 
 @pytest.mark.parametrize("fmt", ["fp8", "int8"])
 def test_the_bits_are_those_of_the_cpu(late, monkeypatch: pytest.MonkeyPatch, fmt: str) -> None:
-    """Whatever each operator and each exchange takes."""
+    """However long each operator and each exchange takes."""
     monkeypatch.setenv(FORMAT_ENV, fmt)
     late.delays(5, 0, 500)
     for on_device, on_cpu in zip(reduced_on("late"), reduced_on("cpu")):
@@ -73,7 +73,7 @@ def test_gloo_takes_tensors_of_the_device_by_the_host(late) -> None:
 
 
 def test_the_order_is_that_of_the_tensors_device(late) -> None:
-    """The caller's current device is another one."""
+    """The caller's current device is a different one."""
 
     def rank(r: int, pg: ProcessGroup) -> list[float]:
         current = torch.accelerator.current_device_index()
@@ -90,7 +90,7 @@ def test_the_order_is_that_of_the_tensors_device(late) -> None:
 
 
 def test_memory_of_a_quantized_collective_is_not_used_again_early(late) -> None:
-    """The caller drops the tensor at once; the next allocation on its stream must not get the memory."""
+    """The caller drops the tensor at once. The next allocation on its stream must not get the memory."""
     tensors = [torch.ones(5000, device="late")]
     stream, address = torch.Stream("late"), tensors[0].data_ptr()
     with late.held(stream):
@@ -106,7 +106,7 @@ def doubling(group: ProcessGroup, stream: torch.Stream) -> tuple[torch.Tensor, W
 
 
 def test_it_is_in_flight_until_the_device_has_finished(late) -> None:
-    """Another stream that waits for it, or for its future, comes after it."""
+    """Another stream that waits for it, or for its future, is ordered behind it."""
     own, other = torch.Stream("late"), torch.Stream("late")
     with late.held(own):
         tensor, work = doubling(Group(), own)

@@ -1,4 +1,4 @@
-"""The second form of the backend: it revokes instead of aborting, and is given peers by `reconfigure`."""
+"""The second form of the backend, which revokes instead of aborting, and gets peers by `reconfigure`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def ranks(count: int) -> list[dist.ProcessGroup]:
 
 
 def reconfigure(groups: list[dist.ProcessGroup], uuid: int) -> None:
-    """Makes the groups peers, each with a device of its own."""
+    """Connects the groups with each other, each on a device of its own."""
     opts = ReconfigureOptions()
     opts.uuid, opts.timeout = uuid, timedelta(seconds=20)
     opts.handles = [group._get_backend(LATE).get_reconfigure_handle() for group in groups]
@@ -144,7 +144,7 @@ class _HangsInItsAbort(OneRank):
 
 
 def test_an_abort_of_a_native_group_that_hangs_holds_up_nobody_but_its_next_peers(late: Any) -> None:
-    """A late end of it would strike them."""
+    """If the abort ended later, it would hit the new peers."""
     group, opts = _HangsInItsAbort(), ReconfigureOptions()
     opts.handles, opts.timeout = ["late"], timedelta(seconds=0.2)
     caller = threading.Thread(target=abort_group, args=(group,), daemon=True)

@@ -34,9 +34,9 @@ def test_the_next_block_is_copied_while_one_is_sent(device: type[Observed]) -> N
     for sent in range(1, 5):
         piece = next(reader)
         before = piece.clone()
-        until(lambda sent=sent: copies.ended == sent + 1)  # while this one is on the network
+        until(lambda sent=sent: copies.ended == sent + 1)  # while this block is being sent
         assert torch.equal(piece, before)
-        assert copies.under_way == 0  # and none after it: there are two blocks
+        assert copies.under_way == 0  # no further copy is started, because there are two blocks
     assert copies.blocks == 2
 
 
@@ -69,13 +69,13 @@ def test_close_waits_for_copies_and_ends_readers(device: type[Observed], monkeyp
     staged.close()
     source.fill_(7)  # the source trains on
     got += [piece.clone() for piece in reader]
-    assert len(got) == 2  # what was copied before; the reader asks elsewhere for the rest
+    assert len(got) == 2  # the blocks copied before; the reader requests the rest elsewhere
     assert torch.equal(torch.cat(got), expected[: 2 * BLOCK])
 
 
 @pytest.mark.parametrize("copy", [True, False])
 def test_an_offer_of_device_memory(device: type[Observed], copy: bool) -> None:
-    """A reader in the middle of a tensor goes on with the copy, or hears that there is none."""
+    """A reader in the middle of a tensor continues with the copy, or gets an error if there is none."""
     state = {"w": numbers(4 * BLOCK)}
     expected = state["w"].cpu()
     checkpoint = Checkpoint(state, 0)
@@ -91,7 +91,7 @@ def test_an_offer_of_device_memory(device: type[Observed], copy: bool) -> None:
             got += bytes(piece)
         assert torch.equal(torch.frombuffer(bytearray(got), dtype=torch.uint8), expected)
     else:
-        got += bytes(next(pieces))  # was copied before
+        got += bytes(next(pieces))  # copied before
         with pytest.raises(ConnectionAbortedError, match="trains on"):
             next(pieces)
         assert torch.equal(torch.frombuffer(bytearray(got), dtype=torch.uint8), expected[: len(got)])

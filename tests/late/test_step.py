@@ -1,4 +1,4 @@
-"""A step on a device: it is not over before the device is, whatever kind of group reduces it."""
+"""A step on a device ends only after the device has finished, for each kind of process group."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["fixture"]
 
 
 class Torchfts(Group):
-    """A group of torchft's, as that of NCCL."""
+    """A process group of torchft, like the one for NCCL."""
 
     def get_reconfigure_handle(self) -> str:
         return "late"
@@ -38,7 +38,7 @@ class Torchfts(Group):
 
 
 class Custom(ProcessGroup):
-    """A group of a user's, which gives its backend's works, and never says that it has errored."""
+    """A user's process group, which returns its backend's works and never reports an error."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
@@ -73,7 +73,7 @@ def started(fixture: Fixture, kind: str = "torchft", **given: Any) -> Iterator[t
 
 
 class Vote:
-    """`should_commit` on a thread of its own."""
+    """Runs `should_commit` on a thread of its own."""
 
     def __init__(self, manager: Manager) -> None:
         self._answers: list[bool] = []
@@ -110,7 +110,7 @@ def test_the_vote_comes_after_the_device(fixture: Fixture, late: ModuleType, kin
         assert tensor.tolist() == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("kind", ["torchft", "native"])  # nothing is known of the backend of a user's group
+@pytest.mark.parametrize("kind", ["torchft", "native"])  # not a user's group, whose backend is unknown
 def test_a_failure_in_the_last_collective_that_the_backend_handles_costs_the_step(
     fixture: Fixture, late: ModuleType, kind: str
 ) -> None:
@@ -142,7 +142,7 @@ def test_a_device_that_does_not_finish_fails_the_step_at_the_deadline(
 def test_a_failure_that_is_told_ends_what_is_queued(
     fixture: Fixture, late: ModuleType, kind: str, while_voting: bool
 ) -> None:
-    """The last collective, say: all works have been waited for, and the device waits for the peer."""
+    """For example in the last collective: all works have been waited for, and the device waits for the peer."""
     with started(fixture, kind) as (manager, backend):
         backend.hang()
         manager.allreduce(ones()).wait()
@@ -195,7 +195,7 @@ def test_a_second_waiter_on_another_stream_reads_the_average(
                 work.get_future().wait() if through_future else work.wait()
                 read = tensor + 0
                 done = second.record_event()
-            deadline = time.monotonic() + 0.2  # it has that long to read too early
+            deadline = time.monotonic() + 0.2  # time in which a wrong implementation would read too early
             while not done.query() and time.monotonic() < deadline:
                 time.sleep(0.001)
         done.synchronize()
@@ -206,7 +206,7 @@ def test_a_second_waiter_on_another_stream_reads_the_average(
 def test_a_wait_without_a_timeout_leaves_the_host_free(
     fixture: Fixture, late: ModuleType, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch's NCCL polls on the host when its work is given one, and FSDP then overlaps nothing."""
+    """PyTorch's NCCL polls on the host if a wait has a timeout, and then FSDP overlaps nothing."""
     with started(fixture, kind) as (manager, backend):
         backend.hang()
         waited = threading.Event()
@@ -219,10 +219,10 @@ def test_a_wait_without_a_timeout_leaves_the_host_free(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_future_uses_no_device_but_that_of_its_tensors(fixture: Fixture, late: ModuleType, kind: str) -> None:
-    """Each device that it names gets a stream, on CUDA also a context of hundreds of MB."""
+    """Each device that a future names gets a stream, and on CUDA also a context of hundreds of MB."""
     with started(fixture, kind) as (manager, _):
         for _ in range(32):
-            torch.Stream("late")  # so that the pool of this device has all its streams
+            torch.Stream("late")  # fills the pool of this device's streams
         before = late.stats()["streams"]
         manager.allreduce(ones()).get_future().then(lambda done: done.value()).wait()
         assert late.stats()["streams"] == before
@@ -231,7 +231,7 @@ def test_a_future_uses_no_device_but_that_of_its_tensors(fixture: Fixture, late:
 @pytest.mark.parametrize(
     ("kind", "make", "what"),
     [
-        # PyTorch's own groups say that they have reduced one on the meta device, and call no backend.
+        # PyTorch's own groups pretend to reduce a tensor on the meta device, and call no backend.
         *((kind, lambda: torch.ones(2, device="meta"), "on the meta device") for kind in KINDS),
         ("torchft", lambda: torch.eye(2).to_sparse(), "of layout torch.sparse_coo"),
     ],
@@ -254,7 +254,7 @@ def test_a_captured_allreduce_is_refused(fixture: Fixture, late: ModuleType, mon
 
 
 def test_a_waiter_that_comes_second_reads_the_average(fixture: Fixture, late: ModuleType) -> None:
-    """Both wait for the collective at once; the division is queued on the stream of the one that is first."""
+    """Both threads wait for the collective. The division is queued on the stream of the first one."""
     first, second = torch.Stream("late"), torch.Stream("late")
     waits, may_end = threading.Event(), threading.Event()
     read: list[torch.Tensor] = []
@@ -285,7 +285,7 @@ def test_a_waiter_that_comes_second_reads_the_average(fixture: Fixture, late: Mo
             may_end.set()
             other.join(20)
             done = second.record_event()
-            deadline = time.monotonic() + 0.2  # it has that long to read too early
+            deadline = time.monotonic() + 0.2  # time in which a wrong implementation would read too early
             while not done.query() and time.monotonic() < deadline:
                 time.sleep(0.001)
         done.synchronize()

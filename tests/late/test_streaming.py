@@ -1,4 +1,4 @@
-"""Streaming DiLoCo on the test device: inner steps go on while a fragment is reduced, and nothing is read early."""
+"""Streaming DiLoCo on the test device: inner steps run while a fragment is reduced, and nothing is read too early."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SYNCS = 4
 
 
 class Streaming:
-    """Two fragments, each of which is on its way during an inner step; groups keep a part of their own parameters."""
+    """Two fragments, each reduced during an inner step. Groups keep a share of their own parameters."""
 
     def __init__(self, on_cpu: bool = False, quantized: bool = False) -> None:
         self.on_cpu, self.quantized = on_cpu, quantized
@@ -63,7 +63,7 @@ def cpu_pg(group: int) -> ProcessGroup:
 
 @pytest.fixture(scope="module")
 def on_cpu() -> list[list[torch.Tensor]]:
-    """What each group comes to on the CPU: its own weights, and those of all."""
+    """The final weights on the CPU: each group's own, and the global ones."""
     ends = run(Streaming(on_cpu=True), cpu_pg)
     own, everybodys = zip(*[(end[: len(end) // 2], end[len(end) // 2 :]) for end in ends])
     assert all(map(torch.equal, *everybodys)) and not all(map(torch.equal, *own))
@@ -71,7 +71,7 @@ def on_cpu() -> list[list[torch.Tensor]]:
 
 
 class ProcessGroupSlow(ProcessGroupLate):
-    """Its collectives take longer than the inner step beside them."""
+    """A process group whose collectives take longer than the inner step beside them."""
 
     hasty = False
 

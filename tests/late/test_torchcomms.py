@@ -1,4 +1,6 @@
-"""A communicator of torchcomms on a device, by the stand-in of tests/unit: its `wait` orders the current stream."""
+"""A torchcomms communicator on a device, replaced by the stand-in of tests/unit: its `wait` orders
+the current stream.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,7 @@ def by_future(group: Any, tensor: torch.Tensor) -> None:
 def test_an_operation_that_hangs_on_the_device_has_a_deadline(
     group: Any, backend: OneRank, ask: Callable[[Any, torch.Tensor], None]
 ) -> None:
-    """The host waits for nothing that hangs: its wait has only been queued."""
+    """The host is not blocked, because its wait has only been queued."""
     tensor = torch.ones(2, device="late")
     ask(group, tensor)
     torch.accelerator.synchronize()
@@ -84,7 +86,7 @@ def test_an_operation_that_hangs_on_the_device_has_a_deadline(
 
 
 def test_it_is_in_flight_until_the_device_has_finished(group: Any, backend: OneRank) -> None:
-    """After an abort, whether an operation may still write to its tensors is asked by `is_completed`."""
+    """After an abort, `is_completed` tells whether an operation may still write to its tensors."""
     backend.hang()
     work = group.allreduce([torch.ones(2, device="late")], ReduceOp.SUM)
     assert work.wait() and not work.is_completed()
@@ -114,7 +116,7 @@ def test_a_deadline_of_the_old_peers_does_not_strike_the_new_ones(group: Any, ba
     by_wait(group, torch.ones(2, device="late"))
     new_peers(group, 2)
     struck: list[bool] = []
-    # The timers run one after the other, in the order of their deadlines.
+    # The timers run one after another, in the order of their deadlines.
     _TIMEOUT_MANAGER.schedule(timedelta(seconds=0.3), lambda: struck.append(group.errored() is not None))
     until(lambda: bool(struck))
     assert struck == [False] and backend.aborts == 0

@@ -1,4 +1,4 @@
-"""Transports between groups whose devices differ: what arrives goes to the devices of the target's own state."""
+"""Transports between groups with different devices: received tensors go to the devices of the target's own state."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def pair(request: pytest.FixtureRequest, late: Any) -> Iterator[Pair]:
 
 
 def transfer(pair: Pair, state: Any, own: Any, writable: bool) -> Any:
-    """What a group with a state of its own gets of another's, each end on a thread with a device as the current one."""
+    """Returns the state that a target receives, each end on a thread with a current device of its own."""
     source, target = pair
 
     def send() -> None:
@@ -102,7 +102,7 @@ def tensors(state: Any) -> list[torch.Tensor]:
 
 
 def state_on(first: str, second: str, value: float) -> dict[str, Any]:
-    """Some on two devices, and some on the host."""
+    """A state with tensors on two devices, and some on the host."""
     return {
         "first": torch.full((300, 1000), value, device=first),
         "second": [torch.full((50, 7), value + 1, device=second), torch.full((), 2 * value, device=second)],
@@ -115,7 +115,7 @@ def state_on(first: str, second: str, value: float) -> dict[str, Any]:
 
 @pytest.mark.parametrize("writable", [True, False], ids=["in place", "settled"])
 def test_each_tensor_goes_to_the_targets_device_for_it(pair: Pair, writable: bool) -> None:
-    """The source is on the devices 0 and 2, the target on 1 and 3; the fresh Adam of the target has no state yet."""
+    """The source uses the devices 0 and 2, the target 1 and 3. The target's new Adam has no state yet."""
     state = state_on("late:0", "late:2", 5.0)
     state["adam"] = {0: {"exp_avg": torch.full((100, 100), 7.0, device="late:0"), "step": torch.tensor(3.0)}}
     state["adam"][1] = {"exp_avg": torch.full((10,), 8.0, device="late:2")}
@@ -133,10 +133,11 @@ def test_each_tensor_goes_to_the_targets_device_for_it(pair: Pair, writable: boo
 @pytest.mark.parametrize(
     ("own", "source", "of", "home"),
     [
-        (["late:1", "late:3"], ["late:0", "late:2"], "late:2", "late:3"),  # where the others from there are
-        (["late:1", "late:3", "late:3"], ["late:0", "late:0", "late:0"], "late:0", "late:3"),  # most of them
-        (["late:1", "cpu"], ["late:0", "cpu"], "late:2", "late:1"),  # nothing is from there: the only one of its kind
-        (["late:1", "late:3"], ["late:0", "late:0"], "late:2", "cpu"),  # either would be a guess
+        # the device of the target's other tensors from there
+        (["late:1", "late:3"], ["late:0", "late:2"], "late:2", "late:3"),
+        (["late:1", "late:3", "late:3"], ["late:0", "late:0", "late:0"], "late:0", "late:3"),  # that of most of them
+        (["late:1", "cpu"], ["late:0", "cpu"], "late:2", "late:1"),  # none is from there: the only device of the type
+        (["late:1", "late:3"], ["late:0", "late:0"], "late:2", "cpu"),  # ambiguous
         (["cpu"], ["late:0"], "late:0", "cpu"),
         ([], [], "late:0", "cpu"),
         (["late:1"], ["cpu"], "cpu", "cpu"),
@@ -152,7 +153,7 @@ def test_where_a_tensor_goes_that_the_target_does_not_have(
 
 @pytest.mark.parametrize("writable", [True, False], ids=["in place", "settled"])
 def test_a_target_without_the_devices_of_the_source(pair: Pair, writable: bool) -> None:
-    """Its tensors are filled where they are; what it has not stays with the host, for its own function to place."""
+    """Its tensors are filled where they are. Others stay on the host, where its own function can move them."""
     state, own = state_on("late:0", "late:2", 5.0), state_on("cpu", "cpu", 1.0)
     del own["second"]
     got = transfer(pair, state, own, writable)
@@ -187,7 +188,7 @@ def test_a_transport_without_a_target_uses_the_current_device(late: Any) -> None
 
 
 def test_a_tensor_without_data_is_refused_and_the_target_hears_why(pair: Pair) -> None:
-    """At once: it need not wait for the timeout."""
+    """At once, without waiting for the timeout."""
     source, target = pair
     state = {"model": {"w": torch.empty(3, device="meta")}}
     begun = time.monotonic()
@@ -202,12 +203,12 @@ def test_a_tensor_without_data_is_refused_and_the_target_hears_why(pair: Pair) -
 
 @pytest.fixture
 def held_at_the_tensors(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The devices stop when a source of a process group has sent its header; what follows is queued and no more."""
+    """Holds the devices when a process group's source has sent its header; all that follows is only queued."""
     announced = pg_transport._Channel.announced
 
     def stop(self: Any, nbytes: int) -> None:
         announced(self, nbytes)
-        if self.meter is None:  # the source's
+        if self.meter is None:  # the source's channel
             torch.accelerator.synchronize()
             late.hold()
 
@@ -215,7 +216,7 @@ def held_at_the_tensors(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_source_may_train_on_when_the_device_has_sent(late: Any, held_at_the_tensors: None) -> None:
-    """`send_checkpoint` returns when all is queued; `disallow_checkpoint`, when the device has read it."""
+    """`send_checkpoint` returns when the sends are queued, `disallow_checkpoint` when the device has read the state."""
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         source, target = process_group(stack, on_device=True)
         torch.accelerator.set_device_index(0)
@@ -232,7 +233,7 @@ def test_the_source_may_train_on_when_the_device_has_sent(late: Any, held_at_the
 
 
 def test_a_source_whose_sends_do_not_end_has_a_deadline(late: Any, held_at_the_tensors: None) -> None:
-    """A peer that failed does not take them."""
+    """For example a failed peer, which does not receive them."""
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         source, target = process_group(stack, on_device=True)
         torch.accelerator.set_device_index(0)
@@ -241,12 +242,12 @@ def test_a_source_whose_sends_do_not_end_has_a_deadline(late: Any, held_at_the_t
         with pytest.raises(TimeoutError, match=r"to \[1\]: timed out after 3 seconds: the device has not ended it"):
             source.disallow_checkpoint()
         late.release()
-        got.exception(60)  # its group was aborted
+        got.exception(60)  # its process group was aborted
 
 
 @pytest.mark.parametrize("name", ["http", "Gloo", "process group on the device"])
 def test_no_memory_of_the_host_for_what_is_on_a_device(late: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """A stream in the upstream format says only when it arrives where its tensors are."""
+    """In the upstream format, the devices of tensors are known only when they arrive."""
     monkeypatch.setattr(_memory, "available_memory", lambda: 1000)
     own, state = ({"w": torch.ones(1000, device=f"late:{i}")} for i in (1, 0))
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
@@ -256,7 +257,7 @@ def test_no_memory_of_the_host_for_what_is_on_a_device(late: Any, monkeypatch: p
             CheckpointError, match=r"4000 bytes of it are on a device.*1000 free.*use_async_quorum=False"
         ):
             target.recv_checkpoint(0, source.metadata(), 3, TIMEOUT, target=Target(lambda: own, writable=False))
-        sent.result(60)  # it does not wait for a target that cannot take its state
+        sent.result(60)  # it does not wait for a target that cannot receive its state
         source.disallow_checkpoint()
 
 
@@ -264,7 +265,9 @@ def test_no_memory_of_the_host_for_what_is_on_a_device(late: Any, monkeypatch: p
 def test_a_target_that_cannot_even_discard_a_state_ends_the_transfer(
     late: Any, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Its device is full: it aborts the group, and the source has an error at once instead of at its timeout."""
+    """If its device is full, it aborts the group, so that the source gets an error at once instead
+    of at its timeout.
+    """
 
     def full(*_: Any) -> Any:
         raise CheckpointError("no memory for a tensor")
@@ -288,7 +291,7 @@ def test_a_target_that_cannot_even_discard_a_state_ends_the_transfer(
 
 
 def test_a_heal_whose_native_group_was_aborted_is_no_state(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The abort ends the receive on the device, which leaves anything in the tensor; the backend has no error."""
+    """The abort ends the receive on the device, which leaves undefined data in the tensor. The backend has no error."""
     groups = ranks(2)
     reconfigure(groups, 1)
     source, target = (PGTransport[Any](group, TIMEOUT, LATE) for group in groups)
@@ -298,7 +301,7 @@ def test_a_heal_whose_native_group_was_aborted_is_no_state(late: Any, monkeypatc
     def started(self: Any, operations: list[Callable[[], Any]]) -> None:
         def start() -> Any:
             work = operations[0]()
-            if self.meter is not None:  # the target's, past the header
+            if self.meter is not None:  # the target's channel, after the header
                 receiving.set()
             return work
 
@@ -306,7 +309,7 @@ def test_a_heal_whose_native_group_was_aborted_is_no_state(late: Any, monkeypatc
 
     def stop(self: Any, nbytes: int) -> None:
         announced(self, nbytes)
-        if self.meter is None:  # the source's
+        if self.meter is None:  # the source's channel
             assert may_send.wait(20)
 
     monkeypatch.setattr(pg_transport._Channel, "_wait", started)
@@ -352,7 +355,7 @@ def test_a_state_has_arrived_on_the_device_when_it_is_given_back(late: Any, held
 
 @pytest.mark.parametrize("implementation", ["legacy", "nccl2", "gloo"])
 def test_what_two_ranks_do_on_a_gpu(late: Any, implementation: str) -> None:
-    """The test of PGTransport over NCCL, in tests/gpu/test_ranks.py, takes two GPUs: here is the rest of it."""
+    """The test of PGTransport over NCCL, in tests/gpu/test_ranks.py, needs two GPUs: this covers the rest of it."""
 
     def make() -> Any:
         if implementation == "gloo":

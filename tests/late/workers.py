@@ -1,4 +1,4 @@
-"""Isolated groups whose worker's device is slow or hangs, or whose worker does not wait as it should."""
+"""Isolated groups whose worker's device is slow or hangs, or whose worker wrongly does not wait."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ProcessGroupBabyHanging(isolated.ProcessGroupBabyLate):
 
 
 class ProcessGroupBabyFailing(isolated.ProcessGroupBabyLate):
-    """Its backend fails in the second operation, and handles that itself: what is in flight ends with garbage."""
+    """Its backend fails in the second operation and handles that itself: operations in flight end with garbage."""
 
     @classmethod
     def _create_pg(cls, store: Store, rank: int, world_size: int) -> ProcessGroup:
@@ -30,7 +30,7 @@ class ProcessGroupBabyFailing(isolated.ProcessGroupBabyLate):
 
 
 class ProcessGroupBabyStuck(isolated.ProcessGroupBabyLate):
-    """The same, but what is in flight does not end."""
+    """Like the above, but operations in flight do not end."""
 
     @classmethod
     def _create_pg(cls, store: Store, rank: int, world_size: int) -> ProcessGroup:
@@ -54,7 +54,7 @@ class Stuck(Failing):
 
 
 class ProcessGroupBabyHasty(isolated.ProcessGroupBabyLate):
-    """The worker does not wait for what the trainer has queued: a test shows that this is noticed."""
+    """A wrong worker that does not wait for work queued by the trainer. A test shows that this is detected."""
 
     _sharing: ClassVar[dict[str, str]] = {"late": __name__}
 

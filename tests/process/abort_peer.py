@@ -1,4 +1,4 @@
-"""One rank of a process group, told over stdin what to do: make it, run collectives, abort it, leave.
+"""One rank of a process group, controlled by commands on stdin: create it, run collectives, abort it, leave.
 
 Times are those of the monotonic clock, which all processes of a host share.
 """
@@ -14,7 +14,7 @@ import time
 from datetime import timedelta
 from typing import Any, Callable
 
-# PyTorch's TCPStore asks the name server for the name of every peer. One that loses a question costs 5 s.
+# PyTorch's TCPStore looks up the name of every peer in the DNS. A lost answer costs 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import torch
@@ -32,13 +32,13 @@ from torchft.process_group import (
     reconfigure_with_store,
 )
 
-# Far longer than any test: nothing may end because of it.
+# Far longer than any test, so that it ends nothing there.
 TIMEOUT = timedelta(seconds=600)
 CONNECT = timedelta(seconds=60)
 STUCK_SEC = 0.2
-# Sooner than the test gives up
+# Shorter than the timeout of the test
 HANGS_SEC = 40
-# Wait for one of the others, so that no operation of one completes another's.
+# Operations that wait for a different rank each, so that none completes another.
 OPERATIONS: dict[str, Callable[[Any], dist.Work]] = {
     "allreduce": lambda group: group.allreduce([torch.ones(16)], ReduceOp.SUM),
     "large allreduce": lambda group: group.allreduce([torch.ones(1_000_000)], ReduceOp.SUM),
@@ -60,7 +60,7 @@ def isolated() -> Any:
 
 
 def native(where: str, rank: int, n: int) -> dist.ProcessGroup:
-    """What init_process_group(..., enable_reconfigure=True) makes."""
+    """A process group as init_process_group(..., enable_reconfigure=True) creates it."""
     store = create_store_client(where, CONNECT)
     group = dist.ProcessGroup(store, rank, n)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -70,7 +70,7 @@ def native(where: str, rank: int, n: int) -> dist.ProcessGroup:
 
 
 class StubManager:
-    """As much of a Manager as a ManagedProcessGroup needs."""
+    """The part of a Manager that a ManagedProcessGroup needs."""
 
     def __init__(self, pg: Any) -> None:
         self._pg = pg
@@ -114,7 +114,7 @@ class Rank:
         return {"ms": 1000 * (connected - began), "sum": tensor[0].item()}
 
     def train(self) -> dict[str, Any]:
-        """Allreduces until there is an error, and answers when they begin."""
+        """Runs allreduces until there is an error. Answers when they begin."""
         self.progress = time.monotonic()
         group = self.group
 
@@ -130,7 +130,7 @@ class Rank:
         return {}
 
     def stuck(self) -> dict[str, Any]:
-        """Answers when the allreduces have come to a halt, with others waiting behind them."""
+        """Answers when the allreduces have stopped, with others waiting behind them."""
         while time.monotonic() - self.progress < STUCK_SEC:
             time.sleep(0.01)
         for name, operation in OPERATIONS.items():
@@ -175,7 +175,7 @@ class Rank:
         global kept
         OPERATIONS["allreduce"](self.group)
         if not drop:
-            kept = self.group  # as torch.distributed keeps the world
+            kept = self.group  # as torch.distributed keeps the default group
         self.group = None
         return {}
 
@@ -190,7 +190,7 @@ def main() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         do = command.pop("do")
-        faulthandler.dump_traceback_later(HANGS_SEC)  # says where, also if it does not end after `leave`
+        faulthandler.dump_traceback_later(HANGS_SEC)  # shows where it hangs, even if it does not end after `leave`
         emit(do, **getattr(rank, do)(**command))
         if do == "leave":
             return

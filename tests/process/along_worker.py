@@ -1,4 +1,4 @@
-"""A replica group of one process that heals in pieces, and tells how far it is. It ends when two groups are left."""
+"""A replica group of one process that heals in pieces, and reports its progress. It ends when two groups are left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a lighthouse found out that members had failed: a SIGKILL by connections that break, and never by silence."""
+"""Checks how a lighthouse detected failures: a SIGKILL by broken connections, and never by silence."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import urllib.request
 from collections import Counter
 from pathlib import Path
 
-# Heartbeat timeout of lighthouses under which groups are only killed: longer than any test, so that silence explains
-# nothing that happens in it.
+# Heartbeat timeout of lighthouses whose groups are only killed. Longer than any test, so that no failure is
+# detected by silence.
 SILENCE_MS = 600_000
-# All there are, from the lighthouse's source.
+# All causes, read from the lighthouse's source.
 _SOURCE = Path(__file__).resolve().parents[2] / "go/quorum/types.go"
 CAUSES = re.findall(r'^\t\w+ +Cause = "(\w+)"', _SOURCE.read_text(), re.MULTILINE)
 _COUNTED = re.compile(r'^torchft_member_failures_total\{cause="(\w+)",training_job="default"\} (\d+)$', re.MULTILINE)
@@ -23,7 +23,7 @@ _BY_SILENCE = ("silent", "unreachable", "stalled")
 
 
 def failures(lighthouse: str) -> Counter[str]:
-    """The failed members that a lighthouse of ours has counted since its start, by cause."""
+    """Returns the number of failed members by cause that one of our lighthouses has counted since its start."""
     with urllib.request.urlopen(f"http://{lighthouse.removeprefix('http://')}/metrics", timeout=20) as answer:
         counted = _COUNTED.findall(answer.read().decode())
     assert counted, "the metrics have no failures by cause"
@@ -31,7 +31,7 @@ def failures(lighthouse: str) -> Counter[str]:
 
 
 def check_killed(before: Counter[str], after: Counter[str], members: int, heartbeat_timeout_ms: int) -> None:
-    """So many members were killed between two countings, and each was found by a connection.
+    """Checks that this number of members were killed between two counts, and that each was detected by a connection.
 
     Where the heartbeat timeout is short, for members that are stopped in the same job, one that lives may be silent for
     as long on a busy machine: it is nobody's cause for a kill, and only the connections are counted.
@@ -46,13 +46,15 @@ def check_killed(before: Counter[str], after: Counter[str], members: int, heartb
 
 
 def check_killed_by_log(log: str, member: str) -> None:
-    """The same for one member, by the log of a lighthouse that has ended."""
+    """The same check for one member, with the log of a lighthouse that has ended."""
     reasons = re.findall(rf'torchft: a member failed" .*member="?\[{member}\b.*reason="([^"]*)"', log)
     assert reasons, f"{member} was killed, and is in no line of the log:\n{log}"
     assert not any(reason.startswith("no sign of life") for reason in reasons), reasons
 
 
 def check_silenced(before: Counter[str], after: Counter[str], members: int) -> None:
-    """So many members have stopped, or have lost their network, between two countings: their connections are there."""
+    """Checks that this number of members were stopped or cut off between two counts, while their
+    connections stayed open.
+    """
     new = {cause: after[cause] - before[cause] for cause in after}
     assert sum(new[cause] for cause in _BY_SILENCE) >= members, f"{members} members stood still: {new}"

@@ -1,6 +1,6 @@
-"""A job whose processes are killed and stopped, one fault after the other, and what must hold all the same.
+"""A job whose processes are killed and stopped, one fault after another, and the checks of what must hold.
 
-Which faults there are, and `make chaos`, is in chaos_faults.py.
+The faults and `make chaos` are in chaos_faults.py.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ PHASES = [
     "before the vote",
     "after the vote",
 ]
-# Of jobs in which somebody is stopped, or loses its network.
+# Heartbeat timeout of jobs in which processes are stopped or cut off.
 HEARTBEAT_TIMEOUT_MS = 3000
 KILL_BOUND_S = within(KILL_S)
 STOP_BOUND_S = HEARTBEAT_TIMEOUT_MS / 1000 + KILL_BOUND_S
-# Of waits, with the start of processes in them: nothing is promised.
+# Timeout of waits that include the start of processes, for which nothing is promised.
 HEAL_BOUND_S = 90.0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a fault cost those who lived on."""
+    """The effect of a fault on the survivors."""
 
     seconds: float  # from the fault to the last survivor's next commit without the victims
     lost: int  # steps, of the survivor that lost most
-    phases: dict[str, float] = field(default_factory=dict)  # of a survivor, where it noticed an error
+    phases: dict[str, float] = field(default_factory=dict)  # of a survivor that noticed an error
 
 
 @dataclass
@@ -69,9 +69,9 @@ class Chaos:
     torchrun: bool = False
     kills_only: bool = False
     lighthouse_options: Sequence[str] = ()
-    through: Flapping | None = None  # the groups reach the lighthouse through it
-    options: Sequence[str] = ()  # of each worker
-    hosts: Hosts | None = None  # one for each group; the lighthouse is on this machine
+    through: Flapping | None = None  # a proxy between the groups and the lighthouse
+    options: Sequence[str] = ()  # options of each worker
+    hosts: Hosts | None = None  # a host for each group; the lighthouse runs on this machine
     lives: list[Life] = field(default_factory=list)
     past: list[Life] = field(default_factory=list)
     spares: list[Life] = field(default_factory=list)
@@ -95,9 +95,11 @@ class Chaos:
     # Faults
 
     def kill(self, *victims: int, phase: str = "in bucket 1", rank: int = 0) -> Outcome:
-        """SIGKILL for a rank of each victim at a phase; its siblings end as torchrun ends them. Then all come back."""
+        """Sends SIGKILL to a rank of each victim at a phase; the other ranks of its group end as torchrun ends them.
+        Then all are restarted.
+        """
         for victim in victims:
-            self._prepare(victim)  # so that its start is not part of what is measured
+            self._prepare(victim)  # started in advance, so that the start is not measured
         before = self._failures()
         at = self._strike([self.lives[v].ranks[rank] for v in victims], phase, signal.SIGKILL)
         for victim in victims:
@@ -109,7 +111,7 @@ class Chaos:
         return outcome
 
     def kill_worker(self, victim: int, phase: str = "in bucket 1") -> Outcome:
-        """SIGKILL for the rank of a group at a phase, and torchrun's agent starts it again."""
+        """Sends SIGKILL to the rank of a group at a phase. torchrun's agent restarts it."""
         agent = self.lives[victim].ranks[0]
         lives = len(agent.of("imported"))
         before = self._failures()
@@ -122,7 +124,7 @@ class Chaos:
         return outcome
 
     def kill_agent(self, victim: int) -> Outcome:
-        """SIGKILL for torchrun's agent alone: its worker ends with it. Then the group is started again."""
+        """Sends SIGKILL to torchrun's agent only. Its worker ends with it, and then the group is restarted."""
         self._prepare(victim)
         agent = self.lives[victim].ranks[0]
         before = self._failures()
@@ -136,7 +138,7 @@ class Chaos:
         return outcome
 
     def stop(self, *victims: int, phase: str = "in bucket 1", rank: int = 0, bound_s: float = STOP_BOUND_S) -> Outcome:
-        """SIGSTOP at a phase, and SIGCONT when the others have continued: the victims notice that, and heal."""
+        """Sends SIGSTOP at a phase, and SIGCONT when the others have continued. The victims notice that, and heal."""
         children = [self.lives[victim].ranks[rank] for victim in victims]
         before = self._failures()
         at = self._strike(children, phase, signal.SIGSTOP)
@@ -150,7 +152,9 @@ class Chaos:
         return outcome
 
     def cut(self, victim: int) -> Outcome:
-        """The host of a group loses its network, without a word to anybody, and has it again when the others go on."""
+        """Cuts the network of a group's host without closing connections, and restores it when the
+        others have continued.
+        """
         assert self.hosts is not None
         before = self._failures()
         at = time.monotonic()
@@ -164,7 +168,8 @@ class Chaos:
         return outcome
 
     def strike_while_healing(self, victim: int, whom: str, number: int = signal.SIGKILL) -> Outcome:
-        """`victim` is killed and comes back; during its heal its source is struck (`whom="source"`) or it ("target").
+        """Kills and restarts `victim`. During its heal, strikes its source (`whom="source"`) or the target
+        itself ("target").
 
         A source is one of those that are left: with two groups its failure would be that of the only one.
         """
@@ -176,7 +181,7 @@ class Chaos:
             child.kill()
         back = self._take_spare(victim)
         self.lives[victim] = back
-        # The first of those that are up to date serves who heals first.
+        # The first group that is up to date serves the first healing group.
         life = back if whom == "target" else others[0]
         if whom == "source":
             self._prepare(life.group)
@@ -206,7 +211,7 @@ class Chaos:
         return outcome
 
     def kill_lighthouse(self) -> Outcome:
-        """The groups wait, and go on where they were with the next one at the same address."""
+        """Kills the lighthouse. The groups wait, and continue with the next one at the same address."""
         at = time.monotonic()
         self.lighthouse.kill()
         time.sleep(0.5)
@@ -216,7 +221,7 @@ class Chaos:
         return outcome
 
     def stop_lighthouse(self, seconds: float) -> Outcome:
-        """It hears nobody meanwhile, and blames nobody for it."""
+        """Stops the lighthouse. It receives nothing in that time, and must not count that as failures of members."""
         quorum = max(e["quorum"] for e in self._steps(self.lives[0]))
         at = time.monotonic()
         os.kill(self.lighthouse.pid, signal.SIGSTOP)
@@ -231,7 +236,7 @@ class Chaos:
         return self._after(self.lives, [], at, HEAL_BOUND_S)
 
     def flap(self, cuts: int) -> None:
-        """So often, and once a second, nobody reaches the lighthouse for a moment: nobody is evicted for it."""
+        """Interrupts the network of the lighthouse repeatedly, once per second. No member may be evicted for that."""
         assert self.through is not None
         (quorum,) = {e["quorum"] for life in self.lives for e in self._steps(life)[-1:]}
         seen = {child: len(child.of("step")) for child in self._children()}
@@ -270,7 +275,7 @@ class Chaos:
     # Parts
 
     def _address(self) -> str:
-        """Of the lighthouse and the stores, as the groups see it."""
+        """The address of the lighthouse and the stores, as the groups see it."""
         return self.hosts.address if self.hosts else "127.0.0.1"
 
     def _failures(self) -> Counter[str]:
@@ -307,7 +312,7 @@ class Chaos:
             "MASTER_ADDR": self._address(),
             "MASTER_PORT": str(store.port),
             "SHARED_STORE": str(self.shared.port),
-            # Gloo would take the address of the host's name, and these hosts have one name together.
+            # Otherwise Gloo would use the address of the host's name, which these hosts share.
             **({"GLOO_SOCKET_IFNAME": "eth0"} if self.hosts else {}),
         }
         names = [f"group{group}.{rank}-life{number}" for rank in range(self.ranks)]
@@ -348,10 +353,10 @@ class Chaos:
             child.send(do="join", lighthouse=f"http://{address}")
 
     def _strike(self, victims: Sequence[Child], phase: str, number: int) -> float:
-        """Returns when the last one was struck."""
+        """Returns when the last rank was struck."""
         before = {child: len(child.of("striking")) for child in victims}
         for child in victims:
-            child.expected_to_live = number != signal.SIGKILL or self.torchrun  # which is not struck itself
+            child.expected_to_live = number != signal.SIGKILL or self.torchrun  # torchrun's agent itself is not struck
             child.send(do="strike", phase=phase, signal=number)
         self.job.wait(
             lambda: all(len(c.of("striking")) > before[c] for c in victims), HEAL_BOUND_S, f"a strike {phase}"
@@ -361,7 +366,8 @@ class Chaos:
     def _after(self, survivors: Sequence[Life], victims: Sequence[int], at: float, bound_s: float) -> Outcome:
         def alone(child: Child) -> Event | None:
             for e in child.of("step"):
-                since = e["at"] if victims else e["began"]  # nobody is missing: it was begun before, and shows nothing
+                # without victims, a step that began before the fault shows nothing
+                since = e["at"] if victims else e["began"]
                 if since > at and e["committed"] and not set(victims) & set(e["groups"]):
                     return e
             return None

@@ -1,7 +1,7 @@
-"""The faults that a job survives, by name: at random for as long as one likes, or each so many times, for a table.
+"""The faults that a job survives, by name: chosen at random for any time, or each a number of times, for a table.
 
-`make chaos` runs this. `--record=FILE` notes what each fault cost, goes on where an earlier run ended, and prints the
-table of all that is in the file.
+`make chaos` runs this. `--record=FILE` records the effect of each fault, continues where an earlier run ended, and
+prints the table of all that is in the file.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from flapping import Flapping
 from processes import Job
 
 KINDS = ("gloo", "isolated", "native", "late")  # late: tests/late, on its device
-# Of the lighthouse of groups that have several ranks: one that is stopped hangs while its manager server lives.
+# For groups of several ranks: a stopped rank hangs while its manager server runs.
 EJECT = ("--stalled_after_ms=2000", "--eject_stalled_after_ms=3000")
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault, and the smallest job that it makes sense in."""
+    """A fault, and the smallest job in which it makes sense."""
 
     name: str
     do: Callable[[Chaos, random.Random], Outcome]
     groups: int = 2
     ranks: int = 1
     torchrun: bool = False
-    weight: int = 1  # how often it is chosen at random
-    times: int = 5  # in a record
+    weight: int = 1  # its relative frequency in a random choice
+    times: int = 5  # its number in a record
 
 
 Do = Callable[[Chaos, random.Random], Outcome]
 
 
 def _some(chaos: Chaos, rng: random.Random, count: int) -> list[int]:
-    """So many groups; 0: all but one."""
+    """This number of groups; 0: all but one."""
     return rng.sample(range(chaos.groups), count or chaos.groups - 1)
 
 
@@ -56,7 +56,7 @@ def _kill(count: int, phase: str | None = None, rank: int = 0) -> Do:
 
 
 def _stop(count: int, phase: str | None = None, rank: int = 0) -> Do:
-    # One that hangs is evicted later than one that is silent.
+    # A hanging member is evicted later than a silent one.
     bound_s = STOP_BOUND_S + (3.0 if rank else 0.0)
     return lambda chaos, rng: chaos.stop(
         *_some(chaos, rng, count), phase=phase or rng.choice(PHASES), rank=rank, bound_s=bound_s
@@ -98,7 +98,7 @@ FAULTS = [
 
 
 def possible_in(groups: int, ranks: int, torchrun: bool, only: str = "", recorded: bool = False) -> list[Fault]:
-    """The faults that make sense in a job; in one for a record only those that one with fewer ranks has not."""
+    """The faults that make sense in a job. For a record, only those that are impossible in one with fewer ranks."""
     found = [f for f in FAULTS if f.groups <= groups and f.ranks <= ranks and f.torchrun == torchrun and only in f.name]
     return [f for f in found if f.ranks == ranks] if recorded else found
 
@@ -112,7 +112,7 @@ def next_at_random(possible: list[Fault], rng: random.Random) -> Fault:
 
 
 def next_missing(possible: list[Fault], kind: str, done: dict[str, int]) -> Fault | None:
-    """The fault that was done the smallest share of the times that a record has; None if it has all."""
+    """The fault with the smallest share of its number in a record; None if the record is complete."""
 
     def share(fault: Fault) -> float:
         return done.get(fault.name, 0) / (fault.times if kind == "gloo" else 5)
@@ -122,8 +122,8 @@ def next_missing(possible: list[Fault], kind: str, done: dict[str, int]) -> Faul
 
 
 def table(records: Iterable[dict[str, Any]]) -> str:
-    """For each fault and kind of group: how often everything held, of how many times; the median and the longest
-    seconds until the survivors' next commit, the most steps that one of them lost; as Markdown.
+    """Formats a Markdown table. For each fault and kind of group: how often everything held, the median and longest
+    seconds until the survivors' next commit, and the most steps that a survivor lost.
     """
     by_fault: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for record in records:
@@ -204,10 +204,10 @@ def main() -> int:
         except BaseException as e:
             print(f"broken; to replay: {again}\n{job.report()}", file=sys.stderr, flush=True)
             if args.record and fault is not None:
-                # Whatever it was, it came to light in this fault; those before it count for nothing.
+                # The error occurred in this fault; earlier faults of the job are not recorded.
                 _append(args.record, [{"fault": fault.name, "kind": args.kind, "broken": repr(e)[:300]}])
             raise
-    if args.record:  # only now: what a job did counts when its history holds
+    if args.record:  # recorded only now, after the job's history was checked
         _append(args.record, records)
         records = _read(args.record)
     print(table(records))
@@ -220,7 +220,7 @@ def worker_options(args: argparse.Namespace) -> list[str]:
 
 
 def flap(args: argparse.Namespace) -> int:
-    """No faults: a network that is away for 100 ms, once a second."""
+    """No faults of processes: a network that is interrupted for 100 ms, once per second."""
     with Flapping() as proxy, Job() as job:
         chaos = Chaos(job, args.kind, args.groups, args.ranks, through=proxy)
         chaos.start()

@@ -1,4 +1,4 @@
-"""What must hold of a job whatever is killed or stopped in it: of its history, and of what it leaves behind."""
+"""The invariants of a job in which processes are killed or stopped: of its history, and of what it leaves behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 
 from torchft.launch import process_tree
 
-ENDS_S = 60.0  # after a trainer's end, until what it started has ended too
+ENDS_S = 60.0  # seconds after a trainer's end within which its processes must have ended
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Life:
 
 
 def check_history(lives: Sequence[Life], last: int) -> None:
-    """All that groups committed, from step 0 to the one before `last`.
+    """Checks all commits of all groups, from step 0 to the one before `last`.
 
     A rank meets those of the same number: in the first step, in which all but one take over its weights and contribute
     nothing, that one is another group for each number.
@@ -51,7 +51,7 @@ def _check_rank(children: Sequence[tuple[int, Child]], last: int) -> None:
         by_step.setdefault(e["step"], []).append(e)
     assert sorted(by_step) == list(range(last)), "every step is committed"
 
-    # No step is committed twice: in one quorum only, and by each rank once.
+    # No step is committed twice: it is committed in one quorum only, and by each rank once.
     for step, events in by_step.items():
         quorums = {e["quorum"] for e in events}
         assert len(quorums) == 1, f"step {step} was committed in the quorums {quorums}"
@@ -61,7 +61,7 @@ def _check_rank(children: Sequence[tuple[int, Child]], last: int) -> None:
         steps = [e["step"] for e in child.of("step") if e["committed"]]
         assert steps == sorted(set(steps)), f"{child.name} went back in history: {steps}"
 
-    # No commit goes back in history: a step that is committed already is not begun again.
+    # No commit goes back in history: a step that is committed already does not begin again.
     ended = sorted((e["at"], e["step"]) for e in commits)
     newest, i = -1, 0
     for e in sorted(commits, key=lambda e: e["began"]):
@@ -69,19 +69,19 @@ def _check_rank(children: Sequence[tuple[int, Child]], last: int) -> None:
             newest, i = max(newest, ended[i][1]), i + 1
         assert e["step"] > newest, f"step {e['step']} was begun when {newest} was committed"
 
-    # What one process computes from who took part.
+    # The weights that one process computes, given the participants.
     contributors: dict[tuple[int, int], set[int]] = {}
     for group, child in children:
         for e in child.of("begin"):
             if e["contributes"]:
                 contributors.setdefault((e["quorum"], e["step"]), set()).add(group)
-    # All begin with the weights of the one that contributes to the first step.
+    # All groups begin with the weights of the one that contributes to the first step.
     (first,) = contributors[by_step[0][0]["quorum"], 0]
     weights, batches = torch.full((BUCKETS, SIZE), float(first)), 0
     for step in range(last):
         e = by_step[step][0]
         groups = contributors[e["quorum"], step]
-        if step > 0:  # in the first step groups that take over the first weights count in the divisor
+        if step > 0:  # in the first step, groups that take over the first weights count in the divisor
             assert len(groups) == e["participants"], (step, groups, e)
         for bucket in range(BUCKETS):
             for group in groups:
@@ -93,13 +93,13 @@ def _check_rank(children: Sequence[tuple[int, Child]], last: int) -> None:
             assert event["batches"] == batches, f"batches_committed after step {step}: {event['batches']}, {batches}"
     told = [e["what"] for _, child in children for e in child.of("differs")]
     assert not told, f"groups were told to differ: {told}"
-    # What never changes is that of the group that all began with, too.
+    # Unchanging parameters equal those of the group whose weights all began with.
     states = {e["ballast"] for _, child in children for e in child.of("finished")}
     assert len(states) == 1, f"a part of the state differs: {states}"
 
 
 def check_nothing_left(lives: Sequence[Life], memory_before: set[str], lighthouse: tuple[str, int]) -> None:
-    """No process, port, thread, descriptor or shared memory of a job that has ended.
+    """Checks that no process, port, thread, descriptor or shared memory of an ended job is left.
 
     Args:
         memory_before: the names in /dev/shm before the job.
@@ -117,23 +117,23 @@ def check_nothing_left(lives: Sequence[Life], memory_before: set[str], lighthous
         s.bind(lighthouse)
         s.listen()
     for child in (child for life in lives for child in life.ranks):
-        # The trainer's own eyes: after the last step, and when all of torchft is shut down.
+        # The trainer's own checks: after the last step, and when all of torchft is shut down.
         for end in child.of("finished"):
             assert not end["grown"], f"{child.name} has more than after its first reconfiguration: {end['grown']}"
             again = _reconfigurations(child)
             assert end["compared"] == (again > 1), f"{child.name}: {again} times, compared: {end['compared']}"
         for end in child.of("ended"):
-            # PyTorch's own groups keep a port until what waits in them has timed out.
+            # PyTorch's own groups keep a port until their pending operations have timed out.
             assert not end["listens"] or end["kind"] == "native", (
                 f"{child.name} still listens on the ports {end['listens']}"
             )
-            # The one that ends futures in time is the process's own, and stays.
+            # The thread that completes futures in time belongs to the process, and stays.
             threads = [name for name in end["left"] if name.startswith("torchft") and name != "torchft_timeouts"]
             assert not threads, f"threads of {child.name} are left: {threads}"
 
 
 def _reconfigurations(child: Child) -> int:
-    """How often the last process of a child got new peers, as many as in its last step."""
+    """The number of reconfigurations of a child's last process with as many groups as in its last step."""
     events = list(child.events)
     began = max(i for i, e in enumerate(events) if e.get("event") == "imported")
     steps = [e for e in events[began:] if e.get("event") == "step" and e["committed"]]
@@ -142,7 +142,7 @@ def _reconfigurations(child: Child) -> int:
 
 
 def check_ended(child: Child) -> None:
-    """A worker of an isolated group ends with its trainer, and is reaped by whoever inherits it; so does a trainer with
+    """Checks that a worker of an isolated group ends with its trainer and is reaped, and a trainer with
     torchrun's agent.
     """
     trainers = {e["pid"] for e in child.of("imported")}
@@ -153,7 +153,7 @@ def check_ended(child: Child) -> None:
 
 
 def processes_of(groups: set[int]) -> list[int]:
-    """The processes of some process groups that run. One that only waits to be reaped does not."""
+    """The running processes of some process groups of the system, without zombies."""
     found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     return [pid for pid in process_tree.alive(found) if _process_group(pid) in groups]
 

@@ -1,4 +1,4 @@
-"""What a leak would make grow in a trainer, compared with what there was after its first reconfiguration."""
+"""Compares a trainer's resources with those after its first reconfiguration, to detect leaks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from collections.abc import Callable
 
 
 def threads() -> Counter[str]:
-    """The threads of this process by the beginnings of their names."""
+    """Counts the threads of this process by the beginnings of their names."""
     return Counter(thread.name.split("-")[0] for thread in threading.enumerate())
 
 
 def left_over() -> Counter[str]:
-    """The threads of this process, and its open descriptors by what they are."""
+    """Counts the threads of this process, and its open descriptors by kind."""
     found = threads()
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # of the listing itself
+        with contextlib.suppress(OSError):  # the descriptor of this listing itself
             found[os.readlink(f"/proc/self/fd/{descriptor}").split(":[")[0]] += 1
     return found
 
@@ -39,11 +39,11 @@ class Leaks:
         self.compared = 0
         self._count = count
         self._first: int | None = None
-        self._last = (0, 0)  # quorum, groups
-        self._settled: dict[int, tuple[int, Counter[str]]] = {}  # by the number of groups: a quorum, and its value
+        self._last = (0, 0)  # quorum id, number of groups
+        self._settled: dict[int, tuple[int, Counter[str]]] = {}  # by the number of groups: quorum id, and its value
 
     def step(self, quorum: int, groups: int) -> None:
-        """To be called after each committed step: another one may have ended what it ran on."""
+        """Call it after each committed step, in whose quorum another group may have ended."""
         if self._first is None:
             self._first = quorum
         self._last = quorum, groups
@@ -51,13 +51,13 @@ class Leaks:
             self._settled[groups] = quorum, self._count()
 
     def grown(self, wait_s: float) -> dict[str, int]:
-        """What there is more of than there was; what is about to end has so many seconds for it."""
+        """Returns what has grown. Resources that are about to be freed have this many seconds for it."""
         quorum, groups = self._last
         before, settled = self._settled.get(groups, (quorum, Counter()))
         if before == quorum:
             return {}
         self.compared += 1
-        gc.collect()  # an error that was raised holds its frames, and they what they used
+        gc.collect()  # an exception keeps its frames alive, and these the objects that they used
         deadline = time.monotonic() + wait_s
         while (more := self._count() - settled) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -1,7 +1,7 @@
-"""A rank of a replica group that can be told to die, or to stop, at a named phase of its next step.
+"""A rank of a replica group that can be told to kill or stop itself at a named phase of its next step.
 
-What it trains is small, and its gradients depend only on the step and the group: so a parent can work out, from who
-took part in which step, what the weights must be.
+Its model is small, and its gradients depend on the step and the group only, so that the parent can compute
+the weights from the participants of each step.
 
 Commands: {"do": "join", "lighthouse": ADDRESS} makes the Manager and trains; {"do": "strike", "phase": NAME, "signal":
 NUMBER} strikes at the next time that the phase is reached; {"do": "finish", "step": N} ends after step N.
@@ -32,23 +32,23 @@ from events import Commands, emit
 from torch.distributed import PrefixStore, TCPStore
 
 BUCKETS = 3
-# Bytes a second of a source whose state arrives in pieces: over ten steps or so.
+# Bytes per second of a source whose state arrives in pieces, over about ten steps.
 ALONG_RATE = 20_000_000
 SIZE = 64
 RATE = 0.125
 TIMEOUT = timedelta(seconds=30)
-# Gloo may forget an operation of a process that was stopped: its group, and the group's port, stay until its timeout.
+# After a stop Gloo may forget an operation: then its group, and the group's port, stay until its timeout.
 ENDS_S = TIMEOUT.total_seconds() + 5
 
 
 def gradient(step: int, group: int, bucket: int) -> torch.Tensor:
-    """Small integers: their sum over groups is exact, whatever the order."""
+    """Small integers, whose sum over groups is exact in any order."""
     generator = torch.Generator().manual_seed(1_000_000 * bucket + 100 * step + group)
     return torch.randint(-8, 9, (SIZE,), generator=generator).float()
 
 
 class FailurePhases(logging.Handler):
-    """Tells where the time after a failure went, as the Manager records it."""
+    """Reports the phases of the time after a failure, as the Manager records them."""
 
     def emit(self, record: logging.LogRecord) -> None:
         fields = vars(record)
@@ -56,7 +56,7 @@ class FailurePhases(logging.Handler):
 
 
 class Divergences(logging.Handler):
-    """Tells of weights that differ: there are none here."""
+    """Reports differences of weights, which must not occur here."""
 
     def emit(self, record: logging.LogRecord) -> None:
         emit("differs", what=record.getMessage())
@@ -67,7 +67,7 @@ class Worker:
         self.group, self.kind, self.compute_s = args.group, args.kind, args.compute_s
         self.along, self.compare_commits = args.heal_along, args.compare_commits
         if args.kind == "isolated" and self.compare_commits is None:
-            # The first comparison takes memory that the worker shares for good: early, before chaos_leaks counts.
+            # The first comparison allocates memory that the worker shares permanently: done before chaos_leaks counts.
             self.compare_commits = 4
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.commands = Commands()
@@ -78,13 +78,13 @@ class Worker:
 
             load().delays(args.group, 0, 1000)
             self.device = torch.device("late:0")
-        # Groups start with different weights: one that is not healed shows.
+        # Groups start with different weights, so that a group that is not healed is detected.
         self.weights = [torch.full((SIZE,), float(args.group), device=self.device) for _ in range(BUCKETS)]
-        # So that a heal takes a moment. It differs from group to group as well, and never changes.
+        # Makes a heal take a moment. It differs from group to group as well, and never changes.
         self.ballast = torch.arange(args.state_mb * 250_000, dtype=torch.float32, device=self.device) + args.group
-        # This parameter gets no gradients, so it never changes. Powers of two: its step is exact, as that below is.
+        # This parameter gets no gradients, so it never changes. Powers of two, so that steps are exact, here and below.
         self.optimizer = torch.optim.SGD([*self.weights, self.ballast], lr=RATE)
-        # PyTorch's own groups keep what waits in them until it has timed out.
+        # PyTorch's own groups keep pending operations until they time out.
         self.leaks = Leaks(threads if args.kind == "native" else left_over)
         self.armed: dict[str, Any] | None = None
         self.last_step: int | None = None
@@ -118,7 +118,7 @@ class Worker:
         worker = self
 
         class Transport(HTTPTransport):
-            """Tells when this group heals, and when it gives its state in pieces."""
+            """Reports when this group heals, and when it serves its state in pieces."""
 
             def recv_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
                 worker.strike("heals")
@@ -132,7 +132,7 @@ class Worker:
             from torchft._manager import joining
 
             class Asker(joining.Asker):
-                """Tells when some pieces are here."""
+                """Reports when some pieces have arrived."""
 
                 pieces = 0
 
@@ -161,7 +161,7 @@ class Worker:
             heal_along=self.along,
             compare_commits=self.compare_commits,
         )
-        self.told = Optimizer(self.manager, self.optimizer)  # says what is compared, and what heals in pieces
+        self.told = Optimizer(self.manager, self.optimizer)  # registers what is compared, and what heals in pieces
 
     def save(self) -> dict[str, Any]:
         self.strike_soon("heals another")
@@ -205,14 +205,14 @@ class Worker:
             plan = manager._current.plan
             assert plan is not None
             groups = sorted(int(i.split(":")[0].removeprefix("chaos_")) for i in plan.replica_ids)
-            # Before the first collective: a group that fails after this may be part of the sum.
+            # Before the first collective: after this, a failed group may be part of the sum.
             emit("begin", step=step, quorum=plan.quorum_id, contributes=contributes)
             gradients, works = [], []
             for bucket in range(BUCKETS):
                 gradients.append(gradient(step, self.group, bucket).to(self.device))
                 works.append(manager.allreduce(gradients[-1]))
                 self.strike(f"in bucket {bucket}")
-            while works:  # nothing of a step outlives it
+            while works:  # no work may outlive its step
                 works.pop(0).wait()
             for weight, mean in zip(self.weights, gradients, strict=True):
                 weight.grad = mean
@@ -244,8 +244,8 @@ class Worker:
             dist.destroy_process_group()
         else:
             self.pg.shutdown()
-        gc.collect()  # an error that was raised holds its frames, and they it
-        # Groups of PyTorch are destroyed on threads of their own.
+        gc.collect()  # an exception keeps its frames alive, and these the error
+        # PyTorch's groups are destroyed on threads of their own.
         deadline = time.monotonic() + ENDS_S
         while self.kind != "native" and listens() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -253,10 +253,10 @@ class Worker:
 
 
 def listens() -> list[int]:
-    """The TCP ports that this process listens on."""
+    """Returns the TCP ports on which this process listens."""
     sockets = set()
     for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # of the listing itself
+        with contextlib.suppress(OSError):  # the descriptor of this listing itself
             sockets.add(os.readlink(f"/proc/self/fd/{descriptor}"))
     ports = []
     for table in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
@@ -268,7 +268,9 @@ def listens() -> list[int]:
 
 
 def end_with_parent() -> None:
-    """torchrun's agent that is killed leaves its workers behind, unless the kernel is asked to end them (Linux)."""
+    """Makes the kernel end this process with its parent, because a killed torchrun agent would leave
+    it behind (Linux).
+    """
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -276,10 +278,10 @@ def end_with_parent() -> None:
 if __name__ == "__main__":
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
-    faulthandler.register(signal.SIGUSR1)  # for whoever wonders where it hangs
+    faulthandler.register(signal.SIGUSR1)  # shows where a process hangs
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     for name in ("torchft_quorums", "torchft_commits", "torchft_errors"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # a line a step would hide the others
+        logging.getLogger(name).setLevel(logging.WARNING)  # a log line per step would hide the others
     logging.getLogger("torchft_divergences").addHandler(Divergences())
     failures = logging.getLogger("torchft_failures")
     failures.addHandler(FailurePhases())

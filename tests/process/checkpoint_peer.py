@@ -1,4 +1,4 @@
-"""A process with one checkpoint transport of whatever torchft its path has: serves and fetches as its stdin says.
+"""A process with a checkpoint transport of the torchft on its path: serves and fetches as commands on stdin say.
 
 Commands and answers are JSON, one a line.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-# at the end: torchft itself must come from where PYTHONPATH says
+# last, because torchft itself must come from PYTHONPATH
 sys.path.append(str(ROOT / "tests" / "unit" / "checkpointing"))
 
 from checkpoint_states import assert_same, training_state  # noqa: E402
@@ -25,9 +25,9 @@ TIMEOUT = timedelta(seconds=30)
 
 
 def mixed_state() -> dict[str, Any]:
-    """A state that both packages can read, whoever wrote it."""
+    """A state that both packages can read, whichever of them wrote it."""
     state = training_state()
-    # Written by upstream, these are refused by PyTorch's restricted unpickler
+    # PyTorch's restricted unpickler refuses these if upstream wrote them
     del state["user"]["values"]["default"], state["user"]["values"]["deque"]
     return state
 
@@ -45,7 +45,7 @@ def answer(transports: dict[int, Any], command: dict[str, Any]) -> dict[str, Any
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
     for name in got["user"].keys() - mixed_state()["user"].keys():
-        del got["user"][name]  # the main part under another generation's name, which upstream ignores
+        del got["user"][name]  # the main part under another version's name, which upstream ignores
     assert_same(got, mixed_state())
     return {"received": True}
 

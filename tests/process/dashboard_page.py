@@ -1,4 +1,4 @@
-"""The lighthouse's page in a browser, and the groups that it shows, for test_dashboard.py."""
+"""For test_dashboard.py: the lighthouse's page in a browser, and the groups that it shows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def missing() -> str | None:
 
 
 class Member:
-    """A group as a process that asks and votes."""
+    """A group as a process that requests quorums and votes."""
 
     def __init__(self, number: int, lighthouse: str, folder: Path, job: str = "default") -> None:
         env = {
@@ -56,7 +56,7 @@ def wait(until: Callable[[], object], what: str) -> None:
 class Page:
     def __init__(self, browser: Any, address: str) -> None:
         self.browser = browser
-        browser.get_log("browser")  # of the pages before
+        browser.get_log("browser")  # drops messages of earlier pages
         browser.get(address)
         browser.execute_script("window.loadedOnce = true")
 
@@ -64,14 +64,14 @@ class Page:
         return str(self.browser.execute_script("return document.getElementById(arguments[0]).innerText", element))
 
     def rows(self) -> dict[str, str]:
-        """The state of each group."""
+        """Returns the state of each group."""
         script = (
             "return [...document.querySelectorAll('#rows tr')].map(r => [r.cells[0].innerText, r.cells[1].innerText])"
         )
         return dict(self.browser.execute_script(script))
 
     def event(self, kind: str, word: str) -> str:
-        """The text of the latest event of this kind that has this word; empty if there is none."""
+        """Returns the text of the latest event of this kind that contains this word; empty if there is none."""
         script = (
             "return [...document.querySelectorAll('#events li')].map(li => [li.children[1].innerText, li.innerText])"
         )
@@ -81,7 +81,7 @@ class Page:
         return sorted(self.rows().values())
 
     def complaints(self) -> list[str]:
-        """What the browser did not like: errors of the script, what the content policy forbids, what is missing."""
+        """Returns the browser's complaints: script errors, violations of the content policy, missing files."""
         return [entry["message"] for entry in self.browser.get_log("browser") if entry["level"] == "SEVERE"]
 
     def was_not_loaded_again(self) -> bool:

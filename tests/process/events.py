@@ -1,4 +1,4 @@
-"""What a child process says and hears: JSON, one object a line, events on stdout and commands on stdin."""
+"""Communication with a child process in JSON, one object per line: events on stdout and commands on stdin."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def emit(event: str, **fields: Any) -> None:
 
 
 def keep_stdout_for_events() -> None:
-    """Everything else that this process prints goes to stderr from now on.
+    """Redirects all other output of this process to stderr.
 
     A line of more than 4 KB is no single write: what a native library logs would come in the middle of it.
     """
@@ -31,7 +31,7 @@ def keep_stdout_for_events() -> None:
 
 
 class Commands:
-    """The parent's commands, read by a thread. It ends with the parent: no orphans."""
+    """The parent's commands, read by a thread. The thread ends this process when the parent has ended."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -43,7 +43,9 @@ class Commands:
         os._exit(3)
 
     def next(self, timeout: float | None = None) -> dict[str, Any]:
-        """Wait for a command: its own deadline is the parent's life. Raises queue.Empty after `timeout` seconds."""
+        """Wait for a command, without a deadline unless ``timeout`` seconds are given. Raises
+        queue.Empty after these.
+        """
         return self._queue.get(timeout=timeout)
 
     def poll(self) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""A proxy whose network goes away again and again, for a moment: its connections break, and new ones get nowhere."""
+"""A proxy whose network is interrupted repeatedly: its connections break, and new ones fail."""
 
 from __future__ import annotations
 
@@ -98,4 +98,4 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         while data := await reader.read(1 << 16):
             writer.write(data)
             await writer.drain()
-    writer.transport.abort()  # to end one direction alone is nothing that gRPC does
+    writer.transport.abort()  # ending one direction only is something that gRPC never does

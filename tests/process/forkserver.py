@@ -1,4 +1,4 @@
-"""Children of tests, forked from one process that has PyTorch imported: by itself each would import it for seconds.
+"""Forks children of tests from a process that has imported PyTorch, whose import takes seconds.
 
     ForkServer                                  in the tests: starts that process, and asks it for children
     python forkserver.py DESCRIPTOR MODULE...   the process, at the other end of a socket, which imports these
@@ -27,7 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-# What the scripts import of PyTorch, and what takes long below it. Optimizers import the last one when they are used.
+# PyTorch modules that the scripts import, or that are slow to import. Optimizers import the last one on first use.
 IMPORTS = (
     "torch",
     "torch.distributed.checkpoint",
@@ -42,18 +42,18 @@ READ_AT_START += ("PYTHON", "PYTORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH
 # The first is taken from a child's own environment. The second PyTorch sets itself, to where the cache is anyway, in a
 # process that has used an optimizer.
 NOT_COMPARED = {"PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR"}
-# Read when a group is made.
+# Read when a process group is created.
 READ_LATER = ("TORCH_NCCL_",)
 # One datagram holds a request: the script, its arguments, folder and environment.
 REQUEST_BYTES = 1 << 18
 START_TIMEOUT_S = 120.0
-# What the server says of a child: its number, and later its exit status.
+# The server's messages about a child: its number, and later its exit status.
 STATUS = struct.Struct("ci")
 PID, EXIT = b"p", b"e"
 
 
 class Forked:
-    """A child of the server, as much of it as `subprocess.Popen` has for one."""
+    """A child of the server, with the part of `subprocess.Popen`'s interface that is used."""
 
     def __init__(self, status: int, stdin: IO[bytes], stdout: IO[bytes]) -> None:
         self.stdin, self.stdout = stdin, stdout
@@ -78,7 +78,7 @@ class Forked:
 
     def _next(self) -> tuple[bytes, int]:
         said = os.read(self._status, STATUS.size)
-        # A server that has ended has ended its children.
+        # When the server has ended, so have its children.
         return STATUS.unpack(said) if said else (EXIT, -signal.SIGKILL)
 
 
@@ -97,7 +97,7 @@ class ForkServer:
         self._threads = 0
 
     def can_start(self, env: dict[str, str]) -> bool:
-        """Whether a child with this environment is the same as one that starts by itself."""
+        """Whether a forked child with this environment behaves like one that starts by itself."""
         read = {name for name in {**env, **self._env} if name.startswith(READ_AT_START)} - NOT_COMPARED
         read = {name for name in read if not name.startswith(READ_LATER)}
         return all(env.get(name) == self._env.get(name) for name in read) and self._has_one_thread()
@@ -117,7 +117,7 @@ class ForkServer:
 
     def close(self) -> None:
         if self._process is not None:
-            # A process that was forked from this one may still have the socket.
+            # A process that was forked from this one may still have the socket open.
             self._control.shutdown(socket.SHUT_RDWR)
             self._control.close()
             self._process.wait(START_TIMEOUT_S)
@@ -128,7 +128,7 @@ class ForkServer:
             self._control.settimeout(START_TIMEOUT_S)
             with its:
                 command = [sys.executable, __file__, str(its.fileno()), *self._imports]
-                # A session of its own: Ctrl-C is for the tests.
+                # In a session of its own, because Ctrl-C is meant for the tests.
                 self._process = subprocess.Popen(
                     command,
                     env=self._env,
@@ -165,7 +165,8 @@ def serve(control: socket.socket, imports: Sequence[str]) -> dict[str, Any]:
     control.send(str(len(os.listdir("/proc/self/task"))).encode())
     poll = select.poll()
     poll.register(control, select.POLLIN)
-    children: dict[int, tuple[int, int]] = {}  # by the descriptor of the process: its number, and where to tell its end
+    # by the descriptor of the process: its number, and where to report its end
+    children: dict[int, tuple[int, int]] = {}
     while True:
         for ready, _ in poll.poll():
             if ready in children:
@@ -198,19 +199,19 @@ def serve(control: socket.socket, imports: Sequence[str]) -> dict[str, Any]:
 
 
 def become(request: dict[str, Any], standard: Sequence[int], status: int) -> None:
-    """Make of a fork what exec would have made: session, descriptors, folder, environment, arguments and path."""
+    """Gives a forked process what exec would set up: session, descriptors, folder, environment, arguments and path."""
     os.setsid()
-    # Only now: whoever knows the number may send a signal to the session.
+    # Sent only now, because its receiver may send a signal to the session.
     _say(status, PID, os.getpid())
     os.close(status)
     for number, descriptor in enumerate(standard):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    # Made anew: it remembers what kind of file it is.
+    # Created again, because it remembers the type of its file.
     sys.stdin = os.fdopen(0, closefd=False)
     os.chdir(request["cwd"])
     os.environ.clear()
-    os.environ.update(request["env"])  # also for getenv in C
+    os.environ.update(request["env"])  # makes it visible to getenv in C, too
     script = request["argv"][0]
     sys.argv[:] = request["argv"]
     # The first entry is the folder of this file, where the server was started.
@@ -219,7 +220,7 @@ def become(request: dict[str, Any], standard: Sequence[int], status: int) -> Non
 
 
 def _say(status: int, kind: bytes, number: int) -> None:
-    with contextlib.suppress(BrokenPipeError):  # nobody waits for this child any more
+    with contextlib.suppress(BrokenPipeError):  # nothing waits for this child any more
         os.write(status, STATUS.pack(kind, number))
 
 

@@ -1,6 +1,6 @@
 """A member of FTLib in a directory that is read-only, full, or becomes full: `ftlib_directory.py DIRECTORY`.
 
-It says how its list of members came about, and how it was lost.
+It reports its list of members, and the end of that list.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def fill(directory: Path) -> None:
         try:
             while True:
                 filler.write(b"x" * 4096)
-        except OSError:  # it is full
+        except OSError:  # the directory is full
             pass
 
 

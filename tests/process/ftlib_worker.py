@@ -33,7 +33,7 @@ BATCH, LR = 32, 0.05
 
 
 def digits() -> tuple[torch.Tensor, torch.Tensor]:
-    """The file of scikit-learn's digits, without the seconds that its import takes."""
+    """Reads the file of scikit-learn's digits without importing scikit-learn, which takes seconds."""
     file = str(distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz"))
     rows = torch.from_numpy(np.loadtxt(file, delimiter=","))
     return rows[:, :-1] / 16, rows[:, -1].long()
@@ -45,13 +45,13 @@ def make_model(seed: int) -> nn.Module:
 
 
 def part(step: int, rank: int, size: int, samples: int) -> torch.Tensor:
-    """Indices of one member's part of the batch after ``step`` steps."""
+    """Returns the indices of one member's part of the batch after ``step`` steps."""
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(step))
     return order[:BATCH][rank::size]
 
 
 def stop_at(line: int, act: Callable[[], None]) -> None:
-    """Calls a function before the line of this number that is run in ``FTLib._rebuild``."""
+    """Calls a function before the line with this number that runs in ``FTLib._rebuild``."""
     count = 0
 
     def of_rebuild(frame: FrameType, event: str, _: object) -> Any:
@@ -83,7 +83,7 @@ def hold(until: Path) -> None:
 
 
 def tell(gossip: Gossip) -> None:
-    """Tells the address, and each time that a view is asked for."""
+    """Reports the address, and each request for a view."""
     emit("address", address=gossip.address)
     ask = gossip.get_member_list
 
@@ -104,7 +104,7 @@ def main() -> None:
     parser.add_argument("--fail-at", type=int, default=0)
     parser.add_argument("--hold-at", type=int, default=0)
     parser.add_argument("--hold-until", type=Path)
-    parser.add_argument("--pace", type=float, default=0.005)  # seconds of a step
+    parser.add_argument("--pace", type=float, default=0.005)  # duration of a step in seconds
     parser.add_argument("--overlap", action="store_true")
     parser.add_argument("--collective-timeout", type=float, default=20)
     args = parser.parse_args()

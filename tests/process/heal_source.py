@@ -1,4 +1,4 @@
-"""A source of 64 MB that gives them slowly, until it is killed."""
+"""A source that serves 64 MB slowly, until it is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A target that has no memory for the state of step 1, and then as much as it wants; prints how each attempt ended."""
+"""A target without memory for the state of step 1, and then with enough memory. Prints the result of each attempt."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torchft.checkpointing import HTTPTransport
 from torchft.checkpointing.transport import CheckpointError
 
 TIMEOUT = timedelta(seconds=60)
-ROOM = 256 << 20  # bytes beyond what the process has: for stacks and such, too little for the state
+ROOM = 256 << 20  # bytes beyond the present size of the process: enough for stacks and the like, too few for the state
 
 transport: HTTPTransport[dict[str, torch.Tensor]] = HTTPTransport(TIMEOUT, 0)
-# the first transfer starts threads and loads libraries
+# a warm-up: the first transfer starts threads and loads libraries
 transport.send_checkpoint([1], 0, {"w": torch.ones(3)}, TIMEOUT)
 transport.recv_checkpoint(0, transport.metadata(), 0, TIMEOUT)
 

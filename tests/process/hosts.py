@@ -1,4 +1,6 @@
-"""Several hosts on one machine, as network namespaces behind a bridge: a network that can be cut without a word."""
+"""Several hosts on one machine, as network namespaces behind a bridge, whose links can be cut without
+closing connections.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from long_link import LongLinks, tap
 
 
 class NoHosts(Exception):
-    """Namespaces cannot be made here; the message says why."""
+    """Namespaces cannot be created here; the message says why."""
 
 
 class Hosts:
@@ -66,19 +68,19 @@ class Hosts:
         self._remove()
 
     def command(self, host: int) -> Sequence[str]:
-        """What to put before a command that is to run on a host."""
+        """The prefix of a command that is to run on a host."""
         return ["ip", "netns", "exec", self._name(host)]
 
     def cut(self, host: int) -> None:
-        """Nothing gets through any more, and nobody is told."""
+        """Drops all traffic of a host. No connection is closed."""
         _ip("link", "set", self._name(host), "down")
 
     def heal(self, host: int) -> None:
-        """As it was."""
+        """Undoes `cut`."""
         _ip("link", "set", self._name(host), "up")
 
     def _name(self, host: int) -> str:
-        """Of the namespace, and of this machine's end of its link."""
+        """The name of the namespace, and of this machine's end of its link."""
         return f"{self._bridge}.{host}"
 
     def _make(self) -> None:

@@ -1,4 +1,4 @@
-"""A job of replica groups that train with FSDP2 (hsdp_worker.py), and what its weights must be."""
+"""A job of replica groups that train with FSDP2 (hsdp_worker.py), and the check of its weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from causes import SILENCE_MS
 from hsdp_model import reference
 from processes import HERE, START_TIMEOUT_S, Child, Event, Job, free_port, ours_path
 
-# Elements of a piece where a group heals in pieces, and the least number of pieces that the model's first shard has.
+# Elements of a piece, and the minimum number of pieces of the model's first shard.
 PIECE, PIECES = 16, 12
 
 
@@ -38,7 +38,7 @@ def train(job: Job, children: list[Child]) -> None:
 
 
 def weights(job: Job, children: list[Child]) -> dict[str, torch.Tensor]:
-    """The weights that all ranks of all groups end with."""
+    """Returns the weights that all ranks of all groups end with."""
     job.wait_exit(children, 90)
     ends = [{name: torch.tensor(w) for name, w in child.of("finished")[0]["weights"].items()} for child in children]
     for end in ends[1:]:
@@ -52,7 +52,7 @@ def committed(child: Child) -> list[Event]:
 
 
 def check(got: dict[str, torch.Tensor], participants: list[list[int]], shards: int) -> None:
-    """The same weights as one process that sees all the data."""
+    """Checks that the weights equal those of one process that trains on all the data."""
     for name, value in reference(0, participants, shards).items():
         torch.testing.assert_close(
             got[name], torch.tensor(value), rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
@@ -60,7 +60,8 @@ def check(got: dict[str, torch.Tensor], participants: list[list[int]], shards: i
 
 
 def train_together(shards: int, steps: int, **options: object) -> None:
-    """Two groups train from the first step to the last: the same weights as one process that sees all the data.
+    """Trains two groups from the first step to the last, and checks that the weights equal those of one process
+    with all the data.
 
     Args:
         shards: ranks of a group.
@@ -80,7 +81,7 @@ def train_together(shards: int, steps: int, **options: object) -> None:
 
 
 def flip_and_heal(shards: int, flip: int, **options: object) -> None:
-    """A bit of one rank's shard flips: that rank sees it, and its group takes over the other one's weights.
+    """Flips a bit of one rank's shard. That rank finds it, and its group takes over the other group's weights.
 
     Args:
         shards: ranks of a group.
@@ -115,7 +116,7 @@ def _wait_for_end(job: Job, group: list[Child]) -> None:
 
 
 def _wait_for_step(job: Job, child: Child, participants: int, after: int = 0) -> None:
-    """A commit of so many groups, not among the first `after` steps."""
+    """Waits for a commit with this number of groups, after the first `after` steps."""
     job.wait(
         lambda: [e for e in child.of("step")[after:] if e["committed"] and e["participants"] == participants],
         60,
@@ -124,7 +125,7 @@ def _wait_for_step(job: Job, child: Child, participants: int, after: int = 0) ->
 
 
 def join_along(shards: int, fails: bool = False, **options: object) -> None:
-    """A second group joins, whose ranks take their shards over in pieces, and the first does not wait for them.
+    """Lets a second group join, whose ranks take over their shards in pieces while the first group does not wait.
 
     Args:
         shards: ranks of a group.
@@ -157,15 +158,15 @@ def join_along(shards: int, fails: bool = False, **options: object) -> None:
         lost = [e for e in first[0].of("step") if not e["committed"]]
     assert [e["step"] for e in steps] == list(range(last)), "a step was lost or taken twice"
     assert bool(lost) == fails, lost
-    for errors in healing:  # all ranks end it in one step: that which had its pieces first has trained along
+    for errors in healing:  # all ranks end the heal in one step: a rank that had its pieces earlier has trained along
         assert len(errors) == len(healing[0]) >= PIECES, [[error[:40] for error in each] for each in healing]
-        # Empty: it had all, and another rank did not have the rest of the state in time.
+        # Empty: it had everything, but another rank lacked the rest of the state.
         assert all(error == "" or "pieces of the state are here" in error for error in errors), errors
     check(got, [[0, 1] if e["participants"] == 2 else [0] for e in steps], shards)
 
 
 def kill_and_heal(shards: int, failures: int = 1, **options: object) -> None:
-    """A rank of the second group ends in a backward pass; the first trains alone until new processes have healed.
+    """Ends a rank of the second group in a backward pass. The first group trains alone until new processes have healed.
 
     Args:
         shards: ranks of a group.

@@ -12,7 +12,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 5)  # does not divide by the number of shards
+        self.head = nn.Linear(WIDTH, 5)  # not divisible by the number of shards
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -26,7 +26,7 @@ def batch(step: int, group: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def reference(seed: int, participants: list[list[int]], shards: int) -> dict[str, list[float]]:
-    """The weights after training with these groups in each step."""
+    """Returns the weights after training with the given groups in each step."""
     torch.manual_seed(seed)
     model = Model()
     adam = torch.optim.Adam(model.parameters(), lr=1e-2)

@@ -79,7 +79,7 @@ if args.device == "late":
 
     load().delays(1000 * args.delays + 10 * args.group + rank, 0, 200)
     from tests.late.group import ProcessGroupLate
-# The other rank may still import PyTorch.
+# The other rank may still be importing PyTorch.
 shards_over = {"cpu": "gloo", "cuda": "nccl", "late": "cpu:gloo,late:late"}[args.device]
 if args.wrap == "ddp":
     shards_over = "gloo"
@@ -93,7 +93,7 @@ manager = Manager(
     load_state_dict=None,
     state_dict=None,
     min_replica_size=1,
-    init_sync=False,  # all groups count from the first step on
+    init_sync=False,  # all groups contribute from the first step on
     lighthouse_addr=args.lighthouse,
     replica_id=f"hsdp_{args.group}",
     timeout=TIMEOUT,
@@ -143,11 +143,11 @@ while last_step is None or manager.current_step() < last_step:
         args.flip = -1
         memory_of(next(model.parameters()))[0] ^= 16
     optimizer.zero_grad()
-    time.sleep(0.02)  # time for a newcomer to heal in
+    time.sleep(0.02)  # time for a joining group to heal
     x, y = (t.to(args.device) for t in batch(step, args.group, rank))
     loss = nn.functional.mse_loss(forward(x), y)
     if commits == args.fail_after:
-        manager.wait_quorum()  # before it, the other group would never have counted on this one
+        manager.wait_quorum()  # before the quorum, the other group would never have counted on this one
         os._exit(9)
     loss.backward()
     participants = manager.num_participants()

@@ -1,4 +1,4 @@
-"""A lighthouse in a process of its own, of whichever torchft is on PYTHONPATH. Ends when its parent does."""
+"""A lighthouse of the torchft on PYTHONPATH, in a process of its own. Ends with its parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A job whose lighthouses are killed with SIGKILL and started again."""
+"""A job whose lighthouses are killed with SIGKILL and restarted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAIN = "from torchft._torchft import lighthouse_main; lighthouse_main()"
 
 
 class Cluster:
-    """Groups that ask and vote (`member.py`), and lighthouses that can be killed."""
+    """Groups that request quorums and vote (`member.py`), and lighthouses that can be killed."""
 
     def __init__(self, job: Job, folder: Path, lighthouses: int, groups: int) -> None:
         self.job, self.folder = job, folder
@@ -53,7 +53,7 @@ class Cluster:
             return int(json.load(response)["healthy"])
 
     def wait(self, until: Callable[[], object], what: str, seconds: float = 60) -> float:
-        """Wait, and return how long it took."""
+        """Wait, and return the seconds that it took."""
         start = time.monotonic()
         while not until():
             ended = [c for c in self.job.children if c.expected_to_live and c.returncode is not None]
@@ -63,7 +63,7 @@ class Cluster:
         return time.monotonic() - start
 
     def steps(self, more: int, members: int | None = None) -> float:
-        """Wait until every group has made some more steps, and return how long it took."""
+        """Wait until every group has completed some more steps, and return the seconds that it took."""
         counts = [len(m.of("step")) for m in self.members]
 
         def there() -> bool:

@@ -1,4 +1,4 @@
-"""A job with an ElasticDataLoader whose groups are killed and come back, and what it ends with."""
+"""A job with an ElasticDataLoader whose groups are killed and return, and the check of its weights."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from processes import HERE, START_TIMEOUT_S, Child, Job, free_port, ours_path
 from torchft.data.position import Position
 
 PLACES = ("begin", "units", "reduce", "commit", "stepped")
-# What a rank ends with that is not killed: its dataset raises, or a worker process of its DataLoader is killed.
+# How a rank ends without being killed: its dataset raises, or a worker process of its DataLoader is killed.
 ERRORS = {
     "dataset": r"ReadFailed: unit \d+ of batch \d+ of epoch \d could not be read: OSError: the disk is gone",
-    # PyTorch's own word for it, or that what the worker had read cannot be fetched from it any more.
+    # PyTorch's message about it, or the error that data of the worker cannot be fetched from it any more.
     "worker": r"DataLoader worker \(pid\(?s?\)? \d+\) (is killed|exited)|ReadFailed: unit .* could not be read: Conn",
 }
 
 
 @dataclass(frozen=True)
 class Part:
-    """Of the steps of a job.
+    """A range of a job's steps.
 
     Attributes:
-        groups: that train when it begins.
-        kills: so many of them die in it.
-        restored: all of them begin with a checkpoint of the part before, in new processes.
+        groups: number of groups when it begins.
+        kills: number of groups that are killed in it.
+        restored: whether all groups begin with a checkpoint of the previous part, in new processes.
     """
 
     groups: int
@@ -43,13 +43,15 @@ class Part:
 
 @dataclass
 class Elastic:
-    """Runs parts one after another, of equally many steps each. Which groups die, and where, depends on the seed."""
+    """Runs parts with the same number of steps one after another. The seed decides which groups are
+    killed, and where.
+    """
 
     folder: Path
     parts: list[Part]
     samples: int
     kind: str = "ddp"
-    ranks: int = 1  # of each group
+    ranks: int = 1  # ranks in each group
     reproducible: bool = False
     seed: int = 0
     places: tuple[str, ...] = PLACES
@@ -79,7 +81,7 @@ class Elastic:
         self._check()
 
     def _bring(self, part: Part) -> None:
-        """Starts groups until there are as many as a part has."""
+        """Starts groups until the part has all of its groups."""
         restore = ""
         if part.restored:
             restore = str(self.folder / f"{self.started}.checkpoint")
@@ -106,7 +108,7 @@ class Elastic:
                 "kind": self.kind,
                 "reproducible": int(self.reproducible),
                 "samples": self.samples,
-                # Those of a group that comes later are not the job's. At step 0 each rank of a group takes over the
+                # The weights of a group that joins later are not those of the job. At step 0 each rank takes over the
                 # weights of another group's.
                 "seed": self.started if self.killed or self.ranks == 1 else 0,
                 "log": self.folder / f"{self.started}-{rank}.log",
@@ -148,13 +150,13 @@ class Elastic:
             self.job.wait_exit(rest, 120)
             self.ended = [child.name for child in rest]
         else:
-            # Not all: a group that has to heal waits for the others.
+            # Not all groups, because a healing group waits for the others.
             self.job.wait(lambda: any(len(c.of("paused")) > paused[c] for c in rest), 120, "the end of a part")
 
     def _send(self, orders: dict[int, dict[str, object]], groups: list[int]) -> None:
         for group in groups:
             for rank, child in enumerate(self.living[group]):
-                # One rank fails; the others of its group wait for it until they are killed, too.
+                # One rank fails. The other ranks of its group wait for it until they are killed, too.
                 child.send(**(orders[group] if rank + 1 == self.ranks else {"until": orders[group]["until"]}))
 
     def _waiters(self) -> int:

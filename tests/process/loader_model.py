@@ -1,4 +1,4 @@
-"""What the jobs of test_loader.py train, and what one process makes of it."""
+"""The model and data of test_loader.py, and the same training in one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def one_process(samples: int, reproducible: bool) -> dict[str, torch.Tensor]:
-    """The weights: of whole batches at once, or of exact sums over their units."""
+    """Returns the weights after training on whole batches, or with exact sums over their units."""
     steps, data, model = plan(samples), dataset(samples), make_model(0)
     sgd = make_optimizer(model)
     total = ExactSum(model.named_parameters(), steps.num_units(Position()))

@@ -1,4 +1,4 @@
-"""One rank of a replica group that trains with an ElasticDataLoader, and kills itself (SIGKILL) when it is told to.
+"""One rank of a replica group that trains with an ElasticDataLoader, and kills itself (SIGKILL) when told to.
 
 Before the reduction of a step it writes a line into its log: the position, the quorum, and the samples that it counts.
 Part of its state is the quorum in which each step was committed; so those lines that are part of its last weights can
@@ -49,7 +49,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class Mortal(Manager):
-    """Ends in place of an allreduce, when its peers are in it; or after its group has voted, before it has stepped."""
+    """Ends instead of an allreduce, when its peers are in it; or after its group has voted, before it has stepped."""
 
     place: Optional[str] = None
 
@@ -71,7 +71,7 @@ def fail() -> NoReturn:
 
 
 class Broken(Dataset):
-    """Raises once it is told to."""
+    """A dataset that raises once it is told to."""
 
     broken = False
 
@@ -103,7 +103,7 @@ sharded = args.kind != "ddp"
 reduction = "sum" if args.kind == "fsdp-sum" else "mean"
 model: Any = make_model(args.seed)
 weights: dict[str, Any] = {}
-history: list[int] = []  # the quorum of each step
+history: list[int] = []  # the quorum of each committed step
 if sharded:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     where: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""One replica group that trains with LocalSGD and DiLoCo, of whichever torchft is on PYTHONPATH: case after case.
+"""One replica group, of the torchft on PYTHONPATH, that trains with LocalSGD and DiLoCo in several settings.
 
 Emits every parameter after every inner step, exactly (`float.hex`).
 """
@@ -22,7 +22,7 @@ from torchft.process_group import ProcessGroupGloo
 
 ROUNDS = 24
 TIMEOUT = timedelta(seconds=60)
-# None: LocalSGD. The number of fragments, and what DiLoCo is given.
+# None: LocalSGD. Otherwise the number of fragments, and DiLoCo's arguments.
 CASES: dict[str, tuple[int, dict[str, Any]] | None] = {
     "LocalSGD": None,
     "DiLoCo": (1, {"sync_every": 3}),

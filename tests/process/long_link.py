@@ -1,6 +1,6 @@
-"""A link between two network namespaces that is as slow and as bad as one between cities.
+"""A link between two network namespaces with the delay and loss of one between cities.
 
-What `tc netem` does, where the kernel does not have it: frames go through this process, from one TAP device to another.
+A replacement of `tc netem` for kernels without it: frames pass through this process, from one TAP device to another.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class LongLinks:
         self._ends = dict(ends)
         self._delay_s, self._loss = delay_s, loss
         self._random = random.Random(7)
-        self._on_the_way: list[tuple[float, int, int, bytes]] = []  # due, number, where to, frame
+        self._on_the_way: list[tuple[float, int, int, bytes]] = []  # due time, number, destination, frame
         self._numbers = itertools.count()
         self._wake, self._closing = os.pipe()
         self._thread = threading.Thread(target=self._run, name="long_links", daemon=True)
@@ -72,7 +72,7 @@ class LongLinks:
                 self._take(descriptor)
             while self._on_the_way and self._on_the_way[0][0] <= time.monotonic():
                 _, _, to, frame = heapq.heappop(self._on_the_way)
-                with contextlib.suppress(OSError):  # that device is down, or its queue is full
+                with contextlib.suppress(OSError):  # the device is down, or its queue is full
                     os.write(to, frame)
 
     def _take(self, descriptor: int) -> None:

@@ -1,4 +1,4 @@
-"""A replica group that asks and votes, and does nothing else: without PyTorch, so that it starts at once.
+"""A replica group that only requests quorums and votes. Without PyTorch, so that it starts at once.
 
     member.py [STEPS]
 
@@ -21,7 +21,7 @@ from events import emit
 from torchft.coordination import ManagerClient, ManagerServer
 
 TIMEOUT = timedelta(seconds=60)
-# An upstream nightly must be given a handle, and 0.2.0 knows none.
+# An upstream nightly requires a handle, and release 0.2.0 does not know handles.
 TAKES_HANDLE = "reconfigure_handle" in inspect.signature(ManagerClient._quorum).parameters
 HANDLE: dict[str, Any] = {"reconfigure_handle": ""} if TAKES_HANDLE else {}
 
@@ -54,7 +54,7 @@ def main(steps: float) -> None:
         step = max(step, quorum.max_step) + 1
         client.should_commit(0, step, True, timeout=TIMEOUT)
         emit("step", step=step, quorum_id=quorum.quorum_id, members=quorum.replica_world_size)
-        if getattr(quorum, "draining", False):  # an upstream one has no such word
+        if getattr(quorum, "draining", False):  # an upstream result does not have it
             client._leave(TIMEOUT)
             break
         time.sleep(0.02)

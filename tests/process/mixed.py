@@ -1,6 +1,6 @@
-"""The course of a job of two groups of differing torchft: `test_mixed_jobs.py` says which.
+"""A job of two groups that run different torchft packages; `test_mixed_jobs.py` chooses them.
 
-Both start together (init_sync), train in step, and each is killed once with SIGKILL and healed by the other.
+Both start together (init_sync), train together, and each is killed once with SIGKILL and heals from the other.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Group:
 
     def __init__(self, job: Job, number: int, path: Path, options: tuple[str, ...]) -> None:
         self.job, self.number, self.path, self.options = job, number, path, options
-        # The process that takes over after the kill is started at once and waits, with torch imported: this is
-        # what a quick restart would be, without its seconds of import in each test.
+        # The process that takes over after the kill is started in advance and has imported torch, which stands for a
+        # quick restart.
         self.child, self._spare = self._start(0), self._start(1)
 
     def _start(self, life: int) -> Child:
@@ -38,7 +38,7 @@ class Group:
     def join(self, lighthouse: str) -> None:
         self.child.send(do="join", lighthouse=lighthouse)
         self.job.wait(lambda: self.child.of("ready"), PHASE_TIMEOUT_S, f"group {self.number} has its Manager")
-        # Neither healed nor trained yet: whatever is equal later was brought about by torchft.
+        # Digests before any heal and training differ: later equality is due to torchft.
         assert self.child.of("ready")[0]["torchft"] == str(self.path / "torchft")
 
     def committed(self, participants: int, after: int = 0) -> list[Event]:
@@ -59,7 +59,7 @@ def run_mixed_job(job: Job, paths: tuple[Path, Path], lighthouse_path: Path, opt
         options: of worker.py, for both groups
     """
     groups = [Group(job, number, path, options) for number, path in enumerate(paths)]
-    # An upstream group keeps no connection to the lighthouse, and an upstream lighthouse knows nothing but silence.
+    # Upstream groups keep no connection to the lighthouse, and an upstream lighthouse detects failures by silence only.
     ours_only = {lighthouse_path, *paths} == {ours_path()}
     heartbeat_ms = SILENCE_MS if ours_only else UPSTREAM_SILENCE_MS
     _, lighthouse = job.lighthouse(
@@ -67,7 +67,7 @@ def run_mixed_job(job: Job, paths: tuple[Path, Path], lighthouse_path: Path, opt
     )
     job.wait(lambda: all(c.events for c in job.children), START_TIMEOUT_S, "all have imported torchft")
 
-    # Both are known to the lighthouse before either asks, so that the first quorum has both: init_sync.
+    # The lighthouse knows both groups before either requests a quorum, so that the first quorum has both: init_sync.
     for group in groups:
         group.join(lighthouse)
     job.wait(
@@ -100,13 +100,13 @@ def run_mixed_job(job: Job, paths: tuple[Path, Path], lighthouse_path: Path, opt
 
 
 def status(lighthouse: str) -> str:
-    """What any lighthouse, also an upstream one, says on its status page: it names whom it has heard of."""
+    """Returns the status page of any lighthouse, which names the members that it has heard of."""
     with urllib.request.urlopen(f"http://localhost:{lighthouse.rsplit(':', 1)[1]}/status", timeout=20) as response:
         return response.read().decode()
 
 
 def kill_and_heal(job: Job, lighthouse: str, victim: Group, survivor: Group) -> None:
-    """SIGKILL one group; the other goes on alone, and heals it when it is back."""
+    """Kills one group with SIGKILL. The other one continues alone, and is the source of the heal."""
     victim.kill_and_replace()
     killed_at = survivor.last_step()
     job.wait(
@@ -123,7 +123,7 @@ def kill_and_heal(job: Job, lighthouse: str, victim: Group, survivor: Group) -> 
 
 
 def wait_in_step(job: Job, groups: list[Group], after: int) -> None:
-    """Wait until every group committed some steps in which both took part."""
+    """Wait until every group has committed some steps in which both participated."""
     job.wait(
         lambda: all(len(group.committed(participants=2, after=after)) >= STEPS_A_PHASE for group in groups),
         PHASE_TIMEOUT_S,
@@ -132,7 +132,7 @@ def wait_in_step(job: Job, groups: list[Group], after: int) -> None:
 
 
 def assert_equal_weights(groups: list[Group]) -> None:
-    """Every step that both committed together left both with the same weights."""
+    """Checks that both groups had the same weights after every step that both committed."""
     digests = [{e["step"]: e["digest"] for e in group.committed(participants=2)} for group in groups]
     common = sorted(digests[0].keys() & digests[1].keys())
     assert common

@@ -1,6 +1,6 @@
-"""One rank of a process group, of whichever torchft is on PYTHONPATH, that gets new peers over stdin.
+"""One rank of a process group of the torchft on PYTHONPATH, which gets new peers by commands on stdin.
 
-One operation at a time: the upstream isolated group mixes up several (KeyError from its wait, also among its own).
+One operation at a time, because upstream's isolated group confuses concurrent ones (KeyError from its wait).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchft import process_group
 
 TIMEOUT = timedelta(seconds=30)
 
-if __name__ == "__main__":  # upstream's worker imports this again
+if __name__ == "__main__":  # upstream's worker imports this file again
     torch.set_num_threads(1)
     group = getattr(process_group, sys.argv[1])(timeout=TIMEOUT)
     emit("made", torchft=os.path.dirname(torchft.__file__))

@@ -43,7 +43,7 @@ reconfigured_ms: list[float] = []
 
 
 class Timed(Manager):
-    """Tells how long a reconfiguration took."""
+    """Reports how long a reconfiguration took."""
 
     def _reconfigure_pg(self, communicator_id: int, handles: list[str]) -> None:
         started = time.perf_counter()
@@ -68,7 +68,7 @@ def digest() -> str:
 
 
 def check_collectives() -> int:
-    """What torch.distributed does with its default group, among whoever is in it now. Returns their number."""
+    """Checks torch.distributed's collectives on its default group, among its present members. Returns their number."""
     rank, n = dist.get_rank(), dist.get_world_size()
     total = torch.tensor([float(rank)])
     dist.all_reduce(total)
@@ -117,15 +117,15 @@ while last_step is None or manager.current_step() < last_step:
     batch = torch.Generator().manual_seed(1000 * step + args.group)
     x, y = torch.randn(16, 8, generator=batch), torch.randn(16, 4, generator=batch)
     optimizer.zero_grad()
-    time.sleep(0.02)  # time for a newcomer to heal in
+    time.sleep(0.02)  # time for a joining group to heal
     nn.functional.mse_loss(ddp(x), y).backward()
     members = 0
-    # Every group does so at the same steps, also one that heals: it is at the step of the others by now.
+    # Every group does so at the same steps, including a healing group, which is at the step of the others by now.
     manager.wait_quorum()
     if manager.errored() is None and manager.current_step() % 2 == 0:
         try:
             members = check_collectives()
-        except RuntimeError as e:  # a peer failed: these calls are not Manager's, which would have kept the error
+        except RuntimeError as e:  # a peer failed: these calls bypass the Manager, which would have kept the error
             manager.report_error(e)
     step = manager.current_step()
     optimizer.step()

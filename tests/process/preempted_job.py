@@ -1,6 +1,6 @@
-"""One rank of a group that leaves on SIGTERM, with a worker that reads its data.
+"""One rank of a group that leaves on SIGTERM, with a DataLoader worker.
 
-It writes an event a step: its number, whether it was committed, the batch, and the samples of it that this rank counts.
+It writes an event per step: its number, whether it was committed, the batch, and the samples that this rank counts.
 HANG_AT is a step at which its last rank hangs outside of Python.
 """
 
@@ -55,7 +55,7 @@ def main() -> None:
         min_replica_size=1,
         replica_id=f"group_{group}",
     )
-    if "TORCHFT_LEAVE_ON" not in os.environ:  # `torchft run` needs no such call
+    if "TORCHFT_LEAVE_ON" not in os.environ:  # under `torchft run` this call is not needed
         manager.leave_on(signal.SIGTERM)
     model, optimizer = DistributedDataParallel(manager, net), Optimizer(manager, sgd)
     loader = ElasticDataLoader(

@@ -1,4 +1,4 @@
-"""Child processes for tests and benchmarks: started, heard, killed, and never left behind.
+"""Child processes for tests and benchmarks: started, observed, killed, and never left behind.
 
 A `Job` owns its children. Every wait has a deadline and ends early with the child's stderr when a child ends that
 should not.
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 Event = dict[str, Any]
 T = TypeVar("T")
-# Importing torch takes seconds, and many times that where tests share a small machine.
+# Importing torch takes seconds, and much longer while tests share a small machine.
 START_TIMEOUT_S = 120
 
 
 class JobFailed(AssertionError):
-    """A child failed or did not do in time what was asked; the message holds the end of its stderr."""
+    """A child failed, or did not do in time what was asked; the message contains the end of its stderr."""
 
 
 def ours_path() -> Path:
@@ -45,33 +45,35 @@ def ours_path() -> Path:
     return Path(spec.origin).resolve().parent.parent
 
 
-# What changes how torchft of either package, its runtime or PyTorch behaves.
+# Environment variables that change the behaviour of torchft, its runtime or PyTorch.
 _SETTINGS = ("TORCHFT_", "TORCHELASTIC_", "RUST_", "GODEBUG", "GOGC", "GOMAXPROCS", "GOMEMLIMIT")
 _SETTINGS += ("GRPC_", "OTEL_", "MALLOC_", "OMP_", "MKL_")
 # scikit-learn sets two of these in a process that imports it.
 _SETTINGS += ("KMP_",)
-# Of each child: what it prints comes at once, and it leaves processors to the others.
+# Settings for each child: unbuffered output, and few threads.
 _CHILD = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 
 
 def clean_environment(path: Path) -> dict[str, str]:
-    """Return this process's environment without settings, and with the torchft below `path` before any other."""
+    """Return this process's environment without such settings, and with the torchft below `path`
+    first on PYTHONPATH.
+    """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS)}
     return {**kept, "PYTHONPATH": os.pathsep.join([str(path), *filter(None, [os.environ.get("PYTHONPATH")])])}
 
 
 def child_environment(path: Path, env: dict[str, str] | None = None) -> dict[str, str]:
-    """Return the environment of a child with the torchft below `path`, and with `env` besides."""
+    """Return the environment of a child with the torchft below `path`, and with the additional variables of `env`."""
     return {**clean_environment(path), **_CHILD, **(env or {})}
 
 
-# Tests set it. Benchmarks do not: their children start as those of users do.
+# Set by tests. Benchmarks do not set it: their children start as those of users do.
 fork_server: ForkServer | None = None
 
 
 @contextlib.contextmanager
 def with_fork_server() -> Iterator[None]:
-    """Children are forked from one process that has PyTorch imported, unless FORK_SERVER=0."""
+    """Makes children be forked from a process that has imported PyTorch, unless FORK_SERVER=0."""
     global fork_server
     if os.environ.get("FORK_SERVER") == "0" or sys.platform != "linux":
         yield
@@ -110,14 +112,14 @@ def processes_of(folder: Path) -> list[int]:
     """Return the processes with XDG_RUNTIME_DIR=`folder` in their environment: a command and its descendants."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it ended meanwhile, or is another user's
+        with contextlib.suppress(OSError):  # it has ended in the meantime, or belongs to another user
             if f"XDG_RUNTIME_DIR={folder}".encode() in path.read_bytes().split(b"\0"):
                 found.append(int(path.parent.name))
     return found
 
 
 class Child:
-    """One Python process. Its JSON events are collected in `events`, whatever else it prints goes to its log."""
+    """One Python process. Its JSON events are collected in `events`; all other output goes to its log."""
 
     def __init__(
         self, name: str, process: subprocess.Popen[bytes] | Forked, log: IO[bytes], changed: threading.Condition
@@ -140,7 +142,7 @@ class Child:
         return self._process.poll()
 
     def send(self, **command: Any) -> None:
-        """Send one command. A child that has ended is noticed by the next wait."""
+        """Send one command. If the child has ended, the next wait notices it."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(command).encode() + b"\n")
@@ -151,13 +153,13 @@ class Child:
         return [e for e in list(self.events) if e.get("event") == event]
 
     def kill(self) -> None:
-        """SIGKILL the child and everything below it."""
+        """Send SIGKILL to the child and all its descendants."""
         self.expected_to_live = False
         self._signal(signal.SIGKILL)
         self._process.wait(timeout=10)
 
     def close(self) -> None:
-        """Kill what is still there and let go of the pipes."""
+        """Kill remaining processes and close the pipes."""
         self.kill()
         self._reader.join(timeout=10)
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -200,7 +202,7 @@ class Job:
     def __init__(self) -> None:
         self.children: list[Child] = []
         self._changed = threading.Condition()
-        # Of the children: where they run, and their logs.
+        # The children's working directories, and their logs.
         self._folder = tempfile.TemporaryDirectory(prefix="torchft-job-")
 
     def __enter__(self) -> Job:
@@ -226,7 +228,7 @@ class Job:
         env: dict[str, str] | None = None,
         options: Sequence[str] = (),
     ) -> Child:
-        """Start `python SCRIPT ARGS` with the torchft below `path`; where there is a fork server, from that."""
+        """Start `python SCRIPT ARGS` with the torchft below `path`, from the fork server if there is one."""
         argv = [str(script), *map(str, args)]
         full = child_environment(path, env)
         if fork_server is None or options or not fork_server.can_start(full):
@@ -257,7 +259,7 @@ class Job:
         return child, event["address"]
 
     def wait(self, condition: Callable[[], T], timeout: float, what: str) -> T:
-        """Wait until `condition()` is true and return it; it is looked at whenever a child says something.
+        """Wait until `condition()` is true and return it; it is evaluated whenever a child writes an event.
 
         Raises:
             JobFailed: after `timeout` seconds, or when a child ended that was to live.
@@ -271,11 +273,11 @@ class Job:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise JobFailed(f"{timeout:g} s passed before: {what}\n{self.report()}")
-                # A child can die without a word: look at least four times a second.
+                # A child can end without an event, so the condition is evaluated at least four times a second.
                 self._changed.wait(min(left, 0.25))
 
     def wait_exit(self, children: Sequence[Child], timeout: float) -> None:
-        """Wait until these children end by themselves, with exit status 0."""
+        """Wait until these children have ended by themselves, with exit status 0."""
         for child in children:
             child.expected_to_live = False
         self.wait(lambda: all(c.returncode is not None for c in children), timeout, "the children end")
@@ -284,7 +286,7 @@ class Job:
             raise JobFailed(f"{bad[0].name} ended with {bad[0].returncode}\n{self.report()}")
 
     def report(self) -> str:
-        """Return what every child said last."""
+        """Return the last output of every child."""
         parts = []
         for child in self.children:
             state = "running" if child.returncode is None else f"exit {child.returncode}"

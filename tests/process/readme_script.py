@@ -1,4 +1,4 @@
-"""A user's training script as the upstream README teaches it: nothing in it knows which torchft it runs on.
+"""A training script as upstream's README teaches it. It does not depend on which torchft it runs.
 
 `torchrun --nproc_per_node 1 readme_script.py` is one replica group.
 """

@@ -1,4 +1,4 @@
-"""A worker of torchrun that notes in which round it is, until it is told to end."""
+"""A worker of torchrun that records its round, until it is told to end."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ while True:
     dist.all_reduce(end)
     if end.item():
         break
-    time.sleep(0.05)  # the pace of a step
+    time.sleep(0.05)  # the duration of a step
 dist.destroy_process_group()

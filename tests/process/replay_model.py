@@ -1,4 +1,4 @@
-"""The model of the replay tests, and what one plain loop makes of it."""
+"""The model of the replay tests, and the same training in one plain loop."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import torch
 from torch import nn
 
 WIDTH = 200
-BUCKET_MB = 0.1  # a layer of 160 kB each
+BUCKET_MB = 0.1  # each layer has 160 kB
 
 
 def new_model() -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same for every group."""
+    """Returns a model with the same weights in every group."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def loss(model: nn.Module, step: int, group: int) -> torch.Tensor:
-    """Of the group's batch of this step."""
+    """Returns the loss of the group's batch of this step."""
     generator = torch.Generator().manual_seed(1000 * step + group)
     return model(torch.randn(4, WIDTH, generator=generator)).square().mean()
 
 
 def reference(participants: list[list[int]]) -> dict[str, torch.Tensor]:
-    """The weights after one plain loop over the batches of those who took part in each step."""
+    """Returns the weights after one plain loop over the batches of the participants of each step."""
     model, optimizer = new_model()
     for step, groups in enumerate(participants):
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""A replica group of one process that replays failed steps, and kills itself (SIGKILL) at a step and a place in it."""
+"""A replica group of one process that replays failed steps, and kills itself (SIGKILL) at a given step and place."""
 
 from __future__ import annotations
 

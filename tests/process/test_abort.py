@@ -1,4 +1,4 @@
-"""A peer that stops in the middle of a collective, and what an abort makes of it: real processes, all kinds of groups.
+"""A peer that stops in the middle of a collective, and the effect of an abort: real processes, all kinds of groups.
 
 The exact figures are in docs/benchmarks.md. Without the abort everything would wait for ten minutes.
 """
@@ -22,15 +22,15 @@ from tests.promises import ABORT_S, LEAVE_PYTHON_S, NEW_PEERS_S, within
 
 PEER = Path(__file__).resolve().parent / "abort_peer.py"
 ANSWER_S = 60
-# The operation would take 600 s.
+# The operation's own timeout is 600 s.
 EXIT_S = within(LEAVE_PYTHON_S)
 
-# An abort of the last three is that of the plain group that each holds, which is the first one here.
+# An abort of the last three is that of the plain group that each wraps, which is the first one here.
 KINDS = [
     *("gloo", "isolated", "native", "managed"),
     *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("error_swallowing", "fake", "wrapper")),
 ]
-# A wait for an allreduce of these does not raise.
+# With these groups a wait for an allreduce does not raise an error.
 SWALLOWING = {"error_swallowing"}
 
 pytestmark = pytest.mark.timeout(300)
@@ -38,7 +38,7 @@ _meetings = itertools.count()
 
 
 class Ranks:
-    """Three ranks of a group, each a process."""
+    """Three ranks of a group, each in a process."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -114,15 +114,15 @@ def test_a_stopped_peer_holds_up_nobody_after_an_abort(ranks: Ranks, kind: str) 
         end = theirs["ends"]["train"]
         print(f"{kind}: the other peer noticed after {1000 * (end['at'] - aborted['began']):.0f} ms")
         assert end["error"] is not None
-        # It waits for the stopped peer only, but its connection to the one that aborts breaks.
+        # It waits only for the stopped peer, but its connection to the aborting rank breaks.
         assert end["at"] - aborted["began"] < within(ABORT_S)
 
-        # Nobody waits for what was in flight.
+        # Nothing waits for operations in flight.
         again = [{"where": where, "rank": i, "n": 2} for i in range(2)]
         answers = ranks.do([survivor, other], "connect", again)
         assert [answer["sum"] for answer in answers] == [2.0, 2.0]
         print(f"{kind}: connected again after {max(answer['ms'] for answer in answers):.1f} ms")
-        # An isolated group may start a process.
+        # An isolated group may have to start a process.
         bound_s = START_TIMEOUT_S if kind == "isolated" else within(NEW_PEERS_S)
         assert max(answer["ms"] for answer in answers) < 1000 * bound_s
     finally:

@@ -1,4 +1,4 @@
-"""A lighthouse whose standard error nobody reads serves on, and says afterwards what it could not write."""
+"""A lighthouse whose standard error is not read continues to serve, and later reports what it could not write."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from processes import HERE, child_environment, ours_path
 
 from torchft.coordination import LighthouseClient
 
-REFUSED = 600  # requests, each with a line of some 4 kB in the log: more than a pipe and the lighthouse keep
+REFUSED = 600  # requests, each with a log line of about 4 kB: more than a pipe and the lighthouse can buffer
 WAIT = timedelta(seconds=30)
 
 

@@ -1,4 +1,4 @@
-"""Real processes that are killed and stopped at each phase of a step: the others go on soon, and the history holds.
+"""Real processes are killed and stopped at each phase of a step: the others continue soon, and the invariants hold.
 
 What holds is in chaos.py: survivors commit within a bound, equal weights at equal steps and as one process computes
 them, no step committed twice or again, nothing left behind. Many faults follow one another in one job.
@@ -45,13 +45,13 @@ def run(job: Job, **settings: Any) -> Chaos:
 
 
 def check_compared(chaos: Chaos) -> None:
-    """Some process lived long enough to be compared with what it was after its first reconfiguration."""
+    """Checks that some process lived long enough to be compared with its state after the first reconfiguration."""
     ends = [end for life in chaos.lives for child in life.ranks for end in child.of("finished")]
     assert any(end["compared"] for end in ends)
 
 
 def each_once(groups: int, faults: list[Fault]) -> None:
-    """Of groups of one rank, over plain Gloo."""
+    """Runs each fault once, with groups of one rank over plain Gloo."""
     rng = random.Random(1)
     outcomes = {}
     with Job() as job:
@@ -90,7 +90,7 @@ def test_other_process_groups(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_rank_of_a_group() -> None:
-    """The manager's rank, or another: its group is out either way. One that hangs is named, and evicted."""
+    """The manager's rank or another one: its group has failed in either case. A hanging rank is named, and evicted."""
     with Job() as job:
         chaos = run(job, groups=2, ranks=2, lighthouse_options=EJECT)
         chaos.kill(0, phase="in bucket 1", rank=0)
@@ -106,7 +106,7 @@ def test_one_rank_of_a_group() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_rank_of_a_native_group_is_stopped_in_a_collective() -> None:
-    """Gloo may lose what it was in the middle of: the rank must not wait for that until its group's vote runs out."""
+    """Gloo may lose the operation in progress: the rank must not wait for it until its group's vote times out."""
     with Job() as job:
         chaos = run(job, kind="native", groups=2, ranks=2, lighthouse_options=EJECT)
         for number in range(8):
@@ -128,7 +128,9 @@ def test_groups_of_torchrun() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_flapping_network_is_no_failure() -> None:
-    """A cut lasts longer on a busy machine, and so does the grace. go/manager has the default, with a fake clock."""
+    """A cut lasts longer on a busy machine, and so does the grace period. go/manager tests the default,
+    with a fake clock.
+    """
     grace = f"--suspect_grace_ms={int(1000 * within(KILL_S))}"
     with Flapping() as proxy, Job() as job:
         chaos = run(job, groups=2, through=proxy, kills_only=True, lighthouse_options=[grace])
@@ -164,7 +166,7 @@ def test_each_phase(kind: str, groups: int) -> None:
 
 
 def test_a_record_goes_on_where_it_ended_and_makes_a_table() -> None:
-    """Each fault has its turn, the one that is furthest behind first."""
+    """Each fault gets its turn, the one that is furthest behind first."""
     done: dict[str, int] = {}
     for _ in range(len(FAULTS)):
         fault = next_missing(FAULTS, "gloo", done)
@@ -192,7 +194,7 @@ def test_each_fault_has_a_job_that_it_is_recorded_in() -> None:
 
 
 def test_the_signals_are_what_they_seem() -> None:
-    """A strike with SIGKILL that the child survives would make all of this pass."""
+    """If the child survived a strike with SIGKILL, all of these tests would pass wrongly."""
     with Job() as job:
         chaos = run(job, groups=1)
         child = chaos.lives[0].ranks[0]

@@ -1,4 +1,4 @@
-"""The lighthouse's page in a real browser: a kill and what follows, live, without loading the page again."""
+"""The lighthouse's page in a real browser: a kill and its effects appear live, without reloading the page."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def members(lighthouse: LighthouseServer, tmp_path: Path) -> Iterator[list[Membe
 
 @pytest.fixture
 def groups(lighthouse: LighthouseServer) -> Iterator[Callable[[int], Child]]:
-    """Starts groups that train and heal: 32 MB come at 8 MB a second; in the pictures 1.6 GB at 150 MB a second."""
+    """Starts groups that train and heal: 32 MB at 8 MB/s; for the pictures 1.6 GB at 150 MB/s."""
     sizes = (1600, 150) if PICTURES else (32, 8)
     with Job() as job:
 
@@ -86,7 +86,7 @@ def groups(lighthouse: LighthouseServer) -> Iterator[Callable[[int], Child]]:
 def test_a_kill_and_the_heal_are_seen_live(
     browser: Any, lighthouse: LighthouseServer, groups: Callable[[int], Child]
 ) -> None:
-    # Two of them: what comes back heals from one source, so it is known how long that takes.
+    # Two groups, so that the restarted one heals from one source, in a known time.
     count = 3 if PICTURES else 2
     members = [groups(number) for number in range(count)]
     page = Page(browser, lighthouse.address())
@@ -132,7 +132,7 @@ def test_a_kill_and_the_heal_are_seen_live(
     assert page.complaints() == []
 
 
-# `make pictures` sets it: where the page is kept as docs/ shows it, after a life that is long enough to look at.
+# The directory for pictures of the page in docs/, which `make pictures` sets; the job then runs for longer.
 PICTURES = os.environ.get("DASHBOARD_PICTURES", "")
 SIZES = {"light": (1200, 1150), "dark": (1200, 1150), "phone": (500, 1150)}
 
@@ -247,7 +247,7 @@ def test_why_there_is_no_quorum_is_said_in_words(browser: Any, tmp_path: Path) -
             "reason"
         )
         assert page.text("quorum") == "no quorum yet" and page.complaints() == []
-        # And what an operator has to mend: here somebody removed the directory.
+        # Includes a cause that an operator has to fix: here the directory was removed.
         assert page.text("unkept") == ""
         shutil.rmtree(disk)
         members.append(Member(1, server.address(), tmp_path))
@@ -312,7 +312,7 @@ def test_a_thousand_groups_and_a_narrow_screen(browser: Any, lighthouse: Lightho
 
 
 class Refusing(BaseHTTPRequestHandler):
-    """A proxy, say, whose lighthouse is away. A browser does not connect again by itself after such an answer."""
+    """Answers like a proxy whose lighthouse is down. A browser does not reconnect by itself after such an answer."""
 
     asked = threading.Event()
 

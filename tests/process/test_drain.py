@@ -1,4 +1,4 @@
-"""A group, of two ranks, is drained from a running train_ddp.py: it ends well, and nobody loses a step."""
+"""A group of two ranks is drained from a running train_ddp.py: it ends without an error, and no step is lost."""
 
 from __future__ import annotations
 

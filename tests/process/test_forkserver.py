@@ -1,4 +1,4 @@
-"""A child of the fork server is what the same script is as a program of its own."""
+"""A child of the fork server behaves like the same script started as a program."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ WAIT_S = 60
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    """Of these tests alone: they run also where FORK_SERVER=0. Without PyTorch a child ends sooner."""
+    """A server for these tests only, which also run with FORK_SERVER=0. Without PyTorch a child ends sooner."""
     server = ForkServer(child_environment(ours_path()), ["logging"])
     yield server
     server.close()
@@ -156,7 +156,7 @@ def test_what_a_test_imports_does_not_make_children_start_by_themselves(
 
 
 def test_pytorch_starts_no_thread_when_it_is_imported() -> None:
-    """Else children would start by themselves, and tests would take long without a word."""
+    """Otherwise children would start by themselves, and tests would silently take longer."""
     server = processes.fork_server
     assert server is None or server.can_start(child_environment(ours_path()))
 

@@ -1,4 +1,5 @@
-"""FTLib in four processes that train on digits, under each consensus: killed in turn, and at each line of a rebuild.
+"""FTLib in four processes that train on digits, under each consensus: members are killed in turn, and at each
+line of a rebuild.
 
 The weights are those of one process that does the steps that the members recorded.
 """
@@ -41,7 +42,7 @@ class Members:
 
     def start(self, name: str, *more: object) -> Child:
         settings = dict(self._settings)
-        if self._consensus == "gossip":  # whoever is there is a seed
+        if self._consensus == "gossip":  # the running members are the seeds
             settings["seeds"] = [
                 child.of("address")[0]["address"] for child in self.now.values() if child.of("address")
             ]
@@ -73,7 +74,7 @@ class Members:
         self.job.wait_exit(list(self.now.values()), SOON_S)
 
     def check_weights(self, most: int = 4) -> None:
-        """Beside one process: of a step that was made in several views the last one counts."""
+        """Compares with one process. Of a step that was made in several views, the last one counts."""
         made: dict[int, tuple[int, int]] = {}
         for child in self.lives:
             for event in child.of("step"):
@@ -105,7 +106,7 @@ def one_process(sizes: list[int]) -> torch.Tensor:
 
 
 def lines_of_rebuild() -> int:
-    """Lines that are run in a rebuild without an error."""
+    """The lines that run in a rebuild without an error."""
     source = inspect.getsource(FTLib._rebuild)
     return source[: source.index("except")].count("\n") - 2
 
@@ -129,7 +130,7 @@ def test_members_that_are_killed_and_join(consensus: str, tmp_path: Path) -> Non
         for name in ("m0", "m1", "m2", "m3"):
             members.start(name)
             if name == "m0":
-                members.train_together(1)  # so that all weights are those of its seed
+                members.train_together(1)  # so that all weights derive from the first member's seed
         members.train_together(4)
         for name in ("m0", "m1", "m2", "m3"):  # each in turn
             members.now.pop(name).kill()
@@ -151,8 +152,8 @@ def test_members_that_are_killed_and_join(consensus: str, tmp_path: Path) -> Non
 
 
 def asked(consensus: str, settings: dict[str, Any], child: Child, name: str) -> bool:
-    """Whether a process asks to become a member."""
-    if consensus == "gossip":  # the members alone know it
+    """Whether a process requests to become a member."""
+    if consensus == "gossip":  # only the members know it
         return bool(child.of("asks"))
     if consensus == "lighthouse":
         with urllib.request.urlopen(f"{settings['lighthouse_addr']}/status", timeout=10) as answer:
@@ -213,7 +214,7 @@ def test_a_member_is_killed(consensus: str, tmp_path: Path) -> None:
 @pytest.mark.slow  # test_a_member_is_killed; go/gossip/node_test.go has members that stop answering
 @pytest.mark.timeout(300)
 def test_a_member_that_stops_answering_is_noticed_before_the_collective_times_out(tmp_path: Path) -> None:
-    """Its connections stay open; it comes back when it goes on."""
+    """Its connections stay open. It rejoins when it continues."""
     with Job() as job:
         members = Members(job, "gossip", settings_of("gossip", job, tmp_path), tmp_path, "--collective-timeout", "250")
         for name in ("m0", "m1", "m2", "m3"):
@@ -224,7 +225,7 @@ def test_a_member_that_stops_answering_is_noticed_before_the_collective_times_ou
         stopped = members.now.pop("m2")
         os.kill(stopped.pid, signal.SIGSTOP)
         try:
-            members.train_together(3)  # START_TIMEOUT_S is less than that timeout
+            members.train_together(3)  # START_TIMEOUT_S is shorter than that timeout
         finally:
             os.kill(stopped.pid, signal.SIGCONT)
         members.now["m2"] = stopped

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.hosts, pytest.mark.timeout(200)]
 
 
 def events(directory: Path, prepare: str) -> list[dict[str, Any]]:
-    """What a member says for which a shell mounts and prepares its directory."""
+    """Returns the events of a member whose directory a shell mounts and prepares."""
     directory.mkdir()
     command = ["unshare", "--map-root-user", "--mount", "sh", "-ec", f'{prepare}; exec "$@"', "sh"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Healing between processes: a source that is killed, and a process group that lives in one of its own."""
+"""Heals between processes: a source that is killed, and a process group in a process of its own."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_source_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the size of a process is not known here")
 def test_a_target_without_memory_for_the_state() -> None:
-    """The allocation itself fails, as it does where memory is not overcommitted; the target asks again later."""
+    """The allocation itself fails, as without memory overcommit. The target retries later."""
     state = {"w": torch.zeros(512 << 20, dtype=torch.uint8)}
     state["w"][-1] = 7
     source: HTTPTransport[dict[str, torch.Tensor]] = HTTPTransport(TIMEOUT, 0, snapshot=False)
@@ -70,7 +70,7 @@ def test_a_target_without_memory_for_the_state() -> None:
         assert received == "7"
         began = time.monotonic()
         source.disallow_checkpoint()
-        assert time.monotonic() - began < within(HEAL_ENDS_S)  # nobody holds the source up
+        assert time.monotonic() - began < within(HEAL_ENDS_S)  # the source is not delayed
     finally:
         source.shutdown()
 

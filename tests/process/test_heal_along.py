@@ -1,4 +1,6 @@
-"""The source is killed while a group trains along: another one takes its place, and all end with the same bits."""
+"""The source is killed while a group trains along: another source replaces it, and all groups end
+with the same bits.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ import pytest
 from causes import SILENCE_MS
 from processes import HERE, START_TIMEOUT_S, Child, Job, ours_path
 
-RATE = 4_000_000  # bytes a second: the state of 1.6 MB arrives in many steps
+RATE = 4_000_000  # bytes per second: the state of 1.6 MB arrives over many steps
 STEPS = 3
 JOINS = "group_2"
 
@@ -27,7 +29,7 @@ def test_the_source_is_killed() -> None:
         for child in first:
             child.send(do="go")
         job.wait(lambda: all(len(child.of("committed")) >= 3 for child in first), START_TIMEOUT_S, "two groups train")
-        joins = start(2)  # now: else the first quorum would wait for it
+        joins = start(2)  # not earlier, because the first quorum would wait for it
         joins.send(do="go")
         heals = job.wait(
             lambda: [event for event in joins.of("heals") if not event["far"].startswith("0 ")],
@@ -42,6 +44,6 @@ def test_the_source_is_killed() -> None:
         assert ends[0]["digest"] == ends[1]["digest"], job.report()
         assert ends[0]["step"] == ends[1]["step"]
         assert not [event for event in joins.of("heals") if "as a whole" in event["far"]], job.report()
-        # Each of its steps was committed or, for the killed one, tried again: none was skipped.
+        # Each of its steps was committed or, by the killed group, retried: none was skipped.
         steps = [event["step"] for event in survivor.of("committed")]
         assert steps == list(range(steps[0], steps[0] + len(steps)))

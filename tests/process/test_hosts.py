@@ -1,4 +1,4 @@
-"""Hosts that lose each other: no connection breaks, there is only silence. And hosts that are far from each other."""
+"""Hosts that lose each other without broken connections, only with silence; and distant hosts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.hosts, pytest.mark.timeout(300)]
 
 
 def test_a_host_that_is_cut_off_commits_nothing_and_heals_when_it_is_back() -> None:
-    """What it would have committed alone, or went on with from its own weights, the history of the job shows."""
+    """The job's history would show commits that it makes alone, or training from its own weights."""
     with Hosts(2) as hosts, Job() as job:
         chaos = Chaos(job, groups=2, hosts=hosts)
         chaos.start()
@@ -24,7 +24,7 @@ def test_a_host_that_is_cut_off_commits_nothing_and_heals_when_it_is_back() -> N
         print(outcome)
         assert outcome.seconds > HEARTBEAT_TIMEOUT_MS / 1000 / 2, "only its silence gives it away"
         assert outcome.lost <= 1
-        chaos.cut(0)  # the primary's
+        chaos.cut(0)  # the primary's host
         chaos.finish()
 
 
@@ -32,7 +32,8 @@ def test_a_host_that_is_cut_off_commits_nothing_and_heals_when_it_is_back() -> N
 VANISHED_S = 3.5
 
 
-@pytest.mark.slow  # go/internal/rpc has a host that vanishes, go/manager a lighthouse of a list that does
+# A host that vanishes is also tested in go/internal/rpc, a vanished lighthouse of a list in go/manager.
+@pytest.mark.slow
 def test_the_first_lighthouse_of_a_list_vanishes_with_its_host() -> None:
     with Hosts(2) as hosts, Job() as job:
         path = ours_path()
@@ -77,9 +78,9 @@ def test_the_first_lighthouse_of_a_list_vanishes_with_its_host() -> None:
 
 @pytest.mark.slow  # the one above has hosts, and go/sim messages that are late or lost
 def test_hosts_that_are_far_away() -> None:
-    """20 ms each way, and one frame in a hundred is lost: no member fails by that, and a failure is noticed."""
+    """20 ms in each direction, and 1 % loss: no member fails because of that, and a failure is detected."""
     with Hosts(2, delay_s=0.02, loss=0.01) as hosts, Job() as job:
-        # Frames go through this process, which a busy machine may hold up: no silence counts here.
+        # Frames pass through this process, which a busy machine may delay, so silence does not count here.
         chaos = Chaos(job, groups=2, hosts=hosts, lighthouse_options=["--heartbeat_timeout_ms=60000"])
         chaos.start()
         (quorum,) = {e["quorum"] for life in chaos.lives for e in chaos._steps(life)[-1:]}

@@ -1,4 +1,4 @@
-"""FSDP2 over a mesh of two replica groups with two ranks each, whose replicas come and go."""
+"""FSDP2 over a mesh of two replica groups with two ranks each, which fail and return."""
 
 from __future__ import annotations
 

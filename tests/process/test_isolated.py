@@ -1,4 +1,4 @@
-"""Isolated groups in real processes: a replica group that is killed again and again, and the one that lives on."""
+"""Isolated groups in real processes: a replica group that is killed repeatedly, and one that survives."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_ten_kills_in_a_row_leave_both_groups_with_the_same_weights() -> None:
         assert [end["step"] for end in ends] == [last, last]
         assert ends[0]["digest"] == ends[1]["digest"]
 
-        # In every life the weights were the survivor's, taken over from it.
+        # In every incarnation its weights were taken over from the survivor.
         weights = {event["step"]: event["digest"] for event in committed(survivor, 2)}
         for life in lives:
             together = {event["step"]: event["digest"] for event in committed(life, 2) if event["step"] in weights}
@@ -93,10 +93,10 @@ def lighthouse() -> Iterator[str]:
 
 
 def workers_of(group: Group) -> list[int]:
-    """Forked by the server that the trainer has started: grandchildren with its command line."""
+    """The workers, forked by the server that the trainer has started: grandchildren with its command line."""
     found = []
     for pid in process_tree.tree(group.pid):
-        with contextlib.suppress(OSError):  # it ended meanwhile
+        with contextlib.suppress(OSError):  # it has ended in the meantime
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
             threads = len(os.listdir(f"/proc/{pid}/task"))
             if b"torchft.process_group.isolated.server" in command and threads > 1:
@@ -114,7 +114,9 @@ def test_train_ddp_isolated_survives_kills_in_a_row(lighthouse: str, tmp_path: P
     killed: list[int] = []
 
     def together(group: Group) -> int:
-        """The steps that this life of a group has committed with the other's weights, and with its help."""
+        """The steps that this incarnation of a group has committed together with the other group, after it took
+        over its weights.
+        """
         return sum(
             event["time"] > group.started and event["participants"] == 2 and not event["healing"]
             for event in group.commits()
@@ -152,8 +154,8 @@ def test_train_ddp_isolated_survives_the_kill_of_a_worker_and_of_a_group(lightho
             group.start(lighthouse, args)
         wait_for(lambda: all(group.step() >= 20 for group in groups), "both groups train", *groups)
 
-        # The worker alone: its group loses a step and goes on.
-        # While it has new peers it has an old one, too.
+        # Kills the worker only: its group loses a step and continues. While it connects with new peers, there is an
+        # old worker, too.
         wait_for(lambda: len(workers_of(groups[0])) == 1, "it has one worker", *groups)
         (worker,) = workers_of(groups[0])
         os.kill(worker, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The Kubernetes manifests: what they start is known to its programs, and they fit each other. No cluster is needed."""
+"""The Kubernetes manifests: their programs know the arguments, and they match each other. No cluster is needed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_lighthouse_answers_where_the_groups_and_the_probes_look_for_it() ->
     assert claim["kind"] == "PersistentVolumeClaim" and claim["spec"]["accessModes"] == ["ReadWriteOnce"]
     assert volume["persistentVolumeClaim"] == {"claimName": claim["metadata"]["name"]}
 
-    user = f"USER {pod['spec']['securityContext']['fsGroup']}"  # else it could not write there
+    user = f"USER {pod['spec']['securityContext']['fsGroup']}"  # otherwise it could not write there
     assert user in (REPOSITORY / "Dockerfile").read_text().splitlines()
 
     (job,) = manifests(MANIFESTS / "groups.yaml")

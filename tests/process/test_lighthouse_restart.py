@@ -1,4 +1,4 @@
-"""A lighthouse is killed with SIGKILL under a running job, and the job goes on: with it, or with another one."""
+"""A lighthouse is killed with SIGKILL during a job, which continues with a restarted one or with another one."""
 
 from __future__ import annotations
 

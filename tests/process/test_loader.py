@@ -1,4 +1,6 @@
-"""Each sample once an epoch and the weights of one process, whatever fails: real processes, and SIGKILL in mid-step."""
+"""Each sample is trained on once per epoch, to the weights of one process, whatever fails: real processes,
+SIGKILL in mid-step.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from loader_job import Elastic, Part
 
 # 501 steps in three epochs; the last batch of each is smaller.
 MANY = 1999
-# 8, 4, 2, 1 and 4 groups; between two parts those that were killed come back.
+# 8, 4, 2, 1 and 4 groups; between two parts the killed groups are restarted.
 SIZES = [
     *(Part(8, 2), Part(8, 2), Part(8, 2), Part(8, 4)),
     *(Part(4, 2), Part(4, 1), Part(4, 2)),

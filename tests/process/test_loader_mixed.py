@@ -1,4 +1,6 @@
-"""A group of upstream beside groups with an ElasticDataLoader: refused by name, whoever came first."""
+"""An upstream group in a job with an ElasticDataLoader: it is refused with an error that names it, in any
+order of joining.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from upstream import REQUIREMENTS, upstream_path
 SAMPLES = 71
 STEPS = plan(SAMPLES).batches_per_epoch * plan(SAMPLES).epochs
 
-# The older generation has no handles, by which groups tell what they train with.
+# The older version has no handles, by which groups announce their loaders.
 NAMED = {
     "nightly": r"ElasticDataLoader, which weights gradients by samples, and worker_1:\S+ without: it would divide",
     "stable": r"ElasticDataLoader, which torchft 0\.2\.0 has not: among .*worker_1:\S+ is a group that announces",
@@ -57,7 +59,7 @@ def lighthouse_of(job: Job) -> str:
 
 @pytest.mark.parametrize("generation", ["nightly", pytest.param("stable", marks=pytest.mark.slow)])
 def test_an_upstream_group_that_comes_later_is_named_and_nothing_of_it_counts(tmp_path: Path, generation: str) -> None:
-    """It divides what the loader has weighted already, so steps with it are lost until it goes."""
+    """It divides gradients that the loader has weighted already, so steps with it are lost until it ends."""
     with Job() as job:
         upstream = upstream_one(job, generation)
         lighthouse = lighthouse_of(job)

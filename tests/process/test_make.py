@@ -1,4 +1,6 @@
-"""The Makefile: what the set-up says and installs, without installing anything, and that Ctrl-C ends what it starts."""
+"""The Makefile: what setup prints and installs, without installing anything; and Ctrl-C ends the
+processes that it starts.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="needs make
 
 
 def recipes(venv: Path, *arguments: str) -> list[str]:
-    """The commands that make would run for an environment that is not there yet; with pip, as on most machines."""
+    """The commands that make would run for a missing environment; with pip, as on most machines."""
     env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "TORCH_INDEX")}
     command = ["make", "-n", f"VENV={venv}", "UV=", *arguments]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
@@ -56,7 +58,7 @@ def test_pytorch_comes_from_the_index_that_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_the_set_up_shows_what_it_does(tmp_path: Path) -> None:
-    """pip hides what it builds: Go's first build takes minutes, so it has a step of its own before."""
+    """pip hides the output of builds. Go's first build takes minutes, so it is a step of its own before."""
     lines = recipes(tmp_path / "venv", "train", f"LIBRARY={tmp_path / 'library.so'}")
     package = where(r"pip install .*--editable", lines)
     assert "--quiet" not in lines[package], "pip shows what it downloads"
@@ -90,7 +92,7 @@ def test_go_tests_that_need_a_network_namespace_are_told_of(status: int, venv: P
 
 @pytest.fixture
 def venv(tmp_path: Path) -> Path:
-    """An environment that make takes for complete, with the Python and the torchft of this process."""
+    """An environment that make considers complete, with the Python and the torchft of this process."""
     folder = tmp_path / "venv"
     (folder / "bin").mkdir(parents=True)
     for name, arguments in (("python", '"$@"'), ("torchft", '-m torchft.cli "$@"')):
@@ -123,7 +125,7 @@ def test_a_long_subject_of_a_commit_is_a_failure(length: int, status: int, tmp_p
 )
 def test_ctrl_c_ends_everything(target: str, running: str, venv: Path, tmp_path: Path) -> None:
     log = tmp_path / "output"
-    # -o: what tests run with is built already.
+    # -o: the build is up to date already.
     command = ["make", f"VENV={venv}", "-o", str(venv / "with-train"), "-o", LIBRARY, target]
     env = {"PYTHONPATH": str(ours_path()), "XDG_RUNTIME_DIR": str(tmp_path), "TMPDIR": str(tmp_path), "MAKEFLAGS": ""}
     make = process_tree.start(command, log, env, cwd=ROOT)

@@ -1,4 +1,6 @@
-"""A process that ends while its Manager waits: nothing may keep it alive, since for its peers it is alive."""
+"""A process ends while its Manager waits: nothing may keep the process alive, because its peers would
+take it for healthy.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def test_process_ends_at_once(how: str, tmp_path: Path) -> None:
         job.wait(lambda: child.of("waiting"), START_TIMEOUT_S, "it waits for a quorum")
         child.expected_to_live = False
         if how == "ctrl-c":
-            time.sleep(0.2)  # into the wait
+            time.sleep(0.2)  # until it waits
             os.kill(child.pid, signal.SIGINT)
         # The quorum's timeout is 600 s.
         job.wait(lambda: child.returncode is not None, within(LEAVE_PYTHON_S), "it ends")

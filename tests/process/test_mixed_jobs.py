@@ -1,4 +1,4 @@
-"""One group of a job runs upstream and the other ours, on either one's lighthouse."""
+"""One group of a job runs upstream and the other ours, with the lighthouse of either package."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from mixed import run_mixed_job
 from processes import Job, ours_path
 from upstream import REQUIREMENTS, upstream_path
 
-# Each generation and each lighthouse once; the other pairs are slow.
+# Each version and each lighthouse once; the other pairs are slow.
 FAST = {("nightly", "ours"), ("stable", "upstream")}
 PAIRS = [(generation, lighthouse) for generation in sorted(REQUIREMENTS) for lighthouse in ("ours", "upstream")]
 

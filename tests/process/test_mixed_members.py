@@ -1,4 +1,4 @@
-"""Members of both upstream generations and of ours ask one lighthouse, ours or an upstream one.
+"""Members of both upstream versions and of ours request quorums from one lighthouse, ours or an upstream one.
 
 An upstream nightly cannot train beside an upstream 0.2.0 (it reads the handle that the other does not send), so what
 they can share is the lighthouse: that is all that `member.py` uses.
@@ -27,7 +27,7 @@ def test_all_generations_are_in_one_quorum(lighthouse: str) -> None:
             return job.python(name, HERE / "member.py", path=paths[name], env=env)
 
         def in_step(members: list[Child], seconds: float) -> None:
-            """Wait until all of them, and nobody else, made three steps in a quorum."""
+            """Wait until exactly these members have done three steps in a quorum."""
             since = {m.name: len(m.of("step")) for m in members}
 
             def there(m: Child) -> bool:

@@ -1,4 +1,4 @@
-"""Jobs over PyTorch's own default group: real processes, since a process has one such group."""
+"""Jobs over PyTorch's own default group: in real processes, since a process has only one such group."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class Groups:
         return children
 
     def wait_step(self, children: list[Child], participants: int) -> int:
-        """Waits until each committed a new step of so many groups, with checked collectives. Returns the last step."""
+        """Waits until each group has committed a new step with this number of groups, and with checked collectives.
+        Returns the last step.
+        """
         seen = {child: len(child.of("step")) for child in children}
 
         def new(child: Child) -> list[Event]:
@@ -72,7 +74,7 @@ class Groups:
 
 
 def test_three_two_three_groups() -> None:
-    """One is killed and comes back as a new process, and with it the ranks of the others change."""
+    """One group is killed and returns as a new process, which changes the ranks of the others."""
     with Job() as job:
         groups = Groups(job)
         first, second, third = groups.start(0, 1, 2)
@@ -94,7 +96,7 @@ def test_three_two_three_groups() -> None:
 
 @pytest.mark.slow  # test_abort has a native group with a stopped peer
 def test_a_peer_that_is_stopped_in_a_collective() -> None:
-    """It keeps its connections: operations end with their timeout, and nothing later waits for those that did not."""
+    """Its connections stay open: operations end at their timeout, and later ones do not wait for them."""
     with Job() as job:
         groups = Groups(job, timeout_s=4, heartbeat_timeout_ms=1000)
         first, second, third = groups.start(0, 1, 2)
@@ -110,7 +112,7 @@ def test_a_peer_that_is_stopped_in_a_collective() -> None:
 
 @pytest.mark.slow  # test_hsdp has FSDP, and native groups between the replicas
 def test_fsdp_shards_over_the_default_group() -> None:
-    """As one process that sees all data, also through an abort and a reconfiguration."""
+    """It ends like one process that trains on all data, also after an abort and a reconfiguration."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with Job() as job:
         ranks = [

@@ -1,4 +1,4 @@
-"""Groups of two ranks under torchrun, of which one is preempted: all its ranks leave, and nobody loses a step."""
+"""Groups of two ranks under torchrun, one of which is preempted: all its ranks leave, and no step is lost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 class Job:
-    """Groups, and what their ranks wrote."""
+    """The groups, and the events of their ranks."""
 
     def __init__(self, folder: Path, lighthouse: str, groups: int, **env: str) -> None:
         self.events = folder / "events"
@@ -46,7 +46,7 @@ class Job:
         return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
     def wait(self, until: Callable[[], object], what: str, *alive: int, seconds: float = 60.0) -> None:
-        """Returns when it is true; these groups live until then."""
+        """Returns when the condition is true. These groups must not end before."""
         deadline = time.monotonic() + seconds
         while not until():
             logs = "\n".join(f"{group.log}:\n{group.log.read_text()[-3000:]}" for group in self.groups)
@@ -74,7 +74,7 @@ def lighthouse() -> Iterator[str]:
 
 
 def check_that_nothing_is_lost(events: list[list[Event]], until: int) -> None:
-    """Each sample of each batch up to a step was counted once, by one of all ranks."""
+    """Checks that each sample of each batch up to a step was counted by exactly one rank."""
     counted: dict[tuple[int, int], Counter[int]] = {}
     for rank in events:
         assert not [event for event in rank if event["event"] == "lost"]
@@ -93,7 +93,7 @@ def test_a_preempted_group_leaves(lighthouse: str, tmp_path: Path, told: str) ->
         pid = job.groups[1].pid if told == "torchrun" else job.of(1, int(told[-1]))[0]["pid"]
         os.kill(pid, signal.SIGTERM)
         job.wait(lambda: job.groups[1].status is not None, "it leaves", 0, 2)
-        # torchrun says 1 of a signal that it was sent itself, however its workers end.
+        # torchrun exits with 1 if it was signalled itself, whatever its workers' status.
         assert job.groups[1].status == (1 if told == "torchrun" else 0), job.groups[1].log.read_text()
         ends = [job.of(1, rank)[-1] for rank in range(RANKS)]
         assert [end["event"] for end in ends] == ["left"] * RANKS, job.groups[1].log.read_text()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from test_train_demo import EXAMPLES, ROOT
 
-# As much of Ray as the example needs to be imported. The arguments are looked at before Ray starts.
+# The part of Ray that the example needs to be imported. Arguments are checked before Ray starts.
 STAND_IN = {
     "ray/__init__.py": "def remote(*given, **options): return given[0] if given else lambda decorated: decorated\n",
     "ray/util/__init__.py": "",

@@ -1,4 +1,4 @@
-"""Ranks that ask through the relay of one of them, and themselves once its process has ended."""
+"""Ranks request quorums through the relay of one of them, and directly after its process has ended."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RANKS = 4
 
 
 def connections(port: int) -> int:
-    """How many connections to a port of this host are open, by their other ends."""
+    """Returns the number of open connections to a port of this host, by their other ends."""
     count = 0
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:

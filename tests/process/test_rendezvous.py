@@ -1,4 +1,4 @@
-"""torchrun with `--rdzv-backend torchft`: nodes are killed and come while it runs, and the lighthouse is restarted.
+"""torchrun with `--rdzv-backend torchft`: nodes are killed and join during the job, and the lighthouse is restarted.
 
 tests/unit/dlrover/test_rendezvous.py has nodes in one process, go/rendezvous the decisions.
 """
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 class Nodes:
-    """Agents of torchrun, one node each, and the rounds in which their workers were."""
+    """torchrun agents, one for each node, and the rounds of their workers."""
 
     def __init__(self, folder: Path, endpoint: str, nnodes: str = "1:2", conf: str = "last_call_timeout=1") -> None:
         self.folder = folder
@@ -50,7 +50,7 @@ class Nodes:
         process_tree.kill_tree(self.agents.pop(name))
 
     def sizes(self, name: str) -> list[int]:
-        """Of the rounds of a node."""
+        """The sizes of a node's rounds."""
         events = self.folder / "events.jsonl"
         lines = [json.loads(line) for line in events.read_text().splitlines()] if events.exists() else []
         return [line["size"] for line in lines if line["node"] == name]
@@ -74,7 +74,7 @@ class Nodes:
 
 
 class Lighthouse:
-    """One that can be restarted; it keeps nothing on disk."""
+    """A lighthouse that can be restarted; it has no state on disk."""
 
     def __init__(self) -> None:
         self._server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
@@ -109,7 +109,7 @@ def nodes(tmp_path: Path, lighthouse: Lighthouse) -> Iterator[Nodes]:
 def test_a_node_fails_and_another_one_comes(nodes: Nodes, lighthouse: Lighthouse) -> None:
     nodes.start("a", "b")
     nodes.meet(2, "a", "b")
-    lighthouse.restart()  # which costs nobody anything
+    lighthouse.restart()  # this delays nothing
     nodes.kill("b")
     nodes.meet(1, "a")
     nodes.start("c")
@@ -119,12 +119,12 @@ def test_a_node_fails_and_another_one_comes(nodes: Nodes, lighthouse: Lighthouse
     assert nodes.sizes("c") == [2]
 
 
-# Each costs a start of PyTorch; go/rendezvous has failure.txt and lost_connection.txt for other moments.
+# Each moment costs a start of PyTorch; go/rendezvous tests other moments in failure.txt and lost_connection.txt.
 @pytest.mark.parametrize(
     "moment", [*(pytest.param(m, marks=pytest.mark.slow) for m in ("started", "asked", "met")), "released"]
 )
 def test_an_agent_is_killed_at_a_moment(lighthouse: Lighthouse, moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first of three nodes, which gets rank 0: the others train without it."""
+    """The killed node is the first of three, which gets rank 0. The others train without it."""
     monkeypatch.setattr("torchft.dlrover.rendezvous._MEET_SEC", 2.0)
     with Job() as job:
         token = {"TORCHFT_TOKEN_FILE": os.environ["TORCHFT_TOKEN_FILE"]}
@@ -147,7 +147,7 @@ def test_an_agent_is_killed_at_a_moment(lighthouse: Lighthouse, moment: str, mon
             met = meet()
             if moment == "met" and met != [(0, 2), (1, 2)]:  # it was killed when all had met, or one of them had
                 job.wait(lambda: first.returncode is not None, 60, "the first node ends")
-                met = meet()  # as their workers fail
+                met = meet()  # because their workers fail
         assert met == [(0, 2), (1, 2)]
         for other in others:
             other.shutdown()

@@ -1,7 +1,7 @@
-"""kill -9 in mid-step: it costs time, and no step.
+"""kill -9 in mid-step takes time, but costs no step.
 
-Groups of a job die one after another, each at another place of a step. The weights of the others are compared with each
-other, and with those of one plain loop over the batches of the groups that took part in each step.
+Groups of a job are killed one after another, each at another place of a step. The weights of the others are compared
+with each other, and with those of one plain loop over the batches of the groups that took part in each step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def test_kill_9_costs_no_step(kind: str, groups: int, places: tuple[str, ...], t
         )
         children = []
         for group in range(groups):
-            # The first groups die first: the primary's store is one of theirs.
+            # The first groups are killed first, because one of them hosts the primary's store.
             failure = ("--fail_at", FAILURES[group], "--place", places[group]) if group < len(places) else ()
             common = ("--group", group, "--groups", groups, "--lighthouse", lighthouse, "--kind", kind)
             rest = ("--store", store.port, "--steps", STEPS, "--save", tmp_path / f"{group}.pt")
@@ -59,7 +59,7 @@ def test_kill_9_costs_no_step(kind: str, groups: int, places: tuple[str, ...], t
         everybody = list(range(groups))
         expected = []
         for step in range(STEPS):
-            # A group that fails after the vote took part in the step.
+            # A group that fails after the vote participated in the step.
             failed = [g for g, place in enumerate(places) if step > FAILURES[g] - (place != "commit")]
             expected.append([g for g in everybody if g not in failed])
         for end in ends:

@@ -1,5 +1,6 @@
-"""One and the same script, started by torchrun, trains with one replica group on upstream and the other on
-ours, to the weights that ours alone ends with."""
+"""The same script under torchrun trains with one group on upstream and the other on ours, to the weights that ours
+alone ends with.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from upstream import REQUIREMENTS, upstream_path
 
 @cache
 def run_script(first: Path, second: Path) -> list[Event]:
-    """Run the script as a job of two groups with the torchft below each path; return what each group ended with."""
+    """Run the script as a job of two groups with the torchft below each path; return the final state of each group."""
     with Job() as job:
-        # Both groups are in every quorum, however far apart torchrun starts them.
+        # Both groups are in every quorum, whatever the delay between their starts.
         _, address = job.lighthouse(first, min_replicas=2, join_timeout_ms=10000, heartbeat_timeout_ms=5000)
         groups = [
             job.start(

@@ -1,4 +1,4 @@
-"""The Slurm scripts, with stand-ins for Slurm's commands: everything but Slurm itself."""
+"""The Slurm scripts, with stand-ins for Slurm's commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCRIPTS = EXAMPLES / "slurm"
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> dict[str, str]:
-    """The environment of a group of two nodes; srun and torchft_lighthouse print what they are given."""
+    """The environment of a group with two nodes. srun and torchft_lighthouse print their arguments."""
     commands = tmp_path / "bin"
     commands.mkdir()
     show = "env | grep -E '^(TORCHFT|REPLICA|NUM_REPLICA)' | sort"

@@ -1,4 +1,4 @@
-"""`torchft status --watch`, `drain` and `kill` at groups that train, as an operator types them."""
+"""`torchft status --watch`, `drain` and `kill` with training groups, as an operator types them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Groups:
         )
         self.members = [self._member(number) for number in range(3)]
         for member in self.members:
-            # It has met the others.
+            # The group has connected with the others.
             job.wait(
                 lambda: [e for e in member.of("step") if e["members"] == 3],  # noqa: B023 (called at once)
                 START_TIMEOUT_S,
@@ -58,7 +58,7 @@ def test_watch_drain_and_kill(groups: Groups) -> None:
     command = groups.torchft("status", "--watch", "100ms")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as watching:
         assert watching.stdout is not None
-        # Whatever comes first ends the reading: what is waited for, or the deadline.
+        # Reading ends with the expected text or at the deadline.
         deadline = threading.Timer(200, watching.kill)
         deadline.start()
         try:

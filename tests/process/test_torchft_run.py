@@ -1,4 +1,6 @@
-"""`torchft run`, as a user types it: groups that die come back, it grows and shrinks, Ctrl-C leaves nothing behind."""
+"""`torchft run` as a user types it: killed groups are restarted, the job grows and shrinks, Ctrl-C
+leaves nothing behind.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ FOREVER = "1000000000"
 
 
 class Command:
-    """A running `torchft run`, and what it prints."""
+    """A running `torchft run`, and its output."""
 
     def __init__(self, folder: Path, *arguments: str) -> None:
         self.folder = folder
@@ -57,7 +59,7 @@ def test_it_kills_and_restarts(tmp_path: Path) -> None:
 
 
 def end(run: Command, at_least: int) -> None:
-    """Ctrl-C: nothing is left behind of so many processes."""
+    """Sends Ctrl-C, and checks that none of this number of processes is left."""
     assert len(process_tree.tree(run.process.pid)) >= at_least
     run.process.send_signal(signal.SIGINT)
     assert run.process.wait(60) == 130, run.report()
@@ -70,14 +72,14 @@ def end(run: Command, at_least: int) -> None:
 
 
 def says_where_the_logs_are(run: Command) -> None:
-    """Once more at the end, when the first line has left the screen."""
+    """The path of the logs is printed again at the end, when the first line has scrolled away."""
     assert run.log.read_text().splitlines()[-1] == f"logs: {run.folder / 'logs'}"
 
 
 @pytest.mark.slow  # test_it_kills_and_restarts starts, loses and ends groups; the counts are in tests/unit/launch
 @pytest.mark.timeout(240)
 def test_it_grows_shrinks_and_ends(tmp_path: Path) -> None:
-    """Without kills: one that comes when the third one is to leave would be another way to leave."""
+    """Without kills: a group that is killed when it should leave would leave in another way."""
     run = Command(tmp_path, "--replicas", "2:3", str(MEMBER), FOREVER)
     try:
         run.wait(lambda: run.shows(r"^group 0 .* training") and run.shows(r"^group 1 .* training"), "both train")
@@ -99,7 +101,7 @@ def test_it_grows_shrinks_and_ends(tmp_path: Path) -> None:
 @pytest.mark.slow  # above a group that asks and votes joins in the same way
 @pytest.mark.timeout(360)
 def test_more_groups_of_the_training_script_join(tmp_path: Path) -> None:
-    """Each has a shard of the data of its own, so that it must know how many there may be."""
+    """Each group has a shard of the data of its own, so it must know the largest number of groups."""
     run = Command(tmp_path, "--replicas", "1:2", str(ours_path() / "train_ddp.py"), "--steps", "1000000")
     try:
         run.wait(lambda: run.shows(r"^group 0 .* training"), "the first one trains", 120)
@@ -126,7 +128,7 @@ def test_it_ends_when_all_groups_have_finished(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bind", "said"),
     [
-        # Whoever has it takes connections: that must not be taken for an answer of the lighthouse.
+        # The program on the port accepts connections, which must not be taken for an answer of the lighthouse.
         (
             "127.0.0.1:{taken}",
             'bind is "127.0.0.1:{taken}": the port is in use by another process; choose another one, or 0',

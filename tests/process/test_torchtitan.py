@@ -70,7 +70,7 @@ def test_fsdp_survives_a_failure_and_resumes_from_checkpoints(tmp_path: Path) ->
             child.send(do="finish", step=last)
         end = weights(job, first + again)  # equal in all groups
         assert any(e["total"] == 2 for e in both(first[0]))
-        assert again[0].of("ready")[0]["place"] > 0  # its place in the data came from its own folder
+        assert again[0].of("ready")[0]["place"] > 0  # its position in the data was restored from its own folder
 
         # From disk, as torch.distributed.checkpoint wrote it. A full checkpoint is made every 5 steps.
         folders = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())

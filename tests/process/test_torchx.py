@@ -26,7 +26,7 @@ def torchx(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow  # test_roles looks at what TorchX would start, and test_train_demo has a group that is started again
 def test_groups_of_an_app_train_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of them fails at first, and torchrun starts it again."""
+    """One group fails at first, and torchrun restarts it."""
     from torchx.runner import get_runner
 
     from torchft.torchx import hsdp

@@ -37,7 +37,7 @@ def lighthouse() -> Iterator[str]:
 
 @pytest.fixture
 def new_group(tmp_path: Path) -> Iterator[Callable[..., Group]]:
-    """Makes groups that the end of the test kills."""
+    """Makes groups that are killed at the end of the test."""
     made: list[Group] = []
 
     def new(*args: int, **kwargs: int) -> Group:
@@ -66,7 +66,7 @@ def test_torchrun_restarts_a_killed_worker_and_two_ranks_a_group_end_with_the_sa
     groups = [new_group(number, 2, nproc=2) for number in range(2)]
     for group in groups:
         group.start(lighthouse, ENOUGH_STEPS, ["--max_restarts", "1"])
-    # Ten steps of its own for each: below, their batches are compared, and the one that is killed may be late.
+    # Ten more steps for each group, whose batches are compared below; the killed group may be late.
     wait_for(
         lambda: all(group.step() >= 20 and len(group.commits()) >= 10 for group in groups), "both groups train", *groups
     )
@@ -95,7 +95,7 @@ def test_torchrun_restarts_a_killed_worker_and_two_ranks_a_group_end_with_the_sa
 def test_a_killed_torchrun_leaves_nothing_behind_and_its_group_resumes_where_its_checkpoint_was(
     lighthouse: str, new_group: Callable[..., Group], tmp_path: Path
 ) -> None:
-    # An epoch has 15 steps: no checkpoint lies at the end of one.
+    # An epoch has 15 steps, so no checkpoint is at the end of an epoch.
     train_args = ["--batch-size", "100", "--micro-batch-size", "100"]
     train_args += ["--checkpoint-every", "20", "--checkpoint-dir", str(tmp_path / "checkpoints")]
     group = new_group(0, 1)
@@ -104,7 +104,7 @@ def test_a_killed_torchrun_leaves_nothing_behind_and_its_group_resumes_where_its
 
     pids = process_tree.tree(group.pid)
     assert len(pids) >= 4  # the agent, the worker, two processes of its data loader
-    os.kill(group.pid, signal.SIGKILL)  # the agent alone
+    os.kill(group.pid, signal.SIGKILL)  # the agent only
     wait_for(lambda: group.status is not None and not process_tree.alive(pids), "all follow the agent", seconds=60)
     group.follow()
     first_life = group.events[1:]
@@ -120,7 +120,7 @@ def test_a_killed_torchrun_leaves_nothing_behind_and_its_group_resumes_where_its
     assert (start["event"], end["event"], end["step"]) == ("start", "end", end_at)
     assert [event["step"] for event in second_life] == list(range(resumed_at + 1, end_at + 1))
 
-    # What had been trained on after the checkpoint is trained on again, and nothing is left out.
+    # Steps after the checkpoint are repeated, and none is skipped.
     trained = [event["indices"] for event in group.everything() if event["event"] == "trained"]
     lives = trained[:resumed_at], trained[-len(second_life) :]
     assert [*lives[0], *lives[1]] == batches_in_order(end_at, batch_size=100)

@@ -1,4 +1,4 @@
-"""What `make train` runs, in small: the output that users see, and that nothing is left behind."""
+"""A small version of `make train`: its output, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ sys.path.insert(0, str(EXAMPLES))
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """With a torchft_lighthouse command, also where the package is on PYTHONPATH and not installed."""
+    """Provides a torchft_lighthouse command, also if the package is on PYTHONPATH and not installed."""
     environment = dict(os.environ)
     if not shutil.which("torchft_lighthouse", path=str(Path(sys.executable).parent)):
         folder = tmp_path_factory.mktemp("bin")
@@ -53,14 +53,14 @@ def test_a_group_is_killed_heals_and_ends_with_the_same_weights(environment: dic
     assert done.stderr == ""
 
     lines = done.stdout.splitlines()
-    assert len(lines) < 60  # shows progress, and does not flood
+    assert len(lines) < 60  # shows progress, but not too many lines
     for state in ("training", "killed", "starting again", "healed", "done"):
         assert any(line.startswith("group 1 [") and state in line for line in lines), done.stdout
 
     rows = {line[:34].strip(): line[34:].split() for line in lines}
     survivor, victim = (read_events(tmp_path, group) for group in (0, 1))
     commits = [event["step"] for event in survivor if event["event"] == "commit"]
-    assert commits == list(range(commits[0], commits[0] + len(commits)))  # not one step twice, and none left out
+    assert commits == list(range(commits[0], commits[0] + len(commits)))  # no step twice, and none skipped
     assert commits[-1] >= 100
     assert rows["steps committed"] == [str(sum(e["event"] == "commit" for e in es)) for es in (survivor, victim)]
     assert rows["steps lost"] == [str(sum(e["event"] == "lost" for e in es)) for es in (survivor, victim)]
@@ -250,11 +250,12 @@ def test_a_state_that_lasts_only_until_the_kill_is_shown(
     import demo
 
     class Quick(demo.Group):
-        """Trains from the first step to beyond the kill between two looks, and then to the end."""
+        """Between two polls it trains from the first step to beyond the kill, and then to the end."""
 
         def start(self, *_: object) -> None:
             self.state = "starting again" if self.events else "starting"
-            self._left = [10, 90] if self.number else [10, 10, 10, 10, 60]  # the survivor is there until it is back
+            # the survivor waits until the other group has returned
+            self._left = [10, 90] if self.number else [10, 10, 10, 10, 60]
             self._pause = True
 
         def follow(self) -> None:

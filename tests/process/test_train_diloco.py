@@ -1,4 +1,6 @@
-"""What `make train-diloco` runs, in small: a group is killed, heals, and all end with the same global parameters."""
+"""A small version of `make train-diloco`: a group is killed, heals, and all groups end with the same
+global parameters.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ from torchft import Manager
 __all__ = ["environment"]  # a fixture
 
 
-@pytest.mark.slow  # tests/integration/test_local_sgd.py has groups that die in each phase
+@pytest.mark.slow  # tests/integration/test_local_sgd.py has groups that fail in each phase
 @pytest.mark.timeout(240)
 def test_a_group_is_killed_heals_and_all_end_with_equal_parameters(environment: dict[str, str], tmp_path: Path) -> None:
     picture = tmp_path / "loss.png"
     plot = ["--plot", str(picture)] if find_spec("matplotlib") else []
     command = [
         *(sys.executable, str(EXAMPLES / "demo.py"), "--script", str(ROOT / "train_diloco.py"), *plot),
-        # Steps take milliseconds, and the demo looks ten times a second: the kills must not come too late.
+        # Steps take milliseconds, and the demo polls ten times a second, so the kills must not come too late.
         *("--steps", "300", "--kill-at", "20", "--kill-every", "100"),
         *("--time-limit", "200", "--logs", str(tmp_path / "logs")),
         *("--", "--smoke"),
@@ -42,7 +44,7 @@ def test_a_group_is_killed_heals_and_all_end_with_equal_parameters(environment: 
     assert len(digests) == 2 and len(set(digests)) == 1 and "equal" in done.stdout.splitlines()
     assert picture.is_file() == bool(plot)
     bits = re.search(r"bits per byte of held-out text +(\d\.\d+) +(\d\.\d+)", done.stdout)
-    assert bits and bits[1] == bits[2] and float(bits[1]) < 7  # a byte that is not predicted at all needs 8
+    assert bits and bits[1] == bits[2] and float(bits[1]) < 7  # a model that knows nothing needs 8 bits
 
     survivor, victim = (read_events(tmp_path / "logs", group) for group in (0, 1))
     commits = [event["step"] for event in survivor if event["event"] == "commit"]

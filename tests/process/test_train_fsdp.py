@@ -1,4 +1,4 @@
-"""What `make train-fsdp` runs, in small: a rank of a sharded group is killed, and each new rank heals its own shard."""
+"""A small version of `make train-fsdp`: a rank of a sharded group is killed, and each new rank heals its own shard."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_rank_is_killed_and_all_end_with_equal_weights(
     assert commits == list(range(commits[0], commits[0] + len(commits)))
     assert {event["participants"] for event in survivor if event["event"] == "commit"} == {1, 2}
     assert sum(event["event"] == "start" for event in survivor) == 1  # it never ended
-    for rank in range(2):  # both had to begin anew, and healed
+    for rank in range(2):  # both ranks were restarted, and healed
         lines = (tmp_path / "events" / f"group-1-rank-{rank}.jsonl").read_text().splitlines()
         victim = [json.loads(line) for line in lines]
         again = [event["event"] for event in victim].index("start", 1)

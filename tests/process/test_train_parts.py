@@ -1,4 +1,4 @@
-"""The parts of the training scripts that need no job: their data, the end of a run, its settings."""
+"""The parts of the training scripts that need no job: data, end of a run, settings."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_groups_leave_together(step: int, participants: int, ends: bool, why: st
 
 @pytest.mark.parametrize("step", [100, 110])
 def test_a_group_that_heals_does_not_leave(step: int) -> None:
-    """It has the step of the others already, but not yet their weights."""
+    """It has the step of the other groups already, but not yet their weights."""
     manager = SimpleNamespace(current_step=lambda: step, num_participants=lambda: 2, is_participating=lambda: False)
     assert not parts.at_the_end(cast(Manager, manager), steps=100, overtime=10, groups=2)
 

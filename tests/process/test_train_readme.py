@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 LOOPS = (ROOT / "docs" / "training_loops.md").read_text()
-# Without its docstring.
+# Without the module's docstring.
 MINIMAL = (ROOT / "python" / "examples" / "minimal.py").read_text().partition('"""\n\n')[2]
 
 
@@ -33,7 +33,7 @@ def test_the_readme_shows_minimal_py() -> None:
 @pytest.mark.slow  # test_the_example_trains_in_two_groups_and_ends runs its new side
 @pytest.mark.timeout(240)
 def test_both_sides_of_the_diff(tmp_path: Path) -> None:
-    """One is minimal.py without its comments, the other one trains with PyTorch alone."""
+    """One side is minimal.py without its comments, the other one trains with PyTorch only."""
     (diff,) = blocks(LOOPS, "diff")
     lines = [(line[:1] or " ", line[1:]) for line in diff.splitlines()]
     assert {mark for mark, _ in lines} == {" ", "-", "+"}
@@ -49,15 +49,15 @@ def test_both_sides_of_the_diff(tmp_path: Path) -> None:
 
 
 SCRIPTS = [ROOT / "python" / "examples" / name for name in ("huggingface_loop.py", "lightning_loop.py")]
-# The first one, in the upstream style, has all that ours adds to a loop. The others are slow, Lightning's and the
-# Transformers' among them.
+# The first example, in upstream's style, contains all that torchft adds to a loop. The others are slow, for example
+# those of Lightning and Transformers.
 EXAMPLES = [
     pytest.param(text, id=str(i), marks=[pytest.mark.slow] if i else [])
     for i, text in enumerate([*blocks(LOOPS, "python"), *(script.read_text() for script in SCRIPTS)])
 ]
 
 
-@pytest.mark.timeout(900)  # the first run installs what an example needs
+@pytest.mark.timeout(900)  # the first run installs the packages of an example
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_the_example_trains_in_two_groups_and_ends(example: str, tmp_path: Path) -> None:
     path = [str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -67,7 +67,7 @@ def test_the_example_trains_in_two_groups_and_ends(example: str, tmp_path: Path)
     script = tmp_path / "example.py"
     script.write_text(example + "\nprint('ended at step', manager.current_step())\n")
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2, join_timeout_ms=100)
-    # As torchrun does for a group of one rank.
+    # As under torchrun, for a group of one rank.
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(2)]
     groups = []
     try:

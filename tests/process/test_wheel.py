@@ -1,4 +1,4 @@
-"""The wheel of `make wheel`, in an environment that has PyTorch and nothing of this repository."""
+"""The wheel of `make wheel`, in an environment that has only PyTorch."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import torch
 from torchft.launch import process_tree
 
 ROOT = Path(__file__).resolve().parents[2]
-# Over that of the tests: no way to this repository, and nothing of the make that runs them.
+# Overrides of the tests' environment: no path to this repository, and nothing of the make that runs the tests.
 ENVIRONMENT = {"PYTHONPATH": "", "MAKEFLAGS": "", "MAKELEVEL": ""}
 
-# First: what users install is built and tried each night, however short it is.
+# Run first, so that the wheel that users install is tested each night, however short it is.
 pytestmark = [pytest.mark.slow(first=True), pytest.mark.timeout(900)]
 
 
@@ -35,19 +35,21 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The commands of a new environment with the wheel; PyTorch, and what it needs, are borrowed from this one."""
+    """Returns the commands of a new environment with the wheel. PyTorch and its dependencies are
+    borrowed from this one.
+    """
     new = tmp_path_factory.mktemp("new")
     venv.create(new, with_pip=True)
     pip = [new / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check"]
     run(*pip, "--no-index", "--no-deps", wheel, cwd=new)
     (packages,) = new.glob("lib/python3*/site-packages")
-    # Behind its own packages, and without the .pth files there: those lead to this repository.
+    # After its own packages, and without the .pth files there, which point to this repository.
     (packages / "borrowed.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     return new / "bin"
 
 
 def run(*command: str | Path, cwd: Path, seconds: float = 200) -> str:
-    """What a command prints that succeeds."""
+    """Returns the output of a command, which must succeed."""
     env = {**os.environ, **ENVIRONMENT}
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=seconds)
     assert done.returncode == 0, done.stdout + done.stderr

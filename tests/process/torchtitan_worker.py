@@ -133,7 +133,7 @@ with maybe_semi_sync_training(fault_tolerance, ft_manager=ft, model=model, n_lay
             continue
         before = ft.manager.current_step()
         optimizers.zero_grad()
-        time.sleep(0.02)  # time for a newcomer to heal in
+        time.sleep(0.02)  # time for a joining group to heal
         x, y = batch(before, args.group, rank)
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()

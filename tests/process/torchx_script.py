@@ -1,4 +1,4 @@
-"""What a rank of the test of the TorchX component runs: a step with all groups, and a file that says so."""
+"""A rank of the TorchX component's test: does a step with all groups, and writes a file about it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ group, rank = os.environ["REPLICA_GROUP_ID"], os.environ["RANK"]
 marker = folder / f"failed-{group}"
 if fail_once and rank == "0" and not marker.exists():
     marker.touch()
-    sys.exit(3)  # torchrun starts the group again
+    sys.exit(3)  # torchrun restarts the group
 pg = ProcessGroupGloo(timeout=timedelta(seconds=60))
 manager = Manager(pg, lambda state: None, dict, min_replica_size=2, init_sync=False, replica_id=f"torchx_{group}")
 manager.start_quorum()

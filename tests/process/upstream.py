@@ -1,4 +1,4 @@
-"""Packages that tests need beside this environment: upstream, and clients of torchft.
+"""Installs packages that tests need in addition to this environment: upstream, and clients of torchft.
 
 Tests and benchmarks run upstream in processes of its own, with PYTHONPATH set to the directory
 that `install` returns. torch is left out there, so both sides use the torch of this environment.
@@ -17,7 +17,7 @@ from pathlib import Path
 
 REQUIREMENTS = {"nightly": "torchft-nightly==2026.10.26", "stable": "torchft==0.2.0"}
 
-# What both of them declare and import, apart from torch.
+# Dependencies of both upstream versions, without torch.
 DEPENDENCIES = [
     "opentelemetry-api>=1.39.0",
     "opentelemetry-sdk>=1.39.0",
@@ -61,7 +61,7 @@ def upstream_path(name: str) -> Path:
 
 
 def client_path(name: str) -> Path:
-    """Return what to put at the end of the path for one of CLIENTS; skips and fails as :func:`upstream_path`."""
+    """Return the path entry for one of CLIENTS, to be put last; skips and fails as :func:`upstream_path`."""
     steps = [["--no-deps", *CLIENTS[name]]] + ([NEEDED_BY[name]] if name in NEEDED_BY else [])
     return _or_skip(lambda: _cached(CLIENTS[name][0], *steps))
 
@@ -90,7 +90,7 @@ def install(name: str) -> Path:
 
 
 def _cached(requirement: str, *steps: list[str]) -> Path:
-    """Install what pip is told in some steps into a folder that is named after a requirement; return that."""
+    """Install packages in some steps into a folder named after a requirement, and return the folder."""
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     target = _cache_dir() / f"{requirement.replace('==', '-')}-{python}-{sysconfig.get_platform()}"
     if target.is_dir():
@@ -140,7 +140,7 @@ def _install_into(directory: Path, what: list[str]) -> None:
 
 
 def _installer() -> list[str]:
-    """Return pip of this environment, or uv where the environment was made without pip."""
+    """Return this environment's pip, or uv if the environment was made without pip."""
     pip = subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True, timeout=60)
     if pip.returncode == 0:
         return [sys.executable, "-m", "pip", "install", "--disable-pip-version-check"]

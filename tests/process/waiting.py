@@ -1,4 +1,4 @@
-"""Waiting for groups that torchrun runs."""
+"""Waits for groups that torchrun runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ START_S = 120
 
 
 def wait_for(condition: Callable[[], object], what: str, *groups: Group, seconds: float = START_S) -> None:
-    """Returns when the condition is true; it may look at what the groups did, which is read meanwhile.
+    """Returns when the condition is true. The groups' events are read in the meantime.
 
     Raises:
         AssertionError: a group failed before, or the seconds have passed.

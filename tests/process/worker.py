@@ -1,4 +1,4 @@
-"""A replica group of one process that trains a tiny model, of whichever torchft is on PYTHONPATH.
+"""A replica group of one process that trains a tiny model, with the torchft on PYTHONPATH.
 
 Commands, in this order: {"do": "join", "lighthouse": ADDRESS} makes the Manager (answered by `ready`), {"do": "train"}
 begins, {"do": "finish", "step": N} ends after step N. Each step prints the digest of the weights.
@@ -30,7 +30,7 @@ parser.add_argument("--set-fns", action="store_true", help="the state is set aft
 parser.add_argument("--heal-along", action="store_true", help="heal in pieces, where this torchft can")
 args = parser.parse_args()
 if args.heal_along:
-    os.environ["TORCHFT_HEAL_ALONG"] = "1"  # upstream takes no argument for it
+    os.environ["TORCHFT_HEAL_ALONG"] = "1"  # upstream has no argument for it
 
 commands = Commands()
 torch.set_num_threads(1)
@@ -60,7 +60,7 @@ def load_state_dict(state: dict[str, dict]) -> None:
     emit("loaded", digest=digest())
 
 
-# What torchrun's agent does: it hosts the group's store.
+# As torchrun's agent does, it hosts the group's store.
 store = TCPStore("localhost", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
 manager = Manager(
     pg=(ProcessGroupBabyGloo if args.isolated else ProcessGroupGloo)(timeout=timedelta(seconds=10)),
@@ -86,7 +86,7 @@ while last_step is None or manager.current_step() < last_step:
         last_step = command["step"]
         continue
     step = manager.current_step()
-    # The batch depends on the step and the group, so a step that two groups did not share shows in the digest.
+    # The batch depends on the step and the group, so a step that two groups did not share changes the digest.
     batch = torch.Generator().manual_seed(1000 * step + args.group)
     x, y = torch.randn(16, 8, generator=batch), torch.randn(16, 4, generator=batch)
     optimizer.zero_grad()

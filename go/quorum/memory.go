@@ -297,6 +297,6 @@ func (m *memory) regress(in []*replica) (reason string, mayCome bool) {
 	if len(absent) == 0 {
 		return "", false
 	}
-	return fmt.Sprintf("the job had reached step %d in quorum %d, whoever asks is at step %d at most; missing of that quorum: %s",
+	return fmt.Sprintf("the job had reached step %d in quorum %d, the members that ask are at step %d at most; missing of that quorum: %s",
 		m.step, m.latest.ID, step, names(absent)), mayCome
 }

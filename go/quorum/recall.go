@@ -219,7 +219,7 @@ func (s *search) unshown(e Asked) string {
 }
 
 func notShown(known int64) string {
-	return fmt.Sprintf("it knows of quorum %d, as it says, and did not show it", known)
+	return fmt.Sprintf("it claims to know of quorum %d, and did not show it", known)
 }
 
 // delivered ends the search: a quorum was formed although a later one was looked for.

@@ -36,10 +36,10 @@ func (v *votes) lacking(d decision, in []*replica) (reason string, missing []Vot
 		case v.list.seat.Place == 0 && rumor.ReplicaID == "":
 			return "", nil
 		case v.list.seat.Place == 0:
-			return fmt.Sprintf("the job had a quorum, of which replica %s spoke, and nobody here knows who was in it; another lighthouse might serve them",
+			return fmt.Sprintf("the job had a quorum, of which replica %s knows the id, and no member here can show it; another lighthouse might serve them",
 				rumor.ReplicaID), []Voter{rumor}
 		}
-		return fmt.Sprintf("nobody who asks was in a quorum of this job before, and a job begins at the first lighthouse of its list: this is %s",
+		return fmt.Sprintf("none of the members that ask was in a quorum of this job before, and a job begins at the first lighthouse of its list: this is %s",
 			v.list.seat), nil
 	}
 	here := make(map[string]bool, len(in))

@@ -23,8 +23,8 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// comeback is the result of a kill and restart of a lighthouse with many groups, which all reconnect at once. They have the
-// connections and the pauses of real managers.
+// comeback is the result of a benchmark: a lighthouse with many groups is killed and restarted, and all groups reconnect at once. They
+// have as many connections, and the same backoff, as real managers.
 type comeback struct {
 	Groups   int     `json:"groups"`
 	AwayS    float64 `json:"away_s"`    // time without a lighthouse
@@ -41,8 +41,8 @@ type returning struct {
 	attempts atomic.Int64
 
 	mu      sync.Mutex
-	in      int
-	since   []time.Time // when each was connected, since the last forget
+	in      int         // groups that are connected
+	since   []time.Time // when each group was connected, since the last forget
 	changed chan struct{}
 }
 
@@ -81,7 +81,7 @@ func (r *returning) forget() {
 	r.attempts.Store(0)
 }
 
-// attend keeps a group's stream open, with the pauses that a manager makes.
+// attend keeps a group's stream open, with a manager's backoff.
 func (r *returning) attend(ctx context.Context, conn *grpc.ClientConn, replicaID string) {
 	stub := torchftpb.NewMemberServiceClient(conn)
 	for failed := 0; ctx.Err() == nil; {
@@ -116,7 +116,7 @@ func (r *returning) stream(ctx context.Context, stub torchftpb.MemberServiceClie
 	return welcomed
 }
 
-// measureComeback kills and restarts a lighthouse. The command lacks its --bind.
+// measureComeback kills and restarts a lighthouse. The command is completed by --bind and a few other options.
 func measureComeback(ctx context.Context, command string, groups int, away time.Duration) (c comeback, err error) {
 	ctx, cancel := context.WithTimeout(ctx, requestTimeout)
 	defer cancel()
@@ -197,7 +197,7 @@ type running struct {
 
 func (r *running) pid() int { return r.command.Process.Pid }
 
-// end is kill -9.
+// end kills the process by SIGKILL, and waits for it.
 func (r *running) end() {
 	r.ended.Do(func() {
 		_ = r.command.Process.Kill()

@@ -9,7 +9,8 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// Reports of groups about their recoveries, for people. No decision depends on them, so the machine does not get them.
+// This file records what groups report about their recoveries, for the log and the dashboard. No decision depends on these reports, so
+// they are not passed to the machine.
 
 // heal is the progress of a heal, in bytes.
 type heal struct{ received, total int64 }
@@ -17,7 +18,7 @@ type heal struct{ received, total int64 }
 const (
 	// mostHeals bounds how many heals are remembered.
 	mostHeals = 10_000
-	// mostPhases and longestPhase bound the phases of a recovery and their names, which a client could choose.
+	// mostPhases and longestPhase bound the number of phases of a recovery and the length of their names: a client chooses both.
 	mostPhases   = 16
 	longestPhase = 40
 )
@@ -53,7 +54,7 @@ func (j *job) recovered(replicaID string, r *torchftpb.Recovered) {
 	default:
 		j.blamed = r.GetQuorumId()
 		e.Kind, e.QuorumID, e.StepsLost = dashboard.Recovered, r.GetQuorumId(), max(0, r.GetStepsLost())
-		j.log.Info("torchft: the others go on after a failure", "quorum_id", e.QuorumID, "step", e.Step, "steps_lost", e.StepsLost, "seconds", seconds(e.Phases))
+		j.log.Info("torchft: the other groups continue after a failure", "quorum_id", e.QuorumID, "step", e.Step, "steps_lost", e.StepsLost, "seconds", seconds(e.Phases))
 	}
 	j.board.Record(e)
 }

@@ -28,7 +28,7 @@ type rawStream struct {
 	number uint64
 }
 
-// attend opens a stream and greets. It holds the list of a revision.
+// attend opens a stream and sends a greeting, by which the member holds the list of a revision.
 func attend(t *testing.T, c *fttest.Cluster, id string, held uint64) *rawStream {
 	t.Helper()
 	w := open(t, c, id)
@@ -65,7 +65,7 @@ func (w *rawStream) receive() *torchftpb.LighthouseMessage {
 	return m
 }
 
-// ask asks for a step, and says who asks only the first time.
+// ask requests the quorum of a step. Only the first request of a stream has the member.
 func (w *rawStream) ask(step int64, timeout time.Duration) {
 	ask := &torchftpb.Ask{Number: w.number + 1, TimeoutUs: timeout.Microseconds(), Step: step}
 	if w.number == 0 {
@@ -76,7 +76,7 @@ func (w *rawStream) ask(step int64, timeout time.Duration) {
 	synctest.Wait()
 }
 
-// answered takes the answer to the last ask: what of the list it was sent, and the quorum.
+// answered receives the answer to the last request: the change of the list, nil if there is none, and the quorum.
 func (w *rawStream) answered() (*quorum.Change, *torchftpb.QuorumStates) {
 	w.t.Helper()
 	var change *quorum.Change
@@ -103,7 +103,7 @@ func (w *rawStream) failed() (codes.Code, string) {
 	return codes.Code(m.GetFailure().GetCode()), m.GetFailure().GetMessage()
 }
 
-func TestOnlyWhatChangedIsSent(t *testing.T) {
+func TestOnlyChangesOfTheListAreSent(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		a, b := attend(t, c, "a", 0), attend(t, c, "b", 0)
@@ -122,7 +122,7 @@ func TestOnlyWhatChangedIsSent(t *testing.T) {
 		b.ask(2, time.Minute)
 		for _, w := range []*rawStream{a, b} {
 			list, states := w.answered()
-			assert.Nil(t, list, "everybody is who they were")
+			assert.Nil(t, list, "no member has changed")
 			assert.EqualValues(t, 2, states.GetStep())
 			assert.Empty(t, states.GetOthers())
 		}
@@ -154,7 +154,7 @@ func TestOnlyWhatChangedIsSent(t *testing.T) {
 	})
 }
 
-// leftOf takes the answer of a round in which somebody left, past the news of it.
+// leftOf receives the change of the list after a member has left, and skips the notice of that.
 func leftOf(t *testing.T, w *rawStream) quorum.Change {
 	t.Helper()
 	var change quorum.Change
@@ -169,7 +169,7 @@ func leftOf(t *testing.T, w *rawStream) quorum.Change {
 	}
 }
 
-func TestAListOutlivesItsLighthouse(t *testing.T) {
+func TestAListIsValidAfterARestartOfTheLighthouse(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a := attend(t, c, "a", 0)
@@ -189,12 +189,12 @@ func TestAListOutlivesItsLighthouse(t *testing.T) {
 		other.ask(2, time.Minute)
 		again.ask(3, time.Minute)
 		list, _ = other.answered()
-		assert.True(t, list.Whole, "nobody knows that revision")
+		assert.True(t, list.Whole, "the lighthouse does not know that revision")
 	})
 }
 
-// At a list a member is bound for less than the heartbeat timeout. Its fence follows from the alive interval, and must not be as short
-// as the bond: each lighthouse that is killed would cost a step.
+// A member of a job with a list of lighthouses is bound for less than the heartbeat timeout. The time after which it is fenced follows
+// from the alive interval, and must not be as short as the bond: otherwise each lighthouse that is killed would cost a step.
 func TestAMemberOfAListIsBoundAndFencedByTheHeartbeatTimeout(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -208,11 +208,11 @@ func TestAMemberOfAListIsBoundAndFencedByTheHeartbeatTimeout(t *testing.T) {
 	})
 }
 
-func TestAStreamsAskHasADeadline(t *testing.T) {
+func TestARequestOnAStreamHasADeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		a := attend(t, c, "a", 0)
-		for step := range int64(3) { // the timer is used again
+		for step := range int64(3) { // one timer serves all requests of a stream
 			start := time.Now()
 			a.ask(step, time.Second)
 			code, text := a.failed()
@@ -227,7 +227,7 @@ func TestAStreamsAskHasADeadline(t *testing.T) {
 		b.ask(3, time.Minute)
 		a.answered()
 		b.answered()
-		time.Sleep(2 * time.Minute) // the deadline of an ask that was answered
+		time.Sleep(2 * time.Minute) // longer than the timeout of the request that was answered
 		a.ask(4, 10*time.Second)
 		synctest.Wait()
 		assert.Equal(t, 1, c.Lighthouse.Status().Waiters)
@@ -241,13 +241,13 @@ func TestAMemberWithdrawsItsRequest(t *testing.T) {
 		a.ask(1, time.Minute)
 		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Withdraw{Withdraw: 17}})
 		synctest.Wait()
-		assert.Equal(t, 1, c.Lighthouse.Status().Waiters, "of another ask")
+		assert.Equal(t, 1, c.Lighthouse.Status().Waiters, "another request was cancelled")
 		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Withdraw{Withdraw: a.number}})
 		synctest.Wait()
 		assert.Zero(t, c.Lighthouse.Status().Waiters)
 
 		a.ask(1, time.Minute)
-		a.ask(2, time.Minute) // in place of that
+		a.ask(2, time.Minute) // replaces the request before it
 		assert.Equal(t, 1, c.Lighthouse.Status().Waiters)
 		a.hangUp()
 		synctest.Wait()
@@ -273,7 +273,7 @@ func TestAShutdownIsAnnouncedOnEveryStream(t *testing.T) {
 			w.hangUp()
 		}
 		<-done
-		assert.Less(t, time.Since(start), time.Second, "nobody had to be cut off")
+		assert.Less(t, time.Since(start), time.Second, "no stream had to be cut off")
 	})
 }
 
@@ -307,7 +307,7 @@ func TestWhatAStreamRefuses(t *testing.T) {
 		"no name":        {[]*torchftpb.MemberMessage{greeting("")}, "replica_id"},
 		"a long name":    {[]*torchftpb.MemberMessage{greeting(strings.Repeat("x", 1025))}, "replica_id has 1025 bytes: allowed are 1024"},
 		"two greetings":  {[]*torchftpb.MemberMessage{greeting("a"), greeting("a")}, "one greeting"},
-		"nobody asks":    {[]*torchftpb.MemberMessage{greeting("a"), ask(&torchftpb.Ask{TimeoutUs: 1})}, "the first request of a stream has no member"},
+		"no member":      {[]*torchftpb.MemberMessage{greeting("a"), ask(&torchftpb.Ask{TimeoutUs: 1})}, "the first request of a stream has no member"},
 		"no deadline":    {[]*torchftpb.MemberMessage{greeting("a"), ask(&torchftpb.Ask{Member: &torchftpb.QuorumMember{ReplicaId: "a"}})}, "timeout_us is 0"},
 		"another's name": {[]*torchftpb.MemberMessage{greeting("a"), ask(&torchftpb.Ask{TimeoutUs: 1, Member: &torchftpb.QuorumMember{ReplicaId: "b"}})}, `replica_id is "b"`},
 	} {
@@ -331,8 +331,8 @@ func TestWhatAStreamRefuses(t *testing.T) {
 	}
 }
 
-// A lighthouse that is the second of a list asks who greets for the quorum that it knows, and sends all to the first one
-// when all reach it.
+// The second lighthouse of a list recalls the quorum that a greeting names, and sends all members to the first one once all of them can
+// reach it.
 func TestMembersAreSentBackTogether(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -364,7 +364,7 @@ func TestMembersAreSentBackTogether(t *testing.T) {
 		assert.Equal(t, codes.Unavailable, code)
 		assert.Contains(t, reason, "number 1 of 2")
 
-		// What they say now counts no more.
+		// Messages on these streams are ignored from here on.
 		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
 		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Suspected{
 			Suspected: &torchftpb.PeerSuspected{ReplicaId: "b", QuorumId: 7},

@@ -56,7 +56,7 @@ func TestTheLighthouseShowsHowFarAHealIsAndWhatItCost(t *testing.T) {
 		assert.Subset(t, events[2], map[string]any{"kind": "recovered", "who": "a", "step": 9.0, "steps_lost": 1.0, "quorum_id": 7.0})
 		for _, line := range []string{
 			`level=INFO msg="torchft: a member healed" member=b step=5 bytes=100 seconds=2`,
-			`level=INFO msg="torchft: the others go on after a failure" quorum_id=7 step=9 steps_lost=1 seconds=0.5`,
+			`level=INFO msg="torchft: the other groups continue after a failure" quorum_id=7 step=9 steps_lost=1 seconds=0.5`,
 		} {
 			assert.Equal(t, 1, c.Log.Count(line), "%s\n%s", line, c.Log.String())
 		}

@@ -38,7 +38,7 @@ func ManagerServerStart(replicaID, lighthouseAddr, hostname, bind, storeAddr str
 		Security:          protected.Security,
 		Job:               protected.Job,
 	}
-	// An address that cannot be connected to is a RuntimeError, whatever is wrong with it.
+	// An address that cannot be parsed is a RuntimeError, like one that cannot be reached.
 	if _, err := rpc.ParseAddresses("lighthouse_addr", lighthouseAddr); err != nil {
 		return 0, err
 	}
@@ -65,7 +65,7 @@ func ManagerClientStart(addr string, connectTimeoutUs int64, security string) (o
 	}), nil
 }
 
-// connect makes the client of a rank, which asks through its own relay where it has one.
+// connect makes the client of a rank. If the rank is to be a relay, it starts that first, and the client uses it.
 func connect(ctx context.Context, addr string, timeout time.Duration, s settings) (_ *rank.Client, err error) {
 	var own *relay.Relay
 	if s.RelayHost != "" {
@@ -74,7 +74,7 @@ func connect(ctx context.Context, addr string, timeout time.Duration, s settings
 		})
 		switch {
 		case errors.Is(err, relay.ErrNone):
-			slog.Default().Warn("torchft: this rank is no relay: those that would ask through it connect to the manager server", "error", err)
+			slog.Default().Warn("torchft: this rank cannot be a relay: its ranks connect to the manager server themselves", "error", err)
 		case err != nil:
 			return nil, err
 		default:
@@ -112,7 +112,7 @@ func ManagerQuorumStart(handle int64, request string, timeoutUs int64) (op int64
 	}), nil
 }
 
-// parseRequest refuses a field that is not known here: it would be lost.
+// parseRequest refuses unknown fields, which would be dropped silently.
 func parseRequest(text string) (req rankclient.Request, err error) {
 	decoder := json.NewDecoder(strings.NewReader(text))
 	decoder.DisallowUnknownFields()
@@ -135,7 +135,7 @@ func ManagerCheckpointMetadataStart(handle, groupRank, timeoutUs int64) (op int6
 	}), nil
 }
 
-// ManagerServerFinish is called before the server is released, where the training has ended on purpose.
+// ManagerServerFinish is called before the server is released if the training is complete, and not preempted.
 func ManagerServerFinish(handle int64) (found bool, err error) {
 	defer ops.Guard(&err)
 	server, err := ops.Get[*manager.Server](handle)
@@ -146,8 +146,7 @@ func ManagerServerFinish(handle int64) (found bool, err error) {
 	return true, nil
 }
 
-// ManagerTrace is called before each quorum of a rank that traces, with the W3C trace context of the step, which its vote
-// goes on with as well.
+// ManagerTrace sets the W3C trace context of the step for the next quorum and vote. A rank that traces calls it before each quorum.
 func ManagerTrace(handle int64, traceparent string) (found bool, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
@@ -158,7 +157,7 @@ func ManagerTrace(handle int64, traceparent string) (found bool, err error) {
 	return true, nil
 }
 
-// ManagerLeaveStart announces that the group has ended its last step, and waits until no peer needs it any more.
+// ManagerLeaveStart announces that the group has completed its last step, and waits until no peer needs its data any more.
 func ManagerLeaveStart(handle, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
@@ -170,7 +169,7 @@ func ManagerLeaveStart(handle, timeoutUs int64) (op int64, err error) {
 	}), nil
 }
 
-// connectFailed classes the error of a constructor: a peer that is not reached in time is no TimeoutError.
+// connectFailed makes the error of a constructor a RuntimeError in Python, also if a peer is not reached in time.
 func connectFailed(err error) error {
 	if err == nil {
 		return nil
@@ -178,7 +177,7 @@ func connectFailed(err error) error {
 	return ops.As(ops.Runtime, errors.New(rpc.Message(err)))
 }
 
-// callFailed classes the error of a call: its own deadline, or everything else.
+// callFailed makes the error of a call a TimeoutError in Python if the call's own deadline has passed.
 func callFailed(err error) error {
 	if rpc.IsTimeout(err) {
 		return ops.As(ops.Timeout, err)

@@ -6,45 +6,45 @@ import (
 	"time"
 )
 
-// model is the machine written down as slowly and obviously as possible: it keeps what it has heard, and
-// looks at all of it after every event. It knows one lighthouse, alone.
+// model is a slow and obvious version of the machine, for a lighthouse without a list: it keeps everything that it was sent, and looks
+// at all of it after each event.
 type model struct {
 	policy    Policy
-	beats     map[string]time.Time // of those whose signs of life are not too old
-	facts     map[string]*facts    // of those in beats, those that wait, and those of the latest quorum
-	anyFailed bool                 // somebody, in the step
-	fresh     map[string]Cause     // in the step, of the latest quorum
-	failed    map[string]Cause     // the same, as it is reported
-	broken    bool                 // a member of the latest quorum failed since
-	reported  bool                 // and before the step
-	rejoined  bool                 // one that left asks again
-	waiting   []Asked              // in the order of asking
-	joined    map[string]time.Time // since when a candidate is one
+	beats     map[string]time.Time // last signs of life, if they are not too old
+	facts     map[string]*facts    // of the members in beats, of those with a request, and of those in the latest quorum
+	anyFailed bool                 // a member failed in this call of step
+	fresh     map[string]Cause     // members of the latest quorum that failed in this call of step
+	failed    map[string]Cause     // those of them whose failure is reported
+	broken    bool                 // a member of the latest quorum has failed since it was formed
+	reported  bool                 // broken, as it was before this call of step
+	rejoined  bool                 // a member that left asks again
+	waiting   []Asked              // pending requests, in their order
+	joined    map[string]time.Time // since when each candidate is one
 	latest    *Quorum
 	highest   int64
 	shrunk    bool      // the latest quorum left candidates out
-	behind    time.Time // since when a quorum waits that would go on below the latest one's step
+	behind    time.Time // since when a quorum is delayed because it would be below the latest one's step
 	leavers   []string  // of the latest quorum
 
-	reports map[string]string // of the latest quorum: whom a member suspects
+	reports map[string]string // in the latest quorum: the suspect of each reporting member
 	checked map[string]bool
 
-	steps   []time.Duration // of quorums with the members of the one before
-	began   time.Time       // when the latest quorum was there
+	steps   []time.Duration // durations of steps after which the members stayed the same
+	began   time.Time       // when the latest quorum was formed
 	askedAt time.Time
 	said    map[string]Progressed
 	heard   map[string]time.Time
 	named   map[string]bool
 
-	did []string // in the step: what is not a quorum, in words
+	did []string // in this call of step: the actions other than quorums and failures, in words
 }
 
 // facts are what a lighthouse knows of a member besides its signs of life and its requests.
 type facts struct {
 	broke    time.Time // when the stream of a suspect broke
 	out      bool      // it counts as failed until it asks
-	presumed bool      // nothing was heard of it yet
-	returned bool      // it began a stream since its last answer
+	presumed bool      // it has sent nothing yet
+	returned bool      // it has begun a stream since its last answer
 	draining bool
 	ending   bool
 }
@@ -57,7 +57,7 @@ func newModel(p Policy, start time.Time) *model {
 
 func (m *model) does(what string, about ...any) { m.did = append(m.did, what+" "+fmt.Sprint(about...)) }
 
-// step returns the quorum that the event leads to, if any, and who is answered.
+// step returns the quorum that the event leads to, nil if none, and the waiters that are answered.
 func (m *model) step(e Event, now time.Time) (*Quorum, []WaiterID) {
 	m.reported = m.broken
 	m.anyFailed, m.fresh, m.did = false, map[string]Cause{}, nil
@@ -74,7 +74,7 @@ func (m *model) step(e Event, now time.Time) (*Quorum, []WaiterID) {
 	return nil, nil
 }
 
-// take notes an event, and reports whether it may lead to a quorum, whoever failed.
+// take records an event, and reports whether it may lead to a quorum even if no member fails by it.
 func (m *model) take(e Event, now time.Time) bool {
 	switch e := e.(type) {
 	case Asked:
@@ -90,7 +90,7 @@ func (m *model) take(e Event, now time.Time) bool {
 	case Disconnected:
 		f := m.facts[e.ReplicaID]
 		if f != nil && f.draining && f.out && m.beating(e.ReplicaID, now) {
-			delete(m.beats, e.ReplicaID) // it left: nothing more is expected of it
+			delete(m.beats, e.ReplicaID) // it has left: it is no suspect
 		} else if m.healthy(e.ReplicaID, now) && f.broke.IsZero() {
 			f.broke = now
 		}
@@ -176,8 +176,8 @@ func (m *model) asked(e Asked, now time.Time) bool {
 	return true
 }
 
-// lostAnswer: it says what it said when it was put into the latest quorum, on a stream that it began since, and nothing
-// else has happened.
+// lostAnswer reports whether the request repeats the one that the latest quorum answered, on a stream that the member has begun since,
+// and nothing else has happened.
 func (m *model) lostAnswer(e Asked, now time.Time) bool {
 	id := e.Member.ReplicaID
 	f := m.facts[id]
@@ -206,7 +206,7 @@ func (m *model) markFailed(id string, cause Cause) {
 	m.ends(id, cause)
 }
 
-// ends notes the end of one that was alive. The end of one that is not in the latest quorum is not reported.
+// ends records the failure of a member that was alive. It is reported only if the member is in the latest quorum.
 func (m *model) ends(id string, cause Cause) {
 	m.anyFailed = true
 	if m.member(id) || m.waits(id) {
@@ -215,7 +215,8 @@ func (m *model) ends(id string, cause Cause) {
 	m.broken = m.broken || m.member(id)
 }
 
-// fail reports those that failed and are in the latest quorum. A member that said before that it ends is reported as shut down.
+// fail sets the failures that are reported: those of members of the latest quorum. A member that has announced its end counts as shut
+// down.
 func (m *model) fail() {
 	m.failed = map[string]Cause{}
 	for id, cause := range m.fresh {
@@ -280,7 +281,7 @@ func (m *model) recalled(e Recalled, now time.Time) {
 		}
 	}
 	m.anyFailed, m.broken = m.anyFailed || len(m.fresh) > 0, false
-	clear(m.fresh) // of the quorum before: the members of this one have the time to come
+	clear(m.fresh) // failures of the previous quorum: the members of this one are presumed alive
 	m.next(now, false)
 }
 
@@ -342,7 +343,7 @@ func (m *model) graceOver(id string, now time.Time) bool {
 	return !f.broke.IsZero() && now.Sub(f.broke) >= m.policy.SuspectGrace
 }
 
-// look notes who is too silent, who became a candidate, and who is none any more.
+// look updates which members have been silent for too long, and which are candidates.
 func (m *model) look(now time.Time) {
 	for id, beat := range m.beats {
 		if m.beating(id, now) {

@@ -17,29 +17,31 @@ import (
 //
 //	policy min=2 join=1s heartbeat=5s [grace=200ms] [stalled=2s] [eject=3s] [forbid]   a new machine, at time 0; its first quorum is 1001
 //	ask a [waiter=1] [step=3] [shrink] [failures=1] [known=1005] [number=3] [at=ADDRESS] [world=8] [recallable] [of=2] [reaches=1,2]   of=2: a call of a member that knows two lighthouses
-//	greet a seat=3/3 [term=1] [known=1005]   a stream begins, of a member for which this is the last of three lighthouses
-//	reaches a 1,2    the member reaches these lighthouses, and those that it does not name no more
-//	recalled 1005 step=3 a b c [from=a] [base=a+,b]   the vote of a was given for good
-//	bound a b [age=1s]   they answer a stamp that was sent so long ago
+//	greet a seat=3/3 [term=1] [known=1005]   a member begins a stream; in its list this is the last of three lighthouses
+//	reaches a 1,2    the member can reach these lighthouses, and no others
+//	recalled 1005 step=3 a b c [from=a] [base=a+,b]   a shows quorum 1005; a+: the vote of a in the base was given for good
+//	bound a b [age=1s]   they answer a stamp that was sent this long ago
 //	give-up a b      an operator says that they have ended
-//	missing          without whose votes nothing goes on
+//	missing          prints the members whose votes are missing
 //	ended a          its process has ended
 //	withdrawn 1      the request is withdrawn
 //	beat a b         heartbeats
 //	disconnected a           its last stream broke
 //	incomplete a     a rank of it has failed
-//	suspects a [b]   a collective of the latest quorum failed in a; it names b, or nobody
-//	reached a        a check found it
-//	unreached a      a check did not
-//	says a computes|waits [for=3s] [rank=1]
+//	suspects a [b]   a collective of the latest quorum failed in a, which suspects b, or no member in particular
+//	reached a        a check has reached it
+//	unreached a      a check has not
+//	says a computes|waits [for=3s] [rank=1]   its answer to AskProgress
 //	shutdown a       its manager server ends
-//	drain a          somebody wants it to leave
-//	leaving a        it does
-//	slept 3s         the lighthouse stood still
-//	woken            what a wake asked for
+//	drain a          an operator requests that it leaves
+//	leaving a        it leaves
+//	slept 3s         the lighthouse was stopped for this time
+//	woken            the time of the latest Wake
 //	tick             the timer
 //	wait 100ms       time passes
-//	describe
+//	describe         prints the status
+//	beside B min=2 …   another machine, named B, from a policy; the following commands are for it
+//	at A             the following commands are for machine A
 func TestTranscripts(t *testing.T) {
 	transcript.Test(t, func(t *testing.T) func([]string) []string { return (&scribe{t: t}).run })
 }
@@ -48,7 +50,7 @@ func TestTranscripts(t *testing.T) {
 type scribe struct {
 	t       *testing.T
 	machine *Machine
-	all     map[string]*Machine // where there are several
+	all     map[string]*Machine // by name, if there are several
 	now     time.Time
 	waiters WaiterID
 }
@@ -200,7 +202,7 @@ func (r *scribe) run(words []string) []string {
 	return nil
 }
 
-// places are those of lighthouses, the first of which is number 1.
+// places parses numbers of lighthouses, of which the first one is 1.
 func places(t *testing.T, text string) (p Places) {
 	for _, number := range strings.FieldsFunc(text, func(r rune) bool { return r == ',' }) {
 		p |= PlacesOf(int(transcript.Number(t, number)) - 1)

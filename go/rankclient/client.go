@@ -1,5 +1,5 @@
-// Package rankclient is a rank's side: the client of its group's manager server. A rank in the server's own process calls it directly
-// (Register), others keep a session with it, and an upstream server gets calls.
+// Package rankclient is the client that a rank uses to call its group's manager server. A rank in the server's own process calls it
+// directly (Register). Other ranks keep a stream open, their session; an upstream server, which has no sessions, gets unary calls.
 package rankclient
 
 import (
@@ -21,7 +21,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// Request is what a rank says when it asks for the next quorum.
+// Request is a rank's request for the next quorum.
 type Request = round.Request
 
 // Client is one rank's connection to a manager server. To a server in the same process it is direct, without
@@ -31,12 +31,12 @@ type Client struct {
 	Calls
 }
 
-// Calls is what a client does, over the network or directly.
+// Calls are the operations of a client, over the network or within the process.
 type Calls interface {
 	Quorum(ctx context.Context, req Request) (recovery.Result, error)
 	CheckpointMetadata(ctx context.Context, groupRank int64) (string, error)
 	ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error)
-	// Suspect reports a failed collective of a quorum, and the suspected member; empty: not known.
+	// Suspect reports a failed collective of a quorum, and the member that is suspected; empty if it is not known.
 	Suspect(quorumID int64, replicaID string)
 	// SayProgress answers ProgressAsked: whether the rank waits for other groups, and what it does.
 	SayProgress(groupRank int64, waits bool, what string)
@@ -45,9 +45,9 @@ type Calls interface {
 	SayRecovered(r membership.Recovered)
 	// SayCounted adds to a counter of the server. It does not block.
 	SayCounted(c Counted)
-	// Leave announces that the group has ended its last step, and waits until no peer needs it any more. Every rank calls it.
+	// Leave announces that the group has completed its last step, and waits until no peer needs its data any more. Each rank calls it.
 	Leave(ctx context.Context) error
-	// Notices has a value for each notice that the server gets; nil: it passes none on.
+	// Notices has the notices that the server receives from the lighthouse. It is nil if the server does not pass them on.
 	Notices() <-chan membership.Notice
 	Close() error
 }
@@ -65,15 +65,15 @@ type settings struct {
 // WithNetwork connects through another network than real TCP.
 func WithNetwork(n rpc.Network) DialOption { return func(s *settings) { s.network = n } }
 
-// WithSecurity shows the job's token and certificates, and checks those of the server.
+// WithSecurity authenticates by the job's token and certificates, and checks the certificate of the server.
 func WithSecurity(security auth.Security) DialOption {
 	return func(s *settings) { s.security = security }
 }
 
-// WithoutShortcut uses the network even to a server in this process.
+// WithoutShortcut uses the network even for a server in this process.
 func WithoutShortcut() DialOption { return func(s *settings) { s.noShortcut = true } }
 
-// WithRelay asks through the relay at an address (package relay) while that lasts, and then the server itself.
+// WithRelay connects to the relay at an address (package relay), and to the server itself when the relay has ended.
 func WithRelay(address string) DialOption { return func(s *settings) { s.relay = address } }
 
 // Dial connects to the manager server at addr, trying again until connectTimeout is over.
@@ -93,7 +93,7 @@ func Dial(ctx context.Context, addr string, connectTimeout time.Duration, option
 		if err == nil {
 			return &Client{peer: peer, Calls: relayed}, nil
 		}
-		slog.Default().Warn("torchft: a rank goes without its relay", "error", err)
+		slog.Default().Warn("torchft: a rank connects to the manager server without its relay", "error", err)
 	}
 	conn, err := rpc.DialSecurely(ctx, s.security, s.network, "manager", addr, connectTimeout)
 	if err != nil {
@@ -134,18 +134,18 @@ func (c *Client) CheckpointMetadata(ctx context.Context, groupRank int64) (strin
 	return metadata, rpc.Wrap("checkpoint_metadata", c.peer, err)
 }
 
-// ShouldCommit waits until every rank of the group has voted on the step, and is true if all said true.
+// ShouldCommit waits until every rank of the group has voted on the step, and is true if all votes are.
 func (c *Client) ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error) {
 	commit, err := c.Calls.ShouldCommit(ctx, groupRank, step, vote)
 	return commit, rpc.Wrap("should_commit", c.peer, err)
 }
 
-// Leave announces that the group has ended its last step, and waits until no peer needs it any more.
+// Leave announces that the group has completed its last step, and waits until no peer needs its data any more.
 func (c *Client) Leave(ctx context.Context) error {
 	return rpc.Wrap("leave", c.peer, c.Calls.Leave(ctx))
 }
 
-// remote speaks to a server over the network, a call at a time.
+// remote calls a server over the network by unary calls.
 type remote struct {
 	conn *grpc.ClientConn
 	stub torchftpb.ManagerServiceClient
@@ -181,7 +181,7 @@ func (r *remote) ShouldCommit(ctx context.Context, groupRank, step int64, vote b
 	return resp.GetShouldCommit(), err
 }
 
-// Leave does nothing: an upstream server hears of it when the connection ends.
+// Leave does nothing: an upstream server has no such call, and notices the end of the connection.
 func (r *remote) Leave(context.Context) error { return nil }
 
 func (r *remote) Notices() <-chan membership.Notice { return nil }

@@ -11,7 +11,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// lastWords is a stream that answers one call and ends, before the caller looks.
+// lastWords is a stream that answers one call and ends before the caller reads the answer.
 type lastWords struct {
 	grpc.BidiStreamingClient[torchftpb.RankRequest, torchftpb.RankResponse]
 	asked chan uint64
@@ -35,7 +35,8 @@ func (w lastWords) Recv() (*torchftpb.RankResponse, error) {
 	}}, nil
 }
 
-// A server that shuts down sends its last answers before. A decision to commit must not be lost to the end that follows it.
+// A server that shuts down sends its last answers first. A decision to commit must reach its caller, although the end of the stream
+// follows at once.
 func TestAnAnswerCountsThatCameBeforeTheEnd(t *testing.T) {
 	for range 50 {
 		ended := make(chan struct{})

@@ -21,7 +21,8 @@ var (
 	soakFlag   = flag.Duration("soak", 0, "simulate for so long (TestSoak)")
 )
 
-// budget is n in full, else a sixth of it, and less where everything is ten times as slow.
+// budget is how many histories a test plays: n with FULL=1, a sixth of it without, and underRace with the race detector, which makes
+// them ten times as slow.
 func budget(n, underRace int) int {
 	if testmain.Race() {
 		return underRace
@@ -32,7 +33,7 @@ func budget(n, underRace int) int {
 	return max(n/6, underRace)
 }
 
-// shrinkTries are the runs that may make a planted mistake's history shorter: only in full it must get as short as it can.
+// shrinkTries bounds the runs that shorten the history of a planted mistake. Only with FULL=1 it has to become as short as possible.
 func shrinkTries() int {
 	if testmain.Full() && !testmain.Race() {
 		return 400
@@ -62,7 +63,8 @@ func TestTheRulesHold(t *testing.T) {
 	t.Logf("%d quorums, %d faults, %d heals", rounds, faults, heals)
 }
 
-// A list of lighthouses, and many cuts of groups from some of them. In a third some groups have no streams.
+// Two or three lighthouses, from some of which groups are cut off again and again. In a third of the histories some groups have no
+// streams.
 func TestSeveralLighthousesNeverTearAJobApart(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(budget(60, 6)) {
@@ -77,8 +79,8 @@ func TestSeveralLighthousesNeverTearAJobApart(t *testing.T) {
 	}
 }
 
-// Groups of two lighthouses that go from one to the other and back, and end meanwhile. In one of the histories an operator waived
-// those that had ended, while the one that had not went on at the other lighthouse.
+// Groups with two lighthouses go from one to the other and back, and some end meanwhile. In one of the histories, an operator waived the
+// votes of the groups that had ended, while the remaining one continued at the other lighthouse.
 func TestARestlessJobHasOneBranch(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(budget(8, 1)) {
@@ -89,15 +91,15 @@ func TestARestlessJobHasOneBranch(t *testing.T) {
 	s := Draw(360, 2, 200)
 	restless(&s)
 	hold(t, s)
-	for seed := range uint64(budget(45, 2)) { // more groups
+	for seed := range uint64(budget(45, 2)) { // with more groups than in seed 360
 		s := Draw(5000+seed, 0, 200)
 		restless(&s)
 		hold(t, s)
 	}
 }
 
-// A group that says it knows of a later quorum, and never shows it, is refused by name. The others go on without it.
-func TestAGroupThatClaimsAQuorumStopsNobody(t *testing.T) {
+// A group that claims to know of a later quorum, and never shows it, is refused. The others continue without it.
+func TestAGroupThatClaimsAQuorumDoesNotStopTheOthers(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(budget(60, 2)) {
 		s := Draw(seed, 0, 150)
@@ -107,8 +109,8 @@ func TestAGroupThatClaimsAQuorumStopsNobody(t *testing.T) {
 	}
 }
 
-// Histories in which each member once returned to the first lighthouse when it liked: some were refused there and stayed
-// away from it for a while, so that they never went at the same time again, and each part was too small.
+// Histories of a former rule, by which each member failed back on its own. Some members were refused at the first lighthouse and
+// avoided it for a while. From then on they never failed back at the same time, and each part of the job was too small.
 func TestMembersGoBackTogether(t *testing.T) {
 	s := Draw(1275, 6, 60)
 	s.Lighthouses, s.Ranks, s.Policy.MinReplicas = 2, 1, 1
@@ -124,9 +126,9 @@ func TestMembersGoBackTogether(t *testing.T) {
 // Histories that broke a rule for other reasons: docs/correctness.md, "Found mistakes".
 func TestHistoriesThatOnceBrokeARule(t *testing.T) {
 	t.Parallel()
-	hold(t, Draw(382, 16, 1000))  // what a member reached was forgotten when it was silent for long
-	hold(t, Draw(432, 16, 1000))  // the checker's own: a lighthouse forgot a group, and its clock was set back
-	hold(t, Draw(11930, 0, 1000)) // the only one that knew of a quorum failed
+	hold(t, Draw(382, 16, 1000))  // a lighthouse forgot which others a member could reach when the member was silent for long
+	hold(t, Draw(432, 16, 1000))  // a mistake of the checker: a lighthouse forgot a group, and its clock was set back
+	hold(t, Draw(11930, 0, 1000)) // the only member that knew of a quorum failed
 	for _, seed := range []uint64{4399, 5231} {
 		s := Draw(seed, 0, 300) // a member did not hear of a new term
 		several(&s)
@@ -160,7 +162,7 @@ func TestASeedRepeatsItsHistoryToTheByte(t *testing.T) {
 	}
 }
 
-// Each kind of fault alone, for a long time: whoever can go on does, and the rest returns.
+// Each kind of fault alone, for a long time: the groups that can continue do so, and the others come back when it ends.
 func TestEachFaultForLong(t *testing.T) {
 	t.Parallel()
 	for kind := range faultKinds {
@@ -168,7 +170,7 @@ func TestEachFaultForLong(t *testing.T) {
 			for seed := range uint64(budget(3, 1)) {
 				s := Draw(seed, 5, 120)
 				s.Faults = []Fault{{Round: 20, Kind: kind, Slots: 0b00011, For: 2 * s.bound(), N: 1}}
-				s.Rounds = 2000 // more than the others have while it lasts
+				s.Rounds = 2000 // more than the other groups have while the fault lasts
 				if kind.ofLighthouse() {
 					s.Faults[0].Slots = 0
 				}
@@ -179,9 +181,9 @@ func TestEachFaultForLong(t *testing.T) {
 	}
 }
 
-// The upstream protocol compares steps and nothing else. Groups that reached one step apart from each other then go
-// on together with different weights, and nobody notices. Not even a fault is needed: a group that is slow to ask, or
-// the first of a job to ask, trains in a quorum of its own while the others form the next one.
+// The upstream protocol compares steps only. Groups that reached the same step in different quorums then continue together with different
+// weights, unnoticed. That needs no fault: a group that is slow to ask, or the first one of a job to ask, trains in a quorum of its own
+// while the others form the next one.
 func TestTheGapOfTheUpstreamProtocolIsClosed(t *testing.T) {
 	t.Parallel()
 	apart := func(s *Setup) {
@@ -205,9 +207,9 @@ func TestTheGapOfTheUpstreamProtocolIsClosed(t *testing.T) {
 	}
 }
 
-// A group that joins waits for as long as the others are in a step, and so for longer than join_timeout_ms. The first of
-// them that asks again must not go on with the newcomer alone: where a heal takes longer than join_timeout_ms too, they
-// would take turns, each of them healing while another one is left out, for as long as the job lasts.
+// The request of a joining group is pending while the others are in a step, which may be longer than join_timeout_ms. The first of the
+// others that asks again must not form a quorum with the joining group alone. If heals take longer than join_timeout_ms as well, the
+// groups would take turns for the rest of the job: one heals, and another one is left out.
 func TestGroupsDoNotTakeTurnsToHeal(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(budget(60, 6)) {
@@ -222,9 +224,9 @@ func TestGroupsDoNotTakeTurnsToHeal(t *testing.T) {
 	}
 }
 
-// Nor do halves of a job take turns to train where join_timeout_ms is shorter than a step: those who waited for the others
-// once were more than half of the healthy with the first of them that asked again. Each quorum then broke the one before,
-// and some groups never committed.
+// Two halves of a job must not take turns to train if join_timeout_ms is shorter than a step. By a former rule, the half that waited and
+// the first of the others that asked again were more than half of the healthy groups. Each quorum then aborted the step of the previous
+// one, and some groups never committed.
 func TestAJoinTimeoutBelowAStepDoesNotSplitAJob(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(budget(300, 10)) {
@@ -237,8 +239,9 @@ func TestAJoinTimeoutBelowAStepDoesNotSplitAJob(t *testing.T) {
 	}
 }
 
-// In a job with upstream groups all decide by steps, as those do: whatever they then miss, they agree on who takes part.
-func TestAMixedJobAgreesOnWhoTakesPart(t *testing.T) {
+// In a job with upstream groups, all groups decide by steps, as upstream's do. That may miss different weights, but all of them agree
+// on the participants.
+func TestAMixedJobAgreesOnTheParticipants(t *testing.T) {
 	t.Parallel()
 	missed := 0
 	for seed := range uint64(budget(60, 6)) {
@@ -254,9 +257,9 @@ func TestAMixedJobAgreesOnWhoTakesPart(t *testing.T) {
 	t.Logf("the gap of the upstream protocol was hit in %d histories", missed)
 }
 
-// A lighthouse whose clock is behind after a restart, and which only newcomers ask, knows of no id: only what it kept
-// on disk could show it. As soon as a member of before asks, ids go on above.
-func TestAClockThatIsBehindIsNotSurvivedByMemoryAlone(t *testing.T) {
+// A lighthouse without a disk whose clock is behind after a restart may repeat ids if only new members ask: nothing shows it the earlier
+// ones. As soon as an earlier member asks, new ids are above all that were used.
+func TestWithoutADiskAClockThatIsBehindRepeatsIDs(t *testing.T) {
 	_, first := hunt(t, 200, 400, 0, func(s *Setup) {
 		s.mistake.start = func(time.Time) time.Time { return epoch }
 	})

@@ -32,7 +32,7 @@ func (s *splitter) run(tasks *sync.WaitGroup, log *slog.Logger) {
 			if s.closed() {
 				return
 			}
-			// Out of descriptors, or the connection broke before it was accepted: the server goes on.
+			// The process is out of descriptors, or the connection broke before it was accepted. Neither ends the server: it tries again.
 			failed++
 			if failed == 1 {
 				log.Warn("torchft: a connection was not accepted", "error", err)
@@ -54,7 +54,7 @@ func (s *splitter) run(tasks *sync.WaitGroup, log *slog.Logger) {
 }
 
 func (s *splitter) sniff(conn net.Conn) {
-	_ = conn.SetDeadline(time.Now().Add(sniffTimeout)) // for writes too: the first read makes a TLS handshake
+	_ = conn.SetDeadline(time.Now().Add(sniffTimeout)) // for writes, too: with TLS, the first read makes the handshake
 	start, isGRPC, err := readPreface(conn)
 	_ = conn.SetDeadline(time.Time{})
 	s.end(conn)
@@ -119,7 +119,7 @@ func (s *splitter) close() {
 	}
 }
 
-// queue is a listener that is fed connections.
+// queue is a listener whose connections are passed to it by put.
 type queue struct {
 	addr  net.Addr
 	conns chan net.Conn

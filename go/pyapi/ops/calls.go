@@ -6,13 +6,14 @@ import (
 	"time"
 )
 
-// Numbers is how many numbers a call of something prepared can have.
+// Numbers is how many arguments a prepared call can have. All of them are numbers.
 const Numbers = 3
 
-// Prepared is a call that lacks only its numbers. It returns the deadline of the work and the work, and does not wait.
+// Prepared is a call whose other arguments are known. With the numbers, it returns the timeout of the work and the work itself, and does
+// not block.
 type Prepared func(numbers [Numbers]int64) (time.Duration, func(context.Context) (any, error))
 
-// Calls are calls in progress of what was prepared. K is how the caller knows them apart.
+// Calls are the prepared calls in progress. The caller identifies each by a K.
 type Calls[K comparable] struct {
 	end func(call K, value any, err error)
 
@@ -20,12 +21,12 @@ type Calls[K comparable] struct {
 	cancel map[K]context.CancelFunc
 }
 
-// NewCalls returns a set of calls; each ends with one call of end, whose error has a class.
+// NewCalls returns an empty set. end is called once for each call that ends; its error has a class (As).
 func NewCalls[K comparable](end func(call K, value any, err error)) *Calls[K] {
 	return &Calls[K]{end: end, cancel: map[K]context.CancelFunc{}}
 }
 
-// Start runs what the handle stands for on a goroutine of its own.
+// Start runs the prepared call with this handle on a goroutine of its own.
 func (c *Calls[K]) Start(call K, prepared int64, numbers [Numbers]int64) {
 	do, err := Get[Prepared](prepared)
 	if err != nil {
@@ -51,7 +52,7 @@ func (c *Calls[K]) Start(call K, prepared int64, numbers [Numbers]int64) {
 	}()
 }
 
-// Cancel cancels a call, if it has not ended; it then ends soon.
+// Cancel cancels a call that has not ended. It still ends by a call of end.
 func (c *Calls[K]) Cancel(call K) {
 	c.mu.Lock()
 	cancel := c.cancel[call]
@@ -61,7 +62,7 @@ func (c *Calls[K]) Cancel(call K) {
 	}
 }
 
-// prepare runs on the one goroutine that starts every call: a panic must not end it.
+// prepare returns a panic as an error: it runs on the goroutine that starts all calls.
 func prepare(do Prepared, numbers [Numbers]int64) (timeout time.Duration, work func(context.Context) (any, error), err error) {
 	defer Guard(&err)
 	timeout, work = do(numbers)

@@ -17,7 +17,7 @@ func steady() recovery.Result {
 	}
 }
 
-func TestARoundBringsAChange(t *testing.T) {
+func TestANewQuorumIsAChange(t *testing.T) {
 	c := New(nil, nil)
 	require.True(t, c.Changed(steady()), "the first one")
 	require.False(t, c.Changed(steady()))
@@ -27,7 +27,7 @@ func TestARoundBringsAChange(t *testing.T) {
 	require.False(t, c.Changed(after))
 }
 
-func TestOnlyTheStepDiffers(t *testing.T) {
+func TestAnotherStepIsNoChange(t *testing.T) {
 	c := New(nil, nil)
 	c.Changed(steady())
 	next := steady()

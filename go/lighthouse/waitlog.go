@@ -6,22 +6,22 @@ import (
 	"github.com/torchft/torchft/go/dashboard"
 )
 
-// logAfter is how long there must be no quorum before the log says why. In each step of a healthy job
-// some member waits for another one for a moment: that is not worth a line.
+// logAfter is how long requests must have been pending before the log gets the reason. In each step of a healthy job some member
+// waits for another one for a moment, which is not logged.
 const logAfter = 5 * time.Second
 
-// waitLog remembers since when requests wait, and why.
+// waitLog has since when requests are pending, and why.
 type waitLog struct {
-	since  time.Time
-	reason string // as it was at that time; empty after a quorum
+	since  time.Time // zero once it was logged
+	reason string    // why there was no quorum at the time at; empty after a quorum
 	at     time.Time
 }
 
 func (w *waitLog) waits(reason string, now time.Time) { *w = waitLog{now, reason, now} }
 func (w *waitLog) served()                            { *w = waitLog{} }
 
-// reason is why there is no quorum, at most a tick old. It costs as much as there are groups, and all of them
-// may end their requests at the same moment: one asks for all. The caller holds mu.
+// reason is why there is no quorum, at most a tick old. It is cached because its cost grows with the number of groups, and the requests of
+// all groups may reach their deadlines at the same moment. The caller holds mu.
 func (j *job) reason(now time.Time) string {
 	if w := &j.waitLog; w.reason == "" || now.Sub(w.at) >= j.cfg.QuorumTick {
 		w.reason, w.at = j.describe(now).Reason, now
@@ -29,8 +29,8 @@ func (j *job) reason(now time.Time) string {
 	return j.waitLog.reason
 }
 
-// over reports, once, that the wait has been long enough to log.
-func (w *waitLog) over(now time.Time) bool {
+// due reports, once, that requests have been pending for long enough to be logged.
+func (w *waitLog) due(now time.Time) bool {
 	if w.since.IsZero() || now.Sub(w.since) < logAfter {
 		return false
 	}
@@ -41,7 +41,7 @@ func (w *waitLog) over(now time.Time) bool {
 func (j *job) logWait(now time.Time) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	if !j.waitLog.over(now) {
+	if !j.waitLog.due(now) {
 		return
 	}
 	if status := j.describe(now); status.Waiters > 0 {

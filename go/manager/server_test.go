@@ -162,7 +162,7 @@ func TestKillIsForThisHostOrTheToken(t *testing.T) {
 	}
 }
 
-// security is that of a token; without one there is none.
+// security has the token, or no security if it is empty.
 func security(t *testing.T, token string) auth.Security {
 	if token == "" {
 		return auth.Security{}
@@ -221,17 +221,17 @@ func TestTheLighthouseMayComeLater(t *testing.T) {
 	})
 }
 
-// In one process, over real sockets: what the clients of group rank 0 do in production.
+// A client in the server's own process, as that of group rank 0 is in production, and one that uses the network, over real sockets.
 func TestTheShortcutInOneProcess(t *testing.T) {
-	house := startLighthouse(t, 1)
+	started := startLighthouse(t, 1)
 	failing := &reporter{failures: make(chan membership.Notice)}
-	lighthouse, err := lighthouses.Dial(t.Context(), house.Address(), 10*time.Second)
+	lighthouse, err := lighthouses.Dial(t.Context(), started.Address(), 10*time.Second)
 	require.NoError(t, err)
 	defer func() { require.NoError(t, lighthouse.Close()) }()
 	failing.quorum = func(ctx context.Context) (*quorum.Quorum, error) {
 		return lighthouse.Quorum(ctx, quorum.Member{ReplicaID: "a", WorldSize: 2}, 0)
 	}
-	cfg := realConfig(house.Address(), "a", 2)
+	cfg := realConfig(started.Address(), "a", 2)
 	cfg.Membership = failing
 	server, err := manager.NewServer(t.Context(), cfg)
 	require.NoError(t, err)
@@ -261,7 +261,7 @@ func TestTheShortcutInOneProcess(t *testing.T) {
 	_, err = near.Quorum(context.Background(), rankclient.Request{GroupRank: 0})
 	assert.Equal(t, codes.InvalidArgument, status.Code(err), "the same rule as over the network")
 
-	expired, stop := context.WithTimeout(t.Context(), 500*time.Millisecond) // long enough to arrive
+	expired, stop := context.WithTimeout(t.Context(), 500*time.Millisecond) // longer than the vote takes to arrive
 	defer stop()
 	_, err = near.ShouldCommit(expired, 0, 1, true)
 	assert.True(t, rpc.IsTimeout(err), "%v", err)
@@ -302,19 +302,19 @@ func realConfig(lighthouseAddr, replicaID string, worldSize int64) manager.Serve
 }
 
 func TestAPortInUse(t *testing.T) {
-	house := startLighthouse(t, 1)
+	lh := startLighthouse(t, 1)
 	lis, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	defer func() { require.NoError(t, lis.Close()) }()
-	cfg := realConfig(house.Address(), "a", 1)
+	cfg := realConfig(lh.Address(), "a", 1)
 	cfg.Bind = lis.Addr().String()
 	_, err = manager.NewServer(t.Context(), cfg)
 	assert.ErrorContains(t, err, `bind is "`+cfg.Bind+`": the port is in use`)
 }
 
 func TestGarbageDoesNotEndTheServer(t *testing.T) {
-	house := startLighthouse(t, 1)
-	server, err := manager.NewServer(t.Context(), realConfig(house.Address(), "a", 1))
+	lh := startLighthouse(t, 1)
+	server, err := manager.NewServer(t.Context(), realConfig(lh.Address(), "a", 1))
 	require.NoError(t, err)
 	defer server.Shutdown()
 	fttest.SendGarbage(t, server.Address())

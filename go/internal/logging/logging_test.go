@@ -21,7 +21,7 @@ import (
 
 func TestMain(m *testing.M) { testmain.NoGoroutineIsLeft(m) }
 
-func TestNobodyWaitsForAReaderThatDoesNotRead(t *testing.T) {
+func TestAReaderThatDoesNotReadBlocksNoWriter(t *testing.T) {
 	reader, writer, err := os.Pipe()
 	require.NoError(t, err)
 	w := To(writer)
@@ -31,7 +31,7 @@ func TestNobodyWaitsForAReaderThatDoesNotRead(t *testing.T) {
 	for i := range lines {
 		log.Info("a line of the log", "number", i, "text", strings.Repeat("x", 120))
 	}
-	w.Flush(time.Millisecond) // nor does the end
+	w.Flush(time.Millisecond) // returns, too
 	lost := testutil.ToFloat64(Metric()) - before
 	assert.Positive(t, lost)
 
@@ -59,7 +59,7 @@ func TestNobodyWaitsForAReaderThatDoesNotRead(t *testing.T) {
 	require.NoError(t, reader.Close())
 }
 
-func TestTheEndWaitsForTheLastLine(t *testing.T) {
+func TestFlushWaitsForTheLastLine(t *testing.T) {
 	var out bytes.Buffer
 	w := To(&out)
 	slog.New(slog.NewTextHandler(w, nil)).Info("the last line")

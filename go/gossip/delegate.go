@@ -131,17 +131,17 @@ func (e events) heard(node *memberlist.Node, alive bool) {
 	}
 	n.step(func(machine *agree.Machine) {
 		p := peer{agree.Peer{Note: s.Note, At: node.Address()}, s.ID, *node}
-		if delete(n.lost, node.Name); alive {
+		if delete(n.failed, node.Name); alive {
 			n.peers[node.Name] = p
-			maps.DeleteFunc(n.lost, p.replaces)
+			maps.DeleteFunc(n.failed, p.replaces)
 		} else if delete(n.peers, node.Name); !s.Left {
-			for name := range n.lost {
-				if len(n.lost) < mostLost {
+			for name := range n.failed {
+				if len(n.failed) < mostFailed {
 					break
 				}
-				delete(n.lost, name) // any: one side of a partition is reached again through each of its members
+				delete(n.failed, name) // any: one side of a partition is reached again through each of its members
 			}
-			n.lost[node.Name] = p
+			n.failed[node.Name] = p
 		}
 		seen := make(map[agree.ID]agree.Peer, len(n.peers))
 		for _, p := range n.peers {

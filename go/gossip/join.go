@@ -88,7 +88,7 @@ func joinError(err error) string {
 func (n *Node) reconnect() {
 	n.mu.Lock()
 	var away []string
-	for _, p := range n.lost {
+	for _, p := range n.failed {
 		away = append(away, p.At)
 	}
 	here := map[string]bool{n.own: true}

@@ -20,11 +20,11 @@ import (
 const (
 	tick          = 250 * time.Millisecond // between looks at what is due
 	remindAfter   = 500 * time.Millisecond // a proposal is sent again to members that have not confirmed it
-	reconnect     = 5 * time.Second        // between attempts to reach a member that was lost
+	reconnect     = 5 * time.Second        // between attempts to reach a member that failed
 	repeatAfter   = time.Second            // between two equal News
 	joinPause     = 200 * time.Millisecond // between attempts to reach the seeds
 	farewell      = time.Second            // to announce that this member leaves
-	mostLost      = 256                    // members that stopped answering and are tried again
+	mostFailed    = 256                    // members that stopped answering and are tried again
 	announceBound = time.Millisecond       // UpdateNode has queued its message when it begins to wait
 )
 
@@ -63,7 +63,7 @@ type Node struct {
 	mu       sync.Mutex
 	machine  *agree.Machine
 	peers    map[string]peer // by the name of the node
-	lost     map[string]peer // that stopped answering
+	failed   map[string]peer // that stopped answering
 	changed  chan struct{}   // closed, and another one made, at each change
 	sent     agree.News      // that News has returned
 	sentAt   time.Time
@@ -116,7 +116,7 @@ func open(ctx context.Context, cfg Config, settings *memberlist.Config, seeds []
 		cfg: cfg, id: cfg.id(), name: settings.Name, log: cfg.Log, address: address,
 		own: net.JoinHostPort(settings.AdvertiseAddr, strconv.Itoa(settings.AdvertisePort)),
 		run: make(chan struct{}), wake: make(chan struct{}, 1), changed: make(chan struct{}),
-		peers: map[string]peer{}, lost: map[string]peer{},
+		peers: map[string]peer{}, failed: map[string]peer{},
 	}
 	if n.seeds = seeds; len(seeds) == 0 {
 		n.seeds = [][]string{{n.own}}
@@ -183,13 +183,13 @@ func (n *Node) View(ctx context.Context) (*agree.View, error) {
 	}
 }
 
-// News waits until there is news about the view that this member is in: a member is lost, or processes want to
+// News waits until there is news about the view that this member is in: a member failed, or processes want to
 // join. News is returned again as long as it holds: the receiver may not have known the view yet.
 func (n *Node) News(ctx context.Context) (agree.News, error) {
 	for {
 		n.mu.Lock()
 		news, changed, wait := n.machine.News(), n.changed, time.Hour
-		if news.Lost != "" || len(news.Joining) > 0 {
+		if news.Ended != "" || len(news.Joining) > 0 {
 			if wait = repeatAfter - time.Since(n.sentAt); wait <= 0 || !reflect.DeepEqual(news, n.sent) {
 				n.sent, n.sentAt = news, time.Now()
 				n.mu.Unlock()

@@ -332,25 +332,25 @@ func TestALifeWithAnEarlierClock(t *testing.T) {
 }
 
 func TestMembersThatStoppedAnsweringAreTriedAgain(t *testing.T) {
-	n := &Node{log: discard, name: "me.1", peers: map[string]peer{}, lost: map[string]peer{}, changed: make(chan struct{}), wake: make(chan struct{}, 1)}
+	n := &Node{log: discard, name: "me.1", peers: map[string]peer{}, failed: map[string]peer{}, changed: make(chan struct{}), wake: make(chan struct{}, 1)}
 	n.machine = agree.New(agree.Config{Me: agree.ID{Name: "me", Incarnation: 1}})
 	node := func(name string, life int64, host byte) *memberlist.Node {
 		id := agree.ID{Name: name, Incarnation: life}
 		return &memberlist.Node{Name: name + strconv.FormatInt(life, 10), Addr: net.IP{10, 0, 0, host}, Port: 1, Meta: metadata(id, agree.Note{})}
 	}
-	for _, lost := range []*memberlist.Node{node("a", 1, 1), node("b", 1, 2), node("c", 1, 3)} {
-		events{n}.NotifyJoin(lost)
-		events{n}.NotifyLeave(lost)
+	for _, failed := range []*memberlist.Node{node("a", 1, 1), node("b", 1, 2), node("c", 1, 3)} {
+		events{n}.NotifyJoin(failed)
+		events{n}.NotifyLeave(failed)
 	}
-	require.Len(t, n.lost, 3)
+	require.Len(t, n.failed, 3)
 	events{n}.NotifyJoin(node("a", 2, 4))
 	events{n}.NotifyJoin(node("d", 1, 2))
-	require.Len(t, n.lost, 1, "a later life of a, and another member where b was")
-	require.Contains(t, n.lost, "c1")
-	for i := range 2 * mostLost {
+	require.Len(t, n.failed, 1, "a later life of a, and another member where b was")
+	require.Contains(t, n.failed, "c1")
+	for i := range 2 * mostFailed {
 		events{n}.NotifyLeave(node("e", int64(i), 5))
 	}
-	require.Len(t, n.lost, mostLost)
+	require.Len(t, n.failed, mostFailed)
 }
 
 func TestTokensAreReplacedWhileMembersTrain(t *testing.T) {
@@ -380,7 +380,7 @@ func TestTokensAreReplacedWhileMembersTrain(t *testing.T) {
 			write(tokens...)
 			watch(t, all, 5*time.Second, 1)
 		}
-		require.Equal(t, view, all[0].now().Number, "nobody was lost meanwhile")
+		require.Equal(t, view, all[0].now().Number, "nobody failed meanwhile")
 		require.Len(t, all[0].keys.GetKeys(), 1)
 		all = append(all, add(4, "new-secret"))
 		until(t, all, 4)

@@ -116,7 +116,7 @@ func TestASourceThatDiesIsReplaced(t *testing.T) {
 	}
 }
 
-// A source that is lost ends the wait; what arrived stays, and a new source brings the rest.
+// A source that fails ends the wait; what arrived stays, and a new source brings the rest.
 func TestATransferGoesOnWithANewGrant(t *testing.T) {
 	source, target := filled(newRand(t), 4<<20), empty(4<<20)
 	s := listen(t, time.Minute, 16<<20)
@@ -159,8 +159,8 @@ func TestReceivedCountsWholeBlocksOnce(t *testing.T) {
 	requireSame(t, source, target)
 }
 
-// What only a lost source has is not waited for: whoever waits hears of it, and asks that source again.
-func TestWhatOnlyALostSourceHasEndsTheOthers(t *testing.T) {
+// What only a failed source has is not waited for: whoever waits hears of it, and asks that source again.
+func TestWhatOnlyAFailedSourceHasEndsTheOthers(t *testing.T) {
 	source, target := filled(newRand(t), 4<<20), empty(4<<20)
 	other := clone(source)
 	for i := 3 << 20; i < 4<<20; i += small {

@@ -136,7 +136,7 @@ func TestNoQuorumIsKeptOnDiskOfACompleteTraining(t *testing.T) {
 	after := again.testAsk(t, "b", 0)
 	assert.GreaterOrEqual(t, after.ID, before.ID+stateAhead, "a quorum id was used twice")
 	assert.Equal(t, int64(3), quorum.TermOf(after.ID))
-	assert.NotContains(t, log.String(), "THE JOB GOES BACK")
+	assert.NotContains(t, log.String(), "THE JOB REGRESSES")
 }
 
 func TestADamagedFileIsLoggedAndIgnored(t *testing.T) {

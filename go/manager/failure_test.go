@@ -196,7 +196,7 @@ func TestALiarEvictsNobody(t *testing.T) {
 }
 
 // a has the quorum of a step, and waits for b in a collective of it; b's answer was lost with the lighthouse.
-func TestALighthouseThatDiesBetweenItsAnswersDoesNotHoldUpItsMembersForLong(t *testing.T) {
+func TestALighthouseThatFailsBetweenItsAnswersDoesNotHoldUpItsMembersForLong(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)

@@ -16,7 +16,7 @@ type view struct {
 	beaten     bool
 	presumed   bool // it was in the quorum before the start, and said nothing since
 	suspect    bool // its last link has ended
-	lostAt     time.Duration
+	brokeAt    time.Duration
 	waits      int           // requests that wait
 	joined     time.Duration // since when it is a candidate
 	previous   bool          // member of the latest quorum
@@ -76,7 +76,7 @@ func (c *watch) healthy(g *group) bool { return c.beating(g) && !c.of(g).out }
 
 func (c *watch) beating(g *group) bool {
 	v, p := c.of(g), c.l.w.Policy
-	return v.beaten && c.clock-v.lastBeat < p.HeartbeatTimeout && (!v.suspect || c.clock-v.lostAt < p.SuspectGrace)
+	return v.beaten && c.clock-v.lastBeat < p.HeartbeatTimeout && (!v.suspect || c.clock-v.brokeAt < p.SuspectGrace)
 }
 
 func (c *watch) candidate(g *group) bool { return c.of(g).waits > 0 && c.healthy(g) }
@@ -172,14 +172,14 @@ func (c *watch) withdrew(g *group) {
 	c.of(g).waits--
 }
 
-func (c *watch) lost(g *group) {
+func (c *watch) broke(g *group) {
 	c.move()
 	v := c.of(g)
 	if v.draining && v.out && c.beating(g) {
 		v.beaten, v.buried = false, true
 	}
 	if c.healthy(g) && !v.suspect {
-		v.suspect, v.lostAt = true, c.clock
+		v.suspect, v.brokeAt = true, c.clock
 	}
 }
 

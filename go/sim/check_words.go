@@ -25,7 +25,7 @@ func (c *watch) slept(span time.Duration) {
 	for _, g := range c.known {
 		if v := c.of(g); c.beating(g) {
 			v.lastBeat += span
-			v.lostAt += span
+			v.brokeAt += span
 		}
 	}
 	c.began += span
@@ -117,7 +117,7 @@ func (c *watch) lostBy(g *group) (members, lost int) {
 	return members, lost
 }
 
-// looks: more than half of the others of its quorum have lost a group.
+// looks: more than half of the others of its quorum report that a collective with a group failed.
 func (c *watch) looks(a *quorum.Check) {
 	g := c.l.w.byID[a.ReplicaID]
 	if members, lost := c.lostBy(g); 2*lost <= members-1 {
@@ -169,7 +169,7 @@ func (c *watch) failed(a *quorum.Failed) {
 	case quorum.Silent:
 		so = v.tooOld == c.clock || v.beaten && c.clock-v.lastBeat >= p.HeartbeatTimeout
 	case quorum.Connection:
-		so = v.tooOld == c.clock || v.suspect && c.clock-v.lostAt >= p.SuspectGrace
+		so = v.tooOld == c.clock || v.suspect && c.clock-v.brokeAt >= p.SuspectGrace
 	case quorum.RankFailed:
 		so = v.out && v.missing
 	case quorum.Unreachable:

@@ -51,7 +51,7 @@ const (
 	DropRank                          // the connection of the last rank of groups to its manager server breaks: N = 0: when it calls
 	ShrinkOnly                        // groups ask shrink_only for N steps
 	Stall                             // groups do not reach their collective, and their manager servers live
-	Accuse                            // groups say of a peer that they lost it, which is not so
+	Accuse                            // groups report a peer as failed, which is not so
 	Drain                             // somebody wants groups to leave
 	Claim                             // groups say that they know of a later quorum, which is not so, and show none
 	Withhold                          // groups do not show the quorum that they know

@@ -196,7 +196,7 @@ func (g *group) handle(e *event) {
 	case managerVote:
 		g.managerVote(&g.ranks[e.rank], e.id)
 	case rankDisconnected:
-		g.lostRank(e.rank)
+		g.rankBroke(e.rank)
 	case rankStill:
 		g.step(round.StillDisconnected{GroupRank: int64(e.rank)})
 	case rankBack:

@@ -170,7 +170,7 @@ func (l *lighthouse) handle(e *event) {
 			l.sendHeld()
 		}
 	case lhDisconnected:
-		l.lost(e.link)
+		l.linkEnded(e.link)
 	case lhPast:
 		l.remember(quorum.Recalled{Past: *e.x.(*quorum.Past), From: e.g.id})
 	case lhEnded:
@@ -246,8 +246,8 @@ func (l *lighthouse) ask(e *event) {
 // listens reports whether what comes on a link counts.
 func (l *lighthouse) listens(k *link) bool { return slices.Contains(l.links, k) && !k.stale }
 
-// lost: a link has ended.
-func (l *lighthouse) lost(k *link) {
+// linkEnded: a link has ended.
+func (l *lighthouse) linkEnded(k *link) {
 	i := slices.Index(l.links, k)
 	if i < 0 {
 		return
@@ -259,7 +259,7 @@ func (l *lighthouse) lost(k *link) {
 	k.stuck = true
 	l.withdraw(func(q *waiting) bool { return q.link == k })
 	if !slices.ContainsFunc(l.links, func(o *link) bool { return o.g == k.g }) {
-		l.check.lost(k.g)
+		l.check.broke(k.g)
 		l.step(quorum.Disconnected{ReplicaID: k.g.id})
 	}
 }

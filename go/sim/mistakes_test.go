@@ -185,7 +185,7 @@ var mistakes = []struct {
 		return m.Step(e, now)
 	}), setup: many(6, Pause)}, []string{ruleEvicted}},
 
-	{mistake{name: "lost ranks not heard", anySize: true, lighthouse: deaf(to[quorum.Incomplete]),
+	{mistake{name: "failed ranks not reported", anySize: true, lighthouse: deaf(to[quorum.Incomplete]),
 		setup: func(s *Setup) { s.Ranks = 2; many(6, DropRank, RankFails)(s) }}, []string{ruleForms, ruleMajority, ruleMemory, ruleCause}},
 
 	{mistake{name: "broken connections not heard", anySize: true, lighthouse: deaf(to[quorum.Disconnected])}, []string{ruleForms, ruleMajority}},

@@ -76,7 +76,7 @@ var mutants = []struct {
 		many(6, PauseLighthouse, ClockLighthouse), []string{ruleCause, ruleMajority, ruleMemory, ruleForms}, false,
 	},
 	{
-		"a lost rank ignored", "quorum/machine.go", "m.fail(r, RankFailed, e.Reason)", "_ = r",
+		"a failed rank ignored", "quorum/machine.go", "m.fail(r, RankFailed, e.Reason)", "_ = r",
 		func(s *Setup) { s.Ranks = 2; many(6, DropRank, RankFails)(s) }, []string{ruleForms, ruleMajority, ruleMemory, ruleCause}, false,
 	},
 	{

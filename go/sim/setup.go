@@ -46,7 +46,7 @@ type Setup struct {
 	// they make calls, too, and are to be refused.
 	Streamless Slots
 
-	// Replay: groups reduce a step again that lost a member, but for those that are Upstream.
+	// Replay: groups reduce a step again in which a member failed, but for those that are Upstream.
 	Replay bool
 	// OnlyFailures: no fault is anything else, and all messages arrive. Then no step is lost that a live group computed.
 	OnlyFailures bool

@@ -95,7 +95,7 @@ func (g *group) notify(f *round.MemberFailed) {
 // it is there before it in half of the cases.
 func (w *world) lag() time.Duration { return w.Delay * (w.now / time.Microsecond % 2) }
 
-// accuse says of a peer that nothing is wrong with that it is lost.
+// accuse says of a peer that nothing is wrong with that it has failed.
 func (g *group) accuse() {
 	c := g.ranks[0].comm
 	if c == nil {
@@ -103,15 +103,15 @@ func (g *group) accuse() {
 	}
 	for i := range c.members {
 		if id := c.members[(i+g.slot)%len(c.members)].id; id != g.id {
-			g.w.say("%s says that it lost %s, which is not so", g.id, id)
+			g.w.say("%s reports that %s failed, which is not so", g.id, id)
 			g.sends(quorum.Suspected{Reporter: g.id, Suspect: id, QuorumID: c.key.quorumID})
 			return
 		}
 	}
 }
 
-// lostRank reports to the machine that a rank's connection broke, and in a while that it is still so.
-func (g *group) lostRank(rank int16) {
+// rankBroke reports to the machine that a rank's connection broke, and in a while that it is still so.
+func (g *group) rankBroke(rank int16) {
 	g.step(round.RankDisconnected{GroupRank: int64(rank)})
 	if len(g.calls) > 0 {
 		g.w.broken(ruleWaiters, "rank %d of %s has failed, and %s waits on", rank, g.id, g.describeCalls())

@@ -68,7 +68,7 @@ class Training:
 
     Attributes:
         fault: called with (rank, where, attempt) before each call to the Manager of a round, and where it ends; a group
-            that is to die raises Killed. `where` is "quorum", "send", "sent", "vote", "voted", "inner".
+            that is to fail raises Killed. `where` is "quorum", "send", "sent", "vote", "voted", "inner".
     """
 
     settings: Settings

@@ -17,13 +17,13 @@ from torchft.ftlib.shared_storage import SharedStorage
 
 class Listener:
     def __init__(self) -> None:
-        self.lost: queue.Queue[str] = queue.Queue()
+        self.failed: queue.Queue[str] = queue.Queue()
 
     def new_member_join(self) -> None:
         pass
 
-    def member_lost(self, number: int, reason: str) -> None:
-        self.lost.put(reason)
+    def member_failed(self, number: int, reason: str) -> None:
+        self.failed.put(reason)
 
 
 def main(directory: Path) -> None:
@@ -36,7 +36,7 @@ def main(directory: Path) -> None:
     member.attach(listener)
     emit("view", number=member.get_member_list().number)
     fill(directory)
-    emit("lost", reason=listener.lost.get(timeout=60))
+    emit("failed", reason=listener.failed.get(timeout=60))
     (directory / "filler").unlink()
     emit("view", number=member.get_member_list().number)
     member.close()

@@ -2,7 +2,7 @@
 
 Before the reduction of a step it writes a line into its log: the position, the quorum, and the samples that it counts.
 Part of its state is the quorum in which each step was committed; so those lines that are part of its last weights can
-be told from those of steps that were lost, or that a group committed which then failed with nobody healed from it.
+be separated from those of steps that were lost, or that a group committed which then failed with nobody healed from it.
 
 Commands: {"until": STEP} trains up to there, with {"fail_at": STEP, "place": PLACE} not so far; {"save": FILE} writes a
 checkpoint.

@@ -113,7 +113,7 @@ def note(step: int, committed: bool, count: int) -> None:
 manager.register_commit_hook(note)
 optimizer = Optimizer(manager, sgd)
 wrapped = DistributedDataParallel(manager, model, bucket_cap_mb=BUCKET_MB)
-dying = False
+crashes = False
 slowest = 0.0
 emit("ready")
 Commands().next()
@@ -123,7 +123,7 @@ while manager.current_step() < args.steps:
     dying = step == args.fail_at
     optimizer.zero_grad()
     value = loss(wrapped, step, args.group)
-    if dying and args.place == "forward":
+    if crashes and args.place == "forward":
         manager.wait_quorum()
         fail()
     if dying and args.place.startswith("bucket"):

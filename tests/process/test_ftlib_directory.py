@@ -48,7 +48,7 @@ def test_a_directory_that_takes_no_files_is_refused(tmp_path: Path, prepare: str
     assert says in refused["error"] and "allowed: a directory with free space" in refused["error"]
 
 
-def test_a_member_is_lost_while_its_directory_is_full(tmp_path: Path) -> None:
-    first, lost, second = events(tmp_path / "shared", MOUNT)
-    assert "its own record could not be renewed" in lost["reason"] and "No space left on device" in lost["reason"]
+def test_a_member_counts_as_failed_while_its_directory_is_full(tmp_path: Path) -> None:
+    first, failed, second = events(tmp_path / "shared", MOUNT)
+    assert "its own record could not be renewed" in failed["reason"] and "No space left on device" in failed["reason"]
     assert second["number"] > first["number"]

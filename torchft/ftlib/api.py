@@ -31,7 +31,7 @@ _logger = logging.getLogger(__name__)
 
 
 class RebuildFailed(RuntimeError):
-    """The communicator could not be rebuilt; the cause tells why. The next call retries."""
+    """The communicator could not be rebuilt; the cause says why. The next call retries."""
 
 
 class FTLib:
@@ -64,7 +64,7 @@ class FTLib:
         self._load_state_dict = load_state_dict
         self._made_in = -1  # the view of the last step
         self._view: Optional[View] = None
-        self._lost = (-1, "")  # the latest view that lost a member, and the reason
+        self._ended = (-1, "")  # the latest view of which a member failed, and the reason
         self._flag = Flag()
         self._flag_lock = threading.Lock()
         self._collective = threading.Lock()  # held during each collective
@@ -115,7 +115,7 @@ class FTLib:
     def initialized(self) -> bool:
         """Whether the communicator connects all members."""
         if self._consensus.active and self._flag.initialized and self.confirm() is ConsensusStatus.FAIL:
-            self._advance(Event.JOINED)  # or a member has been lost: the consensus knows which
+            self._advance(Event.JOINED)  # or a member has failed: the consensus knows which
         return self._flag.initialized
 
     def skip_allreduce(self) -> bool:
@@ -145,9 +145,9 @@ class FTLib:
     def get_member_list(self) -> View:
         """Waits until the members agree on a view, and confirms it. ``execute`` and the averages call it."""
         view = self._view = self._consensus.get_member_list()
-        lost, reason = self._lost
-        if lost == view.number:  # the report came before the view
-            raise RuntimeError(f"view {lost} does not hold any more: {reason}")
+        ended, reason = self._ended
+        if ended == view.number:  # the report came before the view
+            raise RuntimeError(f"view {ended} does not hold any more: {reason}")
         alone = len(view.members) == 1
         self._answer = ConsensusStatus.SKIP_ALLREDUCE if alone else ConsensusStatus.SUCCESS
         return view
@@ -158,13 +158,13 @@ class FTLib:
         """
         self._advance(Event.JOINED)
 
-    def member_lost(self, view: int, reason: str) -> None:
-        """Called when a member of this view is lost. A collective that waits for it ends with an error at once."""
-        self._lost = max(self._lost, (view, reason))
+    def member_failed(self, view: int, reason: str) -> None:
+        """Called when a member of this view has failed or left. A collective that waits for it fails at once."""
+        self._ended = max(self._ended, (view, reason))
         if self._view is not None and self._view.number == view:
             if self._flag.initialized:
                 _logger.warning("view %d: %s", view, reason)
-            self._advance(Event.LOST)
+            self._advance(Event.MEMBER_FAILED)
             try:
                 self._framework.abort()
             # an error must not end the thread of the consensus, which may have to renew a record
@@ -333,7 +333,7 @@ class _Overlapped:
                 work = self._ftlib._framework.start_average(buffer)
                 self._works.append(work)
                 if work is not None:
-                    return work.get_future().then(lambda _: buffer)  # also if the work failed: the status tells that
+                    return work.get_future().then(lambda _: buffer)  # also if the work failed: the status says so
             except Exception as e:
                 self._error = e
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()

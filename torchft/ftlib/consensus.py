@@ -13,7 +13,7 @@ class ConsensusStatus(Enum):
     """The answers of ``confirm``."""
 
     SUCCESS = "success"  # the last list of members still holds
-    FAIL = "fail"  # it does not hold: a member joined or was lost
+    FAIL = "fail"  # it does not hold: a member joined or failed
     SKIP_ALLREDUCE = "skip_allreduce"  # it holds, and this member is the only one
 
 
@@ -33,15 +33,15 @@ class Listener(Protocol):
     def new_member_join(self) -> None:
         """Called when a process wants to become a member."""
 
-    def member_lost(self, view: int, reason: str) -> None:
-        """Called when a member of the view with this number, or this one itself, is lost."""
+    def member_failed(self, view: int, reason: str) -> None:
+        """Called when a member of the view with this number, or this one itself, has failed or left."""
 
 
 class Consensus(ABC):
     """Agrees with the other members on the list of members.
 
     An active one is asked: FTLib calls ``confirm`` at most once between two collectives. A passive one is never asked
-    whether its list holds; it tells its listener.
+    whether its list holds; it notifies its listener.
     """
 
     active: bool = False

@@ -1,8 +1,8 @@
 """Whether the communicator may be used: FTLib's ``initialized`` flag, as a pure machine.
 
-Three things reset it: a member joins, a collective fails (a timeout is such a failure), a member is lost. A join during
+Three things reset it: a member joins, a collective fails (a timeout is such a failure), a member fails. A join during
 a collective takes effect after it, and one during a rebuild after that: its list of members may be older than the join.
-A lost member takes effect at once, because the collective cannot succeed any more.
+The failure of a member takes effect at once, because the collective cannot succeed any more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Event(Enum):
     ENDED = "ended"
     FAILED = "failed"  # a collective or a rebuild failed
     JOINED = "joined"
-    LOST = "lost"
+    MEMBER_FAILED = "member failed"
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Flag:
     Attributes:
         initialized: the communicator connects all members of the last list.
         busy: a collective or a rebuild runs.
-        pending: a member joined meanwhile, or was lost during a rebuild.
+        pending: a member joined meanwhile, or failed during a rebuild.
     """
 
     initialized: bool = False

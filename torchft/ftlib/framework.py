@@ -93,7 +93,7 @@ class ProcessGroupFramework(Framework):
     def rebuild(self, rank: int, size: int, address: str) -> bool:
         if not isinstance(self._pg, ProcessGroup) or _reconfigures_itself(self._pg):
             reconfigure_with_store(self._pg, address, rank, size, self._timeout)
-        else:  # the thread ends at once if the group is aborted because a member was lost
+        else:  # the thread ends at once if the group is aborted because a member failed
             self._pg.configure(address, f"ftlib_{rank}", rank, size)
         self._size = size
         return True

@@ -1,6 +1,6 @@
 """Consensus by the members alone: they find each other by gossip (hashicorp/memberlist, in the Go core).
 
-It is passive: a thread waits for what the core tells about the own view. ``go/gossip/agree`` decides which view that
+It is passive: a thread waits for what the core reports about the own view. ``go/gossip/agree`` decides which view that
 is, and says why at most one is live.
 """
 
@@ -96,7 +96,7 @@ class Gossip(Consensus):
     def _watch(self) -> None:
         while True:
             try:
-                number, lost, joining = self._node.news(_LONGEST_WAIT)
+                number, ended, joining = self._node.news(_LONGEST_WAIT)
             except TimeoutError:
                 continue
             except Exception as e:
@@ -105,8 +105,8 @@ class Gossip(Consensus):
                 return
             if self._listener is None:
                 continue
-            if lost:
-                self._listener.member_lost(number, lost)
+            if ended:
+                self._listener.member_failed(number, ended)
             elif joining:
                 self._listener.new_member_join()
 
@@ -129,6 +129,6 @@ class _Node(_Server):
         return Identity(name, said["incarnation"]), View(said["number"], tuple(members))
 
     def news(self, timeout: timedelta) -> tuple[int, str, list[str]]:
-        """Waits for a report: the number of the view, why it is lost (empty: it is not), and the joining processes."""
+        """Waits for a report: the number of the view, why it ended (empty: it has not), and the joining processes."""
         said = json.loads(self._go.run(self._go.pyapi_GossipNewsStart, self._handle, _micros("timeout", timeout)))
-        return said["view"], said["lost"], said["joining"] or []
+        return said["view"], said["ended"], said["joining"] or []

@@ -31,7 +31,7 @@ class Lighthouse(Consensus):
         connect_timeout: for reaching the lighthouse.
 
     Raises:
-        ValueError: no address, or a name that the lighthouse could not tell from the number behind it.
+        ValueError: no address, or a name that the lighthouse could not separate from the number behind it.
         RuntimeError: the lighthouse is not reached in time.
     """
 
@@ -79,7 +79,7 @@ class Lighthouse(Consensus):
         assert self._client is not None
 
         def failed(failure: MemberFailure) -> None:
-            listener.member_lost(failure.quorum_id, f"{failure.replica_id} failed: {failure.reason}")
+            listener.member_failed(failure.quorum_id, f"{failure.replica_id} failed: {failure.reason}")
 
         self._failures = FailureListener(
             self._client, 0, failed=failed, stalled=lambda _: None, progress=lambda: (False, "trains with FTLib")

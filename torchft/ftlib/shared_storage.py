@@ -1,10 +1,11 @@
 """Consensus by a directory that all members see: a record for each member, and numbered views.
 
-It is passive: a thread renews the own record, looks at the others', and tells FTLib what it sees. A record expires when
-its content has not changed for ``expiry``, measured by the observer's own monotonic clock. A member that cannot renew
-its own record counts itself as lost within six tenths of that, so that it has left before the others go on without it.
+It is passive: a thread renews the own record, looks at the others', and reports what it sees to FTLib. A record expires
+when its content has not changed for ``expiry``, measured by the observer's own monotonic clock. A member that cannot
+renew its own record counts itself as failed within six tenths of that, so that it has left before the others continue
+without it.
 
-Where the server of a file system is gone, calls do not return. All of them run on threads that nobody joins, and each
+Where the server of a file system is down, calls do not return. All of them run on threads that nobody joins, and each
 is waited for until a deadline.
 """
 
@@ -47,7 +48,7 @@ class SharedStorage(Consensus):
         name: of this member, unique in the job; default: a random one. A process that is started again under the name
             of a failed one takes its place without waiting for ``expiry``.
         min_members: the smallest list of members.
-        expiry: without a change of its record a member is lost. It is renewed ten times in this time.
+        expiry: without a change of its record a member counts as failed. It is renewed ten times in this time.
         timeout: for a list of members, and for the directory to answer first.
 
     Raises:
@@ -183,7 +184,7 @@ class SharedStorage(Consensus):
         self._renewed = began
 
     def _create(self, view: View) -> None:
-        """Creates the view, and removes the records of members that were lost long ago."""
+        """Creates the view, and removes the records of members that failed long ago."""
         self._files.create(view)
         long_ago = time.monotonic() - _KEPT_EXPIRIES * self._expiry
         for identity, (_, since) in self._seen.items():
@@ -215,20 +216,20 @@ class SharedStorage(Consensus):
             deadline = max(self._renewed + 5 * every, time.monotonic() + every)
             try:
                 self._call(deadline, self._write)
-                told = self._call(deadline, partial(self._news, view))
+                seen = self._call(deadline, partial(self._news, view))
                 troubled = False
             except Exception as e:
                 late = time.monotonic() - self._renewed
                 if not troubled and not self._closed.is_set():
                     _logger.warning("%s: could not renew the record or read the others': %s", self.identity.name, e)
                 troubled = True
-                told = News(
+                seen = News(
                     (), f"its own record could not be renewed for {late:.1f} s: {e}" if late > every * 5 else ""
                 )
             if view is not None and self._listener is not None and view is self._view:
-                if told.lost:
-                    self._listener.member_lost(view.number, told.lost)
-                elif told.joining:
+                if seen.ended:
+                    self._listener.member_failed(view.number, seen.ended)
+                elif seen.joining:
                     self._listener.new_member_join()
 
     def _news(self, view: Optional[View]) -> News:

@@ -105,11 +105,11 @@ class News(NamedTuple):
 
     Attributes:
         joining: processes that want to become members.
-        lost: why the view does not hold any more; empty as long as it does.
+        ended: why the view does not hold any more; empty as long as it does.
     """
 
     joining: tuple[Identity, ...]
-    lost: str = ""
+    ended: str = ""
 
 
 def news(me: Identity, alive: Mapping[Identity, Record], view: View, latest: int) -> News:
@@ -120,13 +120,13 @@ def news(me: Identity, alive: Mapping[Identity, Record], view: View, latest: int
         view: that this member took.
         latest: the largest number of a view.
     """
-    lost = ""
+    ended = ""
     if latest > view.number:
-        lost = f"view {latest} was created without this member"
+        ended = f"view {latest} was created without this member"
     for identity in view.identities:
         if identity not in alive:
-            lost = f"{identity.name} has not renewed its record"
+            ended = f"{identity.name} has not renewed its record"
         elif alive[identity].wants > view.number and identity != me:
-            lost = f"{identity.name} has left the view"
+            ended = f"{identity.name} has left the view"
     joining = tuple(i for i in sorted(alive) if i not in view.identities and alive[i].wants > view.number)
-    return News(joining, lost)
+    return News(joining, ended)

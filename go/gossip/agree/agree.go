@@ -550,7 +550,7 @@ func (m *Machine) others() []ID { return slices.SortedFunc(maps.Keys(m.alive), c
 // News is what has happened to the view that a member is in.
 type News struct {
 	View    int64    `json:"view"`
-	Lost    string   `json:"lost"`    // why the view is not live any more; empty as long as it is
+	Ended   string   `json:"ended"`   // why the view is not live any more; empty as long as it is
 	Joining []string `json:"joining"` // names of processes that want to become members
 }
 
@@ -568,15 +568,15 @@ func (m *Machine) News() News {
 		last, over := m.over(q.ID)
 		switch {
 		case over && last == unknown:
-			news.Lost = q.Name + " was started again"
+			news.Ended = q.Name + " was started again"
 		case over || ok && peer.hasLeft(m.taken, digest):
-			news.Lost = q.Name + " has left the view"
+			news.Ended = q.Name + " has left the view"
 		case !ok:
-			news.Lost = q.Name + " does not answer"
+			news.Ended = q.Name + " does not answer"
 		}
 	}
 	if m.Replaced() {
-		news.Lost = "a later life of " + m.cfg.Me.Name + " has taken its place"
+		news.Ended = "a later life of " + m.cfg.Me.Name + " has taken its place"
 	}
 	for _, id := range m.others() {
 		if !m.taken.Has(id) && m.alive[id].Wants > m.taken.Number {

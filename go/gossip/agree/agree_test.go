@@ -138,7 +138,7 @@ func TestTheLargerPartGoesOn(t *testing.T) {
 	j.ask(j.names()...)
 	j.away = map[string]bool{"a": true, "b": true}
 	j.settle()
-	require.Equal(t, "e does not answer", j.machines["a"].News().Lost)
+	require.Equal(t, "e does not answer", j.machines["a"].News().Ended)
 	j.ask(j.names()...)
 	require.Equal(t, []string{"c", "d", "e"}, j.in("e"))
 	require.Empty(t, j.in("a"))
@@ -199,7 +199,7 @@ func TestAMemberThatHasLeftIsNotCounted(t *testing.T) {
 					}
 				}
 				j.settle()
-				require.Equal(t, leaver+" has left the view", j.machines["c"].News().Lost)
+				require.Equal(t, leaver+" has left the view", j.machines["c"].News().Ended)
 				j.ask(j.names()...)
 				require.Equal(t, j.names(), j.in("c"))
 			}
@@ -323,10 +323,10 @@ func TestALaterLifeTakesThePlace(t *testing.T) {
 	old := j.machines["b"]
 	j.start("b")
 	j.settle()
-	require.Equal(t, "b was started again", j.machines["a"].News().Lost)
+	require.Equal(t, "b was started again", j.machines["a"].News().Ended)
 	old.See(map[ID]Peer{j.machines["b"].cfg.Me: {}})
 	require.True(t, old.Replaced())
-	require.Equal(t, "a later life of b has taken its place", old.News().Lost)
+	require.Equal(t, "a later life of b has taken its place", old.News().Ended)
 	old.Ask()
 	require.Nil(t, old.Taken())
 }
@@ -371,7 +371,7 @@ func TestAMemberCancels(t *testing.T) {
 	j.machines["a"].Ask()
 	j.settle()
 	require.Equal(t, "waits for b", j.machines["a"].Waits())
-	require.Equal(t, "a has left the view", j.machines["b"].News().Lost)
+	require.Equal(t, "a has left the view", j.machines["b"].News().Ended)
 	j.machines["a"].Cancel()
 	j.ask("b")
 	require.Empty(t, j.in("b"), "a confirms nothing")
@@ -493,8 +493,8 @@ func TestOneNameOnBothSidesOfACut(t *testing.T) {
 		require.Equal(t, []string{"a", "b", "c"}, j.in("other c"))
 		j.away = nil
 		j.settle()
-		require.Equal(t, "c was started again", j.machines["other a"].News().Lost)
-		require.Equal(t, "a later life of c has taken its place", j.machines["other c"].News().Lost)
+		require.Equal(t, "c was started again", j.machines["other a"].News().Ended)
+		require.Equal(t, "a later life of c has taken its place", j.machines["other c"].News().Ended)
 		delete(j.machines, "other c")
 		j.ask(j.names()...)
 		require.Equal(t, []string{"a", "b", "c", "d"}, j.in("c"))

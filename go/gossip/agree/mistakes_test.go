@@ -129,8 +129,8 @@ var mistakes = []struct {
 		[]string{ruleTogether},
 	},
 	{
-		"a lost member is no news",
-		[][2]string{{`news.Lost = q.Name + " does not answer"`, `news.Lost = ""`}},
+		"a failed member is no news",
+		[][2]string{{`news.Ended = q.Name + " does not answer"`, `news.Ended = ""`}},
 		[]string{ruleTogether},
 	},
 	{

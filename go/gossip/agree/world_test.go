@@ -413,7 +413,7 @@ func (w *world) step(p *process) {
 
 // train is a step of the training: a view that does not hold is left.
 func (w *world) train(p *process) {
-	if news := p.News(); !p.asked && !p.leaving && (p.Taken() == nil || news.Lost != "" || len(news.Joining) > 0) {
+	if news := p.News(); !p.asked && !p.leaving && (p.Taken() == nil || news.Ended != "" || len(news.Joining) > 0) {
 		w.does(p, p.Ask)
 	}
 }

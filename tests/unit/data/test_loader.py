@@ -220,7 +220,7 @@ def test_a_dataset_that_raises(num_workers: int) -> None:
     assert len(manager.errors) == 1, "the other groups are not told"
 
 
-class Dies(Raises):
+class Crashes(Raises):
     def __getitem__(self, index: int) -> Any:
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -62,6 +62,6 @@ def test_batches_are_the_micro_batches_of_the_loader(service: DataShardService) 
     assert seen == [([9, 1], [3, 1]), ([16], [4]), ([0, 4], [0, 2])]
 
 
-def test_a_worker_process_is_refused_and_told_what_to_do(service: DataShardService) -> None:
+def test_a_worker_process_is_refused_with_a_remedy(service: DataShardService) -> None:
     with pytest.raises(RuntimeError, match=r"worker process of a DataLoader.*ElasticDataLoader\(manager, dataset"):
         next(iter(DataLoader(Squares(service), batch_size=2, num_workers=1)))

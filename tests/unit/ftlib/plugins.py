@@ -18,17 +18,17 @@ SOON_SEC = 30.0
 
 
 class Heard:
-    """A listener that keeps what its consensus tells it."""
+    """A listener that keeps what its consensus reports."""
 
     def __init__(self) -> None:
-        self.lost: list[tuple[int, str]] = []
+        self.failed: list[tuple[int, str]] = []
         self.joins = 0
 
     def new_member_join(self) -> None:
         self.joins += 1
 
-    def member_lost(self, view: int, reason: str) -> None:
-        self.lost.append((view, reason))
+    def member_failed(self, view: int, reason: str) -> None:
+        self.failed.append((view, reason))
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -84,7 +84,7 @@ class RoomConsensus(Consensus):
         with self._room.changed:
             self._room.present.pop(self.identity, None)
             for listener in self._room.present.values():
-                listener.member_lost(len(self._room.views), f"{self.identity.name} left") if listener else None
+                listener.member_failed(len(self._room.views), f"{self.identity.name} left") if listener else None
             self._room.decide()
 
 

@@ -1,4 +1,4 @@
-"""FTLib with a consensus and a communication library that do as they are told, and with own ones in threads."""
+"""FTLib with a consensus and a communication library that are scripted, and with own ones in threads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from torchft.process_group import ProcessGroupDummy, ProcessGroupGloo
 SUCCESS, FAIL, ABORT, NO_NEED = (FTAllReduceStatus[name] for name in ("SUCCESS", "FAIL", "ABORT", "NO_NEED"))
 
 
-class Told(Consensus):
+class Scripted(Consensus):
     """Answers what a test says, and counts the questions."""
 
     def __init__(self, size: int = 2, active: bool = False) -> None:
@@ -100,7 +100,7 @@ def made(consensus: Consensus) -> tuple[FTLib, Moved]:
 
 @pytest.mark.parametrize("active", [False, True])
 def test_a_first_average_rebuilds_and_asks_for_the_values_again(active: bool) -> None:
-    ftlib, framework = made(Told(active=active))
+    ftlib, framework = made(Scripted(active=active))
     tensor = torch.ones(1)
     assert not ftlib.initialized()
     assert ftlib.allreduce_average([tensor]) is ABORT
@@ -112,7 +112,7 @@ def test_a_first_average_rebuilds_and_asks_for_the_values_again(active: bool) ->
 
 @pytest.mark.parametrize("active", [False, True])
 def test_alone_there_is_nothing_to_average(active: bool) -> None:
-    consensus = Told(size=1, active=active)
+    consensus = Scripted(size=1, active=active)
     consensus.answer = ConsensusStatus.SKIP_ALLREDUCE
     ftlib, framework = made(consensus)
     assert ftlib.allreduce_average([torch.ones(1)]) is ABORT
@@ -123,7 +123,7 @@ def test_alone_there_is_nothing_to_average(active: bool) -> None:
 
 
 def test_a_passive_consensus_is_never_asked() -> None:
-    consensus = Told()
+    consensus = Scripted()
     ftlib, _ = made(consensus)
     ftlib.allreduce_average([])
     for _ in range(3):
@@ -134,7 +134,7 @@ def test_a_passive_consensus_is_never_asked() -> None:
 
 
 def test_an_active_consensus_is_asked_once_between_two_collectives() -> None:
-    consensus = Told(active=True)
+    consensus = Scripted(active=True)
     ftlib, _ = made(consensus)
     ftlib.allreduce_average([])
     assert ftlib.initialized() and consensus.confirms == 0  # the list itself has confirmed
@@ -146,7 +146,7 @@ def test_an_active_consensus_is_asked_once_between_two_collectives() -> None:
 
 
 def test_an_active_consensus_that_fails_means_another_list() -> None:
-    consensus = Told(active=True)
+    consensus = Scripted(active=True)
     ftlib, _ = made(consensus)
     ftlib.allreduce_average([])
     ftlib.allreduce_average([])
@@ -157,7 +157,7 @@ def test_an_active_consensus_that_fails_means_another_list() -> None:
 
 
 def test_a_join_between_collectives() -> None:
-    consensus = Told()
+    consensus = Scripted()
     ftlib, _ = made(consensus)
     ftlib.allreduce_average([])
     consensus.listener.new_member_join()
@@ -167,7 +167,7 @@ def test_a_join_between_collectives() -> None:
 
 
 def test_a_join_during_a_collective_takes_effect_after_it() -> None:
-    consensus = Told()
+    consensus = Scripted()
     ftlib, framework = made(consensus)
     ftlib.allreduce_average([])
     seen = []
@@ -182,14 +182,14 @@ def test_a_join_during_a_collective_takes_effect_after_it() -> None:
     assert seen == [True] and not ftlib.initialized() and not ftlib._collective.locked()
 
 
-def test_a_lost_member_ends_the_collective() -> None:
-    consensus = Told()
+def test_a_failed_member_ends_the_collective() -> None:
+    consensus = Scripted()
     ftlib, framework = made(consensus)
     ftlib.allreduce_average([])
-    consensus.listener.member_lost(7, "of another view")
+    consensus.listener.member_failed(7, "of another view")
     assert ftlib.initialized()
     framework.calls.clear()
-    consensus.listener.member_lost(1, "m1 failed")
+    consensus.listener.member_failed(1, "m1 failed")
     assert framework.calls == ["abort"] and not ftlib.initialized()
 
 
@@ -197,37 +197,37 @@ def test_a_framework_that_cannot_abort_does_not_end_the_thread_of_the_consensus(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Without the thread of the consensus a member would never learn of its own loss."""
-    consensus = Told()
+    consensus = Scripted()
     ftlib, framework = made(consensus)
     ftlib.allreduce_average([])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(framework, "abort", fail)
-        consensus.listener.member_lost(1, "m1 failed")
+        consensus.listener.member_failed(1, "m1 failed")
     assert not ftlib.initialized()
     assert "view 1: the communicator could not be aborted: connection closed" in caplog.text
 
 
-def test_a_member_is_lost_before_the_view_with_it_has_arrived() -> None:
+def test_a_member_fails_before_the_view_with_it_has_arrived() -> None:
     """The news comes on another thread than the view, and once."""
-    consensus = Told()
+    consensus = Scripted()
     ftlib, framework = made(consensus)
     get_member_list = consensus.get_member_list
 
-    def lost_at_once() -> View:
+    def failed_at_once() -> View:
         view = get_member_list()
-        consensus.listener.member_lost(view.number, "m1 failed")
+        consensus.listener.member_failed(view.number, "m1 failed")
         return view
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(consensus, "get_member_list", lost_at_once)
+        patch.setattr(consensus, "get_member_list", failed_at_once)
         assert ftlib.allreduce_average([]) is FAIL
     assert str(ftlib.error) == "view 1 does not hold any more: m1 failed" and not ftlib.initialized()
-    assert framework.calls == ["abort"], "it would wait for the lost member"
+    assert framework.calls == ["abort"], "it would wait for the failed member"
     assert ftlib.allreduce_average([]) is ABORT and consensus.lists == 2
 
 
 def test_a_failed_collective_is_a_status() -> None:
-    ftlib, framework = made(Told())
+    ftlib, framework = made(Scripted())
     ftlib.allreduce_average([])
     framework.meanwhile = fail
     assert ftlib.allreduce_average([]) is FAIL
@@ -235,7 +235,7 @@ def test_a_failed_collective_is_a_status() -> None:
 
 
 def test_a_rebuild_that_gives_false_or_raises_failed() -> None:
-    consensus = Told()
+    consensus = Scripted()
     ftlib, framework = made(consensus)
     framework.connects = False
     assert ftlib.allreduce_average([]) is FAIL
@@ -248,7 +248,7 @@ def test_a_rebuild_that_gives_false_or_raises_failed() -> None:
 
 
 def test_execute_rebuilds_and_passes_on_what_the_function_gives_or_raises() -> None:
-    ftlib, framework = made(Told())
+    ftlib, framework = made(Scripted())
     assert ftlib.execute(lambda a, b: a + b, 1, b=2) == 3
     assert framework.calls == ["abort", (0, 2, "host0:1")]
     with pytest.raises(RuntimeError, match="connection closed"):
@@ -265,14 +265,14 @@ def _interrupt() -> None:
 
 
 def test_execute_alone_calls_the_function_without_a_collective() -> None:
-    ftlib, _ = made(Told(size=1))
+    ftlib, _ = made(Scripted(size=1))
     assert not ftlib.execute(ftlib._collective.locked)
     with pytest.raises(RuntimeError, match="connection closed"):
         ftlib.execute(fail)
 
 
 def test_steps_are_those_that_were_averaged() -> None:
-    ftlib, framework = made(Told())
+    ftlib, framework = made(Scripted())
     model = nn.Linear(1, 1)
     assert [ftlib.wait_gradients_ready(model), ftlib.step] == [ABORT, 0]
     assert model.weight.grad is not None and model.weight.grad == 0
@@ -296,7 +296,7 @@ class Breaks(nn.Module):
 
 
 def backward(ftlib: FTLib, model: nn.Module, breaks: bool = False) -> None:
-    """As a script that makes its DistributedDataParallel anew, which PyTorch demands after a pass that raised."""
+    """As a script that makes its DistributedDataParallel again, which PyTorch demands after a pass that raised."""
     ddp = nn.parallel.DistributedDataParallel(model, process_group=ProcessGroupDummy(0, 1), find_unused_parameters=True)
     ddp.register_comm_hook(ftlib, allreduce_hook)
     loss = ddp(torch.ones(1, 512), breaks).sum()
@@ -321,7 +321,7 @@ def test_a_backward_pass_that_raises_is_a_failed_collective(
     then: Callable[[FTLib, nn.Module], FTAllReduceStatus], expected: FTAllReduceStatus
 ) -> None:
     """Its first bucket was averaged already: the next call must neither wait for the pass nor add to it."""
-    ftlib, framework = made(Told())
+    ftlib, framework = made(Scripted())
     ftlib.allreduce_average([])
     model = Breaks()
     backward(ftlib, model, breaks=True)
@@ -339,7 +339,7 @@ def test_a_backward_pass_that_raises_is_a_failed_collective(
 
 
 def test_an_average_between_a_backward_pass_and_its_wait() -> None:
-    ftlib, framework = made(Told())
+    ftlib, framework = made(Scripted())
     ftlib.allreduce_average([])
     model = Breaks()
     backward(ftlib, model)
@@ -357,11 +357,11 @@ def test_bad_settings() -> None:
     ):
         FTLib.init("raft", Moved())
     with pytest.raises(ValueError, match=r"framework=.* is not allowed; allowed: a Framework, a process group"):
-        FTLib.init(Told(), object())  # type: ignore[arg-type]
+        FTLib.init(Scripted(), object())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="state_dict and load_state_dict belong together"):
-        FTLib.init(Told(), Moved(), state_dict=dict)
+        FTLib.init(Scripted(), Moved(), state_dict=dict)
     with pytest.raises(TypeError, match="directory: a consensus of your own has its settings"):
-        FTLib.init(Told(), Moved(), directory="/")
+        FTLib.init(Scripted(), Moved(), directory="/")
 
 
 def test_own_consensus_and_own_communication() -> None:
@@ -413,9 +413,9 @@ def test_own_consensus_and_own_communication() -> None:
 
 
 def test_a_group_of_torchft_is_a_framework() -> None:
-    ftlib, _ = made(Told())
+    ftlib, _ = made(Scripted())
     group = ProcessGroupGloo()
-    assert FTLib.init(Told(), group)._framework.device == torch.device("cpu")
+    assert FTLib.init(Scripted(), group)._framework.device == torch.device("cpu")
     assert ftlib is not None
 
 

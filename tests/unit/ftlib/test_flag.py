@@ -10,7 +10,7 @@ from tests.bounded import often, todays
 from torchft.ftlib.flag import Event, Flag
 
 REBUILDING, REBUILT, BEGUN, ENDED = Event.REBUILDING, Event.REBUILT, Event.BEGUN, Event.ENDED
-FAILED, JOINED, LOST = Event.FAILED, Event.JOINED, Event.LOST
+FAILED, JOINED, LOST = Event.FAILED, Event.JOINED, Event.MEMBER_FAILED
 UP = (REBUILDING, REBUILT)
 
 

@@ -60,8 +60,8 @@ def test_members_agree_join_and_leave() -> None:
         both = a.get_member_list()
         assert both == joined.result(60) and names(both) == ["a", "b"] and both.number > first.number
     b.close()
-    wait_for(lambda: heard.lost)
-    assert heard.lost[0] == (both.number, "b has left the view")
+    wait_for(lambda: heard.failed)
+    assert heard.failed[0] == (both.number, "b has left the view")
     assert names(a.get_member_list()) == ["a"]
     a.close()
     a.close()
@@ -198,7 +198,7 @@ class Counted(Gossip):
         raise AssertionError("a passive consensus is not asked")
 
 
-def test_initialized_is_reset_by_a_join_a_failed_collective_and_a_lost_member() -> None:
+def test_initialized_is_reset_by_a_join_a_failed_collective_and_a_failed_member() -> None:
     """FTLib never asks; get_member_list confirms; execute rebuilds first, and passes errors on."""
     store = shared_store()
     a = Counted(name="a", timeout=SOON)
@@ -229,7 +229,7 @@ def test_initialized_is_reset_by_a_join_a_failed_collective_and_a_lost_member() 
         assert again.result(60) == [FAIL, ABORT]
 
     other.close()
-    wait_for(lambda: not ftlib.initialized())  # a lost member
+    wait_for(lambda: not ftlib.initialized())  # a failed member
     assert ftlib.execute(lambda: ftlib.size) == 1
     ftlib.close()
     ftlib.new_member_join()

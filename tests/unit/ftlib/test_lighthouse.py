@@ -28,13 +28,13 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 class Heard:
     def __init__(self) -> None:
-        self.lost: list[int] = []
+        self.failed: list[int] = []
 
     def new_member_join(self) -> None:
         raise AssertionError("an active consensus is asked")
 
-    def member_lost(self, view: int, reason: str) -> None:
-        self.lost.append(view)
+    def member_failed(self, view: int, reason: str) -> None:
+        self.failed.append(view)
 
 
 def test_views_follow_joins_failures_and_failed_collectives(address: str) -> None:

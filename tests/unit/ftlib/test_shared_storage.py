@@ -40,8 +40,8 @@ def test_members_agree_join_and_leave(tmp_path: Path) -> None:
         both = members["a"].get_member_list()
         assert both == joined.result(30) and len(both.members) == 2 and both.number > first.number
     members["b"].close()
-    wait_for(lambda: heard["a"].lost)
-    assert heard["a"].lost[0] == (both.number, "b has not renewed its record")
+    wait_for(lambda: heard["a"].failed)
+    assert heard["a"].failed[0] == (both.number, "b has not renewed its record")
     assert [identity.name for identity in members["a"].get_member_list().identities] == ["a"]
     members["a"].close()
     members["a"].close()
@@ -61,7 +61,7 @@ def test_a_later_incarnation_replaces_a_failed_one_at_once(tmp_path: Path) -> No
     killed.close()
 
 
-def test_a_member_that_cannot_renew_its_record_counts_as_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_cannot_renew_its_record_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     heard = Heard()
     member = SharedStorage(tmp_path, name="a", timeout=SOON, expiry=timedelta(seconds=0.5))
     member.attach(heard)
@@ -71,19 +71,19 @@ def test_a_member_that_cannot_renew_its_record_counts_as_lost(tmp_path: Path, mo
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Files, "write", full)
-    wait_for(lambda: heard.lost)
-    assert heard.lost[0][0] == view.number and "No space left on device" in heard.lost[0][1]
+    wait_for(lambda: heard.failed)
+    assert heard.failed[0][0] == view.number and "No space left on device" in heard.failed[0][1]
     member.close()
 
 
 class Away:
-    """The server of the file system: while it is gone, calls of the directory do not return."""
+    """The server of the file system: while it is down, calls of the directory do not return."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._patch = patch
         self._back = threading.Event()
 
-    def gone(self, call: str, of: str = "") -> None:
+    def stop(self, call: str, of: str = "") -> None:
         """From now on in this call; of the member with this name, or of all."""
         original = getattr(Files, call)
         self._back.clear()
@@ -113,15 +113,15 @@ def directory_threads() -> int:
 
 @pytest.mark.parametrize("call", ["write", "records", "latest"])
 def test_a_directory_that_hangs(tmp_path: Path, server: Away, call: str) -> None:
-    """The member tells its own loss, a list of members is an error, and it can be closed."""
+    """The member reports its own failure, a list of members is an error, and it can be closed."""
     heard = Heard()
     member = SharedStorage(tmp_path, name="a", timeout=SOON, expiry=timedelta(seconds=1))
     member.attach(heard)
     view = member.get_member_list()
     member._timeout = timedelta(seconds=0.2)
-    server.gone(call)
-    wait_for(lambda: heard.lost)
-    number, why = heard.lost[0]
+    server.stop(call)
+    wait_for(lambda: heard.failed)
+    number, why = heard.failed[0]
     assert number == view.number and why.startswith("its own record could not be renewed for ")
     assert f"directory='{tmp_path}/default' has not answered within" in why
     for _ in range(3):
@@ -142,9 +142,9 @@ def test_a_member_whose_directory_hangs_comes_back(tmp_path: Path, server: Away)
         joined = threads.submit(members["b"].get_member_list)
         wait_for(lambda: heard["a"].joins)
         assert members["a"].get_member_list() == joined.result(60)
-        server.gone("write", of="b")
-        wait_for(lambda: heard["a"].lost and heard["b"].lost)
-        assert heard["a"].lost[-1][1] == "b has not renewed its record"
+        server.stop("write", of="b")
+        wait_for(lambda: heard["a"].failed and heard["b"].failed)
+        assert heard["a"].failed[-1][1] == "b has not renewed its record"
         back = threads.submit(members["b"].get_member_list)
         assert [identity.name for identity in members["a"].get_member_list().identities] == ["a"]
         joins = heard["a"].joins
@@ -156,7 +156,7 @@ def test_a_member_whose_directory_hangs_comes_back(tmp_path: Path, server: Away)
 
 
 def test_a_directory_that_hangs_from_the_start(tmp_path: Path, server: Away) -> None:
-    server.gone("check")
+    server.stop("check")
     with pytest.raises(RuntimeError, match=rf"directory='{tmp_path}/default' has not answered within"):
         SharedStorage(tmp_path, name="a", timeout=timedelta(seconds=0.2))
 

@@ -51,7 +51,7 @@ def rec(identity: Identity, wants: int, confirmed: str = "") -> dict[Identity, R
         pytest.param({**rec(A, 1, AB.digest), **rec(B, 1)}, AB, 1, Wait((B,)), id="b has not confirmed"),
         pytest.param({**rec(A, 1, AB.digest), **rec(B, 1, AB.digest)}, AB, 1, Take(AB), id="all have"),
         pytest.param({**rec(A, 1, AB.digest), **rec(B, 2, AB.digest)}, AB, 1, Want(2), id="b has left it"),
-        pytest.param(rec(A, 1, AB.digest), AB, 1, Want(2), id="b is lost"),
+        pytest.param(rec(A, 1, AB.digest), AB, 1, Want(2), id="b has failed"),
         pytest.param({**rec(A, 1), **rec(B, 1)}, view(1, B), 1, Want(2), id="created without this member"),
         pytest.param({**rec(A, 2), **rec(B, 1)}, AB, 1, Wait((B,)), id="b trains"),
     ],
@@ -118,8 +118,8 @@ class Directory:
 
     def alive(self, observer: Process) -> dict[Identity, Record]:
         """What does not hang, and sometimes what ended a moment ago."""
-        gone = {p.identity for p in self.processes.values() if p.hangs and p is not observer}
-        kept = {i: r for i, r in self.records.items() if i not in gone}
+        stopped = {p.identity for p in self.processes.values() if p.hangs and p is not observer}
+        kept = {i: r for i, r in self.records.items() if i not in stopped}
         return living({**kept, observer.identity: self.records[observer.identity]})
 
     def act(self, process: Process) -> None:
@@ -129,8 +129,8 @@ class Directory:
             return
         number = self.latest.number if self.latest else 0
         if process.taken is not None:
-            told = news(me, alive, process.taken, number)
-            if told.lost or told.joining:
+            seen = news(me, alive, process.taken, number)
+            if seen.ended or seen.joining:
                 process.taken = None
                 self.ask(me)
             return
@@ -157,7 +157,7 @@ class Directory:
         if process is None:
             if what < 0.3:
                 self.start(name)
-        elif what < 0.03:  # killed; its record is gone when it has expired
+        elif what < 0.03:  # killed; its record is absent when it has expired
             del self.records[process.identity], self.processes[name]
         elif what < 0.05:
             process.hangs = True

@@ -1,4 +1,4 @@
-"""Gloo with peers that die, hang or leave: nobody waits longer than necessary, nothing is left behind."""
+"""Gloo with peers that fail, hang or leave: nobody waits longer than necessary, nothing is left behind."""
 
 from __future__ import annotations
 

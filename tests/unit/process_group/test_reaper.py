@@ -60,11 +60,11 @@ def test_a_slow_destruction_delays_nobody() -> None:
 
     class Slow:
         def __del__(self) -> None:
-            dying.set()
+            exiting.set()
             end.wait(30)
 
     reaper.reap([Slow()])
-    assert dying.wait(DEADLINE_S)
+    assert exiting.wait(DEADLINE_S)
     assert not reaper.drain(0.01)
     end.set()
     assert reaper.drain(DEADLINE_S)

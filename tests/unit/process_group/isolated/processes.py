@@ -38,7 +38,7 @@ def workers() -> set[int]:
     return set(children(server()))
 
 
-# Each costs another server, which imports PyTorch. With a standby there is more that can die or hang.
+# Each costs another server, which imports PyTorch. With a standby there is more that can fail or hang.
 STANDBY_TOO = [pytest.param(False, marks=pytest.mark.slow), True]
 
 

@@ -241,12 +241,12 @@ def test_a_server_that_hangs_is_replaced(store: TCPStore, monkeypatch: pytest.Mo
 
 def test_workers_that_end_repeatedly_are_an_error(store: TCPStore) -> None:
     # Not above: workers import this module for other tests.
-    from tests.unit.process_group.isolated.dying import ProcessGroupBabyDying
+    from tests.unit.process_group.isolated.exiting import ProcessGroupBabyExiting
 
-    group = ProcessGroupBabyDying(TIMEOUT)
-    with pytest.raises(RuntimeError, match="dying: the worker process has ended"):
+    group = ProcessGroupBabyExiting(TIMEOUT)
+    with pytest.raises(RuntimeError, match="exiting: the worker process has ended"):
         group.configure(meeting(store), "replica", 0, 1)
-    with pytest.raises(RuntimeError, match="dying: the worker process has ended"):
+    with pytest.raises(RuntimeError, match="exiting: the worker process has ended"):
         group.get_reconfigure_handle()
     group.shutdown()
 

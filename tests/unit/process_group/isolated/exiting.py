@@ -13,5 +13,5 @@ if sys.argv[0] == "-c":
     os._exit(1)
 
 
-class ProcessGroupBabyDying(ProcessGroupBabyGloo):
-    _name: ClassVar[str] = "dying"
+class ProcessGroupBabyExiting(ProcessGroupBabyGloo):
+    _name: ClassVar[str] = "exiting"

@@ -86,7 +86,7 @@ class Lighthouse:
                 raise Unanswered(f"the connection to the lighthouse broke: {e}") from None
 
     def ask(self, what: str, replica_id: str) -> str:
-        """Requests that the lighthouse ``kill``, ``drain`` or ``give_up`` a group, with the token of TORCHFT_TOKEN_FILE
+        """Requests that the lighthouse ``kill``, ``drain`` or ``waive`` a group, with the token of TORCHFT_TOKEN_FILE
         if set.
 
         Returns:

@@ -27,8 +27,8 @@ const (
 	Recovered Kind = "recovered"
 	// Drained : a member was asked to leave at the end of a step.
 	Drained Kind = "drained"
-	// GivenUp : an operator said that a member with a missing vote has ended.
-	GivenUp Kind = "given_up"
+	// Waived : an operator said that a member with a missing vote has ended.
+	Waived Kind = "waived"
 	// Killed : a member was ended on request.
 	Killed Kind = "killed"
 )

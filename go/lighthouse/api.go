@@ -60,8 +60,8 @@ func (s *Server) apiDrain(w http.ResponseWriter, r *http.Request, who about) {
 	}
 }
 
-// apiGiveUp counts a member with a missing vote as ended.
-func (s *Server) apiGiveUp(w http.ResponseWriter, r *http.Request, who about) {
+// apiWaive counts a member with a missing vote as ended.
+func (s *Server) apiWaive(w http.ResponseWriter, r *http.Request, who about) {
 	j, code, err := s.holder(r, who.ReplicaID, func(j *job) bool { return j.misses(who.ReplicaID) })
 	if err != nil {
 		if code == http.StatusNotFound && s.find(cmp.Or(r.URL.Query().Get("job"), rpc.DefaultJob)) != nil {
@@ -70,14 +70,14 @@ func (s *Server) apiGiveUp(w http.ResponseWriter, r *http.Request, who about) {
 		dashboard.Refuse(w, code, err)
 		return
 	}
-	if err := j.giveUpOn(who.ReplicaID, "somebody at "+r.RemoteAddr); err != nil {
+	if err := j.waive(who.ReplicaID, "somebody at "+r.RemoteAddr); err != nil {
 		dashboard.Refuse(w, http.StatusServiceUnavailable, errors.New(rpc.Message(err)))
 		return
 	}
-	dashboard.Answer(w, done{who.ReplicaID, "given up: " + risk})
+	dashboard.Answer(w, done{who.ReplicaID, "waived: " + risk})
 }
 
-// risk is what giving up a member may cost.
+// risk is what waiving a vote may cost.
 const risk = "if it, or groups that it was with, train at another lighthouse, the job has two histories, and the steps of one are lost"
 
 // misses reports whether the job has no quorum because the vote of a member is missing.
@@ -85,20 +85,20 @@ func (j *job) misses(replicaID string) bool {
 	return slices.Contains(j.status().MissingVotes, replicaID)
 }
 
-// giveUpOn counts a member as ended because an operator says so.
-func (j *job) giveUpOn(replicaID, by string) error {
-	return j.feed(quorum.GivenUp{ReplicaIDs: []string{replicaID}, By: by})
+// waive counts a member as ended because an operator says so.
+func (j *job) waive(replicaID, by string) error {
+	return j.feed(quorum.VotesWaived{ReplicaIDs: []string{replicaID}, By: by})
 }
 
-// GiveUp counts a member of a job with a missing vote as ended because the caller says so. If it, or groups that it was with, train at
+// Waive counts a member of a job with a missing vote as ended because the caller says so. If it, or groups that it was with, train at
 // another lighthouse, the job has two histories, and the steps of one are lost. An empty name is the default job. Call it at one
 // lighthouse only: the vote would count in a quorum of each, which gives two histories.
-func (s *Server) GiveUp(job, replicaID, by string) error {
+func (s *Server) Waive(job, replicaID, by string) error {
 	j := s.find(cmp.Or(job, rpc.DefaultJob))
 	if j == nil || !j.misses(replicaID) {
 		return fmt.Errorf("the vote of replica %q is not missing in job %q", replicaID, job)
 	}
-	return j.giveUpOn(replicaID, by)
+	return j.waive(replicaID, by)
 }
 
 // errNoStream: the lighthouse cannot send the member a message.

@@ -237,8 +237,8 @@ func TestOnePort(t *testing.T) {
 	assert.Contains(t, body, `"replica_id": "a"`)
 }
 
-// A member whose vote is missing is given up by name, and only one of those; who may is as for kill.
-func TestAMemberWhoseVoteIsMissingIsGivenUp(t *testing.T) {
+// A member whose vote is missing is waived by name, and only one of those; who may is as for kill.
+func TestAMemberWhoseVoteIsMissingIsWaived(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		b := open(t, c, "b")
@@ -256,7 +256,7 @@ func TestAMemberWhoseVoteIsMissingIsGivenUp(t *testing.T) {
 		time.Sleep(2 * time.Second)
 		assert.Equal(t, []string{"a"}, c.Lighthouse.Status().MissingVotes)
 		post := func(host, id string) (int, string) {
-			req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, fttest.LighthouseAddr+"/api/v1/give_up", strings.NewReader(`{"replica_id": "`+id+`"}`))
+			req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, fttest.LighthouseAddr+"/api/v1/waive", strings.NewReader(`{"replica_id": "`+id+`"}`))
 			require.NoError(t, err)
 			resp, err := browser(t, c, host).Do(req)
 			require.NoError(t, err)
@@ -273,6 +273,6 @@ func TestAMemberWhoseVoteIsMissingIsGivenUp(t *testing.T) {
 		assert.NotNil(t, b.receive().GetMemberFailed(), "it has been silent for too long")
 		_, states := b.answered()
 		assert.NotZero(t, states.GetQuorumId())
-		assert.Positive(t, c.Log.Count("A MEMBER IS GIVEN UP"))
+		assert.Positive(t, c.Log.Count("A VOTE IS WAIVED"))
 	})
 }

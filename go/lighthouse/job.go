@@ -260,8 +260,8 @@ func (j *job) do(event quorum.Event, now time.Time) {
 		case quorum.Doubted:
 			j.log.Warn("torchft: a report of a member is ignored", "replica_id", a.ReplicaID, "reason", a.Reason)
 		case quorum.Waived:
-			j.log.Warn("torchft: A MEMBER IS GIVEN UP: "+risk, "replica_id", a.ReplicaID, "by", a.By)
-			j.board.Record(dashboard.Event{Time: now, Kind: dashboard.GivenUp, Left: []string{a.ReplicaID}, Reason: "given up by " + a.By})
+			j.log.Warn("torchft: A VOTE IS WAIVED: "+risk, "replica_id", a.ReplicaID, "by", a.By)
+			j.board.Record(dashboard.Event{Time: now, Kind: dashboard.Waived, Left: []string{a.ReplicaID}, Reason: "waived by " + a.By})
 		case quorum.Regressed:
 			j.log.Warn("torchft: THE JOB REGRESSES: its weights of later steps are lost unless their groups come back", "quorum_id", a.Quorum.ID, "reason", a.Reason)
 		case quorum.Changed:

@@ -111,12 +111,12 @@ func TestTheServerAnswersAsOpenAPISays(t *testing.T) {
 		ask("GET", "/api/v1/openapi.json", "", 200)
 		ask("GET", "/healthz", "", 200)
 		ask("GET", "/readyz", "", 200)
-		for _, path := range []string{"/api/v1/drain", "/api/v1/kill", "/api/v1/give_up"} {
+		for _, path := range []string{"/api/v1/drain", "/api/v1/kill", "/api/v1/waive"} {
 			ask("POST", path, "", 400)
 			ask("POST", path, `{"replica_id": "b"}`, 404)
 			ask("POST", path, `{"replica_id": "`+strings.Repeat("b", 1<<15)+`"}`, 413)
 			ask("POST", path, `{"replica_id": "a"}`, 403, "Origin", "http://evil.example")
-			if path != "/api/v1/give_up" {
+			if path != "/api/v1/waive" {
 				ask("POST", path, `{"replica_id": "a"}`, 200)
 			}
 		}

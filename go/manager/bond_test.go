@@ -93,11 +93,11 @@ func TestAnEndThatIsNotKnownIsWaitedFor(t *testing.T) {
 		}
 		assert.Equal(t, []string{"a"}, at.Status().MissingVotes)
 		assert.Contains(t, at.Status().Reason, "another lighthouse might serve a")
-		require.NoError(t, at.GiveUp("", "a", "a test"))
+		require.NoError(t, at.Waive("", "a", "a test"))
 		got := <-asked
 		require.NoError(t, got.Err)
 		assert.Equal(t, []string{"b"}, got.Value.ReplicaIDs)
-		assert.Positive(t, c.Log.Count("A MEMBER IS GIVEN UP"))
+		assert.Positive(t, c.Log.Count("A VOTE IS WAIVED"))
 	})
 }
 

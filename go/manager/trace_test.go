@@ -159,7 +159,7 @@ func TestTheVotesOfAStepAreInItsTrace(t *testing.T) {
 	})
 }
 
-func TestAVoteThatIsGivenUpAndOneOfARankThatDoesNotTrace(t *testing.T) {
+func TestAVoteThatIsCanceledAndOneOfARankThatDoesNotTrace(t *testing.T) {
 	spans := tracetest.NewInMemoryExporter()
 	defer tracing.Use(sdktrace.NewSimpleSpanProcessor(spans))()
 	synctest.Test(t, func(t *testing.T) {

@@ -73,9 +73,9 @@ func (s *ends) tookAddress(by *Member) {
 	}
 }
 
-// givenUp waives the votes of members that an operator gives up, and reports whether that changes anything. It relies on the operator:
+// votesWaived waives the votes of members as an operator wants, and reports whether that changes anything. It relies on the operator:
 // the members have ended, and no group trains in a quorum that they joined after the latest one here.
-func (s *ends) givenUp(e GivenUp) (changed bool) {
+func (s *ends) votesWaived(e VotesWaived) (changed bool) {
 	for _, id := range e.ReplicaIDs {
 		if id == s.past.rumor.ReplicaID { // the job starts over
 			s.past.rumor = Voter{}

@@ -145,7 +145,7 @@ func each() (all []burst) {
 			return Recalled{Past: Past{ID: 1, Members: []Voter{{ReplicaID: c.ids[i]}}}, From: c.ids[i]}
 		},
 		"Bound":        func(c *crowd, i int) Event { return Bound{ReplicaID: c.ids[i], Since: c.now} },
-		"GivenUp":      func(c *crowd, i int) Event { return GivenUp{ReplicaIDs: []string{c.ids[i]}, By: "an operator"} },
+		"VotesWaived":  func(c *crowd, i int) Event { return VotesWaived{ReplicaIDs: []string{c.ids[i]}, By: "an operator"} },
 		"Ended":        func(c *crowd, i int) Event { return Ended{ReplicaID: c.ids[i]} },
 		"Withdrawn":    func(_ *crowd, i int) Event { return Withdrawn{Waiter: WaiterID(i)} },
 		"Beat":         func(c *crowd, i int) Event { return Beat{ReplicaID: c.ids[i]} },

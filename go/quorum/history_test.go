@@ -100,7 +100,7 @@ func (h *history) event(replicas int) Event {
 	case p < 187:
 		return Bound{ReplicaID: id, Since: h.now.Add(-h.gap)}
 	case p < 188:
-		return GivenUp{ReplicaIDs: []string{id, other}, By: "an operator"}
+		return VotesWaived{ReplicaIDs: []string{id, other}, By: "an operator"}
 	default:
 		return Tick{}
 	}

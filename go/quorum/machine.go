@@ -130,8 +130,8 @@ func (m *Machine) take(event Event) (decide bool) {
 	case Ended:
 		m.ends.ended(e.ReplicaID)
 		return true // even if no member failed by it: the end of a bound member is a vote, which may have been missing
-	case GivenUp:
-		return m.ends.givenUp(e)
+	case VotesWaived:
+		return m.ends.votesWaived(e)
 	case Bound: // No decision: a bond is a vote only once its member has ended.
 		m.list.answered(e.ReplicaID, e.Since)
 	case Reaches: // No failback here: Step does that after the decision of a tick, so that a quorum which is due is delivered first.

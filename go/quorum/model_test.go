@@ -131,7 +131,7 @@ func (m *model) take(e Event, now time.Time) bool {
 			m.ends(e.ReplicaID, ProcessEnded)
 		}
 		return true
-	case GivenUp:
+	case VotesWaived:
 		waived := false
 		for _, id := range e.ReplicaIDs {
 			if m.member(id) && !m.waits(id) {

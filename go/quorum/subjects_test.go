@@ -112,7 +112,7 @@ func TestEndsAlone(t *testing.T) {
 	s.roster.disconnected("b", s.now)
 	s.take(0, func() { one.ended("b") })
 	require.NotContains(t, s.list.ended, "b", "it was not bound")
-	actions, _ = s.take(0, func() { require.True(t, one.givenUp(GivenUp{[]string{"b", "x"}, "an operator"})) })
+	actions, _ = s.take(0, func() { require.True(t, one.votesWaived(VotesWaived{[]string{"b", "x"}, "an operator"})) })
 	require.Equal(t, []Action{Waived{"b", "an operator"}}, actions)
 }
 

@@ -148,8 +148,8 @@ func (r *scribe) run(words []string) []string {
 			}
 		}
 		return answers
-	case "give-up":
-		return r.step(GivenUp{ReplicaIDs: args, By: "an operator"})
+	case "waive":
+		return r.step(VotesWaived{ReplicaIDs: args, By: "an operator"})
 	case "missing":
 		return []string{strings.Join(r.machine.votes.missing(), " ")}
 	case "ended":
@@ -258,7 +258,7 @@ func (r *scribe) step(e Event) []string {
 		case Doubted:
 			answers = append(answers, fmt.Sprintf("%s is not believed: %s", a.ReplicaID, a.Reason))
 		case Waived:
-			answers = append(answers, fmt.Sprintf("%s was given up by %s", a.ReplicaID, a.By))
+			answers = append(answers, fmt.Sprintf("%s was waived by %s", a.ReplicaID, a.By))
 		case Regressed:
 			answers = append(answers, fmt.Sprintf("WARNING, quorum %d regresses: %s", a.Quorum.ID, a.Reason))
 		case Failed:

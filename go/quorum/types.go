@@ -64,8 +64,8 @@ type (
 		ReplicaID string
 		Since     time.Time // when the stamp was sent, as the clock of this lighthouse said
 	}
-	// GivenUp: an operator states that members have ended, and that no group trains elsewhere in a later quorum that included them.
-	GivenUp struct {
+	// VotesWaived: an operator states that members have ended, and that no group trains elsewhere in a later quorum that included them.
+	VotesWaived struct {
 		ReplicaIDs []string
 		By         string
 	}
@@ -120,7 +120,7 @@ func (Greeted) isEvent()      {}
 func (Reaches) isEvent()      {}
 func (Recalled) isEvent()     {}
 func (Bound) isEvent()        {}
-func (GivenUp) isEvent()      {}
+func (VotesWaived) isEvent()  {}
 func (Ended) isEvent()        {}
 func (Withdrawn) isEvent()    {}
 func (Beat) isEvent()         {}
@@ -193,7 +193,7 @@ type (
 	}
 	// Doubted reports a claim of a member that this lighthouse ignores, for the log.
 	Doubted struct{ ReplicaID, Reason string }
-	// Waived reports that a missing member was given up by an operator, and counts as one that votes here.
+	// Waived reports that a missing member was waived by an operator, and counts as one that votes here.
 	Waived struct{ ReplicaID, By string }
 	// Keep has the shell write to disk what a restarted lighthouse has to know of the job.
 	Keep struct {

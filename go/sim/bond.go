@@ -91,6 +91,6 @@ func (l *lighthouse) operator() {
 		}
 		w.say("an operator waives %v at %s", ended, l.name())
 		w.check.waived = true
-		l.step(quorum.GivenUp{ReplicaIDs: ended, By: "an operator"})
+		l.step(quorum.VotesWaived{ReplicaIDs: ended, By: "an operator"})
 	}
 }

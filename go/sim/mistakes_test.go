@@ -269,7 +269,7 @@ var mistakes = []struct {
 var endedVotes = spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
 	actions := m.Step(e, now)
 	if ended, is := e.(quorum.Ended); is {
-		actions = append(actions, m.Step(quorum.GivenUp{ReplicaIDs: []string{ended.ReplicaID}}, now)...)
+		actions = append(actions, m.Step(quorum.VotesWaived{ReplicaIDs: []string{ended.ReplicaID}}, now)...)
 	}
 	return actions
 })

@@ -55,7 +55,7 @@ def words(event: dict[str, Any]) -> str:
     when = datetime.fromisoformat(event["time"].replace("Z", "+00:00")[:19] + "+00:00").astimezone()
     if event["kind"] == "drained":
         return _line(when, event, [f"{', '.join(event['left'])} is to leave at the end of a step", event["reason"]])
-    if event["kind"] == "given_up":
+    if event["kind"] == "waived":
         return _line(when, event, [f"{', '.join(event['left'])} counts as ended", event["reason"]])
     parts = []
     if event.get("who"):

@@ -95,10 +95,10 @@ def _drain(arguments: Sequence[str]) -> int:
     return ending.drain(arguments)
 
 
-def _give_up(arguments: Sequence[str]) -> int:
-    from torchft.cli import give_up
+def _waive(arguments: Sequence[str]) -> int:
+    from torchft.cli import waive
 
-    return give_up.main(arguments)
+    return waive.main(arguments)
 
 
 def _doctor(arguments: Sequence[str]) -> int:
@@ -115,6 +115,6 @@ _COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "events": ("what happened in a job: who joined, who failed, and when", _events),
     "drain": ("let one replica group leave at the end of a step", _drain),
     "kill": ("end one replica group at once", _kill),
-    "give-up": ("go on without groups whose votes are missing, with several lighthouses", _give_up),
+    "waive": ("go on without groups whose votes are missing, with several lighthouses", _waive),
     "doctor": ("what is wrong with this machine or with the way to the lighthouse", _doctor),
 }

@@ -55,7 +55,7 @@ func (j *job) operate() {
 	})
 	for _, id := range ended {
 		j.waived[id] = latest.server
-		_ = latest.server.GiveUp("", id, "an operator") // the vote may not be missing any more
+		_ = latest.server.Waive("", id, "an operator") // the vote may not be missing any more
 	}
 }
 

@@ -115,7 +115,7 @@ def test_a_lighthouse_that_is_not_there_ends_with_1_and_says_what_was_tried(
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert exits(["--help"]) == 0
     listed = capsys.readouterr().out
-    for command in ("run", "scale", "lighthouse", "status", "events", "drain", "kill", "give-up", "doctor"):
+    for command in ("run", "scale", "lighthouse", "status", "events", "drain", "kill", "waive", "doctor"):
         assert f"\n  {command} " in listed
         assert exits([command, "--help"]) == 0
         assert command in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`torchft give-up` tells one lighthouse of a list, and asks first whether what the operator answers for can be so."""
+"""`torchft waive` asks one lighthouse of a list, and checks first whether what the operator answers for can be so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from torchft.cli import main
-from torchft.cli.give_up import Other, objections
+from torchft.cli.waive import Other, objections
 
 WAITS = {
     "quorum_id": 7,
@@ -50,7 +50,7 @@ def idle(**status: Any) -> Other:
         (
             [Other("http://third:1", {"quorum_id": 8})],
             [],
-            ["http://third:1 knows of a later quorum: give the missing up there, where its groups wait"],
+            ["http://third:1 knows of a later quorum: waive the missing there, where its groups wait"],
         ),
         (
             [idle(given_votes=["a:1"])],
@@ -64,7 +64,7 @@ def test_what_speaks_against_it(others: list[Other], accepts: list[str], against
 
 
 @contextmanager
-def lighthouse(status: Mapping[str, Any] | None, told: list[tuple[str, str]]) -> Iterator[str]:
+def lighthouse(status: Mapping[str, Any] | None, received: list[tuple[str, str]]) -> Iterator[str]:
     """One that answers with a status, or does not know the job."""
 
     class Answer(BaseHTTPRequestHandler):
@@ -72,8 +72,8 @@ def lighthouse(status: Mapping[str, Any] | None, told: list[tuple[str, str]]) ->
             self.reply({"error": "not known"} if status is None else status, 404 if status is None else 200)
 
         def do_POST(self) -> None:
-            told.append((self.path, self.rfile.read(int(self.headers["Content-Length"])).decode()))
-            self.reply({"replica_id": "a:1", "done": "given up"}, 200)
+            received.append((self.path, self.rfile.read(int(self.headers["Content-Length"])).decode()))
+            self.reply({"replica_id": "a:1", "done": "waived"}, 200)
 
         def reply(self, body: object, code: int) -> None:
             self.send_response(code)
@@ -89,48 +89,48 @@ def lighthouse(status: Mapping[str, Any] | None, told: list[tuple[str, str]]) ->
         server.shutdown()
 
 
-def test_it_tells_the_one_lighthouse_that_misses_a_vote(
+def test_it_asks_the_one_lighthouse_that_misses_a_vote(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[str, str]] = []
+    received: list[tuple[str, str]] = []
     with (
-        lighthouse({"missing_votes": []}, told) as first,
-        lighthouse({"missing_votes": ["a:1", "b:1"]}, told) as second,
-        lighthouse(None, told) as third,
+        lighthouse({"missing_votes": []}, received) as first,
+        lighthouse({"missing_votes": ["a:1", "b:1"]}, received) as second,
+        lighthouse(None, received) as third,
     ):
         monkeypatch.setenv("TORCHFT_LIGHTHOUSE", f"{first},{second},{third}")
         monkeypatch.setattr("builtins.input", lambda _: "no")
-        assert main(["give-up", "a"]) == 1
+        assert main(["waive", "a"]) == 1
         said = capsys.readouterr()
-        assert "nothing was done" in said.err and "the job has two histories" in said.out and told == []
+        assert "nothing was done" in said.err and "the job has two histories" in said.out and received == []
         monkeypatch.setattr("builtins.input", lambda _: "yes")
-        assert main(["give-up", "a"]) == 0
-        assert main(["give-up", "--yes", "a", "b"]) == 0
-        assert told == [("/api/v1/give_up", json.dumps({"replica_id": name})) for name in ("a:1", "a:1", "b:1")]
-        assert main(["give-up", "--yes", "c"]) == 1
+        assert main(["waive", "a"]) == 0
+        assert main(["waive", "--yes", "a", "b"]) == 0
+        assert received == [("/api/v1/waive", json.dumps({"replica_id": name})) for name in ("a:1", "a:1", "b:1")]
+        assert main(["waive", "--yes", "c"]) == 1
         assert "'c' is no group" in capsys.readouterr().err
         monkeypatch.setenv("TORCHFT_LIGHTHOUSE", first)
-        assert main(["give-up", "--yes", "a"]) == 1
+        assert main(["waive", "--yes", "a"]) == 1
         assert "no lighthouse that answers misses a vote" in capsys.readouterr().err
 
 
 def test_it_refuses_unless_the_risk_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[tuple[str, str]] = []
+    received: list[tuple[str, str]] = []
     with socket.create_server(("127.0.0.1", 0)) as manager, socket.create_server(("127.0.0.1", 0)) as ended:
         address = f"http://127.0.0.1:{manager.getsockname()[1]}"
         nobody = f"http://127.0.0.1:{ended.getsockname()[1]}"
         ended.close()
         status = {"missing_votes": ["a:1"], "members": [{"replica_id": "a:1", "healthy": False, "address": address}]}
-        with lighthouse(status, told) as first:
+        with lighthouse(status, received) as first:
             monkeypatch.setenv("TORCHFT_LIGHTHOUSE", f"{nobody},{first}")
-            assert main(["give-up", "--yes", "a"]) == 1
+            assert main(["waive", "--yes", "a"]) == 1
             said = capsys.readouterr()
             assert f"a:1 has not ended: its manager accepts connections at {address}" in said.err
             assert f"groups may train at {nobody}, which does not answer" in said.err
-            assert "--risk-two-histories" in said.err and said.out == "" and told == []
-            assert main(["give-up", "--yes", "--risk-two-histories", "a"]) == 0
+            assert "--risk-two-histories" in said.err and said.out == "" and received == []
+            assert main(["waive", "--yes", "--risk-two-histories", "a"]) == 0
             said = capsys.readouterr()
-            assert "although a:1 has not ended" in said.out and "a:1: given up" in said.out
-            assert len(told) == 1
+            assert "although a:1 has not ended" in said.out and "a:1: waived" in said.out
+            assert len(received) == 1

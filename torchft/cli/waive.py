@@ -1,4 +1,4 @@
-"""``torchft give-up``: declares to a lighthouse of a list that missing groups have ended, after plausibility checks."""
+"""``torchft waive``: declares to a lighthouse of a list that missing groups have ended, after plausibility checks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Other:
 
 def main(arguments: Sequence[str]) -> int:
     parser = Parser(
-        prog="torchft give-up",
+        prog="torchft waive",
         description="With several lighthouses: lets the waiting groups continue without the groups whose votes are "
         "missing. The missing groups must have ended, and no group that was in a later quorum with them may train at "
         "any lighthouse: otherwise the job gets two histories, and the steps of one of them are lost. The command "
@@ -66,9 +66,9 @@ def main(arguments: Sequence[str]) -> int:
         if not args.yes and not _agreed():
             raise Unanswered("nothing was done")
         for name in names:
-            print(printable(lighthouse.ask("give_up", name)), flush=True)
+            print(printable(lighthouse.ask("waive", name)), flush=True)
     except (Unanswered, ValueError) as e:
-        print(printable(f"torchft give-up: {e}"), file=sys.stderr)
+        print(printable(f"torchft waive: {e}"), file=sys.stderr)
         return 1
     return 0
 
@@ -97,7 +97,7 @@ def objections(status: Status, others: Sequence[Other], accepts: Callable[[str],
         if alive:
             against.append(f"{', '.join(alive)} may train at {other.address}: end them first")
         if other.status.get("quorum_id", 0) > status.get("quorum_id", 0):
-            against.append(f"{other.address} knows of a later quorum: give the missing up there, where its groups wait")
+            against.append(f"{other.address} knows of a later quorum: waive the missing there, where its groups wait")
         if given:
             against.append(f"{other.address} has the votes of {', '.join(given)}, which ended there: restart it first")
     return against
@@ -111,8 +111,8 @@ def _look(args: Namespace) -> tuple[Lighthouse, Status, list[Other]]:
     Raises:
         Unanswered: none answers, or none misses a vote.
     """
-    told: Lighthouse | None = None
-    told_status: Status = {}
+    chosen: Lighthouse | None = None
+    chosen_status: Status = {}
     others = []
     for address in Lighthouse(args.lighthouse, args.job).addresses:
         one = Lighthouse(address, args.job)
@@ -121,13 +121,13 @@ def _look(args: Namespace) -> tuple[Lighthouse, Status, list[Other]]:
         except Unanswered as e:
             others.append(Other(address, unanswered=None if e.code == _UNKNOWN_JOB else str(e)))
             continue
-        if told is None and status.get("missing_votes"):
-            told, told_status = one, status
+        if chosen is None and status.get("missing_votes"):
+            chosen, chosen_status = one, status
         else:
             others.append(Other(address, status))
-    if told is None:
+    if chosen is None:
         raise Unanswered("no lighthouse that answers misses a vote; `torchft status` says what the groups wait for")
-    return told, told_status, others
+    return chosen, chosen_status, others
 
 
 def _accepts(address: str) -> bool:

@@ -30,7 +30,7 @@ class Build(build_ext):
 
 
 def build_go(target: Path) -> None:
-    """Runs `go build`; Go's own cache makes a second build take seconds."""
+    """Runs `go build`, whose cache makes a second build take seconds."""
     # Go does not notice edits to C files outside its packages, but it does notice other flags.
     sources = sorted((ROOT / "csrc").iterdir())
     csrc = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()[:16]
@@ -44,13 +44,13 @@ def build_go(target: Path) -> None:
     command = [toolchain.go(), "build", "-buildmode=c-shared", "-mod=readonly", "-buildvcs=false", "-trimpath"]
     command += ["-ldflags=-s -w", "-o", str(target), "./native"]
     _run(command, cwd=ROOT / "go", env=env)
-    header = target.name.removesuffix(target.suffix) + ".h"  # a by-product of c-shared; nobody includes it
+    header = target.name.removesuffix(target.suffix) + ".h"  # a by-product of c-shared, which nothing includes
     target.with_name(header).unlink(missing_ok=True)
 
 
 def build_c(target: Path) -> None:
     command = [*toolchain.compiler(), "-O2", "-fPIC", "-shared", "-DPy_LIMITED_API=0x030A0000"]
-    # Python's own names are found when it is loaded, which Linux does without being asked.
+    # Symbols of Python are resolved when the library is loaded; Linux needs no flag for that.
     command += ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else []
     sources = [str(ROOT / "csrc" / name) for name in ("isolated.c", "ending.c")]
     command += [f"-I{toolchain.python_include()}", *sources, "-o", str(target)]

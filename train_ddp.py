@@ -72,22 +72,23 @@ def main(args: argparse.Namespace) -> nn.Module:
         optimizer.zero_grad()
         for unit in step:  # the micro-batches of this rank
             pixels, labels = (part.to(device) for part in unit.data)
-            with unit.accumulate(model):  # with the last one, gradients are added over the groups
+            with unit.accumulate(model):  # in the last one, gradients are summed over the groups
                 loss = criterion(model(pixels), labels)
                 (loss * unit.weight).backward()
-        if dist.get_world_size() > 1 and not args.reproducible:  # that adds over the ranks of this group, too
+        # reproducible reduction also sums over the ranks of this group
+        if dist.get_world_size() > 1 and not args.reproducible:
             for grad in [p.grad for p in net.parameters() if p.grad is not None]:
                 dist.all_reduce(grad)
-        optimizer.step()  # only if all went well in all ranks of this group; else the same batch comes again
+        optimizer.step()  # steps only if all ranks of this group succeeded; otherwise the same batch is repeated
         number = manager.current_step()
         if rank == 0 and number % 50 == 0:
             print(f"group {group} step {number} loss {loss.item():.4f} groups {step.participants}", flush=True)
         if checkpoint and rank == 0 and number % args.checkpoint_every == 0:
             checkpoint.parent.mkdir(parents=True, exist_ok=True)
             torch.save({name: part.state_dict() for name, part in parts.items()}, f"{checkpoint}.partial")
-            os.replace(f"{checkpoint}.partial", checkpoint)  # it appears whole or not at all
+            os.replace(f"{checkpoint}.partial", checkpoint)  # the file is complete whenever it exists
 
-    dist.barrier()  # every rank of this group knows that the job has ended, or that it is drained
+    dist.barrier()  # every rank of this group knows that the job has ended, or that the group is drained
     manager.shutdown(finished=not manager.draining())
     pg.shutdown()
     dist.destroy_process_group()
@@ -97,7 +98,9 @@ def main(args: argparse.Namespace) -> nn.Module:
 
 
 def load_images(held_out: bool = False) -> TensorDataset:
-    """1797 digits of 8x8 pixels, a file of scikit-learn (its import would take seconds). Every fifth is held out."""
+    """1797 digits of 8x8 pixels, from a file of scikit-learn (whose import would take seconds). Every
+    fifth is held out.
+    """
     file = str(distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz"))
     table = torch.from_numpy(np.loadtxt(file, delimiter=","))
     table = table[(torch.arange(len(table)) % 5 == 0) == held_out]
@@ -105,14 +108,18 @@ def load_images(held_out: bool = False) -> TensorDataset:
 
 
 def small_cnn(channels: int) -> nn.Sequential:
-    """Images (N, channels, height, width) to 10 classes. No BatchNorm: it would look at a micro-batch."""
+    """Maps images (N, channels, height, width) to 10 classes. No BatchNorm, whose statistics would be those
+    of a micro-batch.
+    """
     first = [nn.Conv2d(channels, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()]
     second = [nn.MaxPool2d(2), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(4)]
     return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(64 * 4 * 4, 10))
 
 
 def init_process_group_of_this_group(device: torch.device) -> None:
-    """torchrun --max_restarts keeps its store, with addresses of ranks that have failed: a part of it for each life."""
+    """Initializes torch.distributed for this group. With --max_restarts torchrun keeps its store, which has addresses
+    of failed ranks, so each start uses a prefix of its own.
+    """
     store, rank, ranks = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=ranks)
@@ -126,7 +133,9 @@ def pick_device(name: str) -> torch.device:
 
 
 def end_with_parent(_worker: int = 0) -> None:
-    """The kernel kills this process with its parent: a killed torchrun leaves no worker behind, a worker no reader."""
+    """Makes the kernel kill this process with its parent, so that a killed torchrun leaves no worker behind, and a
+    worker no data loader process.
+    """
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
 
 

@@ -46,7 +46,7 @@ def main() -> None:
     torch.manual_seed(args.seed)  # every group starts from the same weights
     events = Events(args.events, group, rank=0)
 
-    # Data: a part of the text for every group.
+    # The data: a part of the text for each group
     train_text, test_text = standard_library(args.text_bytes)
     batches = Batches(train_text.chunk(groups)[group], args.batch_size, args.context)
 
@@ -71,7 +71,7 @@ def main() -> None:
         save_state,
         min_replica_size=1,
         use_async_quorum=False,
-        init_sync=False,  # they have the same weights already: no group throws its first steps away
+        init_sync=False,  # the weights are the same already, so no group has to heal at step 0
         replica_id=f"train_diloco_{group}",
         timeout=timedelta(seconds=args.timeout),
         steps=args.steps,
@@ -94,13 +94,13 @@ def main() -> None:
     events.write("start", step=manager.current_step(), pid=os.getpid())
     try:
         with diloco:
-            while not manager.draining():  # until somebody wants this group to leave: `torchft drain`
+            while not manager.draining():  # until this group is asked to leave: `torchft drain`
                 bytes_in, bytes_out = (part.to(device) for part in next(batches))
                 inner.zero_grad()
                 loss = F.cross_entropy(net(bytes_in).flatten(0, 1), bytes_out.flatten())
                 loss.backward()
                 rounds.losses.append(loss.item())
-                inner.step()  # after some of these DiLoCo talks to the other groups
+                inner.step()  # some of these steps start or end a synchronisation
     except TheEnd:
         pass
 
@@ -115,11 +115,11 @@ def main() -> None:
 
 
 class TheEnd(Exception):
-    """All groups of a quorum have done their steps, and leave."""
+    """All groups of a quorum have completed the job."""
 
 
 class Job(Manager):
-    """Looks at each quorum that DiLoCo asks for, whether the job ends with it.
+    """Decides in each quorum that DiLoCo requests whether the job ends with it.
 
     All members of a quorum see the same step and number of groups that are up to date, so all end together, with the
     same global parameters, and not while a group heals. While one is missing, the others train on for at most
@@ -169,7 +169,7 @@ class Rounds:
 
 
 def language_model(width: int, layers: int, context: int) -> nn.Sequential:
-    """Bytes (N, T) to logits (N, T, 256), T at most `context`. Each part is a fragment for DiLoCo."""
+    """Maps bytes (N, T) to logits (N, T, 256), with T at most `context`. Each part is a fragment for DiLoCo."""
     return nn.Sequential(Embedding(width, context), *(Block(width) for _ in range(layers)), Head(width))
 
 
@@ -184,7 +184,7 @@ class Embedding(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention to what came before, and a layer on each place: (N, T, width) to the same."""
+    """Causal attention and a feed-forward layer: (N, T, width) to the same shape."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -210,10 +210,10 @@ class Head(nn.Sequential):
 
 
 def standard_library(limit: int) -> tuple[Tensor, Tensor]:
-    """The bytes of Python's standard library, to train on and held out (every tenth file).
+    """The bytes of Python's standard library, for training and held out (every tenth file).
 
     Args:
-        limit: of bytes to train on.
+        limit: number of bytes for training.
     """
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     if len(files) < 10:
@@ -227,7 +227,7 @@ def standard_library(limit: int) -> tuple[Tensor, Tensor]:
 
 
 class Batches:
-    """Pieces of a text from random places: bytes (N, T), and the bytes that follow each of them."""
+    """Random pieces of a text: bytes (N, T), and for each byte the next one."""
 
     def __init__(self, text: Tensor, batch_size: int, context: int) -> None:
         if len(text) <= context:
@@ -242,7 +242,7 @@ class Batches:
 
 @torch.no_grad()
 def bits_per_byte(net: nn.Module, text: Tensor, context: int) -> float:
-    """How many bits the model needs for a byte of a text that it has not seen."""
+    """The number of bits that the model needs for a byte of a held-out text."""
     pieces = text[: len(text) // (context + 1) * (context + 1)].view(-1, context + 1).long()
     total = 0.0
     for part in pieces.split(64):

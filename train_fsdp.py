@@ -81,7 +81,7 @@ def main() -> None:
 
     events.write("start", step=manager.current_step(), pid=os.getpid())
     batch = None
-    while not manager.draining():  # until somebody wants this group to leave: `torchft drain`
+    while not manager.draining():  # until this group is asked to leave: `torchft drain`
         optimizer.zero_grad()  # asks for the quorum of this step, in the background
         if at_the_end(manager, args.steps, args.overtime, groups):
             break
@@ -93,7 +93,7 @@ def main() -> None:
 
         participants, step = manager.num_participants(), manager.current_step()
         healing = not manager.is_participating()
-        optimizer.step()  # only if every rank of this group had a step without errors
+        optimizer.step()  # steps only if every rank of this group had no error
         committed = manager.current_step() > step
 
         events.write(
@@ -105,7 +105,7 @@ def main() -> None:
             recovery=manager.recovery_seconds() if healing else None,
         )
         if healing or not committed:
-            continue  # this batch did not count: take it again
+            continue  # this batch did not count, so it is repeated
         batch, step = None, manager.current_step()
         if rank == 0 and step % args.log_every == 0:
             print(f"group {group} step {step} loss {loss.item():.4f} groups {participants}", flush=True)
@@ -116,18 +116,18 @@ def main() -> None:
     accuracy, digest = evaluate(net, test_set, device), sha256_of_all_shards(net)
     events.write("end", step=manager.current_step(), accuracy=accuracy, sha256=digest)
     print(f"group {group} rank {rank} ended at step {manager.current_step()}, accuracy {accuracy:.4f}, sha256 {digest}")
-    dist.barrier()  # nobody leaves while others still gather
+    dist.barrier()  # no rank leaves while others still gather
     pg.shutdown()
     dist.destroy_process_group()
 
 
 def shard(net: Transformer, manager: Manager, device: torch.device, replicate: str) -> None:
-    """Shards each block and the rest over the ranks of this group, and has gradients averaged over the groups."""
+    """Shards each block and the rest over the ranks of this group. Gradients are averaged over the groups."""
     ranks = dist.get_world_size()
     if replicate == "mesh":
         mesh = ft_init_device_mesh(
             device_type=device.type,
-            mesh_shape=(1, ranks),  # how many groups there are changes: the manager knows
+            mesh_shape=(1, ranks),  # the number of groups changes, and only the Manager knows it
             mesh_dim_names=("replicate", "shard"),
             replicate_dim=0,
             manager=manager,
@@ -148,7 +148,7 @@ def shard(net: Transformer, manager: Manager, device: torch.device, replicate: s
 
 
 def heal_with(manager: Manager, net: nn.Module, adam: torch.optim.Optimizer) -> None:
-    """Registers what a group that comes back takes over: each rank the shards of its counterpart.
+    """Registers the state that a healing group takes over: for each rank the shards of its counterpart.
 
     FSDP2's state_dict() puts the shards back into the modules, and a peer may ask for the state while the forward pass
     uses the gathered weights. So it is taken once; its tensors are the shards themselves.
@@ -166,7 +166,7 @@ def heal_with(manager: Manager, net: nn.Module, adam: torch.optim.Optimizer) -> 
 
 
 class Transformer(nn.Module):
-    """Images (N, 1, 8, 8), as 16 patches of 2x2 pixels, to 10 classes."""
+    """Maps images (N, 1, 8, 8), as 16 patches of 2x2 pixels, to 10 classes."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -183,7 +183,7 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a layer of neurons, on (N, tokens, width)."""
+    """Attention and a feed-forward layer, on (N, tokens, width)."""
 
     HEADS = 4
 
@@ -203,7 +203,7 @@ class Block(nn.Module):
 
 
 def sha256_of_all_shards(net: nn.Module) -> str:
-    """Of the whole weights, the same on all ranks; all ranks of the group call it."""
+    """The digest of the whole weights, the same on all ranks. All ranks of the group must call it."""
     digest = hashlib.sha256()
     for name, shard in sorted(net.state_dict().items()):
         digest.update(name.encode())

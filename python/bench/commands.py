@@ -1,4 +1,4 @@
-"""How long commands take that only look: from the start of the process to its end."""
+"""The time that read-only commands take, from the start of their process to its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GOAL_S = 0.3
 TIMEOUT_S = 60
 CONSOLE_SCRIPT = Path(__file__).resolve().parent / "torchft_lighthouse.py"
 TORCHFT = [sys.executable, "-m", "torchft.cli"]
-# {lighthouse} is one that runs, without groups.
+# {lighthouse} is the address of a running lighthouse without groups.
 OURS_ALONE = {
     "torchft --help": [*TORCHFT, "--help"],
     "torchft status": [*TORCHFT, "status", "--lighthouse", "{lighthouse}"],
@@ -27,13 +27,13 @@ BOTH = {"torchft_lighthouse --help": [sys.executable, str(CONSOLE_SCRIPT), "--he
 
 
 def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
-    """Return seconds of each command of both sides; upstream has but one of them."""
+    """Return the seconds of each command on both sides. Upstream has only one of the commands."""
     todo = [(ours, name, argv) for name, argv in {**OURS_ALONE, **BOTH}.items()]
     todo += [(upstream, name, argv) for name, argv in BOTH.items()]
     seconds: dict[str, dict[str, list[float]]] = {side.name: {} for side in (ours, upstream)}
     with Job() as job:
         _, lighthouse = job.lighthouse(ours.path, min_replicas=1)
-        for number in range(-1, rounds):  # the first one reads the files, which are in the page cache then
+        for number in range(-1, rounds):  # the first run is not counted: it brings the files into the page cache
             for side, name, argv in rotated(todo, number):
                 took = _run(side, [word.format(lighthouse=lighthouse) for word in argv])
                 if number >= 0:
@@ -52,7 +52,7 @@ def _run(side: Side, argv: list[str]) -> float:
     began = time.perf_counter()
     done = subprocess.run(argv, env=clean_environment(side.path), capture_output=True, text=True, timeout=TIMEOUT_S)
     took = time.perf_counter() - began
-    # The doctor ends with 1 where this machine is not as it should be; that takes as long.
+    # The doctor exits with 1 if it finds a problem on this machine; its duration is the same.
     if done.returncode != 0 and "doctor" not in argv:
         raise RuntimeError(f"{side.name}: {' '.join(argv)} ended with {done.returncode}: {done.stderr}")
     return took

@@ -18,26 +18,26 @@ from processes import Child, Event, Job, free_port  # noqa: E402 (found through 
 WORKER = Path(__file__).resolve().parent / "worker.py"
 START_TIMEOUT_S = 180
 Progress = Callable[[str], None]
-# Percentiles of fewer samples say nothing.
+# Fewer samples than this have no meaningful percentiles.
 FEWEST_SAMPLES = 5
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the packages that are compared: its name in tables, and what goes on PYTHONPATH."""
+    """One of the compared packages: its name in tables, and its directory for PYTHONPATH."""
 
     name: str
     path: Path
 
 
 class Workers:
-    """Some worker processes that do the same command at the same time: all ranks of the two groups of a job."""
+    """Worker processes that run the same command at the same time: all ranks of the two groups of a job."""
 
     def __init__(self, job: Job, children: Sequence[Child]) -> None:
         self._job, self.children = job, list(children)
 
     def do(self, timeout: float, **command: Any) -> list[Event]:
-        """Send the command to all, wait for every answer (an event named as the command) and return them."""
+        """Send a command to all workers, wait for every answer (an event with the command's name) and return them."""
         before = {child: len(child.of(command["do"])) for child in self.children}
         for child in self.children:
             child.send(**command)
@@ -54,7 +54,7 @@ def start_group(
 ) -> list[Child]:
     """Start the ranks of one replica group with the environment that torchrun would give them.
 
-    `peers_port` is where the plain process groups across the replica groups meet.
+    `peers_port` is the port of the store in which plain process groups across the replica groups meet.
     """
     master_port = free_port()
     return [
@@ -101,7 +101,7 @@ class Spread:
         return Spread(statistics.median(ordered), _quantile(ordered, 0.1), _quantile(ordered, 0.9), len(ordered))
 
     def text(self, digits: int = 2, unit: str = "") -> str:
-        """Return median, 10th and 90th percentile; with too few samples for percentiles, say how many there are."""
+        """Format median, 10th and 90th percentile; if there are too few samples for percentiles, their number."""
         median = f"{self.median:.{digits}f}"
         if self.samples == 1:
             return f"{median}{unit} (one run)"
@@ -110,7 +110,7 @@ class Spread:
         return f"{median} [{self.p10:.{digits}f}, {self.p90:.{digits}f}]{unit}"
 
     def middle(self, digits: int = 2) -> str:
-        """Return the median alone, for a figure beside the one that a table is about."""
+        """Format the median alone, for the less important columns of a table."""
         return f"{self.median:.{digits}f}"
 
     def scaled(self, factor: float) -> Spread:
@@ -126,7 +126,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def fetch_memory(nbytes: int) -> None:
-    """Use ``nbytes`` of memory and free them.
+    """Write to ``nbytes`` of memory, and free them.
 
     The host of a virtual machine takes back unused memory, and supplies it again at 0.1 to 0.8 GB/s when it is used. A
     call before each measurement keeps that out of the figures.
@@ -138,13 +138,13 @@ def fetch_memory(nbytes: int) -> None:
 
 
 def rotated(items: Sequence[Any], by: int) -> list[Any]:
-    """Rotate the items, so that each round begins with another one."""
+    """Rotate the items, so that each round begins with another item."""
     by %= len(items)
     return [*items[by:], *items[:by]]
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown that also reads well in a terminal."""
+    """Format a table in Markdown that is also readable in a terminal."""
     cells = [list(head), *[list(row) for row in rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths)) + " |" for row in cells]

@@ -1,4 +1,4 @@
-"""The cost of a reproducible sum of gradients beside a plain one.
+"""The cost of a reproducible sum of gradients, compared with a plain sum.
 
     python python/bench/exact_sum.py              # 4 million elements, 8 rounds
 
@@ -52,7 +52,7 @@ def main() -> None:
         ]
         job.wait(lambda: all(c.of("connected") for c in children), START_TIMEOUT_S, "the ranks are connected")
         workers = Workers(job, children)
-        for number in range(args.rounds + 1):  # the first one warms up
+        for number in range(args.rounds + 1):  # the first round is a warm-up
             for tensors, kind in rotated(kinds, number):
                 answers = workers.do(TIMEOUT_S, do="step", kind=kind, tensors=tensors, elements=args.elements)
                 if number:
@@ -65,7 +65,7 @@ def main() -> None:
     print(markdown_table(["elements in tensors", "sum", *FIGURES.values()], rows))
 
 
-# A rank
+# Code of a rank
 
 
 def serve() -> None:
@@ -83,7 +83,7 @@ def serve() -> None:
 
 
 def _step(group: Any, kind: str, tensors: int, elements: int) -> dict[str, float]:
-    """One step with a unit a rank, whose scales are known."""
+    """Run one step with a unit per rank and known scales."""
     import torch
     from quantized_worker import bytes_sent
     from quantized_worker import reduce as allreduce
@@ -114,10 +114,10 @@ def _step(group: Any, kind: str, tensors: int, elements: int) -> dict[str, float
 
     total.begin()
     add()
-    read(1)  # finds the scales
+    read(1)  # determines the scales
     flat.zero_()
     total.begin()
-    allreduce(group, "full", torch.zeros(1))  # all are here
+    allreduce(group, "full", torch.zeros(1))  # a barrier
     times = [time.perf_counter()]
     add()
     times.append(time.perf_counter())

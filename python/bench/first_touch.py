@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def _touch(nbytes: int, pages: str) -> tuple[float, float]:
-    """GB/s of the first and of the second time that memory is written to, by one thread."""
+    """Return GB/s of the first and of the second write to memory, by one thread."""
     zeros = bytes(4 << 20)
     seconds = []
     with mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:

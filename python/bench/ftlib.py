@@ -1,9 +1,9 @@
-"""How long members of FTLib take to agree: after a process joined, and after a kill -9.
+"""The time that members of FTLib take to agree on a view, after a process joined and after a kill -9.
 
     python python/bench/ftlib.py
 
-Four processes on this machine agree on views, and train nothing. Of each passive consensus: from the moment at which a
-member heard of a newcomer, and from the kill, until all members have the next view.
+Four processes on this machine agree on views, and train nothing. Measured for each passive consensus: from the moment
+at which a member heard of a newcomer, and from the kill, until all members have the next view.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _DEADLINE_S = 200.0
 
 
 class Members:
-    """Processes by name, and their views."""
+    """The member processes by name, and their views."""
 
     def __init__(self, job: Job, consensus: str, folder: str) -> None:
         self._job, self._consensus, self._folder = job, consensus, folder
         self._now: dict[str, Child] = {}
 
     def start(self, name: str) -> float:
-        """Seconds from the first news of it until all have a view with it."""
+        """Return the seconds from the first report of a new member until all members have a view that contains it."""
         before = self._count("joins")
         where = self._folder
         if self._consensus == "gossip":
@@ -42,13 +42,13 @@ class Members:
         return all_have - min((each[0]["at"] for each in heard if each), default=all_have)
 
     def kill(self, name: str) -> float:
-        """Seconds from the kill until all others have a view without it."""
+        """Return the seconds from the kill until all other members have a view without the killed one."""
         killed = time.time()
         self._now.pop(name).kill()
         return self._agree() - killed
 
     def _agree(self) -> float:
-        """When the last one got a view of just these members."""
+        """Return when the last member received a view of exactly these members."""
         names = sorted(self._now)
 
         def views() -> list[dict]:

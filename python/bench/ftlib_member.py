@@ -1,4 +1,4 @@
-"""A member for ftlib.py: it asks for a view whenever the last one does not hold any more."""
+"""A member for ftlib.py. It requests a new view whenever its present view becomes invalid."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def say(event: str, **fields: Any) -> None:
 
 
 class Listener:
-    """Wakes the member."""
+    """Wakes the member when it is notified."""
 
     def __init__(self) -> None:
         self.heard = threading.Event()

@@ -1,4 +1,4 @@
-"""Measure on a GPU that nobody else uses: `python python/bench/gpu.py`, or `--quick` for about three minutes.
+"""Measurements on a GPU that nothing else uses: `python python/bench/gpu.py`, or `--quick` for about three minutes.
 
 Prints tables and writes them, with date, device and command, into docs/gpu.md. Each subject is measured in a fresh
 process; NCCL refuses two ranks on one device, so every group has one rank.
@@ -26,7 +26,7 @@ CHILD_TIMEOUT_S = 300
 
 @dataclass(frozen=True)
 class Group:
-    """A kind of group: its column, the class, and what it is made with."""
+    """A kind of process group: its column in the tables, its class and the arguments."""
 
     name: str
     kind: str = ""
@@ -84,7 +84,7 @@ def main() -> int:
     def measure(name: str, upstream: bool, *what: str) -> None:
         print(f"[{time.monotonic() - began:5.1f} s] {name}", file=sys.stderr, flush=True)
         results[name] = in_child(args.upstream if upstream else None, *what)
-        # A run that is cut short has its figures so far.
+        # Written after each subject, so that an interrupted run keeps its figures.
         print(json.dumps(results[name]), file=sys.stderr, flush=True)
 
     for g in groups:
@@ -136,7 +136,7 @@ def _version(upstream: Path) -> str:
 
 
 def in_child(upstream: Path | None, *what: str) -> dict[str, Any]:
-    """The figures of gpu_worker.py; `error` where there are none."""
+    """Return the figures of gpu_worker.py; `error` if it failed."""
     first = upstream or REPOSITORY
     others = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(first), *others])}
@@ -156,7 +156,7 @@ def in_child(upstream: Path | None, *what: str) -> dict[str, Any]:
 
 
 def page(results: Results, groups: list[Group], head: str, upstream: bool) -> str:
-    """The text between the markers."""
+    """Return the text between the markers on the page."""
     lines = [head, "", "| | " + " | ".join(g.name for g in groups) + " |", "|---" * (len(groups) + 1) + "|"]
     for name, what in FIGURES.items():
         lines.append(f"| {what} | " + " | ".join(_cell(results[g.name], name) for g in groups) + " |")

@@ -1,4 +1,4 @@
-"""The measurements of python/bench/gpu.py, one subject in a process: prints its figures as a JSON object.
+"""The measurements of python/bench/gpu.py, one subject per process. Prints the figures as a JSON object.
 
 The torchft is the first on the path, ours or upstream. Its classes and functions are called by the names that
 both have.
@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-# Behind everything else: it holds our torchft, too.
+# Last on the path, because this directory contains our torchft, too.
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 TIMEOUT = timedelta(seconds=60)
@@ -47,12 +47,12 @@ def main() -> None:
 
         figures["torchft"] = str(Path(torchft.__file__).parent)
     print(json.dumps(figures), flush=True)
-    # A stream that waits for a killed process would keep a normal exit.
+    # A stream that waits for a killed process would block a normal exit.
     os._exit(0)
 
 
 class PyTorch:
-    """PyTorch's own NCCL group: a new one for each set of peers."""
+    """PyTorch's own NCCL group, made anew for each set of peers."""
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -119,7 +119,7 @@ def group_figures(name: str, settings: dict[str, Any], rounds: int, pause: float
             work.wait()
 
     reconfigure()
-    # The worker that stands by has come up, too.
+    # By now the standby worker has started, too.
     time.sleep(4 * pause)
     device_mb = settled_mb() - before
 
@@ -141,7 +141,7 @@ def group_figures(name: str, settings: dict[str, Any], rounds: int, pause: float
         whole.append(time.perf_counter() - began)
     reconfigured, aborted = [], []
     for _ in range(rounds):
-        # Steps lie between two quorums: time enough for the next worker to come up.
+        # In a job, there are steps between two quorums, in which the next worker can start.
         time.sleep(pause)
         reconfigured += times(reconfigure, 1)
         aborted += times(group.abort, 1)
@@ -158,7 +158,7 @@ def group_figures(name: str, settings: dict[str, Any], rounds: int, pause: float
 
 
 def times(call: Callable[[], object], count: int) -> list[float]:
-    """Seconds that each of `count` calls took."""
+    """Return the seconds that each of `count` calls took."""
     result = []
     for _ in range(count):
         began = time.perf_counter()
@@ -168,7 +168,7 @@ def times(call: Callable[[], object], count: int) -> list[float]:
 
 
 def killed() -> dict[str, Any]:
-    """Whether a stream goes on that waits for an event of a process that is killed before it got there."""
+    """Return whether a stream continues that waits for an event of a killed process which the device never reached."""
     import torch
 
     from tests.gpu.device import DEVICE
@@ -194,7 +194,9 @@ def killed() -> dict[str, Any]:
 
 
 def heal() -> dict[str, Any]:
-    """How fast a state on the device gets onto the device again, of a target in the same process."""
+    """Return the rate at which a state on the device is transferred to the device again, for a target in
+    the same process.
+    """
     import inspect
 
     import torch
@@ -215,7 +217,7 @@ def heal() -> dict[str, Any]:
 
             def receive(step: int = step) -> None:
                 got = target.recv_checkpoint(0, source.metadata(), step, TIMEOUT)
-                # Some transports leave it on the host: until it is where it is needed.
+                # Some transports leave the state on the host: copy it to the device, where it is needed.
                 for name, tensor in got.items():
                     if tensor is not own[name]:
                         own[name].copy_(tensor)
@@ -225,7 +227,7 @@ def heal() -> dict[str, Any]:
             source.disallow_checkpoint()
         source.shutdown()
         target.shutdown()
-        return HEAL_BYTES / 1e9 / statistics.median(seconds[1:])  # the first gets the memory
+        return HEAL_BYTES / 1e9 / statistics.median(seconds[1:])  # the first transfer allocates memory
 
     if "snapshot" not in inspect.signature(HTTPTransport).parameters:
         return {"heal_gb_s": gb_s({}, {})}
@@ -238,7 +240,7 @@ def heal() -> dict[str, Any]:
 
 
 def quantization() -> dict[str, Any]:
-    """GB of float32 that the kernels of quantized collectives take or give a second."""
+    """Return GB of float32 per second that the kernels of quantized collectives read or write."""
     import torch
 
     from tests.gpu.device import DEVICE

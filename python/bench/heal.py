@@ -1,4 +1,4 @@
-"""How fast a state moves from one replica group to another, and how much memory that takes beside the state itself.
+"""The rate at which a state moves from one replica group to another, and the memory it takes beside the state itself.
 
 Ours with and without checksums, upstream, and plain TCP with 8 streams, in turns between the same pairs of
 processes on loopback. "In place" and plain TCP receive into memory that was used before; the others allocate it, as a
@@ -29,13 +29,13 @@ from typing import Any
 
 SCRIPT = Path(__file__).resolve()
 STREAMS = 8
-LARGE = 20 << 20  # bytes of a tensor
+LARGE = 20 << 20  # bytes; such tensors count as large
 SMALL, SMALL_TENSORS = 10 << 10, 400
 TIMEOUT_S = 120
 GOALS = {"ours, in place, no checksums": 0.9, "ours, in place": 0.7}
 GOAL_MEMORY = 0.1
 
-# name, package, keyword arguments of both transports, of the target's, whether the target has the state already
+# name, package, keyword arguments of both transports and of the target's, whether the target has the state already
 VARIANTS: list[tuple[str, str, dict[str, Any], dict[str, Any], bool]] = [
     ("plain TCP", "", {}, {}, True),
     ("ours, in place, no checksums", "ours", {"snapshot": False}, {"checksum": False}, True),
@@ -49,14 +49,14 @@ VARIANTS: list[tuple[str, str, dict[str, Any], dict[str, Any], bool]] = [
 
 
 class Worker:
-    """Source or target of a transfer. Commands come on stdin; an answer is a line of JSON."""
+    """Source or target of a transfer. Commands arrive on stdin; an answer is a line of JSON."""
 
     def __init__(self) -> None:
         import torch
 
         self.torch = torch
         self.state: dict[str, Any] = {}
-        # the first transfer of a process loads libraries
+        # a warm-up: the first transfer of a process loads libraries
         transport = self._transport({})
         transport.send_checkpoint([1], 1, {"a": torch.ones(3)}, timedelta(seconds=TIMEOUT_S))
         transport.recv_checkpoint(0, transport.metadata(), 1, timedelta(seconds=TIMEOUT_S))
@@ -99,7 +99,7 @@ class Worker:
         return {}
 
     def _train_on(self) -> None:
-        time.sleep(0.05)  # a step
+        time.sleep(0.05)  # stands for a step
         self.transport.disallow_checkpoint()
 
     def do_fetch(self, plain: bool, kwargs: dict[str, Any], metadata: str, in_place: bool) -> dict[str, Any]:
@@ -117,7 +117,7 @@ class Worker:
         return {"seconds": seconds, "ok": self._all_ones()}
 
     def do_usage(self) -> dict[str, Any]:
-        """Processor time so far in seconds; memory now and at most since the last call, in bytes."""
+        """Processor time so far in seconds; resident memory now and its peak since the last call, in bytes."""
         status = Path("/proc/self/status").read_text()
         kib = {line.split(":")[0]: int(line.split()[1]) for line in status.splitlines() if line.startswith("Vm")}
         Path("/proc/self/clear_refs").write_text("5")
@@ -171,14 +171,14 @@ def _together(work: Any, arguments: list[tuple[Any, ...]]) -> None:
 
 
 def serve_commands(worker: Any) -> None:
-    """Executes the commands on stdin, one a line, until it ends."""
+    """Execute the commands on stdin, one per line, until it ends."""
     for line in sys.stdin:
         command = json.loads(line)
         print(json.dumps(getattr(worker, f"do_{command.pop('do')}")(**command)), flush=True)
 
 
 class Process:
-    """A worker process: it runs `serve_commands` of a script, with the torchft in `path`."""
+    """A worker process. It runs `serve_commands` of a script, with the torchft in `path`."""
 
     def __init__(self, path: Path, script: Path = SCRIPT) -> None:
         import subprocess
@@ -190,7 +190,7 @@ class Process:
             env={**clean_environment(path), "TORCHFT_HOST": "127.0.0.1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # a line for each request
+            stderr=subprocess.DEVNULL,  # the server logs a line for each request
             text=True,
         )
         self.idle_rss: int = self.do("usage")["rss"]
@@ -215,7 +215,7 @@ class Process:
 
 
 def measure(ours: Any, upstream: Any, rounds: int, progress: Any, gb: float = 2.0) -> dict[str, Any]:
-    """Return, per variant: GB/s and the ratio to plain TCP of the same round, CPU seconds a GB, extra memory."""
+    """Return, for each variant: GB/s and the ratio to plain TCP of the same round, CPU seconds per GB, extra memory."""
     nbytes = int(gb * 1e9)
     paths = {"": ours.path, "ours": ours.path, "upstream": upstream.path}
     pairs: dict[str, tuple[Process, Process]] = {}

@@ -18,9 +18,9 @@ from common import START_TIMEOUT_S, Side, Spread, Workers, markdown_table, start
 from processes import Job, ours_path
 
 ALONE_S = 2.0
-SETTLE = 12  # steps that both train together afterwards
+SETTLE = 12  # steps in which both groups train afterwards
 COMMAND_TIMEOUT_S = 240
-GOAL = 1.1  # of the survivor's median step
+GOAL = 1.1  # limit for the survivor's step times, as a multiple of its median step
 
 Row = dict[str, float]
 
@@ -65,7 +65,7 @@ def _round(along: bool, mb: int, rate: int, compute_ms: int) -> Row:
         job.wait(lambda: child.of("train_along"), COMMAND_TIMEOUT_S, "the survivor stops")
         ours = child.of("train_along")[-1]
     began, joined = theirs["steps"][0][0], theirs["joined"]
-    # Both end a step at about the same time: its middle says on which side of the join it is.
+    # Both groups end a step at about the same time, so its middle tells whether it is before or after the join.
     during = [end - begin for begin, end, *_ in ours["steps"] if began < end and (begin + end) / 2 <= joined]
     after = [end - begin for begin, end, *_ in ours["steps"] if joined < begin and end <= theirs["steps"][-2][1]]
     median = Spread.of(after).median

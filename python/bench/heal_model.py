@@ -1,4 +1,5 @@
-"""A group joins and takes over a model with Adam: how long until its first commit, and what the survivor feels.
+"""The time from the start of a joining group to its first commit, and the survivor's longest step, for a
+model with Adam.
 
 One group trains alone; a second one makes its Manager, heals weights and Adam's state from it, and commits. Both run
 with the defaults of their package (the quorum in the background, HTTP), in processes of their own that are new each
@@ -30,10 +31,10 @@ from processes import Job, ours_path
 from upstream import REQUIREMENTS, install
 
 STATE_MB = 1500
-FREE_MB = 7000  # upstream takes 4.5 GB beside the states
+FREE_MB = 7000  # upstream needs 4.5 GB beside the states
 GOALS = {"committed": 0.4, "longest": 0.2}
 ALONE_S = 2.0
-SETTLE = 12  # steps that both train together afterwards
+SETTLE = 12  # steps in which both groups train afterwards
 COMMAND_TIMEOUT_S = 120
 
 Row = dict[str, float]
@@ -52,7 +53,9 @@ def main() -> None:
 
 
 def measure(ours: Side, upstream: Side, rounds: int) -> dict[str, Any]:
-    """Return, per side, the seconds to the first commit and the survivor's longest step, and the ratios of a round."""
+    """Return, per side, the seconds to the first commit and the survivor's longest step, and the
+    ratios within a round.
+    """
     rows: dict[str, list[Row]] = {ours.name: [], upstream.name: []}
     for number in range(rounds):
         for side in rotated((ours, upstream), number):

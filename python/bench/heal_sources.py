@@ -1,4 +1,4 @@
-"""How much the training of a source is slowed while a group heals from it and from another one.
+"""The slow-down of a source's training while a group heals from it and from another source.
 
 Two sources train: each step computes for 10 ms and then waits for 10 ms, as for a GPU, so that two of them leave one
 of two cores free. A target fetches their state from both, again and again. It stands for another host, so it runs only
@@ -38,7 +38,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 class Worker:
-    """A source that trains, or the target."""
+    """A training source, or the target."""
 
     def __init__(self) -> None:
         import torch
@@ -77,7 +77,7 @@ class Worker:
         return {"median_s": statistics.median(steps)}
 
     def rounds(self, matrix: Any) -> int:
-        """How many products take COMPUTE_S on an idle processor; the same for the whole run."""
+        """Return how many matrix products take COMPUTE_S on an idle processor; used for the whole run."""
         if not hasattr(self, "_rounds"):
             begin = time.process_time()
             for _ in range(200):
@@ -86,7 +86,7 @@ class Worker:
         return self._rounds
 
     def do_yield(self) -> dict[str, Any]:
-        """Let this process, with every thread that it has and will have, use only processors that nobody else wants."""
+        """Let this process, with its present and future threads, use only idle processor time."""
         for thread in os.listdir("/proc/self/task"):
             os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
         return {}
@@ -108,7 +108,9 @@ class Worker:
 
 
 def measure(ours: Any, _upstream: Any, rounds: int, progress: Any) -> dict[str, Any]:
-    """Return, per variant: the sources' step with and without a target in ms, its slow-down, and the target's GB/s."""
+    """Return, per variant: the sources' step with and without a target in ms, their slow-down, and
+    the target's GB/s.
+    """
     from common import Spread
 
     script = Path(__file__).resolve()
@@ -121,7 +123,7 @@ def measure(ours: Any, _upstream: Any, rounds: int, progress: Any) -> dict[str, 
             for name, kwargs in VARIANTS.items():
                 metadata = [s.do("source", kwargs=kwargs, helps=i > 0)["metadata"] for i, s in enumerate(sources)]
                 fetch = partial(target.do, "fetch", metadata=metadata, seconds=SECONDS)
-                _train(sources, dict, seconds=0.5)  # the first products take longer
+                _train(sources, dict, seconds=0.5)  # a warm-up: the first products take longer
                 if number % 2:
                     (alone, _), (busy, got) = _train(sources, dict), _train(sources, fetch)
                 else:
@@ -141,7 +143,7 @@ def measure(ours: Any, _upstream: Any, rounds: int, progress: Any) -> dict[str, 
 
 
 def _train(sources: list[Process], meanwhile: Any, seconds: float = SECONDS) -> tuple[float, dict[str, float]]:
-    """The slower source's median step, while something else goes on."""
+    """Return the slower source's median step while another function runs."""
     medians: list[float] = []
 
     def train(source: Process) -> None:

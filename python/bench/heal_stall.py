@@ -1,4 +1,4 @@
-"""The delay of a survivor while a group joins: its longest step while another group heals, less its median step.
+"""The delay of a survivor while a group joins: its longest step during the heal, less its median step.
 
 One group trains alone; a second one joins, heals the state from it and trains along. Measured from the moment the
 newcomer makes its Manager until both have trained some steps together. Every step is looked at, with none left out.
@@ -75,8 +75,10 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict
 
 
 def _start(job: Job, side: Side, mb: int) -> tuple[str, Workers, Workers]:
-    """Start a job whose first group trains already; return the lighthouse's address, that group, and the other."""
-    # Short, so that the group that left is forgotten before the next round.
+    """Start a job whose first group trains already. Return the lighthouse's address, that group, and
+    the other group.
+    """
+    # Short, so that the lighthouse forgets the group that left before the next round.
     _, address = job.lighthouse(side.path, min_replicas=1, join_timeout_ms=500, heartbeat_timeout_ms=1000)
     both = start_groups(job, side, 2, 1).children
     survivor, newcomer = Workers(job, both[:1]), Workers(job, both[1:])
@@ -98,7 +100,8 @@ def _round(job: Job, address: str, survivor: Workers, newcomer: Workers, mb: int
     job.wait(lambda: len(child.of("survive")) > heard[1], COMMAND_TIMEOUT_S, "the survivor stops")
     steps = child.of("survive")[-1]["steps"]
 
-    # The second half of the time alone: the first may still be waiting for the group of the round before.
+    # Only the second half of the survivor's time alone: in the first half it may still wait for the group of the
+    # previous round.
     alone = [end - begin for begin, end, *_ in steps if joined["began"] - ALONE_S / 2 < begin and end < joined["began"]]
     during = [end - begin for begin, end, *_ in steps if joined["began"] <= end <= joined["settled"]]
     lost = sum(not ok for _, end, ok, _ in steps if joined["began"] <= end <= joined["settled"])

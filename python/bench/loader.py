@@ -1,4 +1,4 @@
-"""The cost of an ElasticDataLoader without changes of membership, and of a quorum that is awaited before the step.
+"""The cost of an ElasticDataLoader without changes of membership, and of waiting for the quorum before the step.
 
 Throughput: two replica groups train with torchft on Gloo, with two loader processes each. One job reads its batches
 with an ElasticDataLoader, the other with PyTorch's DataLoader and DistributedSampler; they take turns. The order: a
@@ -15,14 +15,14 @@ from processes import Job
 
 GOAL_THROUGHPUT = 0.98
 GOAL_ORDER = 1.01
-BATCH = 64  # of a group
+BATCH = 64  # samples per group
 COMMAND_TIMEOUT_S = 120
-COMPUTE_MS = {"0": 200, "100": 10}  # and how many steps of that a round has
+COMPUTE_MS = {"0": 200, "100": 10}  # milliseconds of computation, and the number of such steps in a round
 ELASTIC, PLAIN = "ElasticDataLoader", "DataLoader"
 
 
 def measure(ours: Side, upstream: Side, rounds: int, progress: Progress, steps: int = 20) -> dict[str, Any]:
-    """Return step times in milliseconds, and ratios taken within each round. Upstream has neither."""
+    """Return step times in milliseconds, and ratios within each round. Upstream has neither feature."""
     with Job() as job:
         progress("loader: starting 6 processes, and 8 that read")
         jobs = {kind: _job(job, ours) for kind in (ELASTIC, PLAIN, "order")}

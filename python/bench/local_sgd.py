@@ -1,4 +1,4 @@
-"""Bytes sent, memory and time of a synchronisation of LocalSGD and DiLoCo, beside upstream.
+"""Bytes sent, memory and time of a synchronisation of LocalSGD and DiLoCo, compared with upstream.
 
 Two groups as processes on Gloo over loopback, a model of four equal layers. Both sides run the same script, a process
 for each group, and take turns.
@@ -11,9 +11,9 @@ from typing import Any
 from common import START_TIMEOUT_S, Progress, Side, Spread, Workers, markdown_table, rotated
 from processes import HERE, Job
 
-LAYER = 2048  # 16.8 MB a layer
+LAYER = 2048  # 16.8 MB per layer
 CASE_TIMEOUT_S = 120
-# name: fragments, settings of DiLoCo (None: LocalSGD), whether upstream can do it on a CPU
+# name: fragments, settings of DiLoCo (None: LocalSGD), whether upstream supports it on a CPU
 CASES: dict[str, tuple[int, dict[str, Any] | None, bool]] = {
     "LocalSGD": (1, None, True),
     "DiLoCo": (1, {"sync_every": 4}, True),
@@ -95,7 +95,7 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
                     row.append("needs a GPU")
                 elif figure == "ms":
                     row.append(Spread(**sides[side][figure]).text(0))
-                else:  # the same in each round
+                else:  # equal in each round
                     row.append(f"{sides[side][figure]['median']:.2f}")
         rows.append(row)
     head = ["case", f"sent, models: {ours}", upstream, f"memory, models: {ours}", upstream, f"ms: {ours}", upstream]

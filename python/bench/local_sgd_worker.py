@@ -49,7 +49,7 @@ def main() -> None:
 def run(
     group: int, lighthouse: str, name: str, fragments: int, layer: int, syncs: int, settings: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """`syncs` rounds of each fragment; settings None: LocalSGD."""
+    """Run `syncs` rounds of each fragment. Settings None: LocalSGD."""
     torch.manual_seed(0)
     model = nn.ModuleList([nn.Linear(layer, layer, bias=False) for _ in range(4)])
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -83,7 +83,7 @@ def run(
         ]
         algorithm = DiLoCo(manager, parts, inner, outer, **settings)
     with algorithm:
-        train(model, inner, manager, 2 * fragments)  # connections, the outer optimizer's state
+        train(model, inner, manager, 2 * fragments)  # a warm-up: makes connections and the outer optimizer's state
         fill_gradients(model)
         gc.collect()  # garbage of the previous case must not be collected during this one
         sent, rest, began = Sent(), settle(), time.monotonic()
@@ -169,7 +169,7 @@ def acknowledged() -> dict[str, int]:
                     info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
                     if len(info) >= _BYTES_ACKED + 8:
                         found[name] = struct.unpack_from("<Q", info, _BYTES_ACKED)[0]
-        except OSError:  # it was closed meanwhile
+        except OSError:  # closed in the meantime
             continue
     return found
 

@@ -25,17 +25,17 @@ from upstream import REQUIREMENTS, install
 WORKER = Path(__file__).resolve().parent / "loss_worker.py"
 GROUPS = 4
 EPOCHS = 18
-STEPS = 29 * EPOCHS  # of 64 samples, while all are there
+STEPS = 29 * EPOCHS  # of 64 samples each, while no group is missing
 KILLS = 20
 EVERY = STEPS // (KILLS + 2)
-AWAY = 6  # steps of group 0
+AWAY = 6  # steps of group 0 without the killed group
 WAIT_S = 300
-SMALLEST = 1e-17  # of a difference as it is drawn; one of 0 has no logarithm
+SMALLEST = 1e-17  # smallest difference that is drawn, because 0 has no logarithm
 
 
 @dataclass(frozen=True)
 class Run:
-    """Of group 0, the samples and the loss after each of its steps; and the samples at each kill."""
+    """One run: samples and loss after each step of group 0, and the number of samples at each kill."""
 
     samples: list[int]
     losses: list[float]
@@ -61,7 +61,7 @@ def main() -> int:
 
 
 def measure(side: Side, elastic: bool, kills: int) -> Run:
-    """Trains to the end, with so many kills on the way."""
+    """Train to the end, with this many kills."""
     with Job() as job, tempfile.TemporaryDirectory() as folder:
         go = Path(folder) / "go"
         _, address = job.lighthouse(side.path, min_replicas=1, join_timeout_ms=2000, heartbeat_timeout_ms=1000)
@@ -105,7 +105,7 @@ def _tell(job: Job, child: Child, **command: Any) -> None:
 
 
 def _reaches(job: Job, child: Child, step: int, together: bool = False) -> bool:
-    """Whether it gets to a step, in which all groups take part if that is asked for, before its end."""
+    """Return whether it reaches a step, with all groups if requested, before its end."""
 
     def there() -> bool:
         last = child.of("step")[-1:]
@@ -116,7 +116,7 @@ def _reaches(job: Job, child: Child, step: int, together: bool = False) -> bool:
 
 
 def differences(calm: Run, killed: Run) -> dict[int, float]:
-    """How far each loss of the run with kills is from the other run's, relative to that, by the samples before it.
+    """Return the relative difference of each loss of the run with kills from the other run's, by the samples before it.
 
     Where that run has no step with so many samples, as beside those of fewer groups of upstream, the line
     between its two nearest ones counts.

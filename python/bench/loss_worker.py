@@ -1,7 +1,7 @@
-"""A replica group of loss_picture.py, of whichever torchft is on PYTHONPATH, that is killed and starts again at once.
+"""A replica group of loss_picture.py, for the torchft on PYTHONPATH, which is killed and restarted at once.
 
-This process imports PyTorch and torchft, and forks a process for each life of the group: a restart takes no seconds. It
-is told on stdin to begin a life, to kill it, and to wait for its end. Each life says what it made a step of.
+This process imports PyTorch and torchft, and forks a process for each incarnation of the group, so that a restart is
+fast. It is told on stdin to begin a life, to kill it, and to wait for its end. Each life says what it made a step of.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from torch.utils.data import DataLoader, TensorDataset
 import torchft
 
 GROUP, GROUPS, EPOCHS = (int(os.environ[name]) for name in ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS", "EPOCHS"))
-OF_A_GROUP = 16  # samples in a step
-STEP_SEC = 0.05  # at least
+OF_A_GROUP = 16  # samples per group and step
+STEP_SEC = 0.05  # minimum duration of a step
 TIMEOUT = timedelta(seconds=30)
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    # Imported and read here, before a life begins.
+    # Imported and read before the forks.
     digits: Any = load_digits()
     data = TensorDataset(torch.tensor(digits.data / 8 - 1), torch.tensor(digits.target))
     _ = torchft.Manager, torchft.ProcessGroupGloo, torchft.DistributedDataParallel, torchft.Optimizer
-    importlib.import_module("torch._dynamo")  # which DistributedDataParallel and optimizers import late
-    with contextlib.suppress(ImportError):  # upstream has none
+    importlib.import_module("torch._dynamo")  # DistributedDataParallel and optimizers import it late
+    with contextlib.suppress(ImportError):  # upstream does not have it
         importlib.import_module("torchft.data.loader")
     emit("imported")
     life = 0
-    for line in sys.stdin:  # by no thread: a fork would keep its lock
+    for line in sys.stdin:  # read on this thread only: a fork would copy the lock of stdin
         command = json.loads(line)
         do = command["do"]
         if do == "live":
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def live(data: TensorDataset, do: str, lighthouse: str, elastic: bool, go: str) -> None:
-    """Train to the end of the job, from when there is a file `go` on."""
+    """Train to the end of the job, beginning when the file `go` exists."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(store.port), RANK="0", WORLD_SIZE="1")
     torch.manual_seed(0)
@@ -103,7 +103,7 @@ def live(data: TensorDataset, do: str, lighthouse: str, elastic: bool, go: str) 
 
 
 def _once(manager: Any, model: nn.Module, optimizer: Any, data: TensorDataset) -> Any:
-    """With an ElasticDataLoader; gives the samples in the weights after each step, and its groups."""
+    """Use an ElasticDataLoader. Yield the samples in the weights after each step, and the participating groups."""
     from torchft.data import ElasticDataLoader
 
     loader = ElasticDataLoader(
@@ -121,7 +121,7 @@ def _once(manager: Any, model: nn.Module, optimizer: Any, data: TensorDataset) -
 
 
 def _in_shards(manager: Any, model: nn.Module, optimizer: Any, data: TensorDataset) -> Any:
-    """In the style of upstream: a shard for each group, whose part is missing while it is away."""
+    """Use a shard per group, as upstream's examples do; the shard of a missing group is not read."""
     sampler = torchft.DistributedSampler(data, GROUP, GROUPS, group_rank=0, num_replicas=1, shuffle=True, seed=0)
     batches = _for_ever(DataLoader(data, OF_A_GROUP, sampler=sampler), sampler)
     samples = 0

@@ -1,4 +1,4 @@
-"""One of two ranks that python/bench/process_groups.py measures; it reads commands from stdin.
+"""One of the two ranks that python/bench/process_groups.py measures. It reads commands from stdin.
 
 Groups: `plain` is PyTorch's Gloo as it is, `native` its reconfigurable one, `gloo` and `isolated` those of the torchft
 on PYTHONPATH; `isolated, shared buffer` is one whose tensors are shared first.
@@ -15,7 +15,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
-# PyTorch's TCPStore asks the name server for the name of every peer; a lost answer would cost 5 s.
+# PyTorch's TCPStore looks up the name of every peer in the DNS, where a lost answer would cost 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import torch
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import AllreduceOptions, PrefixStore, ReduceOp, TCPStore
 
 TIMEOUT = timedelta(seconds=60)
-# Of the operation that is aborted: a group that does not end it at the abort waits so long.
+# Timeout of the operation that is aborted. A group that does not end it at the abort waits for this long.
 ABORTED_TIMEOUT = timedelta(seconds=5)
 
 
@@ -57,7 +57,7 @@ class Rank:
         return group
 
     def connect(self, kind: str, meeting: str) -> dict[str, Any]:
-        """Reconfigures with the same peers. The time includes the first small allreduce."""
+        """Reconfigure with the same peers. The time includes the first small allreduce."""
         began = time.perf_counter()
         if kind == "plain":
             self.groups[kind] = self._pytorch(meeting)
@@ -67,7 +67,7 @@ class Rank:
             group, where = self.groups[kind], f"localhost:{self.port}/{meeting}"
             if hasattr(process_group, "reconfigure_with_store"):
                 process_group.reconfigure_with_store(group, where, self.rank, 2, TIMEOUT)
-            else:  # 0.2.0
+            else:  # upstream's release 0.2.0
                 group.configure(where, f"replica_{self.rank}", self.rank, 2)
         self._allreduce(kind, torch.ones(16))
         return {"ms": 1000 * (time.perf_counter() - began)}
@@ -76,7 +76,7 @@ class Rank:
         self.groups[kind].allreduce([tensor], AllreduceOptions()).wait()
 
     def repeat(self, kind: str, count: int, floats: int) -> dict[str, Any]:
-        """The time of each of `count` allreduces, in milliseconds."""
+        """Return the time of each of `count` allreduces, in milliseconds."""
         tensor = torch.zeros(floats)
         if kind == "isolated, shared buffer":
             assert self.groups[kind].share_buffer(tensor)
@@ -89,7 +89,7 @@ class Rank:
         return {"ms": ms}
 
     def abort(self, kind: str) -> dict[str, Any]:
-        """The time from rank 0's abort to the end of its wait for an allreduce that rank 1 does not join."""
+        """Return the time from rank 0's abort to the end of its wait for an allreduce that rank 1 does not join."""
         if self.rank != 0:
             return {"ms": 0.0}
         opts = AllreduceOptions()
@@ -134,5 +134,5 @@ def main() -> None:
 if __name__ == "__main__":
     main()
     sys.stdout.flush()
-    # Groups of PyTorch wait for what is in flight when they are destroyed.
+    # PyTorch's groups wait for operations in flight when they are destroyed.
     os._exit(0)

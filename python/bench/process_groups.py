@@ -20,7 +20,7 @@ COMMAND_TIMEOUT_S = 180
 MB_25 = 25 * 2**20 // 4
 SMALL, SMALL_COUNT = 16, 200
 BIG_COUNT = 5
-# The last ones: where nobody notices an abort, it and new peers take half a minute, and may leave something behind.
+# Measured last: if an abort goes unnoticed, it and the new peers take half a minute, and may leave threads behind.
 SLOW_ROUNDS = 5
 ATTEMPTS = 3
 DISPATCH_GOAL, BIG_GOAL, RECONFIGURE_GOAL_MS, ABORT_GOAL_MS = 1.5, 1.05, 300.0, 100.0
@@ -31,7 +31,9 @@ _meetings = itertools.count()
 
 
 def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
-    """Return, per package and kind of group, times in milliseconds and their ratio to plain PyTorch's of that round."""
+    """Return, per package and kind of group, times in milliseconds and their ratio to plain PyTorch's
+    in the same round.
+    """
     kinds = {
         (PLAIN, "plain"): ours,
         (ours.name, "gloo"): ours,
@@ -69,7 +71,7 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict
                     except JobFailed as e:
                         if side is ours:
                             raise
-                        # It does not always get over an abort: then its processes are new, and it tries again.
+                        # Some groups do not survive an abort. Then the measurement is retried with new processes.
                         progress(f"process groups: {side.name} failed at {key[1]}: {str(e).splitlines()[0]}")
                         for child in sides[side.name].children:
                             child.kill()
@@ -92,7 +94,7 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict
 
 
 def _start(job: Job, side: Side, kinds: list[str]) -> Workers:
-    """Start two ranks, and connect and warm up their groups of these kinds."""
+    """Start two ranks, connect their groups of these kinds, and warm them up."""
     env = {"PEERS_PORT": str(free_port())}
     workers = Workers(
         job,
@@ -124,7 +126,7 @@ def _slow(workers: Workers, kind: str) -> dict[str, float]:
         "new peers": _connect(workers, kind),
         "abort": workers.do(COMMAND_TIMEOUT_S, do="abort", kind=kind)[0]["ms"],
     }
-    # The peers after an abort: also the time it takes to get away from it.
+    # New peers after an abort: includes the time to recover from it.
     figures["new peers after it"] = _connect(workers, kind)
     return figures
 
@@ -138,7 +140,7 @@ def _cell(
     factor: float = 1.0,
     goal: float | None = None,
 ) -> str:
-    if what not in figures:  # it failed before
+    if what not in figures:  # an earlier measurement failed
         return ""
     spread = Spread(**figures[what][unit])
     scaled = spread.scaled(factor)
@@ -153,7 +155,7 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     head += ["25 MB, ms", f"ratio to plain (goal <= {BIG_GOAL:g})", f"new peers, ms (goal <= {RECONFIGURE_GOAL_MS:g})"]
     head += [f"abort, ms (goal <= {ABORT_GOAL_MS:g})"]
     rows = []
-    for key, figures in sorted(result.items()):  # the rounds took turns
+    for key, figures in sorted(result.items()):  # sorted, because the kinds were measured in rotating order
         name, _, kind = key.rpartition("/")
         cell = partial(_cell, figures, name == ours)
 

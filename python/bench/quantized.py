@@ -30,7 +30,7 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict
         progress(f"quantized: starting {2 * RANKS} processes")
         sides = {side.name: _start(job, side) for side in (ours, upstream)}
         kinds = [(side.name, kind) for side in (ours, upstream) for kind in ("full", "fp8", "int8")]
-        for number in range(rounds + 1):  # the first one warms up
+        for number in range(rounds + 1):  # the first round is a warm-up
             for name, kind in rotated(kinds, number):
                 key = f"{name}/{kind}"
                 if key in refused:

@@ -1,4 +1,4 @@
-"""One of the ranks that python/bench/quantized.py measures; it reads commands from stdin."""
+"""One of the ranks that python/bench/quantized.py measures. It reads commands from stdin."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from torch.distributed import AllreduceOptions, ReduceOp, TCPStore
 from torch.distributed import ProcessGroup as BaseProcessGroup
 
 TIMEOUT = timedelta(seconds=60)
-# In Linux's struct tcp_info: bytes sent in data, retransmissions included.
+# Offset in Linux's struct tcp_info: bytes of data sent, including retransmissions.
 _BYTES_SENT_AT = 200
 
 
 def bytes_sent() -> int:
-    """By all TCP connections of this process so far."""
+    """Return the bytes sent on all TCP connections of this process so far."""
     total = 0
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -34,7 +34,7 @@ def bytes_sent() -> int:
                 info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT_AT + 8)
             total += struct.unpack_from("Q", info, _BYTES_SENT_AT)[0]
         except (OSError, struct.error):
-            continue  # closed meanwhile, or no TCP connection
+            continue  # closed in the meantime, or no TCP connection
     return total
 
 
@@ -42,7 +42,7 @@ def connect() -> Any:
     from torchft import process_group
 
     rank, ranks, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "PEERS_PORT"))
-    # Kept by the process: rank 0 hosts it.
+    # Kept alive, because rank 0 hosts it.
     globals()["store"] = TCPStore("localhost", port, is_master=rank == 0, wait_for_workers=False, timeout=TIMEOUT)
     group = process_group.ProcessGroupGloo(timeout=TIMEOUT)
     process_group.reconfigure_with_store(group, f"localhost:{port}/bench", rank, ranks, TIMEOUT)
@@ -72,7 +72,7 @@ def main() -> None:
         numbers = [torch.randn(command["floats"], generator=torch.Generator().manual_seed(r)) for r in range(ranks)]
         exact, tensor = torch.stack(numbers).double().sum(0), numbers[rank].clone()
         try:
-            reduce(group, "full", torch.zeros(1))  # all are here
+            reduce(group, "full", torch.zeros(1))  # a barrier
             before, began = bytes_sent(), time.perf_counter()
             reduce(group, command["kind"], tensor)
             seconds, sent = time.perf_counter() - began, bytes_sent() - before

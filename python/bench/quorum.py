@@ -1,4 +1,4 @@
-"""Measure how a quorum round grows with the number of replica groups, ours and upstream: `make bench-quorum`.
+"""How the time of a quorum round grows with the number of replica groups, ours and upstream: `make bench-quorum`.
 
 go/bench plays the groups, each with a connection of its own, against one lighthouse after the other: upstream's
 and ours with groups that speak as upstream's managers do, and ours with groups that speak as ours do. The
@@ -33,7 +33,7 @@ OURS = (100, 300, 1000, 3000, 10000)
 IDLE_S = 10
 START_TIMEOUT_S = 60
 RUN_TIMEOUT_S = 300
-# Descriptors of the lighthouse and the generator, beside one for each group.
+# File descriptors of the lighthouse and of the generator, beside one for each group.
 SPARE_FILES = 100
 
 Row = dict[str, Any]

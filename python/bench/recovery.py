@@ -1,4 +1,4 @@
-"""From a failure to the survivors' next commit: one of the groups gets SIGKILL (it ends) or SIGSTOP (it hangs).
+"""The time from a failure to the survivors' next commit: one group gets SIGKILL (it ends) or SIGSTOP (it hangs).
 
 Steps of 50 ms on plain and on isolated Gloo, with two groups and with four, and the lighthouse's own defaults for
 heartbeats (5 s); its join timeout is 10 s. "Replay" is plain Gloo with `replay_failed_step`, which upstream lacks.
@@ -28,7 +28,7 @@ NOTICED_WITHIN_S = 90
 
 
 def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
-    """Return, per fault and number of groups, the seconds of each side and the steps that survivors lost."""
+    """Return, per fault and number of groups, the seconds of each side and the steps that the survivors lost."""
     result: dict[str, Any] = {}
     for fault in SIGNALS:
         for groups, kind in CASES[fault]:

@@ -1,4 +1,4 @@
-"""Throughput of four groups of which one is killed every 10 s and started again at once, and a picture of it over time.
+"""Throughput of four groups of which one is killed every 10 s and restarted at once, and a picture of it over time.
 
 Steps of 100 ms on plain Gloo, the lighthouse's defaults but for the join timeout. Counted are the batches that are
 committed (steps times the groups that take part in them), as a share of those of four groups without faults. A commit
@@ -34,14 +34,14 @@ PICTURE = REPOSITORY / "docs" / "recovery.png"
 
 
 def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
-    """Return, per join timeout and side, the share of the throughput that is kept, and the batches in each second."""
+    """Return, per join timeout and side, the remaining share of the throughput, and the batches in each second."""
     result: dict[str, Any] = {}
     for join_timeout_ms in JOIN_TIMEOUTS_MS:
         for side in (ours, upstream):
             runs = [_run(side, join_timeout_ms) for _ in range(rounds)]
             runs.sort(key=lambda run: run["share"])
             share = Spread.of(run["share"] for run in runs)
-            # The batches over time are those of the run in the middle.
+            # The batches over time are those of the median run.
             figures = {**runs[len(runs) // 2], "share": vars(share), "behind": sum(run["behind"] for run in runs)}
             result.setdefault(f"{join_timeout_ms / 1000:g}", {})[side.name] = figures
             progress(f"churn, join timeout {join_timeout_ms} ms, {side.name}: {share.text()} kept")
@@ -69,7 +69,7 @@ def _run(side: Side, join_timeout_ms: int) -> dict[str, Any]:
         time.sleep(CALM_S)
         churn = time.monotonic()
         for number in range(int(CHURN_S / EVERY_S)):
-            victim = 1 + number % (GROUPS - 1)  # the first one lives, and reports
+            victim = 1 + number % (GROUPS - 1)  # the first group is never killed, because it reports
             groups[victim].kill()
             (child,) = start_group(job, side, victim, 1, free_port())
             for command in (
@@ -103,7 +103,7 @@ def _draw(result: dict[str, Any], path: Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        return  # the figures are in the table
+        return  # without matplotlib, the figures are still in the table
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -27,7 +27,7 @@ WAIT_S = 120
 
 @dataclass(frozen=True)
 class Step:
-    """A committed step: when it and the commit before it ended, in seconds, and how many groups took part."""
+    """A committed step: the end times of it and of the previous commit in seconds, and its number of participants."""
 
     begin: float
     end: float
@@ -41,12 +41,12 @@ class Run:
 
     @property
     def gap(self) -> float:
-        """Seconds from the kill to the first commit of the survivors alone."""
+        """Return the seconds from the kill to the survivors' first commit."""
         return next(s.end for s in self.steps if s.end > self.killed and s.groups == GROUPS - 1) - self.killed
 
     @property
     def back(self) -> float:
-        """When the victim took part again."""
+        """Return when the victim participated again."""
         alone = self.killed + self.gap
         return next(s.begin for s in self.steps if s.begin >= alone and s.groups == GROUPS)
 
@@ -63,7 +63,7 @@ def main() -> int:
 
 
 def measure() -> Run:
-    """Trains, kills the last group, starts it again, and trains on until it has been back for a while."""
+    """Train, kill the last group, restart it, and train until it has participated again for a while."""
     side = Side("ours", REPOSITORY)
     with Job() as job:
         _, address = job.lighthouse(side.path, min_replicas=1, join_timeout_ms=10_000)
@@ -94,7 +94,7 @@ def measure() -> Run:
         job.wait(lambda: all(child.of("survive") for child in survivors), WAIT_S, "the groups stop")
         commits = [(end, groups) for _, end, ok, groups in first.of("survive")[-1]["steps"] if ok]
     steps = [Step(a, b, groups) for (a, _), (b, groups) in pairwise(commits)]
-    # From the calm before to the calm after: the start of the job and its end are another story.
+    # Leave out the start of the job and its end, where groups are missing, too.
     last = max(s.end for s in steps if s.groups == GROUPS)
     return Run([s for s in steps if killed - CALM_S <= s.begin and s.end <= last], killed)
 

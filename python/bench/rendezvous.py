@@ -1,4 +1,4 @@
-"""Restarts of workers while nodes arrive and one is killed: torchrun's c10d rendezvous beside the lighthouse's.
+"""The time to restart workers while nodes arrive and one is killed: torchrun's c10d rendezvous and the lighthouse's.
 
     python python/bench/rendezvous.py
 
@@ -23,13 +23,13 @@ from torchft.coordination import LighthouseServer
 
 NODE = Path(__file__).with_name("rendezvous_node.py")
 _DEADLINE_S = 200.0
-# Nodes that come to a later round of c10d in PyTorch 2.15 wait 60 s for a shared store, and end.
+# In PyTorch 2.15, nodes that join a later round of c10d wait 60 s for a shared store, and then end.
 _ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 @contextmanager
 def endpoint(backend: str) -> Iterator[str]:
-    """Where the nodes meet; it survives each of them."""
+    """The address where the nodes meet. It outlives each node."""
     if backend == "c10d":
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         yield f"127.0.0.1:{store.port}"
@@ -40,7 +40,7 @@ def endpoint(backend: str) -> Iterator[str]:
 
 
 def train(nodes: list[Child], size: int) -> bool:
-    """Whether so many nodes are in one round."""
+    """Whether exactly this many nodes are in one round."""
     last = [node.events[-1] for node in nodes if node.events]
     return sum(event["size"] == size for event in last) >= size
 

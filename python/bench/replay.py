@@ -17,7 +17,7 @@ COMMAND_TIMEOUT_S = 120
 
 
 def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
-    """Return the times of a step in milliseconds, off and on, for each size. Upstream has none of it."""
+    """Return the times of a step in milliseconds, without and with it, for each size. Upstream has no replay."""
     samples: dict[str, dict[str, list[float]]] = {size: {"off": [], "on": []} for size in FLOATS}
     with Job() as job:
         jobs: dict[str, Workers] = {}

@@ -1,4 +1,4 @@
-"""A restarted group, phase by phase: from the start of its process to its first commit.
+"""The phases of a group's restart, from the start of its process to its first commit.
 
 Two groups of one rank train with steps of 50 ms and 10 MB of state; one of them gets SIGKILL and is started again, from
 nothing, once a round. Whatever starts Python and imports torch takes the first two phases as well: what comes after
@@ -15,8 +15,7 @@ from processes import Child, Job, free_port
 
 COMPUTE_MS = 50
 STATE_MB = 10
-# In the order in which a group goes through them. What of the recovery upstream does not tell counts as
-# its first step.
+# In chronological order. Upstream does not report phases of the recovery: they count as part of its first step.
 PHASES = (
     "process start",
     "import torch",
@@ -32,7 +31,7 @@ OURS_TO_ANSWER_FOR = PHASES[2:]
 
 
 def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
-    """Return the milliseconds of each phase of both sides, and of those after the import of torch together."""
+    """Return the milliseconds of each phase on both sides, and the sum of those after the import of torch."""
     samples: dict[str, list[dict[str, float]]] = {ours.name: [], upstream.name: []}
     for number in range(rounds):
         for side in rotated((ours, upstream), number):
@@ -64,7 +63,7 @@ def _round(side: Side) -> dict[str, float]:
         _wait_for_commit(job, survivor, 2)
         victim.kill()
         _wait_for_commit(job, survivor, 1)
-        # torch was just imported twice: its files are in the page cache, as they are on a host where a process failed
+        # torch has just been imported twice, so its files are in the page cache, as on a host where a process failed
         began = time.monotonic()
         (back,) = start_group(job, side, 1, 1, free_port())
         back.send(do="state", mb=STATE_MB)
@@ -82,7 +81,7 @@ def _wait_for_commit(job: Job, child: Child, participants: int) -> None:
 
 
 def _phases(began: float, ends: dict[str, Any]) -> dict[str, float]:
-    """From when each phase ended to how long it took; to make the state is the benchmark's, and left out."""
+    """Turn the end times of phases into durations. The time to make the benchmark's own state is left out."""
     seconds = {
         "process start": ends["process start"] - began,
         "import torch": ends["import torch"] - ends["process start"],

@@ -1,4 +1,4 @@
-"""Measure ours and upstream side by side: `make bench`, or parts of it:
+"""Measures ours and upstream side by side: `make bench`, or some parts of it:
 
     python python/bench/run.py step startup --rounds 4 --no-write
     python python/bench/run.py --rewrite
@@ -109,26 +109,28 @@ def main() -> int:
         figures = _rounded({**result, "upstream": upstream.name, "machine": machine()})
         print(f"\n{name}\n\n{table(name, figures)}\n", flush=True)
         if not args.no_write:
-            # After each part, so that a run that is stopped keeps what it has.
+            # After each part, so that an interrupted run keeps its figures.
             _write(Path(args.docs), name, figures)
     return 0
 
 
 def table(name: str, figures: dict[str, Any]) -> str:
-    """Return the table of a part from its figures as benchmarks.json holds them."""
+    """Format the table of a part from its figures in benchmarks.json."""
     measured = {key: value for key, value in figures.items() if key not in ("upstream", "machine")}
     return PARTS[name].tables(_renamed(measured, figures["upstream"]), OURS, UPSTREAM)
 
 
 def _renamed(value: Any, release: str) -> Any:
-    """Return the figures with upstream's release, which the line above a table names, as `upstream` in their keys."""
+    """Return the figures with `upstream` as a key, in place of upstream's release, which the line
+    above a table names.
+    """
     if isinstance(value, dict):
         return {key.replace(release, UPSTREAM): _renamed(item, release) for key, item in value.items()}
     return value
 
 
 def _built() -> Path:
-    """The directory of the torchft that this Python imports, else of this checkout, built in place."""
+    """Return the directory of the torchft that this Python imports, else of this checkout, built in place."""
     try:
         return ours_path()
     except JobFailed:
@@ -183,7 +185,7 @@ def _rewrite(docs: Path, days: Mapping[str, str] = MappingProxyType({})) -> None
 
 
 def _put(page: Path, name: str, content: str) -> None:
-    """Replace what stands between the markers of this name."""
+    """Replace the text between the markers of this name."""
     text = page.read_text()
     begin, end = f"<!-- {name}: written by run.py -->", f"<!-- end of {name} -->"
     if begin not in text or end not in text:
@@ -193,14 +195,14 @@ def _put(page: Path, name: str, content: str) -> None:
 
 
 def _rounded(value: Any) -> Any:
-    """Round to five digits, which are more than the spread leaves, to keep the file readable."""
+    """Round to five digits, more than the spread justifies, to keep the file readable."""
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def machine() -> str:
-    """Describe what the figures were taken on, without the machine's name."""
+    """Describe the machine of the measurements, without its name."""
     model = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():

@@ -79,7 +79,7 @@ class Worker:
         return {}
 
     def _open(self, port: int, number: int) -> None:
-        with suppress(OSError):  # the server cut it already
+        with suppress(OSError):  # the server has cut it already
             self.kept.append(socket.create_connection(("localhost", port), timeout=5))
             self.kept[-1].sendall(HEAD if number % 2 else b"")
 
@@ -114,7 +114,8 @@ def measure(ours: Any, _upstream: Any, rounds: int, progress: Any) -> dict[str, 
             offered = source.do("source", native=native)
             metadata = offered["metadata"]
             come = {"port": int(metadata.split("/")[2].rsplit(":", 1)[1]), "at_once": offered["places"] + 50}
-            target.do("fetch", metadata=metadata, native=native)  # the first transfer of a process loads libraries
+            # a warm-up: the first transfer of a process loads libraries
+            target.do("fetch", metadata=metadata, native=native)
             for number in range(rounds):
                 took: dict[bool, float] = {}
                 cpu: dict[bool, float] = {}

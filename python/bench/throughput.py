@@ -26,7 +26,7 @@ DEFAULTS = "plain PyTorch, its defaults"
 
 def measure(ours: Side, upstream: Side, rounds: int, progress: Progress, steps: int = 20) -> dict[str, Any]:
     """Return, per `gradient_as_bucket_view` and side, step times in milliseconds and shares of plain throughput."""
-    plain, defaults = Side(PLAIN, ours.path), Side(DEFAULTS, ours.path)  # they import no torchft
+    plain, defaults = Side(PLAIN, ours.path), Side(DEFAULTS, ours.path)  # these import no torchft
     with Job() as job:
         progress("throughput: starting 14 processes")
         jobs: dict[tuple[str, bool], Workers] = {}
@@ -88,10 +88,10 @@ def _train(workers: Workers, steps: int, batch: int) -> float:
 
 
 def _calibrate(plain: Workers) -> int:
-    """Return the batch for which a plain step takes about TARGET_MS: two sizes give the line it lies on."""
+    """Return the batch size for which a plain step takes about TARGET_MS, interpolated between two sizes."""
     small, large = 16, 144
     _train(plain, 3, small)
-    # The quickest of several, in turns: what else the machine did at that moment is not part of the line.
+    # The fastest of several, in turns, so that other load on the machine does not distort the line.
     pairs = [(_train(plain, 5, small), _train(plain, 5, large)) for _ in range(4)]
     at_small, at_large = (min(times) for times in zip(*pairs))
     if at_small >= TARGET_MS or at_large <= at_small:

@@ -61,17 +61,17 @@ class Worker:
             answer = getattr(self, f"do_{do}")(**command)
             emit(do, **(answer or {}))
 
-    # Setting up
+    # Setup
 
     def do_state(self, mb: int) -> None:
         """Make the state that heals: `mb` tensors of 1 MB, with different values in each group."""
         torch.manual_seed(GROUP)
-        self.state = []  # frees the previous one first: two large ones do not fit into memory
+        self.state = []  # frees the previous state first, because two large ones do not fit into memory
         first = torch.randn(250_000)
         self.state = [first + i for i in range(mb)]
 
     def do_adam(self, mb: int, trained: bool) -> dict[str, Any]:
-        """Make the state a model with Adam, `mb` MB in all. Without `trained` Adam has no state yet."""
+        """Make the state of a model with Adam, `mb` MB in all. Without `trained`, Adam has no state yet."""
         from torchft import Manager, ProcessGroupGloo  # noqa: F401  as in a script, imported before the model is made
 
         torch.manual_seed(GROUP)
@@ -97,7 +97,8 @@ class Worker:
         from torchft import Manager, ProcessGroupGloo
         from torchft.process_group import ProcessGroupBabyGloo
 
-        if RANK == 0 and self.group_store is None:  # as torchrun's agent hosts it, for all incarnations of the group
+        # torchrun's agent hosts it like this, for all incarnations of the group
+        if RANK == 0 and self.group_store is None:
             port = int(os.environ["MASTER_PORT"])
             self.group_store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
         self.manager = Manager(
@@ -158,7 +159,7 @@ class Worker:
             t3 = time.perf_counter()
             for name, seconds in zip(parts, (t3 - t0, t1 - t0, t2 - t1, t3 - t2)):
                 parts[name].append(1000 * seconds)
-        cpu = 1000 * (time.process_time() - cpu) / count  # of all threads
+        cpu = 1000 * (time.process_time() - cpu) / count  # of all threads of this process
         return {**parts, "cpu": cpu, "failed": failed, "participants": self.manager.num_participants()}
 
     def do_plain_steps(self, count: int) -> dict[str, Any]:
@@ -189,7 +190,7 @@ class Worker:
         return {"parameters": sum(p.numel() for p in model.parameters())}
 
     def do_train(self, count: int, batch: int) -> dict[str, Any]:
-        """Train `count` steps, and time each including its optimizer step."""
+        """Train `count` steps, and measure each including its optimizer step."""
         x = torch.randn(batch, 768)
         first = self.manager.current_step() if self.manager else 0
         times = []
@@ -205,8 +206,8 @@ class Worker:
     # loader.py
 
     def do_data(self, elastic: bool, batch: int) -> None:
-        """Read `batch` samples a step, with two worker processes."""
-        # Not by fork: a thread of this process holds the lock of stdin while it reads, and a child would wait for it.
+        """Read `batch` samples per step, with two worker processes."""
+        # Not with fork: a thread of this process holds the lock of stdin while it reads, and a child would wait for it.
         settings: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "spawn"}
         self.elastic = elastic
         if elastic:
@@ -237,7 +238,7 @@ class Worker:
         return {"step": times, "failed": count - (self.manager.current_step() - first)}
 
     def do_ordered_steps(self, count: int, compute_ms: float, asked_first: bool) -> dict[str, Any]:
-        """Run `count` steps that wait for their quorum before they compute, or in the allreduce."""
+        """Run `count` steps that wait for their quorum either before they compute, or in the allreduce."""
         first, times = self.manager.current_step(), []
         for _ in range(count):
             t0 = time.perf_counter()
@@ -254,7 +255,9 @@ class Worker:
     # heal_stall.py, recovery.py
 
     def do_survive(self, compute_ms: float) -> dict[str, Any]:
-        """Run steps until the parent says stop; return when each began and ended (time.monotonic(), shared by all)."""
+        """Run steps until the parent says stop. Return when each step began and ended, in time.monotonic(), which all
+        processes share.
+        """
         emit("surviving")
         steps, numbers = [], []
         together = 0
@@ -265,7 +268,7 @@ class Worker:
             if committed and participants != together:
                 together = participants
                 emit("committed", participants=participants)
-        seconds = getattr(self.manager, "recovery_seconds", dict)  # upstream has none
+        seconds = getattr(self.manager, "recovery_seconds", dict)  # upstream does not have it
         return {"steps": steps, "numbers": numbers, "recovery": seconds()}
 
     def do_join(self, lighthouse: str, settle: int, compute_ms: float) -> dict[str, Any]:
@@ -280,7 +283,7 @@ class Worker:
             first = first or end * committed
             if committed and participants == 2:
                 together.append(end)
-        # The last two steps are left out: the survivor already waits for this group, which ends.
+        # The last two steps are left out, because there the survivor already waits for this group, which ends.
         return {
             "began": began,
             "made": made,
@@ -293,7 +296,7 @@ class Worker:
     # heal_along.py
 
     def do_train_along(self, lighthouse: str, along: bool, rate: int, compute_ms: float, settle: int) -> dict[str, Any]:
-        """Train the model of `do_adam`: until the parent says stop, or `settle` steps together are done."""
+        """Train the model of `do_adam` until the parent says stop, or until `settle` steps with two groups are done."""
         from torchft import Optimizer
         from torchft.checkpointing import HTTPTransport
 
@@ -325,7 +328,7 @@ class Worker:
     # restart.py
 
     def do_restart(self, lighthouse: str, compute_ms: float) -> dict[str, Any]:
-        """Join a running job, heal and commit; return when each phase ended, and how long those of the heal took."""
+        """Join a running job, heal and commit. Return when each phase ended, and the duration of the heal's phases."""
         began = time.monotonic()
         import torchft  # noqa: F401
         from torchft import Manager, ProcessGroupGloo  # noqa: F401
@@ -335,7 +338,7 @@ class Worker:
         made = time.monotonic()
         while not self._step(compute_ms)[2]:
             pass
-        seconds = getattr(self.manager, "recovery_seconds", dict)  # upstream has none
+        seconds = getattr(self.manager, "recovery_seconds", dict)  # upstream does not have it
         return {
             "process start": started.AT,
             "import torch": IMPORTED,

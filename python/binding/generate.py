@@ -54,7 +54,7 @@ def run(*command: str, cwd: Path) -> None:
 
 
 def substitute(pattern: str, replacement: str, text: str, flags: int = 0) -> str:
-    """re.sub that insists on a match: gopy's output changed shape if there is none."""
+    """Like re.sub, but raises an error if there is no match, because then the shape of gopy's output has changed."""
     text, n = re.subn(pattern, replacement, text, flags=flags)
     if n == 0:
         sys.exit(f"gopy's output has no match for {pattern!r}: was gopy upgraded?")
@@ -62,7 +62,7 @@ def substitute(pattern: str, replacement: str, text: str, flags: int = 0) -> str
 
 
 def go_source(generated: str) -> str:
-    """Keeps gopy's bool helpers and the wrappers of the facade, in a stable order."""
+    """Keep gopy's bool helpers and the wrappers of the facade, in a stable order."""
     helpers = re.findall(r"^func bool(?:GoToPy|PyToGo)\(.*?^}\n", generated, flags=re.S | re.M)
     wrappers = re.findall(r"^//export pyapi_\w+\nfunc .*?^}\n", generated, flags=re.S | re.M)
     if len(helpers) != 2 or not wrappers:
@@ -74,7 +74,7 @@ def go_source(generated: str) -> str:
 
 
 def stub_script(generated: str) -> str:
-    """gopy's pybindgen script, less everything that is not a function of the facade."""
+    """gopy's pybindgen script, without everything that is not a function of the facade."""
     kept = [
         line for line in generated.splitlines() if not re.match(r"mod\.add_function\(|add_\w+\(mod, '(?!pyapi_)", line)
     ]

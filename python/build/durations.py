@@ -16,12 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def of_pytest(junit: Path) -> tuple[dict[str, float], Counter[str]]:
-    """Seconds and tests of each file, by the folder and name of the file."""
+    """Return seconds and number of tests by file, from pytest's junit files."""
     seconds: dict[str, float] = defaultdict(float)
     tests = Counter[str]()
     for case in ElementTree.parse(junit).iter("testcase"):
         words = case.get("classname", "").split(".")
-        # tests.unit.test_x.TestClass: the file is the last word in lower case
+        # In tests.unit.test_x.TestClass, the file is the last word in lower case.
         name = "/".join(word for word in words if word == word.lower()) + ".py"
         seconds[name] += float(case.get("time", 0))
         tests[name] += 1
@@ -29,7 +29,7 @@ def of_pytest(junit: Path) -> tuple[dict[str, float], Counter[str]]:
 
 
 def of_go(log: str) -> dict[str, str]:
-    """Seconds of each package, or "(cached)"."""
+    """Return the seconds of each Go package, or "(cached)"."""
     return dict(re.findall(r"^ok\s+\S+?/(go/\S+)\s+([\d.]+|\(cached\))", log, re.MULTILINE))
 
 

@@ -109,7 +109,7 @@ def filled_in(command: Sequence[str], seconds: float) -> tuple[str, ...]:
 
 
 def end(running: Sequence[Running]) -> None:
-    """Asks them to end as Ctrl-C does, and ends those that do not."""
+    """Ends the parts as Ctrl-C does, and kills those that do not end."""
     for r in running:
         r._signal(signal.SIGINT)
     until = time.monotonic() + END_S
@@ -130,8 +130,9 @@ def run(
     time_s: float = float("inf"),
     over_s: float = float("inf"),
 ) -> list[Result]:
-    """Runs the parts in their order, `lanes` at once. A part gets its share of `time_s`; parts that still run
-    `over_s` after that are ended. On Ctrl-C all parts end, and the results so far are returned."""
+    """Runs the parts in this order, `lanes` of them at once. A part gets its share of `time_s`; parts that still run
+    `over_s` later are ended. On Ctrl-C all parts end, and the results so far are returned.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + time_s
     waiting, running, done = list(parts), list[Running](), list[Result]()
@@ -170,7 +171,7 @@ def run(
 
 
 def ends_on_signals() -> None:
-    """SIGTERM, which a CI sends, has the effect of Ctrl-C."""
+    """Gives SIGTERM, which CI systems send, the effect of Ctrl-C."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
@@ -203,7 +204,7 @@ def tail(text: str, failed: bool) -> str:
 
 
 def pytest(name: str, *arguments: str, folder: Path = FOLDER) -> list[str]:
-    """Several at once do not share a cache; the figures of durations.py come from the junit file."""
+    """The command of a pytest part. Parts that run at once do not share a cache; durations.py reads the junit file."""
     return [
         sys.executable,
         "-u",
@@ -217,12 +218,12 @@ def pytest(name: str, *arguments: str, folder: Path = FOLDER) -> list[str]:
 
 
 def parts_of_test() -> list[Part]:
-    """The longest first."""
+    """The parts of `make test`, the longest first."""
     return [
         Part("process", pytest("process", "tests/process")),
         Part("unit", pytest("unit", "tests/unit")),
         Part("go", [os.environ.get("MAKE", "make"), "--no-print-directory", "test-go"]),
-        # By themselves: where the test accelerator is registered, PyTorch has an accelerator.
+        # In a process of their own, because PyTorch has an accelerator once the test accelerator is registered.
         Part("late", pytest("late", "tests/late")),
         Part("other", pytest("other", "--ignore=tests/process", "--ignore=tests/unit", "--ignore=tests/late")),
     ]
@@ -236,7 +237,7 @@ def second_runs(path: Path) -> list[str]:
 
 
 def show(results: Sequence[Result], folder: Path, out: TextIO) -> None:
-    """Prints the end of each log, the failed ones last."""
+    """Prints the end of each log, those of failed parts last."""
     for result in sorted(results, key=lambda r: r.failed):
         log = folder / f"{result.part.name}.log"
         print(f"\n----- {result.part.name}, {clock(result.seconds)}: {log}", file=out)

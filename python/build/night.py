@@ -161,7 +161,7 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
         Part("sim-mistakes", [*test, "-timeout=20m", "./sim/servers", "-run=Mistakes", "-mistakes"], go, needs_s=300),
     ]
     sims = [sim, *(planted if time_s >= LONG_S else []), model]
-    # `make test` runs most of it.
+    # `make test` runs most of it
     device = [late] if time_s >= LONG_S else []
     return [tests, race, *sims, *device, *rotated(chaos, seed)[:calls], *rotated(fuzz, seed), *soaks]
 

@@ -48,7 +48,7 @@ def _from_root(target: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links to files beside docs/ lead to their pages."""
+    """Makes links to files beside docs/ lead to their pages."""
     if page.file.generated_by is not None:
         return markdown
     return re.sub(r"\]\(\.\./([^)#]+)", lambda link: f"]({page_of(link[1])}", markdown)

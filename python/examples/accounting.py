@@ -1,4 +1,4 @@
-"""Which samples the weights of a job were trained on, from the events of its groups. Pure."""
+"""Counts the samples in the weights of a job, from the events of its groups. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Event = dict[str, Any]
 
 
 class Samples(NamedTuple):
-    """Over all epochs: how often samples were trained on, more than once an epoch, and not at all in an epoch."""
+    """Counts over all epochs: samples trained on, repeated within an epoch, and missing in an epoch."""
 
     trained: int
     twice: int
@@ -18,20 +18,21 @@ class Samples(NamedTuple):
 
 
 def samples(survivor: Sequence[Event], everybody: Sequence[Event], length: int, epochs: int) -> Samples:
-    """Counts what is in the weights that a job ended with.
+    """Counts the samples in the final weights of a job.
 
     A step is in them in the quorum in which it was committed: by the survivor, or by another group, from which the
     survivor has it then by a heal. What counts is what all groups added in that quorum, also one that was killed after
     its vote.
 
     Args:
-        survivor: events of a rank that was there to the last step.
+        survivor: events of a rank that took part until the last step.
         everybody: events of all ranks of all groups.
         length: of the dataset.
         epochs: of the job.
     """
     commits = [event for event in [*everybody, *survivor] if event["event"] == "commit"]
-    quorum_of = {event["step"] - 1: event["quorum"] for event in commits}  # the survivor's come last, and win
+    # the survivor's events come last, and override
+    quorum_of = {event["step"] - 1: event["quorum"] for event in commits}
     counts: dict[int, Counter[int]] = defaultdict(Counter)
     for event in everybody:
         if event["event"] == "trained" and quorum_of.get(event["step"]) == event["quorum"]:

@@ -1,4 +1,4 @@
-"""A job that loses a replica group to SIGKILL in mid-run, goes on, and gets it back: `make train`.
+"""A job in which a replica group is killed with SIGKILL, the others continue, and the group returns: `make train`.
 
 Starts a lighthouse and the replica groups, each its own torchrun of --script, follows the events they
 write, kills the last group with everything below it and starts it again (or with --kill rank only its
@@ -29,8 +29,8 @@ from torchft.launch.job import tail
 from torchft.launch.lighthouse import LaunchError, lighthouse
 
 BAR = 24  # characters
-# How long the survivor waits before it goes on alone: heartbeats come every 100 ms, and a group whose last one is older
-# than this is out.
+# How long the survivor waits before it continues alone. Heartbeats arrive every 100 ms; a group whose last one is older
+# than this counts as failed.
 LIGHTHOUSE_OPTIONS = ["--min_replicas", "1", "--heartbeat_timeout_ms", "1000", "--join_timeout_ms", "2000"]
 PHASES = {
     "quorum": "waiting for a quorum",
@@ -73,8 +73,8 @@ def main() -> int:
 
 
 def train(args: argparse.Namespace, groups: list[Group], address: str) -> list[float]:
-    """Trains to the end with kills on the way. Returns when those were, by the wall clock."""
-    # At the end the others go on until the killed group is back: the time limit is ours.
+    """Trains to the end, with kills. Returns the wall-clock times of the kills."""
+    # At the end the other groups wait for the killed group; the time limit is that of this program.
     wait = [] if args.once else ["--overtime", "1000000"]
     train_args = ["--steps", str(args.steps), *wait, "--device", args.device, *args.train_args]
     torchrun_args = ["--max_restarts", "1"] if args.kill == "rank" else []
@@ -92,7 +92,7 @@ def train(args: argparse.Namespace, groups: list[Group], address: str) -> list[f
             group.follow()
             if group.status:
                 raise LaunchError(f"group {group.number} ended with status {group.status}", group.log)
-        progress.show(groups)  # also what a kill ends at once
+        progress.show(groups)  # includes the last events before a kill
         back = victim.state == "done" or victim.time_to_heal() is not None
         ready = victim.state.startswith("training") and (back or not kills)
         if ready and time_to_kill([group.step() for group in groups], kill_at, args.steps, len(kills)):
@@ -117,7 +117,7 @@ def train(args: argparse.Namespace, groups: list[Group], address: str) -> list[f
 
 
 def time_to_kill(steps: list[int], kill_at: int, end: int, kills: int) -> bool:
-    """Whether all groups are where the next kill is due, and are not about to end without the one that is killed.
+    """Whether all groups have reached the next kill, and will not end without the group that is killed.
 
     They all end together once they have `end` steps, later ones included that they took to wait for a group.
     """
@@ -127,7 +127,9 @@ def time_to_kill(steps: list[int], kill_at: int, end: int, kills: int) -> bool:
 
 @dataclass(frozen=True)
 class Proof:
-    """The samples that a job of train_ddp.py trained on, and the distance of its weights from those of one process."""
+    """The samples that a job of train_ddp.py trained on, and the difference of its weights from
+    those of one process.
+    """
 
     samples: Samples
     difference: float
@@ -169,13 +171,13 @@ def prove(args: argparse.Namespace, groups: list[Group], folder: Path) -> Proof:
 class Progress:
     """One line per group: updated in place on a terminal, printed now and then elsewhere."""
 
-    EVERY = 10.0  # seconds between two lines of a group that only trains on
+    EVERY = 10.0  # seconds between two lines of a group that only continues to train
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         self._in_place = sys.stdout.isatty()
         self._drawn = False
-        self._last: dict[int, tuple[str, float]] = {}  # state and time of a group's last line
+        self._last: dict[int, tuple[str, float]] = {}  # state and time of each group's last line
 
     def show(self, groups: list[Group]) -> None:
         if self._in_place:
@@ -274,13 +276,13 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--reproducible", action="store_true", help="for train_ddp.py: end equal bit for bit")
     parser.add_argument("train_args", nargs="*", help="after --: further arguments for the script")
     args = parser.parse_args()
-    args.once = args.script == TRAIN_SCRIPT  # which trains on each sample once an epoch
+    args.once = args.script == TRAIN_SCRIPT  # it trains on each sample once per epoch
     if args.reproducible and not args.once:
         parser.error("--reproducible is for train_ddp.py only")
     if args.reproducible:
         args.train_args.append("--reproducible")
     elif args.once and args.device != "late":
-        args.train_args.append("--double")  # float32 hides differences of the order in its rounding
+        args.train_args.append("--double")  # in float32, rounding hides differences of the order
     if args.kill_at is None:
         args.kill_at = args.kill_every or args.steps // 3
     if args.device == "late":

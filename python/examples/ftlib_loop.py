@@ -1,7 +1,7 @@
-"""A training loop with FTLib: docs/ftlib.md. Its argument is a directory that all members see, or its arguments are a
-port and the seeds.
+"""A training loop with FTLib: docs/ftlib.md. Its argument is a directory that all members can access, or its arguments
+are a port and the seeds.
 
-Start it as often as you like, kill any of the processes, and start it again: all that run train together.
+Start any number of processes, kill some of them, and start them again: all running processes train together.
 """
 
 import sys
@@ -38,9 +38,10 @@ while ftlib.step < 1000:
     inputs = torch.rand(8, 2)
     loss = (net(inputs) - inputs.sum(1, keepdim=True)).square().mean()
     loss.backward()
-    status = ftlib.wait_gradients_ready(net)  # averages over all members; first connects them, if somebody came or went
+    # averages over all members; if members joined or failed, it first connects the new list
+    status = ftlib.wait_gradients_ready(net)
     if status in (FTAllReduceStatus.SUCCESS, FTAllReduceStatus.NO_NEED):
-        adam.step()  # else the gradients are of no use: compute them again
+        adam.step()  # otherwise the gradients are invalid: compute them again
 
 ftlib.close()
 print(f"step {ftlib.step}, weights {net.weight.tolist()}")

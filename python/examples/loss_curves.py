@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from replica_group import Event, Group
 
-SMOOTHED = 10  # steps that a point of the curve is the mean of
+SMOOTHED = 10  # number of steps averaged for a point of the curve
 
 
 def draw(groups: list[Group], path: Path) -> None:
-    """Writes the picture; where a group was killed its curve has a mark, and a gap until it is back.
+    """Writes the picture. Where a group was killed, its curve has a mark, and a gap until the group returns.
 
     Args:
-        groups: of a job that has ended.
-        path: of the picture, its ending says the format.
+        groups: those of a job that has ended.
+        path: of the picture; its suffix determines the format.
     """
     from matplotlib.figure import Figure
 
@@ -42,11 +42,12 @@ def lives(events: list[Event]) -> list[list[Event]]:
     for event in events:
         if event["event"] == "start":
             found.append([])
-        elif event["event"] == "commit" and not event.get("healing"):  # that loss is of the weights before the heal
+        # the loss of a healing group is that of its weights before the heal
+        elif event["event"] == "commit" and not event.get("healing"):
             found[-1].append(event)
     return found
 
 
 def smoothed(values: list[float]) -> list[float]:
-    """Each value as the mean of itself and those before it, at most SMOOTHED."""
+    """Each value averaged with the values before it, at most SMOOTHED in all."""
     return [sum(part) / len(part) for i in range(len(values)) if (part := values[max(0, i + 1 - SMOOTHED) : i + 1])]

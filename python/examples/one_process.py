@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 import torch
-import train_demo  # finds the next one
+import train_demo  # makes the next module importable
 from torch import nn
 
 import train_ddp
@@ -71,7 +71,7 @@ def train(args: Any) -> tuple[nn.Module, Plan]:
 
 
 def relative(ours: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest difference of an element, relative to the largest of its tensor."""
+    """The largest difference of an element, relative to the largest element of its tensor."""
     return max(((ours[name] - other[name]).abs().max() / ours[name].abs().max()).item() for name in ours)
 
 

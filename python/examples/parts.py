@@ -1,4 +1,6 @@
-"""Shared by the examples, beside train_ddp.py: data, shards, an end of their own, and events for the demo to follow."""
+"""Shared by the examples, but not by train_ddp.py: data, shards, a common end of all groups, and
+events for the demo.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ from train_ddp import load_images as load_digits
 
 
 def at_the_end(manager: Manager, steps: int, overtime: int, groups: int) -> bool:
-    """Whether the job ends with the weights of this quorum, which has been asked for already.
+    """Whether the job ends with the weights of this quorum, which has been requested already.
 
     The decision belongs to the quorum: all of its members see the same step and the same number of
     groups that are up to date, so all leave together and with the same weights. While a group is
@@ -34,7 +36,8 @@ def at_the_end(manager: Manager, steps: int, overtime: int, groups: int) -> bool
         return False
     up_to_date = manager.num_participants()  # waits for the quorum
     if not manager.is_participating():
-        return False  # this group is behind: it has the step of the others, and their weights after one step more
+        # this group is behind: it knows the step of the others, but has their weights only after another step
+        return False
     return up_to_date >= groups or manager.current_step() >= steps + overtime
 
 
@@ -55,7 +58,7 @@ def average_in_group(net: nn.Module) -> None:
 
 
 class Batches(Iterator[list[Tensor]]):
-    """The batches of this rank's shard, epoch after epoch, with the place in them as state."""
+    """The batches of this rank's shard, epoch after epoch. The state is the position in them."""
 
     def __init__(self, loader: StatefulDataLoader, sampler: DistributedSampler) -> None:
         self._loader = loader
@@ -129,7 +132,7 @@ class ArrayUnpickler(pickle.Unpickler):
 
 @torch.no_grad()
 def evaluate(net: nn.Module, images: TensorDataset, device: torch.device) -> float:
-    """The share of images whose class is found."""
+    """The share of images that are classified correctly."""
     pixels, labels, _ = images.tensors
     guesses = torch.cat([net(part.to(device)).argmax(1).cpu() for part in pixels.split(500)])
     return (guesses == labels).float().mean().item()

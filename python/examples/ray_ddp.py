@@ -11,8 +11,7 @@ With --kill-at the driver kills an actor's process once, to show it. At the end 
 else the exit status is 1. --address joins a cluster that runs; without it, one is started on this machine.
 """
 
-# Ray's decorator makes other classes of these, and it is not installed wherever types are checked.
-# pyrefly: ignore-errors[missing-import, missing-attribute]
+# Ray's decorator turns these into other classes, and type checkers may run where Ray is not installed.
 
 from __future__ import annotations
 
@@ -36,7 +35,9 @@ POLL_SEC = 0.2
 
 @ray.remote(num_cpus=0)
 class Lighthouse:
-    """Outlives the groups. If it fails, they wait for another one at the same address, and fail after a timeout."""
+    """The lighthouse, which outlives the groups. If it fails, they wait for another one at the same address
+    until a timeout.
+    """
 
     def __init__(self) -> None:
         from torchft.coordination import LighthouseServer
@@ -49,7 +50,7 @@ class Lighthouse:
 
 @ray.remote(num_cpus=0)
 class Journal:
-    """The messages of the ranks, for the driver."""
+    """Collects the messages of the ranks for the driver."""
 
     def __init__(self) -> None:
         self._events: list[dict[str, Any]] = []
@@ -61,12 +62,12 @@ class Journal:
         return self._events[since:]
 
 
-@ray.remote(num_cpus=1, max_restarts=0)  # the group is replaced as a whole: not by Ray, rank by rank
+@ray.remote(num_cpus=1, max_restarts=0)  # not restarted by Ray rank by rank, because a group is replaced as a whole
 class Rank:
     """One rank of a replica group."""
 
     def where(self) -> tuple[str, int, int]:
-        """The address of its host, a free port there, and its process id."""
+        """Returns the address of its host, a free port there, and its process id."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1], os.getpid()
@@ -78,7 +79,7 @@ class Rank:
 
 
 class Group:
-    """The actors of one replica group, and of those that replaced them."""
+    """The actors of one replica group, and those that replace them."""
 
     def __init__(self, number: int, args: argparse.Namespace, lighthouse: str, journal: Any) -> None:
         self.number = number
@@ -93,7 +94,7 @@ class Group:
         ray.get(self._place.ready(), timeout=args.time_limit)
 
     def start(self) -> None:
-        """Starts all ranks. They meet at a store of this life, which the first of them hosts."""
+        """Starts all ranks. They meet at a store of this incarnation, hosted by the first of them."""
         self.lives += 1
         in_place = PlacementGroupSchedulingStrategy(self._place)
         self._ranks = [Rank.options(scheduling_strategy=in_place).remote() for _ in range(self._args.ranks)]
@@ -113,17 +114,17 @@ class Group:
         ]
 
     def digests(self) -> list[str] | None:
-        """Of all ranks at the end; None while one of them trains.
+        """The digests of all ranks at the end; None while one of them trains.
 
         Raises:
             RayError: a rank has ended, or raised.
         """
         done, running = ray.wait(self._ends, num_returns=len(self._ends), timeout=0)
-        ends = ray.get(done)  # a failed rank shows at once, even if its siblings wait for it
+        ends = ray.get(done)  # a failed rank is detected at once, even if the other ranks wait for it
         return None if running else ends
 
     def end(self) -> None:
-        """Ends what is left of a life."""
+        """Ends the remaining actors of an incarnation."""
         for rank in self._ranks:
             ray.kill(rank)
 
@@ -133,7 +134,7 @@ class Group:
 
 
 def train(steps: int, journal: Any) -> str:
-    """A rank's training, in the style of upstream: a shard of the data for each rank."""
+    """Trains one rank as upstream's examples do, with a shard of the data for each rank."""
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
@@ -205,7 +206,7 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Starts the groups, replaces those that lose an actor, and compares the weights at the end."""
+    """Starts the groups, replaces groups that lose an actor, and compares the weights at the end."""
     lighthouse = Lighthouse.remote()
     journal = Journal.remote()
     address = ray.get(lighthouse.address.remote())

@@ -1,4 +1,4 @@
-"""One replica group as a torchrun of a training script, and what the events it writes say."""
+"""One replica group, which is a torchrun of a training script, and its events."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Group:
         self._groups = groups
         self._process: ReplicaGroup | None = None
         self._offset = 0
-        self._healed = False  # since the last start
+        self._healed = False  # whether it has healed since the last start
 
     def start(self, lighthouse: str, train_args: list[str], torchrun_args: list[str] | None = None) -> None:
-        """Starts the group, or starts it again after `kill`."""
+        """Starts the group, or restarts it after `kill`."""
         self.state = "starting" if self._process is None else "starting again"
         self._healed = False
         self._rank_killed = math.nan
@@ -46,15 +46,15 @@ class Group:
         self._process.start(lighthouse)
 
     def kill(self) -> list[int]:
-        """SIGKILL for torchrun and everything below it. Returns the pids."""
+        """Sends SIGKILL to torchrun and all its descendants. Returns their pids."""
         pids = [] if self._process is None else self._process.kill()
         if pids:
-            self.follow()  # what it still wrote belongs to this life
+            self.follow()  # events that it still wrote belong to this incarnation
             self.state = "killed"
         return pids
 
     def kill_rank(self, rank: int) -> None:
-        """SIGKILL for one of its processes. torchrun restarts all of them, if it was started with --max_restarts."""
+        """Sends SIGKILL to one of its ranks. torchrun restarts all of them, if it was started with --max_restarts."""
         starts = [event for event in self._read(rank) if event["event"] == "start"]
         self._rank_killed = time.time()
         os.kill(starts[-1]["pid"], signal.SIGKILL)
@@ -64,24 +64,24 @@ class Group:
 
     @property
     def started(self) -> float:
-        """When it was started last, or torchrun began to restart it."""
+        """Time of the last start, or of torchrun's last restart."""
         if self._process is None:
             return math.nan
         return self._process.started if math.isnan(self._rank_killed) else self._rank_killed
 
     @property
     def pid(self) -> int:
-        """Of torchrun's agent."""
+        """Process id of torchrun's agent."""
         assert self._process is not None
         return self._process.pid
 
     @property
     def status(self) -> int | None:
-        """The exit status of torchrun, None while it runs."""
+        """The exit status of torchrun; None while it runs."""
         return None if self._process is None else self._process.status
 
     def follow(self) -> None:
-        """Reads what was written since the last call."""
+        """Reads the events that were written since the last call."""
         path = self._events_file(rank=0)
         if not path.exists():
             return
@@ -94,7 +94,7 @@ class Group:
                 self._take(json.loads(line))
 
     def _take(self, event: Event) -> None:
-        if event["event"] == "trained":  # for accounting.py
+        if event["event"] == "trained":  # an event for accounting.py
             return
         self.events.append(event)
         if event["event"] == "start" and self.started < event["time"]:
@@ -112,11 +112,11 @@ class Group:
         return [event for event in self.events if event["event"] == "lost"]
 
     def step(self) -> int:
-        """Committed steps so far."""
+        """The number of committed steps so far."""
         return self.events[-1]["step"] if self.events else 0
 
     def everything(self) -> list[Event]:
-        """The events of all ranks and lives."""
+        """The events of all ranks and incarnations."""
         return [event for rank in range(self.nproc) for event in self._read(rank)]
 
     def ends(self) -> list[Event]:
@@ -142,7 +142,7 @@ class Group:
         return None if healed is None else healed["time"] - self.started
 
     def recovery(self, phase: str) -> float | None:
-        """Seconds of a phase of that heal, as `Manager.recovery_seconds` names them."""
+        """The seconds of a phase of that heal, with the names of `Manager.recovery_seconds`."""
         healed = self._first_heal()
         return None if healed is None else (healed.get("recovery") or {}).get(phase)
 

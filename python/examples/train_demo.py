@@ -1,4 +1,4 @@
-"""train_ddp.py as `make train` runs it: followed step by step, and with an end that waits for groups that are away.
+"""train_ddp.py as `make train` runs it: its steps are recorded, and at the end it waits for missing groups.
 
 It takes the options of train_ddp.py, and these:
 """
@@ -23,7 +23,7 @@ from python.examples.parts import Events, evaluate, int_from_env, load_images, s
 from torchft.data import ElasticDataLoader  # noqa: E402
 from torchft.data.position import Position  # noqa: E402
 
-LAST = 0.75  # from this part of the steps on, groups that are away are waited for
+LAST = 0.75  # in this last part of the steps, missing groups are waited for
 PAUSE_SEC = 1.0
 
 
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def use(options: argparse.Namespace) -> None:
-    """Sets what the images are, and the type of all numbers."""
+    """Sets the images, and the type of all numbers."""
     if options.double:
         torch.set_default_dtype(torch.float64)
     if options.data != "digits":
@@ -57,7 +57,7 @@ def use(options: argparse.Namespace) -> None:
 
 
 class Watch:
-    """Writes what each step was trained on, with how many groups, and whether it counted.
+    """Records for each step its samples, the number of groups, and whether it was committed.
 
     | event | fields besides `time` |
     |---|---|
@@ -94,7 +94,7 @@ class Watch:
             self._started = True
             self._events.write("start", step=manager.current_step(), pid=os.getpid())
         if participants < self._groups and manager.current_step() >= self._slow_from:
-            time.sleep(PAUSE_SEC)  # a group that returns finds a source to heal from
+            time.sleep(PAUSE_SEC)  # so that a returning group finds a source to heal from
 
     def reads(self, unit: Any) -> None:
         if unit.repeated:

@@ -1,4 +1,4 @@
-"""Record what upstream makes of random quorums, for TestAsUpstream.
+"""Record upstream's results for random quorums, as test data of TestAsUpstream.
 
     PYTHONPATH=DIR_OF_UPSTREAM python record.py SEED CASES upstream_NAME.jsonl
 
@@ -22,7 +22,7 @@ DEADLINE = timedelta(seconds=20)
 
 
 def has_handles() -> bool:
-    """0.2.0 has no reconfigure handles."""
+    """release 0.2.0 has no reconfigure handles"""
     return "reconfigure_handle" in str(inspect.signature(ManagerClient._quorum))
 
 

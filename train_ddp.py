@@ -75,8 +75,7 @@ def main(args: argparse.Namespace) -> nn.Module:
             with unit.accumulate(model):  # in the last one, gradients are summed over the groups
                 loss = criterion(model(pixels), labels)
                 (loss * unit.weight).backward()
-        # reproducible reduction also sums over the ranks of this group
-        if dist.get_world_size() > 1 and not args.reproducible:
+        if dist.get_world_size() > 1 and not args.reproducible:  # which also sums over the ranks of this group
             for grad in [p.grad for p in net.parameters() if p.grad is not None]:
                 dist.all_reduce(grad)
         optimizer.step()  # steps only if all ranks of this group succeeded; otherwise the same batch is repeated
@@ -98,9 +97,7 @@ def main(args: argparse.Namespace) -> nn.Module:
 
 
 def load_images(held_out: bool = False) -> TensorDataset:
-    """1797 digits of 8x8 pixels, from a file of scikit-learn (whose import would take seconds). Every
-    fifth is held out.
-    """
+    """1797 digits of 8x8 pixels, from a file of scikit-learn (its import takes seconds). Every fifth is held out."""
     file = str(distribution("scikit-learn").locate_file("sklearn/datasets/data/digits.csv.gz"))
     table = torch.from_numpy(np.loadtxt(file, delimiter=","))
     table = table[(torch.arange(len(table)) % 5 == 0) == held_out]
@@ -108,18 +105,14 @@ def load_images(held_out: bool = False) -> TensorDataset:
 
 
 def small_cnn(channels: int) -> nn.Sequential:
-    """Maps images (N, channels, height, width) to 10 classes. No BatchNorm, whose statistics would be those
-    of a micro-batch.
-    """
+    """Maps images (N, channels, height, width) to 10 classes. No BatchNorm: its statistics are of a micro-batch."""
     first = [nn.Conv2d(channels, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()]
     second = [nn.MaxPool2d(2), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(4)]
     return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(64 * 4 * 4, 10))
 
 
 def init_process_group_of_this_group(device: torch.device) -> None:
-    """Initializes torch.distributed for this group. With --max_restarts torchrun keeps its store, which has addresses
-    of failed ranks, so each start uses a prefix of its own.
-    """
+    """With --max_restarts torchrun keeps its store, with addresses of failed ranks: each start has its own prefix."""
     store, rank, ranks = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(f"restart-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=ranks)
@@ -133,9 +126,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def end_with_parent(_worker: int = 0) -> None:
-    """Makes the kernel kill this process with its parent, so that a killed torchrun leaves no worker behind, and a
-    worker no data loader process.
-    """
+    """Makes the kernel kill this process with its parent: torchrun's agent, or the rank of a DataLoader worker."""
     ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
 
 

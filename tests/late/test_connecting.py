@@ -176,7 +176,22 @@ def test_torchfts_own_group_gives_up_a_peer_that_does_not_come(late: ModuleType,
 
 
 def test_memory_of_an_aborted_operation_is_not_reused(late: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernel still writes when the group has given it up, and PyTorch's streams are few: another user of the one
-    that it was allocated on, FSDP2 say, would get a block of the pool in which the kernel leaves its garbage.
     """Its kernel still writes after the abort. PyTorch has few streams, so another user of the same one, such as FSDP2,
     would get a block of the pool into which the kernel still writes garbage.
+    """
+    pool, backend, group = torch.Stream("late"), OneRank(), Group(timedelta(milliseconds=50))
+    monkeypatch.setattr(torch, "Stream", lambda device: pool)
+    monkeypatch.setattr(accelerator, "_first", {})
+    late.hold(backend.stream)
+    backend.eager_connect_single_device = lambda device: None  # type: ignore[attr-defined]
+    group._peers_are_ours = True
+    with pytest.raises(TimeoutError):
+        group._connect(backend, torch.device("late", 0))
+    gc.collect()
+    with pool:
+        mine = [torch.zeros(1, device="late") for _ in range(100)]
+        pool.synchronize()  # everything is written, the kernel last
+    assert backend.aborts
+    late.release(backend.stream)
+    backend.stream.synchronize()
+    assert [one.item() for one in mine] == [0.0] * 100

@@ -1,4 +1,4 @@
-"""Processes that start once a run: scripts of tests are forked from one, isolated workers from the other."""
+"""Processes that start once per test run: scripts of tests are forked from one, isolated workers from the other."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from processes import with_fork_server
 
 @pytest.fixture(autouse=True, scope="session")
 def fork_server() -> Iterator[None]:
-    """Scripts that tests run by `children.run_python` are forked from it, unless FORK_SERVER=0."""
+    """Scripts that tests run with `children.run_python` are forked from it, unless FORK_SERVER=0."""
     with with_fork_server():
         yield
 
 
 @pytest.fixture(autouse=True, scope="session")
 def isolated_server_stays() -> Iterator[None]:
-    """A server of isolated workers imports PyTorch: it stays, however long no test needs it."""
+    """Keeps the server of isolated workers running, because it imports PyTorch, even if no test
+    needs it for a while.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        if standby := sys.modules.get("torchft.process_group.isolated.standby"):  # else no test of this run has one
+        # otherwise no test of this run has imported it
+        if standby := sys.modules.get("torchft.process_group.isolated.standby"):
             patch.setattr(standby, "_LINGER", timedelta(hours=1))
         yield

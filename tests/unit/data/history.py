@@ -17,21 +17,21 @@ from typing import Optional
 from torchft.data.agreement import Turn, Verdict, entry, judge, step_to_say, turn
 from torchft.data.position import Plan, Position, SamplesDiffer, Share
 
-# What one step added up: the weight of each sample. Rounded, since it is a sum of quotients.
+# The sum of one step: the weight of each sample. Rounded, because it is a sum of quotients.
 Batch = tuple[tuple[int, float], ...]
 Weights = tuple[Batch, ...]
 
-MOST_WITH_FAULTS = 40  # after so many quorums, or fewer, nothing fails any more, and the job has to end
+MOST_WITH_FAULTS = 40  # number of quorums after which nothing fails any more, so that the job ends
 MOST_QUORUMS = 200
 
 
 class Broken(AssertionError):
-    """The promise does not hold."""
+    """A violation of the guarantee."""
 
 
 @dataclass(frozen=True)
 class State:
-    """What a heal brings and a checkpoint holds."""
+    """The state in a heal or a checkpoint."""
 
     step: int
     weights: Weights
@@ -40,14 +40,15 @@ class State:
 
 
 class Group:
-    """A replica group, and what a loader has to do. Subclasses make mistakes."""
+    """A replica group, with the decisions of its loader. Subclasses make mistakes."""
 
     def __init__(self, name: str, plan: Plan, state: Optional[State] = None) -> None:
         self.name = name
         self.plan = plan
         self.step = 0
         self.weights: Weights = ()
-        self.origin = ""  # whose first weights these are, until the first commit; with init_sync groups differ in them
+        # the group whose first weights these are, until the first commit; with init_sync groups differ in them
+        self.origin = ""
         self.position = Position()
         if state is not None:
             self.load(state)
@@ -75,7 +76,7 @@ class Group:
         return judge(sums, self.digest, participants=len(quorum.participants), leads=leads, heals=heals)
 
     def shares(self, quorum: Quorum) -> list[Share]:
-        """Of each data rank; without samples if this group is at the end, or no participant."""
+        """The shares of each data rank; without samples if this group is at the end, or is no participant."""
         rank = quorum.participants.index(self.name) if self.name in quorum.participants else None
         position = Position() if self.position == self.plan.end else self.position
         return [
@@ -84,7 +85,7 @@ class Group:
         ]
 
     def check(self, shares: list[Share], counted: list[int]) -> bool:
-        """Whether the reductions of all data ranks hold what they should."""
+        """Whether the reductions of all data ranks contain the expected samples."""
         try:
             for share, samples in zip(shares, counted):
                 share.check(samples)
@@ -99,15 +100,15 @@ class Group:
         self.step += 1
 
     def abandon(self) -> None:
-        """The step is not committed."""
+        """The step was not committed."""
 
     def checkpoint(self, batch: Batch) -> State:
-        """Taken after the optimizer has stepped with a batch."""
+        """Returns a checkpoint, taken after the optimizer has stepped with a batch."""
         return self.save()
 
     @classmethod
     def contributing(cls, quorum: Quorum) -> list[str]:
-        """Groups whose gradients the Manager does not replace by zeros, if they have the weights of the step."""
+        """The groups whose gradients the Manager does not replace by zeros, if they have the weights of the step."""
         return quorum.participants
 
 
@@ -141,7 +142,7 @@ class Job:
         )
         self.use_async_quorum = self.random.random() < 0.5
         self.init_sync = self.random.random() < 0.5
-        self.keeps_step = self.random.random() < 0.8  # a checkpoint holds the Manager's step, too
+        self.keeps_step = self.random.random() < 0.8  # whether a checkpoint contains the Manager's step, too
         self.faults_end = self.random.randint(0, MOST_WITH_FAULTS)
         self.faulty = True
         self.named = 0
@@ -149,10 +150,10 @@ class Job:
         self.checkpoints: list[State] = []
         self.finished: list[Group] = []
         self.compared: list[str] = []  # groups of the last quorum, if all of its steps so far were committed
-        self.seen: Counter[str] = Counter()  # what happened
+        self.seen: Counter[str] = Counter()  # counts the events
 
     def run(self) -> list[Weights]:
-        """The weights of all groups that reached the end: at least one did."""
+        """Returns the weights of all groups that reached the end, which is at least one."""
         self._restore()
         for number in range(MOST_QUORUMS):
             self.faulty = number < self.faults_end
@@ -180,7 +181,7 @@ class Job:
         self.groups.append(group)
 
     def _restore(self) -> None:
-        """The job begins, at any size and from any checkpoint of the past: of its groups each may find another one."""
+        """Starts the job, with any number of groups and from any past checkpoint, which may differ between groups."""
         size = self.plan.global_batch_size
         micro = self.random.choice([micro for micro in range(1, size + 1) if size % micro == 0])
         self.plan = replace(self.plan, micro_batch_size=micro)
@@ -211,14 +212,14 @@ class Job:
 
     def _step(self, groups: list[Group]) -> None:
         if self._happens(0.03, "a stranger asked"):
-            # Settings are announced: it gets an error, and the others lose the step.
+            # Settings are announced: the group gets an error, and the other groups lose the step.
             if self._stranger().plan.stamp(Position()).digest == self.plan.stamp(Position()).digest:
                 raise Broken("a stranger was not refused")
             self.compared = []
             return
         newest = max(group.step for group in groups)
         quorum = Quorum(groups, [group.name for group in groups if group.step == newest], self.data_world_size)
-        from_first = newest == 0 and self.init_sync  # all others heal from it, before the step
+        from_first = newest == 0 and self.init_sync  # all others heal from it before the step
         trains = [group for group in groups if group.name in quorum.up_to_date[: 1 if from_first else None]]
         behind = [group for group in groups if group not in trains]
         states = {
@@ -234,7 +235,7 @@ class Job:
         up_to_date = len(quorum.up_to_date) == len(groups)
         turns = {group.name: group.turn(in_background and group in behind, up_to_date) for group in groups}
         healed = {group.name for group in trains} | (set() if in_background else set(states))
-        if Turn.PASSES in turns.values():  # it ends the collectives of those that heal
+        if Turn.PASSES in turns.values():  # it ends the collectives of the healing groups
             self._heal(quorum, states)
             self.seen["healed at the end"] += len(states)
             self.compared = []
@@ -242,7 +243,7 @@ class Job:
         self._reduce_and_decide(quorum, turns, healed, states if in_background else {})
 
     def _stranger(self) -> Group:
-        """A group with settings of another job; its name is the last one."""
+        """A group with the settings of another job. Its name is the last in order."""
         strangers = [
             replace(self.plan, length=self.plan.length + 1),
             replace(self.plan, global_batch_size=self.plan.global_batch_size + self.plan.micro_batch_size),
@@ -275,7 +276,8 @@ class Job:
         failed = [group for group in quorum.groups if self._happens(0.05, "failed in a step")]
         if failed and compares and self._happens(0.3, "a reduction lacks the groups that failed"):
             counts = [name for name in counts if name not in {group.name for group in failed}]
-        lacking = ""  # the group that leaves a unit out; where nothing is compared it ends the collectives, and says so
+        # the group that leaves a unit out; if nothing is compared, it ends the collectives and reports that
+        lacking = ""
         if compares and counts and self._happens(0.05, "a unit was left out"):
             lacking = self.random.choice(counts)
             shares[lacking] = [_without_first(share) for share in shares[lacking]]
@@ -289,13 +291,13 @@ class Job:
         batch = _sum([share for group in adding for share in shares[group.name]])
         made_of = {(group.origin, group.weights) for group in adding}
         fails = bool(failed) or self._happens(0.1, "a collective failed")
-        mixed = len(set(turns.values())) > 1  # those at the end compare, and end the collectives of the others
+        mixed = len(set(turns.values())) > 1  # groups at the end compare, and end the collectives of the others
         self.groups = [group for group in self.groups if group not in failed]
         committed, left = [], []
         for group in quorum.groups:
             heals = group.name in states
             if heals:
-                group.load(states[group.name])  # and with it the position by which it counts
+                group.load(states[group.name])  # including the position, by which it counts
             has_weights = group.name in healed or heals
             sees_failure = fails and self.random.random() < 0.6
             verdict = Verdict.ALIKE
@@ -352,7 +354,7 @@ def one_process(plan: Plan) -> Weights:
 
 
 def check(plan: Plan, weights: Weights) -> None:
-    """Raises Broken unless the weights were made of each sample once an epoch, in the batches of one process."""
+    """Raises Broken unless the weights consist of each sample once per epoch, in the batches of one process."""
     per_epoch = math.ceil(plan.length / plan.global_batch_size)
     if len(weights) != per_epoch * plan.epochs:
         raise Broken(f"{len(weights)} steps, of {per_epoch * plan.epochs}")
@@ -374,7 +376,7 @@ def check(plan: Plan, weights: Weights) -> None:
 
 
 class RestlessStart(Job):
-    """Several faults in the first steps of a job whose groups have weights of their own before."""
+    """Several faults in the first steps of a job whose groups begin with weights of their own."""
 
     likelier = {  # noqa: RUF012
         "a heal failed": 2,
@@ -388,7 +390,7 @@ class RestlessStart(Job):
 
 
 class MixedCheckpoints(Job):
-    """Groups are restored from checkpoints that do not belong together, without the Manager's step."""
+    """Groups are restored from checkpoints that do not match, without the Manager's step."""
 
     likelier = {"all failed": 3, "restored from different checkpoints": 3}  # noqa: RUF012
 
@@ -398,7 +400,7 @@ class MixedCheckpoints(Job):
 
 
 def prove(seed: int, group: type[Group] = Group, job: type[Job] = Job) -> Job:
-    """Runs one history, and asks the oracle."""
+    """Runs one history, and checks it with the oracle."""
     history = job(seed, group)
     try:
         final = history.run()

@@ -8,7 +8,7 @@ A, B = "ffffffff00000001", "00000001ffffffff"
 
 
 def judged(*digests: str, own: str = A, leads: bool = False, heals: bool = False) -> Verdict:
-    """The verdict of a group whose participants have these digests, and two samples each."""
+    """Returns the verdict of a group whose participants have these digests, and two samples each."""
     sums = [sum(column) for column in zip(*(entry(2, digest) for digest in digests))]
     return judge(sums, own, participants=len(digests), leads=leads, heals=heals)
 

@@ -48,7 +48,7 @@ def reduce(ranks: Sequence[Rank]) -> None:
 
 
 def step(ranks: Sequence[Rank], shares: Sequence[Sequence[Gradients]]) -> int:
-    """Commits a step; returns how many times it was repeated, alike on all ranks."""
+    """Commits a step. Returns how many times it was repeated, which must be equal on all ranks."""
     for repeated in range(3):
         for rank, share in zip(ranks, shares):
             rank.compute(share)
@@ -62,7 +62,7 @@ def step(ranks: Sequence[Rank], shares: Sequence[Sequence[Gradients]]) -> int:
 
 
 def one(*values: float) -> Rank:
-    """A rank with a parameter "a" that has committed a step with these gradients, a unit each."""
+    """Returns a rank with a parameter "a" that has committed a step with these gradients, one unit each."""
     rank = Rank({"a": [1]}, max_units=4)
     step([rank], [units(*values)])
     return rank
@@ -73,7 +73,7 @@ def units(*values: float, dtype: torch.dtype = torch.float32) -> list[Gradients]
 
 
 def bits(rank: Rank) -> dict[str, Optional[list[int]]]:
-    """The gradients as whole numbers, so that zeros and NaN compare by their bits."""
+    """The gradients as integers, so that zeros and NaN are compared by their bits."""
     kinds = {2: torch.int16, 4: torch.int32, 8: torch.int64}
     return {
         name: None if gradient is None else gradient.view(kinds[gradient.element_size()]).flatten().tolist()
@@ -81,11 +81,11 @@ def bits(rank: Rank) -> dict[str, Optional[list[int]]]:
     }
 
 
-# Any cut, any order
+# Any division among ranks, any order
 
 
 def some_units(random_: random.Random, generator: torch.Generator, dtype: torch.dtype) -> list[Gradients]:
-    """Gradients of all sizes, which some units lack, and rarely one that is not finite."""
+    """Gradients of all sizes. Some units lack them, and a few are not finite."""
     found: list[Gradients] = []
     size = {name: random_.choice([-150, -40, -20, -8, 8, 40]) if random_.random() < 0.1 else 0 for name in "abc"}
     for _ in range(random_.randint(1, 9)):
@@ -121,11 +121,11 @@ def test_the_bits_are_those_of_one_process_however_the_units_are_cut(seed: int, 
             assert bits(rank) == bits(alone)
             assert rank.sum.state_dict() == alone.sum.state_dict()
         finite += all(g is None or bool(g.isfinite().all()) for g in alone.gradients().values())
-    assert 1 <= repeats < 20 and finite >= 5  # the histories have both
+    assert 1 <= repeats < 20 and finite >= 5  # the histories contain both
 
 
 def train(kill: bool) -> list[torch.Tensor]:
-    """Three groups train, of which two fail in different attempts; or one process does it all."""
+    """Trains three groups, two of which fail in different attempts; or one process that does everything."""
     plan = Plan(length=48, global_batch_size=12, micro_batch_size=2, epochs=3)
     data = torch.randn(48, 6, generator=torch.Generator().manual_seed(1))
     groups = 3 if kill else 1
@@ -146,7 +146,7 @@ def train(kill: bool) -> list[torch.Tensor]:
                 (models[rank](samples).square().mean() * unit.weight).backward()
                 sums[rank].add(counted=unit.weight > 0)
         total = torch.stack([sums[rank].buffers[0] for rank in range(groups)]).sum(0)
-        if kill and number in (2, 7):  # the last group does not get the sum, the others learn that later
+        if kill and number in (2, 7):  # the last group does not get the sum, which the others learn later
             for rank in range(groups - 1):
                 sums[rank].buffers[0].copy_(total)
                 sums[rank].read(plan.num_units(position))
@@ -196,7 +196,7 @@ def test_the_error_is_within_what_is_documented(dtype: torch.dtype, max_units: i
     rounding = Fraction(torch.finfo(dtype).eps)
     for ours, expected in zip(result.tolist(), exact):
         assert abs(Fraction(ours) - expected) <= len(numbers) * largest * lost + abs(expected) * rounding
-    if dtype == torch.float32 and not shrinks and max_units == 8:  # beyond the bound: nothing at all is lost
+    if dtype == torch.float32 and not shrinks and max_units == 8:  # above the bound, nothing is lost at all
         assert result.tolist() == [float(torch.tensor(float(each))) for each in exact]
 
 
@@ -222,7 +222,7 @@ def test_as_many_units_as_allowed_fit_at_their_largest(max_units: int, sign: int
     rank = Rank({"a": [1]}, max_units, torch.float64)
     step([rank], [units(1.0, dtype=torch.float64)])
     assert rank.exponents == {"a": 16}
-    largest = math.nextafter(2.0**16, 0)  # fits at 2**16, just so
+    largest = math.nextafter(2.0**16, 0)  # just fits at 2**16
     assert step([rank], [units(*[sign * largest] * max_units, dtype=torch.float64)]) == 0
     result = rank.gradients()["a"]
     assert result is not None
@@ -252,7 +252,7 @@ def test_as_many_units_as_allowed_fit_at_their_largest(max_units: int, sign: int
         ([1.0], [2.0**-16], 0, 8),
         ([1.0], [2.0**-17], 1, -8),
         ([1.0], [2.0**-149], 1, -128),
-        ([1.0], [0.0, 0.0], 0, 16),  # tells nothing
+        ([1.0], [0.0, 0.0], 0, 16),  # carries no information
         ([0.0], [0.0], 0, -128),
         ([0.0], [2.0**-130], 0, -120),
         ([0.0], [2.0**-136], 0, -120),
@@ -297,7 +297,7 @@ def test_a_unit_that_does_not_fit_on_one_rank_is_noticed_by_all() -> None:
 
 
 def test_how_many_units_were_summed_may_be_compared_later() -> None:
-    """A rank that heals does not know yet how many there should be."""
+    """A healing rank does not know the expected number yet."""
     ranks = [one(1.0), one(1.0)]
     for rank, share in zip(ranks, [units(1.0, 2.0), units(4.0)]):
         rank.compute(share)
@@ -329,7 +329,7 @@ def test_a_rank_that_has_not_abandoned_an_attempt_is_noticed_by_all() -> None:
 
 @pytest.mark.parametrize("reads_before_it_loads", [True, False])
 def test_a_rank_that_heals_gets_the_gradients_and_the_scales_of_the_others(reads_before_it_loads: bool) -> None:
-    """Its state may arrive while its step is under way: it adds nothing, and the sum says all that it needs."""
+    """Its state may arrive during its step: it adds nothing, and the sum contains all that it needs."""
     others, healing = [one(2.0**20), one(2.0**20)], Rank({"a": [1]}, max_units=4)
     state = others[0].sum.state_dict()
     if not reads_before_it_loads:
@@ -348,7 +348,7 @@ def test_a_rank_that_heals_gets_the_gradients_and_the_scales_of_the_others(reads
     assert healing.sum.state_dict() == others[0].sum.state_dict() != state
 
 
-# No gradients, and such as are not finite
+# Missing gradients, and gradients that are not finite
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -94,14 +94,14 @@ class HealsWeightsOnly(Group):
 
 
 class SavesBeforeTheOptimizerSteps(Group):
-    """The position of a checkpoint is that after a step, its weights those before."""
+    """A mistake: a checkpoint has the position after a step, and the weights before it."""
 
     def checkpoint(self, batch: Batch) -> State:
         return replace(self.save(), weights=self.weights[:-1])
 
 
 class SavesThePositionOfTheStep(Group):
-    """The position of a checkpoint is that before a step, its weights those after."""
+    """A mistake: a checkpoint has the position before a step, and the weights after it."""
 
     def checkpoint(self, batch: Batch) -> State:
         state = self.save()
@@ -111,16 +111,18 @@ class SavesThePositionOfTheStep(Group):
 
 
 class Uncounted(Group):
-    """Does not look at the count of samples in the reduction."""
+    """A mistake: ignores the number of samples in the reduction."""
 
     def check(self, shares: list[Share], counted: list[int]) -> bool:
         return True
 
 
 class CutsOverTheQuorum(Group):
-    """Over all groups of it, those that heal included: the Manager sends zeros for them.
+    """A mistake: divides batches among all groups of the quorum, including healing ones, for which the
+    Manager sends zeros.
 
-    The count refuses each such step. So nothing is trained wrong, but the job stands while somebody heals.
+    The count of samples refuses each such step. So the weights are correct, but the job stands still
+    while a group heals.
     """
 
     def shares(self, quorum: Quorum) -> list[Share]:
@@ -132,7 +134,7 @@ class CutsOverTheQuorumUncounted(CutsOverTheQuorum, Uncounted):
 
 
 class IsInTheReductionTwice(Uncounted):
-    """A group that heals computes what the first participant does, and its gradients count."""
+    """A mistake: a healing group computes the units of the first participant, and its gradients count."""
 
     def shares(self, quorum: Quorum) -> list[Share]:
         if self.name in quorum.participants:
@@ -145,14 +147,14 @@ class IsInTheReductionTwice(Uncounted):
 
 
 class ComparesNoPositions(Group):
-    """Groups at the newest step train, wherever in the data they are."""
+    """A mistake: groups at the newest step train, whatever their position in the data."""
 
     def judge(self, sums: list[int], quorum: Quorum, heals: bool) -> Verdict:
         return Verdict.ALIKE
 
 
 class NeverGivesWay(Group):
-    """Groups at different positions lose all their steps."""
+    """A mistake: groups at different positions never heal, and lose all their steps."""
 
     def judge(self, sums: list[int], quorum: Quorum, heals: bool) -> Verdict:
         verdict = super().judge(sums, quorum, heals)
@@ -173,14 +175,14 @@ class LeavesWithoutComparing(Group):
 
 
 class EndsByItself(LeavesWithoutComparing):
-    """Without a look at those that heal."""
+    """A mistake: a group ends without regard to healing groups."""
 
     def turn(self, heals_in_background: bool, all_up_to_date: bool) -> Turn:
         return super().turn(False, True)
 
 
 class GivesWayToMissingEntries(Group):
-    """Groups that give way in the first step train at step -1 with others like them, where init_sync heals none."""
+    """A mistake: groups that heal in the first step train at step -1 together, where init_sync heals none."""
 
     def judge(self, sums: list[int], quorum: Quorum, heals: bool) -> Verdict:
         verdict = super().judge(sums, quorum, heals)
@@ -205,7 +207,7 @@ LOADER_MISTAKES = [
     LeavesWithoutComparing,
     EndsByItself,
 ]
-# Mistakes that other jobs show too seldom
+# Mistakes that are rarely visible in other jobs
 SHOWN_BY = {GivesWayAlsoIfItLeads: MixedCheckpoints, GivesWayToMissingEntries: RestlessStart}
 
 
@@ -229,7 +231,7 @@ def drops_the_rest(units: range, rank: int, of: int) -> range:
 
 
 def weighs_copies(share: Callable[..., Share]) -> Callable[..., Share]:
-    """What is added, so that all ranks have as many units, counts like any other."""
+    """A mistake: units that are added so that all ranks have equally many count like any other."""
 
     def mistaken(plan: Plan, position: Position, *args: Any) -> Share:
         got = share(plan, position, *args)
@@ -257,7 +259,9 @@ def weighs_by_the_global_batch_size(share: Callable[..., Share]) -> Callable[...
 
 
 def cuts_other_units_for_each_number_of_groups(share: Callable[..., Share]) -> Callable[..., Share]:
-    """As a sampler does whose batches are those of a group: who is there decides what a step trains on."""
+    """A mistake, as of a sampler with batches per group: the number of groups decides which samples
+    a step trains on.
+    """
 
     def mistaken(plan: Plan, position: Position, rank: Optional[int], participants: int, *args: Any) -> Share:
         got = share(plan, position, rank, participants, *args)

@@ -1,4 +1,4 @@
-"""The loader of one rank without peers: what it gives, what it refuses, and how it reads."""
+"""The loader of one rank without peers: its units, its errors, and how it reads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SIZES: dict[str, Any] = dict(global_batch_size=4, micro_batch_size=2)
 
 
 class Alone(Manager):
-    """The Manager of a group that is alone, and commits at once."""
+    """The Manager of a group without peers, which commits at once."""
 
     def __init__(self, group_rank: int = 0, group_world_size: int = 1) -> None:
         self._settings = resolve(
@@ -54,7 +54,7 @@ class Alone(Manager):
         self.errors: list[Exception] = []
         self.hooks: list[Callable[[int, bool, int], None]] = []
         self.drained = False
-        self._current: Any = object()  # the step that runs
+        self._current: Any = object()  # the step in progress
         self.up_to_date = 1
         self.groups = 1
         self.passed = 0
@@ -102,7 +102,7 @@ def make(dataset: Any = DATA, manager: Optional[Alone] = None, **settings: Any) 
 
 
 def train(loader: ElasticDataLoader) -> Generator[tuple[Step, list[Any]], Optional[bool], None]:
-    """Each step is committed, unless the caller says so with send(False)."""
+    """Trains steps, each of which is committed unless the caller sends False."""
     for step in loader:
         committed = yield step, list(step)
         loader._manager.decide(committed is not False)  # type: ignore[attr-defined]
@@ -145,7 +145,7 @@ def test_a_saved_position_goes_on_where_it_was() -> None:
     ours = [index for unit in next(steps)[1] for index in unit.indices]
     loader.load_state_dict(saved)
     (unit,) = next(train(restored))[1]
-    assert ours != list(unit.indices)  # the steps went on
+    assert ours != list(unit.indices)  # the steps continued
     assert list(unit.indices) == [index for unit in next(train(loader))[1] for index in unit.indices]
 
 
@@ -225,7 +225,7 @@ class Crashes(Raises):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.slow  # PyTorch may take five seconds to end its workers then
+@pytest.mark.slow  # PyTorch may take five seconds to end its workers
 def test_a_worker_that_is_killed() -> None:
     loader = make(Dies(), num_workers=1, timeout=0.3)
     with pytest.raises(ReadFailed, match=r"DataLoader worker .*(killed by signal|exited unexpectedly)"):
@@ -233,7 +233,7 @@ def test_a_worker_that_is_killed() -> None:
 
 
 class Preempted(Raises):
-    """Its worker gets SIGTERM, as torchrun and Slurm send it to all processes of a rank."""
+    """A dataset whose worker gets SIGTERM, which torchrun and Slurm send to all processes of a rank."""
 
     told: Optional[int] = None
 
@@ -248,7 +248,7 @@ def tell(worker: int) -> None:
 
 @pytest.fixture
 def leaves_on_sigterm() -> Iterator[None]:
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a test of a command may have left its own
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a test of a command may have left a handler
     heeding = signals.Signals()
     heeding.heed((signal.SIGTERM,))
     yield
@@ -270,7 +270,7 @@ def echo(pipe: Any) -> None:
 
 
 def test_only_its_loader_ends_such_a_worker() -> None:
-    """A loader ends its workers by SIGTERM, and waits for their end: its process could not exit without."""
+    """A loader ends its workers by SIGTERM and waits for their end; otherwise its process could not exit."""
     fork = multiprocessing.get_context("fork")
     here, there = fork.Pipe()
     worker = fork.Process(target=echo, args=(there,))
@@ -285,7 +285,7 @@ def test_only_its_loader_ends_such_a_worker() -> None:
 
 
 class OfTheRank:
-    """Garbage that only a collection ends, as a process group whose error holds the frames that hold it."""
+    """Garbage that only a collection frees, like a process group whose error refers to frames that refer to it."""
 
     ended: ClassVar[list[int]] = []
 
@@ -303,7 +303,7 @@ def collect(pipe: Any) -> None:
 
 
 def test_a_worker_collects_nothing_of_its_rank() -> None:
-    """The threads of a process group are not there, and its end can be a segmentation fault."""
+    """The threads of a process group do not exist there, and its destruction can be a segmentation fault."""
     fork = multiprocessing.get_context("fork")
     here, there = fork.Pipe()
     gc.disable()
@@ -360,7 +360,7 @@ class Wrapped(nn.Module):
 
     def no_sync(self) -> Any:
         self.log.append("no_sync")
-        return torch.no_grad()  # some context
+        return torch.no_grad()  # any context
 
 
 class Sharded(nn.Module):
@@ -381,7 +381,7 @@ def test_gradients_are_reduced_with_the_last_unit_only() -> None:
 
 
 def refused(loader: ElasticDataLoader) -> str:
-    """What the loader says of the units that were left out, before a reduction, before the vote, and in the loop."""
+    """Returns the errors about units that were left out: before a reduction, before the vote, and in the loop."""
     told = []
     for ask in (loader.units_added, loader.verify, lambda: next(loader)):
         with pytest.raises(UnitsSkipped) as raised:
@@ -405,7 +405,7 @@ def test_units_that_were_left_out_are_named() -> None:
 
 
 def test_a_unit_counts_from_the_begin_of_its_passes_unless_they_fail() -> None:
-    """A wrapped model reduces in the backward pass of the last one."""
+    """A wrapped model reduces in the backward pass of the last unit."""
     loader = make(shuffle=False)
     first, last = next(loader)
     assert loader.send_samples() == 4, "as planned"
@@ -430,7 +430,7 @@ def test_a_step_of_the_manager_without_units_is_not_committed() -> None:
         next(loader)
     next(train(loader))
     manager.decide(True)
-    with pytest.raises(UnitsSkipped, match="the step has no units"):  # and its position would advance
+    with pytest.raises(UnitsSkipped, match="the step has no units"):  # otherwise its position would advance
         loader.verify()
 
 
@@ -472,7 +472,7 @@ def test_units_of_a_step_that_has_ended_are_refused(use: Callable[[Step], None],
 
 
 def test_a_step_is_iterated_once() -> None:
-    """A second iteration would read on, where the next steps of this rank are."""
+    """A second iteration would read ahead, into this rank's next steps."""
     loader = make(shuffle=False)
     step = next(loader)
     units = list(step)

@@ -1,4 +1,4 @@
-"""How the loader reads: what it hands on to the DataLoader, what it reads ahead, and with which random numbers."""
+"""How the loader reads: the DataLoader's arguments, reading ahead, and random numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLAN = Plan(SAMPLES, 12, 2, shuffle=False)
 
 
 class Counting(Dataset):
-    """Counts how often each of its samples is read, by whatever process."""
+    """Counts how often each of its samples is read, in all processes."""
 
     def __init__(self) -> None:
         self.reads = torch.zeros(SAMPLES, dtype=torch.int64).share_memory_()
@@ -41,9 +41,9 @@ class Counting(Dataset):
 
 
 class Changing(Alone):
-    """The Manager of a group beside which others come and go."""
+    """The Manager of a group beside which other groups join and leave."""
 
-    rank_now: Optional[int] = 0  # among the participants
+    rank_now: Optional[int] = 0  # rank among the participants
     participants = 1
 
     def _begin_batch(self) -> QuorumPlan:
@@ -68,10 +68,10 @@ def workers_end() -> Iterator[None]:
 def trained_after_changes(
     changes: dict[int, tuple[Optional[int], int]], **settings: Any
 ) -> tuple[list[list[int]], list[int]]:
-    """What each step trains on, and how often each sample was read.
+    """Returns the samples of each step, and how often each sample was read.
 
     Args:
-        changes: rank and number of the participants from a step on.
+        changes: by step: this group's rank and the number of participants from then on.
     """
     data, manager = Counting(), Changing()
     loader = make(data, manager, **{**SIZES, **settings})
@@ -102,7 +102,7 @@ def test_without_a_change_each_sample_is_read_once(settings: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("settings", AHEAD)
 def test_what_stays_after_a_failure_is_read_once(settings: dict[str, Any]) -> None:
-    """The first of two groups is alone from step 2 on: what it has read ahead is part of what it computes now."""
+    """The first of two groups is alone from step 2 on, and units that it has read ahead are part of its new share."""
     steps, reads = trained_after_changes({0: (0, 2), 2: (0, 1)}, **settings)
     assert steps == [samples_of(step, 0, 2 if step < 2 else 1) for step in range(5)]
     trained = {index for step in steps for index in step}
@@ -149,7 +149,7 @@ def test_the_collate_function_is_the_users() -> None:
 
 
 class Where(Raises):
-    """Tells in which process a sample was read, and what its worker was told at its start."""
+    """Reports in which process a sample was read, and the arguments of its worker."""
 
     told: list[int] = []  # noqa: RUF012 (of the process)
 
@@ -186,7 +186,7 @@ def test_a_context_that_does_not_exist_is_named() -> None:
 
 
 class Told(Raises):
-    """Tells of each sample that is read."""
+    """Reports each sample that is read."""
 
     def __init__(self) -> None:
         self.read = multiprocessing.get_context("fork").Semaphore(0)
@@ -222,8 +222,8 @@ def test_memory_is_pinned_where_there_is_an_accelerator(workers: int) -> None:
 
 
 def spare(persistent: bool) -> tuple[list[int], set[Optional[int]]]:
-    """Reading ends, and begins again, with each step of a group that does not take part. Gives who read, and what is
-    left of the workers at the end of the job.
+    """Runs a group that does not participate, so that reading restarts in each step. Returns the readers, and the
+    remaining workers at the end.
     """
     manager = Changing()
     manager.rank_now = None
@@ -241,7 +241,7 @@ def test_persistent_workers_read_to_the_end_of_the_job_and_end_with_it() -> None
 
 
 class Once(Raises):
-    """Fails the first time that a sample is read."""
+    """Fails when a sample is read for the first time."""
 
     def __init__(self, fail: Callable[[], None]) -> None:
         self.fail, self.failed = fail, multiprocessing.get_context("fork").Event()
@@ -285,14 +285,14 @@ def test_a_loop_may_go_on_after_a_sample_that_could_not_be_read(
 
 
 class Noise(Raises):
-    """Draws from numpy, by the function of the module and by one of another one."""
+    """Draws from numpy's global generator and from a separate one."""
 
     def __getitem__(self, index: int) -> tuple[float, float]:
         return float(numpy.random.rand()), float(numpy.random.permutation(1000)[0])
 
 
 def drawn(workers: int, seed: int = 0, rank: int = 0, participants: int = 1) -> dict[tuple[int, int], Any]:
-    """What the samples of each unit of a job came to, by batch and unit."""
+    """Returns the values of each unit of a job, by batch and unit."""
     manager = Changing()
     manager.rank_now, manager.participants = rank, participants
     loader = make(Noise(), manager, reproducible_rng=True, seed=seed, num_workers=workers, shuffle=False)

@@ -19,7 +19,7 @@ def test_an_average_commits_what_is_in_it_and_the_rest_is_lost() -> None:
 
     trained(account, 6, 6)
     account.send()
-    account.averaged(12)  # another group has failed since
+    account.averaged(12)  # another group has failed in the meantime
     assert (account.committed, account.lost) == (36, 12)
 
 

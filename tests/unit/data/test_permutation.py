@@ -31,7 +31,9 @@ def test_a_part_of_a_large_dataset(length: int) -> None:
 
 
 def test_the_order_is_the_same_for_ever() -> None:
-    """A position that was saved years ago means the same samples. Another order needs another format of positions."""
+    """A saved position must identify the same samples in later versions. Another order needs another
+    format of positions.
+    """
     assert order(10) == [0, 9, 6, 1, 7, 8, 2, 3, 5, 4]
     assert order(16) == [4, 15, 12, 0, 5, 10, 11, 14, 7, 6, 2, 3, 1, 9, 13, 8]
     text = repr([order(1000, seed=7, epoch=2), Permutation(2**63 - 1, 2**63 - 1, 5)[12345]])
@@ -41,7 +43,7 @@ def test_the_order_is_the_same_for_ever() -> None:
 
 
 def test_seeds_epochs_and_lengths_have_orders_of_their_own() -> None:
-    """In the sum of seed and epoch, as PyTorch's sampler has it, (0, 1) and (1, 0) would be the same."""
+    """With the sum of seed and epoch, as in PyTorch's sampler, (0, 1) and (1, 0) would be the same."""
     orders = {tuple(order(100, seed, epoch)) for seed in range(10) for epoch in range(10)}
     assert len(orders) == 100
     assert order(101)[:100] != order(100)

@@ -65,7 +65,7 @@ def test_one_process_reads_the_epoch_in_units() -> None:
 
 
 def test_a_unit_says_what_it_weighs_and_whether_it_is_the_last() -> None:
-    plan = replace(PLAN, length=7)  # the last batch has 3 samples: its weights are of its own size
+    plan = replace(PLAN, length=7)  # the last batch has 3 samples, and weights for that size
     assert plan.share(Position(1, 0), 0, 1).units == (Unit((0, 1), 0.5, False), Unit((2, 3), 0.5, True))
     assert plan.share(Position(1, 1), 0, 1).units == (Unit((4, 5), 2 / 3, False), Unit((6,), 1 / 3, True))
 
@@ -76,7 +76,7 @@ COPY = "copy"
 @pytest.mark.parametrize(
     ("units", "participants", "data_world_size", "expected"),
     [
-        # participants, of each its data ranks, of each its units
+        # participants; for each, its data ranks; for each, its units
         (5, 1, 1, [[[0, 1, 2, 3, 4]]]),
         (5, 2, 1, [[[0, 1]], [[2, 3, 4]]]),
         (5, 3, 1, [[[0]], [[1, 2]], [[3, 4]]]),
@@ -105,7 +105,9 @@ def test_units_of_each_rank(units: int, participants: int, data_world_size: int,
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_any_cut_is_the_same_batch(shuffle: bool) -> None:
-    """Each unit once; weights of 1 in all; parts that differ by one; a count that each data rank checks alone."""
+    """Each unit once; weights that sum to 1; parts that differ by at most one; a count that each
+    data rank can check.
+    """
     for length, micro, factor in itertools.product((1, 7, 12), (1, 3), (1, 2, 5)):
         plan = Plan(length, micro * factor, micro, shuffle, seed=5)
         for position, participants, data_world_size in itertools.product(positions(plan), range(1, 6), range(1, 4)):

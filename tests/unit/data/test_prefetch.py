@@ -1,4 +1,4 @@
-"""Units are read ahead, and what changes of membership leave of a forecast is not read twice."""
+"""Units are read ahead, and after changes of membership no unit is read twice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAN = Plan(length=48, global_batch_size=12, micro_batch_size=2, epochs=2)
 
 
 class Reading:
-    """A DataLoader that is always so many units ahead."""
+    """A DataLoader that is always this many units ahead."""
 
     def __init__(self, ahead: int) -> None:
         self.ahead = ahead
@@ -42,7 +42,7 @@ class Reading:
         return _Results(read)
 
     def step(self, position: Position, rank: int, participants: int) -> list[Key]:
-        """The units of a step after a change, each checked."""
+        """Takes and checks the units of a step after a change."""
         self.prefetcher.expect(forecast(position, rank, participants))
         return self.take(position, rank, participants)
 
@@ -55,7 +55,7 @@ class Reading:
 
 
 class _Results(Iterator[tuple[int, ...]]):
-    """As the DataLoader's iterator does; an empty result is its end."""
+    """Behaves like the DataLoader's iterator, which may continue after its end."""
 
     def __init__(self, read: Callable[[], tuple[int, ...]]) -> None:
         self._read = read
@@ -89,7 +89,7 @@ def test_what_stays_with_this_rank_is_kept() -> None:
     reading.step(Position(), 0, 2)  # units 0 to 2 of each batch
     before = len(reading.read)
     assert before == 8
-    taken = reading.step(Position(0, 1), 0, 1)  # now alone: 3 to 5, too
+    taken = reading.step(Position(0, 1), 0, 1)  # without peers it takes units 3 to 5, too
     assert [key.unit for key in taken] == [0, 1, 2, 3, 4, 5]
     assert reading.prefetcher.dropped == 0
     assert len(set(reading.read)) == len(reading.read), "a unit was read twice"
@@ -114,7 +114,7 @@ def test_a_step_that_is_lost_is_read_again() -> None:
 
 
 def test_more_after_the_end_of_a_forecast() -> None:
-    """The last step is lost with another group: this one has to read its units, though nothing is under way."""
+    """The last step is lost with another group: this one has to read its units, although nothing is being read."""
     reading = Reading(ahead=3)
     last = Position(1, 3)
     reading.step(last, 0, 2)
@@ -122,7 +122,7 @@ def test_more_after_the_end_of_a_forecast() -> None:
 
 
 def test_a_group_that_is_alone_then_not_reads_each_unit_that_it_takes() -> None:
-    """Every change of rank and size, at every distance ahead."""
+    """Every change of rank and size, for every number of units read ahead."""
     for ahead in (0, 1, 3, 7, 20):
         reading = Reading(ahead)
         position = Position()

@@ -1,4 +1,4 @@
-"""ElasticDataset: lengths, and who may ask for an index."""
+"""ElasticDataset: lengths, and the processes that may request an index."""
 
 from __future__ import annotations
 

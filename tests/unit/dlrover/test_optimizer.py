@@ -1,4 +1,4 @@
-"""DistributedOptimizer: the number of passes, and weights beside one process that trains on the whole batch."""
+"""DistributedOptimizer: the number of passes, and weights compared with one process that trains on the whole batch."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def loss(model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
 
 
 def one_process(steps: int) -> dict[str, Any]:
-    """The weights after steps of plain SGD, each with the whole batch."""
+    """Returns the weights after steps of plain SGD, each with the whole batch."""
     model = make_model()
     optimizer = sgd(model)
     for step in range(steps):
@@ -78,7 +78,7 @@ def one_process(steps: int) -> dict[str, Any]:
 
 
 class Sums:
-    """Sums over threads: all of them come to the same sum, whatever the order."""
+    """Sums over threads. All threads get the same sum, in any order."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -86,7 +86,7 @@ class Sums:
         self._given: list[list[torch.Tensor]] = [[] for _ in range(size)]
 
     def of(self, rank: int) -> SimpleNamespace:
-        """What a DistributedOptimizer asks of a process group."""
+        """Returns an object with the part of a process group's interface that a DistributedOptimizer uses."""
 
         def allreduce(tensors: list[torch.Tensor], opts: object) -> SimpleNamespace:
             self._given[rank].append(tensors[0].clone())

@@ -1,4 +1,4 @@
-"""torchrun's rendezvous: handlers of several nodes in one process, at a real lighthouse."""
+"""torchrun's rendezvous: handlers of several nodes in one process, with a real lighthouse."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def make(lighthouse: str) -> Iterator[Make]:
 
 
 def meet(*handlers: RendezvousHandler) -> list[RendezvousInfo]:
-    """The next round of all of them."""
+    """Returns the next round of each of them."""
     with ThreadPoolExecutor(len(handlers)) as threads:
         return [info.result(60) for info in [threads.submit(handler.next_rendezvous) for handler in handlers]]
 
@@ -87,7 +87,7 @@ def test_two_nodes_meet_at_the_store_of_rank_0(make: Make) -> None:
     assert a.get_backend() == "torchft" and a.get_run_id() == "job_0" and a.use_agent_store
     assert a.num_nodes_waiting() == 0
 
-    # The workers of a failed: b hears of it, and both meet again, at another store for the workers.
+    # The workers of a failed. b is told, and both meet again, at another store for the workers.
     with ThreadPoolExecutor(1) as thread:
         again = thread.submit(a.next_rendezvous)
         wait_until(lambda: b.num_nodes_waiting() > 0)
@@ -131,7 +131,7 @@ def test_a_node_that_ends_right_after_the_release_is_not_waited_for_long(
         service.set_state()
         released = service.get_state(30)
         assert released is not None and released.size == 2
-        service.close(finished=False)  # its agent ended: it never comes to the store
+        service.close(finished=False)  # its agent ended, and never connects to the store
         assert info.result(60).world_size == 1
 
 
@@ -144,18 +144,18 @@ def test_a_node_that_is_done_closes_the_rendezvous(make: Make) -> None:
     with pytest.raises(RendezvousClosedError, match="a node has ended its work"):
         b.next_rendezvous()
     assert b.shutdown()
-    (info,) = meet(make((1, 1)))  # another job of the same id
+    (info,) = meet(make((1, 1)))  # another job with the same id
     assert info.world_size == 1
 
 
 def test_a_spare_node_that_gives_up_does_not_close_it_for_the_others(make: Make) -> None:
-    """torchrun calls shutdown after any error, also where a node was in no round."""
+    """torchrun calls shutdown after any error, even if a node was in no round."""
     a, spare = make((1, 1)), make((1, 1), join_timeout=0.2)
     meet(a)
     with pytest.raises(RendezvousTimeoutError, match="round 1 trains with 1 node, and 1 more asked"):
         spare.next_rendezvous()
     assert spare.shutdown()
-    (info,) = meet(a)  # as its workers fail
+    (info,) = meet(a)  # because its workers fail
     assert info.world_size == 1 and not a.is_closed()
 
 
@@ -167,7 +167,7 @@ def test_set_closed_closes_it_for_all(make: Make) -> None:
 
 
 def test_a_round_goes_on_without_the_lighthouse(make: Make) -> None:
-    # Without its state, a lighthouse waits for the nodes of the round for a heartbeat timeout.
+    # A restarted lighthouse without state waits for the nodes of the round for a heartbeat timeout.
     server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=1000)
     address = server.address()
     a, b = (make(endpoint=address, join_timeout=30) for _ in range(2))
@@ -202,7 +202,7 @@ def test_the_backend_gives_a_round_when_it_is_released(lighthouse: str) -> None:
     wait_until(b.get_state)
     state, token = _some(a.get_state())
     assert token == 1 and b'"size": 2' in state
-    # One that knows another round asks for nothing.
+    # A node that knows another round requests nothing.
     assert a.set_state(b"", 7) == (state, 1, False)
     assert a.set_state(b"", 1) == (state, 1, True)
     wait_until(lambda: services[1].waiting)
@@ -279,7 +279,7 @@ def test_nodes_that_never_come(make: Make) -> None:
 
 
 def test_a_store_that_is_not_reached(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As that of a node whose host has no address for the others: the error says what failed in the end."""
+    """Like the store of a node whose host has no address for the others: the error names the final cause."""
     monkeypatch.setattr("torchft.dlrover.rendezvous._MEET_SEC", 0.2)
     monkeypatch.setattr("torchft.dlrover.rendezvous.host_port", lambda *_: "127.0.0.1:1")
     a, b = make((2, 2), join_timeout=1), make((2, 2), join_timeout=1)

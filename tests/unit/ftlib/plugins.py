@@ -1,4 +1,4 @@
-"""A consensus and a communication library of one's own: members are threads, and tensors go through a store."""
+"""A custom consensus and communication library: members are threads, and tensors pass through a store."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 class Room:
-    """Where the members of a job meet: a view is made when all who are present have asked for one."""
+    """The meeting point of a job: a view is made when all present members have requested one."""
 
     def __init__(self, least: int = 1) -> None:
-        self.least = least  # of the first view
+        self.least = least  # minimum size of the first view
         self.changed = threading.Condition()
         self.present: dict[Identity, Listener | None] = {}
         self.asking: set[Identity] = set()
@@ -89,7 +89,7 @@ class RoomConsensus(Consensus):
 
 
 class StoreFramework(Framework):
-    """A communication library in about thirty lines. ``shared`` is a store that all members reach."""
+    """A communication library in about thirty lines. ``shared`` is a store that all members can reach."""
 
     def __init__(self, shared: Store) -> None:
         self._shared = shared

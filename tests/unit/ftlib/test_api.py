@@ -63,7 +63,7 @@ class Scripted(Consensus):
 
 
 class Moved(Framework):
-    """Doubles what it averages, and calls a function meanwhile."""
+    """Doubles the values that it averages, and calls a function in between."""
 
     def __init__(self) -> None:
         self.calls: list[object] = []
@@ -137,7 +137,7 @@ def test_an_active_consensus_is_asked_once_between_two_collectives() -> None:
     consensus = Scripted(active=True)
     ftlib, _ = made(consensus)
     ftlib.allreduce_average([])
-    assert ftlib.initialized() and consensus.confirms == 0  # the list itself has confirmed
+    assert ftlib.initialized() and consensus.confirms == 0  # the list itself was the confirmation
     for count in range(3):
         assert ftlib.allreduce_average([]) is SUCCESS
         for _ in range(3):
@@ -282,7 +282,7 @@ def test_steps_are_those_that_were_averaged() -> None:
 
 
 class Breaks(nn.Module):
-    """Its gradients are two buckets. Between them the backward pass raises, if it is to."""
+    """A model with two buckets of gradients. If told to, it raises in the backward pass between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -365,7 +365,7 @@ def test_bad_settings() -> None:
 
 
 def test_own_consensus_and_own_communication() -> None:
-    """Two members train; a third one joins, takes over their weights, and leaves; then one leaves for good."""
+    """Two members train. A third one joins, takes over their weights, and leaves; then one leaves for good."""
     room, store = Room(least=2), shared_store()
     entered, left = threading.Event(), threading.Event()
 
@@ -420,7 +420,7 @@ def test_a_group_of_torchft_is_a_framework() -> None:
 
 
 def test_a_member_joins_at_each_line_of_a_rebuild() -> None:
-    """Each time all three end with equal weights: a rebuild that came too early for the join is followed by another."""
+    """Each time all three end with equal weights: a rebuild that was too early for the join is followed by another."""
     source = inspect.getsource(FTLib._rebuild)
     for line in range(1, source[: source.index("except")].count("\n") - 1):
         assert len(set(_weights_of_three(line))) == 1, f"line {line}"
@@ -466,7 +466,7 @@ def _weights_of_three(line: int) -> list[float]:
 
         def join() -> None:
             third.append(threads.submit(member, "c", lambda: None))
-            with room.changed:  # until it has asked
+            with room.changed:  # until it has requested a view
                 room.changed.wait_for(lambda: any(one.name == "c" for one in room.present), 0.2)
 
         first = threads.submit(member, "a", join)

@@ -1,4 +1,4 @@
-"""The initialized flag: a table, and random histories beside a rule that looks back over all events."""
+"""The initialized flag: a table, and random histories compared with a rule that uses the complete history."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def oracle(events: list[Event]) -> bool:
     if REBUILT not in since or FAILED in since or LOST in since:
         return False
     in_collective = False
-    waits = False  # a join, for the end of the collective
+    waits = False  # a join that takes effect at the end of the collective
     for i, event in enumerate(since):
         if event is BEGUN:
             in_collective = True

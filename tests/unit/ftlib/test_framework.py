@@ -1,4 +1,4 @@
-"""Native groups of PyTorch under FTLib: what an abort ends, and what they notice."""
+"""Native groups of PyTorch in FTLib: the operations that an abort ends, and the errors that they detect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def store() -> TCPStore:
 
 @pytest.fixture
 def members(store: TCPStore) -> list[ProcessGroupFramework]:
-    """Two that are connected."""
+    """Two connected members."""
     made = [ProcessGroupFramework(native(store, rank)) for rank in range(2)]
     rebuild(made, f"localhost:{store.port}/first")
     return made
@@ -68,7 +68,7 @@ def test_a_native_group_is_rebuilt_after_an_abort(members: list[ProcessGroupFram
 def test_what_a_native_group_noticed_is_raised(
     members: list[ProcessGroupFramework], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a group of devices does, whose wait ends when an operation is queued."""
+    """Like a process group on a device, whose wait ends when an operation is queued."""
     first, _ = members
     first.abort()
     monkeypatch.setattr(dist.Work, "wait", lambda *_: True)

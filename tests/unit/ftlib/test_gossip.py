@@ -1,4 +1,4 @@
-"""Gossip as consensus: views of real nodes, FTLib over them in threads, and errors of settings that are of no use."""
+"""Gossip as consensus: views of real nodes, FTLib over them in threads, and errors of bad settings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def names(view: View) -> list[str]:
 
 
 def together(*members: Gossip) -> View:
-    """The view of members that all ask for one."""
+    """Returns the view of members that all request one."""
     with ThreadPoolExecutor(len(members)) as threads:
         views = [threads.submit(member.get_member_list) for member in members]
         assert len({view.result(60) for view in views}) == 1

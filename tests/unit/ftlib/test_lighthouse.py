@@ -1,4 +1,4 @@
-"""Consensus by the lighthouse: views of real quorums, and errors of an address or a job that is of no use."""
+"""Consensus by the lighthouse: views of real quorums, and errors of a wrong address or job."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_views_follow_joins_failures_and_failed_collectives(address: str) -> Non
     with ThreadPoolExecutor(1) as threads:
         joined = threads.submit(b.get_member_list)
         while a.confirm() is not ConsensusStatus.FAIL:
-            pass  # until b's request is there; each answer comes from the lighthouse
+            pass  # until b's request has arrived; each answer comes from the lighthouse
         both = a.get_member_list()
         assert both == joined.result(30) and both.number > alone.number
         assert sorted(both.identities) == [a.identity, b.identity]
@@ -56,7 +56,7 @@ def test_views_follow_joins_failures_and_failed_collectives(address: str) -> Non
         holds = threads.submit(b.confirm)
         assert a.confirm() is holds.result(30) is ConsensusStatus.SUCCESS
 
-        failed = threads.submit(b.get_member_list)  # its collective failed: the same members in a new view
+        failed = threads.submit(b.get_member_list)  # its collective failed: the same members get a new view
         assert a.confirm() is ConsensusStatus.FAIL
         again = a.get_member_list()
         assert again == failed.result(30)

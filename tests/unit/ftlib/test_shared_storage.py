@@ -1,4 +1,4 @@
-"""A shared directory as consensus: files, errors of a directory that is of no use, and members in threads."""
+"""A shared directory as consensus: files, errors of unusable directories, and members in threads."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_members_agree_join_and_leave(tmp_path: Path) -> None:
 
 def test_a_later_incarnation_replaces_a_failed_one_at_once(tmp_path: Path) -> None:
     killed = SharedStorage(tmp_path, name="a", timeout=SOON, expiry=timedelta(hours=1))
-    killed.get_member_list()  # and no word after it
+    killed.get_member_list()  # then it stops without leaving
     again = SharedStorage(tmp_path, name="a", timeout=SOON, expiry=timedelta(hours=1))
     assert again.get_member_list().identities == [again.identity]
     with pytest.raises(RuntimeError, match="a later life of it has taken its place"):

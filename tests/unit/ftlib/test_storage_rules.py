@@ -69,7 +69,8 @@ def test_the_others_wait_for_the_first() -> None:
     [
         ({**rec(A, 1), **rec(B, 1)}, 1, News(())),
         ({**rec(A, 1), **rec(B, 1), **rec(C, 2)}, 1, News((C,))),
-        ({**rec(A, 1), **rec(B, 1), **rec(C, 1)}, 1, News(())),  # c has not noticed yet that the view is not its own
+        # c has not noticed yet that the view does not contain it
+        ({**rec(A, 1), **rec(B, 1), **rec(C, 1)}, 1, News(())),
         (rec(A, 1), 1, News((), "b has not renewed its record")),
         ({**rec(A, 1), **rec(B, 2)}, 1, News((), "b has left the view")),
         ({**rec(A, 1), **rec(B, 1)}, 2, News((), "view 2 was created without this member")),
@@ -88,11 +89,11 @@ def test_of_two_incarnations_the_later_one_counts() -> None:
 class Process:
     identity: Identity
     taken: Optional[View] = None
-    hangs: bool = False  # its record is not renewed
+    hangs: bool = False  # whether it has stopped renewing its record
 
 
 class Directory:
-    """Members that act one at a time, each on what it saw some time ago."""
+    """Members that act one at a time, each on a state that it read some time ago."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -146,7 +147,9 @@ class Directory:
             process.taken = action.view
 
     def communicators(self) -> list[View]:
-        """Views that all of their members have taken: each of those connects, and works as long as all are in it."""
+        """Returns the views that all of their members have taken. Each of these connects, and works as long
+        as all are in it.
+        """
         taken = {p.identity: p.taken for p in self.processes.values() if not p.hangs}
         return [v for v in self.views.values() if all(taken.get(i) == v for i in v.identities)]
 
@@ -164,7 +167,7 @@ class Directory:
         elif process.hangs:
             process.hangs = what > 0.3
             if not process.hangs and process.taken is not None:
-                self.act(process)  # a member that could not renew its record looks before it goes on
+                self.act(process)  # a member that could not renew its record reads the directory before it continues
         else:
             self.act(process)
 
@@ -182,7 +185,7 @@ def test_random_histories_have_one_communicator_at_a_time_and_end_in_one_of_all(
             if name not in directory.processes:
                 directory.start(name)
             directory.processes[name].hangs = False
-        for _ in range(40):  # rounds without another failure
+        for _ in range(40):  # rounds without further failures
             for process in rng.sample(list(directory.processes.values()), 4):
                 directory.act(process)
             if [len(v.members) for v in directory.communicators()] == [4]:

@@ -18,7 +18,7 @@ A, A2, B, C = Identity("a", 1), Identity("a", 2), Identity("b", 1), Identity("c"
         ([A], A, (0, 1)),
         ([B, A], A, (0, 2)),
         ([C, A, B], C, (2, 3)),
-        ([A, B, A2], A2, (0, 2)),  # the latest life of a name counts
+        ([A, B, A2], A2, (0, 2)),  # the latest incarnation of a name counts
         ([A, B, A2], B, (1, 2)),
     ],
 )

@@ -1,4 +1,4 @@
-"""How a job looks after its groups: which are started again, when it gives up, how it grows and shrinks."""
+"""How a job manages its groups: which are restarted, when it fails, how it grows and shrinks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchft.launch.restarts import FRUITLESS_LIVES, restart_delay
 
 
 class FakeGroup:
-    """A group whose life is told by the test."""
+    """A group whose events the test determines."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -45,7 +45,7 @@ class Cluster:
         self.training: dict[int, int] = {}  # group: step
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
         self.drained: list[str] = []
-        self.tells = True  # the lighthouse can tell groups to leave
+        self.tells = True  # whether the lighthouse can ask groups to leave
         monkeypatch.setattr(module, "status", lambda lighthouse: self._status())
         monkeypatch.setattr(module, "drain", lambda lighthouse, name: self.drained.append(name) or self.tells)
         self.job = LocalJob(self._make, replicas, most, "http://lighthouse", **options)  # type: ignore[arg-type]

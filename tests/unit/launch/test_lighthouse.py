@@ -1,4 +1,4 @@
-"""The port that a process which is started later is to listen on."""
+"""The port for a process that is started later."""
 
 from __future__ import annotations
 

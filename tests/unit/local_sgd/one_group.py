@@ -1,4 +1,4 @@
-"""A Manager's place in a job of one group: it notes what it is asked, and says whether steps are committed."""
+"""Replaces a Manager in a job of one group: it records its calls, and decides whether steps are committed."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torchft.work import _DummyWork
 
 
 class OneGroup:
-    """What LocalSGD and DiLoCo call.
+    """The methods that LocalSGD and DiLoCo call.
 
     Args:
         committed: whether the n-th vote, from 1, succeeds.
-        peers: changes what is reduced, as other groups would.
+        peers: changes the reduced values, as other groups would.
 
     Attributes:
         calls: names of the calls, in order; of a reduction with its shape.
@@ -75,7 +75,7 @@ class OneGroup:
         self.layout += [f"{what}: {line}" for line in lines]
 
     def taken(self) -> list[Any]:
-        """The calls so far but for those around every inner step; and forgets them."""
+        """Returns and clears the recorded calls, without those around every inner step."""
         calls, self.calls = self.calls, []
         return [call for call in calls if call not in ("allow", "disallow")]
 

@@ -1,4 +1,4 @@
-"""What is refused, and that the message says what is allowed."""
+"""Bad arguments are refused, with a message that names what is allowed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_public_names() -> None:
 
 
 def test_the_stand_in_has_what_the_manager_has() -> None:
-    """The tests of this folder say nothing about a method that Manager lacks."""
+    """Otherwise the tests in this folder would not notice a method that Manager lacks."""
     for name in vars(OneGroup):
         if not name.startswith("_") and name != "taken":
             assert callable(getattr(Manager, name)), name
@@ -103,7 +103,7 @@ def test_an_optimizer_that_lacks_a_parameter_is_refused() -> None:
 
 
 def test_fragments_that_share_a_parameter_are_refused() -> None:
-    """Tied embeddings: each of the two would send the way of the other along."""
+    """Tied embeddings: each fragment would also send the other's change."""
     first, last = nn.Embedding(3, 2), nn.Linear(2, 3, bias=False)
     last.weight = first.weight
     outer = torch.optim.SGD(first.parameters(), lr=0.7)

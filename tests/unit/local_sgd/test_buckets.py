@@ -1,4 +1,4 @@
-"""How memory is cut for collectives: as upstream does, so that a job may have groups of both."""
+"""How memory is divided for collectives: as in upstream, so that a job may have groups of both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def sizes(numels: list[int], cap: int | None, dtype: torch.dtype = torch.float32
 
 @pytest.mark.parametrize(
     ("numels", "cap_mb", "pieces"),
-    [  # as observed of upstream
+    [  # as measured with upstream
         ([131072, 131072, 1, 262144, 262145, 3], 1, [262144, 262144, 262144, 5]),
         ([2621440, 2621440, 2621440, 2621440, 1], 1024, [10485761]),
         ([3, 4], 1024, [7]),

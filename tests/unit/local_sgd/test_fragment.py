@@ -1,4 +1,4 @@
-"""What a synchronisation does to a fragment, what it sends, and what a peer that heals gets."""
+"""What a synchronisation changes in a fragment, what it sends, and the state of a healing peer."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def outer_sgd(model: nn.Module, **settings: Any) -> torch.optim.SGD:
 
 
 def test_one_outer_optimizer_for_several_fragments_steps_only_the_one_that_is_due() -> None:
-    """The gradients of the others are those of the inner step."""
+    """The gradients of the other fragments belong to the inner step."""
     model = numbers(1, 2)
     fragments = [nn.ParameterList([p]) for p in model.parameters()]
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -64,7 +64,7 @@ def test_alpha_is_the_share_of_ones_own(alpha: float, expected: float) -> None:
 
 
 def test_frozen_parameters_travel_and_stay() -> None:
-    """They travel because upstream sends them, too. Weight decay of the outer step is not for them."""
+    """They are sent, because upstream sends them, too. The outer step's weight decay does not apply to them."""
     model = numbers(1, 2)
     model[1].requires_grad_(False)
     inner = torch.optim.SGD([model[0]], lr=0.1)
@@ -155,7 +155,7 @@ def test_another_model_is_refused_before_anything_is_sent(change: Any, message: 
     change(state["original_parameters"])
 
     def heal() -> None:
-        with pytest.raises(ValueError, match=message):  # the Manager keeps it and goes on
+        with pytest.raises(ValueError, match=message):  # the Manager keeps the error and continues
             load(state)
 
     manager.on_quorum = heal
@@ -179,7 +179,7 @@ def test_another_model_is_refused_before_anything_is_sent(change: Any, message: 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("ours", [True, False])
 def test_nan_and_inf_are_counted_and_said(bad: float, ours: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """They are averaged all the same, as upstream does: all groups have them then."""
+    """They are averaged nevertheless, as in upstream: all groups have them then."""
     model = numbers(1, 2)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -222,7 +222,7 @@ def test_a_lost_sync_is_not_counted() -> None:
     with DiLoCo(manager, [model], inner, outer_sgd(model), sync_every=1) as diloco:  # type: ignore[arg-type]
         step(model, inner, gradient=float("nan"))
         assert diloco.nonfinite_syncs == manager.nonfinite == 0
-    assert values(model) == [1.0]  # and what was spoiled is good again
+    assert values(model) == [1.0]  # and the spoiled values are restored
 
 
 # DTensor
@@ -238,7 +238,7 @@ def mesh() -> Iterator[Any]:
 @pytest.mark.parametrize("bucketed", [False, True])
 @pytest.mark.parametrize("alpha", [0.0, 0.3])
 def test_sharded_parameters(mesh: Any, bucketed: bool, alpha: float) -> None:
-    """A model of DTensors goes the way of the same model of plain tensors."""
+    """A model of DTensors gets the same values as the same model of plain tensors."""
 
     def build(sharded: bool) -> tuple[nn.Module, torch.optim.Optimizer, DiLoCo, OneGroup]:
         torch.manual_seed(0)

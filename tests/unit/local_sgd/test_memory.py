@@ -1,4 +1,4 @@
-"""How much memory a synchronisation takes beside model, gradients and optimizer state, counted storage by storage."""
+"""The memory that a synchronisation takes beside model, gradients and optimizer state, counted by storage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = 1024  # for scalars
 
 
 class Allocated(TorchDispatchMode):
-    """Bytes of the storages that operations made since this began: now, and at most."""
+    """Bytes of the storages that operations have allocated since this began: present and peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Allocated(TorchDispatchMode):
         key = storage._cdata
         if key in self._known:
             return
-        nbytes = storage.nbytes() if fresh else 0  # what was there before does not count
+        nbytes = storage.nbytes() if fresh else 0  # earlier storages do not count
         self.now += nbytes
         self.most = max(self.most, self.now)
         self._known[key] = weakref.finalize(storage, self._freed, key, nbytes)
@@ -68,7 +68,7 @@ def test_the_count_counts() -> None:
         assert (allocated.now, allocated.most) == (LAYER, LAYER)
         a.add_(1)
         b = a.view(-1)[3:]
-        assert allocated.now == LAYER  # a view is no memory
+        assert allocated.now == LAYER  # a view allocates no memory
         c = a * kept
         assert (allocated.now, allocated.most) == (2 * LAYER, 2 * LAYER)
         del a, b, c
@@ -87,14 +87,14 @@ def test_the_count_counts() -> None:
     ],
 )
 def test_memory_of_a_sync(fragments: int, settings: dict[str, Any], at_the_sync: int, why: str) -> None:
-    """In layers, beyond model, gradients, optimizers and the backup, which is there from the start."""
+    """Measured in layers, beyond model, gradients, optimizers and the permanent backup."""
     model = model_of_layers()
     parts = [nn.Sequential(*model[i::fragments]) for i in range(fragments)]
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True, foreach=False)
     sync_every = 2 * fragments
     with DiLoCo(OneGroup(), parts, inner, outer, sync_every, **settings):  # type: ignore[arg-type]
-        for _ in range(sync_every):  # the outer optimizer's state is made in the first round
+        for _ in range(sync_every):  # the outer optimizer's state is allocated in the first round
             gradients(model)
             inner.step()
         with Allocated() as allocated:

@@ -36,7 +36,9 @@ def test_due(local_step: int, period: int, delay: int, in_flight: bool, expected
 
 
 def test_a_sync_is_always_in_flight_with_the_longest_delay_and_two_never_are() -> None:
-    """With the longest delay that is allowed one starts a step after the last ended; two at once cannot be."""
+    """With the longest allowed delay, a synchronisation starts a step after the previous one ended.
+    Two never overlap.
+    """
     for period in range(1, 6):
         for delay in range(period):
             step, in_flight, log = 0, False, []
@@ -57,7 +59,7 @@ def three_layers() -> nn.Sequential:
 
 
 def train(manager: OneGroup, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[list[Any]]:
-    """What the Manager was asked after each of the steps."""
+    """Returns the calls of the Manager after each of the steps."""
     calls = []
     for _ in range(steps):
         optimizer.zero_grad()
@@ -129,7 +131,7 @@ def test_without_a_quorum_the_same_fragment_starts_after_the_next_step() -> None
         manager.taken()
         manager.on_quorum = lambda: None
         calls = train(manager, model, inner, 2)
-    assert reduced(calls[0]) == [(3, 2), (3,)] and calls[0][-1] == "vote"  # at once: its time is over
+    assert reduced(calls[0]) == [(3, 2), (3,)] and calls[0][-1] == "vote"  # at once, because its time has passed
     assert reduced(calls[1]) == [(4, 3), (4,)]
 
 
@@ -151,7 +153,7 @@ def test_a_vote_that_raises_puts_the_global_parameters_back() -> None:
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_gradients_of_a_synchronised_fragment_are_freed(delay: int) -> None:
-    """As with upstream: those of the others stay."""
+    """As in upstream. The gradients of the other fragments are kept."""
     manager = OneGroup()
     model, inner, diloco = make(manager, sync_every=6, fragment_sync_delay=delay)
     with diloco:
@@ -193,7 +195,7 @@ def test_after_the_block_steps_are_nobodys_business() -> None:
     manager.taken()
     assert train(manager, model, inner, 5) == [[]] * 5
     assert "disallow" not in manager.calls
-    with diloco:  # and it can be entered again
+    with diloco:  # it can be entered again
         assert reduced(train(manager, model, inner, 1)[0]) == [(3, 2), (3,)]
         with pytest.raises(RuntimeError, match="DiLoCo is entered already"), diloco:
             pass
@@ -209,7 +211,7 @@ def test_local_sgd_synchronises_all_parameters() -> None:
         assert calls[2][0] == "quorum" and calls[2][-1] == "vote"
         assert reduced(calls[2]) == [(3, 2), (3,), (4, 3), (4,), (1, 4)]
         train(manager, model, inner, 2)
-        local_sgd.sync()  # by hand: the count begins anew
+        local_sgd.sync()  # an explicit call restarts the count
         manager.taken()
         assert [len(c) for c in train(manager, model, inner, 3)] == [0, 0, 7]
 

@@ -1,4 +1,4 @@
-"""One rank's Manager without a cluster: its client answers what a test says, its process group is a dummy."""
+"""One rank's Manager without a cluster: the test determines its client's answers, and its process group is a dummy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchft.process_group import ProcessGroupDummy
 
 
 class Fixture:
-    """A Manager under test and the doubles around it."""
+    """A Manager under test, with its test doubles."""
 
     def __init__(self, store: TCPStore, client_class: MagicMock) -> None:
         self._store = store
@@ -56,7 +56,7 @@ class Fixture:
 
 
 def quorum(**fields: Any) -> QuorumResult:
-    """A quorum of two groups, both at step 0, this one the second; fields on top."""
+    """Makes a quorum of two groups, both at step 0, this one the second; ``fields`` override its fields."""
     result = QuorumResult()
     values: dict[str, Any] = dict(
         quorum_id=1,

@@ -1,4 +1,4 @@
-"""Quorums and the state of peers, as a Manager under test gets them."""
+"""Quorums and a peer's state for a Manager under test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Quorum = Callable[..., Any]
 
 
 def healing(make_quorum: Quorum, step: int = 20, **fields: Any) -> Any:
-    """A quorum in which this group is behind."""
+    """Makes a quorum in which this group is behind."""
     return make_quorum(
         max_step=step,
         max_replica_rank=None,

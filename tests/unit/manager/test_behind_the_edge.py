@@ -10,7 +10,7 @@ import torchft
 
 ROOT = Path(torchft.__file__).parent
 
-# The code that such objects are handed on to. Process groups and transports themselves are in front of it.
+# The code that receives such objects from the edge. Process groups and transports themselves are in front of it.
 BEHIND = [
     *(ROOT / "_manager").glob("*.py"),
     *(ROOT / "_quantization").glob("*.py"),
@@ -20,10 +20,10 @@ BEHIND = [
 ]
 EDGE = ROOT / "_manager" / "edge.py"
 
-# What would be asked of an object that is handed in.
+# Patterns of questions about an object's class or abilities.
 FOREIGN = {"ProcessGroup", "Work", "_Work", "Future", "Manager", "ManagerClient", "CheckpointTransport", "Mock"}
 
-# The questions that are of another kind: file, code, why.
+# Exceptions: file, code, reason.
 ALLOWED = {
     ("_manager/background.py", "getattr(leaf, '_local_tensor', leaf)"): "a leaf of a state: a DTensor has a local one",
     ("_manager/settings.py", "getattr(settings, name)"): "a field of a record of ours, by its name",
@@ -38,7 +38,7 @@ ALLOWED = {
 
 
 def questions(file: Path) -> list[tuple[str, str]]:
-    """What a file asks of objects: its path in the package, and the code."""
+    """Finds such questions in a file, given by its path in the package and its code."""
     found = [node for node in ast.walk(ast.parse(file.read_text())) if asks(node)]
     return [(file.relative_to(ROOT).as_posix(), ast.unparse(node)) for node in found]
 
@@ -64,7 +64,9 @@ def test_nobody_asks_behind_the_edge() -> None:
 
 
 def test_the_edge_asks_where_an_object_comes_in() -> None:
-    """In a constructor, or in a function that makes an adapter; `hasattr` in a method would be asked at each call."""
+    """In a constructor, or in a function that makes an adapter. A `hasattr` in a method would be
+    evaluated at each call.
+    """
     tree = ast.parse(EDGE.read_text())
     methods = {
         f"{kind.name}.{method.name}"

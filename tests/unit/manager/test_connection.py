@@ -1,4 +1,4 @@
-"""How a Manager's process group gets the peers of a quorum."""
+"""How a Manager's process group is connected with the peers of a quorum."""
 
 from __future__ import annotations
 

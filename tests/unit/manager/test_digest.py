@@ -1,4 +1,4 @@
-"""The digest of a tensor sees each flipped bit, wherever the tensor lies and however it is laid out."""
+"""The digest of a tensor changes with each flipped bit, on any device and with any memory layout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def flip(tensor: torch.Tensor, bit: int) -> None:
 
 
 def on_device(tensor: torch.Tensor) -> int:
-    """The digest as a device makes it, computed on the CPU."""
+    """The digest as computed on a device, but on the CPU."""
     words = _words(memory_of(tensor))
     chunks = [sums for part in words.split(_AT_ONCE * _CHUNK) for sums in _on_device(part)]
     return _sum(chunks, words.device).item()
@@ -51,7 +51,7 @@ def test_each_bit_of_the_last_and_the_first_word_of_each_chunk_counts() -> None:
 
 
 def test_pairs_of_flipped_bits_change_the_digest() -> None:
-    """Sign bits above all: with words of 64 bits any two of them would cancel each other."""
+    """Above all sign bits: with words of 64 bits any two of them would cancel each other."""
     tensor = torch.randn(1000)
     before = digest(tensor).item()
     choose = random.Random(0)
@@ -120,7 +120,7 @@ def test_the_order_of_several_tensors_counts() -> None:
 
 
 def test_the_numbers_are_those_of_every_process_and_version() -> None:
-    """Groups on other hosts, of another Python or PyTorch, must come to them too."""
+    """Groups on other hosts, with another Python or PyTorch, must compute the same numbers."""
     assert digest(torch.arange(1000, dtype=torch.int32)).item() == KNOWN
 
 

@@ -169,7 +169,7 @@ def test_which_groups_act(action: OnDivergence, entries: list[tuple[int, ...]], 
 
 
 class Job:
-    """Groups with bits, by a plain model: which bytes of which group are other ones, and since which step."""
+    """Groups with bits in a simple model: which bytes of which group differ, and since which step."""
 
     def __init__(self, choose: random.Random) -> None:
         self.groups = choose.randrange(3, 7)
@@ -181,7 +181,7 @@ class Job:
         self.total = sum(sizes)
         self.wrong: list[dict[int, int]] = [{} for _ in range(self.groups)]
         self.entries: list[dict[int, tuple[int, ...]]] = [{} for _ in range(self.groups)]
-        self.healing: set[int] = set()  # in this step
+        self.healing: set[int] = set()  # groups that heal in this step
         self.found = 0
 
     def heal(self, group: int, source: int) -> None:
@@ -190,7 +190,7 @@ class Job:
         self.healing.add(group)
 
     def exchange(self, step: int) -> None:
-        """The groups that are told have other bits, and heal."""
+        """Returns the groups that are told that they differ. They heal."""
         for digested in range(step - self.every, step):
             told = compare(digested, {rank: each.get(digested, NOTHING) for rank, each in enumerate(self.entries)})
             if told is None:
@@ -212,8 +212,9 @@ class Job:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_random_histories(seed: int) -> None:
-    """Bits flip, groups heal for other reasons and steps are lost: whoever differs is told of it in time, and no other
-    group is."""
+    """Bits flip, groups heal for other reasons and steps are lost: a group that differs is told in time, and
+    no other group is.
+    """
     choose = random.Random(todays(seed))
     job, flips, step = Job(choose), 0, 0
     while step < 150:
@@ -229,5 +230,5 @@ def test_random_histories(seed: int) -> None:
         if not any(job.wrong) and choose.random() < 0.1:
             job.heal(*choose.sample(range(job.groups), 2))
         job.digest(step)
-        step += choose.random() > 0.1  # else it is lost, and done again
+        step += choose.random() > 0.1  # otherwise it is lost and repeated
     assert job.found >= flips - 1 > 0

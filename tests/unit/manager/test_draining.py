@@ -1,4 +1,4 @@
-"""A group that somebody wants to leave: its last step is one like any other, and it leaves between two steps."""
+"""A group that was asked to leave: its last step is an ordinary one, and it leaves between two steps."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_step_that_was_lost_ends_too(fixture: Any, make_quorum: Quorum) -> Non
 
 @pytest.mark.parametrize("draining", [True, False])
 def test_a_group_that_ends_in_a_step_does_not_leave(fixture: Any, make_quorum: Quorum, draining: bool) -> None:
-    """The peers wait in its collectives: that is a failure, and they have to hear of it."""
+    """The peers wait in its collectives, so it is a failure, and they must be told."""
     fixture.client._quorum.return_value = make_quorum(draining=draining)
     manager = fixture.manager()
     manager.start_quorum()

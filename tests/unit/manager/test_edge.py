@@ -18,7 +18,7 @@ SOON = timedelta(seconds=3)
 
 
 class UpstreamClient:
-    """The methods of upstream's client, and no more."""
+    """Exactly the methods of upstream's client."""
 
     def __init__(self, addr: str, connect_timeout: timedelta) -> None:
         self.result: Any = QuorumResult(quorum_id=3)
@@ -86,7 +86,7 @@ def test_our_manager_server_cannot_commit_what_this_rank_voted_against() -> None
 
 
 class UpstreamTransport:
-    """Not even derived from torchft's class."""
+    """Not derived from torchft's class."""
 
     def metadata(self) -> str:
         return "where"

@@ -1,4 +1,4 @@
-"""What torchft's wrappers get of a Manager, and of a stand-in for one."""
+"""The extras of torchft's wrappers, for a Manager and for a stand-in."""
 
 from __future__ import annotations
 

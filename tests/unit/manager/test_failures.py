@@ -1,4 +1,4 @@
-"""What a failure of a peer, told by the lighthouse, does to a step."""
+"""The effect on a step of a peer's failure that the lighthouse reports."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class PendingWork(Work):
-    """An operation that ends only with the abort of its group."""
+    """An operation that ends only when its group is aborted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class PendingWork(Work):
 
 
 class PendingGroup(ProcessGroupDummy):
-    """Its abort ends what is in flight before it returns, on the thread that aborts."""
+    """Its abort ends operations in flight before it returns, on the calling thread."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
@@ -92,7 +92,7 @@ def test_a_failure_ends_what_is_in_flight(fixture: Fixture) -> None:
 def test_a_late_failure_of_an_earlier_step_is_not_the_next_ones(
     fixture: Fixture, make_quorum: Callable[..., QuorumResult]
 ) -> None:
-    """A loss that is reduced after the commit, and nobody waits for: it fails in the next quorum."""
+    """For example a loss that is reduced after the commit, without a wait: it fails in the next quorum."""
     manager, group = started(fixture)
     assert manager.should_commit()
     loss = manager.allreduce(torch.ones(1))
@@ -130,7 +130,7 @@ def test_a_device_that_is_late_fails_only_its_own_step(fixture: Fixture) -> None
 
 
 def test_a_failure_told_while_the_first_collective_begins(fixture: Fixture) -> None:
-    """The thread that hears of it finds no work in flight yet."""
+    """The thread that receives the report finds no work in flight yet."""
     manager, group = started(fixture)
     group.meanwhile = lambda: manager._failures.member_failed(failure())
     manager.allreduce(torch.ones(1)).wait()
@@ -154,7 +154,7 @@ def test_a_failure_in_a_quorum_that_is_not_followed_yet(
     manager, group = started(fixture)
     work = manager.allreduce(torch.ones(1))
     manager._failures.member_failed(failure(quorum_id=2))
-    manager._failures.member_failed(failure(quorum_id=0))  # a late one takes nothing away
+    manager._failures.member_failed(failure(quorum_id=0))  # a late report must not replace it
     group.works[0].future.set_result(None)
     assert work.wait() and manager.should_commit() and group.aborts == 0
     fixture.client._quorum.return_value = make_quorum(quorum_id=2)
@@ -171,7 +171,7 @@ def test_a_failure_in_a_quorum_that_is_not_followed_yet(
 
 
 def test_a_failure_while_the_group_connects(fixture: Fixture) -> None:
-    """A wait for a failed peer would take until the timeout."""
+    """Without the report, connecting with a failed peer would take until the timeout."""
     group = PendingGroup()
     aborted = threading.Event()
 
@@ -180,7 +180,7 @@ def test_a_failure_while_the_group_connects(fixture: Fixture) -> None:
         ended.append(aborted.wait(10))
         raise RuntimeError("aborted")
 
-    ended: list[bool] = []  # an assertion in there would be one more error of the group
+    ended: list[bool] = []  # an assertion in the callback would only be another error of the group
     manager = fixture.manager(pg=group)
     group.connecting, group.on_abort = connect, aborted.set
     manager.start_quorum()
@@ -228,7 +228,7 @@ def test_a_failure_after_the_last_collective_costs_nothing(fixture: Fixture) -> 
 
 
 def test_an_abort_that_ends_the_work_whose_error_caused_it(fixture: Fixture) -> None:
-    """Waiting for a work gives up after a while, and aborts the group, which completes the very same work."""
+    """After a timeout, waiting for a work aborts the group, which completes that same work."""
     manager, group = started(fixture)
     work = manager.allreduce(torch.ones(1))
     future = work.get_future()
@@ -272,7 +272,7 @@ def test_a_failure_is_recorded_with_its_phases(fixture: Fixture, make_quorum: Ca
 
 
 def test_what_a_rank_says_it_does(fixture: Fixture) -> None:
-    """Whether it waits for other groups decides who is blamed for a step that takes too long."""
+    """Whether a rank waits for other groups decides which group is blamed for a step that takes too long."""
     manager, group = started(fixture)
     assert manager._failures.progress() == (False, "computes, after 0 collectives of this step")
     manager.allreduce(torch.ones(1))
@@ -284,7 +284,7 @@ def test_what_a_rank_says_it_does(fixture: Fixture) -> None:
 
 
 class Notices:
-    """A client whose notices are these; an error is raised."""
+    """A client with these notices; an error among them is raised."""
 
     def __init__(self, *notices: Any) -> None:
         self._notices = iter(notices)

@@ -1,4 +1,4 @@
-"""How the ranks of a group find each other."""
+"""How the ranks of a group find their manager server."""
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +17,7 @@ WAIT = timedelta(seconds=60)
 
 
 class CountingStore:
-    """A rank's connection to the group's store, whose operations are counted."""
+    """A rank's connection to the group's store, which counts its operations."""
 
     def __init__(self, port: int) -> None:
         self._store = TCPStore("localhost", port, is_master=False, wait_for_workers=False, timeout=WAIT)
@@ -50,7 +50,7 @@ def join(rank: int, server: Any, clients: Any = None) -> group.Group:
 
 
 def started(opened: List[CountingStore], server: Any, clients: Any = None) -> dict[int, group.Group]:
-    """Starts all ranks of a group side by side; with `clients`, which makes them, their clients too."""
+    """Starts all ranks of a group in parallel; with `clients`, a factory, also their clients."""
 
     # Rank 0 is last, so that the others ask before there is an answer.
     with ThreadPoolExecutor(RANKS) as pool:

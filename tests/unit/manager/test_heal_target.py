@@ -1,4 +1,4 @@
-"""What a Manager lets a transport do with the tensors of a group that heals, and a source that cannot serve."""
+"""What a Manager allows a transport to do with a healing group's tensors, and a source that cannot serve."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Quorum = Callable[..., Any]
 
 
 def heal(fixture: Fixture, quorum: Any, step: int, asynchronous: bool, **settings: Any) -> Any:
-    """The target that the transport gets when a group at this step heals."""
+    """Returns the transport's target when a group at this step heals."""
     fixture.transport.takes_target = True
     manager = fixture.manager(use_async_quorum=asynchronous, **settings)
     manager.load_state_dict({"step": step, "batches_committed": 2 * step})
@@ -32,10 +32,10 @@ def heal(fixture: Fixture, quorum: Any, step: int, asynchronous: bool, **setting
 @pytest.mark.parametrize(
     ("step", "max_step", "up_to_date", "asynchronous", "writable"),
     [
-        (3, 20, 2, False, True),  # there is another source, if this one fails
+        (3, 20, 2, False, True),  # there is another source if this one fails
         (3, 20, 1, False, False),  # its own weights may be the only ones left
-        (0, 20, 1, False, True),  # they are worth nothing: the job is further
-        (0, 0, 1, False, False),  # the beginning of a job: it may go on with them
+        (0, 20, 1, False, True),  # its own weights are not needed: the job is ahead of them
+        (0, 0, 1, False, False),  # at the beginning of a job these weights may be needed
         (3, 20, 2, True, False),  # the training thread may read them
         (0, 20, 2, True, False),
     ],
@@ -61,7 +61,7 @@ def test_a_transfer_in_place_that_fails_leaves_weights_of_no_step(fixture: Fixtu
     fixture.transport.recv_checkpoint = MagicMock(side_effect=RuntimeError("source failed"))
     manager.start_quorum()
     assert not manager.should_commit()
-    fixture.client._quorum.return_value = make_quorum(quorum_id=2)  # nobody to heal from
+    fixture.client._quorum.return_value = make_quorum(quorum_id=2)  # there is no source in this quorum
     with pytest.raises(RuntimeError, match=r"weights are of no step.*no group to heal from"):
         manager.start_quorum()
 
@@ -84,7 +84,7 @@ def test_what_was_received_is_settled_by_the_thread_that_trains(fixture: Fixture
 
 
 def test_a_state_that_cannot_be_sent_costs_the_source_nothing(fixture: Fixture, make_quorum: Quorum) -> None:
-    """Its target hears why; the group itself has its state, and trains on."""
+    """The target is told why. The source keeps its state, and trains on."""
     manager = fixture.manager()
     fixture.client._quorum.return_value = make_quorum(max_step=0, recover_dst_replica_ranks=[0])
     fixture.transport.send_checkpoint.side_effect = Unsendable("['w'] is on the meta device")

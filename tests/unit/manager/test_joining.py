@@ -1,4 +1,4 @@
-"""The thread of a group that heals in pieces, and the source that it asks."""
+"""The thread of a group that heals in pieces, and the source of the pieces."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_source_that_fails_is_left_for_that_of_the_next_quorum() -> None:
 
 
 def test_a_source_that_was_left_during_a_request_is_no_failure() -> None:
-    """Not even one that refuses: the next source may not."""
+    """Even if it refuses, because the next source may not."""
     asked, answer = queue.SimpleQueue[str](), queue.SimpleQueue[Exception]()
 
     def locate(address: str) -> str:
@@ -86,7 +86,7 @@ def test_a_source_that_was_left_during_a_request_is_no_failure() -> None:
 
 
 class Said(NamedTuple):
-    """An answer of a source that gives pieces."""
+    """An answer of a source that serves pieces."""
 
     parameters: Parameters
     step: int
@@ -105,7 +105,7 @@ class Said(NamedTuple):
 
 
 def test_a_piece_of_a_source_that_fails_comes_from_another_in_the_same_quorum(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The assigned source gives its head and fails; an additional one refuses; another gives all pieces."""
+    """The assigned source sends its head and fails, an additional one refuses, and another one sends all pieces."""
     parameters = Parameters([torch.optim.SGD(nn.Linear(2, 2).parameters())])
     theirs = Parameters([torch.optim.SGD(nn.Linear(2, 2).parameters())])
     asked: queue.SimpleQueue[str] = queue.SimpleQueue()

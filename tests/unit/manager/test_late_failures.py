@@ -1,4 +1,4 @@
-"""What fails late belongs to the step in which it began: the next one has other peers, or other tensors."""
+"""A late failure belongs to the step in which the operation began: the next step has other peers or tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Quorum = Callable[..., QuorumResult]
 
 @pytest.fixture
 def aborts(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What happened to the process group, and when the next quorum was asked for."""
+    """Records the aborts of the process group, and the time of the next quorum request."""
     seen: list[str] = []
     monkeypatch.setattr(fixture.pg, "abort", lambda: seen.append("abort"))
     return seen
@@ -35,7 +35,7 @@ def test_a_future_that_fails_in_the_next_step_is_no_error_of_that(fixture: Fixtu
 
 
 def test_a_future_that_fails_in_a_replay_is_an_error_of_the_step(fixture: Fixture, make_quorum: Quorum) -> None:
-    """A replay is another attempt at the same step: the future is as old as what it reduces again."""
+    """A replay is another attempt at the same step, and the future belongs to that step."""
     manager = fixture.manager(replay_failed_step=True)
     late: torch.futures.Future[int] = torch.futures.Future()
     manager.start_quorum()
@@ -54,7 +54,7 @@ def test_the_next_step_that_begins_while_a_failure_is_noticed_is_not_aborted(
     manager.wait_quorum()
     failed = manager._current.collectives
 
-    def suspect(*_: Any) -> None:  # between the look at whose failure it is and the abort
+    def suspect(*_: Any) -> None:  # between the check of the failed step and the abort
         manager.start_quorum()
         manager.wait_quorum()
 
@@ -96,7 +96,7 @@ def test_the_next_step_begins_when_the_abort_of_the_last_one_is_over(
 
 
 def test_two_failures_of_a_step_do_not_wait_for_each_other(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An abort ends other collectives of the step on whatever thread, and each of them reports its failure."""
+    """An abort ends other collectives of the step on some thread, and each of them reports its failure."""
     manager = fixture.manager()
     manager.start_quorum()
     manager.wait_quorum()

@@ -1,4 +1,4 @@
-"""Groups that reduce other tensors than the rest are found out before anything is sent, and the right one has to go."""
+"""Groups that reduce different tensors are found before anything is sent, and the group that must change ends."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ def outcome(the_plan: Plan, ours: Optional[list[str]], new_here: bool) -> str:
         ([None, LOADER], 1, 0, 7, True, "mine to mend"),
         ([LOADER, OURS], 0, None, 7, False, "theirs"),
         ([LOADER, OTHER_LOADER], 1, 0, 7, True, "mine to mend"),
-        ([OURS, THEIRS], 1, 0, 7, True, "mine to mend"),  # and is told so
+        ([OURS, THEIRS], 1, 0, 7, True, "mine to mend"),  # and gets the error
         ([THEIRS, OURS, OURS], 0, 2, 7, True, "mine to mend"),  # whatever its rank
         ([THEIRS, OURS, OURS], 1, None, 7, False, "theirs"),
         ([THEIRS, OURS, OURS], 1, 2, 7, True, "theirs"),  # heals from one that is like it
-        ([OURS, THEIRS], 0, None, 0, True, "theirs"),  # all begin: the first one's is right
+        ([OURS, THEIRS], 0, None, 0, True, "theirs"),  # all groups begin, so the first one is right
         ([OURS, THEIRS], 1, 0, 0, True, "mine to mend"),
         ([OURS, THEIRS], 0, 1, 0, True, "theirs"),  # rank 1 of a group takes its weights from another group
         ([OURS, THEIRS], 1, None, 0, True, "mine to mend"),  # as with init_sync=False
-        ([OURS, THEIRS], 1, None, 40, True, "mine to mend"),  # all begin with a checkpoint of step 40
+        ([OURS, THEIRS], 1, None, 40, True, "mine to mend"),  # all groups begin with a checkpoint of step 40
     ],
 )
 def test_which_group_has_to_end(
@@ -123,7 +123,7 @@ def differing(me: int) -> Any:
 
 @pytest.fixture
 def soon_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading what a peer announces, whose store is not there."""
+    """Shortens the wait for a peer's store that does not exist."""
     monkeypatch.setattr(layout, "_FETCH_TIMEOUT", SHORT)
 
 
@@ -151,7 +151,7 @@ def test_a_group_that_does_not_fit_is_told_by_start_quorum(fixture: Fixture) -> 
 
 @pytest.mark.parametrize("new_here", [True, False])
 def test_a_group_without_handles_cannot_be_in_a_job_with_a_loader(new_here: bool) -> None:
-    """That of torchft 0.2.0."""
+    """For example a group with torchft 0.2.0."""
     the_plan = replace(plan([LOADER, None], 0), handles=[], without_handles=["group1"], replica_world_size=2)
     with pytest.raises(LayoutDiffers, match="among group1 is a group that announces nothing") as error:
         check_layouts(the_plan, LOADER, new_here=new_here, read=lambda peer: None)

@@ -1,4 +1,4 @@
-"""What a Manager does differently with a loader, and what it refuses then."""
+"""How a loader changes a Manager's behaviour, and the settings that it excludes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torchft.work import _DummyWork
 
 @pytest.fixture
 def native(fixture: Fixture) -> Fixture:
-    """The peers have handles of another kind, which announce nothing."""
+    """The peers have native handles, which announce nothing."""
     fixture.client._quorum.return_value = quorum(reconfigure_handles=["native 0", "native 1"])
     fixture.pg = Native(0, 1)
     return fixture
@@ -69,7 +69,7 @@ def test_an_average_is_the_sum_of_weighted_gradients(native: Fixture, with_loade
 
 
 def test_a_batch_that_is_not_whole_is_not_committed(native: Fixture) -> None:
-    """The dummy group reduces nothing: the other group's samples are missing. That is no reason to heal."""
+    """The dummy group reduces nothing, so the other group's samples are missing. That is no reason to heal."""
     manager = native.manager()
     loader = attach(manager, native)
     before = loader.position
@@ -154,7 +154,7 @@ def test_24_bytes_are_reduced_more_in_the_first_step_of_a_quorum_only(native: Fi
 
 
 def test_what_is_reduced_before_the_units_begins_no_other_step(native: Fixture) -> None:
-    """Such as a number of tokens. In another quorum the units would be those of other groups too, or of nobody."""
+    """For example a number of tokens. In another quorum the units would be those of other groups, too, or of none."""
     manager = native.manager()
     loader = attach(manager, native)
     step = next(loader)
@@ -259,7 +259,7 @@ def leaves_units_out(manager: Manager, peers: Fixture) -> None:
 
 
 def has_a_group_that_failed(manager: Manager, peers: Fixture) -> None:
-    """Its other rank has ended: what they add between them ends with an error."""
+    """Its other rank has ended, so an addition between the ranks ends with an error."""
     group = GroupOfRanks(1, 2)
     loader = ElasticDataLoader(manager, list(range(10)), global_batch_size=4, micro_batch_size=2, data_group=group)
     announce_the_same(manager, peers)
@@ -295,7 +295,7 @@ def test_an_error_of_this_rank_ends_the_collectives_of_its_peers_and_suspects_no
     assert suspected == []
 
 
-# What does not go together
+# Settings that exclude each other
 
 
 def test_replays_are_refused(fixture: Fixture) -> None:
@@ -408,7 +408,7 @@ class InQuorum:
 
 
 def verdicts(first: Fake, second: Fake, lost: int = 0) -> list[tuple[str, bool]]:
-    """The verdicts of two groups, and whether each gives way, where so many samples were not reduced."""
+    """Returns the verdicts of two groups, and whether each has to heal, if this number of samples was not reduced."""
     first.rank, second.rank = 0, 1
     checks, steps = [BatchCheck(first), BatchCheck(second)], [InQuorum(0), InQuorum(1)]
     assert all(check.is_due(step) for check, step in zip(checks, steps))  # type: ignore[arg-type]

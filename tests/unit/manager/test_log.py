@@ -35,7 +35,7 @@ def test_says_where_the_seconds_of_a_recovery_went(
     assert (record.from_step, record.bytes) == (0, 4000)  # type: ignore[attr-defined]
     assert record.load_seconds == seconds["load"]  # type: ignore[attr-defined]
     assert f"transfer {seconds['transfer']:.2f} s (0.000 GB" in record.getMessage()
-    # A new quorum in which this group does not heal leaves them as they are.
+    # A new quorum in which this group does not heal leaves them unchanged.
     fixture.client._quorum.side_effect = slow(make_quorum(quorum_id=2, max_step=21))
     manager.start_quorum()
     assert manager.should_commit()
@@ -64,7 +64,7 @@ def test_records_of_quorums_commits_and_errors(
 
 
 def test_a_step_like_the_one_before_says_nothing(fixture: Fixture, caplog: pytest.LogCaptureFixture) -> None:
-    """A line when the quorum changes; the records for exporters are of loggers of their own."""
+    """There is a line when the quorum changes. Records for exporters have loggers of their own."""
     caplog.set_level("INFO")
     manager = fixture.manager()
     said = []

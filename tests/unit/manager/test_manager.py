@@ -55,7 +55,7 @@ def test_step_is_committed(fixture: Fixture) -> None:
     manager.start_quorum()
     tensor = torch.tensor([2.0, 4.0])
     assert manager.allreduce(tensor).wait()
-    assert tensor.tolist() == [1.0, 2.0]  # a dummy sums over one; the quorum has two participants
+    assert tensor.tolist() == [1.0, 2.0]  # a dummy sums over one group; the quorum has two participants
     assert manager.num_participants() == 2 and manager.participating_rank() == 1 and manager.is_participating()
     assert manager.should_commit()
     assert manager.state_dict() == {"step": 1, "batches_committed": 2}
@@ -217,7 +217,7 @@ def test_no_quorum_does_not_raise_into_the_model(fixture: Fixture) -> None:
         manager.wait_quorum()
     with pytest.raises(RuntimeError, match="lighthouse gone"):
         manager.should_commit()
-    fixture.client._quorum.side_effect = None  # a script that caught it may go on
+    fixture.client._quorum.side_effect = None  # a script that caught the error may continue
     manager.start_quorum()
     assert manager.should_commit()
 
@@ -310,7 +310,7 @@ def test_a_profile_shows_the_ranges_of_upstream(
         ranges.append(name)
         return record_function(name)
 
-    # Of other threads than its own a profile shows no ranges.
+    # For threads other than its own, a profile shows no ranges.
     monkeypatch.setattr("torchft._manager.ranges.record_function", noted)
     fixture.client._quorum.return_value = healing(make_quorum) if heals else make_quorum(recover_dst_replica_ranks=[0])
     fixture.transport.recv_checkpoint.return_value = peer_state()
@@ -359,7 +359,7 @@ def test_what_other_projects_replace_has_an_effect(fixture: Fixture, make_quorum
     manager._client = client = create_autospec(ManagerClient, instance=True)
     client._quorum.return_value = make_quorum(quorum_id=3)
     manager._step, manager._timeout, manager._quorum_timeout = 5, timedelta(seconds=3), timedelta(seconds=4)
-    manager._quorum_id = 3  # whose peers it then has
+    manager._quorum_id = 3  # the process group then has the peers of this quorum
     work = MagicMock(wait=MagicMock(return_value=True))
     fixture.pg.allreduce = lambda *_: work  # type: ignore[method-assign,assignment]
     fixture.pg.configure = configure = MagicMock()  # type: ignore[method-assign]
@@ -425,7 +425,7 @@ def test_error_bus_setting(
 
 
 def test_step_is_the_quorums_also_when_the_heal_fails(fixture: Fixture, make_quorum: Quorum) -> None:
-    """All ranks of a group vote on one step, also a rank whose heal fails."""
+    """All ranks of a group vote on the same step, including a rank whose heal fails."""
     manager = fixture.manager()
     manager.load_state_dict({"step": 3, "batches_committed": 6})
     fixture.client._quorum.return_value = healing(make_quorum)
@@ -473,7 +473,7 @@ def test_reported_error_aborts_when_something_is_skipped(fixture: Fixture) -> No
 
 
 def test_load_that_fails_half_way(fixture: Fixture, make_quorum: Quorum) -> None:
-    """Some of the weights are the peer's then: nothing is committed until a heal succeeds."""
+    """Then some of the weights are the peer's: nothing is committed until a heal succeeds."""
     fails = [True, False]
 
     def load_optimizer(_: Any) -> None:
@@ -488,7 +488,7 @@ def test_load_that_fails_half_way(fixture: Fixture, make_quorum: Quorum) -> None
     manager.start_quorum()
     assert not manager.should_commit() and manager.current_step() == 7
 
-    fixture.client._quorum.return_value = make_quorum(max_step=7)  # the source is gone, and this group the first
+    fixture.client._quorum.return_value = make_quorum(max_step=7)  # the source has failed, and this group is the first
     manager.start_quorum()
     with pytest.raises(RuntimeError, match=r"weights are of no step.*no group to heal from"):
         manager.should_commit()
@@ -533,7 +533,7 @@ def test_finish_serving_waits_for_the_step_and_then_for_the_readers(fixture: Fix
     manager = fixture.manager(use_async_quorum=False)
     manager.start_quorum()
     manager.finish_serving()
-    fixture.transport.disallow_checkpoint.assert_not_called()  # nobody heals from here
+    fixture.transport.disallow_checkpoint.assert_not_called()  # no group heals from this one
     fixture.client._quorum.return_value = make_quorum(quorum_id=2, recover_dst_replica_ranks=[0])
     manager.start_quorum()
     fixture.transport.send_checkpoint.assert_called_once()

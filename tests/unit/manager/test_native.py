@@ -39,12 +39,12 @@ def asks_for_the_future(work: dist._Work) -> None:
 
 
 def forget(self: Connections) -> None:
-    """What `Connections.shutdown` is for an operation that Gloo loses in the moment in which its connection breaks."""
+    """Replaces `Connections.shutdown`, as if Gloo had lost an operation at the moment when its connection broke."""
     self.cut = True
 
 
 def connected(fixture: Fixture, quorum: Callable[..., QuorumResult]) -> tuple[Manager, dist.ProcessGroup]:
-    """A Manager in a quorum of two, and the group of the other one, which does nothing."""
+    """Returns a Manager in a quorum of two, and the other member's process group, which does nothing."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     peer, own = natives(store, 2)
     handles = [group.get_reconfigure_handle() for group in (peer, own)]
@@ -126,8 +126,8 @@ def test_a_group_that_could_not_be_reconfigured_trains_in_the_next_quorum(
 def test_a_group_whose_threads_are_all_held_joins_no_quorum(
     fixture: Fixture, make_quorum: Callable[..., QuorumResult], monkeypatch: pytest.MonkeyPatch, lost: int
 ) -> None:
-    """Gloo's two threads outlive the peers of a native group. Operations among the next ones would wait for those that
-    were lost, and everybody with them.
+    """Gloo's two threads outlive the peers of a native group. Operations among the next peers would wait
+    behind the lost ones.
     """
     manager, peer = connected(fixture, make_quorum)
     for _ in range(lost):

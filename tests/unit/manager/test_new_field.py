@@ -1,4 +1,4 @@
-"""A new field of the quorum request, or of its answer, is not forgotten on its way: CONTRIBUTING lists the files."""
+"""A new field of the quorum request, or of its answer, is passed on everywhere: CONTRIBUTING lists the files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.unit.manager.conftest import Fixture
 from tests.unit.manager.test_plan import plan, result
 from torchft._torchft import QuorumRequest, QuorumResult
 
-# Fields of the answer that a plan does not use, and why.
+# Fields of the answer that a plan does not use, and the reason.
 NOT_PLANNED = {"commit_failures": "each group counts its own"}
 
 

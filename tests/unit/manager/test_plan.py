@@ -9,7 +9,7 @@ from torchft._torchft import QuorumResult
 
 
 def result(**fields: Any) -> QuorumResult:
-    """Group 1 of 3, two of which are up to date; this one is not among them."""
+    """Group 1 of 3, two of which are up to date; group 1 is not."""
     values: dict[str, Any] = dict(
         quorum_id=7,
         replica_rank=1,
@@ -37,16 +37,16 @@ def plan(quorum: Any, **settings: Any) -> Plan:
 @pytest.mark.parametrize(
     ("use_async", "allow_heal", "rank", "participants"),
     [
-        (True, True, None, 2),  # heals in the background: sits this step out
+        (True, True, None, 2),  # heals in the background, and does not participate in this step
         (False, True, 1, 3),  # has healed before the step begins
         (True, False, None, 2),
-        (False, False, None, 2),  # behind for good: its gradients do not belong to this step
+        (False, False, None, 2),  # cannot heal: its gradients do not belong to this step
     ],
 )
 def test_participants(use_async: bool, allow_heal: bool, rank: Optional[int], participants: int) -> None:
     got = plan(result(), use_async_quorum=use_async, allow_heal=allow_heal)
     assert (got.participating_rank, got.participants, got.divisor) == (rank, participants, participants)
-    assert got.num_up_to_date == 2  # in any case: by this groups can decide alike
+    assert got.num_up_to_date == 2  # in any case, so that groups can use it to decide alike
     assert got.heal is allow_heal
 
 

@@ -1,4 +1,4 @@
-"""A Manager whose group, or one of whose peers, heals."""
+"""A Manager whose group heals, or is the source of a heal."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_async_heal(fixture: Fixture, make_quorum: Quorum) -> None:
     manager.allreduce(tensor).wait()
     assert tensor.tolist() == [0.0, 0.0] and not manager.is_participating()
     manager.wait_quorum()
-    assert fixture.loaded == []  # the model is the training thread's: loaded when the step ends
+    assert fixture.loaded == []  # the model belongs to the training thread, which loads at the end of the step
     assert manager.should_commit()
     assert fixture.loaded == ["weights"]
     assert manager.state_dict() == {"step": 21, "batches_committed": 41}
@@ -64,7 +64,7 @@ def unreachable(fixture: Fixture, tries: list[timedelta], meanwhile: Callable[[]
 
 
 def test_a_source_that_is_reported_as_failed_is_not_waited_for(fixture: Fixture, make_quorum: Quorum) -> None:
-    """The others cannot go on before this group asks for the next quorum."""
+    """The other groups cannot continue before this group requests the next quorum."""
     manager = fixture.manager()
     fixture.client._quorum.return_value = healing(make_quorum)
     tries: list[timedelta] = []
@@ -80,7 +80,7 @@ def test_a_source_that_is_reported_as_failed_is_not_waited_for(fixture: Fixture,
 
 
 def test_a_source_that_fails_during_the_transfer_is_not_waited_for(fixture: Fixture, make_quorum: Quorum) -> None:
-    """It may be stopped: its connections stay."""
+    """The source may be stopped, with its connections open."""
     abandoned = threading.Event()
     fixture.transport.abandon_receiving = lambda reason: abandoned.set()
     manager = fixture.manager()
@@ -115,7 +115,7 @@ def test_a_source_that_is_not_reached_costs_the_connect_timeout_at_most(fixture:
 
 
 def test_a_source_that_overruns_its_time_is_a_timeout(fixture: Fixture, make_quorum: Quorum) -> None:
-    """Connecting may take longer than it was given."""
+    """Connecting may take longer than its timeout."""
     manager = fixture.manager(connect_timeout=timedelta(seconds=0.6))
     fixture.client._quorum.return_value = healing(make_quorum)
     tries: list[timedelta] = []
@@ -201,7 +201,7 @@ def test_number_of_sources_is_checked(fixture: Fixture, monkeypatch: pytest.Monk
 def test_a_heal_in_place_that_does_not_end_leaves_weights_of_no_step(
     fixture: Fixture, make_quorum: Quorum, where: str
 ) -> None:
-    """Half of them may be the peer's: the group commits nothing until it healed."""
+    """They may be partly the peer's: the group commits nothing until it has healed."""
     fixture.transport.in_place = True
     load = MagicMock(side_effect=[None] if where == "transfer" else [ValueError("no"), None])
     manager = fixture.manager(use_async_quorum=False, load_state_dict=load)
@@ -210,7 +210,7 @@ def test_a_heal_in_place_that_does_not_end_leaves_weights_of_no_step(
     fixture.transport.recv_checkpoint.return_value = peer_state()
     manager.start_quorum()
     assert not manager.should_commit()
-    fixture.client._quorum.return_value = make_quorum(quorum_id=2)  # nobody to heal from
+    fixture.client._quorum.return_value = make_quorum(quorum_id=2)  # there is no source in this quorum
     with pytest.raises(RuntimeError, match=r"weights are of no step.*no group to heal from"):
         manager.start_quorum()
     fixture.client._quorum.return_value = healing(make_quorum, quorum_id=3)
@@ -249,7 +249,7 @@ def test_heal_not_allowed(fixture: Fixture, make_quorum: Quorum) -> None:
 
 
 def test_peers_meet_a_healing_group_after_its_heal(fixture: Fixture, make_quorum: Quorum) -> None:
-    """The first allreduce waits for the state: the source has then served before it changes its weights."""
+    """The first allreduce waits for the state: the source has then served it before its weights change."""
     manager = fixture.manager()
     fixture.client._quorum.return_value = healing(make_quorum)
     order: list[str] = []
@@ -285,12 +285,12 @@ def test_failed_heal_keeps_its_peers_going(
     assert tensor.tolist() == [0.0, 0.0]
     assert not manager.should_commit() and fixture.votes() == [False]
     assert manager.errored() is not None
-    # It still has the weights of step 3, and says so: the next quorum heals it again.
+    # It still has the weights of step 3, and reports that: it heals again in the next quorum.
     assert manager.state_dict() == {"step": 3, "batches_committed": 6}
 
 
 def test_heal_that_times_out_is_a_timeout_and_a_runtime_error(fixture: Fixture, make_quorum: Quorum) -> None:
-    """Of any transport. And a source that is late with its answer is asked again."""
+    """With any transport. A source whose answer is late is asked again."""
     manager = fixture.manager()
     fixture.client._quorum.return_value = healing(make_quorum)
     fixture.client._checkpoint_metadata.side_effect = [TimeoutError("late"), "where"]
@@ -310,7 +310,7 @@ def test_heal_that_was_never_loaded_is_forgotten(fixture: Fixture, make_quorum: 
     fixture.client._quorum.return_value = healing(make_quorum)
     fixture.transport.recv_checkpoint.return_value = peer_state()
     manager.start_quorum()
-    manager.wait_quorum()  # and then the forward pass raises, and the script starts over
+    manager.wait_quorum()  # then the forward pass raises an error, and the script retries
     manager.start_quorum()
     manager.wait_quorum()
     assert [call.kwargs["step"] for call in fixture.client._quorum.call_args_list] == [0, 0]
@@ -338,7 +338,7 @@ def test_says_in_which_quorum_its_weights_were_made(
         return manager.should_commit()
 
     assert step() and step()
-    assert said == [-1, 7]  # none yet, then the first one's
+    assert said == [-1, 7]  # none yet, then the first quorum's
     manager.start_quorum()
     manager.report_error(RuntimeError("not committed"))
     assert not manager.should_commit()
@@ -349,7 +349,7 @@ def test_says_in_which_quorum_its_weights_were_made(
     fixture.transport.recv_checkpoint.side_effect = None
     fixture.transport.recv_checkpoint.return_value = peer_state()
     manager.start_quorum()
-    manager.wait_quorum()  # fetched and never loaded
+    manager.wait_quorum()  # fetched, but never loaded
     manager.start_quorum()
     manager.report_error(RuntimeError("not committed"))
     assert not manager.should_commit()  # but healed

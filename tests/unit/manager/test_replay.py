@@ -1,4 +1,4 @@
-"""Whether a step is reduced again, and what is kept for it."""
+"""Whether a step is replayed, and the inputs that are kept for that."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FINE = Attempt(replays=0, kept=3)
         (replace(FINE, kept=0), "nothing was reduced in it"),
         (replace(FINE, refused="the loop raised"), "the loop raised"),
         (replace(FINE, changed="clipped"), "clipped"),
-        (replace(FINE, refused="the loop raised", changed="clipped", kept=0), "the loop raised"),  # what comes first
+        (replace(FINE, refused="the loop raised", changed="clipped", kept=0), "the loop raised"),  # the first reason
     ],
 )
 def test_which_attempts_can_be_replayed(attempt: Attempt, reason: Optional[str]) -> None:

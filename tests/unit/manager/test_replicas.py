@@ -30,12 +30,12 @@ GROUPS = 3
 
 
 class Group:
-    """A rank of a group: parameters, an optimizer, and what compares them."""
+    """A rank of a group: parameters, an optimizer, and the comparison."""
 
     def __init__(self, rank: int, setting: Optional[int], action: OnDivergence = OnDivergence.HEAL) -> None:
         torch.manual_seed(0)
         self.model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3))
-        self.model.get_buffer("1.running_mean").fill_(rank)  # of the group's own data
+        self.model.get_buffer("1.running_mean").fill_(rank)  # depends on the group's own data
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-2)
         self.rank = rank
         self.logger, self.counted = MagicMock(), MagicMock()
@@ -48,7 +48,7 @@ class Group:
         self.step: Any = None
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What may flip: in the order in which it is digested."""
+        """The tensors whose bits may flip, in the order in which they are digested."""
         named = {}
         for name, parameter in self.model.named_parameters():
             named[name] = parameter.data
@@ -65,14 +65,14 @@ class Group:
         self.healing = True  # in the next step
 
     def told(self) -> list[tuple[int, list[str], list[str], bool]]:
-        """Steps, groups and tensors of the differences that it has told, and forgets."""
+        """Returns and clears the steps, groups and tensors of the reported differences."""
         calls = [call.args[1:] for call in self.logger.divergence_event.call_args_list]
         self.logger.divergence_event.reset_mock()
         return calls
 
 
 class Job:
-    """Takes the groups through steps whose gradients are random, and the same in all groups."""
+    """Runs steps with random gradients that are the same in all groups."""
 
     def __init__(self, groups: list[Group]) -> None:
         self.groups = groups
@@ -105,7 +105,7 @@ class Job:
         self.number += 1
 
     def begin(self, group: Group) -> list[torch.Tensor]:
-        """The first reduction of a step; gives the message that is sent with it."""
+        """The first reduction of a step. Returns the message that is sent with it."""
         plan = SimpleNamespace(**vars(self.plan), replica_rank=self.groups.index(group), heal=group.healing)
         group.step = cast(Any, SimpleNamespace(plan=plan, error=None, healing=group.healing, inputs=MagicMock()))
         group.replicas.follow(cast(Any, plan))
@@ -116,7 +116,7 @@ class Job:
             return SimpleNamespace(wait=lambda: True)
 
         group.replicas.send(group.step, self.number, torch.device("cpu"), reduce)
-        group.replicas.send(group.step, self.number, torch.device("cpu"), reduce)  # once a step
+        group.replicas.send(group.step, self.number, torch.device("cpu"), reduce)  # called a second time in the step
         assert len(sent) <= 1
         return sent
 
@@ -137,7 +137,7 @@ def flip(tensor: torch.Tensor, bit: int) -> None:
 def test_flipped_bits_are_found_named_and_healed(flips: int) -> None:
     choose, sweep = random.Random(todays(20)), 3
     job = Job([Group(rank, sweep) for rank in range(GROUPS)])
-    within = sweep + sweep  # a sweep, and until the next message
+    within = sweep + sweep  # a sweep, and the steps until the next message
     gone = 0
     for _ in range(4):
         job.step()
@@ -156,7 +156,7 @@ def test_flipped_bits_are_found_named_and_healed(flips: int) -> None:
             told = [told for each in job.groups for told in each.told()]
             if told:
                 break
-        if not told:  # the optimizer has rounded it off before its turn came
+        if not told:  # the optimizer's rounding undid it before its turn came
             assert job.equal(), f"flip {number} of {name}"
             gone += 1
             continue
@@ -187,7 +187,7 @@ def test_bits_of_two_groups_of_five() -> None:
 
 
 def test_what_is_of_a_group_alone_is_not_compared() -> None:
-    """The statistics of a BatchNorm, for example: they are state of the model, and no parameter."""
+    """For example the statistics of a BatchNorm: they are state of the model, but no parameters."""
     job = Job([Group(rank, 3) for rank in range(GROUPS)])
     for _ in range(12):
         job.step()
@@ -253,7 +253,7 @@ def test_an_error_costs_the_comparison_and_nothing_else() -> None:
     for _ in range(6):
         job.step()
     (told, *_) = job.groups[0].told()
-    assert told[1] == ["group_0", "group_2"] and not told[3]  # of two, nobody knows which
+    assert told[1] == ["group_0", "group_2"] and not told[3]  # of two groups, it is unknown which is right
 
 
 def test_groups_with_other_tensors_are_told_of_once() -> None:
@@ -267,7 +267,7 @@ def test_groups_with_other_tensors_are_told_of_once() -> None:
 
 
 def test_a_step_that_is_lost_again_and_again_is_not_lost_for_ever() -> None:
-    """If no group commits, a group that differs has nobody to heal from: after three attempts it trains on."""
+    """If no group commits, a group that differs has no source to heal from: after three attempts it trains on."""
     job = Job([Group(rank, 1) for rank in range(GROUPS)])
     for _ in range(3):
         job.step()
@@ -320,7 +320,7 @@ def test_where_weights_are_compared_by_default(named: Any, by_default: str, chos
 
 
 def test_the_names_of_parameters() -> None:
-    """Those of the model, else of the optimizer, else their place in it."""
+    """The model's names, else the optimizer's, else the position in the optimizer."""
     model = nn.Linear(2, 2)
     plain, named = State(), State()
     plain.add_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -357,7 +357,7 @@ def test_numbers_and_tensors_of_any_kind_are_digested() -> None:
 
 
 def test_of_dtensors_this_ranks_part_is_digested() -> None:
-    """The same digests as of plain tensors with the same bits, of parameters and of the state that Adam makes."""
+    """The digests equal those of plain tensors with the same bits, for parameters and Adam's state."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh, sweep = init_device_mesh("cpu", (1,)), 4

@@ -1,4 +1,4 @@
-"""Quorum rounds: who follows a result, and that everyone who waits for a round comes back."""
+"""Quorum rounds: which thread follows a result, and that every wait for a round ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REQUEST = QuorumRequest(
 
 
 class FakeClient:
-    """Ends rounds and tells of changes when the test says so."""
+    """Ends rounds and reports changes when the test says so."""
 
     def __init__(self) -> None:
         self.results: queue.SimpleQueue[QuorumResult | BaseException | None] = queue.SimpleQueue()
@@ -56,7 +56,7 @@ class FakeClient:
 
 
 class Followed:
-    """Notes who followed which result."""
+    """Records which thread followed which result."""
 
     def __init__(self, error: Optional[Exception] = None) -> None:
         self.by: list[tuple[QuorumResult, str]] = []
@@ -80,7 +80,7 @@ def begin(rounds: NativeRounds, follow: Followed, **changes: Any) -> Round:
 
 
 def first_round(rounds: NativeRounds, client: FakeClient) -> QuorumResult:
-    """One round that brings a change, so that the next can do without."""
+    """Runs one round that brings a change, so that the next can be without one."""
     followed, result = Followed(), QuorumResult(quorum_id=1)
     begun = begin(rounds, followed)
     client.results.put(result)
@@ -181,7 +181,7 @@ def test_a_wait_for_changes_that_times_out_is_repeated(client: FakeClient) -> No
     first_round(rounds, client)
 
 
-UPSTREAM: dict[str, Any] = {  # what other clients are asked with
+UPSTREAM: dict[str, Any] = {  # the arguments that other clients get
     "group_rank": 0,
     "step": 0,
     "checkpoint_metadata": "here",

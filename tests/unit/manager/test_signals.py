@@ -1,4 +1,4 @@
-"""A signal lets the group leave: the handler sets a flag, and a thread keeps the grace period."""
+"""A signal makes the group leave: the handler sets a flag, and a thread enforces the grace period."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LONG_S = 60
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """The handlers of this process, put back whatever a test does."""
+    """Saves the handlers of this process, and restores them after a test."""
     before = {number: signal.getsignal(number) for number in (USR1, USR2, signal.SIGTERM)}
     yield
     for number, handler in before.items():
@@ -81,7 +81,7 @@ def test_what_a_rank_says(fixture: Any, make_quorum: Quorum, monkeypatch: pytest
     monkeypatch.setattr(manager._rounds, "begin", record)
     manager.leave_on(USR1)
     manager.start_quorum()
-    signal.raise_signal(USR1)  # in the step: it is too late for its quorum
+    signal.raise_signal(USR1)  # during the step, so it is too late for its quorum
     assert manager.should_commit() and not manager.draining()
     manager.start_quorum()
     assert manager.should_commit() and manager.draining()
@@ -99,7 +99,7 @@ def test_the_handler_of_the_script_is_called_and_comes_back(fixture: Any) -> Non
     signal.signal(USR1, scripts)
     manager = fixture.manager()
     manager.leave_on(USR1)
-    manager.leave_on(USR1, USR2)  # once more changes nothing
+    manager.leave_on(USR1, USR2)  # another call changes nothing
     assert signal.getsignal(USR1) == signal.getsignal(USR2) == manager._signals._handle
     assert module.heeded() == [USR1, USR2]
     manager.shutdown()
@@ -164,7 +164,7 @@ def test_ctrl_c_does_not_interrupt_one_that_is_to_leave(fixture: Any) -> None:
 
 
 def wait_until_heard() -> None:
-    """By the thread that keeps the grace period."""
+    """Waits until the thread that enforces the grace period has received the signal."""
     assert module._watch is not None
     while module._watch._deadline.left(0.0) is None:
         time.sleep(0.001)
@@ -183,14 +183,14 @@ def test_a_second_signal_ends_it(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_handler_that_the_script_installs_later_decides() -> None:
-    """It may need longer than the grace period, or ignore the signal: the process must not end for it."""
+    """The script may need longer than the grace period, or ignore the signal: the process must not be ended then."""
     times, ended = [0.0], queue.SimpleQueue[int]()
     heeding = Signals()
     heeding.heed((USR1, USR2), ended.put, lambda: times[-1])
     signal.signal(USR1, lambda number, frame: None)
 
     def twice(number: int) -> None:
-        """A second signal ends the process, as the end of the grace period does."""
+        """A second signal ends the process, like the end of the grace period."""
         signal.raise_signal(number)
         wait_until_heard()
         times.append(times[-1] + SAME_ORDER_SEC)
@@ -242,7 +242,8 @@ def test_only_the_main_thread(fixture: Any) -> None:
     assert str(error).startswith("leave_on() was called on the thread 'a loader': Python lets only the main thread")
     assert signal.getsignal(USR1) is signal.SIG_DFL
 
-    # One that is shut down elsewhere cannot put handlers back: the handler does at the first signal, and passes it on.
+    # A Manager that is shut down on another thread cannot restore handlers: the handler does so at the first signal,
+    # and passes that on.
     calls: list[int] = []
     signal.signal(USR1, lambda number, frame: calls.append(number))
     manager.leave_on(USR1)

@@ -1,6 +1,6 @@
-"""A Manager over stand-ins of `unittest.mock`, as projects make them to test code of their own.
+"""A Manager with mocks of `unittest.mock`, as other projects make them to test their code.
 
-Nothing is set on them but what upstream's classes have.
+Only attributes of upstream's classes are set on them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchft.work import _DummyWork
 
 
 def upstream_quorum(**fields: Any) -> QuorumResult:
-    """A quorum of two groups with some of upstream's fields, set one by one; it names no groups."""
+    """A quorum of two groups with some of upstream's fields, set individually; it names no groups."""
     result = QuorumResult()
     two = dict(quorum_id=123, replica_rank=1, replica_world_size=2, max_world_size=2)
     for name, value in {**two, **fields}.items():
@@ -43,7 +43,7 @@ HEAL = dict(
 
 
 class StandIns:
-    """What a Manager works with.
+    """The mocks of a Manager.
 
     Attributes:
         client, pg, transport: stand-ins.
@@ -225,7 +225,7 @@ def test_the_future_of_an_allreduce_is_asked_for_once(stand_ins: StandIns) -> No
 
 
 class NativeLike:
-    """What a Manager calls of PyTorch's own reconfigurable groups, and no more. The first reconfiguration fails."""
+    """The methods of PyTorch's reconfigurable groups that a Manager calls. The first reconfiguration fails."""
 
     supports_reconfigure = True
     error = RuntimeError("a peer did not come")
@@ -262,7 +262,7 @@ def test_a_native_group_is_reconfigured_after_a_failure(stand_ins: StandIns) -> 
         assert manager.should_commit() is committed
     assert group.quorums == [1, 2]
     requests = [call.kwargs for call in stand_ins.client._quorum.call_args_list]
-    assert [request["commit_failures"] for request in requests] == [0, 1, 0]  # the lighthouse then gives a new id
+    assert [request["commit_failures"] for request in requests] == [0, 1, 0]  # the lighthouse then assigns a new id
 
 
 # Works
@@ -270,7 +270,7 @@ def test_a_native_group_is_reconfigured_after_a_failure(stand_ins: StandIns) -> 
 
 @pytest.fixture
 def reporting() -> MagicMock:
-    """A stand-in for a Manager that learns of failures."""
+    """A mock of a Manager to which failures are reported."""
     return create_autospec(Manager, instance=True)
 
 
@@ -291,7 +291,7 @@ def test_a_work_that_fails_is_reported(reporting: MagicMock) -> None:
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_hook_on_a_work_that_fails_gives_a_finished_future(reporting: MagicMock, waits: bool) -> None:
-    # Never completed: only a wait shows that the work has failed.
+    # Never completed: only a wait reveals that the work has failed.
     work = failing(torch.futures.Future[Any]() if waits else MagicMock())
     futures = []
 
@@ -311,7 +311,7 @@ def test_a_hook_on_a_work_that_fails_gives_a_finished_future(reporting: MagicMoc
 
 
 class Later(dist._Work):
-    """A work that completes when a test says so, and can be ordered behind before."""
+    """A work that completes when a test says so. Streams can be ordered behind it before."""
 
     def __init__(self) -> None:
         super().__init__()

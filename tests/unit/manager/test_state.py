@@ -59,7 +59,7 @@ def test_reading_waits_while_disallowed() -> None:
     state = UserState(timeout_sec=30)
     state.register("model", print, lambda: 1)
     state.disallow_read()
-    state.disallow_read()  # twice is once
+    state.disallow_read()  # a second call has no further effect
     started, read = threading.Event(), []
 
     def reader() -> None:

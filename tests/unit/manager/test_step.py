@@ -1,4 +1,4 @@
-"""The states of a step: which events lead where, and which cannot happen."""
+"""The states of a step: the transitions of each event, and those that are errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchft._manager.trace import _OtelStepTrace
 from torchft._torchft import QuorumResult
 
 Quorum = Callable[..., QuorumResult]
-Path = list[tuple[Event, Optional[State]]]  # None: it cannot happen
+Path = list[tuple[Event, Optional[State]]]  # None: the event is an error
 
 PATHS: dict[str, Path] = {
     "a step": [
@@ -144,7 +144,7 @@ PATHS: dict[str, Path] = {
         (Event.NO, State.VOTED_NO),
         (Event.NO, State.VOTED_NO),
         (Event.ERROR, State.VOTED_NO),
-        (Event.COMMIT, State.COMMITTED),  # by a stand-in for the manager server only
+        (Event.COMMIT, State.COMMITTED),  # only with a stand-in for the manager server
         (Event.NO, State.VOTED_NO),
     ],
     "lost, then the next step in the same quorum": [
@@ -171,7 +171,7 @@ def test_what_happens_to_a_step(path: Path) -> None:
 
 
 def test_each_row_is_on_a_path() -> None:
-    walked = {(State.UNASKED, Event.ERROR)}  # the next test's
+    walked = {(State.UNASKED, Event.ERROR)}  # walked in the next test
     for path in PATHS.values():
         state = State.ASKED
         for event, expected in path:
@@ -234,7 +234,7 @@ def test_a_group_that_healed_before_the_step_contributes() -> None:
 
 
 class Contended:
-    """A lock that tells when a thread has to wait for it."""
+    """A lock that reports when a thread has to wait for it."""
 
     def __init__(self, waits: threading.Event) -> None:
         self._lock, self._waits = threading.Lock(), waits
@@ -250,9 +250,9 @@ class Contended:
 
 @pytest.mark.parametrize("during", [Event.BEHIND, Event.LOADED, Event.JOINED])
 def test_an_error_is_not_lost_among_other_events(during: Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It comes on another thread, between the look at the state and the change of it."""
+    """It arrives on another thread, between the check of the state and its change."""
     step = Step(Request(True, False, timedelta(seconds=1)), MagicMock(), Inputs([]), None)
-    went_on = threading.Event()  # the error is in, or waits for the other event
+    went_on = threading.Event()  # the error is stored, or waits for the other event
     step._lock = Contended(went_on)  # type: ignore[assignment]
 
     def fail() -> None:
@@ -339,7 +339,7 @@ def test_a_stand_in_that_commits_against_this_ranks_vote_is_followed(fixture: Fi
 
 
 def test_a_replay_without_a_quorum_leaves_no_step_open(fixture: Fixture, make_quorum: Quorum) -> None:
-    """A group that somebody wants to leave may leave then."""
+    """A group that was asked to leave may leave then."""
     manager = fixture.manager(replay_failed_step=True)
     fixture.client._quorum.side_effect = [make_quorum(replay=True, draining=True), TimeoutError("no quorum")]
     manager.start_quorum()

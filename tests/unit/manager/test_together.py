@@ -1,4 +1,4 @@
-"""The messages among the ranks of a group about a heal; random histories of such heals are in test_along.py."""
+"""The messages of a heal among the ranks of a group. Random histories of such heals are in test_along.py."""
 
 from __future__ import annotations
 

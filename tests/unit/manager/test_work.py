@@ -13,7 +13,7 @@ from torchft._manager.work import _ManagedFuture, _ManagedWork, _SimpleFuture
 
 
 class Reports:
-    """Stands in for the Manager."""
+    """Replaces the Manager."""
 
     def __init__(self, timeout: float = 30) -> None:
         self._timeout = timedelta(seconds=timeout)
@@ -24,7 +24,7 @@ class Reports:
 
 
 class Pending(dist._Work):
-    """A collective that a test ends."""
+    """A collective that ends when the test says so."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_simple_future() -> None:
 
 
 class Aborted(Pending):
-    """A collective whose waits an abort has ended, and which goes on."""
+    """A collective whose waits an abort has ended, but which still runs."""
 
     over = False
 

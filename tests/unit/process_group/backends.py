@@ -1,4 +1,4 @@
-"""The groups that run the conformance suite. A new one joins with one more line in BACKENDS."""
+"""The groups of the conformance suite. A new group joins with a row in BACKENDS."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def gloo() -> ProcessGroupGloo:
 
 
 def native(store: TCPStore, rank: int) -> dist.ProcessGroup:
-    """What init_process_group(..., enable_reconfigure=True) makes, without its global state."""
+    """A process group as init_process_group(..., enable_reconfigure=True) creates it, without its global state."""
     own = create_store_client(f"localhost:{store.port}/native", TIMEOUT)
     group = dist.ProcessGroup(own, rank, 3)
     group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -43,7 +43,7 @@ def native(store: TCPStore, rank: int) -> dist.ProcessGroup:
 
 
 class StubManager:
-    """As much of a Manager as a ManagedProcessGroup needs."""
+    """The part of a Manager that a ManagedProcessGroup needs."""
 
     def __init__(self, pg: dist.ProcessGroup) -> None:
         self._pg = pg
@@ -62,7 +62,7 @@ def managed(pg: dist.ProcessGroup) -> ManagedProcessGroup:
 
 @dataclass(frozen=True)
 class Backend:
-    """What tests must know about a group.
+    """The properties of a group that tests depend on.
 
     Attributes:
         make: given a store and a rank.
@@ -88,7 +88,7 @@ class Backend:
 
 
 _NO_NATIVE = None if NATIVE else "needs PyTorch >= 2.14, whose groups can be reconfigured"
-# NCCL refuses two ranks on one GPU.
+# NCCL does not accept two ranks on one GPU.
 _NCCL: dict[str, Any] = dict(world_size=1, device="cuda", reduces_and_scatters=True)
 
 BACKENDS = [

@@ -11,8 +11,7 @@ from torch.distributed import TCPStore
 from tests.unit.process_group.backends import backends
 from tests.unit.process_group.peers import Peers
 
-# PyTorch's TCPStore asks the name server for the name of every peer. One that loses a question costs 5 s,
-# which is no test's fault.
+# PyTorch's TCPStore looks up the name of every peer in the DNS. A lost answer costs 5 s, which is no fault of a test.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 

@@ -1,4 +1,4 @@
-"""Rank 1 of two: takes part in one allreduce, and in nothing after it. It ends with the test."""
+"""Rank 1 of two: joins one allreduce, and no later one. It ends with the test."""
 
 from __future__ import annotations
 

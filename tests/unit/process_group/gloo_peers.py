@@ -1,4 +1,4 @@
-"""Gloo groups for tests, also with a peer in another process, and how long they may take."""
+"""Gloo groups for tests, also with a peer in another process, and bounds for their times."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from torchft.process_group import ProcessGroup, ProcessGroupGloo
 from torchft.process_group._gloo.connections import Connections
 
 HERE = Path(__file__).parent
-# What an abort promises; the operations would otherwise wait for TIMEOUT.
+# The promised bound of an abort; the operations would otherwise wait for TIMEOUT.
 SOON = within(ABORT_S)
-# For what nothing is promised.
+# A bound for times that are not promised.
 DEADLINE_S = 10.0
-# Errors of Gloo for a peer that has ended; which of the two is the kernel's choice.
+# Errors of Gloo for a peer that has ended; the kernel decides which of the two occurs.
 GONE = r"(Connection closed by peer|Read error .*: Connection reset by peer)"
 
 
@@ -40,7 +40,7 @@ def connections_of(group: ProcessGroupGloo) -> Connections:
 
 
 class Peer:
-    """Rank 1 in another process, which takes part in one allreduce and in nothing after it."""
+    """Rank 1 in another process, which joins one allreduce, and no later one."""
 
     def __init__(self, store: TCPStore, make: Callable[[], ProcessGroup] = gloo) -> None:
         where = meeting(store)

@@ -1,4 +1,4 @@
-"""The ranks of one group, and what they reduce: for what every group must do."""
+"""The ranks of one group, and a reduction among them, for tests of every group."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ class Peers:
 
 
 def runs_with(fixture: str, **which: Any) -> pytest.MarkDecorator:
-    """What a test is for, where that is not every group: see `backends`."""
+    """Selects the groups of a test, if it is not for all: see `backends`."""
     return pytest.mark.parametrize(fixture, backends(**which), indirect=True)
 
 
 def values(rank: int, shape: tuple[int, ...] = (4,), dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A tensor that differs from rank to rank and from element to element."""
+    """Returns a tensor that differs from rank to rank and from element to element."""
     n = torch.Size(shape).numel()
     return (torch.arange(n, dtype=torch.float64) + 10 * (rank + 1)).reshape(shape).to(dtype)
 
 
 def check(group: ProcessGroup, rank: int, n: int) -> None:
-    """That the group works, with these peers."""
+    """Checks that the group works with these peers."""
     assert (group.size(), group.rank()) == (n, rank)
     tensor = torch.tensor([2.0**rank])
     group.allreduce([tensor], ReduceOp.SUM).wait()

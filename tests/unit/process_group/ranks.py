@@ -1,4 +1,4 @@
-"""Several ranks in one test: each is a thread, and no test waits for one for ever."""
+"""Several ranks in one test: each is a thread, and every wait has a deadline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _meetings = itertools.count()
 
 
 def in_threads(calls: Sequence[Callable[[], T]], timeout: timedelta = TIMEOUT) -> list[T | Exception]:
-    """What the calls, made at the same time, return or raise."""
+    """Runs the calls concurrently. Returns their results or exceptions."""
     results: list[T | Exception] = [AssertionError("still running") for _ in calls]
 
     def run(i: int) -> None:
@@ -40,7 +40,7 @@ def in_threads(calls: Sequence[Callable[[], T]], timeout: timedelta = TIMEOUT) -
 
 
 def on_ranks(n: int, call: Callable[[int], T], timeout: timedelta = TIMEOUT) -> list[T]:
-    """What call(rank) returns for each of n ranks; the first error is raised."""
+    """Returns the results of call(rank) for each of n ranks. The first error is raised."""
     results = in_threads([lambda rank=rank: call(rank) for rank in range(n)], timeout)
     for result in results:
         if isinstance(result, Exception):
@@ -49,18 +49,20 @@ def on_ranks(n: int, call: Callable[[int], T], timeout: timedelta = TIMEOUT) -> 
 
 
 def meeting(store: TCPStore) -> str:
-    """A store address that nobody has used."""
+    """Returns a store address that was never used."""
     return f"localhost:{store.port}/meeting/{next(_meetings)}"
 
 
 def connect(groups: Sequence[dist.ProcessGroup], store: TCPStore) -> None:
-    """Makes the groups peers of each other, in this order."""
+    """Connects the groups with each other, in this order."""
     where = meeting(store)
     on_ranks(len(groups), lambda rank: reconfigure_with_store(groups[rank], where, rank, len(groups), TIMEOUT))
 
 
 def natives(store: TCPStore, n: int) -> list[dist.ProcessGroup]:
-    """What init_process_group(..., enable_reconfigure=True) makes in n ranks of a job, without its global state."""
+    """Makes process groups as init_process_group(..., enable_reconfigure=True) does in n ranks of a job, without
+    its global state.
+    """
     where = meeting(store)
     return [native(create_store_client(where, TIMEOUT), rank, n) for rank in range(n)]
 

@@ -1,4 +1,4 @@
-"""How far an average in 16 bits may be off: the bounds that `Manager.allreduce` states."""
+"""The error of an average in 16 bits: the bounds that `Manager.allreduce` states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["fixture"]
 
 
 class Sums(ProcessGroupDummy):
-    """Adds what the others have, as Gloo does with real peers."""
+    """Adds the others' values, as Gloo does with real peers."""
 
     def __init__(self, store: TCPStore, others: list[torch.Tensor]) -> None:
         super().__init__(0, 1)
@@ -33,7 +33,7 @@ class Sums(ProcessGroupDummy):
 
 
 def average(fixture: Fixture, store: TCPStore, values: list[torch.Tensor]) -> torch.Tensor:
-    """What the first group gets."""
+    """Returns the result of the first group."""
     count = len(values)
     fixture.client._quorum.return_value = quorum(
         replica_world_size=count, max_world_size=count, replica_ids=[f"group_{i}:uuid" for i in range(count)]
@@ -61,7 +61,7 @@ def test_an_average_in_16_bits_is_within_its_bounds(
 
 
 def test_a_sum_beyond_float16_is_seen(fixture: Fixture, store: TCPStore) -> None:
-    """No wrong number: gradient scalers skip the step, and LocalSGD counts it."""
+    """The result is not a wrong number: gradient scalers skip the step, and LocalSGD counts it."""
     values = [torch.full((2,), 20000.0, dtype=torch.float16) for _ in range(4)]
     assert average(fixture, store, values).isinf().all()
     assert average(fixture, store, [value.bfloat16() for value in values]).tolist() == [19968.0] * 2

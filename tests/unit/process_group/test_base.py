@@ -1,6 +1,6 @@
-"""What every group does when it gets new peers, loses them, is aborted or shut down, or waits too long.
+"""Behaviour of every group: new peers, loss of peers, abort, shutdown, timeouts.
 
-`backends` says which groups there are.
+The groups are listed in `backends`.
 """
 
 from __future__ import annotations

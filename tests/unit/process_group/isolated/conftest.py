@@ -1,4 +1,4 @@
-"""Isolated groups, alone and with a plain peer; each test's workers end with it."""
+"""Isolated groups, alone and with a plain peer. Their workers end with the test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def all_workers_end() -> Iterator[None]:
 
 @pytest.fixture
 def alone(store: TCPStore) -> Iterator[ProcessGroupBabyGloo]:
-    """A group of one rank: an operation still goes to the worker and back."""
+    """A group of one rank, whose operations still go to the worker and back."""
     group = ProcessGroupBabyGloo(TIMEOUT)
     group.configure(meeting(store), "replica", 0, 1)
     yield group
@@ -31,7 +31,7 @@ def alone(store: TCPStore) -> Iterator[ProcessGroupBabyGloo]:
 
 @pytest.fixture
 def pair(store: TCPStore) -> Iterator[list[ProcessGroup]]:
-    """A plain group and an isolated one as peers."""
+    """A plain group and an isolated one, connected with each other."""
     groups: list[ProcessGroup] = [ProcessGroupGloo(TIMEOUT), ProcessGroupBabyGloo(TIMEOUT)]
     connect(groups, store)
     yield groups

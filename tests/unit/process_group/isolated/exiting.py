@@ -1,4 +1,4 @@
-"""A group whose worker ends before it can say why, as one that the kernel kills for memory does."""
+"""A group whose worker ends without an error message, as if the kernel had killed it for lack of memory."""
 
 from __future__ import annotations
 

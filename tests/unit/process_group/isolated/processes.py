@@ -1,4 +1,4 @@
-"""The processes of isolated groups, as a test sees them in /proc."""
+"""The processes of isolated groups, as /proc shows them to a test."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchft.process_group.isolated import standby
 
 
 def children(pid: int) -> dict[int, str]:
-    """The state of each child of a process."""
+    """Returns the state of each child of a process."""
     states = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -50,7 +50,7 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0
 
 
 def processes() -> str:
-    """For a failure: each worker, its age and threads, and who in this process has one."""
+    """For failure messages: each worker, its age and threads, and the user of one in this process."""
     told = []
     for pid in workers() if standby.servers._server is not None else ():
         with contextlib.suppress(OSError):
@@ -64,7 +64,7 @@ def processes() -> str:
 
 
 def ready_worker() -> int:
-    """The only worker, which stands by."""
+    """Returns the only worker, which is on standby."""
     wait_until(lambda: len(workers()) == 1, "it stands by")
     found = workers()
     assert len(found) == 1, processes()
@@ -72,14 +72,16 @@ def ready_worker() -> int:
 
 
 def stop(pid: int) -> None:
-    """Returns when it is stopped: until then a server may still fork a worker, and a worker answer."""
+    """Returns when the process is stopped: until then a server may still fork a worker, and a worker answer."""
     os.kill(pid, signal.SIGSTOP)
     stat = Path(f"/proc/{pid}/stat")
     wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it is stopped")
 
 
 def worker() -> int:
-    """The worker of the only group: the one with threads of Gloo. That of the group before it may still be there."""
+    """Returns the worker of the only group: the one with threads of Gloo. The previous group's worker
+    may still exist.
+    """
     found: list[int] = []
 
     def alone() -> bool:

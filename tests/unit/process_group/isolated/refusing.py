@@ -1,4 +1,4 @@
-"""Groups that fail in their worker. Modules of their own kind: a worker imports them by name."""
+"""Groups that fail in their worker, in a module of their own, because a worker imports them by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ProcessGroupBabyRefusing(ProcessGroupBabyGloo):
 
 
 class ProcessGroupBabyTelling(ProcessGroupBabyGloo):
-    """Tells what the worker has loaded, in the only way there is: by an error."""
+    """Reports what the worker has loaded, by an error, which is the only way."""
 
     _name: ClassVar[str] = "telling"
 

@@ -1,4 +1,4 @@
-"""The trainer's end of a worker, in the moments in which the worker is lost. The worker's end is this test."""
+"""The trainer's end of a worker at the moments when the worker is lost. The test plays the worker's end."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 def test_nobody_is_woken_through_a_closed_descriptor(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever reads may notice the worker's end, and close the descriptors, while another thread closes the channel.
-    Somebody else's descriptor may have the number by then."""
+    """The reading thread may notice the worker's end, and close the descriptors, while another thread closes the
+    channel. The numbers may be reused by then.
+    """
     op = channel.start(protocol.PING, (), [], None, 60.0)
     woken: list[bool] = []
 
@@ -58,7 +59,7 @@ def test_nobody_is_woken_through_a_closed_descriptor(channel: Channel, monkeypat
 
 
 def test_a_future_whose_operation_ends_while_the_worker_is_lost(channel: Channel) -> None:
-    """Its answer was read just before: the thread for futures sees nothing left to do, and goes."""
+    """Its answer was read just before: the thread for futures has nothing left to do, and ends."""
     op = channel.start(protocol.PING, (), [], ["the result"], 60.0)
     future = channel.get_future(op, [], None)
     read = channel._ops.pop(op.op_id)
@@ -79,7 +80,7 @@ def test_a_future_ends_with_the_channel(channel: Channel) -> None:
 
 
 class Interrupted:
-    """A signal: whoever waits at it is interrupted."""
+    """A signal whose wait is interrupted."""
 
     def acquire(self, timeout: float) -> bool:
         raise KeyboardInterrupt
@@ -89,7 +90,7 @@ class Interrupted:
 
 
 def test_an_interrupted_wait_is_not_handed_the_lead(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the leader is done, the next thread that still waits reads."""
+    """When the leader has finished, the next thread that still waits reads."""
     first, second, third = (channel.start(protocol.PING, (), [], None, 60.0) for _ in range(3))
     answers = channel.wire.theirs[1]
     leader = threading.Thread(target=channel.wait, args=(first, None), daemon=True)
@@ -111,14 +112,14 @@ def test_an_interrupted_wait_is_not_handed_the_lead(channel: Channel, monkeypatc
 
 def test_an_operation_in_flight_ends_in_a_forked_child(channel: Channel) -> None:
     op = channel.start(protocol.PING, (), [], None, 60.0)
-    channel._forget()  # what a fork calls there
+    channel._forget()  # a fork calls this in the child
     assert channel.wait(op, 0.0)
     assert "a forked process cannot use its parent's group" in str(op.error)
     os.close(channel.wire.theirs[1])
 
 
 class Broken:
-    """A registration whose methods raise, if they are told to."""
+    """A registration whose methods raise if they are told to."""
 
     ref = b""
 
@@ -136,7 +137,7 @@ class Broken:
 
 
 def test_an_operation_ends_when_its_leader_is_interrupted(channel: Channel) -> None:
-    """A Ctrl-C while the leader copies another thread's result is not that thread's."""
+    """Ctrl-C while the leader copies another thread's result must not reach that thread."""
     op = channel.start(protocol.PING, (), [(0, Broken(fetch=KeyboardInterrupt()))], None, 60.0)
     with pytest.raises(KeyboardInterrupt):
         channel._done(op.op_id, b"")

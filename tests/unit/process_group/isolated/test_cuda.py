@@ -1,6 +1,7 @@
-"""CUDA's end of the seam without CUDA: what it counts, keeps and tells, over a stand-in for PyTorch's calls.
+"""CUDA's implementation of sharing without CUDA: its counters, references and notes, with a replacement of
+PyTorch's calls.
 
-What a device does with it is tests/gpu/test_sharing.py.
+tests/gpu/test_sharing.py tests it on a device.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torchft.process_group.isolated import cuda
 
 
 class Cuda:
-    """Memory and events that both ends see: here they are in one process."""
+    """Memory and events visible to both ends, which here are in one process."""
 
     def __init__(self) -> None:
         self.addresses: dict[bytes, int] = {}
@@ -32,7 +33,7 @@ class Cuda:
         self.stream: object = "default"
         self.streams = 0
         self.devices: list[int] = []
-        # Whether the device has done what is queued on it.
+        # Whether the device has finished its queued work.
         self.finished = threading.Event()
         self.finished.set()
 
@@ -132,7 +133,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
 
 
 def ends() -> tuple[cuda.TrainerEnd, cuda.WorkerEnd, list[bytes]]:
-    """A trainer's end, its worker's, and the notes between them, which a test hands over or not."""
+    """Returns a trainer's end, its worker's, and the notes between them, which a test delivers or not."""
     notes: list[bytes] = []
 
     def tell(note: bytes, descriptor: Optional[int]) -> None:
@@ -177,7 +178,7 @@ def test_a_storage_is_shared_and_imported_once(fake: Cuda) -> None:
     tensor = torch.arange(8.0)
     for view in (tensor, tensor[2:], tensor.view(2, 4)):
         assert worker.borrow(trainer.register(view, True, False).ref).tolist() == view.tolist()
-    # Another worker, after a new quorum say.
+    # Another worker, for example after a new quorum.
     other, other_worker, _ = ends()
     other_worker.borrow(other.register(tensor, True, True).ref)
     assert fake.shared == [32]
@@ -188,7 +189,7 @@ def test_memory_is_known_by_its_storage_not_by_its_address(fake: Cuda) -> None:
     trainer, worker, notes = ends()
     refs = []
     for value in range(20):
-        # The allocator gives the same address again and again.
+        # The allocator reuses the same address again and again.
         tensor = torch.full((1000,), float(value))
         registration = trainer.register(tensor, True, True)
         while notes:
@@ -259,7 +260,7 @@ def test_memory_of_a_killed_worker_goes_back(fake: Cuda) -> None:
     trainer.close()
     trainer.close()
     assert fake.released == [(b"counters", 0)]
-    # What the user still has is of use to the next worker, shared as it is.
+    # Storages that the user still has are shared with the next worker without a new export.
     after, _, _ = ends()
     after.register(kept, True, True)
     assert len(fake.shared) == 2
@@ -284,7 +285,7 @@ def test_memory_waits_for_all_workers_that_use_it(fake: Cuda) -> None:
 
 
 def test_memory_goes_back_when_all_streams_are_done_with_it(fake: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The allocator knows a shared storage no more: `record_stream` of a stream that still reads it did nothing."""
+    """The allocator ignores a shared storage: `record_stream` for a stream that still reads it had no effect."""
     monkeypatch.setattr(cuda, "_returns", cuda._Returns())
     trainer, _, _ = ends()
     fake.finished.clear()
@@ -302,7 +303,7 @@ def test_memory_goes_back_when_all_streams_are_done_with_it(fake: Cuda, monkeypa
 
 
 def test_a_storage_may_be_freed_while_the_table_is_locked(fake: Cuda) -> None:
-    """The garbage collector runs wherever it likes, also in a thread that holds the lock."""
+    """The garbage collector runs anywhere, also in a thread that holds the lock."""
     trainer, _, _ = ends()
     tensor = torch.ones(4)
     trainer.register(tensor, True, True)
@@ -383,7 +384,7 @@ def test_marks_go_both_ways(fake: Cuda) -> None:
     for event in fake.events.values():
         event.passed = 1
     assert trainer.reached(answer) and worker.reached(mark)
-    trainer.follow(answer)  # on the host, which has nothing to wait for
+    trainer.follow(answer)  # on the host, where there is nothing to wait for
 
 
 def test_operations_take_turns_on_streams(fake: Cuda) -> None:

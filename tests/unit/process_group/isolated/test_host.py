@@ -1,4 +1,4 @@
-"""Tensors of the host in an isolated group: the caller's memory, and what cannot be registered."""
+"""Host tensors in an isolated group: the caller's memory, and tensors that cannot be registered."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.processes
 
 
 def test_other_views_of_the_memory_see_the_result(pair: list[ProcessGroup]) -> None:
-    """The storage of the caller stays where it is."""
+    """The caller's storage is not moved."""
 
     def call(rank: int) -> None:
         array = np.full(8, float(rank + 1), dtype=np.float32)
@@ -32,7 +32,7 @@ def test_other_views_of_the_memory_see_the_result(pair: list[ProcessGroup]) -> N
 
 @pytest.mark.parametrize("size", [4, 1 << 16], ids=["small", "large"])
 def test_memory_that_is_freed_and_allocated_again(alone: ProcessGroup, size: int) -> None:
-    """Addresses come back; what is known of the old memory must not be taken for the new."""
+    """Addresses are reused: information about the old memory must not be applied to the new."""
     addresses = set()
     for i in range(20):
         tensor = torch.full((size,), float(i))
@@ -87,7 +87,7 @@ def test_gaps_in_memory_are_treated_as_gloo_does(
 
 @pytest.mark.parametrize("size", [3, 1 << 16], ids=["small", "large"])
 def test_a_tensor_whose_memory_is_not_what_it_says(alone: ProcessGroup, size: int) -> None:
-    """One with a negation pending, and one of a class that does things in its own way."""
+    """A tensor with a pending negation, and one of a subclass with its own behaviour."""
 
     class Loud(torch.Tensor):
         pass

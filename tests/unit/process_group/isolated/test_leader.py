@@ -30,14 +30,14 @@ class Thread:
     """One that may lead: then it takes an answer, ends its operation, and so on until it has `enough`."""
 
     state = "begins"
-    taken = ""  # an answer that it took, and whose operation it has not ended yet
+    taken = ""  # an answer that it has read, and whose operation it has not ended yet
 
     def steps(self, world: World) -> Iterator[Step]:
-        """What it can do next; nothing while it sleeps or when it is done."""
+        """Returns its possible next steps; none while it sleeps or when it is done."""
         raise NotImplementedError
 
     def enough(self, world: World) -> bool:
-        """Whether it reads no more."""
+        """Whether it stops reading."""
         raise NotImplementedError
 
     def steps_of_leader(self, world: World) -> Iterator[Step]:
@@ -103,7 +103,7 @@ class Waiter(Thread):
         self.state = "is done"
 
     def stop_sleeping(self, world: World) -> None:
-        self.state = "stops"  # without the lock: it may be woken before it has that
+        self.state = "stops"  # it does not hold the lock, so it may be woken before it gets that
 
     def leave(self, world: World) -> None:
         world.leadership.leave(self.signal)
@@ -111,12 +111,12 @@ class Waiter(Thread):
 
     @property
     def is_on_its_way(self) -> bool:
-        """Woken, and has neither joined nor left since."""
+        """Whether it was woken, and has neither joined nor left since."""
         return self.signal is not None and self.signal.woken and self.state in ("sleeps", "begins", "stops")
 
 
 class Visitor(Thread):
-    """Reads what is there, if anything, without waiting."""
+    """Reads available answers without waiting."""
 
     def enough(self, world: World) -> bool:
         return True
@@ -172,7 +172,7 @@ class Reserve(Thread):
 
 
 class Closer(Thread):
-    """Closes the channel: of what was not read until then it ends one operation after the other."""
+    """Closes the channel: ends one remaining operation after another."""
 
     left: tuple[str, ...] = ()
 
@@ -223,7 +223,7 @@ class World:
             reserve.wake()
 
     def after(self, thread: int, step: Step) -> World:
-        """A world in which that thread has done this step."""
+        """Returns the world after that thread has done this step."""
         world = copy.copy(self)
         world.threads = [copy.copy(each) for each in self.threads]
         signals: dict[Any, Any] = {}
@@ -237,7 +237,7 @@ class World:
         return world
 
     def key(self) -> object:
-        """The same for states that differ in nothing."""
+        """Equal for equivalent states."""
         number = {waiter.signal: i for i, waiter in enumerate(self.waiters)}
         threads = [
             tuple(sorted((k, v.woken if isinstance(v, Signal) else v) for k, v in vars(each).items()))
@@ -247,7 +247,7 @@ class World:
         return followers, self.leadership.taken, tuple(self.unread), self.done, self.closed, tuple(threads)
 
     def check(self, before: World) -> None:
-        """The invariants of `Leadership`, of a state and of the step to it."""
+        """Checks the invariants of `Leadership`, for a state and for the step that led to it."""
         followers = self.leadership._followers
         leaders = sum(thread.state == "leads" for thread in self.threads)
         assert leaders == self.leadership.taken, "1: at most one leads"
@@ -263,14 +263,14 @@ class World:
         assert not before.closed or before.leadership.taken or not leaders, "5: somebody begins to lead after the close"
 
     def check_end(self) -> None:
-        """Nobody can do anything any more."""
+        """Checks a state in which no thread can do anything any more."""
         assert all(waiter.state == "is done" for waiter in self.waiters), "a waiter sleeps for ever"
         assert not self.threads[-1].open, "4: a future is never completed"
         assert not self.leadership.taken
 
 
 def visit_all(world: World) -> int:
-    """How many states there are."""
+    """Visits all states, and returns their number."""
     seen = {world.key()}
     todo = [world]
     while todo:

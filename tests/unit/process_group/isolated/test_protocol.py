@@ -1,4 +1,4 @@
-"""What travels between an isolated group and its worker."""
+"""The messages between an isolated group and its worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory that belongs to torchft alone is moved to where an isolated group's worker sees it."""
+"""Memory that belongs to torchft alone is moved to where an isolated group's worker can access it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def group(store: TCPStore) -> Iterator[ProcessGroupBabyGloo]:
 
 
 def staged(group: ProcessGroupBabyGloo) -> int:
-    """Bytes of memory that copies of tensors are put into."""
+    """Returns the bytes of memory into which tensors are copied."""
     worker = group._worker
     assert worker is not None
     sharing: Any = worker.channel.devices.sharing(0)
@@ -95,7 +95,7 @@ def test_a_buffer_stays_where_shared_memory_is_short(
 
 
 class Trainer:
-    """What DistributedDataParallel needs of a Manager."""
+    """The part of a Manager that DistributedDataParallel needs."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._pg = group

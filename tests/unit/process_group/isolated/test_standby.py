@@ -1,4 +1,4 @@
-"""The fork server and the workers that stand by: who starts, who replaces whom, and what is left behind."""
+"""The fork server and standby workers: start, replacement, and that nothing is left behind."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_reconfigurations_leave_nothing_behind(store: TCPStore) -> None:
         group.allreduce([torch.ones(4)], ReduceOp.SUM).wait()
 
     def leftovers() -> tuple[int, int, int, int]:
-        # The standby of the latest is still to come, and the one before last to go.
+        # The latest one's standby has yet to start, and the last but one has yet to end.
         wait_until(lambda: len(children(server())) == 2 and "Z" not in children(server()).values(), "two workers")
         gc.collect()
         maps = Path("/proc/self/maps").read_text()
@@ -63,7 +63,7 @@ def test_reconfigurations_leave_nothing_behind(store: TCPStore) -> None:
             # In the middle of an operation
             group.allreduce([torch.ones(1 << 18)], ReduceOp.SUM)
         configure()
-    # What other tests left in this process may end meanwhile.
+    # Remains of other tests in this process may end in the meantime.
     wait_until(lambda: all(now <= then for now, then in zip(leftovers(), before)), "nothing is left")
     group.shutdown()
     wait_until(lambda: not workers(), "both workers end")
@@ -92,7 +92,7 @@ time.sleep(60)
 
 
 def test_a_killed_trainer_takes_everything_along(tmp_path: Path) -> None:
-    """Also while a child of its own lives on, with all that it inherited."""
+    """Also while one of its children still runs, which has inherited all descriptors."""
     (tmp_path / "trainer.py").write_text(TRAINER)
     with Job() as job:
         trainer = job.python("trainer", tmp_path / "trainer.py", path=ours_path())
@@ -198,7 +198,7 @@ def test_a_server_that_ends_during_a_request_is_replaced(
 def test_a_server_that_has_ended_and_counts_as_alive_is_replaced(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that was killed counts as alive until the kernel is through with it."""
+    """A killed process counts as alive until the kernel has ended it."""
     group = ProcessGroupBabyGloo(TIMEOUT, standby=False)
     old = standby.servers.get()
     os.kill(old.pid, signal.SIGKILL)
@@ -230,12 +230,12 @@ def test_a_server_that_hangs_is_replaced(store: TCPStore, monkeypatch: pytest.Mo
         assert server() != old
         group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
         group.shutdown()
-        # As at the end of the process: groups that a failed test has left do not count
+        # As at the end of the process; groups that a failed test has left do not count
         standby.servers.close()
-        # On a busy machine whoever kills it does not wait until it can be reaped
+        # On a busy machine, the caller of kill does not wait until it can be reaped
         wait_until(lambda: children(os.getpid()).get(old, "Z") == "Z", "it is killed")
     finally:
-        if children(os.getpid()).get(old) == "T":  # else the next tests would wait for it
+        if children(os.getpid()).get(old) == "T":  # otherwise the next tests would wait for it
             os.kill(old, signal.SIGKILL)
 
 
@@ -269,7 +269,7 @@ def test_an_abort_while_the_worker_starts(store: TCPStore) -> None:
 
 
 def test_a_group_that_is_collected_while_its_thread_holds_the_locks(store: TCPStore) -> None:
-    """The garbage collector runs wherever it likes, and there ends the groups that nobody refers to."""
+    """The garbage collector runs anywhere, and there ends groups without references."""
     group: Any = ProcessGroupBabyGloo(TIMEOUT)
     group.configure(meeting(store), "replica", 0, 1)
     channel, shared = group._worker.channel, standby.servers._server
@@ -321,7 +321,7 @@ def test_a_worker_that_cannot_be_forked_says_why(monkeypatch: pytest.MonkeyPatch
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(os, "fork", fork)
-    # The server as it is, but for the process that it runs in.
+    # The server unchanged, except for its process.
     forking = object.__new__(server_module._Server)
     forking._error, forking._workers = "", {}
     channel = channel_module.Channel("a group", lambda *_: None, lambda: None)  # type: ignore[arg-type,return-value]
@@ -344,7 +344,7 @@ def test_a_class_that_the_worker_cannot_find(store: TCPStore) -> None:
 
 
 def test_the_last_words_of_a_worker_are_read_first(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that cannot be sent any more shows the end of the worker sooner than its answers do."""
+    """A request that cannot be sent reveals the end of the worker before its answers do."""
     monkeypatch.setattr(channel_module.Channel, "has_failed", lambda channel: channel.broken is not None)
 
     class Local(ProcessGroupBabyGloo):
@@ -384,7 +384,7 @@ def test_operations_after_a_shutdown_say_that_the_handle_is_closed(store: TCPSto
 
 
 def test_the_end_of_the_process_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server goes first there, and then its users; a thread that starts so late may not come to its end."""
+    """There the server ends first, and then its users. A thread that starts so late may not finish."""
     servers = standby._Servers()
     monkeypatch.setattr(standby, "_TIMEOUT_MANAGER", None)
     servers.acquire()

@@ -1,4 +1,4 @@
-"""csrc/isolated.c against protocol.py and messages.py, which say the same in Python."""
+"""csrc/isolated.c behaves like protocol.py and messages.py, which implement the same in Python."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int, int]]:
-    """The reading and the writing end, and an eventfd."""
+    """Returns the reading and the writing end, and an eventfd."""
     with open(os.eventfd(0, os.EFD_NONBLOCK), "rb", buffering=0) as wake:
         reading, writing = os.pipe()
         with open(reading, "rb", buffering=0), open(writing, "wb", buffering=0):
@@ -37,7 +37,7 @@ def pipe() -> Iterator[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("size", [0, 1, 1000, 1 << 20, 1 << 21, (1 << 21) + 63, (1 << 22) + 17])
 def test_copy(size: int) -> None:
-    """Wherever it begins: large copies are made in lines of the cache."""
+    """For any start address: large copies are made in cache lines."""
     memory = torch.randint(0, 255, (size + 32,), dtype=torch.uint8)
     for at, begin in [(0, 0), (1, 0), (0, 15), (17, 3)]:
         to = torch.full((size + 32,), 255, dtype=torch.uint8)
@@ -109,7 +109,7 @@ def test_answers(pipe: tuple[int, int, int]) -> None:
     os.eventfd_write(wake, 1)
     assert _native.read(reading, wake, MINUTE_MS) is None
     assert _native.read(reading, wake, 0) is None
-    # What came is read first.
+    # Available data is read first.
     os.eventfd_write(wake, 1)
     os.write(writing, DONE)
     assert _native.read(reading, wake, MINUTE_MS) == 7

@@ -139,7 +139,7 @@ func TestFewMembersAreNotifiedAtTheSameTime(t *testing.T) {
 			c.Net.Block("g", m.ReplicaID)
 		}
 		rack.Members = append(rack.Members, quorum.Member{ReplicaID: "g", Address: "http://g:1"})
-		source := &tellTale{failures: make(chan membership.Notice)}
+		source := &reporter{failures: make(chan membership.Notice)}
 		defer close(source.failures)
 		source.quorum = func(context.Context) (*quorum.Quorum, error) { return rack, nil }
 		var dialing counted

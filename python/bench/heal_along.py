@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from common import START_TIMEOUT_S, Side, Spread, Workers, markdown_table, start_groups, verdict
@@ -41,12 +42,54 @@ def main() -> None:
     rows: dict[bool, list[Row]] = {False: [], True: []}
     for number in range(args.rounds):
         for along in (False, True) if number % 2 == 0 else (True, False):
-            rows[along].append(_round(along, args.mb, args.rate, args.compute_ms))
+            rows[along].append(measure(along, args.mb, args.rate, args.compute_ms).row())
             print(f"round {number + 1}/{args.rounds}, heal_along={along}: {rows[along][-1]}", flush=True)
     print(table(rows))
 
 
-def _round(along: bool, mb: int, rate: int, compute_ms: int) -> Row:
+@dataclass(frozen=True)
+class Join:
+    """The steps of a survivor and of the group that joins: when each began and ended.
+
+    Attributes:
+        began, joined: when the newcomer's first step began, and the first one that it took part in.
+    """
+
+    survivor: dict[str, Any]
+    newcomer: dict[str, Any]
+
+    @property
+    def began(self) -> float:
+        return float(self.newcomer["steps"][0][0])
+
+    @property
+    def joined(self) -> float:
+        return float(self.newcomer["joined"])
+
+    @property
+    def steps(self) -> list[tuple[float, float]]:
+        """Of the survivor."""
+        return [(begin, end) for begin, end, *_ in self.survivor["steps"]]
+
+    def row(self) -> Row:
+        """The figures of the table."""
+        last = self.newcomer["steps"][-2][1]
+        # Both end a step at about the same time: its middle says on which side of the join it is.
+        during = [b - a for a, b in self.steps if self.began < b and (a + b) / 2 <= self.joined]
+        after = [b - a for a, b in self.steps if self.joined < a and b <= last]
+        median = Spread.of(after).median
+        return {
+            "median": 1000 * median,
+            "longest": 1000 * max(during),
+            "ratio": max(during) / median,
+            "counts_s": self.joined - self.began,
+            "newcomer_mb": self.newcomer["peak_mb"],
+            "survivor_mb": self.survivor["peak_mb"],
+        }
+
+
+def measure(along: bool, mb: int, rate: int, compute_ms: int) -> Join:
+    """One group trains, and another one joins; arguments as of the command."""
     side = Side("ours", ours_path())
     with Job() as job:
         _, address = job.lighthouse(side.path, min_replicas=1, join_timeout_ms=500, heartbeat_timeout_ms=1000)
@@ -63,20 +106,7 @@ def _round(along: bool, mb: int, rate: int, compute_ms: int) -> Row:
         child.send(do="stop")
         newcomer.do(COMMAND_TIMEOUT_S, do="leave")
         job.wait(lambda: child.of("train_along"), COMMAND_TIMEOUT_S, "the survivor stops")
-        ours = child.of("train_along")[-1]
-    began, joined = theirs["steps"][0][0], theirs["joined"]
-    # Both groups end a step at about the same time, so its middle tells whether it is before or after the join.
-    during = [end - begin for begin, end, *_ in ours["steps"] if began < end and (begin + end) / 2 <= joined]
-    after = [end - begin for begin, end, *_ in ours["steps"] if joined < begin and end <= theirs["steps"][-2][1]]
-    median = Spread.of(after).median
-    return {
-        "median": 1000 * median,
-        "longest": 1000 * max(during),
-        "ratio": max(during) / median,
-        "counts_s": joined - began,
-        "newcomer_mb": theirs["peak_mb"],
-        "survivor_mb": ours["peak_mb"],
-    }
+        return Join(child.of("train_along")[-1], theirs)
 
 
 def table(rows: dict[bool, list[Row]]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
@@ -421,8 +422,28 @@ def test_what_does_not_qualify_is_healed_as_a_whole(
     assert loop.joined[1] == 0
 
 
-def test_an_optimizer_whose_groups_change_meanwhile(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    """All groups add a parameter, each between two of its steps: the state is then transferred as a whole."""
+def _adds_a_parameter(optimizer: optim.Optimizer) -> None:
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+
+
+def _reorders(optimizer: optim.Optimizer) -> None:
+    """Weight and bias of the BatchNorm, which have one shape."""
+    parameters = optimizer.param_groups[0]["params"]
+    parameters[2], parameters[3] = parameters[3], parameters[2]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (_adds_a_parameter, "parameters or optimizers differ from the source's"),
+        # Or a digest differs, if the source is the first to change them.
+        (_reorders, "the parameter groups of an optimizer were changed|differ from the source's"),
+    ],
+)
+def test_an_optimizer_whose_groups_change_meanwhile(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, change: Callable[[optim.Optimizer], None], reason: str
+) -> None:
+    """In all groups, each between two of its steps: the state is transferred as a whole."""
 
     def changes(rank: Rank, round: int) -> None:
         if halfway(cluster, 1) or changed:
@@ -430,13 +451,26 @@ def test_an_optimizer_whose_groups_change_meanwhile(cluster: Cluster, caplog: py
             if rank.group not in changed:
                 changed.add(rank.group)
                 (optimizer,) = rank.manager._replicas.state.optimizers
-                optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+                change(optimizer)
 
     changed: set[int] = set()
     _run(cluster, Loop(together=2, begun=changes), first=1, later=1)
     assert changed == {0, 1}
     said = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
-    assert len(said) == 1 and "parameters or optimizers differ from the source's" in said[0]
+    assert len(said) == 1 and re.search(reason, said[0])
+
+
+def test_a_learning_rate_that_is_set_within_the_step(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """Before the optimizer's step, after ``zero_grad`` has begun the step: the target gets that of the step's begin."""
+
+    def sets(rank: Rank, round: int) -> None:
+        assert rank.manager is not None
+        (optimizer,) = rank.manager._replicas.state.optimizers
+        optimizer.param_groups[0]["lr"] = 0.1 / (1 + rank.manager.current_step())
+
+    _run(cluster, Loop(together=2, reduced=sets), first=1, later=1)
+    said = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
+    assert len(said) == 1 and "differ from the source's" in said[0]
 
 
 def test_parameters_that_are_frozen_and_unfrozen_meanwhile(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:

@@ -451,6 +451,7 @@ class _Target:
 
     def _state(self, rest: Answer) -> dict[str, Any]:
         """The state as a whole: this group's own parameters, and the rest from the source."""
+        self._parameters.check_groups()
         flats: list[torch.Tensor] = []
         begin = 0
         for region in rest.value["regions"]:

@@ -80,6 +80,14 @@ class Parameters:
                 raise Unfit(f"parameter {number} shares its memory with another tensor")
             seen.add(storage.data_ptr())
 
+    def check_groups(self) -> None:
+        """Raises Unfit if the optimizers have other parameters than at first, or the same in another order: a piece is
+        known by its parameter's number.
+        """
+        present = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
+        if len(present) != len(self.all) or any(one is not other for one, other in zip(present, self.all)):
+            raise Unfit("the parameter groups of an optimizer were changed during the heal")
+
     def sizes(self) -> list[int]:
         """Elements of each parameter."""
         return [local_part(parameter).numel() for parameter in self.all]
@@ -237,7 +245,11 @@ class Parameters:
 
         Another thread may train meanwhile, with values of either kind: what is stepped are tensors with the parameters'
         memory, but with gradients of their own and versions of their own, so that a backward pass does not fail.
+
+        Raises:
+            Unfit: the optimizers have other parameters than at first.
         """
+        self.check_groups()
         self.set_hyperparameters(hyperparameters)
         number = 0
         for optimizer in self._optimizers:

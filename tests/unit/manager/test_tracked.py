@@ -152,6 +152,22 @@ def test_what_falls_back_by_name(make: Callable[[nn.Module], optim.Optimizer], r
         Parameters([make(_model())]).check()
 
 
+def test_parameters_in_another_order_are_found() -> None:
+    """Those of one shape: the layouts of source and target are the same."""
+    one, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    optimizer = optim.SGD([one, other])
+    ours = Parameters([optimizer])
+    layout = ours.layout()
+    ours.step({0}, {0: torch.ones(2)}, ours.hyperparameters())
+    optimizer.param_groups[0]["params"] = [other, one]
+    assert Parameters([optimizer]).layout() == layout
+    with pytest.raises(Unfit, match="the parameter groups of an optimizer were changed"):
+        ours.step({0}, {0: torch.ones(2)}, ours.hyperparameters())
+    optimizer.param_groups[0]["params"] = [one]
+    with pytest.raises(Unfit, match="the parameter groups of an optimizer were changed"):
+        ours.check_groups()
+
+
 def test_hooks_of_steps_and_no_optimizer_fall_back() -> None:
     optimizer = optim.SGD(_model().parameters())
     optimizer.register_step_post_hook(lambda *_: None)

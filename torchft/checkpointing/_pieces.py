@@ -75,7 +75,7 @@ class Window:
         self._noted = -1
         self._closed = -1  # the step whose state was read last
         self._heads: dict[int, Any] = {}
-        self._wants_whole: Optional[int] = None  # the step that was asked for as a whole
+        self._wants_whole: Optional[int] = None  # the step that was asked for as a whole, and could not be offered
         self._offered_whole = False
         self._closing = False
         self._ended = False
@@ -100,11 +100,15 @@ class Window:
         """The state of a step may be read."""
         with self._cond:
             self._step, self._giver, self._closing = step, giver, False
+            self._offered_whole = False
             # A target that asked for the whole, and came too late for its step, heals in this one.
-            self._offered_whole = self._wants_whole is not None and step - self._wants_whole <= 2
-            if self._offered_whole:
-                giver.whole()
+            if self._wants_whole is not None and step - self._wants_whole <= 2:
+                self._offer_whole(giver)
             self._cond.notify_all()
+
+    def _offer_whole(self, giver: Giver) -> None:
+        self._offered_whole, self._wants_whole = True, None
+        giver.whole()
 
     def close(self) -> None:
         """The state is about to change: from the return on it is not read."""
@@ -123,10 +127,10 @@ class Window:
     def want_whole(self, step: int) -> None:
         """A target asks for the state of a step as a whole."""
         with self._cond:
-            self._wants_whole = step
-            if self._giver is not None and self._step == step and not self._offered_whole and not self._closing:
-                self._offered_whole = True
-                self._giver.whole()
+            if self._giver is None or self._step != step or self._closing:
+                self._wants_whole = step
+            elif not self._offered_whole:
+                self._offer_whole(self._giver)
 
     def answer(self, path: str, timeout: float) -> list[memoryview]:
         """The answer to a request.

@@ -165,10 +165,15 @@ def test_the_whole_is_offered_when_a_target_asks_for_it() -> None:
     window.want_whole(7)
     assert giver.wholes == 1
     window.close()
-    window.want_whole(7)  # too late: it comes with the next step
-    after = Source(8)
-    window.open(8, after)
-    assert (giver.wholes, after.wholes) == (1, 1)
+    after = [Source(step) for step in range(8, 11)]
+    window.open(8, after[0])
+    assert after[0].wholes == 0, "nobody asked for this step: a copy of the state would be in vain"
+    window.close()
+    window.want_whole(8)  # too late: it comes with the next step, once
+    for step, later in enumerate(after[1:], start=9):
+        window.open(step, later)
+        window.close()
+    assert [giver.wholes for giver in after] == [0, 1, 0]
 
 
 @pytest.mark.parametrize("damage", ["flipped", "short", "long"])

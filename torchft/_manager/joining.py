@@ -566,7 +566,7 @@ class _Target:
         """Asks a source for one thing."""
         asker = self._asker(source)
         if isinstance(want, int):
-            self._take_head(want, asker.ask("head", str(want)))
+            self._take_head(want, asker.ask("head", str(want)), source)
             return
         with self._cond:
             assert self.heal.step is not None
@@ -588,13 +588,14 @@ class _Target:
                 self._waiting += answer.memory.numel()
             self._cond.notify_all()
 
-    def _take_head(self, step: int, answer: Answer) -> None:
+    def _take_head(self, step: int, answer: Answer, source: str) -> None:
         head = answer.value
         if head is not None and "unfit" in head:
             raise Unfit(f"the source: {head['unfit']}")
         if head is not None and head["layout"] != self._parameters.layout():
             raise Unfit("parameters or optimizers differ from the source's")
         with self._cond:
+            self.sources.answered(source)
             self._heads[step] = head["hyperparameters"] if head is not None else None
             for old in [old for old in self._heads if old < step - 1]:
                 del self._heads[old]

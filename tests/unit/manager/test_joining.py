@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchft._manager import joining
+from torchft._manager import joining, sources
 from torchft._manager.joining import _Target
 from torchft._manager.recovery import Recovery
 from torchft._manager.tracked import Parameters
@@ -81,6 +81,32 @@ def test_a_source_that_was_left_during_a_request_is_no_failure() -> None:
         assert not target.sources.failing
     finally:
         answer.put(RuntimeError("the test is over"))
+        target.stop()
+        target._thread.join(DEADLINE_SEC)
+
+
+def test_a_head_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Failures in a row end a heal, and a vote does not wait for a source whose last request failed."""
+    parameters = Parameters([torch.optim.SGD(nn.Linear(2, 2).parameters())])
+    heads, over = iter([CheckpointError("its connection broke")]), threading.Event()
+
+    def ask(kind: str, argument: str) -> Answer:
+        if kind == "head":
+            for error in heads:
+                raise error
+            return Said(parameters, 7).ask(kind, argument)
+        assert over.wait(DEADLINE_SEC)
+        raise CheckpointError("the test is over")
+
+    monkeypatch.setattr(joining, "Asker", lambda *_: SimpleNamespace(ask=ask, abort=over.set, close=lambda: None))
+    monkeypatch.setattr(sources, "FIRST_PAUSE", 0.0)
+    target = target_of(parameters, lambda address: address)
+    try:
+        target.quorum(plan(7, "source"))
+        with target._cond:
+            assert target._cond.wait_for(lambda: 7 in target._heads and bool(target._asked), DEADLINE_SEC)
+            assert not target.sources.failing
+    finally:
         target.stop()
         target._thread.join(DEADLINE_SEC)
 

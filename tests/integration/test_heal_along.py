@@ -460,19 +460,6 @@ def test_an_optimizer_whose_groups_change_meanwhile(
     assert len(said) == 1 and re.search(reason, said[0])
 
 
-def test_a_learning_rate_that_is_set_within_the_step(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    """Before the optimizer's step, after ``zero_grad`` has begun the step: the target gets that of the step's begin."""
-
-    def sets(rank: Rank, round: int) -> None:
-        assert rank.manager is not None
-        (optimizer,) = rank.manager._replicas.state.optimizers
-        optimizer.param_groups[0]["lr"] = 0.1 / (1 + rank.manager.current_step())
-
-    _run(cluster, Loop(together=2, reduced=sets), first=1, later=1)
-    said = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
-    assert len(said) == 1 and "differ from the source's" in said[0]
-
-
 def test_parameters_that_are_frozen_and_unfrozen_meanwhile(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     """In all groups in the same steps. Some parameters get their first gradient and optimizer state during the heal."""
 

@@ -407,10 +407,17 @@ class _Own(optim.Adam):
     pass
 
 
+def _hooked(model: nn.Module) -> optim.Optimizer:
+    optimizer = optim.SGD(model.parameters(), lr=0.01)
+    optimizer.register_step_post_hook(lambda *_: None)
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
         (lambda model: _Own(model.parameters()), "the optimizer is _Own: known to step each element by itself are SGD"),
+        (_hooked, "SGD has hooks of its steps"),
     ],
 )
 def test_what_does_not_qualify_is_healed_as_a_whole(
@@ -420,6 +427,46 @@ def test_what_does_not_qualify_is_healed_as_a_whole(
     _run(cluster, loop, first=1, later=1)
     assert [r for r in caplog.records if "transferred as a whole" in r.getMessage() and reason in r.getMessage()]
     assert loop.joined[1] == 0
+
+
+def test_a_job_with_units_or_local_steps_is_healed_as_a_whole(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As LocalSGD, DiLoCo and ElasticDataLoader register what they do."""
+
+    def registers(rank: Rank, round: int) -> None:
+        if round == 0:
+            assert rank.manager is not None
+            rank.manager.register_layout("test", ["as DiLoCo"])
+
+    _run(cluster, Loop(together=2, begun=registers), first=1, later=1)
+    said = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
+    assert len(said) == 1 and "units of a data loader, or on their own between two averages" in said[0]
+
+
+def test_much_state_that_belongs_to_no_parameter(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Frozen weights that no optimizer has, for example; here the buffers of the BatchNorm."""
+    monkeypatch.setattr(joining, "_REST", 100)
+    _run(cluster, Loop(together=2), first=1, later=1)
+    said = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
+    assert (
+        len(said) == 1 and "bytes of the state belong to no parameter of an OptimizerWrapper, more than 100" in said[0]
+    )
+
+
+def test_frozen_weights_come_with_the_rest(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """Those of the first layer, which no optimizer has."""
+
+    def make(model: nn.Module) -> optim.Optimizer:
+        frozen, *others = model.children()
+        for parameter in frozen.parameters():
+            parameter.requires_grad_(False)
+        return optim.Adam([parameter for child in others for parameter in child.parameters()], lr=0.01)
+
+    _run(cluster, Loop(together=2, make=make), first=1, later=1)
+    assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
 
 
 def _adds_a_parameter(optimizer: optim.Optimizer) -> None:

@@ -85,6 +85,19 @@ def test_a_source_that_was_left_during_a_request_is_no_failure() -> None:
         target._thread.join(DEADLINE_SEC)
 
 
+def test_an_assigned_source_that_fails_too_often_ends_the_heal(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(kind: str, argument: str) -> Answer:
+        raise CheckpointError("its connection broke")
+
+    monkeypatch.setattr(joining, "Asker", lambda *_: SimpleNamespace(ask=ask, abort=lambda: None, close=lambda: None))
+    monkeypatch.setattr(sources, "FIRST_PAUSE", 0.0)
+    target = target_of(Parameters([torch.optim.SGD(nn.Linear(2, 2).parameters())]), lambda address: address)
+    target.quorum(plan(7, "source"))
+    target._thread.join(DEADLINE_SEC)
+    assert not target._thread.is_alive()
+    assert target.heal.gave_up == "8 requests in a row failed, the last one: its connection broke"
+
+
 def test_a_head_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Failures in a row end a heal, and a vote does not wait for a source whose last request failed."""
     parameters = Parameters([torch.optim.SGD(nn.Linear(2, 2).parameters())])
@@ -104,7 +117,7 @@ def test_a_head_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         target.quorum(plan(7, "source"))
         with target._cond:
-            assert target._cond.wait_for(lambda: 7 in target._heads and bool(target._asked), DEADLINE_SEC)
+            assert target._cond.wait_for(lambda: 7 in target._heads, DEADLINE_SEC)
             assert not target.sources.failing
     finally:
         target.stop()
@@ -230,7 +243,7 @@ def test_the_last_gradient_is_applied_before_the_vote(monkeypatch: pytest.Monkey
             with target._cond:  # it has looked at the versions
                 optimizers[0].zero_grad(set_to_none=False)
             assert target.advance(reduced=True) is None
-            assert target.heal.missing == len(target.heal.pieces) and target.heal.gave_up is None
+            assert target.heal.unverified == len(target.heal.pieces) and target.heal.gave_up is None
             return
         assert target.advance(reduced=True) == {"whole": True}
         assert applied.empty()

@@ -379,7 +379,7 @@ class Manager(Stateful, Stepping):
         self._data.check_step()
         request = Request(allow_heal, shrink_only, given("timeout", timeout, self._quorum_timeout))
         if self._replayer.is_ahead:
-            if self._replayer.arrives(self._position) and request.is_like(self._current.request):
+            if self._replayer.begins_at(self._position) and request.is_like(self._current.request):
                 self._current.inputs.forget()
                 return
             self._current.collectives.abort()  # this group leaves a quorum in which the other groups count on it

@@ -1,6 +1,6 @@
 """Hugging Face's Trainer with torchft: its callbacks run where a step begins and where the gradients are ready.
 
-The Trainer sees a world of one process: use one process a group (`torchrun --nproc_per_node 1`).
+The Trainer sees a world of one process: use one process per group (`torchrun --nproc_per_node 1`).
 """
 
 import os
@@ -60,7 +60,7 @@ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
 images = [{"x": torch.rand(8), "labels": 1} for _ in range(1000)]
 schedule = torch.optim.lr_scheduler.ConstantLR(adam, factor=1.0)
 arguments = TrainingArguments(
-    max_steps=1_000_000,  # the Manager's step ends it: passes through the loop may not count
+    max_steps=1_000_000,  # not used: the Manager's step ends the training, because some of the Trainer's do not count
     max_grad_norm=0,  # it would clip before the average; clip in on_pre_optimizer_step
     report_to=[],
     save_strategy="no",

@@ -75,7 +75,7 @@ class Training:
     before: Callable[[Rank, ElasticDataLoader], None] = lambda rank, loader: None  # called before the first step
     device_of: Callable[[Rank], torch.device] = lambda rank: torch.device("cpu")
     data: Any = field(default_factory=dataset)
-    # "continue" or "break" in the place of a unit, given by (group, step, number of the unit among those of the rank)
+    # "continue" or "break" instead of training on a unit, by (group, step, number of the unit in this rank's share)
     leaves_out: dict[tuple[int, int, int], str] = field(default_factory=dict)
     lives: Counter[int] = field(default_factory=Counter)
     # The weight of each sample in the step that a group committed, by (group, step)
@@ -209,7 +209,7 @@ def test_a_group_fails_and_another_one_joins(use_async_quorum: bool) -> None:
     assert len(training.lost) >= 2
 
 
-def test_a_step_that_a_group_fails_in_comes_again() -> None:
+def test_a_step_in_which_a_group_fails_is_repeated() -> None:
     training = Training(start_with=3)
     training.events[1, 0, 3] = lambda rank: "failed" if training.lost == [] else None
     with Cluster(min_replicas=3) as cluster:

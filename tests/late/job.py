@@ -1,7 +1,7 @@
 """A replica group of one process that trains a small model on the test device; one script for every kind of job.
 
 Commands, in this order: {"do": "join", "lighthouse": ADDRESS} makes the Manager, {"do": "finish", "step": N} ends after
-step N. Each step prints the digest of the weights. --fails: in a last bucket this process kills itself.
+step N. Each step prints the digest of the weights. With --fails this process kills itself in a step's last bucket.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from torchft.local_sgd import DiLoCo, LocalSGD  # noqa: E402
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--group", type=int, required=True)
-parser.add_argument("--seed", type=int, required=True, help="of the first weights, and of the delays")
+parser.add_argument("--seed", type=int, required=True, help="for the initial weights and the delays")
 parser.add_argument("--kind", choices=["ddp", "local_sgd", "diloco", "streaming"], default="ddp")
 parser.add_argument("--pg", choices=["late", "late2", "native", "isolated"], default="late")
 parser.add_argument("--transport", choices=["http", "pg"], default="http")
 parser.add_argument("--timeout_s", type=float, default=10.0)
-parser.add_argument("--fails", type=int, default=0, help="in the last bucket of the second step of so many groups")
+parser.add_argument("--fails", type=int, default=0, help="number of groups in whose second step it fails")
 args = parser.parse_args()
 TIMEOUT = timedelta(seconds=args.timeout_s)
 

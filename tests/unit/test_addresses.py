@@ -48,7 +48,7 @@ def test_route_is_used_unless_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_lighthouse_that_a_manager_was_told_of_counts_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Process groups and checkpoint servers, those that are made before it too, are found by the same route."""
+    """Process groups and checkpoint servers use the same route, including those that were made before."""
     transport = HTTPTransport(timedelta(seconds=10), num_chunks=0)
     try:
         monkeypatch.setattr(addresses, "_route_towards", lambda addr: "10.1.2.3" if "far" in addr else None)
@@ -67,7 +67,7 @@ def test_loopback_or_unknown_lighthouse_tells_no_route(addr: str) -> None:
 
 @pytest.mark.parametrize("master", ["localhost", "127.0.0.1", "[::1]", "node7", "node7.cluster.example"])
 def test_a_store_on_this_host_is_announced_as_all_else_is(master: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torchrun names its store after the host, and other hosts may not know that name."""
+    """torchrun names its store after the host, whose name other hosts may not know."""
     monkeypatch.setattr(socket, "gethostname", lambda: "node7")
     monkeypatch.setenv(HOST_ENV, "10.1.2.3")
     assert announced_store_host(master, 5) == "10.1.2.3:5"

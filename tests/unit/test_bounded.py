@@ -1,4 +1,4 @@
-"""Runs of the tests that have a seed and an end: each a run of pytest of its own, in this process."""
+"""Test runs with a seed and a time limit: each is a run of pytest of its own, in this process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Torch(ModuleType):
-    """In place of PyTorch, whose seed is for the whole process."""
+    """Replaces PyTorch, whose seed is for the whole process."""
 
     seed: int | None = None
 
@@ -57,7 +57,7 @@ def run(pytester: pytest.Pytester, *args: str, suite: str = SUITE) -> pytest.Run
     state = random.getstate()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "torch", Torch("torch"))
-        # Its faulthandler would take SIGSEGV from Go, which makes a panic of it, in this process.
+        # Its faulthandler would handle a SIGSEGV in Go, which turns it into a panic, in this process.
         done = pytester.runpytest_inprocess("-p", "no:faulthandler", "-p", "tests.bounded", "-v", "-s", *args)
     random.setstate(state)
     return done

@@ -1,4 +1,4 @@
-"""HSDP over replicas that come and go: each is a process of its own."""
+"""HSDP over replica groups that fail and return, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 class Manager:
-    """The part of a Manager that making a mesh uses; that of training is below."""
+    """The part of a Manager that is used to make a mesh; that of training is below."""
 
     def __init__(self, pg: dist.ProcessGroup) -> None:
         self._pg = pg
@@ -127,7 +127,7 @@ dist.destroy_process_group()
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8), reason="PyTorch 2.7 has no HSDP on a CPU"
 )
 def test_fully_shard_over_two_replicas() -> None:
-    """The gradients of both are the mean of theirs: the inputs were 1 and 2."""
+    """The gradients of both groups are the mean of their own: the inputs were 1 and 2."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with ThreadPoolExecutor(2) as pool:
         replicas = [pool.submit(run_python, _TRAIN, i, f"localhost:{store.port}/mesh") for i in range(2)]

@@ -1,4 +1,4 @@
-"""Deadlines: what expires, what does not, and the one thread behind them."""
+"""Deadlines that pass or do not, and the one thread behind them."""
 
 from __future__ import annotations
 
@@ -98,14 +98,14 @@ def test_context_timeout_calls_back_while_the_block_goes_on() -> None:
 
 def test_context_timeout_of_a_block_in_time_never_calls_back(timers: _TimeoutManager) -> None:
     in_time = False
-    while not in_time:  # a busy machine may hold a block up for longer than its deadline
+    while not in_time:  # on a busy machine a block may take longer than its deadline
         called, began = threading.Event(), time.monotonic()
         with context_timeout(called.set, SHORT):
             pass
         with pytest.raises(KeyError), context_timeout(called.set, SHORT):
             raise KeyError
         in_time = time.monotonic() - began < SHORT.total_seconds()
-    # A later timer has fired, so theirs would have.
+    # A later timer has fired, so earlier ones would have.
     later = threading.Event()
     with context_timeout(later.set, 2 * SHORT):
         assert later.wait(10)
@@ -119,7 +119,7 @@ def test_stream_timeout_watches_nothing_without_an_accelerator() -> None:
 
 def test_timers_run_in_the_order_of_their_deadlines(timers: _TimeoutManager) -> None:
     in_time = False
-    while not in_time:  # a deadline counts from the call: one that is held up may come last
+    while not in_time:  # a deadline counts from the call: a delayed call may be last
         order: list[int] = []
         done, began = threading.Event(), time.monotonic()
         timers.schedule(timedelta(milliseconds=60), done.set)

@@ -1,4 +1,6 @@
-"""The table of what ran on a device: `make test-gpu`. Without one, over files that only look like its tests."""
+"""The table of the tests that ran on a device: `make test-gpu`. Without a device, with files that only look
+like such tests.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import pytest
 from tests.gpu.report import Row, table
 from tests.gpu.run import run
 
-# Without PyTorch, which would be imported to count the devices.
+# Without PyTorch, which would be imported to count devices.
 CONFTEST = """
 from tests import policy
 from tests.gpu.report import Report
@@ -65,9 +67,9 @@ def test_what_ran_before_a_crash_is_kept(folder: Path) -> None:
     assert row.failures == ["test_two (ended by SIGKILL)"]
 
 
-@pytest.mark.slow  # the crash above goes the same way, but for the limit
+@pytest.mark.slow  # the same as the crash above, except for the time limit
 def test_what_hangs_is_ended(folder: Path) -> None:
-    """Also where the interpreter does not get to run: pytest-timeout cannot end that."""
+    """Also if the interpreter does not run, where pytest-timeout has no effect."""
     text = "def test_one(): pass\ndef test_two():\n"
     text += "    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM, signal.SIGABRT}); time.sleep(60)"
     (row,), status = run(file(folder, text), 8)

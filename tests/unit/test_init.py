@@ -1,4 +1,4 @@
-"""What `import torchft` gives, and what it costs."""
+"""The names of `import torchft`, and the modules that it loads."""
 
 from __future__ import annotations
 

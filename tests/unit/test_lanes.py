@@ -1,4 +1,4 @@
-"""`make test` runs its parts side by side, ends all processes that it started, and reports what failed."""
+"""`make test` runs its parts in parallel, ends all processes that it started, and reports failures."""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ def test_the_other_end_goes_away(ends: tuple[_MonitoredPipe, Connection]) -> Non
     closing.start()
     with pytest.raises(EOFError):
         ours.recv(30)
-    closing.join()  # the fixture must not close the connection at the same time, which would close its descriptor twice
+    # the fixture must not close the connection at the same time, because its descriptor would be closed twice
+    closing.join()
     with pytest.raises(BrokenPipeError):
         ours.send(1)
 

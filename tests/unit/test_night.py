@@ -1,4 +1,4 @@
-"""`make test-all` within its time: what each part gets, and the page at the end."""
+"""`make test-all` within its time: the share of each part, and the page at the end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_anything_else_is_an_error(text: str) -> None:
 
 
 def test_all_fuzz_targets_are_known() -> None:
-    """So many there are; one that is not found is not run."""
+    """Their number is written here, because a target that is not found is not run."""
     found = fuzz_targets()
     assert len(found) == 14
     assert ("./internal/wire", "FuzzListChange") in found
@@ -52,7 +52,7 @@ def test_pytest_gets_the_whole_time_and_no_second_runs() -> None:
 
 @pytest.mark.parametrize("minutes", [10, 30, 120])
 def test_the_parts_of_go_fit_in_the_time(minutes: float) -> None:
-    """One after the other: what they are told, and the race detector, which cannot be told anything."""
+    """One after another: those with a time limit, and the race detector, which has none."""
     _, *parts = plan(60 * minutes, 20261122, 0, fuzz_targets())
     names = [p.name.split("-")[0] for p in parts]
     late = ["late"] if minutes >= 30 else []
@@ -90,7 +90,7 @@ def test_what_a_longer_night_would_run_is_on_the_page() -> None:
 
 
 def test_ten_minutes_are_over_in_twelve() -> None:
-    assert OVER_S + 20 < 120  # what is asked to end has 20 s for it
+    assert OVER_S + 20 < 120  # processes that are asked to end have 20 s for it
 
 
 def result(name: str, status: int | None, *command: str, ended: bool = False, cwd: Path = ROOT) -> Result:

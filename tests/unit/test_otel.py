@@ -44,8 +44,8 @@ def none_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"OTEL_LOGS_EXPORTER": "otlp, console"}, ["otlp", "console"]),
         ({"OTEL_LOGS_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, []),
         ({"OTEL_SDK_DISABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, []),
-        ({"TORCHFT_USE_OTEL": "true"}, ["otlp", "console"]),  # what upstream exports to
-        ({"TORCHFT_USE_OTEL": "0"}, ["otlp", "console"]),  # in it, anything but "false" switches it on
+        ({"TORCHFT_USE_OTEL": "true"}, ["otlp", "console"]),  # upstream's exporters
+        ({"TORCHFT_USE_OTEL": "0"}, ["otlp", "console"]),  # in upstream, anything but "false" switches it on
         ({"TORCHFT_USE_OTEL": "true", "OTEL_LOGS_EXPORTER": "console"}, ["console"]),
         ({"TORCHFT_USE_OTEL": "false", "OTEL_LOGS_EXPORTER": "console"}, []),
     ],
@@ -77,7 +77,7 @@ def test_missing_packages_are_told_and_cost_nothing_else(
 
 
 def test_off_means_off() -> None:
-    """Neither the package is loaded nor a handler set."""
+    """The package is not loaded, and no handler is set."""
     script = (
         "import sys, torchft.manager\n"
         "from torchft._manager.log import export_events\n"
@@ -101,7 +101,7 @@ def otel() -> Iterator[Any]:
 
 
 class Collector:
-    """An OTLP endpoint that keeps what it gets."""
+    """An OTLP endpoint that keeps what it receives."""
 
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
@@ -147,7 +147,7 @@ def test_events_arrive_at_a_collector(otel: Any, monkeypatch: pytest.MonkeyPatch
         otel.shutdown()
     finally:
         collector.close()
-    (body,) = collector.bodies  # once, not twice
+    (body,) = collector.bodies  # once and not twice
     for text in (b"committed", b"step", b"quorum_id", b"team", b"vision", b"torchft_commits"):
         assert text in body
     assert otel._LOGGER_PROVIDER == {} and logging.getLogger("torchft_commits").handlers == []
@@ -285,14 +285,14 @@ lighthouse.shutdown()
 
 
 def test_a_trace_is_whole_from_the_rank_to_the_lighthouse(otel: Any) -> None:
-    """In a process of its own: the native library looks at the environment that it finds when it is loaded."""
+    """In a process of its own, because the native library reads the environment when it is loaded."""
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     collector = Collector()
     try:
         endpoint = f"http://localhost:{collector.server.server_port}"
         env = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_LOGS_EXPORTER": "none"}
-        done = run_python(TWO_STEPS, by_itself=True, env=env)  # a fork leaves Go its parent's environment
+        done = run_python(TWO_STEPS, by_itself=True, env=env)  # after a fork Go would have its parent's environment
         assert done.returncode == 0, done.stderr
     finally:
         collector.close()

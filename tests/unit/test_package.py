@@ -1,4 +1,4 @@
-"""What is in the source distribution: all that the repository has, so that it builds, trains and passes its tests."""
+"""The source distribution contains everything in the repository, so that it builds, trains and passes its tests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_logs_of_jobs_are_no_part_of_the_repository() -> None:
 
 @pytest.mark.parametrize("name", ["_manager", "data", "ftlib", "process_group", "process_group/isolated"])
 def test_a_package_lists_its_modules(name: str) -> None:
-    """In its docstring, where a newcomer looks first."""
+    """In its docstring, where readers look first."""
     folder = ROOT / "torchft" / name
     said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
     modules = {path.stem for path in folder.glob("[a-z]*.py")}

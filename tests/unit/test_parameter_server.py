@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Sums(ParameterServer):
-    """Adds up what its clients push, and gives back the sum."""
+    """Adds up what its clients push, and returns the sum."""
 
     timeout = timedelta(seconds=30)
 
@@ -95,7 +95,7 @@ def test_session_that_its_client_forgets_ends(server: Sums) -> None:
     push(pg, 1.0)
     del pg
     gc.collect()
-    until(lambda: server.sessions() == [] and len(server.errors) == 1)  # forward waited in an allreduce
+    until(lambda: server.sessions() == [] and len(server.errors) == 1)  # forward was waiting in an allreduce
     until(lambda: session_threads() == [])
 
 
@@ -121,7 +121,7 @@ def test_session_whose_client_dies_ends(server: Sums, tmp_path: Path) -> None:
 
 
 def test_client_that_never_connects_holds_nothing(server: Sums) -> None:
-    """It asked for a session and went: the server, which waits for it in configure, notices at once."""
+    """It requested a session and ended: the server, which waits for it in configure, notices at once."""
     parts = urllib.parse.urlsplit(server.address())
     connection = http.client.HTTPConnection("localhost", parts.port or 0, timeout=10)
     connection.request("POST", parts.path)

@@ -40,7 +40,7 @@ def run(pytester: pytest.Pytester, text: str) -> pytest.RunResult:
 
 
 def run_again(pytester: pytest.Pytester, *args: str) -> pytest.RunResult:
-    # Its faulthandler would take SIGSEGV from Go, which makes a panic of it, in this process.
+    # Its faulthandler would handle a SIGSEGV in Go, which turns it into a panic, in this process.
     return pytester.runpytest_inprocess("-p", "no:faulthandler", "-p", "tests.policy", "--strict-markers", *args)
 
 

@@ -1,4 +1,4 @@
-"""public_api.txt lists what users of torchft call, with arguments in their order and defaults: all of it is here.
+"""public_api.txt lists the names that users of torchft call, with their arguments and defaults: all of them exist.
 
 Indented by two: names of a module; by four: of a class. Arguments may follow those of the list if they have defaults.
 Modules that need another package have tests of their own (test_torchx.py, test_torchcomms.py).
@@ -46,7 +46,7 @@ def test_all_is_here_as_users_call_it(name: str) -> None:
 
 
 def owners(module: ModuleType, lines: list[str]) -> Iterator[tuple[str, Any]]:
-    """Each line and the object that has it."""
+    """Yields each line and the object that has it."""
     cls = None
     for line in lines:
         of_class = line.startswith("    ")
@@ -71,7 +71,7 @@ def problems(line: str, owner: Any) -> Iterator[str]:
 
 
 def arguments(line: str) -> list[tuple[str, str | None]]:
-    """Name and default of each."""
+    """Returns name and default of each argument."""
     function = ast.parse(f"def {line}: ...").body[0]
     assert isinstance(function, ast.FunctionDef)
     given = function.args

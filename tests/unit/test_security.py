@@ -20,7 +20,7 @@ from torchft.coordination import LighthouseClient, LighthouseServer, ManagerClie
 from torchft.dlrover import TorchRendezvousService
 
 TIMEOUT = timedelta(seconds=20)
-SOON = timedelta(seconds=1)  # of what is to fail
+SOON = timedelta(seconds=1)  # timeout of calls that are expected to fail
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def manager_server(lighthouse: str) -> ManagerServer:
 
 
 def test_the_rendezvous_of_torchrun(all_of_it: None, authority: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """HOST:PORT means TLS where the environment sets it up, and the token is never sent without it."""
+    """HOST:PORT means TLS if the environment configures it, and the token is never sent without TLS."""
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
     endpoint = f"localhost:{lighthouse.address().rpartition(':')[2]}"
 
@@ -119,7 +119,7 @@ def test_everything_on(all_of_it: None, authority: Path, monkeypatch: pytest.Mon
                     stranger.quorum("c", TIMEOUT)
                 with pytest.raises(RuntimeError, match=says):
                     stranger.heartbeat("c", TIMEOUT)
-                # A rank of this process goes straight to its server; its group still has to ask the lighthouse.
+                # A rank of this process calls its server directly; its group still has to call the lighthouse.
                 unknown = manager_server(lighthouse.address())
                 with pytest.raises(RuntimeError, match=says):
                     ManagerClient(unknown.address(), TIMEOUT)._quorum(0, 1, "", False, TIMEOUT, 0)
@@ -137,7 +137,7 @@ def test_everything_on(all_of_it: None, authority: Path, monkeypatch: pytest.Mon
                     lambda: LighthouseClient(lighthouse.address(), SOON),
                     lambda: manager_server(lighthouse.address()),
                 ]
-                for refused in in_threads(calls):  # each tries until SOON
+                for refused in in_threads(calls):  # each retries until SOON
                     assert isinstance(refused, RuntimeError) and re.search(says, str(refused))
 
         plain = lighthouse.address().replace("https:", "http:")

@@ -1,4 +1,4 @@
-"""What a script for upstream sees of a timeout: its class, and "timed out" in its text."""
+"""A timeout as a script for upstream sees it: its class, and "timed out" in its text."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from torchft.multiprocessing import _MonitoredPipe
 SHORT = timedelta(seconds=0.05)
 SOURCES = Path(torchft.__file__).parent
 GO = SOURCES.parent / "go"
-# For operators: the command `torchft`, and the lighthouse's reason for an eviction.
+# Messages for operators: the command `torchft`, and the lighthouse's reason for an eviction.
 NOT_TO_SCRIPTS = {"torchft/launch/lighthouse.py", "torchft/_lighthouse_http.py", "go/lighthouse/watch.go"}
-# What makes the text of an error that is raised elsewhere, or has none that anybody sees.
+# Places that make the text of an error raised elsewhere, or an error without a visible text.
 TEXTLESS = {"process_group/isolated/wire.py"}
 
 
 def texts_of_timeouts() -> Iterator[tuple[str, str]]:
-    """Where an error of a timeout is made, and the constant parts of its text."""
+    """Returns the places where an error of a timeout is made, and the constant parts of its text."""
     for source in sorted(SOURCES.rglob("*.py")):
         for node in ast.walk(ast.parse(source.read_text())):
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
@@ -50,7 +50,7 @@ def test_every_timeout_says_timed_out() -> None:
 
 
 def test_what_did_not_come_within_a_time_timed_out() -> None:
-    """Errors of other classes, and those of the core: whose text has "within" and a time."""
+    """Errors of other classes, and of the core, whose text has "within" and a time."""
     within, found = re.compile(r"within (\{|%[vs])"), 0
     sources = [p for p in (*SOURCES.rglob("*.py"), *GO.rglob("*.go")) if not p.name.endswith("_test.go")]
     for source in sources:
@@ -90,7 +90,9 @@ def test_the_text_of_a_pipe_and_of_a_lock() -> None:
 
 
 def test_a_heal_that_times_out_is_no_error_to_try_again_after() -> None:
-    """A source that is reached and says nothing: asked once, and the error is both TimeoutError and RuntimeError."""
+    """A source that accepts the connection and never answers: asked once, with an error that is a TimeoutError
+    and a RuntimeError.
+    """
     asked = []
     target: HTTPTransport[object] = HTTPTransport(timedelta(seconds=10), num_chunks=0)
     try:

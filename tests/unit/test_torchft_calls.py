@@ -1,4 +1,4 @@
-"""The calls of each step: what was prepared for them, and results that are handed out once."""
+"""The calls of each step: prepared requests, and results that are returned once."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def begin(client: ManagerClient) -> Any:
 
 
 def test_a_result_is_handed_out_once() -> None:
-    """In a process of its own: it would end it."""
+    """In a process of its own, which it would end."""
     code = """
 from torchft._torchft import _load
 go = _load()

@@ -54,7 +54,7 @@ def test_it_serves_until_a_signal(stop: signal.Signals) -> None:
 
 
 def fixed_port() -> int:
-    """A free one that no outgoing connection takes while nobody listens there."""
+    """Returns a free port that no outgoing connection gets while nothing listens there."""
     for port in random.sample(range(20000, 29000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -80,7 +80,7 @@ def test_sigterm_tells_those_who_wait_and_a_job_goes_on_with_the_next_one() -> N
             called.result(timeout=30)
         first.communicate(timeout=30)
         assert first.returncode == 0
-        assert not asked.done()  # the group asks again, and its ranks wait on
+        assert not asked.done()  # the group retries, and its ranks continue to wait
         with start(["--min_replicas", "1", *again]) as second:
             assert asked.result(timeout=50).replica_ids == ["group"]
             second.send_signal(signal.SIGTERM)
@@ -147,13 +147,12 @@ def test_a_bad_log_level_in_the_environment_is_named(monkeypatch: pytest.MonkeyP
 
 
 def test_it_is_light() -> None:
-    """Under 64 MB, and under 0.3 s of processor time, which unlike the clock on the wall does not depend on
-    what else the machine does."""
+    """Under 64 MB, and under 0.3 s of processor time, which unlike elapsed time does not depend on other load."""
     with start(["--min_replicas", "1", *AT_ONCE]) as server:
         address_of(server)
         status = Path(f"/proc/{server.pid}/status").read_text()
         maps = Path(f"/proc/{server.pid}/maps").read_text()
-        # Its own: what other children used is counted when they are reaped, whenever that is.
+        # In a process of its own: the usage of other children is added whenever they are reaped.
         ticks = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
         server.send_signal(signal.SIGTERM)
         server.communicate(timeout=30)

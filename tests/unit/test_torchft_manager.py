@@ -131,7 +131,7 @@ def test_two_groups_agree_on_a_quorum(groups: Callable[..., Groups]) -> None:
     assert (first.heal, second.heal) == (False, True)
     assert first.recover_dst_replica_ranks == [1]
     assert (second.recover_src_replica_rank, second.recover_src_manager_address) == (0, job.servers[0].address())
-    # The healing group finds out where the source serves its state
+    # The healing group asks where the source serves its state
     assert ManagerClient(second.recover_src_manager_address, SOON)._checkpoint_metadata(0, SOON) == "metadata0"
 
     assert [f.result() for f in job.together(*(lambda c=c: c.should_commit(0, 0, True, SOON) for c in clients))] == [
@@ -205,7 +205,7 @@ def test_votes_on_different_steps_never_mix(groups: Callable[..., Groups]) -> No
     ranks = [job.client(0) for _ in range(2)]
     stale = job.threads.submit(ranks[0].should_commit, 0, 3, True, SOON)
     newer = job.threads.submit(ranks[1].should_commit, 1, 4, True, timedelta(seconds=2))
-    # Whichever came first: the two never agree. The one on the older step is told so, the other waits on.
+    # In either order, the two never agree. The rank with the older step gets an error, the other one waits.
     with pytest.raises(RuntimeError, match="step 3"):
         stale.result(timeout=60)
     with pytest.raises(TimeoutError):
@@ -285,7 +285,7 @@ def test_a_lighthouse_that_is_not_there_is_named_with_the_time_tried(groups: Cal
 
 def test_text_of_any_kind_arrives_as_it_is(groups: Callable[..., Groups]) -> None:
     job = groups(1)
-    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)  # one that does not know of the job's group
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)  # it does not know of the job's group
     text = 'ü "quoted" \\ </script> \u2028 \U0001f600'
     server = job.server(text, lighthouse_addr=lighthouse.address())
     try:
@@ -343,7 +343,7 @@ def test_a_bad_argument_of_a_call_is_named(
 def test_the_job_is_what_the_environment_says_now(
     groups: Callable[..., Groups], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the native library has long been loaded, which sees the environment of that moment only."""
+    """Also after the native library was loaded, which only sees the environment of that moment."""
     job = groups(1)
     for name in ("red", "blue", ""):
         monkeypatch.setenv("TORCHFT_JOB_ID", name)
@@ -372,14 +372,14 @@ def test_the_longest_timedelta_is_a_timeout(groups: Callable[..., Groups]) -> No
     [
         ((7, 9), [True, False]),
         ((9, 9), [False, False]),
-        ((-1, 9), [True, False]),  # the first one comes from a checkpoint on disk
-        ((0, 9), [False, False]),  # it does not say, as upstream's
+        ((-1, 9), [True, False]),  # the first group begins with a checkpoint on disk
+        ((0, 9), [False, False]),  # it does not report it, like upstream's
     ],
 )
 def test_an_equal_step_of_an_older_quorum_is_behind(
     groups: Callable[..., Groups], committed: tuple[int, int], heals: list[bool]
 ) -> None:
-    """Two groups were apart, and each committed a step without the other."""
+    """Two groups were separated, and each committed a step without the other."""
     two = groups(2)
     asking = [partial(ask, two.client(i), step=5, committed_quorum_id=committed[i]) for i in range(2)]
     results = [f.result() for f in two.together(*asking)]
@@ -398,7 +398,7 @@ def test_a_step_is_replayed_where_all_groups_announce_it(
 
 
 def latest(groups: Groups) -> tuple[int, int]:
-    """The quorum that the lighthouse goes on after, and the step that the job has reached; 0 without one."""
+    """Returns the quorum after which the lighthouse continues, and the step that the job has reached; 0 without one."""
     with urllib.request.urlopen(f"{groups.lighthouse.address()}/status", timeout=10) as answer:
         status = json.load(answer)
     return status["quorum_id"], status["max_step"]
@@ -413,7 +413,7 @@ def test_a_training_that_ended_on_purpose_is_forgotten(groups: Callable[..., Gro
         if number < finished:
             server._finish()
         server.shutdown()
-        server._finish()  # too late, and no error
+        server._finish()  # too late, and without an error
     if finished < 2:
         assert latest(g) == (before.quorum_id, 7)
         return

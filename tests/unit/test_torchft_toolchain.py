@@ -1,4 +1,4 @@
-"""Building without what it needs: the first line says what to install, and which version."""
+"""Building without a required tool: the first line of the error says what to install, and which version."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOOLCHAIN = ROOT / "python" / "build" / "toolchain.py"
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A folder of commands that is the whole PATH: Python and a shell, no go and no gcc."""
+    """A directory of commands that is the whole PATH: Python and a shell, but no go and no gcc."""
     for command in ("sh", "bash", "make", "find", "sed"):
         found = shutil.which(command)
         assert found is not None, command
@@ -31,7 +31,7 @@ def command(path: Path, name: str, script: str) -> None:
 
 
 def complaint(path: Path, *arguments: str, **environment: str) -> str:
-    """The first line that building says when it fails."""
+    """Returns the first line of a failing build."""
     env = {k: v for k, v in os.environ.items() if k not in ("GO", "CC", "PYTHON", "MAKEFLAGS", "MAKELEVEL")}
     done = subprocess.run(
         arguments or [sys.executable, str(TOOLCHAIN)],

@@ -1,4 +1,4 @@
-"""How the native library meets Python: signals, the GIL, fork, panics, handles, and the end of the process."""
+"""The native library in Python: signals, the GIL, fork, panics, handles, and the end of the process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Cluster:
     silent: str
 
     def waits(self, timeout: timedelta) -> dict[str, Callable[[], object]]:
-        """Every call that can wait, each waiting for something that does not come."""
+        """Returns every call that can wait. None of the awaited events happens."""
         return {
             "LighthouseClient.quorum": lambda: self.lighthouse_client.quorum("me", timeout),
             "LighthouseClient": lambda: LighthouseClient(self.silent, timeout),
@@ -90,7 +90,7 @@ def manager_server(lighthouse: str, connect_timeout: timedelta) -> ManagerServer
 def cluster() -> Iterator[Cluster]:
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=2)
     manager = manager_server(lighthouse.address(), LONG)
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections (the kernel does), says nothing
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections (the kernel does), but never answers
         yield Cluster(
             lighthouse,
             LighthouseClient(lighthouse.address(), LONG),
@@ -111,13 +111,13 @@ def probe(outcome: str, delay_us: int = 0, timeout_us: int = MINUTE_US) -> objec
 
 
 def present_handles() -> int:
-    """The number of live handles, without those that other tests dropped and nobody collected yet."""
+    """Returns the number of live handles, without those that other tests dropped and that are not collected yet."""
     gc.collect()
     return native().pyapi_Handles()
 
 
 def settled_handles(expected: int) -> int:
-    """The number of live handles, once what was cancelled had time to end."""
+    """Returns the number of live handles, after cancelled calls have had time to end."""
     deadline = time.monotonic() + 60
     while native().pyapi_Handles() != expected and time.monotonic() < deadline:
         gc.collect()
@@ -128,7 +128,7 @@ def settled_handles(expected: int) -> int:
 @pytest.mark.parametrize("name", WAITS)
 def test_ctrl_c_ends_a_wait(cluster: Cluster, name: str) -> None:
     with pytest.raises((TimeoutError, RuntimeError)):
-        cluster.waits(timedelta(milliseconds=20))[name]()  # what stays prepared for the next call is no leak
+        cluster.waits(timedelta(milliseconds=20))[name]()  # requests that stay prepared for the next call are no leak
     handles = present_handles()
     sent: list[float] = []
 
@@ -139,10 +139,11 @@ def test_ctrl_c_ends_a_wait(cluster: Cluster, name: str) -> None:
     timer = threading.Timer(0.2, interrupt)
 
     def wait() -> None:
-        timer.start()  # in here, so that it is expected also if this thread is held up for longer than that
+        timer.start()  # inside the block, so that the signal is expected even if this thread is delayed
         cluster.waits(LONG)[name]()
 
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
+    # SIGINT is ignored if the tests run in the background
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
             wait()
@@ -263,8 +264,8 @@ def test_calls_of_what_was_prepared(cluster: Cluster) -> None:
     with pytest.raises(ValueError, match="PyCapsule"):
         go.collect(object())
     dropped = [go.post(vote, 0, 1, 20_000) for _ in range(50)]
-    del dropped  # nobody collects them
-    with pytest.raises((TimeoutError, RuntimeError)):  # one of those that were dropped may come later than this one
+    del dropped  # never collected
+    with pytest.raises((TimeoutError, RuntimeError)):  # one of the dropped calls may arrive after this one
         go.collect(go.post(vote, 0, 1, 20_000))
     assert go.pyapi_Forget(vote)
     assert not go.pyapi_Forget(vote)
@@ -317,7 +318,7 @@ def test_shutdown_ends_another_thread_s_wait(cluster: Cluster) -> None:
 
     waiting = threading.Thread(target=vote)
     waiting.start()
-    threading.Event().wait(0.2)  # let the vote arrive; if it comes later, it fails all the same
+    threading.Event().wait(0.2)  # lets the vote arrive; if it arrives later, it fails as well
     cluster.manager.shutdown()
     waiting.join(20)
     assert not waiting.is_alive()
@@ -325,10 +326,10 @@ def test_shutdown_ends_another_thread_s_wait(cluster: Cluster) -> None:
 
 
 def in_child(work: Callable[[], object]) -> str:
-    """What work gives or raises in a forked child; the child must end within 30 s."""
+    """Returns what `work` returns or raises in a forked child, which must end within 30 s."""
     read, write = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is what is tested
+        warnings.simplefilter("ignore", DeprecationWarning)  # this tests forking with threads
         child = os.fork()
     if child == 0:
         try:
@@ -376,7 +377,7 @@ def test_every_entry_refuses_a_forked_child(cluster: Cluster) -> None:
 
 
 def test_destructors_do_nothing_in_a_forked_child(cluster: Cluster) -> None:
-    gc.collect()  # what other tests left is not for the child to collect
+    gc.collect()  # the child must not collect objects of other tests
     objects = [cluster.lighthouse_client, cluster.manager]
     cluster.lighthouse_client, cluster.manager = None, None  # type: ignore[assignment]
 
@@ -427,7 +428,7 @@ def test_a_daemon_thread_that_waits_does_not_disturb_the_exit() -> None:
 
 
 def test_an_operation_that_outlives_the_thread_that_waits_for_it() -> None:
-    """While the interpreter ends, daemon threads end in their waits; what they waited for ends later."""
+    """While the interpreter ends, daemon threads end in their waits, and the calls end later."""
     script = """
         import sys, threading, time
         from torchft._torchft import _load
@@ -470,7 +471,7 @@ def test_a_data_loader_with_forked_workers_works_beside_it(cluster: Cluster) -> 
         return sorted(int(x) for batch in loader for x in batch)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # forking with threads is what is tested
+        warnings.simplefilter("ignore", DeprecationWarning)  # this tests forking with threads
         assert load(Numbers()) == list(range(8))
         with pytest.raises(RuntimeError, match="was forked") as raised:
             load(Misuse())

@@ -1,4 +1,4 @@
-"""Streams and events where there are none."""
+"""Streams and events without an accelerator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work that is done before anybody asks."""
+"""Work that is complete when it is made."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_it_is_done() -> None:
 
 
 def test_pytorch_sees_it_too() -> None:
-    """Through the C++ interface, as DDP's reducer does."""
+    """By the C++ interface, as DDP's reducer uses it."""
 
     class Group(dist.ProcessGroup):
         def allreduce(self, tensors: list[torch.Tensor], opts: object) -> dist.Work:

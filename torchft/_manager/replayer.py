@@ -167,7 +167,7 @@ class Replayer:
         """Whether the quorum of the next step is known already, because a replay has requested it."""
         return self._ahead is not None
 
-    def arrives(self, position: Position) -> bool:
+    def begins_at(self, position: Position) -> bool:
         """The next step begins at this position. Returns whether the quorum that a replay requested is valid for it."""
         ahead, self._ahead = self._ahead, None
         return ahead == position

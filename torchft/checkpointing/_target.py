@@ -21,8 +21,8 @@ class Target:
 
     Args:
         read: returns its state, structured as the received one
-        writable: whether its tensors may be filled while the state arrives: nobody reads them, and nothing is lost if
-            the transfer fails. Otherwise what arrives stays in memory of the host until `settle`.
+        writable: whether its tensors may be written during the transfer, because nothing reads them and they are not
+            needed if the transfer fails. Otherwise received tensors stay in host memory until `settle`.
     """
 
     def __init__(self, read: Callable[[], object], writable: bool) -> None:
@@ -36,15 +36,15 @@ class Target:
         try:
             return tensors_by_path(self._read())
         except Exception as error:
-            logger.warning("what this group has cannot be read, so its state is received beside it: %r", error)
+            logger.warning("this group's own state cannot be read, so the peer's is received in new memory: %r", error)
             return {}
 
     def settle(self, state: Any) -> Any:
-        """Takes a state from memory of the host to the devices: into the tensors that are there, where those are alike,
-        else into new ones. For the thread that trains, when nobody else reads them.
+        """Copies a received state from host memory to the devices: into local tensors with the same shape and dtype,
+        else into new ones. Call it on the training thread while nothing else reads the tensors.
 
         Returns:
-            the state with those tensors. What belongs to this host's memory is as it was.
+            the state with the tensors on their devices. Tensors that belong into host memory are unchanged.
         """
         if not self.devices:
             return state
@@ -55,8 +55,8 @@ class Target:
 class Homes:
     """Chooses the device for a tensor that a group does not have yet.
 
-    It is where the group has the other tensors that the source has on that device: the source's indices say nothing
-    here. No device is used that the group's own tensors do not use.
+    The device is the one on which the group has the source's other tensors of the same device, because device indices
+    of the source mean nothing here. Only devices that the group's own tensors use are chosen.
 
     Args:
         own: the group's tensors

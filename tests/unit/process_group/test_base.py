@@ -66,7 +66,7 @@ def test_shutdown_and_abort_at_any_time(fresh: Peers) -> None:
     fresh.run(lambda group, rank: check(group, rank, fresh.n))
 
 
-@runs_with("fresh", alone=False, native=False)  # a native group belongs to its maker, a dummy does nothing
+@runs_with("fresh", alone=False, native=False)  # a native group belongs to its creator, a dummy does nothing
 def test_calls_after_shutdown(fresh: Peers) -> None:
     fresh.connect()
     for group in fresh.groups:
@@ -87,16 +87,16 @@ def test_a_peer_that_leaves_is_an_error_for_the_rest(fresh: Peers) -> None:
     gone.abort()
     results = in_threads([work.wait for work in works], TIMEOUT / 2)
     assert [type(result) for result in results] == [RuntimeError] * 2
-    # The two that are left go on.
+    # The two remaining ranks continue.
     fresh.connect(fresh.groups[:2])
     on_ranks(2, lambda rank: check(fresh.groups[rank], rank, 2))
 
 
 @runs_with("fresh", alone=False)
 def test_an_abort_ends_what_is_in_flight(fresh: Peers) -> None:
-    """Here and at the peers; new peers make the group whole."""
+    """At this rank and at its peers. With new peers the group works again."""
     fresh.connect()
-    # Rank 1 waits for rank 0, whose connection breaks; for rank 2 it would wait on.
+    # Rank 1 waits for rank 0, whose connection breaks. A wait for rank 2 would continue.
     pending = [fresh.groups[rank].recv([values(rank)], source, 0) for rank, source in ((0, 2), (1, 0))]
     assert not any(work.is_completed() for work in pending)
     fresh.groups[0].abort()
@@ -111,7 +111,7 @@ def test_an_abort_ends_what_is_in_flight(fresh: Peers) -> None:
 
 @runs_with("fresh", alone=False, wrappers=("managed",))
 def test_timeouts(fresh: Peers) -> None:
-    """Of the group, of one operation's options, and of one wait; the peers stay away each time."""
+    """The group's timeout, that of an operation's options, and that of a wait; no peer ever joins."""
     short = timedelta(milliseconds=100)
 
     def of_the_group(group: ProcessGroup) -> None:
@@ -132,10 +132,11 @@ def test_timeouts(fresh: Peers) -> None:
             wait(fresh.groups[0])
 
 
-# A native group's receive keeps the deadline it was made with.
+# A native group's receive keeps the deadline with which it was created.
 @runs_with("fresh", alone=False, native=False, wrappers=())
 def test_a_timeout_holds_for_the_next_peers_too(fresh: Peers) -> None:
-    fresh.groups[0].set_timeout(timedelta(seconds=2))  # it connects within that, too: with a lost question to DNS, 1 s
+    # also the timeout of connecting: if the DNS loses an answer, that takes 1 s
+    fresh.groups[0].set_timeout(timedelta(seconds=2))
     fresh.connect()
     with pytest.raises(RuntimeError, match=r"(?i)time"):
         fresh.groups[0].recv([torch.zeros(1)], 1, 0).wait()

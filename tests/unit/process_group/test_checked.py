@@ -1,4 +1,4 @@
-"""TORCHFT_CHECK_COLLECTIVES=1: whoever calls another collective than the rest is named, on all ranks."""
+"""TORCHFT_CHECK_COLLECTIVES=1: if ranks call different collectives, all ranks report the one that differs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from torchft.process_group.checked import CHECK_COLLECTIVES, Checker, describe, 
 
 
 def checked(wrappers: Sequence[str] | None = None) -> list[Any]:
-    """The groups that a test is for, as parameters of it."""
+    """The groups of a test, as parameters of it."""
     found = []
     for param in backends(alone=False, wrappers=wrappers):
         (backend,) = param.values
@@ -110,7 +110,7 @@ def check_difference(groups: list[ProcessGroup], what: str) -> None:
     assert all(isinstance(result, RuntimeError) for result in results)
     for text in ["collective 1 differs", *named, ".py:"]:
         assert text in str(results[0])
-    # From there on nothing fits: it is said again.
+    # After that every call fails with the same error.
     again = in_threads([lambda group=group: right(group).wait() for group in groups])
     assert [str(result) for result in again] == [str(results[0])] * len(groups)
 
@@ -122,7 +122,7 @@ def test_what_fits_passes(groups: list[ProcessGroup], store: TCPStore) -> None:
             tensor = torch.full((4,), float(rank))
             group.allreduce([tensor], ReduceOp.SUM).wait()
             assert tensor[0].item() == sum(range(len(groups)))
-        sizes = [r + 1 for r in range(len(groups))]  # differ from rank to rank, and may
+        sizes = [r + 1 for r in range(len(groups))]  # may differ from rank to rank
         group.alltoall_base(
             torch.zeros(len(groups) * sizes[rank]),
             torch.zeros(sum(sizes)),
@@ -192,7 +192,7 @@ def test_descriptions() -> None:
         "allreduce(float32[4], int64[2, 3]; op MIN)"
     )
     assert describe("barrier", (), BarrierOptions()) == "barrier()"
-    # Only the root has lists.
+    # Only the root passes lists.
     root = describe("gather", ([[four, four]], [four]), GatherOptions())
     assert root == describe("gather", ([], [four]), GatherOptions()) == "gather(float32[4]; root 0)"
     assert describe("alltoall_base", (four, torch.ones(7), [4], [7]), AllToAllOptions()) == "alltoall_base(float32)"

@@ -1,4 +1,4 @@
-"""What every group must do; `backends` says which groups there are.
+"""Requirements for every process group; `backends` lists the groups.
 
 The peers are made once per backend and used by all tests here, which leave them whole; test_base.py has the others. A
 wrapper has all tests of what it does itself; those of how the group in it moves and reduces tensors are slow for it.
@@ -31,7 +31,7 @@ from torchft.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGro
 
 
 def finish(work: Work) -> Any:
-    """Waits for an operation both ways; what its future gives."""
+    """Waits for an operation in both ways. Returns the future's value."""
     work.wait()
     return work.get_future().wait()
 
@@ -54,7 +54,7 @@ def reduced(peers: Peers, how: str, **kind: Any) -> torch.Tensor:
     )
 
 
-# The state
+# State
 
 
 def test_it_is_a_process_group_of_pytorch(peers: Peers) -> None:
@@ -62,7 +62,7 @@ def test_it_is_a_process_group_of_pytorch(peers: Peers) -> None:
         assert isinstance(group, dist.ProcessGroup)
         assert isinstance(group.getBackendName(), str) and group.getBackendName()
         assert (group.size(), group.rank()) == (peers.n, rank)
-        # What PyTorch's C++ code sees
+        # As PyTorch's C++ code calls it
         assert dist.ProcessGroup.size(group) == peers.n
         assert dist.ProcessGroup.rank(group) == rank
         assert group.errored() is None
@@ -158,7 +158,7 @@ def test_alltoall_base(peers: Peers) -> None:
 
 @runs_with("peers", wrappers=())
 def test_alltoall_base_of_unequal_slices(peers: Peers) -> None:
-    """Rank r gets r + 1 elements from everybody."""
+    """Rank r gets r + 1 elements from each rank."""
     sizes = [r + 1 for r in range(peers.n)]
 
     def call(group: ProcessGroup, rank: int) -> None:
@@ -191,7 +191,7 @@ SHAPES = [(1,), (3, 5), (2, 3, 4), (10_000,), (0,)]
 @runs_with("peers", alone=False, wrappers=())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
 def test_what_moves_tensors_moves_all_kinds(peers: Peers, dtype: torch.dtype) -> None:
-    """Against plain copies."""
+    """Compared with plain copies."""
 
     def call(group: Any, rank: int) -> None:
         for shape in SHAPES:
@@ -223,7 +223,7 @@ def test_barrier(peers: Peers) -> None:
 
 @runs_with("peers", alone=False)
 def test_send_and_recv(peers: Peers) -> None:
-    """A ring, in both directions at once, told apart by the tag."""
+    """A ring, in both directions at once, distinguished by the tag."""
 
     def call(group: ProcessGroup, rank: int) -> None:
         after, before = (rank + 1) % peers.n, (rank - 1) % peers.n
@@ -242,7 +242,7 @@ def test_send_and_recv(peers: Peers) -> None:
 
 
 def test_reduce_scatter(peers: Peers) -> None:
-    """Where it is missing, every rank hears of it at once."""
+    """If it is not supported, every rank gets an error at once."""
 
     def call(group: ProcessGroup, rank: int) -> None:
         inputs = [values(r) for r in range(peers.n)]
@@ -255,7 +255,7 @@ def test_reduce_scatter(peers: Peers) -> None:
         if not peers.backend.reduces_and_scatters:
             with pytest.raises(RuntimeError, match="does not support reduce_scatter"):
                 calls[0]()
-            return  # Gloo of PyTorch 2.7 has the other one
+            return  # Gloo of PyTorch 2.7 only has the other one
         for run in calls:
             finish(run())
         torch.testing.assert_close([output, several], [peers.n * values(rank)] * 2)
@@ -295,7 +295,7 @@ def test_what_pytorch_calls_besides(peers: Peers) -> None:
 
 @runs_with("peers", alone=False, wrappers=())
 def test_two_threads_use_a_group(peers: Peers) -> None:
-    """Each for itself: collectives need one order on all ranks, so they are started under a lock."""
+    """Collectives need the same order on all ranks, so the threads start them under a lock."""
 
     def call(group: ProcessGroup, rank: int) -> None:
         def ring(tag: int) -> None:
@@ -339,12 +339,12 @@ def test_futures_can_be_chained(peers: Peers) -> None:
     peers.run(call)
 
 
-# What is refused
+# Bad input
 
 
-@runs_with("peers", alone=False)  # one that does nothing refuses nothing
+@runs_with("peers", alone=False)  # a group that does nothing refuses nothing
 def test_what_is_not_supported_is_named_at_once_on_every_rank(peers: Peers) -> None:
-    """And what is in flight, before it and after it, is not touched."""
+    """Operations in flight, before and after it, are not affected."""
 
     def call(group: ProcessGroup, rank: int) -> str:
         before, after = values(rank), values(rank)
@@ -366,7 +366,7 @@ def test_what_is_not_supported_is_named_at_once_on_every_rank(peers: Peers) -> N
 
 @runs_with("peers", alone=False)
 def test_a_tensor_without_memory_is_refused_on_every_rank(peers: Peers) -> None:
-    """PyTorch's groups say that they have reduced it, and the peers of one such rank wait."""
+    """PyTorch's groups pretend to reduce it, while the peers of such a rank wait."""
 
     def call(group: ProcessGroup, rank: int) -> None:
         with pytest.raises((ValueError, RuntimeError), match="meta"):
@@ -387,7 +387,7 @@ def _rooted(root: int) -> BroadcastOptions:
     return opts
 
 
-# What users get wrong. PyTorch's Gloo says all of this in the call.
+# Mistakes of users. PyTorch's Gloo raises all these errors in the call.
 MISTAKES: dict[str, Callable[[Any, int], Work]] = {
     "sizes that do not fit": lambda group, n: group.allgather(
         [[torch.zeros(3) for _ in range(n)]], [torch.ones(2)], AllgatherOptions()
@@ -408,7 +408,7 @@ MISTAKES: dict[str, Callable[[Any, int], Work]] = {
 }
 
 
-# Of these a wrapper could make something else.
+# A wrapper might turn these into other errors.
 FORWARDED = ["too few outputs", "bits of floats"]
 
 
@@ -432,7 +432,7 @@ def _says_what_pytorch_says(peers: Peers, mistake: str) -> None:
             MISTAKES[mistake](group, group.size()).wait()
         return str(refused.value).partition("\n")[0]
 
-    # PyTorch's reduce_scatter and allreduce_coalesced take no bare reduction: only ours turns it into options.
+    # PyTorch's reduce_scatter and allreduce_coalesced require options; torchft's also accept a plain reduction.
     expected = None if mistake == "bits of floats" else said(plain)
     texts = peers.run(lambda group, rank: said(group))
     if expected is not None and peers.n == plain.size():

@@ -1,4 +1,4 @@
-"""Which connections are a Gloo group's, and what cutting them does."""
+"""Finding the connections of a Gloo group, and the effect of cutting them."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def test_only_the_connections_of_this_group_are_cut(store: TCPStore) -> None:
 
 
 def test_ranks_of_one_process_have_connections_of_their_own(store: TCPStore) -> None:
-    """They are in one table of descriptors, and connect to the same addresses."""
+    """They share a table of descriptors, and connect to the same addresses."""
     groups = [gloo() for _ in range(5)]
     connect(groups, store)
     assert [connections_of(group).alive() for group in groups] == [(4, 4)] * 5
-    # Two ranks leave: the others have lost these two, and no other connection.
+    # Two ranks leave: the others have lost the connections to these two, and no other connection.
     groups[0].abort()
     groups[1].abort()
     deadline = time.monotonic() + 10
@@ -70,7 +70,7 @@ def test_a_descriptor_that_was_given_to_somebody_else_is_left_alone(store: TCPSt
     groups = pair(store)
     connections = connections_of(groups[0])
     assert len(connections) > 0
-    # As if the connections had been closed and their numbers used for these.
+    # As if the connections had been closed, and their descriptors' numbers reused for these.
     pairs = [socket.socketpair() for _ in range(len(connections))]
     connections._connections = {
         ours.fileno(): connection for (ours, _), connection in zip(pairs, connections._connections.values())
@@ -89,7 +89,7 @@ def test_a_descriptor_that_was_given_to_somebody_else_is_left_alone(store: TCPSt
 
 @pytest.mark.parametrize("interfaces", ["lo", "lo,lo"])
 def test_every_context_of_gloo_is_cut(store: TCPStore, interfaces: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations take turns on the contexts: the first of these is on one of them, the second on the other."""
+    """Operations alternate between the contexts: the first of these uses one of them, the second the other."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
     groups = pair(store)
     assert len(connections_of(groups[0])) == len(interfaces.split(","))
@@ -131,8 +131,8 @@ def can_bind(address: str) -> bool:
 
 
 def published(address: bytes, host: bytes = b"host") -> bytes:
-    """What a rank of Gloo publishes: most of the address is memory that was never written."""
-    rest = struct.pack("=H", socket.AF_INET) + b"\x11\x11" + b"\x7f\0\0\1"  # as if left by somebody else
+    """The address that a rank of Gloo publishes; most of its bytes are uninitialized memory."""
+    rest = struct.pack("=H", socket.AF_INET) + b"\x11\x11" + b"\x7f\0\0\1"  # as if left by an earlier use
     storage = (address + rest * 16)[:128]
     return struct.pack("=Q", len(host)) + host + struct.pack("=Q", 136) + storage + bytes(8) + struct.pack("=Q", 1)
 
@@ -172,5 +172,5 @@ def test_without_published_addresses_nothing_is_cut() -> None:
     ],
 )
 def test_addresses_as_they_stand_in_memory(family: int, address: object, raw: list[bytes]) -> None:
-    # The first two bytes are the family, in the order of this machine.
+    # The first two bytes are the family, in this machine's byte order.
     assert [text[2:] for text in _raw(family, address)] == raw

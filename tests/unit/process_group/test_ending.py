@@ -1,4 +1,4 @@
-"""The end of a process whose threads wait in PyTorch: what they wait for may end in the middle of it."""
+"""The end of a process whose threads wait in PyTorch, and whose waits may end at the same time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import pytest
 
 from tests.unit.children import run_python
 
-# What waits ends after 1 s, and Python is about to end for 3 s: most of that time nobody but the main thread may run
-# Python.
+# The wait ends after 1 s, and Python takes 3 s to end: most of that time only the main thread may run Python.
 _SCRIPT = """
 import sys, threading, time
 from concurrent.futures import ThreadPoolExecutor

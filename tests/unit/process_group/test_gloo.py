@@ -1,4 +1,4 @@
-"""Gloo with peers that fail, hang or leave: nobody waits longer than necessary, nothing is left behind."""
+"""Gloo with peers that fail, hang or leave: no wait is longer than necessary, nothing is left behind."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from torchft.process_group._gloo import reaper
 
 @pytest.mark.parametrize("make", [gloo, lambda: ProcessGroupBabyGloo(timeout=TIMEOUT)], ids=["gloo", "isolated"])
 def test_a_group_without_peers_opens_no_connection(make: Callable[[], ProcessGroup]) -> None:
-    """All others failed, and what the last one waited for there was PyTorch's question to the name server."""
+    """If all others failed, the last rank would wait for PyTorch's DNS query."""
     group = make()
     with socket.socket() as closed:
-        closed.bind(("localhost", 0))  # and nobody listens
+        closed.bind(("localhost", 0))  # a port without a listener
         group.configure(f"localhost:{closed.getsockname()[1]}/alone", "last", 0, 1)
     tensor = torch.ones(2)
     group.allreduce([tensor], ReduceOp.SUM).wait()
@@ -42,7 +42,7 @@ def test_a_group_without_peers_opens_no_connection(make: Callable[[], ProcessGro
 
 
 def test_an_abort_ends_connecting_with_a_failed_peer(store: TCPStore) -> None:
-    """The peer failed between the quorum and the connection: nobody but an abort ends the wait for it."""
+    """The peer failed between the quorum and the connection: only an abort ends the wait for it."""
     group = gloo()
     where = meeting(store)
     began = time.monotonic()
@@ -57,7 +57,7 @@ def test_an_abort_ends_connecting_with_a_failed_peer(store: TCPStore) -> None:
     tensors = [torch.ones(1) for _ in groups]
     on_ranks(2, lambda rank: groups[rank].allreduce([tensors[rank]], ReduceOp.SUM).wait())
     assert [tensor.item() for tensor in tensors] == [2.0, 2.0]
-    # Its peer comes after all: what is made too late is destroyed.
+    # Its peer connects after all: the group that is made too late is destroyed.
     late = gloo()
     late.configure(where, "late", 1, 2)
     with pytest.raises(RuntimeError):
@@ -67,7 +67,7 @@ def test_an_abort_ends_connecting_with_a_failed_peer(store: TCPStore) -> None:
 
 
 def test_an_abort_as_soon_as_the_connection_begins_ends_it(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that connects may be there before the one that waits for it goes on."""
+    """The thread that connects may begin before the waiting thread continues."""
     connects, aborted = threading.Event(), threading.Event()
 
     class Eager(threading.Thread):
@@ -102,7 +102,7 @@ def peer(store: TCPStore) -> Iterator[Peer]:
 def test_a_failed_peer_is_an_error_at_once(peer: Peer) -> None:
     work = peer.group.allreduce([torch.ones(1)], ReduceOp.SUM)
     fut = work.get_future()
-    unended = peer.group.recv_anysource([torch.ones(1)], 3)  # Gloo does not end this one
+    unended = peer.group.recv_anysource([torch.ones(1)], 3)  # Gloo does not end this operation
     peer.signal(signal.SIGKILL)
     started = time.monotonic()
     with pytest.raises(RuntimeError, match=GONE):
@@ -159,12 +159,12 @@ def test_a_silent_peer_holds_up_nobody_after_an_abort(peer: Peer, store: TCPStor
     peer.group.configure(meeting(store), "self", 0, 1)
     peer.group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
     assert reaper.drain(SOON)
-    assert time.monotonic() - started < SOON + 5  # a lost question to the name server
+    assert time.monotonic() - started < SOON + 5  # includes a lost answer of the DNS
 
 
 @pytest.mark.processes
 def test_new_peers_end_what_is_in_flight(peer: Peer, store: TCPStore) -> None:
-    """Without an abort: the caller of configure does not wait, and the old operation ends."""
+    """Without an abort: `configure` does not wait for the old operation, which ends."""
     peer.signal(signal.SIGSTOP)
     work = peer.group.allreduce([torch.ones(1)], ReduceOp.SUM)
     peer.group.configure(meeting(store), "self", 0, 1)
@@ -208,7 +208,7 @@ def descriptors() -> int:
 
 
 def settle() -> None:
-    """Waits for the threads that old peers leave behind for a moment."""
+    """Waits a moment for the threads of earlier peers."""
     assert reaper.drain(DEADLINE_S)
     for thread in threading.enumerate():
         if thread.name == "torchft_quiet":

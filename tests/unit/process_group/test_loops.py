@@ -1,4 +1,4 @@
-"""After an abort no thread of Gloo's turns in circles, whoever still refers to the group."""
+"""After an abort no event loop of Gloo spins, even if the group is still referenced."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchft.process_group._gloo import reaper
 from torchft.process_group._gloo.loops import _tell_once, watched
 
 WINDOW_S = 0.5
-# A loop that waits needs 2 ms of a window; one that spins gets its share of the machine.
+# A waiting loop needs 2 ms of this window; a spinning one gets its share of the machine.
 SPINS_MS = 25
 DEADLINE_S = 20.0
 
@@ -25,19 +25,19 @@ linux = pytest.mark.skipif(not Path("/proc/self/fdinfo").is_dir(), reason="Gloo'
 
 
 def loops() -> dict[str, float]:
-    """Milliseconds that each of Gloo's loops has run so far."""
+    """Milliseconds of processor time that each of Gloo's loops has used so far."""
     found = {}
     for thread in Path("/proc/self/task").iterdir():
         try:
             if (thread / "comm").read_text().strip() == "gloo_tcp_loop":
                 found[thread.name] = int((thread / "schedstat").read_text().split()[0]) / 1e6
-        except OSError:  # it has ended
+        except OSError:  # the thread has ended
             continue
     return found
 
 
 def spins(others: set[str]) -> bool:
-    """Whether a loop runs all the time that is not one of others."""
+    """Whether a loop that is not in `others` runs all the time."""
     before = loops()
     time.sleep(WINDOW_S)
     return any(ms - before.get(name, ms) > SPINS_MS for name, ms in loops().items() if name not in others)
@@ -45,7 +45,7 @@ def spins(others: set[str]) -> bool:
 
 @linux
 def test_nothing_spins_after_an_abort(store: TCPStore) -> None:
-    """A receive that nobody waits for any more leaves no place for what its peer sends."""
+    """After an aborted receive there is no buffer for the peer's data."""
     others = set(loops())
     groups = [ProcessGroupGloo(timeout=TIMEOUT) for _ in range(2)]
     connect(groups, store)
@@ -59,7 +59,7 @@ def test_nothing_spins_after_an_abort(store: TCPStore) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while spins(others):
         assert time.monotonic() < deadline
-    # It is still in order: it is destroyed as ever.
+    # The epoll still works: the group is destroyed as usual.
     del sent
     lingering.clear()
     assert reaper.drain(DEADLINE_S)

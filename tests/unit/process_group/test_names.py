@@ -1,4 +1,4 @@
-"""What users import from torchft.process_group, and how they call it."""
+"""The names that users import from torchft.process_group, and their signatures."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_methods(group: str) -> None:
     assert issubclass(cls, dist.ProcessGroup)
     for name, expected in {**OPERATIONS, **THE_REST}.items():
         found = parameters(getattr(cls, name))
-        # PyTorch 2.7's dist.all_gather gives no options.
+        # PyTorch 2.7's dist.all_gather passes no options.
         assert found in (
             expected,
             f"{expected}=None" if name == "allgather" else expected,

@@ -83,8 +83,9 @@ def test_fewer_and_more_and_other_ranks(store: TCPStore) -> None:
 
 
 def test_dropping_a_wrapper_does_not_wait_for_its_operations(store: TCPStore) -> None:
-    """Nor does the thread on which the garbage collector happens to run. Gloo may lose an operation whose connection
-    breaks, and destroying the group then takes until the timeout."""
+    """Neither does the thread on which the garbage collector runs. Gloo may lose an operation whose connection breaks,
+    and the destruction of the group then takes until the timeout.
+    """
     parents = natives(store, 2)
     groups = [ProcessGroupWrapper(pg=pg) for pg in parents]
     connect(groups, store)
@@ -104,7 +105,7 @@ def test_dropping_a_wrapper_does_not_wait_for_its_operations(store: TCPStore) ->
 def test_what_begins_after_an_abort_ends_though_gloo_forgets_it(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread may begin an operation while another aborts the group."""
+    """A thread may start an operation while another one aborts the group."""
     parents = natives(store, 2)
     group = ProcessGroupWrapper(pg=parents[0])
     connect([group, parents[1]], store)
@@ -130,7 +131,7 @@ def test_a_wrapper_passes_new_peers_on(store: TCPStore) -> None:
     connect(groups, store)
     on_ranks(2, lambda rank: check(groups[rank], rank, 2))
     for group in groups:
-        group.shutdown()  # the native groups are whoever's made them
+        group.shutdown()  # the native groups belong to their creator
     on_ranks(2, lambda rank: check(parents[rank], rank, 2))
 
 
@@ -188,7 +189,9 @@ def broadcast_of_the_first(group: dist.ProcessGroup) -> dist.Work:
 def stuck(
     groups: list[dist.ProcessGroup], each: int, start: Callable[[dist.ProcessGroup], dist.Work] = allreduce
 ) -> tuple[list[threading.Thread], list[Exception]]:
-    """Threads that wait in collectives of these groups, whose last peer stays away; and what they will have raised."""
+    """Starts threads that wait in collectives of these groups, whose last peer never joins. Returns them and the errors
+    that they will raise.
+    """
     errors: list[Exception] = []
 
     def run(group: dist.ProcessGroup) -> None:
@@ -217,7 +220,7 @@ def test_an_abort_ends_what_is_in_flight_here_and_at_the_peers(store: TCPStore) 
     groups = natives(store, 3)
     connect(groups, store)
     here, errors_here = stuck(groups[:1], each=4)
-    # In an allreduce the peer might by now wait for the third one only, with which it is connected still.
+    # In an allreduce, the peer might already wait for the third rank only, to which it is still connected.
     there, errors_there = stuck(groups[1:2], each=4, start=broadcast_of_the_first)
     abort_group(groups[0])
     ended(here + there)
@@ -229,7 +232,7 @@ def test_an_abort_ends_what_is_in_flight_here_and_at_the_peers(store: TCPStore) 
 
 
 def test_an_abort_cuts_the_world(world: dist.ProcessGroup, store: TCPStore) -> None:
-    """init_process_group gives Gloo a store below that of the group, and each time with peers new connections."""
+    """init_process_group gives Gloo a prefix of the group's store, with new connections for each set of peers."""
     peer = native(world.get_group_store().clone(), 1, 2)
     for _ in range(2):
         connect([world, peer], store)
@@ -243,7 +246,7 @@ def test_an_abort_cuts_the_world(world: dist.ProcessGroup, store: TCPStore) -> N
 
 
 def test_an_abort_cuts_a_group_whose_store_is_gloos_own(store: TCPStore) -> None:
-    """As whoever makes a group without init_process_group does."""
+    """As for groups that are created without init_process_group."""
     where = meeting(store)
     groups = [native(create_store_client(where, TIMEOUT), rank, 2, prefix="") for rank in range(2)]
     connect(groups, store)
@@ -254,7 +257,7 @@ def test_an_abort_cuts_a_group_whose_store_is_gloos_own(store: TCPStore) -> None
 
 
 def test_new_peers_do_not_wait_for_the_old_ones(store: TCPStore) -> None:
-    """Gloo has two threads a group: operations that nobody ends would hold both of them."""
+    """Gloo has two threads per group, and operations that never end would block both of them."""
     groups = natives(store, 3)
     connect(groups, store)
     threads, errors = stuck(groups[:2], each=4)

@@ -1,4 +1,4 @@
-"""NCCL and XCCL: what can be tested without their devices. The rest is in tests/gpu."""
+"""Tests of NCCL and XCCL that need no device. The others are in tests/gpu."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from torchft.process_group.isolated import groups
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the constructor sets for PyTorch ends with the test."""
+    """Restores the environment variables that the constructor sets."""
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_NONBLOCKING_TIMEOUT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -55,7 +55,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What PyTorch makes for rank 3."""
+    """The pipe that PyTorch creates for rank 3."""
     path = tmp_path / "trace_3.pipe"
     os.mkfifo(path)
     monkeypatch.setenv(TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR, str(tmp_path / "trace_"))
@@ -80,8 +80,8 @@ def test_without_the_setting_there_is_no_trace() -> None:
 
 
 def test_without_a_listener_nobody_waits(pipe: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert not trigger_nccl_fr_trace_through_pipe(3)  # nobody reads
-    assert not trigger_nccl_fr_trace_through_pipe(4)  # nobody made one
+    assert not trigger_nccl_fr_trace_through_pipe(3)  # without a reader
+    assert not trigger_nccl_fr_trace_through_pipe(4)  # without a pipe
     assert "trace_3.pipe" in caplog.text and "trace_4.pipe" in caplog.text
 
 
@@ -94,7 +94,7 @@ def test_an_abort_asks_for_the_trace(
     monkeypatch.setenv(TORCHFT_TRIGGER_FR_ON_ABORT, value)
     group = ProcessGroupNCCL()
     group.set_rank_info("replica", 1, 2, 3)
-    group.abort(errored=errored)  # nothing to abort, nothing to tell
+    group.abort(errored=errored)  # nothing to abort and no error to report
     group._pg = MagicMock(rank=lambda: 0)
     group.abort(errored=errored)
     if told:
@@ -107,7 +107,7 @@ def test_an_abort_asks_for_the_trace(
 def test_the_pipe_is_that_of_whichever_group_was_first(
     listener: int, monkeypatch: pytest.MonkeyPatch, global_rank: Optional[int], rank_env: str
 ) -> None:
-    """PyTorch has one pipe in a process, and names it by the rank in the process' first NCCL group."""
+    """PyTorch has one pipe per process, named after the rank in the process' first NCCL group."""
     monkeypatch.setenv(TORCHFT_TRIGGER_FR_ON_ABORT, "true")
     monkeypatch.setenv("RANK", rank_env)
     group = ProcessGroupNCCL()
@@ -123,7 +123,7 @@ def test_the_pipe_is_that_of_whichever_group_was_first(
 def test_they_can_be_made_without_a_device() -> None:
     assert ProcessGroupNCCL(timedelta(seconds=90)).getBackendName() == "torchft-nccl"
     assert ProcessGroupXCCL().getBackendName() == "torchft-xccl"
-    # A connection must not be waited for half an hour.
+    # PyTorch's default would wait half an hour for a connection.
     assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "90"
 
 
@@ -142,7 +142,7 @@ def test_errored_without_a_device() -> None:
 
 
 class StillRunning(Work):
-    """An operation on a device: waited for at once, done some time."""
+    """An operation on a device: its wait returns at once, it ends later."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +159,7 @@ class StillRunning(Work):
 
 
 class Parent(dist.ProcessGroup):
-    """Keeps the options it got."""
+    """Records its options."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
@@ -176,7 +176,7 @@ class Parent(dist.ProcessGroup):
 
 @pytest.fixture
 def watched() -> Iterator[MagicMock]:
-    """Every watch of a stream: the call to make, and when."""
+    """Every watch of a stream: the callback, and its timeout."""
     with patch.object(process_group, "stream_timeout") as watch:
         yield watch
 
@@ -209,7 +209,7 @@ def test_the_deadline_is_the_waits_the_options_or_the_groups(watched: MagicMock)
     work.synchronize()
     group.allreduce([torch.ones(1)], AllreduceOptions()).wait()
     assert [call.args[1].total_seconds() for call in watched.call_args_list] == [3, 7, 7, 30]
-    # PyTorch's own deadline would end the process; the caller's options are as they were.
+    # PyTorch's own deadline would end the process; the caller's options are not changed.
     assert parent.opts.timeout >= timedelta(days=1)
     assert opts.timeout == timedelta(seconds=7)
 
@@ -253,7 +253,7 @@ def test_a_host_that_is_stuck_gets_an_abort() -> None:
 
 
 def test_nobody_waits_for_an_abort_that_hangs() -> None:
-    """NCCL frees device memory in it, and may wait for ever: not so the caller, the next peers and the timers."""
+    """NCCL frees device memory in it, and may wait forever; the caller, the next peers and the timers must not."""
     may_end, in_it = threading.Event(), threading.Event()
 
     class Hangs(Parent):
@@ -328,7 +328,7 @@ def test_all_options_are_copied(kind: Callable[[], Any]) -> None:
     assert group._opts_hook(ReduceOp.SUM) is ReduceOp.SUM
 
 
-# What PyTorch is told
+# Options of PyTorch's backend
 
 
 class Nccl:
@@ -377,7 +377,7 @@ def test_nccl_connects_at_once_without_blocking(nccl: type[Nccl]) -> None:
     ("there", "torchrun", "expected"),
     [
         (None, False, "2"),
-        ("1", False, "1"),  # the user's
+        ("1", False, "1"),  # the user's value
         ("1", True, "2"),  # torchrun sets it in all its workers
         ("3", True, "3"),
         ("0", True, "0"),
@@ -409,7 +409,7 @@ def test_nccl_in_a_worker_too(nccl: type[Nccl], monkeypatch: pytest.MonkeyPatch)
 def test_a_worker_can_be_asked_for_its_error_whatever_its_trainer_has_set(
     nccl: type[Nccl], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It does not end with it: its events would pass or not, and say nothing."""
+    """Otherwise the worker ends with the error, and its events tell nothing about it."""
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     process_group.ProcessGroupBabyNCCL._create_pg(dist.HashStore(), 0, 2)
     assert nccl.made[0].error_handling == "2"
@@ -440,7 +440,7 @@ def test_xccl_connects_at_once(isolated: bool, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.skipif(torch.xpu.is_available(), reason="it is about a host without an XPU")
 def test_a_worker_for_xccl_asks_for_no_other_device(store: TCPStore) -> None:
-    """On a host with XPUs there is no CUDA that could be asked."""
+    """A host with XPUs has no CUDA device."""
     group = process_group.ProcessGroupBabyXCCL(timedelta(seconds=60))
     try:
         with pytest.raises(Exception, match="XPU"):

@@ -1,4 +1,4 @@
-"""PyTorch's newer NCCL backend: which one is used, what it is told, and groups that differ. No device is needed."""
+"""PyTorch's newer NCCL backend: when it is used, its options, and jobs with both backends. No device is needed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchft.process_group.reconfigure import Handle, plan_rendezvous
 
 
 class Nccl2:
-    """PyTorch's backend, without a device: notes what it is told."""
+    """Replaces PyTorch's backend, without a device; records its options."""
 
     made: ClassVar[list[Nccl2]] = []
     supports_reconfigure = True
@@ -40,7 +40,7 @@ class Nccl2:
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the constructors set for PyTorch ends with the test, and every PyTorch has the backend."""
+    """Restores environment variables that the constructors set, and adds the backend to any version of PyTorch."""
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_NONBLOCKING_TIMEOUT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -92,7 +92,7 @@ def test_a_pytorch_without_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_what_pytorch_is_told(store: TCPStore, world_size: int) -> None:
+def test_options_of_the_backend(store: TCPStore, world_size: int) -> None:
     where = meeting(store)
 
     def connect(rank: int) -> None:
@@ -120,7 +120,7 @@ def test_an_nccl_that_cannot_revoke_is_named(store: TCPStore, monkeypatch: pytes
 
 
 def test_without_a_device_no_backend_is_made(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch ends the process when one is destroyed that has no device."""
+    """PyTorch would end the process at the destruction of a backend without a device."""
 
     def no_device() -> int:
         raise RuntimeError("Found no NVIDIA driver")
@@ -131,11 +131,11 @@ def test_without_a_device_no_backend_is_made(store: TCPStore, monkeypatch: pytes
     assert Nccl2.made == []
 
 
-# Groups that differ
+# Jobs with both backends
 
 
 def test_handles_name_the_newer_one_only() -> None:
-    """So those of the older one are as they were, and as upstream's, which has no other."""
+    """Handles of the older backend are unchanged, and equal to those of upstream, which has no other backend."""
     for group, expected in (
         (ProcessGroupNCCL(implementation="nccl2"), "nccl2"),
         (ProcessGroupNCCL(), None),
@@ -161,12 +161,12 @@ def test_a_quorum_of_both_is_refused_on_every_rank_at_once() -> None:
         group.shutdown()
 
 
-def test_a_handle_of_a_release_to_come_is_read() -> None:
+def test_a_handle_of_a_later_release_is_accepted() -> None:
     handle = Handle.decode('{"id": "a", "store": "host:1", "implementation": 3}')
     assert handle.implementation is None
 
 
-def test_over_a_store_the_one_that_comes_later_says_so(store: TCPStore) -> None:
+def test_over_a_store_the_later_rank_names_the_difference(store: TCPStore) -> None:
     where = meeting(store)
     create_store_client(f"{where}/implementation", TIMEOUT).set("1", "legacy")
     began = time.monotonic()
@@ -176,7 +176,7 @@ def test_over_a_store_the_one_that_comes_later_says_so(store: TCPStore) -> None:
     assert Nccl2.made == []
 
 
-def test_over_a_store_the_others_say_so_when_they_cannot_connect(
+def test_over_a_store_earlier_ranks_name_the_difference_when_they_cannot_connect(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     where = meeting(store)
@@ -206,7 +206,7 @@ def test_another_error_stays_as_it_is(store: TCPStore, monkeypatch: pytest.Monke
         ProcessGroupNCCL(TIMEOUT).configure(meeting(store), "replica", 0, 2)
 
 
-# PyTorch itself, as far as it goes without a device
+# PyTorch's own backend, as far as it works without a device
 
 PYTORCH = """
 import os, torch

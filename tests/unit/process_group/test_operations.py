@@ -1,4 +1,4 @@
-"""Operations that Gloo itself does not end: whoever waits for them returns."""
+"""Waits for operations that Gloo itself does not end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchft.process_group._gloo import operations as operations_module
 
 @pytest.fixture
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if there were no /proc, or another version of Gloo."""
+    """Simulates a system without /proc, or another version of Gloo."""
     monkeypatch.setattr(connections_module, "_DESCRIPTORS", "/nonexistent")
 
 
@@ -44,7 +44,7 @@ def test_without_known_connections_waiters_return_and_nobody_waits_for_the_rest(
     groups[0].allreduce([torch.ones(1)], ReduceOp.SUM).wait()
     assert took < SOON
     assert works[0].is_completed() and not works[0].is_success() and works[0].exception() is not None
-    # The reaper is left with the old group, which ends now that its peer takes part.
+    # The reaper still has the old group, which ends now that its peer joins the operation.
     groups[1].shutdown()
     assert fut.done()
 
@@ -68,7 +68,7 @@ def test_a_receive_from_anybody_names_its_source(store: TCPStore) -> None:
 
 
 class Stuck(dist.Work):
-    """As a send of Gloo that was taken off its list in the moment in which the connection broke."""
+    """A send that Gloo took off its list at the moment when the connection broke."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,12 +96,12 @@ def test_an_operation_that_misses_the_end_of_all_connections_ends(store: TCPStor
     results = in_threads([guarded.wait, promised.wait], timedelta(seconds=SOON))
     assert ["connections with all peers are broken" in str(result) for result in results] == [True, True]
     assert ["Connection closed by peer: torchft-gloo: " in str(result) for result in results] == [True, True]
-    other.future.set_result(None)  # too late: nobody minds
+    other.future.set_result(None)  # too late to have an effect
     groups[0].shutdown()
 
 
 def test_a_drain_waits_for_the_real_end(store: TCPStore) -> None:
-    """Waiting ends with an abort; the operation may still write into its tensors."""
+    """A wait ends with the abort, while the operation may still write to its tensors."""
     groups = pair(store)
     operations = groups[0]._operations
     assert operations is not None
@@ -120,7 +120,7 @@ def test_a_drain_waits_for_the_real_end(store: TCPStore) -> None:
 
 
 def test_a_collective_without_one_of_its_peers_ends(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other peers may be stuck as we are, and abort nothing. What two live peers send each other goes on."""
+    """The other peers may be stuck too, and abort nothing. Operations between two healthy peers continue."""
     monkeypatch.setattr(operations_module, "_DAMAGED_SEC", 0.05)
     groups = [gloo() for _ in range(3)]
     connect(groups, store)
@@ -134,7 +134,8 @@ def test_a_collective_without_one_of_its_peers_ends(store: TCPStore, monkeypatch
         result = in_threads([guarded.wait], timedelta(seconds=SOON))[0]
         assert "the connection with a peer is broken" in str(result) or "all peers" in str(result)
         assert str(result).startswith("Connection closed by peer")
-        if "all peers" not in str(result):  # this process holds both ends: the abort may have cut others, too
+        # this process has both ends, so the abort may have cut other connections, too
+        if "all peers" not in str(result):
             assert not receiving.done()
             groups[1].send([torch.ones(1)], 0, 0).wait()
             assert receiving.result(DEADLINE_S)

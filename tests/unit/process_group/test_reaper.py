@@ -1,4 +1,4 @@
-"""Groups that are destroyed while operations in them still run."""
+"""Destruction of groups while their operations still run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.unit.children import run_python
 from tests.unit.process_group.gloo_peers import DEADLINE_S
 from torchft.process_group._gloo import reaper
 
-# In a process of its own: if destroying the group kept the GIL, no timeout of ours would ever run.
+# In a process of its own: if the destruction kept the GIL, no timeout would fire here.
 _SCRIPT = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -43,7 +43,7 @@ def test_destroying_a_group_leaves_the_gil_to_its_threads() -> None:
 
 
 def test_a_garbage_collection_may_call_it_anywhere() -> None:
-    """Also on a thread that is in the middle of another call."""
+    """Also on a thread that is inside another call."""
 
     def collect() -> None:
         with reaper._lock:

@@ -1,4 +1,4 @@
-"""Handles, the place to meet, and both generations of subclasses."""
+"""Handles, the choice of the store, and subclasses written for either version of upstream."""
 
 from __future__ import annotations
 
@@ -132,12 +132,12 @@ def test_without_the_mark_of_all_the_first_store_is_used() -> None:
     assert spread_store(1, handle(0, spread=True), handle(1)) == "host0:1"
     assert spread_store(1, handle(0), handle(1, spread=True)) == "host0:1"
     assert spread_store(None, handle(0, spread=True), handle(1, spread=True)) == "host0:1"
-    # Marked, but by an implementation that does not say which rank it is
+    # Marked, but by an implementation that does not tell its group rank
     assert spread_store(1, handle(0, spread=True), handle(1, spread=True)) == "host1:1"
 
 
 def test_peers_of_different_group_ranks_still_meet() -> None:
-    """Used by hand, with one process per rank and the rank as group rank."""
+    """Groups configured by hand, with one process per rank and the rank as group rank."""
     handles = [handle(i, spread=True, group_rank=i) for i in range(2)]
     assert {plan_rendezvous(handles, handles[i], i).store for i in range(2)} == {"host0:1"}
 
@@ -161,11 +161,11 @@ def test_the_handle_names_a_store_of_this_host(monkeypatch: pytest.MonkeyPatch) 
         create_store_client(mine.store, timedelta(milliseconds=200))
 
 
-# Both generations
+# Subclasses for both versions of upstream
 
 
 class ByConfigure(ProcessGroup):
-    """A subclass as users of 0.2.0 write it."""
+    """A subclass as written for upstream 0.2.0."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
@@ -188,7 +188,7 @@ class ByConfigure(ProcessGroup):
 
 
 class ByReconfigure(ProcessGroup):
-    """A subclass as users of the nightly write it."""
+    """A subclass as written for the upstream nightly."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
@@ -204,7 +204,7 @@ class ByReconfigure(ProcessGroup):
 
 
 def in_front_of(group: ProcessGroup) -> list[ProcessGroup]:
-    """The group itself and behind wrappers."""
+    """The group itself, and wrapped."""
     return [
         group,
         ProcessGroupWrapper(pg=group),
@@ -220,7 +220,7 @@ def test_a_subclass_with_only_configure() -> None:
         other = handle(0, global_rank=5)
         assert supports_reconfigure(group) and not is_native(group)
         assert group.reconfigure(options([other, mine], uuid=9)).wait()
-        # From C++, where it can ask (PyTorch >= 2.14), it gets there too.
+        # Calls from C++, if PyTorch supports that (>= 2.14), reach it too.
         reconfigure = getattr(dist.ProcessGroup, "reconfigure", ProcessGroup.reconfigure)
         reconfigure(group, options([mine, other], uuid=10)).wait()
         assert inner.calls[2 * i :] == [
@@ -275,7 +275,7 @@ def test_dummy_counts() -> None:
 
 
 def test_an_error_leaves_the_peers_as_they_were(store: TCPStore) -> None:
-    """A bad handle is found before anything is torn down."""
+    """A bad handle is found before anything is released."""
     groups = [ProcessGroupGloo(timeout=TIMEOUT) for _ in range(2)]
     connect(groups, store)
     with pytest.raises(ValueError, match="got a set"):
@@ -342,7 +342,7 @@ def test_create_store_client_prefixes(store: TCPStore) -> None:
 def test_create_store_client_takes_ipv6(store: TCPStore) -> None:
     create_store_client(f"[::1]:{store.port}/six", TIMEOUT).set("key", "value")
     assert store.get("six/key") == b"value"
-    # Without brackets the last colon still ends the host.
+    # Without brackets, the last colon still separates the port.
     create_store_client(f"::1:{store.port}/six", TIMEOUT).set("key", "other")
     assert store.get("six/key") == b"other"
 
@@ -380,7 +380,7 @@ def test_a_store_that_is_reached_late_is_told(
     assert len(said) == told and all(f"localhost:{store.port}/late took 5.0 s" in one for one in said)
 
 
-# What Manager asks
+# Questions of the Manager
 
 
 def test_what_manager_asks_about_a_group() -> None:

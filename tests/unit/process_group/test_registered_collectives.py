@@ -1,4 +1,5 @@
-"""torch.distributed's own functions over two ranks of a registered group, waiting and not, and functional collectives.
+"""torch.distributed's own functions over two ranks of a registered group, synchronous and not, and
+functional collectives.
 
 torch.distributed believes that a registered group has one rank: peers come and go. So ranks of the group are given as
 `group_src` and `group_dst`.

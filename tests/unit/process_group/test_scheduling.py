@@ -16,7 +16,7 @@ from torchft.process_group._gloo.scheduling import _LOOP
 
 
 def test_only_the_loop_of_gloo_does_not_interrupt(store: TCPStore) -> None:
-    # Two, so that the loops have something to do before there are peers.
+    # Two ranks, so that the loops have work before there are peers.
     groups = [ProcessGroupBabyGloo(TIMEOUT, standby=False) for _ in range(2)]
     connect(groups, store)
     try:

@@ -1,4 +1,4 @@
-"""An operation whose connections are cut and whose threads sleep writes nothing any more."""
+"""An operation with cut connections and sleeping threads does not write any more."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NEVER = timedelta(seconds=3 * module._STILL_SEC)
 
 @contextmanager
 def thread(name: str, turn: Callable[[threading.Event], object]) -> Iterator[None]:
-    """A thread of that name, as the system knows it, which takes turns until the end."""
+    """A thread with that name in the system, which alternates between running and sleeping until the end."""
     ended, begun = threading.Event(), threading.Event()
 
     def run() -> None:
@@ -72,7 +72,7 @@ def wake_often(ended: threading.Event) -> None:
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads that other tests left to Gloo's timeout do not count here."""
+    """Ignores threads that other tests left waiting for Gloo's timeout."""
     monkeypatch.setattr(module, "_RUNNER", "test_runner")
     monkeypatch.setattr(module, "_LOOP", "test_loop")
 
@@ -116,7 +116,7 @@ def test_the_threads_have_these_names(store: TCPStore) -> None:
 
 
 def stuck(store: TCPStore, name: str = "allreduce") -> tuple[Stuck, _GuardedWork]:
-    """An operation that its end does not wake, of a group that is aborted."""
+    """An operation that was not woken by the abort of its group."""
     groups = pair(store)
     work = Stuck()
     assert groups[0]._operations is not None

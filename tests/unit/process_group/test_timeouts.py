@@ -1,4 +1,4 @@
-"""A timeout of Gloo says "timed out", behind PyTorch's own words, whoever hands it on."""
+"""Errors of Gloo's timeouts end with "timed out", after PyTorch's own text, in each kind of group."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     ),
     "recv": lambda group: group.recv([torch.ones(2)], 1, 7),
 }
-# Those whose groups are Gloo's. Other wrappers hand on what these raise.
+# Groups that use Gloo. Other wrappers pass on the errors that these raise.
 GROUPS = backends(alone=False, wrappers=["managed_native"])
 
 

@@ -1,4 +1,4 @@
-"""ProcessGroupTorchComms over a module that stands in for torchcomms, with its interface."""
+"""ProcessGroupTorchComms over a stand-in for torchcomms with the same interface."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _peers: dict[int, Peers] = {}
 
 
 class Peers:
-    """What communicators that were reconfigured with the same uuid share."""
+    """State shared by communicators that were reconfigured with the same uuid."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -42,7 +42,7 @@ class Peers:
         self.operations: dict[int, tuple[threading.Barrier, list[Any]]] = {}
 
     def exchange(self, number: int, rank: int, value: Any) -> list[Any]:
-        """The values of all ranks for an operation of theirs."""
+        """Returns the values of all ranks for an operation."""
         with self.lock:
             barrier, values = self.operations.setdefault(number, (threading.Barrier(self.n), [None] * self.n))
         values[rank] = value
@@ -67,7 +67,7 @@ def reduced(op: str, tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 class Comm:
-    """A communicator on a CPU. An operation begins when it is waited for."""
+    """A communicator on a CPU. An operation begins at its wait."""
 
     def __init__(self, name: str) -> None:
         self.name = name

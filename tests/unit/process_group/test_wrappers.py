@@ -1,4 +1,4 @@
-"""The wrappers that change what an allreduce does: errors swallowed, errors made, and Manager's."""
+"""The wrappers that change allreduce: those that swallow or simulate errors, and the Manager's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torchft.work import _DummyWork
 
 
 class Broken(ProcessGroupDummy):
-    """Fails when it is called, or later."""
+    """A group that fails in the call, or later."""
 
     def __init__(self, at_once: bool) -> None:
         super().__init__(0, 1)
@@ -76,8 +76,8 @@ def test_the_first_error_is_swallowed_and_kept(at_once: bool, how: str) -> None:
     assert tensor.tolist() == [1.0, 1.0]
 
     assert group.allreduce([tensor], ReduceOp.SUM).wait()
-    assert inner.calls == 1  # nothing is tried any more
-    assert group.errored() is None  # to Manager the group is well
+    assert inner.calls == 1  # no further operation is tried
+    assert group.errored() is None  # the Manager sees no error
 
 
 def test_new_peers_clear_the_error() -> None:
@@ -128,7 +128,7 @@ def test_a_fake_fails_the_next_allreduce_and_no_other() -> None:
 
 
 def test_a_fake_still_takes_part(store: TCPStore) -> None:
-    """The peers of a rank that fails get their result."""
+    """The peers of a failing rank get their result."""
     groups = [FakeProcessGroupWrapper(ProcessGroupGloo(timeout=TIMEOUT)) for _ in range(2)]
     connect(groups, store)
     groups[0].report_future_error(KeyError("made"))
@@ -159,7 +159,7 @@ def test_new_peers_clear_the_error_that_was_asked_for() -> None:
 
 
 class Manager:
-    """The part of a Manager that the group uses; averages like one."""
+    """The part of a Manager that the group uses. It averages like one."""
 
     def __init__(self, pg: ProcessGroup) -> None:
         self._pg = pg

@@ -1,4 +1,4 @@
-"""Compiles Triton's kernels for devices that need not be there, down to their machine code. Prints what it compiled."""
+"""Compiles Triton's kernels to machine code, also for devices that this host lacks. Prints what it compiled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ INTEGERS = ("numel", "chunk", "codes_at", "scales_at", "slice_bytes", "slices", 
 
 
 def compile_for(capability: int) -> int:
-    """All kernels, for both formats and all dtypes; returns how many."""
+    """Compiles all kernels for both formats and all dtypes. Returns their number."""
     count = 0
     for fmt in Format:
         for dtype in ("fp32", "fp16", "bf16"):
@@ -36,7 +36,7 @@ def compile_for(capability: int) -> int:
                 source = ASTSource(kernel, signature, constexprs=constants)
                 made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=kernels._OPTIONS)
                 assert made.asm["cubin"]
-                # Contracted to one rounding, a product and a sum would give other bits than plain PyTorch.
+                # If a product and a sum were fused, with one rounding, the bits would differ from plain PyTorch.
                 assert "fma.rn" not in made.asm["ptx"], kernel
                 count += 1
     return count

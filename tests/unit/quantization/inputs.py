@@ -1,4 +1,4 @@
-"""What the tests quantize: ordinary, and made to break things."""
+"""Inputs for quantization: ordinary values, and edge cases."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ INF, NAN = float("inf"), float("nan")
 
 
 def flat_inputs() -> dict[str, torch.Tensor]:
-    """Flat float32 tensors, by name; the same at each call."""
+    """Returns flat float32 tensors by name, the same at each call."""
     random = torch.Generator().manual_seed(0)
 
     def normal(n: int) -> torch.Tensor:

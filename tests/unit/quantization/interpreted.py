@@ -12,7 +12,7 @@ from torchft._quantization.layout import Format, make_layout
 
 
 def compare(tensors: Sequence[torch.Tensor], slices: int, fmt: Format) -> int:
-    """Quantizes, adds up and dequantizes both ways; the number of buffers and tensors compared."""
+    """Quantizes, sums and dequantizes in both ways. Returns the number of buffers and tensors compared."""
     from torchft._quantization import kernels
 
     device = tensors[0].device
@@ -25,7 +25,7 @@ def compare(tensors: Sequence[torch.Tensor], slices: int, fmt: Format) -> int:
     plain.dequantize(a, ours, layout, fmt)
     kernels.dequantize(b, ours, layout, fmt)
     compared = 1 + check_same(a, b)
-    # Triton's interpreter cuts float32 off to bfloat16, where devices round.
+    # Triton's interpreter truncates float32 to bfloat16, where devices round.
     dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
     a, b = ([torch.empty(part.chunk, dtype=dtype, device=device) for part in layout.parts] for _ in range(2))
     plain.reduce(ours, layout, fmt, 3, None, a)
@@ -46,7 +46,7 @@ def check_same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> int:
 
 
 def compare_all(device: torch.device) -> int:
-    """Over all inputs, dtypes and formats."""
+    """Compares for all inputs, dtypes and formats."""
     inputs = [values.to(device) for values in flat_inputs().values()]
     compared = 0
     for fmt in Format:

@@ -27,7 +27,7 @@ from torchft.process_group import (
 )
 from torchft.quantization import FORMAT_ENV
 
-# The workers of isolated groups import torch, which takes long where others use the machine.
+# The workers of isolated groups import torch, which is slow on a busy machine.
 START_TIMEOUT = timedelta(seconds=100)
 
 MAKERS: dict[str, Callable[[TCPStore, int], Any]] = {
@@ -57,7 +57,7 @@ def groups(request: pytest.FixtureRequest, store: TCPStore) -> Iterator[list[Any
 
 @pytest.fixture
 def pair(store: TCPStore) -> Iterator[list[Any]]:
-    """Two ranks, which a test may spoil; one that waits in vain gets an error after 2 s."""
+    """Two ranks that a test may break. A rank that waits in vain gets an error after 2 s."""
     made = [ProcessGroupGloo(timeout=timedelta(seconds=2)) for _ in range(2)]
     connect(made, store)
     yield made
@@ -100,7 +100,7 @@ def test_allreduce_is_a_sum_within_the_bounds(groups: list[Any], fmt: str, monke
             bound = sum(p.abs().max() for p in parts) * 2.02 / 127
         bound = bound + want.abs() * 2**-8 * (inputs[0][i].dtype == torch.bfloat16)
         assert ((tensors[0][i].double() - want).abs() <= bound).all()
-        assert not torch.equal(tensors[0][i].double(), want)  # it did go through 8 bits
+        assert not torch.equal(tensors[0][i].double(), want)  # it was rounded to 8 bits
 
 
 def test_average_divides_by_the_ranks(groups: list[Any]) -> None:
@@ -110,7 +110,7 @@ def test_average_divides_by_the_ranks(groups: list[Any]) -> None:
 
 
 def test_several_at_once_beside_other_collectives(groups: list[Any]) -> None:
-    """The threads start no collectives, so that those of the trainer meet their like at the other ranks."""
+    """The threads start no collectives, so those of the training thread match the other ranks'."""
     tensors = [[torch.full((5000,), float(2**i)) for i in range(4)] for _ in range(3)]
     others = [[torch.full((100,), float(i)) for i in range(4)] for _ in range(3)]
 
@@ -170,11 +170,11 @@ def test_reduce_scatter_leaves_each_rank_its_rows(groups: list[Any]) -> None:
     assert got[2][3:6].tolist() == [0.0] * 3  # the padding
 
 
-# The bytes that travel
+# The number of bytes sent
 
 
 class CountingGroup(ProcessGroupWrapper):
-    """Counts what its rank sends to others."""
+    """Counts the bytes that its rank sends to others."""
 
     def __init__(self, pg: ProcessGroupGloo) -> None:
         super().__init__(pg=pg)
@@ -190,7 +190,7 @@ class CountingGroup(ProcessGroupWrapper):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_quarter_of_the_bytes_travels(store: TCPStore, dtype: torch.dtype) -> None:
-    """Of float32, half of 16-bit numbers; compared with a ring, which sends as little as can be sent."""
+    """A quarter for float32, half for 16-bit numbers; compared with a ring, which sends the minimum."""
     inner = [ProcessGroupGloo(timeout=TIMEOUT) for _ in range(3)]
     connect(inner, store)
     groups = [CountingGroup(group) for group in inner]
@@ -198,7 +198,7 @@ def test_a_quarter_of_the_bytes_travels(store: TCPStore, dtype: torch.dtype) -> 
     on_ranks(3, lambda rank: allreduce_quantized([tensors[rank]], ReduceOp.SUM, groups[rank]).wait())
     full = 2 * (3 - 1) / 3 * tensors[0].nbytes
     for group in groups:
-        assert group.calls == {"send", "recv"}  # nothing went another way
+        assert group.calls == {"send", "recv"}  # nothing was sent in another way
         assert full / tensors[0].itemsize <= group.sent <= 1.01 * full / tensors[0].itemsize
     for group in inner:
         group.shutdown()
@@ -214,7 +214,7 @@ def test_shapes_that_differ_are_named_before_anything_is_reduced(pair: list[Any]
         assert isinstance(error, ValueError)
         assert "float32[3]" in str(error) and "float32[2, 2]" in str(error) and "rank 1" in str(error)
     assert [t.sum().item() for t in tensors] == [3, 4]
-    tensors = [torch.ones(3) for _ in range(2)]  # and the group is none the worse for it
+    tensors = [torch.ones(3) for _ in range(2)]  # the group still works
     on_ranks(2, lambda rank: allreduce_quantized([tensors[rank]], ReduceOp.SUM, pair[rank]).wait())
     assert tensors[0].tolist() == [2.0] * 3
 
@@ -256,7 +256,7 @@ def test_abort_ends_all_of_them_and_their_threads(pair: list[Any]) -> None:
 
 
 def test_new_peers_are_not_held_up_by_the_old_ones(pair: list[Any], store: TCPStore) -> None:
-    """An operation that waits for a peer that has ended fails, and is dropped when the group gets other peers."""
+    """An operation that waits for a peer that has ended fails, and is dropped when the group gets new peers."""
     pair[0].set_timeout(TIMEOUT)
     stuck = allreduce_quantized([torch.ones(10)], ReduceOp.SUM, pair[0])
     pair[1].abort()
@@ -271,7 +271,7 @@ def test_new_peers_are_not_held_up_by_the_old_ones(pair: list[Any], store: TCPSt
 def test_a_group_that_has_no_peers_for_a_moment_has_got_others(
     pair: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is just being given them, on another thread."""
+    """Another thread is just giving it the new peers."""
     began = threading.Event()
     recv = type(pair[0]).recv
 
@@ -287,7 +287,7 @@ def test_a_group_that_has_no_peers_for_a_moment_has_got_others(
     assert began.is_set()
 
 
-# Alone, and bad input
+# One rank, and bad input
 
 
 def test_rank_without_peers_keeps_its_numbers() -> None:
@@ -299,7 +299,7 @@ def test_rank_without_peers_keeps_its_numbers() -> None:
 
 
 def test_nothing_to_reduce() -> None:
-    group = ProcessGroupDummy(0, 2)  # its operations would not be found
+    group = ProcessGroupDummy(0, 2)  # a group whose operations must not be called
     assert allreduce_quantized([], ReduceOp.SUM, group).wait()
     assert allreduce_quantized([torch.zeros(0, 3)], ReduceOp.SUM, group).wait()
 

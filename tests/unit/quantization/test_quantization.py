@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def several() -> list[torch.Tensor]:
-    """Tensors of all dtypes, shapes and kinds."""
+    """Tensors of all dtypes, shapes and layouts."""
     random = torch.Generator().manual_seed(1)
     return [
         torch.randn(33, 65, generator=random),
@@ -80,7 +80,7 @@ def test_a_quarter_of_the_bytes() -> None:
 @pytest.mark.parametrize("fmt", Format)
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
 def test_reduction_adds_up_the_slices(op: Any, fmt: Format) -> None:
-    """As after an exchange: slice i is what rank i has of one third of the tensors."""
+    """As after an exchange: slice i is rank i's value of one third of the tensors."""
     tensors = [torch.randn(30, 7), torch.randn(9)]
     buffer = fused_quantize_into_fp8(tensors, 3, fmt)
     coded = [torch.empty_like(tensor) for tensor in tensors]
@@ -93,7 +93,7 @@ def test_reduction_adds_up_the_slices(op: Any, fmt: Format) -> None:
         if op == ReduceOp.AVG:
             want /= 3
         got = tensor.view(3, -1)
-        assert torch.equal(got[0], parts[0]) and torch.equal(got[2], parts[2])  # only the slice asked for
+        assert torch.equal(got[0], parts[0]) and torch.equal(got[2], parts[2])  # only the requested slice
         bound = want.abs().max() / 127 if fmt is Format.INT8 else want.abs() / 16 + want.abs().max() / 2**17
         assert ((got[1] - want).abs() <= bound).all()
 
@@ -159,7 +159,7 @@ def test_arguments_out_of_range() -> None:
 
 
 def test_imports_without_triton() -> None:
-    """And loads it only when somebody asks for its names."""
+    """It is loaded when one of its names is requested."""
     script = (
         "import sys; sys.modules['triton'] = None\n"
         "import torchft.quantization as q, torchft.collectives, torch\n"
@@ -185,7 +185,7 @@ def test_names_of_triton() -> None:
 
 @pytest.mark.slow  # ten seconds of Triton's interpreter; test_codes.py has the formulas in plain PyTorch
 def test_kernels_give_the_same_bits() -> None:
-    """On a CPU, in Triton's interpreter: it must be chosen before Triton is imported, so in a process of its own."""
+    """On a CPU in Triton's interpreter, which must be chosen before Triton is imported, so in a process of its own."""
     pytest.importorskip("triton", reason="needs Triton")
     script = "from tests.unit.quantization.interpreted import main; main()"
     done = subprocess.run(

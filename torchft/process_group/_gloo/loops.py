@@ -18,8 +18,8 @@ import threading
 import time
 from typing import Iterator, NamedTuple
 
-# How long Gloo is given to close by itself what was cut, which takes it milliseconds. A wait for an operation has
-# its error by then.
+# How long to wait until Gloo has closed cut connections itself, which usually takes milliseconds. Waits for operations
+# have got their error by then.
 _CLOSE_SEC = 0.5
 _LOOK_SEC = 0.02
 
@@ -35,7 +35,7 @@ class _Watched(NamedTuple):
 
 
 def quiet_later(sockets: dict[int, int]) -> None:
-    """Keeps epoll from reporting those of `sockets` (descriptors with their inodes) for ever that Gloo keeps."""
+    """Stops epoll from reporting the cut sockets (descriptors with their inodes) that Gloo has not closed in time."""
     with contextlib.suppress(RuntimeError):  # the process is ending, and no thread can be started any more
         threading.Thread(target=_quiet, args=(sockets,), name="torchft_quiet", daemon=True).start()
 

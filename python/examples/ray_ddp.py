@@ -12,6 +12,7 @@ else the exit status is 1. --address joins a cluster that runs; without it, one 
 """
 
 # Ray's decorator turns these into other classes, and type checkers may run where Ray is not installed.
+# pyrefly: ignore-errors[missing-import, missing-attribute]
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def main() -> None:
         **{**args.settings, **seconds},
     )
     if isinstance(ftlib._consensus, Gossip):
-        report(ftlib._consensus)
+        tell(ftlib._consensus)
     trained = model
     if args.overlap:
         trained = nn.parallel.DistributedDataParallel(

@@ -227,7 +227,7 @@ class Crashes(Raises):
 
 @pytest.mark.slow  # PyTorch may take five seconds to end its workers
 def test_a_worker_that_is_killed() -> None:
-    loader = make(Dies(), num_workers=1, timeout=0.3)
+    loader = make(Crashes(), num_workers=1, timeout=0.3)
     with pytest.raises(ReadFailed, match=r"DataLoader worker .*(killed by signal|exited unexpectedly)"):
         next(train(loader))
 

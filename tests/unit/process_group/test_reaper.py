@@ -56,7 +56,7 @@ def test_a_garbage_collection_may_call_it_anywhere() -> None:
 
 
 def test_a_slow_destruction_delays_nobody() -> None:
-    dying, end = threading.Event(), threading.Event()
+    exiting, end = threading.Event(), threading.Event()
 
     class Slow:
         def __del__(self) -> None:

@@ -21,7 +21,7 @@ import (
 //	reaches a 1,2    the member can reach these lighthouses, and no others
 //	recalled 1005 step=3 a b c [from=a] [base=a+,b]   a shows quorum 1005; a+: the vote of a in the base was given for good
 //	bound a b [age=1s]   they answer a stamp that was sent this long ago
-//	give-up a b      an operator says that they have ended
+//	waive a b        an operator says that they have ended
 //	missing          prints the members whose votes are missing
 //	ended a          its process has ended
 //	withdrawn 1      the request is withdrawn

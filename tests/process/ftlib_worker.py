@@ -69,7 +69,7 @@ def stop_at(line: int, act: Callable[[], None]) -> None:
 
 
 def fail() -> None:
-    emit("dies")
+    emit("fails")
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -82,7 +82,7 @@ def hold(until: Path) -> None:
         time.sleep(0.01)
 
 
-def tell(gossip: Gossip) -> None:
+def report(gossip: Gossip) -> None:
     """Reports the address, and each request for a view."""
     emit("address", address=gossip.address)
     ask = gossip.get_member_list

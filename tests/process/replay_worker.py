@@ -68,7 +68,7 @@ class Mortal(Manager):
 
     def _try_step(self, timeout: timedelta) -> bool:
         committed = super()._try_step(timeout)
-        if dying and args.place == "commit":
+        if fails and args.place == "commit":
             fail()
         return committed
 
@@ -113,20 +113,20 @@ def note(step: int, committed: bool, count: int) -> None:
 manager.register_commit_hook(note)
 optimizer = Optimizer(manager, sgd)
 wrapped = DistributedDataParallel(manager, model, bucket_cap_mb=BUCKET_MB)
-crashes = False
+fails = False
 slowest = 0.0
 emit("ready")
 Commands().next()
 while manager.current_step() < args.steps:
     began = time.monotonic()
     step = manager.current_step()
-    dying = step == args.fail_at
+    fails = step == args.fail_at
     optimizer.zero_grad()
     value = loss(wrapped, step, args.group)
-    if crashes and args.place == "forward":
+    if fails and args.place == "forward":
         manager.wait_quorum()
         fail()
-    if dying and args.place.startswith("bucket"):
+    if fails and args.place.startswith("bucket"):
         manager.left = int(args.place[len("bucket") :])
     value.backward()
     optimizer.step()

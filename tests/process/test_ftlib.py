@@ -142,7 +142,7 @@ def test_members_that_are_killed_and_join(consensus: str, tmp_path: Path) -> Non
             child = members.start("m3", "--fail-at", line)
             child.expected_to_live = False
             job.wait(lambda: child.returncode is not None, START_TIMEOUT_S, "it is killed")  # noqa: B023
-            assert len(child.of("crashes")) == 1, line
+            assert len(child.of("fails")) == 1, line
         del members.now["m3"]
         members.train_together(3)
         members.start("m3")

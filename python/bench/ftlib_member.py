@@ -26,7 +26,7 @@ class Listener:
             say("joins")
         self.heard.set()
 
-    def member_lost(self, view: int, reason: str) -> None:
+    def member_failed(self, view: int, reason: str) -> None:
         self.heard.set()
 
 

@@ -6,25 +6,25 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// Where there are several lighthouses, a group answers the stamps of the one that serves it, and asks no other until the
-// newest has run out (quorum/bond.go). A stamp is the time at which it was sent, on the lighthouse's clock.
+// With several lighthouses, a group answers the stamps of the one that serves it, and asks no other one until its bond by the newest
+// stamp has run out (quorum/bond.go). A stamp is the time at which it was sent, on the lighthouse's clock.
 
-// stamp sends the next one on a link, if it is time for one.
+// stamp sends the next stamp on a link, if it is due.
 func (l *lighthouse) stamp(k *link) {
 	if l.w.Lighthouses == 1 || l.w.now-k.stampedAt < quorum.BondTime/10 && k.stampedAt != 0 {
 		return
 	}
 	k.stampedAt = l.w.now
-	// A clock goes on between a release and the next stamp. Here both are in one moment, and a stamp of that moment would not count.
+	// In reality, some time passes between a release and the next stamp. Here both may have the same time, and such a stamp would not count.
 	k.down(event{kind: stamped, id: uint64(l.clock() + 1)})
 }
 
-// answered takes a stamp that came back.
+// answered handles the answer to a stamp.
 func (l *lighthouse) answered(k *link, stamp time.Duration) {
 	l.step(quorum.Bound{ReplicaID: k.g.id, Since: epoch.Add(stamp)})
 }
 
-// stampSays is what a group says with whatever it says on a link.
+// stampSays answers the newest stamp with any message of the group on a link.
 func (k *link) stampSays() (e event, says bool) {
 	says = k.stamp != 0 && k.stamp != k.answers
 	k.answers = k.stamp
@@ -40,20 +40,19 @@ func (g *group) stampedBy(k *link, stamp time.Duration) {
 	}
 }
 
-// mayLeave reports whether the group may ask another lighthouse than the one that served last.
+// mayLeave reports whether the bond allows the group to ask another lighthouse than the one that served last.
 func (g *group) mayLeave() bool { return g.w.now >= g.promised }
 
-// letGo ends a promise: the lighthouse said so, or its process has ended.
+// letGo ends the bond: the lighthouse has released the group, or the lighthouse's process has ended.
 func (g *group) letGo() { g.promised = 0 }
 
-// operatorEvery is how often an operator looks at a lighthouse.
+// operatorEvery is how often the operator looks at a lighthouse.
 const operatorEvery = time.Second
 
-// operator waives groups whose votes are missing, as one does that knows: all that are missing have ended, and no group that
-// lives knows of a quorum that the latest one here does not come after (one of a branch that an operator let go on before may have a
-// smaller id), no other lighthouse knows of a later one, and all members that live wait here. The other
-// lighthouses are restarted before: one may have a vote of a group that ended while it was bound there, and a vote that is given
-// at two is one for two histories.
+// operator waives the votes of missing groups, as an operator does who knows that these conditions hold: all missing groups have ended;
+// no live group, and no other lighthouse, knows of a quorum that is not before the latest one here (its id may be smaller, after an
+// earlier waiver); and all live members have a pending request here. The other lighthouses are restarted first: one of them may
+// have the vote of a group that ended while it was bound there, and a vote must not count at two lighthouses.
 func (l *lighthouse) operator() {
 	w := l.w
 	if w.Lighthouses == 1 || w.now-l.looked < operatorEvery {
@@ -77,13 +76,13 @@ func (l *lighthouse) operator() {
 	var ended []string
 	for _, id := range l.describe().MissingVotes {
 		g := w.byID[id]
-		if g == nil || !g.killed { // it lives, and may go on elsewhere with the votes of others
+		if g == nil || !g.killed { // it is alive, and may continue elsewhere with the votes of others
 			return
 		}
 		ended = append(ended, id)
 	}
 	if len(ended) > 0 {
-		for i := range w.lhs { // of those that have ended another one may have a vote: it is on no disk
+		for i := range w.lhs { // another lighthouse may have the votes of ended groups, which a restart drops: they are on no disk
 			if o := &w.lhs[i]; o != l && o.up && o.check.latest != 0 {
 				o.crash(false, w.Keepalive)
 				w.changed = w.now

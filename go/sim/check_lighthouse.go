@@ -8,57 +8,57 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// view is what a lighthouse has heard of a group, counted in the obvious way.
+// view is what a lighthouse knows of a group, recorded in an obvious way.
 type view struct {
 	number     uint64 // of its newest request
 	listed     bool
 	lastBeat   time.Duration
 	beaten     bool
-	presumed   bool // it was in the quorum before the start, and said nothing since
+	presumed   bool // it was in the quorum before the start, and has sent nothing since
 	suspect    bool // its last link has ended
 	brokeAt    time.Duration
-	waits      int           // requests that wait
+	waits      int           // pending requests
 	joined     time.Duration // since when it is a candidate
 	previous   bool          // member of the latest quorum
-	missed     int           // quorums that should have had it and had not
+	missed     int           // quorums that should have included it, and did not
 	shrinks    bool          // its newest request asks shrink_only
 	asksStep   int64         // the step of its newest request
-	knows      int64         // and the quorum that it knows
-	recallable bool          // it can be asked for that
+	knows      int64         // the quorum id that its newest request claims to know
+	recallable bool          // it can be asked to show that quorum
 	expected   bool
 
 	out      bool             // it counts as failed until it asks again
-	ended    bool             // its host said that its process has ended
-	ending   bool             // it said that its manager server ends
-	finished bool             // and that its training has, on purpose
-	draining bool             // somebody wants it to leave
-	buried   bool             // it left, and its link has ended
-	missing  bool             // a rank of it has failed, it said
-	words    int              // that came from it
-	reported bool             // that it lost a collective of the latest quorum
-	suspects string           // whom it suspects of that, empty if it does not know
-	silent   bool             // it did not answer when the lighthouse checked on it, in the latest quorum
-	tooOld   time.Duration    // when something was last said of it after its signs of life had become so
-	says     *quorum.Progress // since the latest quorum
-	recalled int              // how often the lighthouse asked for what it knows
+	ended    bool             // its host answered that its process has ended
+	ending   bool             // it has reported that its manager server ends
+	finished bool             // it has reported that its training is complete
+	draining bool             // it was requested to leave
+	buried   bool             // it has left, and its link has ended
+	missing  bool             // it has reported that one of its ranks has failed
+	words    int              // messages that it has sent
+	reported bool             // it has reported that a collective of the latest quorum failed
+	suspects string           // the peer that it suspects of that, empty if it does not know
+	silent   bool             // a check of the lighthouse did not reach it, in the latest quorum
+	tooOld   time.Duration    // time of the last event about it after its signs of life had become too old
+	says     *quorum.Progress // its answer to AskProgress since the latest quorum
+	recalled int              // how often the lighthouse asked it to show a quorum
 }
 
-// watch looks at what goes into a lighthouse's machine and at what comes out, and knows nothing else of it.
+// watch checks a lighthouse's machine by its events and actions only.
 type watch struct {
 	l     *lighthouse
 	clock time.Duration // of the machine: never decreases
-	known []*group      // that the lighthouse may remember, ordered by replica_id
+	known []*group      // the groups that the lighthouse may remember, ordered by replica_id
 
 	latest   int64         // id of its latest quorum
-	reached  int64         // largest step of that
-	stepWas  int64         // the same of the quorum before
-	behind   time.Duration // since when a quorum is due that would go on below it, 0 if none is
+	reached  int64         // largest step of its members
+	stepWas  int64         // the same of the previous quorum
+	behind   time.Duration // since when a quorum below the step reached is due, 0 if none is
 	looking  time.Duration // since when a member knows a later quorum, 0 if none does
-	began    time.Duration // when it was formed, or heard of
-	away     bool          // all were sent to another lighthouse
+	began    time.Duration // when the latest quorum was formed or learned
+	away     bool          // all members were sent to another lighthouse
 	lastTime time.Duration // of its last quorum, on the clock of the world
-	unasked  view          // of the group that asked last, and behind, as they were before
-	unbehind time.Duration
+	unasked  view          // the view of the group that asked last, as it was before the request
+	unbehind time.Duration // behind, as it was before the request
 }
 
 func (c *watch) of(g *group) *view { return &g.views[c.l.index] }
@@ -109,7 +109,7 @@ func (c *watch) beat(g *group) {
 func (c *watch) asked(g *group, step int64) {
 	c.beat(g)
 	if step >= c.reached {
-		c.behind = 0 // whom the others wait for is there
+		c.behind = 0 // a member with the step that the job has reached is here
 	}
 	if v := c.of(g); true {
 		v.out, v.ending, v.finished, v.ended, v.missing = false, false, false, false, false
@@ -119,14 +119,14 @@ func (c *watch) asked(g *group, step int64) {
 	}
 }
 
-// before notes what is known of a group before it asks.
+// before saves the view of a group before its request.
 func (c *watch) before(g *group) {
 	c.move()
 	c.expire(g)
 	c.unasked, c.unbehind = *c.of(g), c.behind
 }
 
-// keptOut: the request was refused. It never counted, and its member does not until another one is taken.
+// keptOut records that a request was refused. It never counted, and its member does not until another request is accepted.
 func (c *watch) keptOut(g *group) {
 	v := c.of(g)
 	c.unasked.listed = v.listed
@@ -134,8 +134,8 @@ func (c *watch) keptOut(g *group) {
 	v.out = v.out || c.healthy(g) && v.waits == 0 && !v.previous
 }
 
-// unshown: the request was refused of a group that does not show the quorum that it knows, as it says. If it never counted
-// (atOnce), its member is what it was. Nobody waits for it.
+// unshown records that a request was refused because the group does not show the quorum that it claims to know. If the request never
+// counted (atOnce), the view is what it was before. The others do not wait for the group.
 func (c *watch) unshown(g *group, atOnce bool) {
 	if v := c.of(g); atOnce {
 		c.unasked.listed = v.listed
@@ -150,13 +150,13 @@ func (c *watch) unshown(g *group, atOnce bool) {
 	}
 }
 
-// leastRecalls is how often a group is asked for what it knows before that counts no more.
+// leastRecalls is how often a group is asked to show a quorum before its claim may be ignored.
 const leastRecalls = 3
 
-// recalls: the lighthouse asks a group for the quorum that it knows.
+// recalls records that the lighthouse asks a group to show the quorum that it claims to know.
 func (c *watch) recalls(g *group) { c.of(g).recalled++ }
 
-// newest reports whether a request is newer than all that the lighthouse has of this group, and notes it.
+// newest reports whether a request is newer than all earlier ones of this group, and records its number.
 func (c *watch) newest(g *group, number uint64) bool {
 	c.move()
 	v := c.of(g)
@@ -194,7 +194,7 @@ func (c *watch) ended(g *group) {
 	}
 }
 
-// failsBack: all are sent to another lighthouse.
+// failsBack checks that all members are sent to another lighthouse, and records that they are away.
 func (c *watch) failsBack() {
 	c.away = true
 	for _, g := range c.known {
@@ -204,7 +204,7 @@ func (c *watch) failsBack() {
 	}
 }
 
-// cameBack: a member of the latest quorum is here again. The others have the time to come, too.
+// cameBack records that a member of the latest quorum is here again. The others are presumed alive.
 func (c *watch) cameBack(known int64) {
 	if !c.away || known == 0 || known != c.latest {
 		return
@@ -220,7 +220,7 @@ func (c *watch) cameBack(known int64) {
 	}
 }
 
-// recalled: the lighthouse learns of a quorum, and goes on after it if it is a later one.
+// recalled records that the lighthouse learns of a quorum. It continues after it if it is a later one.
 func (c *watch) recalled(p quorum.Past) {
 	c.move()
 	if p.ID <= c.latest {
@@ -247,12 +247,12 @@ func (c *watch) recalled(p quorum.Past) {
 	c.newQuorum()
 }
 
-// tally is who is healthy, who is a candidate, and whether there has to be a quorum.
+// tally has the counts that decide whether there has to be a quorum.
 type tally struct {
 	healthy, candidates, eligible, presumed int
 	shrink, fast                            bool
 	waited                                  time.Duration // since the first candidate joined
-	joining                                 time.Duration // the same of those who were in the quorum before, if there are any
+	joining                                 time.Duration // the same for candidates of the previous quorum, if there are any
 	known                                   int64         // latest quorum that a candidate knows of and can show
 }
 
@@ -261,7 +261,7 @@ func (c *watch) tally() tally {
 	previous, former := 0, false
 	for i := range c.l.waiting {
 		q := &c.l.waiting[i]
-		v := c.of(q.g) // the newest is the last
+		v := c.of(q.g) // the newest request of a group comes last
 		v.shrinks, v.asksStep, v.knows, v.recallable = q.shrink, q.step, q.known, q.link != nil
 	}
 	for _, g := range c.known {
@@ -304,15 +304,15 @@ func (c *watch) tally() tally {
 	return t
 }
 
-// due reports that there has to be a quorum: docs/design.md, the lighthouse's machine.
+// due reports whether there has to be a quorum: docs/design.md, the lighthouse's machine.
 func (c *watch) due(t tally) bool {
 	p := c.l.w.Policy
 	return t.candidates > 0 && (t.fast || t.eligible >= p.MinReplicas && 2*t.candidates > t.healthy &&
 		(t.candidates == t.healthy || t.joining >= p.JoinTimeout && t.presumed == 0))
 }
 
-// mayWait reports that a quorum that is due may wait for a while: for what a member knows, or, where it would go on below
-// the step that the job had reached, for somebody who lives and was there.
+// mayWait reports whether a quorum that is due may be delayed for a while: until a member shows a later one, or, if it would be below the
+// step that the job had reached, for a live member with that step.
 func (c *watch) mayWait(t tally) bool {
 	timeout := c.l.w.Policy.HeartbeatTimeout + c.l.w.QuorumTick
 	step, lives := int64(-1), false
@@ -326,7 +326,7 @@ func (c *watch) mayWait(t tally) bool {
 	return c.lasts(&c.looking, t.known > c.latest, timeout) || c.lasts(&c.behind, !t.fast && step < c.reached && lives, timeout)
 }
 
-// lasts reports that something is so, and has not been for too long.
+// lasts reports whether a condition holds, and has held for less than the longest delay.
 func (c *watch) lasts(since *time.Duration, so bool, most time.Duration) bool {
 	if !so {
 		*since = 0
@@ -338,7 +338,7 @@ func (c *watch) lasts(since *time.Duration, so bool, most time.Duration) bool {
 	return c.clock-*since <= most
 }
 
-// delivered checks a quorum before anybody hears of it.
+// delivered checks a quorum before it is sent to its members.
 func (c *watch) delivered(d quorum.Deliver) {
 	w, q := c.l.w, d.Quorum
 	c.move()
@@ -373,13 +373,13 @@ func (c *watch) delivered(d quorum.Deliver) {
 		if v.previous = v.expected; v.expected {
 			v.waits, v.missed = 0, 0
 		} else if c.candidate(g) {
-			v.joined = c.clock // it waits on, for the next
+			v.joined = c.clock // its request stays pending, for the next quorum
 		}
 	}
 	c.lastTime = w.now
 }
 
-// ofThisTerm: where there is a list, each member of a quorum has shown what it knows, and has been let go since by no term that began.
+// ofThisTerm checks, if there is a list, that each member of a quorum has shown what it knows, and that no new term has begun since.
 func (c *watch) ofThisTerm(q *quorum.Quorum) {
 	w := c.l.w
 	for i := range c.l.waiting {
@@ -394,7 +394,7 @@ func (c *watch) ofThisTerm(q *quorum.Quorum) {
 	}
 }
 
-// notBehind: a quorum below the step that the job had reached has waited for those who were there.
+// notBehind checks that a quorum below the step that the job had reached was delayed for members with that step.
 func (c *watch) notBehind(q *quorum.Quorum, t tally) {
 	step, lives := int64(-1), ""
 	for i := range q.Members {
@@ -406,7 +406,7 @@ func (c *watch) notBehind(q *quorum.Quorum, t tally) {
 		}
 	}
 	waited := t.waited
-	if c.behind > 0 { // by a tick, a tick late at most
+	if c.behind > 0 { // a tick ends the delay, at most one tick late
 		waited = max(waited, c.clock-c.behind+c.l.w.QuorumTick)
 	}
 	if step < c.reached && lives != "" && waited < c.l.w.Policy.HeartbeatTimeout {
@@ -453,22 +453,22 @@ func (c *watch) sameWaiters(d quorum.Deliver) {
 	}
 }
 
-// ticked checks that no quorum is late, that the lighthouse forgets, and that the job goes on.
+// ticked checks that no quorum is late, that the lighthouse forgets ended groups, and that the job makes progress.
 func (c *watch) ticked() {
 	w := c.l.w
 	c.move()
 	switch t := c.tally(); {
 	case !c.due(t):
-		if c.looking = 0; t.candidates == 0 { // else who comes and goes does not begin the wait for those ahead again
+		if c.looking = 0; t.candidates == 0 { // otherwise membership churn must not restart the delay
 			c.behind = 0
 		}
-	case !c.mayWait(t) && w.Lighthouses == 1: // else others may serve the job: progress looks at what must be
+	case !c.mayWait(t) && w.Lighthouses == 1: // with a list, another lighthouse may serve the job: the rule progress covers that
 		w.broken(ruleForms, "%d of %d healthy wait, for %s, and there is no quorum", t.candidates, t.healthy, t.waited)
 	}
 	c.known = slices.DeleteFunc(c.known, func(g *group) bool {
 		v := c.of(g)
 		left := !c.beating(g) && v.waits == 0 && !v.previous
-		if left { // also what would be a sign of life to a lighthouse whose clock was set back
+		if left { // also if its last sign of life is recent by a clock that was set back
 			*v = view{number: v.number}
 		}
 		return left
@@ -479,7 +479,7 @@ func (c *watch) ticked() {
 	w.check.progress(c)
 }
 
-// memory compares how much the lighthouse remembers.
+// memory checks how many groups and requests the lighthouse remembers.
 func (c *watch) memory() {
 	w := c.l.w
 	replicas, waiters := c.l.machine.Remembers()

@@ -8,8 +8,7 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// expire forgets a group whose signs of life are too old, and of one that is in the latest quorum only that it counted as
-// failed until it asks.
+// expire forgets a group whose signs of life are too old. Of a member of the latest quorum, it forgets only that it was out.
 func (c *watch) expire(g *group) {
 	switch v := c.of(g); {
 	case c.beating(g):
@@ -20,7 +19,7 @@ func (c *watch) expire(g *group) {
 	}
 }
 
-// slept: all signs of life are younger than they seem, but for those that were too old before.
+// slept makes all signs of life younger by the time for which the lighthouse was stopped, except those that were too old before.
 func (c *watch) slept(span time.Duration) {
 	for _, g := range c.known {
 		if v := c.of(g); c.beating(g) {
@@ -31,7 +30,7 @@ func (c *watch) slept(span time.Duration) {
 	c.began += span
 }
 
-// newQuorum forgets what was said of the one before.
+// newQuorum forgets what members reported about the previous quorum.
 func (c *watch) newQuorum() {
 	for _, g := range c.known {
 		v := c.of(g)
@@ -39,14 +38,14 @@ func (c *watch) newQuorum() {
 	}
 }
 
-// asksAll: what members said that they do does not hold any more.
+// asksAll forgets the members' earlier answers: they are asked again what they do.
 func (c *watch) asksAll() {
 	for _, g := range c.known {
 		c.of(g).says = nil
 	}
 }
 
-// word is what a group says, or what somebody says of it, before the lighthouse takes it in.
+// word records an event about a group before the lighthouse handles it.
 func (c *watch) word(g *group, word quorum.Event) {
 	c.move()
 	v := c.of(g)
@@ -73,7 +72,8 @@ func (c *watch) word(g *group, word quorum.Event) {
 	}
 }
 
-// finish forgets the past, if all of the latest quorum said that their training has ended. Another lighthouse of a list may know more.
+// finish forgets the past if all members of the latest quorum have reported that their training is complete, and there is no other
+// lighthouse, which may know more.
 func (c *watch) finish() {
 	if c.latest == 0 || c.l.w.Lighthouses > 1 {
 		return
@@ -90,20 +90,20 @@ func (c *watch) finish() {
 	c.newQuorum()
 }
 
-// regressed: the lighthouse warns that the job regresses.
+// regressed checks a warning of the lighthouse that the job regresses.
 func (c *watch) regressed(a *quorum.Regressed) {
 	if c.stepWas == 0 {
 		c.l.w.broken(ruleFinished, "quorum %d regresses, it is said, behind a job of which nothing is left: %s", a.Quorum.ID, a.Reason)
 	}
 }
 
-// checked: it did not answer, or nobody needed to ask.
+// checked records the result of a check.
 func (c *watch) checked(g *group, e quorum.Checked) {
 	c.move()
 	c.of(g).silent = e.QuorumID == c.latest && !e.Reached
 }
 
-// lostBy counts the members of the latest quorum, and those of them that may have lost a collective with a group.
+// lostBy counts the members of the latest quorum, and those of them whose reports make a group a suspect.
 func (c *watch) lostBy(g *group) (members, lost int) {
 	for _, x := range c.known {
 		v := c.of(x)
@@ -117,7 +117,7 @@ func (c *watch) lostBy(g *group) (members, lost int) {
 	return members, lost
 }
 
-// looks: more than half of the others of its quorum report that a collective with a group failed.
+// looks checks that more than half of the others suspect a group before the lighthouse checks on it.
 func (c *watch) looks(a *quorum.Check) {
 	g := c.l.w.byID[a.ReplicaID]
 	if members, lost := c.lostBy(g); 2*lost <= members-1 {
@@ -125,7 +125,7 @@ func (c *watch) looks(a *quorum.Check) {
 	}
 }
 
-// reported: a lighthouse has reported to its members that a group counts as failed.
+// reported records that a lighthouse has reported to its members that a group counts as failed.
 func (c *checker) reported(a *quorum.Failed) {
 	c.w.byID[a.ReplicaID].eviction = eviction{quorumID: a.QuorumID, at: c.w.now}
 }
@@ -157,7 +157,7 @@ func (c *checker) forwards(by *group, f *round.MemberFailed) {
 	e.heardBy = w.now + hop
 }
 
-// failed: a group counts as failed for a reason that is so.
+// failed checks that the reason why a group counts as failed is true.
 func (c *watch) failed(a *quorum.Failed) {
 	c.move()
 	w, g := c.l.w, c.l.w.byID[a.ReplicaID]
@@ -201,7 +201,7 @@ func (c *watch) somebodyWaits() bool {
 	return false
 }
 
-// peersWait reports whether members of the latest quorum wait in a step, or in a later one.
+// peersWait reports whether members of the latest quorum wait in this step or in a later one.
 func (c *watch) peersWait(step int64) bool {
 	for _, g := range c.known {
 		if v := c.of(g); v.previous && v.waits == 0 && v.says != nil && v.says.Waits && v.says.Step >= step {
@@ -211,7 +211,7 @@ func (c *watch) peersWait(step int64) bool {
 	return false
 }
 
-// released: nobody who lives is in the step that a group ended before it left.
+// released checks that no live group is in the last step of a group that has left.
 func (c *watch) released(g *group) {
 	c.move()
 	if !c.of(g).previous {

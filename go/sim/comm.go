@@ -6,14 +6,14 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// commKey names a process group: one for each quorum_id and group rank.
+// commKey identifies a process group: there is one for each quorum_id and group rank.
 type commKey struct {
 	quorumID int64
 	plane    int
 }
 
-// comm is a process group: the ranks of one group rank in all groups of a quorum. A collective ends when all
-// have reached it; who misses it lets the others wait until a timeout, a broken connection or an abort.
+// comm is a process group: the ranks with one group rank in all groups of a quorum. A collective ends when all of them have reached it.
+// If one does not, the others wait until their timeout, a broken connection or an abort.
 type comm struct {
 	key     commKey
 	members []place
@@ -21,21 +21,21 @@ type comm struct {
 	joined  int // members that are in it
 	aborted bool
 	total   uint64 // of the contributions so far
-	head    *rank  // a contributor, to compare the others with
+	head    *rank  // the first contributor, with which the others are compared
 	commits [4]commit
 	recent  int
 }
 
-// place is a member's. r is nil before it joined and after it left.
+// place is the place of a member. r is nil before it joins and after it leaves.
 type place struct {
 	id     string
 	r      *rank
-	number uint64 // of the rank's call that waits in the collective, 0 if none does
+	number uint64 // of the rank's pending call of the collective, 0 if there is none
 	closed bool
-	done   time.Duration // when the collective before that is over for it
+	done   time.Duration // when the previous collective ends for this member
 }
 
-// commit is what the first rank that committed a step here holds.
+// commit is the state of the first rank that committed a step here.
 type commit struct {
 	step   int64
 	digest uint64
@@ -65,7 +65,7 @@ func (r *rank) joinComm(q *quorum.Quorum) {
 	c.aborted = true
 }
 
-// leaveComm breaks its connections: peers in a collective see that, unless the host vanished silently.
+// leaveComm breaks the connections of a rank. Its peers in a collective notice that, unless its host vanished.
 func (r *rank) leaveComm(silent bool) {
 	c, w := r.comm, r.g.w
 	if c == nil || r.member < 0 {
@@ -88,7 +88,7 @@ func (r *rank) leaveComm(silent bool) {
 	}
 }
 
-// breaks lets a collective that is over for others fail for those that were still to receive what the killed one sent.
+// breaks makes a collective fail for the members that had still to receive the data of a killed one. For others it is complete.
 func (c *comm) breaks(w *world, by *rank, silent bool) {
 	for i := range c.members {
 		if p := &c.members[i]; p.r != nil && p.r != by && p.number == 0 && p.done > w.now && !silent {
@@ -118,8 +118,7 @@ func (c *comm) arrive(r *rank) {
 	}
 }
 
-// complete ends the collective for each member after a time of its own, but for those that what another one sends does not
-// reach: they wait for it in vain.
+// complete ends the collective for each member after a time of its own. Members that another member's data does not reach go on waiting.
 func (c *comm) complete(w *world) {
 	for i := range c.members {
 		p := &c.members[i]
@@ -137,7 +136,7 @@ func (c *comm) complete(w *world) {
 	}
 }
 
-// hears reports whether what all members send reaches a slot.
+// hears reports whether the data of all members reaches a slot.
 func (c *comm) hears(w *world, slot int) bool {
 	for i := range c.members {
 		if !w.sends(c.members[i].r.g.slot, slot) {
@@ -147,7 +146,7 @@ func (c *comm) hears(w *world, slot int) bool {
 	return true
 }
 
-// abort ends the group for all: who waits in it sees its connections break, if they are there to break.
+// abort ends the process group for all of its members: the collectives of those that can be reached fail.
 func (c *comm) abort(by *rank) {
 	if c == nil || c.aborted {
 		return
@@ -163,7 +162,7 @@ func (c *comm) abort(by *rank) {
 	}
 }
 
-// peerFailed ends what waits for a member of a quorum that has failed: nobody in it can be complete any more.
+// peerFailed aborts the collectives of a quorum of which a member has failed: none can complete any more.
 func (r *rank) peerFailed(quorumID int64) {
 	c, w := r.comm, r.g.w
 	if c == nil || r.member < 0 || c.key.quorumID != quorumID || c.aborted {

@@ -24,42 +24,42 @@ func (s Slots) String() string {
 	return strings.Join(names, " ")
 }
 
-// FaultKind is what goes wrong.
+// FaultKind is the kind of a fault.
 type FaultKind int
 
 const (
 	Crash            FaultKind = iota // processes of groups are killed; their hosts close the connections
-	Vanish                            // hosts of groups vanish, and that is reported to nobody
-	RankFails                         // rank N of groups; its group follows
-	Leave                             // groups shut down in order
-	KillLighthouse                    // and start it again, with an empty memory
-	VanishLighthouse                  // as its host does
-	Partition                         // groups are cut from the lighthouse, and from all other groups
-	CutLighthouse                     // groups are cut from the lighthouse only
-	CutUp                             // what groups send does not reach the lighthouse; their connections follow
-	CutDown                           // what the lighthouse sends does not reach groups; their connections follow
-	CutPeers                          // groups are cut from the other groups, not from the lighthouse
-	CutPeersOneWay                    // what groups send does not reach the other groups
-	Pause                             // groups stand still: SIGSTOP, a snapshot of a virtual machine
-	PauseLighthouse                   //
+	Vanish                            // hosts of groups vanish, without a sign to the others
+	RankFails                         // rank N of groups ends, and then its group
+	Leave                             // groups shut down properly
+	KillLighthouse                    // the lighthouse is killed, and started again without its memory
+	VanishLighthouse                  // the host of the lighthouse vanishes
+	Partition                         // groups are cut off from the lighthouse and from all other groups
+	CutLighthouse                     // groups are cut off from the lighthouse only
+	CutUp                             // messages of groups do not reach the lighthouse; their connections break later
+	CutDown                           // messages of the lighthouse do not reach groups; their connections break later
+	CutPeers                          // groups are cut off from the other groups, not from the lighthouse
+	CutPeersOneWay                    // messages of groups do not reach the other groups
+	Pause                             // groups are stopped: SIGSTOP, or a snapshot of a virtual machine
+	PauseLighthouse                   // the lighthouse is stopped
 	Slow                              // groups compute and answer slowly
 	ClockJump                         // clocks of groups move ahead
 	ClockLighthouse                   // the lighthouse's clock moves ahead, N < 0: back
-	Noise                             // messages are lost and doubled
+	Noise                             // messages are lost and duplicated
 	Flaky                             // the next collective of groups fails at its end, when peers may have finished
-	LoseVote                          // the last rank of groups does not hear its next decision
-	DropRank                          // the connection of the last rank of groups to its manager server breaks: N = 0: when it calls
-	ShrinkOnly                        // groups ask shrink_only for N steps
-	Stall                             // groups do not reach their collective, and their manager servers live
-	Accuse                            // groups report a peer as failed, which is not so
+	LoseVote                          // the next decision does not reach the last rank of groups
+	DropRank                          // the connection of the last rank of groups to its manager server breaks, with N = 0 at its next call
+	ShrinkOnly                        // groups set shrink_only for N steps
+	Stall                             // groups do not reach their collective, while their manager servers are alive
+	Accuse                            // groups falsely report a failed collective with a healthy peer
 	Drain                             // somebody wants groups to leave
-	Claim                             // groups say that they know of a later quorum, which is not so, and show none
+	Claim                             // groups falsely claim to know of a later quorum, and show none
 	Withhold                          // groups do not show the quorum that they know
 	Signal                            // rank N of groups is asked to leave, as by SIGTERM
-	Finish                            // the training of groups ends on purpose, N = 1: of all; another one begins
+	Finish                            // the training of groups, with N = 1 of all groups, is complete; another one begins
 
 	faultKinds
-	drawnKinds = Claim // the kinds after it come where a setup wants them, or in the place of others (variant)
+	drawnKinds = Claim // the kinds from here on are not drawn: a setup asks for them, or variant makes them of others
 )
 
 var faultWords = [faultKinds]string{
@@ -71,7 +71,7 @@ var faultWords = [faultKinds]string{
 	"withhold a quorum", "a rank is asked to leave", "the training ends",
 }
 
-// Fault is one thing that goes wrong: After the quorum number Round, on Slots, and for how long.
+// Fault is one fault: it begins After the quorum with number Round, and is about the groups in Slots.
 type Fault struct {
 	Round int
 	After time.Duration
@@ -79,7 +79,7 @@ type Fault struct {
 	Slots Slots
 	For   time.Duration
 	N     int64
-	Of    uint8 // lighthouses that it is about, a bit each; 0: all
+	Of    uint8 // the lighthouses that it is about, a bit each; 0: all
 }
 
 func (f Fault) String() string {
@@ -99,7 +99,7 @@ func (f Fault) String() string {
 	return s
 }
 
-// drawFaults makes a schedule with a fault in so many rounds. Some come alone, some in bursts.
+// drawFaults makes a schedule with one fault in every so many rounds, on average. Some come alone, some in bursts.
 func drawFaults(r *rand.Rand, s Setup, every int) []Fault {
 	var faults []Fault
 	for n := s.Rounds / every; n > 0; {
@@ -107,7 +107,7 @@ func drawFaults(r *rand.Rand, s Setup, every int) []Fault {
 		if r.IntN(3) == 0 {
 			burst = min(n, 2+r.IntN(4))
 		}
-		// As far apart as if each had come alone.
+		// The pause before a burst is that of its number of single faults.
 		done := len(faults)
 		last := 0
 		if done > 0 {
@@ -167,8 +167,8 @@ func drawFault(r *rand.Rand, s Setup) Fault {
 	return f
 }
 
-// variant makes some faults of a schedule similar ones: half of the drains come from a rank, and with a quarter of the groups that leave
-// the training of all ends.
+// variant replaces some faults of a schedule by similar ones: half of the drains are signals to a rank, and a quarter of the groups that
+// leave complete the training of all groups.
 func (f Fault) variant(s Setup) Fault {
 	switch {
 	case f.Kind == Drain && f.After%2 == 1:
@@ -212,8 +212,8 @@ func (w *world) beginFault(f *Fault) {
 	}
 }
 
-// cost is how many steps a fault may cost each rank, those that it strikes and the others: docs/correctness.md has the table.
-// One that goes on costs a step again and again.
+// cost is how many steps a fault may cost each rank, in the groups that it is about and in the others: docs/correctness.md has the
+// table. Some faults cost a step again and again while they last.
 func (f *Fault) cost(s *Setup) int {
 	switch f.Kind {
 	case PauseLighthouse, ClockLighthouse, LoseVote, ShrinkOnly, Accuse, Drain, Signal, Withhold:
@@ -240,7 +240,7 @@ func (w *world) each(f *Fault, do func(*lighthouse)) {
 	}
 }
 
-// rough faults make no promises while they last.
+// rough reports whether no promise holds while the fault lasts.
 func (f *Fault) rough(s *Setup) bool {
 	return f.For > 0 && (f.Kind == Claim && !s.OnlyClaims || f.Kind == Withhold || f.Kind == Pause || f.Kind == PauseLighthouse || f.Kind == Slow || f.Kind == Noise || f.Kind == Stall)
 }
@@ -309,10 +309,10 @@ func (w *world) strike(f *Fault, i int) {
 	case DropRank:
 		r := &g.ranks[len(g.ranks)-1]
 		switch {
-		case r.index == 0: // it lives in the process of its manager server
+		case r.index == 0: // it has no connection: it runs in the process of its manager server
 		case f.N == 0:
 			r.dropsConns = true
-		default: // at once, whatever it does, and for as long as it may, or longer
+		default: // at once, whatever the rank does, for about rankGrace, or longer
 			w.after(0, event{kind: rankDisconnected, g: g, rank: int16(r.index)})
 			w.after(w.upTo(4*w.rankGrace()), event{kind: rankBack, g: g, rank: int16(r.index)})
 		}
@@ -384,7 +384,7 @@ func (w *world) endFault(f *Fault) {
 	}
 }
 
-// cut counts the cuts of the links between slot i, one of the fault's, and the slots that are not.
+// cut adds to the cuts of the links between slot i, which the fault is about, and the slots that it is not about.
 func (w *world) cut(f *Fault, i, by int) {
 	for j := range w.slots {
 		if f.Slots.has(j) {
@@ -398,7 +398,7 @@ func (w *world) cut(f *Fault, i, by int) {
 	w.cuts += by * bits.OnesCount64(uint64(f.Slots))
 }
 
-// jump moves a group's clock ahead: what it waits for is over sooner.
+// jump moves a group's clock ahead: its deadlines pass sooner.
 func (g *group) jump(by time.Duration) {
 	w := g.w
 	for i := range g.ranks {

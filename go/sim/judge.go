@@ -9,37 +9,37 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// Judge holds the simulation's rules against histories that real servers make (go/sim/servers): the runner of the servers says
-// what members and ranks do and hear, in the order in which it happens, and the judge knows nothing else. Ranks are the
-// simulation's model of one, whose waits are the runner's. Calls must not overlap.
+// Judge checks the simulation's rules in histories of real servers (go/sim/servers). The runner of the servers reports to it what members
+// and ranks do and receive, in the order in which it happens, and the judge knows nothing else. Ranks are the simulation's model, but
+// the runner does their waiting. Calls must not overlap.
 type Judge struct {
 	w      *world
 	lives  []*life
 	moved  time.Duration // when the network, or a lighthouse, changed last
-	latest time.Time     // when the latest quorum was made
-	calmed bool          // all have trained together since then
-	failed *life         // the one group that failed since the job was calm, nil if there is none, or more happened
-	known  time.Duration // when the others can know of it at the latest
+	latest time.Time     // when the latest quorum was formed
+	calmed bool          // all groups have trained together since moved
+	failed *life         // the only group that has failed since the job was calm; nil if there is none, or if there was another change
+	known  time.Duration // the latest time at which the others learn of that
 
-	failover time.Duration // when the job must have a quorum at the latest, since its lighthouse went; 0: it need not
+	failover time.Duration // the latest time of the first quorum after the failure of the job's lighthouse; 0: there is no bound
 
 	ends      time.Duration // when a group failed last while the job was calm
-	heard     []int64       // quorums of which groups have heard, in that order
-	abandoned []int64       // those of them that an operator left behind
+	heard     []int64       // quorums that groups have received, in that order
+	abandoned []int64       // those of them that an operator abandoned by a waiver
 }
 
-// life is a group, and what the judge knows of it besides what the checker does.
+// life is one life of a group, with what the judge knows of it besides the checker's record.
 type life struct {
 	*group
 	asked     quorum.Member // its latest request
 	attempt   uint64        // quorums that it received
 	learned   time.Duration // when it received the latest
 	ended     time.Duration
-	evicted   int64 // the latest quorum in which it heard that it counts as failed
+	evicted   int64 // the latest quorum in which it was notified that it counts as failed
 	evictedAt time.Duration
-	voted     bool  // it ended in a way that is its vote at the lighthouse that serves the job, which still has it
+	voted     bool  // its end counts as its vote at the lighthouse that serves the job
 	in        int64 // the quorum in which rank 0 committed last
-	steps     int   // and how many it has committed there since something changed
+	steps     int   // how many steps it has committed there since the last change
 }
 
 // DrawFaults makes the schedule of the faults for settings that were changed after Draw.
@@ -47,14 +47,14 @@ func (s *Setup) DrawFaults(every int) {
 	s.Faults = drawFaults(rand.New(rand.NewPCG(s.Seed, 4)), *s, every)
 }
 
-// NewJudge begins a history. Lines about it go to the tracer, if there is one.
+// NewJudge begins a history. The tracer, if it is not nil, gets lines that describe it.
 func NewJudge(s Setup, trace Tracer) *Judge {
 	w := &world{
 		Setup: s, trace: trace, slots: make([]slot, s.Slots), links: make([][]int, s.Slots),
 		comms: map[commKey]*comm{}, byID: map[string]*group{},
 	}
-	// A lighthouse may go on after a quorum whose members have all ended, and nobody who lives can report that to the judge: what is
-	// left of such a quorum is no branch.
+	// A lighthouse may continue after a quorum whose members have all ended, which no live group can report to the judge. So a quorum
+	// without live members counts as no branch.
 	w.check = checker{w: w, quorums: map[int64]*formed{}, waived: true}
 	for i := range w.links {
 		w.links[i] = make([]int, s.Slots)
@@ -65,20 +65,20 @@ func NewJudge(s Setup, trace Tracer) *Judge {
 	return &Judge{w: w}
 }
 
-// At says what time it is, before all that happens then.
+// At sets the time, before the events of that time are reported.
 func (j *Judge) At(now time.Duration) { j.w.now = max(j.w.now, now) }
 
-// Result is what the history has come to so far.
+// Result is the result of the history so far.
 func (j *Judge) Result() Result { return j.w.result }
 
 // Say adds a line to the history.
 func (j *Judge) Say(format string, args ...any) { j.w.say(format, args...) }
 
-// Break says that a rule about waiting does not hold: what has a deadline had no end by then.
+// Break reports that a rule about waiting is broken: a wait did not end by its deadline.
 func (j *Judge) Break(format string, args ...any) { j.w.broken(ruleWaiters, format, args...) }
 
-// change says that something changed: at some lighthouses only, or, with 0, anywhere. Changes at one that does not serve
-// the job must cost nothing.
+// change records a change at some lighthouses only or, with 0, anywhere. Changes at a lighthouse that does not serve the job must cost
+// nothing.
 func (j *Judge) change(at uint8) {
 	j.w.changed = j.w.now
 	if at != 0 && at>>j.place(j.w.result.LastID)&1 == 0 {
@@ -91,7 +91,7 @@ func (j *Judge) change(at uint8) {
 	}
 }
 
-// unsettle: the job has to come to rest again.
+// unsettle records that the job has to settle again.
 func (j *Judge) unsettle() {
 	j.calmed, j.failed, j.failover = false, nil, 0
 	for _, l := range j.lives {
@@ -99,10 +99,10 @@ func (j *Judge) unsettle() {
 	}
 }
 
-// place is that of the lighthouse which gave out an id.
+// place is the place in the list of the lighthouse that formed the quorum with this id.
 func (j *Judge) place(id int64) int { return int(id >> termBits % int64(max(j.w.Lighthouses, 1))) }
 
-// Lighthouse says that one of the list is up from now on, or down.
+// Lighthouse reports that a lighthouse of the list is up from now on, or down.
 func (j *Judge) Lighthouse(i int, up bool) {
 	calm := j.calmed
 	j.change(1 << i)
@@ -112,13 +112,13 @@ func (j *Judge) Lighthouse(i int, up bool) {
 	}
 }
 
-// Begins says that a fault begins. Ends are said apart, by Fails and Lighthouse.
+// Begins reports that a fault begins. The ends of groups and lighthouses are reported by Fails and Lighthouse.
 func (j *Judge) Begins(f *Fault) {
 	w := j.w
 	w.result.FaultsHit++
 	w.say("FAULT %s", *f)
 	switch f.Kind {
-	case Crash, Vanish, Leave, Finish, KillLighthouse, VanishLighthouse: // Fails and Lighthouse say the rest
+	case Crash, Vanish, Leave, Finish, KillLighthouse, VanishLighthouse: // reported by Fails and Lighthouse
 		w.changed = w.now
 		return
 	case RankFails:
@@ -137,7 +137,7 @@ func (j *Judge) Begins(f *Fault) {
 	}
 }
 
-// Ends says that it is over.
+// Ends reports that a fault ends.
 func (j *Judge) Ends(f *Fault) {
 	j.w.changed = j.w.now
 	if f.Kind.ofNetwork() || f.rough(&j.w.Setup) {
@@ -158,7 +158,7 @@ func (k FaultKind) ofNetwork() bool {
 	return k == Partition || k == CutLighthouse || k == CutUp || k == CutDown || k == CutPeers || k == CutPeersOneWay || k == Slow
 }
 
-// Starts says that a group begins in a slot. It is its replica_id.
+// Starts reports that a group starts in a slot, with this replica_id.
 func (j *Judge) Starts(slot int) string {
 	w, s := j.w, &j.w.slots[slot]
 	j.calmed = false
@@ -175,14 +175,14 @@ func (j *Judge) Starts(slot int) string {
 	return g.id
 }
 
-// Fails says that a group has failed from now on, and whether its host reports that to nobody.
+// Fails reports that a group has failed, and whether its host has vanished with it.
 func (j *Judge) Fails(id, why string, silent bool) {
 	l := j.life(id)
 	if l.killed {
 		return
 	}
 	calm := j.calmed
-	if calm && j.together() == "" { // all have answered stamps of the lighthouse that serves them (go/quorum/bond.go)
+	if calm && j.together() == "" { // all groups are bound to the lighthouse that serves them (go/quorum/bond.go)
 		j.ends = j.w.now
 	}
 	l.killed, l.ended = true, j.w.now
@@ -207,13 +207,13 @@ func (j *Judge) life(id string) *life {
 	return nil
 }
 
-// Lives reports whether a group does.
+// Lives reports whether a group is alive.
 func (j *Judge) Lives(id string) bool {
 	l := j.life(id)
 	return l != nil && !l.killed
 }
 
-// Known is the latest quorum that a living group knows.
+// Known is the latest quorum that a live group knows.
 func (j *Judge) Known() (id int64) {
 	for _, l := range j.lives {
 		if !l.killed {
@@ -223,8 +223,8 @@ func (j *Judge) Known() (id int64) {
 	return id
 }
 
-// Waives says that an operator waives groups at a lighthouse, so that the job goes on there after a quorum. Of later quorums
-// no group that lives knows: the operator leaves them behind.
+// Waives reports that an operator waives votes of groups at a lighthouse, so that the job continues there after a quorum. Later quorums,
+// which no live group knows, are abandoned.
 func (j *Judge) Waives(ids []string, lighthouse int, quorumID int64) {
 	j.w.say("an operator waives %v at lighthouse %d, after quorum %d", ids, lighthouse, quorumID)
 	for _, id := range ids {
@@ -240,17 +240,17 @@ func (j *Judge) Waives(ids []string, lighthouse int, quorumID int64) {
 	}
 }
 
-// Abandoned reports whether an operator left a quorum behind. A lighthouse that was away then may still have it, under a higher id
-// than those of the branch that goes on.
+// Abandoned reports whether a quorum was abandoned by a waiver. A lighthouse that was away at that time may still have it, under a higher
+// id than those of the branch that continues.
 func (j *Judge) Abandoned(id int64) bool { return slices.Contains(j.abandoned, id) }
 
-// Connected reports whether two groups reach each other.
+// Connected reports whether two groups can reach each other.
 func (j *Judge) Connected(a, b string) bool { return j.w.connected(j.life(a).slot, j.life(b).slot) }
 
-// Asks says that a group asks a lighthouse.
+// Asks reports a request of a group to a lighthouse.
 func (j *Judge) Asks(id string, m quorum.Member) { j.life(id).asked = m }
 
-// Learned says that a group hears of a quorum.
+// Learned reports that a group receives a quorum.
 func (j *Judge) Learned(id string, q *quorum.Quorum) {
 	w, l := j.w, j.life(id)
 	if !slices.ContainsFunc(q.Members, func(m quorum.Member) bool { return m.ReplicaID == id }) {
@@ -258,7 +258,7 @@ func (j *Judge) Learned(id string, q *quorum.Quorum) {
 		return
 	}
 	if isNew := q.Created.After(j.latest); isNew || w.check.quorums[q.ID] == nil {
-		if isNew { // its id may be below that of a branch that an operator left behind
+		if isNew { // its id may be below those of a branch that was abandoned by a waiver
 			j.latest, w.result.LastID = q.Created, q.ID
 		}
 		w.result.Rounds++
@@ -277,7 +277,7 @@ func (j *Judge) Learned(id string, q *quorum.Quorum) {
 	w.check.learned(l.group, q)
 }
 
-// Evicted says that a group hears, with a quorum, that it counts as failed.
+// Evicted reports that a group is notified that it counts as failed in a quorum.
 func (j *Judge) Evicted(id string, quorumID int64) {
 	l := j.life(id)
 	l.evicted, l.evictedAt = max(l.evicted, quorumID), j.w.now

@@ -8,7 +8,7 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// The rules that only a Judge has.
+// The rules that only a Judge checks.
 const (
 	ruleReported = "a failure reaches everybody in its quorum"
 	ruleSoon     = "after a failure the others have a quorum as soon as it can be known"
@@ -18,10 +18,10 @@ const (
 	ruleCalm     = "while nothing fails, no step is lost and no call ends with an error"
 )
 
-// failureSlack is what messages and timers may take until a failure is reported.
+// failureSlack is the time that messages and timers may take until a failure is reported.
 const failureSlack = time.Second
 
-// formed looks at a quorum when the first of its members hears of it: until then each of them still asks.
+// formed checks a quorum when the first of its members receives it: at that time the requests of the others are still pending.
 func (j *Judge) formed(q *quorum.Quorum) {
 	w := j.w
 	after := &quorum.Quorum{}
@@ -46,11 +46,11 @@ func (j *Judge) formed(q *quorum.Quorum) {
 	if after.ID != 0 {
 		d.Before = after
 	}
-	w.check.lastID = after.ID // others may have heard of later ones before
+	w.check.lastID = after.ID // other members may have received later quorums before
 	w.check.ids(&watch{latest: after.ID}, d)
 }
 
-// soon looks at the first quorum after a failure, of which nothing but the step that goes on keeps the others.
+// soon checks that the first quorum after a failure is not late: the others have to complete or abort their step, and nothing else.
 func (j *Judge) soon(l *life, q *quorum.Quorum) {
 	f, w := j.failed, j.w
 	if f == nil || l.learned > f.ended {
@@ -63,18 +63,18 @@ func (j *Judge) soon(l *life, q *quorum.Quorum) {
 	j.failed = nil
 }
 
-// failoverTime is the longest until a job whose lighthouse has failed has a quorum at the next one: the connections of its members
-// may have to be found failed, and the next lighthouse wants to know who was in the latest quorum.
+// failoverTime bounds the time from the failure of a job's lighthouse until the first quorum at the next one: the members have to notice
+// that their connections have broken, and the next lighthouse has to learn the latest quorum.
 const failoverTime = 35 * time.Second
 
-// failedOver looks whether a job whose lighthouse has failed is at another one by now, if all reach that.
+// failedOver checks that a job whose lighthouse has failed is served by another one in time, if all groups can reach that.
 func (j *Judge) failedOver() {
 	if lighthouse, all := j.home(); j.failover > 0 && j.w.now > j.failover && all && j.w.lhs[lighthouse].up {
 		j.w.broken(ruleSoon, "there is no quorum %s after the lighthouse went, and all reach lighthouse %d", j.w.now-j.moved, lighthouse)
 	}
 }
 
-// home is the first lighthouse that anybody reaches, if all groups that live reach it and each other.
+// home is the first lighthouse that any live group can reach, if all live groups can reach it and each other.
 func (j *Judge) home() (lighthouse int, all bool) {
 	w := j.w
 	for lighthouse < w.Lighthouses-1 && !slices.ContainsFunc(j.lives, func(l *life) bool { return !l.killed && j.reached(l, lighthouse) }) {
@@ -97,11 +97,11 @@ func (j *Judge) reached(l *life, lighthouse int) bool {
 	return j.w.lhs[lighthouse].up && j.w.reached(l.slot, lighthouse)
 }
 
-// termBits are those of an id below its term, of which each lighthouse of a list has its own (go/quorum/succession.go).
+// termBits is the number of bits of an id below its term. Each lighthouse of a list has terms of its own (go/quorum/succession.go).
 const termBits = 42
 
-// Settled reports whether all groups train in one quorum, at the first lighthouse that there is, and have for some steps. That
-// has to be so some time after the last fault.
+// Settled reports whether all groups have trained for some steps in one quorum, at the first lighthouse that they can reach. This must
+// hold some time after the last fault.
 func (j *Judge) Settled() bool {
 	w := j.w
 	why, _ := j.apart()
@@ -117,14 +117,14 @@ func (j *Judge) Settled() bool {
 	return why == ""
 }
 
-// Apart says why the groups are not together in a quorum, or where they are.
+// Apart is the reason why the groups are not together in a quorum, or where they are.
 func (j *Judge) Apart() string {
 	why, id := j.apart()
 	lighthouse, all := j.home()
 	return fmt.Sprintf("%q, quorum %d, lighthouse %d reached by all: %t, changed at %s", why, id, lighthouse, all, j.w.changed)
 }
 
-// together says why the groups do not train in one quorum at the first lighthouse that any of them reaches; empty if they do.
+// together is the reason why the groups do not train in one quorum at the first lighthouse that any of them can reach; empty if they do.
 func (j *Judge) together() (why string) {
 	why, id := j.apart()
 	if lighthouse, _ := j.home(); why == "" && j.place(id) != lighthouse {
@@ -133,7 +133,7 @@ func (j *Judge) together() (why string) {
 	return why
 }
 
-// apart says why the groups are not together in a quorum.
+// apart is the reason why the groups are not together in a quorum.
 func (j *Judge) apart() (why string, id int64) {
 	w := j.w
 	for i := range w.slots {
@@ -156,7 +156,7 @@ func (j *Judge) apart() (why string, id int64) {
 	return "", id
 }
 
-// disturbed says that something went wrong, for which there must be a reason.
+// disturbed records an error of a call, for which there must be a reason.
 func (j *Judge) disturbed(format string, args ...any) {
 	if j.calmed {
 		j.w.broken(ruleCalm, format, args...)

@@ -10,7 +10,7 @@ import (
 // answerMargin is the most that a wait ends before its caller's deadline, as in package lighthouse.
 const answerMargin = 50 * time.Millisecond
 
-// maxLighthouses are in a list.
+// maxLighthouses is the largest number of lighthouses in a list.
 const maxLighthouses = 3
 
 // lighthouse is the shell around its machine: what package lighthouse is in production.
@@ -23,19 +23,19 @@ type lighthouse struct {
 	life        uint32
 	skew        time.Duration // of its clock, after jumps
 	pausedUntil time.Duration
-	disk        *quorum.Recalled // what is on it, nil if nothing is
-	keeping     *quorum.Recalled // what is to be on it next
-	held        []func()         // answers that wait for it
+	disk        *quorum.Recalled // the state on disk, nil if there is none
+	keeping     *quorum.Recalled // the state that is being written
+	held        []func()         // answers that are held until it is written
 
 	lastWaiter quorum.WaiterID
-	refused    quorum.WaiterID // the last that was
-	lastAsked  quorum.WaiterID // that is taken in now, 0 if none is
+	refused    quorum.WaiterID // the last waiter that was refused
+	lastAsked  quorum.WaiterID // the waiter of the current event, 0 if it has none
 	waiting    []waiting
 	links      []*link
-	greeting   *link         // that greeted last
+	greeting   *link         // the one that greeted last
 	looked     time.Duration // when the operator looked last
-	stepped    time.Duration // on its clock: when it took something in last
-	timer      time.Duration // when the next lhDeadline comes, 0 if none is on its way
+	stepped    time.Duration // when it handled the last event, on its clock
+	timer      time.Duration // time of the next lhDeadline, 0 if there is none
 }
 
 // waiting is a request that has not been answered.
@@ -60,7 +60,7 @@ type request struct {
 
 func (l *lighthouse) clock() time.Duration { return l.w.now + l.skew }
 
-// describe is what it shows to people.
+// describe is the machine's status.
 func (l *lighthouse) describe() quorum.Status { return l.machine.Describe(epoch.Add(l.clock())) }
 
 func (l *lighthouse) start() {
@@ -97,7 +97,7 @@ func (l *lighthouse) name() string {
 	return [maxLighthouses]string{"the first lighthouse", "the second lighthouse", "the third lighthouse"}[l.index]
 }
 
-// crash ends it, and breaks its connections. A host that vanishes breaks none: the groups notice by themselves.
+// crash ends the lighthouse, and breaks its connections. A host that vanishes breaks none: the groups have to notice that.
 func (l *lighthouse) crash(silent bool, down time.Duration) {
 	w := l.w
 	if !l.up {
@@ -165,7 +165,7 @@ func (l *lighthouse) handle(e *event) {
 			ReplicaID: e.g.id, Seat: quorum.Seat{Place: l.index, Of: w.Lighthouses}, Term: e.link.term, KnownQuorumID: e.link.known,
 		})
 	case lhKept:
-		if kept := e.x.(*quorum.Recalled); kept == l.keeping { // else there is something newer to write
+		if kept := e.x.(*quorum.Recalled); kept == l.keeping { // otherwise there is a newer state to write
 			l.disk = kept
 			l.sendHeld()
 		}
@@ -210,7 +210,7 @@ func (l *lighthouse) ask(e *event) {
 	}
 	if k := e.link; k != nil {
 		if !l.listens(k) {
-			return // the group hears that the link has ended
+			return // the group will notice that the link has ended
 		}
 		l.withdraw(func(q *waiting) bool { return q.link == k })
 		l.stamp(k)
@@ -224,7 +224,7 @@ func (l *lighthouse) ask(e *event) {
 		asked.Lighthouses = w.Lighthouses
 	}
 	if w.Upstream.has(e.g.slot) {
-		asked.Number, asked.KnownQuorumID, r.known = 0, 0, 0 // no such fields
+		asked.Number, asked.KnownQuorumID, r.known = 0, 0, 0 // upstream's requests do not have these fields
 	} else if !l.check.newest(e.g, e.id) {
 		l.refused = 0
 		l.step(asked)
@@ -243,10 +243,10 @@ func (l *lighthouse) ask(e *event) {
 	l.lastAsked = 0
 }
 
-// listens reports whether what comes on a link counts.
+// listens reports whether messages on a link are handled.
 func (l *lighthouse) listens(k *link) bool { return slices.Contains(l.links, k) && !k.stale }
 
-// linkEnded: a link has ended.
+// linkEnded handles the end of a link.
 func (l *lighthouse) linkEnded(k *link) {
 	i := slices.Index(l.links, k)
 	if i < 0 {
@@ -264,7 +264,7 @@ func (l *lighthouse) linkEnded(k *link) {
 	}
 }
 
-// remember takes what a member or the disk knows.
+// remember passes the quorum that a member shows, or that is on disk, to the machine.
 func (l *lighthouse) remember(r quorum.Recalled) {
 	if l.w.trace != nil {
 		l.w.say("%s learns of quorum %d", l.name(), r.Past.ID)
@@ -272,7 +272,7 @@ func (l *lighthouse) remember(r quorum.Recalled) {
 	l.step(r)
 }
 
-// arm sees to it that lhDeadline comes at a time of the lighthouse's clock, or before.
+// arm makes sure that there is an lhDeadline at a time of the lighthouse's clock, or before.
 func (l *lighthouse) arm(at time.Duration) {
 	if at -= l.skew; l.timer == 0 || at < l.timer {
 		l.timer = at
@@ -280,7 +280,7 @@ func (l *lighthouse) arm(at time.Duration) {
 	}
 }
 
-// withdraw takes back requests, the newest first. Each may end others, too.
+// withdraw withdraws requests, the newest first. Each withdrawal may end other requests, too.
 func (l *lighthouse) withdraw(which func(*waiting) bool) {
 	for i := len(l.waiting) - 1; i >= 0; i = min(i, len(l.waiting)) - 1 {
 		if q := l.waiting[i]; which(&q) {
@@ -291,12 +291,12 @@ func (l *lighthouse) withdraw(which func(*waiting) bool) {
 	}
 }
 
-// jump moves its clock.
+// jump changes the lighthouse's clock.
 func (l *lighthouse) jump(by time.Duration) {
 	l.skew += by
 	if l.up {
 		l.slept()
-		l.step(quorum.Slept{}) // its stamps prove nothing any more
+		l.step(quorum.Slept{}) // ages of stamps are not known any more: the machine has to release all bonds
 	}
 	if l.up && len(l.waiting) > 0 {
 		l.w.push(event{kind: lhDeadline, lh: uint8(l.index), life: l.life})
@@ -315,7 +315,7 @@ func (l *lighthouse) do(input quorum.Event) {
 		l.check.recalled(r.Past)
 	}
 	for _, action := range actions {
-		if failed, ok := action.(quorum.Failed); ok { // as it is before anything else is done
+		if failed, ok := action.(quorum.Failed); ok { // checked before any action is done
 			l.check.failed(&failed)
 		}
 	}
@@ -342,7 +342,7 @@ func (l *lighthouse) do(input quorum.Event) {
 		case quorum.Welcome:
 			l.greeting.down(event{kind: welcomed, id: uint64(a.Term)})
 			l.stamp(l.greeting)
-			if a.Draining != "" { // it may not have heard of it
+			if a.Draining != "" { // in case the member has missed the request
 				l.greeting.down(event{kind: drained})
 			}
 		case quorum.Renew:
@@ -353,7 +353,7 @@ func (l *lighthouse) do(input quorum.Event) {
 					continue
 				}
 				k.stale = true
-				if k.down(event{kind: closing}); !k.lostDown { // the group ends it when it hears that; else it breaks
+				if k.down(event{kind: closing}); !k.lostDown { // the group ends the link when it receives this; if it does not, the link breaks
 					w.push(event{at: max(k.downAt, w.now+w.Delay, k.g.pausedUntil), kind: lhDisconnected, g: k.g, link: k, lh: uint8(l.index), life: l.life})
 				}
 			}
@@ -421,7 +421,7 @@ func doubts(a quorum.Action) bool {
 	return is
 }
 
-// release lets a group go that left, or that ends: nobody needs it.
+// release lets a group end that has left: no peer needs it any more.
 func (l *lighthouse) release(id string, input quorum.Event, delivered bool) {
 	if _, ends := input.(quorum.ShuttingDown); !ends && !delivered {
 		l.check.released(l.w.byID[id])
@@ -433,7 +433,7 @@ func (l *lighthouse) release(id string, input quorum.Event, delivered bool) {
 	}
 }
 
-// again answers one who did not get the quorum that the others have.
+// again redelivers the latest quorum.
 func (l *lighthouse) again(a quorum.Redeliver) {
 	i := slices.IndexFunc(l.waiting, func(q waiting) bool { return q.id == a.Waiter })
 	q := l.waiting[i]
@@ -442,7 +442,7 @@ func (l *lighthouse) again(a quorum.Redeliver) {
 	q.link.down(event{kind: answered, id: q.req, x: a.Quorum})
 }
 
-// refuse forgets who was refused, and sends it on if it may have more luck elsewhere.
+// refuse answers a request that was refused. Some reasons send the group to the next lighthouse.
 func (l *lighthouse) refuse(a quorum.Refuse) {
 	i := slices.IndexFunc(l.waiting, func(q waiting) bool { return q.id == a.Waiter })
 	if i < 0 {
@@ -459,11 +459,11 @@ func (l *lighthouse) refuse(a quorum.Refuse) {
 		q.link.down(event{kind: sentOn, id: q.req})
 	case a.Why == quorum.Streamless:
 		l.check.keptOut(q.g)
-		l.w.after(l.w.delay(q.g.slot), event{kind: refused, g: q.g, id: q.req}) // it does not know better than to ask again
+		l.w.after(l.w.delay(q.g.slot), event{kind: refused, g: q.g, id: q.req}) // an upstream group asks again
 	}
 }
 
-// probe asks the host of a group whether its process has ended. Only a host that can be reached, and runs, says so.
+// probe asks the host of a group whether its process has ended. Only a running host that can be reached answers.
 func (l *lighthouse) probe(g *group) {
 	w := l.w
 	if w.mistake.silentIsEnded && g != nil {
@@ -476,8 +476,8 @@ func (l *lighthouse) probe(g *group) {
 	w.after(2*w.delay(g.slot), event{kind: lhEnded, g: g, lh: uint8(l.index), life: l.life})
 }
 
-// keep writes to disk, which takes a while: a lighthouse that ends meanwhile starts with what was there before, although its members
-// have the quorum.
+// keep writes a state to disk, which takes some time. A lighthouse that ends during that starts with the previous state, although its
+// members may have the later quorum.
 func (l *lighthouse) keep(a quorum.Keep) {
 	w := l.w
 	if !w.Disk {
@@ -491,7 +491,7 @@ func (l *lighthouse) keep(a quorum.Keep) {
 	w.after(takes, event{kind: lhKept, lh: uint8(l.index), life: l.life, x: l.keeping})
 }
 
-// answer ends the waits of those that a quorum is for, and answers them, or holds the answers until the quorum is on disk.
+// answer answers the requests of a quorum's members, or holds the answers until the quorum is on disk.
 func (l *lighthouse) answer(a quorum.Deliver) {
 	w, kept := l.w, l.waiting[:0]
 	for _, q := range l.waiting {
@@ -508,7 +508,7 @@ func (l *lighthouse) answer(a quorum.Deliver) {
 	l.waiting = kept
 }
 
-// sendHeld sends the answers that waited for the disk.
+// sendHeld sends the answers that were held until the state was on disk.
 func (l *lighthouse) sendHeld() {
 	for _, send := range l.held {
 		send()
@@ -516,7 +516,7 @@ func (l *lighthouse) sendHeld() {
 	l.held = l.held[:0]
 }
 
-// send answers a waiting request with its quorum.
+// send answers a pending request with its quorum.
 func (l *lighthouse) send(q waiting, with *quorum.Quorum) {
 	w, i := l.w, q.g.slot
 	switch {

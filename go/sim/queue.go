@@ -2,67 +2,67 @@ package sim
 
 import "time"
 
-// kind is what an event is. Those up to lastOfLighthouse happen to the lighthouse, the ones after it to a group,
-// the ones after lastOfGroup to the world.
+// kind is the kind of an event. Those up to lastOfLighthouse are for a lighthouse, the ones after it for a group, and the ones after
+// lastOfGroup for the world.
 type kind uint8
 
 const (
 	lhAsk          kind = iota // a quorum request arrives; x is the *request
 	lhBeat                     // a heartbeat of g arrives
 	lhWithdrawn                // the client cancelled request id, or its connection broke
-	lhDeadline                 // the earliest deadline of a request has come
+	lhDeadline                 // the earliest deadline of a request has passed
 	lhTick                     // quorum_tick_ms passed
 	lhGreet                    // a link of g begins
 	lhDisconnected             // a link has ended
 	lhPast                     // a member answers a recall; x is the *quorum.Past
-	lhEnded                    // the host of g says that its process has ended
-	lhWake                     // what the machine asked to be woken for
-	lhReaches                  // a member reaches the lighthouses id
+	lhEnded                    // the host of g answers that its process has ended
+	lhWake                     // the time of the machine's Wake
+	lhReaches                  // a member reports that it can reach the lighthouses id
 	lhStamp                    // a member answers the stamp id
-	lhWord                     // a member says something else; x is the quorum.Event
-	lhChecked                  // the lighthouse has waited for a sign of life of g; x is the *look
-	lhDrain                    // somebody wants g to leave
-	lhKept                     // what was to be written is on the disk; x is the *quorum.Recalled
+	lhWord                     // any other message of a member; x is the quorum.Event
+	lhChecked                  // the time for a check of g is over; x is the *look
+	lhDrain                    // an operator requests that g leaves
+	lhKept                     // a write to disk is complete; x is the *quorum.Recalled
 
 	lastOfLighthouse
 
-	beatDue          // g says that it is alive
+	beatDue          // a heartbeat of g is due
 	welcomed         // the lighthouse answers the greeting, in term id
 	stamped          // the lighthouse sends the stamp id
-	linkDue          // it should have by now
-	closing          // the lighthouse ends the link, and lets g go
+	linkDue          // the time for the welcome is over
+	closing          // the lighthouse ends the link, and releases g from its bond
 	linkBroken       // g notices that its link has ended
 	linkRetry        // g opens another one
 	recall           // the lighthouse asks for quorum id
 	memberFailed     // the lighthouse reports a failure; x is the *quorum.Failed
 	noticed          // the machine of g hears of a failure, of g itself by another group; x is the *round.MemberFailed; ok: another lighthouse says so
-	probed           // the lighthouse wants a sign of life
-	progressDue      // the lighthouse wants to know what g does
-	rankSays         // a rank says what it does; ok: it waits for other groups
-	progressEnd      // whether all ranks have said it or not, id
-	drained          // the lighthouse passes on that somebody wants g to leave
-	released         // nobody needs g any more, which left
-	leaveDue         // it goes all the same
-	sentOn           // the lighthouse has too few members for request id
+	probed           // the lighthouse checks on g
+	progressDue      // the lighthouse asks what g does
+	rankSays         // a rank answers what it does; ok: it waits for other groups
+	progressEnd      // the time for these answers is over; id
+	drained          // the lighthouse requests that g leaves
+	released         // the lighthouse lets g end, which has left
+	leaveDue         // the time for that is over: g ends anyway
+	sentOn           // the lighthouse refuses request id for want of votes or members
 	failBack         // all fail back to lighthouse id
-	lookBack         // g looks whether an earlier lighthouse is back
+	lookBack         // g checks which earlier lighthouses it can reach
 	answered         // the lighthouse answered request id; x is the *quorum.Quorum
 	refused          // request id did not arrive, or its connection broke
 	retryDue         // g asks the lighthouse again, for round id
-	askDeadline      // the time of round id is nearly up
+	askDeadline      // the deadline of round id is near
 	managerAsk       // a rank's quorum request arrives at its manager server
 	managerVote      // a rank's vote arrives
-	rankDue          // a timer of the rank: its call or its collective has taken too long
+	rankDue          // the timer of the rank's call or collective
 	rankStart        // the rank begins a step
-	rankQuorum       // the rank hears of its quorum; x is the *recovery.Result
-	rankVoted        // the rank hears the decision; ok
+	rankQuorum       // the rank receives its quorum; x is the *recovery.Result
+	rankVoted        // the rank receives the decision; ok
 	rankFailed       // the rank's call failed
 	rankArrive       // the rank reaches its collective
 	rankReduced      // the rank's collective ended; ok
 	healAsk          // a group that heals asks g for its state; x is the *heal
 	healAnswer       // and is answered; ok
 	rankDisconnected // the manager server notices that a rank's connection broke
-	rankStill        // a while has passed since
+	rankStill        // rankGrace has passed since
 	rankBack         // the rank has another connection
 
 	lastOfGroup
@@ -73,21 +73,21 @@ const (
 	faultEnd
 )
 
-// event is something that happens at a time. Events at one time happen in the order in which they were made.
+// event is what is due at a time. Events of the same time are handled in the order in which they were pushed.
 type event struct {
 	at   time.Duration
 	kind kind
 	ok   bool
 	rank int16
 	lh   uint8  // the lighthouse that it is for
-	life uint32 // of that
+	life uint32 // the life of that lighthouse: events for an earlier life are dropped
 	id   uint64
 	g    *group
 	link *link
 	x    any
 }
 
-// turn is a place in the queue: when, after what, and which event.
+// turn is an entry of the queue: the time, the order among events of the same time, and which event.
 type turn struct {
 	at    time.Duration
 	seq   uint64
@@ -96,8 +96,8 @@ type turn struct {
 
 func (t turn) before(o turn) bool { return t.at < o.at || t.at == o.at && t.seq < o.seq }
 
-// queue is a heap with four children a node: flatter than the usual one, and most events are soon to come. The events
-// lie apart from it, because moving pointers costs more than moving numbers.
+// queue is a heap with four children per node: it is flatter than a binary one, and most events are due soon. The events are stored
+// apart from it, since moving pointers costs more than moving numbers.
 type queue struct {
 	heap   []turn
 	events []event

@@ -7,7 +7,7 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// phase is what a rank does.
+// phase is what a rank is doing.
 type phase uint8
 
 const (
@@ -16,13 +16,13 @@ const (
 	working        // has its quorum: heals, computes
 	reducing       // waits in the collective
 	voting         // waits for the decision
-	agreeing       // waits for whether all ranks of its group reduce the step again
-	left           // it has ended the last step of its group
-	killed         // it has ended, and its group not yet
+	agreeing       // waits for the result of its group's vote on a replay
+	left           // has completed the last step of its group, which is drained
+	killed         // has ended, while its group has not yet
 )
 
-// rank is a model of one rank with its Manager (torchft/manager.py, use_async_quorum=True): what it says, what
-// it waits for, and a digest in the place of its weights. Its loop is: quorum, heal, collective, vote.
+// rank is a model of one rank with its Manager (torchft/manager.py, use_async_quorum=True): its messages, its waits, and a digest in
+// place of its weights. Its loop is: quorum, heal, collective, vote.
 type rank struct {
 	g     *group
 	index int
@@ -35,10 +35,10 @@ type rank struct {
 	errors    int    // calls in a row that failed
 
 	phase    phase
-	number   uint64        // of the latest call; an answer to an older one comes too late
-	deadline time.Duration // of what it waits for, 0 for nothing
-	timer    time.Duration // when the next rankDue comes, 0 if none is on its way
-	computed time.Duration // when this step's gradients are there
+	number   uint64        // of the latest call; answers to older ones are dropped
+	deadline time.Duration // of its call or collective, 0 if there is none
+	timer    time.Duration // time of the next rankDue, 0 if there is none
+	computed time.Duration // when this step's gradients are computed
 
 	// Of this attempt at a step.
 	attempt  uint64
@@ -47,7 +47,7 @@ type rank struct {
 	errored  bool
 	sum      uint64
 	votesYes bool
-	cast     vote // the last that reached the manager server
+	cast     vote // the last vote that reached the manager server
 
 	replay
 
@@ -68,7 +68,7 @@ type vote struct {
 	attempt uint64
 }
 
-// heal is one group's rank that fetches the state of another's.
+// heal is a transfer of the state to a rank from the same rank of another group.
 type heal struct {
 	r        *rank
 	number   uint64
@@ -129,7 +129,7 @@ func (r *rank) handle(e *event) {
 	}
 }
 
-// wait gives what begins now until a deadline. There is one timer a rank: few deadlines are ever reached.
+// wait begins a phase that ends at a deadline. There is one timer per rank, since most deadlines are not reached.
 func (r *rank) wait(p phase, d time.Duration) {
 	w := r.g.w
 	r.phase, r.deadline = p, w.now+d
@@ -146,7 +146,7 @@ func (r *rank) arm() {
 func (r *rank) due() {
 	w := r.g.w
 	if r.timer > w.now {
-		return // an earlier one was made meanwhile
+		return // it has been replaced by an earlier one
 	}
 	r.timer = 0
 	if r.deadline == 0 {
@@ -183,7 +183,7 @@ func (r *rank) startQuorum() {
 	}
 	r.number++
 	if r.index == 0 && r.g.shrink > 0 {
-		r.g.shrink-- // counted in calls: a group that is in no quorum shuts itself out for as long as it asks this
+		r.g.shrink-- // counted in calls: a group that is in no quorum would leave itself out for as long as it asks for this
 	}
 	if !r.again {
 		r.replays, r.kept = 0, false
@@ -194,7 +194,7 @@ func (r *rank) startQuorum() {
 	r.toManager(managerAsk)
 }
 
-// stepTime is how long this step's gradients take.
+// stepTime is how long the computation of this step's gradients takes.
 func (r *rank) stepTime() time.Duration {
 	w := r.g.w
 	d := w.Compute/2 + w.upTo(w.Compute)
@@ -204,7 +204,7 @@ func (r *rank) stepTime() time.Duration {
 	return d
 }
 
-// says is what it reports of the quorum of its last commit.
+// says is what the rank reports as the quorum of its last commit.
 func (r *rank) says() int64 {
 	if r.g.w.Upstream.has(r.g.slot) {
 		return 0
@@ -212,7 +212,7 @@ func (r *rank) says() int64 {
 	return r.committed
 }
 
-// toManager sends a call. Rank 0 makes it directly.
+// toManager sends a call to the manager server, which runs in the process of rank 0.
 func (r *rank) toManager(k kind) {
 	if r.index == 0 {
 		if k == managerAsk {
@@ -228,7 +228,7 @@ func (r *rank) toManager(k kind) {
 		w.say("the connection of %s rank %d breaks", r.g.id, r.index)
 		w.after(w.delay(r.g.slot), event{kind: rankDisconnected, g: r.g, rank: int16(r.index)})
 		w.after(w.delay(r.g.slot), event{kind: rankFailed, g: r.g, rank: int16(r.index), id: r.number})
-		if back := w.delay(r.g.slot) + w.upTo(2*w.rankGrace()+1); w.chance(0.7) { // else it connects when it asks
+		if back := w.delay(r.g.slot) + w.upTo(2*w.rankGrace()+1); w.chance(0.7) { // otherwise the rank connects with its next call
 			w.after(back, event{kind: rankBack, g: r.g, rank: int16(r.index)})
 		}
 		return
@@ -236,7 +236,7 @@ func (r *rank) toManager(k kind) {
 	w.after(w.delay(r.g.slot)/4, event{kind: k, g: r.g, rank: int16(r.index), id: r.number})
 }
 
-// follow does what the quorum asks for: Manager._async_quorum.
+// follow handles the quorum, as Manager._async_quorum does.
 func (r *rank) follow(n *news) {
 	g, w := r.g, r.g.w
 	if r.again {
@@ -264,14 +264,14 @@ func (r *rank) follow(n *news) {
 	w.askHeal(h)
 }
 
-// askHeal asks the source, or notices that it is not there.
+// askHeal requests the state from the source, or fails if the source cannot be reached.
 func (w *world) askHeal(h *heal) {
 	i := h.r.g.slot
 	switch {
 	case h.source == nil || h.source.killed:
 		w.refuseHeal(h)
 	case !w.sends(i, h.source.slot):
-		// Nothing comes back, until the deadline.
+		// No answer: the rank waits until its deadline.
 	default:
 		w.after(w.delay(i), event{kind: healAsk, g: h.source, rank: int16(h.r.index), x: h})
 	}
@@ -295,7 +295,7 @@ func (g *group) serveHeal(h *heal) {
 		return
 	}
 	if !serves {
-		// The request waits there until the state may be read, or until its deadline.
+		// The request is pending at the source until the state may be read, or until its deadline.
 		if w.now+5*time.Millisecond < h.deadline && !h.r.g.killed && h.r.heal == h {
 			w.after(5*time.Millisecond, event{kind: healAsk, g: g, rank: int16(h.r.index), x: h})
 		}
@@ -305,7 +305,7 @@ func (g *group) serveHeal(h *heal) {
 	w.after(w.Heal+w.delay(g.slot), event{kind: healAnswer, ok: true, g: h.r.g, rank: int16(h.r.index), x: h})
 }
 
-// healed ends a heal. One that failed costs this group the step; its peers still count on it in the collective.
+// healed ends a heal. If it failed, this group does not commit the step, but still takes part in the collective, where its peers wait.
 func (r *rank) healed(ok bool) {
 	w := r.g.w
 	r.deadline = 0
@@ -314,7 +314,7 @@ func (r *rank) healed(ok bool) {
 		w.say("%s rank %d: its heal failed", r.g.id, r.index)
 		r.heal.number = 0
 		r.errored = true
-		if r.leaves { // between two steps the weights are those of the step: it asks for another quorum
+		if r.leaves { // between two steps nothing is lost: the rank asks for another quorum
 			r.comm.abort(r)
 			r.undoHeal()
 			r.phase = idle
@@ -395,7 +395,7 @@ func (r *rank) decided(commit bool) {
 	}
 }
 
-// undoHeal returns to the step whose weights it has, when a heal did not arrive.
+// undoHeal returns to the step of the rank's weights after a heal that failed.
 func (r *rank) undoHeal() {
 	if h := r.heal; h != nil {
 		r.step, r.committed = h.before.step, h.before.committed
@@ -403,15 +403,15 @@ func (r *rank) undoHeal() {
 	}
 }
 
-// failed ends a call that got an error: Python raises. Some training loops catch that and go on, a few times in a row;
-// in others the process ends, and its group with it.
+// failed handles the error of a call, which Python raises. Some training loops catch it and continue, a few times in a row; in others the
+// process ends, and its group with it.
 func (r *rank) failed() {
 	g, w := r.g, r.g.w
 	wasVoting, phase := r.phase == voting, r.phase
 	r.undoHeal()
 	r.number++
 	r.phase, r.deadline = idle, 0
-	if phase == agreeing || phase == awaiting && r.again { // should_commit says no, and raises nothing
+	if phase == agreeing || phase == awaiting && r.again { // should_commit returns False, and does not raise
 		r.g.w.check.stepRedone(r)
 		r.again = false
 		r.startQuorum()
@@ -426,7 +426,7 @@ func (r *rank) failed() {
 	w.after(w.Delay+w.upTo(w.Compute), event{kind: rankStart, g: g, rank: int16(r.index)})
 }
 
-// restart ends a group and lets another begin in its place.
+// restart ends a group, and starts another one in its place.
 func (w *world) restart(g *group, why string, down time.Duration) {
 	if g.killed {
 		return

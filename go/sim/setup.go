@@ -11,57 +11,57 @@ import (
 // Setup is all that a run depends on: the same setup gives the same history, to the byte.
 type Setup struct {
 	Seed   uint64
-	Rounds int // quorums until the faults end, all is repaired, and the run with it
-	Slots  int // places for groups; a group may fail and another begin in its place, under a new replica_id
+	Rounds int // quorums with faults; after them all is repaired, and the run ends once the job is healthy
+	Slots  int // places for groups; when a group fails, another one may start in its place, under a new replica_id
 	Ranks  int // of each group
 
-	Lighthouses int  // in the list of the groups; 0 is 1
-	Disk        bool // they keep their state on disk
+	Lighthouses int  // in the list of the groups; 0 means 1
+	Disk        bool // the lighthouses keep their state on disk
 
 	Policy            quorum.Policy
 	QuorumTick        time.Duration
 	HeartbeatInterval time.Duration
 	QuorumTimeout     time.Duration // of a rank's quorum call
 	Timeout           time.Duration // of heals, collectives and votes
-	Keepalive         time.Duration // until a client notices that its request was lost
-	Compute           time.Duration // a step without its waits, on average
-	Heal              time.Duration // that a state is on its way
-	Slack             time.Duration // that the shells of real servers take on top (go/sim/servers)
+	Keepalive         time.Duration // how long until a client notices that its request was lost
+	Compute           time.Duration // duration of a step without its waits, on average
+	Heal              time.Duration // duration of a transfer of the state
+	Slack             time.Duration // additional time that real servers take (go/sim/servers)
 	InitSync          bool          // groups begin with weights of their own, and take over one group's at step 0
 
 	Delay     time.Duration // of a message, on average
-	Loss      float64       // how many messages do not arrive
-	Duplicate float64       // how many arrive twice
-	Straggle  float64       // how many take twenty times as long, and are overtaken
+	Loss      float64       // part of the messages that do not arrive
+	Duplicate float64       // part that arrives twice
+	Straggle  float64       // part that takes twenty times as long, and is overtaken by others
 
 	Faults []Fault // in the order of Round
 
-	// Upstream are the slots whose groups say nothing that upstream does not say: not in which quorum
-	// they committed, and no numbers of requests. Where there are several lighthouses, they know the first.
+	// Upstream are the slots whose groups send only what upstream's managers do: not the quorum in which they committed, and no
+	// request numbers. Of several lighthouses, they know the first one only.
 	Upstream Slots
-	// Calls are those whose groups say all that ours say, and keep no stream: in calls, which may overtake each other.
+	// Calls are the slots whose groups send all that ours do, but by calls in place of a stream. Calls may overtake each other.
 	Calls Slots
 
-	// Streamless are those that know several lighthouses, and whose streams something on the way answers with UNIMPLEMENTED:
-	// they make calls, too, and are to be refused.
+	// Streamless are the slots whose groups know several lighthouses, and whose streams a proxy answers with UNIMPLEMENTED. They make
+	// calls as well, and must be refused.
 	Streamless Slots
 
-	// Replay: groups reduce a step again in which a member failed, but for those that are Upstream.
+	// Replay: groups that are not Upstream replay a step in which a member failed.
 	Replay bool
-	// OnlyFailures: no fault is anything else, and all messages arrive. Then no step is lost that a live group computed.
+	// OnlyFailures: all faults are failures of groups, and all messages arrive. Then no step is lost that a live group has computed.
 	OnlyFailures bool
-	// OnlyClaims: no fault is anything but Claim, of few groups at a time. Then the others go on.
+	// OnlyClaims: all faults are Claim, of few groups at a time. Then the other groups continue.
 	OnlyClaims bool
-	// CountLosses: no rank loses more steps than the faults up to then may cost. For faults that are far apart.
+	// CountLosses: a rule holds that no rank loses more steps than the faults so far may cost (Fault.cost). For faults that are far apart.
 	CountLosses bool
-	// ReplayFailure: in this phase of a replay some groups fail, as long as others live.
+	// ReplayFailure: some groups fail in this phase of a replay, unless they are the only one left.
 	ReplayFailure phase
 
 	mistake mistake
-	drawn   int // the slots that Draw was asked for
+	drawn   int // the argument slots of Draw
 }
 
-// machine of the lighthouse and of a group, as the simulation knows them.
+// The machines of a lighthouse and of a group, as the simulation uses them.
 type (
 	lighthouseMachine interface {
 		Step(quorum.Event, time.Time) []quorum.Action
@@ -73,29 +73,29 @@ type (
 	}
 )
 
-// mistake is a hook for tests: it puts something between the simulation and the machines, or makes the model of
-// the ranks do something wrong. The zero value makes none.
+// mistake is a hook for tests: it wraps the machines, or makes the model of the ranks do something wrong, and the rules must find
+// that. The zero value makes no mistake.
 type mistake struct {
 	name          string
 	lighthouse    func(*quorum.Machine) lighthouseMachine
 	group         func(round.Group, *round.Machine) groupMachine
 	policy        func(quorum.Policy) quorum.Policy
 	start         func(time.Time) time.Time // of a lighthouse's clock when it begins
-	replayBehind  bool                      // a step is reduced again whatever the quorum says
-	replaySums    bool                      // what a reduction left is reduced again, not what was kept
-	silentIsEnded bool                      // a host that cannot be asked is taken for one that says that the process has ended
-	setup         func(*Setup)              // of the histories in which it is looked for
-	keepState     bool                      // a group that heals goes to the step and keeps its weights
-	long          bool                      // no short history has it
-	anySize       bool                      // what the lighthouse remembers is not looked at
+	replayBehind  bool                      // a step is replayed although the quorum does not allow it
+	replaySums    bool                      // a replay reduces the result of the failed reduction, not the gradients that were kept
+	silentIsEnded bool                      // a host that cannot be reached counts as one on which the process has ended
+	setup         func(*Setup)              // of the histories that are searched for it
+	keepState     bool                      // a healing group takes over the step, and keeps its weights
+	long          bool                      // only long histories show it
+	anySize       bool                      // the rule about the lighthouse's memory is off
 }
 
 // Draw makes the setup of a seed: a cluster, its settings, its network, and a fault for every fiftieth round. With
-// slots 0 the seed decides on the size, too, from 2 groups to 16, and on whether there are many more faults.
+// slots 0, the seed also decides on the size, from 2 to 16 groups, and on whether there are many more faults.
 func Draw(seed uint64, slots, rounds int) Setup {
 	r := rand.New(rand.NewPCG(seed, 1))
 	asked := slots
-	every := 38 // rounds for a fault; the rounds at the end, in which all is repaired, have none
+	every := 38 // rounds per fault; less than 50, since the last rounds have none
 	if size := r.IntN(24); slots == 0 {
 		slots = 16
 		if size < 18 {
@@ -134,7 +134,7 @@ func Draw(seed uint64, slots, rounds int) Setup {
 		s.Ranks = 2
 	}
 	if r.IntN(5) == 0 {
-		s.Compute *= 6 // some meet at equal steps after they were apart, because steps take longer than outages
+		s.Compute *= 6 // steps that take longer than outages: groups that were apart may meet at equal steps
 	}
 	if r.IntN(2) == 0 {
 		s.Loss, s.Duplicate, s.Straggle = 2e-4, 1e-3, 2e-3
@@ -146,7 +146,7 @@ func Draw(seed uint64, slots, rounds int) Setup {
 	if s.Lighthouses == 1 && r.IntN(5) == 0 {
 		s.Calls = Slots(r.Uint64())
 	}
-	if n := mix(seed, 7); s.Lighthouses > 1 && n%3 == 0 { // enough are left
+	if n := mix(seed, 7); s.Lighthouses > 1 && n%3 == 0 { // min_replicas groups are left
 		s.Streamless = Slots(n>>8) << s.Policy.MinReplicas
 	}
 	if r.IntN(2) == 0 {
@@ -159,13 +159,12 @@ func Draw(seed uint64, slots, rounds int) Setup {
 	return s
 }
 
-// bound is how long after the last fault every group that lives must have committed a step. A rank may hold a
-// request of before for QuorumTimeout, and then be one of two that wait for each other's Timeout; the fallout of
-// that costs each such wait once more.
+// bound is the time after the last fault within which every live group must commit a step. A request from before may be pending for
+// QuorumTimeout; then two ranks may wait for each other for Timeout; and the consequences of that may cost each of these waits again.
 func (s Setup) bound() time.Duration {
 	bound := s.Policy.HeartbeatTimeout + s.Policy.JoinTimeout + 3*(s.QuorumTimeout+s.Timeout+3*s.Compute+s.Heal) + time.Second + s.Slack
 	if s.Lighthouses > 1 {
-		// Those who were sent on stay away from a lighthouse for up to 16 heartbeat timeouts.
+		// Groups that a lighthouse refused avoid it for up to 16 heartbeat timeouts.
 		bound += 24 * s.Policy.HeartbeatTimeout
 	}
 	return bound

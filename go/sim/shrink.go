@@ -9,7 +9,7 @@ import (
 )
 
 // Shrink looks for a smaller setup that breaks the same rule: fewer faults, groups and rounds, a quieter network.
-// It tries at most so many runs.
+// It tries at most this many runs.
 func Shrink(s Setup, rule string, tries int) Setup {
 	h := &shrinker{best: s, rule: rule, tries: tries}
 	h.cutShort()
@@ -34,7 +34,7 @@ func sameSize(a, b Setup) bool {
 	return len(a.Faults) == len(b.Faults) && a.Slots == b.Slots && a.Ranks == b.Ranks && a.Rounds == b.Rounds
 }
 
-// try takes a setup over if it breaks the rule. A smaller history is another one: it may need another seed.
+// try adopts a setup if it breaks the rule. It tries several seeds, since the seed of the larger history means nothing for a smaller one.
 func (h *shrinker) try(change func(*Setup)) bool {
 	s := h.best
 	s.Faults = slices.Clone(s.Faults)
@@ -53,7 +53,7 @@ func (h *shrinker) try(change func(*Setup)) bool {
 	return false
 }
 
-// cutShort forgets the faults that come after the rule was broken.
+// cutShort removes the faults after the one at which the rule was broken.
 func (h *shrinker) cutShort() {
 	b := Run(h.best, nil).Broken
 	faults := h.best.Faults
@@ -64,7 +64,7 @@ func (h *shrinker) cutShort() {
 	h.best.Rounds = min(h.best.Rounds, b.Round+1)
 }
 
-// dropFaults leaves out halves of the schedule, then quarters, down to single faults.
+// dropFaults removes halves of the schedule, then quarters, down to single faults.
 func (h *shrinker) dropFaults() {
 	for size := len(h.best.Faults); size > 0 && h.tries > 0; size /= 2 {
 		for i := 0; i < len(h.best.Faults); {
@@ -84,7 +84,7 @@ func (h *shrinker) calmNetwork() {
 	}
 }
 
-// dropGroups takes the last slots away, many at first.
+// dropGroups removes the last slots, many at first.
 func (h *shrinker) dropGroups() {
 	for n := h.best.Slots / 2; n > 0; {
 		if h.best.Slots-n < 1 || !h.try(func(s *Setup) {
@@ -116,7 +116,7 @@ func (h *shrinker) simplerFaults() {
 	}
 }
 
-// sooner lets the faults, and with them the end, come after fewer rounds.
+// sooner moves the faults, and with them the end, to earlier rounds.
 func (h *shrinker) sooner() {
 	for by := h.best.Rounds / 2; by > 0; {
 		if h.best.Rounds <= by || !h.try(func(s *Setup) {
@@ -130,7 +130,7 @@ func (h *shrinker) sooner() {
 	}
 }
 
-// History is a run in words: the cluster, its faults, and the last lines of what happened.
+// History is a run in words: the cluster, its faults, and the last events.
 func History(s Setup, most int) string {
 	var lines []string
 	r := Run(s, func(at time.Duration, line string) {
@@ -158,8 +158,7 @@ func History(s Setup, most int) string {
 	return b.String()
 }
 
-// fold leaves out the middle of long stretches in which the same groups only commit, or only lose, one step after
-// another.
+// fold removes the middle of long sequences of lines in which the same groups only commit, or only lose, steps.
 func fold(lines []string) []string {
 	const keep = 4 // at each end
 	var out []string
@@ -181,7 +180,7 @@ func fold(lines []string) []string {
 	return out
 }
 
-// routine lines are about a decision, or of a quorum that needs no reason, because it is the one of before.
+// routine reports whether a line is about a decision, or about a quorum with the members of the previous one, which has no reason.
 func routine(lines []string, i int) bool {
 	const time = 11 // columns
 	text := lines[i][time:]

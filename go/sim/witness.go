@@ -9,19 +9,19 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// The messages of groups besides their requests, and the questions of the lighthouse: package manager's Witness and package
-// lighthouse's watch. Times that are seconds there are as short as the timeouts of the simulation are.
+// This file has the messages of groups other than requests (membership.Witness), and the questions of the lighthouse (package
+// lighthouse's watch). Times that are seconds there are scaled to the timeouts of the simulation.
 
 // checkTime is how long a member that its peers suspect may take to give a sign of life.
 func (w *world) checkTime() time.Duration { return w.Policy.HeartbeatTimeout / 4 }
 
-// answerTime is how long ranks may take to say what they do.
+// answerTime is how long ranks may take to answer what they do.
 func (w *world) answerTime() time.Duration { return w.Policy.HeartbeatTimeout / 8 }
 
-// rankGrace is how long a rank whose connection broke may take to come back, before that is reported to the other groups.
+// rankGrace is how long a rank whose connection broke may take to reconnect before that is reported to the other groups.
 func (w *world) rankGrace() time.Duration { return w.Policy.SuspectGrace }
 
-// aliveInterval is how often a group says at least that it is alive.
+// aliveInterval is the longest time between two messages of a group to its lighthouse.
 func (w *world) aliveInterval() time.Duration {
 	interval := w.heardEvery()
 	if w.Lighthouses > 1 {
@@ -30,10 +30,10 @@ func (w *world) aliveInterval() time.Duration {
 	return interval
 }
 
-// heardEvery is how often a lighthouse wants to hear something. A group that is silent for two and a half times as long is fenced.
+// heardEvery is how often a lighthouse expects a message. A group that sends none for two and a half times as long is fenced.
 func (w *world) heardEvery() time.Duration { return w.Policy.HeartbeatTimeout / 3 }
 
-// sends says a word to the lighthouse. Without a stream it has seen the disconnect itself.
+// sends sends an event to the lighthouse. Without a stream it is dropped: the lighthouse has seen the disconnect itself.
 func (g *group) sends(word quorum.Event) {
 	if k := g.link; k != nil && k.welcomed {
 		g.speaks()
@@ -41,7 +41,7 @@ func (g *group) sends(word quorum.Event) {
 	}
 }
 
-// speaks notes that something is said, and whether nothing was for about as long as the lighthouse bears with.
+// speaks records the time of a message, and fences the group if the time since the last one was too long.
 func (g *group) speaks() {
 	g.noteSilence()
 	g.spoke = g.w.now
@@ -66,8 +66,8 @@ func (g *group) suspect(c *comm) {
 	g.sends(word)
 }
 
-// memberFailed takes the notice that a member, which may be this one, counts as failed. elsewhere: another lighthouse than the one that
-// formed the quorum says so.
+// memberFailed handles the notice that a member, which may be this one, counts as failed. elsewhere: the notice comes from another
+// lighthouse than the one that formed the quorum.
 func (g *group) memberFailed(f *round.MemberFailed, elsewhere bool) {
 	own := f.ReplicaID == g.id
 	switch {
@@ -95,7 +95,7 @@ func (g *group) notify(f *round.MemberFailed) {
 // it is there before it in half of the cases.
 func (w *world) lag() time.Duration { return w.Delay * (w.now / time.Microsecond % 2) }
 
-// accuse says of a peer that nothing is wrong with that it has failed.
+// accuse falsely reports a failed collective, and suspects a healthy peer.
 func (g *group) accuse() {
 	c := g.ranks[0].comm
 	if c == nil {
@@ -132,7 +132,7 @@ func (g *group) askRanks() {
 	w.after(w.answerTime(), event{kind: progressEnd, g: g})
 }
 
-// progress reports to the lighthouse what the group does, if all ranks have said it or there is no more time.
+// progress reports to the lighthouse what the group does, once all ranks have answered or the time is up.
 func (g *group) progress(timeUp bool) {
 	m, ok := g.machine.(interface {
 		Progress(time.Time) (round.Progress, bool)
@@ -149,7 +149,7 @@ func (g *group) progress(timeUp bool) {
 	}
 }
 
-// endsLastStep ends the last step of a rank whose group is drained: the group goes when all have ended it.
+// endsLastStep ends the last step of a rank whose group is drained. The group leaves when all of its ranks have ended theirs.
 func (r *rank) endsLastStep() {
 	g, w := r.g, r.g.w
 	r.phase, r.deadline = left, 0
@@ -164,7 +164,7 @@ func (r *rank) endsLastStep() {
 	w.after(2*w.Timeout, event{kind: leaveDue, g: g})
 }
 
-// goes ends a group that left.
+// goes ends a group that has left.
 func (g *group) goes() {
 	if g.leaving {
 		g.shutDown()
@@ -172,13 +172,13 @@ func (g *group) goes() {
 	}
 }
 
-// look is for a sign of life.
+// look is a check of a suspected member.
 type look struct {
 	of    quorum.Check
-	heard int // words that had come from it
+	heard int // messages that the member had sent before
 }
 
-// lookAt looks for one: on a stream the group has to answer, else its host is asked for a connection.
+// lookAt checks on a member: a group with a stream has to answer on it; of one without, the host has to accept a connection.
 func (l *lighthouse) lookAt(a quorum.Check) {
 	w := l.w
 	g := w.byID[a.ReplicaID]
@@ -198,7 +198,7 @@ func (l *lighthouse) checked(g *group, c *look) {
 	if !e.Reached {
 		e.Reason = fmt.Sprintf("no answer within %s", l.w.checkTime())
 		if !l.hasLink(g) {
-			e.Reached = !g.killed && !l.w.cutOff(g.slot, l.index) // the kernel of a process that stands still answers, too
+			e.Reached = !g.killed && !l.w.cutOff(g.slot, l.index) // the kernel accepts the connection even if the process is stopped
 		}
 	}
 	l.check.checked(g, e)
@@ -209,7 +209,7 @@ func (l *lighthouse) hasLink(g *group) bool {
 	return slices.ContainsFunc(l.links, func(k *link) bool { return k.g == g })
 }
 
-// askProgress asks members what they do. Those that make calls cannot say it.
+// askProgress asks members what they do. Members that make calls cannot be asked.
 func (l *lighthouse) askProgress(ids []string) {
 	l.check.asksAll()
 	for _, id := range ids {
@@ -222,12 +222,12 @@ func (l *lighthouse) askProgress(ids []string) {
 		if !l.hasLink(g) {
 			e := quorum.Progressed{ReplicaID: id, Progress: quorum.Progress{Phase: "not known", Waits: true}}
 			l.check.word(g, e)
-			l.machine.Step(e, epoch.Add(l.clock())) // of the same time: there is nothing else to do about it
+			l.machine.Step(e, epoch.Add(l.clock())) // directly: the answer leads to no action before the next tick
 		}
 	}
 }
 
-// word takes what a group says on a stream.
+// word handles an event that a group sends on a stream.
 func (l *lighthouse) word(e *event) {
 	word := e.x.(quorum.Event)
 	_, leaves := word.(quorum.Leaving)
@@ -244,7 +244,7 @@ func (l *lighthouse) word(e *event) {
 	l.step(word)
 }
 
-// slept notes that the lighthouse itself stood still, before it takes in anything else: it heard nobody meanwhile.
+// slept reports to the machine that the lighthouse itself was stopped, before it handles the next event: it received nothing meanwhile.
 func (l *lighthouse) slept() {
 	w := l.w
 	if most := w.Policy.HeartbeatTimeout/2 + w.QuorumTick; l.clock()-l.stepped > most {

@@ -1,6 +1,6 @@
 // Package sim runs the machines of the lighthouse and of the manager servers, and a model of the ranks, on one
-// thread with a clock and a network of its own. A run depends on its Setup and on nothing else: no goroutine, no
-// select, no order of a map, no clock. So the seed of a failed run replays it to the byte.
+// thread with a simulated clock and network. A run depends on its Setup only: there is no goroutine, no select, no iteration over a map,
+// and no real clock. So the seed of a failed run replays it to the byte.
 //
 // After every event the rules of docs/correctness.md are checked.
 package sim
@@ -13,13 +13,13 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// epoch is when every run begins. Quorum ids begin at the milliseconds of the clock: 1001 is the first.
+// epoch is the time at which every run begins. Quorum ids begin at the milliseconds of the clock: 1001 is the first.
 var epoch = time.UnixMilli(1000).UTC()
 
-// Result is what a run came to.
+// Result is the result of a run.
 type Result struct {
 	Broken      *Violation // the first rule that did not hold, nil if all did
-	Hash        uint64     // of every event and what came of it
+	Hash        uint64     // of all events and their results
 	Rounds      int        // quorums
 	Events      uint64
 	Commits     uint64 // of ranks
@@ -31,8 +31,8 @@ type Result struct {
 	Elapsed     time.Duration // on the clock of the simulation
 	FaultsHit   int
 
-	replayFailures [killed + 1]int // of ranks, by what they did while they reduced a step again
-	replayJoins    int             // groups that began while others did
+	replayFailures [killed + 1]int // failures of ranks in a replay, by their phase
+	replayJoins    int             // groups that started during a replay of others
 }
 
 // Violation is a rule that did not hold.
@@ -47,27 +47,27 @@ func (v *Violation) Error() string {
 	return fmt.Sprintf("%s: %s (round %d, %s)", v.Rule, v.Detail, v.Round, v.At)
 }
 
-// world is everything there is in one run.
+// world is the state of one run.
 type world struct {
 	Setup
 	rng   *rand.Rand
 	now   time.Duration
-	event event // that happens now
+	event event // the current one
 	queue queue
 	trace Tracer
 
 	lhs     [maxLighthouses]lighthouse
 	slots   []slot
-	links   [][]int // links[i][j]: cuts that keep what group i sends from group j
-	cuts    int     // cuts between groups that last
+	links   [][]int // links[i][j]: number of cuts between group i as a sender and group j
+	cuts    int     // current cuts between groups
 	comms   map[commKey]*comm
-	byID    map[string]*group // of all groups there ever were
-	noise   int               // bursts of loss that last
+	byID    map[string]*group // all groups of the run, also those that have ended
+	noise   int               // current faults of kind Noise
 	req     uint64            // of the last request to the lighthouse
-	next    int               // of the faults
-	rough   int               // faults that last and under which nothing is promised
-	mayLose int               // steps: what the faults up to now may cost each rank
-	changed time.Duration     // when something last changed for better or worse
+	next    int               // index of the next fault
+	rough   int               // current faults under which nothing is promised
+	mayLose int               // steps that the faults so far may cost each rank
+	changed time.Duration     // when the network or the set of groups changed last
 	calm    time.Duration     // when the last fault is over
 	ending  bool
 	end     time.Duration
@@ -79,14 +79,14 @@ type world struct {
 // slot is a place where a group runs: a host, with its connections.
 type slot struct {
 	g        *group              // nil while there is none
-	lives    int                 // groups that began here
-	cutUp    [maxLighthouses]int // cuts that last, towards each lighthouse
-	cutDown  [maxLighthouses]int // and from it
-	slow     int                 // faults that slow it down
+	lives    int                 // groups that have started here
+	cutUp    [maxLighthouses]int // current cuts, towards each lighthouse
+	cutDown  [maxLighthouses]int // the same from each lighthouse
+	slow     int                 // current faults that slow it down
 	hostDown bool                // the host of the last group is off
 }
 
-// Run plays one history. Lines about it go to the tracer, if there is one.
+// Run plays one history. The tracer, if it is not nil, gets lines that describe it.
 func Run(s Setup, trace Tracer) Result {
 	w := &world{
 		Setup: s,
@@ -98,7 +98,7 @@ func Run(s Setup, trace Tracer) Result {
 		byID:  map[string]*group{},
 	}
 	w.check = checker{w: w, quorums: map[int64]*formed{}}
-	if s.Lighthouses == 0 || s.Calls != 0 { // they know one
+	if s.Lighthouses == 0 || s.Calls != 0 { // groups that make calls know one lighthouse
 		w.Lighthouses = 1
 	}
 	if w.Lighthouses == 1 {
@@ -122,15 +122,15 @@ func Run(s Setup, trace Tracer) Result {
 	return w.result
 }
 
-// calls reports whether the group in a slot makes calls: it keeps no stream.
+// calls reports whether the group in a slot makes calls in place of a stream.
 func (w *world) calls(i int) bool { return (w.Upstream | w.Calls | w.Streamless).has(i) }
 
-// kept reports whether the lighthouses keep the group in a slot out of the job.
+// kept reports whether the lighthouses must refuse the group in a slot.
 func (w *world) kept(i int) bool {
 	return w.Lighthouses > 1 && (w.calls(i) && !w.Upstream.has(i) || w.slots[i].g != nil && w.slots[i].g.claims)
 }
 
-// push makes something happen, at the earliest now.
+// push schedules an event, at the earliest for now.
 func (w *world) push(e event) {
 	e.at = max(e.at, w.now)
 	w.queue.push(&e)
@@ -148,7 +148,7 @@ func (w *world) upTo(d time.Duration) time.Duration {
 
 func (w *world) chance(p float64) bool { return p > 0 && w.rng.Float64() < p }
 
-// step lets the next event happen and checks the rules.
+// step handles the next event, and checks the rules.
 func (w *world) step() {
 	e := &w.event
 	w.queue.pop(e)
@@ -196,7 +196,7 @@ func (w *world) step() {
 	}
 }
 
-// served counts a quorum: the schedule of the faults goes by them.
+// served counts a quorum, and schedules the faults that begin after it.
 func (w *world) served(q *quorum.Quorum) {
 	w.result.Rounds++
 	w.result.LastID = q.ID
@@ -209,7 +209,7 @@ func (w *world) served(q *quorum.Quorum) {
 
 func (w *world) disturbedUntil(t time.Duration) { w.calm = max(w.calm, t) }
 
-// over reports that the run has had its rounds, and then its time to repair everything.
+// over reports whether the run is over: it has had its rounds, and after that the time to repair everything.
 func (w *world) over() bool {
 	if w.result.Rounds < w.Rounds {
 		if most := time.Duration(w.Rounds+300) * 3 * w.QuorumTimeout; w.now > most {
@@ -254,24 +254,24 @@ func (w *world) doubled() bool {
 	return w.chance(w.Duplicate) || w.noise > 0 && w.chance(0.05)
 }
 
-// up and down report whether messages from a slot to a lighthouse, and from it, are lost: each direction for itself.
+// up and down report whether messages from a slot to a lighthouse, or from the lighthouse to the slot, are lost.
 func (w *world) up(i, lh int) bool   { return w.slots[i].cutUp[lh] > 0 }
 func (w *world) down(i, lh int) bool { return w.slots[i].cutDown[lh] > 0 }
 
-// cutOff reports whether a question of one of the two to the other stays without an answer.
+// cutOff reports whether a request between the two gets no answer, because messages are lost in one direction or both.
 func (w *world) cutOff(i, lh int) bool { return w.up(i, lh) || w.down(i, lh) }
 
-// reached reports that a group lives in a slot and nothing keeps it from a lighthouse.
+// reached reports whether there is a group in a slot, and a lighthouse that it can reach.
 func (w *world) reached(i, lh int) bool {
 	s := &w.slots[i]
 	return s.g != nil && s.cutUp[lh] == 0 && s.cutDown[lh] == 0
 }
 
-// sends reports whether what one slot sends arrives at another, connected whether an answer comes back, too.
+// sends reports whether messages of slot i arrive at slot j, connected whether messages arrive in both directions.
 func (w *world) sends(i, j int) bool     { return w.links[i][j] == 0 }
 func (w *world) connected(i, j int) bool { return w.sends(i, j) && w.sends(j, i) }
 
-// Tracer takes the lines of a history, nil to have none.
+// Tracer receives the lines of a history.
 type Tracer func(at time.Duration, line string)
 
 func (w *world) say(format string, args ...any) {
@@ -288,7 +288,7 @@ func (w *world) hash(values ...uint64) {
 	w.result.Hash = h
 }
 
-// mix makes one number of two, so that no two different pairs are likely to give the same.
+// mix hashes two numbers to one.
 func mix(a, b uint64) uint64 {
 	a ^= b + 0x9e3779b97f4a7c15 + a<<6 + a>>2
 	a *= 0xbf58476d1ce4e5b9

@@ -25,7 +25,7 @@ func prepared(t *testing.T) (near, far net.Conn) {
 	return near, far
 }
 
-func TestAReadThatBlocksKeepsItsDeadlineAndWhatArrived(t *testing.T) {
+func TestABlockingReadReturnsAtItsDeadlineWithTheBytesThatArrived(t *testing.T) {
 	near, far := prepared(t)
 	_, err := far.Write([]byte("abc"))
 	require.NoError(t, err)
@@ -46,7 +46,7 @@ func TestAReadThatBlocksKeepsItsDeadlineAndWhatArrived(t *testing.T) {
 	require.ErrorIs(t, err, io.EOF)
 }
 
-func TestAStreamThatEndsInABlockIsCutShort(t *testing.T) {
+func TestAConnectionThatEndsInABlockIsAnUnexpectedEOF(t *testing.T) {
 	near, far := prepared(t)
 	_, err := far.Write([]byte("abc"))
 	require.NoError(t, err)
@@ -61,7 +61,7 @@ func TestAbortEndsThreadsInTheKernel(t *testing.T) {
 	ended := make(chan error, 2)
 	go func() { _, err := readFull(near, make([]byte, 1)); ended <- err }()
 	go func() { _, err := near.Write(make([]byte, 256<<20)); ended <- err }() // more than any buffer holds
-	time.Sleep(20 * time.Millisecond)                                         // so that they mostly are there
+	time.Sleep(20 * time.Millisecond)                                         // mostly, both threads are in the kernel then
 	abort(near)
 	for range 2 {
 		select {

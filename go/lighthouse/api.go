@@ -48,7 +48,7 @@ func (s *Server) apiDrain(w http.ResponseWriter, r *http.Request, who about) {
 		dashboard.Refuse(w, code, err)
 		return
 	}
-	err = j.drain(who.ReplicaID, "somebody at "+r.RemoteAddr+" asked for it")
+	err = j.drain(who.ReplicaID, "requested from "+r.RemoteAddr)
 	switch {
 	case errors.Is(err, errNoStream):
 		dashboard.Refuse(w, http.StatusConflict, fmt.Errorf("replica %q cannot be asked to leave: %w", who.ReplicaID, err))
@@ -70,7 +70,7 @@ func (s *Server) apiWaive(w http.ResponseWriter, r *http.Request, who about) {
 		dashboard.Refuse(w, code, err)
 		return
 	}
-	if err := j.waive(who.ReplicaID, "somebody at "+r.RemoteAddr); err != nil {
+	if err := j.waive(who.ReplicaID, "an operator at "+r.RemoteAddr); err != nil {
 		dashboard.Refuse(w, http.StatusServiceUnavailable, errors.New(rpc.Message(err)))
 		return
 	}

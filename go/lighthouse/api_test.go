@@ -96,7 +96,7 @@ func TestKillAndDrainOverTheAPIWantTheToken(t *testing.T) {
 		assert.Equal(t, 200, code)
 		assert.Equal(t, map[string]any{"replica_id": "a", "done": "asked to leave at the end of a step"}, answer)
 		_, status := call(t, c, "GET", "/api/v1/status", "", nil)
-		assert.Contains(t, status["members"].([]any)[0].(map[string]any)["draining"], "asked for it")
+		assert.Contains(t, status["members"].([]any)[0].(map[string]any)["draining"], "requested from")
 		code, answer = call(t, c, "POST", "/api/v1/kill", who, right)
 		assert.Equal(t, 200, code)
 		assert.Equal(t, map[string]any{"replica_id": "a", "done": "asked to end"}, answer)

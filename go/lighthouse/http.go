@@ -63,7 +63,7 @@ func (s *Server) json(w http.ResponseWriter, value any) {
 	_ = encoder.Encode(value) // fails only if the client has disconnected
 }
 
-// serveReady says whether members are served.
+// serveReady answers whether members are served.
 func (s *Server) serveReady(w http.ResponseWriter, _ *http.Request) {
 	s.mu.Lock()
 	closed := s.closed
@@ -75,7 +75,7 @@ func (s *Server) serveReady(w http.ResponseWriter, _ *http.Request) {
 	_, _ = fmt.Fprintln(w, "ok")
 }
 
-// serveBoard shows the job that the query names, else the default one.
+// serveBoard serves the dashboard of the job in the query, else of the default one.
 func (s *Server) serveBoard(w http.ResponseWriter, r *http.Request) {
 	if j := s.jobFor(w, r); j != nil {
 		j.site.ServeHTTP(w, r)
@@ -90,7 +90,7 @@ func (s *Server) boards() []*dashboard.Feed {
 	return boards
 }
 
-// jobFor is the job that a request is about; it answers a request about no job.
+// jobFor is the job in the query of a request, else the default one. If it is not known, jobFor answers the request and returns nil.
 func (s *Server) jobFor(w http.ResponseWriter, r *http.Request) *job {
 	name := cmp.Or(r.URL.Query().Get("job"), rpc.DefaultJob)
 	j := s.find(name)
@@ -118,24 +118,24 @@ func (s *Server) render(w http.ResponseWriter, page string, data any) {
 	}
 }
 
-// plainly refuses in plain text.
+// plainly answers with an error in plain text.
 func plainly(w http.ResponseWriter, code int, why string) { http.Error(w, why, code) }
 
-// killFor ends a replica group for a request; code is what to refuse it with.
+// killFor ends a replica group on request; code is the HTTP status of an error.
 func (s *Server) killFor(r *http.Request, id string) (code int, err error) {
 	j, code, err := s.holder(r, id, func(j *job) bool { return j.addressOf(id) != "" })
 	if err != nil {
 		return code, err
 	}
-	if err := j.kill(r.Context(), id, "somebody at "+r.RemoteAddr+" asked for it"); err != nil {
+	if err := j.kill(r.Context(), id, "requested from "+r.RemoteAddr); err != nil {
 		return http.StatusBadGateway, fmt.Errorf("replica %q was not ended: %s", id, rpc.Message(err))
 	}
 	j.log.Warn("torchft: ended a replica group on request", "replica_id", id, "from", r.RemoteAddr)
 	return 0, nil
 }
 
-// holder is the job of the member that a request is about: the one that the query names, else the only one that has such a
-// member. code is what to refuse it with.
+// holder is the job of the member that a request is about: the job in the query, else the only one that has such a member. code is the
+// HTTP status of an error.
 func (s *Server) holder(r *http.Request, id string, has func(*job) bool) (j *job, code int, err error) {
 	name := r.URL.Query().Get("job")
 	if name != "" && s.find(name) == nil {
@@ -149,7 +149,7 @@ func (s *Server) holder(r *http.Request, id string, has func(*job) bool) (j *job
 	}
 	switch n := len(names); n {
 	case 0:
-		return nil, http.StatusNotFound, fmt.Errorf("replica %q is not known to this lighthouse, has failed, or did not say where its manager is", id)
+		return nil, http.StatusNotFound, fmt.Errorf("replica %q is not known to this lighthouse, has failed, or has not announced its manager's address", id)
 	case 1:
 		return j, 0, nil
 	default:
@@ -159,7 +159,7 @@ func (s *Server) holder(r *http.Request, id string, has func(*job) bool) (j *job
 	}
 }
 
-// serveKill is the form's way to end a replica group.
+// serveKill ends a replica group, as the form of serveKillForm requests it.
 func (s *Server) serveKill(w http.ResponseWriter, r *http.Request) {
 	id := r.PathValue("id")
 	if code, err := s.killFor(r, id); err != nil {
@@ -185,13 +185,13 @@ func (j *job) kill(ctx context.Context, replicaID, why string) error {
 	s := j.server
 	ctx, cancel := context.WithTimeout(ctx, killTimeout)
 	defer cancel()
-	// A manager on this host knows by the loopback address that it may trust this lighthouse.
+	// A manager on this host accepts the request without a token if it comes by the loopback interface.
 	conn, err := rpc.DialSecurely(ctx, s.security(), rpc.PreferLoopback(s.cfg.Network), "manager", j.addressOf(replicaID), killTimeout)
 	if err != nil {
 		return err
 	}
 	defer func() { _ = conn.Close() }()
-	if _, err := torchftpb.NewManagerServiceClient(conn).Kill(ctx, &torchftpb.KillRequest{Msg: "the lighthouse was asked to"}); err != nil {
+	if _, err := torchftpb.NewManagerServiceClient(conn).Kill(ctx, &torchftpb.KillRequest{Msg: "requested by the lighthouse"}); err != nil {
 		return err
 	}
 	j.board.Record(dashboard.Event{Time: time.Now(), Kind: dashboard.Killed, Left: []string{replicaID}, Reason: why})

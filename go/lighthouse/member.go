@@ -67,7 +67,7 @@ type stream struct {
 	outbox  []outgoing
 	sending bool
 	senders sync.WaitGroup
-	drained chan struct{} // has something when the outbox was taken; has room for one
+	drained chan struct{} // capacity 1: signals keepUp that flush has taken the outbox
 }
 
 // outgoing is one answer on its way.
@@ -79,7 +79,7 @@ type outgoing struct {
 	stamp    uint64
 	closing  bool
 	failBack *torchftpb.LighthouseMessage_FailBack
-	news     []rpc.Encoded // of members, and questions: a message each
+	news     []rpc.Encoded // reports about members, and questions to this one: one message each
 }
 
 // Attend serves a member's stream until the member ends it, or its connection breaks. At a shutdown the lighthouse asks the
@@ -170,14 +170,14 @@ func (s *stream) begin(greeting *torchftpb.Greeting) error {
 	})
 	job.greeting = nil
 	if err = errors.Join(err, s.refused); err != nil {
-		if job.streams.has(s) { // the machine failed after it had welcomed it
+		if job.streams.has(s) { // the machine panicked after the welcome
 			job.streams.remove(s)
 		}
 	}
 	return err
 }
 
-// welcome opens the stream. It gets no action that the machine returned before.
+// welcome adds the stream to those of the job. Actions that the machine returned before the welcome are not sent on it.
 func (s *stream) welcome(w quorum.Welcome, now time.Time) {
 	s.job.streams.add(s)
 	alive := s.job.cfg.HeartbeatTimeout / aliveFraction
@@ -206,7 +206,7 @@ func (s *stream) end() {
 	}
 	if job.streams.remove(s) && !job.closed {
 		delete(job.heals, s.replicaID)
-		_ = job.step(quorum.Disconnected{ReplicaID: s.replicaID}) // an error is of the machine, and logged
+		_ = job.step(quorum.Disconnected{ReplicaID: s.replicaID}) // step has logged an error
 	}
 }
 
@@ -263,7 +263,7 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 	case *torchftpb.MemberMessage_Greeting:
 		return status.Error(codes.InvalidArgument, "a member's stream has one greeting")
 	default:
-		return nil // of a later version
+		return nil // a message of a later version: ignored
 	}
 }
 
@@ -379,7 +379,7 @@ func (s *stream) forget() {
 	s.span.End(errWithdrawn)
 	s.job.waiters.Drop(waiter)
 	if !s.job.closed {
-		_ = s.job.step(quorum.Withdrawn{Waiter: waiter}) // an error is of the machine, and logged
+		_ = s.job.step(quorum.Withdrawn{Waiter: waiter}) // step has logged an error
 	}
 }
 
@@ -434,7 +434,7 @@ func (s *stream) flush() {
 		}
 		for _, o := range batch {
 			if err := s.send(o); err != nil && s.fail(o.number, err) != nil {
-				return // sending stays true: nothing more goes out
+				return // sending stays true, so that nothing more is sent
 			}
 		}
 	}

@@ -49,16 +49,16 @@ type Server struct {
 	closed   bool
 }
 
-// spareConnections are for clients other than the ranks that mostConnections counts: Prometheus, people, ranks of smaller groups.
+// spareConnections are for clients other than the ranks that mostConnections counts: Prometheus, operators, ranks of smaller groups.
 const spareConnections = 10_000
 
 // mostConnections is how many connections to a manager server may be open. Each rank keeps one. After a network failure all ranks
-// reconnect before the server notices that the old connections are broken (rpc's pings, 15 s). And the ranks of another group, as many
-// again, ask where to heal from.
+// reconnect before the server notices that the old connections are broken (rpc's pings, 15 s). And the ranks of a healing group, as many
+// again, connect to request the metadata of the checkpoint.
 func mostConnections(worldSize int64) int { return spareConnections + 3*int(worldSize) }
 
 // NewServer starts the server of a replica group: it is connected to the lighthouse, bound and serving on
-// return. If the lighthouse is not reached within ConnectTimeout it fails. End it with Shutdown.
+// return. It returns an error if the lighthouse is not reached within ConnectTimeout. End the server with Shutdown.
 func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	if err := cfg.Validate(); err != nil {
 		return nil, err
@@ -161,7 +161,7 @@ func (s *Server) Status() round.Status {
 	return s.machine.Describe()
 }
 
-// failed is the error of a call. If its deadline passed while the lighthouse could not be reached, it has the reason.
+// failed is the error of a call. If its deadline passed while the lighthouse could not be reached, the error has the reason for that.
 func (s *Server) failed(event round.Event, f round.Failure) error {
 	err := wire.ToStatus(f)
 	if _, withdrawn := event.(round.Withdrawn); withdrawn && s.trouble != "" && rpc.IsTimeout(err) {
@@ -170,7 +170,7 @@ func (s *Server) failed(event round.Event, f round.Failure) error {
 	return err
 }
 
-// step feeds the machine one event, and carries out its actions. The caller holds mu, so nothing in here may wait.
+// step feeds the machine one event, and carries out its actions. The caller holds mu, so nothing in here may block.
 func (s *Server) step(event round.Event) {
 	var err error
 	sound := false

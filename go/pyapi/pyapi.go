@@ -23,7 +23,7 @@ import (
 // bindTimeout bounds the start of a server, in which only the lookup of a host name can take long.
 const bindTimeout = time.Minute
 
-// shutdownTimeout is there because every operation has one: servers and clients bound their own shutdown.
+// shutdownTimeout bounds ReleaseStart, since each operation needs a timeout. Servers and clients bound their own shutdown.
 const shutdownTimeout = time.Minute
 
 var (
@@ -50,13 +50,13 @@ func Address(handle int64) (address string, err error) {
 	return server.Address(), nil
 }
 
-// ReleaseStart ends what a handle stands for; the result is false if that was done already.
+// ReleaseStart closes the object of a handle; the result is false if that was done already.
 func ReleaseStart(handle int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	object := ops.Remove(handle)
 	return ops.Start(shutdownTimeout, func(context.Context) (any, error) {
 		ops.Close(object)
-		lines.Flush(logging.LastLines) // the process may end now
+		lines.Flush(logging.LastLines) // the process may end after this call
 		return object != nil, nil
 	}), nil
 }

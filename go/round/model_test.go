@@ -16,7 +16,7 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// model is the machine written down as slowly and obviously as possible: two lists of those who wait.
+// model is a slow and obvious version of the machine: it keeps the pending requests and votes in two lists.
 type model struct {
 	size      int64
 	asks      []QuorumAsked
@@ -29,15 +29,15 @@ type model struct {
 	known     int64
 	closed    bool
 	evictedOf int64 // quorum_id
-	latest    int64 // quorum_id that the ranks were given last, or were to be given
-	before    int64 // the one before, of another id
+	latest    int64 // quorum_id of the last answer, also if no rank has received it
+	before    int64 // quorum_id of the answer before, if it is another one
 	draining  bool
 	does      map[int64]*modelRank
 
-	out outcome // of the event at hand
+	out outcome // of the current event
 }
 
-// modelRank is what a rank does.
+// modelRank is a rank's progress.
 type modelRank struct {
 	phase       phase
 	said, waits bool
@@ -48,7 +48,7 @@ type modelVote struct {
 	round uint64
 }
 
-// outcome is what an event led to, in an order of no matter: a line for each waiter, and for the lighthouse.
+// outcome has the results of an event: a line for each waiter that is answered, and for the lighthouse. Their order does not matter.
 type outcome map[string]string
 
 func newModel(size int64) *model {
@@ -140,7 +140,7 @@ func (m *model) rank(rank int64) *modelRank {
 	return m.does[rank]
 }
 
-// progress reports whether all ranks wait for others, and whether all that are in a step have said what they do.
+// progress reports whether all ranks wait for others, and whether all that are in a step have reported their progress.
 func (m *model) progress() (waits, complete bool) {
 	waits, complete = true, true
 	for rank := range m.size {
@@ -226,7 +226,7 @@ func (m *model) firstAbsent(present func(rank int64) bool) int64 {
 	return -1
 }
 
-// quorumKnown knows only the quorums that the histories below make: of this group and of one more, "z".
+// quorumKnown handles the quorums of the histories below: they have this group and one more, "z".
 func (m *model) quorumKnown(e QuorumKnown) {
 	if m.inFlight == 0 || e.Round != m.inFlight {
 		return
@@ -346,7 +346,7 @@ type history struct {
 
 	waiter   WaiterID
 	open     map[WaiterID]Event
-	asked    uint64 // the request to the lighthouse that is on its way, 0 if none
+	asked    uint64 // the pending request to the lighthouse, 0 if none
 	askedAt  int64  // its step
 	quorumID int64
 	commits  int
@@ -386,7 +386,7 @@ func (h *history) event() Event {
 		if h.rng.IntN(12) == 0 {
 			e.Step = h.rng.Int64N(5)
 		}
-		if h.rng.IntN(12) > 0 { // else it does not say
+		if h.rng.IntN(12) > 0 { // otherwise the rank does not report it
 			e.CommittedQuorumID = 1 + h.rng.Int64N(20)/19
 		}
 		if h.rng.IntN(40) == 0 {
@@ -421,7 +421,7 @@ func (h *history) event() Event {
 	}
 }
 
-// step gives one event to both, compares, and checks what must always hold.
+// step feeds one event to the machine and the model, compares their actions, and checks the invariants.
 func (h *history) step(e Event) {
 	h.fed[reflect.TypeOf(e).Name()]++
 	switch e := e.(type) {
@@ -458,7 +458,7 @@ func (h *history) step(e Event) {
 		}
 		require.True(h.t, len(a.Missing) > 0 || len(a.Waiting) == 0 || status.Asking, "all are there, and wait")
 	}
-	// A voter that has an open request of its own has given that up, or it would not vote.
+	// A voter with an open request of its own does not wait for that any more, since a rank makes one call at a time.
 	waitsToo := slices.ContainsFunc(status.Vote.Waiting, func(r int64) bool { return slices.Contains(status.Quorum.Waiting, r) })
 	for _, rank := range status.Vote.Missing {
 		require.False(h.t, !waitsToo && slices.Contains(status.Quorum.Waiting, rank), "ranks wait for each other")

@@ -77,7 +77,7 @@ func (s *Server) apiWaive(w http.ResponseWriter, r *http.Request, who about) {
 	dashboard.Answer(w, done{who.ReplicaID, "waived: " + risk})
 }
 
-// risk is what waiving a vote may cost.
+// risk is the warning in the answer to waive.
 const risk = "if it, or groups that it was with, train at another lighthouse, the job has two histories, and the steps of one are lost"
 
 // misses reports whether the job has no quorum because the vote of a member is missing.
@@ -85,14 +85,14 @@ func (j *job) misses(replicaID string) bool {
 	return slices.Contains(j.status().MissingVotes, replicaID)
 }
 
-// waive counts a member as ended because an operator says so.
+// waive counts a member with a missing vote as ended, on the word of an operator.
 func (j *job) waive(replicaID, by string) error {
 	return j.feed(quorum.VotesWaived{ReplicaIDs: []string{replicaID}, By: by})
 }
 
-// Waive counts a member of a job with a missing vote as ended because the caller says so. If it, or groups that it was with, train at
-// another lighthouse, the job has two histories, and the steps of one are lost. An empty name is the default job. Call it at one
-// lighthouse only: the vote would count in a quorum of each, which gives two histories.
+// Waive counts a member with a missing vote as ended, on the word of the caller. If the member, or a group of its quorum, still trains
+// at another lighthouse, two lighthouses serve the job at once, and the steps of one of them are lost. The same happens if Waive is
+// called at two lighthouses, since the vote then counts at both. An empty name is the default job.
 func (s *Server) Waive(job, replicaID, by string) error {
 	j := s.find(cmp.Or(job, rpc.DefaultJob))
 	if j == nil || !j.misses(replicaID) {
@@ -101,7 +101,7 @@ func (s *Server) Waive(job, replicaID, by string) error {
 	return j.waive(replicaID, by)
 }
 
-// errNoStream: the lighthouse cannot send the member a message.
+// errNoStream is the error if a member has no stream on which the lighthouse could send it a message.
 var errNoStream = errors.New("it has no stream to this lighthouse, as groups of upstream have none")
 
 // has reports whether a member is known and alive.
@@ -123,7 +123,7 @@ func (j *job) drain(replicaID, why string) error {
 	return j.step(quorum.Drained{ReplicaID: replicaID, Reason: why})
 }
 
-// ask makes a route of a request about a replica. The permission is checked before the body is read.
+// ask makes a route for a request about a replica. It checks the permission before it reads the body.
 func (s *Server) ask(what string, follow func(http.ResponseWriter, *http.Request, about)) http.HandlerFunc {
 	refuse := func(w http.ResponseWriter, code int, why string) { dashboard.Refuse(w, code, errors.New(why)) }
 	return func(w http.ResponseWriter, r *http.Request) {

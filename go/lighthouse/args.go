@@ -13,7 +13,7 @@ import (
 	"github.com/torchft/torchft/go/internal/auth"
 )
 
-// Help is the error of ParseArgs for --help. It is no failure: print Usage and exit with 0.
+// Help is returned by ParseArgs for --help. It is no failure: the caller prints Usage and exits with 0.
 type Help struct{ Usage string }
 
 func (h *Help) Error() string { return h.Usage }
@@ -107,9 +107,9 @@ func Milliseconds(name string, ms int64) (time.Duration, error) {
 	return time.Duration(ms) * time.Millisecond, nil
 }
 
-// nearest is " (did you mean --x?)" for a name that is no flag's, empty if none is like it.
+// nearest is " (did you mean --x?)" for an unknown flag's name; empty if no flag has a similar name.
 func nearest(flags *pflag.FlagSet, name string) string {
-	found, least := "", len(name)/2+1 // more letters than these being wrong, it is another word
+	found, least := "", len(name)/2+1 // with more wrong letters than half, the word is not similar
 	flags.VisitAll(func(f *pflag.Flag) {
 		if d := distance(strings.ReplaceAll(name, "-", "_"), f.Name); d < least {
 			found, least = " (did you mean --"+f.Name+"?)", d
@@ -118,14 +118,14 @@ func nearest(flags *pflag.FlagSet, name string) string {
 	return found
 }
 
-// distance is how many letters have to be put in, taken out or replaced to make one word of the other (Levenshtein's).
+// distance is the Levenshtein distance: the least number of letters to insert, delete or replace.
 func distance(a, b string) int {
 	row := make([]int, len(b)+1)
 	for j := range row {
 		row[j] = j
 	}
 	for i := range a {
-		before := row[0] // of the row above, one place to the left
+		before := row[0] // the value in the row above, one place to the left
 		row[0] = i + 1
 		for j := range b {
 			replaced := before

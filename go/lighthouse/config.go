@@ -13,7 +13,7 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// Config is what a lighthouse is started with.
+// Config has the settings of a lighthouse.
 type Config struct {
 	// Bind is host:port to listen on, gRPC and HTTP alike. Port 0 takes a free one.
 	Bind string
@@ -30,27 +30,27 @@ type Config struct {
 	HeartbeatTimeout time.Duration
 	// SuspectGrace is how long a replica whose connection broke may take to come back before it counts as failed.
 	SuspectGrace time.Duration
-	// StalledAfter is how long a replica may make no progress while others wait for it, before it is named. 0: ten median
+	// StalledAfter is how long a replica may make no progress while others wait for it before it is reported. 0: ten median
 	// steps, at least 5 s, and 1 ms a replica.
 	StalledAfter time.Duration
-	// EjectStalledAfter is how long, before it is evicted from the quorum; 0: never.
+	// EjectStalledAfter is how long such a replica may make no progress before it is evicted from the quorum; 0: never.
 	EjectStalledAfter time.Duration
-	// ForbidRegression refuses a quorum whose members are all below the step that the job had reached. Else it is logged.
+	// ForbidRegression refuses a quorum whose members are all below the step that the job had reached. Without it, such a quorum is logged.
 	ForbidRegression bool
 	// MaxJobs is how many jobs there may be at once.
 	MaxJobs int
-	// MaxCallsPerJob is how many streams of members and calls one job may have open at once, so that a job that runs wild
-	// leaves room for the others. A group has one, and for a moment two while it makes a new one.
+	// MaxCallsPerJob is how many streams of members and calls one job may have open at once, so that a faulty job leaves room for the
+	// others. A group has one stream, and two for a moment while it replaces the first.
 	MaxCallsPerJob int
 	// StateDir is where the last quorum of each job is kept on disk; empty: nowhere.
 	StateDir string
-	// StateOptional lets the lighthouse go on without StateDir, with a warning, where it cannot be used.
+	// StateOptional lets the lighthouse start without StateDir, with a warning, if the directory cannot be used.
 	StateOptional bool
 	// Security names the files with the job's token and certificates.
 	Security auth.Security
 	// AllowRemoteKill allows a kill to every client that can connect, if there is no token.
 	AllowRemoteKill bool
-	// MaxConnections are open at once.
+	// MaxConnections is how many connections may be open at once.
 	MaxConnections int
 	// MaxJoinsPerSecond is how many requests to join, or streams of members, one address may begin in a second.
 	MaxJoinsPerSecond int
@@ -62,22 +62,22 @@ type Config struct {
 	disk disk // the operating system's
 }
 
-// DefaultConfig is that of the command. MinReplicas has no default: only the user knows it.
+// DefaultConfig has the defaults of the command. MinReplicas has none: only the user knows it.
 func DefaultConfig() Config {
 	return Config{
 		Bind: "[::]:29510",
-		// Long enough for every group of a large job to load its model; a quorum of all comes without it.
+		// Long enough for every group of a large job to load its model. A quorum of all healthy groups does not wait for it.
 		JoinTimeout: time.Minute,
 		QuorumTick:  100 * time.Millisecond,
-		// Fifty heartbeats of 100 ms: a pause of its garbage collector does not make a group fail.
+		// Fifty heartbeats of 100 ms: longer than a pause of a group's garbage collector.
 		HeartbeatTimeout: 5 * time.Second,
-		// A broken connection is replaced within some 50 ms, that of a killed process never.
+		// A live process replaces a broken connection within some 50 ms.
 		SuspectGrace: 200 * time.Millisecond,
 		// Several times the largest job that was measured; each costs some 55 kB.
 		MaxConnections: 50_000,
 		// Twice what 10,000 groups on one host need to come back within a second.
 		MaxJoinsPerSecond: 20_000,
-		// A job costs some kB; what is bounded is what a broken client can ask for.
+		// A job costs some kB. The bound limits what a faulty client can use up.
 		MaxJobs: 1000,
 		// Half of the connections.
 		MaxCallsPerJob: 25_000,

@@ -11,7 +11,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// delivery is one quorum in the forms in which it is sent. Each is encoded once, when the first member needs it.
+// delivery is a quorum in its encoded forms. Each form is encoded once, when the first member needs it.
 type delivery struct {
 	quorum *quorum.Quorum
 	before quorum.Revision // of the quorum before, 0 if none

@@ -36,7 +36,7 @@ type job struct {
 
 	mu      sync.Mutex
 	machine *quorum.Machine
-	inUse   quorum.InUse // as the machine last reported
+	inUse   quorum.InUse // the machine's last report
 	waiters rpc.Waiters[quorum.WaiterID, answer]
 	streams streams
 	news    news
@@ -48,12 +48,12 @@ type job struct {
 	keeper  *keeper         // of the state on disk, nil if none is kept
 	heals   map[string]heal // as the groups report them
 	probed  map[string]bool // members whose hosts are asked whether they have ended
-	blamed  int64           // the last quorum of a failure whose cost was reported
+	blamed  int64           // id of the last quorum with a failure whose cost was reported
 	closed  bool
 
 	rendezvous *rendezvous.Machine // of torchrun's agents
 	nodes      rpc.Waiters[rendezvous.WaiterID, placed]
-	bell       *time.Timer // runs at the next time at which its decision may change without an event
+	bell       *time.Timer // runs when the rendezvous may change without an event
 	kept       state       // the state that the disk should hold
 
 	greeting *stream // whose greeting is being handled
@@ -62,7 +62,7 @@ type job struct {
 	described int      // number of calls of describe, for a test
 }
 
-// answer ends the wait of one quorum request.
+// answer is the result of a quorum request.
 type answer struct {
 	delivered *delivery
 	err       error
@@ -109,7 +109,7 @@ var refusals = map[quorum.Refusal]codes.Code{
 	quorum.Overtaken: codes.Aborted,
 	quorum.Replaced:  codes.AlreadyExists,
 	quorum.Behind:    codes.FailedPrecondition,
-	quorum.Outvoted:  codes.OutOfRange, // for this code alone our members fail over to the next lighthouse
+	quorum.Outvoted:  codes.OutOfRange, // the code for which members fail over to the next lighthouse
 	quorum.Unshown:   codes.OutOfRange, // the same
 	quorum.Outdated:  codes.Unavailable,
 	quorum.Left:      codes.FailedPrecondition,
@@ -161,7 +161,7 @@ func (j *job) withdraw(id quorum.WaiterID) (reason string, err error) {
 	if j.closed {
 		return "", errShutdown
 	}
-	reason = j.reason(time.Now()) // before it is withdrawn: the reason counts it, too
+	reason = j.reason(time.Now()) // before the request is withdrawn: the reason counts it, too
 	return reason, j.step(quorum.Withdrawn{Waiter: id})
 }
 
@@ -219,7 +219,7 @@ func (j *job) step(event quorum.Event) error {
 func (j *job) do(event quorum.Event, now time.Time) {
 	actions := j.machine.Step(event, now)
 	j.announce(actions, now) // failures are sent before the quorum without the failed members
-	var deliver func()       // sends a quorum that a restarted lighthouse could know from its disk only: after the disk has it
+	var deliver func()       // sends a quorum that a restarted lighthouse could know from its disk only, after it was written there
 	for _, action := range actions {
 		switch a := action.(type) {
 		case quorum.Deliver:
@@ -288,7 +288,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 	if deliver != nil && !j.keeper.once(func() {
 		j.mu.Lock()
 		defer j.mu.Unlock()
-		deliver() // to the members that are still connected
+		deliver() // only to the members that are still connected
 	}) {
 		deliver()
 	}

@@ -30,25 +30,25 @@ type disk struct {
 	write func(path string, s state, wanted func() bool) error
 }
 
-// keeper reads the state of a job, and writes the latest one, on a goroutine of its own and without holding a lock: only this goroutine
-// is held up by a slow disk.
+// keeper reads the state of a job from disk, and writes the latest one, on a goroutine of its own and without holding a lock: a slow disk
+// blocks only this goroutine.
 type keeper struct {
 	path  string
 	log   *slog.Logger
 	disk  disk
 	read  chan struct{} // closed when the state has been read
 	late  chan struct{} // closed when the job may begin: the state has been read, or diskTime has passed
-	left  atomic.Bool   // the end of the lighthouse no longer waits for a write
-	wake  chan struct{} // has room for one
+	left  atomic.Bool   // the lighthouse has ended without waiting for the last write
+	wake  chan struct{} // capacity 1
 	quit  chan struct{}
 	ended chan struct{} // closed when the goroutine has ended
 
 	mu      sync.Mutex
 	pending *state    // to be written, nil: none
-	since   time.Time // since when there is something to read or write; zero: there is not
+	since   time.Time // since when a read or write is pending; zero: none is
 	err     error     // of the last read or write
-	logged  bool      // the trouble has been logged
-	owed    []func()  // called when the pending state is on disk
+	logged  bool      // err has been logged
+	owed    []func()  // to be called when the pending state is on disk
 }
 
 func newKeeper(path string, log *slog.Logger, disk disk) *keeper {
@@ -62,7 +62,7 @@ func newKeeper(path string, log *slog.Logger, disk disk) *keeper {
 func (j *job) keep() {
 	k := newKeeper(filepath.Join(j.cfg.StateDir, j.name+".state"), j.log, j.cfg.disk)
 	j.keeper = k
-	var alone sync.WaitGroup // not the server's tasks: its end must not wait for a hanging disk longer than waitForLast does
+	var alone sync.WaitGroup // not the server's tasks: Shutdown must not wait for a hanging disk for longer than waitForLast does
 	rpc.Go(&alone, j.log, "state on disk", func() { k.run(j.recallFrom) })
 	rpc.Go(&j.server.tasks, j.log, "the first state on disk", k.waitForFirst)
 	rpc.Go(&j.server.tasks, j.log, "the last state on disk", k.waitForLast)
@@ -87,13 +87,13 @@ func (j *job) recallFrom(path string, text []byte, err error) {
 		}
 		j.goOn(s)
 		if s.Highest > 0 { // the job has had a quorum
-			_ = j.feed(quorum.Recalled{Past: s.Past, Highest: s.Highest, Seat: s.Seat}) // an error is of the machine, and logged
+			_ = j.feed(quorum.Recalled{Past: s.Past, Highest: s.Highest, Seat: s.Seat}) // step has logged an error
 		}
 	}
 }
 
-// goOn takes over the parts of a state that are not the quorum machine's. If the disk answers late, nodes may have registered already:
-// their rendezvous is kept then.
+// goOn restores the parts of a state that are not the quorum machine's. If the disk answers late, nodes may have registered already. Their
+// rendezvous is kept then.
 func (j *job) goOn(s state) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -107,8 +107,8 @@ func (j *job) goOn(s state) {
 	}
 }
 
-// waitForFirst lets the job begin when the state has been read. After diskTime it begins without. A state that is read later is still
-// taken over if the job has had no newer quorum; its quorum ids always count, so that no id is used twice.
+// waitForFirst lets the job begin when the state has been read, or after diskTime without it. The quorum of a state that is read later is
+// still used if the job has had no newer one. Its highest id always counts, so that no id is used twice.
 func (k *keeper) waitForFirst() {
 	late := time.NewTimer(diskTime)
 	defer late.Stop()
@@ -132,7 +132,7 @@ func (k *keeper) await(ctx context.Context) {
 	}
 }
 
-// keep hands over a state to be written. It does not wait.
+// keep queues a state to be written. It does not block.
 func (k *keeper) keep(s state) {
 	if k == nil {
 		return
@@ -146,8 +146,8 @@ func (k *keeper) keep(s state) {
 	k.nudge()
 }
 
-// once calls do when the pending state is on disk, or diskTime has passed, and returns true. If nothing is pending, or the disk is known
-// to fail, it returns false without a call: the caller goes on at once. do must not wait.
+// once calls do when the pending state is on disk, or diskTime has passed, and returns true. If nothing is pending, or the last write
+// failed, it returns false and does not call do: the caller continues at once. do must not block.
 func (k *keeper) once(do func()) (later bool) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -220,14 +220,14 @@ func (k *keeper) run(recall func(path string, text []byte, err error)) {
 	}
 }
 
-// done notes the outcome of a write, or of the first read if s is nil.
+// done records the result of a write, or of the first read if s is nil.
 func (k *keeper) done(s *state, err error) {
 	for _, do := range k.noted(s, err) {
 		do()
 	}
 }
 
-// noted is done without the calls that were owed, which it returns.
+// noted records the result, and returns the calls that are due after it.
 func (k *keeper) noted(s *state, err error) (owed []func()) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -245,14 +245,14 @@ func (k *keeper) noted(s *state, err error) (owed []func()) {
 		}
 		k.logged = false
 		owed, k.owed = k.owed, nil
-	default: // a newer state was handed over during the write
+	default: // a newer state was queued during the write
 		k.since = time.Now()
 		k.nudge()
 	}
 	return owed
 }
 
-// trouble returns why the latest state is not on disk, and for how long it has been missing there; empty: there is no trouble.
+// trouble returns why the latest state is not on disk, and for how long it has not been; empty if it is.
 func (k *keeper) trouble(now time.Time) (why string, unkept time.Duration) {
 	if k == nil {
 		return "", 0

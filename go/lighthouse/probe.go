@@ -40,7 +40,7 @@ func (j *job) probe(v quorum.Probe) {
 		ctx, cancel := context.WithTimeout(context.Background(), probeTimeout)
 		defer cancel()
 		if rpc.Refuses(ctx, s.cfg.Network, address.HostPort) {
-			_ = j.feed(quorum.Ended{ReplicaID: v.ReplicaID}) // an error is of the machine, and logged
+			_ = j.feed(quorum.Ended{ReplicaID: v.ReplicaID}) // step has logged an error
 		}
 	})
 }

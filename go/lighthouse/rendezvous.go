@@ -31,7 +31,7 @@ type placed struct {
 	err    error
 }
 
-// rendezvousTiming: connections of torchrun's agents have the grace and the timeout of those of members.
+// rendezvousTiming gives the connections of torchrun's agents the grace and the timeout of those of members.
 func (c Config) rendezvousTiming() rendezvous.Timing {
 	return rendezvous.Timing{Grace: c.SuspectGrace, Timeout: c.HeartbeatTimeout}
 }
@@ -80,7 +80,7 @@ func (s *Server) serveRendezvous(w http.ResponseWriter, r *http.Request) {
 	dashboard.Answer(w, answer)
 }
 
-// rendezvousCodes are those of HTTP; nodes retry after a 503 only.
+// rendezvousCodes are the HTTP status codes of refusals; nodes retry after a 503 only.
 var rendezvousCodes = map[codes.Code]int{
 	codes.InvalidArgument: http.StatusBadRequest,
 	codes.AlreadyExists:   http.StatusConflict,
@@ -105,7 +105,7 @@ func readRendezvous(w http.ResponseWriter, r *http.Request) (request rendezvous.
 	return request, 0, nil
 }
 
-// attend waits for news for a node, until ctx ends. alive ends with the node's connection.
+// attend waits for an answer to a node, until ctx ends. alive ends with the node's connection.
 func (j *job) attend(ctx, alive context.Context, request rendezvous.Request) placed {
 	j.mu.Lock()
 	if j.closed {
@@ -134,12 +134,12 @@ func (j *job) attend(ctx, alive context.Context, request rendezvous.Request) pla
 	}
 }
 
-// place feeds the rendezvous machine one event, and carries out its actions. The caller holds mu, so nothing in here may wait.
+// place feeds the rendezvous machine one event, and carries out its actions. The caller holds mu, so nothing in here may block.
 func (j *job) place(event rendezvous.Event) {
 	var err error
 	sound := false
 	defer func() {
-		if !sound { // it panicked, as in safely: a new machine learns the state from the nodes
+		if !sound { // the machine panicked, as in safely: a new one learns the state from the nodes
 			j.rendezvous = rendezvous.NewMachine(j.cfg.rendezvousTiming(), rendezvous.State{}, time.Now())
 			j.nodes.AnswerAll(placed{err: err})
 		}

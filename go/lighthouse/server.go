@@ -78,7 +78,7 @@ func New(cfg Config) (*Server, error) {
 	return s, nil
 }
 
-// isJoin reports whether a call is one by which a member joins.
+// isJoin reports whether a member joins a job by this call.
 func isJoin(method string) bool {
 	return method == torchftpb.LighthouseService_Quorum_FullMethodName || method == torchftpb.MemberService_Attend_FullMethodName
 }
@@ -124,7 +124,7 @@ func (s *Server) tick() {
 	}
 }
 
-// Status is that of the default job.
+// Status is the status of the default job.
 func (s *Server) Status() quorum.Status {
 	status, _ := s.StatusOf(rpc.DefaultJob)
 	return status

@@ -8,16 +8,16 @@ import (
 )
 
 const (
-	// snapshotOfMember, times the number of members, is for how long one status answers all requests. A status takes the job's lock
-	// for about 2 µs a member, so any number of pages and scripts takes at most 2 % of its time. In a small job it is always recent.
+	// snapshotOfMember, times the number of members, is how long one status is used for all requests. A status holds the job's lock for
+	// about 2 µs per member, so that any number of pages and scripts takes at most 2 % of the lock's time.
 	snapshotOfMember = 100 * time.Microsecond
-	// longestSnapshot bounds it; 10,000 members reach it.
+	// longestSnapshot bounds that time. With 10,000 members it is reached.
 	longestSnapshot = time.Second
 )
 
 // snapshot is the status that requests share. It is read-only.
 type snapshot struct {
-	mu     sync.Mutex // held also while a new status is taken, so that concurrent requests share it
+	mu     sync.Mutex // also held while a new status is made, so that concurrent requests share it
 	status quorum.Status
 	until  time.Time
 }

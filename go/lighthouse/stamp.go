@@ -6,28 +6,29 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// Where there are several lighthouses, a member is sent stamps, and answers the newest with whatever it says next: it binds
-// itself to this lighthouse for a while (quorum/bond.go).
+// In a job with a list of lighthouses, a member is sent stamps, and answers the newest one with its next message. By that it binds itself to
+// this lighthouse for a while (quorum/bond.go).
 
-// mostStamps are on their way on one stream.
+// mostStamps bounds the stamps of a stream that have not been answered.
 const mostStamps = 8
 
-// stamps are those of a stream. The job's lock guards them.
+// stamps are the stamps of a stream. The job's lock guards them.
 type stamps struct {
-	interval time.Duration // in which the member says something
-	number   uint64        // of the newest
+	interval time.Duration // the longest time between two messages of the member
+	number   uint64        // of the newest stamp
 	sent     [mostStamps]time.Time
-	answered uint64 // the newest that was
+	answered uint64 // number of the newest stamp that was answered
 }
 
-// next makes a stamp. It must not be sent before.
+// next makes a stamp that is sent now. Its time must not be later than the sending (quorum/bond.go).
 func (s *stamps) next(now time.Time) uint64 {
 	s.number++
 	s.sent[s.number%mostStamps] = now
 	return s.number
 }
 
-// answer notes which stamp came back, and returns when it was sent; false if that is no news, or not known any more.
+// answer records which stamp was answered, and returns when it was sent. It is false if that stamp, or a later one, had been answered
+// before, or if its time is not known any more.
 func (s *stamps) answer(number uint64) (sent time.Time, news bool) {
 	if number <= s.answered || number > s.number || number+mostStamps <= s.number {
 		return time.Time{}, false
@@ -36,12 +37,12 @@ func (s *stamps) answer(number uint64) (sent time.Time, news bool) {
 	return s.sent[number%mostStamps], true
 }
 
-// due reports whether it is time for another one.
+// due reports whether another stamp is due.
 func (s *stamps) due(now time.Time) bool {
 	return s.number > 0 && now.Sub(s.sent[s.number%mostStamps]) >= s.interval/2
 }
 
-// answered takes the stamp that a member answers with what it said, and sends the next one.
+// answered handles the stamp that a message of a member answers, and sends the next one if it is due.
 func (s *stream) answered(number uint64) error {
 	job := s.job
 	job.mu.Lock()

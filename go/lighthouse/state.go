@@ -32,7 +32,7 @@ type state struct {
 	Job     string      `json:"job"`
 	Highest int64       `json:"highest"` // ids up to this one are not used again
 	Seat    quorum.Seat `json:"seat"`
-	Past    quorum.Past `json:"past"` // zero: the training ended on purpose, or had no quorum
+	Past    quorum.Past `json:"past"` // zero: the training is complete, or has had no quorum
 
 	Rendezvous rendezvous.State `json:"rendezvous,omitzero"`
 }
@@ -68,13 +68,13 @@ func decodeState(file []byte, job string) (s state, err error) {
 	return s, s.Past.Validate()
 }
 
-// ended reports whether the training has ended on purpose: there is no past to go on after.
+// ended reports whether the training is complete: there is no quorum to continue after.
 func (s state) ended() bool {
 	return (s.Highest > 0 || len(s.Rendezvous.Groups) > 0) && s.Past.ID == 0 && len(s.Past.Members) == 0
 }
 
 // writeState replaces a file atomically. It leaves the file as it is if wanted returns false after the content was written: the disk
-// may have answered only after this lighthouse gave the directory up, and another lighthouse may use the file by then.
+// may have answered only after this lighthouse had released the directory, which another lighthouse may use by then.
 func writeState(path string, s state, wanted func() bool) (err error) {
 	text, err := s.encode()
 	if err != nil {
@@ -107,7 +107,7 @@ func writeState(path string, s state, wanted func() bool) (err error) {
 	return errors.Join(dir.Sync(), dir.Close())
 }
 
-// takeState locks the state directory, if one is set. If that fails, a directory that is only the default is not used.
+// takeState locks the state directory, if one is set. If that fails and the directory is the default, the lighthouse starts without it.
 func (c *Config) takeState() (*os.File, error) {
 	if c.StateDir == "" {
 		return nil, nil
@@ -144,8 +144,8 @@ func lockState(dir string) (*os.File, error) {
 	return lock, nil
 }
 
-// takeFormerState moves the directory that the default was before it held the name of the host, if there is one, to where
-// the default is now. A host that shares its home with others takes it once: the next one begins without it.
+// takeFormerState moves the default directory of an earlier release, whose name did not contain that of the host, to the present default.
+// Of several hosts with one home directory, the first one takes it, and the others begin without it.
 func (c *Config) takeFormerState() {
 	_, port, err := net.SplitHostPort(c.Bind)
 	if err != nil {
@@ -170,8 +170,8 @@ func (c *Config) takeFormerState() {
 }
 
 // defaultStateDir is where the command keeps its state: one directory for each host and port, so that lighthouses on one
-// machine, or on several with one home directory, do not share it. It is empty where the user has no home, or the port is
-// a new one each time.
+// machine, or on several with one home directory, do not share it. It is empty if the user has no home, or if the port is 0, which is
+// another one after each start.
 func defaultStateDir(bind string) string {
 	_, port, err := net.SplitHostPort(bind)
 	if err != nil || port == "0" || port == "" {

@@ -25,7 +25,7 @@ func (s *streams) add(one *stream) {
 // has reports whether a stream is open.
 func (s *streams) has(one *stream) bool { return slices.Contains(s.of[one.replicaID], one) }
 
-// remove reports whether it was the last of its member.
+// remove removes a stream, and reports whether it was the last one of its member.
 func (s *streams) remove(one *stream) bool {
 	left := s.of[one.replicaID]
 	if i := slices.Index(left, one); i >= 0 {

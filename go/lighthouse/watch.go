@@ -16,14 +16,14 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// Questions of the lighthouse to members: whether they are alive, and what they do.
+// This file has the lighthouse's questions to members: whether they are alive, and what they do.
 
 // checkTime is how long a member that its peers suspect may take to answer.
 const checkTime = time.Second
 
 // check finds out whether a suspected member is alive. A member with a stream must answer a probe: its open connection proves nothing,
-// since that of a stopped process, or of a host that has just vanished, stays open too. To other members a connection is made. The
-// caller holds mu.
+// since that of a stopped process, or of a host that has just vanished, stays open, too. If a member has no stream, its manager server
+// has to accept a connection. The caller holds mu.
 func (j *job) check(p quorum.Check) {
 	var streams []*stream
 	var before []int64
@@ -46,12 +46,12 @@ func (j *job) check(p quorum.Check) {
 	})
 }
 
-// open reports whether one of the streams has not broken.
+// open reports whether one of the streams is still open.
 func open(streams []*stream) bool {
 	return slices.ContainsFunc(streams, func(s *stream) bool { return !s.ended.Load() })
 }
 
-// spoke waits for a message on one of the streams, until checkTime is over or all have broken.
+// spoke waits for a message on one of the streams, until checkTime is over or all of them have broken.
 func (j *job) spoke(streams []*stream, before []int64) bool {
 	deadline := time.NewTimer(checkTime)
 	defer deadline.Stop()

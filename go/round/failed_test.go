@@ -1,0 +1,57 @@
+package round
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"slices"
+	"testing"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/quorum"
+)
+
+// The members that live hear of the failures of the others in any order, each in its own, and decide alone. Then each failed member was
+// notified by the first three that follow it and live, and by nobody else.
+func TestTheThreeThatFollowNotify(t *testing.T) {
+	for seed := range uint64(300) {
+		r := rand.New(rand.NewPCG(seed, 1))
+		q := &quorum.Quorum{ID: 7}
+		for i := range 1 + r.IntN(12) {
+			id := fmt.Sprintf("m%02d", i)
+			q.Members = append(q.Members, quorum.Member{ReplicaID: id, Address: "http://" + id})
+		}
+		size := len(q.Members)
+		order := r.Perm(size)
+		living := order[:1+r.IntN(size)]
+		failed := order[len(living):]
+		want, got := map[string][]int{}, map[string][]int{}
+		for _, f := range failed {
+			for i := 1; i < size && len(want[q.Members[f].ReplicaID]) < 3; i++ {
+				if place := (f + i) % size; slices.Contains(living, place) {
+					want[q.Members[f].ReplicaID] = append(want[q.Members[f].ReplicaID], place)
+				}
+			}
+		}
+		for _, place := range living {
+			m := NewMachine(Group{ReplicaID: q.Members[place].ReplicaID, WorldSize: 1})
+			m.follow(q)
+			if r.IntN(2) == 0 { // the next quorum is there before the reports
+				m.follow(&quorum.Quorum{ID: 8, Members: q.Members[place : place+1]})
+			}
+			for _, i := range r.Perm(len(failed)) {
+				for _, a := range m.Step(MemberFailed{QuorumID: 7, ReplicaID: q.Members[failed[i]].ReplicaID, Reason: "it is silent"}, epoch) {
+					n := a.(NotifyFailed)
+					require.Equal(t, "http://"+n.Failed.ReplicaID, n.Address)
+					got[n.Failed.ReplicaID] = append(got[n.Failed.ReplicaID], place)
+				}
+			}
+		}
+		for _, places := range []map[string][]int{want, got} {
+			for id := range places {
+				slices.Sort(places[id])
+			}
+		}
+		require.Equal(t, want, got, "seed %d: of %d, %v live", seed, size, living)
+	}
+}

@@ -256,7 +256,7 @@ static PyObject *receive_request(PyObject *module, PyObject *socket) {
 }
 
 /* Python makes its state of a thread of a C++ library for every call, with a piece of fresh memory from the system, and
- * gives all up at the end of the call. Counted once more, the state stays until the thread ends. */
+ * frees all of it at the end of the call. Counted once more, the state stays until the thread ends. */
 static void keep_thread_state(void) {
   static __thread int kept = 0;
   if (!kept) {
@@ -293,12 +293,12 @@ static PyObject *done(PyObject *call, PyObject *future) {
     PyObject *type, *error, *traceback;
     PyErr_Fetch(&type, &error, &traceback);
     PyErr_NormalizeException(&type, &error, &traceback);
-    PyObject *told = PyObject_CallFunctionObjArgs(PyTuple_GetItem(call, 3), operation, error, NULL);
-    Py_XDECREF(told);
+    PyObject *result = PyObject_CallFunctionObjArgs(PyTuple_GetItem(call, 3), operation, error, NULL);
+    Py_XDECREF(result);
     Py_XDECREF(type);
     Py_XDECREF(error);
     Py_XDECREF(traceback);
-    if (told == NULL)
+    if (result == NULL)
       return NULL;
   }
   if (PyDict_DelItem(in_flight, operation) < 0)

@@ -10,7 +10,7 @@ static PyMethodDef methods[] = {
     {"open", tft_open, METH_VARARGS,
      "open(owner, start, *arguments): like run; the resulting handle is stored in owner._handle."},
     {"post", tft_post, METH_VARARGS, "post(prepared, *numbers): start a call that was prepared; the result is for collect."},
-    {"collect", tft_collect, METH_VARARGS, "collect(call): wait for the result of a call, once; Ctrl-C gives it up."},
+    {"collect", tft_collect, METH_VARARGS, "collect(call): wait for the result of a call, once; Ctrl-C abandons it."},
     {"register_memory", tft_register_memory_args, METH_VARARGS, "register_memory(pairs): a handle for regions of memory, as int64 addresses and lengths."},
     {"forked", is_forked, METH_NOARGS, "forked(): whether this process was forked after the library was loaded."},
     {NULL, NULL, 0, NULL}};

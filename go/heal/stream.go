@@ -254,7 +254,7 @@ func (st *stream) body(block int) (crc uint32, err error) {
 	return crc, err
 }
 
-// tooSlow ends the stream, so that its blocks go back to the queue, for idle streams. An additional source is not
+// tooSlow ends the stream, so that its blocks return to the queue, for idle streams. An additional source is not
 // used any more. The assigned one connects again: some blocks may be available from it alone.
 func (st *stream) tooSlow() error {
 	if st.source.role != Assigned {

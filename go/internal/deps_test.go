@@ -133,8 +133,8 @@ func TestOnlyTheCommandTakesSignals(t *testing.T) {
 	}
 }
 
-// `go test` does not say what it skipped. A test that a flag turns on, and one that needs a network namespace, of which the Makefile
-// tells, may skip; any other one fails under CI=true.
+// `go test` does not say what it skipped. A test that a flag turns on, and one that needs a network namespace, which the Makefile
+// reports, may skip; any other one fails under CI=true.
 func TestASkipIsAFailureUnderCI(t *testing.T) {
 	allowed := regexp.MustCompile(`t\.Skip\("-|"this system makes no network for a test:"`)
 	tests, err := filepath.Glob("../*/*_test.go")

@@ -39,7 +39,7 @@ type trouble struct {
 
 func (n *news) pending() int { return len(n.failed) + len(n.ended) + len(n.stalled) }
 
-// announce reports the failures and stalls among the actions to every member: at once or, if the last report was less than tellPause
+// announce reports the failures and stalls among the actions to every member: at once or, if the last report was less than newsPause
 // ago for each stream, together with those that follow until then. The caller holds mu.
 func (j *job) announce(actions []quorum.Action, now time.Time) {
 	before := j.news.pending()
@@ -106,7 +106,7 @@ func (j *job) record(now time.Time, kind dashboard.Kind, of []trouble) {
 	}
 }
 
-// words logs the troubles of one kind in one line, and returns the messages for members: at most tellMost.
+// words logs the troubles of one kind in one line, and returns the messages for members: at most mostNews.
 func (j *job) words(level slog.Level, what string, troubles []trouble, word func(trouble) *torchftpb.LighthouseMessage) (messages []rpc.Encoded) {
 	if len(troubles) == 0 {
 		return nil

@@ -124,7 +124,7 @@ func (r *relayStream) sendTogether(answers []*sessionCall) {
 	message := &torchftpb.RelayResponses{Responses: make([]*torchftpb.RelayResponse, len(answers))}
 	for i, call := range answers {
 		message.Responses[i] = &torchftpb.RelayResponse{Session: call.session.number}
-		if call.kind != cutCall { // without a response, the message tells the relay that the session has been ended
+		if call.kind != cutCall { // without a response, the message reports to the relay that the session has been ended
 			message.Responses[i].Response = call.response()
 		}
 	}

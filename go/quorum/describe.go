@@ -22,7 +22,7 @@ type Status struct {
 
 	// Without the votes of these no quorum forms: another lighthouse of the list might serve them.
 	MissingVotes []string `json:"missing_votes,omitempty"`
-	// These ended while they were bound to this lighthouse, and their votes have gone to no quorum yet. It forgets them when it is restarted.
+	// These ended while they were bound to this lighthouse, and their votes count in no quorum yet. It forgets them when it is restarted.
 	GivenVotes []string `json:"given_votes,omitempty"`
 
 	// Why the latest state is not on the lighthouse's disk, and for how long; the shell knows. Empty: it is, or none is kept.

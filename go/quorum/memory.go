@@ -161,7 +161,7 @@ func (m *memory) pick(d decision) (in []*replica, changed bool) {
 }
 
 // newID is the id of a quorum that is formed now. It is a new one if its members must not reuse the connections of the latest quorum, or
-// if a member knows of a later quorum (it came from another lighthouse): with the id of the latest one here, that member would go back
+// if a member knows of a later quorum (it came from another lighthouse): with the id of the latest one here, that member would return
 // to an earlier quorum, and to its keys in the store.
 func (m *memory) newID(reconnects bool) int64 {
 	if m.latest == nil || reconnects || m.highest > m.latest.ID {

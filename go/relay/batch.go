@@ -61,7 +61,7 @@ func (b *batch) add(session uint64, req *torchftpb.RankRequest, now time.Time) {
 	b.push(session, req, now, due)
 }
 
-// end forgets a session, and tells the server.
+// end forgets a session, and notifies the server.
 func (b *batch) end(session uint64, now time.Time) {
 	if b.calls[session] > 0 {
 		b.busy--

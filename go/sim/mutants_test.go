@@ -18,7 +18,7 @@ var (
 )
 
 // Mistakes inside of the machines: a text of their source, and what is in its place. The sources stay as they are: the
-// compiler is told to read another file (go test -overlay).
+// compiler is made to read another file (go test -overlay).
 var mutants = []struct {
 	name     string
 	file     string // in the folder above

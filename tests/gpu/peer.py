@@ -22,7 +22,7 @@ def run(connection: Connection) -> None:
 
 
 def _note(end: Any, note: bytes) -> int:
-    end.told(note, None)
+    end.notified(note, None)
     return len(end._imports)
 
 

@@ -30,7 +30,7 @@ class Pair:
         self.process.start()
         theirs.close()
         assert self._answer(60) == "up"
-        self.end = cuda.TrainerEnd(self._tell, queue=queue)
+        self.end = cuda.TrainerEnd(self._notify, queue=queue)
         self.imports = 0
         # Kernels are loaded on first use, which takes long.
         self.double(torch.ones(4, device=DEVICE))
@@ -41,7 +41,7 @@ class Pair:
         assert connection.poll(seconds), "the worker does not answer"
         return connection.recv()
 
-    def _tell(self, note: bytes, descriptor: Optional[int]) -> None:
+    def _notify(self, note: bytes, descriptor: Optional[int]) -> None:
         if not self.process.is_alive():
             raise RuntimeError("the worker process has ended")
         self.connection.send(("note", note))

@@ -1,7 +1,7 @@
 """Isolated groups on the test device: torchft's code for CUDA memory and events, with this device in place of CUDA.
 
 What PyTorch gives that code of CUDA is given here of the test device: a storage's memory by name, for another process
-to map, which is kept until it is told that nobody uses it; and events that another process may wait for. As with CUDA,
+to map, which is kept until it hears that nobody uses it; and events that another process may wait for. As with CUDA,
 a stream that waits for an event of a process that was killed waits for ever.
 """
 
@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup, Store
 from tests.late import load
 from torchft.process_group.isolated import cuda, protocol
 from torchft.process_group.isolated.groups import ProcessGroupBabyNCCL
-from torchft.process_group.isolated.sharing import Sharing, Tell
+from torchft.process_group.isolated.sharing import Notify, Sharing
 
 _late = load()
 
@@ -98,8 +98,8 @@ protocol.DEVICES += ("late",)  # in the trainer and in its workers
 torch.UntypedStorage._share_cuda_ = _share  # type: ignore[method-assign, assignment]
 
 
-def trainer(tell: Tell) -> Sharing:
-    return sharing.trainer(tell)
+def trainer(notify: Notify) -> Sharing:
+    return sharing.trainer(notify)
 
 
 def worker() -> Sharing:

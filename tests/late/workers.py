@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup, Store
 
 from tests.late import isolated
 from tests.late.one_rank import OneRank
-from torchft.process_group.isolated.sharing import Sharing, Tell
+from torchft.process_group.isolated.sharing import Notify, Sharing
 
 
 class ProcessGroupBabySlow(isolated.ProcessGroupBabyLate):
@@ -59,8 +59,8 @@ class ProcessGroupBabyHasty(isolated.ProcessGroupBabyLate):
     _sharing: ClassVar[dict[str, str]] = {"late": __name__}
 
 
-def trainer(tell: Tell) -> Sharing:
-    return isolated.trainer(tell)
+def trainer(notify: Notify) -> Sharing:
+    return isolated.trainer(notify)
 
 
 def worker() -> Sharing:

@@ -339,7 +339,7 @@ func (m *Machine) act() {
 }
 
 // notice finds attempts that have been formed, and drops those that never can be. It does so at each input: the note that shows it
-// may be gone at the next one, when its sender has ended. A view counts as formed once all of its members were seen to confirm
+// may be absent at the next one, when its sender has ended. A view counts as formed once all of its members were seen to confirm
 // it, even if some of them have left it since. That is safe, since a confirmation cannot be withdrawn. Without it, the view would stay
 // an attempt, which is never known to be formed: where half of its members end without a last note, no later view could follow it.
 func (m *Machine) notice() {
@@ -487,7 +487,7 @@ func (m *Machine) follows(v, f *View) string {
 }
 
 // impossible reports whether a view that this member confirmed can never be formed: one of its members has not confirmed it, and
-// has gone on to a later number, or has ended.
+// has continued with a later number, or has ended.
 func (m *Machine) impossible(v *View) bool {
 	digest := v.Digest()
 	for _, q := range v.Members {

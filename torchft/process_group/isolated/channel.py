@@ -64,7 +64,7 @@ class Channel:
         self.devices = Devices(
             sharings,
             lambda device, note, descriptor: self._send(
-                _UNRESPONSIVE_SEC, protocol.TELL, device, note, descriptor=descriptor
+                _UNRESPONSIVE_SEC, protocol.NOTIFY, device, note, descriptor=descriptor
             ),
         )
         # Guards the attributes below. Reentrant: a garbage collection may call `close` on a thread that holds it.
@@ -116,7 +116,7 @@ class Channel:
         self._send(timeout_sec, kind, op.op_id, *body)
         return op
 
-    def tell(self, kind: int, rest: bytes = b"") -> None:
+    def notify(self, kind: int, rest: bytes = b"") -> None:
         """Sends a message that has no answer."""
         self._send(_UNRESPONSIVE_SEC, kind, 0, rest)
 
@@ -190,7 +190,7 @@ class Channel:
                 if pinged is None or self._heard > pinged:
                     pinged = now
                     try:
-                        self.tell(protocol.PING)
+                        self.notify(protocol.PING)
                     except Exception:  # it is in _broken
                         return
                 elif now >= pinged + _UNRESPONSIVE_SEC:

@@ -33,7 +33,7 @@ from typing import Any, Optional
 
 import torch
 
-from torchft.process_group.isolated.sharing import Registration, Sharing, Tell
+from torchft.process_group.isolated.sharing import Notify, Registration, Sharing
 
 _DEVICE = "cuda"
 
@@ -287,12 +287,12 @@ class TrainerEnd:
     """Call `close` only when the worker has been reaped: until then its kernels may still write.
 
     Args:
-        tell: sends a note to the worker's end.
+        notify: sends a note to the worker's end.
         queue: whether `follow` makes the stream wait instead of the host; see the module.
     """
 
-    def __init__(self, tell: Tell, queue: bool = False) -> None:
-        self._tell = tell
+    def __init__(self, notify: Notify, queue: bool = False) -> None:
+        self._notify = notify
         self._queue = queue
         self._marks = _Marks()
         # The device of the first tensor: a worker uses one device.
@@ -301,7 +301,7 @@ class TrainerEnd:
         self._held: dict[int, _Export] = {}
         self._freed_exports: deque[_Export] = deque()
         # Storages that the worker was asked to drop, by the number of the note.
-        self._told: OrderedDict[int, list[_Export]] = OrderedDict()
+        self._announced: OrderedDict[int, list[_Export]] = OrderedDict()
         self._notes = 0
         # Reentrant: a note to a worker that has ended may call `close`.
         self._lock = threading.RLock()
@@ -335,23 +335,23 @@ class TrainerEnd:
         while self._freed_exports:
             freed.append(self._freed_exports.popleft())
         if freed:
-            self._told[self._notes + 1] = freed
+            self._announced[self._notes + 1] = freed
             self._say(_DROP + b"".join(_ID.pack(export.id) for export in freed))
 
     def _say(self, note: bytes) -> None:
         self._notes += 1
-        self._tell(note, None)
+        self._notify(note, None)
 
     def _dropped(self, notes: int) -> None:
         """The worker has read `notes` notes, and unmapped the storages that they name."""
-        gone: list[_Export] = []
+        freed: list[_Export] = []
         with self._lock:
-            while self._told and next(iter(self._told)) <= notes:
-                gone += self._told.popitem(last=False)[1]
-            for export in gone:
+            while self._announced and next(iter(self._announced)) <= notes:
+                freed += self._announced.popitem(last=False)[1]
+            for export in freed:
                 self._held.pop(export.id, None)
-        if gone:
-            _leave(gone, self)
+        if freed:
+            _leave(freed, self)
 
     def borrow(self, ref: bytes) -> torch.Tensor:
         raise RuntimeError("only a worker borrows")
@@ -397,7 +397,7 @@ class TrainerEnd:
             self._closed = True
             held = list(self._held.values())
             self._held.clear()
-            self._told.clear()
+            self._announced.clear()
             self._freed_exports.clear()
         self._registrations.clear()
         _leave(held, self)
@@ -435,7 +435,7 @@ class WorkerEnd:
                 self._imports[export] = storage
         return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, shape, stride)
 
-    def told(self, note: bytes, descriptor: Optional[int]) -> None:
+    def notified(self, note: bytes, descriptor: Optional[int]) -> None:
         """Reads a note. Storages to drop are unmapped; the trainer names them after all their operations have ended."""
         kind, numbers = note[:1], [number for (number,) in _ID.iter_unpack(note[1:])]
         if kind == _USE:
@@ -478,9 +478,9 @@ class WorkerEnd:
         self._marks.clear()
 
 
-def trainer(tell: Tell) -> Sharing:
+def trainer(notify: Notify) -> Sharing:
     """The trainer's end, one for each worker."""
-    return TrainerEnd(tell)
+    return TrainerEnd(notify)
 
 
 def worker() -> Sharing:

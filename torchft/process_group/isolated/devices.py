@@ -18,12 +18,12 @@ class Devices:
 
     Args:
         make: makes an end.
-        tell: sends a note to the worker's end for a device, perhaps with a descriptor.
+        notify: sends a note to the worker's end for a device, perhaps with a descriptor.
     """
 
-    def __init__(self, make: MakeSharing, tell: Callable[[int, bytes, Optional[int]], None]) -> None:
+    def __init__(self, make: MakeSharing, notify: Callable[[int, bytes, Optional[int]], None]) -> None:
         self._make = make
-        self._tell = tell
+        self._notify = notify
         # Reentrant: the garbage collector may close a channel on a thread that holds it.
         self._lock = threading.RLock()
         self._sharings: dict[int, Sharing] = {}
@@ -40,10 +40,10 @@ class Devices:
                 sharing = self._sharings.get(device)
                 if sharing is None:
 
-                    def tell(note: bytes, descriptor: Optional[int]) -> None:
-                        self._tell(device, note, descriptor)
+                    def notify(note: bytes, descriptor: Optional[int]) -> None:
+                        self._notify(device, note, descriptor)
 
-                    sharing = self._sharings[device] = self._make(device, tell)
+                    sharing = self._sharings[device] = self._make(device, notify)
                     self._marking = self._marking or not is_plain(sharing)
         return sharing
 

@@ -76,8 +76,8 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
         from torch.distributed import ProcessGroupNCCL as BaseProcessGroupNCCL
 
         # After an error PyTorch aborts the communicator, and what is in flight ends as if it had succeeded: so the
-        # trainer asks when its events have passed, and the worker ends as soon as it has told. (PyTorch would end it
-        # without a word.) What the trainer has set is for its own group, and came with its environment.
+        # trainer asks when its events have passed, and the worker ends as soon as it has reported that. (PyTorch would
+        # end it without a report.) What the trainer has set is for its own group, and came with its environment.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, int(cls._worker_timeout.total_seconds()))))
         opts = BaseProcessGroupNCCL.Options()

@@ -18,7 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchft.process_group.isolated._native import copy
-from torchft.process_group.isolated.sharing import Registration, Sharing, Tell
+from torchft.process_group.isolated.sharing import Notify, Registration, Sharing
 
 # note: map or unmap, region, bytes
 _NOTE = struct.Struct("<BQQ")
@@ -47,8 +47,8 @@ _SHARED_MEMORY = "/dev/shm"
 _SWEEP_AT = 64
 
 
-def trainer(tell: Tell) -> Sharing:
-    return _Trainer(tell)
+def trainer(notify: Notify) -> Sharing:
+    return _Trainer(notify)
 
 
 def worker() -> Sharing:
@@ -162,8 +162,8 @@ class _Host:
 
 
 class _Trainer(_Host):
-    def __init__(self, tell: Tell) -> None:
-        self._tell = tell
+    def __init__(self, notify: Notify) -> None:
+        self._notify = notify
         self._lock = threading.Lock()
         self._regions = itertools.count()
         self._free: dict[int, list[_Slot]] = {}
@@ -218,7 +218,7 @@ class _Trainer(_Host):
         try:
             os.ftruncate(descriptor, total)
             memory = _map(descriptor, total)
-            self._tell(_NOTE.pack(_MAP, region, total), descriptor)
+            self._notify(_NOTE.pack(_MAP, region, total), descriptor)
         finally:
             os.close(descriptor)
         return [_Slot(region, at, memory[at : at + size]) for at in range(0, total, size)]
@@ -239,9 +239,9 @@ class _Trainer(_Host):
             if len(self._storages) >= self._sweep_at:
                 self._sweep()
             region = next(self._regions)
-            self._tell(_NOTE.pack(_MAP, region, os.fstat(descriptor).st_size), descriptor)
+            self._notify(_NOTE.pack(_MAP, region, os.fstat(descriptor).st_size), descriptor)
             if known is not None:
-                self._tell(_NOTE.pack(_UNMAP, known[1], 0), None)
+                self._notify(_NOTE.pack(_UNMAP, known[1], 0), None)
             self._storages[key] = (StorageWeakRef(storage), region)
             return region
 
@@ -249,7 +249,7 @@ class _Trainer(_Host):
         for key, (storage, region) in list(self._storages.items()):
             if storage.expired():
                 del self._storages[key]
-                self._tell(_NOTE.pack(_UNMAP, region, 0), None)
+                self._notify(_NOTE.pack(_UNMAP, region, 0), None)
         self._sweep_at = max(_SWEEP_AT, 2 * len(self._storages))
 
     def borrow(self, ref: bytes) -> torch.Tensor:
@@ -265,7 +265,7 @@ class _Worker(_Host):
     def __init__(self) -> None:
         self._regions: dict[int, torch.Tensor] = {}
 
-    def told(self, note: bytes, descriptor: Optional[int]) -> None:
+    def notified(self, note: bytes, descriptor: Optional[int]) -> None:
         action, region, size = _NOTE.unpack(note)
         if action == _UNMAP:
             self._regions.pop(region, None)

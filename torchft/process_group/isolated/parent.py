@@ -213,7 +213,7 @@ class ProcessGroupBaby(ProcessGroup):
         self._timeout = _as_timeout(timeout)
         worker = self._worker
         if worker is not None and worker.channel.broken is None:
-            worker.channel.tell(protocol.SET_TIMEOUT, protocol.seconds(timeout.total_seconds()))
+            worker.channel.notify(protocol.SET_TIMEOUT, protocol.seconds(timeout.total_seconds()))
 
     def _peers_now(self) -> object:
         return self._worker or self
@@ -405,8 +405,8 @@ def _maker(group: type[ProcessGroupBaby], context: bool) -> Callable[[], Worker]
     """Returns a launcher of workers for groups of a class."""
     sharing = group._sharing
 
-    def make_sharing(device: int, tell: Callable[[bytes, Optional[int]], None]) -> Sharing:
-        return importlib.import_module(sharing[protocol.DEVICES[device]]).trainer(tell)
+    def make_sharing(device: int, notify: Callable[[bytes, Optional[int]], None]) -> Sharing:
+        return importlib.import_module(sharing[protocol.DEVICES[device]]).trainer(notify)
 
     def make() -> Worker:
         if group.__module__ == "__main__":

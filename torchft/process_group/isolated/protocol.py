@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d as c10d
 # Kinds of requests
 CONFIGURE = 1  # JSON with the arguments of `configure`, and the environment; answered like an operation
 RUN = 2  # marks, then a body
-TELL = 3  # device, note; perhaps with a file descriptor: see `sharing.Tell`
+NOTIFY = 3  # device, note; perhaps with a file descriptor: see `sharing.Notify`
 SET_TIMEOUT = 4  # seconds, f64
 PING = 5
 CHECK = 6  # answered like an operation: fails with the error of the worker's backend

@@ -4,7 +4,7 @@ A trainer and its worker are two processes. The worker must see the trainer's te
 the other's device has finished with them: both is the task of a `Sharing`. Each device type has a module with these
 functions:
 
-    def trainer(tell: Tell) -> Sharing: ...   # the trainer's end, one for each worker
+    def trainer(notify: Notify) -> Sharing: ...   # the trainer's end, one for each worker
     def worker() -> Sharing: ...              # the worker's end
     def prepare(device) -> None: ...          # optional; worker: this is the current device, and has a context
     def share(tensor) -> bool: ...            # optional; trainer: see `ProcessGroup.share_buffer`
@@ -32,9 +32,9 @@ from typing import Callable, Optional, Protocol
 import torch
 
 # Sends a note of this device's trainer end to the worker's, in order with the operations, and with it a file
-# descriptor, which stays the caller's. The worker's end gets it by its method `told(note, descriptor)`; that
+# descriptor, which stays the caller's. The worker's end gets it by its method `notified(note, descriptor)`; that
 # one is optional, and the descriptor is the worker's to close.
-Tell = Callable[[bytes, Optional[int]], None]
+Notify = Callable[[bytes, Optional[int]], None]
 
 
 class Registration(Protocol):

@@ -128,10 +128,10 @@ class Worker:
                     self._run(operation, rest)
                 except Exception as e:
                     self.answer(protocol.FAILED, operation, protocol.encode_error(e))
-            elif kind == protocol.TELL:
+            elif kind == protocol.NOTIFY:
                 self._calls.clear()
                 # pyrefly: ignore [missing-attribute]  # optional: a sender of notes has it
-                self._sharing(operation).told(rest, descriptors[0] if descriptors else None)
+                self._sharing(operation).notified(rest, descriptors[0] if descriptors else None)
             elif kind == protocol.PING:
                 self.answer(protocol.PONG, operation)
             elif kind == protocol.CHECK:

@@ -51,16 +51,16 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0
 
 def processes() -> str:
     """For failure messages: each worker, its age and threads, and the user of one in this process."""
-    told = []
+    lines = []
     for pid in workers() if standby.servers._server is not None else ():
         with contextlib.suppress(OSError):
             age = time.time() - os.stat(f"/proc/{pid}").st_ctime
             threads = [Path(task, "comm").read_text().strip() for task in Path(f"/proc/{pid}/task").iterdir()]
-            told.append(f"worker {pid}, {age:.1f} s old, threads {threads}")
+            lines.append(f"worker {pid}, {age:.1f} s old, threads {threads}")
     for group in gc.get_objects():
         if isinstance(group, standby.Workers):
-            told.append(f"{group._used=} {group._next=} {group._given=}")
-    return "\n".join(told)
+            lines.append(f"{group._used=} {group._next=} {group._given=}")
+    return "\n".join(lines)
 
 
 def ready_worker() -> int:

@@ -18,7 +18,7 @@ class ProcessGroupBabyRefusing(ProcessGroupBabyGloo):
         raise MemoryError("no room for a group")
 
 
-class ProcessGroupBabyTelling(ProcessGroupBabyGloo):
+class ProcessGroupBabyReporting(ProcessGroupBabyGloo):
     """Reports what the worker has loaded, by an error, which is the only way."""
 
     _name: ClassVar[str] = "telling"

@@ -119,7 +119,7 @@ def test_an_operation_in_flight_ends_in_a_forked_child(channel: Channel) -> None
 
 
 class Broken:
-    """A registration whose methods raise if they are told to."""
+    """A registration whose methods raise on demand."""
 
     ref = b""
 

@@ -136,16 +136,16 @@ def ends() -> tuple[cuda.TrainerEnd, cuda.WorkerEnd, list[bytes]]:
     """Returns a trainer's end, its worker's, and the notes between them, which a test delivers or not."""
     notes: list[bytes] = []
 
-    def tell(note: bytes, descriptor: Optional[int]) -> None:
+    def notify(note: bytes, descriptor: Optional[int]) -> None:
         assert descriptor is None
         if note[:1] == cuda._DROP:
             notes.append(note)
         else:
-            worker.told(note, None)
+            worker.notified(note, None)
 
     worker = cuda.WorkerEnd()
 
-    return cuda.TrainerEnd(tell), worker, notes
+    return cuda.TrainerEnd(notify), worker, notes
 
 
 # Memory
@@ -193,7 +193,7 @@ def test_memory_is_known_by_its_storage_not_by_its_address(fake: Cuda) -> None:
         tensor = torch.full((1000,), float(value))
         registration = trainer.register(tensor, True, True)
         while notes:
-            worker.told(notes.pop(0), None)
+            worker.notified(notes.pop(0), None)
         assert worker.borrow(registration.ref)[0].item() == value
         refs.append(cuda._decode(registration.ref)[0])
         registration.release()
@@ -234,12 +234,12 @@ def test_memory_goes_back_when_the_worker_has_dropped_it(fake: Cuda) -> None:
     worker.borrow(registration.ref)
     registration.release()
     del tensor
-    assert not notes, "nobody is told from within the garbage collector"
+    assert not notes, "nobody is notified from within the garbage collector"
     worker.borrow(trainer.register(other, True, True).ref)
     assert len(notes) == 1 and not fake.released
     assert trainer.reached(worker.mark()) is False
     assert not fake.released, "the worker has not read the note yet"
-    worker.told(notes.pop(), None)
+    worker.notified(notes.pop(), None)
     assert len(worker._imports) == 1
     trainer.reached(worker.mark())
     assert fake.released == [(b"counters", 0)]
@@ -326,11 +326,11 @@ def test_a_forked_child_leaves_the_counters_alone(fake: Cuda) -> None:
 
 
 def test_a_worker_that_has_failed_may_be_noticed_while_exporting(fake: Cuda) -> None:
-    def tell(note: bytes, descriptor: Optional[int]) -> None:
+    def notify(note: bytes, descriptor: Optional[int]) -> None:
         trainer.close()
         raise RuntimeError("the worker process has ended")
 
-    trainer = cuda.TrainerEnd(tell)
+    trainer = cuda.TrainerEnd(notify)
     tensor = torch.ones(4)
     with pytest.raises(RuntimeError, match="has ended"):
         trainer.register(tensor, True, True)
@@ -428,11 +428,11 @@ def test_the_trainer_waits_on_the_host_and_not_for_a_killed_worker(fake: Cuda) -
     assert not waiting.is_alive() and "ended before its operation" in str(failed[0])
 
     # The end of the worker is not noticed yet: sending it a message fails.
-    def tell(note: bytes, descriptor: Optional[int]) -> None:
+    def notify(note: bytes, descriptor: Optional[int]) -> None:
         raise RuntimeError("the worker process has ended")
 
     with pytest.raises(RuntimeError, match="the worker process has ended"):
-        cuda.TrainerEnd(tell).follow(mark)
+        cuda.TrainerEnd(notify).follow(mark)
 
     queueing = cuda.TrainerEnd(lambda note, descriptor: None, queue=True)
     queueing.follow(mark)

@@ -26,7 +26,7 @@ from tests.unit.process_group.isolated.processes import (
     wait_until,
     workers,
 )
-from tests.unit.process_group.isolated.refusing import ProcessGroupBabyRefusing, ProcessGroupBabyTelling
+from tests.unit.process_group.isolated.refusing import ProcessGroupBabyRefusing, ProcessGroupBabyReporting
 from tests.unit.process_group.ranks import TIMEOUT, in_threads, meeting
 from torchft.process_group import ProcessGroup, ProcessGroupBabyGloo
 from torchft.process_group.isolated import channel as channel_module
@@ -176,12 +176,12 @@ def test_a_server_that_ends_during_a_request_is_replaced(
     asked = threading.Event()
     start = channel_module.Channel.start
 
-    def tell(channel: Any, *args: Any) -> Any:
+    def notify(channel: Any, *args: Any) -> Any:
         op = start(channel, *args)
         asked.set()
         return op
 
-    monkeypatch.setattr(channel_module.Channel, "start", tell)
+    monkeypatch.setattr(channel_module.Channel, "start", notify)
 
     def kill() -> None:
         assert asked.wait(20)
@@ -299,7 +299,7 @@ def test_a_standby_is_small(alone: ProcessGroup) -> None:
 
 
 def test_the_worker_has_neither_the_native_library_nor_the_users_script(store: TCPStore) -> None:
-    group = ProcessGroupBabyTelling(TIMEOUT)
+    group = ProcessGroupBabyReporting(TIMEOUT)
     with pytest.raises(RuntimeError, match=r"LookupError: loaded: \[\], main: None"):
         group.configure(meeting(store), "replica", 0, 1)
     group.shutdown()

@@ -58,9 +58,9 @@ def test_descriptors_and_long_messages_arrive(pair: tuple[socket.socket, socket.
     ours, theirs = pair
     (tmp_path / "file").write_text("hello")
     with open(tmp_path / "file") as file:
-        messages.send(ours, protocol.request(protocol.TELL, 1, b"note"), (file.fileno(), file.fileno()))
+        messages.send(ours, protocol.request(protocol.NOTIFY, 1, b"note"), (file.fileno(), file.fileno()))
     kind, operation, rest, descriptors = _native.receive(theirs.fileno())
-    assert (kind, operation, rest, len(descriptors)) == (protocol.TELL, 1, b"note", 2)
+    assert (kind, operation, rest, len(descriptors)) == (protocol.NOTIFY, 1, b"note", 2)
     for descriptor in descriptors:
         assert not os.get_inheritable(descriptor)
         assert os.pread(descriptor, 5, 0) == b"hello"

@@ -17,17 +17,17 @@ import (
 	"github.com/torchft/torchft/go/internal/auth"
 )
 
-// Config is what a node is made of.
+// Config has the settings of a node.
 type Config struct {
 	Name        string `json:"name"`        // of the member, unique in the job
-	Incarnation int64  `json:"incarnation"` // grows with each life of the name; raised where a later one is known
+	Incarnation int64  `json:"incarnation"` // grows with each life of the name; raised if a later life is known (agree.Rise)
 	// StoreAddress is announced to the other members.
 	StoreAddress string `json:"store_address"`
 	// Host is announced: a name, or an IP address.
 	Host string `json:"host"`
 	// Port is bound for TCP and UDP; 0 takes a free one.
 	Port int `json:"port"`
-	// Seeds are "host:port" of members that found the job, this one perhaps among them; none: this one founds it.
+	// Seeds are "host:port" of the members that found the job. This member may be one of them. Without any, it founds the job alone.
 	Seeds []string `json:"seeds"`
 	// MinMembers is the smallest size of a view.
 	MinMembers int `json:"min_members"`
@@ -73,21 +73,21 @@ type said struct {
 
 func metadata(id agree.ID, note agree.Note) []byte { return encoded(said{id, note}) }
 
-// settings are memberlist's. A member that stops answering is noticed after a probe and a suspicion: up to 4 seconds in a job
-// of ten, less where several members suspect it.
+// settings are the settings of memberlist. A member that stops answering counts as failed after a probe and a suspicion: up to 4 seconds
+// in a job of ten members, less if several of them suspect it.
 func (c Config) settings() *memberlist.Config {
 	conf := memberlist.DefaultLANConfig()
-	conf.Name = fmt.Sprintf("%s.%d", c.Name, c.Incarnation) // a later life is another node: the first one may not be noticed yet
+	conf.Name = fmt.Sprintf("%s.%d", c.Name, c.Incarnation) // a later life is another node: the end of the earlier one may not have been noticed yet
 	conf.Label = c.Job
 	conf.ProbeInterval = 500 * time.Millisecond
 	conf.ProbeTimeout = 200 * time.Millisecond
 	conf.SuspicionMult = 3
 	conf.SuspicionMaxTimeoutMult = 3
-	conf.AwarenessMaxMultiplier = 4             // a member on a busy host may take four times as long to notice another one's end
-	conf.GossipInterval = 50 * time.Millisecond // a view takes some of these; without news nothing is sent
-	conf.PushPullInterval = 2 * time.Second     // repairs what was lost
+	conf.AwarenessMaxMultiplier = 4             // a member on a busy host may take four times as long to notice the end of another one
+	conf.GossipInterval = 50 * time.Millisecond // a view takes several of these intervals
+	conf.PushPullInterval = 2 * time.Second     // repairs losses of messages
 	conf.TCPTimeout = 2 * time.Second           // of one exchange
-	conf.GossipToTheDeadTime = 10 * time.Second // so that a member that was cut off for less learns of it at once
+	conf.GossipToTheDeadTime = 10 * time.Second // a member that was cut off for less time learns at once that it counts as failed
 	conf.EnableCompression = false              // messages are small
 	conf.Logger = memberLogger(c.Log)
 	return conf

@@ -12,14 +12,14 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 )
 
-// message is what members send each other beside notes. It has one of the fields, or Proposal and Lives.
+// message is a message between members, other than notes. It has one of the fields, or Proposal and Lives.
 type message struct {
 	Proposal *agree.Proposal  `json:"proposal,omitempty"`
 	Left     *said            `json:"left,omitempty"`
 	Lives    map[string]int64 `json:"lives,omitempty"` // to a member that joins, and from it
 }
 
-// encoded is the JSON of strings and numbers.
+// encoded is the JSON of a value that consists of strings and numbers only, which cannot fail.
 func encoded(v any) []byte {
 	text, err := json.Marshal(v)
 	if err != nil {
@@ -28,7 +28,7 @@ func encoded(v any) []byte {
 	return text
 }
 
-// send sends a message to nodes at once. The channel is closed when all have it, or cannot be reached.
+// send sends a message to several nodes concurrently. The channel is closed when each of them has received it, or could not be reached.
 func (n *Node) send(m message, to []memberlist.Node) (done <-chan struct{}) {
 	text := encoded(m)
 	sent := make(chan struct{})
@@ -47,7 +47,7 @@ func (n *Node) send(m message, to []memberlist.Node) (done <-chan struct{}) {
 	return sent
 }
 
-// nodes are those of these members, all for nil.
+// nodes are the nodes of these members; of all members for nil.
 func (n *Node) nodes(of []agree.ID) (found []memberlist.Node) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -78,7 +78,7 @@ func (n *Node) receive(text []byte) {
 	})
 }
 
-// delegate is what memberlist asks of a node. None of its methods waits, and none panics: they run on memberlist's goroutines.
+// delegate implements memberlist.Delegate. Its methods neither block nor panic, since they run on memberlist's goroutines.
 type delegate struct{ n *Node }
 
 func (d delegate) NodeMeta(int) []byte {
@@ -114,7 +114,7 @@ func (d delegate) MergeRemoteState(text []byte, _ bool) {
 	d.n.receive(text)
 }
 
-// events are what memberlist reports of other nodes, and of this one. It holds a lock meanwhile.
+// events implements memberlist.EventDelegate: memberlist reports other nodes, and this one, while it holds a lock.
 type events struct{ n *Node }
 
 func (e events) NotifyJoin(node *memberlist.Node)   { e.heard(node, true) }
@@ -139,7 +139,7 @@ func (e events) heard(node *memberlist.Node, alive bool) {
 				if len(n.failed) < mostFailed {
 					break
 				}
-				delete(n.failed, name) // any: one side of a partition is reached again through each of its members
+				delete(n.failed, name) // any one: a partition heals through each member of the other side
 			}
 			n.failed[node.Name] = p
 		}

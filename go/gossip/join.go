@@ -12,8 +12,8 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 )
 
-// join reaches one of the seeds, and tries all of them: seeds that were started again together must hear of the members that train
-// before they found a job of their own.
+// join connects to all seeds, of which at least one must be reached. It tries all: seeds that were restarted together must learn of members
+// that are training before they found another job.
 func (n *Node) join(ctx context.Context) error {
 	var others []string
 	for _, addresses := range n.seeds {
@@ -28,7 +28,7 @@ func (n *Node) join(ctx context.Context) error {
 		address string
 		err     error
 	}
-	why := map[string]string{} // the last error of each
+	why := map[string]string{} // the last error of each seed
 	for {
 		attempts := make(chan attempt, len(others))
 		for _, address := range others {
@@ -71,8 +71,7 @@ func (n *Node) unreached(why map[string]string) error {
 		strings.Join(texts, "; "))
 }
 
-// joinError says what may be wrong where a seed is there and does not take this node for one of its job. memberlist joins its errors
-// as text.
+// joinError adds the probable cause if a seed was reached and refused this node. It searches the text, in which memberlist joins its errors.
 func joinError(err error) string {
 	text := strings.TrimPrefix(strings.Join(strings.Fields(err.Error()), " "), "1 error occurred: * Failed to join ")
 	for _, refusal := range []string{"EOF", "closed pipe", "broken pipe", "connection reset", "decrypt", "encrypt"} {
@@ -83,8 +82,8 @@ func joinError(err error) string {
 	return text
 }
 
-// reconnect tries to reach one of the members that are not there: both sides of a partition have forgotten the other one when
-// it was long.
+// reconnect tries to reach one of the members that failed: after a long partition, memberlist on both sides has forgotten the members of
+// the other one.
 func (n *Node) reconnect() {
 	n.mu.Lock()
 	var away []string

@@ -11,7 +11,8 @@ import (
 	"github.com/torchft/torchft/go/internal/auth"
 )
 
-// keyring encrypts with a key of the first of the job's tokens, and accepts those of all. nil: the job has no tokens.
+// keyring encrypts by a key that is derived from the first of the job's tokens, and decrypts by those of all tokens. It is nil if the job
+// has no tokens.
 type keyring struct {
 	*memberlist.Keyring
 	tokens *auth.Watched[auth.Tokens]
@@ -26,7 +27,7 @@ func newKeyring(tokens *auth.Watched[auth.Tokens]) (*keyring, error) {
 	return k, k.refresh()
 }
 
-// refresh follows the tokens. Only one goroutine may call it.
+// refresh updates the ring after a change of the tokens. Only one goroutine may call it.
 func (k *keyring) refresh() error {
 	if k == nil {
 		return nil
@@ -49,8 +50,8 @@ func (k *keyring) refresh() error {
 		}
 		keys = append(keys, key)
 	}
-	// The last one first: then they stand in the order of the tokens, before those that are to go. memberlist reads a ring while
-	// it changes, and removes a key in place unless it is the last one.
+	// UseKey moves a key to the front of the ring: from the last key to the first one, the keys come in the order of the tokens, before
+	// those that are to be removed. memberlist may read a ring while it changes, and removes a key in place unless it is the last one.
 	if !inOrder(k.GetKeys(), keys) {
 		for _, key := range slices.Backward(keys) {
 			if err := k.UseKey(key); err != nil {

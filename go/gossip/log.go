@@ -7,8 +7,8 @@ import (
 	"log/slog"
 )
 
-// memberLogger hands memberlist's lines to our logger, all as debug: each packet of a stranger is an error to memberlist, and
-// a caller that waits for a member gets the reason in an error of ours.
+// memberLogger writes memberlist's lines to the node's logger, all at level debug: memberlist logs each foreign packet as an error, and
+// callers get the reason of a failure in an error of this package.
 func memberLogger(to *slog.Logger) *log.Logger { return log.New(lines{to}, "", 0) }
 
 type lines struct{ to *slog.Logger }

@@ -18,20 +18,20 @@ import (
 )
 
 const (
-	tick          = 250 * time.Millisecond // between looks at what is due
+	tick          = 250 * time.Millisecond // between checks of what is due
 	remindAfter   = 500 * time.Millisecond // a proposal is sent again to members that have not confirmed it
 	reconnect     = 5 * time.Second        // between attempts to reach a member that failed
 	repeatAfter   = time.Second            // between two equal News
 	joinPause     = 200 * time.Millisecond // between attempts to reach the seeds
 	farewell      = time.Second            // to announce that this member leaves
 	mostFailed    = 256                    // members that stopped answering and are tried again
-	announceBound = time.Millisecond       // UpdateNode has queued its message when it begins to wait
+	announceBound = time.Millisecond       // UpdateNode queues its message before it waits, so a short wait suffices
 )
 
 // ErrClosed is the error of calls on a node that is closed.
 var ErrClosed = errors.New("gossip: the node is closed")
 
-// TimeoutError says what a list of members waited for.
+// TimeoutError is the error of View if the members did not agree in time. It has the reason.
 type TimeoutError struct {
 	After time.Duration
 	Waits string
@@ -58,27 +58,27 @@ type Node struct {
 	closing sync.Once
 	tasks   sync.WaitGroup
 	run     chan struct{} // closed when the background task has ended
-	wake    chan struct{} // the background task has something to say
+	wake    chan struct{} // wakes the background task: there is something to send
 
 	mu       sync.Mutex
 	machine  *agree.Machine
 	peers    map[string]peer // by the name of the node
-	failed   map[string]peer // that stopped answering
+	failed   map[string]peer // members that stopped answering, by the name of the node
 	changed  chan struct{}   // closed, and another one made, at each change
-	sent     agree.News      // that News has returned
+	sent     agree.News      // the last result of News
 	sentAt   time.Time
 	announce bool // the own note is to be announced
 	propose  bool // the own proposal is to be sent
 }
 
-// peer is a node as memberlist has it.
+// peer is a node of memberlist's list.
 type peer struct {
 	agree.Peer
 	id   agree.ID
 	node memberlist.Node // a copy: memberlist changes its own
 }
 
-// replaces reports whether another node has ended for certain: there is a later life of it, or its address has another owner.
+// replaces reports whether another node has certainly ended: this one is a later life of it, or has its address.
 func (p peer) replaces(_ string, other peer) bool {
 	return other.id.Name == p.id.Name && other.id.Incarnation < p.id.Incarnation || other.At == p.At
 }
@@ -110,7 +110,7 @@ func Open(ctx context.Context, cfg Config) (*Node, error) {
 	return open(ctx, cfg, settings, seeds, net.JoinHostPort(cfg.Host, strconv.Itoa(settings.AdvertisePort)))
 }
 
-// open goes on with a transport, which it owns.
+// open is the rest of Open, with a transport that it owns.
 func open(ctx context.Context, cfg Config, settings *memberlist.Config, seeds [][]string, address string) (_ *Node, err error) {
 	n := &Node{
 		cfg: cfg, id: cfg.id(), name: settings.Name, log: cfg.Log, address: address,
@@ -155,7 +155,7 @@ func open(ctx context.Context, cfg Config, settings *memberlist.Config, seeds []
 // ID is this life of the member.
 func (n *Node) ID() agree.ID { return n.id }
 
-// Address is "host:port", which others name as a seed.
+// Address is the "host:port" of this member as a seed of others.
 func (n *Node) Address() string { return n.address }
 
 // View waits until the members agree on a view with this one.
@@ -183,8 +183,8 @@ func (n *Node) View(ctx context.Context) (*agree.View, error) {
 	}
 }
 
-// News waits until there is news about the view that this member is in: a member failed, or processes want to
-// join. News is returned again as long as it holds: the receiver may not have known the view yet.
+// News waits until there is news about the view that this member is in: a member failed, or processes want to join. The same news is
+// returned again as long as it is true, in case the receiver did not know the view yet.
 func (n *Node) News(ctx context.Context) (agree.News, error) {
 	for {
 		n.mu.Lock()
@@ -210,7 +210,7 @@ func (n *Node) News(ctx context.Context) (agree.News, error) {
 	}
 }
 
-// Close leaves: the others need not wait until they notice the end of this member.
+// Close announces that this member leaves, so that the others need not detect its end, and closes the node.
 func (n *Node) Close() error {
 	n.close(true)
 	return nil
@@ -222,7 +222,7 @@ func (n *Node) close(leave bool) {
 
 func (n *Node) end(leave bool) {
 	n.cancel()
-	<-n.run // nobody else announces the note
+	<-n.run // the background task must not announce an earlier note after the last one
 	if leave {
 		n.step(func(m *agree.Machine) { m.Leave() })
 		n.bid()
@@ -245,7 +245,7 @@ func (n *Node) bid() {
 	}
 }
 
-// step lets something happen to the machine.
+// step changes the machine, and sends what follows from the change.
 func (n *Node) step(happens func(m *agree.Machine)) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -267,7 +267,7 @@ func (n *Node) step(happens func(m *agree.Machine)) {
 	}
 }
 
-// background is the one task that announces the own note and follows the tokens.
+// background is the task that announces this member's note, and updates the keys. No other one does.
 func (n *Node) background() {
 	defer close(n.run)
 	ticker := time.NewTicker(tick)
@@ -294,7 +294,7 @@ func (n *Node) background() {
 			reminded = time.Now()
 		}
 		if announce {
-			_ = n.list.UpdateNode(announceBound) // an error: it was not sent yet
+			_ = n.list.UpdateNode(announceBound) // an error only means that the message is still queued
 		}
 		if len(missing) > 0 && time.Since(reminded) >= remindAfter {
 			n.send(message{Proposal: &proposal}, n.nodes(missing))

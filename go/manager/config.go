@@ -15,12 +15,12 @@ import (
 	"github.com/torchft/torchft/go/membership/lighthouses"
 )
 
-// ServerConfig is what a manager server is started with.
+// ServerConfig has the settings of a manager server.
 type ServerConfig struct {
 	// ReplicaID is unique to this life of the replica group: a restarted group is a new member.
 	ReplicaID string
-	// LighthouseAddr is http://host:port of the lighthouse, or a list of those separated by commas: the first that is
-	// reached serves the job. All groups of a job must have the same list.
+	// LighthouseAddr is http://host:port of the lighthouse, or a list of such addresses separated by commas, of which one serves the job at a
+	// time. All groups of a job must have the same list.
 	LighthouseAddr string
 	// Job is the id of the job. Empty means that of the environment (TORCHFT_JOB_ID), and without one there the default job.
 	Job string

@@ -22,10 +22,10 @@ const scrapeTimeout = 10 * time.Second
 
 // The phases of a step, as the manager server sees them.
 const (
-	gatherPhase = "gather" // from the first rank that asks for a quorum to the last
+	gatherPhase = "gather" // from the first rank's request for a quorum to the last one's
 	quorumPhase = "quorum" // from the request to the lighthouse to its answer
 	stepPhase   = "step"   // from the quorum to the first vote: computation and collectives
-	votePhase   = "vote"   // from the first rank that votes to the last
+	votePhase   = "vote"   // from the first rank's vote to the last one's
 )
 
 // meters are the metrics of the group. The server's lock guards the times; the metrics are safe for concurrent use.
@@ -92,7 +92,7 @@ func (m *meters) observe(event round.Event, actions []round.Action, now time.Tim
 	switch event.(type) {
 	case round.QuorumAsked:
 		if m.began == stepPhase || m.began == votePhase {
-			m.failed() // the step ended without a vote
+			m.failed() // the previous step ended without a vote
 		}
 		if m.began == "" {
 			m.begins(gatherPhase, now)
@@ -116,7 +116,7 @@ func (m *meters) observe(event round.Event, actions []round.Action, now time.Tim
 	}
 }
 
-// begins ends the current phase, and begins another one, or none if empty.
+// begins ends the current phase, and begins another one, or none if its name is empty.
 func (m *meters) begins(phase string, now time.Time) {
 	if m.began == phase {
 		return

@@ -31,10 +31,10 @@ func (s *Server) hear(notice membership.Notice) {
 	case membership.MemberFailed:
 		own := notice.ReplicaID == s.cfg.ReplicaID
 		if own && s.evictedIn.Swap(notice.QuorumID) == notice.QuorumID {
-			return // The lighthouse and several peers say it.
+			return // it is known already: the lighthouse and several peers send this notice
 		}
 		s.log.Info("torchft: a peer failed or ended", "quorum_id", notice.QuorumID, "member", notice.ReplicaID, "reason", notice.Reason)
-		// A lighthouse that has not formed the quorum misses members that are served by the one that has. Nobody must notify those.
+		// A lighthouse that has not formed the quorum reports members as failed that are served by the one that has. They must not be notified.
 		if own || !notice.Elsewhere {
 			s.feed(round.MemberFailed{QuorumID: notice.QuorumID, ReplicaID: notice.ReplicaID, Reason: notice.Reason})
 		}

@@ -14,14 +14,14 @@ import (
 )
 
 const (
-	// notifyTimeout is how long a member that counts as failed may take to be notified. A later notice would hardly find it in the same step.
+	// notifyTimeout bounds the call that notifies a member that it counts as failed. A later notice would hardly reach it in the same step.
 	notifyTimeout = time.Second
 	// mostNotified bounds the members that are notified at the same time, since each takes a socket. Where a rack fails, its groups follow
 	// each other in the list, so that the same three members notify all of them. Those that live answer within milliseconds.
 	mostNotified = 32
 )
 
-// notifyFailed notifies a member that it counts as failed, if it lives and does not know. It does not wait.
+// notifyFailed notifies a member that it counts as failed, in case it is alive and does not know. It does not block.
 func (s *Server) notifyFailed(a round.NotifyFailed) {
 	rpc.Go(&s.tasks, s.log, "notify a failed member", func() {
 		ctx, cancel := context.WithTimeout(s.ctx, notifyTimeout)

@@ -15,8 +15,8 @@ type connection struct {
 	ended bool
 }
 
-// presence counts the open connections of each rank. When the last one of a rank breaks, the rank counts as disconnected: so the other
-// ranks of the group learn of a failure at once, without a timeout.
+// presence counts the open connections of each rank. When the last one of a rank breaks, the rank counts as disconnected, so that the
+// other ranks of the group learn of a failure at once and not by a timeout.
 type presence struct{ open map[int64]int }
 
 func (p *presence) seen(c *connection, groupRank int64) {
@@ -33,7 +33,7 @@ func (p *presence) seen(c *connection, groupRank int64) {
 	p.open[groupRank]++
 }
 
-// end forgets a connection, and returns the ranks that have no other one.
+// end removes a connection, and returns the ranks that have no other one.
 func (p *presence) end(c *connection) (disconnected []int64) {
 	if c.ended {
 		return nil
@@ -51,7 +51,7 @@ func (p *presence) end(c *connection) (disconnected []int64) {
 // rankGrace is how long a rank may take to reconnect before this group is reported as incomplete to the others.
 const rankGrace = 200 * time.Millisecond
 
-// present notes a rank that has reconnected, before its next request.
+// present records that a rank has reconnected, before its next request.
 func (s *Server) present(c *connection, groupRank int64) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

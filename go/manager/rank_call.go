@@ -19,18 +19,17 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// rankCall is a pending request of a rank. The same code answers it on each of the three paths: a unary call (service.go), a
-// stream (session.go), and a call within this process (direct.go). They convert it, call Server.begin, and call end when they
-// have its answer.
+// rankCall is a pending request of a rank. It comes by one of three paths: a unary call (service.go), a stream (session.go), or a call
+// within this process (direct.go). Each path converts the request, calls Server.begin, and calls end when it has the answer.
 type rankCall struct {
 	kind               callKind
 	rankclient.Request        // of a vote: rank and step; of a request for metadata: the rank
 	vote               bool   // of a vote
 	traceparent        string // of the rank's span; empty: it is not traced
 	deadline           time.Time
-	conn               *connection // whose end is the end of the rank; nil if there is none
+	conn               *connection // if it breaks, the rank counts as disconnected; nil if the rank has none
 
-	span *tracing.Span // until end
+	span *tracing.Span // ended by end
 
 	// The server's lock guards these.
 	id       round.WaiterID
@@ -46,10 +45,10 @@ const (
 	metadataCall
 	leaveCall   // of a session; it waits for the lighthouse, not for the machine
 	unknownCall // of a session
-	cutCall     // reports to a relay that a session has been ended
+	cutCall     // no request: its answer tells a relay that the server has ended a session
 )
 
-// answer ends one call.
+// answer is the result of a call.
 type answer struct {
 	result   *recovery.Result
 	commit   bool
@@ -70,7 +69,7 @@ func voteFromProto(req *torchftpb.ShouldCommitRequest) rankCall {
 	}
 }
 
-// do makes a call with the deadline of ctx, and waits for its answer, at most until ctx is done.
+// do begins a call with the deadline of ctx, and returns its answer, or an error when ctx is done.
 func (s *Server) do(ctx context.Context, c rankCall) answer {
 	c.deadline, _ = ctx.Deadline()
 	answered := make(chan answer, 1)
@@ -88,8 +87,8 @@ func (s *Server) do(ctx context.Context, c rankCall) answer {
 	return a
 }
 
-// begin feeds a call to the machine. It has one answer, shortly before the call's deadline at the latest, perhaps before begin
-// returns. The function that gets it must not block: it is mostly called under the server's lock.
+// begin feeds a call to the machine, and calls a function once with the answer: shortly before the call's deadline at the latest, and
+// possibly before begin returns. The function must not block: it is mostly called under the server's lock.
 func (s *Server) begin(c *rankCall, answered func(answer)) {
 	if c.kind == quorumCall && c.deadline.IsZero() {
 		answered(answer{err: status.Error(codes.InvalidArgument, "the quorum call has no deadline (grpc-timeout): it must have one")})
@@ -119,8 +118,8 @@ func (s *Server) begin(c *rankCall, answered func(answer)) {
 	}
 }
 
-// lastMoment is when a call without an answer is answered with an error: before the rank's own deadline, so that the rank still
-// receives the error, which names what it waited for.
+// lastMoment is when a call is answered with an error if it has no answer yet: so long before the rank's own deadline that the rank
+// receives the error, which names what the call waited for.
 func (c *rankCall) lastMoment() time.Time {
 	if c.deadline.IsZero() {
 		return time.Now().Add(rpc.MaxWait)

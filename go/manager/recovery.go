@@ -5,7 +5,7 @@ import (
 	"github.com/torchft/torchft/go/rankclient"
 )
 
-// groupHeal is the progress of each rank that heals, and of the group, the sum. Ranks report it several times a second.
+// groupHeal has the progress of each healing rank; that of the group is the sum. Ranks report it several times a second.
 type groupHeal struct {
 	ranks map[int64]membership.HealProgress
 	group membership.HealProgress
@@ -27,7 +27,7 @@ func (h *groupHeal) drop(groupRank int64) {
 	delete(h.ranks, groupRank)
 }
 
-// healing notes the progress of a rank, and reports that of the group.
+// healing records the progress of a rank, and reports that of the group.
 func (s *Server) healing(p membership.HealProgress) {
 	if p.GroupRank < 0 || p.GroupRank >= s.cfg.WorldSize || p.Received < 0 || p.Total < p.Received {
 		return

@@ -43,7 +43,7 @@ func (s service) ShouldCommit(ctx context.Context, req *torchftpb.ShouldCommitRe
 	return &torchftpb.ShouldCommitResponse{ShouldCommit: a.commit}, nil
 }
 
-// do makes a call of a rank, whose presence is that of the connection.
+// do handles a call of a rank. The rank counts as disconnected when the connection of its calls breaks.
 func (s service) do(ctx context.Context, c rankCall) answer {
 	c.conn, c.traceparent = connectionOf(ctx), cmp.Or(c.traceparent, tracing.Incoming(ctx))
 	return s.server.do(ctx, c)

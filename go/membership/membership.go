@@ -1,5 +1,5 @@
-// Package membership is what a manager server needs to be a member of a job: quorums, and notices of what happens to the other
-// members. Package lighthouses implements it with the job's lighthouses.
+// Package membership has the interfaces by which a manager server is a member of a job: quorums, and notices about the other members.
+// Package lighthouses implements them with the job's lighthouses.
 package membership
 
 import (
@@ -14,69 +14,69 @@ import (
 type Membership interface {
 	// Quorum waits for a quorum with m in it. knownQuorumID is the last quorum of the member, 0 if none.
 	Quorum(ctx context.Context, m quorum.Member, knownQuorumID int64) (*quorum.Quorum, error)
-	// Attend sends heartbeats until that fails or ctx ends. It calls reached whenever one arrived. interval is the time between
-	// two of them, unless the other side asks for another one.
+	// Attend sends heartbeats until one fails or ctx ends. It calls reached after each that was received. interval is the time between two
+	// heartbeats, unless the other side asks for another one.
 	Attend(ctx context.Context, interval time.Duration, reached func()) error
 	// Close ends the connection, and every call with it.
 	Close() error
 }
 
-// NoticeSource is a Membership that learns of notices.
+// NoticeSource is a Membership that receives notices.
 type NoticeSource interface {
-	// Notices has a value for each; it is closed with the membership.
+	// Notices has each notice; it is closed with the membership.
 	Notices() <-chan Notice
 }
 
-// Witness is a Membership that takes reports of its group. Its calls do not block.
+// Witness is a Membership that accepts reports of its group. Its methods do not block.
 type Witness interface {
-	// Suspect reports a failed collective, and the suspected member; empty: not known.
+	// Suspect reports a failed collective, and the member that is suspected; empty if it is not known.
 	Suspect(quorumID int64, replicaID string)
-	// Incomplete reports that the group takes part in nothing until it asks again.
+	// Incomplete reports that a rank of the group has failed: the group trains in no step until it asks again.
 	Incomplete(reason string)
 	// SayProgress answers ProgressAsked.
 	SayProgress(p round.Progress)
-	// Fenced reports whether the group was silent for so long that it may count as failed.
+	// Fenced reports whether the group has sent nothing for so long that it may count as failed.
 	Fenced() bool
 }
 
-// Leaver is a Membership that takes the announcement of an end that is no failure.
+// Leaver is a Membership to which a group can announce that it leaves, so that its end is no failure.
 type Leaver interface {
-	// Leave announces that the group has ended its last step, and returns when no peer needs it any more: they have ended
-	// that step, too. It may be called several times, at the same time.
+	// Leave announces that the group has completed its last step, and returns when its peers have completed that step, too, so that they do
+	// not need its data any more. It may be called several times, also concurrently.
 	Leave(ctx context.Context) error
 }
 
-// Finisher is a Membership that takes the announcement that the training is complete.
+// Finisher is a Membership to which a group can announce that its training is complete.
 type Finisher interface {
-	// Finish makes the end of the membership say so. A lighthouse that hears it of all groups forgets the job's past.
+	// Finish makes Close announce it. A lighthouse to which all groups have announced it forgets the job's past.
 	Finish()
 }
 
-// Reporter is a Membership that shows people how its group recovers. Its calls do not wait.
+// Reporter is a Membership that displays how its group recovers. Its methods do not block.
 type Reporter interface {
 	SayHealing(p HealProgress)
 	SayRecovered(r Recovered)
 }
 
-// HealProgress is how far the state of a peer has arrived, at a rank or, towards the lighthouse, at all of the group. It and
-// Recovered are for people to see: nothing depends on them.
+// HealProgress is how much of a peer's state has arrived, at one rank or, in a report to the lighthouse, at the whole group. It and
+// Recovered are for display: no decision depends on them.
 type HealProgress struct {
 	GroupRank       int64
 	Received, Total int64 // bytes
 }
 
-// Recovered is what a heal, or the failure of a peer, cost one rank.
+// Recovered is the cost of a heal, or of the failure of a peer, for one rank.
 type Recovered struct {
 	GroupRank int64
-	Healed    bool  // else: a peer failed, and this group has committed a step since
-	QuorumID  int64 // that failed; 0 for a heal
-	Step      int64 // that it is at now
-	Bytes     int64 // of the state that came
+	Healed    bool  // a heal; otherwise a peer failed, and this group has committed a step since
+	QuorumID  int64 // of the quorum in which the peer failed; 0 for a heal
+	Step      int64 // the present step of the group
+	Bytes     int64 // of the state that was received
 	StepsLost int64
 	Phases    []PhaseTime // in their order
 }
 
-// PhaseTime is what a phase of a recovery took.
+// PhaseTime is the duration of a phase of a recovery.
 type PhaseTime struct {
 	Phase   string
 	Seconds float64

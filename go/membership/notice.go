@@ -5,33 +5,33 @@ import "sync"
 // Notice is a report of the lighthouse to all members, which saves them a timeout.
 type Notice struct {
 	Kind      NoticeKind
-	QuorumID  int64  // these are empty for ProgressAsked
+	QuorumID  int64  // this and the following are empty for ProgressAsked
 	ReplicaID string // the member it is about
 	Reason    string
-	Elsewhere bool // another lighthouse than the one that formed the quorum reports it
+	Elsewhere bool // the report is from another lighthouse than the one that formed the quorum
 }
 
-// NoticeKind says what a Notice is about.
+// NoticeKind is the kind of a Notice.
 type NoticeKind int
 
 const (
 	MemberFailed  NoticeKind = iota // a member of the quorum has failed
 	Stalled                         // a member of the quorum makes no progress while the others wait for it
 	ProgressAsked                   // each rank is asked what it does
-	Drained                         // this group is asked to leave; ranks learn it from their next quorum, and not by this
+	Drained                         // this group is asked to leave; its ranks learn that from their next quorum
 )
 
-// Broadcast hands each notice to all listeners.
+// Broadcast sends each notice to all listeners.
 type Broadcast struct {
 	mu        sync.Mutex
 	listeners map[chan Notice]struct{}
 }
 
-// backlog is how many notices a listener may lag behind. One that lags further loses some: it is stuck, and each of its
-// collectives ends with a timeout as before.
+// backlog is how many notices are queued for a listener. One that is stuck loses further notices: its collectives then end by their
+// timeouts.
 const backlog = 64
 
-// Listen begins to hear notices. stop ends it.
+// Listen returns a channel of all notices from now on. stop ends that.
 func (b *Broadcast) Listen() (heard <-chan Notice, stop func()) {
 	c := make(chan Notice, backlog)
 	b.mu.Lock()

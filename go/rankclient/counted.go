@@ -10,7 +10,7 @@ import (
 // Counter is a counter of the manager server that ranks add to.
 type Counter struct{ Metric, Help string }
 
-// Counters are what ranks count, by the names that they say: Extras.counted in torchft/_extras.py.
+// Counters are the counters of ranks, with the names by which ranks report them (Extras.counted in torchft/_extras.py).
 var Counters = map[string]Counter{
 	"divergences": {
 		"torchft_manager_divergences_total",
@@ -22,14 +22,14 @@ var Counters = map[string]Counter{
 	},
 }
 
-// Counted is what a rank has seen a number of times.
+// Counted is a rank's report of a number to add to a counter.
 type Counted struct {
 	GroupRank int64
-	Name      string // of Counters
+	Name      string // one of Counters
 	Number    int64
 }
 
-// Validate says why a server would not add it.
+// Validate reports why a server would not add it.
 func (c Counted) Validate() error {
 	if _, known := Counters[c.Name]; !known {
 		return fmt.Errorf("no counter of a rank is named %q, only: %s", c.Name, strings.Join(slices.Sorted(maps.Keys(Counters)), ", "))

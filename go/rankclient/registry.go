@@ -6,8 +6,8 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 )
 
-// local finds the servers of this process by their announced address, so that group rank 0, which lives in
-// the same process as its server, needs no network.
+// local has the servers of this process by their announced address, so that group rank 0, which runs in the same process as its server,
+// needs no network.
 var local registry
 
 type registry struct {
@@ -15,7 +15,7 @@ type registry struct {
 	servers map[place]*shortcut
 }
 
-// place is an address in a network: tests run many networks in one process.
+// place is an address in a network. Tests have several networks in one process.
 type place struct {
 	network rpc.Network
 	address string
@@ -36,8 +36,8 @@ func Register(network rpc.Network, address string, connect func() Calls) (unregi
 	return local.add(at(network, address), &shortcut{connect})
 }
 
-// add keeps the first of two servers at one place. Two can announce one address when they listen on different interfaces; which of
-// them is meant, the network would not know either.
+// add keeps the first of two servers with one place. Two servers can announce the same address if they listen on different interfaces;
+// the address is ambiguous in the network, too.
 func (r *registry) add(key place, server *shortcut) (remove func()) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

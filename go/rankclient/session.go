@@ -21,8 +21,8 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// session speaks to a server over one stream, which costs a fraction of a call for each quorum and vote. A server
-// that does not know sessions gets the calls.
+// session makes the calls of a rank over one stream, at a fraction of the cost of unary calls. To a server without sessions it makes
+// unary calls.
 type session struct {
 	remote
 	ctx     context.Context // ends with Close
@@ -30,13 +30,13 @@ type session struct {
 	stub    torchftpb.RankServiceClient
 	relay   *grpc.ClientConn // nil: none
 	manager string           // address of the server; only with a relay
-	unary   atomic.Bool      // the server knows no sessions
+	unary   atomic.Bool      // the server has no sessions
 	heard   membership.Broadcast
 	notices <-chan membership.Notice
 
 	opening chan struct{} // a lock for stream; waiting for it ends with a call's deadline
 	stream  *clientStream // nil before the first call
-	rank    atomic.Int64  // that asks through it, -1 before the first call
+	rank    atomic.Int64  // group rank of the calls, -1 before the first one
 }
 
 func newSession(conn *grpc.ClientConn) *session {
@@ -51,7 +51,7 @@ func newSession(conn *grpc.ClientConn) *session {
 	return s
 }
 
-// errUnary is what a call gets that has to be made without a session.
+// errUnary is the error of a call on a session that has to be repeated as a unary call.
 var errUnary = errors.New("the server knows no sessions")
 
 func (s *session) Quorum(ctx context.Context, req Request) (recovery.Result, error) {
@@ -113,11 +113,11 @@ func (s *session) SayCounted(c Counted) {
 	}})
 }
 
-// say sends a report, which has no answer, on an open session; without one the report is dropped.
+// say sends a report, which has no answer, if the session is open. Otherwise the report is dropped.
 func (s *session) say(req *torchftpb.RankRequest) {
 	select {
 	case s.opening <- struct{}{}:
-	default: // a new one is being opened
+	default: // another stream is being opened
 		return
 	}
 	stream := s.stream
@@ -154,7 +154,7 @@ func (s *session) call(ctx context.Context, req *torchftpb.RankRequest) (*torchf
 	return resp, err
 }
 
-// connect returns the stream, a new one if the last one broke. To open one waits for as long as connecting takes.
+// connect returns the stream. If the last one broke, it opens another one, which blocks until the connection is made.
 func (s *session) connect(ctx context.Context) (*clientStream, error) {
 	select {
 	case s.opening <- struct{}{}:
@@ -218,10 +218,10 @@ func (s *session) open(ctx context.Context, again bool) (grpc.BidiStreamingClien
 	return wire, nil
 }
 
-// reopenTime is how long a broken stream is retried without a pending request.
+// reopenTime is how long reopen tries to open a stream without a pending request.
 const reopenTime = 10 * time.Second
 
-// reopen opens a broken stream again soon, so that the server knows that the connection broke and the rank has not failed.
+// reopen opens another stream soon after one broke, so that the server learns that only the connection broke, and the rank is alive.
 func (s *session) reopen(broken *clientStream) {
 	if status.Code(broken.err) == codes.Unimplemented {
 		return
@@ -239,12 +239,12 @@ func (s *session) reopen(broken *clientStream) {
 	}
 }
 
-// clientStream is one session while its connection lasts.
+// clientStream is a session as long as its connection lasts.
 type clientStream struct {
 	wire   grpc.BidiStreamingClient[torchftpb.RankRequest, torchftpb.RankResponse]
 	notice func(membership.Notice)
 	ended  chan struct{} // closed when the stream has broken
-	err    error         // why, valid once ended is closed
+	err    error         // why the stream has broken; valid once ended is closed
 
 	sending sync.Mutex
 
@@ -262,7 +262,7 @@ func (s *clientStream) broken() bool {
 	}
 }
 
-// receive hands out answers until the stream breaks.
+// receive passes the answers to their calls until the stream breaks.
 func (s *clientStream) receive(cancel context.CancelFunc) {
 	defer cancel()
 	defer close(s.ended)
@@ -281,7 +281,7 @@ func (s *clientStream) receive(cancel context.CancelFunc) {
 		waiter := s.waiting[resp.GetCall()]
 		delete(s.waiting, resp.GetCall())
 		s.mu.Unlock()
-		if waiter != nil { // nil: the call was cancelled meanwhile
+		if waiter != nil { // nil: the call has been cancelled
 			waiter <- resp
 		}
 	}
@@ -314,7 +314,7 @@ func (s *clientStream) call(ctx context.Context, req *torchftpb.RankRequest) (*t
 		err = status.FromContextError(ctx.Err()).Err()
 	}
 	select {
-	case resp := <-answered: // it came before the end
+	case resp := <-answered: // the answer came just before the stream broke
 		return outcome(resp)
 	default:
 		return nil, err
@@ -328,7 +328,7 @@ func outcome(resp *torchftpb.RankResponse) (*torchftpb.RankResponse, error) {
 	return resp, nil
 }
 
-// send leaves errors to receive, which gets the reason.
+// send ignores errors: if the stream has broken, receive returns the error.
 func (s *clientStream) send(req *torchftpb.RankRequest) {
 	s.sending.Lock()
 	defer s.sending.Unlock()

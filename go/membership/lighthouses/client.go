@@ -20,7 +20,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// Client makes calls to a lighthouse, ours or an upstream one. A broken connection is reconnected.
+// Client makes unary calls to a lighthouse, ours or an upstream one. It reconnects when its connection breaks.
 type Client struct {
 	addr string
 	peer string
@@ -34,8 +34,8 @@ type Client struct {
 	number atomic.Uint64
 }
 
-// Dial connects to the lighthouse at addr, trying again until connectTimeout is over. Of a list of addresses,
-// separated by commas, it is the first that is reached.
+// Dial connects to the lighthouse at addr, and retries until connectTimeout is over. If addr is a list, separated by commas, it connects
+// to the first lighthouse that it reaches.
 func Dial(ctx context.Context, addr string, connectTimeout time.Duration, options ...DialOption) (*Client, error) {
 	list, err := rpc.ParseAddresses("lighthouse address", addr)
 	if err != nil {
@@ -80,12 +80,12 @@ func settingsOf(options []DialOption) settings {
 // WithNetwork connects through another network than real TCP.
 func WithNetwork(n rpc.Network) DialOption { return func(s *settings) { s.network = n } }
 
-// WithSecurity shows the job's token and certificates, and checks those of the server.
+// WithSecurity authenticates by the job's token and certificates, and checks the certificate of the server.
 func WithSecurity(security auth.Security) DialOption {
 	return func(s *settings) { s.security = security }
 }
 
-// WithJob names the job, in place of the environment (TORCHFT_JOB_ID).
+// WithJob sets the id of the job, in place of the environment (TORCHFT_JOB_ID).
 func WithJob(job string) DialOption { return func(s *settings) { s.job = job } }
 
 func dialOne(ctx context.Context, addr string, connectTimeout time.Duration, options []DialOption) (*Client, error) {
@@ -116,7 +116,7 @@ func (c *Client) Quorum(ctx context.Context, m quorum.Member, knownQuorumID int6
 	return c.quorum(ctx, m, knownQuorumID, nil)
 }
 
-// quorum is Quorum with the last quorum of the member, from which a lighthouse without state restores it; nil: not sent.
+// quorum is Quorum with the list of members of the member's last quorum, from which a restarted lighthouse restores it; nil: not sent.
 func (c *Client) quorum(ctx context.Context, m quorum.Member, knownQuorumID int64, last *quorum.Quorum) (*quorum.Quorum, error) {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
@@ -150,14 +150,15 @@ func (c *Client) Heartbeat(ctx context.Context, replicaID string) error {
 	return rpc.Wrap("heartbeat", c.peer, err)
 }
 
-// reconnects waits for a broken connection to be connected again, and reports whether that succeeded in time.
+// reconnects waits until a broken connection is connected again, and reports whether it was in time.
 func (c *Client) reconnects(ctx context.Context, until time.Time) bool {
 	ctx, cancel := context.WithDeadline(ctx, until)
 	defer cancel()
 	if c == nil || ctx.Err() != nil {
 		return false
 	}
-	// All members may have lost their connections at the same moment: spread them. And gRPC notices the break a little after the stream.
+	// A random pause, since all members may have lost their connections at the same moment. And gRPC notices the break a little later than
+	// the stream.
 	select {
 	case <-time.After(rpc.RetryBackoff.Wait(1, rand.Float64())):
 	case <-ctx.Done():

@@ -12,14 +12,14 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// Finish makes the end of the membership say that the training has ended on purpose.
+// Finish makes Close report that the training is complete.
 func (m *Member) Finish() { m.finished.Store(true) }
 
-// Leave announces that the group has ended its last step, and returns when no peer needs its last collective.
+// Leave announces that the group has completed its last step, and returns when no peer needs its data of that step any more.
 func (m *Member) Leave(ctx context.Context) error {
 	for failed := 1; ; failed++ {
 		err := m.leaveOnce(ctx)
-		if !rpc.IsUnavailable(err) { // else retry: without the message the lighthouse would take the end for a failure
+		if !rpc.IsUnavailable(err) { // UNAVAILABLE is retried: without this message the lighthouse would count the end as a failure
 			return err
 		}
 		select {

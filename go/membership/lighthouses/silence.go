@@ -10,19 +10,19 @@ import (
 type silence struct {
 	since  time.Time
 	spoke  atomic.Int64 // when something was sent last, in nanoseconds after since
-	most   atomic.Int64 // after which silence the lighthouse may count the member as failed; 0: unknown, or there is no stream
-	fenced atomic.Bool  // the silence was longer, and the member has been in no quorum since
+	most   atomic.Int64 // the silence after which the lighthouse may count the member as failed; 0: unknown, or there is no stream
+	fenced atomic.Bool  // the silence was longer than that, and the member has been in no quorum since
 }
 
-// alivesInTimeout is how many of the intervals that a lighthouse asks for make up its heartbeat timeout.
+// alivesInTimeout is the lighthouse's heartbeat timeout, in intervals between heartbeats that it asks for.
 const alivesInTimeout = 3
 
-// heardEvery notes the longest interval between messages that the lighthouse asks for; 0: it asks for none.
+// heardEvery records the longest interval between messages that the lighthouse asks for; 0: it asks for none.
 func (s *silence) heardEvery(interval time.Duration) {
 	s.most.Store(int64(interval * (2*alivesInTimeout - 1) / 2)) // half an interval less than the timeout, for the way of a message
 }
 
-// silent is the length of the silence until now.
+// silent is the time since the last message.
 func (s *silence) silent() time.Duration { return time.Since(s.since) - time.Duration(s.spoke.Load()) }
 
 // noteSilence fences the member if the silence is too long.
@@ -32,7 +32,7 @@ func (s *silence) noteSilence() {
 	}
 }
 
-// speaks notes that something is sent now.
+// speaks records that a message is sent now.
 func (s *silence) speaks() {
 	s.noteSilence()
 	s.spoke.Store(int64(time.Since(s.since)))

@@ -54,7 +54,7 @@ func (l *heldList) quorum(states *torchftpb.QuorumStates) (*quorum.Quorum, error
 
 var errMoved = status.Error(codes.Unavailable, "the group goes to another lighthouse of its list")
 
-// asked is the answer to one ask.
+// asked is the answer to a request.
 type asked struct {
 	quorum *quorum.Quorum
 	err    error
@@ -67,19 +67,19 @@ type memberStream struct {
 
 	member *Member
 	cancel context.CancelFunc
-	// moved is set before the member itself ends the stream to go to another lighthouse.
+	// moved is set before the member itself ends the stream, in order to ask another lighthouse.
 	moved atomic.Bool
 
 	welcomed chan struct{} // closed by the lighthouse's first answer
 	interval time.Duration // at which something must be sent, valid once welcomed
-	bond     time.Duration // for how long a stamp binds; these two are of receive
+	bond     time.Duration // for how long a stamp binds; only receive uses this field and the next
 	unbound  bool          // the lighthouse has ended the bond: its later stamps are ignored
 	place    int           // of the lighthouse
 	stamp    atomic.Uint64 // the newest that binds the member; each message carries it
 	ended    chan struct{} // closed when the stream has broken
-	free     chan struct{} // closed when the group has left, and its peers do not need it any more
+	free     chan struct{} // closed when the group has left, and its peers do not need its data any more
 	released sync.Once     // closes free
-	err      error         // why, valid once ended is closed
+	err      error         // why the stream has broken; valid once ended is closed
 
 	failbackTo int // place of the lighthouse that all members fail back to, valid once ended is closed; -1: none
 
@@ -88,12 +88,12 @@ type memberStream struct {
 	reaches quorum.Places  // the reachable earlier lighthouses, as last sent
 
 	mu      sync.Mutex
-	waiting map[uint64]chan asked // by the number of the ask
+	waiting map[uint64]chan asked // by the number of the request
 }
 
-// begun waits for the welcome. After it the member may be bound to the lighthouse, since stamps follow. So begun returns nil even if the
-// stream has broken meanwhile: on an error the caller would ask the next lighthouse, which a bound member must not. Before the welcome
-// nothing binds it, because receive handles the messages in order.
+// begun waits for the welcome. From then on the member may be bound to the lighthouse, since stamps follow. So begun returns nil even if
+// the stream has broken after the welcome: on an error the caller would ask the next lighthouse, which a bound member must not do.
+// Before the welcome the member is not bound, because receive handles the messages in order.
 func (s *memberStream) begun(ctx context.Context) error {
 	err := status.Error(codes.Unavailable, "the lighthouse does not answer")
 	select {
@@ -103,7 +103,7 @@ func (s *memberStream) begun(ctx context.Context) error {
 		err = s.err
 	case <-ctx.Done():
 		if !s.greeted() {
-			s.leave() // after it no welcome can arrive
+			s.leave() // no welcome can arrive after this
 		}
 	}
 	if s.greeted() {
@@ -119,10 +119,10 @@ func (s *memberStream) leave() {
 	<-s.ended
 }
 
-// sentBack is the place of the lighthouse to fail back to, if the stream ended for that. The stream must have ended.
+// sentBack is the place of the lighthouse to fail back to, or -1 if the stream ended for another reason. The stream must have ended.
 func (s *memberStream) sentBack() (place int, sent bool) { return s.failbackTo, s.failbackTo >= 0 }
 
-// sayReaches reports which earlier lighthouses the member reaches, if that has changed.
+// sayReaches reports which earlier lighthouses the member can reach, if that has changed.
 func (s *memberStream) sayReaches(places quorum.Places) {
 	s.sending.Lock()
 	defer s.sending.Unlock()
@@ -209,7 +209,7 @@ func (s *memberStream) takeNext() (err error) {
 	case *torchftpb.LighthouseMessage_Quorum:
 		q, err := s.list.quorum(m.Quorum)
 		if err != nil {
-			// The greeting of the next stream says that no list is held, and the lighthouse sends it whole.
+			// The greeting of the next stream has no revision, and the lighthouse sends the whole list.
 			return status.Error(codes.Unavailable, err.Error())
 		}
 		s.member.hold(q, s.place)
@@ -247,7 +247,7 @@ func (s *memberStream) takeNext() (err error) {
 func (s *memberStream) answer(number uint64, a asked) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if waiter := s.waiting[number]; waiter != nil { // else its deadline has passed
+	if waiter := s.waiting[number]; waiter != nil { // otherwise the deadline of the request has passed
 		delete(s.waiting, number)
 		waiter <- a
 	}
@@ -282,14 +282,14 @@ func (s *memberStream) ask(ctx context.Context, number uint64, who quorum.Member
 		err = status.FromContextError(ctx.Err()).Err()
 	}
 	select {
-	case a := <-answered: // both happened at once: the answer counts
+	case a := <-answered: // the answer came just before the deadline: it counts
 		return a.quorum, a.err
 	default:
 		return nil, err
 	}
 }
 
-// sendAsk sends an ask. The member is part of it only if more than its state has changed.
+// sendAsk sends a request. It contains the member only if more than the member's state has changed.
 func (s *memberStream) sendAsk(ask *torchftpb.Ask, who quorum.Member) error {
 	s.sending.Lock()
 	defer s.sending.Unlock()
@@ -312,14 +312,14 @@ func (s *memberStream) send(message *torchftpb.MemberMessage) {
 	s.sendLocked(message)
 }
 
-// sendLocked ignores errors: Send fails only if the stream has broken, and receive gets the reason.
+// sendLocked ignores errors: Send fails only if the stream has broken, and then receive returns the error.
 func (s *memberStream) sendLocked(message *torchftpb.MemberMessage) {
 	s.member.speaks()
 	message.Stamp = s.stamp.Load()
 	_ = s.wire.Send(message)
 }
 
-// attend sends at least once in each interval, until the stream breaks or ctx ends.
+// attend sends at least one message in each interval, until the stream breaks or ctx ends.
 func (s *memberStream) attend(ctx context.Context, reached func()) error {
 	select {
 	case <-s.welcomed:

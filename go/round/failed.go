@@ -2,26 +2,26 @@ package round
 
 import "github.com/torchft/torchft/go/quorum"
 
-// notifiers is how many members notify one that counts as failed: the first that follow it in the list and do not count as failed
-// themselves. So each member decides alone whether it is one of them. One would do if nothing else failed.
+// notifiers is how many members notify a member that counts as failed: the next ones after it in the list that do not count as failed
+// themselves. So each member can decide alone whether it is one of them. One would suffice if nothing else failed.
 const notifiers = 3
 
-// given is a quorum that the ranks were given, and what is known of its members since.
+// given is a quorum that the ranks have received, and the failures of its members since then.
 type given struct {
 	quorum *quorum.Quorum // nil: none
-	failed []failure      // by place in the quorum, nil: nobody has
+	failed []failure      // by place in the quorum, nil: none is known
 }
 
 // failure is what this group knows of a member that may have failed.
 type failure struct {
 	counts   bool // the member counts as failed
 	reason   string
-	notified bool // by this group
+	notified bool // this group has notified it
 }
 
 func (g *given) is(quorumID int64) bool { return g.quorum != nil && g.quorum.ID == quorumID }
 
-// follow notes a quorum that the ranks are given.
+// follow records a quorum that is sent to the ranks.
 func (m *Machine) follow(q *quorum.Quorum) {
 	if !m.latest.is(q.ID) {
 		m.before = m.latest
@@ -29,18 +29,19 @@ func (m *Machine) follow(q *quorum.Quorum) {
 	m.latest = given{quorum: q}
 }
 
-// memberFailed notes that this group counts as failed, or that another one does.
+// memberFailed handles the report that this group, or another one, counts as failed.
 //
-// The lighthouse reports a failure to all members that it reaches. A group that it evicts because their connection is cut does not
-// learn of it, and would commit its step if its collectives are complete. So the members that are reached notify it. A process that has
-// ended does not answer, and a group that has a later quorum ignores the notice.
+// The lighthouse reports a failure to all members that it can reach. A group that it evicts because their connection is cut does not
+// learn of it, and would commit its step if its collectives are complete. So other members notify it. A process that has ended does not
+// answer, and a group that has a later quorum ignores the notice.
 //
-// Where the others already wait, a failure completes the quorum without that member: the report of it and the next quorum come at once,
-// on two ways, in any order. Without before, nobody would notify the member in just that case, in which the step is made without it.
+// If the others have already asked for the next quorum, the failure completes it: the report and the next quorum arrive at the same time, by
+// two paths, in any order. So the previous quorum is kept (before). Otherwise no member would be notified in just this case, in which
+// the others commit the step without it.
 func (m *Machine) memberFailed(e MemberFailed) []Action {
 	own := m.group.ReplicaID
 	switch {
-	case e.ReplicaID == own && m.latest.quorum != nil && e.QuorumID < m.latest.quorum.ID: // late: it must not lift the fence of the latest quorum
+	case e.ReplicaID == own && m.latest.quorum != nil && e.QuorumID < m.latest.quorum.ID: // a late notice: it must not replace the fence for the latest quorum
 	case e.ReplicaID == own:
 		m.evicted = &e
 	case m.latest.is(e.QuorumID):
@@ -51,8 +52,8 @@ func (m *Machine) memberFailed(e MemberFailed) []Action {
 	return nil
 }
 
-// memberFailed notes that a member counts as failed, and returns which ones this group notifies for it: that one, or those between it and
-// this group, since one notifier less is left for them.
+// memberFailed records that a member counts as failed, and returns which members this group has to notify now: that one, if this group is
+// one of its notifiers, and failed members before it in the list, of which this group may have become a notifier by this failure.
 func (g *given) memberFailed(id string, e MemberFailed) []Action {
 	members := g.quorum.Members
 	own, in := g.quorum.Place(id)
@@ -71,7 +72,7 @@ func (g *given) memberFailed(id string, e MemberFailed) []Action {
 		f := &g.failed[place]
 		if !f.counts {
 			between++
-		} else if !f.notified || place == failed { // again: the first notice may have been lost
+		} else if !f.notified || place == failed { // a repeated report is forwarded again: the first notice may have been lost
 			f.notified = true
 			actions = append(actions, NotifyFailed{members[place].Address, MemberFailed{e.QuorumID, members[place].ReplicaID, f.reason}})
 		}
@@ -79,5 +80,5 @@ func (g *given) memberFailed(id string, e MemberFailed) []Action {
 	return actions
 }
 
-// before is the place before one of a list that is a circle.
+// before is the previous place in the list, in a ring.
 func before(place, size int) int { return (place + size - 1) % size }

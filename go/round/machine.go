@@ -39,7 +39,7 @@ type Machine struct {
 	ballot ballot
 
 	latest  given         // the last quorum that the ranks were given
-	before  given         // the one before, of another id
+	before  given         // the previous one, with another id
 	evicted *MemberFailed // the last quorum in which the group counts as failed
 
 	draining bool // the group was asked to leave, and the next quorum says so to its ranks
@@ -170,7 +170,7 @@ func (m *Machine) hopeless(present func(rank int) bool) *Failure {
 	return nil
 }
 
-// miss marks a rank as absent, expect ends that.
+// miss marks a rank as absent; expect ends that.
 func (m *Machine) miss(groupRank int64, why *Failure) {
 	m.ranks[groupRank].absent = why
 	if i, found := slices.BinarySearch(m.absent, int(groupRank)); !found {
@@ -188,7 +188,7 @@ func (m *Machine) expect(groupRank int64) {
 	}
 }
 
-// where lists the ranks for which something holds, for people.
+// where lists the ranks that holds selects, for reasons and errors.
 func (m *Machine) where(holds func(rank int) bool) string {
 	const most = 16 // ranks in a message
 	var names []string

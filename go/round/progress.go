@@ -5,13 +5,13 @@ import (
 	"time"
 )
 
-// phase is what a rank does, as its requests show.
+// phase is what a rank is doing, as its requests show.
 type phase int
 
 const (
 	starting  phase = iota // it has not asked for anything yet
 	inQuorum               // it waits for a quorum
-	inStep                 // it has one, and has not voted
+	inStep                 // it has a quorum, and has not voted
 	inVote                 // it waits for the decision
 	afterVote              // it has not asked for the next quorum
 )
@@ -20,8 +20,8 @@ func (p phase) String() string {
 	return [...]string{"has not asked for a quorum yet", "waits for a quorum", "in the step", "waits for the vote", "after the vote"}[p]
 }
 
-// activity is what a rank does, and since when. Its phase follows from its requests, at no cost for a step; what it does within a step
-// the rank says only when it is asked.
+// activity is what a rank is doing, and since when. Its phase follows from its requests, at no cost for a step. What it does within a step,
+// the rank reports only when it is asked.
 type activity struct {
 	phase phase
 	step  int64
@@ -36,7 +36,7 @@ func (a *activity) begin(p phase, step int64, now time.Time) {
 	*a = activity{phase: p, step: step, since: now}
 }
 
-// Progress is what a group does: that of the rank that the others wait for, or of any rank if all wait for other groups.
+// Progress is what a group is doing: the activity of the rank that the others wait for, or of any rank if all wait for other groups.
 type Progress struct {
 	Step      int64
 	GroupRank int64
@@ -88,7 +88,7 @@ func (m *Machine) Progress(now time.Time) (p Progress, complete bool) {
 	return p, complete
 }
 
-// idle reports whether a rank waits: for other ranks of the group, for other groups, or for a quorum.
+// idle reports whether a rank waits for others: ranks of the group, other groups, or the lighthouse.
 func (a *activity) idle() bool {
 	switch a.phase {
 	case inQuorum, inVote:

@@ -6,8 +6,8 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// Request is what a rank says when it asks for the next quorum. The tags are the names of QuorumRequest in
-// torchft/_records.py, which it travels from as JSON.
+// Request is a rank's request for the next quorum. It comes from Python as JSON: the tags are the names of QuorumRequest in
+// torchft/_records.py.
 type Request struct {
 	GroupRank          int64  `json:"group_rank"`
 	Step               int64  `json:"step"`
@@ -15,21 +15,21 @@ type Request struct {
 	ShrinkOnly         bool   `json:"shrink_only"`
 	InitSync           bool   `json:"init_sync"`
 	CommitFailures     int64  `json:"commit_failures"`
-	CommittedQuorumID  int64  `json:"committed_quorum_id"` // in which this rank's weights were made; -1: in none since it began, 0: it does not say
+	CommittedQuorumID  int64  `json:"committed_quorum_id"` // the quorum in which this rank's weights were committed; -1: none since the group began, 0: not reported
 	Handle             string `json:"reconfigure_handle"`  // of this rank's process group, if it has one
-	GroupWorldSize     int64  `json:"group_world_size"`    // as this rank believes; 0 does not say
-	// ReplaysFailedSteps: this rank keeps what it reduces, see quorum.Member.
+	GroupWorldSize     int64  `json:"group_world_size"`    // as configured for this rank; 0: not reported
+	// ReplaysFailedSteps: this rank keeps its gradients, and can reduce them again (quorum.Member).
 	ReplaysFailedSteps bool `json:"replays_failed_steps"`
-	// Drain: a signal asked this rank to leave. It is not merged, since the lighthouse gets that when the group leaves:
-	// the machine remembers it, as the lighthouse's Drained.
+	// Drain: a signal requested that this rank leaves. It is no part of the group's request: the machine keeps it, like the lighthouse's
+	// Drained, and the lighthouse learns of it when the group leaves.
 	Drain bool `json:"drain"`
 }
 
-// sameRequest reports whether two requests of a rank differ in nothing but who waits, and for how long.
+// sameRequest reports whether two requests of a rank differ only in their waiters and deadlines.
 func sameRequest(a, b QuorumAsked) bool { return a.Request == b.Request }
 
-// merge adds to a group's record what its ranks say, in rank order. agree is false if they differ in the step, or in the
-// quorum in which its weights were made.
+// merge makes the group's request of those of its ranks, which are in rank order. agree is false if they differ in the step, or in the
+// quorum in which its weights were committed.
 //
 // The step of a group is that of its slowest rank. Ranks differ after one of them failed to heal, or missed that a step was committed;
 // with the smallest step the group is behind, and heals as a whole. The committed quorum is -1 then (none), so it heals even if the

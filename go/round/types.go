@@ -11,7 +11,7 @@ import (
 	"github.com/torchft/torchft/go/recovery"
 )
 
-// WaiterID names one waiting request; the shell chooses it and never uses it twice.
+// WaiterID identifies one pending request; the shell chooses it and never uses it twice.
 type WaiterID uint64
 
 // Group is what one manager server knows about its replica group from the start.
@@ -26,7 +26,7 @@ type Group struct {
 type Event interface{ isEvent() }
 
 type (
-	// QuorumAsked: a rank waits for the next quorum.
+	// QuorumAsked: a rank requests the next quorum.
 	QuorumAsked struct {
 		Request
 		Waiter   WaiterID
@@ -38,34 +38,34 @@ type (
 		Quorum  *quorum.Quorum // nil if Failure is set
 		Failure *Failure
 	}
-	// Voted: a rank says whether its step may be committed, and waits for the group's decision.
+	// Voted: a rank votes on whether its step may be committed, and waits for the group's decision.
 	Voted struct {
 		Waiter       WaiterID
 		GroupRank    int64
 		Step         int64
 		ShouldCommit bool
-		// Fenced: the group was silent for so long that the others may have continued without it.
+		// Fenced: the group has sent nothing for so long that the others may have continued without it.
 		Fenced bool
 	}
-	// MemberFailed: a member counts as failed in a quorum, and the others continue without it. If it is this group, it must not commit
-	// a step of that quorum. If it is another one, it may live and not have heard of it (NotifyFailed).
+	// MemberFailed: a member counts as failed in a quorum, and the others continue without it. If it is this group, it must not commit a
+	// step of that quorum. If it is another one, it may be alive and not know that (NotifyFailed).
 	MemberFailed struct {
 		QuorumID  int64
 		ReplicaID string
 		Reason    string
 	}
-	// Drained: the lighthouse asks the group to leave, as a rank may (Request.Drain). All ranks get that with the same quorum, the next one.
+	// Drained: the lighthouse requests that the group leaves. (A rank can do so, too: Request.Drain.) All ranks learn it with the next quorum.
 	Drained struct{}
 	// ProgressAsked: the lighthouse asks what the group does. The shell asks the ranks, waits for a while, and calls
 	// Machine.Progress.
 	ProgressAsked struct{}
-	// RankProgressed: a rank says what it does between a quorum and the vote.
+	// RankProgressed: a rank's answer to ProgressAsked.
 	RankProgressed struct {
 		GroupRank int64
 		Waits     bool   // for other groups
 		What      string // for people
 	}
-	// MetadataAsked: someone asks where a rank serves its checkpoint. Answered at once.
+	// MetadataAsked: a client requests the address at which a rank serves its checkpoint. It is answered at once.
 	MetadataAsked struct {
 		Waiter    WaiterID
 		GroupRank int64
@@ -128,7 +128,7 @@ type (
 		Waiter   WaiterID
 		Metadata string
 	}
-	// ReportIncomplete reports to the lighthouse that the group takes part in nothing until it asks again.
+	// ReportIncomplete reports to the lighthouse that a rank has failed, so that the group trains in no step until it asks again.
 	ReportIncomplete struct{ Reason string }
 	// NotifyFailed forwards to a member what the lighthouse reported about it. The lighthouse may not reach it.
 	NotifyFailed struct {

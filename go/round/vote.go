@@ -78,9 +78,9 @@ func (m *Machine) voted(e Voted) []Action {
 	return actions
 }
 
-// mayNotCommit returns why a step must not be committed although all ranks voted for it; empty: it may. If the group was evicted, or
-// was silent for so long that it may have been, the other groups may have committed this step without it, with other gradients. If this
-// group committed too, there would be two different states of one step; without a commit it heals.
+// mayNotCommit is the reason why a step must not be committed although all ranks voted for it; empty if it may. If the group was evicted,
+// or has been silent for so long that it may have been, the other groups may have committed this step without it, with other gradients.
+// If this group committed it as well, there would be two different states of one step. Without a commit, it heals from the others.
 func (m *Machine) mayNotCommit(fenced bool) string {
 	switch {
 	case m.evicted != nil && m.latest.is(m.evicted.QuorumID):

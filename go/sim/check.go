@@ -42,42 +42,42 @@ const (
 	ruleFinished  = "a training that begins after one that has ended on purpose regresses behind nothing"
 )
 
-// seen is what the checker knows of a group.
+// seen is the checker's record of a group.
 type seen struct {
-	lastID   int64         // of the quorums that it heard of
-	maxStep  int64         // of the latest of those
-	behind   bool          // whether it has to heal in it
+	lastID   int64         // id of the latest quorum that it received
+	maxStep  int64         // largest step in that quorum
+	behind   bool          // it has to heal in that quorum
 	commitID int64         // quorum in which it committed last, 0 if in none
-	evicted  int64         // latest quorum of which it heard that it counts as failed in it
-	eviction eviction      // the latest
-	quiet    time.Duration // longest that it said nothing since its last quorum
-	wanted   bool          // somebody wants it to leave, and it has heard of it
+	evicted  int64         // the latest quorum in which it was notified that it counts as failed
+	eviction eviction      // the latest one
+	quiet    time.Duration // the longest time without a message since its last quorum
+	wanted   bool          // it has received the request to leave
 }
 
-// eviction is when a lighthouse that counts a group as failed reported it, and when the group hears of it at the latest by a peer that has
-// heard of it, if the network stays as it is; 0: it may not.
+// eviction has when a lighthouse reported to the members that a group counts as failed, and the latest time at which a peer has notified
+// the group, if the network does not change; 0: it may not be notified.
 type eviction struct {
 	quorumID    int64
 	at, heardBy time.Duration
 }
 
-// checker looks at the whole job.
+// checker checks the rules that are about the whole job.
 type checker struct {
 	w       *world
 	lastID  int64
-	waived  bool // an operator waived members
+	waived  bool // an operator has waived votes
 	quorums map[int64]*formed
 }
 
-// formed is a quorum that was formed: after which one, and of whom.
+// formed is a quorum: its predecessor and its members.
 type formed struct {
-	after     int64 // 0: of none
+	after     int64 // id of the predecessor, 0 if it has none
 	members   []string
-	committed string // who committed in it first, empty if nobody has
-	last      int64  // of one after none: the latest of its history in which a group committed
+	committed string // the group that committed in it first, empty if none has
+	last      int64  // if it has no predecessor: the latest quorum of its history in which a group committed
 }
 
-// ids: they never fall, and each has one set of members.
+// ids checks that ids never decrease, and that each has one set of members.
 func (c *checker) ids(by *watch, d quorum.Deliver) {
 	w, q := c.w, d.Quorum
 	last := c.lastID
@@ -111,14 +111,14 @@ func (c *checker) ids(by *watch, d quorum.Deliver) {
 	}
 }
 
-// oneBranch: of any two quorums in which groups commit, one comes after the other, whoever is in them and whatever
-// lighthouses they reach. It is asked when a group commits in a quorum for the first time.
+// oneBranch checks that of any two quorums in which groups commit, one is a successor of the other, for any members and any cuts between
+// them and the lighthouses. It is called when a group commits in a quorum for the first time.
 //
-// Where an operator waived members, the steps of a branch without a living group do not count: the operator says that
-// there is none, and that is so.
+// After a waiver, the steps of a branch without a live group do not count: the operator has stated that there is no such group, and the
+// simulation's operator tells the truth.
 //
-// Newcomers may begin a job again where nobody can show it to them (docs/correctness.md, "Limits"): a quorum
-// after none starts a history of its own, and oneStart looks at who may be in it.
+// New members may begin a job a second time if no member can show them its quorums (docs/correctness.md, "Limits"). A quorum without a
+// predecessor starts a history of its own, and oneStart checks who may be in it.
 func (c *checker) oneBranch(g *group, id int64) {
 	g.commitID = id
 	f := c.quorums[id]
@@ -143,7 +143,7 @@ func (c *checker) oneBranch(g *group, id int64) {
 	}
 }
 
-// first is the quorum after none with which the history of a quorum begins.
+// first is the quorum without a predecessor with which the history of a quorum begins.
 func (c *checker) first(id int64) int64 {
 	for c.quorums[id].after != 0 {
 		id = c.quorums[id].after
@@ -151,7 +151,7 @@ func (c *checker) first(id int64) int64 {
 	return id
 }
 
-// comesAfter reports whether a quorum is another one, or comes after it, as all do after none.
+// comesAfter reports whether a quorum is the same as another one, or its successor. Each quorum is a successor of none (0).
 func (c *checker) comesAfter(late, early int64) bool {
 	for late > early && c.quorums[late] != nil {
 		late = c.quorums[late].after
@@ -159,8 +159,7 @@ func (c *checker) comesAfter(late, early int64) bool {
 	return late == early || early == 0
 }
 
-// extinct reports whether no group lives outside of a quorum whose weights were made, in the same history, in one that it
-// does not come after.
+// extinct reports whether no live group outside of a quorum has weights from a quorum of the same history of which it is no successor.
 func (c *checker) extinct(id int64) bool {
 	for i := range c.w.slots {
 		g := c.w.slots[i].g
@@ -179,7 +178,7 @@ func (c *checker) extinct(id int64) bool {
 	return true
 }
 
-// oneStart: where there is a list, a quorum that comes after none has no member that knows of one, and could say so.
+// oneStart checks, if there is a list, that no member of a quorum without a predecessor knows of an earlier quorum that it could report.
 func (c *checker) oneStart(q *quorum.Quorum) {
 	for i := range q.Members {
 		if g := c.w.byID[q.Members[i].ReplicaID]; c.w.Lighthouses > 1 && g.lastID != 0 && !c.w.Upstream.has(g.slot) {
@@ -188,17 +187,17 @@ func (c *checker) oneStart(q *quorum.Quorum) {
 	}
 }
 
-// progress: while nothing changes for the worse, and some groups are connected with each other and with the
-// lighthouse, are enough, and more than half of the healthy, each of them commits again and again. Where there are several
-// lighthouses, all groups have to be there: a lighthouse cannot know whether those who are not train elsewhere. It is the
-// first of the list that any of them reaches, whichever that is.
+// progress checks that groups commit again and again while the network and the groups do not change, under these conditions: the groups
+// are connected with each other and with the lighthouse, they are at least min_replicas, and more than half of the healthy ones. With
+// a list of lighthouses, all groups have to be connected, since a lighthouse cannot know whether the others train elsewhere; the
+// lighthouse is then the first of the list that any of them can reach.
 func (c *checker) progress(by *watch) {
 	w, lh := c.w, by.l.index
 	bound := w.bound()
 	if w.rough > 0 || w.now-w.changed <= bound || c.earlier(lh) {
 		return
 	}
-	if w.Lighthouses > 1 && w.Upstream != 0 { // their votes are at the first lighthouse, and the others may be at another one
+	if w.Lighthouses > 1 && w.Upstream != 0 { // upstream groups vote at the first lighthouse, and the others may be at another one
 		return
 	}
 	connected := 0
@@ -238,7 +237,7 @@ func (c *checker) progress(by *watch) {
 	}
 }
 
-// earlier reports whether a group reaches a lighthouse that comes before one.
+// earlier reports whether a group can reach a lighthouse before this one in the list.
 func (c *checker) earlier(than int) bool {
 	w := c.w
 	for lh := range than {
@@ -251,7 +250,7 @@ func (c *checker) earlier(than int) bool {
 	return false
 }
 
-// learned is what a group hears of a quorum.
+// learned records that a group receives a quorum.
 func (c *checker) learned(g *group, q *quorum.Quorum) {
 	if q.ID < g.lastID {
 		c.w.broken(ruleIDs, "%s receives quorum %d after quorum %d", g.id, q.ID, g.lastID)
@@ -276,7 +275,7 @@ func (c *checker) learned(g *group, q *quorum.Quorum) {
 	g.behind = m.Step < g.maxStep || known && m.CommittedQuorumID != newest
 }
 
-// answered looks at what a rank is to do about its quorum.
+// answered checks a rank's result of a quorum.
 func (c *checker) answered(r *rank, a *recovery.Result) {
 	g, w := r.g, c.w
 	q := g.quorum
@@ -304,11 +303,11 @@ func (c *checker) answered(r *rank, a *recovery.Result) {
 	}
 }
 
-// wants notes that a rank asks, which may have been asked to leave.
+// wants records a request of a rank, which may contain that the rank was signalled to leave.
 func (c *checker) wants(r *rank) { r.g.wanted = r.g.wanted || r.signalled }
 
-// drained: once a rank, or the lighthouse, wants the group to leave, the next quorum is that of its last step, for all of its ranks:
-// they learn it in one moment.
+// drained checks that the next quorum after a request to leave, by a rank or the lighthouse, is that of the group's last step for all of
+// its ranks: they learn it with the same quorum.
 func (c *checker) drained(r *rank, a *recovery.Result) {
 	if g := r.g; a.Draining != g.wanted {
 		c.w.broken(ruleDrained, "%s rank %d learns with quorum %d whether it is its last: %t, and somebody wants it to leave: %t",
@@ -316,7 +315,7 @@ func (c *checker) drained(r *rank, a *recovery.Result) {
 	}
 }
 
-// decided is the answer to a vote.
+// decided checks the decision of a vote.
 func (c *checker) decided(r *rank, commit bool) {
 	if !commit {
 		return
@@ -337,7 +336,7 @@ func (c *checker) decided(r *rank, commit bool) {
 	}
 }
 
-// contributes compares the states of those whose gradients are averaged, before they are.
+// contributes checks, before gradients are averaged, that all contributing ranks have the same weights.
 func (c *checker) contributes(m *comm, r *rank) {
 	h := m.head
 	switch {
@@ -362,7 +361,7 @@ func (c *checker) loses(r *rank) {
 	}
 }
 
-// stepRedone looks at a step that is computed again, although nobody has committed it.
+// stepRedone counts a step that is computed again, although no group has committed it, and checks that a replay was not possible.
 func (c *checker) stepRedone(r *rank) {
 	if !r.kept {
 		return
@@ -373,7 +372,7 @@ func (c *checker) stepRedone(r *rank) {
 	}
 }
 
-// once: nobody who lives has committed in another quorum what is committed by a replay.
+// once checks that no live group has committed a step in another quorum that is now committed by a replay.
 func (c *checker) once(r *rank) {
 	for i := range c.w.slots {
 		g := c.w.slots[i].g
@@ -388,7 +387,7 @@ func (c *checker) once(r *rank) {
 	}
 }
 
-// committed compares the states after a step, and knows the last few steps of each quorum.
+// committed compares the states after a step. It keeps the last few steps of each quorum.
 func (c *checker) committed(r *rank) {
 	if c.w.OnlyFailures && r.again {
 		c.once(r)

@@ -13,8 +13,8 @@ import (
 // replyMargin is the most that a request to the lighthouse ends before the ranks' deadline, as in package manager.
 const replyMargin = 100 * time.Millisecond
 
-// group is one life of a replica group: the shell around its machine, as package manager in production, and the
-// ranks. After its end another group begins in its slot, under another replica_id.
+// group is one life of a replica group: its ranks, and the shell around its machine, which is package manager in production. After its end
+// another group starts in its slot, under another replica_id.
 type group struct {
 	w           *world
 	slot        int
@@ -26,24 +26,24 @@ type group struct {
 	ranks       []rank
 
 	lastWaiter round.WaiterID
-	calls      []call // of ranks, that the machine has not answered
+	calls      []call // calls of ranks that the machine has not answered
 	asking     asking
 	connection
 	quorum      *quorum.Quorum // the latest that the machine received
-	before      int64          // the id of the one before
+	before      int64          // the id of the previous one
 	attempt     uint64         // the round of that quorum
-	askTimer    time.Duration  // when the next askDeadline comes, 0 if none is on its way
+	askTimer    time.Duration  // time of the next askDeadline, 0 if there is none
 	hasMetadata bool           // the last MetadataAsked was answered with metadata
 	shrink      int            // steps for which it asks shrink_only
-	asked       bool           // the lighthouse wants to know what it does
-	leaving     bool           // it has ended its last step
-	finished    bool           // its training ends on purpose
+	asked       bool           // the lighthouse has asked what it does
+	leaving     bool           // it has completed its last step
+	finished    bool           // its training is complete
 
 	began      time.Duration
 	lastCommit time.Duration
 
-	seen                       // what the checker knows of it
-	views [maxLighthouses]view // what each lighthouse has heard of it
+	seen                       // the checker's record of it
+	views [maxLighthouses]view // what each lighthouse knows of it
 }
 
 type callKind uint8
@@ -54,19 +54,19 @@ const (
 	metadataCall // of another group's rank
 )
 
-// call is one that a rank makes to its manager server.
+// call is a call of a rank to its manager server.
 type call struct {
 	waiter round.WaiterID
 	kind   callKind
 	rank   int16
-	number uint64 // the rank's
+	number uint64 // the rank's number of it
 }
 
 // asking is the request to the lighthouse, with its attempts.
 type asking struct {
 	active   bool
 	round    uint64
-	req      uint64 // of the attempt that is on its way
+	req      uint64 // number of the pending attempt
 	request  *request
 	deadline time.Duration
 	failed   int
@@ -108,7 +108,7 @@ func (w *world) startGroup(i int) {
 	}
 }
 
-// crash ends the group. The end of a process breaks its connections, a host that vanishes leaves them open.
+// crash ends the group. If its processes are killed, their connections break; if its host vanishes, the connections stay open.
 func (g *group) crash(silent bool, why string) {
 	w := g.w
 	if g.killed {
@@ -137,7 +137,7 @@ func (g *group) crash(silent bool, why string) {
 	}
 }
 
-// shutDown is an orderly end: the manager server answers everybody who waits.
+// shutDown ends the group properly: the manager server answers all pending calls.
 func (g *group) shutDown() {
 	g.step(round.Closed{Reason: "the manager server of " + g.id + " is shutting down"})
 	if len(g.calls) > 0 {
@@ -215,7 +215,7 @@ func (g *group) handle(e *event) {
 	}
 }
 
-// begin lets the machine know of a rank's call.
+// begin passes a rank's call to the machine.
 func (g *group) begin(r *rank, kind callKind, number uint64) round.WaiterID {
 	g.lastWaiter++
 	g.calls = append(g.calls, call{g.lastWaiter, kind, int16(r.index), number})
@@ -327,7 +327,7 @@ type news struct {
 	attempt uint64
 }
 
-// answer sends an answer to a rank. Rank 0 lives in the same process.
+// answer sends an answer to a rank, which for rank 0 is in the same process.
 func (g *group) answer(r *rank, e event) {
 	d := time.Duration(0)
 	if r.index > 0 {
@@ -337,7 +337,7 @@ func (g *group) answer(r *rank, e event) {
 	g.w.after(d, e)
 }
 
-// answered notes that the machine answered a call: exactly once.
+// answered records that the machine has answered a call, and checks that it does so once.
 func (g *group) answered(id round.WaiterID) (call, bool) {
 	i := g.find(id)
 	if i < 0 {
@@ -361,8 +361,8 @@ func (g *group) describeCalls() string {
 	return text
 }
 
-// armAsk sees to it that askDeadline comes at the deadline, or before: one timer for all rounds, since few of
-// them last that long.
+// armAsk makes sure that there is an askDeadline at the deadline, or before. There is one timer for all rounds, since most do not reach their
+// deadline.
 func (g *group) armAsk() {
 	if at := g.asking.deadline; g.askTimer == 0 || at < g.askTimer {
 		g.askTimer = at
@@ -370,14 +370,14 @@ func (g *group) armAsk() {
 	}
 }
 
-// refused: the attempt failed. Another follows, as long as there is time.
+// refused handles an attempt that failed. Another one follows if there is time.
 func (g *group) refused(req uint64) {
 	a := &g.asking
 	if !a.active || a.req != req {
 		return
 	}
 	w := g.w
-	if l := &w.lhs[g.at]; l.up { // it notices, too, that the connection broke, sooner or later
+	if l := &w.lhs[g.at]; l.up { // the lighthouse notices the broken connection, too, with some delay
 		w.after(w.upTo(w.Keepalive), event{kind: lhWithdrawn, g: g, id: req, lh: uint8(g.at), life: l.life})
 	}
 	a.failed++
@@ -392,7 +392,7 @@ func (g *group) refused(req uint64) {
 	w.after(wait, event{kind: retryDue, g: g, id: a.round})
 }
 
-// cancel ends the request. The lighthouse may not hear of it.
+// cancel ends the request. The message of that to the lighthouse may be lost.
 func (g *group) cancel() {
 	w := g.w
 	g.asking.active = false

@@ -7,30 +7,30 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// link is a stream between a group and a lighthouse: what goes one way arrives in order, or the stream breaks.
+// link is a stream between a group and a lighthouse. The messages of each direction arrive in order, or the stream breaks.
 type link struct {
 	id   uint64
 	g    *group
 	lh   int
 	life uint32 // of the lighthouse
-	term int64  // that the greeting says
+	term int64  // in the greeting
 
 	stuck        bool // it has ended
-	lostUp       bool // something was lost on its way up: what follows it does not arrive, and both sides will notice
-	lostDown     bool // the same, on its way down
+	lostUp       bool // a message to the lighthouse was lost: later ones do not arrive, and both sides will notice
+	lostDown     bool // the same for messages to the group
 	welcomed     bool
-	stale        bool          // the lighthouse has asked for another one
-	reaches      quorum.Places // what the lighthouse has heard last
-	known        int64         // quorum_id that the greeting says
+	stale        bool          // the lighthouse has requested another link
+	reaches      quorum.Places // the last report of reachable lighthouses
+	known        int64         // quorum_id in the greeting
 	stampedAt    time.Duration // when the lighthouse sent the newest stamp
-	stamp        time.Duration // the newest that came
-	answers      time.Duration // the newest that was answered
-	upAt, downAt time.Duration // when what was sent last arrives
+	stamp        time.Duration // the newest stamp that has arrived
+	answers      time.Duration // the newest stamp that was answered
+	upAt, downAt time.Duration // arrival of the last message of each direction
 }
 
 func (k *link) lighthouse() *lighthouse { return &k.g.w.lhs[k.lh] }
 
-// up sends to the lighthouse.
+// up sends an event to the lighthouse.
 func (k *link) up(e event) {
 	w, l := k.g.w, k.lighthouse()
 	switch {
@@ -48,7 +48,7 @@ func (k *link) up(e event) {
 	}
 }
 
-// down sends to the group.
+// down sends an event to the group.
 func (k *link) down(e event) {
 	w := k.g.w
 	switch {
@@ -62,17 +62,17 @@ func (k *link) down(e event) {
 	}
 }
 
-// jam loses what goes in one direction from now on. The other one goes on until the first side notices.
+// jam drops the messages of one direction from now on. The other direction works until one of the sides notices.
 func (k *link) jam(direction *bool) {
 	w := k.g.w
 	if *direction = true; k.lostUp && k.lostDown {
-		return // both sides will notice the first
+		return // the first loss already makes both sides notice
 	}
 	w.after(w.Keepalive, event{kind: linkBroken, g: k.g, link: k})
 	w.after(w.Keepalive/2+w.upTo(w.Keepalive), event{kind: lhDisconnected, g: k.g, link: k, lh: uint8(k.lh), life: k.life})
 }
 
-// close ends it from the group's side, in order. The lighthouse hears of it if anything can reach it.
+// close ends the link properly, from the group's side. The lighthouse learns of it if it can be reached.
 func (k *link) close(silent bool) {
 	w := k.g.w
 	if k.stuck {
@@ -86,37 +86,37 @@ func (k *link) close(silent bool) {
 	w.after(max(notice, k.upAt-w.now), event{kind: lhDisconnected, g: k.g, link: k, lh: uint8(k.lh), life: k.life})
 }
 
-// connection is a group's side of it: package manager's member.
+// connection is a group's side of its links: membership/lighthouses in production.
 type connection struct {
-	link  *link         // nil: none is open, or about to be
-	tries int           // in a row that failed
-	term  int64         // highest that it heard from a lighthouse
-	spoke time.Duration // when it said something last
+	link  *link         // nil: none is open, or being opened
+	tries int           // failed attempts in a row
+	term  int64         // the highest term that it has received from a lighthouse
+	spoke time.Duration // time of its last message
 
-	fenced bool // it said nothing for so long that the others may have continued without it, since its last quorum
+	fenced bool // since its last quorum it has sent nothing for so long that the others may have continued without it
 
 	at     int // the lighthouse that served last
 	served bool
 	broke  time.Duration // when its link broke, 0 if it has not
-	back   int           // an earlier one that all fail back to, -1 if there is none
-	sees   quorum.Places // earlier ones that are there, by the last look
+	back   int           // an earlier lighthouse that all fail back to, -1 if there is none
+	sees   quorum.Places // the earlier lighthouses that the last probe has reached
 	avoid  [maxLighthouses]time.Duration
 	shied  [maxLighthouses]int
-	last   *quorum.Quorum // that it received
+	last   *quorum.Quorum // the last one that it received
 	seat   int            // the lighthouse that formed it
 
-	claims  bool // it says that it knows a later one
-	claimed bool // it has said so since its last quorum: its request may still say it
+	claims  bool // fault: it claims to know a later quorum
+	claimed bool // it has claimed that since its last quorum: a pending request may still contain the claim
 
-	withholds time.Duration // until when it does not show what it knows
+	withholds time.Duration // fault: until when it does not show the quorum that it knows
 
-	promised time.Duration // until when it asks no other lighthouse
+	promised time.Duration // end of its bond: until then it asks no other lighthouse
 }
 
-// lookBackEvery is how often a group looks whether an earlier lighthouse is back.
+// lookBackEvery is how often a group probes the earlier lighthouses.
 func (w *world) lookBackEvery() time.Duration { return 2 * w.Keepalive }
 
-// order are the lighthouses to try.
+// order has the lighthouses to try, in order.
 func (g *group) order() (order [maxLighthouses]int, n int) {
 	c, w := &g.connection, g.w
 	avoided := func(i int) bool { return w.now < c.avoid[i] }
@@ -138,7 +138,7 @@ func (g *group) order() (order [maxLighthouses]int, n int) {
 	return order, n
 }
 
-// connect opens a link, if there is none.
+// connect opens a link if there is none.
 func (g *group) connect() {
 	c, w := &g.connection, g.w
 	if c.link != nil {
@@ -204,7 +204,7 @@ func (g *group) handleLink(e *event) {
 			k.close(false)
 			g.linkEnded()
 		}
-	case closing: // the lighthouse has let it go
+	case closing: // the lighthouse has released the group from its bond
 		k.stuck = true
 		g.letGo()
 		g.linkEnded()
@@ -242,7 +242,7 @@ func (g *group) handleLink(e *event) {
 
 func (g *group) linkEnded() {
 	c, w := &g.connection, g.w
-	if k := c.link; k.lh == c.back { // it seemed to be there
+	if k := c.link; k.lh == c.back { // the probe had reached it, but it does not serve
 		c.back = -1
 		g.avoidFor(k.lh)
 	}
@@ -254,7 +254,7 @@ func (g *group) linkEnded() {
 	w.after(wait-w.upTo(wait/4), event{kind: linkRetry, g: g})
 }
 
-// lookBack looks which lighthouses are there that come before the one that serves, and says it.
+// lookBack probes the lighthouses before the one that serves, and reports which of them were reached.
 func (g *group) lookBack() {
 	c, w := &g.connection, g.w
 	w.after(w.lookBackEvery()-w.upTo(w.lookBackEvery()/5), event{kind: lookBack, g: g})
@@ -272,28 +272,28 @@ func (g *group) lookBack() {
 	}
 }
 
-// sentOn: the lighthouse has too few of the members.
+// sentOn handles the refusal of a lighthouse that has too few of the members.
 func (g *group) sentOn() {
 	g.avoidFor(g.at)
 	g.letGo()
 	g.leave()
 }
 
-// avoidFor leaves a lighthouse alone for a while, longer each time.
+// avoidFor makes the group avoid a lighthouse for a while, longer each time.
 func (g *group) avoidFor(i int) {
 	c, w := &g.connection, g.w
 	c.avoid[i] = w.now + 2*w.Policy.HeartbeatTimeout<<min(c.shied[i], 3)
 	c.shied[i]++
 }
 
-// known is the last quorum that it received, as it says, 0 if there is none.
+// known is the id of the last quorum that the group received, 0 if there is none; with the fault Claim, it is a larger one.
 func (g *group) known() int64 {
 	id := int64(0)
 	if g.last != nil {
 		id = g.last.ID
 	}
 	if g.claims {
-		id += (2 * time.Hour).Milliseconds() // further ahead than a lighthouse takes for the difference of two clocks
+		id += (2 * time.Hour).Milliseconds() // further ahead than a lighthouse accepts as a difference of clocks
 	}
 	return id
 }
@@ -321,7 +321,7 @@ func (g *group) send() {
 	}
 	k := g.link
 	if k == nil {
-		if g.broke == 0 { // else it is tried again in a moment
+		if g.broke == 0 { // otherwise another attempt is about to follow
 			g.connect()
 		}
 		return
@@ -335,8 +335,8 @@ func (g *group) send() {
 	}
 }
 
-// call makes the request of a group without a stream, of several lighthouses at the one that was reached last, or the next. An upstream
-// group knows the first one only.
+// call makes the request of a group without a stream: of several lighthouses, at the one that was reached last, or at the next. An
+// upstream group knows the first one only.
 func (g *group) call() {
 	w := g.w
 	for range w.Lighthouses {
@@ -364,7 +364,7 @@ func (g *group) call() {
 	}
 }
 
-// alive says so, unless something was said a moment ago.
+// alive sends a heartbeat, unless another message was sent within the interval.
 func (g *group) alive() {
 	w := g.w
 	if w.calls(g.slot) {

@@ -7,15 +7,15 @@ import (
 	"github.com/torchft/torchft/go/recovery"
 )
 
-// Model is the model of one rank with its Manager, for a Judge: what it says, and what becomes of its weights. The runner of
-// the servers makes the calls, and does the waiting.
+// Model is the model of one rank with its Manager, for a Judge: its messages, and what happens to its weights. The runner of the servers
+// makes the calls and does the waiting.
 type Model struct {
 	j *Judge
 	l *life
 	r *rank
 }
 
-// Model is that of a rank of a group.
+// Model returns the model of a rank of a group.
 func (j *Judge) Model(id string, index int) *Model {
 	l := j.life(id)
 	return &Model{j, l, &l.ranks[index]}
@@ -23,14 +23,14 @@ func (j *Judge) Model(id string, index int) *Model {
 
 func (m *Model) String() string { return fmt.Sprintf("%s rank %d", m.l.id, m.r.index) }
 
-// Ask is what it says when it asks for a quorum.
+// Ask returns the rank's request for a quorum.
 func (m *Model) Ask() (step, failures, committedQuorumID int64) {
 	r := m.r
 	r.errored, r.heal, r.phase = false, nil, awaiting
 	return r.step, r.failures, r.committed
 }
 
-// Follow takes the answer. A rank that has to heal does it from the group of that replica_id; the others from nobody.
+// Follow handles the answer. It returns the replica_id of the group from which the rank has to heal, or nothing if it need not.
 func (m *Model) Follow(a *recovery.Result) (source string) {
 	w, r := m.j.w, m.r
 	if m.l.quorum == nil {
@@ -55,14 +55,14 @@ func (m *Model) Follow(a *recovery.Result) (source string) {
 	return a.ReplicaIDs[a.Sources[0].ReplicaRank]
 }
 
-// Serves is the state that it gives to a rank that heals in a quorum, if it can now.
+// Serves returns the state that the rank sends to a healing one in a quorum, if it can do so now.
 func (m *Model) Serves(quorumID int64) (digest uint64, ok bool) {
 	r := m.r
 	ok = !m.l.killed && r.quorumID == quorumID && r.heal == nil && (r.phase == working || r.phase == reducing) && r.step == r.plan.MaxStep
 	return r.digest, ok
 }
 
-// Healed ends a heal. One that failed costs the group the step.
+// Healed ends a heal. If it failed, the group does not commit the step.
 func (m *Model) Healed(digest uint64, ok bool) {
 	m.r.heal.arrived, m.r.heal.digest = ok, digest
 	if !ok {
@@ -71,7 +71,7 @@ func (m *Model) Healed(digest uint64, ok bool) {
 	}
 }
 
-// Contribute is what it gives to the average; nothing if it heals.
+// Contribute returns the rank's contribution to the average: zero if it heals.
 func (m *Model) Contribute() uint64 {
 	r, c := m.r, m.r.comm
 	r.compute()
@@ -86,18 +86,18 @@ func (m *Model) Contribute() uint64 {
 	return r.gradient
 }
 
-// Heals reports whether it takes over another group's state in this step.
+// Heals reports whether the rank takes over another group's state in this step.
 func (m *Model) Heals() bool { return m.r.heal != nil }
 
-// Step is the one that it is in.
+// Step is the step that the rank is in.
 func (m *Model) Step() int64 { return m.r.step }
 
 // Errored reports whether the attempt at the step has failed already.
 func (m *Model) Errored() bool { return m.r.errored }
 
-// TimedOut says that its collective ended at its timeout. If a member failed, that must have been reported before: it heard of the
-// quorum after the network changed last, so the lighthouse knows how to reach it, and there was no later quorum, of which alone
-// failures are reported.
+// TimedOut reports that the rank's collective ended at its timeout. If a member has failed, the failure must have been reported before that,
+// provided that the rank received the quorum after the last change of the network, so that the lighthouse can reach it, and that
+// there was no later quorum, since failures are reported for the latest one only.
 func (m *Model) TimedOut() {
 	w, j := m.j.w, m.j
 	notice := w.Policy.HeartbeatTimeout + w.Policy.SuspectGrace + 2*w.QuorumTick + failureSlack
@@ -116,7 +116,7 @@ func (m *Model) TimedOut() {
 	}
 }
 
-// Reduced ends the collective. It is the vote.
+// Reduced ends the collective, and returns the rank's vote.
 func (m *Model) Reduced(sum uint64, ok bool) bool {
 	r, w := m.r, m.j.w
 	if r.comm.head == r {
@@ -138,7 +138,7 @@ func (m *Model) Reduced(sum uint64, ok bool) bool {
 	return r.votesYes
 }
 
-// Decided is the answer to its vote.
+// Decided handles the decision of the vote.
 func (m *Model) Decided(commit bool) {
 	r, w := m.r, m.j.w
 	w.check.decided(r, commit)
@@ -151,7 +151,7 @@ func (m *Model) Decided(commit bool) {
 		r.undoHeal()
 		return
 	}
-	if r.index == 0 { // it hears the decision at once
+	if r.index == 0 { // receives the decision at once
 		if m.l.evicted == r.plan.QuorumID && w.now > m.l.evictedAt {
 			w.broken(ruleEvicted, "%s commits step %d of quorum %d, and has heard that it counts as failed in it", m, r.step, m.l.evicted)
 		}

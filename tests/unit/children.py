@@ -1,4 +1,4 @@
-"""Scripts in processes of their own, forked from one that has PyTorch imported (tests/process/forkserver.py)."""
+"""Scripts in processes of their own, forked from one that has imported PyTorch (tests/process/forkserver.py)."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def plain_values() -> dict[str, Any]:
 
 
 def assert_same(got: Any, want: Any) -> None:
-    """Same structure, types and bytes."""
+    """Checks that structure, types and bytes are equal."""
     got_leaves, got_spec = pytree.tree_flatten_with_path(got)
     want_leaves, want_spec = pytree.tree_flatten_with_path(want)
     assert got_spec == want_spec
@@ -105,7 +105,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Evil:
-    """Runs a command when it is unpickled the usual way."""
+    """Runs a command when it is unpickled without restrictions."""
 
     def __init__(self, path: str) -> None:
         self.path = path

@@ -14,14 +14,14 @@ TIMEOUT = timedelta(seconds=20)
 
 @pytest.fixture(autouse=True)
 def servers_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They look every 0.1 s whether they are to end, and hundreds of them end here."""
+    """Servers check every 0.1 s whether they must end, which is too slow for the hundreds of servers here."""
     serve = _IPv6HTTPServer.serve_forever
     monkeypatch.setattr(_IPv6HTTPServer, "serve_forever", lambda self, poll_interval: serve(self, 0.005))
 
 
 @pytest.fixture
 def at_once_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A target asks a source that failed again without a pause."""
+    """Makes targets retry a failed source without a pause."""
     monkeypatch.setattr(_retry, "PAUSE", 0.01)
 
 

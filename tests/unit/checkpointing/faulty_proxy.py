@@ -1,4 +1,4 @@
-"""A TCP proxy that breaks what passes through it, as told by a seed."""
+"""A TCP proxy that damages its traffic, determined by a seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PIECE = 64 << 10
 
 @dataclass
 class Fault:
-    """What happens to one connection.
+    """A fault of one connection.
 
     Args:
         kind: drop (closed), reset, truncate (closed in the middle of what passes), flip (one bit), delay (nothing
@@ -33,7 +33,7 @@ class Fault:
 
 
 class Proxy:
-    """Forwards a port; the first connections get one fault each, later ones none.
+    """Forwards a port. Each of the first connections gets one fault, later ones none.
 
     Args:
         port: where the source listens on this host
@@ -45,7 +45,7 @@ class Proxy:
         self._faults = list(faults)
         self._listener = socket.create_server(("localhost", 0))
         self.port: int = self._listener.getsockname()[1]
-        self.done: list[Fault] = []  # those that came to pass
+        self.done: list[Fault] = []  # the faults that have occurred
         self._stop = threading.Event()
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
@@ -113,7 +113,7 @@ class Proxy:
 
 
 def random_faults(rng: random.Random, kinds: list[str], size: int, most: int) -> list[Fault]:
-    """Some faults at random places of a transfer of this size."""
+    """Makes faults at random places of a transfer of this size."""
     return [
         Fault(
             rng.choice(kinds),

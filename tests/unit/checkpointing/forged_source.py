@@ -1,4 +1,4 @@
-"""A source that answers with whatever a test wants."""
+"""A source whose answers a test determines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Iterator
 
 @contextmanager
 def server_that_says(answer: bytes) -> Iterator[str]:
-    """A source that answers every request with these bytes and closes; gives its metadata."""
+    """A source that answers every request with these bytes and closes the connection. Returns its metadata."""
     listener = socket.create_server(("localhost", 0))
 
     def serve() -> None:

@@ -1,4 +1,4 @@
-"""The states of an offer, as a table, and that nothing goes back."""
+"""The states of an offer, as a table, and a check that no event leads back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 
 from torchft.checkpointing._copying import Copying, Phase, Readers
 
-# For each phase: does a copy hurry, may a reader start one of what is on a device, are the tensors the caller's again.
+# For each phase: whether a copy hurries, whether a reader may start one of device tensors, whether the caller may
+# change the tensors.
 PHASES = {
     Phase.UNCHANGED: (False, True, False),
     Phase.DUE: (True, True, False),
@@ -42,8 +43,8 @@ def test_no_event_leads_back(phase: Phase, event: str) -> None:
     ("readers", "device", "host"),
     [
         (Readers.NONE, False, True),
-        (Readers.SOME, False, False),  # they may have it all before it changes
-        (Readers.NATIVE, True, False),  # what is on a device it gets from the copy
+        (Readers.SOME, False, False),  # they may have received everything before the state changes
+        (Readers.NATIVE, True, False),  # it gets device tensors from the copy
     ],
 )
 def test_what_is_copied_before_the_tensors_change(readers: Readers, device: bool, host: bool) -> None:

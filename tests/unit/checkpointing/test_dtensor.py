@@ -1,4 +1,4 @@
-"""DTensors: the local part travels, with what is needed to make a DTensor of it again."""
+"""DTensors: the local shard is sent, together with the data to make a DTensor of it again."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check(got: Any, want: Any) -> None:
     assert got.placements == want.placements and got.shape == want.shape
     assert torch.equal(got.to_local(), want.to_local())
     assert got.device_mesh.mesh_dim_names == want.device_mesh.mesh_dim_names
-    assert torch.equal((got + 1).to_local(), want.to_local() + 1)  # it is one to compute with
+    assert torch.equal((got + 1).to_local(), want.to_local() + 1)  # it works in a computation
 
 
 @pytest.mark.parametrize("num_chunks", [0, 2])
@@ -83,7 +83,9 @@ def test_over_a_process_group(mesh: Any, in_place: bool) -> None:
 
 @pytest.fixture
 def four_ranks() -> Iterator[None]:
-    """This process is rank 1 of a group whose collectives do nothing: enough to make DTensors of any mesh."""
+    """This process is rank 1 of a process group whose collectives do nothing, which is enough to make
+    DTensors of any mesh.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
@@ -99,7 +101,7 @@ def placed(name: str) -> Any:
 
     local = torch.arange(6.0).reshape(2, 3)
     flat = init_device_mesh("cpu", (4,))
-    # the names are tags of the encoding too
+    # the names are also tags of the encoding
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("T", "P"))
     return {
         "sharded": lambda: DTensor.from_local(local, flat, [Shard(1)]),
@@ -136,7 +138,7 @@ def test_no_pickle_is_needed(four_ranks: None, kind: str) -> None:
     groups = [mesh.get_all_groups() for mesh in (got.device_mesh, want.device_mesh)]
     assert [g.group_name for g in groups[0]] == [g.group_name for g in groups[1]]
     with torch.no_grad():
-        want.zero_().copy_(got)  # PyTorch takes both for tensors of one mesh
+        want.zero_().copy_(got)  # PyTorch considers both to be tensors of one mesh
     assert torch.equal(got.to_local(), want.to_local())
 
 
@@ -152,7 +154,7 @@ def test_a_mesh_may_be_named_like_tags_of_the_encoding(four_ranks: None) -> None
     sizes = [storage.nbytes() for storage in encoded.storages]
     tree = json.loads(encoded.structure)
     places = Places(tree, sizes, {("['w']",): mine}, "the state", fills=lambda device: True)
-    placed_at = places.region(0)  # straight into the tensor that is here
+    placed_at = places.region(0)  # received directly into the local tensor
     assert (placed_at.data_ptr(), placed_at.numel()) == (mine.to_local().data_ptr(), 24)
 
 

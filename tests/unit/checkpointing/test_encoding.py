@@ -1,4 +1,6 @@
-"""The safe encoding: everything arrives as it was, and nothing a peer sends runs code or reads beyond its memory."""
+"""The safe encoding: everything is received unchanged, and nothing that a peer sends runs code or reads
+beyond its memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The safe encoding against bytes that nobody meant: whatever comes, it is a state or a CheckpointError.
+"""The safe encoding with mutated bytes: the result is always a state or a CheckpointError.
 
 Random mutations of real structures, with a seed that a failure shows: JSON's bytes are changed, and its values are
 replaced, moved and dropped.
@@ -28,7 +28,7 @@ STATE = {
     "numpy": {"array": np.arange(6, dtype=np.int16).reshape(2, 3), "scalar": np.float32(2.5), "large": np.zeros(2000)},
     "pickled": {1, 2, 3},
 }
-# Values that a reader of JSON may meet in any place.
+# Values that may occur at any place of JSON data.
 STRANGE = [
     None,
     True,
@@ -99,7 +99,7 @@ def encoded() -> Encoded:
 
 
 def check(tree: Any, regions: list[torch.Tensor], why: str) -> bool:
-    """Whether it was understood."""
+    """Returns whether it was decoded."""
     sizes, refused = [region.numel() for region in regions], ""
     try:
         touch(decode(tree, regions, "the state"))
@@ -111,9 +111,9 @@ def check(tree: Any, regions: list[torch.Tensor], why: str) -> bool:
 
 
 def touch(value: Any) -> None:
-    """Reads every tensor: one that reaches beyond its memory would end the process."""
+    """Reads every tensor, because one that reaches beyond its memory would end the process."""
     if isinstance(value, torch.Tensor):
-        if value.numel() <= 1 << 20:  # an expanded one may be of any size
+        if value.numel() <= 1 << 20:  # an expanded tensor may have any size
             value.detach().clone()
     elif isinstance(value, dict):
         for item in value.values():
@@ -129,7 +129,7 @@ def test_changed_values(encoded: Encoded) -> None:
     for i in range(ROUNDS):
         rng = random.Random(seed + i)
         understood += check(mutated(tree, rng), flats(encoded), f"random.Random({seed + i})")
-    # Else the mutations hit nothing, or destroy everything.
+    # Otherwise the mutations have no effect, or destroy everything.
     assert 0 < understood < ROUNDS
 
 

@@ -1,4 +1,4 @@
-"""Transfers through a network that drops, delays, truncates, flips and resets: nothing is lost, nothing is wrong."""
+"""Transfers through a network that drops, delays, truncates, flips and resets: no data is lost or wrong."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MB = 1 << 20
 
 
 class Wire:
-    """A source and the proxies before its two ports."""
+    """A source, and the proxies in front of its two ports."""
 
     def __init__(self, source: HTTPTransport[Any], http: list[Fault], data: list[Fault]) -> None:
         self.http = Proxy(urlsplit(source.metadata()).port or 0, http)
@@ -32,7 +32,7 @@ class Wire:
         assert server is not None
         self._server, self._port = server, server.port
         self.data = Proxy(server.port, data)
-        server.port = self.data.port  # what tickets say
+        server.port = self.data.port  # the port in its tickets
         self.metadata = f"http://localhost:{self.http.port}/checkpoint/"
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ def test_random_transfers(source: HTTPTransport[Any], transfers: int) -> None:
         rng = random.Random(seed + number)
         state = random_state(rng)
         nbytes = sum(t.numel() for t in state.values())
-        # Garbled on the first connection, a request may be for something else and be refused: an error is right then.
+        # A garbled request on the first connection may ask for something else and be refused; then an error is correct.
         flips = rng.random() < 0.2
         http = random_faults(rng, ["drop", "reset", "truncate", "delay"] + ["flip"] * flips, 2000, 2)
         data = random_faults(rng, ["drop", "reset", "truncate", "delay", "flip"], max(1, nbytes // 2), 6)
@@ -113,7 +113,7 @@ def test_random_transfers(source: HTTPTransport[Any], transfers: int) -> None:
 def test_random_transfers_with_an_additional_source(
     source: HTTPTransport[Any], monkeypatch: pytest.MonkeyPatch, transfers: int
 ) -> None:
-    """The additional source has some of it alike, behind a network of its own; at times it goes away in the middle."""
+    """An additional source has some equal data, behind a network of its own, and sometimes fails half-way."""
     monkeypatch.setattr(_receive, "_HELP_AFTER", 0.0)
     seed = random.randrange(2**32)
     for number in range(transfers // 4):
@@ -147,10 +147,10 @@ def test_random_transfers_with_an_additional_source(
 
 
 def test_a_source_that_turned_to_another_step(target: Any) -> None:
-    """It needed its memory back in the middle, made no copy, and is a step further when the target asks again."""
+    """It needed its memory during the transfer, had made no copy, and is at a later step when the target retries."""
     state = large_state()
     later = {"w0": state["w0"][:1000]}
-    # so slow that most is missing when it turns
+    # slow enough that most data is missing when its step changes
     source: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0, snapshot=False, bandwidth_limit=8 * MB)
     source.send_checkpoint([1], 1, state, TIMEOUT)
     through = Wire(source, [], [Fault("reset", MB, True)])
@@ -200,7 +200,7 @@ def test_a_lost_connection_goes_on_where_it_was(source: Any, target: Any, wire: 
 def test_a_stream_of_the_upstream_format_restarts(
     source: Any, target: Any, wire: Any, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Where there is no native library; whether the connection ended in order or not."""
+    """Without the native library; whether the connection ended orderly or not."""
     state = large_state()
     source.send_checkpoint([1], 1, state, TIMEOUT)
     through = wire(http=[Fault(kind, 2 * MB, True)])
@@ -210,7 +210,7 @@ def test_a_stream_of_the_upstream_format_restarts(
 
 
 def test_the_control_connection_is_lost(source: Any, target: Any, wire: Any, monkeypatch: Any) -> None:
-    """Data connections end with it; the transfer goes on under a new ticket, and does not begin anew."""
+    """Data connections end with it. The transfer continues with a new ticket, and is not restarted."""
     import torchft.checkpointing._receive as receive
 
     made = []
@@ -256,7 +256,7 @@ def test_a_source_that_fails_half_way_is_named(source: Any, target: Any, wire: A
 
 
 def test_a_source_whose_memory_changes_is_noticed(source: Any, target: Any) -> None:
-    """A training loop that writes before disallow_checkpoint: a second reading differs from the first."""
+    """For example a training loop that writes before disallow_checkpoint: a second reading differs from the first."""
     state = {"w": torch.zeros(8 * MB)}
     source._snapshot = False
     source.send_checkpoint([1, 2], 1, state, TIMEOUT)
@@ -267,8 +267,8 @@ def test_a_source_whose_memory_changes_is_noticed(source: Any, target: Any) -> N
 
 
 def test_a_source_that_keeps_silent_can_be_abandoned(source: HTTPTransport[Any], target: HTTPTransport[Any]) -> None:
-    """A host that is stopped keeps its connections: only somebody else knows that it has failed."""
-    silent = socket.create_server(("localhost", 0))  # connects, and never answers
+    """A stopped host keeps its connections, so only others can know that it has failed."""
+    silent = socket.create_server(("localhost", 0))  # accepts connections, and never answers
     raised: list[BaseException] = []
 
     def receive() -> None:
@@ -287,5 +287,5 @@ def test_a_source_that_keeps_silent_can_be_abandoned(source: HTTPTransport[Any],
             receiver.join(TIMEOUT.total_seconds() / 2)
     assert not receiver.is_alive() and time.monotonic() - began < TIMEOUT.total_seconds() / 2
     assert isinstance(raised[0], CheckpointError) and "the source has failed" in str(raised[0])
-    source.send_checkpoint([0], 1, {"x": torch.ones(3)}, TIMEOUT)  # the next transfer knows nothing of it
+    source.send_checkpoint([0], 1, {"x": torch.ones(3)}, TIMEOUT)  # the next transfer is not affected
     assert torch.equal(target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)["x"], torch.ones(3))

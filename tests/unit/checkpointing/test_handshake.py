@@ -1,4 +1,4 @@
-"""What a target makes of a source that agrees to the native data plane, and then says anything."""
+"""Sources that agree to the native data plane, and then send invalid data."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_forged_handshake_is_an_error_that_names_the_source(frames: bytes, err
 
 
 def test_changed_fields() -> None:
-    """A ticket that is understood is one that can be used."""
+    """A ticket that is accepted must be usable."""
     understood = 0
     for seed in range(2000):
         rng = random.Random(seed)

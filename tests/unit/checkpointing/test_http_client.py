@@ -1,4 +1,4 @@
-"""Answers of a source, as a target reads them: right, cut short, malformed, slow."""
+"""A source's answers as a target reads them: correct, cut short, malformed, slow."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_bad_metadata(make: Any, metadata: str) -> None:
         make().recv_checkpoint(0, metadata, 1, TIMEOUT)
 
 
-# Steps, and who waits
+# Steps, and waiting requests
 
 
 @pytest.mark.parametrize("num_chunks", [0, 2])
@@ -163,14 +163,14 @@ def test_shutdown_leaves_no_thread_and_no_socket(make: Any) -> None:
     target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
     with pytest.raises(CheckpointError):
         target.recv_checkpoint(0, source.metadata(), 2, TIMEOUT)
-    idle = connect(source)  # says nothing
+    idle = connect(source)  # sends nothing
     for transport in (source, target):
         transport.shutdown()
-        transport.shutdown()  # again does no harm
-    with contextlib.suppress(ConnectionResetError):  # if it was not accepted yet
+        transport.shutdown()  # a second call has no effect
+    with contextlib.suppress(ConnectionResetError):  # in case it was not accepted yet
         assert idle.recv(1) == b""
     idle.close()
-    # What other tests left may connect and end at any time.
+    # Connections of other tests may begin and end at any time.
     wait_until(lambda: set(threading.enumerate()) <= threads and open_sockets() <= sockets)
     with pytest.raises(CheckpointError, match="ConnectionRefusedError"):
         make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
@@ -182,7 +182,7 @@ def test_shutdown_without_waiting(make: Any) -> None:
     with pytest.raises(TimeoutError):
         waiting.result(0.05)
     source.shutdown(wait=False)
-    with contextlib.suppress(OSError, http.client.HTTPException):  # cut, unless it just got its answer
+    with contextlib.suppress(OSError, http.client.HTTPException):  # cut, unless it has just got its answer
         assert waiting.result(5)[0] == 503
 
 
@@ -198,7 +198,7 @@ def open_sockets() -> set[str]:
     return found
 
 
-# What is served is the state of its step
+# A source serves the state of its own step
 
 
 @pytest.mark.parametrize("num_chunks", [0, 3])
@@ -228,7 +228,9 @@ def test_what_a_forward_pass_changes_is_copied_at_once(make: Any) -> None:
 
 @pytest.mark.parametrize("snapshot", [True, False])
 def test_heals_while_the_source_trains(make: Any, snapshot: bool) -> None:
-    """Targets read all the time, the source changes everything between disallow and send; no read is mixed."""
+    """Targets read all the time, and the source changes everything between disallow and send. No target
+    reads a mixture.
+    """
     source, target = make(snapshot=snapshot), make()
     state = large_state(0.0)
     steps = 8
@@ -243,7 +245,7 @@ def test_heals_while_the_source_trains(make: Any, snapshot: bool) -> None:
             try:
                 got = target.recv_checkpoint(0, source.metadata(), step, TIMEOUT)
             except CheckpointError:
-                continue  # the source is a step further
+                continue  # the source is at a later step
             for tensor in got.values():
                 assert bool((tensor == float(step)).all())
             count += 1
@@ -283,7 +285,7 @@ def test_a_copy_is_dropped_by_age(make: Any) -> None:
     source.disallow_checkpoint()
 
     def dropped() -> bool:
-        source.disallow_checkpoint()  # every step of a training loop does this; it must not make the copy younger
+        source.disallow_checkpoint()  # every step of a training loop does this; the copy must still expire
         return source._source._offer is None
 
     wait_until(dropped)
@@ -323,7 +325,7 @@ def test_no_memory_for_the_copy(make: Any, monkeypatch: Any, state: Any, caplog:
     source.send_checkpoint([1], 1, state, TIMEOUT)
     assert_same(target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)
     source.send_checkpoint([1], 1, state, TIMEOUT)
-    source.disallow_checkpoint()  # training goes on
+    source.disallow_checkpoint()  # the training continues
     assert "the state to send could not be copied: not enough memory" in caplog.text
     with pytest.raises(TimeoutError):
         target.recv_checkpoint(0, source.metadata(), 1, SHORT)
@@ -352,7 +354,7 @@ def test_a_long_heal_is_copied_meanwhile(make: Any, monkeypatch: Any) -> None:
 
 
 def test_a_long_heal_is_not_copied_while_its_target_reads(make: Any, monkeypatch: Any) -> None:
-    """The source meets that target in the step, before it changes its state."""
+    """The source meets that target in the step, before its state changes."""
     monkeypatch.setattr("torchft.checkpointing._offer._COPY_DELAY", 0.05)
     source = make()
     state = large_state()
@@ -362,7 +364,7 @@ def test_a_long_heal_is_not_copied_while_its_target_reads(make: Any, monkeypatch
     time.sleep(0.3)
     large = [block for block in offer._blocks.values() if block.nbytes > MB]
     assert len(large) == 4 and all(block.coming is None for block in large)
-    source.disallow_checkpoint()  # it is about to change even so
+    source.disallow_checkpoint()  # it is about to change nevertheless
     fill(state, 3.0)
     assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), large_state())
 
@@ -374,11 +376,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-# Readers that are in the way
+# Slow readers
 
 
 def slow_reader(source: HTTPTransport[Any], step: int) -> socket.socket:
-    """Asks for the state and reads no more than the start of it."""
+    """Requests the state and reads only its beginning."""
     sock = connect(source)
     sock.sendall(f"GET /checkpoint/{step}/full HTTP/1.1\r\nHost: test\r\n\r\n".encode())
     assert sock.recv(20).startswith(b"HTTP/1.1 200")
@@ -430,7 +432,7 @@ def test_a_target_that_is_cut_off_gets_an_error(make: Any) -> None:
         assert_same(got.result(TIMEOUT.total_seconds()), large_state())
 
 
-# Strangers
+# Invalid clients
 
 
 @pytest.mark.parametrize(
@@ -510,7 +512,8 @@ def test_logs_are_quiet(make: Any, capfd: Any) -> None:
 
 
 def test_chunk_numbers_that_differ(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_native_transfer, "native", lambda: None)  # between our transports the number does not matter
+    # between two transports of torchft the number has no effect
+    monkeypatch.setattr(_native_transfer, "native", lambda: None)
     state = {str(i): i for i in range(10)}
     source = make(num_chunks=3)
     source.send_checkpoint([1], 1, state, TIMEOUT)

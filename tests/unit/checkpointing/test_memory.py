@@ -50,7 +50,7 @@ def test_here() -> None:
 
 
 def in_huge_pages() -> int:
-    """Bytes of this process that lie in huge pages."""
+    """Bytes of this process in huge pages."""
     smaps = Path("/proc/self/smaps").read_text().splitlines()
     return sum(int(line.split()[1]) << 10 for line in smaps if line.startswith("AnonHugePages:"))
 
@@ -58,7 +58,7 @@ def in_huge_pages() -> int:
 @pytest.mark.skipif(not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="here are no huge pages")
 @pytest.mark.parametrize("sizes", [[65 << 20], [1 << 20] * 70, [1000, (5 << 20) + 1, 200_001] * 12])
 def test_what_arrives_lies_in_huge_pages(sizes: list[int]) -> None:
-    """Large tensors, and neighbours that are smaller than a page of 2 MB. The first touch of 4 KB pages is slow."""
+    """Large tensors, and neighbours smaller than a page of 2 MB. The first access to pages of 4 KB is slow."""
     before, memory = in_huge_pages(), HostMemory()
     taken = [memory.take(size) for size in sizes]
     for i, flat in enumerate(taken):

@@ -1,4 +1,4 @@
-"""Transfers between two of our transports, over the native core."""
+"""Transfers between two transports of torchft, over the native core."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_keys_of_any_kind_name_a_place(make: Any) -> None:
 
 
 def test_what_lies_otherwise_is_copied_to_its_place(make: Any) -> None:
-    """Other strides, memory that is shared, a part of a larger one."""
+    """Other strides, shared memory, a part of a larger tensor."""
     base = torch.zeros(10, 10)
     own = {"a": torch.zeros(4, 6).T, "b": base[2:4], "c": base[5:], "d": torch.zeros(3)}
     big = torch.arange(30.0)
@@ -188,7 +188,7 @@ def test_serving_in_the_background(make: Any, background: bool) -> None:
         return idle
 
     seen: list[int] = []
-    # Go's first thread cannot end: it sleeps for good, as it was when a stream of another test ended on it.
+    # Go's first thread cannot end, and sleeps forever if another test's stream ended on it.
     before = idle_threads()
     source = make(background=background, bandwidth_limit=100 * MB)
     state = {"large": torch.ones(10 * MB), "rest": training_state()}
@@ -233,17 +233,17 @@ def test_a_token_must_be_shown(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_p
     source = make()
     source.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
     assert make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT) == {"a": 1}
-    for token in ("", "guess", "sécret", "secret"):  # what is shown here is not the token itself
+    for token in ("", "guess", "sécret", "secret"):  # the proof is derived from the token, and is not the token itself
         request = f"GET /checkpoint/1/full HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n"
         with socket.create_connection(("localhost", source._server.server_port), timeout=10) as sock:
             sock.sendall(request.encode())
             assert sock.recv(100).startswith(b"HTTP/1.1 401"), token
-    # the data port wants a secret that only comes with the ticket, so a target without the token has none
+    # the data port requires a secret that is part of the ticket, so a target without the token has none
     with monkeypatch.context() as patch:
         patch.setattr(http_transport, "checkpoint_token", lambda: "guess")
         with pytest.raises(CheckpointError, match="refused with 401: a request for a checkpoint must prove"):
             make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
-    # a new token is added to those that are accepted, and then shown
+    # a new token is first added to the accepted ones, and then used
     shown = checkpoint_token()
     ours.write_text("new\nsecret\n")
     assert checkpoint_token() != shown
@@ -261,7 +261,7 @@ def test_a_token_must_be_shown(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Additional sources are asked from the beginning, not only where a transfer takes its time."""
+    """Additional sources are asked from the beginning, not only in long transfers."""
     monkeypatch.setattr(_receive, "_HELP_AFTER", 0.0)
 
 
@@ -286,7 +286,7 @@ def test_several_groups_serve(make: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     got = make().recv_checkpoint(0, assigned.metadata(), 1, TIMEOUT, additional_sources=[additional.metadata])
     assert_same(got, state)
     wait_until(lambda: len(served) == 2)
-    assert sorted(done for done, _ in served) == [False, True]  # only the assigned one may forget the state
+    assert sorted(done for done, _ in served) == [False, True]  # only the assigned source may forget the state
     assert all(n > 0 for _, n in served) and sum(n for _, n in served) >= 16 * MB
 
 
@@ -352,7 +352,7 @@ def test_an_additional_source_that_differs_gives_only_what_is_alike(make: Any, a
 def test_what_only_the_assigned_source_has_is_asked_for_again(
     make: Any, at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its connections are cut while the additional source has given all that both have alike."""
+    """Its connections are cut when the additional source has sent all data that is equal on both."""
     source, other = make(bandwidth_limit=8 * MB), make()
     state = {"alike": torch.randn(2 * MB), "only here": torch.randn(MB)}
     source.send_checkpoint([1], 1, state, TIMEOUT)
@@ -381,7 +381,7 @@ def test_what_only_the_assigned_source_has_is_asked_for_again(
 
 @pytest.mark.parametrize("snapshot", [True, False])
 def test_the_source_trains_on(make: Any, snapshot: bool) -> None:
-    """Everything is changed at every step; no read is of two steps."""
+    """Every step changes everything. No target reads a mixture of two steps."""
     source = make(snapshot=snapshot)
     state = {f"w{i}": torch.zeros(MB) for i in range(4)}
     done, steps, healed = threading.Event(), [0], []
@@ -394,7 +394,7 @@ def test_the_source_trains_on(make: Any, snapshot: bool) -> None:
             try:
                 got = target.recv_checkpoint(0, source.metadata(), step, TIMEOUT)
             except CheckpointError:
-                continue  # the source is further
+                continue  # the source is at a later step
             assert all(bool((t == step).all()) for t in got.values())
             healed.append(step)
 
@@ -430,7 +430,7 @@ def test_nothing_is_left(make: Any) -> None:
     for transport in (source, target):
         transport.shutdown()
     gc.collect()
-    wait_until(lambda: go.pyapi_Handles() <= before)  # what other tests dropped may end meanwhile
+    wait_until(lambda: go.pyapi_Handles() <= before)  # objects that other tests dropped may end in the meantime
     assert not _native_transfer._registered
 
 
@@ -447,7 +447,7 @@ def test_no_memory_at_the_target(make: Any, monkeypatch: pytest.MonkeyPatch) -> 
             make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
     assert_same(
         make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), {"w": torch.ones(5)}
-    )  # the source is unharmed
+    )  # the source still works
 
 
 def test_ctrl_c_ends_a_transfer_before_its_memory_goes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

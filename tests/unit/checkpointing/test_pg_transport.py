@@ -34,7 +34,7 @@ def groups() -> Iterator[list[Any]]:
 
 
 def run(*calls: Callable[[], Any]) -> list[Any]:
-    """Runs the calls side by side; their results, or what they raised."""
+    """Runs the calls concurrently. Returns their results or exceptions."""
 
     def result(call: Callable[[], Any]) -> Any:
         try:
@@ -65,7 +65,7 @@ def test_nobody_to_send_to(groups: list[Any]) -> None:
 def test_in_place(groups: list[Any]) -> None:
     state = training_state(seed=1)
     mine = training_state(seed=2)
-    mine["user"]["default"]["optim"]["state"] = {}  # a fresh optimizer has none
+    mine["user"]["default"]["optim"]["state"] = {}  # a new optimizer has no state
     mine["user"]["tensors"]["bf16"] = torch.zeros(7)  # another shape
     transposed = mine["user"]["tensors"]["transposed"]
     source, target = PGTransport(groups[0], TIMEOUT, CPU), PGTransport(groups[1], TIMEOUT, CPU, lambda: mine)
@@ -85,7 +85,7 @@ def test_large_tensors_go_in_pieces(groups: list[Any], monkeypatch: pytest.Monke
 
 
 def test_keys_of_any_kind(groups: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ends cut a state into pieces of the same size, and find what is there already."""
+    """Both ends cut a state into pieces of the same size, and find the existing tensors."""
     monkeypatch.setattr(pg_transport, "_LEAST_PIECE", 64)
     state = {(1, "a"): torch.arange(30_000.0), torch.float16: torch.ones(5), b"x": {2**70: torch.full((7,), 3.0)}}
     own = {(1, "a"): torch.zeros(30_000), torch.float16: torch.zeros(5), b"x": {2**70: torch.zeros(7)}}
@@ -96,7 +96,7 @@ def test_keys_of_any_kind(groups: list[Any], monkeypatch: pytest.MonkeyPatch) ->
     assert got[1, "a"] is own[1, "a"] and got[b"x"][2**70] is own[b"x"][2**70]
 
 
-# A target that cannot take a state: the source sends it all, and goes on
+# A target that cannot receive a state: the source sends all of it, and continues
 
 
 def test_a_wrong_step(groups: list[Any]) -> None:
@@ -159,16 +159,18 @@ def test_bad_settings(timeout: timedelta) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("isolated_rank", [0, 1], ids=["source", "target"])
 def test_the_timeout_of_a_call_wins_when_it_is_longer(isolated_rank: int) -> None:
-    """Longer than the transport's and than the group's, which an isolated group's worker applies by itself."""
-    late_sec = 2.0  # how much later the other one comes
-    short = timedelta(seconds=1.5)  # also for connecting
+    """Longer than the transport's and the process group's timeout. The worker of an isolated group applies
+    the latter itself.
+    """
+    late_sec = 2.0  # delay of the other end
+    short = timedelta(seconds=1.5)  # also the timeout of connecting
     groups: list[Any] = [ProcessGroupGloo(TIMEOUT), ProcessGroupGloo(TIMEOUT)]
     groups[isolated_rank] = ProcessGroupBabyGloo(short)
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     try:
         connect(groups, store)
         source, target = (PGTransport(group, short, CPU) for group in groups)
-        state = {"a": torch.randn(1 << 22)}  # more than a connection takes while nobody reads
+        state = {"a": torch.randn(1 << 22)}  # more than a connection buffers while the other end does not read
         late = threading.Event()
 
         def lately(rank: int, call: Callable[[], Any]) -> Any:
@@ -215,11 +217,13 @@ def native(store: dist.TCPStore, timeout: timedelta) -> list[Any]:
     ],
 )
 def test_the_timeout_of_a_call_wins_over_that_of_gloo(make: Callable[..., list[Any]]) -> None:
-    """Longer than the transport's and the group's, in both directions at once: the peer comes later than that."""
+    """Longer than the transport's and the process group's timeout, in both directions: the peer is late by
+    more than these.
+    """
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     short, late = timedelta(seconds=1), threading.Event()
     pairs = [make(store, short) for _ in range(2)]
-    state = {"a": torch.randn(1 << 22)}  # more than a connection takes while nobody reads
+    state = {"a": torch.randn(1 << 22)}  # more than a connection buffers while the other end does not read
 
     def send(group: Any) -> None:
         PGTransport(group, short, CPU).send_checkpoint([1], 4, state, TIMEOUT)

@@ -1,4 +1,4 @@
-"""Parts of a state over HTTP: what a source answers in and between its steps, and what a target makes of it."""
+"""Parts of a state over HTTP: a source's answers in and between its steps, and the target's reactions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIMEOUT = timedelta(seconds=20)
 
 
 class Source:
-    """Gives the bytes of its state, which is a number."""
+    """Serves the bytes of its state, which is a number."""
 
     def __init__(self, state: int) -> None:
         self.state = state
@@ -134,7 +134,7 @@ def test_a_source_without_the_setting_refuses_at_once() -> None:
 
 def test_a_source_that_is_shut_down_ends_what_waits_for_it(source: HTTPTransport[Any], asker: Asker) -> None:
     source.note_step(1, {})
-    asker.ask("head", "1")  # the connection is there
+    asker.ask("head", "1")  # opens the connection
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(asker.ask, "piece", "0-0-5")
         source.shutdown(wait=False)
@@ -206,7 +206,7 @@ def test_a_target_that_takes_nothing_holds_up_neither_the_training_nor_another_t
             if argument != "large":
                 return super().give(kind, argument)
             sends.set()
-            return None, [torch.zeros(64 << 20, dtype=torch.uint8)]  # more than the buffers of a connection hold
+            return None, [torch.zeros(64 << 20, dtype=torch.uint8)]  # more than a connection buffers
 
     source.offer_pieces(7, Large(7))
     with socket.create_connection(("localhost", source._server.server_port), 10) as stalled:

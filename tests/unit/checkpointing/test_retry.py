@@ -1,4 +1,4 @@
-"""When a source is asked again, as a table; which errors lead there."""
+"""When a source is asked again, as a table, and the errors after which it is."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout, 
         (10.0, [False, False, False, False], [PAUSE, 2 * PAUSE, 4 * PAUSE, None]),
         (10.0, [False, False, True, False, False, False], [PAUSE, 2 * PAUSE, PAUSE, 2 * PAUSE, 4 * PAUSE, None]),
         (10.0, [True] * 9, [PAUSE] * 9),
-        (PAUSE, [True], [None]),  # the deadline passes in the pause
+        (PAUSE, [True], [None]),  # the deadline passes during the pause
         (2 * PAUSE, [False, False], [PAUSE, None]),
     ],
 )

@@ -36,7 +36,7 @@ def test_which_holders_are_compatible(held: list[str], wanted: str, works: bool)
             acquire[wanted]()
     for kind in held:
         release[kind]()
-    with lock.w_lock():  # nothing was left behind, by the failed attempt either
+    with lock.w_lock():  # no failed attempt has left anything behind
         assert lock.w_locked()
     assert not lock.w_locked()
 
@@ -68,7 +68,7 @@ def test_a_waiter_goes_on_when_the_holder_leaves(first: str) -> None:
     thread.start()
     assert waiting.wait(10)
     assert not got.is_set()
-    # held by this thread, released by another
+    # acquired by this thread, released by another
     other = threading.Thread(target=lock.r_release if first == "r" else lock.w_release)
     other.start()
     assert got.wait(10)

@@ -1,4 +1,4 @@
-"""What readers see while a source takes its memory back."""
+"""Readers while a source takes its memory back."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchft.checkpointing._source import Source
 
 
 def test_reader_that_comes_while_the_copy_is_made_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is woken when the copy is complete, and does not wait until its own timeout."""
+    """It is woken when the copy is complete, and does not wait for its own timeout."""
     closing, go_on = threading.Event(), threading.Event()
     close = Offer.close
 

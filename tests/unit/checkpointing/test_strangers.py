@@ -1,4 +1,4 @@
-"""Connections that show nothing take no places of those that do."""
+"""Connections without a valid request take no places of others."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def make() -> Iterator[Callable[[], HTTPTransport]]:
 
 @contextlib.contextmanager
 def strangers(port: int, says: bytes) -> Iterator[None]:
-    """Opens connections: more than a server takes, and then 200 a second, and closes none."""
+    """Opens more connections than a server accepts, and then 200 per second, and closes none."""
     kept: list[socket.socket] = []
     over = threading.Event()
 
     def come() -> None:
-        with contextlib.suppress(OSError):  # the server is faster
+        with contextlib.suppress(OSError):  # the server has closed it already
             kept.append(socket.create_connection(("localhost", port), timeout=5))
             kept[-1].sendall(says)
 

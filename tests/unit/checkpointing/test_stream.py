@@ -1,4 +1,4 @@
-"""The format: ours and PyTorch's are one, and nothing in it is trusted."""
+"""The streaming format: it is the same as PyTorch's, and its content is not trusted."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_pytorch_reads_ours() -> None:
 @pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 def test_we_read_pytorchs() -> None:
     state = training_state()
-    # PyTorch writes these in a way that its restricted reader refuses; ours writes them differently
+    # PyTorch writes these in a form that its restricted reader refuses; torchft writes them differently
     del state["user"]["values"]["default"], state["user"]["values"]["deque"]
     file = io.BytesIO()
     _streaming_save(state, file)  # type: ignore[arg-type]
@@ -99,7 +99,7 @@ def test_tree_spec(tree: Any) -> None:
 
 @pytest.mark.skipif(not hasattr(pytree.TreeSpec, "__setstate__"), reason="this PyTorch has another state of a TreeSpec")
 def test_a_spec_that_pytorch_2_11_has_pickled() -> None:
-    """Its leaves are objects of a class; those of later versions are calls of a function."""
+    """Its leaves are objects of a class; later versions have calls of a function instead."""
     pickled = (
         b"\x80\x02ctorch.utils._pytree\nTreeSpec\n)\x81](c__builtin__\nlist\nN]ctorch.utils._pytree\nLeafSpec\n)\x81]"
         b"(NN]K\x01K\x01K\x00ebaK\x02K\x01K\x01eb."
@@ -122,14 +122,14 @@ def test_a_forged_list_of_records_cannot_change_the_class_that_all_share(name: s
         return pickle.dumps(value, protocol=2)[2:-1]
 
     before = dict(vars(_Entry))
-    # BUILD with (None, {...}) sets attributes on what is below it, here the class itself
+    # BUILD with (None, {...}) sets attributes on the object below it on the stack, here the class itself
     forged = b"\x80\x02ctorch.distributed._serialization\n_Entry\n" + pickled((None, {name: 5})) + b"b."
     try:
         with pytest.raises(CheckpointError, match="a stream"):
             read(forged)
         assert dict(vars(_Entry)) == before
     finally:
-        if dict(vars(_Entry)) != before:  # else nothing that comes after could say anything
+        if dict(vars(_Entry)) != before:  # otherwise later checks would mean nothing
             setattr(_Entry, name, before[name]) if name in before else delattr(_Entry, name)
     assert_same(read(written(training_state())), training_state())
 
@@ -141,7 +141,7 @@ def test_values_keep_their_types() -> None:
     assert got["deque"].maxlen == 3
 
 
-# What is not allowed
+# Types that are not allowed
 
 
 @pytest.mark.parametrize("where", ["structure", "records", "chunk", "spec"])
@@ -157,7 +157,7 @@ def test_a_malicious_pickle_does_not_run(where: str, tmp_path: Any) -> None:
     with pytest.raises(CheckpointError, match="system"):
         read(data)
     assert not proof.exists()
-    pickle.loads(pickle.dumps(evil))  # it would have
+    pickle.loads(pickle.dumps(evil))  # it would have run
     assert proof.exists()
 
 
@@ -221,7 +221,7 @@ def test_reading_in_many_threads() -> None:
     assert not failed
 
 
-# What is damaged
+# Damaged streams
 
 
 def test_every_way_to_cut_it_short() -> None:
@@ -280,7 +280,7 @@ def test_lengths_are_believed_only_within_the_body() -> None:
 
 def test_a_tensor_that_is_larger_than_its_record() -> None:
     data = written({"a": torch.arange(8.0)})
-    entries_length = data.index(b"\x80\x02", 1)  # where the structure starts
+    entries_length = data.index(b"\x80\x02", 1)  # the beginning of the structure
     entries = pickle.loads(data[:entries_length])
     entries[-1].length -= 4
     with pytest.raises(CheckpointError, match="record data/0 has 28 bytes, its tensors need 32"):
@@ -289,7 +289,7 @@ def test_a_tensor_that_is_larger_than_its_record() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_flipped_bytes_never_escape(seed: int) -> None:
-    """Damage is an error of ours or other numbers, never another exception."""
+    """Damage results in an error of torchft or in other numbers, never in another exception."""
     data = written({"a": torch.arange(4.0), "b": [1, {"c": "text"}]})
     generator = torch.Generator().manual_seed(seed)
     for _ in range(150):

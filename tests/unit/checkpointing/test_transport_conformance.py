@@ -1,4 +1,4 @@
-"""What every transport must do. A new one joins with one more entry in PAIRS."""
+"""Requirements for every transport. A new transport joins with an entry in PAIRS."""
 
 from __future__ import annotations
 
@@ -134,8 +134,8 @@ def test_the_target_says_how_far_it_is(pair: Pair, caplog: pytest.LogCaptureFixt
     with watched_by(lambda received, total: seen.append((received, total))):
         assert_same(pair.transfer(state), state)
     assert seen and all(0 <= received <= total for received, total in seen)
-    if not getattr(pair.target, "_num_chunks", 0):  # of chunks, each tells its size when it comes
-        assert 0 <= seen[0][1] - 3 * 4 * (1 << 20) < 1 << 16  # the tensors, and what describes them
+    if not getattr(pair.target, "_num_chunks", 0):  # each chunk tells its size only when it arrives
+        assert 0 <= seen[0][1] - 3 * 4 * (1 << 20) < 1 << 16  # the tensors, and their description
     assert re.search(r"checkpoint of step 3 .*: 0\.013 GB in [\d.]+ s, [\d.]+ GB/s", caplog.text)
 
 

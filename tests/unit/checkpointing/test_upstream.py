@@ -1,4 +1,4 @@
-"""The upstream format: a target of any generation finds what it looks for."""
+"""The upstream format: targets of all versions find the parts that they look for."""
 
 from __future__ import annotations
 

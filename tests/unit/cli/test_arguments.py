@@ -1,4 +1,4 @@
-"""What is given on the command line, and what is answered to that which cannot be used."""
+"""Command line arguments, and the answers to invalid ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`torchft doctor` finds what is wrong, and says what to do."""
+"""`torchft doctor` finds problems, and names the remedy."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_port_that_another_program_has(
         monkeypatch.setattr("torchft.cli.doctor.DEFAULT_PORT", port)
 
         def serve() -> None:
-            with contextlib.suppress(OSError):  # the asking side may have left
+            with contextlib.suppress(OSError):  # the connecting side may have closed it
                 connection, _ = other.accept()
                 with connection:
                     connection.recv(1000)

@@ -1,4 +1,4 @@
-"""`torchft status` and `torchft kill` at a real lighthouse."""
+"""`torchft status` and `torchft kill` with a real lighthouse."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_events_that_are_followed_come_at_once(lighthouse: LighthouseServer) -> 
                     thread.start()
                 for thread in threads:
                     thread.join()
-                # On a slow machine the one that asks no more may be told to have failed first.
+                # On a slow machine, the member that stopped requesting may be reported as failed first.
                 assert any(f"{names[1]} joined" in line for line in follower.stdout)
         finally:
             follower.kill()
@@ -101,7 +101,7 @@ def test_names_of_strangers_move_no_cursor_when_one_is_ended(
 def test_a_watch_goes_on_when_the_lighthouse_does_not_answer(
     lighthouse: LighthouseServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be restarted."""
+    """The lighthouse may be restarting."""
     looks: list[float] = []
 
     def sleep(seconds: float) -> None:

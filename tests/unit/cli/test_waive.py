@@ -1,4 +1,4 @@
-"""`torchft waive` asks one lighthouse of a list, and checks first whether what the operator answers for can be so."""
+"""`torchft give-up` tells one lighthouse of a list, after it has checked whether the operator's claim is plausible."""
 
 from __future__ import annotations
 

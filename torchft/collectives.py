@@ -144,7 +144,7 @@ def reduce_scatter_quantized(
     """Reduces tensors over all ranks and leaves each rank its rows of them.
 
     Args:
-        output: as `allocate_reduce_scatter_output` gives it: this rank's rows of all inputs, flat, one after the other.
+        output: made by `allocate_reduce_scatter_output`: this rank's rows of all inputs, flat, one after the other.
         inputs: float32, float16 or bfloat16, of one dimension or more, on one device. Their first dimensions are cut
             into as many parts as there are ranks, padded with zeros as `get_padded_sizes` says.
         opts: SUM or AVG.

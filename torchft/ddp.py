@@ -32,10 +32,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     part in the loss are therefore fine, and PyTorch's one warning that there were none means nothing. With
     ``static_graph`` PyTorch rebuilds nevertheless: see :class:`_StaticGraph`.
 
-    Gradients are views of the buckets (``gradient_as_bucket_view``) unless the caller says otherwise. An average over
-    those who took part can only be made after the allreduce, and costs a pass over all gradients; this saves another,
-    that of copying them back, and the memory of one copy of them. As PyTorch says of the option, such a gradient cannot
-    be detached in place, and it is overwritten in the next backward pass.
+    Gradients are views of the buckets (``gradient_as_bucket_view``) unless the caller says otherwise. The number of
+    participants is known only after the allreduce, so averaging takes another pass over all gradients. The views save a
+    pass, that of copying the gradients back, and the memory of one copy. As PyTorch documents for the option, such a
+    gradient cannot be detached in place, and is overwritten in the next backward pass.
 
     Args:
         manager: of this rank.

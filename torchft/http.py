@@ -25,9 +25,9 @@ _LARGE_READ = 1 << 20
 class _DeadlineSocket(socket.socket):
     """A socket whose reads and writes together end at `deadline`, however slowly the peer drips its bytes.
 
-    The timeout of an ordinary socket restarts with every byte, so a slow client could occupy a thread for ever. Python
-    also implements it as a loop of poll and read, which takes the GIL each time: while a training loop holds the GIL,
-    that costs more than the transfer. Here the kernel has the timeout, and a large read or write is one call.
+    The timeout of an ordinary socket restarts with every byte, so a slow client could occupy a thread without limit.
+    Python also implements it as a loop of poll and read, which takes the GIL each time: while a training loop holds the
+    GIL, that costs more than the transfer. Here the kernel has the timeout, and a large read or write is one call.
     """
 
     deadline: float | None = None  # by time.monotonic(); None: no limit

@@ -473,8 +473,8 @@ class Manager(Stateful, Stepping):
         """Waits until no healing group reads this group's state any more. Call it before changing the
         state within a step.
 
-        A step that ends with :meth:`should_commit` needs no such call. Streaming DiLoCo does: inner steps go on while a
-        collective runs. Those of a step end only after the groups that heal have what they need.
+        A step that ends with :meth:`should_commit` needs no such call. Streaming DiLoCo does, because its inner steps
+        continue while a collective runs: before the next inner step, the healing groups must have received the state.
         """
         self._transfers.end_in_step(self._current)
 

@@ -39,7 +39,7 @@ const (
 	ruleUnshown   = "a group that claims a quorum and does not show it stops nobody"
 	ruleMemory    = "memory is bounded by live members"
 	ruleDrained   = "a group that was asked to leave learns it with its next quorum, all ranks with the same one"
-	ruleFinished  = "a training that begins after one that has ended on purpose regresses behind nothing"
+	ruleFinished  = "a training that begins after one that has ended on purpose is no regression"
 )
 
 // seen is the checker's record of a group.

@@ -1,9 +1,9 @@
 """The delay of a survivor while a group joins: its longest step during the heal, less its median step.
 
-One group trains alone; a second one joins, heals the state from it and trains along. Measured from the moment the
-newcomer makes its Manager until both have trained some steps together. Every step is looked at, with none left out.
-For states of 50 MB, 1 GB and 4 GB with steps that compute nothing; for 50 MB, whose transfer a step can hide, also with
-steps that compute for 100 ms as a GPU does (the processor is free).
+One group trains alone; a second one joins, heals from it and trains. Each of the survivor's steps is measured from the
+moment when the joining group makes its Manager until both have trained some steps together. The states have 50 MB, 1 GB
+and 4 GB, with steps that compute nothing; with 50 MB, whose transfer a step can hide, also with steps that compute for
+100 ms as a GPU does (the processor is free).
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     python python/bench/loss_picture.py docs/loss.png
 
 Four groups train a small network on scikit-learn's digits, in float64 with SGD and momentum, on plain Gloo. In the runs
-with kills one of the groups 1 to 3 gets SIGKILL after every so many steps of group 0, once all take part again, and is
-started again some steps later. Ours reads with an ElasticDataLoader, upstream in its own style: a shard
-for each group, from its start after a restart. Drawn is the loss of group 0's weights over all images, over the samples
-that its steps were made of; and below it how far the two runs are apart.
+with kills, one of the groups 1 to 3 is killed with SIGKILL at regular numbers of group 0's steps, once all groups
+participate again, and is restarted some steps later. Ours reads with an ElasticDataLoader, upstream as its examples do:
+a shard for each group, read from the beginning after a restart. The picture shows the loss of group 0's weights on all
+images over the number of samples trained on, and below it the difference between the two runs.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def _reaches(job: Job, child: Child, step: int, together: bool = False) -> bool:
 def differences(calm: Run, killed: Run) -> dict[int, float]:
     """Return the relative difference of each loss of the run with kills from the other run's, by the samples before it.
 
-    Where that run has no step with so many samples, as beside those of fewer groups of upstream, the line
-    between its two nearest ones counts.
+    If that run has no step with the same number of samples, as with fewer groups of upstream, its loss is
+    interpolated between the two nearest steps.
     """
     import numpy as np
 

@@ -1,8 +1,8 @@
 """The cost of a process group: an operation of 16 floats, an allreduce of 25 MB, new peers, and an abort.
 
-Two ranks as processes, Gloo on loopback. PyTorch's own group, its reconfigurable one (native), and of both packages the
-group in the process and the isolated one; ours also with tensors that lie in a buffer that was shared first, as the
-buckets of DistributedDataParallel do. All are up at the same time and take turns.
+Two ranks as processes, Gloo on loopback. Measured are PyTorch's own group, its reconfigurable one (native), and the
+in-process and isolated groups of both packages; ours also with tensors in a buffer that was shared before, as the
+buckets of DistributedDataParallel are. All of them run at the same time and take turns.
 """
 
 from __future__ import annotations

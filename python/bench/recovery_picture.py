@@ -2,9 +2,9 @@
 
     python python/bench/recovery_picture.py docs/recovery-of-one.png
 
-Steps of 100 ms on plain Gloo, a join timeout of 10 s, a heartbeat timeout of 1 s. The victim gets SIGKILL and is
-started again at once. Drawn is every committed step of the first group: how many batches all groups trained on in it,
-divided by its time.
+Steps of 100 ms on plain Gloo, a join timeout of 10 s, a heartbeat timeout of 1 s. The victim is killed with SIGKILL and
+restarted at once. The picture shows for each committed step of the first group the number of batches of all groups,
+divided by the step's duration.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The phases of a group's restart, from the start of its process to its first commit.
 
-Two groups of one rank train with steps of 50 ms and 10 MB of state; one of them gets SIGKILL and is started again, from
-nothing, once a round. Whatever starts Python and imports torch takes the first two phases as well: what comes after
-them is torchft's.
+Two groups of one rank train with steps of 50 ms and 10 MB of state. Once per round, one of them is killed with SIGKILL
+and restarted without state. The first two phases are the start of Python and the import of torch, which any program
+has; the later ones are torchft's.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How much longer a heal takes while strangers connect to the checkpoint server: goal 1.5.
 
-The strangers come from a process of their own: more at once than the server has places for, then 200 a second. They
-keep what they get; half say nothing, half send the head of a request and no end. One target fetches a state in the
-native format, and one in the upstream format, alone and among them in turns. Where processors are busy, the processor
-time of both ends says more than the time that a heal takes. The port of the native core is measured by
+The strangers connect from a process of their own: first more of them than the server has places, then 200 per second.
+They keep their connections; half of them send nothing, half the beginning of a request. One target fetches a state in
+the native format and one in the upstream format, in turns with and without strangers. On busy processors, the processor
+time of both ends says more than the duration of a heal. The native core's port is measured by
 `go test ./heal -run '^$' -bench AmongStrangers` (in go/).
 
     python python/bench/run.py strangers

@@ -267,8 +267,8 @@ def check(job: Job, outcomes: list[Outcome], lost: int = 0, clip: bool = False) 
             assert torch.equal(value, outcomes[0].weights[name]), name
 
 
-# In one of a hundred failures a send of Gloo is not woken, and ends at its timeout. The step is then lost, unless that
-# comes within the time for which a step waits for what was aborted: half a second, which a busy machine needs, too.
+# In one of a hundred failures a send of Gloo is not woken, and ends at its timeout. The step is then lost, unless the
+# timeout passes within the half second for which a step waits for aborted operations.
 OPERATION = timedelta(seconds=10)
 DRAIN_SEC = 20.0
 

@@ -33,8 +33,8 @@ def failures(lighthouse: str) -> Counter[str]:
 def check_killed(before: Counter[str], after: Counter[str], members: int, heartbeat_timeout_ms: int) -> None:
     """Checks that this number of members were killed between two counts, and that each was detected by a connection.
 
-    Where the heartbeat timeout is short, for members that are stopped in the same job, one that lives may be silent for
-    as long on a busy machine: it is nobody's cause for a kill, and only the connections are counted.
+    If the heartbeat timeout is short, because the job has stopped members too, a healthy member may be silent for that
+    long on a busy machine. Silence is then ignored, and only the connections are counted.
     """
     new = {cause: after[cause] - before[cause] for cause in after}
     found = sum(new[cause] for cause in _BY_CONNECTION)

@@ -58,8 +58,8 @@ class Outcome:
 class Chaos:
     """A job of `groups` groups of `ranks` ranks. Close it with `finish`, which checks what must hold.
 
-    With `torchrun` an agent of it starts each group, of one rank, and restarts a rank that failed. `kills_only` is
-    for jobs in which nobody is stopped or loses its network: silence explains nothing in them.
+    With `torchrun`, each group has one rank, which torchrun's agent starts and restarts. `kills_only` is for jobs in
+    which no process is stopped or cut off, so that no failure may be detected by silence.
     """
 
     job: Job
@@ -171,7 +171,7 @@ class Chaos:
         """Kills and restarts `victim`. During its heal, strikes its source (`whom="source"`) or the target
         itself ("target").
 
-        A source is one of those that are left: with two groups its failure would be that of the only one.
+        Another source must remain, so this fault needs more than two groups.
         """
         self._prepare(victim)
         self._prepare(victim)

@@ -25,8 +25,8 @@ class Life:
     """A group, from its start to its failure.
 
     Attributes:
-        ranks: a process for each; or one, torchrun's agent, which starts the only rank, and starts it again.
-        store: where torchrun's agent would have one, None if there is an agent.
+        ranks: a process for each rank; or only torchrun's agent, which starts and restarts the group's only rank.
+        store: a replacement for the store of torchrun's agent; None if there is an agent.
     """
 
     group: int
@@ -37,8 +37,8 @@ class Life:
 def check_history(lives: Sequence[Life], last: int) -> None:
     """Checks all commits of all groups, from step 0 to the one before `last`.
 
-    A rank meets those of the same number: in the first step, in which all but one take over its weights and contribute
-    nothing, that one is another group for each number.
+    Ranks communicate with those of the same number. In the first step all groups but one take over that group's weights
+    and contribute nothing; this group differs between rank numbers.
     """
     for rank in range(len(lives[0].ranks)):
         _check_rank([(life.group, life.ranks[rank]) for life in lives], last)

@@ -28,11 +28,11 @@ def left_over() -> Counter[str]:
 class Leaks:
     """Compares quorums of the same number of groups: each peer takes descriptors.
 
-    The value to compare with is that of the end of the first such quorum that the process was reconfigured for. In the
-    very first quorum of its life it may not have met yet what it keeps for good.
+    The reference is the value at the end of the first such quorum for which the process was reconfigured. In its very
+    first quorum it may not have allocated yet what it keeps permanently.
 
     Attributes:
-        compared: how many comparisons were made: none in a process that ends in the quorum that it would compare with.
+        compared: number of comparisons; 0 in a process that ends during its reference quorum.
     """
 
     def __init__(self, count: Callable[[], Counter[str]] = left_over) -> None:

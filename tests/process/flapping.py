@@ -16,13 +16,13 @@ class Flapping:
     """Passes TCP on to a port of this machine. Leaving the `with` block ends it.
 
     Args:
-        every_s: from the begin of a cut to the begin of the next one.
-        lasts_s: how long a cut lasts.
+        every_s: seconds from the beginning of an interruption to the beginning of the next one.
+        lasts_s: duration of an interruption in seconds.
 
     Attributes:
-        address: where it listens, as host:port.
-        port: where it passes on to; to be set before anybody connects.
-        broken: how many connections were cut.
+        address: host:port on which it listens.
+        port: the port to which it forwards; set it before the first connection.
+        broken: number of connections that were cut.
     """
 
     def __init__(self, every_s: float = 1.0, lasts_s: float = 0.1) -> None:

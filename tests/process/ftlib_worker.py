@@ -1,7 +1,7 @@
 """One member of a job of FTLib that trains on digits in float64, and may be killed at a line of a rebuild.
 
-A step trains on 32 samples that its number decides on, of which each member takes its part. The parent hears
-of it after the optimizer has stepped, with the view that it was made in.
+A step trains on 32 samples chosen by its number, which the members divide. After the optimizer has stepped, the member
+reports the step to its parent, with the view in which it was made.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def main() -> None:
         **{**args.settings, **seconds},
     )
     if isinstance(ftlib._consensus, Gossip):
-        tell(ftlib._consensus)
+        report(ftlib._consensus)
     trained = model
     if args.overlap:
         trained = nn.parallel.DistributedDataParallel(

@@ -21,10 +21,10 @@ class NoHosts(Exception):
 class Hosts:
     """So many hosts, each with one link to this machine. Leaving the `with` block removes all of it.
 
-    The links are of 198.18.0.0/15, which is kept for measurements: no real host is in it.
+    The links use 198.18.0.0/15, which is reserved for measurements and has no real hosts.
 
     Args:
-        count: how many.
+        count: number of hosts.
         delay_s: of each frame on a link, in each direction.
         loss: the share of frames that a link drops.
 
@@ -32,9 +32,9 @@ class Hosts:
         NoHosts: on entering; not root, no `ip`, or a kernel without namespaces, bridges, veth or TAP.
 
     Attributes:
-        address: of this machine, as the hosts see it.
-        addresses: of the hosts.
-        links: that are slow, None if they are not.
+        address: this machine's, as the hosts see it.
+        addresses: those of the hosts.
+        links: the slow links; None if links are fast.
     """
 
     def __init__(self, count: int, delay_s: float = 0.0, loss: float = 0.0) -> None:

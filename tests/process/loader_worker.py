@@ -1,11 +1,11 @@
 """One rank of a replica group that trains with an ElasticDataLoader, and kills itself (SIGKILL) when told to.
 
 Before the reduction of a step it writes a line into its log: the position, the quorum, and the samples that it counts.
-Part of its state is the quorum in which each step was committed; so those lines that are part of its last weights can
-be separated from those of steps that were lost, or that a group committed which then failed with nobody healed from it.
+Its state contains the quorum in which each step was committed. So lines of steps in its final weights can be
+distinguished from those of lost steps, and of steps that only a group committed which then failed.
 
-Commands: {"until": STEP} trains up to there, with {"fail_at": STEP, "place": PLACE} not so far; {"save": FILE} writes a
-checkpoint.
+Commands: {"until": STEP} trains up to a step, or with {"fail_at": STEP, "place": PLACE} until it kills itself there;
+{"save": FILE} writes a checkpoint.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
     member.py [STEPS]
 
-Without STEPS it goes on until its parent ends it. It tells of each step. It is of whichever
-torchft is on PYTHONPATH.
+It runs the torchft on PYTHONPATH, and reports each step. Without STEPS it continues until its parent ends it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A replica group of one process over PyTorch's own default group, which torchft reconfigures.
 
-`dist` calls, functional collectives, FSDP2 and Manager go through that one object. Commands as in worker.py; besides,
-{"do": "collectives"} at a step makes it check a round of collectives among the groups that take part in the next step.
+`dist` calls, functional collectives, FSDP2 and Manager use that one object. Commands are those of worker.py, and
+{"do": "collectives"} at a step, which checks a round of collectives among the participants of the next step.
 """
 
 from __future__ import annotations

@@ -32,8 +32,8 @@ parser.add_argument("--save", required=True, help="file for the weights")
 args = parser.parse_args()
 
 TIMEOUT = timedelta(seconds=60)
-# In one of a hundred failures a send of Gloo is not woken, and ends at its timeout. The step is then lost, unless that
-# comes within the time for which a step waits for what was aborted: half a second, which a busy machine needs, too.
+# In one of a hundred failures a send of Gloo is not woken, and ends at its timeout. The step is then lost, unless the
+# timeout passes within the half second for which a step waits for aborted operations.
 OPERATION = timedelta(seconds=15)
 collectives._DRAIN_SEC = 30.0
 

@@ -1,9 +1,9 @@
 """The Manager's part for an :class:`~torchft.data.ElasticDataLoader`: checks that all groups train on the same batch.
 
 The loader weights each loss by its samples, so gradients are added, and not divided by the number of groups. That is
-right only if each sample of the batch is in the sum once. In the first step of a quorum the groups therefore reduce 24
-bytes more: the samples that each of them adds, and a digest of the settings and the position of its loader. A group
-whose sum is not what it should be votes against the step.
+correct only if each sample of the batch is in the sum once. In the first step of a quorum the groups therefore reduce
+24 additional bytes: the number of samples that each of them contributes, and a digest of the settings and the position
+of its loader. A group that finds a wrong sum votes against the step.
 """
 
 from __future__ import annotations

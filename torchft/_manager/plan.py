@@ -46,7 +46,7 @@ class Plan:
     additional_sources: list[str]  # manager servers of further groups that offer the same step
     recover_dst: list[int]  # groups that heal from this one
     help_dst: list[int]  # groups that heal from another one, and may ask this one
-    draining: bool = False  # this is the group's last step: somebody wants it to leave
+    draining: bool = False  # whether this is the group's last step, because it was asked to leave
     # whether a heal runs while the model computes; otherwise it ends before the forward pass
     in_background: bool = True
     leads: bool = False  # whether this group is the first of those at max_step

@@ -1,8 +1,8 @@
 """The safe encoding of a state: its structure and plain values as JSON, its tensors as regions of memory.
 
-Plain scalars are themselves. Everything else is a list whose first item says what it is, so that nothing in it is a
-name that the reader would look up. What the encoding does not know travels as a pickle that PyTorch's restricted
-unpickler reads, by its own list of allowed types and the user's.
+Plain scalars are JSON values. Everything else is a list whose first item is its kind, so that the reader looks up no
+names. Values of other types are sent as a pickle, which PyTorch's restricted unpickler reads with its own list of
+allowed types and the user's.
 
 | item | what |
 |---|---|

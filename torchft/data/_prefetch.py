@@ -1,8 +1,8 @@
 """Reads units ahead with PyTorch's DataLoader, although the rank that computes a unit may change at any step.
 
-The DataLoader takes its batches from a forecast: the units that this rank computes if membership stays the same. When
-the forecast turns out wrong there is another forecast. What it has in common with what is under way is not read again;
-the rest is dropped when it arrives.
+The DataLoader takes its batches from a forecast: the units that this rank computes if membership stays the same. If the
+forecast turns out wrong, a new one is made. Units in both forecasts that are being read are not read again; the others
+are dropped when they arrive.
 """
 
 from __future__ import annotations

@@ -259,8 +259,9 @@ class Plan:
         units, so that it can check its own reduction (:meth:`Share.check`). Each such part is then cut over
         the participants. All parts are contiguous, and differ by one unit at most.
 
-        The ranks of a group do collectives with each other in each unit, so all have as many as the one with most; a
-        group that does not take part has one. What is added for that has weight 0, and is a copy of the batch's first
+        The ranks of a group do collectives with each other in each unit, so all ranks have the same number of units as
+        the one with most. A group that does not participate has one unit per rank. The added units have weight 0 and
+        are copies of the batch's first unit: if the loss of a copy is not finite, neither is the loss of the batch.
         unit: if its loss is not finite, so is that of the batch.
 
         Args:

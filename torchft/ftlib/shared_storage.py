@@ -1,12 +1,12 @@
 """Consensus by a directory that all members see: a record for each member, and numbered views.
 
-It is passive: a thread renews the own record, looks at the others', and reports what it sees to FTLib. A record expires
-when its content has not changed for ``expiry``, measured by the observer's own monotonic clock. A member that cannot
-renew its own record counts itself as failed within six tenths of that, so that it has left before the others continue
-without it.
+It is passive: a thread renews this member's record, reads the others' records, and reports changes to FTLib. A record
+expires when its content has not changed for ``expiry``, measured by the observer's own monotonic clock. A member that
+cannot renew its own record for six tenths of that time counts itself as failed, so that it has left before the others
+continue without it.
 
-Where the server of a file system is down, calls do not return. All of them run on threads that nobody joins, and each
-is waited for until a deadline.
+If the file server is down, calls do not return. All of them run on threads that are never joined, and each is waited
+for until a deadline.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """One fragment of a model: the parameters that DiLoCo's groups agreed on last, what a group sends, the outer step.
 
-Where memory lies, for a fragment of size F on the model's device: nothing between two synchronisations (the backup is
-on ``backup_device``); F from the start of one to its end, for which the gradients make room when the two are at the
-same inner step; F more during the outer step if ``alpha`` is not 0.
+Memory on the model's device, for a fragment of size F: none between two synchronisations (the backup is on
+``backup_device``); F from the start of a synchronisation to its end, which takes the place of the gradients if both are
+in the same inner step; another F during the outer step if ``alpha`` is not 0.
 """
 
 from __future__ import annotations

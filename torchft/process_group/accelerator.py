@@ -5,8 +5,8 @@ may still hang on the device. So the deadline is watched from the timer thread: 
 got past the operation in time, the group is aborted. That ends the operation, and every later one
 fails until there are new peers.
 
-An abort takes the communicator down, which may take long: it frees device memory, and NCCL itself may hang in it.
-Only its beginning ends the operations, so nobody waits for its end.
+An abort destroys the communicator, which may take long: it frees device memory, and NCCL itself may hang in it.
+Operations end at the beginning of the abort, so nothing waits for its end.
 """
 
 from __future__ import annotations
@@ -200,10 +200,11 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
     def _connect(self, backend: Any, device: torch.device) -> None:
         """Connects a backend with its peers, and waits until all of them have connected.
 
-        A communicator that does not block is only on its way when `eager_connect_single_device` returns. The next call,
-        if it is the first operation, waits for the peers, and holds the lock that an abort needs: a peer that fails
-        meanwhile would cost the training thread the whole timeout. So the first operation is one of ours, on the thread
-        that connects, which nobody waits for after an abort. Only where all peers are known to do the same.
+        A non-blocking communicator is still connecting when `eager_connect_single_device` returns. The next call, if it
+        is the first operation, waits for the peers and holds the lock that an abort needs: if a peer failed in the
+        meantime, the training thread would wait for the whole timeout. So the first operation is one of torchft's own,
+        on the connecting thread, for which nothing waits after an abort. This is done only if all peers are known to do
+        the same.
 
         Raises:
             TimeoutError: not all peers came in time.

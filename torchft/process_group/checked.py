@@ -1,9 +1,9 @@
 """TORCHFT_CHECK_COLLECTIVES=1: ranks compare their next operation, and report the one that differs instead of hanging.
 
-Before each collective every rank writes a line about it to the store where the group met, and reads those of the
-others. When they differ, all ranks raise the same error, from the very call that differs, before the backend sees it:
-Gloo ends the process when sizes differ, and waits for ever when operations do. So in this mode a call returns only when
-all ranks have made it, and costs a millisecond or more. Sends and receives concern two ranks and are not compared.
+Before each collective every rank writes a description of it to the store of the group, and reads those of the others.
+If they differ, all ranks raise the same error in that call, before the backend sees it: Gloo ends the process if sizes
+differ, and waits without end if operations do. So in this mode a call returns only when all ranks have made it, and
+takes a millisecond or more. Sends and receives concern two ranks and are not compared.
 """
 
 from __future__ import annotations

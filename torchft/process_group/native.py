@@ -1,9 +1,9 @@
 """PyTorch's own reconfigurable groups (`init_process_group(..., enable_reconfigure=True)`, PyTorch >= 2.14).
 
-A native group stays the same object while its peers change, and belongs to its creator. What is added
-here is an abort that everybody notices: Gloo's own does not touch an operation in flight. Such an operation
-would hold one of the group's two threads until its timeout, and operations among the next peers would wait
-behind it. So an abort, and every reconfiguration, first cuts the connections of the last one.
+A native group stays the same object while its peers change, and belongs to its creator. This module adds an abort that
+ends all operations: Gloo's own does not affect operations in flight. Such an operation would occupy one of the group's
+two threads until its timeout, and operations among the next peers would wait behind it. So an abort, and every
+reconfiguration, first cuts the previous connections.
 
 Gloo groups meet in the store that they were made with: all replica groups must share it. And Gloo names a
 group that had no peers yet by the rank that it was made with: every replica group needs one of its own.

@@ -51,8 +51,8 @@ _REDUCE_OP_MAP: dict[ReduceOp, object] = {
 class ProcessGroupTorchComms(ProcessGroup):
     """Forwards every operation to a torchcomms communicator.
 
-    After an abort, or a wait that outlasts its timeout, the group is of no use until it is reconfigured. The
-    communicator's own operations end then, or at once where it has an `abort`.
+    After an abort, or a wait that exceeds its timeout, the group cannot be used until it is reconfigured. The
+    communicator's own operations end then, or at once if it has an `abort`.
 
     Args:
         comm: a communicator that can be reconfigured. It is this group's from now on: `shutdown` finalizes it.

@@ -1,7 +1,7 @@
 """Requirements for every process group; `backends` lists the groups.
 
-The peers are made once per backend and used by all tests here, which leave them whole; test_base.py has the others. A
-wrapper has all tests of what it does itself; those of how the group in it moves and reduces tensors are slow for it.
+The peers are made once per backend and used by all tests here, which must not break them; tests that do are in
+test_base.py. For a wrapper, tests of the operations of the wrapped group are marked slow.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Detects that an operation which has not ended does not write any more.
 
-A send that Gloo takes off its list in the moment in which the connection breaks ends at its timeout (`operations`).
-Its collective can be told from one that still works by its thread, which sleeps. A collective of Gloo writes to its
-tensors what it has received, so that nothing is on its way once all connections are cut and every thread of Gloo in
-this process sleeps; and a thread that wakes at its timeout ends its collective with an error. A thread that waits for
-a processor does not sleep. (Seen with PyTorch 2.15; 2.7 does not name its threads, and nothing is
-known there.)
+A send that Gloo takes off its list at the moment when the connection breaks ends only at its timeout (`operations`).
+Its collective can be distinguished from a running one by its thread, which sleeps. A collective of Gloo writes only
+received data to its tensors, so nothing more is written once all connections are cut and every thread of Gloo in this
+process sleeps; a thread that wakes at its timeout ends its collective with an error. A thread that waits for a
+processor does not count as sleeping. (Seen with PyTorch 2.15. PyTorch 2.7 does not name its threads, so there nothing
+is known.)
 """
 
 from __future__ import annotations

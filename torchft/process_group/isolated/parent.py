@@ -167,8 +167,8 @@ class ProcessGroupBaby(ProcessGroup):
     def get_reconfigure_handle(self) -> str:
         """The handle by which peers find this group.
 
-        The first call waits until a worker stands by: peers that are given the handle will wait for this group, and
-        shall not wait for an interpreter to start.
+        The first call waits for the standby worker: peers that receive the handle will wait for this group, and should
+        not have to wait for the start of an interpreter.
 
         Raises:
             Exception: why there is no worker.

@@ -1,8 +1,8 @@
 """The binary messages between an isolated group and its worker.
 
-Requests go to the worker by a socket that keeps them apart, answers come back through a pipe. Neither holds
+Requests go to the worker through a socket that keeps messages apart, answers return through a pipe. Neither contains
 tensors or pickles: a tensor is the ref of a registration (see `sharing`), options are their fields. An operation
-without its number and marks (`body`) is the same bytes each time it is repeated, so the worker decodes it once.
+without its number and marks (`body`) has the same bytes each time it is repeated, so the worker decodes it once.
 
     request  kind u8, operation u64, rest
     answer   kind u8, operation u64, length of the rest u32, rest

@@ -21,8 +21,9 @@ If the operation fails, fetch is left out. If the worker fails, only close() fol
 a device may write on behalf of a process until that process has ended. Until then, registrations that were not released
 keep their memory, even if nothing refers to them: memory that was freed earlier could be overwritten.
 
-A stream that waits for a killed process may wait for ever. So the trainer's `follow` may block on the host, and raises
-when this end is closed meanwhile. A caller with a deadline polls `reached` until the deadline, and calls `follow` then.
+A stream that waits for a killed process may never continue. So the trainer's `follow` may block on the host, and raises
+an error when this end is closed meanwhile. A caller with a deadline polls `reached` until the deadline, and calls
+`follow` then.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ FUZZ_OPTIONS = ("-parallel=1", "-fuzzminimizetime=1s")
 FUZZ_S, FUZZ_LEAST_S, FUZZ_SHARE = 30.0, 5.0, 0.24
 CHAOS_SHARE, CHAOS_LEAST_S = 0.2, 90.0
 SOAK_SHARE, SERVERS_SHARE, SOAK_LEAST_S = 0.1, 0.05, 10.0
-# The least time with which parts run that take minutes and have no limit of their own: the tests with planted mistakes
-# in machines and shells, and the model check with two further events.
+# From this total time on, parts run that take minutes and have no time limit of their own: the tests with planted
+# mistakes in machines and shells, and the model check with two further events.
 LONG_S = 1800.0
 # A time that is enough for every part.
 ALL_S = 7200.0

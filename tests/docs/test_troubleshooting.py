@@ -34,7 +34,7 @@ def known(message: str, texts: list[str]) -> bool:
 
 @pytest.mark.parametrize("message", MESSAGES)
 def test_the_message_is_one_of_ours(message: str) -> None:
-    assert len(message.replace("…", "").strip()) > 10, "too short to be found by"
+    assert len(message.replace("…", "").strip()) > 10, "too short to identify a message"
     # The page shows the value of a constant that the source names.
     texts = [text.replace("{LIGHTHOUSE_ENV}", "TORCHFT_LIGHTHOUSE") for text in sources()]
     assert known(message, texts)

@@ -1,8 +1,8 @@
 """The fixture `late`: the test accelerator, for one test.
 
-These tests run by themselves (`pytest tests/late`, and as a part of `make test`): registering a device is for the whole
-process, and others are about hosts without one. And they need the newest PyTorch. One line says so where they are left
-out.
+These tests run in a process of their own (`pytest tests/late`, and as a part of `make test`), because a device is
+registered for the whole process, and other tests need a host without a device. They require the newest PyTorch. If they
+are left out, one line reports that.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def ended(job: Job, child: Child) -> int:
     return child.returncode
 
 
-def test_it_is_given_what_a_program_is_given(job: Job, tmp_path: Path) -> None:
+def test_arguments_environment_and_descriptors_are_those_of_a_program(job: Job, tmp_path: Path) -> None:
     child = run(job, tmp_path, TELL, "one", 2, SPECIAL="yes")
     child._process.stdin.close()  # type: ignore[union-attr]
     assert ended(job, child) == 0, job.report()
@@ -78,7 +78,7 @@ def test_it_is_given_what_a_program_is_given(job: Job, tmp_path: Path) -> None:
     assert told["path"][:2] == [str(tmp_path), str(ours_path())] and str(processes.HERE) not in told["path"]
     assert told["cwd"] == job._folder.name and told["session"] and told["stdin"] == ""
     assert told["environment"] == child_environment(ours_path(), {"SPECIAL": "yes"}) and told["in C"] == "yes"
-    assert told["descriptors"][:3] == [0, 1, 2] and len(told["descriptors"]) == 4, "and that of the listing"
+    assert told["descriptors"][:3] == [0, 1, 2] and len(told["descriptors"]) == 4, "the fourth is the listing's own"
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_it_ends_as_a_program_ends(job: Job, tmp_path: Path, text: str, status: 
     child = run(job, tmp_path, text)
     assert ended(job, child) == status, job.report()
     assert said in child.log_tail(20)
-    assert Path(job._folder.name, "late").exists() == ("late" in text), "other threads are waited for"
+    assert Path(job._folder.name, "late").exists() == ("late" in text), "the process waits for other threads"
 
 
 def test_it_ends_with_its_parent_and_a_sibling_does_not_hold_its_pipes(job: Job, tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_upstream_and_ours_in_two_children(job: Job, tmp_path: Path) -> None:
         assert Path(child.of("torchft")[0]["file"]) == path / "torchft" / "__init__.py"
 
 
-def test_what_is_read_at_the_start_of_a_process_makes_it_start_by_itself(server: ForkServer) -> None:
+def test_variables_that_python_reads_at_its_start_prevent_a_fork(server: ForkServer) -> None:
     usual = child_environment(ours_path())
     assert server.can_start(usual)
     assert server.can_start({**usual, "PYTHONPATH": "/elsewhere", "RANK": "0", "TORCHFT_LOG_LEVEL": "debug"})
@@ -147,9 +147,7 @@ def test_what_is_read_at_the_start_of_a_process_makes_it_start_by_itself(server:
     assert not server.can_start({name: value for name, value in usual.items() if name != "OMP_NUM_THREADS"})
 
 
-def test_what_a_test_imports_does_not_make_children_start_by_themselves(
-    server: ForkServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_imports_of_a_test_do_not_prevent_a_fork(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert server.can_start(child_environment(ours_path()))
     monkeypatch.setenv("KMP_INIT_AT_FORK", "FALSE")  # scikit-learn sets it in the process that imports it
     assert server.can_start(child_environment(ours_path()))

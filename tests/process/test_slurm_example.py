@@ -56,7 +56,7 @@ def test_group_finds_the_lighthouse_and_starts_torchrun_on_all_its_nodes(slurm: 
     assert command.endswith(f"--rdzv_endpoint node3:{port} --rdzv_id 1234 train_ddp.py --steps 20")
 
 
-def test_what_is_missing_is_said(slurm: dict[str, str]) -> None:
+def test_errors_name_what_is_missing(slurm: dict[str, str]) -> None:
     said = run("groups.sbatch", {**slurm, "LIGHTHOUSE_TIMEOUT": "1"}, "train_ddp.py")
     assert said.returncode == 1 and "no lighthouse in" in said.stderr
     said = run("groups.sbatch", slurm)

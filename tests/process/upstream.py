@@ -24,8 +24,8 @@ DEPENDENCIES = [
     "opentelemetry-exporter-otlp-proto-http>=1.39.0",
 ]
 
-# Other projects that call torchft, with what our tests of them import: in whole, the one needs packages by the hundred
-# MB, and the other an old release of what others here need new.
+# Other projects that call torchft, with the dependencies that our tests of them import. Their complete dependencies
+# would be hundreds of MB, or old releases of packages that other tests need in newer ones.
 CLIENTS = {
     "torchtitan": ["torchtitan==0.3.0", "spmd_types==0.2.3", "tyro", "docstring_parser"],
     "torchx": [
@@ -35,7 +35,7 @@ CLIENTS = {
     "lightning": ["lightning==2.6.6", "lightning-utilities==0.15.3", "torchmetrics==1.9.0", "packaging", "tqdm"],
     "transformers": ["transformers==5.23.0", "accelerate==1.15.0", "psutil", "regex", "safetensors", "tqdm"],
 }
-# What some of them need besides, and what that needs, none of which needs torch.
+# Further dependencies of some of them, installed with their own dependencies, none of which is torch.
 NEEDED_BY = {"transformers": ["huggingface_hub==2.4.0", "tokenizers==0.23.3", "typer"]}
 
 CACHE_ENV = "TORCHFT_UPSTREAM_DIR"
@@ -47,10 +47,10 @@ class UpstreamUnavailable(RuntimeError):
 
 
 def upstream_path(name: str) -> Path:
-    """Return what to put on PYTHONPATH for "nightly" or "stable".
+    """Return the PYTHONPATH entry for "nightly" or "stable".
 
-    Where it cannot be installed (no network, no wheel for this Python) the test is skipped; under CI=true it fails,
-    since these tests are the only proof that ours and theirs can share a job. With an older PyTorch it is skipped, too.
+    If it cannot be installed (no network, no wheel for this Python) the test is skipped. With CI=true it fails instead,
+    since only these tests prove that both packages can share a job. With an older PyTorch it is always skipped.
     """
     import pytest
     from torch.distributed import ProcessGroupGloo

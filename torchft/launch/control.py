@@ -1,6 +1,6 @@
 """The control socket by which another process of the same user changes a running job (`torchft scale`).
 
-A socket of the job's own in a folder that only this user can enter; one line of JSON each way.
+Each job has a Unix socket in a directory that only this user can access. Request and answer are a line of JSON each.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def scale(replicas: int, pid: int | None = None) -> str:
 
 
 def running() -> dict[int, Path]:
-    """The jobs of this user on this machine, by process."""
+    """The sockets of this user's jobs on this machine, by process id."""
     jobs = {int(path.stem): path for path in _folder().glob("*.sock") if path.stem.isdigit()}
     return {pid: path for pid, path in jobs.items() if Path(f"/proc/{pid}").exists()}
 

@@ -1,11 +1,11 @@
-"""PyTorch's newer NCCL backend, ProcessGroupNCCL2: what `init_process_group("nccl")` makes since PyTorch 2.15.
+"""PyTorch's newer NCCL backend, ProcessGroupNCCL2, which `init_process_group("nccl")` uses since PyTorch 2.15.
 
-It is made so that it can be reconfigured: an error, a deadline or an abort then revokes the communicator, whatever
-TORCH_NCCL_ASYNC_ERROR_HANDLING says. Operations in flight end, later ones are refused, and the process lives. The
-older backend, which PyTorch now calls `nccl-legacy`, takes the communicator down instead.
+It is created with `enable_reconfigure`: an error, a deadline or an abort then revokes the communicator, whatever
+TORCH_NCCL_ASYNC_ERROR_HANDLING says. Operations in flight end, later ones are refused, and the process continues. The
+older backend, which PyTorch now calls `nccl-legacy`, destroys the communicator instead.
 
-The two do not find each other: each waits for a key in the store that the other never sets. So peers announce which one
-they use, in their handles and in the store. Upstream builds the older one and announces nothing.
+The two backends cannot connect with each other: each waits for a key in the store that the other never sets. So peers
+announce which one they use, in their handles and in the store. Upstream uses the older one and announces nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def announced(store: Store, rank: int, world_size: int, implementation: str) -> 
     """Surrounds connecting with peers. If some of them have announced another implementation, the error says so.
 
     Raises:
-        ValueError: they have.
+        ValueError: a peer has announced another implementation.
     """
     store = PrefixStore("implementation", store)
     store.set(str(rank), implementation)
@@ -70,7 +70,7 @@ def announced(store: Store, rank: int, world_size: int, implementation: str) -> 
         if set(theirs.values()) - {implementation}:
             raise ValueError(say_implementations(implementation, theirs)) from cause
 
-    if implementation == NCCL2:  # the older one is the usual one, which connects as quickly as before
+    if implementation == NCCL2:  # not for the older, usual one: the comparison would make its connecting slower
         compare()
     try:
         yield

@@ -55,7 +55,7 @@ class ProcessGroupTorchComms(ProcessGroup):
     communicator's own operations end then, or at once if it has an `abort`.
 
     Args:
-        comm: a communicator that can be reconfigured. It is this group's from now on: `shutdown` finalizes it.
+        comm: a communicator that can be reconfigured. This group takes ownership: `shutdown` finalizes it.
         timeout: of waiting for an operation, and of connecting with new peers.
     """
 
@@ -122,7 +122,7 @@ class ProcessGroupTorchComms(ProcessGroup):
         opts.uuid = int(store.get("torchcomms/uuid"))
         opts.timeout = self._timeout
         self.reconfigure(opts)
-        # Handles alone name no store that the ranks share.
+        # Only here: with `reconfigure`, the ranks have no common store in which they could compare their calls.
         if enabled():
             self._checker = Checker(self.getBackendName(), PrefixStore("check", store), rank, world_size, self._timeout)
 

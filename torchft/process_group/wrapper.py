@@ -51,7 +51,7 @@ _in_flight: weakref.WeakKeyDictionary[BaseProcessGroup, tuple[object, Optional[O
     weakref.WeakKeyDictionary()
 )
 _in_flight_lock = threading.Lock()
-# For operations without options.
+# Stands for the options of operations that have none.
 _NO_OPTIONS: Any = object()
 
 

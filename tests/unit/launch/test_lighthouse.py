@@ -12,7 +12,7 @@ from torchft.launch.lighthouse import free_port
 
 def test_a_free_port_is_none_that_an_outgoing_connection_may_take() -> None:
     ports = [free_port() for _ in range(300)]
-    assert len(set(ports)) == 300, "who got one may not listen yet"
+    assert len(set(ports)) == 300, "a port that was handed out may not be in use yet"
     assert all(port < 32768 for port in ports)
 
 

@@ -82,9 +82,9 @@ def test_calls_after_shutdown(fresh: Peers) -> None:
 @runs_with("fresh", alone=False, wrappers=("managed", "error_swallowing"))
 def test_a_peer_that_leaves_is_an_error_for_the_rest(fresh: Peers) -> None:
     fresh.connect()
-    gone = fresh.groups[2]
+    leaving = fresh.groups[2]
     works = [fresh.groups[rank].broadcast_one(values(rank), 2) for rank in (0, 1)]
-    gone.abort()
+    leaving.abort()
     results = in_threads([work.wait for work in works], TIMEOUT / 2)
     assert [type(result) for result in results] == [RuntimeError] * 2
     # The two remaining ranks continue.

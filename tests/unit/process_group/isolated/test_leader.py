@@ -1,7 +1,8 @@
-"""Who reads the answers: all orders in which a few threads can take their steps, without threads.
+"""The choice of the thread that reads the answers: an exhaustive check of all interleavings of a few simulated threads.
 
-A step is what a thread does while it holds the channel's lock, or a sleep of it that ends. Threads are small machines
-that call `Leadership` as it says, as `Channel` and `Completer` do. Every state that they can reach is visited once.
+A step is the work of a thread while it holds the channel's lock, or the end of its sleep. The simulated threads are
+state machines that use `Leadership` as documented there, like `Channel` and `Completer`. Each reachable state is
+visited once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import pytest
 
 from torchft.process_group.isolated.leader import Leadership
 
-# A method of a thread, and arguments besides the world.
+# A method of a simulated thread, and its arguments after `world`.
 Step = tuple[str, ...]
 
 
@@ -27,7 +28,7 @@ class Signal:
 
 
 class Thread:
-    """One that may lead: then it takes an answer, ends its operation, and so on until it has `enough`."""
+    """A simulated thread. As the leader it repeatedly reads an answer and ends its operation, until it has `enough`."""
 
     state = "begins"
     taken = ""  # an answer that it has read, and whose operation it has not ended yet

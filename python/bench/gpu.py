@@ -148,7 +148,7 @@ def in_child(upstream: Path | None, *what: str) -> dict[str, Any]:
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
         said = done.stderr.strip().splitlines()
-        return {"error": f"ended with {done.returncode}: {said[-1] if said else 'no word'}"}
+        return {"error": f"ended with {done.returncode}: {said[-1] if said else 'no output'}"}
     figures = json.loads(lines[-1])
     if "torchft" in figures and Path(figures["torchft"]).parent != first:
         return {"error": f"measured {figures['torchft']} and not {first}"}
@@ -171,8 +171,8 @@ def page(results: Results, groups: list[Group], head: str, upstream: bool) -> st
         lines += ["", *errors]
     if "released_s" in results["killed"]:
         seconds = results["killed"]["released_s"]
-        fate = "never goes on (looked at for 20 s)" if seconds is None else f"goes on after {seconds:.2f} s"
-        lines += ["", f"A stream that waits for an event of a worker that is killed before it got there {fate}."]
+        fate = "does not continue within 20 s" if seconds is None else f"continues after {seconds:.2f} s"
+        lines += ["", f"A stream that waits for an event which a killed worker's device never reached {fate}."]
     return "\n".join(lines)
 
 

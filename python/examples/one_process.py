@@ -3,7 +3,8 @@
     python python/examples/one_process.py OPTIONS --events DIR
 
 OPTIONS are those of the job. It trains without groups, in a plain loop over the same units, and prints a line of JSON:
-samples and epochs of the job, and the largest difference of a tensor's weights, relative to the largest of that tensor.
+samples and epochs of the job, the largest difference of a weight relative to the largest weight of its tensor, and
+whether all weights are equal.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def main() -> None:
 
 
 def train(args: Any) -> tuple[nn.Module, Plan]:
-    """The loop of train_ddp.py over whole batches, with nothing of torchft but their order."""
+    """Trains like train_ddp.py, in one process, using only torchft's order of the samples (and its exact sums)."""
     device = train_ddp.pick_device(args.device)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)

@@ -23,7 +23,7 @@ FAILURES = (2, 4, 6)  # steps
     ("kind", "groups", "places"),
     [
         pytest.param("gloo", 4, ("bucket1", "forward", "bucket0"), id="gloo"),
-        # Slow: these differ in the group alone, which test_abort and test_chaos have.
+        # Slow: these differ in the kind of process group only, which test_abort and test_chaos cover.
         pytest.param("isolated", 3, ("bucket1",), id="isolated", marks=pytest.mark.slow),
         pytest.param("native", 4, ("bucket1", "forward", "bucket0"), id="native", marks=pytest.mark.slow),
         pytest.param("gloo", 4, ("commit", "bucket0", "bucket1"), id="gloo, other places", marks=pytest.mark.slow),

@@ -47,7 +47,7 @@ def test_route_is_used_unless_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     assert announced_host("http://near:1") == socket.gethostname()
 
 
-def test_a_lighthouse_that_a_manager_was_told_of_counts_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_lighthouse_of_a_manager_determines_the_route_of_all_announcements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Process groups and checkpoint servers use the same route, including those that were made before."""
     transport = HTTPTransport(timedelta(seconds=10), num_chunks=0)
     try:
@@ -61,12 +61,14 @@ def test_a_lighthouse_that_a_manager_was_told_of_counts_for_all(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("addr", ["", "nonsense", "http://localhost:29510", "http://[::1]:1", "http://:99999999"])
-def test_loopback_or_unknown_lighthouse_tells_no_route(addr: str) -> None:
+def test_there_is_no_route_to_a_loopback_or_unknown_lighthouse(addr: str) -> None:
     assert addresses._route_towards(addr) is None
 
 
 @pytest.mark.parametrize("master", ["localhost", "127.0.0.1", "[::1]", "node7", "node7.cluster.example"])
-def test_a_store_on_this_host_is_announced_as_all_else_is(master: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_on_this_host_is_announced_with_the_host_of_all_addresses(
+    master: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torchrun names its store after the host, whose name other hosts may not know."""
     monkeypatch.setattr(socket, "gethostname", lambda: "node7")
     monkeypatch.setenv(HOST_ENV, "10.1.2.3")

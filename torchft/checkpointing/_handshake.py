@@ -1,11 +1,11 @@
-"""How two transports of torchft agree on the native data plane, on the connection that any peer would use.
+"""How two transports of torchft agree on the native data plane, within an ordinary HTTP request for a checkpoint.
 
-The target's request for a checkpoint has the header `Upgrade: torchft-heal/1`. An upstream source ignores it and sends
-its stream; ours answers with status 101 and two frames of JSON: a ticket, which says where the data is and with which
-secret, and the state's structure. Then the data moves on connections of its own, while this one stays open: the target
-writes `done` on it when it has everything, and each side notices the end of the other.
+The target's request has the header `Upgrade: torchft-heal/1`. An upstream source ignores it and sends its stream. A
+source of torchft answers with status 101 and two frames of JSON: a ticket, with the port and the secret of the data
+connections, and the state's structure. The data is then sent on separate connections, while this one stays open: the
+target writes `done` on it when it has everything, and each side notices the end of the other.
 
-A frame is magic, length and CRC32 of what follows, so that a garbled one is noticed too.
+A frame begins with magic bytes, its length and the CRC32 of its body, so that a damaged frame is detected.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ def test_a_member_that_cannot_renew_its_record_has_failed(tmp_path: Path, monkey
     member.close()
 
 
-class Away:
-    """The server of the file system: while it is down, calls of the directory do not return."""
+class FileServer:
+    """Simulates a file server: while it is down, calls on the directory do not return."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._patch = patch
@@ -100,10 +100,10 @@ class Away:
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Away]:
-    away = Away(monkeypatch)
-    yield away
-    away.back()
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
+    server = FileServer(monkeypatch)
+    yield server
+    server.back()
     wait_for(lambda: directory_threads() == 0)
 
 
@@ -131,7 +131,7 @@ def test_a_directory_that_hangs(tmp_path: Path, server: Away, call: str) -> None
     assert directory_threads() == 1, "the call that hangs; later ones wait for its end"
 
 
-def test_a_member_whose_directory_hangs_comes_back(tmp_path: Path, server: Away) -> None:
+def test_a_member_whose_directory_hangs_comes_back(tmp_path: Path, server: FileServer) -> None:
     heard = {name: Heard() for name in "ab"}
     members = {name: SharedStorage(tmp_path, name=name, timeout=SOON, expiry=timedelta(seconds=2)) for name in "ab"}
 

@@ -19,6 +19,7 @@ from torchft._manager import joining, sources
 from torchft._manager.joining import _Target
 from torchft._manager.recovery import Recovery
 from torchft._manager.tracked import Parameters
+from torchft._records import MemberFailure
 from torchft.checkpointing._http_client import Refused
 from torchft.checkpointing._pieces import Answer
 from torchft.checkpointing.transport import CheckpointError
@@ -297,15 +298,8 @@ def test_a_source_that_is_reported_to_have_failed_is_not_waited_for(monkeypatch:
         target._thread.join(DEADLINE_SEC)
 
 
-def test_a_source_is_located_once_and_not_for_long() -> None:
-    """The others train on: an attempt with a long timeout would still run when another source has been named."""
-    tried: list[timedelta] = []
-
-    def connect(address: str, timeout: timedelta) -> Any:
-        tried.append(timeout)
-        raise RuntimeError(f"{address} was not reached")
-
-    recovery = Recovery(
+def recovery_of(connect: Callable[[str, timedelta], Any]) -> Recovery:
+    return Recovery(
         transport=cast(Any, MagicMock(in_place=False)),
         user_state=MagicMock(),
         group_rank=0,
@@ -317,6 +311,23 @@ def test_a_source_is_located_once_and_not_for_long() -> None:
         in_background=True,
         logger=MagicMock(),
     )
+
+
+def test_a_source_is_located_once_and_not_for_long() -> None:
+    """The others train on: an attempt with a long timeout would still run when another source has been named."""
+    tried: list[timedelta] = []
+
+    def connect(address: str, timeout: timedelta) -> Any:
+        tried.append(timeout)
+        raise RuntimeError(f"{address} was not reached")
+
     with pytest.raises(RuntimeError, match="a host was not reached"):
-        recovery.locate("a host")
+        recovery_of(connect).locate("a host")
     assert tried == [timedelta(seconds=3)]
+
+
+def test_a_heal_hears_of_failures() -> None:
+    recovery = recovery_of(MagicMock())
+    recovery.along = MagicMock()
+    recovery.peer_failed(MemberFailure(3, "source/0", "its connection broke"))
+    recovery.along.peer_failed.assert_called_once_with(3, "source/0")

@@ -22,7 +22,7 @@ class Extras:
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        self._tells_quorum = hasattr(manager, "_quorum_id")
+        self._has_quorum_id = hasattr(manager, "_quorum_id")
         self._share_buffer = getattr(getattr(manager, "_pg", None), "share_buffer", None)
 
     def refuse_replay(self, reason: str) -> None:
@@ -52,8 +52,8 @@ class Extras:
 
     @property
     def had_quorum(self) -> bool:
-        """Whether the process group has ever had peers; True for a stand-in that does not tell its quorum id."""
-        return not self._tells_quorum or self._manager._quorum_id != -1
+        """Whether the process group has ever had peers; True for a stand-in without a quorum id."""
+        return not self._has_quorum_id or self._manager._quorum_id != -1
 
     def share_buffer(self, buffer: torch.Tensor) -> None:
         """Lets an isolated group share a buffer's memory with its worker process, so that nothing is copied."""

@@ -89,7 +89,7 @@ class QuorumRequest:
         committed_quorum_id: the quorum in which this rank's weights were committed; -1: none since it
             began, 0: not known.
         replays_failed_steps: whether this rank replays failed steps. Its group does if all of its ranks do.
-        drain: whether this rank was asked to leave. The result tells it to all ranks of the group.
+        drain: whether this rank was asked to leave. The result reports it to all ranks of the group.
         traceparent: the W3C trace context of the step and the vote on it; empty: this rank does not trace.
     """
 

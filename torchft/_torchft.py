@@ -176,7 +176,7 @@ class ManagerServer(_Server):
         )
 
     def _finish(self) -> None:
-        """Tells the server, with ``shutdown``, that the training has ended on purpose."""
+        """Informs the server, with ``shutdown``, that the training has ended on purpose."""
         if self._handle:
             self._go.pyapi_ManagerServerFinish(self._handle)
 
@@ -306,10 +306,10 @@ class ManagerClient(_Native):
             RuntimeError: the client is shut down.
         """
         go = self._go
-        told = go.run(go.pyapi_ManagerNoticeStart, self._handle, _micros("timeout", timeout))
-        if not told:
+        text = go.run(go.pyapi_ManagerNoticeStart, self._handle, _micros("timeout", timeout))
+        if not text:
             return None
-        notice = json.loads(told)
+        notice = json.loads(text)
         return notice.pop("kind"), MemberFailure(**notice)
 
     def _suspect(self, quorum_id: int, replica_id: str) -> None:

@@ -24,7 +24,7 @@ from typing import NamedTuple, Optional
 
 # Elements of a piece that is not cut further.
 LEAST = 1 << 10
-# How often a heal may begin anew because a gradient was missed, before the state is transferred as a whole.
+# How often a heal may start over because a gradient was missed, before the state is transferred as a whole.
 MAX_RESTARTS = 3
 # Seconds that may pass without a piece that came in time, or was compared.
 MAX_IDLE_SEC = 60.0
@@ -54,7 +54,7 @@ class Ask(NamedTuple):
 
 
 class Fate(Enum):
-    """What came of the step before, as a quorum tells."""
+    """What came of the step before, as a quorum shows."""
 
     NONE = "nothing is to be done"
     APPLY = "it was committed: its gradient is applied"
@@ -102,7 +102,7 @@ class Heal:
     Attributes:
         pieces: as given, and those that came of cutting them.
         step: that runs, by the latest quorum; None before the first.
-        gave_up: why the state is transferred as a whole; None: it is not.
+        abandoned: why the state is transferred as a whole; None: it is not.
     """
 
     def __init__(self, pieces: Sequence[Piece], least: int = LEAST) -> None:
@@ -110,7 +110,7 @@ class Heal:
         self._least = least
         self._most = max((piece.end - piece.begin for piece in pieces), default=0)  # elements of the next one
         self.step: Optional[int] = None
-        self.gave_up: Optional[str] = None
+        self.abandoned: Optional[str] = None
         self._quorum_id = -1
         self._in_place: Optional[int] = None  # the step that the pieces in place are of
         self._states = [_State.MISSING] * len(pieces)
@@ -163,7 +163,7 @@ class Heal:
         self._states = [_State.MISSING] * len(self.pieces)
         self._restarts += had
         if self._restarts > MAX_RESTARTS:
-            self.give_up(f"a committed step was missed {self._restarts} times")
+            self.abandon(f"a committed step was missed {self._restarts} times")
 
     @property
     def applies(self) -> bool:
@@ -203,7 +203,7 @@ class Heal:
             self._idle_since = now
         self._moved = False
         if now - self._idle_since > MAX_IDLE_SEC:
-            self.give_up(f"in {now - self._idle_since:.0f} s nothing of the state arrived in the step that it is of")
+            self.abandon(f"in {now - self._idle_since:.0f} s nothing of the state arrived in the step that it is of")
         return todo
 
     def _shorten(self, slow: Sequence[int]) -> None:
@@ -294,14 +294,14 @@ class Heal:
             self._states[number] = _State.MISSING
         else:
             piece = self.pieces[number]
-            self.give_up(
+            self.abandon(
                 f"elements {piece.begin} to {piece.end} of parameter {piece.parameter}, or of its optimizer state, "
                 f"differ from the source's in step {self._in_place}"
             )
 
-    def give_up(self, reason: str) -> None:
+    def abandon(self, reason: str) -> None:
         """The state is transferred as a whole; the first reason counts."""
-        self.gave_up = self.gave_up or reason
+        self.abandoned = self.abandoned or reason
 
     # How far it is
 
@@ -331,4 +331,4 @@ class Heal:
         Args:
             rest_mark: the mark of the rest of the state; None: it is not here.
         """
-        return self.gave_up is None and self.ends and rest_mark is not None and rest_mark == self.step
+        return self.abandoned is None and self.ends and rest_mark is not None and rest_mark == self.step

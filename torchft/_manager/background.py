@@ -88,7 +88,7 @@ def _in_use() -> bool:
 
 
 def _share(leaf: Any, device: torch.device) -> None:
-    """Tells the allocator that the current stream uses these tensors, so that their memory is not reused too early."""
+    """Records for the allocator that the current stream uses these tensors: else their memory is reused too early."""
     if isinstance(leaf, torch.Tensor):
         tensor = getattr(leaf, "_local_tensor", leaf)  # the local shard of a DTensor
         if tensor.device == device:

@@ -95,7 +95,7 @@ class Server:
         return self.client.should_commit(self._group_rank, step, yes, timeout=timeout)
 
     def leave(self, timeout: timedelta) -> None:
-        """Tells the lighthouse that this group has ended its last step, and waits until no other group needs it."""
+        """Reports to the lighthouse that this group has ended its last step, and waits until no group needs it."""
         if self._leaves:
             self.client._leave(timeout)
 
@@ -155,16 +155,16 @@ class _NativeServer(Server):
 
     def suspect(self, quorum_id: int, others: list[str]) -> None:
         if others:
-            self._tell(self.client._suspect, quorum_id, others[0] if len(others) == 1 else "")
+            self._report(self.client._suspect, quorum_id, others[0] if len(others) == 1 else "")
 
     def say(self, call: str, *args: Any, **kwargs: Any) -> None:
-        self._tell(getattr(self.client, call), self._group_rank, *args, **kwargs)
+        self._report(getattr(self.client, call), self._group_rank, *args, **kwargs)
 
-    def _tell(self, call: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+    def _report(self, call: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         try:
             call(*args, **kwargs)
         except RuntimeError as e:  # the client is shut down
-            _logger.debug("not told: %s", e)
+            _logger.debug("not sent: %s", e)
 
 
 def as_server(client: Any, group_rank: int) -> Server:
@@ -214,7 +214,7 @@ class Transport:
         self._transport.send_checkpoint(**what)
 
     def refuse_checkpoint(self, **what: Any) -> None:
-        """Tells targets that no state will be sent; without this message they wait until their timeout."""
+        """Informs targets that no state will be sent; without this message they wait until their timeout."""
         if self._refuses:
             self._transport.refuse_checkpoint(**what)
 
@@ -280,7 +280,7 @@ class Peers:
         self._shares_buffers = hasattr(pg, "share_buffer")
 
     def set_rank_info(self, replica_id: str, group_rank: int, group_world_size: int) -> None:
-        """Tells the process group which rank it belongs to, for its handle. Native handles do not contain that."""
+        """Informs the process group which rank it belongs to, for its handle. Native handles do not contain that."""
         if self._takes_rank_info:
             number = global_rank(replica_id, group_rank, group_world_size)
             self.pg.set_rank_info(replica_id, group_rank, group_world_size, number)

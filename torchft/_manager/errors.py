@@ -38,7 +38,7 @@ class Errors:
     Args:
         replica_id: of this group.
         incidents: measures what the error costs.
-        server: is told that a collective failed.
+        server: hears that a collective failed.
         logger: of the Manager.
 
     Attributes:

@@ -139,7 +139,7 @@ class Failures:
         self._quorum_id = -1  # the quorum that the process group is connected with, or connects with
         self._connecting = False  # whether it connects with that quorum now
         # The first failed member by quorum, for this quorum and later ones: a notice may arrive before its quorum does.
-        self._told: dict[int, MemberFailure] = {}
+        self._reported: dict[int, MemberFailure] = {}
         self._callbacks: list[FailureCallback] = []
 
     def begin(self, step: Step) -> None:
@@ -157,7 +157,7 @@ class Failures:
         with self._lock:
             self._quorum_id = quorum_id
             self._connecting = True
-            self._told = {q: failure for q, failure in self._told.items() if q >= quorum_id}
+            self._reported = {q: failure for q, failure in self._reported.items() if q >= quorum_id}
         try:
             yield
         finally:
@@ -165,7 +165,7 @@ class Failures:
 
     def check(self) -> None:
         """Raises PeerFailed if a member of the present quorum is known to have failed."""
-        failure = self._told.get(self._quorum_id)
+        failure = self._reported.get(self._quorum_id)
         if failure is not None:
             raise PeerFailed(failure)
 
@@ -175,9 +175,9 @@ class Failures:
         """
         if not self.enabled:
             return
-        for tell in (self._end_collectives, self._end_connecting, *self._callbacks):
+        for handle in (self._end_collectives, self._end_connecting, *self._callbacks):
             try:
-                tell(failure)
+                handle(failure)
             except Exception as e:
                 self._logger.exception(f"the failure of {failure.replica_id} could not be handled: {e}")
 
@@ -187,7 +187,7 @@ class Failures:
         """
         with self._lock:
             if failure.quorum_id >= self._quorum_id:  # `check` finds that of a later quorum when this rank joins it
-                self._told.setdefault(failure.quorum_id, failure)
+                self._reported.setdefault(failure.quorum_id, failure)
             mine = failure.quorum_id == self._quorum_id
             collectives = self._step.collectives
             running = collectives.running() is not None

@@ -150,7 +150,7 @@ class Along:
         self._logger = logger
         self._make_target = partial(_Target, locate=locate, timeout=timeout, additional=additional, logger=logger)
         self._target: Optional[_Target] = None
-        self._gave_up = False  # until the next heal
+        self._abandoned = False  # until the next heal
         if transport.gives_pieces:
             transport.prepare_pieces()
 
@@ -166,7 +166,7 @@ class Along:
 
     def offer(self, plan: Plan, whole: Callable[[], None]) -> bool:
         """Gives the state of a step in pieces; ``whole`` offers it all, on another thread, if a target asks for it.
-        False: this group gives its state as a whole only, and :meth:`follow` told why.
+        False: this group gives its state as a whole only, and :meth:`follow` said why.
         """
         if not self._can(plan) or "unfit" in _head(self._optimizers):
             return False
@@ -183,9 +183,9 @@ class Along:
         if plan.max_step == 0:
             return False
         heard = self._ranks.heard(plan.max_step)
-        if heard is Progress.WHOLE and not self._gave_up:
-            self._give_up("another rank of this group takes it over so", plan.max_step)
-        if self._gave_up:
+        if heard is Progress.WHOLE and not self._abandoned:
+            self._abandon("another rank of this group takes it over so", plan.max_step)
+        if self._abandoned:
             self._say(plan.max_step, Progress.WHOLE)
             return False
         if self._target is None:
@@ -197,7 +197,7 @@ class Along:
                     raise Unfit("one group alone has it: if that failed, this group would go on with its own weights")
                 parameters.check()
             except Unfit as e:
-                self._give_up(str(e), plan.max_step)
+                self._abandon(str(e), plan.max_step)
                 return False
             self.began = time.monotonic()
             self.wrote = False
@@ -225,12 +225,12 @@ class Along:
         try:
             state = target.advance(reduced)
         except Exception as e:
-            target.give_up(str(e) if isinstance(e, Unfit) else repr(e))
+            target.abandon(str(e) if isinstance(e, Unfit) else repr(e))
             state = None
         self.wrote = self.wrote or target.wrote
         assert target.heal.step is not None
-        if target.heal.gave_up is not None:
-            self._give_up(target.heal.gave_up, target.heal.step)
+        if target.heal.abandoned is not None:
+            self._abandon(target.heal.abandoned, target.heal.step)
         elif target.heal.unverified == 0:
             self._say(target.heal.step, Progress.READY)
         return state
@@ -241,9 +241,9 @@ class Along:
         except Exception as e:
             self._logger.warn(f"the other ranks of the group do not know how far the heal of this one is: {e}")
 
-    def _give_up(self, reason: str, step: int) -> None:
+    def _abandon(self, reason: str, step: int) -> None:
         self.stop()
-        self._gave_up = True
+        self._abandoned = True
         self._say(step, Progress.WHOLE)
         self._logger.warn(f"the state is transferred as a whole, and the other groups wait for it: {reason}")
 
@@ -259,7 +259,7 @@ class Along:
 
     def healed(self) -> None:
         """A state was loaded: the next heal may be piece by piece."""
-        self._gave_up = False
+        self._abandoned = False
 
     def stop(self) -> None:
         """Ends the thread that asks."""
@@ -314,7 +314,7 @@ class _Target:
             fate = self.heal.quorum(plan.max_step, plan.quorum_id, plan.committed_quorum_id, together)
             self._ended = None
             if fate is Fate.MISSED:
-                self._logger.warn(f"step {plan.max_step - 1} was committed without this group: its heal begins anew")
+                self._logger.warn(f"step {plan.max_step - 1} was committed without this group: its heal starts over")
             if before is None:
                 self._logger.info(f"training along from step {plan.max_step} on while the state arrives in pieces")
                 self._thread.start()
@@ -338,9 +338,9 @@ class _Target:
         total = len(self.heal.pieces)
         return f"{total - self.heal.missing} of {total} pieces of the state are here"
 
-    def give_up(self, reason: str) -> None:
+    def abandon(self, reason: str) -> None:
         with self._cond:
-            self.heal.give_up(reason)
+            self.heal.abandon(reason)
 
     def stop(self) -> None:
         """Ends the thread; it changes nothing any more."""
@@ -363,13 +363,13 @@ class _Target:
             assert heal.step is not None
             before = heal.step - 1
             if heal.applies and heal.missing < len(heal.pieces):
-                self._cond.wait_for(lambda: before in self._heads or self._gone(), _HEAD_SEC)
+                self._cond.wait_for(lambda: before in self._heads or self._stopped(), _HEAD_SEC)
             if heal.applies and self._heads.get(before) is None:
                 heal.miss()
             # The rest counts in its own step only, which may be shorter than the request. A step that is lost anyway
             # does not wait for it.
             if reduced and heal.ends:
-                self._cond.wait_for(lambda: self._has_rest() or self._gone() or self.sources.failing, self._timeout)
+                self._cond.wait_for(lambda: self._has_rest() or self._stopped() or self.sources.failing, self._timeout)
             if self._early and not self._unchanged():
                 heal.miss()
             self._early = False
@@ -383,7 +383,7 @@ class _Target:
             while self._take_up() and time.monotonic() < until:
                 pass
             rest, self._rest = self._rest, None
-            if reduced and heal.gave_up is None:  # also when it is complete: another rank may vote against the step
+            if reduced and heal.abandoned is None:  # also when it is complete: another rank may vote against the step
                 self._kept = parameters.gradients(heal.keep(self._asked), self._kept)
             if rest is not None and rest.value is not None and heal.done(rest.step):
                 self._ended = heal.step
@@ -391,8 +391,8 @@ class _Target:
             self._cond.notify_all()
             return None
 
-    def _gone(self) -> bool:
-        return self._over or self.heal.gave_up is not None
+    def _stopped(self) -> bool:
+        return self._over or self.heal.abandoned is not None
 
     def _has_rest(self) -> bool:
         return self._rest is not None and self._rest.step == self.heal.step
@@ -413,7 +413,7 @@ class _Target:
         """
         unchanged = self._parameters.unchanged(self._kept)
         if not unchanged:
-            self._logger.info("the training loop changes gradients in place: they are copied, and the heal begins anew")
+            self._logger.info("the training loop changes gradients in place: they are copied, and the heal starts over")
         return unchanged
 
     def _take(self, which: Callable[[Ask, Answer], bool]) -> list[tuple[int, Answer]]:
@@ -441,7 +441,7 @@ class _Target:
     def _compare(self, number: int, equal: bool) -> None:
         giver, as_assigned = self._given[number]
         self.heal.compared(number, equal, as_assigned and giver == self.sources.assigned)
-        if not equal and self.heal.gave_up is None:
+        if not equal and self.heal.abandoned is None:
             self.sources.drop(giver)
             self._logger.warn(f"a piece from {giver} differs from the assigned source's, and is asked for again there")
 
@@ -486,7 +486,7 @@ class _Target:
             if self.sources.drop(source):
                 self._logger.info(f"an additional source does not give pieces: {error}")
             else:
-                self.heal.give_up(str(error))
+                self.heal.abandon(str(error))
             self._cond.notify_all()
             return
         self._logger.info(f"a request for a part of the state failed: {error}")
@@ -494,13 +494,13 @@ class _Target:
 
     def _count_failure(self, source: str, error: str) -> None:
         if not self.sources.failed(source, time.monotonic()):
-            self.heal.give_up(f"{MAX_FAILURES} requests in a row failed, the last one: {error}")
+            self.heal.abandon(f"{MAX_FAILURES} requests in a row failed, the last one: {error}")
         self._cond.notify_all()
 
     def _next(self) -> Optional[tuple[Ask | int, str]]:
         """Waits until there is something to ask for, and a source to ask; None: nothing any more."""
         with self._cond:
-            while not self._gone():
+            while not self._stopped():
                 if self._work():
                     continue
                 pause: Optional[float] = None
@@ -526,7 +526,7 @@ class _Target:
                 return False
             self._early = self._apply(heal.advance([], time.monotonic()))
         except Exception as e:
-            self.heal.give_up(str(e) if isinstance(e, Unfit) else repr(e))
+            self.heal.abandon(str(e) if isinstance(e, Unfit) else repr(e))
         return True
 
     def _wanted(self) -> Optional[Ask | int]:

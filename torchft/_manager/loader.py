@@ -160,7 +160,7 @@ class BatchCheck:
         sums, work, self._sums, self._work = self._sums, self._work, None, None
         self.verdict = Verdict.ALIKE
         # The comparison is evaluated after an error, too: a group at the end of its data reduces nothing more and
-        # aborts the collectives of the others, and only the comparison tells them that the positions differ, and who
+        # aborts the collectives of the others, and only the comparison shows them that the positions differ, and who
         # has to heal. A healing group with an error may not have loaded the job's position, so it is not judged.
         if sums is None or work is None or not work.wait() or (step.healing and step.error is not None):
             return

@@ -155,7 +155,7 @@ class Recovery:
             self._logger.info(f"serving step {plan.max_step} to replica ranks {plan.recover_dst}")
             try:
                 self._serve(plan, read)
-            except Unsendable as e:  # the targets have been told; this group keeps its state, and trains on
+            except Unsendable as e:  # the targets have been informed; this group keeps its state, and trains on
                 self._logger.exception(f"replica ranks {plan.recover_dst} cannot heal from this group: {e}")
         elif plan.help_dst and self._additional > 0:
             try:

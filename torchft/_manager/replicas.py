@@ -276,7 +276,7 @@ class Replicas:
         self._running: Optional[_Sent] = None
         self._copied: Optional[_Sent] = None
         self._acted = (-1, 0)  # step of the message on which this group acted last, and how often
-        self._told: set[str] = set()  # groups reported because they hold different tensors
+        self._warned: set[str] = set()  # groups reported because they hold different tensors
 
     def announces(self, averages: bool) -> str:
         """The announcement to other groups, fixed at the first quorum; empty: this group compares nothing.
@@ -432,17 +432,17 @@ class Replicas:
         differences = []
         for i, step in enumerate(range(sent.number - self._every, sent.number)):
             entries = {rank: row[i] for rank, row in enumerate(table)}
-            self._tell_unlike(plan, unlike(entries))
+            self._warn_unlike(plan, unlike(entries))
             difference = compare(step, entries)
             if difference is not None:
                 differences.append(difference)
         if differences:
             self._found(sent, differences)
 
-    def _tell_unlike(self, plan: Plan, ranks: list[int]) -> None:
-        new = {plan.replica_ids[rank] for rank in ranks} - self._told
+    def _warn_unlike(self, plan: Plan, ranks: list[int]) -> None:
+        new = {plan.replica_ids[rank] for rank in ranks} - self._warned
         if new:
-            self._told |= new
+            self._warned |= new
             self._logger.warn(
                 f"weights of {', '.join(sorted(new))} are not compared: other tensors than in most groups"
             )
@@ -450,21 +450,21 @@ class Replicas:
     def _found(self, sent: _Sent, differences: list[Difference]) -> None:
         plan, here = sent.plan, sent.plan.replica_rank
         # one message per set of groups: a group that differs in one part mostly differs in others, too
-        told: dict[tuple[object, ...], str] = {}
+        texts: dict[tuple[object, ...], str] = {}
         for found in differences:
             key = found.diverged, found.compared if not found.certain else ()
-            if key in told:
+            if key in texts:
                 continue
             groups = [plan.replica_ids[rank] for rank in (found.diverged if found.certain else found.compared)]
             tensors = self._names(found)
-            told[key] = _say(found, groups, tensors)
-            self._logger.divergence_event(told[key], found.step, groups, tensors, found.certain)
+            texts[key] = _say(found, groups, tensors)
+            self._logger.divergence_event(texts[key], found.step, groups, tensors, found.certain)
             if here in (found.diverged if found.certain else found.compared):
                 self._counted("divergences", 1)
         acting = [d for d in differences if acts(self._action, d, here, plan.replica_world_size)]
         if acting and self._may_act(sent.number):
             heals = self._action is OnDivergence.HEAL
-            text = f"{'; '.join(told.values())}: this group {'heals' if heals else 'ends'} (on_divergence)"
+            text = f"{'; '.join(texts.values())}: this group {'heals' if heals else 'ends'} (on_divergence)"
             raise Diverged(text, gives_way=heals)
 
     def _names(self, difference: Difference) -> list[str]:

@@ -33,7 +33,7 @@ SAME_ORDER_SEC = 5.0
 
 
 def grace_from_env() -> timedelta:
-    """Returns the grace period: how long a process may run after it was told to leave."""
+    """Returns the grace period: how long a process may run after it was asked to leave."""
     return duration_from_env(GRACE_SEC_ENV, _GRACE)
 
 
@@ -56,7 +56,7 @@ def leave_on_from_env() -> tuple[int, ...]:
 
 
 class Deadline:
-    """The time by which a process that was told to leave must have ended. Times are arguments, in seconds.
+    """The time by which a process that was asked to leave must have ended. Times are arguments, in seconds.
 
     Args:
         grace: seconds from the first signal.
@@ -64,23 +64,23 @@ class Deadline:
 
     def __init__(self, grace: float) -> None:
         self._grace = grace
-        self._told: Optional[float] = None
+        self._asked: Optional[float] = None
         self._again = False
 
-    def told(self, now: float) -> None:
+    def asked(self, now: float) -> None:
         """A signal arrived."""
-        if self._told is None:
-            self._told = now
-        elif now - self._told >= SAME_ORDER_SEC:
+        if self._asked is None:
+            self._asked = now
+        elif now - self._asked >= SAME_ORDER_SEC:
             self._again = True
 
     def forget(self) -> None:
         """Starts over, as if no signal had arrived."""
-        self._told, self._again = None, False
+        self._asked, self._again = None, False
 
     def left(self, now: float) -> Optional[float]:
         """Seconds until the end of the grace period, at least 0; None if there was no signal."""
-        return None if self._told is None else max(0.0, self._told + self._grace - now)
+        return None if self._asked is None else max(0.0, self._asked + self._grace - now)
 
     def over(self, now: float) -> str:
         """Why the process has to end now; empty if it may go on."""
@@ -152,22 +152,20 @@ class Signals:
             self.heed(numbers)
 
     def says(self, log: Callable[[str], None]) -> bool:
-        """Whether the quorum request must say that this rank was told to leave. Logged here, because a handler must not
-        log.
-        """
+        """Whether the quorum request must say that this rank was asked to leave. Logged here: a handler must not log."""
         if self.wanted and not self._said:
             self._said = True
-            log("told to leave by a signal: the step that begins is the last one of this group")
+            log("asked to leave by a signal: the step that begins is the last one of this group")
         return self.wanted
 
     def close(self, leaving: Callable[[], bool]) -> None:
         """Restores the previous handlers.
 
-        A process that was told to leave keeps its handlers: while it writes its last checkpoint, for example, a second
+        A process that was asked to leave keeps its handlers: while it writes its last checkpoint, for example, a second
         signal must not end it before the grace period is over.
 
         Args:
-            leaving: returns whether the group leaves, also if another rank was told.
+            leaving: returns whether the group leaves, also if another rank was asked.
         """
         self._default = ()
         if self not in _heeding or self.wanted or leaving():
@@ -315,11 +313,11 @@ class _Watch:
 
     def _run(self) -> None:
         last = 0
-        told = select.poll()  # not select.select, which rejects file descriptors above 1023
-        told.register(self._read, select.POLLIN)
+        poll = select.poll()  # not select.select, which rejects file descriptors above 1023
+        poll.register(self._read, select.POLLIN)
         while True:
             left = self._deadline.left(self._clock())
-            readable = told.poll(None if left is None else math.ceil(1000 * left))
+            readable = poll.poll(None if left is None else math.ceil(1000 * left))
             heard = os.read(self._read, 4096) if readable else b""
             if 0 in heard:
                 return
@@ -329,7 +327,7 @@ class _Watch:
             for number in heard:
                 if number in heeded():
                     last = number
-                    self._deadline.told(self._clock())
+                    self._deadline.asked(self._clock())
             why = self._deadline.over(self._clock())
             if why and replaced(last):
                 self._deadline.forget()

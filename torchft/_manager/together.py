@@ -1,4 +1,4 @@
-"""How the ranks of a group end a heal in pieces in one step: they tell each other how far they are, by their store.
+"""How the ranks of a group end a heal in pieces in one step: each rank reports how far it is, by their store.
 
 A group commits a step only if all of its ranks vote for it, so a rank that has all of its pieces trains along until the
 others have theirs. What is said here is a hint: it saves transfers that would be in vain. The vote decides.

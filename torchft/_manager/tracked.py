@@ -57,7 +57,7 @@ class Parameters:
     def check(self) -> None:
         """Raises Unfit with the reason if these cannot be healed piece by piece."""
         if not self.all:
-            raise Unfit("no OptimizerWrapper of this Manager tells which tensors are parameters")
+            raise Unfit("no OptimizerWrapper of this Manager shows which tensors are parameters")
         for optimizer in self._optimizers:
             kind = type(optimizer)
             if kind not in ELEMENTWISE:

@@ -151,7 +151,7 @@ class _ManagedWork(dist._Work):
     def block_current_stream(self, timeout: Optional[timedelta] = None) -> None:
         """Makes the current accelerator stream wait for the value; on a CPU the host waits.
 
-        A work of another project may order streams only; if the future was requested, it tells when the value is final.
+        A work of another project may order streams only; if the future was requested, it says when the value is final.
         """
         order = self._kind.order
         if self._future is not None and self._succeeded is None and order is not None and not self._devices():

@@ -12,7 +12,7 @@ from typing import Callable, Optional, TextIO
 
 _LOG_EVERY = 5.0  # seconds
 _BAR_EVERY = 0.2
-_TELL_EVERY = 0.5
+_REPORT_EVERY = 0.5
 _QUIET = 1.0  # seconds of a transfer before anything is shown
 _WIDTH = 30  # characters
 
@@ -58,13 +58,13 @@ class Progress:
         self._start = self._shown = clock()
         self._has_bar = False
         self._watcher: Optional[Watcher] = getattr(_watchers, "watcher", None)
-        self._told = float("-inf")
+        self._reported = float("-inf")
 
     def update(self, received: int, total: int) -> None:
         """Shows the progress if it is time to: bytes that have arrived, and the total."""
         now = self._clock()
-        if self._watcher is not None and now - self._told >= _TELL_EVERY:
-            self._told = now
+        if self._watcher is not None and now - self._reported >= _REPORT_EVERY:
+            self._reported = now
             self._watcher(received, total)
         every = _LOG_EVERY if self._terminal is None else _BAR_EVERY
         if now - self._start < _QUIET or now - self._shown < every:

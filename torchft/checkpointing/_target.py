@@ -70,7 +70,7 @@ class Homes:
             self._counts.setdefault(devices[path], Counter())[own[path].device] += 1
 
     def of(self, device: str) -> torch.device:
-        """The local device for a tensor that the source has on this device; host memory if that cannot be told."""
+        """The local device for a tensor that the source has on this device; host memory if that is not known."""
         if device == "cpu":
             return CPU
         if device in self._counts:

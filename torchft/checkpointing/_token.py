@@ -29,7 +29,7 @@ def accepts(shown: str) -> bool:
         ValueError: as `checkpoint_token`
     """
     known = [_derived(token).encode() for token in tokens()]
-    # compares with all of them, so that the time tells nothing
+    # compares with all of them, so that the time reveals nothing
     equal = sum(hmac.compare_digest(shown.encode("utf-8", "replace"), one) for one in known)
     return not known or equal > 0
 

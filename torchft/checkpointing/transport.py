@@ -58,7 +58,7 @@ def bounded(what: str) -> Iterator[None]:
 
 
 class Unsendable(CheckpointError):
-    """The state of a source contains something that cannot be sent. Its targets have been told."""
+    """The state of a source contains something that cannot be sent. Its targets have been informed."""
 
 
 class CheckpointTransport(Generic[T], ABC):

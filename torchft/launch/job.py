@@ -22,7 +22,7 @@ from torchft.launch.restarts import FRUITLESS_LIVES, restart_delay
 _TICK_SEC = 0.1
 _ANSWER_SEC = 1.0
 # The timeout of a drain request is longer, because a group that does not receive it is ended in mid-step.
-_TELL_SEC = 4.0
+_REQUEST_SEC = 4.0
 _ASK_EVERY_SEC = 0.5
 # A group that got SIGTERM ends after TORCHFT_GRACE_S at the latest. This much later it is killed.
 _AFTER_GRACE_SEC = 2.0
@@ -43,7 +43,7 @@ class Member:
     took_part: bool = False  # whether this incarnation participated in a step
     restart_at: float | None = None
     leaving: bool = False
-    given_up: str = ""  # why it is not restarted; empty if it is
+    abandoned: str = ""  # why it is not restarted; empty if it is
     end_by: float | None = None  # time of its SIGTERM, unless it has left before
     replica_id: str = ""  # as the lighthouse knows it
     history: deque[tuple[float, int]] = field(default_factory=deque)  # (seconds, step)
@@ -111,11 +111,11 @@ class LocalJob:
             if number == len(self.members):
                 self.members.append(Member(self._make_group(number)))
             member = self.members[number]
-            if member.group.starts > 0 and not member.leaving and not member.given_up:
+            if member.group.starts > 0 and not member.leaving and not member.abandoned:
                 continue
             if member.leaving and member.running:
                 raise ValueError(f"group {number} is still leaving; try again when it has left")
-            member.leaving, member.given_up, member.fruitless = False, "", 0
+            member.leaving, member.abandoned, member.fruitless = False, "", 0
             self._start(member)
 
     def tick(self) -> bool:
@@ -134,9 +134,9 @@ class LocalJob:
             self._next_kill = now + self._kill_every
             self._kill_one()
         goes_on = any(member.running or member.restart_at is not None for member in self.members)
-        given_up = [member for member in self.members if member.given_up]
-        if given_up and not goes_on:
-            raise LaunchError("; ".join(m.given_up for m in given_up), *(m.group.log for m in given_up))
+        abandoned = [member for member in self.members if member.abandoned]
+        if abandoned and not goes_on:
+            raise LaunchError("; ".join(m.abandoned for m in abandoned), *(m.group.log for m in abandoned))
         return goes_on
 
     def run(self, show: Callable[[LocalJob], None], each_tick: Callable[[LocalJob], None] = lambda job: None) -> None:
@@ -191,7 +191,7 @@ class LocalJob:
             return
         if member.leaving:
             member.state = "left"
-        elif member.given_up:
+        elif member.abandoned:
             return
         elif member.restart_at is not None:
             if now >= member.restart_at:
@@ -202,21 +202,21 @@ class LocalJob:
             member.fruitless = 0 if member.took_part else member.fruitless + 1
             delay = restart_delay(member.fruitless)
             if delay is None:
-                self._give_up(member, status)
+                self._stop_restarting(member, status)
                 return
             if member.state != "killed":
                 member.state = f"ended with status {status}"
             member.restart_at = now + delay
 
-    def _give_up(self, member: Member, status: int) -> None:
+    def _stop_restarting(self, member: Member, status: int) -> None:
         """Stops restarting a group. The job ends if no group has ever taken part: then the script itself fails."""
-        member.given_up = (
+        member.abandoned = (
             f"group {member.group.number} ended {FRUITLESS_LIVES} times before it took part in a step, the last time "
             f"with status {status}"
         )
         if not any(other.took_part for other in self.members):
-            raise LaunchError(member.given_up, member.group.log)
-        member.state = f"given up: ended with status {status} and never took part, see {member.group.log}"
+            raise LaunchError(member.abandoned, member.group.log)
+        member.state = f"not restarted: ended with status {status} and never took part, see {member.group.log}"
 
     def _kill_one(self) -> None:
         candidates = [member for member in self.members if member.running and member.took_part and not member.leaving]
@@ -253,7 +253,7 @@ def status(lighthouse: str) -> list[dict[str, Any]]:
 def drain(lighthouse: str, replica_id: str) -> bool:
     """Asks a group to leave at the end of a step. False if the lighthouse could not pass that on."""
     try:
-        Lighthouse(lighthouse, timeout=_TELL_SEC).ask("drain", replica_id)
+        Lighthouse(lighthouse, timeout=_REQUEST_SEC).ask("drain", replica_id)
     except (Unanswered, ValueError):
         return False
     return True

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Consecutive ones: such a script never starts, and its log tells why.
+# Consecutive ones: such a script never starts, and its log says why.
 FRUITLESS_LIVES = 3
 _DELAYS_SEC = [1.0, 5.0]
 

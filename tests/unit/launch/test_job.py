@@ -120,7 +120,7 @@ def test_a_group_that_never_reaches_a_step_is_not_restarted_and_the_others_train
         cluster.pass_time(6)
         cluster.pass_time(6)
     assert cluster.groups[1].starts == FRUITLESS_LIVES
-    assert cluster.states() == ["training", "given up: ended with status 1 and never took part, see group-1.log"]
+    assert cluster.states() == ["training", "not restarted: ended with status 1 and never took part, see group-1.log"]
     assert cluster.groups[0].status is None and cluster.groups[0].starts == 1
 
     cluster.job.scale(2)  # somebody repaired it

@@ -90,20 +90,20 @@ def test_a_piece_is_put_in_place_with_others_of_its_step() -> None:
 def test_it_gives_up_with_a_reason() -> None:
     heal = Heal(cut([1], 1))
     for step in range(MAX_RESTARTS + 1):
-        assert heal.gave_up is None
+        assert heal.abandoned is None
         heal.quorum(2 * step, 1, 1)
         heal.advance([], 0.0)
         heal.place(0, 2 * step)
     heal.quorum(100, 1, 1)
-    assert heal.gave_up == "a committed step was missed 4 times"
+    assert heal.abandoned == "a committed step was missed 4 times"
 
     heal = Heal(cut([1], 1))
     for step, now in enumerate((0.0, MAX_IDLE_SEC, MAX_IDLE_SEC + 1)):
-        assert heal.gave_up is None
+        assert heal.abandoned is None
         heal.quorum(step, 1, 1)
         heal.advance([], now)
         heal.keep(set())
-    assert heal.gave_up is not None and "nothing of the state arrived" in heal.gave_up
+    assert heal.abandoned is not None and "nothing of the state arrived" in heal.abandoned
 
 
 def test_a_piece_that_differs_is_asked_for_again_unless_the_assigned_source_gave_it() -> None:
@@ -112,9 +112,9 @@ def test_a_piece_that_differs_is_asked_for_again_unless_the_assigned_source_gave
     heal.advance([], 0.0)
     heal.place(0, 7)
     heal.compared(0, equal=False, from_assigned=False)
-    assert heal.next(set()) == (Kind.PIECE, 0) and heal.gave_up is None
+    assert heal.next(set()) == (Kind.PIECE, 0) and heal.abandoned is None
     heal.compared(0, equal=False)
-    assert heal.gave_up is not None and "differ from the source's" in heal.gave_up
+    assert heal.abandoned is not None and "differ from the source's" in heal.abandoned
 
 
 def elements(pieces: Sequence[Piece]) -> list[tuple[int, int]]:
@@ -212,7 +212,7 @@ class Target:
         job = self.job
         while (source := self.sources.pick(ask.kind is Kind.PIECE, job.now)) is not None and source not in job.alive:
             if not self.sources.failed(source, job.now):
-                self.heal.give_up("requests failed")
+                self.heal.abandon("requests failed")
         if source is None:
             return
         self.sources.answered(source)
@@ -288,7 +288,7 @@ class Target:
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 10))])
 def test_random_histories_end_with_the_state_that_all_committed_gradients_give(part: int) -> None:
     """Steps fail for all or are missed by the target, quorums change, sources fail or differ, a second group joins."""
-    healed = gave_up = smaller = several = differed = early = 0
+    healed = abandoned = smaller = several = differed = early = 0
     for seed in range(1000 * part, 1000 * part + 1000):
         chance = random.Random(seed)
         trouble = chance.choice([0.0, 0.05, 0.2])
@@ -327,7 +327,7 @@ def test_random_histories_end_with_the_state_that_all_committed_gradients_give(p
                 seen = None if chance.random() < trouble / 4 else gradient
                 if fails and chance.random() < 0.5:
                     seen = None
-                if target.heal.gave_up is None and target.vote(seen):
+                if target.heal.abandoned is None and target.vote(seen):
                     assert target.state == dict.fromkeys(range(len(target.heal.pieces)), job.committed), seed
                     assert sorted(elements(target.heal.pieces)) == sorted(elements(cut(sizes, 1))), seed
                     smaller += len(target.heal.pieces) > len(cut(sizes, 2))
@@ -337,9 +337,9 @@ def test_random_histories_end_with_the_state_that_all_committed_gradients_give(p
                     early += target.early
                     targets.remove(target)
             for target in list(targets):
-                if target.heal.gave_up is not None:
-                    assert "differ" not in target.heal.gave_up, seed
-                    gave_up += 1
+                if target.heal.abandoned is not None:
+                    assert "differ" not in target.heal.abandoned, seed
+                    abandoned += 1
                     targets.remove(target)
             if not targets:
                 break
@@ -349,7 +349,7 @@ def test_random_histories_end_with_the_state_that_all_committed_gradients_give(p
                 job.commit(gradient)
     assert healed > 900
     assert smaller > 0 and several > 100 and differed > 0 and early > 100
-    assert gave_up < healed
+    assert abandoned < healed
 
 
 def test_random_histories_of_groups_of_several_ranks() -> None:
@@ -388,5 +388,5 @@ def test_random_histories_of_groups_of_several_ranks() -> None:
                 job.quorum_id += 1  # a step that failed for all
             else:
                 job.commit(gradient)
-        assert all(target.heal.gave_up is None for target in targets), seed
+        assert all(target.heal.abandoned is None for target in targets), seed
     assert healed > 390 and early > 0

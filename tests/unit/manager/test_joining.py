@@ -56,7 +56,7 @@ def test_a_source_that_fails_is_left_for_that_of_the_next_quorum() -> None:
         target.quorum(plan(8, "second"))
         while (address := located.get(timeout=DEADLINE_SEC)) != "second":
             assert address == "first"
-        assert target.heal.gave_up is None
+        assert target.heal.abandoned is None
     finally:
         target.stop()
         target._thread.join(DEADLINE_SEC)
@@ -96,7 +96,7 @@ def test_an_assigned_source_that_fails_too_often_ends_the_heal(monkeypatch: pyte
     target.quorum(plan(7, "source"))
     target._thread.join(DEADLINE_SEC)
     assert not target._thread.is_alive()
-    assert target.heal.gave_up == "8 requests in a row failed, the last one: its connection broke"
+    assert target.heal.abandoned == "8 requests in a row failed, the last one: its connection broke"
 
 
 def test_a_head_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +176,7 @@ def test_a_piece_of_a_source_that_fails_comes_from_another_in_the_same_quorum(mo
         target.advance(reduced=False)
         with target._cond:
             assert target._cond.wait_for(lambda: not target._arrived, DEADLINE_SEC)
-        assert target.heal.gave_up is None and target.heal.missing == 0
+        assert target.heal.abandoned is None and target.heal.missing == 0
         assert all(torch.equal(mine, yours) for mine, yours in zip(parameters.all, theirs.all))
     finally:
         target.stop()
@@ -188,7 +188,7 @@ def test_the_last_gradient_is_applied_before_the_vote(monkeypatch: pytest.Monkey
     """The vote of the last step needs the rest of the state only: the others would wait for anything more.
 
     A training loop that changes gradients in place meanwhile is found, also where the version of a gradient tells of
-    the change only after the gradient was applied: the heal begins anew.
+    the change only after the gradient was applied: the heal starts over.
     """
     ours, theirs = (nn.Linear(2, 2) for _ in range(2))
     optimizers = [torch.optim.Adam(model.parameters()) for model in (ours, theirs)]
@@ -228,8 +228,8 @@ def test_the_last_gradient_is_applied_before_the_vote(monkeypatch: pytest.Monkey
             with target._cond:
                 if target.heal.unverified == 0:
                     break
-                assert target._cond.wait_for(lambda: target._gone() or target._wanted() is None, DEADLINE_SEC)
-                assert target.heal.gave_up is None
+                assert target._cond.wait_for(lambda: target._stopped() or target._wanted() is None, DEADLINE_SEC)
+                assert target.heal.abandoned is None
             with window:
                 for model in (ours, theirs):
                     for p in model.parameters():
@@ -244,7 +244,7 @@ def test_the_last_gradient_is_applied_before_the_vote(monkeypatch: pytest.Monkey
             with target._cond:  # it has looked at the versions
                 optimizers[0].zero_grad(set_to_none=False)
             assert target.advance(reduced=True) is None
-            assert target.heal.unverified == len(target.heal.pieces) and target.heal.gave_up is None
+            assert target.heal.unverified == len(target.heal.pieces) and target.heal.abandoned is None
             return
         assert target.advance(reduced=True) == {"whole": True}
         assert applied.empty()
@@ -291,7 +291,7 @@ def test_a_source_that_is_reported_to_have_failed_is_not_waited_for(monkeypatch:
             assert target.advance(False) is None, "a step that is lost anyway does not wait"
             target.peer_failed(step, "source/0")
             assert votes.result(DEADLINE_SEC) is None
-        assert aborted.is_set() and target.heal.gave_up is None
+        assert aborted.is_set() and target.heal.abandoned is None
     finally:
         aborted.set()
         target.stop()

@@ -52,7 +52,7 @@ def handlers() -> Iterator[None]:
 def test_when_it_ends_at_once(at: list[float], now: float, left: Optional[float], over: str) -> None:
     deadline = Deadline(25.0)
     for arrived in at:
-        deadline.told(arrived)
+        deadline.asked(arrived)
     assert deadline.left(now) == (None if left is None else pytest.approx(left))
     assert deadline.over(now) == over
 

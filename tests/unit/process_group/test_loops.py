@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 from tests.unit.process_group.ranks import TIMEOUT, connect
 from torchft.process_group import ProcessGroupGloo
 from torchft.process_group._gloo import reaper
-from torchft.process_group._gloo.loops import _tell_once, watched
+from torchft.process_group._gloo.loops import _report_changes, watched
 
 WINDOW_S = 0.5
 # A waiting loop needs 2 ms of this window; a spinning one gets its share of the machine.
@@ -75,7 +75,7 @@ def test_an_epoll_that_tells_of_changes_only() -> None:
         (one,) = watched(epoll.fileno())
         assert one[:2] == (reading, os.fstat(reading).st_ino) and one.data & 0xFFFFFFFF == reading
         assert epoll.poll(0) == epoll.poll(0) == [(reading, select.EPOLLIN)]
-        _tell_once(epoll.fileno(), one)
+        _report_changes(epoll.fileno(), one)
         assert epoll.poll(0) == []
         os.write(writing, b"x")
         epoll.unregister(reading)

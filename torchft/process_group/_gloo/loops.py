@@ -50,7 +50,7 @@ def _quiet(sockets: dict[int, int]) -> None:
         with contextlib.suppress(OSError):  # closed in the meantime
             for one in watched(epoll):
                 if sockets.get(one.descriptor) == one.inode:
-                    _tell_once(epoll, one)
+                    _report_changes(epoll, one)
 
 
 def is_open(descriptor: int, inode: int) -> bool:
@@ -80,7 +80,7 @@ def watched(epoll: int) -> list[_Watched]:
     return found
 
 
-def _tell_once(epoll: int, one: _Watched) -> None:
+def _report_changes(epoll: int, one: _Watched) -> None:
     """Makes epoll report only changes of the socket. The socket must still be watched: otherwise Gloo
     ends the process.
     """

@@ -214,7 +214,7 @@ class _GuardedWork(Work):
         self._name = name
         self._point_to_point = name in POINT_TO_POINT
         # One that is still queued behind a send that is not woken begins at that one's timeout, and fails at its first
-        # send. Of those that copy to their results before it, nobody can tell.
+        # send. Of those that copy to their results before it, nobody knows.
         self._in_place = name == "allreduce"
         self._args = args
         self._future: Optional[Future[Any]] = None

@@ -36,7 +36,7 @@ class Stillness:
         self._switches: Optional[_Switches] = None
 
     def reached(self) -> bool:
-        """Whether all threads have slept for `_STILL_SEC`, as far as the calls up to now can tell.
+        """Whether all threads have slept for `_STILL_SEC`, as far as the calls up to now show.
         Cheap to call often.
         """
         now = time.monotonic()

@@ -238,7 +238,7 @@ def create_store_client(store_addr: str, timeout: timedelta) -> Store:
     if (took := time.monotonic() - began) > _SLOW_SEC:
         _logger.warning(
             "connecting to the store at %s took %.1f s: PyTorch asks the name server for the name of its address, and "
-            "waits 5 s for a lost answer; RES_OPTIONS can shorten that (docs/pitfalls.md)",
+            "waits 5 s for a lost answer; RES_OPTIONS can shorten that (docs/troubleshooting.md)",
             store_addr,
             took,
         )

@@ -31,7 +31,7 @@ func stageOf(b []byte) (address, length int64) {
 	return int64(uintptr(unsafe.Pointer(&b[0]))), int64(len(b))
 }
 
-// load does what Python does at the target: it copies full windows to the device, and lends their stages again. It
+// load does what Python does at the target: it copies full windows to the device, and gives their stages back. It
 // checks that no more than the two are in use.
 func (d device) load(t *testing.T, f *Fetch) Status {
 	t.Helper()

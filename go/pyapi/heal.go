@@ -160,7 +160,7 @@ func HealFetch(memory, blockSize, streams int64, checked bool, stallUs, window i
 	return ops.Put(f), nil
 }
 
-// HealStage lends a transfer a stage, which must hold a window, for the next one; the result is the window's number, -1 if
+// HealStage gives a transfer a stage, which must hold a window, for the next one; the result is the window's number, -1 if
 // none is left.
 func HealStage(fetch, address, length int64) (window int64, err error) {
 	defer ops.Guard(&err)

@@ -52,7 +52,7 @@ def main() -> None:
 
 
 class PyTorch:
-    """PyTorch's own NCCL group, made anew for each set of peers."""
+    """PyTorch's own NCCL group, created for each set of peers."""
 
     def __init__(self, timeout: timedelta) -> None:
         self._timeout = timeout

@@ -141,7 +141,7 @@ def test_a_kill_in_the_middle_is_an_error_and_leaves_the_device_usable(group: An
     assert tensor.eq(2).all()
 
 
-def test_an_operation_that_is_overdue_ends_the_worker(group: Any) -> None:
+def test_an_operation_past_its_deadline_ends_the_worker(group: Any) -> None:
     """NCCL cannot distinguish a busy stream from a hanging peer."""
     opts = AllreduceOptions()
     timeout_s = 1.0

@@ -86,7 +86,7 @@ def test_an_abort_takes_no_time_and_leaves_the_device_usable(group: ProcessGroup
     assert group.errored() is None
 
 
-def test_an_operation_that_is_overdue_aborts_the_group(store: TCPStore, implementation: str) -> None:
+def test_an_operation_past_its_deadline_aborts_the_group(store: TCPStore, implementation: str) -> None:
     group = ProcessGroupNCCL(timeout=TIMEOUT, implementation=implementation)
     group.configure(meeting(store), "replica", 0, 1)
     opts = AllreduceOptions()

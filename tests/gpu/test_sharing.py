@@ -155,7 +155,7 @@ def test_freed_memory_is_returned_while_the_worker_runs(pair: Pair) -> None:
     assert settled_mb() < before + 64
 
 
-def test_memory_of_killed_workers_goes_back() -> None:
+def test_memory_of_killed_workers_is_returned() -> None:
     tensor = torch.ones(64 * MB // 4, device=DEVICE)
     Pair().kill()
     before = settled_mb()

@@ -105,7 +105,7 @@ def test_memory_that_another_stream_reads_is_not_handed_out(shared: bool) -> Non
     assert ones(3 << 20).data_ptr() != address
 
 
-def test_an_overdue_operation_of_a_worker_is_never_a_success(store: TCPStore) -> None:
+def test_an_operation_of_a_worker_past_its_deadline_is_never_a_success(store: TCPStore) -> None:
     """PyTorch's watchdog in the worker aborts it, and its event then passes like any other: so the trainer
     asks for errors.
 

@@ -48,13 +48,13 @@ class Attempt:
         senders: workers whose outer gradients are in the average.
         committed: whether the round is committed.
         joining: workers that start as a copy of another one (``joining[new] = old``), just before the sending.
-        gone: workers that have failed before the end of the round.
+        failed: workers that have failed before the end of the round.
     """
 
     senders: tuple[int, ...]
     committed: bool = True
     joining: dict[int, int] = field(default_factory=dict)
-    gone: tuple[int, ...] = ()
+    failed: tuple[int, ...] = ()
 
 
 class DiLoCo:
@@ -89,7 +89,7 @@ class DiLoCo:
                     self.local[new] = [fragment.copy() for fragment in self.local[old]]
                 delta = sum(self.theta[p] - self.local[worker][p] for worker in how.senders) / len(how.senders)
         assert delta is not None
-        for worker in how.gone:
+        for worker in how.failed:
             del self.local[worker]
         if how.committed:
             self.velocity[p] = s.momentum * self.velocity[p] + delta

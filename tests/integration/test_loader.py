@@ -379,7 +379,7 @@ def test_a_dataset_that_raises_in_one_group_costs_it_the_job_and_the_others_a_st
     class Broken(TensorDataset):
         def __getitem__(self, index: int) -> Any:
             if index % 2:
-                raise OSError("the disk is gone")
+                raise OSError("the disk has failed")
             return super().__getitem__(index)
 
     job = Training(start_with=2)

@@ -285,7 +285,7 @@ def replay(settings: Settings, survivor: Ran, kill: Kill) -> papers.DiLoCo:
                 senders=(0, 1) if together else (0,),
                 committed=committed,
                 joining=joins,
-                gone=(1,) if fails else (),
+                failed=(1,) if fails else (),
             )
         )
     return reference

@@ -313,7 +313,7 @@ def test_an_isolated_group_behind_a_manager_ends_a_future_that_nobody_waits_for(
         assert not manager.should_commit()
 
 
-def test_an_operation_that_is_overdue_ends_the_worker(late) -> None:
+def test_an_operation_past_its_deadline_ends_the_worker(late) -> None:
     """NCCL in the worker has the group's timeout only."""
     for group in started(ProcessGroupBabyHanging):
         opts = dist.AllreduceOptions()

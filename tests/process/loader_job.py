@@ -20,7 +20,7 @@ from torchft.data.position import Position
 PLACES = ("begin", "units", "reduce", "commit", "stepped")
 # How a rank ends without being killed: its dataset raises, or a worker process of its DataLoader is killed.
 ERRORS = {
-    "dataset": r"ReadFailed: unit \d+ of batch \d+ of epoch \d could not be read: OSError: the disk is gone",
+    "dataset": r"ReadFailed: unit \d+ of batch \d+ of epoch \d could not be read: OSError: the disk has failed",
     # PyTorch's message about it, or the error that data of the worker cannot be fetched from it any more.
     "worker": r"DataLoader worker \(pid\(?s?\)? \d+\) (is killed|exited)|ReadFailed: unit .* could not be read: Conn",
 }

@@ -83,7 +83,7 @@ class Broken(Dataset):
 
     def __getitem__(self, index: int) -> Any:
         if self.broken:
-            raise OSError("the disk is gone")
+            raise OSError("the disk has failed")
         return self.data[index]
 
 

@@ -54,8 +54,8 @@ class Ranks:
             lambda: all(child.of("imported") for child in self.children), START_TIMEOUT_S, "torch is imported"
         )
 
-    def replace(self, gone: Child) -> None:
-        self.children[self.children.index(gone)] = self._start()
+    def replace(self, ended: Child) -> None:
+        self.children[self.children.index(ended)] = self._start()
         self._wait_for_imports()
 
     def meeting(self) -> str:

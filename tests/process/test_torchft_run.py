@@ -68,7 +68,7 @@ def end(run: Command, at_least: int) -> None:
     while left := processes_of(run.folder):
         assert time.monotonic() < deadline, f"{left} are left"
         time.sleep(0.05)
-    assert os.listdir(run.folder / "torchft") == [], "its socket is gone"
+    assert os.listdir(run.folder / "torchft") == [], "its socket is removed"
 
 
 def says_where_the_logs_are(run: Command) -> None:

@@ -155,11 +155,11 @@ def test_cancelled_timers_keep_nothing_alive_and_are_swept(timers: _TimeoutManag
             pass
 
     big = Big()
-    gone = weakref.ref(big)
+    freed = weakref.ref(big)
     timers.schedule(LONG, big.callback).cancel()
     del big
     gc.collect()
-    assert gone() is None
+    assert freed() is None
 
     for _ in range(10_000):
         timers.schedule(LONG, lambda: None).cancel()

@@ -277,9 +277,9 @@ def test_no_quorum_in_time_is_a_timeout_error(groups: Callable[..., Groups]) -> 
 
 def test_a_lighthouse_that_is_not_there_is_named_with_the_time_tried(groups: Callable[..., Groups]) -> None:
     job = groups(1)
-    gone = job.lighthouse.address()
+    ended = job.lighthouse.address()
     job.lighthouse.shutdown()
-    with pytest.raises(RuntimeError, match=rf"{gone}: timed out after 100ms"):
+    with pytest.raises(RuntimeError, match=rf"{ended}: timed out after 100ms"):
         job.server("late", connect_timeout=timedelta(milliseconds=100))
 
 

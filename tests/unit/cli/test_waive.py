@@ -1,4 +1,4 @@
-"""`torchft give-up` tells one lighthouse of a list, after it has checked whether the operator's claim is plausible."""
+"""`torchft waive` asks one lighthouse of a list, after it has checked whether the operator's claim is plausible."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Reading:
                 return ()
             task = under_way.pop(0)
             if task.key == self.fails_at:
-                raise OSError("gone")
+                raise OSError("unreadable")
             return tuple(task.unit.indices)
 
         return _Results(read)
@@ -144,7 +144,7 @@ def test_a_failure_belongs_to_the_unit_that_could_not_be_read() -> None:
 def test_a_unit_that_cannot_be_read_is_named_and_can_be_tried_again() -> None:
     reading = Reading(ahead=1)
     reading.fails_at = Key(Position(), 1)
-    with pytest.raises(ReadFailed, match="OSError: gone"):
+    with pytest.raises(ReadFailed, match="OSError: unreadable"):
         reading.step(Position(), 0, 2)
     reading.fails_at = None
     reading.step(Position(), 0, 2)

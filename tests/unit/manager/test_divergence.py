@@ -225,8 +225,8 @@ def test_random_histories(seed: int) -> None:
             job.exchange(step)
         for group in range(job.groups):
             latest = step - job.commits - job.every
-            overdue = {byte: since for byte, since in job.wrong[group].items() if since <= latest}
-            assert not overdue, f"step {step}: bytes {overdue} of group {group} are other ones, and nobody was told"
+            late = {byte: since for byte, since in job.wrong[group].items() if since <= latest}
+            assert not late, f"step {step}: bytes {late} of group {group} are other ones, and nothing was reported"
         if not any(job.wrong) and choose.random() < 0.1:
             job.heal(*choose.sample(range(job.groups), 2))
         job.digest(step)

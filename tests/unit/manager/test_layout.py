@@ -106,7 +106,7 @@ def test_the_lines_are_in_the_store_of_the_group(monkeypatch: pytest.MonkeyPatch
     assert read_layout(peer) == OURS
     pg.shutdown()
     monkeypatch.setattr(layout, "_FETCH_TIMEOUT", SHORT)
-    assert read_layout(Handle(id="gone", store="localhost:1", layout="x")) is None
+    assert read_layout(Handle(id="ended", store="localhost:1", layout="x")) is None
 
 
 def differing(me: int) -> Any:

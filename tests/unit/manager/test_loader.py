@@ -190,7 +190,7 @@ def test_the_first_unit_waits_for_the_quorum_and_no_heal(native: Fixture) -> Non
     def receive(**_: Any) -> Any:
         began.set()
         assert ended.wait(10)
-        raise RuntimeError("the source is gone")
+        raise RuntimeError("the source has failed")
 
     native.transport.recv_checkpoint.side_effect = receive
     step = next(attach(native.manager(), native))
@@ -238,13 +238,13 @@ def test_a_native_peer_with_a_loader_is_refused_by_name_where_there_is_none(nati
 
 class Unreadable(list[int]):
     def __getitem__(self, index: Any) -> Any:
-        raise OSError("the disk is gone")
+        raise OSError("the disk has failed")
 
 
 def reads(manager: Manager, peers: Fixture) -> None:
     loader = ElasticDataLoader(manager, Unreadable(range(10)), global_batch_size=4, micro_batch_size=2)
     announce_the_same(manager, peers)
-    with pytest.raises(ReadFailed, match="the disk is gone"):
+    with pytest.raises(ReadFailed, match="the disk has failed"):
         list(next(loader))
 
 

@@ -210,12 +210,12 @@ def test_configure_error_costs_the_step(fixture: Fixture) -> None:
 
 def test_no_quorum_does_not_raise_into_the_model(fixture: Fixture) -> None:
     manager = fixture.manager()
-    fixture.client._quorum.side_effect = RuntimeError("lighthouse gone")
+    fixture.client._quorum.side_effect = RuntimeError("lighthouse ended")
     manager.start_quorum()
     assert manager.allreduce(torch.ones(1)).wait()
-    with pytest.raises(RuntimeError, match="lighthouse gone"):
+    with pytest.raises(RuntimeError, match="lighthouse ended"):
         manager.wait_quorum()
-    with pytest.raises(RuntimeError, match="lighthouse gone"):
+    with pytest.raises(RuntimeError, match="lighthouse ended"):
         manager.should_commit()
     fixture.client._quorum.side_effect = None  # a script that caught the error may continue
     manager.start_quorum()

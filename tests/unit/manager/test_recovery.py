@@ -135,7 +135,7 @@ def test_heal_from_several_sources(fixture: Fixture, make_quorum: Quorum) -> Non
     assert manager.should_commit()
     fixture.client_class.assert_called_with("http://source:1", connect_timeout=timedelta(seconds=0.5))
     additional_sources = fixture.transport.recv_checkpoint.call_args.kwargs["additional_sources"]
-    # The transport asks them when it has a use for them, and they are given up soon.
+    # The transport asks them when it has a use for them, and each attempt ends soon.
     for additional, address in zip(additional_sources, ["http://b:1", "http://c:1"]):
         assert additional() == "where"
         fixture.client_class.assert_called_with(address, connect_timeout=timedelta(seconds=3))

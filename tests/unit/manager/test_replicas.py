@@ -138,7 +138,7 @@ def test_flipped_bits_are_found_named_and_healed(flips: int) -> None:
     choose, sweep = random.Random(todays(20)), 3
     job = Job([Group(rank, sweep) for rank in range(GROUPS)])
     within = sweep + sweep  # a sweep, and the steps until the next message
-    gone = 0
+    reverted = 0
     for _ in range(4):
         job.step()
     for number in range(flips):
@@ -158,7 +158,7 @@ def test_flipped_bits_are_found_named_and_healed(flips: int) -> None:
                 break
         if not told:  # the optimizer's rounding undid it before its turn came
             assert job.equal(), f"flip {number} of {name}"
-            gone += 1
+            reverted += 1
             continue
         assert len(told) == GROUPS  # by all groups
         for step, groups, tensors, certain in told:
@@ -170,7 +170,7 @@ def test_flipped_bits_are_found_named_and_healed(flips: int) -> None:
         assert job.equal()  # healed
         job.step()
         assert not any(each.told() for each in job.groups)
-    assert gone < flips / 10
+    assert reverted < flips / 10
 
 
 def test_bits_of_two_groups_of_five() -> None:

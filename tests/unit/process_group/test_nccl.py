@@ -402,7 +402,7 @@ def test_nccl_in_a_worker_too(nccl: type[Nccl], monkeypatch: pytest.MonkeyPatch)
     (made,) = nccl.made
     assert made.opts.config.blocking == 0
     assert made.opts.global_ranks_in_group == [4, 9]
-    assert made.opts._timeout == timedelta(seconds=7), "PyTorch ends an overdue worker"
+    assert made.opts._timeout == timedelta(seconds=7), "PyTorch ends a worker past its deadline"
     assert made.connected == [torch.device("cuda", 1)]
 
 

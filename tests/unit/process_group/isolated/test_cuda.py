@@ -250,7 +250,7 @@ def test_memory_goes_back_when_the_worker_has_dropped_it(fake: Cuda) -> None:
     assert fake.released == [(b"counters", 0), (b"counters", 1)]
 
 
-def test_memory_of_a_killed_worker_goes_back(fake: Cuda) -> None:
+def test_memory_of_a_killed_worker_is_returned(fake: Cuda) -> None:
     trainer, worker, _ = ends()
     freed, kept = torch.ones(4), torch.ones(5)
     for tensor in (freed, kept):
@@ -346,7 +346,7 @@ def test_a_worker_that_has_failed_may_be_noticed_while_exporting(fake: Cuda) -> 
         (lambda: torch.ones(2, dtype=torch.complex64).conj(), RuntimeError, "resolve_conj"),
     ],
 )
-def test_what_cannot_be_lent_is_refused(fake: Cuda, tensor: Any, error: type[Exception], says: str) -> None:
+def test_what_cannot_be_registered_is_refused(fake: Cuda, tensor: Any, error: type[Exception], says: str) -> None:
     trainer, _, _ = ends()
     with pytest.raises(error, match=says):
         trainer.register(tensor(), True, True)

@@ -46,7 +46,7 @@ def test_memory_that_is_freed_and_allocated_again(alone: ProcessGroup, size: int
     assert len(addresses) < 20
 
 
-def test_shared_memory_is_lent_as_it_is(pair: list[ProcessGroup]) -> None:
+def test_shared_memory_is_registered_as_it_is(pair: list[ProcessGroup]) -> None:
     def call(rank: int) -> None:
         whole = torch.zeros(3 << 16).share_memory_()
         where = whole.data_ptr()
@@ -118,7 +118,7 @@ def test_a_tensor_that_requires_grad(alone: ProcessGroup) -> None:
     ],
     ids=["meta", "sparse"],
 )
-def test_what_cannot_be_lent_is_refused_by_name(alone: ProcessGroup, tensor: torch.Tensor, says: str) -> None:
+def test_what_cannot_be_registered_is_refused_by_name(alone: ProcessGroup, tensor: torch.Tensor, says: str) -> None:
     with pytest.raises(RuntimeError, match=says):
         alone.allreduce([tensor], ReduceOp.SUM)
     assert alone.errored() is None

@@ -102,7 +102,7 @@ def test_a_killed_trainer_takes_everything_along(tmp_path: Path) -> None:
         wait_until(lambda: len(children(pid)) == 2, "a worker and a standby")
         everything = [pid, *children(pid)]
         os.kill(trainer.pid, signal.SIGKILL)
-        wait_until(lambda: not any(Path(f"/proc/{p}").exists() for p in everything), "all are gone")
+        wait_until(lambda: not any(Path(f"/proc/{p}").exists() for p in everything), "all have ended")
 
 
 def test_the_worker_that_stands_by_becomes_the_next(store: TCPStore) -> None:
@@ -128,7 +128,7 @@ def test_a_standby_that_ended_is_replaced(store: TCPStore) -> None:
     group = ProcessGroupBabyGloo(TIMEOUT)
     ready = ready_worker()
     os.kill(ready, signal.SIGKILL)
-    wait_until(lambda: ready not in workers(), "it is gone")
+    wait_until(lambda: ready not in workers(), "it has ended")
     group.configure(meeting(store), "replica", 0, 1)
     group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
     group.shutdown()
@@ -155,7 +155,7 @@ def test_a_standby_whose_end_is_not_noticed_yet_is_replaced(store: TCPStore, mon
     ready = ready_worker()
     monkeypatch.setattr(channel_module.Channel, "has_failed", lambda channel: channel.broken is not None)
     os.kill(ready, signal.SIGKILL)
-    wait_until(lambda: ready not in workers(), "it is gone")
+    wait_until(lambda: ready not in workers(), "it has ended")
     group.configure(meeting(store), "replica", 0, 1)
     group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
     group.shutdown()

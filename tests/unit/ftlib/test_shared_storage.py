@@ -112,7 +112,7 @@ def directory_threads() -> int:
 
 
 @pytest.mark.parametrize("call", ["write", "records", "latest"])
-def test_a_directory_that_hangs(tmp_path: Path, server: Away, call: str) -> None:
+def test_a_directory_that_hangs(tmp_path: Path, server: FileServer, call: str) -> None:
     """The member reports its own failure, a list of members is an error, and it can be closed."""
     heard = Heard()
     member = SharedStorage(tmp_path, name="a", timeout=SOON, expiry=timedelta(seconds=1))
@@ -155,7 +155,7 @@ def test_a_member_whose_directory_hangs_comes_back(tmp_path: Path, server: FileS
         member.close()
 
 
-def test_a_directory_that_hangs_from_the_start(tmp_path: Path, server: Away) -> None:
+def test_a_directory_that_hangs_from_the_start(tmp_path: Path, server: FileServer) -> None:
     server.stop("check")
     with pytest.raises(RuntimeError, match=rf"directory='{tmp_path}/default' has not answered within"):
         SharedStorage(tmp_path, name="a", timeout=timedelta(seconds=0.2))

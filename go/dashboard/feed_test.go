@@ -265,7 +265,7 @@ func TestAThousandGroupsFitIntoAMegabyte(t *testing.T) {
 		j.set(members...)
 		s := serve(t, j)
 		for i := range 2 * mostEvents {
-			s.Record(Event{Kind: QuorumChanged, Joined: []string{members[i%1000].ReplicaID}, Reason: "every healthy replica asked"})
+			s.Record(Event{Kind: QuorumChanged, Joined: []string{members[i%1000].ReplicaID}, Reason: "every healthy member asked"})
 		}
 		for i := range 3 * mostPoints {
 			s.Round(int64(i), 1000, 0, start.Add(time.Duration(i)*time.Second))

@@ -21,7 +21,7 @@ func busy(s *site, j *job) {
 	var members []quorum.MemberStatus
 	for i := range 200 {
 		members = append(members, member(fmt.Sprintf("train_%d:5f9c3f0e-9a51-4f0b-8a57-2a4f6d1c7e11", i), 123456789))
-		s.Record(Event{Kind: QuorumChanged, Joined: []string{members[i].ReplicaID}, Reason: "every healthy replica asked"})
+		s.Record(Event{Kind: QuorumChanged, Joined: []string{members[i].ReplicaID}, Reason: "every healthy member asked"})
 	}
 	j.set(members...)
 }

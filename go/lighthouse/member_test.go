@@ -217,7 +217,7 @@ func TestARequestOnAStreamHasADeadline(t *testing.T) {
 			a.ask(step, time.Second)
 			code, text := a.failed()
 			assert.Equal(t, codes.DeadlineExceeded, code)
-			assert.Contains(t, text, "no quorum in time: 1 replica asked, min_replicas is 2")
+			assert.Contains(t, text, "no quorum in time: 1 member asked, min_replicas is 2")
 			assert.Less(t, time.Since(start), time.Second)
 			assert.Greater(t, time.Since(start), 900*time.Millisecond)
 			assert.Zero(t, c.Lighthouse.Status().Waiters)

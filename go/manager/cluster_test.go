@@ -253,7 +253,7 @@ func TestATimeoutSaysWhyThereIsNoQuorum(t *testing.T) {
 				for _, answer := range g.QuorumOfAll(1, deadline) {
 					got := <-answer
 					assert.EqualError(t, got.Err, "quorum call to manager at "+g.Server.Address()+" timed out: quorum call to lighthouse at "+
-						fttest.LighthouseAddr+" timed out: no quorum in time: 1 replica asked, min_replicas is 2 (DeadlineExceeded)")
+						fttest.LighthouseAddr+" timed out: no quorum in time: 1 member asked, min_replicas is 2 (DeadlineExceeded)")
 					assert.True(t, rpc.IsTimeout(got.Err))
 					assert.LessOrEqual(t, got.Took, deadline)
 					assert.GreaterOrEqual(t, got.Took, deadline-min(150*time.Millisecond, deadline/10))

@@ -11,7 +11,7 @@ type tally struct {
 	healthy      int // replicas with a heartbeat younger than the timeout
 	reachEarlier int // those of them that can reach a lighthouse before this one
 	presumed     int // healthy ones that were in a quorum before the start, and have sent nothing since
-	candidates   int // healthy replicas with a pending request
+	candidates   int // healthy members with a pending request
 	shrinkers    int // candidates that ask shrink_only
 
 	previous           int // members of the previous quorum, 0 if there was none
@@ -31,13 +31,13 @@ const (
 	nobodyWaits    cause = iota
 	tooFew               // fewer than min_replicas may be in it
 	noMajority           // it could be the smaller half of a split
-	awaitingOthers       // possible, but a healthy replica may still ask
+	awaitingOthers       // possible, but a healthy member may still ask
 	pastUnknown          // possible, but a member knows a later quorum, which the lighthouse has to learn first
 	lacksVotes           // possible, but another lighthouse might serve the rest of the last quorum
 	behindJob            // possible, but below the step that the job had reached, and a member with that step may come
 	forbidden            // below the step that the job had reached, and the policy forbids that
 	fastPath             // every previous member asked
-	allAsked             // every healthy replica asked
+	allAsked             // every healthy member asked
 	joinTimedOut         // the rest did not ask in time
 )
 
@@ -123,9 +123,9 @@ func (d decision) String() string {
 	}
 	switch d.cause {
 	case nobodyWaits:
-		return "no replica asks for a quorum"
+		return "no member asks for a quorum"
 	case tooFew:
-		return fmt.Sprintf("%s asked%s, min_replicas is %d", replicas(d.eligible()), shrink, d.policy.MinReplicas)
+		return fmt.Sprintf("%s asked%s, min_replicas is %d", memberCount(d.eligible()), shrink, d.policy.MinReplicas)
 	case noMajority:
 		return fmt.Sprintf("%d of %s asked, more than half are needed", t.candidates, healthy(t.healthy))
 	case awaitingOthers:
@@ -139,7 +139,7 @@ func (d decision) String() string {
 		return fmt.Sprintf("every member of the previous quorum asked (%d), %d in the quorum%s",
 			t.previous, d.eligible(), shrink)
 	case allAsked:
-		return fmt.Sprintf("every healthy replica asked (%d), %d in the quorum%s", t.healthy, d.eligible(), shrink)
+		return fmt.Sprintf("every healthy member asked (%d), %d in the quorum%s", t.healthy, d.eligible(), shrink)
 	case joinTimedOut:
 		return fmt.Sprintf("%d of %s asked before join_timeout_ms passed, %d in the quorum%s",
 			t.candidates, healthy(t.healthy), d.eligible(), shrink)
@@ -148,16 +148,16 @@ func (d decision) String() string {
 	}
 }
 
-func replicas(n int) string {
+func memberCount(n int) string {
 	if n == 1 {
-		return "1 replica"
+		return "1 member"
 	}
-	return fmt.Sprintf("%d replicas", n)
+	return fmt.Sprintf("%d members", n)
 }
 
 func healthy(n int) string {
 	if n == 1 {
-		return "1 healthy replica"
+		return "1 healthy member"
 	}
-	return fmt.Sprintf("%d healthy replicas", n)
+	return fmt.Sprintf("%d healthy members", n)
 }

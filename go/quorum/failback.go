@@ -79,7 +79,7 @@ func (f *failback) tick() {
 		return
 	}
 	to := Seat{common.First(), f.list.seat.Of}
-	reason := fmt.Sprintf("every member here (%s) reaches the lighthouse that is %s of the list, and fails back to it", replicas(s.counts.healthy), to)
+	reason := fmt.Sprintf("every member here (%s) reaches the lighthouse that is %s of the list, and fails back to it", memberCount(s.counts.healthy), to)
 	f.do(FailBack{to.Place, reason})
 	f.list.releaseAll(f.now)
 	f.outdate(anyRequest, reason)

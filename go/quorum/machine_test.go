@@ -106,7 +106,7 @@ func TestDescribeAsJSON(t *testing.T) {
 	require.NoError(t, err)
 	require.JSONEq(t, `{
 		"quorum_id": 0, "quorum": [], "quorum_age_ms": 0, "max_step": 0,
-		"reason": "no replica asks for a quorum",
+		"reason": "no member asks for a quorum",
 		"healthy": 0, "candidates": 0, "waiters": 0, "members": [],
 		"min_replicas": 2, "join_timeout_ms": 1000, "heartbeat_timeout_ms": 5000,
 		"median_step_ms": 0, "stalled_after_ms": 5000
@@ -121,7 +121,7 @@ func TestDescribeAsJSON(t *testing.T) {
 	require.NoError(t, err)
 	require.JSONEq(t, fmt.Sprintf(`{
 		"quorum_id": %d, "quorum": ["a", "b"], "quorum_age_ms": 2000, "quorum_created": "2026-11-01T00:00:00Z", "max_step": 3,
-		"reason": "1 replica asked, min_replicas is 2; missing: a",
+		"reason": "1 member asked, min_replicas is 2; missing: a",
 		"healthy": 2, "candidates": 1, "waiters": 1,
 		"members": [
 			{"replica_id": "a", "heartbeat_age_ms": 2000, "healthy": true, "in_quorum": true, "waiting": false, "waiting_ms": 0,
@@ -140,7 +140,7 @@ func TestReasonsNameOnlySomeOfManyThatAreMissing(t *testing.T) {
 		r.machine.Step(Beat{ReplicaID: fmt.Sprintf("r%02d", i)}, r.now)
 	}
 	r.ask(Member{ReplicaID: "a"})
-	require.Equal(t, "1 of 31 healthy replicas asked, more than half are needed; "+
+	require.Equal(t, "1 of 31 healthy members asked, more than half are needed; "+
 		"missing: r00, r01, r02, r03, r04, r05, r06, r07 and 22 more", r.machine.Describe(r.now).Reason)
 }
 

@@ -200,7 +200,7 @@ func (w *watch) name(age, timeout time.Duration) {
 		if still < timeout {
 			continue
 		}
-		reason = fmt.Sprintf("no progress for %s while %s of its quorum wait: %s", still.Round(100*time.Millisecond), replicas(waiting), reason)
+		reason = fmt.Sprintf("no progress for %s while %s of its quorum wait: %s", still.Round(100*time.Millisecond), memberCount(waiting), reason)
 		if _, named := w.stalled[r.id]; !named { // it is reported once in a step
 			if w.stalled == nil {
 				w.stalled = map[string]string{}

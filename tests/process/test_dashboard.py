@@ -243,7 +243,7 @@ def test_why_there_is_no_quorum_is_said_in_words(browser: Any, tmp_path: Path) -
     try:
         page = Page(browser, server.address())
         wait(lambda: page.states() == ["waiting"], "it waits")
-        assert "Next quorum: 1 replica asked, min_replicas is 2. 1 alive, 1 waiting, at least 2 needed." in page.text(
+        assert "Next quorum: 1 member asked, min_replicas is 2. 1 alive, 1 waiting, at least 2 needed." in page.text(
             "reason"
         )
         assert page.text("quorum") == "no quorum yet" and page.complaints() == []

@@ -154,7 +154,7 @@ def test_a_failed_member_and_a_waiting_one() -> None:
     shown = table({"quorum_id": 4, "quorum": ["a"], "max_step": 3, "reason": "b waits for a", "members": members})
     assert "next: b waits for a" in shown
     trains = {"quorum_id": 4, "quorum": ["c"], "max_step": 3, "members": [{**alive, "replica_id": "c"}]}
-    assert "next" not in table({**trains, "reason": "no replica asks for a quorum"}), "nobody waits for anything"
+    assert "next" not in table({**trains, "reason": "no member asks for a quorum"}), "nobody waits for anything"
     states = ["failed", "waiting", "healing", "stalled", "suspect", "draining", "draining"]
     assert [line.split()[:2] for line in shown.splitlines()[-7:]] == [[n, s] for n, s in zip("abcdefg", states)]
 

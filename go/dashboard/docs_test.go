@@ -27,7 +27,7 @@ func metricNames(t *testing.T) []string {
 	return found
 }
 
-func TestWhatTheDocsAndTheGrafanaDashboardSpeakOfExists(t *testing.T) {
+func TestMetricsOfTheDocsAndTheGrafanaDashboardExist(t *testing.T) {
 	known := metricNames(t)
 	for _, path := range []string{"../../docs/grafana.json", "../../docs/operating.md"} {
 		text, err := os.ReadFile(path)

@@ -231,7 +231,7 @@ func TestWhereThereIsNothingYetListsAreEmptyAndNotNull(t *testing.T) {
 	})
 }
 
-func TestWhatCannotBeAnsweredIsJSONThatSaysWhy(t *testing.T) {
+func TestAnErrorIsJSONWithAReason(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := serve(t, &job{})
 		for path, want := range map[string]struct {

@@ -13,7 +13,7 @@ func member(id string, step int64) quorum.MemberStatus {
 	return quorum.MemberStatus{ReplicaID: id, Step: step, Healthy: true, InQuorum: true, WorldSize: 2}
 }
 
-func TestALookSaysWhatChanged(t *testing.T) {
+func TestALookReturnsTheChanges(t *testing.T) {
 	var b Board
 	look := func(after time.Duration, members ...quorum.MemberStatus) Change {
 		return b.Look(quorum.Status{Members: members}, start.Add(after))

@@ -127,7 +127,7 @@ func mustJoin(t *testing.T, s *site) *viewer {
 	return v
 }
 
-func TestThoseWhoComeAtOnceAreNoNewsToTheOthers(t *testing.T) {
+func TestSimultaneousViewersCauseNoMessagesToTheOthers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := &job{}
 		j.set(member("a", 1))

@@ -92,7 +92,7 @@ func TestAnotherSourceThatGivesWrongBlocksFailsNothing(t *testing.T) {
 }
 
 // One that fails is replaced by the other; the assigned one too, once its checksums are known.
-func TestASourceThatDiesIsReplaced(t *testing.T) {
+func TestASourceThatFailsIsReplaced(t *testing.T) {
 	for name, fails := range map[string]Role{"assigned": Assigned, "additional": Additional} {
 		t.Run(name, func(t *testing.T) {
 			source, target := filled(newRand(t), 4<<20), empty(4<<20)
@@ -117,7 +117,7 @@ func TestASourceThatDiesIsReplaced(t *testing.T) {
 }
 
 // A source that fails ends the wait; what arrived stays, and a new source brings the rest.
-func TestATransferGoesOnWithANewGrant(t *testing.T) {
+func TestATransferContinuesWithANewGrant(t *testing.T) {
 	source, target := filled(newRand(t), 4<<20), empty(4<<20)
 	s := listen(t, time.Minute, 16<<20)
 	o := offer(t, source, small)
@@ -227,7 +227,7 @@ func TestASlowReaderIsCutOff(t *testing.T) {
 	require.Less(t, time.Since(start), 20*time.Second)
 }
 
-func TestStrangersAreRefused(t *testing.T) {
+func TestUnauthorizedConnectionsAreRefused(t *testing.T) {
 	s := listen(t, 200*time.Millisecond, 0)
 	s.Grant(offer(t, filled(newRand(t), 1000), 0))
 	for name, hello := range map[string]string{
@@ -342,7 +342,7 @@ func honestUntilTheEnd(t *testing.T, memory *Memory, announced string, before fu
 }
 
 // A source that does not answer the question for its checksums may bring everything meanwhile: that ends the transfer.
-func TestAStalledQuestionHoldsUpNothingElse(t *testing.T) {
+func TestAStalledRequestDelaysNoOther(t *testing.T) {
 	source, target := filled(newRand(t), 1<<20), empty(1<<20)
 	asked, over := make(chan struct{}), make(chan struct{})
 	before := func(op uint32) {

@@ -51,7 +51,7 @@ func strangers(t testing.TB, address string) {
 	})
 }
 
-func TestStrangersHoldUpNoHeal(t *testing.T) {
+func TestUnauthorizedConnectionsDelayNoHeal(t *testing.T) {
 	source := filled(newRand(t), 3*small, 40*small, 7)
 	target := empty(3*small, 40*small, 7)
 	s := listen(t, time.Minute, 0)

@@ -179,7 +179,7 @@ func TestADeviceCopyIsServedAsItGrows(t *testing.T) {
 }
 
 // Nobody waits for a copy for ever: neither when it fails, nor when the source trains on, ends, or is too slow.
-func TestWhoeverWaitsForADeviceCopyHearsOfItsEnd(t *testing.T) {
+func TestWaitingForADeviceCopyEndsWithTheCopy(t *testing.T) {
 	for name, c := range map[string]struct {
 		end   func(*Offer)
 		error string

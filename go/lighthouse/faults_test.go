@@ -119,7 +119,7 @@ func TestAPanicWhileAGreetingIsReadEndsThatStreamOnly(t *testing.T) {
 }
 
 // SIGTERM, as the command takes it: whoever waits hears UNAVAILABLE, which our managers take for "ask again".
-func TestAShutdownDoesNotWaitForAnybody(t *testing.T) {
+func TestAShutdownDoesNotWaitForClients(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 9)
 		called := ask(dial(t, c, "a"), quorum.Member{ReplicaID: "a"}, time.Hour)

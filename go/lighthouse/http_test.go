@@ -49,7 +49,7 @@ func read(t *testing.T, resp *http.Response) (int, string) {
 	return resp.StatusCode, string(body)
 }
 
-func TestStatusSaysWhoIsHereAndWhyThereIsNoQuorum(t *testing.T) {
+func TestStatusHasTheMembersAndTheReasonWhyThereIsNoQuorum(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		client := browser(t, c, "far")

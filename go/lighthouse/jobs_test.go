@@ -144,7 +144,7 @@ func TestAManagerNamesItsJob(t *testing.T) {
 	})
 }
 
-func TestAJobIsForgottenWhenNobodyIsLeft(t *testing.T) {
+func TestAJobWithoutMembersIsForgotten(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1, func(cfg *lighthouse.Config) { cfg.MaxJobs = 3 })
 		alive := c.StartGroup("alive", 1, func(cfg *manager.ServerConfig) { cfg.Job = "alive" })
@@ -268,7 +268,7 @@ func TestTheStatesOfJobsAreApart(t *testing.T) {
 
 // The number of metrics grows with the jobs, of which there are max_jobs, and not with what members call themselves. A name
 // that never had a quorum is forgotten with its members.
-func TestAStrangerDoesNotFillTheMetrics(t *testing.T) {
+func TestAnUnauthorizedClientDoesNotFillTheMetrics(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1, func(cfg *lighthouse.Config) { cfg.MaxJobs = 5 })
 		web := browser(t, c, "prometheus")

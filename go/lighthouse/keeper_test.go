@@ -74,7 +74,7 @@ func asOf(ctx context.Context, job string) context.Context {
 	return metadata.NewIncomingContext(ctx, said)
 }
 
-// kept is a crowd of one whose state goes to that disk, and its log.
+// kept is a job with one member whose state is kept on that disk, and its log.
 func kept(f *faulty) (*job, *strings.Builder) {
 	j, _ := crowd(1)
 	var log strings.Builder
@@ -83,7 +83,7 @@ func kept(f *faulty) (*job, *strings.Builder) {
 	return j, &log
 }
 
-func TestADiskThatHangsHoldsNobodyUp(t *testing.T) {
+func TestAHangingDiskBlocksNoQuorumAndNoShutdownForLong(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := &faulty{writing: make(chan struct{})}
 		j, log := kept(f)
@@ -94,7 +94,7 @@ func TestADiskThatHangsHoldsNobodyUp(t *testing.T) {
 			synctest.Wait()
 		}
 		assert.Zero(t, time.Since(start), "a quorum waits for no write")
-		assert.Empty(t, j.status().Unkept, "it may be slow")
+		assert.Empty(t, j.status().Unkept, "a slow disk is not reported at once")
 
 		time.Sleep(diskTime)
 		j.tick(time.Now())
@@ -106,14 +106,14 @@ func TestADiskThatHangsHoldsNobodyUp(t *testing.T) {
 		start = time.Now()
 		j.shutDown()
 		assert.Equal(t, diskTime, time.Since(start))
-		assert.True(t, j.keeper.left.Load(), "what comes late must not overwrite what another lighthouse wrote")
+		assert.True(t, j.keeper.left.Load(), "a late write must not overwrite the state of another lighthouse")
 		close(f.writing)
 		synctest.Wait()
 		assert.Empty(t, f.written)
 	})
 }
 
-func TestADiskThatFailsIsNamedAndTriedAgain(t *testing.T) {
+func TestAFailedWriteIsReportedAndRetried(t *testing.T) {
 	for _, fault := range []error{syscall.ENOSPC, syscall.EIO} {
 		synctest.Test(t, func(t *testing.T) {
 			f := &faulty{err: fault}
@@ -128,7 +128,7 @@ func TestADiskThatFailsIsNamedAndTriedAgain(t *testing.T) {
 			f.fails(nil)
 			time.Sleep(writeAgain)
 			synctest.Wait()
-			assert.Equal(t, int64(7), f.last().Highest, "nobody had to hand it over again")
+			assert.Equal(t, int64(7), f.last().Highest, "the same state is written again")
 			assert.Empty(t, j.status().Unkept)
 			assert.Contains(t, log.String(), "is kept on disk again")
 			j.shutDown()
@@ -147,14 +147,14 @@ func TestTheLatestStateIsWritten(t *testing.T) {
 		close(f.writing)
 		synctest.Wait()
 		assert.Equal(t, int64(4), f.last().Highest)
-		assert.Len(t, f.written, 2, "nobody needs those in between")
+		assert.Len(t, f.written, 2, "states in between are not written")
 		assert.Empty(t, j.status().Unkept)
 		j.shutDown()
 	})
 }
 
-// A file that cannot be read (a slow NFS) holds up its own job for a while, and no other.
-func TestAJobWhoseFileCannotBeReadBeginsWithout(t *testing.T) {
+// A file that cannot be read (a slow NFS) delays its own job for diskTime, and no other one.
+func TestAJobBeginsWithoutAStateThatCannotBeRead(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := &faulty{reading: make(chan struct{})}
 		j, log := kept(f)
@@ -174,7 +174,7 @@ func TestAJobWhoseFileCannotBeReadBeginsWithout(t *testing.T) {
 		synctest.Wait()
 		other, _ := s.use(asOf(t.Context(), "fast"))
 		assert.Same(t, fast, other)
-		assert.Zero(t, time.Since(start), "nobody else waits for it")
+		assert.Zero(t, time.Since(start), "other jobs do not wait for it")
 		<-done
 		require.NoError(t, err)
 		assert.Equal(t, diskTime, time.Since(start))
@@ -192,7 +192,7 @@ func TestAJobWhoseFileCannotBeReadBeginsWithout(t *testing.T) {
 	})
 }
 
-// With a real disk: somebody removes the directory of a lighthouse that runs.
+// On a real disk: the directory is removed while the lighthouse runs.
 func TestAMissingDirectoryIsOnThePageAndInMetrics(t *testing.T) {
 	dir := filepath.Join(t.TempDir(), "state")
 	s, log := startOn(t, dir)
@@ -215,9 +215,9 @@ func TestAMissingDirectoryIsOnThePageAndInMetrics(t *testing.T) {
 	assert.Contains(t, log.String(), "is not kept on disk")
 }
 
-// Where a member cannot show the quorum that it is in, a lighthouse of a list answers once the quorum is on its disk: one that restarts
-// knows of it by that alone. A disk that does not answer, or fails, holds nobody up for longer than diskTime, and only once.
-func TestAQuorumThatNobodyShowsIsOnDiskBeforeItIsDelivered(t *testing.T) {
+// If a member cannot show its quorum, a lighthouse of a list delivers the quorum after it was written to disk: only from there a restarted
+// lighthouse learns of it. A disk that hangs or fails delays a quorum for at most diskTime, and only one.
+func TestAQuorumThatMembersCannotShowIsOnDiskBeforeItIsDelivered(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := &faulty{writing: make(chan struct{})}
 		j, log := kept(f)
@@ -231,10 +231,10 @@ func TestAQuorumThatNobodyShowsIsOnDiskBeforeItIsDelivered(t *testing.T) {
 			synctest.Wait()
 			return answered
 		}
-		require.NotNil(t, (<-ask(10, true)).delivered, "who asks can show it")
+		require.NotNil(t, (<-ask(10, true)).delivered, "the member can show it")
 		first := ask(11, false)
 		require.Empty(t, first, "it is not on the disk")
-		f.writing <- struct{}{} // of the first
+		f.writing <- struct{}{} // the write of the first quorum
 		synctest.Wait()
 		require.Empty(t, first)
 		f.writing <- struct{}{}

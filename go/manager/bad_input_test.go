@@ -38,7 +38,7 @@ func call(client *lighthouses.Client, m quorum.Member) <-chan fttest.Answer[*quo
 	})
 }
 
-func TestAGroupOfAnotherSizeIsRefusedAndTheOthersGoOn(t *testing.T) {
+func TestAGroupOfAnotherSizeIsRefusedAndTheOthersContinue(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
@@ -113,7 +113,7 @@ func TestAStepThatGoesBackwards(t *testing.T) {
 }
 
 // What one member says goes to all: with much of it an answer is larger than what anybody may ask with.
-func TestMuchDataReachesEverybody(t *testing.T) {
+func TestMuchDataReachesAllMembers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 4)
 		much := strings.Repeat("x", 3<<20)
@@ -139,7 +139,7 @@ func TestMuchDataReachesEverybody(t *testing.T) {
 	})
 }
 
-func TestTooMuchDataIsNamedAndHarmsNobodyElse(t *testing.T) {
+func TestTooMuchDataIsReportedAndHarmsNoOtherMember(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a := c.StartGroup("a", 2)

@@ -206,7 +206,7 @@ func TestARankThatFellSilentIsNoticed(t *testing.T) {
 	})
 }
 
-func TestARankComesBack(t *testing.T) {
+func TestARankReconnects(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		g := c.StartGroup("a", 2)
@@ -244,7 +244,7 @@ func TestDeadlinesEndEveryWait(t *testing.T) {
 	})
 }
 
-func TestATimeoutSaysWhyThereIsNoQuorum(t *testing.T) {
+func TestATimeoutHasTheReasonWhyThereIsNoQuorum(t *testing.T) {
 	for _, deadline := range []time.Duration{50 * time.Millisecond, time.Second, time.Minute} {
 		t.Run(deadline.String(), func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -294,7 +294,7 @@ func TestShutdownAnswersEveryWaiter(t *testing.T) {
 	})
 }
 
-func TestANewcomerIsInWithinTwoRounds(t *testing.T) {
+func TestANewMemberIsInTheQuorumWithinTwoRounds(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
@@ -315,7 +315,7 @@ func TestANewcomerIsInWithinTwoRounds(t *testing.T) {
 	})
 }
 
-func TestSurvivorsGoOnWithoutAFailedGroup(t *testing.T) {
+func TestSurvivorsContinueWithoutAFailedGroup(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)

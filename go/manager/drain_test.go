@@ -70,7 +70,7 @@ func noFailure(t *testing.T, g *fttest.Group, rank int) {
 	}
 }
 
-func TestADrainedGroupLeavesAndNobodyLosesAStep(t *testing.T) {
+func TestADrainedGroupLeavesAndNoGroupLosesAStep(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b, d := c.StartGroup("a", 2), c.StartGroup("b", 2), c.StartGroup("d", 2)
@@ -115,7 +115,7 @@ func TestADrainedGroupLeavesAndNobodyLosesAStep(t *testing.T) {
 	})
 }
 
-func TestARankLetsItsGroupLeaveAndNobodyLosesAStep(t *testing.T) {
+func TestARankDrainsItsGroupAndNoGroupLosesAStep(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
@@ -168,7 +168,7 @@ func TestALeaveIsRetriedUntilTheLighthouseIsBack(t *testing.T) {
 }
 
 // It is said once on each stream: where the connection breaks before the answer, on the next one, too.
-func TestALeaveIsSaidAgainOnTheNextConnection(t *testing.T) {
+func TestALeaveIsRepeatedOnTheNextConnection(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
@@ -276,7 +276,7 @@ func TestLeavingEndsWithTheLighthouse(t *testing.T) {
 	})
 }
 
-func TestAWishThatWasMadeWhileTheStreamWasBrokenIsHeardOnTheNext(t *testing.T) {
+func TestADrainDuringABrokenStreamIsReceivedOnTheNextOne(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a := c.StartGroup("a", 1)
@@ -301,7 +301,7 @@ func TestWhoCannotBeDrained(t *testing.T) {
 }
 
 // A lighthouse that is away for a moment is no reason to end as a failure.
-func TestLeavingIsTriedAgainUntilItsDeadline(t *testing.T) {
+func TestLeavingIsRetriedUntilItsDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		groups := []*fttest.Group{c.StartGroup("a", 1), c.StartGroup("b", 1)}

@@ -33,7 +33,7 @@ func heard(t *testing.T, g *fttest.Group, rank int) membership.Notice {
 	}
 }
 
-func TestAFailureIsReportedToAllAndNobodyWaitsForIt(t *testing.T) {
+func TestAFailureIsReportedToAllAndEndsTheirWait(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		groups := []*fttest.Group{c.StartGroup("a", 2), c.StartGroup("b", 2), c.StartGroup("c", 2)}
@@ -57,7 +57,7 @@ func TestAFailureIsReportedToAllAndNobodyWaitsForIt(t *testing.T) {
 	})
 }
 
-func TestAllButOneDieAtOnceAndTheLastOneGoesOn(t *testing.T) {
+func TestAllButOneFailAtOnceAndTheLastOneContinues(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b, d := c.StartGroup("a", 1), c.StartGroup("b", 1), c.StartGroup("d", 1)
@@ -118,7 +118,7 @@ func TestAFlappingNetworkIsNoFailure(t *testing.T) {
 
 // The connection breaks while the answer is on its way. The others have their answers and wait in a collective: the group that
 // asks again must not wait for them to ask.
-func TestAQuorumThatGotLostOnTheWayIsSentAgain(t *testing.T) {
+func TestAQuorumThatWasLostOnTheWayIsRedelivered(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
@@ -182,7 +182,7 @@ func TestPeersThatLostACollectiveNeedNotWaitForTheHeartbeat(t *testing.T) {
 	})
 }
 
-func TestALiarEvictsNobody(t *testing.T) {
+func TestAFalseReportEvictsNoMember(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)

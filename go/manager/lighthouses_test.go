@@ -62,7 +62,7 @@ func TestALighthouseThatStartsReceivesTheLastQuorum(t *testing.T) {
 	})
 }
 
-func TestTheSecondLighthouseTakesOverAndTheFirstComesBack(t *testing.T) {
+func TestFailoverToTheSecondLighthouseAndFailbackToTheFirst(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, second, groups := twoLighthouses(t, "a", "b", "d")
 		id := round(t, 1, groups...)[0].QuorumID
@@ -225,7 +225,7 @@ func TestAllGoBackTogether(t *testing.T) {
 }
 
 // An upstream lighthouse sends nobody back: each member goes by itself, and its heartbeats with it.
-func TestFromALighthouseThatKnowsNoStreamsAMemberGoesBackAlone(t *testing.T) {
+func TestFromALighthouseWithoutStreamsAMemberFailsBackAlone(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		upstream := &upstreamLighthouse{}

@@ -53,7 +53,7 @@ func serveOn(t *testing.T, c *fttest.Cluster, host string, register func(*grpc.S
 	return g.Stop
 }
 
-func TestALighthouseThatKnowsNoStreams(t *testing.T) {
+func TestALighthouseWithoutStreams(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		upstream := &upstreamLighthouse{}

@@ -92,7 +92,7 @@ type outcome struct {
 	spans []string
 }
 
-func TestARequestIsAnsweredAlikeWhicheverWayItComes(t *testing.T) {
+func TestARequestHasTheSameAnswerOnEachPath(t *testing.T) {
 	quorum := func(ctx context.Context, a asker) (any, error) {
 		return a.quorum(ctx, rankclient.Request{GroupRank: 1, Step: 5, CommittedQuorumID: -1, Handle: "h", CheckpointMetadata: "here"})
 	}

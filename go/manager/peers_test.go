@@ -26,7 +26,7 @@ import (
 
 // A group that is cut off from its lighthouse only is evicted. Nothing but its peers can say so: it is not silent, by its own clock, since
 // what it sends is lost on the way, or since it has asked the next lighthouse of the list.
-func TestAGroupThatIsCutOffFromItsLighthouseOnlyCommitsNothingOnceItIsEvicted(t *testing.T) {
+func TestAnEvictedGroupThatReachesOnlyItsPeersCommitsNothing(t *testing.T) {
 	for name, start := range map[string]func(*testing.T) (*fttest.Cluster, []*fttest.Group){
 		"one lighthouse": func(t *testing.T) (*fttest.Cluster, []*fttest.Group) {
 			c := fttest.NewCluster(t, 1)

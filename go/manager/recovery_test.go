@@ -13,7 +13,7 @@ import (
 	"github.com/torchft/torchft/go/membership"
 )
 
-func TestTheLighthouseShowsHowFarAHealIsAndWhatItCost(t *testing.T) {
+func TestTheLighthouseShowsTheProgressAndTheCostOfAHeal(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
@@ -44,7 +44,7 @@ func TestTheLighthouseShowsHowFarAHealIsAndWhatItCost(t *testing.T) {
 		b.Ranks[0].SayRecovered(membership.Recovered{Healed: true, Step: 5, Bytes: 100, Phases: phases})
 		_, received, _ = healing()
 		assert.Zero(t, received)
-		// All that are left report a failure. It is shown once.
+		// All survivors of a failure report it. It is shown once.
 		for _, g := range []*fttest.Group{a, b} {
 			g.Ranks[0].SayRecovered(membership.Recovered{QuorumID: 7, Step: 9, StepsLost: 1, Phases: []membership.PhaseTime{{Phase: "abort", Seconds: 0.5}}})
 			synctest.Wait()
@@ -63,8 +63,8 @@ func TestTheLighthouseShowsHowFarAHealIsAndWhatItCost(t *testing.T) {
 	})
 }
 
-// A heal may end without a word: its source failed, and no other group is ahead.
-func TestAHealThatCameToNothingIsNotShownAnyMore(t *testing.T) {
+// A heal may end without a report: its source has failed, and no other group is ahead.
+func TestAHealThatWasAbandonedIsNotShownAnyMore(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
@@ -78,16 +78,16 @@ func TestAHealThatCameToNothingIsNotShownAnyMore(t *testing.T) {
 		members := c.Lighthouse.Status().Members
 		assert.False(t, members[len(members)-1].Healing)
 
-		// The next one begins at nothing.
+		// The progress of the next heal begins at zero.
 		b.Ranks[0].SayHealing(membership.HealProgress{Received: 5, Total: 100})
 		synctest.Wait()
 		members = c.Lighthouse.Status().Members
 		assert.True(t, members[len(members)-1].Healing)
-		assert.EqualValues(t, 5, members[len(members)-1].HealReceived, "of what is said of this heal")
+		assert.EqualValues(t, 5, members[len(members)-1].HealReceived, "the progress of this heal only")
 	})
 }
 
-func TestAGroupThatDiesWhileItHealsIsNotShownAsHealing(t *testing.T) {
+func TestAGroupThatFailsWhileItHealsIsNotShownAsHealing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)

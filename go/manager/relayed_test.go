@@ -207,7 +207,7 @@ func TestARelayIsClosedAfterTheCallsInProgress(t *testing.T) {
 	})
 }
 
-func TestARelayIsClosedAlthoughCallsGoOn(t *testing.T) {
+func TestARelayWithCallsInProgressIsClosed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g, _, r, _ := relayedGroup(t, 2)
 		vote := g.Vote(0, 0, true, time.Minute)
@@ -330,7 +330,7 @@ func endOf(session rankSession) error {
 	}
 }
 
-func TestARankThatNumbersTwoCallsAlikeIsEndedAlone(t *testing.T) {
+func TestOnlyTheSessionOfARankThatReusesACallNumberIsEnded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g, c, r, _ := relayedGroup(t, 2)
 		round(t, 0, g)
@@ -348,7 +348,7 @@ func TestARankThatNumbersTwoCallsAlikeIsEndedAlone(t *testing.T) {
 }
 
 // A server ends the stream of a relay that carries too large a message: so the relay must not.
-func TestARankWhoseRequestIsTooLargeIsEndedAlone(t *testing.T) {
+func TestOnlyTheSessionOfARankWithATooLargeRequestIsEnded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g, c, r, made := relayedGroup(t, 2)
 		round(t, 0, g)
@@ -367,7 +367,7 @@ func TestARankWhoseRequestIsTooLargeIsEndedAlone(t *testing.T) {
 	})
 }
 
-func TestAServerThatKnowsNoRelays(t *testing.T) {
+func TestAServerWithoutRelays(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		net := fttest.NewNetwork()
 		lis, err := net.Host("upstream").Listen(":1")

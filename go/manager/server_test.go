@@ -78,7 +78,7 @@ func TestAnUpstreamLighthouseCancelsAnExpiredCall(t *testing.T) {
 	})
 }
 
-func TestAPanicBecomesAnErrorAndTheServerLives(t *testing.T) {
+func TestAPanicBecomesAnErrorAndTheServerContinues(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		f := &fake{quorum: func(context.Context) (*quorum.Quorum, error) { panic("boom") }}

@@ -37,7 +37,7 @@ func (s *upstreamManager) ShouldCommit(_ context.Context, req *torchftpb.ShouldC
 	return &torchftpb.ShouldCommitResponse{ShouldCommit: req.GetShouldCommit()}, nil
 }
 
-func TestAServerThatKnowsNoSessions(t *testing.T) {
+func TestAServerWithoutSessions(t *testing.T) {
 	for _, first := range []string{"quorum", "vote"} {
 		t.Run(first, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -71,7 +71,7 @@ func TestAServerThatKnowsNoSessions(t *testing.T) {
 	}
 }
 
-func TestASessionIsMadeAnewAfterItsConnectionBroke(t *testing.T) {
+func TestASessionReconnectsWhenItsConnectionBreaks(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		g := c.StartGroup("a", 1)

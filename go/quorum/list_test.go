@@ -42,7 +42,7 @@ func TestWhatChangedInAList(t *testing.T) {
 	}
 }
 
-func TestWhoGetsWhat(t *testing.T) {
+func TestTheChangeSinceAHeldList(t *testing.T) {
 	quorum := func(ids ...string) *Quorum {
 		return &Quorum{Members: named(ids...), Revision: RevisionOf(named(ids...))}
 	}

@@ -93,7 +93,7 @@ func TestMemoryIsBoundedByLiveMembers(t *testing.T) {
 	require.Zero(t, r.machine.roster.pulses.Len())
 }
 
-func TestAClockThatGoesBackIsNotBelieved(t *testing.T) {
+func TestAClockThatIsSetBackIsIgnored(t *testing.T) {
 	r := newRing(2)
 	r.ask(Member{ReplicaID: "a"})
 	r.machine.Step(Beat{ReplicaID: "a"}, r.now.Add(-time.Hour))

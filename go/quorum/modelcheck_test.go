@@ -14,29 +14,28 @@ import (
 	"github.com/torchft/torchft/go/internal/testmain"
 )
 
-// The model check looks at all histories of a few members, two lighthouses and a bounded number of events, not at a sample: breadth
-// first, each state once. The decisions of the lighthouses are made by succession.go and bond.go themselves. The rule is that at
-// most one branch of a job ever commits, whoever is in it: of two quorums of which all members have heard, one comes after
-// the other.
+// The model check explores all histories of a few members, two lighthouses and a bounded number of events, not a sample: breadth first,
+// each state once. The decisions of the lighthouses are those of succession.go and bond.go. The rule is that at most one branch of a
+// job ever commits: of two quorums that all of their members have received, one is a successor of the other.
 //
 // An event is one of these:
 //
-//   - A member begins a stream with a lighthouse, shows what it knows, and asks. Its request to the other lighthouse may stay there,
-//     and be used. If it was not let go there, its bond has run out.
-//   - The same, and it has yet to show what it knows. (Later it shows it, and asks.)
-//   - A lighthouse forms a quorum of some of those that ask there, and some of them hear of it. Those ask again.
+//   - A member begins a stream with a lighthouse, shows the quorum that it knows, and asks. Its request to the other lighthouse may still
+//     be pending there, and be used. If it was not released there, its bond has run out.
+//   - The same, but it has not shown its quorum yet. (Later it shows it, and asks.)
+//   - A lighthouse forms a quorum of some of the members that ask there, and some of them receive it. Those ask again.
 //   - A member ends, and a lighthouse learns of it.
-//   - A lighthouse crashes, and starts with an empty memory, or with what was on disk.
+//   - A lighthouse crashes, and starts with an empty memory, or with the state on its disk.
 //
-// These are enough. A member whose end no lighthouse learns is a member that does nothing more. Answers to stamps are no event:
-// a member that did not answer is like a bound one whose end nobody learns. A member hears of a quorum at once or never: before it
-// hears of it, it does nothing, and the others see no difference.
+// Other events are not needed. A member whose end no lighthouse learns is the same as one that does nothing more. Answers to stamps are
+// no event: a member that has not answered is like a bound one whose end no lighthouse learns. A member receives a quorum at once or
+// never: until it receives it, it does nothing, so that the delay makes no difference to the others.
 //
 // modelcheck_state_test.go has the state, modelcheck_events_test.go the events.
 
-var events = flag.Int("events", 0, "how many more events the model check looks at than it does otherwise")
+var events = flag.Int("events", 0, "how many events longer the histories of the model check are")
 
-// explore looks at all histories of a job whose first quorum is at the first lighthouse, up to a number of events.
+// explore visits all histories of a job whose first quorum is at the first lighthouse, up to a number of events.
 func explore(first, newcomers set, events, crashes int, mistake string, start ...func(*explorer, *world)) (states int, broken bool) {
 	w := world{crashes: int8(crashes), clock: 1}
 	w.branches[0] = branch{id: 1, members: first, alive: true}
@@ -71,12 +70,11 @@ func explore(first, newcomers set, events, crashes int, mistake string, start ..
 	return len(x.seen), false
 }
 
-// histories are those that are looked at: who was in the job's first quorum, who comes, and how many events there are.
+// histories are the jobs whose histories are explored: the members of the first quorum, those that join, and the number of events.
 var histories = []struct {
 	first, newcomers set
 	events           int
-	// states is how many states there are that differ in something that matters: with that many events, with
-	// one more (-events=1), and with two.
+	// states is the number of different states (world.normal) with that many events, with one more (-events=1), and with two more.
 	states [3]int
 }{
 	{0b00011, 0b00100, 6, [3]int{166282, 764397, 3211904}},
@@ -100,8 +98,8 @@ func TestNoHistoryHasTwoBranches(t *testing.T) {
 	}
 }
 
-// between begins with a quorum {b,c} after {a,b,c}. Both have heard of it, the lighthouse has formed it once more, and c has
-// moved to the other lighthouse, where it has yet to show it. A quorum of a and b, formed there, is the third of a base.
+// between begins with a quorum {b,c} after {a,b,c}. Both have received it, the lighthouse has formed it again, and c has moved to the
+// other lighthouse, where it has not shown it yet. A quorum of a and b there has a base of three.
 func between(x *explorer, w *world) {
 	const b, c = 0b010, 0b100
 	x.forms(w, 0, b|c, b|c)
@@ -109,8 +107,7 @@ func between(x *explorer, w *world) {
 	x.goes(w, 2, 1)
 }
 
-// few begins with a quorum of all but the first member, of which one has heard, and the last one is on its way to the other
-// lighthouse.
+// few begins with a quorum of all members but the first. One member has received it, and the last one is moving to the other lighthouse.
 func few(first set) func(*explorer, *world) {
 	last := bits.Len8(uint8(first)) - 1
 	return func(x *explorer, w *world) {
@@ -119,8 +116,8 @@ func few(first set) func(*explorer, *world) {
 	}
 }
 
-// spent begins with {b,c,d}, of which d ended while it was bound. The first lighthouse went on with b, the vote of d and a, and only a
-// has heard of it. b and c met at the other one, which went on with them; only b has heard of that, and the lighthouse crashed.
+// spent begins with {b,c,d}, of which d has ended while it was bound. The first lighthouse formed {a,b} with the vote of d, which only a has
+// received. The other lighthouse formed {b,c}, which only b has received, and crashed.
 func spent(x *explorer, w *world) {
 	const a, b, c = 0, 1, 2
 	x.goes(w, a, 0)
@@ -139,8 +136,8 @@ func spent(x *explorer, w *world) {
 	w.members[b].on, w.members[c].on = false, false
 }
 
-// late begins with {a,c,d} after {b,c,d}, of which a and c have heard. The other lighthouse formed {b,d}, of which only b has heard. d came
-// back and ended while it was bound, so the first lighthouse has its vote. a and c ask there.
+// late begins with {a,c,d} after {b,c,d}, which a and c have received. The other lighthouse formed {b,d}, which only b has received. d
+// returned to the first lighthouse and ended while it was bound there, so that its vote is there. a and c ask there.
 func late(x *explorer, w *world) {
 	const a, b, c, d = 0, 1, 2, 3
 	x.goes(w, a, 0)
@@ -162,7 +159,7 @@ func late(x *explorer, w *world) {
 	}
 }
 
-// These begin later, so that a history is longer than those that are looked at from the first quorum on.
+// These histories begin later, and so reach further than those from the first quorum on.
 func TestNoLaterHistoryHasTwoBranches(t *testing.T) {
 	for _, h := range []struct {
 		name             string
@@ -184,7 +181,7 @@ func TestNoLaterHistoryHasTwoBranches(t *testing.T) {
 	}
 }
 
-// Each of these is found: what the rule has is needed.
+// Without any one part of the rule, a history has two branches: each part is needed.
 func TestTheModelCheckFindsMistakes(t *testing.T) {
 	planted := 0
 	for _, m := range []struct {

@@ -15,7 +15,7 @@ import (
 //
 // Invariants:
 //
-//  1. Two sets that have the votes share a member. (Half with the first, and half without it, is no pair of such sets.)
+//  1. Two sets of members that have the votes share a member: of two halves, only one includes the first member.
 //  2. A member votes at one lighthouse at a time. By asking another lighthouse it withdraws its earlier request: a quorum that is still
 //     formed with the withdrawn request has a lower term, and the member never receives it. A member that ended while it was bound
 //     asks no lighthouse any more (bond.go). The vote of an ended member counts for one branch only: the first quorum that is
@@ -94,10 +94,10 @@ func (s *succession) remember(seat Seat) {
 	}
 }
 
-// begin takes a term above the highest that a member heard from other lighthouses (known), and not below that of the highest id
-// here. It reports whether the term is new. Each lighthouse has terms of its own, by its place, and ids begin with the term: so a
-// quorum that is formed after a member came has a higher id than any that the other lighthouse forms with that member's earlier
-// request.
+// begin sets a term above the highest that a member has received from other lighthouses (known), and not below that of the highest id
+// here. It reports whether the term is new. Each lighthouse has terms of its own, by its place in the list, and an id begins with its
+// term. So after a member has come from another lighthouse, the quorums here have higher ids than any that the other one still forms
+// with the member's earlier request.
 func (s *succession) begin(known, highest int64, now time.Time) (begun bool) {
 	least := max(s.term, termOf(highest))
 	if known > s.term {

@@ -137,7 +137,7 @@ func TestCommitFailuresAreTheLargest(t *testing.T) {
 	require.Equal(t, int64(3), r.CommitFailures)
 }
 
-func TestHandlesOnlyIfEverybodySentThem(t *testing.T) {
+func TestHandlesOnlyIfAllRanksSentThem(t *testing.T) {
 	complete := func() *quorum.Quorum {
 		q := at(1, 1)
 		for i := range q.Members {

@@ -94,7 +94,7 @@ func TestWhenABatchIsSent(t *testing.T) {
 	}
 }
 
-func TestABatchKeepsTheOrderAndSaysHowLongEachStillWaits(t *testing.T) {
+func TestABatchKeepsTheOrderAndTheRemainingTimeouts(t *testing.T) {
 	b := newBatch(time.Second)
 	now := time.Unix(100, 0)
 	b.open(1)
@@ -115,7 +115,7 @@ func TestABatchKeepsTheOrderAndSaysHowLongEachStillWaits(t *testing.T) {
 	assert.EqualValues(t, 1, requests[3].GetRequest().GetTimeoutUs(), "a deadline that has passed is one still")
 }
 
-func TestALongQueueGoesInSeveralMessages(t *testing.T) {
+func TestALongQueueIsSentInSeveralMessages(t *testing.T) {
 	b := newBatch(time.Second)
 	now := time.Unix(100, 0)
 	for session := range uint64(5) {

@@ -11,8 +11,9 @@ import (
 	"github.com/torchft/torchft/go/internal/testmain"
 )
 
-// Random histories of nodes that start, fail, lose their connections, come back and end, and of a lighthouse that is restarted with and
-// without its state. Each release is checked against what the agents believe, and at the end all that can train does.
+// Random histories of nodes that start, fail, lose their connections, reconnect and end, and of a lighthouse that is restarted with and
+// without its state. Each round that is released is checked against the views of the agents. At the end, when nothing fails any more, as
+// many nodes must train as the settings allow.
 func TestRandomHistories(t *testing.T) {
 	histories := uint64(200)
 	if testmain.Full() {
@@ -40,7 +41,7 @@ func history(seed uint64) (why string) {
 		groups = append(groups, "b")
 	}
 	w := newWorld()
-	everCut := map[string]bool{} // what these believe may be old
+	everCut := map[string]bool{} // nodes that lost their connection: their views may be outdated
 	forgot := false
 	w.released = func(r Released) {
 		fits := false
@@ -119,10 +120,10 @@ func history(seed uint64) (why string) {
 			return why
 		}
 	}
-	if len(groups) > 1 { // whichever trained first decides on the size: the other one may wait for ever
+	if len(groups) > 1 { // the group that trains first decides on the size: the other one may have to wait for ever
 		return ""
 	}
-	// From here on nothing fails: what can train does, in the largest number that is allowed.
+	// From here on nothing fails: the nodes must form the largest round that is allowed.
 	for _, a := range w.sorted() {
 		a.cut = false
 		if a.ask == 0 {
@@ -150,7 +151,7 @@ func history(seed uint64) (why string) {
 	return why
 }
 
-// heed lets all nodes ask that are asked to.
+// heed makes all nodes ask that have learned that others wait for the next round.
 func heed(w *world) {
 	for _, a := range w.sorted() {
 		if a.trains() && a.view.Waiting > 0 && !a.cut {
@@ -159,7 +160,7 @@ func heed(w *world) {
 	}
 }
 
-// consistent reports what nodes of one round do not agree about.
+// consistent reports a difference between the views of two nodes of one round.
 func consistent(w *world) string {
 	type place struct {
 		group string

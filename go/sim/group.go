@@ -10,7 +10,7 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// replyMargin is the most that a request to the lighthouse ends before the ranks' deadline, as in package manager.
+// replyMargin is how long before the ranks' deadline a request to the lighthouse ends, as in package manager.
 const replyMargin = 100 * time.Millisecond
 
 // group is one life of a replica group: its ranks, and the shell around its machine, which is package manager in production. After its end

@@ -281,5 +281,5 @@ func (j *Judge) Learned(id string, q *quorum.Quorum) {
 func (j *Judge) Evicted(id string, quorumID int64) {
 	l := j.life(id)
 	l.evicted, l.evictedAt = max(l.evicted, quorumID), j.w.now
-	j.w.say("%s hears that it is no member of quorum %d any more", id, quorumID)
+	j.w.say("%s is notified that it counts as failed in quorum %d", id, quorumID)
 }

@@ -46,7 +46,7 @@ func TestThePageListsRulesAndMistakes(t *testing.T) {
 }
 
 // The page says what each kind of fault may cost, and the simulation allows no more.
-func TestThePageSaysWhatFaultsCost(t *testing.T) {
+func TestThePageHasTheCostOfEachFault(t *testing.T) {
 	kinds := map[string]FaultKind{}
 	for kind, word := range faultWords {
 		kinds[word] = FaultKind(kind)

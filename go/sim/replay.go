@@ -7,7 +7,7 @@ const mostReplays = 5
 
 // replay is what a rank keeps of a step, to reduce it again when a peer fails in it: Manager(replay_failed_step=True).
 type replay struct {
-	batch    uint64 // of the gradients: another one each time that they are computed
+	batch    uint64 // counts the computations of gradients, so that each gives other ones
 	gradient uint64
 	kept     bool // the gradients may be reduced again
 	replays  int  // of this step

@@ -133,7 +133,7 @@ func TestTheFirstViewHoldsMoreThanHalfOfTheSeeds(t *testing.T) {
 	require.Equal(t, []string{"a", "b", "c"}, j.in("b"))
 }
 
-func TestTheLargerPartGoesOn(t *testing.T) {
+func TestTheLargerPartContinues(t *testing.T) {
 	j := newJob(t, "a", "b", "c", "d", "e")
 	j.ask(j.names()...)
 	j.away = map[string]bool{"a": true, "b": true}
@@ -317,7 +317,7 @@ func TestAnEarlierAttemptIsRememberedWhenALaterOneIsImpossible(t *testing.T) {
 	require.Equal(t, j.names(), j.in("a"))
 }
 
-func TestALaterLifeTakesThePlace(t *testing.T) {
+func TestALaterLifeReplacesTheEarlierOne(t *testing.T) {
 	j := newJob(t, "a", "b")
 	j.ask("a", "b")
 	old := j.machines["b"]
@@ -404,7 +404,7 @@ func TestWhatCannotBeIsRefused(t *testing.T) {
 	require.True(t, m.Hear(Proposal{View: View{Number: 1, Members: []Member{a, b}}}))
 }
 
-func TestWhoReminds(t *testing.T) {
+func TestOnlyTheProposerRemindsMembers(t *testing.T) {
 	j := newJob(t, "a", "b")
 	j.machines["a"].Ask()
 	j.machines["b"].Ask()

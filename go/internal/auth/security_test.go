@@ -48,7 +48,7 @@ func TestFilesThatCannotBeUsed(t *testing.T) {
 	}
 }
 
-func TestSecretsThatOthersCanReadAreWarnedAboutOnce(t *testing.T) {
+func TestAReadableSecretIsWarnedAboutOnce(t *testing.T) {
 	token := fttest.File(t, "secret")
 	require.NoError(t, os.Chmod(token, 0o644))
 	log := &fttest.Log{}

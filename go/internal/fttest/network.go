@@ -115,8 +115,8 @@ func (h *Host) Dial(ctx context.Context, address string) (net.Conn, error) {
 	return client, nil
 }
 
-// Kill is kill -9 of all processes of the host: its connections break, on both ends, and its listeners close. Goroutines of these
-// processes that still run in the test cannot connect until something is started on the host again.
+// Kill kills all processes of the host, as SIGKILL does: its connections break, on both ends, and its listeners close. Goroutines of these
+// processes that still run in the test cannot connect until a server is started on the host again.
 func (h *Host) Kill() {
 	h.net.mu.Lock()
 	if h.net.killed == nil {

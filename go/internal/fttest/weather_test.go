@@ -86,7 +86,7 @@ func TestAPausedMachineTakesConnectionsAndReadsNothing(t *testing.T) {
 	})
 }
 
-func TestAHostThatVanishedSaysNothing(t *testing.T) {
+func TestAHostThatVanishedSendsNothing(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := NewNetwork()
 		client, server := connect(t, n, "a.1", "b.1")

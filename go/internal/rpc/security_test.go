@@ -70,7 +70,7 @@ func beatWithin(t *testing.T, timeout time.Duration, security auth.Security, add
 	return err
 }
 
-func TestWhoIsLetIn(t *testing.T) {
+func TestWhichCallsAreAccepted(t *testing.T) {
 	ca, strangers := fttest.NewCA(t), fttest.NewCA(t)
 	cert, key := ca.Issue("127.0.0.1", "localhost")
 	ofStranger, keyOfStranger := strangers.Issue("127.0.0.1")
@@ -238,7 +238,7 @@ func TestConnectionsAreLimited(t *testing.T) {
 }
 
 // Silent ones, those of HTTP, those that end no handshake or show no certificate, and those that do not show the token.
-func TestStrangersTakeNoPlaceOfAMember(t *testing.T) {
+func TestUnauthorizedConnectionsTakeNoPlaceOfAMember(t *testing.T) {
 	ca := fttest.NewCA(t)
 	cert, key := ca.Issue("127.0.0.1")
 	token := auth.Security{TokenFile: fttest.File(t, "secret")}

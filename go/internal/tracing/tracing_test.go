@@ -49,7 +49,7 @@ func TestOffItDoesNothing(t *testing.T) {
 	assert.Zero(t, testing.AllocsPerRun(100, func() { Continue(parent, "x", 1).End(nil) }))
 }
 
-func TestASpanGoesOnBelowAnother(t *testing.T) {
+func TestASpanIsAChildOfItsParent(t *testing.T) {
 	spans := tracetest.NewInMemoryExporter()
 	defer Use(sdktrace.NewSimpleSpanProcessor(spans))()
 	for _, stranger := range []string{"", "x", "00-00000000000000000000000000000000-b7ad6b7169203331-01", parent[:54]} {

@@ -62,7 +62,7 @@ func TestAnOperationEndsAtItsTimeout(t *testing.T) {
 }
 
 // A constructor that was cancelled after it had made its object leaves nothing behind.
-func TestCancelClosesWhatNobodyTakes(t *testing.T) {
+func TestCancelClosesAResultThatIsNotTaken(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		before := ops.Count()
 		made := &closer{}

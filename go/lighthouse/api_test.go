@@ -33,7 +33,7 @@ func call(t *testing.T, c *fttest.Cluster, method, path, body string, headers ma
 	return code, answer
 }
 
-func TestWhatTheAPIDoesNotTake(t *testing.T) {
+func TestTheAPIRefusesBadRequests(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		for _, tc := range []struct {
@@ -51,12 +51,12 @@ func TestWhatTheAPIDoesNotTake(t *testing.T) {
 			{"no name", "POST", "/kill", `{}`, 400, `replica_id is ""`},
 			{"a long name", "POST", "/kill", `{"replica_id": "` + strings.Repeat("a", 1025) + `"}`, 400, "replica_id has 1025 bytes: allowed are 1024"},
 			{"a large body", "POST", "/drain", `{"replica_id": "` + strings.Repeat("a", 1<<20) + `"}`, 413, "more than 16384 bytes"},
-			{"a stranger", "POST", "/kill", `{"replica_id": "<b>"}`, 404, `replica "<b>" is not known`},
-			{"a stranger", "POST", "/drain", `{"replica_id": "b"}`, 404, `replica "b" is not known`},
+			{"an unknown replica", "POST", "/kill", `{"replica_id": "<b>"}`, 404, `replica "<b>" is not known`},
+			{"an unknown replica", "POST", "/drain", `{"replica_id": "b"}`, 404, `replica "b" is not known`},
 			{"another method", "GET", "/kill", "", 405, "GET /api/v1/kill is not allowed; allowed: POST"},
 			{"another method", "DELETE", "/drain", "", 405, "allowed: POST"},
 			{"another path", "POST", "/nothing", "", 404, "there is no POST /api/v1/nothing"},
-			{"to post what is read", "POST", "/status", "", 404, "there is no POST /api/v1/status"},
+			{"POST of a route that reads", "POST", "/status", "", 404, "there is no POST /api/v1/status"},
 			{"another job", "GET", "/status?job=x", "", 404, `job "x" is not known`},
 		} {
 			code, answer := call(t, c, tc.method, "/api/v1"+tc.path, tc.body, nil)

@@ -14,7 +14,7 @@ type Policy struct {
 	JoinTimeout      time.Duration // how long a possible quorum waits for healthy groups that have not asked
 	HeartbeatTimeout time.Duration // a group whose last heartbeat is as old as this counts as failed
 	SuspectGrace     time.Duration // how long a group whose connection broke may take to come back
-	// StalledAfter is how long a group may make no progress while others wait for it, before it is named; 0: ten median
+	// StalledAfter is how long a group may make no progress while others wait for it before it is reported; 0: ten median
 	// steps, at least 5 s.
 	StalledAfter time.Duration
 	// EjectStalledAfter is how long such a group may make no progress before it is evicted from the quorum; 0: never.

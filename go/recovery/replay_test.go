@@ -12,14 +12,14 @@ func TestReplay(t *testing.T) {
 		name      string
 		steps     []int64
 		committed []int64 // nil: all in quorum 6
-		silent    []int   // who does not announce that it replays
+		silent    []int   // members that do not announce that they replay
 		initSync  bool
 		want      []bool
 	}{
 		{name: "all lost the step", steps: []int64{5, 5, 5}, want: []bool{true, true, true}},
 		{name: "alone", steps: []int64{5}, want: []bool{true}},
-		{name: "somebody committed it", steps: []int64{6, 5, 5}, want: []bool{true, false, false}},
-		{name: "somebody committed it in the newer quorum", steps: []int64{6, 6, 5}, committed: []int64{7, 6, 6}, want: []bool{true, false, false}},
+		{name: "one group committed it", steps: []int64{6, 5, 5}, want: []bool{true, false, false}},
+		{name: "one group committed it in the newer quorum", steps: []int64{6, 6, 5}, committed: []int64{7, 6, 6}, want: []bool{true, false, false}},
 		{name: "one joins", steps: []int64{5, 0, 5}, committed: []int64{6, -1, 6}, want: []bool{true, false, true}},
 		{name: "one does not announce it", steps: []int64{5, 5, 5}, silent: []int{2}, want: []bool{false, false, false}},
 		{name: "one that joins does not announce it", steps: []int64{5, 5, 0}, silent: []int{2}, want: []bool{false, false, false}},

@@ -8,7 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A one-way cut is one-way: what goes the other way still arrives, between groups and between a group and a lighthouse.
+// A one-way cut loses messages of one direction only, between groups and between a group and a lighthouse.
 func TestOneWayCutsAreOneWay(t *testing.T) {
 	for kind, want := range map[FaultKind]struct{ up, down, to, from bool }{ // whether group 0 is cut: to and from the lighthouse, to and from group 1
 		CutUp:          {up: true},
@@ -32,7 +32,7 @@ func TestOneWayCutsAreOneWay(t *testing.T) {
 			k := &link{g: &group{w: w}}
 			k.up(event{kind: lhBeat})
 			k.down(event{kind: linkBroken})
-			require.Equal(t, []bool{want.up, want.down}, []bool{k.lostUp, k.lostDown}, "what is sent")
+			require.Equal(t, []bool{want.up, want.down}, []bool{k.lostUp, k.lostDown}, "messages on a link")
 
 			w.endFault(f)
 			require.Equal(t, []bool{false, false, true, true}, []bool{w.up(0, 0), w.down(0, 0), w.sends(0, 1), w.sends(1, 0)})

@@ -13,8 +13,8 @@ const (
 	mostFaults = 16
 )
 
-// schedule makes a job of some bytes, and its faults of the rest: any bytes are one, and a change of a byte changes little
-// but the first three.
+// schedule makes a job of the first bytes, and its faults of the others. Any bytes are valid, and a changed byte changes the schedule only
+// a little, unless it is one of the first three.
 func schedule(b []byte) Setup {
 	var head [setupBytes]byte
 	b = b[copy(head[:], b):]
@@ -48,7 +48,7 @@ func schedule(b []byte) Setup {
 	return s
 }
 
-// FuzzHistory plays the history of any bytes: where coverage grows in the machines, the fuzzer goes on from there.
+// FuzzHistory plays the history of arbitrary bytes. The coverage of the machines guides the fuzzer.
 func FuzzHistory(f *testing.F) {
 	f.Add([]byte("\x01\x00\x03\x00"))
 	f.Fuzz(func(t *testing.T, b []byte) {
@@ -60,7 +60,7 @@ func FuzzHistory(f *testing.F) {
 	})
 }
 
-// Bytes make all kinds of faults.
+// Each kind of fault can be made of bytes.
 func TestBytesAreASchedule(t *testing.T) {
 	for kind := range byte(faultKinds) {
 		s := schedule([]byte{0, 0, 4, 1, 3, kind, 2, 64, 128, 5, 1, 16})

@@ -9,11 +9,11 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// job is members on a network without faults: what one says all others see at once.
+// job has members on a network without faults: the note of each is seen by all others at once.
 type job struct {
 	t        *testing.T
 	machines map[string]*Machine
-	away     map[string]bool // cannot be reached by the others, nor reach them
+	away     map[string]bool // members that are cut off from the others
 	lives    int64
 }
 
@@ -41,7 +41,7 @@ func (j *job) names() []string { return slices.Sorted(maps.Keys(j.machines)) }
 
 func (j *job) connected(a, b string) bool { return a != b && j.away[a] == j.away[b] }
 
-// settle lets all see and hear all until nothing changes.
+// settle delivers all notes and proposals to all members until nothing changes.
 func (j *job) settle() {
 	j.t.Helper()
 	for range 100 {
@@ -76,7 +76,7 @@ func (j *job) meet(name string) {
 	j.machines[name].See(peers)
 }
 
-// ask lets members want a view, and all come to rest.
+// ask makes members ask for a view, and settles.
 func (j *job) ask(names ...string) {
 	j.t.Helper()
 	j.settle()
@@ -86,7 +86,7 @@ func (j *job) ask(names ...string) {
 	j.settle()
 }
 
-// in says which members are in the view of one of them.
+// in returns the members of the view of one of them.
 func (j *job) in(name string) (members []string) {
 	if v := j.machines[name].Taken(); v != nil {
 		for _, q := range v.Members {
@@ -159,7 +159,7 @@ func TestHalfIsNotEnough(t *testing.T) {
 	for _, name := range j.names() {
 		require.Empty(t, j.in(name))
 	}
-	j.start("c") // c was started again, and d is still away: its half alone is known to have ended
+	j.start("c") // c was restarted, and d is still away: only the end of one of them is known
 	j.ask("c")
 	require.Empty(t, j.in("c"))
 	j.away = nil
@@ -167,7 +167,7 @@ func TestHalfIsNotEnough(t *testing.T) {
 	require.Equal(t, j.names(), j.in("c"))
 }
 
-// Half is enough where the other half was started again, under the same names: it cannot go on elsewhere.
+// Half is enough if the other half was restarted under the same names: its earlier lives cannot continue elsewhere.
 func TestHalfIsEnoughWhereTheOtherHalfHasEnded(t *testing.T) {
 	j := newJob(t, "a", "b")
 	j.ask("a", "b")
@@ -203,14 +203,14 @@ func TestAMemberThatHasLeftIsNotCounted(t *testing.T) {
 				j.ask(j.names()...)
 				require.Equal(t, j.names(), j.in("c"))
 			}
-			j.start("d") // which has seen none of them, and learns it from c
+			j.start("d") // it has not seen the ends itself, and learns them from c
 			j.ask("c", "d")
 			require.Equal(t, []string{"c", "d"}, j.in("d"))
 		})
 	}
 }
 
-// Members of the last view that ended may have continued without this one, with others that train on.
+// Members of the last view that have ended may have formed a later view before, without this member.
 func TestAMemberThatWentOnElsewhereIsCounted(t *testing.T) {
 	for _, how := range []string{"left", "started again"} {
 		t.Run(how, func(t *testing.T) {
@@ -248,7 +248,8 @@ func TestAMemberThatWentOnElsewhereIsCounted(t *testing.T) {
 	}
 }
 
-// A view that some have confirmed may have been formed: those who confirmed it do not follow an earlier one alone.
+// A view that some members have confirmed may have been formed. For those members, the next view must follow it, and not only the last view
+// that is known to be formed.
 func TestAViewThatMayHaveBeenFormed(t *testing.T) {
 	j := newJob(t, "a", "b", "c", "d", "e")
 	j.ask(j.names()...)
@@ -261,7 +262,7 @@ func TestAViewThatMayHaveBeenFormed(t *testing.T) {
 	}
 	j.meet("b")
 	require.Equal(t, int64(2), j.machines["b"].Note().Confirmed)
-	j.away = map[string]bool{"a": true, "b": true} // and c has not heard of it
+	j.away = map[string]bool{"a": true, "b": true} // c has not received it
 	j.settle()
 	j.ask("c", "d", "e")
 	require.Equal(t, []string{"c", "d", "e"}, j.in("c"))
@@ -273,11 +274,11 @@ func TestAViewThatMayHaveBeenFormed(t *testing.T) {
 	require.Equal(t, j.names(), j.in("a"), "c never confirmed the view of a, b and c, and a sees it")
 }
 
-// A later attempt with the same members cannot have been formed any more; the earlier one was, and its member does not know it.
+// A later attempt with the same members is impossible; the earlier one was formed, and one of its members does not know that.
 func TestAnEarlierAttemptIsRememberedWhenALaterOneIsImpossible(t *testing.T) {
 	j := newJob(t, "a", "b", "c", "d", "e")
 	j.ask(j.names()...)
-	sees := func(name string, others ...string) { // their notes alone
+	sees := func(name string, others ...string) { // their notes, and no proposals
 		peers := map[ID]Peer{}
 		for _, other := range others {
 			o := j.machines[other]
@@ -349,8 +350,8 @@ func TestAMemberRisesAboveKnownLives(t *testing.T) {
 	require.True(t, j.machines["a"].Taken().Has(risen))
 }
 
-// Two lives that know of the same earlier one, and not of each other, must not have one number: the later one has confirmed nothing
-// of what the other one has, and would be counted in its place.
+// Two lives that know of the same earlier one, and not of each other, must not have the same number: confirmations of one of them would be
+// counted for the other.
 func TestLivesThatRiseDiffer(t *testing.T) {
 	known := map[string]int64{"b": 7_000_000_000}
 	risen := map[int64]bool{}
@@ -428,8 +429,8 @@ func TestAMemberThatHasLeftConfirmsNothingMore(t *testing.T) {
 	require.Nil(t, a.Taken())
 }
 
-// All members confirm a view, and all leave it before they see that the others have confirmed it. It is formed all the same: half of
-// the members of the view before can go on with more than half of its own.
+// All members confirm a view, and all leave it before they see that the others have confirmed it. The view is still formed, so that the next
+// one needs more than half of its members, and not more than half of the larger view before it.
 func TestAViewThatWasLeftIsFormed(t *testing.T) {
 	j := newJob(t, "a", "b", "c", "d", "e")
 	j.ask(j.names()...)
@@ -457,7 +458,7 @@ func TestAViewThatWasLeftIsFormed(t *testing.T) {
 	require.Empty(t, j.in("c"))
 }
 
-// A name is unique in a job at a time. Where it is not, a second process counts as a later life of the first one.
+// A name must be unique in a job at a time. If it is not, a second process counts as a later life of the first one.
 func TestOneNameOnBothSidesOfACut(t *testing.T) {
 	// beyond cuts a member off, and frees its name for another process.
 	beyond := func(j *job, name string) {
@@ -485,7 +486,7 @@ func TestOneNameOnBothSidesOfACut(t *testing.T) {
 		j.ask("a", "b", "c")
 		beyond(j, "a")
 		beyond(j, "b")
-		beyond(j, "c") // the larger part
+		beyond(j, "c") // c is in the larger part
 		j.start("c")
 		j.start("d")
 		j.ask("c", "d")
@@ -509,7 +510,7 @@ func TestOneNameOnBothSidesOfACut(t *testing.T) {
 		require.Equal(t, []string{"a", "b"}, j.in("a"))
 		require.Empty(t, j.in("other b"), "a is away, and has not ended")
 
-		// docs/ftlib.md says that it must not come to this.
+		// Two views are live: docs/ftlib.md says that a name must be unique.
 		a := j.machines["a"]
 		a.Leave()
 		delete(j.machines, "a")

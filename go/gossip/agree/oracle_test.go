@@ -20,14 +20,14 @@ const (
 
 func (w *world) fails(rule, how string, arguments ...any) {
 	if w.doubled != "" && (rule == ruleLive || rule == ruleShared) {
-		return // what names that are not unique can do, TestOneNameOnBothSidesOfACut shows
+		return // the rule does not hold if names are not unique: TestOneNameOnBothSidesOfACut
 	}
 	if w.broken == "" {
 		w.broken, w.how = rule, fmt.Sprintf(how, arguments...)
 	}
 }
 
-// does lets something happen to a process, and looks at what it says and takes after it.
+// does changes a process, and then checks its note and its view.
 func (w *world) does(p *process, happens func()) {
 	happens()
 	id, note, in := p.id(), p.Note(), p.Taken()
@@ -80,7 +80,7 @@ func (w *world) confirmed(p *process, last, note Note) {
 	}
 }
 
-// follows compares a view with the formed one before, if the member that confirms it is one of it.
+// follows compares a view with the formed one before it, if the member that confirms it is a member of that one.
 func (w *world) follows(p *process, v *View) {
 	var last *View
 	for _, f := range w.formed {
@@ -88,7 +88,7 @@ func (w *world) follows(p *process, v *View) {
 			last = f
 		}
 	}
-	if last == nil || !last.Has(p.id()) || w.late || w.doubled != "" { // in these, one that runs may count as ended
+	if last == nil || !last.Has(p.id()) || w.late || w.doubled != "" { // in these histories a running member may count as ended
 		return
 	}
 	here, all, run := 0, 0, 0
@@ -110,7 +110,7 @@ func (w *world) follows(p *process, v *View) {
 	}
 }
 
-// remembers looks at the views after the last one that a process knows to be formed.
+// remembers checks the views after the last one that a process knows to be formed.
 func (w *world) remembers(p *process) {
 	for _, v := range slices.Backward(w.formed) {
 		if v.Number <= p.base.number() {
@@ -131,7 +131,7 @@ func (w *world) taken(p *process) {
 	}
 }
 
-// live are the views whose members all run and are in it.
+// live returns the views of which all members are running and are in it.
 func (w *world) live() (live []View) {
 	in := map[ID]string{}
 	for _, p := range w.running {

@@ -7,12 +7,12 @@ import (
 	"slices"
 )
 
-// names are those of processes; each has a place of its own on the network, and the last place is for a second process of a name.
+// names are the names of processes. Each has a place of its own on the network. One more place is for a second process with one of the names.
 var names = []string{"a", "b", "c", "d", "e"}
 
 var twin = len(names)
 
-// The two channels of a link, each with losses of its own: notes travel in packets through others, proposals in connections.
+// The two channels of a link, which lose messages independently: notes are in packets that other members forward, proposals in connections.
 const (
 	notes = iota
 	proposals
@@ -23,38 +23,38 @@ const (
 type process struct {
 	*Machine
 	place   int
-	seen    map[ID]Peer // what membership reports to it
+	seen    map[ID]Peer // the live members and their notes, as it sees them
 	version map[ID]int  // of the notes in seen
-	in      *View       // that it took
-	leaving bool        // it has said so, and ends soon
+	in      *View       // the view that it took
+	leaving bool        // it has announced that it leaves, and ends soon
 }
 
 func (p *process) id() ID { return p.cfg.Me }
 
-// world is processes on a network that loses, delays and repeats messages of each kind, in each direction, and whose membership
-// is wrong at times.
+// world has processes on a network that loses, delays and repeats messages of each kind, in each direction. Sometimes their lists of live
+// members are wrong.
 type world struct {
 	*rand.Rand
 	running  []*process
 	said     map[ID][]Peer          // all notes of a life
-	old      []Proposal             // may come again
-	left     []*process             // have said so; others may hear it late
-	stirred  *process               // it has just confirmed a view
-	latest   *View                  // that anybody has confirmed
+	old      []Proposal             // earlier messages, which may be repeated
+	left     []*process             // processes that have left; others may learn it late
+	stirred  *process               // the process that has just confirmed a view
+	latest   *View                  // the latest view that was confirmed by any member
 	link     [][][kinds]int         // from, to, kind: percent that arrive
-	pace     int                    // how rarely processes end
-	names    int                    // of processes
-	seeds    int                    // the first of the names found the job
+	pace     int                    // one in so many rounds has the end of a process
+	names    int                    // number of names in use
+	seeds    int                    // number of seeds, which are the first names
 	doubled  string                 // the name that two processes may have at a time; empty: none
 	late     bool                   // processes start with clocks that are behind
-	lives    int64                  // that have begun
-	views    map[string]*View       // that were confirmed by anybody, by digest
-	by       map[string]map[ID]bool // who has confirmed a view
+	lives    int64                  // number of lives so far
+	views    map[string]*View       // views that any member has confirmed, by digest
+	by       map[string]map[ID]bool // the members that have confirmed a view, by its digest
 	formed   []*View                // in order of their numbers
-	together int64                  // number of the last view of all
-	made     map[string]bool        // live views there were
-	broken   string                 // a rule
-	how      string                 // it was broken
+	together int64                  // number of the last view with all running members
+	made     map[string]bool        // digests of the views that were live
+	broken   string                 // the rule that was broken
+	how      string                 // how it was broken
 	events   int
 }
 
@@ -73,7 +73,7 @@ func newWorld(random *rand.Rand) *world {
 	return w
 }
 
-// find gives the process of a life, nil if it has ended.
+// find returns the process of a life, nil if it has ended.
 func (w *world) find(id ID) *process {
 	for _, p := range w.running {
 		if p.id() == id {
@@ -83,7 +83,7 @@ func (w *world) find(id ID) *process {
 	return nil
 }
 
-// named gives the latest life of a name, nil if there is none.
+// named returns the latest life of a name, nil if there is none.
 func (w *world) named(name string) (latest *process) {
 	for _, p := range w.running {
 		if p.id().Name == name && (latest == nil || latest.id().Incarnation < p.id().Incarnation) {
@@ -117,7 +117,7 @@ func (w *world) start(name string) {
 		p.Rise()
 	}
 	if w.said[p.id()] != nil {
-		return // two lives with one number: clocks of nanoseconds have none, and Rise keeps that
+		return // two lives with the same number, which clocks of nanoseconds and Rise prevent
 	}
 	w.said[p.id()] = []Peer{{p.Note(), at}}
 	w.running = append(w.running, p)
@@ -127,12 +127,12 @@ func (w *world) end(p *process) {
 	w.running = slices.DeleteFunc(w.running, func(o *process) bool { return o == p })
 }
 
-// connect lets all messages arrive.
+// connect ends all losses of messages.
 func (w *world) connect() {
 	w.split(make([]int, len(w.link)), [kinds]int{100, 100}, [kinds]int{})
 }
 
-// split gives each place a part of the network, and lets so many messages arrive within a part, and across.
+// split assigns each place to a part of the network, and sets which percentage of messages arrives within a part, and across parts.
 func (w *world) split(part []int, within, across [kinds]int) {
 	for from := range w.link {
 		for to := range w.link {
@@ -143,7 +143,7 @@ func (w *world) split(part []int, within, across [kinds]int) {
 	}
 }
 
-// change gives the network another state.
+// change changes the state of the network at random.
 func (w *world) change() {
 	part, within, across := make([]int, len(w.link)), [kinds]int{100, 100}, [kinds]int{}
 	switch w.IntN(4) {
@@ -152,7 +152,7 @@ func (w *world) change() {
 		for place := range part {
 			part[place] = w.IntN(3)
 		}
-	default: // cut through the latest view: some of its members are with the others, which may know the view before
+	default: // a cut through the latest view: some of its members are with others that may know the previous view
 		if v := w.latest; v != nil {
 			for _, p := range w.running {
 				if v.Has(p.id()) && w.IntN(2) == 0 {
@@ -168,7 +168,7 @@ func (w *world) change() {
 		across[w.IntN(kinds)] = 100
 	}
 	w.split(part, within, across)
-	if w.IntN(2) == 0 { // links that lose all of a kind in one direction
+	if w.IntN(2) == 0 { // links that lose all messages of one kind in one direction
 		for range 1 + w.IntN(len(part)) {
 			w.link[w.IntN(len(part))][w.IntN(len(part))][w.IntN(kinds)] = 0
 		}
@@ -179,7 +179,7 @@ func (w *world) arrives(from, to *process, kind int) bool {
 	return from != to && w.IntN(100) < w.link[from.place][to.place][kind]
 }
 
-// hear lets a process hear a note of a life, unless it has heard a later one.
+// hear delivers a note of a life to a process, unless that has a later one.
 func (w *world) hear(p *process, id ID, version int) {
 	if known, found := p.version[id]; id == p.id() || found && known >= version {
 		return
@@ -194,7 +194,7 @@ func (w *world) forget(p *process, id ID) {
 	w.does(p, func() { p.See(p.seen) })
 }
 
-// pull lets a process hear what another one knows.
+// pull delivers the proposal of another process to a process.
 func (w *world) pull(p, other *process) {
 	if proposal, found := other.Proposal(); found {
 		if len(w.old) < 50 {
@@ -214,7 +214,7 @@ func (w *world) delivered(p *process, proposal Proposal) {
 	})
 }
 
-// exchange lets a process hear one message of another one, if it arrives.
+// exchange delivers one message of another process to a process, if it arrives.
 func (w *world) exchange(p, other *process) {
 	switch kind := w.IntN(kinds); {
 	case !w.arrives(other, p, kind):
@@ -222,7 +222,7 @@ func (w *world) exchange(p, other *process) {
 		w.pull(p, other)
 	case w.IntN(4) > 0:
 		w.hear(p, other.id(), len(w.said[other.id()])-1)
-	default: // late, or what the other one has seen
+	default: // a delayed note, and the notes that the other one has seen
 		id := other.id()
 		w.hear(p, id, w.IntN(len(w.said[id])))
 		for _, id := range slices.SortedFunc(maps.Keys(other.seen), compare) {
@@ -233,8 +233,8 @@ func (w *world) exchange(p, other *process) {
 
 func (w *world) pick() *process { return w.running[w.IntN(len(w.running))] }
 
-// play lets so many things happen; processes end if ends is set. It goes on in rounds, in which members come to an agreement if the
-// network lets them, and in single events, which leave them in between.
+// play plays this many events; processes end if ends is set. The events come in rounds, in which members agree if the network allows it, and
+// one by one, so that members are left between two views.
 func (w *world) play(events int, ends bool) {
 	for end := w.events + events; w.events < end && w.broken == ""; {
 		if w.IntN(3) == 0 {
@@ -261,7 +261,7 @@ func (w *world) play(events int, ends bool) {
 	}
 }
 
-// disturb lets faults happen between a confirmation and what follows from it: that is where mistakes show.
+// disturb causes faults between a confirmation and its consequences, where most mistakes show.
 func (w *world) disturb(ends bool) {
 	p := w.stirred
 	if w.stirred = nil; p == nil || w.IntN(4) > 0 {
@@ -278,7 +278,7 @@ func (w *world) runs(place int) bool {
 	return slices.ContainsFunc(w.running, func(p *process) bool { return p.place == place })
 }
 
-// round lets all processes hear each other, as far as the network allows, and train.
+// round delivers all messages between all processes, as far as the network allows, and lets each train.
 func (w *world) round(ends bool) {
 	order := slices.Clone(w.running)
 	w.Shuffle(len(order), func(i, j int) { order[i], order[j] = order[j], order[i] })
@@ -306,8 +306,7 @@ func (w *world) round(ends bool) {
 	}
 }
 
-// episode lets some processes hear some of what they say among themselves, and of nobody else: much may be confirmed, and little of it
-// be known, before the next one.
+// episode delivers some messages among some of the processes, and none of others: many views may be confirmed of which few members know.
 func (w *world) episode(ends bool) {
 	within := map[*process]bool{}
 	for _, p := range w.running {
@@ -343,7 +342,7 @@ func (w *world) episode(ends bool) {
 	}
 }
 
-// ends lets a process end at once, or say so before.
+// ends ends a process at once, or makes it leave first.
 func (w *world) ends(p *process) {
 	if p.leaving || w.IntN(2) == 0 {
 		w.end(p)
@@ -352,7 +351,7 @@ func (w *world) ends(p *process) {
 	w.leaves(p)
 }
 
-// leaves lets a process say that it ends.
+// leaves makes a process announce that it leaves.
 func (w *world) leaves(p *process) {
 	p.leaving = true
 	w.does(p, p.Leave)
@@ -364,14 +363,14 @@ func (w *world) leaves(p *process) {
 	}
 }
 
-// buries lets a process hear that another one has left.
+// buries delivers to a process that another one has left.
 func (w *world) buries(p, left *process) {
 	if p != left {
 		w.does(p, func() { p.Bury(left.id(), left.Note()) })
 	}
 }
 
-// miss lets membership count those as failed that a process does not hear.
+// miss makes a process count those as failed whose notes do not reach it.
 func (w *world) miss(p *process) {
 	for _, id := range slices.SortedFunc(maps.Keys(p.seen), compare) {
 		if other := w.find(id); other == nil || w.link[other.place][p.place][notes] == 0 {
@@ -380,7 +379,7 @@ func (w *world) miss(p *process) {
 	}
 }
 
-// step lets one thing happen to a process.
+// step plays one event of a process.
 func (w *world) step(p *process) {
 	w.events++
 	switch what := w.IntN(100); {
@@ -390,7 +389,7 @@ func (w *world) step(p *process) {
 		w.miss(p)
 	case what < 85:
 		w.train(p)
-	case what < 88: // membership is wrong
+	case what < 88: // a live member is missing in the list
 		if ids := slices.SortedFunc(maps.Keys(p.seen), compare); len(ids) > 0 {
 			w.forget(p, ids[w.IntN(len(ids))])
 		}
@@ -411,14 +410,14 @@ func (w *world) step(p *process) {
 	}
 }
 
-// train is a step of the training: a view that does not hold is left.
+// train is a step of the training: the process asks for another view if its view is not live any more, or if others want to join.
 func (w *world) train(p *process) {
 	if news := p.News(); !p.asked && !p.leaving && (p.Taken() == nil || news.Ended != "" || len(news.Joining) > 0) {
 		w.does(p, p.Ask)
 	}
 }
 
-// rest lets all that run hear all, and ask where their view does not hold. It reports whether they get a live view of all.
+// rest delivers all messages of the running processes until their view has all of them. It reports whether there is such a view.
 func (w *world) rest() bool {
 	for _, p := range slices.Clone(w.running) {
 		if p.leaving || w.named(p.id().Name) != p {
@@ -468,7 +467,7 @@ func (w *world) calm() {
 }
 
 // supervised is a history in which one process at a time ends: it is killed, one of three or more in a view or one that is started
-// again under its name, or some leave and all others hear of it.
+// again under its name, or some leave and all others learn of it.
 func (w *world) supervised() {
 	w.calm()
 	for range 1 + w.IntN(4) {
@@ -480,7 +479,7 @@ func (w *world) supervised() {
 			for _, p := range w.running[:1+w.IntN(n-1)] {
 				w.leaves(p)
 			}
-			if w.IntN(2) == 0 { // newcomers do not hear it from themselves
+			if w.IntN(2) == 0 { // they end, so that new members do not learn it from them
 				w.running = slices.DeleteFunc(w.running, func(p *process) bool { return p.leaving })
 			}
 			w.play(w.IntN(100), false)
@@ -500,8 +499,8 @@ func (w *world) supervised() {
 	}
 }
 
-// alone reports whether a process may be the only one that knows what the job does: it has confirmed a view without another member
-// since all had a view.
+// alone reports whether a process may be the only one that knows the job's latest view: since all had a view, it has confirmed a view of
+// which it is the only member.
 func (w *world) alone(p *process) bool {
 	for digest, by := range w.by {
 		if v := w.views[digest]; v.Number >= w.together && len(v.Members) == 1 && by[p.id()] {
@@ -511,7 +510,7 @@ func (w *world) alone(p *process) bool {
 	return false
 }
 
-// wild is a history in which processes leave and are killed, too many for the others at times. It reports whether the last ones get a
+// wild is a history in which processes leave and are killed, sometimes more than half of a view. It reports whether the remaining ones get a
 // view.
 func (w *world) wild() bool {
 	if w.IntN(4) == 0 {

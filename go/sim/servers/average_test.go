@@ -7,13 +7,13 @@ import (
 	"github.com/torchft/torchft/go/sim"
 )
 
-// averageKey names a process group: one for each quorum_id and group rank.
+// averageKey identifies a process group: there is one for each quorum_id and group rank.
 type averageKey struct {
 	quorumID int64
 	plane    int
 }
 
-// average is a process group, which averages again and again. The job's mu guards it.
+// average is a process group with its sequence of averages. The job's mu guards it.
 type average struct {
 	key     averageKey
 	members []string
@@ -28,7 +28,7 @@ type waiter struct {
 	sum      uint64
 }
 
-// joinAverage connects to the members of a quorum, if it is a new one.
+// joinAverage connects a rank to the members of a quorum, if its id is new.
 func (r *rank) joinAverage(res *recovery.Result) {
 	key := averageKey{res.QuorumID, r.index}
 	if r.average != nil && r.average.key == key {
@@ -42,7 +42,7 @@ func (r *rank) joinAverage(res *recovery.Result) {
 	r.average = averages[key]
 }
 
-// leaveAverage breaks its connections: peers see that, unless the host vanished silently.
+// leaveAverage breaks the connections of a rank. Its peers notice that, unless its host vanished.
 func (r *rank) leaveAverage(silent bool) {
 	a := r.average
 	if a == nil {
@@ -55,7 +55,7 @@ func (r *rank) leaveAverage(silent bool) {
 	r.average = nil
 }
 
-// reduce waits until all have come, or for the timeout, or until somebody aborts.
+// reduce waits until all ranks have reached the average, one aborts it, or the timeout is over.
 func (r *rank) reduce() (sum uint64, ok bool) {
 	var w *waiter
 	var a *average
@@ -91,7 +91,7 @@ func (r *rank) reduce() (sum uint64, ok bool) {
 	return sum, ok
 }
 
-// complete ends the average for all, if all are there. While a link is cut nothing moves.
+// complete ends the average for all ranks if all have reached it, and no link between them is cut.
 func (a *average) complete() {
 	for i, id := range a.members {
 		if a.waiting[id] == nil {
@@ -120,7 +120,7 @@ func (a *average) end(r *rank, ok bool) {
 	}
 }
 
-// abort ends it for those that are connected to one of them.
+// abort ends the average for the ranks that can be reached from one of them.
 func (a *average) abort(by *rank) {
 	if a.aborted {
 		return

@@ -6,7 +6,7 @@ import (
 	"github.com/torchft/torchft/go/sim"
 )
 
-// schedule lets each fault begin after its quorum.
+// schedule begins each fault after its quorum.
 func (j *job) schedule() {
 	for i := range j.setup.Faults {
 		f := &j.setup.Faults[i]
@@ -25,7 +25,7 @@ func (j *job) schedule() {
 	j.running.Add(-1)
 }
 
-// strike is one fault, from its begin to its end. Clocks are those of the bubble: none jumps.
+// strike carries out a fault, from its begin to its end. All clocks are that of the bubble, so that none can jump.
 func (j *job) strike(f *sim.Fault) {
 	if f.Kind == sim.ClockJump || f.Kind == sim.ClockLighthouse {
 		return
@@ -36,7 +36,7 @@ func (j *job) strike(f *sim.Fault) {
 		for _, h := range j.struck(f) {
 			h.crash(f.Kind == sim.VanishLighthouse, f.For)
 		}
-		return // those that start say so
+		return // a restart is reported by Lighthouse and Starts
 	case sim.Noise:
 		for end := time.Now().Add(f.For); time.Now().Before(end) && sleep(j.ctx, 200*time.Millisecond); {
 			j.resetOne()
@@ -56,7 +56,7 @@ func (j *job) strike(f *sim.Fault) {
 	j.note(func(judge *sim.Judge) { judge.Ends(f) })
 }
 
-// struck are the lighthouses that a fault is about.
+// struck returns the lighthouses that a fault is about.
 func (j *job) struck(f *sim.Fault) (hosts []*lighthouseHost) {
 	for i, h := range j.hosts {
 		if f.Of == 0 || f.Of>>i&1 == 1 {
@@ -66,7 +66,7 @@ func (j *job) struck(f *sim.Fault) (hosts []*lighthouseHost) {
 	return hosts
 }
 
-// strike lets a fault begin in one group.
+// strike begins a fault in one group.
 func (g *group) strike(f *sim.Fault) {
 	j := g.j
 	switch f.Kind {
@@ -107,14 +107,14 @@ func (g *group) strike(f *sim.Fault) {
 	}
 }
 
-// disturb changes the network, until end.
+// disturb changes the network until the fault ends.
 func (j *job) disturb(f *sim.Fault) (end func()) {
 	var ends []func()
 	pair := func(from, to string) {
 		j.net.Sever(from, to)
 		ends = append(ends, func() { j.net.Heal(from, to) })
 	}
-	resets := f.After%2 == 1 // somebody on the way says that the connections are over
+	resets := f.After%2 == 1 // a device on the way resets the connections
 	both := func(a, b string, there, back bool) {
 		if resets {
 			j.net.Reset(a, b)

@@ -26,8 +26,8 @@ type group struct {
 
 	// The job's mu guards these.
 	killed   bool
-	leaves   bool // it goes at the end of its step
-	finishes bool // its training ends on purpose
+	leaves   bool // it leaves at the end of its step
+	finishes bool // its training is complete when it leaves
 	shrink   int  // steps for which it asks shrink_only
 	stopped  time.Time
 	ranks    []*rank
@@ -58,14 +58,14 @@ func (j *job) begin(slot int) {
 		g.cancel()
 		return
 	}
-	if j.lives[slot] > 1 { // the machine is there, if it had vanished
+	if j.lives[slot] > 1 { // the host may have vanished: it is there again
 		j.net.Host(fmt.Sprintf("%s.%d", machineOf(slot), j.lives[slot]-1)).Refuse()
 	}
 	g.host = j.net.Host(g.name)
 	j.tasks.Go(g.run)
 }
 
-// run is the life of the process with the manager server. It is started again until it reaches a lighthouse.
+// run runs the process with the manager server. The process is restarted until it reaches a lighthouse.
 func (g *group) run() {
 	defer g.cancel()
 	var server *manager.Server
@@ -93,7 +93,7 @@ func (g *group) run() {
 	})
 }
 
-// shutdownTime is the longest that a server takes.
+// shutdownTime bounds the shutdown of a server.
 const shutdownTime = 5 * time.Second
 
 func (g *group) serve() (*manager.Server, error) {
@@ -110,7 +110,7 @@ func (g *group) serve() (*manager.Server, error) {
 	return manager.NewServer(g.ctx, cfg)
 }
 
-// overheard lets the judge hear what a member hears.
+// overheard reports to the judge what a member receives from its lighthouse.
 type overheard struct {
 	*lighthouses.Member
 	g     *group
@@ -119,7 +119,7 @@ type overheard struct {
 
 func (o overheard) Notices() <-chan membership.Notice { return o.heard }
 
-// listen passes on what the lighthouse sends.
+// listen reports and forwards the notices of the lighthouse.
 func (o overheard) listen() {
 	for {
 		select {
@@ -149,7 +149,7 @@ func (o overheard) Quorum(ctx context.Context, m quorum.Member, known int64) (*q
 	return q, err
 }
 
-// note is the job's, unless the group has failed: nobody hears what its processes do until they end.
+// note reports to the judge (job.note), unless the group has failed: what its processes do until they end has no effect on others.
 func (g *group) note(what func(*sim.Judge)) (alive bool) {
 	g.j.note(func(judge *sim.Judge) {
 		if alive = !g.killed; alive {
@@ -159,8 +159,8 @@ func (g *group) note(what func(*sim.Judge)) (alive bool) {
 	return alive
 }
 
-// end ends a group, and lets another one begin in its slot. A process that ends breaks its connections, a host that vanishes
-// does not, and one that shuts down says so.
+// end ends a group, and starts another one in its slot. The connections of a process that ends break, those of a host that vanishes do
+// not, and a group that shuts down reports it.
 func (g *group) end(how sim.FaultKind, why string, down time.Duration) {
 	j := g.j
 	if !g.note(func(judge *sim.Judge) {
@@ -177,7 +177,7 @@ func (g *group) end(how sim.FaultKind, why string, down time.Duration) {
 		switch host := j.net.Host(r.host); {
 		case how == sim.Vanish:
 			host.Vanish()
-		case how == sim.Leave && r.index == 0: // its server still has to say so
+		case how == sim.Leave && r.index == 0: // its server still has to report that
 		default:
 			host.Kill()
 		}

@@ -22,22 +22,22 @@ type job struct {
 	cluster *fttest.Cluster
 	net     *fttest.Network
 	start   time.Time
-	list    string // of the lighthouses
+	list    string // addresses of the lighthouses
 	ctx     context.Context
 	stop    context.CancelFunc
 	tasks   sync.WaitGroup
 	hosts   []*lighthouseHost
 
-	mu       sync.Mutex // also for the judge, the averages and what is said to be guarded by it
+	mu       sync.Mutex // guards these, the judge, the averages, and other fields that name it
 	judge    *sim.Judge
 	groups   []*group // of each slot, nil while there is none
 	lives    []int
 	averages map[averageKey]*average
-	running  atomic.Int64 // faults, and their schedule
+	running  atomic.Int64 // goroutines of faults, and of their schedule
 	lines    []string
 	waived   map[string]*lighthouse.Server // groups, and where; only the operator uses it
 
-	weather sync.Mutex // for what follows
+	weather sync.Mutex // guards these
 	rng     *rand.Rand
 	slow    map[string]int // machines
 }
@@ -66,7 +66,7 @@ func newJob(t *testing.T, s sim.Setup) *job {
 	return j
 }
 
-// note runs something with the judge. Nothing in it waits.
+// note calls a function with the judge. The function must not block.
 func (j *job) note(what func(*sim.Judge)) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -74,7 +74,7 @@ func (j *job) note(what func(*sim.Judge)) {
 	what(j.judge)
 }
 
-// after runs something later, unless the history is over by then.
+// after calls a function later, unless the history is over by then.
 func (j *job) after(d time.Duration, do func()) {
 	j.tasks.Go(func() {
 		select {
@@ -106,17 +106,17 @@ func machine(host string) string {
 
 func machineOf(slot int) string { return fmt.Sprintf("g%02d", slot) }
 
-// lighthouseHost is where one of the list runs, again and again.
+// lighthouseHost is the host of a lighthouse of the list, over all lives of that.
 type lighthouseHost struct {
 	j      *job
 	index  int
 	name   string
 	dir    string // of its state, empty without one
 	server *lighthouse.Server
-	life   lock // held while it starts or ends
+	life   lock // held while the lighthouse starts or ends
 }
 
-// lock is a mutex for whose holders time may pass: in a bubble none does for a goroutine that waits for a sync.Mutex.
+// lock is a mutex that may be held while time passes. In a bubble, time does not pass while a goroutine waits for a sync.Mutex.
 type lock chan struct{}
 
 func (l lock) Lock()   { l <- struct{}{} }
@@ -137,7 +137,7 @@ func (h *lighthouseHost) begin() {
 	h.j.note(func(judge *sim.Judge) { judge.Lighthouse(h.index, true) })
 }
 
-// crash is kill -9, or a power cut, after which it restarts.
+// crash ends the lighthouse as SIGKILL or a power cut does, and restarts it.
 func (h *lighthouseHost) crash(silent bool, down time.Duration) {
 	h.life.Lock()
 	server := h.server
@@ -149,7 +149,7 @@ func (h *lighthouseHost) crash(silent bool, down time.Duration) {
 		} else {
 			h.j.net.Host(h.name).Kill()
 		}
-		server.Shutdown() // what is left of it reaches nobody
+		server.Shutdown() // ends its goroutines; its messages reach no other host
 	}
 	h.life.Unlock()
 	if server != nil {
@@ -157,7 +157,7 @@ func (h *lighthouseHost) crash(silent bool, down time.Duration) {
 	}
 }
 
-// end shuts it down in order, and looks whether it has forgotten groups that have ended.
+// end shuts the lighthouse down properly, and checks that it has forgotten ended groups.
 func (h *lighthouseHost) end() {
 	h.life.Lock()
 	defer h.life.Unlock()

@@ -20,12 +20,12 @@ import (
 
 var mistakesFlag = flag.Bool("mistakes", false, "look for planted mistakes (TestMistakesInTheShellsAreFound): half a minute each")
 
-// Mistakes in the shells that would be easy to make. Some text of a file is another one for the compiler (go test -overlay), so
-// that no production code has a switch for it.
+// Planted mistakes in the shells: the compiler reads a file with another text in one place (go test -overlay), so that production code
+// needs no switch for them.
 var mistakes = []struct {
 	name, file string
 	from, to   string
-	rules      []string // one of them finds it; the beginnings of their words
+	rules      []string // the rules of which one finds it, each by the beginning of its text
 }{
 	{
 		"no greeting on a new stream", "membership/lighthouses/member.go",

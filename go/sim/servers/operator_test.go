@@ -9,9 +9,9 @@ import (
 	"github.com/torchft/torchft/go/sim"
 )
 
-// operate waives groups whose votes are missing, as an operator does that knows: they have ended, no group that lives and no
-// other lighthouse knows of a later quorum than the latest of this one, and its members that live wait here. Each is waived
-// at one lighthouse in one of its lives. What a lighthouse has of a branch that was left behind counts no more.
+// operate waives the votes of missing groups, as an operator does who knows that these conditions hold: the groups have ended, no live
+// group and no other lighthouse knows of a quorum later than the latest one here, and all live members have a pending request here.
+// Each group is waived at one lighthouse only, in one life of that. Quorums of an abandoned branch do not count.
 func (j *job) operate() {
 	if len(j.hosts) == 1 {
 		return
@@ -55,13 +55,13 @@ func (j *job) operate() {
 	})
 	for _, id := range ended {
 		j.waived[id] = latest.server
-		_ = latest.server.Waive("", id, "an operator") // the vote may not be missing any more
+		_ = latest.server.Waive("", id, "an operator") // an error means that the vote is not missing any more
 	}
 }
 
-// A job that goes on at the first lighthouse, by an operator's word, while the lighthouse of its last quorum is away; and then the
-// hosts of all its groups vanish. The other lighthouse is back by then, with an id that is higher than those of the branch that
-// went on. The operator has to waive the groups of that branch.
+// By a waiver, a job continues at the first lighthouse while the lighthouse of its last quorum is away. Then the hosts of all of its groups
+// vanish. The other lighthouse is back by then, with a higher id than those of the branch that continued. The operator has to waive
+// the groups of that branch, and not those of the abandoned one.
 func TestAnOperatorStaysWithTheBranchThatGoesOn(t *testing.T) {
 	s := draw(28, 60)
 	crash := slices.IndexFunc(s.Faults, func(f sim.Fault) bool { return f.Kind == sim.Crash })

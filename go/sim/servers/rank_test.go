@@ -13,7 +13,7 @@ import (
 	"github.com/torchft/torchft/go/sim"
 )
 
-// rank is one rank of a group: the simulation's model, which waits here, in a training loop.
+// rank is one rank of a group: the simulation's model, in a training loop that does its waiting.
 type rank struct {
 	g      *group
 	index  int
@@ -27,7 +27,7 @@ type rank struct {
 	// The job's mu guards these.
 	average  *average
 	flaky    bool // its next collective fails at the end
-	loseVote bool // it does not hear its next decision
+	loseVote bool // the next decision does not reach it
 }
 
 func newRank(g *group, index int, model *sim.Model) *rank {
@@ -46,7 +46,7 @@ func (r *rank) chance(p float64) bool { return r.rng.Float64() < p }
 
 func (r *rank) run(address string) {
 	defer r.kill()
-	network := r.g.host // rank 0 lives in the process of the server
+	network := r.g.host // rank 0 is in the process of the server
 	if r.index > 0 {
 		network = r.g.j.net.Host(r.host)
 	}
@@ -65,14 +65,14 @@ func (r *rank) run(address string) {
 	}
 }
 
-// callError is an error that a call to the manager server ended with.
+// callError is the error of a call to the manager server.
 type callError struct {
 	error
 	vote  bool
 	early time.Duration // before its deadline
 }
 
-// note is the group's, unless the rank has failed.
+// note reports to the judge (group.note), unless the rank has failed.
 func (r *rank) note(what func(*sim.Judge)) (alive bool) {
 	return r.g.note(func(judge *sim.Judge) {
 		if alive = r.ctx.Err() == nil; alive {
@@ -81,7 +81,7 @@ func (r *rank) note(what func(*sim.Judge)) (alive bool) {
 	}) && alive
 }
 
-// failed is what a training loop does about it: it goes on, or the process ends.
+// failed handles the error of a call, as training loops do: some continue, and in others the process ends.
 func (r *rank) failed(err *callError) {
 	s := r.g.j.setup
 	count := 0
@@ -93,7 +93,7 @@ func (r *rank) failed(err *callError) {
 	sleep(r.ctx, s.Delay+r.upTo(s.Compute))
 }
 
-// hear takes what the lighthouse sends, at any time.
+// hear handles the notices of the lighthouse, at any time.
 func (r *rank) hear() {
 	for {
 		select {
@@ -117,7 +117,7 @@ func (r *rank) hear() {
 	}
 }
 
-// left ends a group that was asked to go, between two steps.
+// left ends a group that was requested to leave, between two steps. It reports whether it did.
 func (r *rank) left() bool {
 	leaves := false
 	r.note(func(*sim.Judge) { leaves = r.g.leaves })
@@ -125,7 +125,7 @@ func (r *rank) left() bool {
 		s := r.g.j.setup
 		ctx, cancel := context.WithTimeout(r.ctx, s.Timeout)
 		defer cancel()
-		_ = r.client.Leave(ctx) // who waits for it in vain goes all the same
+		_ = r.client.Leave(ctx) // an error is ignored: after its timeout the group leaves anyway
 		r.g.end(sim.Leave, "it leaves", r.upTo(s.Timeout))
 	}
 	return leaves
@@ -140,7 +140,7 @@ func (r *rank) inTime(what string, start time.Time, timeout time.Duration) {
 	}
 }
 
-// attempt is one at a step: quorum, heal, collective, vote.
+// attempt is one attempt at a step: quorum, heal, collective, vote.
 func (r *rank) attempt() error {
 	s := r.g.j.setup
 	r.standStill()
@@ -213,7 +213,7 @@ func (r *rank) stepTime() time.Duration {
 	return d
 }
 
-// standStill waits while the machine does.
+// standStill blocks while the rank's host is stopped.
 func (r *rank) standStill() {
 	var until time.Time
 	r.note(func(*sim.Judge) { until = r.g.stopped })
@@ -230,7 +230,7 @@ func (r *rank) onlyPeer(res *recovery.Result) string {
 	return res.ReplicaIDs[1-res.ReplicaRank]
 }
 
-// heal fetches a group's state: where it is says the real manager server there.
+// heal fetches the state of a group. The real manager server of that group answers with its metadata.
 func (r *rank) heal(source string, res *recovery.Result) (digest uint64, ok bool) {
 	j := r.g.j
 	ctx, cancel := context.WithTimeout(r.ctx, j.setup.Timeout)

@@ -23,7 +23,7 @@ var (
 	soakFlag   = flag.Duration("soak", 0, "play histories for so long (TestSoak)")
 )
 
-// draw makes the setup of a seed: the simulation's, with times of which the constants of the servers are a part.
+// draw makes the setup of a seed: the simulation's setup, with times that include the constants of the servers.
 func draw(seed uint64, rounds int) sim.Setup {
 	s := sim.Draw(seed, 2+int(seed%4), rounds)
 	r := rand.New(rand.NewPCG(seed, 6))
@@ -42,9 +42,9 @@ func draw(seed uint64, rounds int) sim.Setup {
 	s.Compute = between(200*time.Millisecond, 600*time.Millisecond)
 	s.Heal = between(0, time.Second)
 	s.Delay = between(200*time.Microsecond, 10*time.Millisecond)
-	s.Slack = 40 * time.Second // until a connection that is silent is closed, twice
+	s.Slack = 40 * time.Second // twice the time until a silent connection is closed
 	if s.Lighthouses > 1 {
-		s.Slack += 330 * time.Second // for which a lighthouse may be left alone
+		s.Slack += 330 * time.Second // how long a lighthouse may be avoided
 	}
 	s.DrawFaults(4)
 	switch {
@@ -58,8 +58,7 @@ func draw(seed uint64, rounds int) sim.Setup {
 	return s
 }
 
-// processesEnd makes a schedule of processes that end, of any number of groups at once, and of nothing else, with time to come to
-// rest in between.
+// processesEnd makes a schedule whose faults are all ends of processes, of any number of groups at once, with time to settle in between.
 func processesEnd(r *rand.Rand, s *sim.Setup) (faults []sim.Fault) {
 	for round := 5; round < s.Rounds; round += 6 + r.IntN(6) {
 		faults = append(faults, sim.Fault{
@@ -70,8 +69,8 @@ func processesEnd(r *rand.Rand, s *sim.Setup) (faults []sim.Fault) {
 	return faults
 }
 
-// aroundLighthouses makes a schedule of long cuts from single lighthouses, and of their ends, with time to come to rest in
-// between: the job moves to the next lighthouse and back.
+// aroundLighthouses makes a schedule of long cuts from single lighthouses, and of ends of lighthouses, with time to settle in between: the
+// job moves to the next lighthouse and back.
 func aroundLighthouses(r *rand.Rand, s *sim.Setup) (faults []sim.Fault) {
 	kinds := []sim.FaultKind{
 		sim.KillLighthouse, sim.VanishLighthouse, sim.CutLighthouse, sim.CutLighthouse, sim.CutLighthouse, sim.CutUp, sim.CutDown, sim.Vanish,
@@ -98,7 +97,7 @@ func aroundLighthouses(r *rand.Rand, s *sim.Setup) (faults []sim.Fault) {
 	return faults
 }
 
-// story is what a history came to.
+// story is the result of a history.
 type story struct {
 	sim.Result
 	lines   []string
@@ -125,10 +124,10 @@ func play(t *testing.T, s sim.Setup) (st story) {
 	return st
 }
 
-// longest is more than a history takes, all its faults included.
+// longest is more time than any history takes.
 const longest = 30 * time.Minute
 
-// untilSettled waits until all faults are over, and the job has been whole for a while, or a rule is broken.
+// untilSettled waits until all faults are over and the job has settled, or a rule is broken.
 func (j *job) untilSettled() {
 	for calm := 0; calm < 8; {
 		time.Sleep(500 * time.Millisecond)
@@ -150,7 +149,7 @@ func (j *job) untilSettled() {
 	}
 }
 
-// end shuts everything down in order.
+// end shuts all groups and lighthouses down properly.
 func (j *job) end() {
 	var groups []*group
 	j.note(func(judge *sim.Judge) { groups = append(groups, j.groups...) })

@@ -16,7 +16,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// A bug in the machine ends the waits, and nothing else: wherever it shows itself, the next quorum is as good as any.
+// A panic of the machine ends the pending requests, and nothing else: whatever event it was at, the next quorum forms as usual.
 func TestAPanicOfTheMachineEndsTheWaitsOnly(t *testing.T) {
 	for name, meet := range map[string]func(t *testing.T, c *fttest.Cluster, x *rawStream){
 		"a call": func(t *testing.T, c *fttest.Cluster, x *rawStream) {
@@ -118,7 +118,7 @@ func TestAPanicWhileAGreetingIsReadEndsThatStreamOnly(t *testing.T) {
 	})
 }
 
-// SIGTERM, as the command takes it: whoever waits hears UNAVAILABLE, which our managers take for "ask again".
+// After a SIGTERM of the command, pending requests get UNAVAILABLE, after which managers ask again.
 func TestAShutdownDoesNotWaitForClients(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 9)
@@ -136,7 +136,7 @@ func TestAShutdownDoesNotWaitForClients(t *testing.T) {
 	})
 }
 
-// Why a member counts as unreachable says where to look: at its process, or at its host and the network.
+// The reason why a member is unreachable tells whether its process has ended, or its host or the network has failed.
 func TestTheReasonDistinguishesARefusalFromNoAnswer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

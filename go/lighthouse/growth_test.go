@@ -18,7 +18,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// crowd is a job with the streams of many members, which nobody reads.
+// crowd is a job with the streams of many members that do not read.
 func crowd(n int) (*job, []*stream) {
 	cfg := DefaultConfig()
 	cfg.MinReplicas, cfg.JoinTimeout, cfg.HeartbeatTimeout, cfg.SuspectGrace = n, time.Hour, time.Hour, time.Hour
@@ -44,7 +44,7 @@ func (j *job) shutDown() {
 	j.server.tasks.Wait()
 }
 
-// bursts are what all members of a job do at once.
+// bursts are events of all members of a job at the same time.
 var bursts = []struct {
 	name string
 	run  func(j *job, all []*stream)
@@ -82,8 +82,8 @@ var bursts = []struct {
 	}},
 }
 
-// The end of a large job must not stop the others: what all members do at once visits each stream a few times, and not all
-// streams for each member.
+// The end of a large job must not stop the others: simultaneous events of all members visit each stream a few times, and not all streams for
+// each member.
 func TestNothingGrowsWithTheSquareOfTheStreams(t *testing.T) {
 	for _, b := range bursts {
 		t.Run(b.name, func(t *testing.T) {
@@ -112,7 +112,7 @@ func (j *job) read(t testing.TB, path string) string {
 	return answer.Body.String()
 }
 
-// Any number of readers costs the machine at most one description of itself in 100 µs a member: of 1,000 in 100 ms.
+// Any number of readers costs at most one status of the machine per 100 µs and member: with 1,000 members, one in 100 ms.
 func TestReadersShareASnapshot(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j, _ := crowd(1000)
@@ -134,7 +134,7 @@ func TestReadersShareASnapshot(t *testing.T) {
 	})
 }
 
-// BenchmarkRead is what one read of each kind costs, of as many as there are in a second.
+// BenchmarkRead is the cost of one read of each kind, when there are as many in a second as possible.
 func BenchmarkRead(b *testing.B) {
 	for _, path := range readers {
 		for _, n := range []int{100, 1000, 10000} {

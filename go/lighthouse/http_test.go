@@ -207,7 +207,7 @@ func TestKillOfAManagerThatHasEnded(t *testing.T) {
 	})
 }
 
-// Over real sockets: one port for gRPC, HTTP and whatever else finds it.
+// Over real sockets: one port for gRPC, HTTP, and clients of any other protocol.
 func TestOnePort(t *testing.T) {
 	cfg := lighthouse.DefaultConfig()
 	cfg.Bind, cfg.MinReplicas, cfg.Logger, cfg.Hostname = "[::]:0", 1, fttest.Quiet, "127.0.0.1"
@@ -237,7 +237,7 @@ func TestOnePort(t *testing.T) {
 	assert.Contains(t, body, `"replica_id": "a"`)
 }
 
-// A member whose vote is missing is waived by name, and only one of those; who may is as for kill.
+// Only a member whose vote is missing can be waived. The permission is that of kill.
 func TestAMemberWhoseVoteIsMissingIsWaived(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

@@ -39,7 +39,7 @@ func TestJobsAreIsolated(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		client := browser(t, c, "browser")
-		// The same replica_id in two jobs is two members; one job's waiting is not another's.
+		// The same replica_id in two jobs is two members, and requests of one job do not count in another.
 		red, blue := dialJob(t, c, "r", "red"), dialJob(t, c, "b", "blue")
 		lone := ask(blue, quorum.Member{ReplicaID: "a", Step: 7}, time.Minute)
 		first := ask(red, quorum.Member{ReplicaID: "a", Step: 1}, time.Minute)
@@ -83,7 +83,7 @@ func TestJobsAreIsolated(t *testing.T) {
 	})
 }
 
-// Two jobs may use one replica_id. Whoever asks for the end of a group gets that of the job that he names.
+// Two jobs may use one replica_id. A kill ends the group of the job that the request names.
 func TestAGroupIsEndedInTheJobThatWasNamed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -266,8 +266,8 @@ func TestTheStatesOfJobsAreApart(t *testing.T) {
 	}
 }
 
-// The number of metrics grows with the jobs, of which there are max_jobs, and not with what members call themselves. A name
-// that never had a quorum is forgotten with its members.
+// The number of metrics grows with the number of jobs, at most max_jobs, and not with the names of members. A job that never had a quorum is
+// forgotten with its members.
 func TestAnUnauthorizedClientDoesNotFillTheMetrics(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1, func(cfg *lighthouse.Config) { cfg.MaxJobs = 5 })

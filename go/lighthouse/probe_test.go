@@ -57,7 +57,7 @@ func TestAVoterIsProbedOnceAtATime(t *testing.T) {
 	})
 }
 
-// named is a network with one name, which stands for several addresses, and what dialing each ends with.
+// named is a network in which one name has several addresses, with the result of dialing each of them.
 type named struct {
 	rpc.Network
 	addresses map[string]error
@@ -78,7 +78,7 @@ func (n named) Dial(_ context.Context, address string) (net.Conn, error) {
 	return conn, nil
 }
 
-// A member's process has ended if every address that its host's name stands for refuses the connection, and else it is not known.
+// A member's process has certainly ended only if every address of its host's name refuses the connection.
 func TestAMemberHasEndedIfAllAddressesOfItsNameRefuse(t *testing.T) {
 	refused := &net.OpError{Err: syscall.ECONNREFUSED}
 	for name, test := range map[string]struct {

@@ -78,12 +78,12 @@ func TestNodesMeetThroughTheLighthouse(t *testing.T) {
 		assert.Equal(t, rendezvous.View{Ask: 1, Round: 1, Rank: 0, Size: 2, Store: "a:1"}, a.view)
 		assert.Equal(t, rendezvous.View{Ask: 1, Round: 1, Rank: 1, Size: 2, Store: "a:1"}, b.view)
 
-		// The connection of b breaks: a goes on alone, and waits neither for b nor for the last call.
+		// The connection of b breaks: a continues alone, and waits neither for b nor for the last call.
 		broken, breaks := context.WithCancel(ctx)
 		go b.poll(broken)
 		synctest.Wait()
 		breaks()
-		// If a asked before that is noticed, b would be answered first, and awaited for the heartbeat timeout.
+		// If a asked before the broken connection is noticed, b would be answered first, and awaited for the heartbeat timeout.
 		synctest.Wait()
 		start := time.Now()
 		a.placed(ctx)
@@ -113,7 +113,7 @@ func TestARoundOutlivesTheLighthouse(t *testing.T) {
 				assert.Zero(t, one.view.Waiting, "nothing has happened to the round")
 			}
 		}
-		// A node that begins after the restart knows nothing: the number of its round does not come again.
+		// A node that starts after the restart knows no rounds: its round must not get a number that was used.
 		go func() { _, _ = b.poll(ctx) }()
 		a.placed(ctx)
 		assert.Equal(t, int64(2), a.view.Round)

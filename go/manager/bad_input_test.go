@@ -69,7 +69,7 @@ func TestAGroupOfAnotherSizeIsRefusedAndTheOthersContinue(t *testing.T) {
 	})
 }
 
-// An upstream lighthouse lets every size in, and so does ours with upstream groups. Whoever has a peer meets it.
+// An upstream lighthouse accepts every size, and so does ours with upstream groups. Ranks that have a peer reduce with it.
 func TestAnUpstreamGroupOfAnotherSizeIsLetIn(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
@@ -112,7 +112,7 @@ func TestAStepThatGoesBackwards(t *testing.T) {
 	})
 }
 
-// What one member says goes to all: with much of it an answer is larger than what anybody may ask with.
+// The data of one member is sent to all: with much data, an answer is larger than the largest request.
 func TestMuchDataReachesAllMembers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 4)
@@ -167,8 +167,8 @@ func TestTooMuchDataIsReportedAndHarmsNoOtherMember(t *testing.T) {
 	})
 }
 
-// The same replica_id twice, from two addresses: the newer one trains, the older one learns why it does not, whether it
-// waits at the lighthouse or is in mid-step when the newer one comes.
+// Two processes with the same replica_id, at two addresses: the newer one trains, and the older one gets the reason why it does not, whether
+// it has a pending request or is in the middle of a step when the newer one asks.
 func TestOfTwoGroupsWithOneNameTheNewerTrains(t *testing.T) {
 	for name, waits := range map[string]bool{"the older one waits": true, "the older one trains": false} {
 		t.Run(name, func(t *testing.T) {

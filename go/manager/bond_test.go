@@ -21,7 +21,7 @@ func kill(g *fttest.Group) {
 	g.Server.Shutdown()
 }
 
-// Whoever is killed, and however many: the others go on in the same second, at a lighthouse of a list too.
+// Whichever groups are killed, and however many, the others continue within a second, at a lighthouse of a list, too.
 func TestKilledGroupsAreNotMissedAtALighthouseOfAList(t *testing.T) {
 	for n := 2; n <= 5; n++ {
 		for mask := 1; mask < 1<<n-1; mask += 1 + n*n/16*4 { // of many groups, some
@@ -63,13 +63,13 @@ func TestOneGroupAfterTheOtherIsKilledAtALighthouseOfAList(t *testing.T) {
 			require.Less(t, time.Since(start), time.Second)
 			step += 2
 		}
-		// The lighthouse ends too. What the others knew of those that were killed goes with the one that is left.
+		// The lighthouse ends, too. The remaining group takes the votes of the killed ones to the next lighthouse, in the base of its quorum.
 		round(t, step, groups...)
 	})
 }
 
-// A group that was out of reach when it ended may have been anywhere before. The other one waits, says for whom, and goes on
-// when an operator says that the group has ended.
+// A group that was cut off when it ended may have been at another lighthouse before. The other group waits, is told whose vote is missing,
+// and continues after an operator has waived that vote.
 func TestAnEndThatIsNotKnownIsWaitedFor(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, second, groups := twoLighthouses(t, "a", "b")
@@ -88,7 +88,7 @@ func TestAnEndThatIsNotKnownIsWaitedFor(t *testing.T) {
 		if second.Status().Waiters > 0 {
 			at = second
 		}
-		for len(at.Status().MissingVotes) == 0 { // it goes from one to the other
+		for len(at.Status().MissingVotes) == 0 { // the group goes from one lighthouse to the other
 			time.Sleep(time.Second)
 		}
 		assert.Equal(t, []string{"a"}, at.Status().MissingVotes)
@@ -101,8 +101,8 @@ func TestAnEndThatIsNotKnownIsWaitedFor(t *testing.T) {
 	})
 }
 
-// A lighthouse whose process has ended, or that lets its members go, binds nobody any more. The others are left when the bond
-// of their last stamp has run out: within 3 s, wherever the failure is between two stamps.
+// The bond to a lighthouse ends when its process has ended, or when it releases the member. Otherwise members fail over when the bond of their
+// last stamp has run out: within 3 s, at whatever time between two stamps the lighthouse failed.
 func TestHowLongAFailoverTakes(t *testing.T) {
 	for name, test := range map[string]struct {
 		away func(c *fttest.Cluster)
@@ -134,8 +134,8 @@ func TestHowLongAFailoverTakes(t *testing.T) {
 	}
 }
 
-// A member that got its quorum by a call has heard of no term. It greets the next lighthouse with that of its quorum, which then
-// takes what the member knows, and goes on above it.
+// A member that got its quorum by a call has received no term. It greets the next lighthouse with the term of its quorum, and that lighthouse
+// recalls the quorum, and continues after it.
 func TestAMemberThatGotItsQuorumByACallGreetsWithItsTerm(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

@@ -130,7 +130,7 @@ func TestHelpComesOverTheWire(t *testing.T) {
 	})
 }
 
-// Both committed the step before, each in a quorum of its own: their weights differ, and only that shows it.
+// Both groups committed the previous step, each in a quorum of its own. Their weights differ, which only the committed quorum ids show.
 func TestAnEqualStepOfAnOlderQuorumHeals(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
@@ -214,9 +214,9 @@ func TestARankReconnects(t *testing.T) {
 		waits := g.Vote(0, 1, true, time.Minute)
 		synctest.Wait()
 		g.Host(1).Cut()
-		// It may have failed; or it is connected again before the end of its connection is seen, and is waited for.
+		// The rank counts as failed; or it has reconnected before the end of its connection was noticed, and is waited for.
 		assert.Regexp(t, "rank 1 .*|the deadline passed while waiting for the votes of ranks 1 on step 1", (<-waits).Err)
-		time.Sleep(time.Second) // it is connected again at once, before it asks for anything, and the lighthouse hears of nothing
+		time.Sleep(time.Second) // the rank reconnects at once, without a request, and nothing is reported to the lighthouse
 		assert.Zero(t, c.Log.Count("a member failed"))
 		after := answers{g.Quorum(0, 2, time.Minute), g.Quorum(1, 2, time.Minute)}.results(t)
 		assert.Equal(t, before[0].QuorumID, after[0].QuorumID)
@@ -263,7 +263,7 @@ func TestATimeoutHasTheReasonWhyThereIsNoQuorum(t *testing.T) {
 	}
 }
 
-// A lighthouse that is there and says nothing is named all the same.
+// The error names the lighthouse also if that accepts connections and does not answer.
 func TestASilentLighthouseIsNamed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -288,7 +288,7 @@ func TestShutdownAnswersEveryWaiter(t *testing.T) {
 		g.Server.Shutdown()
 		assert.Equal(t, codes.Unavailable, status.Code((<-asked).Err))
 		assert.Equal(t, codes.Unavailable, status.Code((<-voted).Err))
-		g.Server.Shutdown() // again is nothing
+		g.Server.Shutdown() // a second call does nothing
 		assert.Less(t, time.Since(start), atOnce)
 		assert.Equal(t, codes.Unavailable, status.Code((<-g.Vote(0, 1, true, time.Second)).Err))
 	})
@@ -344,7 +344,7 @@ func TestALighthouseRestartIsWaitedOut(t *testing.T) {
 		second := waiting.results(t)
 		assert.Greater(t, second[0].QuorumID, first[0].QuorumID)
 
-		// As after a crash, and with a clock that is behind.
+		// The next lighthouse starts as after a crash, and with a clock that is behind.
 		c.Net.Host("lighthouse").Kill()
 		c.Lighthouse.Shutdown()
 		c.StartLighthouse(2)

@@ -19,7 +19,7 @@ import (
 	"github.com/torchft/torchft/go/rankclient"
 )
 
-// drain asks the lighthouse to let a group leave.
+// drain requests at the lighthouse that a group leaves.
 func drain(t *testing.T, c *fttest.Cluster, replicaID string) int {
 	t.Helper()
 	transport := &http.Transport{DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) {
@@ -34,7 +34,7 @@ func drain(t *testing.T, c *fttest.Cluster, replicaID string) int {
 	return resp.StatusCode
 }
 
-// history is what the lighthouse remembers of the job.
+// history is the lighthouse's history of the job.
 func history(t *testing.T, c *fttest.Cluster) []map[string]any {
 	t.Helper()
 	transport := &http.Transport{DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) {
@@ -75,7 +75,7 @@ func TestADrainedGroupLeavesAndNoGroupLosesAStep(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b, d := c.StartGroup("a", 2), c.StartGroup("b", 2), c.StartGroup("d", 2)
 		round(t, 0, a, b, d)
-		// One rank of a asks already when the wish comes: both hear of it in the quorum that they share.
+		// One rank of a has already asked when the drain comes: both ranks learn of it with the same quorum.
 		early := a.Quorum(0, 1, time.Minute)
 		synctest.Wait()
 		require.Equal(t, http.StatusOK, drain(t, c, "a"))
@@ -89,7 +89,7 @@ func TestADrainedGroupLeavesAndNoGroupLosesAStep(t *testing.T) {
 			require.True(t, (<-vote).Value)
 		}
 
-		// It waits for its peers, which are still in the step, and they wait for nothing.
+		// a stays for its peers, which are still in the step; they do not wait for it.
 		left := []<-chan fttest.Answer[bool]{leave(a, 0, time.Minute), leave(a, 1, time.Minute)}
 		time.Sleep(10 * time.Second)
 		synctest.Wait()
@@ -120,7 +120,7 @@ func TestARankDrainsItsGroupAndNoGroupLosesAStep(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
 		round(t, 0, a, b)
-		// Not rank 0, where the server is, and rank 0 asks before it.
+		// The signal reaches rank 1, and not rank 0, in whose process the server is and which asks first.
 		wishes := rankclient.Request{GroupRank: 1, Step: 1, Drain: true}
 		all := answers{a.Quorum(0, 1, time.Minute), a.QuorumWith(wishes, time.Minute)}
 		for i, result := range append(all, b.QuorumOfAll(1, time.Minute)...).results(t) {
@@ -142,7 +142,7 @@ func TestARankDrainsItsGroupAndNoGroupLosesAStep(t *testing.T) {
 	})
 }
 
-// The lighthouse that restarts forgets that the group left. Only the word, said again, keeps its end from being a failure.
+// A restarted lighthouse does not know that the group has left. The group repeats it, so that its end is no failure.
 func TestALeaveIsRetriedUntilTheLighthouseIsBack(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -167,7 +167,7 @@ func TestALeaveIsRetriedUntilTheLighthouseIsBack(t *testing.T) {
 	})
 }
 
-// It is said once on each stream: where the connection breaks before the answer, on the next one, too.
+// A group announces that it leaves once on each stream: if the connection breaks before the answer, again on the next one.
 func TestALeaveIsRepeatedOnTheNextConnection(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -282,7 +282,7 @@ func TestADrainDuringABrokenStreamIsReceivedOnTheNextOne(t *testing.T) {
 		a := c.StartGroup("a", 1)
 		round(t, 0, a)
 		require.Equal(t, http.StatusOK, drain(t, c, "a"))
-		a.Host(-1).Cut() // whatever was on its way is lost
+		a.Host(-1).Cut() // messages on the way are lost
 		time.Sleep(time.Second)
 		assert.True(t, round(t, 1, a)[0].Draining)
 	})
@@ -300,7 +300,7 @@ func TestWhoCannotBeDrained(t *testing.T) {
 	})
 }
 
-// A lighthouse that is away for a moment is no reason to end as a failure.
+// If the lighthouse is away for a moment, a group that leaves waits for it, so that its end is no failure.
 func TestLeavingIsRetriedUntilItsDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

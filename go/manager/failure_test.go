@@ -16,7 +16,7 @@ import (
 
 const grace = 200 * time.Millisecond
 
-// heard is the next failure that a rank hears of.
+// heard returns the next failure of which a rank is notified.
 func heard(t *testing.T, g *fttest.Group, rank int) membership.Notice {
 	t.Helper()
 	deadline := time.After(time.Minute)
@@ -87,7 +87,7 @@ func TestASilentHostIsReportedWhenItsHeartbeatIsTooOld(t *testing.T) {
 	})
 }
 
-// Once a second for ten minutes nobody reaches the lighthouse for 100 ms, and a step begins: that is half of the grace.
+// Once a second for ten minutes, all groups are cut off from the lighthouse for 100 ms, half of the grace, while a step begins.
 func TestAFlappingNetworkIsNoFailure(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -116,8 +116,8 @@ func TestAFlappingNetworkIsNoFailure(t *testing.T) {
 	})
 }
 
-// The connection breaks while the answer is on its way. The others have their answers and wait in a collective: the group that
-// asks again must not wait for them to ask.
+// The connection breaks while the answer is on its way. The others have their answers, and wait in a collective: when the group asks again,
+// its answer must not wait until the others ask.
 func TestAQuorumThatWasLostOnTheWayIsRedelivered(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -152,7 +152,7 @@ func TestARankThatEndsIsTheFailureOfItsGroup(t *testing.T) {
 		after := answers(a.QuorumOfAll(1, time.Minute)).results(t)
 		assert.Equal(t, []string{"a"}, after[0].ReplicaIDs)
 		assert.Less(t, time.Since(failedAt), grace+10*time.Millisecond)
-		// It is started again, and the group asks as a whole.
+		// The rank is restarted, and all ranks of the group ask.
 		b.Ranks[1] = b.Dial("b/1")
 		first := b.Quorum(1, 0, time.Minute)
 		synctest.Wait()
@@ -163,7 +163,7 @@ func TestARankThatEndsIsTheFailureOfItsGroup(t *testing.T) {
 	})
 }
 
-// A peer of upstream keeps no stream; a host that lost power leaves its own open.
+// An upstream peer has no stream, and the stream of a host that lost power stays open.
 func TestPeersThatLostACollectiveNeedNotWaitForTheHeartbeat(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -187,7 +187,7 @@ func TestAFalseReportEvictsNoMember(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
 		before := round(t, 0, a, b)
-		a.Ranks[0].Suspect(before[0].QuorumID, "b") // with two groups one is enough for a look
+		a.Ranks[0].Suspect(before[0].QuorumID, "b") // with two groups, one report suffices for a check
 		time.Sleep(2 * time.Second)
 		assert.Equal(t, 1, c.Log.Count("peers suspect a member"))
 		after := round(t, 1, a, b)
@@ -235,7 +235,7 @@ func TestAStalledMemberIsNamedAndEvicted(t *testing.T) {
 		began := time.Now()
 		done := make(chan struct{})
 		defer close(done)
-		// Rank 1 of b hangs; all others are in a collective, and say so when they are asked.
+		// Rank 1 of b hangs. All others are in a collective, and report that when they are asked.
 		for _, r := range []struct {
 			g    *fttest.Group
 			rank int64
@@ -271,7 +271,7 @@ func TestAStalledMemberIsNamedAndEvicted(t *testing.T) {
 		after := answers(a.QuorumOfAll(1, time.Minute)).results(t)
 		assert.Equal(t, []string{"a"}, after[0].ReplicaIDs)
 
-		// It wakes up. What it votes for does not count any more, and it heals.
+		// The rank continues. The group does not commit the step for which it votes, and heals.
 		votes := []<-chan fttest.Answer[bool]{b.Vote(0, 0, true, time.Minute), b.Vote(1, 0, true, time.Minute)}
 		for _, vote := range votes {
 			got := <-vote

@@ -12,7 +12,7 @@ import (
 	"github.com/torchft/torchft/go/internal/fttest"
 )
 
-// A bug in the machine ends the waits of the group, and neither the process nor the group.
+// A panic of the machine ends the pending calls of the group, and neither the process nor the group.
 func TestAPanicOfTheMachineEndsTheWaitsOnly(t *testing.T) {
 	for name, meet := range map[string]func(g *fttest.Group) error{
 		"a quorum": func(g *fttest.Group) error { return (<-g.Quorum(1, 1, time.Minute)).Err },

@@ -21,7 +21,7 @@ const theList = "http://lighthouse:29510,http://second:29510"
 
 func listed(cfg *manager.ServerConfig) { cfg.LighthouseAddr = theList }
 
-// twoLighthouses is a cluster with a second lighthouse, and groups that know both.
+// twoLighthouses is a cluster with two lighthouses, and groups that have both in their list.
 func twoLighthouses(t *testing.T, names ...string) (*fttest.Cluster, *lighthouse.Server, []*fttest.Group) {
 	c := fttest.NewCluster(t, 1)
 	second := c.LighthouseOn("second", 1)
@@ -44,7 +44,7 @@ func TestALighthouseThatStartsReceivesTheLastQuorum(t *testing.T) {
 		d.Server.Shutdown()
 		c.StartLighthouse(1)
 
-		// One asks, and gets no quorum alone: the lighthouse knows of the other. d has ended, its host says so.
+		// One group asks, and gets no quorum alone: the lighthouse knows of the other. d has ended, as its host answers.
 		start := time.Now()
 		asked := a.Quorum(0, 6, time.Minute)
 		time.Sleep(2 * time.Second)
@@ -107,7 +107,7 @@ func TestAShortOutageIsNoReasonToLeave(t *testing.T) {
 	})
 }
 
-// Cut from the first lighthouse, a minority waits, and the others go on.
+// A minority that is cut off from the first lighthouse gets no quorum, and the others continue.
 func TestTwoLighthousesDoNotServeOneJobAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, second, groups := twoLighthouses(t, "a", "b", "d")
@@ -125,12 +125,12 @@ func TestTwoLighthousesDoNotServeOneJobAtOnce(t *testing.T) {
 		assert.Contains(t, second.Status().Reason+got.Err.Error(), "another lighthouse might serve")
 		c.Net.Unblock("a", "lighthouse")
 
-		// It comes back, and all are together again.
-		time.Sleep(20 * time.Second) // until it is back; one that has waited for so long might go on with one of them only
+		// It reconnects, and all train together again.
+		time.Sleep(20 * time.Second) // until it has reconnected; a group that has waited for so long might continue with one of them only
 		asked := a.Quorum(0, 2, time.Minute)
 		time.Sleep(time.Second)
 		var together []string
-		for step := int64(5); len(together) < 3 && step < 7; step++ { // a newcomer is in within two rounds
+		for step := int64(5); len(together) < 3 && step < 7; step++ { // a new member is in the quorum within two rounds
 			together = round(t, step, b, d)[0].ReplicaIDs
 		}
 		assert.Equal(t, []string{"a", "b", "d"}, together)
@@ -138,7 +138,7 @@ func TestTwoLighthousesDoNotServeOneJobAtOnce(t *testing.T) {
 	})
 }
 
-// The majority is cut from the first lighthouse: it goes on at the second, and the rest follows there.
+// A majority that is cut off from the first lighthouse continues at the second one, and the rest follows there.
 func TestTheMinorityFollowsToWhereTheOthersAre(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, second, groups := twoLighthouses(t, "a", "b", "d")
@@ -187,8 +187,8 @@ func TestAListOfAddressesIsChecked(t *testing.T) {
 	assert.ErrorContains(t, err, "could not connect to a lighthouse at "+theList)
 }
 
-// One of three does not reach the first lighthouse that is back: the job stays at the second, where all can be. When all
-// reach it they go at the same moment, and nobody misses a step.
+// One of three groups cannot reach the first lighthouse, which is back: the job stays at the second one, which all can reach. When all can
+// reach the first one, they fail back at the same moment, and no group misses a step.
 func TestAllGoBackTogether(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, second, groups := twoLighthouses(t, "a", "b", "d")
@@ -224,7 +224,7 @@ func TestAllGoBackTogether(t *testing.T) {
 	})
 }
 
-// An upstream lighthouse sends nobody back: each member goes by itself, and its heartbeats with it.
+// An upstream lighthouse does not send members back: each member fails back by itself, and sends its heartbeats there.
 func TestFromALighthouseWithoutStreamsAMemberFailsBackAlone(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -246,7 +246,7 @@ func TestFromALighthouseWithoutStreamsAMemberFailsBackAlone(t *testing.T) {
 	})
 }
 
-// Also who waits at the second lighthouse, and who trains: a failure in the step in which they went is reported.
+// Members fail back whether they have a pending request or train, and a failure in the step in which they fail back is reported.
 func TestInTheMiddleOfAStepTheyGoBackToo(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, second, groups := twoLighthouses(t, "a", "b", "d")
@@ -291,7 +291,7 @@ func (u unaryOnly) Heartbeat(ctx context.Context, req *torchftpb.LighthouseHeart
 	return u.to.Heartbeat(ctx, req)
 }
 
-// ahead has given a quorum far ahead of all clocks, as a lighthouse does whose own clock was wrong; then it forwards calls.
+// ahead answers with a quorum id far ahead of all clocks, as a lighthouse does whose own clock is wrong; then it forwards calls.
 type ahead struct {
 	unaryOnly
 	id int64
@@ -305,7 +305,7 @@ func (s *ahead) Quorum(ctx context.Context, req *torchftpb.LighthouseQuorumReque
 	return s.unaryOnly.Quorum(ctx, req)
 }
 
-// A lighthouse whose own clock is wrong must not refuse an honest job: also a group that makes calls shows the quorum it was in.
+// A lighthouse whose own clock is wrong must not refuse a correct job: a group that makes calls shows its last quorum, too.
 func TestACallShowsAQuorumThatIsAheadOfTheClock(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -324,7 +324,8 @@ func TestACallShowsAQuorumThatIsAheadOfTheClock(t *testing.T) {
 	})
 }
 
-// A group of a list whose streams do not arrive gets an error that says so: by calls it would hear of no term. With one lighthouse it makes calls.
+// A group with a list of lighthouses whose streams are blocked gets an error that names that: by calls it would receive no term. With one
+// lighthouse it makes calls.
 func TestAGroupOfAListThatHasNoStreamsGetsAnError(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, _, groups := twoLighthouses(t, "a")

@@ -11,7 +11,7 @@ import (
 	"github.com/torchft/torchft/go/internal/testmain"
 )
 
-// A thousand steps say nothing; a member that joins or fails is one line at the lighthouse.
+// A thousand steps log nothing. A member that joins or fails is one line in the lighthouse's log.
 func TestTheSteadyStateIsSilentAndEachEventIsALine(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)

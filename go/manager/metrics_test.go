@@ -22,7 +22,7 @@ import (
 	"github.com/torchft/torchft/go/rankclient"
 )
 
-// scrape is what a manager server shows to somebody on another host.
+// scrape returns the metrics of a manager server, requested from another host.
 func scrape(t *testing.T, c *fttest.Cluster, g *fttest.Group, token string) (int, string) {
 	t.Helper()
 	transport := &http.Transport{DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) {

@@ -26,7 +26,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// asker makes calls for a rank, in one of the ways.
+// asker makes calls for a rank, by one of the paths.
 type asker struct {
 	quorum func(ctx context.Context, req rankclient.Request) (any, error)
 	vote   func(ctx context.Context, rank, step int64, vote bool) (any, error)
@@ -43,7 +43,7 @@ func askerOf(client *rankclient.Client) asker {
 	}
 }
 
-// unaryAsker makes a call for each request, and adds to each a field that nobody knows.
+// unaryAsker makes a unary call for each request, and adds an unknown field.
 func unaryAsker(c *fttest.Cluster, g *fttest.Group) asker {
 	conn, err := rpc.Dial(c.T.Context(), c.Net.Host("g/1"), "manager", g.Server.Address(), time.Second)
 	require.NoError(c.T, err)
@@ -72,7 +72,7 @@ func unaryAsker(c *fttest.Cluster, g *fttest.Group) asker {
 	}
 }
 
-// ways are those in which a rank's request comes to its server.
+// ways are the paths by which a rank's request comes to its server.
 var ways = map[string]func(c *fttest.Cluster, g *fttest.Group) asker{
 	"unary":  unaryAsker,
 	"stream": func(_ *fttest.Cluster, g *fttest.Group) asker { return askerOf(g.Dial("g/1")) },
@@ -83,7 +83,7 @@ var ways = map[string]func(c *fttest.Cluster, g *fttest.Group) asker{
 	"process": func(_ *fttest.Cluster, g *fttest.Group) asker { return askerOf(g.Dial("g")) },
 }
 
-// outcome is what a rank notices of a call.
+// outcome is the result of a call for a rank.
 type outcome struct {
 	value any
 	err   string

@@ -24,8 +24,8 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// A group that is cut off from its lighthouse only is evicted. Nothing but its peers can say so: it is not silent, by its own clock, since
-// what it sends is lost on the way, or since it has asked the next lighthouse of the list.
+// A group that is cut off only from its lighthouse is evicted. Only its peers can notify it. It does not count itself as silent, since its
+// messages are lost on the way, or since it has asked the next lighthouse of the list.
 func TestAnEvictedGroupThatReachesOnlyItsPeersCommitsNothing(t *testing.T) {
 	for name, start := range map[string]func(*testing.T) (*fttest.Cluster, []*fttest.Group){
 		"one lighthouse": func(t *testing.T) (*fttest.Cluster, []*fttest.Group) {
@@ -55,7 +55,7 @@ func TestAnEvictedGroupThatReachesOnlyItsPeersCommitsNothing(t *testing.T) {
 				assert.False(t, got.Value)
 				assert.Contains(t, c.Log.String(), "counts as failed in quorum")
 
-				// The second lighthouse, which the group has asked, misses the others. Nobody reports that to them.
+				// The second lighthouse, which the group has asked, counts the others as failed. That is not reported to them.
 				time.Sleep(40 * time.Second)
 				for _, g := range others {
 					got = <-g.Vote(0, 1, true, time.Minute)
@@ -80,7 +80,7 @@ func TestAnEvictedGroupThatReachesOnlyItsPeersCommitsNothing(t *testing.T) {
 	}
 }
 
-// Where the others already ask for the step again, the report and the quorum without the evicted group come in one moment.
+// If the others have already asked again, the report and the quorum without the evicted group arrive at the same time.
 func TestAnEvictionThatCompletesTheNextQuorumIsForwarded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -125,7 +125,7 @@ func TestANoticeOfAPeerNeedsTheToken(t *testing.T) {
 	})
 }
 
-// A rack that fails: its groups follow each other in the list, so that the same three members notify all of them.
+// A rack fails: its groups are neighbours in the list, so that the same three members notify all of them.
 func TestFewMembersAreNotifiedAtTheSameTime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

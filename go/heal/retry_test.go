@@ -11,7 +11,7 @@ func TestWhenASourceIsAskedAgain(t *testing.T) {
 	const first = 20 * time.Millisecond
 	for name, c := range map[string]struct {
 		policy   retries
-		progress []bool // of attempts that failed
+		progress []bool // of each failed attempt: whether it fetched a block
 		pauses   []time.Duration
 		ended    bool
 	}{

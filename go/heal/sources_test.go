@@ -19,7 +19,7 @@ func clone(m *Memory) *Memory {
 
 const small = 1 << 14 // bytes of a block in these tests
 
-// Two groups that are alike serve together; both are read.
+// Two groups with equal states are sources together: blocks come from both.
 func TestSeveralSourcesShareTheWork(t *testing.T) {
 	source := filled(newRand(t), 1<<20, 100, 1<<20)
 	target := empty(1<<20, 100, 1<<20)
@@ -35,7 +35,7 @@ func TestSeveralSourcesShareTheWork(t *testing.T) {
 	require.Positive(t, grantB.Served())
 }
 
-// What differs comes from the assigned source, whoever was asked first.
+// Blocks that differ come from the assigned source, whichever source was asked first.
 func TestAnotherSourceGivesOnlyWhatIsAlike(t *testing.T) {
 	rng := newRand(t)
 	source := filled(rng, 1<<20)
@@ -55,7 +55,7 @@ func TestAnotherSourceGivesOnlyWhatIsAlike(t *testing.T) {
 	require.Positive(t, grant.Served())
 }
 
-// One bad source must not fail the transfer while the assigned one is there: what it gave comes from that one.
+// A bad additional source must not fail the transfer: its blocks are fetched again from the assigned one.
 func TestAnotherSourceThatGivesWrongBlocksFailsNothing(t *testing.T) {
 	source := filled(newRand(t), 1<<20)
 	other := clone(source)
@@ -91,7 +91,7 @@ func TestAnotherSourceThatGivesWrongBlocksFailsNothing(t *testing.T) {
 	}
 }
 
-// One that fails is replaced by the other; the assigned one too, once its checksums are known.
+// A source that fails is replaced by another one. This holds for the assigned one, too, once its checksums are known.
 func TestASourceThatFailsIsReplaced(t *testing.T) {
 	for name, fails := range map[string]Role{"assigned": Assigned, "additional": Additional} {
 		t.Run(name, func(t *testing.T) {
@@ -116,7 +116,7 @@ func TestASourceThatFailsIsReplaced(t *testing.T) {
 	}
 }
 
-// A source that fails ends the wait; what arrived stays, and a new source brings the rest.
+// When the only source fails, Wait returns. Blocks that have arrived are kept, and a new source sends the rest.
 func TestATransferContinuesWithANewGrant(t *testing.T) {
 	source, target := filled(newRand(t), 4<<20), empty(4<<20)
 	s := listen(t, time.Minute, 16<<20)
@@ -139,7 +139,7 @@ func TestATransferContinuesWithANewGrant(t *testing.T) {
 	requireSame(t, source, target)
 }
 
-// What of a block arrived before its connection broke is fetched again, and not counted twice.
+// A block whose connection broke halfway is fetched again as a whole, and its bytes are not counted twice.
 func TestReceivedCountsWholeBlocksOnce(t *testing.T) {
 	const block = 4 * checkedSize
 	source, target := filled(newRand(t), 2*block), empty(2*block)
@@ -159,7 +159,7 @@ func TestReceivedCountsWholeBlocksOnce(t *testing.T) {
 	requireSame(t, source, target)
 }
 
-// What only a failed source has is not waited for: whoever waits hears of it, and asks that source again.
+// Wait returns if only a failed source has the remaining blocks, so that the caller can add that source again.
 func TestWhatOnlyAFailedSourceHasEndsTheOthers(t *testing.T) {
 	source, target := filled(newRand(t), 4<<20), empty(4<<20)
 	other := clone(source)
@@ -178,7 +178,7 @@ func TestWhatOnlyAFailedSourceHasEndsTheOthers(t *testing.T) {
 	status := wait(t, f)
 	require.False(t, status.Done || status.Running, status)
 	require.Contains(t, status.Failed[0]+status.Failed[1], errEnded.Error())
-	require.GreaterOrEqual(t, status.Received, int64(3<<20)) // the other one gave all that it has alike
+	require.GreaterOrEqual(t, status.Received, int64(3<<20)) // the other source has sent all blocks that are equal
 	require.NoError(t, f.Add(address(a), a.Grant(o).Secret(), Assigned))
 	require.True(t, wait(t, f).Done)
 	requireSame(t, source, target)
@@ -203,7 +203,7 @@ func TestRevokeEndsReadersOfTheCallersMemoryOnly(t *testing.T) {
 	requireSame(t, copied, target)
 }
 
-// A target that takes nothing does not keep the memory from its owner.
+// A target that does not read does not delay the end of the offer, after which the owner may change the memory.
 func TestASlowReaderIsCutOff(t *testing.T) {
 	s, o := listen(t, time.Minute, 0), offer(t, filled(newRand(t), 64<<20), 0)
 	conn, err := net.Dial("tcp", address(s))
@@ -270,7 +270,7 @@ func TestMalformedRequestsEndTheConnection(t *testing.T) {
 	}
 }
 
-// A source that has forgotten a write of its own announces another digest than that of what it sent.
+// A source whose memory changed during the transfer announces another digest than that of the bytes that it sent.
 func TestADigestThatDiffersIsAnError(t *testing.T) {
 	memory := filled(newRand(t), 3*small)
 	for name, announced := range map[string]string{"the same": "", "another": "0123456789abcdef0123456789abcdef"} {
@@ -290,8 +290,8 @@ func TestADigestThatDiffersIsAnError(t *testing.T) {
 	}
 }
 
-// honestUntilTheEnd serves blocks with their checksums, and then a digest; "": the right one. before is called with the
-// operation of each request.
+// honestUntilTheEnd serves blocks with correct checksums, and then a digest, for "" the correct one. before is called with the operation of
+// each request.
 func honestUntilTheEnd(t *testing.T, memory *Memory, announced string, before func(op uint32)) (address string) {
 	t.Helper()
 	l, err := NewLayout(memory.Sizes(), small)
@@ -341,7 +341,7 @@ func honestUntilTheEnd(t *testing.T, memory *Memory, announced string, before fu
 	return lis.Addr().String()
 }
 
-// A source that does not answer the question for its checksums may bring everything meanwhile: that ends the transfer.
+// A source that does not answer the request for its checksums may still send all blocks: that completes the transfer.
 func TestAStalledRequestDelaysNoOther(t *testing.T) {
 	source, target := filled(newRand(t), 1<<20), empty(1<<20)
 	asked, over := make(chan struct{}), make(chan struct{})
@@ -365,12 +365,12 @@ func TestAStalledRequestDelaysNoOther(t *testing.T) {
 	requireSame(t, source, target)
 }
 
-// A source that trickles is dropped when another one has nothing left to do.
+// A source that is very slow is dropped when the streams of another one are idle.
 func TestASlowSourceIsDropped(t *testing.T) {
 	source, target := filled(newRand(t), 1<<20), empty(1<<20)
 	fast, slow := listen(t, time.Minute, 0), listen(t, time.Minute, 0)
 	grant := slow.Grant(offer(t, clone(source), 1<<16))
-	// The fast one gives its first block when the slow one has one to give, too.
+	// The fast source sends its first block when the slow one is sending one, too.
 	behind := forward(t, address(fast), func() int {
 		for grant.Served() == 0 && t.Context().Err() == nil {
 			time.Sleep(time.Millisecond)
@@ -395,8 +395,8 @@ func TestASlowSourceIsDropped(t *testing.T) {
 	requireSame(t, source, target)
 }
 
-// forward passes connections on to a server. Once it has answered some kilobytes on one, pause says before each read how
-// much may come.
+// forward forwards connections to a server. After the first kilobytes of answers on a connection, pause is called before each read and
+// returns how much may be read.
 func forward(t *testing.T, to string, pause func() (most int)) (address string) {
 	t.Helper()
 	l, err := net.Listen("tcp", "localhost:0")

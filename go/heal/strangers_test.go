@@ -11,8 +11,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// strangers open connections to a server that show nothing, or a wrong secret: as many as one could hold at once, and then 200 a
-// second until the test ends. They keep all that the server leaves them.
+// strangers opens connections to a server without a secret, or with a wrong one: first as many as a client can hold open at once, and then
+// 200 per second until the test ends. It closes none of them.
 func strangers(t testing.TB, address string) {
 	var kept []net.Conn
 	open := func(number int) {
@@ -55,7 +55,7 @@ func TestUnauthorizedConnectionsDelayNoHeal(t *testing.T) {
 	source := filled(newRand(t), 3*small, 40*small, 7)
 	target := empty(3*small, 40*small, 7)
 	s := listen(t, time.Minute, 0)
-	strangers(t, address(s)) // of the target's own address
+	strangers(t, address(s)) // from the same address as the target
 	o := offer(t, source, small)
 	for range 5 {
 		f := newFetch(t, target, Settings{BlockSize: o.BlockSize()})
@@ -69,7 +69,7 @@ func TestUnauthorizedConnectionsDelayNoHeal(t *testing.T) {
 	assert.LessOrEqual(t, s.strangers.Len(), mostStrangers)
 }
 
-// A heal of 268 MB, alone and among strangers.
+// A heal of 268 MB, with and without unauthorized connections.
 func BenchmarkAmongStrangers(b *testing.B) {
 	for _, name := range []string{"alone", "among strangers"} {
 		b.Run(name, func(b *testing.B) {

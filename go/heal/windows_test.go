@@ -10,7 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// device is memory that only its owner reads and writes, as that of a GPU.
+// device is memory that only its owner can read and write, like that of a GPU.
 type device struct {
 	memory *Memory // of the host and of the device alike
 	host   *Memory // the same without what is on the device
@@ -31,8 +31,8 @@ func stageOf(b []byte) (address, length int64) {
 	return int64(uintptr(unsafe.Pointer(&b[0]))), int64(len(b))
 }
 
-// load does what Python does at the target: it copies full windows to the device, and gives their stages back. It
-// checks that no more than the two are in use.
+// load does what Python does at the target: it copies full windows to the device, and releases their staging memory. It checks that no more
+// than two windows are in use.
 func (d device) load(t *testing.T, f *Fetch) Status {
 	t.Helper()
 	stages := map[int64][]byte{}
@@ -62,7 +62,7 @@ func (d device) load(t *testing.T, f *Fetch) Status {
 				}
 			}
 			for i := range stage {
-				stage[i] = 0xee // what is not fetched again would be seen
+				stage[i] = 0xee // bytes that are not fetched again fail the comparison
 			}
 			provide(stage)
 		}
@@ -99,7 +99,7 @@ func TestStateOnADeviceArrivesThroughStages(t *testing.T) {
 	}
 }
 
-// The first window is fetched first, so that it is on its way to the device while the next one arrives.
+// The first window is fetched first, so that it is copied to the device while the next one arrives.
 func TestWindowsAreFetchedInTheirOrder(t *testing.T) {
 	q := newQueue(6, func(block int) bool { return block != 3 })
 	q.add([]int{0, 1})
@@ -111,7 +111,7 @@ func TestWindowsAreFetchedInTheirOrder(t *testing.T) {
 	require.Equal(t, []int{3, 0, 1, 2, 4}, got)
 }
 
-// A source that breaks off, and one that helps: what arrived stays, in the stages too.
+// The assigned source fails, and an additional one continues: blocks that have arrived are kept, also those in staging memory.
 func TestStagesOutliveASource(t *testing.T) {
 	source, target := filled(newRand(t), 2<<20, 1<<20), onDevices(empty(2<<20, 1<<20), 0)
 	a, b := listen(t, time.Minute, 2<<20), listen(t, time.Minute, 2<<20)
@@ -121,7 +121,7 @@ func TestStagesOutliveASource(t *testing.T) {
 	additional := b.Grant(offer(t, clone(source), small))
 	require.NoError(t, f.Add(address(b), additional.Secret(), Additional))
 	go func() {
-		// The other one serves when the checksums of the first are known: before that nobody could go on for it.
+		// The first source fails after its checksums are known: before that, no other one could replace it.
 		for (first.Served() < 1<<19 || additional.Served() == 0) && t.Context().Err() == nil {
 			time.Sleep(time.Millisecond)
 		}
@@ -150,7 +150,7 @@ func TestBadStages(t *testing.T) {
 	require.ErrorIs(t, err, errStageInUse)
 }
 
-// What is on the source's device is sent as soon as as much of its copy is there, and waited for until then.
+// A block of the source's device memory is sent as soon as the copy to host memory has come that far.
 func TestADeviceCopyIsServedAsItGrows(t *testing.T) {
 	source := filled(newRand(t), 1<<20, 1<<18)
 	host, target := onDevices(source, 0), empty(1<<20, 1<<18)
@@ -165,7 +165,7 @@ func TestADeviceCopyIsServedAsItGrows(t *testing.T) {
 		end := min(ready+100_000, 1<<20)
 		copy(copied[ready:end], source.regions[0][ready:end])
 		require.NoError(t, o.Copied(0, at, end))
-		// all that is there arrives, and no more: a block is not sent before all of it is there
+		// all copied blocks arrive, and no more: a block is not sent before all of it was copied
 		whole := end - end%small
 		require.Eventually(t, func() bool { return f.Status().Received >= whole }, time.Minute, time.Millisecond)
 		if end < 1<<20 {
@@ -178,7 +178,7 @@ func TestADeviceCopyIsServedAsItGrows(t *testing.T) {
 	require.ErrorContains(t, o.Copied(0, at, 1<<20+1), "1048577 bytes of a region of 1048576")
 }
 
-// Nobody waits for a copy for ever: neither when it fails, nor when the source trains on, ends, or is too slow.
+// A wait for a copy ends: when the copy fails, when the source withdraws the offer or ends, or when the copy is too slow.
 func TestWaitingForADeviceCopyEndsWithTheCopy(t *testing.T) {
 	for name, c := range map[string]struct {
 		end   func(*Offer)
@@ -206,7 +206,7 @@ func TestWaitingForADeviceCopyEndsWithTheCopy(t *testing.T) {
 	}
 }
 
-// A server that is closed does not wait for those who wait for a copy.
+// Close of a server does not wait for requests that wait for a copy.
 func TestAWaitForADeviceCopyEndsWithTheServer(t *testing.T) {
 	s, err := Listen(time.Hour, 0, false)
 	require.NoError(t, err)

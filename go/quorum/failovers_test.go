@@ -13,8 +13,8 @@ import (
 
 var write = flag.Bool("write", false, "write testdata/failovers.md")
 
-// The table of docs/operating.md: which ends of groups the others go on after by themselves, as the rule says. All groups were
-// in the last quorum, and know of it; those that are left ask at one lighthouse.
+// The table of docs/operating.md: after how many ends of groups the others continue without an operator, by the rule. All groups were in the
+// last quorum and know it; the remaining ones ask at one lighthouse.
 func TestTheTableOfFailovers(t *testing.T) {
 	names := []string{"a", "b", "c", "d", "e"}
 	goesOn := func(n, away int, bound bool) bool {

@@ -21,7 +21,7 @@ type crowd struct {
 func newCrowd(t testing.TB, n int, policy Policy) *crowd {
 	c := &crowd{ring: ring{now: epoch, machine: NewMachine(policy, epoch)}, ids: make([]string, n)}
 	for i := range c.ids {
-		c.ids[i] = fmt.Sprintf("%06d", (i*7919)%n) // they come in no order
+		c.ids[i] = fmt.Sprintf("%06d", (i*7919)%n) // in no order
 	}
 	for i, id := range c.ids {
 		actions := c.ask(Member{ReplicaID: id, Address: "http://" + id, Step: 1})
@@ -34,7 +34,7 @@ func newCrowd(t testing.TB, n int, policy Policy) *crowd {
 
 func (c *crowd) step(event Event) []Action { return c.machine.Step(event, c.now) }
 
-// looks is how often the machine looked at a replica since the last call.
+// looks is how often the machine visited a replica since the last call.
 func (c *crowd) looks() int {
 	sum := 0
 	for _, r := range c.machine.roster.replicas {
@@ -44,17 +44,17 @@ func (c *crowd) looks() int {
 	return sum - c.was
 }
 
-// lenient lets nobody be missed who says nothing.
+// lenient is a policy whose timeouts never pass.
 func lenient(n int) Policy {
 	return Policy{MinReplicas: n, JoinTimeout: time.Hour, HeartbeatTimeout: time.Hour, SuspectGrace: time.Hour, StalledAfter: time.Second}
 }
 
-// listed is the policy of a lighthouse that has others beside it.
+// listed makes the lighthouse one of a list.
 func listed(n int) Policy {
 	return Policy{MinReplicas: n, JoinTimeout: time.Hour, HeartbeatTimeout: 5 * time.Second, SuspectGrace: time.Hour}
 }
 
-// alone lets every other member fail by silence, the first by name among them, at the first of two lighthouses; those that are left ask.
+// alone makes every other member fail by silence, including the first by name, at the first of two lighthouses; the remaining ones ask.
 func alone(c *crowd) {
 	c.machine.policy.MinReplicas = 1
 	for _, id := range c.ids {
@@ -71,15 +71,15 @@ func alone(c *crowd) {
 	}
 }
 
-// burst is something that happens to all members of a job, or half of them, at once.
+// burst is an event of all members of a job, or of half of them, at the same time.
 type burst struct {
 	name   string
 	policy func(n int) Policy
-	before func(c *crowd) // is not counted
+	before func(c *crowd) // its visits are not counted
 	run    func(t testing.TB, c *crowd)
 }
 
-// half lets every other member ask at a step, and time pass until the others are asked what they do.
+// half makes every other member ask at a step, and lets time pass until the others are asked what they do.
 func half(step int64) func(c *crowd) {
 	return func(c *crowd) {
 		for i := 0; i < len(c.ids); i += 2 {
@@ -90,7 +90,7 @@ func half(step int64) func(c *crowd) {
 	}
 }
 
-// others lets those who do not wait say what they do.
+// others makes the members without a request answer what they do.
 func (c *crowd) others(p Progress) {
 	for i := 1; i < len(c.ids); i += 2 {
 		c.step(Progressed{ReplicaID: c.ids[i], Progress: p})
@@ -131,7 +131,7 @@ var bursts = []burst{
 	}},
 }
 
-// each are bursts of one event of each member.
+// each has the bursts of one event per member.
 func each() (all []burst) {
 	for name, event := range map[string]func(c *crowd, i int) Event{
 		"Asked": func(c *crowd, i int) Event {
@@ -177,7 +177,7 @@ func (b burst) start(t testing.TB, n int) *crowd {
 	return c
 }
 
-// Events of all members at once cost the machine time in proportion to their number, or a little more, and never to its square.
+// The cost of simultaneous events of all members grows about linearly with their number, and not with its square.
 func TestNothingGrowsWithTheSquareOfTheMembers(t *testing.T) {
 	for _, b := range slices.Concat(bursts, each()) {
 		t.Run(b.name, func(t *testing.T) {

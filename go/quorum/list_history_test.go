@@ -12,8 +12,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// listHistory drives the machines of two lighthouses of a list through random events, with members that keep to the protocol. It
-// holds against them the rule of succession.go, written down once more in other code.
+// listHistory drives the machines of two lighthouses of a list through random events, with members that follow the protocol. It checks them
+// against the rule of succession.go, which it implements a second time, in other code.
 type listHistory struct {
 	t       *testing.T
 	rng     *rand.Rand
@@ -24,39 +24,39 @@ type listHistory struct {
 	lives   int
 	waiters map[WaiterID]*listMember
 	waiter  WaiterID
-	after   map[int64]int64    // by quorum_id: after which it was formed
-	heard   map[int64][]string // who heard of it
-	of      map[int64][]string // who is in it
-	chain   []int64            // quorums of which all members have heard
+	after   map[int64]int64    // by quorum_id: the quorum after which it was formed
+	heard   map[int64][]string // by quorum_id: the members that have received it
+	of      map[int64][]string // by quorum_id: its members
+	chain   []int64            // quorums that all of their members have received
 	wakeAt  [2]time.Time       // as each lighthouse asked to be woken; zero if it did not
 
 	delivered, changed, based, refused, sentBack int
 }
 
-// ledger is what a lighthouse has heard, kept by hand.
+// ledger is what a lighthouse must know, recorded by the test.
 type ledger struct {
 	machine *Machine
 	last    *Past
-	gave    map[string]bool     // ended while they were bound
-	counts  map[string]struct{} // of those, as the machine says
-	keeps   []Recalled          // what was to be written, the newest last
+	gave    map[string]bool     // members that ended while they were bound
+	counts  map[string]struct{} // those of them whose votes the machine counts
+	keeps   []Recalled          // states that were to be written, the newest last
 }
 
 type listMember struct {
 	id       string
 	failed   bool
 	at       int // -1: it has no stream
-	served   int // that it asks, unless it may leave; -1: none yet
+	served   int // the lighthouse that it asks, unless it may leave; -1: none yet
 	term     int64
 	past     *Past
 	step     int64
 	promised time.Time
-	stamp    time.Time // that its lighthouse sent, zero if none
+	stamp    time.Time // the last stamp that its lighthouse sent, zero if none
 	asks     WaiterID
 	number   uint64
-	until    time.Time // when it goes on; it is stopped before
-	spoke    time.Time // last
-	reaches  bool      // the first lighthouse, as it says on the stream that it has
+	until    time.Time // until when it is stopped
+	spoke    time.Time // time of its last message
+	reaches  bool      // it has reported on its stream that it can reach the first lighthouse
 }
 
 func newListHistory(t *testing.T, seed uint64) *listHistory {
@@ -86,7 +86,7 @@ func (m *listMember) known() int64 {
 	return m.past.ID
 }
 
-// earlier are the lighthouses before its own that the member reaches, as it says.
+// earlier are the lighthouses before its own that the member reports to reach.
 func (m *listMember) earlier() Places {
 	if m.reaches {
 		return PlacesOf(0)
@@ -94,7 +94,7 @@ func (m *listMember) earlier() Places {
 	return 0
 }
 
-// does lets one thing happen.
+// does plays one random event.
 func (h *listHistory) does() {
 	h.now = h.now.Add(time.Duration(h.rng.IntN(3)*h.rng.IntN(400)) * time.Millisecond)
 	at := h.rng.IntN(2)
@@ -144,13 +144,13 @@ func (h *listHistory) does() {
 	}
 }
 
-// stopped reports whether a member says nothing.
+// stopped reports whether a member is stopped, and sends nothing.
 func (h *listHistory) stopped(m *listMember) bool { return h.now.Before(m.until) }
 
-// greet begins a stream, at the lighthouse that served last unless the member may leave it.
+// greet begins a stream of a member: at the lighthouse that served last, unless the member may leave that.
 func (h *listHistory) greet(m *listMember, at int) {
 	switch {
-	case m.served < 0: // as a newcomer does
+	case m.served < 0: // a new member
 		at = 0
 	case h.now.Before(m.promised):
 		at = m.served
@@ -166,7 +166,7 @@ func (h *listHistory) ask(m *listMember) {
 	h.step(m.at, Asked{Waiter: h.waiter, Member: Member{ReplicaID: m.id, Address: "http://" + m.id, Step: m.step}, KnownQuorumID: m.known(), Recallable: true, Number: m.number, Reaches: m.earlier()})
 }
 
-// bind: the member answers the stamp that it was sent, and gets the next one.
+// bind makes a member answer its stamp, and sends it the next one.
 func (h *listHistory) bind(m *listMember) {
 	if m.at < 0 {
 		return
@@ -178,7 +178,7 @@ func (h *listHistory) bind(m *listMember) {
 	m.stamp = h.now
 }
 
-// breaks: the stream of a member does, and it did not leave.
+// breaks breaks the stream of a member that has not left.
 func (h *listHistory) breaks(m *listMember) {
 	if at := m.at; at >= 0 {
 		h.unasks(m)
@@ -195,7 +195,7 @@ func (h *listHistory) unasks(m *listMember) {
 	}
 }
 
-// ends: the process of a member does. Probes may find that out, and another group begins in its place.
+// ends ends the process of a member. Probes may detect that, and another group starts in its place.
 func (h *listHistory) ends(m *listMember) {
 	at, bound := m.at, h.now.Before(m.promised)
 	m.failed = true
@@ -215,7 +215,7 @@ func (h *listHistory) ends(m *listMember) {
 	}
 }
 
-// crash: a lighthouse is restarted, with what it has written. A member that finds that it has ended may leave.
+// crash restarts a lighthouse, with the state that it has written. A member that detects the end of its process may leave.
 func (h *listHistory) crash(at int) {
 	l := &h.houses[at]
 	var disk *Recalled
@@ -234,7 +234,7 @@ func (h *listHistory) crash(at int) {
 	}
 }
 
-// letGo: the lighthouse ends a stream, and says so.
+// letGo makes a lighthouse release a member and end its stream.
 func (h *listHistory) letGo(m *listMember) {
 	if m.asks != 0 {
 		delete(h.waiters, m.asks)
@@ -258,7 +258,7 @@ func (h *listHistory) member(id string) *listMember {
 
 func (h *listHistory) step(at int, e Event) {
 	l := &h.houses[at]
-	// Of the votes of members that ended, the machine knows which came in time: it may count fewer than it might, never more.
+	// The machine may count fewer votes of ended members than the test, since some ends come too late, and never more.
 	l.counts = maps.Clone(l.machine.list.ended)
 	if e, is := e.(Ended); is && l.machine.list.holds(e.ReplicaID, l.machine.past.latestID(), h.now) {
 		l.machine.list.end(e.ReplicaID)
@@ -308,7 +308,7 @@ func (h *listHistory) step(at int, e Event) {
 			if m := h.member(a.ReplicaID); m != nil && m.at == at && m.known() >= a.QuorumID && !h.stopped(m) && h.rng.IntN(3) > 0 {
 				h.step(at, Recalled{Past: *m.past, From: m.id})
 			}
-		case Probe: // the hosts of those that live do not refuse
+		case Probe: // the hosts of live members do not refuse connections
 		case Refuse:
 			h.refused++
 			if m := h.waiters[a.Waiter]; m != nil {
@@ -330,7 +330,7 @@ func (h *listHistory) step(at int, e Event) {
 
 func (l *ledger) learns(p Past) { l.last = &p }
 
-// deliver holds a quorum against the rule.
+// deliver checks a quorum against the rule.
 func (h *listHistory) deliver(at int, a Deliver) {
 	l, q := &h.houses[at], a.Quorum
 	h.delivered++
@@ -378,7 +378,7 @@ func (h *listHistory) deliver(at int, a Deliver) {
 		m := h.waiters[w]
 		if h.rng.IntN(6) > 0 {
 			h.hears(m, w, q)
-		} else { // its stream breaks, and it does not hear
+		} else { // its stream breaks, and it does not receive the quorum
 			m.asks = 0
 			delete(h.waiters, w)
 			defer h.breaks(m)
@@ -386,7 +386,7 @@ func (h *listHistory) deliver(at int, a Deliver) {
 	}
 }
 
-// hears: a member receives its quorum. When all of them are, it may commit: one branch of the job does.
+// hears delivers a quorum to a member. Once all of its members have received it, it may commit: only one branch of the job may.
 func (h *listHistory) hears(m *listMember, w WaiterID, q *Quorum) {
 	p := q.Past()
 	m.past, m.asks, m.step = &p, 0, m.step+1
@@ -400,7 +400,7 @@ func (h *listHistory) hears(m *listMember, w WaiterID, q *Quorum) {
 	for _, other := range h.chain {
 		late, early := max(q.ID, other), min(q.ID, other)
 		if h.first(late) != h.first(early) {
-			continue // newcomers alone began again, at a lighthouse that had lost its memory
+			continue // new members alone began again, at a lighthouse that had lost its memory
 		}
 		for late > early {
 			late = h.after[late]
@@ -410,7 +410,7 @@ func (h *listHistory) hears(m *listMember, w WaiterID, q *Quorum) {
 	h.chain = append(h.chain, q.ID)
 }
 
-// first is the quorum after none with which a history begins.
+// first is the quorum without a predecessor with which a history begins.
 func (h *listHistory) first(id int64) int64 {
 	for h.after[id] != 0 {
 		id = h.after[id]
@@ -418,7 +418,7 @@ func (h *listHistory) first(id int64) int64 {
 	return id
 }
 
-// outvotes counts those of a set that ask, or whose vote is given, in the obvious way.
+// outvotes counts the members of a set that ask, or whose vote is given, in the obvious way.
 func (l *ledger) outvotes(set []Voter, asks map[string]bool) bool {
 	return majority(set, func(v Voter) bool { return asks[v.ReplicaID] || v.Given || l.given(v.ReplicaID) })
 }

@@ -85,7 +85,7 @@ func TestAChangeForAnotherList(t *testing.T) {
 	assert.Error(t, err)
 }
 
-// randomList draws some members of a small world, each with a few things that it might say.
+// randomList draws some of a few possible members, each with random fields.
 func randomList(r *rand.Rand) []Member {
 	var members []Member
 	for i := range 12 {
@@ -107,7 +107,7 @@ func TestADeltaAppliedToTheOldIsTheNew(t *testing.T) {
 		before := &Quorum{Members: randomList(r)}
 		before.Revision = RevisionOf(before.Members)
 		after := &Quorum{Members: randomList(r)}
-		if r.IntN(3) == 0 { // most rounds bring nothing but steps
+		if r.IntN(3) == 0 { // most rounds change only the steps
 			after.Members = slices.Clone(before.Members)
 			for i := range after.Members {
 				after.Members[i].SetState(State{Step: r.Int64N(2)})

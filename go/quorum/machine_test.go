@@ -13,7 +13,7 @@ import (
 
 var epoch = time.Date(2026, 11, 1, 0, 0, 0, 0, time.UTC)
 
-// ring is a machine and the groups of one job, for tests that only care about rounds.
+// ring is a machine with the groups of one job, for tests of complete rounds.
 type ring struct {
 	machine *Machine
 	now     time.Time
@@ -30,7 +30,7 @@ func (r *ring) ask(m Member) []Action {
 	return r.machine.Step(Asked{Waiter: r.waiter, Member: m}, r.now)
 }
 
-// round lets these groups ask, and returns the quorum that the last of them completed.
+// round makes these groups ask, and returns the quorum that the last request completes.
 func (r *ring) round(t testing.TB, ids ...string) Deliver {
 	t.Helper()
 	for i, id := range ids {
@@ -77,7 +77,7 @@ func TestMembersArePassedOnAsTheyAre(t *testing.T) {
 	require.Equal(t, []Member{m}, actions[0].(Deliver).Quorum.Members)
 }
 
-// Every restart of a group is a new replica_id, so what is kept must not grow with their number.
+// Each restart of a group has a new replica_id: the machine's memory must not grow with their number.
 func TestMemoryIsBoundedByLiveMembers(t *testing.T) {
 	r := newRing(2)
 	for i := range 10000 {
@@ -144,7 +144,7 @@ func TestReasonsNameOnlySomeOfManyThatAreMissing(t *testing.T) {
 		"missing: r00, r01, r02, r03, r04, r05, r06, r07 and 22 more", r.machine.Describe(r.now).Reason)
 }
 
-// Results leave the machine as actions. The other methods that a shell can reach are for people, at any time (Describe).
+// The machine's results are actions. The only other methods that a shell can call are queries (Describe).
 func TestResultsLeaveAsActionsOnly(t *testing.T) {
 	machine := reflect.TypeFor[*Machine]()
 	var methods []string

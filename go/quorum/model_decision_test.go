@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// The part of the slow model (model_test.go) that decides whether there is a quorum, and of whom.
+// The part of the slow model (model_test.go) that decides whether there is a quorum, and of which members.
 
 func (m *model) evaluate(now time.Time) (*Quorum, []WaiterID) {
 	candidates := m.candidates(now)
@@ -42,7 +42,7 @@ func (m *model) evaluate(now time.Time) (*Quorum, []WaiterID) {
 		first, former := now, false
 		for id, joined := range m.joined {
 			switch {
-			case previous[id] && !former: // whoever was in the latest quorum counts before all others
+			case previous[id] && !former: // members of the latest quorum count before all others
 				first, former = joined, true
 			case previous[id] == former && joined.Before(first):
 				first = joined
@@ -103,7 +103,7 @@ func (m *model) evaluate(now time.Time) (*Quorum, []WaiterID) {
 	return q, answered
 }
 
-// mustWaitForTheStep: the job was ahead of all who are in the quorum, and somebody who lives may know more.
+// mustWaitForTheStep reports whether the job had reached a larger step than all members of the quorum, and a live member may have it.
 func (m *model) mustWaitForTheStep(in []Member, candidates map[string]Member, now time.Time) bool {
 	if m.latest == nil {
 		return false

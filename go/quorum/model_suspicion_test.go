@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// The part of the slow model (model_test.go) that looks at members which their peers suspect, and at steps that take too long.
+// The part of the slow model (model_test.go) for members that their peers suspect, and for steps that take too long.
 
 func (m *model) suspected(e Suspected, now time.Time) {
 	if m.latest == nil || e.QuorumID != m.latest.ID || !m.member(e.Reporter) {
@@ -30,13 +30,13 @@ func (m *model) suspected(e Suspected, now time.Time) {
 	}
 }
 
-// silent: it neither asked nor reported, and counts as alive.
+// silent reports whether a member counts as alive, and has neither asked nor reported.
 func (m *model) silent(id string, now time.Time) bool {
 	_, reported := m.reports[id]
 	return !reported && !m.waits(id) && m.healthy(id, now)
 }
 
-// tooLong looks at a step that takes too long.
+// tooLong handles a step that takes too long.
 func (m *model) tooLong(now time.Time) {
 	if m.latest == nil {
 		return
@@ -72,7 +72,7 @@ func (m *model) tooLong(now time.Time) {
 	}
 }
 
-// nameStalled names those that hold up others.
+// nameStalled reports the members for which others wait.
 func (m *model) nameStalled(now time.Time, age, timeout time.Duration) {
 	held := false
 	for _, id := range m.members() {
@@ -97,7 +97,7 @@ func (m *model) nameStalled(now time.Time, age, timeout time.Duration) {
 	}
 }
 
-// part finds one that asks for the quorum of a step in which the others wait for it.
+// part finds a member that asks for the quorum of a step in which the others wait for it.
 func (m *model) part(now time.Time) {
 	if m.reported {
 		return

@@ -12,16 +12,16 @@ var (
 	beganAt   = stampedAt.Add(-time.Second)
 )
 
-// explorer looks at all of them. Mistakes are planted in it, to see that it finds them.
+// explorer visits all states. It can plant a mistake in the lighthouses, which it then must find.
 type explorer struct {
 	seen    map[[2]uint64]struct{}
 	seeds   [2]maphash.Seed
 	next    []world
-	last    bool // the events of this round are the last ones: what comes after the states that they lead to is not looked at
+	last    bool // this round of events is the last one: its resulting states are counted, and not explored
 	broken  bool
 	mistake string
 
-	real succession // made of a lighthouse, for one question
+	real succession // made from the state of a lighthouse, for one decision
 }
 
 func (x *explorer) add(w *world) {
@@ -35,7 +35,7 @@ func (x *explorer) add(w *world) {
 	}
 }
 
-// take makes the real thing of a lighthouse, and put puts back what became of it.
+// take makes the real succession of a lighthouse's state, and put stores its changes there.
 func (x *explorer) take(w *world, place int) *succession {
 	h, s := &w.lighthouses[place], &x.real
 	s.seat = Seat{place, 2}
@@ -70,7 +70,7 @@ func (x *explorer) put(w *world, place int) {
 	}
 }
 
-// goes: a member begins a stream with a lighthouse.
+// goes makes a member begin a stream with a lighthouse.
 func (x *explorer) goes(w *world, i, place int) {
 	p, h, id := &w.members[i], &w.lighthouses[place], ids[i:i+1]
 	if from := int(p.at); from >= 0 && from != place && p.on && x.mistake != "bonds broken early" {
@@ -103,7 +103,7 @@ func (x *explorer) goes(w *world, i, place int) {
 	p.at, p.on, p.term = int8(place), true, max(p.term, h.term)
 }
 
-// asks: it shows what it knows, and asks.
+// asks makes a member show the quorum that it knows, and ask.
 func (x *explorer) asks(w *world, i, place int) {
 	p, h := &w.members[i], &w.lighthouses[place]
 	if w.id(p.knows) > w.id(h.last) && (h.last < 0 || x.mistake != "no questions for later quorums") {
@@ -117,14 +117,14 @@ func (x *explorer) asks(w *world, i, place int) {
 	}
 }
 
-// forget is what the machine does after a new latest quorum.
+// forget does what the machine does after a new latest quorum.
 func (x *explorer) forget(w *world, place int) {
 	last := &w.branches[w.lighthouses[place].last]
 	x.take(w, place).keep(func(id string) bool { return last.voters().has(member(id)) })
 	x.put(w, place)
 }
 
-// forms: a lighthouse forms a quorum of some that ask, of which some hear.
+// forms makes a lighthouse form a quorum of some of the asking members, which some of them receive.
 func (x *explorer) forms(w *world, place int, in, hear set) bool {
 	h := &w.lighthouses[place]
 	before := w.branches[h.last]
@@ -155,7 +155,7 @@ func (x *explorer) forms(w *world, place int, in, hear set) bool {
 		h.highest++
 		q.id = h.highest
 	} else if q.base == before.base {
-		return false // the same once more
+		return false // the same quorum again
 	}
 	if hear == in {
 		if !q.alive {
@@ -186,7 +186,7 @@ func (x *explorer) forms(w *world, place int, in, hear set) bool {
 	return true
 }
 
-// mayForm reports whether there are the votes.
+// mayForm reports whether the votes suffice.
 func (x *explorer) mayForm(w *world, place int, in set) bool {
 	short := x.take(w, place).shortfalls(w.past(w.lighthouses[place].last), func(id string) bool { return in.has(member(id)) })
 	if x.mistake == "half is enough" {

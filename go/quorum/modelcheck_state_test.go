@@ -14,7 +14,7 @@ const (
 	lowBits     = 6 // of an id here, below its term
 )
 
-// set is of members, a bit each.
+// set is a set of members, a bit each.
 type set uint8
 
 func (s set) has(i int) bool { return s>>i&1 == 1 }
@@ -31,7 +31,7 @@ func (s set) String() string {
 
 func member(id string) int { return int(id[0] - 'a') }
 
-// voters are the real ones, of each set, with the votes that are given.
+// voters converts each set to the real type, with the votes that are given.
 var voters = func() (all [1 << mostMembers][1 << mostMembers][]Voter) {
 	for s := range all {
 		for given := range all[s] {
@@ -55,9 +55,9 @@ func setOf(of []Voter, counts func(Voter) bool) (s set) {
 }
 
 type (
-	// world is the state of all. There is one for each that differs in something that matters: see normal.
+	// world is the state of all members and lighthouses. States that differ only in irrelevant details are made equal (normal).
 	world struct {
-		branches    [mostBranch]branch // quorums that somebody knows, in order; what is after them is empty
+		branches    [mostBranch]branch // quorums that a member or lighthouse knows, in order; the rest is empty
 		lighthouses [2]lighthouse
 		members     [mostMembers]memberState
 		clock       int8 // low part of the highest id
@@ -67,7 +67,7 @@ type (
 		id      int16
 		members set
 		base    [mostBases]layer // what is after the last one is empty
-		alive   bool             // it comes after the latest quorum of which all members have heard, or is that
+		alive   bool             // it is the latest quorum that all of its members have received, or a successor of that
 	}
 	layer struct {
 		members, given set
@@ -77,8 +77,8 @@ type (
 		term               int8
 		last               int8 // quorum, -1 if it knows none
 		asks, bound, ended set
-		knows              set               // those that ask and know of its last quorum
-		greeted            [mostMembers]int8 // quorum that those that are bound knew when their streams began; -1 for none
+		knows              set               // asking members that know its last quorum
+		greeted            [mostMembers]int8 // the quorum that each bound member knew when its stream began; -1 for none
 	}
 	memberState struct {
 		at    int8 // lighthouse; -1 before the first, ended if it has ended, or is no member of this history
@@ -119,8 +119,8 @@ func (b *branch) voters() set {
 	return all
 }
 
-// normal lets states be equal that differ in nothing that matters: quorums that nobody knows any more, what is remembered of
-// those that have ended, and what of two numbers is only compared.
+// normal makes states equal that differ only in irrelevant details: quorums that are not known any more, the record of ended members, and the
+// values of numbers that are only compared.
 func (w *world) normal() {
 	for i := range w.members {
 		if p := &w.members[i]; p.at == ended {
@@ -186,7 +186,7 @@ func (w *world) normal() {
 	w.shorten()
 }
 
-// lower makes the highest id of a lighthouse as small as it may be: it matters only whether it is above those of its term.
+// lower makes the highest id of a lighthouse as small as possible: only whether it is above those of its term is relevant.
 func (w *world) lower(h *lighthouse) {
 	term := h.highest >> lowBits
 	top := term<<lowBits - 1
@@ -198,7 +198,7 @@ func (w *world) lower(h *lighthouse) {
 	h.highest = min(h.highest, top+1)
 }
 
-// shorten makes the low parts of ids small: they are only compared.
+// shorten makes the low parts of ids small, since they are only compared.
 func (w *world) shorten() {
 	low := func(id int16) int16 { return id & (1<<lowBits - 1) }
 	used := uint64(1)

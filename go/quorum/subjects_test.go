@@ -8,7 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// stage is what the subjects share, without a machine: a quorum of some members, all of them alive.
+// stage has what the parts of the machine share, without the machine: a quorum of some members, which are all alive.
 type stage struct {
 	core
 	past memory
@@ -29,7 +29,7 @@ func newStage(seat Seat, members ...string) *stage {
 	return s
 }
 
-// take is an event after a time: its actions, and the members that failed by it.
+// take feeds an event after a time, and returns its actions, and the members that failed by it.
 func (s *stage) take(after time.Duration, event func()) (actions []Action, failed []string) {
 	s.open(s.now.Add(after))
 	event()
@@ -39,7 +39,7 @@ func (s *stage) take(after time.Duration, event func()) (actions []Action, faile
 	return s.actions, failed
 }
 
-// Each subject takes in the events of its subject without the machine.
+// Each part handles its events without the machine.
 
 func TestSuspicionAlone(t *testing.T) {
 	s := newStage(Seat{}, "a", "b", "c", "d")

@@ -31,8 +31,7 @@ func eventTypes(t *testing.T, path string) (names []string) {
 	return names
 }
 
-// The simulation feeds each kind of event to both machines, and again and again: one that it never feeds is one of which it
-// does not see what the machines make of it.
+// The simulation feeds each kind of event to the machines many times: the handling of a kind that it never feeds would not be tested by it.
 func TestEveryEventIsFed(t *testing.T) {
 	t.Parallel()
 	fed := map[string]int{}

@@ -14,7 +14,7 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// Mistakes that others made, or that would be easy to make. The checker must find each of them.
+// Planted mistakes: some were made elsewhere, others would be easy to make. The checker must find each of them.
 var mistakes = []struct {
 	mistake
 	found []string // one of these rules
@@ -265,7 +265,7 @@ var mistakes = []struct {
 	{mistake{name: "a replay of a committed step", replayBehind: true}, []string{ruleHeal, ruleEqual, ruleDivisor}},
 }
 
-// endedVotes takes every end for that of a member that was bound.
+// endedVotes counts every end as that of a bound member.
 var endedVotes = spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
 	actions := m.Step(e, now)
 	if ended, is := e.(quorum.Ended); is {
@@ -300,7 +300,7 @@ func TestKnownMistakesAreFound(t *testing.T) {
 	}
 }
 
-// findMistake fails the test unless one of some rules finds a mistake, in a history that is short once it is shrunk.
+// findMistake fails the test unless one of the given rules finds the mistake, in a history that can be shrunk to a short one.
 func findMistake(t *testing.T, m mistake, rules []string) {
 	t.Helper()
 	s, first := hunt(t, 2000, 400, shrinkTries(), func(s *Setup) { s.mistake = m })
@@ -309,7 +309,7 @@ func findMistake(t *testing.T, m mistake, rules []string) {
 	history := History(s, 60)
 	t.Logf("found as: %v\n%s", first, history)
 	require.Contains(t, history, "BROKEN: "+first.Rule)
-	if testmain.Full() && !testmain.Race() && !m.long { // else there was no time to make it as short as it gets
+	if testmain.Full() && !testmain.Race() && !m.long { // otherwise there is no time to shrink it completely
 		require.LessOrEqual(t, len(s.Faults), 4, "a short history has few faults")
 		require.LessOrEqual(t, strings.Count(history, "\n"), 70, "and few lines")
 	}

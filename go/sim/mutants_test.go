@@ -17,15 +17,15 @@ var (
 	mutantFlag  = flag.String("mutant", "", "the machines are compiled with this mistake: find it (what -mutants runs)")
 )
 
-// Mistakes inside of the machines: a text of their source, and what is in its place. The sources stay as they are: the
-// compiler is made to read another file (go test -overlay).
+// Planted mistakes in the machines: a text of their source, and its replacement. The source files are not changed: the compiler reads
+// other ones (go test -overlay).
 var mutants = []struct {
 	name     string
 	file     string // in the folder above
 	old, new string
-	setup    func(*Setup) // of the histories in which it is looked for
-	found    []string     // one of these rules
-	long     bool         // no short history has it
+	setup    func(*Setup) // of the histories that are searched for it
+	found    []string     // the rules of which one finds it
+	long     bool         // only long histories show it
 }{
 	{
 		"no fence", "round/vote.go", `if why := m.mayNotCommit(fenced); commit && why != "" {`, `if why := m.mayNotCommit(fenced); false && why != "" {`,

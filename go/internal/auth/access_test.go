@@ -10,7 +10,7 @@ import (
 	"google.golang.org/grpc/peer"
 )
 
-// A proxy on this host hands on what comes from elsewhere: its calls come from this host only as far as the socket shows.
+// A proxy on this host forwards requests of other hosts: by the socket's address alone, they would seem to come from this host.
 func TestAProxyOnThisHostMayEndNothing(t *testing.T) {
 	here := peer.NewContext(context.Background(), &peer.Peer{Addr: &net.TCPAddr{IP: net.IPv4(127, 0, 0, 1), Port: 1}})
 	assert.NoError(t, CheckEnding(here, false))

@@ -25,7 +25,7 @@ func connect(t *testing.T, n *Network, from, to string) (client, server net.Conn
 	return client, server
 }
 
-// hears gives what arrives, and when.
+// hears returns the bytes that arrive, and when.
 func hears(t *testing.T, c net.Conn) (text string, after time.Duration, err error) {
 	t.Helper()
 	start := time.Now()

@@ -12,7 +12,7 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 )
 
-// hosts is a network with one name, and what dialing its addresses ends with.
+// hosts is a network with one name, and the result of dialing each of its addresses.
 type hosts map[string]error
 
 func (hosts) Listen(string) (net.Listener, error) { return nil, errors.ErrUnsupported }
@@ -38,7 +38,7 @@ func (h hosts) Resolve(context.Context, string) (addresses []string, err error) 
 	return addresses, nil
 }
 
-// A process has ended only if every address that its host's name stands for says so.
+// A process has certainly ended only if every address of its host's name refuses the connection.
 func TestAProcessHasEndedIfAllAddressesRefuse(t *testing.T) {
 	refused, away := &net.OpError{Err: syscall.ECONNREFUSED}, context.DeadlineExceeded
 	for name, test := range map[string]struct {

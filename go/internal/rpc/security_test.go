@@ -131,7 +131,7 @@ func TestHTTPOverTLS(t *testing.T) {
 	cert, key := ca.Issue("127.0.0.1")
 	port, log := serveSecurely(t, auth.Security{TLSCert: cert, TLSKey: key}, rpc.Limits{})
 
-	// As a browser: it could speak HTTP/2, which on this port is gRPC's.
+	// Like a browser, which could use HTTP/2: on this port that is gRPC only.
 	transport := &http.Transport{TLSClientConfig: fttest.Trusting(t, ca.File), ForceAttemptHTTP2: true}
 	defer transport.CloseIdleConnections()
 	resp, err := (&http.Client{Transport: transport, Timeout: 10 * time.Second}).Get("https://127.0.0.1:" + port + "/")
@@ -154,7 +154,7 @@ func TestHTTPOverTLS(t *testing.T) {
 	assert.Equal(t, 1, log.Count("a connection was refused"))
 }
 
-// Everything is read again when it changes, and what cannot be used changes nothing.
+// All files are read again when they change. A file that cannot be used changes nothing.
 func TestFilesAreReadAgain(t *testing.T) {
 	ca := fttest.NewCA(t)
 	cert, key := ca.Issue("127.0.0.1")
@@ -183,7 +183,7 @@ func TestFilesAreReadAgain(t *testing.T) {
 	}, time.Minute, 50*time.Millisecond)
 }
 
-// replace writes a file as everyone should: beside it, and then in its place.
+// replace replaces a file atomically: it writes another one, and renames it.
 func replace(t *testing.T, path, content string) {
 	require.NoError(t, os.WriteFile(path+".new", []byte(content), 0o600))
 	require.NoError(t, os.Rename(path+".new", path))
@@ -237,7 +237,7 @@ func TestConnectionsAreLimited(t *testing.T) {
 	require.NoError(t, open[1].Close())
 }
 
-// Silent ones, those of HTTP, those that end no handshake or show no certificate, and those that do not show the token.
+// Connections that are silent, use HTTP, do not complete the handshake, or lack a certificate or the token.
 func TestUnauthorizedConnectionsTakeNoPlaceOfAMember(t *testing.T) {
 	ca := fttest.NewCA(t)
 	cert, key := ca.Issue("127.0.0.1")
@@ -298,7 +298,7 @@ func (d *dials) Dial(ctx context.Context, address string) (net.Conn, error) {
 	return d.Network.Dial(ctx, address)
 }
 
-// shakeHands begins TLS, with a server that may want a certificate, and says nothing more.
+// shakeHands makes a TLS handshake, in which the server may require a certificate, and sends nothing after it.
 func shakeHands(t *testing.T, ca *fttest.CA, conn net.Conn) {
 	config := fttest.Trusting(t, ca.File)
 	config.ServerName = "127.0.0.1"
@@ -315,7 +315,7 @@ func TestRequestsAreLimited(t *testing.T) {
 	assert.ErrorContains(t, err, fmt.Sprint(4<<20))
 	assert.NoError(t, beat(t, auth.Security{}, address, "a"), "the server lives")
 
-	// A header that is too large ends its connection at most.
+	// A header that is too large ends only its own connection.
 	raw, err := net.Dial("tcp", "127.0.0.1:"+port)
 	require.NoError(t, err)
 	defer func() { require.NoError(t, raw.Close()) }()

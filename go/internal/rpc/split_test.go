@@ -18,7 +18,7 @@ type oneSided struct {
 
 func (c oneSided) Read(p []byte) (int, error) { return c.Reader.Read(p) }
 
-// FuzzPreface: whatever a connection begins with, and in whatever pieces, the server that gets it sees all of it.
+// FuzzPreface checks that the server that gets a connection reads all of its bytes, whatever they are and in whatever pieces they come.
 func FuzzPreface(f *testing.F) {
 	for _, start := range []string{"", "P", preface, preface + "\r\n\r\nSM\r\n\r\n", "PRI * HTTP/1.1\r\n", "GET / HTTP/1.1\r\n\r\n", "\x16\x03\x01"} {
 		f.Add([]byte(start))

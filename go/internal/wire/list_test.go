@@ -46,7 +46,7 @@ func TestAListTravelsInParts(t *testing.T) {
 	assert.Empty(t, ChangeToProto(quorum.Change{}))
 }
 
-// FuzzHeldList feeds a member what a lighthouse might send: whatever it is, it ends in a list in order, or an error.
+// FuzzHeldList sends a member arbitrary messages of a lighthouse: the result is a list in order, or an error.
 func FuzzHeldList(f *testing.F) {
 	for _, change := range []quorum.Change{
 		{}, {Whole: true, Set: manyMembers(30)}, {Left: []int{0, 2}, Set: manyMembers(2)}, {Left: []int{9}},

@@ -152,7 +152,7 @@ class Signals:
             self.heed(numbers)
 
     def says(self, log: Callable[[str], None]) -> bool:
-        """Whether the quorum request must say that this rank was asked to leave. Logged here: a handler must not."""
+        """Whether the quorum request must say that this rank was asked to leave. Logs it: a handler must not log."""
         if self.wanted and not self._said:
             self._said = True
             log("asked to leave by a signal: the step that begins is the last one of this group")

@@ -1,7 +1,8 @@
 """A replica group of loss_picture.py, for the torchft on PYTHONPATH, which is killed and restarted at once.
 
 This process imports PyTorch and torchft, and forks a process for each incarnation of the group, so that a restart is
-fast. It is told on stdin to begin a life, to kill it, and to wait for its end. Each life says what it made a step of.
+fast. Commands on stdin start an incarnation, kill it, and wait for its end. Each incarnation reports the samples of its
+steps.
 """
 
 from __future__ import annotations

@@ -1,19 +1,21 @@
 """Digests of tensors, 64 bits each, computed on the tensor's device without copying it and without blocking the host.
 
-The bytes of a tensor are words of 32 bits, in the order in which they lie in memory. A chunk of 2**15 words has the sum
-of ``word[i] * weight[i]`` modulo 2**64, and a tensor of several the sum of ``chunk[c] * weight[c]``. Weights are odd
-numbers of 64 bits, pseudo-random and the same in every process.
+The bytes of a tensor are read as 32-bit words, in the order of memory. The digest of a chunk of 2**15 words is the sum
+of ``word[i] * weight[i]`` modulo 2**64. The digest of a tensor of several chunks is the sum of ``chunk[c] * weight[c]``
+over the chunks' digests. The weights are odd 64-bit numbers, pseudo-random and the same in every process.
 
 What it finds:
 
-- *A change within one word, so each single flipped bit, always.* The word changes by a d with 0 < abs(d) < 2**32, so
-  the chunk by ``d * weight`` modulo 2**64. An odd number has an inverse modulo 2**64: the product is 0 only if d is.
-  For the same reason the change of one chunk changes the sum of the chunks.
-- *Changes of several words*, but for one in 2**32. The largest power of 2 that divides all their differences is at most
-  2**31: the weighted sum of these is 0 modulo 2**64 for at most one in 2**32 of the possible weights.
-- Nobody who wants two tensors to have one digest is hindered: this finds faults of hardware, not attacks.
+- *Each change within one word*, in particular each single flipped bit. If the word changes by d with
+  0 < abs(d) < 2**32, the chunk's digest changes by ``d * weight`` modulo 2**64. That product is 0 only if d is 0,
+  because an odd number has an inverse modulo 2**64. For the same reason the change of one chunk changes the digest of
+  the tensor.
+- *Changes of several words*, except with a probability of at most 2**-32. The largest power of 2 that divides all their
+  differences is at most 2**31, so the weighted sum of the differences is 0 modulo 2**64 for at most one in 2**32 of the
+  possible weights.
+- No attack: it is easy to construct two tensors with the same digest. Digests are meant for faults of hardware.
 
-Length, dtype, shape and strides are not in it: compare what is laid out alike.
+Length, dtype, shape and strides do not enter the digest, so compare only tensors with the same layout.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ import torch
 from torchft.checkpointing._places import local_part
 
 _WORD = 4  # bytes
-# Words: as many elements as PyTorch computes on the thread that calls. Its other threads may be busy with the model, or
-# their processors with another process: to wait for them took 20 ms on a machine with twice as many processes as cores.
+# In words. PyTorch computes up to this many elements on the calling thread. Its other threads may be busy with the
+# model, or their cores with another process: with twice as many processes as cores, waiting for them took 20 ms.
 _CHUNK = 1 << 15
 # Chunks that a device takes at once: 32 MiB, whose products take 64 MiB for a moment.
 _AT_ONCE = 256
@@ -38,7 +40,7 @@ _AT_ONCE = 256
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor in the order in which they lie in memory, without a copy.
 
-    Of a DTensor those of this rank's shard. A tensor whose elements do not lie side by side is copied.
+    For a DTensor these are the bytes of this rank's shard. A tensor with gaps between its elements is copied.
     """
     tensor = local_part(tensor)
     if tensor.is_contiguous():
@@ -51,13 +53,13 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def digest(tensor: torch.Tensor, begin: int = 0, end: Optional[int] = None) -> torch.Tensor:
-    """The digest of a tensor, or of its bytes from ``begin`` to ``end``, as an int64 without dimensions.
+    """The digest of a tensor, or of its bytes from ``begin`` to ``end``, as an int64 tensor without dimensions.
 
-    It lies on the tensor's device, queued on the current stream; every device comes to the same number.
+    It is computed on the tensor's device, on the current stream; every device computes the same number.
 
     Args:
-        tensor: of any dtype and shape; of a DTensor this rank's shard.
-        begin, end: in the bytes of :func:`memory_of`; default: all of them.
+        tensor: of any dtype and shape; for a DTensor, this rank's shard is used.
+        begin, end: offsets into the bytes of :func:`memory_of`; default: all of them.
     """
     return digest_bytes(memory_of(tensor)[begin:end])
 
@@ -76,11 +78,11 @@ def digest_bytes(memory: torch.Tensor) -> torch.Tensor:
 
 
 def combine(digests: Sequence[torch.Tensor], device: Optional[torch.device] = None) -> torch.Tensor:
-    """One digest of several and their order; of one, itself. The change of one always changes it.
+    """One digest of several digests and their order. The change of a single one always changes it.
 
     Args:
-        digests: of :func:`digest`.
-        device: where it is to lie, the CPU by default: the host waits for devices then.
+        digests: results of :func:`digest`, at least one. A single one is returned as it is.
+        device: the device of the result; by default the CPU, in which case the host waits for the digests.
     """
     device = device or torch.device("cpu")
     moved = [word.to(device, non_blocking=device.type != "cpu") for word in digests]
@@ -88,12 +90,12 @@ def combine(digests: Sequence[torch.Tensor], device: Optional[torch.device] = No
 
 
 def digest_all(tensors: Iterable[torch.Tensor]) -> int:
-    """One number for several tensors and their order. It waits for their devices."""
+    """One number for several tensors and their order. The host waits for their devices."""
     return int(combine([digest(tensor) for tensor in tensors]).item())
 
 
 def _words(memory: torch.Tensor) -> torch.Tensor:
-    """Words of 32 bits, the last one filled up with zeros. Copied only where they are not aligned."""
+    """The 32-bit words of some bytes, the last word padded with zeros. Copies only if padded or not aligned."""
     if rest := memory.numel() % _WORD:
         memory = torch.cat([memory, memory.new_zeros(_WORD - rest)])
     elif memory.storage_offset() % _WORD:
@@ -102,13 +104,13 @@ def _words(memory: torch.Tensor) -> torch.Tensor:
 
 
 def _on_cpu(chunk: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
-    """The sum of a chunk; ``wide`` has room for it."""
+    """The digest of a chunk; ``wide`` is scratch memory of int64, at least as long as the chunk."""
     size = chunk.numel()
     return torch.dot(wide[:size].copy_(chunk), _weights(chunk.device)[:size])
 
 
 def _on_device(words: torch.Tensor) -> list[torch.Tensor]:
-    """The sums of whole chunks in one tensor, by few kernels, and that of the rest."""
+    """The digests of all whole chunks as one tensor, computed by few kernels, and that of the remaining words."""
     weights = _weights(words.device)
     whole = words.numel() // _CHUNK * _CHUNK
     sums = []
@@ -121,7 +123,7 @@ def _on_device(words: torch.Tensor) -> list[torch.Tensor]:
 
 
 def _sum(chunks: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The weighted sum of chunks, of any number each."""
+    """The weighted sum of the chunks' digests; each tensor of the list holds any number of them."""
     if not chunks:
         return torch.zeros((), dtype=torch.int64, device=device)
     sums = torch.cat([chunk.view(-1) for chunk in chunks])
@@ -135,6 +137,6 @@ def _sum(chunks: list[torch.Tensor], device: torch.device) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _weights(device: torch.device) -> torch.Tensor:
-    """Of the words of a chunk, and of chunks."""
+    """The weights of the words of a chunk, which are also those of the chunks of a tensor."""
     odd = bytearray(random.Random(20).randbytes(8 * _CHUNK))
     return (torch.frombuffer(odd, dtype=torch.int64) | 1).to(device)

@@ -1,8 +1,8 @@
-"""Which source gives the next part of a state that arrives in pieces: pure.
+"""Decides which source the next piece of a state is requested from. Pure code.
 
-A quorum names one group that is up to date as the assigned source, and others as additional ones. Pieces come from all
-of them in turn, so that each of them serves a part; what must be of one group (hyperparameters, digests, the rest of
-the state) comes from the assigned source. A piece whose source fails is asked for at another one, at once.
+A quorum names one group that is up to date as the assigned source, and others as additional sources. The pieces come
+from all of them in turn. What must come from a single group (hyperparameters, digests, the rest of the state) comes
+from the assigned source. If a source fails to send a piece, the piece is requested from another source at once.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Optional
 
-# Requests in a row that may fail.
+# A source is left out, or the heal ends, once this many consecutive requests have failed.
 MAX_FAILURES = 8
-# Seconds after the first of them, doubled after each further one, and at most.
+# Pause in seconds after the first failure; it doubles with each further one, up to the longest.
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 2.0
 
 
 @dataclass
 class _Record:
-    failures: int = 0  # in a row
-    again_at: float = 0.0  # in seconds
-    turn: int = 0  # in which it was asked for a piece last
-    dropped: bool = False  # it is not asked for pieces in this heal
+    failures: int = 0  # consecutive ones
+    again_at: float = 0.0  # the end of its pause, in seconds of the caller's clock
+    turn: int = 0  # of the last request for a piece
+    dropped: bool = False  # no further pieces are requested from it in this heal
 
 
 class Sources:
@@ -38,9 +38,12 @@ class Sources:
         self._turn = 0
 
     def quorum(self, assigned: str, additional: Sequence[str]) -> None:
-        """A quorum names its sources. One that is named again keeps its record; the assigned one's pause ends."""
+        """Takes over the sources of a new quorum.
+
+        A source that was named before keeps its record. The assigned source may be asked at once.
+        """
         if assigned != self.assigned:
-            self._records.pop(assigned, None)  # what it did as an additional source is no reason to leave it out
+            self._records.pop(assigned, None)  # its failures as an additional source do not count
         self.assigned = assigned
         self._records = {one: self._records.get(one, _Record()) for one in (assigned, *additional)}
         self._records[assigned].again_at = 0.0
@@ -49,11 +52,11 @@ class Sources:
         return source in self._records
 
     def pick(self, any_source: bool, now: float) -> Optional[str]:
-        """Which source to ask now; None: none before :meth:`pause` has passed.
+        """Returns the source to ask now, or None if all have to pause; see :meth:`pause`.
 
         Args:
-            any_source: whether another one than the assigned will do.
-            now: in seconds, of any clock.
+            any_source: whether additional sources may be asked too.
+            now: in seconds, of any monotonic clock.
         """
         ready = [source for source, record in self._usable(any_source).items() if record.again_at <= now]
         if not ready:
@@ -65,7 +68,7 @@ class Sources:
         return source
 
     def pause(self, any_source: bool, now: float) -> float:
-        """Seconds until :meth:`pick` has a source."""
+        """Seconds until :meth:`pick` returns a source."""
         times = (record.again_at for record in self._usable(any_source).values())
         return max(0.0, min(times, default=now) - now)
 
@@ -86,8 +89,8 @@ class Sources:
         """A request to a source has failed.
 
         Returns:
-            whether the heal can go on: the assigned source has not failed too often. An additional one that has is left
-            out.
+            whether the heal can go on. It cannot once the assigned source has failed too often; an additional source
+            that has is dropped.
         """
         record = self._records[source]
         record.failures += 1
@@ -95,10 +98,10 @@ class Sources:
         return record.failures < MAX_FAILURES or self.drop(source)
 
     def drop(self, source: str) -> bool:
-        """Leaves a source out that refuses, or whose state differs.
+        """Requests nothing more from a source, because it refuses or its state differs.
 
         Returns:
-            whether the heal can go on: it was not the assigned source.
+            whether the heal can go on: it cannot without the assigned source.
         """
         if source == self.assigned:
             return False

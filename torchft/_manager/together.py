@@ -1,7 +1,7 @@
-"""How the ranks of a group end a heal in pieces in one step: each rank reports how far it is, by their store.
+"""Lets all ranks of a group end their heal in pieces in the same step. They report their progress through a store.
 
-A group commits a step only if all of its ranks vote for it, so a rank that has all of its pieces trains along until the
-others have theirs. What is said here is a hint: it saves transfers that would be in vain. The vote decides.
+A group commits a step only if all of its ranks vote for it. A rank that has all of its pieces therefore trains along
+until the other ranks have theirs. The reports only avoid useless transfers; the vote decides whether the step counts.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Progress(Enum):
-    """How far a rank, or a group, is."""
+    """The progress of a rank's heal, or of a group's."""
 
     ARRIVING = "pieces are missing, or not compared"
     READY = "ready"  # all pieces are compared
@@ -19,7 +19,7 @@ class Progress(Enum):
 
 
 class Keys(Protocol):
-    """A store that all ranks of a group share."""
+    """The methods of a PyTorch store that are used here."""
 
     def set(self, key: str, value: str, /) -> None: ...
     def check(self, keys: list[str], /) -> bool: ...
@@ -27,13 +27,13 @@ class Keys(Protocol):
 
 
 class Ranks:
-    """The ranks of a group. One of a single rank needs no store.
+    """The ranks of a group, as one of them sees them. A group of a single rank does not use the store.
 
     Args:
-        store: of the group.
-        name: of this incarnation of it.
-        group_rank: of this rank.
-        group_world_size: ranks of the group.
+        store: the store that all ranks of the group share.
+        name: the replica id of this incarnation of the group.
+        group_rank: the rank of this process within its group.
+        group_world_size: the number of ranks in the group.
     """
 
     def __init__(self, store: Keys, name: str, group_rank: int, group_world_size: int) -> None:
@@ -43,21 +43,23 @@ class Ranks:
         self._group_world_size = group_world_size
 
     def say(self, step: int, progress: Progress) -> None:
-        """This rank is so far, before it votes on a step. To say it again changes nothing."""
+        """Reports this rank's progress, before its vote on a step. A repeated call changes nothing."""
         if self._group_world_size == 1 or progress is Progress.ARRIVING:
             return
         self._store.set(self._whole(step) if progress is Progress.WHOLE else self._ready(step, self._group_rank), "")
 
     def heard(self, step: int) -> Progress:
-        """How far the group is when a step begins. What was said before the votes on the step before is known to all
-        ranks now, so all come to the same.
+        """The group's progress at the begin of a step.
+
+        It depends on what was reported before the votes on the previous step. All ranks know that by now, so all of
+        them return the same.
         """
         if self._group_world_size == 1:
             return Progress.READY
-        # That of this step was said in an earlier attempt.
+        # An earlier attempt at this step may have reported WHOLE for it.
         whole = any(self._store.check([self._whole(one)]) for one in (step - 1, step))
         ready = self._store.check([self._ready(step - 1, rank) for rank in range(self._group_world_size)])
-        self._store.delete_key(self._ready(step - 3, self._group_rank))  # no rank asks for those of earlier steps
+        self._store.delete_key(self._ready(step - 3, self._group_rank))  # no rank reads so old a report any more
         if self._group_rank == 0:
             self._store.delete_key(self._whole(step - 3))
         if whole:

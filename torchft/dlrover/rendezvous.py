@@ -63,7 +63,9 @@ class Round:
 
 
 class TorchRendezvousService:
-    """One node at the rendezvous of its group. It is known to be starting from here on, until ``close``.
+    """One node at the rendezvous of its group. It reports to the lighthouse from its construction until ``close``.
+
+    Until its first :meth:`set_state` the lighthouse counts it as starting.
 
     Args:
         endpoint: ``host:port`` of the lighthouse, or its address.

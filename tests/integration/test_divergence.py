@@ -110,7 +110,7 @@ class Records(logging.Handler):
 
 
 @pytest.fixture
-def told() -> Iterator[list[Any]]:
+def reported() -> Iterator[list[Any]]:
     handler, logger = Records(), logging.getLogger("torchft_divergences")
     logger.addHandler(handler)
     yield handler.records
@@ -128,19 +128,19 @@ def names(record: Any) -> list[str]:
     return [group.split(":")[0] for group in record.groups.split(", ")]
 
 
-def test_equal_groups_are_told_equal(told: list[Any]) -> None:
+def test_equal_groups_report_no_difference(reported: list[Any]) -> None:
     training = Training([], steps=4 * SWEEP, settings={})
     run(training)
-    assert told == []
+    assert reported == []
     assert len(set(training.ended.values())) == 1
 
 
 @pytest.mark.parametrize("tensor", [0, 3, 4, 11])  # weight, bias, and two of the optimizer's state
-def test_a_flipped_bit_is_named_by_all_groups(tensor: int, told: list[Any]) -> None:
+def test_a_flipped_bit_is_named_by_all_groups(tensor: int, reported: list[Any]) -> None:
     training = Training([Flip(7, 1, tensor, 23)], steps=7 + WITHIN + 1, settings={})
     run(training)
     (name,) = training.flipped.values()
-    first = {record.replica_id: record for record in reversed(told)}
+    first = {record.replica_id: record for record in reversed(reported)}
     assert len(first) == GROUPS
     for record in first.values():
         assert names(record) == ["group_1"]
@@ -148,7 +148,7 @@ def test_a_flipped_bit_is_named_by_all_groups(tensor: int, told: list[Any]) -> N
         assert 7 <= record.digested_step < 7 + SWEEP and record.step <= 7 + WITHIN
 
 
-def test_flipped_bits_are_healed(told: list[Any]) -> None:
+def test_flipped_bits_are_healed(reported: list[Any]) -> None:
     """Bits of mantissas only: a NaN would be in the next average, and so in all groups."""
     choose, every = random.Random(1), WITHIN + 3
     bits = [32 * choose.randrange(1000) + choose.randrange(16, 23) for _ in range(FLIPS)]
@@ -157,28 +157,28 @@ def test_flipped_bits_are_healed(told: list[Any]) -> None:
     run(training)
     assert len(set(training.ended.values())) == 1
     for flip in flips:
-        found = {(*names(r), r.certain) for r in told if flip.step <= r.digested_step < flip.step + SWEEP}
+        found = {(*names(r), r.certain) for r in reported if flip.step <= r.digested_step < flip.step + SWEEP}
         assert found == {(f"group_{flip.group}", True)}, flip
 
 
 @pytest.mark.parametrize("crash", [8, 10, 11])
-def test_with_replay_a_group_heals_and_another_one_fails(crash: int, told: list[Any]) -> None:
+def test_with_replay_a_group_heals_and_another_one_fails(crash: int, reported: list[Any]) -> None:
     """Of four groups one differs from step 7 on, and one fails: in the step that finds it (10), or in one beside it."""
     settings = {"on_divergence": "heal", "replay_failed_step": True}
     training = Training([Flip(7, 1, 0, 20)], steps=7 + 2 * WITHIN, settings=settings, crashes={3: crash})
     run(training, groups=4)
     assert len(training.ended) == 3 and len(set(training.ended.values())) == 1
-    assert {(*names(record), record.certain) for record in told} == {("group_1", True)}
+    assert {(*names(record), record.certain) for record in reported} == {("group_1", True)}
 
 
-def test_of_two_groups_the_second_heals(told: list[Any]) -> None:
+def test_of_two_groups_the_second_heals(reported: list[Any]) -> None:
     training = Training([Flip(7, 0, 0, 23)], steps=7 + WITHIN + 2, settings={"on_divergence": "heal"})
     run(training, groups=2)
     assert len(set(training.ended.values())) == 1
-    assert {(*names(record), record.certain) for record in told} == {("group_0", "group_1", False)}
+    assert {(*names(record), record.certain) for record in reported} == {("group_0", "group_1", False)}
 
 
-def test_an_evicted_group_ends(told: list[Any]) -> None:
+def test_an_evicted_group_ends(reported: list[Any]) -> None:
     training = Training([Flip(7, 2, 0, 23)], steps=7 + WITHIN + 5, settings={"on_divergence": "evict"})
     errors = run(training)
     assert [type(error) for error in errors] == [type(None), type(None), Diverged]
@@ -187,11 +187,11 @@ def test_an_evicted_group_ends(told: list[Any]) -> None:
 
 
 class _Own(ProcessGroupGloo):
-    """Settings of a script that reduces tensors of its own."""
+    """A process group of a user. With one, weights are not compared by default."""
 
 
 @pytest.mark.parametrize(("make_pg", "finds"), [(ProcessGroupGloo, True), (_Own, False)])
-def test_weights_are_compared_unless_told_otherwise(make_pg: Any, finds: bool, told: list[Any]) -> None:
+def test_default_of_compare_commits(make_pg: Any, finds: bool, reported: list[Any]) -> None:
     training = Training(
         [Flip(7, 1, 0, 23)],
         steps=7 + LEAST_SWEEP + EXCHANGE + 1,
@@ -199,13 +199,13 @@ def test_weights_are_compared_unless_told_otherwise(make_pg: Any, finds: bool, t
         make_pg=lambda group: make_pg(timeout=DEADLINE),
     )
     run(training, groups=3)
-    assert {names(record)[0] for record in told} == ({"group_1"} if finds else set())
+    assert {names(record)[0] for record in reported} == ({"group_1"} if finds else set())
 
 
 @pytest.mark.parametrize("others", [{"compare_commits": 0}, {"compare_commits": 20}])
-def test_groups_with_other_settings_train_together(others: dict[str, Any], told: list[Any]) -> None:
+def test_groups_with_other_settings_train_together(others: dict[str, Any], reported: list[Any]) -> None:
     training = Training([Flip(7, 1, 0, 23)], steps=7 + WITHIN + 5, settings={})
     other = Training([], steps=training.steps, settings=others)
     with Cluster(min_replicas=2) as cluster:
         results(cluster.start(other.loop, 0), cluster.start(training.loop, 1))
-    assert told == []
+    assert reported == []

@@ -130,7 +130,7 @@ def test_a_transfer_that_hangs_costs_the_step_at_the_deadline(fixture: Fixture, 
 
 
 @pytest.mark.parametrize("while_voting", [False, True])
-def test_a_failure_that_is_told_ends_a_transfer(fixture: Fixture, hanging: OneRank, while_voting: bool) -> None:
+def test_a_reported_failure_ends_a_transfer(fixture: Fixture, hanging: OneRank, while_voting: bool) -> None:
     """No collective runs: the target failed before this group reached its first one."""
     manager = sending(fixture, hanging)
     assert manager._failures.progress() == (True, "waits for its device to send or receive a state")

@@ -139,7 +139,7 @@ def test_a_device_that_does_not_finish_fails_the_step_at_the_deadline(
 
 @pytest.mark.parametrize("while_voting", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_failure_that_is_told_ends_what_is_queued(
+def test_a_reported_failure_ends_queued_collectives(
     fixture: Fixture, late: ModuleType, kind: str, while_voting: bool
 ) -> None:
     """For example in the last collective: all works have been waited for, and the device waits for the peer."""

@@ -414,17 +414,17 @@ FORWARDED = ["too few outputs", "bits of floats"]
 
 @runs_with("peers", alone=False)
 @pytest.mark.parametrize("mistake", FORWARDED)
-def test_what_pytorch_says_of_a_mistake_in_a_call(peers: Peers, mistake: str) -> None:
-    _says_what_pytorch_says(peers, mistake)
+def test_a_mistake_raises_the_error_of_pytorch_through_a_wrapper(peers: Peers, mistake: str) -> None:
+    _raises_the_error_of_pytorch(peers, mistake)
 
 
 @runs_with("peers", alone=False, wrappers=())
 @pytest.mark.parametrize("mistake", [mistake for mistake in MISTAKES if mistake not in FORWARDED])
-def test_what_pytorch_says_of_a_mistake(peers: Peers, mistake: str) -> None:
-    _says_what_pytorch_says(peers, mistake)
+def test_a_mistake_raises_the_error_of_pytorch(peers: Peers, mistake: str) -> None:
+    _raises_the_error_of_pytorch(peers, mistake)
 
 
-def _says_what_pytorch_says(peers: Peers, mistake: str) -> None:
+def _raises_the_error_of_pytorch(peers: Peers, mistake: str) -> None:
     plain = _plain_group(peers.store)
 
     def said(group: Any) -> str:

@@ -125,7 +125,7 @@ def test_what_cannot_be_registered_is_refused_by_name(alone: ProcessGroup, tenso
 
 
 @pytest.mark.parametrize("given", [[3], [None], [[torch.ones(1)]]], ids=["number", "nothing", "list"])
-def test_what_is_no_tensor_is_named(alone: ProcessGroup, given: Any) -> None:
+def test_an_argument_that_is_no_tensor_is_named(alone: ProcessGroup, given: Any) -> None:
     with pytest.raises(TypeError, match=r"torchft-baby-gloo: allreduce: .* is no tensor"):
         alone.allreduce(given, ReduceOp.SUM)
     assert alone.errored() is None

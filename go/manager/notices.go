@@ -34,7 +34,8 @@ func (s *Server) hear(notice membership.Notice) {
 			return // it is known already: the lighthouse and several peers send this notice
 		}
 		s.log.Info("torchft: a peer failed or ended", "quorum_id", notice.QuorumID, "member", notice.ReplicaID, "reason", notice.Reason)
-		// A lighthouse that has not formed the quorum reports members as failed that are served by the one that has. They must not be notified.
+		// A lighthouse that has not formed the quorum, or was restarted, reports members as failed that another one serves. They must not be
+		// notified.
 		if own || !notice.Elsewhere {
 			s.feed(round.MemberFailed{QuorumID: notice.QuorumID, ReplicaID: notice.ReplicaID, Reason: notice.Reason})
 		}

@@ -103,6 +103,34 @@ func TestAnEvictionThatCompletesTheNextQuorumIsForwarded(t *testing.T) {
 	})
 }
 
+// A lighthouse of a list that was restarted misses the groups that are served by another one meanwhile. It has not formed their quorum.
+func TestReportsOfARestartedLighthouseAreNotForwarded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c, second, groups := twoLighthouses(t, "a", "b", "d")
+		a, b, d := groups[0], groups[1], groups[2]
+		before := round(t, 1, groups...)[0]
+		c.Net.Block("b", "second")
+		c.Net.Host("lighthouse").Kill()
+		c.Lighthouse.Shutdown()
+		time.Sleep(10 * time.Second)
+		require.Equal(t, 2, second.Status().Healthy)
+		for _, name := range []string{"a", "d"} {
+			c.Net.Block(name, "lighthouse")
+		}
+		c.StartLighthouse(1)
+
+		failure := heard(t, b, 0)
+		require.Contains(t, []string{"a", "d"}, failure.ReplicaID)
+		require.Equal(t, before.QuorumID, failure.QuorumID)
+		time.Sleep(2 * time.Second)
+		for _, g := range []*fttest.Group{a, d} {
+			got := <-g.Vote(0, 1, true, time.Minute)
+			require.NoError(t, got.Err)
+			assert.True(t, got.Value, "nobody has continued without it")
+		}
+	})
+}
+
 func TestANoticeOfAPeerMustBeAboutThisGroup(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

@@ -8,7 +8,7 @@ type Notice struct {
 	QuorumID  int64  // this and the following are empty for ProgressAsked
 	ReplicaID string // the member it is about
 	Reason    string
-	Elsewhere bool // the report is from another lighthouse than the one that formed the quorum
+	Elsewhere bool // the lighthouse that reports it may not have formed the quorum
 }
 
 // NoticeKind is the kind of a Notice.

@@ -170,7 +170,10 @@ func (g *group) handle(e *event) {
 				g.before = g.quorum.ID
 			}
 			g.quorum, g.attempt = q, a.round
-			g.last, g.seat, g.shied[g.at] = g.quorum, g.at, 0
+			g.last, g.shied[g.at] = g.quorum, 0
+			if k := g.link; k != nil && k.first == 0 {
+				k.first = q.ID
+			}
 			g.fenced, g.quiet, g.claimed = false, 0, g.claims
 			w.check.learned(g, g.quorum)
 			g.step(round.QuorumKnown{Round: a.round, Quorum: g.quorum})

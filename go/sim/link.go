@@ -22,6 +22,7 @@ type link struct {
 	stale        bool          // the lighthouse has requested another link
 	reaches      quorum.Places // the last report of reachable lighthouses
 	known        int64         // quorum_id in the greeting
+	first        int64         // the first quorum_id that the group received on it, 0: none
 	stampedAt    time.Duration // when the lighthouse sent the newest stamp
 	stamp        time.Duration // the newest stamp that has arrived
 	answers      time.Duration // the newest stamp that was answered
@@ -103,7 +104,6 @@ type connection struct {
 	avoid  [maxLighthouses]time.Duration
 	shied  [maxLighthouses]int
 	last   *quorum.Quorum // the last one that it received
-	seat   int            // the lighthouse that formed it
 
 	claims  bool // fault: it claims to know a later quorum
 	claimed bool // it has claimed that since its last quorum: a pending request may still contain the claim
@@ -218,7 +218,7 @@ func (g *group) handleLink(e *event) {
 		}
 	case memberFailed:
 		f := e.x.(*quorum.Failed)
-		w.after(w.lag(), event{kind: noticed, g: g, ok: k.lh != c.seat, x: &round.MemberFailed{
+		w.after(w.lag(), event{kind: noticed, g: g, ok: w.Lighthouses > 1 && (k.first == 0 || f.QuorumID < k.first), x: &round.MemberFailed{
 			QuorumID: f.QuorumID, ReplicaID: f.ReplicaID, Reason: f.Reason,
 		}})
 	case probed:

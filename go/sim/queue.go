@@ -35,7 +35,7 @@ const (
 	linkRetry        // g opens another one
 	recall           // the lighthouse asks for quorum id
 	memberFailed     // the lighthouse reports a failure; x is the *quorum.Failed
-	noticed          // the machine of g hears of a failure, of g itself by another group; x is the *round.MemberFailed; ok: another lighthouse says so
+	noticed          // the machine of g hears of a failure, of g itself by another group; x is the *round.MemberFailed; ok: by a lighthouse that may not have formed the quorum
 	probed           // the lighthouse checks on g
 	progressDue      // the lighthouse asks what g does
 	rankSays         // a rank answers what it does; ok: it waits for other groups

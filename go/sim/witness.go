@@ -66,8 +66,8 @@ func (g *group) suspect(c *comm) {
 	g.sends(word)
 }
 
-// memberFailed handles the notice that a member, which may be this one, counts as failed. elsewhere: the notice comes from another
-// lighthouse than the one that formed the quorum.
+// memberFailed handles the notice that a member, which may be this one, counts as failed. elsewhere: the lighthouse that
+// reports it may not have formed the quorum.
 func (g *group) memberFailed(f *round.MemberFailed, elsewhere bool) {
 	own := f.ReplicaID == g.id
 	switch {

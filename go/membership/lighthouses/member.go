@@ -36,7 +36,6 @@ type Member struct {
 	present atomic.Pointer[memberStream] // the same as stream, for calls that must not wait for opening
 
 	last atomic.Pointer[quorum.Quorum] // that the member was in: a restarted lighthouse restores its state from it
-	seat atomic.Int64                  // place of the lighthouse that formed it
 	term atomic.Int64                  // highest term of a lighthouse that the member has heard of
 	promise
 
@@ -99,7 +98,7 @@ func (m *Member) Quorum(ctx context.Context, who quorum.Member, knownQuorumID in
 		}
 		m.mayBeAnother(at, err)
 		if q != nil {
-			m.hold(q, at)
+			m.last.Store(q)
 			m.fenced.Store(false)
 		}
 		return q, err
@@ -117,12 +116,6 @@ func (m *Member) Quorum(ctx context.Context, who quorum.Member, knownQuorumID in
 		return q, err
 	}
 	return q, rpc.Wrap("quorum", client.peer, err)
-}
-
-// hold notes the last quorum, and the place of the lighthouse that formed it.
-func (m *Member) hold(q *quorum.Quorum, place int) {
-	m.seat.Store(int64(place))
-	m.last.Store(q)
 }
 
 // known is the id of the last quorum that the member was in, 0 if there is none.

@@ -75,6 +75,7 @@ type memberStream struct {
 	bond     time.Duration // for how long a stamp binds; only receive uses this field and the next
 	unbound  bool          // the lighthouse has ended the bond: its later stamps are ignored
 	place    int           // of the lighthouse
+	first    int64         // id of the first quorum that was sent on it, 0: none was; only receive uses it
 	stamp    atomic.Uint64 // the newest that binds the member; each message carries it
 	ended    chan struct{} // closed when the stream has broken
 	free     chan struct{} // closed when the group has left, and its peers do not need its data any more
@@ -212,7 +213,10 @@ func (s *memberStream) takeNext() (err error) {
 			// The greeting of the next stream has no revision, and the lighthouse sends the whole list.
 			return status.Error(codes.Unavailable, err.Error())
 		}
-		s.member.hold(q, s.place)
+		s.member.last.Store(q)
+		if s.first == 0 {
+			s.first = q.ID
+		}
 		s.answer(message.GetNumber(), asked{quorum: q})
 	case *torchftpb.LighthouseMessage_Failure:
 		code := codes.Code(m.Failure.GetCode())
@@ -224,7 +228,7 @@ func (s *memberStream) takeNext() (err error) {
 		f := m.MemberFailed
 		s.member.heard.Notify(membership.Notice{
 			Kind: membership.MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason(),
-			Elsewhere: int64(s.place) != s.member.seat.Load(),
+			Elsewhere: len(s.member.unary) > 1 && (s.first == 0 || f.GetQuorumId() < s.first),
 		})
 	case *torchftpb.LighthouseMessage_MemberStalled:
 		f := m.MemberStalled

@@ -16,8 +16,8 @@ import (
 const (
 	// notifyTimeout bounds the call that notifies a member that it counts as failed. A later notice would hardly reach it in the same step.
 	notifyTimeout = time.Second
-	// mostNotified bounds the members that are notified at the same time, since each takes a socket. Where a rack fails, its groups follow
-	// each other in the list, so that the same three members notify all of them. Those that live answer within milliseconds.
+	// mostNotified bounds the members that are notified at the same time, since each takes a socket: where most of a job fails, few are left
+	// to notify the others. Those that live answer within milliseconds.
 	mostNotified = 32
 )
 

@@ -103,6 +103,32 @@ func TestAnEvictionThatCompletesTheNextQuorumIsForwarded(t *testing.T) {
 	})
 }
 
+// The groups of a rack follow each other in the list. Where it is cut off from the lighthouse, the neighbours of the first of them that is
+// evicted hear nothing, either, and do not count as failed yet.
+func TestAGroupOfARackThatIsCutOffFromItsLighthouseIsNotified(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		var groups []*fttest.Group
+		for _, name := range []string{"a", "b", "c", "d", "e", "f", "g", "h"} {
+			groups = append(groups, c.StartGroup(name, 1))
+		}
+		before := round(t, 1, groups...)[0]
+		c.Net.Sever("a", "lighthouse")
+		c.Net.Sever("lighthouse", "a")
+		time.Sleep(2 * time.Second)
+		for _, name := range []string{"b", "c", "d"} {
+			c.Net.Sever(name, "lighthouse")
+			c.Net.Sever("lighthouse", name)
+		}
+		failure := heard(t, groups[7], 0)
+		require.Equal(t, "a", failure.ReplicaID)
+		start := time.Now()
+		assert.Equal(t, failure, heard(t, groups[0], 0))
+		assert.Zero(t, time.Since(start), "when the others hear it, and not when its neighbours are evicted")
+		assert.Equal(t, before.QuorumID, failure.QuorumID)
+	})
+}
+
 // A lighthouse of a list that was restarted misses the groups that are served by another one meanwhile. It has not formed their quorum.
 func TestReportsOfARestartedLighthouseAreNotForwarded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
@@ -153,45 +179,47 @@ func TestANoticeOfAPeerNeedsTheToken(t *testing.T) {
 	})
 }
 
-// A rack fails: its groups are neighbours in the list, so that the same three members notify all of them.
+// Where most of a job fails, few are left that notify the others.
 func TestFewMembersAreNotifiedAtTheSameTime(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		c := fttest.NewCluster(t, 1)
-		rack := &quorum.Quorum{ID: 7}
-		for i := range 200 {
-			host := fmt.Sprintf("a%03d", i)
-			rack.Members = append(rack.Members, quorum.Member{ReplicaID: host, Address: "http://" + host + ":1"})
-		}
-		vanished, ended := rack.Members[:100], rack.Members[100:]
-		for _, m := range vanished {
-			c.Net.Block("g", m.ReplicaID)
-		}
-		rack.Members = append(rack.Members, quorum.Member{ReplicaID: "g", Address: "http://g:1"})
-		source := &reporter{failures: make(chan membership.Notice)}
-		defer close(source.failures)
-		source.quorum = func(context.Context) (*quorum.Quorum, error) { return rack, nil }
-		var dialing counted
-		g := c.StartGroup("g", 1, func(cfg *manager.ServerConfig) {
-			dialing.Network = cfg.Network
-			cfg.Membership, cfg.Network = source, &dialing
+	const others = 100
+	for name, vanish := range map[string]bool{"processes end": false, "hosts vanish": true} {
+		t.Run(name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				c := fttest.NewCluster(t, 1)
+				q := &quorum.Quorum{ID: 7}
+				for i := range others {
+					host := fmt.Sprintf("a%03d", i)
+					q.Members = append(q.Members, quorum.Member{ReplicaID: host, Address: "http://" + host + ":1"})
+					if vanish {
+						c.Net.Block("g", host)
+					}
+				}
+				q.Members = append(q.Members, quorum.Member{ReplicaID: "g", Address: "http://g:1"})
+				source := &reporter{failures: make(chan membership.Notice)}
+				defer close(source.failures)
+				source.quorum = func(context.Context) (*quorum.Quorum, error) { return q, nil }
+				var dialing counted
+				g := c.StartGroup("g", 1, func(cfg *manager.ServerConfig) {
+					dialing.Network = cfg.Network
+					cfg.Membership, cfg.Network = source, &dialing
+				})
+				round(t, 0, g)
+				for _, m := range q.Members[:others] {
+					source.failures <- membership.Notice{Kind: membership.MemberFailed, QuorumID: 7, ReplicaID: m.ReplicaID}
+				}
+				synctest.Wait()
+				if vanish {
+					assert.EqualValues(t, 32, dialing.now.Load())
+				}
+				time.Sleep(time.Second)
+				synctest.Wait()
+				assert.Zero(t, dialing.now.Load(), "a notice that is a second old helps nobody")
+				if !vanish {
+					assert.EqualValues(t, others, dialing.all.Load(), "a process that has ended is dialed once")
+				}
+			})
 		})
-		round(t, 0, g)
-		fail := func(members []quorum.Member) {
-			for _, m := range members {
-				source.failures <- membership.Notice{Kind: membership.MemberFailed, QuorumID: 7, ReplicaID: m.ReplicaID}
-			}
-			synctest.Wait()
-		}
-		fail(ended)
-		time.Sleep(time.Second)
-		assert.EqualValues(t, len(ended), dialing.all.Load(), "a process that has ended is not dialed again")
-		fail(vanished)
-		assert.LessOrEqual(t, dialing.now.Load(), int64(32))
-		assert.Positive(t, dialing.now.Load())
-		time.Sleep(time.Second)
-		synctest.Wait()
-		assert.Zero(t, dialing.now.Load(), "a notice that is a second old helps nobody")
-	})
+	}
 }
 
 // counted counts how often it dials.

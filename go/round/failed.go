@@ -2,9 +2,27 @@ package round
 
 import "github.com/torchft/torchft/go/quorum"
 
-// notifiers is how many members notify a member that counts as failed: the next ones after it in the list that do not count as failed
+// notifiers is how many members notify a member that counts as failed: the next ones after it, a Stride apart, that do not count as failed
 // themselves. So each member can decide alone whether it is one of them. One would suffice if nothing else failed.
 const notifiers = 3
+
+// Stride is the distance in a list between members that notify the same one. The groups of a rack follow each other in the list. If the
+// rack is cut off from the lighthouse, they receive no report, and some count as failed later than others. So neighbours must not depend
+// on each other.
+func Stride(size int) int {
+	stride := size * 5 / 8 // two members of a third of the list are never this far apart
+	for gcd(stride, size) > 1 {
+		stride++ // otherwise the strides would not reach all members
+	}
+	return stride
+}
+
+func gcd(a, b int) int {
+	for b > 0 {
+		a, b = b, a%b
+	}
+	return a
+}
 
 // given is a quorum that the ranks have received, and the failures of its members since then.
 type given struct {
@@ -53,7 +71,7 @@ func (m *Machine) memberFailed(e MemberFailed) []Action {
 }
 
 // memberFailed records that a member counts as failed, and returns which members this group has to notify now: that one, if this group is
-// one of its notifiers, and failed members before it in the list, of which this group may have become a notifier by this failure.
+// one of its notifiers, and other failed members, of which this group may have become a notifier by this failure.
 func (g *given) memberFailed(id string, e MemberFailed) []Action {
 	members := g.quorum.Members
 	own, in := g.quorum.Place(id)
@@ -68,7 +86,8 @@ func (g *given) memberFailed(id string, e MemberFailed) []Action {
 		g.failed[failed] = failure{counts: true, reason: e.Reason}
 	}
 	var actions []Action
-	for place, between := before(own, len(members)), 0; place != own && between < notifiers; place = before(place, len(members)) {
+	back := len(members) - Stride(len(members))
+	for place, between := (own+back)%len(members), 0; place != own && between < notifiers; place = (place + back) % len(members) {
 		f := &g.failed[place]
 		if !f.counts {
 			between++
@@ -79,6 +98,3 @@ func (g *given) memberFailed(id string, e MemberFailed) []Action {
 	}
 	return actions
 }
-
-// before is the previous place in the list, in a ring.
-func before(place, size int) int { return (place + size - 1) % size }

@@ -11,6 +11,20 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
+func TestAStrideReachesAllOthersAndFewOfARack(t *testing.T) {
+	for size := 1; size <= 300; size++ {
+		stride, place := Stride(size), 0
+		for i := range size - 1 {
+			place = (place + stride) % size
+			require.NotZero(t, place, "%d of %d", i, size)
+		}
+		for rack := 2; size >= 64 && rack <= size/3; rack++ {
+			require.GreaterOrEqual(t, stride%size, rack, "of a rack of %d of %d", rack, size)
+			require.GreaterOrEqual(t, size-stride, rack, "of a rack of %d of %d", rack, size)
+		}
+	}
+}
+
 // The members that live hear of the failures of the others in any order, each in its own, and decide alone. Then each failed member was
 // notified by the first three that follow it and live, and by nobody else.
 func TestTheThreeThatFollowNotify(t *testing.T) {
@@ -28,7 +42,7 @@ func TestTheThreeThatFollowNotify(t *testing.T) {
 		want, got := map[string][]int{}, map[string][]int{}
 		for _, f := range failed {
 			for i := 1; i < size && len(want[q.Members[f].ReplicaID]) < 3; i++ {
-				if place := (f + i) % size; slices.Contains(living, place) {
+				if place := (f + i*Stride(size)) % size; slices.Contains(living, place) {
 					want[q.Members[f].ReplicaID] = append(want[q.Members[f].ReplicaID], place)
 				}
 			}

@@ -142,9 +142,8 @@ func (c *checker) forwards(by *group, f *round.MemberFailed) {
 	if !w.sends(by.slot, g.slot) || g.pausedUntil > w.now || w.Loss > 0 || w.noise > 0 {
 		return
 	}
-	members := q.members
-	behind := slices.Index(members, by.id) - slices.Index(members, f.ReplicaID)
-	if behind = (behind + len(members)) % len(members); behind > 3 {
+	first, size := slices.Index(q.members, f.ReplicaID), len(q.members)
+	if !slices.ContainsFunc([]int{1, 2, 3}, func(nth int) bool { return q.members[(first+nth*round.Stride(size))%size] == by.id }) {
 		return
 	}
 	hop := 3 * w.Delay / 2

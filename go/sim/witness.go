@@ -93,7 +93,12 @@ func (g *group) notify(f *round.MemberFailed) {
 
 // lag is how long a notice of the lighthouse takes to the machine. It goes by another goroutine than a quorum: the quorum that came after
 // it is there before it in half of the cases.
-func (w *world) lag() time.Duration { return w.Delay * (w.now / time.Microsecond % 2) }
+func (w *world) lag() time.Duration {
+	if w.now.Microseconds()%2 == 0 {
+		return 0
+	}
+	return w.Delay
+}
 
 // accuse falsely reports a failed collective, and suspects a healthy peer.
 func (g *group) accuse() {

@@ -55,6 +55,7 @@ type claim struct {
 	last    time.Time // time of the last recall
 	unshown bool      // asked mostRecalls times, the member did not show the quorum although it is alive: the claim is ignored
 	doubted bool      // an earlier claim of the member was ignored
+	broke   bool      // its stream broke after a recall: it is asked once more
 }
 
 // over ends a claim because the lighthouse knows a quorum that is as late by now. A member that did not show the claimed quorum is
@@ -63,6 +64,14 @@ type claim struct {
 func (c *claim) over() {
 	if *c = (claim{doubted: c.doubted || c.unshown}); c.doubted {
 		c.recalls = mostRecalls - 1
+	}
+}
+
+// disconnected lets the member be asked once more on its next stream: recalls on the one that broke may not have arrived, or the answers to
+// them. Only once for a claim: a member that connects again and again must not delay the others for good.
+func (c *claim) disconnected() {
+	if c.recalls > 0 && !c.broke && !c.unshown {
+		c.broke, c.recalls = true, min(c.recalls, mostRecalls-1)
 	}
 }
 

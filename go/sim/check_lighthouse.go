@@ -129,7 +129,7 @@ func (c *watch) before(g *group) {
 // keptOut records that a request was refused. It never counted, and its member does not until another request is accepted.
 func (c *watch) keptOut(g *group) {
 	v := c.of(g)
-	c.unasked.listed = v.listed
+	c.unasked.listed, c.unasked.recalled = v.listed, v.recalled
 	*v, c.behind = c.unasked, c.unbehind
 	v.out = v.out || c.healthy(g) && v.waits == 0 && !v.previous
 }
@@ -138,7 +138,7 @@ func (c *watch) keptOut(g *group) {
 // counted (atOnce), the view is what it was before. The others do not wait for the group.
 func (c *watch) unshown(g *group, atOnce bool) {
 	if v := c.of(g); atOnce {
-		c.unasked.listed = v.listed
+		c.unasked.listed, c.unasked.recalled = v.listed, v.recalled
 		*v, c.behind = c.unasked, c.unbehind
 	}
 	v := c.of(g)
@@ -226,8 +226,9 @@ func (c *watch) recalled(p quorum.Past) {
 	if p.ID <= c.latest {
 		return
 	}
-	for _, g := range c.known {
-		c.of(g).previous = false
+	for _, g := range c.known { // a member of both quorums is not forgotten in between
+		in := slices.ContainsFunc(p.Members, func(v quorum.Voter) bool { return v.ReplicaID == g.id })
+		c.of(g).previous = c.of(g).previous && in
 	}
 	for _, voter := range p.Members {
 		g := c.l.w.byID[voter.ReplicaID]

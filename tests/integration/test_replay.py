@@ -240,14 +240,14 @@ class _Instead:
 
 def lost_steps(outcome: Outcome, outcomes: list[Outcome]) -> set[int]:
     """The steps that it lost, without those that other groups committed at once and whose state it took over."""
-    given_up = {step for step, committed in zip(outcome.steps, outcome.commits) if not committed}
+    uncommitted = {step for step, committed in zip(outcome.steps, outcome.commits) if not committed}
     at_once = {
         step
         for other in outcomes
         for step in other.steps
         if all(committed for at, committed in zip(other.steps, other.commits) if at == step)
     }
-    return given_up - at_once
+    return uncommitted - at_once
 
 
 def check(job: Job, outcomes: list[Outcome], lost: int = 0, clip: bool = False) -> None:

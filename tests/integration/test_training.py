@@ -292,7 +292,7 @@ def test_late_peer_does_not_write_into_the_next_step() -> None:
     """Group 0 aborts a collective and continues with the same memory. Group 1, which is late, must lose
     the step as well.
     """
-    late, gave_up = Gate(), Gate()
+    late, ended = Gate(), Gate()
 
     def loop(rank: Rank) -> list[Any]:
         settings = {"timeout": timedelta(seconds=1)} if rank.group == 0 else {}
@@ -313,9 +313,9 @@ def test_late_peer_does_not_write_into_the_next_step() -> None:
         if rank.group == 0:
             buffer.fill_(7)  # the next step's gradient
             late.open()
-            gave_up.wait()
+            ended.wait()
         else:
-            gave_up.open()
+            ended.open()
         return [succeeded, committed, buffer.tolist()]
 
     with Cluster(min_replicas=2) as cluster:

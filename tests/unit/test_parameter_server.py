@@ -110,7 +110,7 @@ sys.stdin.read()
 """
 
 
-def test_session_whose_client_dies_ends(server: Sums, tmp_path: Path) -> None:
+def test_session_whose_client_fails_ends(server: Sums, tmp_path: Path) -> None:
     (tmp_path / "client.py").write_text(CLIENT)
     with Job() as job:
         client = job.python("client", tmp_path / "client.py", server.address(), path=ROOT)

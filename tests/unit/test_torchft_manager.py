@@ -254,7 +254,7 @@ def test_the_core_refuses_a_field_that_it_does_not_know(groups: Callable[..., Gr
         client._go.pyapi_ManagerRoundPrepare(client._handle, '{"unheard_of": 1}')
 
 
-def test_a_round_is_prepared_anew_where_more_than_the_step_changed(groups: Callable[..., Groups]) -> None:
+def test_a_round_is_prepared_again_where_more_than_the_step_changed(groups: Callable[..., Groups]) -> None:
     client = groups(1).client(0)
     prepared = []
     for step, committed in ((0, -1), (1, 3), (2, 3), (3, 3), (4, 5)):

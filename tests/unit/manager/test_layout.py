@@ -122,12 +122,12 @@ def differing(me: int) -> Any:
 
 
 @pytest.fixture
-def soon_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shortens the wait for a peer's store that does not exist."""
     monkeypatch.setattr(layout, "_FETCH_TIMEOUT", SHORT)
 
 
-@pytest.mark.usefixtures("soon_given_up")
+@pytest.mark.usefixtures("short_timeout")
 def test_a_group_that_fits_loses_the_step_and_is_not_connected(fixture: Fixture) -> None:
     manager = fixture.manager(use_async_quorum=False)
     manager.register_layout("model", [line.removeprefix("model: ") for line in OURS])
@@ -139,7 +139,7 @@ def test_a_group_that_fits_loses_the_step_and_is_not_connected(fixture: Fixture)
     assert not manager.should_commit() and fixture.votes() == [False]
 
 
-@pytest.mark.usefixtures("soon_given_up")
+@pytest.mark.usefixtures("short_timeout")
 def test_a_group_that_does_not_fit_is_told_by_start_quorum(fixture: Fixture) -> None:
     manager = fixture.manager(use_async_quorum=False)
     manager.register_layout("model", [line.removeprefix("model: ") for line in THEIRS])

@@ -77,7 +77,7 @@ def test_reading_waits_while_disallowed() -> None:
     assert read == [{"model": 1}]
 
 
-def test_reading_gives_up() -> None:
+def test_reading_ends_at_its_timeout() -> None:
     state = UserState(timeout_sec=0.01)
     state.register("model", print, lambda: 1)
     state.disallow_read()

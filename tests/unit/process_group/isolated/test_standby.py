@@ -365,7 +365,7 @@ def test_a_class_in_the_users_script() -> None:
         group()
 
 
-def test_peers_that_do_not_come_are_given_up(store: TCPStore) -> None:
+def test_waiting_for_absent_peers_ends(store: TCPStore) -> None:
     group = ProcessGroupBabyGloo(timedelta(milliseconds=300))
     with pytest.raises(TimeoutError, match=r"timed out after 0\.3 seconds"):
         group.configure(meeting(store), "replica", 0, 2)

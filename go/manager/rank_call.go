@@ -45,7 +45,7 @@ const (
 	metadataCall
 	leaveCall   // of a session; it waits for the lighthouse, not for the machine
 	unknownCall // of a session
-	cutCall     // no request: its answer tells a relay that the server has ended a session
+	cutCall     // no request: its answer reports to a relay that the server has ended a session
 )
 
 // answer is the result of a call.

@@ -18,9 +18,10 @@ import (
 const (
 	maxConnections = 256 // that have sent a hello with a valid secret
 	helloTimeout   = 10 * time.Second
-	// Connections before their hello. A target sends it at once, so it needs one of these places only for a moment.
+	// mostStrangers bounds the connections that have not sent their hello. A target sends it at once, so it needs one of these places only
+	// for a moment.
 	mostStrangers  = 64
-	strangersOfOne = 32 // from one address: all targets may share one (NAT)
+	strangersOfOne = 32 // from one address, which several targets may share (NAT)
 )
 
 // Server serves offers to targets that send the secret of a Grant.
@@ -52,8 +53,8 @@ type Grant struct {
 }
 
 // Listen starts a server on every address of this host, on a free port. timeout is how long a target may take for one
-// piece. bytesPerSecond bounds the rate to all targets together; 0: no bound. inBackground gives serving the lowest priority of all
-// that this host does, which an additional source always has.
+// piece. bytesPerSecond bounds the rate to all targets together; 0: no bound. With inBackground, the threads that serve have the lowest
+// priority on this host. Those of an additional source always have.
 func Listen(timeout time.Duration, bytesPerSecond int64, inBackground bool) (*Server, error) {
 	listener, err := net.Listen("tcp", ":0")
 	if err != nil {
@@ -125,7 +126,7 @@ func (s *Server) accept() {
 				return
 			}
 			slog.Warn("checkpoint server: no connection accepted", "error", err)
-			time.Sleep(10 * time.Millisecond) // such as too many open files: some will be closed
+			time.Sleep(10 * time.Millisecond) // for example, too many open files: retry when some have been closed
 			continue
 		}
 		c := &connection{Conn: conn, server: s, ended: make(chan struct{})}

@@ -22,7 +22,7 @@ const module = "github.com/torchft/torchft/go"
 type pkg struct {
 	ImportPath   string
 	Imports      []string // what its code imports, tests aside
-	Deps         []string // all that it needs
+	Deps         []string // all packages that it needs, directly or not
 	TestGoFiles  []string
 	XTestGoFiles []string
 }
@@ -49,7 +49,7 @@ func packages(t *testing.T, patterns ...string) map[string]pkg {
 	}
 }
 
-// ours are the packages of this module among imports, without the module's name.
+// ours returns the imports that are packages of this module, without the module's name.
 func ours(imports []string) (short []string) {
 	for _, path := range imports {
 		if name, ok := strings.CutPrefix(path, module+"/"); ok {
@@ -119,8 +119,8 @@ func TestWhoMayImportWhom(t *testing.T) {
 	}
 }
 
-// A library that asks for signals takes Ctrl-C away from Python. go-metrics, which memberlist needs, can write its numbers at a
-// signal; it asks for that signal in a function that nobody calls.
+// A library that handles signals takes Ctrl-C away from Python. go-metrics, which memberlist imports, can handle one to print its metrics,
+// but only in a function that is not called.
 func TestOnlyTheCommandTakesSignals(t *testing.T) {
 	may := []string{"github.com/armon/go-metrics", "internal/fttest"}
 	for name, p := range packages(t, "-deps", "./...") {

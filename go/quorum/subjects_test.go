@@ -46,16 +46,16 @@ func TestSuspicionAlone(t *testing.T) {
 	one := suspicion{core: &s.core, past: &s.past}
 	suspects := func(by, of string) []Action {
 		actions, failed := s.take(0, func() { one.suspected(Suspected{Reporter: by, Suspect: of, QuorumID: 1000}) })
-		require.Empty(t, failed, "a report alone evicts nobody")
+		require.Empty(t, failed, "a report alone evicts no member")
 		return actions
 	}
 	require.Empty(t, suspects("a", "d"))
-	require.Empty(t, suspects("a", "d"), "each counts once")
-	require.Empty(t, suspects("x", "d"), "a stranger does not count")
+	require.Empty(t, suspects("a", "d"), "each reporter counts once")
+	require.Empty(t, suspects("x", "d"), "a report of another process does not count")
 	require.Equal(t, []Action{Check{ReplicaID: "d", Address: "http://d", QuorumID: 1000}}, suspects("b", "d"))
-	require.Empty(t, suspects("c", "d"), "it is checked once")
+	require.Empty(t, suspects("c", "d"), "a member is checked once")
 	_, failed := s.take(0, func() { one.lookedAt(Checked{ReplicaID: "d", QuorumID: 999}) })
-	require.Empty(t, failed, "of another quorum")
+	require.Empty(t, failed, "a check of another quorum does not count")
 	_, failed = s.take(0, func() { one.lookedAt(Checked{ReplicaID: "d", QuorumID: 1000, Reason: "refused"}) })
 	require.Equal(t, []string{"d"}, failed)
 }
@@ -70,10 +70,10 @@ func TestWatchAlone(t *testing.T) {
 	s.take(0, func() { one.progressed(Progressed{ReplicaID: "b", Progress: Progress{Step: 1, Waits: true}}) })
 	actions, _ = s.take(time.Second, one.tick)
 	require.Len(t, actions, 2)
-	require.Equal(t, "c", actions[0].(Stalled).ReplicaID, "the others wait for it, and it says nothing")
+	require.Equal(t, "c", actions[0].(Stalled).ReplicaID, "the others wait for it, and it has not answered")
 	s.take(0, func() { one.forgive(time.Second); one.next(true) })
-	require.Zero(t, one.stalled, "the next step begins with nothing")
-	require.Equal(t, time.Second, one.median(), "the time in which nobody was heard does not count")
+	require.Zero(t, one.stalled, "the next step begins without stalled members")
+	require.Equal(t, time.Second, one.median(), "the time in which the lighthouse was stopped does not count")
 }
 
 func TestDrainsAlone(t *testing.T) {
@@ -82,7 +82,7 @@ func TestDrainsAlone(t *testing.T) {
 	actions, _ := s.take(0, func() { one.drained(Drained{"a", "maintenance"}) })
 	require.Equal(t, []Action{Drain{"a", "maintenance"}}, actions)
 	actions, failed := s.take(0, func() { require.True(t, one.leaving("a")) })
-	require.Empty(t, actions, "b may be in the step that it left after")
+	require.Empty(t, actions, "b may still be in the last step of a")
 	require.Empty(t, failed, "it has not failed")
 	actions, _ = s.take(0, one.tick)
 	require.Empty(t, actions)
@@ -90,7 +90,7 @@ func TestDrainsAlone(t *testing.T) {
 	actions, _ = s.take(0, one.tick)
 	require.Equal(t, []Action{Release{"a"}}, actions)
 	actions, _ = s.take(0, func() { require.False(t, one.leaving("x")) })
-	require.Equal(t, []Action{Release{"x"}}, actions, "nobody needs one that is unknown")
+	require.Equal(t, []Action{Release{"x"}}, actions, "no member shares a step with an unknown one")
 }
 
 func TestEndsAlone(t *testing.T) {
@@ -99,19 +99,19 @@ func TestEndsAlone(t *testing.T) {
 	s.list.greets("c", 0, false, s.now)
 	s.list.answered("c", s.now.Add(time.Millisecond))
 	_, failed := s.take(10*time.Millisecond, func() { one.ended("c") })
-	require.Empty(t, failed, "it said something since")
+	require.Empty(t, failed, "it is alive: its stream has not broken")
 	s.roster.disconnected("c", s.now)
 	actions, _ := s.take(0, func() { one.disconnected("c") })
 	require.Equal(t, []Action{Probe{"c", "http://c"}}, actions)
 	_, failed = s.take(0, func() { one.ended("c") })
 	require.Equal(t, []string{"c"}, failed)
-	require.Contains(t, s.list.ended, "c", "it was bound: its end is a vote")
+	require.Contains(t, s.list.ended, "c", "c was bound: its end is a vote")
 	_, failed = s.take(0, func() { one.ended("b") })
 	require.Empty(t, failed)
 	require.NotContains(t, s.list.ended, "b")
 	s.roster.disconnected("b", s.now)
 	s.take(0, func() { one.ended("b") })
-	require.NotContains(t, s.list.ended, "b", "it was not bound")
+	require.NotContains(t, s.list.ended, "b", "b was not bound: its end is no vote")
 	actions, _ = s.take(0, func() { require.True(t, one.votesWaived(VotesWaived{[]string{"b", "x"}, "an operator"})) })
 	require.Equal(t, []Action{Waived{"b", "an operator"}}, actions)
 }
@@ -123,7 +123,7 @@ func TestReconnectAlone(t *testing.T) {
 	require.Equal(t, "another process asks as a", one.reason())
 	one.rejoined("b")
 	one.moved("a")
-	require.Equal(t, "b had left, and is back", one.reason(), "the graver of two reasons is named, whichever came last")
+	require.Equal(t, "b had left, and is back", one.reason(), "a return is named before another process, whichever came last")
 	one.memberFailed("c")
 	one.rejoined("b")
 	require.Equal(t, "c failed", one.reason())

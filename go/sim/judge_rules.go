@@ -30,10 +30,10 @@ func (j *Judge) formed(q *quorum.Quorum) {
 		l := j.life(m.ReplicaID)
 		switch {
 		case l == nil:
-			w.broken(ruleMembers, "quorum %d has %s, which nobody knows", q.ID, m.ReplicaID)
+			w.broken(ruleMembers, "quorum %d has %s, which never started", q.ID, m.ReplicaID)
 			return
 		case l.killed && w.now-l.ended > w.Policy.HeartbeatTimeout+w.Timeout:
-			w.broken(ruleMembers, "%s is in quorum %d and has failed for %s (a ghost)", l.id, q.ID, w.now-l.ended)
+			w.broken(ruleMembers, "%s is in quorum %d and failed %s before", l.id, q.ID, w.now-l.ended)
 		case m.Step != l.asked.Step || m.CommitFailures != l.asked.CommitFailures:
 			w.broken(ruleStale, "%s is in quorum %d with step %d and %d failures, and asks with step %d and %d failures",
 				l.id, q.ID, m.Step, m.CommitFailures, l.asked.Step, l.asked.CommitFailures)
@@ -70,7 +70,7 @@ const failoverTime = 35 * time.Second
 // failedOver checks that a job whose lighthouse has failed is served by another one in time, if all groups can reach that.
 func (j *Judge) failedOver() {
 	if lighthouse, all := j.home(); j.failover > 0 && j.w.now > j.failover && all && j.w.lhs[lighthouse].up {
-		j.w.broken(ruleSoon, "there is no quorum %s after the lighthouse went, and all reach lighthouse %d", j.w.now-j.moved, lighthouse)
+		j.w.broken(ruleSoon, "there is no quorum %s after the lighthouse failed, and all can reach lighthouse %d", j.w.now-j.moved, lighthouse)
 	}
 }
 

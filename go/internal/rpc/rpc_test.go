@@ -99,7 +99,7 @@ func TestWaiters(t *testing.T) {
 	c, answerC := w.Add()
 	assert.NotEqual(t, a, b)
 	w.Answer(a, "first")
-	w.Answer(a, "second") // nobody waits for it
+	w.Answer(a, "second") // dropped: the waiter has its answer
 	w.Drop(b)
 	w.Answer(b, "late")
 	w.AnswerAll("all")
@@ -130,7 +130,7 @@ func TestDialNamesAddressAndTime(t *testing.T) {
 	})
 }
 
-func TestDialToWhatIsNoGRPCServer(t *testing.T) {
+func TestDialToAServerOfAnotherProtocol(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		network := fttest.NewNetwork()
 		lis, err := network.Host("b").Listen(":1")
@@ -185,7 +185,7 @@ func TestGoSurvivesAPanic(t *testing.T) {
 	assert.Contains(t, log.String(), "boom")
 }
 
-func TestNestedCallsSayTheirCodeOnce(t *testing.T) {
+func TestTheErrorOfNestedCallsHasTheCodeOnce(t *testing.T) {
 	inner := rpc.Wrap("quorum", "lighthouse at http://l:1", status.Error(codes.DeadlineExceeded, "no quorum in time"))
 	assert.EqualError(t, inner, "quorum call to lighthouse at http://l:1 timed out: no quorum in time (DeadlineExceeded)")
 	outer := rpc.Wrap("quorum", "manager at http://m:1", wire.ToStatus(wire.FromError(inner)))

@@ -287,7 +287,7 @@ func (m *Member) locked(do func()) {
 
 func (m *Member) setUnary(at int, unary bool) { m.locked(func() { m.unary[at] = unary }) }
 
-// mayBeAnother looks at the error of a call. After an outage the lighthouse may be a newer one, so a stream is tried again.
+// mayBeAnother handles the error of a unary call. After an outage, the lighthouse may be a newer version: a stream is tried again.
 func (m *Member) mayBeAnother(at int, err error) {
 	if rpc.IsUnavailable(err) {
 		m.setUnary(at, false)
@@ -364,7 +364,8 @@ func (m *Member) connect(ctx context.Context) (*memberStream, *Client, int, erro
 func (m *Member) attempt(ctx context.Context, now time.Time, bound bool) (*memberStream, *Client, int, error) {
 	c := &m.choice
 	if bound && c.outlasted(now) && m.lighthouses.ended(ctx, c.at) {
-		// Its process has ended. Bonds are not kept on disk: after a restart it does not count this member's vote, so the promise is void.
+		// The lighthouse's process has ended. Bonds are not kept on disk: after a restart it does not count this member's vote, so that the
+		// bond may end now.
 		m.unbind()
 		bound = false
 	}
@@ -392,7 +393,7 @@ func (m *Member) attempt(ctx context.Context, now time.Time, bound bool) (*membe
 		}
 		c.failed(i, now, time.Since(began) >= attemptTimeout)
 	}
-	if c.broke.IsZero() { // No stream broke, since it was asked by calls: its outage begins with this attempt.
+	if c.broke.IsZero() { // No stream broke, since the lighthouse was asked by calls. Its outage counts from this attempt.
 		c.broke = now
 	}
 	return nil, nil, order[0], failures.err()

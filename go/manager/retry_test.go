@@ -25,7 +25,7 @@ func TestRetryAfter(t *testing.T) {
 		{codes.InvalidArgument, 2, 3, ifRefused},
 		{codes.Unauthenticated, 0, 1, ifRefused},
 		{codes.ResourceExhausted, 0, 0, noRetry},
-		{codes.OK, 0, 0, noRetry}, // of an error without a code
+		{codes.OK, 0, 0, noRetry}, // an error without a code
 	} {
 		err := errors.New("no code")
 		if row.code != codes.OK {

@@ -22,7 +22,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// upstreamManager serves what an upstream manager server does: quorums and votes, a call for each.
+// upstreamManager serves quorums and votes by unary calls, like an upstream manager server.
 type upstreamManager struct {
 	torchftpb.UnimplementedManagerServiceServer
 	quorums, votes atomic.Int64
@@ -109,7 +109,7 @@ func TestARankThatCancelsIsNoVoter(t *testing.T) {
 		cancel()
 		assert.True(t, rpc.IsTimeout((<-vote).Err))
 		synctest.Wait()
-		assert.Empty(t, g.Server.Status().Vote.Waiting, "the server has heard of it, long before the call's own deadline")
+		assert.Empty(t, g.Server.Status().Vote.Waiting, "the server has received the cancellation, long before the call's own deadline")
 	})
 }
 
@@ -133,7 +133,7 @@ func TestWhatASessionDoesNotUnderstand(t *testing.T) {
 		require.NoError(t, stream.Send(&torchftpb.RankRequest{Call: 1, TimeoutUs: 1e6}))
 		fails(1, codes.Unimplemented)
 		require.NoError(t, stream.Send(&torchftpb.RankRequest{Call: 2, Request: &torchftpb.RankRequest_ShouldCommit{}}))
-		fails(2, codes.InvalidArgument) // no time was given
+		fails(2, codes.InvalidArgument) // the call has no timeout
 		require.NoError(t, stream.Send(&torchftpb.RankRequest{Call: 99, Request: &torchftpb.RankRequest_Cancel{Cancel: true}}))
 		require.NoError(t, stream.Send(&torchftpb.RankRequest{Call: 3, TimeoutUs: 1e6, Request: &torchftpb.RankRequest_ShouldCommit{
 			ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: 7},
@@ -145,7 +145,7 @@ func TestWhatASessionDoesNotUnderstand(t *testing.T) {
 	})
 }
 
-// reporter is a membership that learns of failures.
+// reporter is a membership with notices of failures.
 type reporter struct {
 	fake
 	failures chan membership.Notice
@@ -185,7 +185,7 @@ func TestFailuresReachEveryRank(t *testing.T) {
 func TestASessionHasABoundOnItsCalls(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
-		g := c.StartGroup("g", 1, func(cfg *manager.ServerConfig) { cfg.WorldSize = 101 }) // each vote waits for all
+		g := c.StartGroup("g", 1, func(cfg *manager.ServerConfig) { cfg.WorldSize = 101 }) // no vote is answered
 		conn, err := rpc.Dial(t.Context(), c.Net.Host("x"), "manager", g.Server.Address(), time.Second)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, conn.Close()) }()

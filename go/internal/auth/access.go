@@ -20,7 +20,7 @@ type Ending struct {
 	AllowRemote bool // the operator allows it from all hosts, without a token
 }
 
-// Refusal is why the request is refused; empty: it is not.
+// Refusal is the reason why the request is refused; empty if it is not.
 func (e Ending) Refusal() string {
 	switch e.Token {
 	case TokenOK:
@@ -36,7 +36,7 @@ func (e Ending) Refusal() string {
 		"a token_file (TORCHFT_TOKEN_FILE), or ask on this host"
 }
 
-// CheckEnding refuses a call that must not end a process. With hasTokens the call has shown a token: rpc.Gate refuses calls without.
+// CheckEnding refuses a call that must not end a process. With hasTokens, the call has a valid token: rpc.Gate refuses all others.
 func CheckEnding(ctx context.Context, hasTokens bool) error {
 	e := Ending{Token: TokenNone}
 	if hasTokens {

@@ -13,12 +13,13 @@ import (
 type Security struct {
 	// TokenFile holds the job's tokens, one a line (Tokens). A server with it refuses calls without one of them.
 	TokenFile string `json:"token_file"`
-	// TLSCert and TLSKey are what this end shows, PEM: a server's make it speak TLS, a client's answer a server that asks.
+	// TLSCert and TLSKey are the certificate and the key of this end, PEM. With them a server uses TLS, and a client can answer a server that
+	// requires a certificate.
 	TLSCert string `json:"tls_cert"`
 	TLSKey  string `json:"tls_key"`
-	// TLSCA holds the certificates that sign servers, PEM; empty means the system's. With it, http:// is refused.
+	// TLSCA holds the authorities whose server certificates are trusted, PEM; empty means the system's. With it, http:// is refused.
 	TLSCA string `json:"tls_ca"`
-	// TLSClientCA holds the certificates that sign clients, PEM: a server with it takes no client without one.
+	// TLSClientCA holds the authorities of client certificates, PEM. A server with it refuses clients without such a certificate.
 	TLSClientCA string `json:"tls_client_ca"`
 }
 
@@ -56,7 +57,7 @@ func (s Security) ServesTLS() bool { return s.TLSCert != "" }
 // HasTokens reports whether a server of this end wants a token.
 func (s Security) HasTokens() bool { return s.TokenFile != "" }
 
-// Protection is a Security with its files read. What is nil is off.
+// Protection is a Security with its files read. A nil field means that this protection is off.
 type Protection struct {
 	Tokens *Watched[Tokens]
 	Server *Watched[*tls.Config]
@@ -171,7 +172,7 @@ func (s Security) clientTLS() (*tls.Config, error) {
 		if err != nil {
 			return nil, err
 		}
-		// Whatever authorities the server names: it says better than an empty answer why it refuses.
+		// Also if the server does not name this certificate's authority: its refusal then has a reason, which that of no certificate has not.
 		config.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &cert, nil }
 	}
 	return config, nil
@@ -206,7 +207,7 @@ func readCA(setting, env, path string) (*x509.CertPool, error) {
 	return pool, nil
 }
 
-// Credentials are what a client shows with each call: the first of its tokens.
+// Credentials add the first of a client's tokens to each call.
 type Credentials struct{ Tokens *Watched[Tokens] }
 
 // GetRequestMetadata returns the header with the token.

@@ -1,5 +1,5 @@
-// Package auth says who may do what at a server of a job: tokens, the files that hold them and certificates, and which
-// requests may end a process.
+// Package auth decides which requests are allowed at a server of a job: tokens, the files with tokens and certificates, and which requests
+// may end a process.
 package auth
 
 import (
@@ -9,9 +9,9 @@ import (
 	"strings"
 )
 
-// Tokens are the secrets of a job, one a line of its token file. The first is shown to others and each of them is
-// accepted: so a token is replaced without a moment at which two parts of the job disagree. (Add the new one as the last
-// line everywhere, move it to the top everywhere, take the old one away.)
+// Tokens are the secrets of a job, one per line of its token file. The first one is sent to others, and each of them is accepted. So a token
+// can be replaced while the job runs: add the new one as the last line on all hosts, move it to the top on all hosts, and then remove
+// the old one.
 type Tokens []string
 
 // ParseTokens reads the content of a token file.
@@ -36,17 +36,17 @@ func ParseTokens(content []byte) (Tokens, error) {
 // Bearer is the value of the authorization header, or of gRPC's metadata, that carries a token.
 func Bearer(token string) string { return "Bearer " + token }
 
-// TokenCheck is what came of the token of a request.
+// TokenCheck is the result of checking the token of a request.
 type TokenCheck int
 
 const (
 	TokenOK      TokenCheck = iota
 	TokenNone               // this server has no tokens, and asks for none
-	TokenMissing            // the request shows none
+	TokenMissing            // the request has none
 	TokenWrong
 )
 
-// Check looks at the authorization of a request. It takes equally long for every wrong token.
+// Check checks the authorization of a request. It takes the same time for every wrong token.
 func (t Tokens) Check(authorization []string) TokenCheck {
 	if len(t) == 0 {
 		return TokenNone
@@ -55,7 +55,7 @@ func (t Tokens) Check(authorization []string) TokenCheck {
 		return TokenMissing
 	}
 	given, ok := strings.CutPrefix(authorization[0], "Bearer ")
-	digest := sha256.Sum256([]byte(given)) // of one length, whatever was given
+	digest := sha256.Sum256([]byte(given)) // has the same length for any token
 	found := 0
 	for _, token := range t {
 		want := sha256.Sum256([]byte(token))
@@ -67,7 +67,7 @@ func (t Tokens) Check(authorization []string) TokenCheck {
 	return TokenOK
 }
 
-// String says why a request is refused, and what to do about it.
+// String is the reason why a request is refused, and the remedy.
 func (c TokenCheck) String() string {
 	switch c {
 	case TokenMissing:

@@ -1,5 +1,5 @@
-// Package lobby limits the connections that have not proved themselves yet, so that strangers cannot use up the connections
-// that a server allows.
+// Package lobby limits the connections that have not been authorized yet, so that other clients cannot use up the connections that a server
+// allows.
 package lobby
 
 import (
@@ -33,7 +33,7 @@ type Guest struct {
 	ofHost *list.Element
 }
 
-// Enter takes a connection in; cut ends it, and may be called before Enter returns another one. It must not wait.
+// Enter adds a connection. cut is called to end it if the lobby is full, perhaps in a later call of Enter; it must not block.
 func (l *Lobby) Enter(from net.Addr, cut func()) *Guest {
 	host := from.String()
 	if h, _, err := net.SplitHostPort(host); err == nil {
@@ -72,8 +72,8 @@ func (l *Lobby) remove(g *Guest) {
 	g.all = nil
 }
 
-// Leave frees the connection's place, because the connection has shown a token or a call, or has ended. It reports whether
-// the connection had a place: one that was closed or has left has none.
+// Leave frees the place of a connection that has been authorized or has ended. It reports whether the connection had a place: one that was
+// closed or has left has none.
 func (g *Guest) Leave() bool {
 	g.lobby.mu.Lock()
 	defer g.lobby.mu.Unlock()
@@ -84,7 +84,7 @@ func (g *Guest) Leave() bool {
 	return true
 }
 
-// Len is how many are there.
+// Len is the number of connections in the lobby.
 func (l *Lobby) Len() int {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -10,15 +10,15 @@ import (
 	"github.com/torchft/torchft/go/internal/lobby"
 )
 
-// Connections beside those of members. A member's call comes with its connection, but all groups of a large job may come
-// back at the same moment, from one address where they share it.
+// Bounds for connections other than those of members. A member makes its first call as soon as it is connected; but all groups of a large job
+// may reconnect at the same moment, and share one address.
 const (
 	mostStrangers  = 20_000
 	strangersOfOne = 10_000
 	mostReaders    = 4096 // of HTTP: pages, scrapers and other readers
 )
 
-// shown is what a connection has shown.
+// shown is what a connection is known to be for, by its first request.
 type shown int
 
 const (
@@ -26,8 +26,8 @@ const (
 	member                  // a call of gRPC, with the token where there is one
 )
 
-// crowd counts connections. A member's keeps its place. Those that have shown nothing yet, and those of HTTP, whose pages need no
-// token, have places of their own, where the oldest goes when one comes too many: so they never take those of members.
+// crowd counts connections. That of a member keeps its place. Those without a request yet, and those of HTTP, whose pages need no token, have
+// places of their own, of which the oldest connection is closed when there are too many: so they never take the places of members.
 type crowd struct {
 	net.Listener
 	most               int
@@ -84,7 +84,7 @@ type counted struct {
 	ended bool
 }
 
-// address is that of the other side. It leads from a call, which knows no more of its connection, to that.
+// address is the address of the other side. A call has only this address of its connection: the crowd finds the connection by it.
 type address struct {
 	net.Addr
 	conn *counted
@@ -93,7 +93,7 @@ type address struct {
 // RemoteAddr is what TLS, gRPC and HTTP pass on.
 func (c *counted) RemoteAddr() net.Addr { return c.address }
 
-// show notes what the connection from an address has shown; false: there is no room for it any more.
+// show records the kind of the connection from an address. It is false if there is no place for the connection.
 func show(from net.Addr, what shown) bool {
 	a, counts := from.(*address)
 	return !counts || a.conn.show(what)
@@ -124,13 +124,13 @@ func (c *counted) show(what shown) bool {
 
 type addressKey struct{}
 
-// withAddress lets a request of HTTP know its connection.
+// withAddress adds the address of its connection to a request of HTTP.
 func withAddress(ctx context.Context, conn net.Conn) context.Context {
 	return context.WithValue(ctx, addressKey{}, conn.RemoteAddr())
 }
 
-// AsMember gives the connection of a request the place of a member's, for a route whose callers show the token; false: there is no
-// room for it.
+// AsMember counts the connection of a request as that of a member, for a route whose callers send the token. It is false if there is no place
+// for it.
 func AsMember(r *http.Request) bool {
 	from, ok := r.Context().Value(addressKey{}).(net.Addr)
 	return !ok || show(from, member)

@@ -17,14 +17,14 @@ import (
 	"github.com/torchft/torchft/go/internal/auth"
 )
 
-// Limits bound what strangers can ask of a server. Zero is no limit.
+// Limits bound the load that clients can cause at a server. Zero is no limit.
 type Limits struct {
-	// MaxConnections are open at once of those whose call was let in; one more is closed then. Others share further places,
-	// see crowd.
+	// MaxConnections bounds the open connections that have made an authorized call; a further one is closed. Connections that have not
+	// share other places (crowd).
 	MaxConnections int
-	// MaxJoins bounds the joins of one address in a second; a further one is refused, and retried.
+	// MaxJoins bounds the joins of one address in a second. A further one is refused, and the client retries it.
 	MaxJoins int
-	// IsJoin picks the methods that MaxJoins counts.
+	// IsJoin reports whether MaxJoins counts calls of a method.
 	IsJoin func(method string) bool
 }
 
@@ -45,7 +45,7 @@ func NewGate(security auth.Security, limits Limits, log *slog.Logger) (*Gate, er
 	return &Gate{protection: p, limits: limits, joins: rate{most: limits.MaxJoins}, refused: refusals{logger: log}}, nil
 }
 
-// CheckToken looks at the authorization of a request that is no gRPC call.
+// CheckToken checks the authorization of a request over HTTP/1.1.
 func (g *Gate) CheckToken(authorization []string) auth.TokenCheck {
 	if g.protection.Tokens == nil {
 		return auth.TokenNone
@@ -64,12 +64,11 @@ func (g *Gate) listen(lis net.Listener) net.Listener {
 	return lis
 }
 
-// option guards the calls. It is a tap, which sees a call before its message is read, let alone decoded: whoever may not
-// call costs next to nothing.
+// option guards the calls. It is a tap, which runs before the message of a call is read: an unauthorized call costs almost nothing.
 func (g *Gate) option() grpc.ServerOption { return grpc.InTapHandle(g.enter) }
 
 func (g *Gate) enter(ctx context.Context, call *tap.Info) (_ context.Context, err error) {
-	defer func() { // gRPC's own goroutine of the connection, which does not recover
+	defer func() { // a tap runs on gRPC's goroutine of the connection, which does not recover from panics
 		if r := recover(); r != nil {
 			g.refused.logger.Error("torchft: internal error", "in", "the gate", "panic", r, "stack", string(debug.Stack()))
 			err = status.Errorf(codes.Internal, "internal error: %v", r)

@@ -11,8 +11,8 @@ import (
 const (
 	// MaxMessage is the largest answer that a client takes, in bytes. gRPC's own 4 MiB end at about 4,000 groups with 8 handles.
 	MaxMessage = 256 << 20
-	// MaxRequest is the largest message that a server takes: what one group says of itself. Upstream servers end there
-	// too. Whatever it says is sent to every other group.
+	// MaxRequest is the largest message that a server accepts: the record of one group, which is sent to every other group. Upstream servers have
+	// the same limit.
 	MaxRequest = 4 << 20
 	// maxHeader bounds the headers of a request, HTTP's and gRPC's.
 	maxHeader = 64 << 10
@@ -40,7 +40,7 @@ const (
 	// readBuffer is that of a server's connection: requests are small. gRPC's own, 32 KiB, is 320 MB for 10,000 groups.
 	readBuffer = 2 << 10
 	// writeBuffer is shared: a connection has one only while it writes. But gRPC lets other connections write before it empties a
-	// buffer with little in it, so that a word to all groups takes one for each: gRPC's own, 32 KiB, is 320 MB for 10,000 groups.
+	// buffer with little in it, so that a message to all groups takes one for each: gRPC's own, 32 KiB, is 320 MB for 10,000 groups.
 	// Below 16 KiB, a frame of HTTP/2, the long answers to upstream's managers take more time.
 	writeBuffer = 16 << 10
 	// stopGrace is how long a stopping server waits for peers to take the answers it already gave.

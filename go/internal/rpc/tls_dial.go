@@ -16,8 +16,8 @@ import (
 	"github.com/torchft/torchft/go/internal/auth"
 )
 
-// handshakes begins each connection of a client with the certificates that its files hold at that moment, and keeps the
-// reason why one did not begin, which gRPC does not report.
+// handshakes makes the TLS handshake of each connection of a client, with the certificates that are in the files at that time. It keeps the
+// reason of a failure, which gRPC does not report.
 type handshakes struct {
 	config *auth.Watched[*tls.Config] // nil: no TLS
 	why    *atomic.Pointer[error]
@@ -48,9 +48,10 @@ func (h handshakes) Clone() credentials.TransportCredentials { return h }
 func (handshakes) OverrideServerName(string) error           { return nil }
 func (h handshakes) note(err error) {
 	if errors.Is(err, context.Canceled) || errors.Is(err, net.ErrClosed) {
-		return // by this side
+		return // this side closed it
 	}
-	// A server that hangs up says why, but its word may get lost on the way: what an earlier attempt heard counts then.
+	// A server that closes the connection sends an alert with the reason first. The alert may be lost: then the reason of an earlier attempt
+	// is kept.
 	mute := errors.Is(err, io.EOF) || errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE)
 	if before := h.why.Load(); mute && before != nil {
 		if _, hasHint := errors.AsType[*hinted](*before); hasHint {
@@ -75,8 +76,8 @@ type hinted struct {
 
 func (h *hinted) Error() string { return h.error.Error() + h.hint }
 
-// beginning is a connection whose first bytes are of interest: a server that refuses a certificate says so there, and one
-// that wants TLS hangs up.
+// beginning is a connection whose first bytes are inspected: a server that refuses a certificate sends an alert, and one that requires TLS
+// closes the connection.
 type beginning struct {
 	net.Conn
 	h    handshakes

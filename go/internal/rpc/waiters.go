@@ -13,7 +13,7 @@ func (w *Waiters[ID, A]) Add() (ID, <-chan A) {
 	return w.AddFunc(func(a A) { answer <- a }), answer
 }
 
-// AddFunc makes a waiter whose answer, at most one, goes to a function that must not wait.
+// AddFunc makes a waiter whose answer, at most one, is passed to a function that must not block.
 func (w *Waiters[ID, A]) AddFunc(answer func(A)) ID {
 	if w.open == nil {
 		w.open = map[ID]func(A){}
@@ -23,7 +23,7 @@ func (w *Waiters[ID, A]) AddFunc(answer func(A)) ID {
 	return w.next
 }
 
-// Answer ends a waiter. An unknown id is that of a call that was cancelled meanwhile.
+// Answer ends a waiter. An unknown id is ignored: it is that of a call that was cancelled.
 func (w *Waiters[ID, A]) Answer(id ID, answer A) {
 	if waiter, ok := w.open[id]; ok {
 		delete(w.open, id)

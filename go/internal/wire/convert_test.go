@@ -17,7 +17,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// full has something other than zero in each field, so that a conversion that forgets one shows.
+// full sets each field to a value other than zero, so that a conversion that omits one fails the test.
 func full[T any](t *testing.T) T {
 	t.Helper()
 	var value T
@@ -25,7 +25,7 @@ func full[T any](t *testing.T) T {
 	return value
 }
 
-// next keeps fields apart: two that a conversion mixes up differ.
+// next returns another value at each call, so that a conversion that mixes up two fields fails the test.
 func next() int64 {
 	filled++
 	return filled
@@ -60,7 +60,7 @@ func fill(t *testing.T, v reflect.Value) {
 	}
 }
 
-// sent is a message as its receiver has it.
+// sent returns a message as its receiver gets it.
 func sent[M proto.Message](t *testing.T, message, into M) M {
 	t.Helper()
 	raw, err := proto.Marshal(message)

@@ -134,7 +134,7 @@ func TestReadersShareASnapshot(t *testing.T) {
 	})
 }
 
-// BenchmarkRead is the cost of one read of each kind, when there are as many in a second as possible.
+// BenchmarkRead is the cost of one read of each kind, one after the other without a pause.
 func BenchmarkRead(b *testing.B) {
 	for _, path := range readers {
 		for _, n := range []int{100, 1000, 10000} {

@@ -143,7 +143,7 @@ func (c *watch) unshown(g *group, atOnce bool) {
 	}
 	v := c.of(g)
 	if v.recalled < leastRecalls {
-		c.l.w.broken(ruleCause, "%s is refused for what it does not show, and was asked for it %d times", g.id, v.recalled)
+		c.l.w.broken(ruleCause, "%s is refused for a quorum that it does not show, after %d recalls", g.id, v.recalled)
 	}
 	if c.healthy(g) && v.waits == 0 {
 		v.out, v.suspect = true, false
@@ -388,7 +388,7 @@ func (c *watch) ofThisTerm(q *quorum.Quorum) {
 		switch v := c.of(p.g); {
 		case !v.expected || p.link == nil:
 		case p.link.stale:
-			w.broken(ruleTerm, "%s is in quorum %d with a request of before", p.g.id, q.ID)
+			w.broken(ruleTerm, "%s is in quorum %d with a request of an earlier term", p.g.id, q.ID)
 		case v.knows > c.latest:
 			w.broken(ruleKnown, "%s is in quorum %d, which comes after quorum %d, and knows of quorum %d", p.g.id, q.ID, c.latest, v.knows)
 		}
@@ -424,7 +424,7 @@ func (c *watch) sameMembers(q *quorum.Quorum) {
 			i++
 		case in:
 			i++
-			w.broken(ruleMembers, "%s is in quorum %d and does not wait (a ghost)", g.id, q.ID)
+			w.broken(ruleMembers, "%s is in quorum %d and has no pending request", g.id, q.ID)
 		case v.expected:
 			if v.missed++; v.missed >= 2 {
 				w.broken(ruleNewcomer, "%s waits, and quorum %d is the second without it", g.id, q.ID)
@@ -433,7 +433,7 @@ func (c *watch) sameMembers(q *quorum.Quorum) {
 		}
 	}
 	if i < len(q.Members) {
-		w.broken(ruleMembers, "quorum %d has %s, which nobody knows, or is not in order", q.ID, q.Members[i].ReplicaID)
+		w.broken(ruleMembers, "quorum %d has %s, which never started, or is not in order", q.ID, q.Members[i].ReplicaID)
 	}
 }
 

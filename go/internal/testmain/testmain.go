@@ -15,7 +15,7 @@ import (
 //
 // With the race detector the tests share one processor. In a synctest bubble all timers use one race context, and Go 1.26
 // runs a timer on the thread of the goroutine that polls its channel: two threads at once corrupt the context, and
-// the detector crashes (TestABubblesTimersCrashNoDetector). It finds races by what happens before what, so it needs no
+// the detector crashes (TestTimersOfABubbleDoNotCrashTheRaceDetector). It finds races by what happens before what, so it needs no
 // second processor.
 func Run(m *testing.M, options ...goleak.Option) {
 	// Go reuses the result of a test while the files it read are the same, but only those of this module. Some tests read

@@ -10,7 +10,7 @@ import (
 
 func TestMain(m *testing.M) { Run(m) }
 
-func TestABubblesTimersCrashNoDetector(t *testing.T) {
+func TestTimersOfABubbleDoNotCrashTheRaceDetector(t *testing.T) {
 	synctest.Test(t, func(*testing.T) {
 		var pollers sync.WaitGroup
 		for range 8 {
@@ -30,7 +30,7 @@ func TestABubblesTimersCrashNoDetector(t *testing.T) {
 	})
 }
 
-// recorded is a test that remembers how it ended.
+// recorded is a testing.TB that records whether a test was skipped.
 type recorded struct {
 	testing.TB
 	how string

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-/* Should the main thread wait for such a thread, the process is aborted after all. */
+/* Seconds that a thread sleeps before it aborts the process after all, in case the main thread waits for it. */
 #define LONGEST_END_S 30
 
 typedef void (*handler)(void);
@@ -13,7 +13,7 @@ typedef void (*handler)(void);
 static pthread_t main_thread;
 static handler before;
 
-static void stand_still(void) {
+static void sleep_until_exit(void) {
   if (!pthread_equal(pthread_self(), main_thread))
     for (unsigned int left = LONGEST_END_S; left > 0;)
       left = sleep(left);
@@ -29,7 +29,7 @@ PyObject *stop_threads_that_come_back(PyObject *module, PyObject *nothing) {
       library == NULL ? NULL : (handler(*)(handler))dlsym(library, "_ZSt13set_terminatePFvvE");
   if (set_terminate != NULL && before == NULL) {
     main_thread = pthread_self();
-    before = set_terminate(stand_still);
+    before = set_terminate(sleep_until_exit);
   }
   Py_RETURN_NONE;
 }

@@ -6,7 +6,7 @@ static volatile int forked = 0;
 
 static void in_child(void) { forked = 1; }
 
-/* Registered when the library is loaded: a process that loads it after it was forked is fine. */
+/* Registered when the library is loaded, so a process that loads it only after its fork may use it. */
 int tft_fork_guard_install(void) {
   static int installed = 0;
   if (!installed && pthread_atfork(NULL, NULL, in_child) != 0) {

@@ -1,8 +1,8 @@
-/* torchft.process_group.isolated._native: what is done at every operation of an isolated group, at both ends of a wire.
+/* torchft.process_group.isolated._native: the part of an isolated group that runs for each operation, at both ends.
  *
- * Between two operations other processes use the processor, so that Python starts with cold caches each time, and runs at
- * a fraction of its speed: what is here costs a tenth. It is a library of its own, because the worker must not load Go.
- * What travels is described in protocol.py, which is in charge of all that is not an ordinary operation. */
+ * Other processes use the processor between two operations. Python code then starts with cold caches each time, and
+ * takes about ten times as long as this code. It is a separate library, because the worker must not load Go.
+ * protocol.py describes the messages, and handles all of them but those of ordinary operations. */
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -20,7 +20,7 @@
 #include <emmintrin.h>
 #endif
 
-/* Where there are no isolated groups the module is imported all the same. */
+/* The module can be imported on systems without isolated groups, too. */
 #ifndef MSG_CMSG_CLOEXEC
 #define MSG_CMSG_CLOEXEC 0
 #endif
@@ -42,13 +42,13 @@ typedef struct __attribute__((packed)) {
 
 enum { ANSWER_DONE = 1 };
 
-#define LONGEST (1 << 15)         /* messages.py: what is longer travels as memory */
+#define LONGEST (1 << 15)         /* bytes; messages.py passes longer messages as a file descriptor of memory */
 #define ANSWERS_AT_ONCE (1 << 14) /* bytes */
 #define DESCRIPTORS 4
-#define RELEASE_ABOVE (1 << 16) /* bytes: a copy of more takes longer than to let other threads of Python run */
+#define RELEASE_ABOVE (1 << 16) /* bytes: a larger copy takes longer than to release the GIL, so it does that */
 
 #define CACHE_LINE 64
-#define STREAM_ABOVE (1 << 21) /* bytes: more than a core has cache of its own */
+#define STREAM_ABOVE (1 << 21) /* bytes: more than the cache of a single core */
 
 static int64_t milliseconds(void) {
   struct timespec now;
@@ -73,9 +73,10 @@ static int integers(PyObject *const *args, Py_ssize_t given, Py_ssize_t wanted, 
   return 0;
 }
 
-/* Writes past the caches: what is copied is too large to be found there again, and a store that goes through them reads
- * its line from memory first. All ranks of a host copy at the same time, and memory is what they wait for. memcpy does
- * so from a size on that it takes from all caches of the machine: 288 MB on an EPYC, of which a virtual machine has few. */
+/* Copies with stores that bypass the caches. The data is too large to remain in them, and an ordinary store first reads
+ * its cache line from memory, while all ranks of a host copy at the same time and are limited by memory bandwidth.
+ * memcpy does the same, but only above a size that it derives from all caches of the machine: 288 MB on an EPYC, of
+ * which a virtual machine has only a small part. */
 static void copy_streaming(char *to, const char *source, size_t size) {
 #ifdef __SSE2__
   const size_t unaligned = -(uintptr_t)to % CACHE_LINE;
@@ -84,7 +85,7 @@ static void copy_streaming(char *to, const char *source, size_t size) {
   for (; size >= CACHE_LINE; to += CACHE_LINE, source += CACHE_LINE, size -= CACHE_LINE) {
     const __m128i *from = (const __m128i *)source;
     __m128i *into = (__m128i *)to;
-    _mm_prefetch(source + 16 * CACHE_LINE, _MM_HINT_NTA); /* what lies behind the end does no harm */
+    _mm_prefetch(source + 16 * CACHE_LINE, _MM_HINT_NTA); /* a prefetch beyond the end is harmless */
     const __m128i a = _mm_loadu_si128(from), b = _mm_loadu_si128(from + 1);
     const __m128i c = _mm_loadu_si128(from + 2), d = _mm_loadu_si128(from + 3);
     _mm_stream_si128(into, a);
@@ -97,7 +98,7 @@ static void copy_streaming(char *to, const char *source, size_t size) {
   memcpy(to, source, size);
 }
 
-/* copy(to, source, size): addresses of memory that does not overlap; neither may end before `size` bytes. */
+/* copy(to, source, size): copies `size` bytes between two addresses. The two ranges must not overlap. */
 static PyObject *copy(PyObject *module, PyObject *const *args, Py_ssize_t n) {
   int64_t v[3];
   if (integers(args, n, 3, v, "copy(to, source, size)") < 0)
@@ -117,7 +118,8 @@ static PyObject *copy(PyObject *module, PyObject *const *args, Py_ssize_t n) {
   Py_RETURN_NONE;
 }
 
-/* send(socket, kind, operation, *parts): False when the other end does not read; longer ones are for messages.py. */
+/* send(socket, kind, operation, *parts): sends at most LONGEST bytes; messages.py sends longer messages. Returns False if
+ * the socket is full, because the other end does not read. */
 static PyObject *send_request(PyObject *module, PyObject *const *args, Py_ssize_t n) {
   int64_t v[3];
   if (n < 3)
@@ -150,8 +152,8 @@ static PyObject *send_request(PyObject *module, PyObject *const *args, Py_ssize_
   }
 }
 
-/* read(answers, wake, milliseconds): the number of the operation when what came is the answer of one that is done; else
- * the bytes that came, b"" from a worker that has ended; None when nothing came, or `wake` did. */
+/* read(answers, wake, milliseconds): waits for an answer. Returns the operation's number if the answer says that it is
+ * done, else the bytes of the answer; b"" if the worker has ended; None if the time is over or `wake` was set. */
 static PyObject *read_answers(PyObject *module, PyObject *const *args, Py_ssize_t n) {
   int64_t v[3];
   if (integers(args, n, 3, v, "read(answers, wake, milliseconds)") < 0)
@@ -186,7 +188,7 @@ static PyObject *read_answers(PyObject *module, PyObject *const *args, Py_ssize_
     if (!ready[0].revents) {
       uint64_t times;
       if (read(ready[1].fd, &times, sizeof times) < 0) {
-        /* somebody else's wake has been taken along */
+        /* another thread has already read `wake` */
       }
       Py_RETURN_NONE;
     }
@@ -197,8 +199,8 @@ static PyObject *read_answers(PyObject *module, PyObject *const *args, Py_ssize_
   }
 }
 
-/* receive(socket): (kind, operation, rest, descriptors) of the next request; rest is None when the other end is closed. A
- * message of less than a head (see messages.py) comes as its `rest`, with the kind 0. */
+/* receive(socket): returns (kind, operation, rest, descriptors) of the next request; `rest` is None if the other end is
+ * closed. A message that is shorter than a head (see messages.py) is returned as `rest`, with the kind 0. */
 static PyObject *receive_request(PyObject *module, PyObject *socket) {
   const long fd = PyLong_AsLong(socket);
   if (fd == -1 && PyErr_Occurred())
@@ -255,8 +257,8 @@ static PyObject *receive_request(PyObject *module, PyObject *socket) {
                        descriptors);
 }
 
-/* Python makes its state of a thread of a C++ library for every call, with a piece of fresh memory from the system, and
- * frees all of it at the end of the call. Counted once more, the state stays until the thread ends. */
+/* When a thread of a C++ library calls Python, Python allocates a thread state from the system, and frees it at the end
+ * of the call. An additional reference keeps this state until the thread ends. */
 static void keep_thread_state(void) {
   static __thread int kept = 0;
   if (!kept) {
@@ -265,7 +267,7 @@ static void keep_thread_state(void) {
   }
 }
 
-/* The callback of `answer_when_done`: as little as possible, a trainer waits for it. */
+/* The callback of `answer_when_done`. It does as little as possible, because a trainer waits for it. */
 static PyObject *done(PyObject *call, PyObject *future) {
   keep_thread_state();
   PyObject *in_flight = PyTuple_GetItem(call, 2), *operation = PyTuple_GetItem(call, 1);
@@ -283,7 +285,7 @@ static PyObject *done(PyObject *call, PyObject *future) {
     failed = errno;
     Py_END_ALLOW_THREADS
     if (written < 0 && failed == EPIPE)
-      _exit(0); /* nobody is interested any more */
+      _exit(0); /* the trainer has ended, so nobody reads the answer */
     if (written < 0) {
       errno = failed;
       PyErr_SetFromErrno(PyExc_OSError);
@@ -308,8 +310,8 @@ static PyObject *done(PyObject *call, PyObject *future) {
 
 static PyMethodDef done_method = {"done", done, METH_O, NULL};
 
-/* answer_when_done(future, answers, operation, in_flight, failed): when the future has a value, writes the answer to
- * `answers`; when it has an error, calls failed(operation, error). Then in_flight, a dict, loses the operation. */
+/* answer_when_done(future, answers, operation, in_flight, failed): once the future has a value, writes the answer to
+ * `answers`; if it has an error, calls failed(operation, error). Then removes the operation from the dict `in_flight`. */
 static PyObject *answer_when_done(PyObject *module, PyObject *const *args, Py_ssize_t n) {
   if (n != 5)
     return wrong_arguments("answer_when_done(future, answers, operation, in_flight, failed)"), NULL;

@@ -1,6 +1,6 @@
-/* Memory of Python's that Go reads or writes while Python goes on. Nothing is touched here: addresses and lengths cross,
- * and the caller keeps the objects behind them alive until Go says that it is done with them. (A buffer object would
- * do that by itself, but it is not part of the limited API of 3.10.) */
+/* Python's memory that Go reads or writes while Python continues. Only addresses and lengths are passed to Go; the
+ * caller keeps the objects that own the memory alive until Go reports that it no longer uses it. (A buffer object would
+ * keep them alive by itself, but it is not part of the limited API of 3.10.) */
 #include "torchft.h"
 
 #include <stdlib.h>
@@ -8,7 +8,8 @@
 
 extern int64_t tft_register_memory(int64_t *pairs, int64_t count, char **error); /* go/native/memory.go */
 
-/* register_memory(pairs): pairs are the int64 addresses and lengths of regions, in this machine's byte order; returns a handle. */
+/* register_memory(pairs): registers regions of memory, and returns a handle. `pairs` are bytes: the address and the length
+ * of each region as int64, in this machine's byte order. */
 PyObject *tft_register_memory_args(PyObject *module, PyObject *args) {
   if (tft_forked())
     return tft_raise_forked();

@@ -1,7 +1,7 @@
-/* Requests that are made at every step. A thread of Python's that calls into Go leaves one of Go's processors "in a
- * system call", and Go's monitor thread wakes up every 20 microseconds for milliseconds to look at it: that costs more
- * than the request. So these go through a pipe that a goroutine reads, and their results come back by a call from Go to
- * C. What does not change from one request to the next was prepared before, by a call of the ordinary kind. */
+/* Requests that are made at every step. After a Python thread has called into Go, Go counts one of its processors as
+ * "in a system call", and its monitor thread checks on it every 20 microseconds for some milliseconds. That costs more
+ * than the request. So these requests go through a pipe that a goroutine reads, and their results come back by a call
+ * from Go to C. An ordinary call has prepared beforehand what is the same in all requests. */
 #include "event.h"
 #include "torchft.h"
 
@@ -12,10 +12,10 @@
 
 #define NUMBERS 3
 
-/* What travels through the pipe; a write of less than PIPE_BUF bytes is never torn. go/native/posts.go knows it too. */
+/* A message in the pipe. A write of less than PIPE_BUF bytes is atomic. go/native/posts.go reads the same layout. */
 typedef struct {
   int64_t call;     /* address of a tft_call */
-  int64_t prepared; /* handle of what to call; 0: give the call up */
+  int64_t prepared; /* handle of the prepared request; 0: cancel the call */
   int64_t numbers[NUMBERS];
 } message;
 
@@ -62,7 +62,7 @@ static void release(tft_call *call) {
   free(call);
 }
 
-/* In a forked child the call is the parent's, and a thread that does not exist here may hold its mutex. */
+/* In a forked child the call belongs to the parent, and its mutex may be held by a thread that the child lacks. */
 static void release_capsule(PyObject *capsule) {
   if (!tft_forked())
     release(PyCapsule_GetPointer(capsule, NAME));
@@ -120,14 +120,14 @@ PyObject *tft_post(PyObject *module, PyObject *args) {
   m.call = (int64_t)(intptr_t)call;
   call->owners = 2;
   if (send_message(&m) < 0) {
-    call->owners = 1; /* Go never heard of it */
+    call->owners = 1; /* Go has not received it */
     Py_DECREF(capsule);
     return NULL;
   }
   return capsule;
 }
 
-/* collect(call): wait for the result, which is handed out once; Ctrl-C gives the call up. */
+/* collect(call): wait for the result, which is returned only once; Ctrl-C cancels the call. */
 PyObject *tft_collect(PyObject *module, PyObject *args) {
   if (tft_forked())
     return tft_raise_forked();

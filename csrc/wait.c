@@ -1,9 +1,9 @@
 /* Calls that can wait. The Go side starts an operation and hands out its number; here the calling thread
  * waits for it in slices without the GIL, looks for signals in between, and cancels it when a signal
  * handler raises (Ctrl-C: KeyboardInterrupt). Start, wait and result are one call from Python's point of
- * view, so no signal can come between them and leave an operation behind. The GIL is given away here and not in
- * Go: a daemon thread that wants it back while the interpreter exits ends there and then, and unwinding it
- * must not meet a Go frame. */
+ * view, so no signal can come between them and leave an operation behind. The GIL is released here and not in
+ * Go: a daemon thread that requests it while the interpreter exits is unwound at once, and its stack must not
+ * contain a Go frame then. */
 #include "event.h"
 #include "torchft.h"
 
@@ -15,8 +15,8 @@
 #include <unistd.h>
 #endif
 
-/* Ctrl-C must end a wait within 50 ms; half of it leaves room for the thread to be scheduled. Only the main thread
- * handles signals: the others need not wake up for them. */
+/* Ctrl-C must end a wait within 50 ms. Half of that leaves time for the thread to be scheduled. Only the main thread
+ * handles signals, so the others need not wake up for them. */
 #define MAIN_SLICE_MS 25
 #define SLICE_MS 1000
 
@@ -53,7 +53,8 @@ PyObject *tft_result(int state, int64_t number, char *text, int64_t length) {
   return value;
 }
 
-/* Takes the result; while there is none, waits for the event, which the operation's end sets, and looks for signals. */
+/* Returns the result. Until there is one, waits for the event that the operation sets when it ends, and handles
+ * signals. */
 static PyObject *take(int64_t op, tft_event *event) {
   int64_t number = 0, length = 0;
   char *text = NULL;
@@ -74,8 +75,8 @@ static PyObject *take(int64_t op, tft_event *event) {
   }
 }
 
-/* The event is not on the stack: a daemon thread that ends in take, because the interpreter exits, takes its stack along,
- * and the operation would set the event there. As it is, the event stays until the process ends. */
+/* The event is not on the stack, because a daemon thread may be ended in `take` when the interpreter exits. Its stack
+ * is then freed, while the operation may still set the event. The event on the heap remains until the process ends. */
 static PyObject *wait_for(int64_t op) {
   tft_event *event = malloc(sizeof *event);
   if (event == NULL) {
@@ -83,7 +84,7 @@ static PyObject *wait_for(int64_t op) {
     return PyErr_NoMemory();
   }
   tft_event_init(event);
-  PyObject *value = take(op, event); /* from here on the operation does not know the event any more */
+  PyObject *value = take(op, event); /* now the operation no longer refers to the event */
   tft_event_destroy(event);
   free(event);
   return value;

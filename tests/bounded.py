@@ -1,8 +1,9 @@
-"""A run of the tests that ends in time, in another order for each seed: `make test-all`. A pytest plugin.
+"""A pytest plugin for `make test-all`: the run ends in time, and each seed gives another order of the tests.
 
 SEED=N seeds `random` and PyTorch for each test, in any run. NIGHT_UNTIL=T, in seconds of time.monotonic(), leaves out
-what would not end until then: slow tests are first, so that they get the time, and begin with another one for each
-seed, as do the others. Those marked `slow(first=True)` run each time.
+each test that might not end by then. Slow tests run before the others, so that time is left for them; those marked
+`slow(first=True)` run first, in every run. The seed chooses with which test the slow ones begin, and with which the
+others.
 """
 
 from __future__ import annotations

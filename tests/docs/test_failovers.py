@@ -9,7 +9,7 @@ from documents import ROOT
 TABLE = (ROOT / "go" / "quorum" / "testdata" / "failovers.md").read_text()
 
 
-def test_the_table_of_failovers_is_what_the_rule_says() -> None:
+def test_the_operating_guide_has_the_generated_table() -> None:
     assert TABLE in (ROOT / "docs" / "operating.md").read_text()
 
 

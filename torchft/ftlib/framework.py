@@ -136,5 +136,5 @@ class ProcessGroupFramework(Framework):
 
 
 def _reconfigures_itself(pg: ProcessGroup) -> bool:
-    """Whether it wraps a process group that has no ``configure``."""
+    """Whether ``configure`` is not needed, because the innermost group has a ``reconfigure`` of its own."""
     return isinstance(pg, ProcessGroupWrapper) and pg._reconfigures_itself()

@@ -1,4 +1,4 @@
-"""The extras of torchft's wrappers, for a Manager and for a stand-in."""
+"""What torchft's wrappers use of a Manager besides its public interface; a stand-in for a Manager may lack it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchft._manager.extras import OwnExtras
 from torchft.manager import Manager
 
 
-def test_a_managers_own(fixture: Fixture) -> None:
+def test_the_extras_of_a_manager(fixture: Fixture) -> None:
     manager = fixture.manager(replay_failed_step=True)
     extras = extras_of(manager)
     assert not extras.had_quorum and not extras.adds_gradients
@@ -28,13 +28,13 @@ def test_a_managers_own(fixture: Fixture) -> None:
     fixture.pg.share_buffer.assert_called_once_with(buffer)
 
 
-def test_all_of_them_are_a_managers_own() -> None:
+def test_a_manager_implements_all_extras() -> None:
     assert {name for name in vars(Extras) if not name.startswith("_")} <= vars(OwnExtras).keys()
 
 
-@pytest.mark.parametrize("double", [object(), MagicMock(), create_autospec(Manager, instance=True)])
-def test_those_of_a_double(double: object) -> None:
-    extras = extras_of(double)
+@pytest.mark.parametrize("stand_in", [object(), MagicMock(), create_autospec(Manager, instance=True)])
+def test_the_extras_of_a_stand_in(stand_in: object) -> None:
+    extras = extras_of(stand_in)
     assert extras.had_quorum and not extras.adds_gradients
     extras.refuse_replay("it cannot be done again")
     extras.register_gradients(list)
@@ -44,7 +44,7 @@ def test_those_of_a_double(double: object) -> None:
     extras.counted("nonfinite_syncs")
 
 
-def test_a_stand_in_may_tell_its_quorum() -> None:
+def test_a_stand_in_with_a_quorum_id() -> None:
     stand_in = SimpleNamespace(_quorum_id=-1)
     extras = extras_of(stand_in)
     assert not extras.had_quorum

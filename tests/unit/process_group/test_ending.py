@@ -40,7 +40,7 @@ for call in (lambda: store.wait(["never"], SOON), lambda: waits.wait(timedelta(s
 
 class Last:
     def __init__(self):
-        self.kept = store, pairs, works  # until it is over
+        self.kept = store, pairs, works  # kept alive until the process ends
 
     def __del__(self, sleep=time.sleep, write=sys.stdout.write, flush=sys.stdout.flush):
         sleep(3)
@@ -64,6 +64,6 @@ import torchft.process_group
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="names libstdc++ as Linux does")
-def test_the_main_thread_aborts_as_ever() -> None:
+def test_the_main_thread_still_aborts() -> None:
     done = run_python(_ABORTS)
     assert done.returncode == -6 and "terminate called" in done.stderr, done.stderr

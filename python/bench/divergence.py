@@ -1,8 +1,8 @@
 """The cost of comparing weights and optimizer state among the groups, in a step without faults.
 
-Two replica groups as processes, Gloo, one rank each, no compute. A job that compares and a job that does not run by
-turns. The figures are means of a turn, not medians: only each tenth step sends digests, and only the first step of a
-sweep (torchft/_manager/divergence.py) lists the tensors. Processor time is that of all threads of a rank.
+Two replica groups as processes, Gloo, one rank each, no compute. A job with the comparison and one without take turns.
+The figures are means over a turn, not medians: only each tenth step sends digests, and only the first step of a sweep
+(torchft/_manager/divergence.py) lists the tensors. Processor time is that of all threads of a rank.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def measure(side: Side, elastic: bool, kills: int) -> Run:
         children = [_start(job, side, number) for number in range(GROUPS)]
         job.wait(lambda: all(child.of("imported") for child in children), START_TIMEOUT_S, "PyTorch is imported")
         for child in children:
-            _live(child, address, elastic, go)
+            _train(child, address, elastic, go)
         job.wait(lambda: all(child.of("manager") for child in children), START_TIMEOUT_S, "all are there")
         go.touch()
         first, *others = children
@@ -81,7 +81,7 @@ def measure(side: Side, elastic: bool, kills: int) -> Run:
             last = first.of("step")[-1]
             killed_at.append(last["samples"])
             _reaches(job, first, last["step"] + AWAY)
-            _live(victim, address, elastic, go)
+            _train(victim, address, elastic, go)
         job.wait(lambda: first.of("ended"), WAIT_S, "the end")
         for child in others:
             child.expected_to_live = False
@@ -94,8 +94,8 @@ def _start(job: Job, side: Side, number: int) -> Child:
     return job.python(f"{side.name}-{number}", WORKER, path=side.path, env=env)
 
 
-def _live(child: Child, address: str, elastic: bool, go: Path) -> None:
-    child.send(do="live", lighthouse=address, elastic=elastic, go=str(go))
+def _train(child: Child, address: str, elastic: bool, go: Path) -> None:
+    child.send(do="start", lighthouse=address, elastic=elastic, go=str(go))
 
 
 def _tell(job: Job, child: Child, **command: Any) -> None:

@@ -46,24 +46,24 @@ def main() -> None:
     with contextlib.suppress(ImportError):  # upstream does not have it
         importlib.import_module("torchft.data.loader")
     emit("imported")
-    life = 0
+    child = 0
     for line in sys.stdin:  # read on this thread only: a fork would copy the lock of stdin
         command = json.loads(line)
         do = command["do"]
-        if do == "live":
-            life = os.fork()
-            if life == 0:
+        if do == "start":
+            child = os.fork()
+            if child == 0:
                 ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-                live(data, **command)
+                train(data, **command)
         elif do == "kill":
-            os.kill(life, signal.SIGKILL)
-            os.waitpid(life, 0)
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
             emit(do)
         elif do == "wait":
-            emit(do, status=os.waitpid(life, 0)[1])
+            emit(do, status=os.waitpid(child, 0)[1])
 
 
-def live(data: TensorDataset, do: str, lighthouse: str, elastic: bool, go: str) -> None:
+def train(data: TensorDataset, do: str, lighthouse: str, elastic: bool, go: str) -> None:
     """Train to the end of the job, beginning when the file `go` exists."""
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=str(store.port), RANK="0", WORLD_SIZE="1")
@@ -104,7 +104,7 @@ def live(data: TensorDataset, do: str, lighthouse: str, elastic: bool, go: str) 
 
 
 def _once(manager: Any, model: nn.Module, optimizer: Any, data: TensorDataset) -> Any:
-    """Use an ElasticDataLoader. Yield the samples in the weights after each step, and the participating groups."""
+    """Train with an ElasticDataLoader. Yield, per committed step, the samples so far and the participating groups."""
     from torchft.data import ElasticDataLoader
 
     loader = ElasticDataLoader(
@@ -122,7 +122,7 @@ def _once(manager: Any, model: nn.Module, optimizer: Any, data: TensorDataset) -
 
 
 def _in_shards(manager: Any, model: nn.Module, optimizer: Any, data: TensorDataset) -> Any:
-    """Use a shard per group, as upstream's examples do; the shard of a missing group is not read."""
+    """Train with a shard per group, as upstream's examples do; the shard of a missing group is not read."""
     sampler = torchft.DistributedSampler(data, GROUP, GROUPS, group_rank=0, num_replicas=1, shuffle=True, seed=0)
     batches = _for_ever(DataLoader(data, OF_A_GROUP, sampler=sampler), sampler)
     samples = 0

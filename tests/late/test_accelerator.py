@@ -1,4 +1,4 @@
-"""Operations of a group on a device: their deadlines, what these keep alive, and errors that only the backend knows."""
+"""Operations of a group on a device: deadlines, how long tensors are kept, and errors that only the backend reports."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_was_reduced_is_free_long_before_the_deadline(group: Group, through
     assert live() <= before
 
 
-def test_timers_of_operations_that_are_over_do_not_pile_up(group: Group) -> None:
+def test_timers_of_finished_operations_are_removed(group: Group) -> None:
     timers = futures._TIMEOUT_MANAGER
     tensor = ones()
     for _ in range(2000):
@@ -176,7 +176,7 @@ def test_an_abort_while_an_operation_is_launched_is_known_to_its_wait(group: Gro
 
 
 def test_asking_for_an_error_does_not_wait_for_the_device(group: Group, late: ModuleType) -> None:
-    """Above all not for streams that do not belong to the group."""
+    """In particular it does not wait for streams that do not belong to the group."""
     group.set_timeout(timedelta(seconds=0.1))
     side = torch.Stream("late")
     answers: list[Exception | None] = []

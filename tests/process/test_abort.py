@@ -25,7 +25,7 @@ ANSWER_S = 60
 # The operation's own timeout is 600 s.
 EXIT_S = within(LEAVE_PYTHON_S)
 
-# An abort of the last three is that of the plain group that each wraps, which is the first one here.
+# The last three wrap the first one, and forward an abort to it.
 KINDS = [
     *("gloo", "isolated", "native", "managed"),
     *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("error_swallowing", "fake", "wrapper")),
@@ -144,8 +144,8 @@ def test_a_process_ends_at_once_with_an_operation_in_flight(ranks: Ranks, kind: 
         ranks.do([leaver], "leave", [{"drop": drop}])
         leaver.expected_to_live = False
         ranks.job.wait(lambda: leaver.returncode is not None, EXIT_S, "the process ends")
-        # A thread that waits in an operation of PyTorch's own group is ended by the interpreter inside of C++, which
-        # now and then takes that for a fault of the program.
+        # At its exit the interpreter ends a thread that waits in an operation of PyTorch's own group. Its stack has C++
+        # frames, and C++ sometimes aborts the process then.
         assert leaver.returncode in ((0, -signal.SIGABRT) if kind == "native" else (0,)), ranks.job.report()
         print(f"{kind}: the process ended after {time.monotonic() - began:.2f} s")
     finally:

@@ -75,7 +75,7 @@ def test_a_linter_that_is_not_installed_is_a_failure(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_go_tests_that_need_a_network_namespace_are_told_of(status: int, venv: Path, tmp_path: Path) -> None:
+def test_go_tests_that_lack_a_network_namespace_are_listed(status: int, venv: Path, tmp_path: Path) -> None:
     unshare = tmp_path / "unshare"
     unshare.write_text(f"#!/bin/sh\nexit {status}\n")
     unshare.chmod(0o755)
@@ -118,14 +118,14 @@ def test_a_long_subject_of_a_commit_is_a_failure(length: int, status: int, tmp_p
 @pytest.mark.parametrize(
     ("target", "running"),
     [
-        # slow: that of make minimal goes the same way
+        # slow: make minimal runs the same recipe with another example
         pytest.param("train", r"^group 0 .* training", marks=pytest.mark.slow, id="train"),
         pytest.param("minimal", r"^group 0 .* starting", id="minimal"),
     ],
 )
 def test_ctrl_c_ends_everything(target: str, running: str, venv: Path, tmp_path: Path) -> None:
     log = tmp_path / "output"
-    # -o: the build is up to date already.
+    # With -o, make takes the build as up to date.
     command = ["make", f"VENV={venv}", "-o", str(venv / "with-train"), "-o", LIBRARY, target]
     env = {"PYTHONPATH": str(ours_path()), "XDG_RUNTIME_DIR": str(tmp_path), "TMPDIR": str(tmp_path), "MAKEFLAGS": ""}
     make = process_tree.start(command, log, env, cwd=ROOT)

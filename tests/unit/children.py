@@ -23,7 +23,7 @@ def run_python(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a script as `python SCRIPT ARGS` does, with the torchft of this process and `env` besides.
 
-    One that is about how Python starts or ends is started by itself.
+    With `by_itself` it is a new Python process, for tests of how Python starts or ends; else it is forked.
     """
     full = processes.child_environment(processes.ours_path(), env)
     with tempfile.TemporaryDirectory() as folder:

@@ -50,9 +50,9 @@ class Collectives:
 
     Args:
         abort: aborts the process group.
-        report: is called with the error of a failed collective, and this object.
+        report: called with the error of a failed collective and with this object.
         backlog: keeps the collectives that the backend has not ended after an abort.
-        place: has the timeout of a collective, and the step of the rank.
+        place: holds the rank's current step, and the timeout of its collectives.
         logger: of the Manager.
 
     Attributes:

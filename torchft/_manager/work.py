@@ -143,8 +143,9 @@ class _ManagedWork(dist._Work):
         return time.monotonic() < deadline
 
     def ended(self) -> bool:
-        """Whether the backend has ended the collective, so that it occupies no thread: after an abort its waits end
-        earlier (:meth:`over`), and so may what it writes (:meth:`drain`).
+        """Whether the backend has ended the collective, so that it occupies no thread.
+
+        After an abort, its waits may end earlier (:meth:`over`), and it may stop writing earlier (:meth:`drain`).
         """
         return bool(self._work.ended() if self._kind.drains else self._work.is_completed())  # type: ignore[attr-defined]
 

@@ -24,16 +24,15 @@ def ft_init_device_mesh(
 ) -> DeviceMesh:
     """A mesh for HSDP (`fully_shard`) whose number of replica groups changes.
 
-    The other dimensions are those of one replica group, which is what torch.distributed has been
-    initialised for. Along `replicate_dim` the mesh has one entry, this replica group; its process group
-    is a `ManagedProcessGroup`, whose size is the number of participants and whose allreduce is the
-    manager's.
+    The world of torch.distributed is this replica group, and all dimensions but one divide its ranks. The mesh has a
+    single entry along `replicate_dim`. The process group of that dimension is a `ManagedProcessGroup`: its size is the
+    number of participating groups, and its allreduce is the Manager's.
 
     Args:
         device_type: such as "cuda".
         mesh_shape: the size of every dimension; that of `replicate_dim` is not used.
         mesh_dim_names: a name for every dimension.
-        replicate_dim: the index of the dimension that the manager looks after.
+        replicate_dim: the index of the dimension whose entries are the replica groups.
         manager: of this replica group.
 
     Raises:
@@ -66,7 +65,8 @@ def ft_init_device_mesh(
 class _Ranks(List[int]):
     """The ranks of a group whose size changes: as many as it has now.
 
-    Older releases of PyTorch (2.7) find the group of a mesh by its tag, and want as many ranks as it has.
+    Older releases of PyTorch (2.7) look up the group of a mesh dimension by its tag and a list of its ranks, whose
+    length must be the size of the group.
     """
 
     def __init__(self, ranks: List[int], group: BaseProcessGroup) -> None:

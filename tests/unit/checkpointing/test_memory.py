@@ -44,7 +44,7 @@ def test_the_smallest_limit_counts(tmp_path: Path, v2: dict[str, str], v1: dict[
     assert available_memory(tmp_path / "proc", tmp_path / "cgroup") == want
 
 
-def test_here() -> None:
+def test_this_machine_has_available_memory() -> None:
     free = available_memory()
     assert free is not None and free > 1 << 20
 

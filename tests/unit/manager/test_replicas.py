@@ -64,7 +64,7 @@ class Group:
         self.optimizer.load_state_dict(copy.deepcopy(source.optimizer.state_dict()))
         self.healing = True  # in the next step
 
-    def told(self) -> list[tuple[int, list[str], list[str], bool]]:
+    def reported(self) -> list[tuple[int, list[str], list[str], bool]]:
         """Returns and clears the steps, groups and tensors of the reported differences."""
         calls = [call.args[1:] for call in self.logger.divergence_event.call_args_list]
         self.logger.divergence_event.reset_mock()
@@ -85,7 +85,7 @@ class Job:
         )
 
     def step(self) -> None:
-        """All groups that are not told to heal commit it."""
+        """Each group commits it unless the comparison makes it heal."""
         tables = [table for group in self.groups for table in self.begin(group)]
         if tables:
             total = torch.stack(tables).sum(0)
@@ -147,21 +147,21 @@ def test_flipped_bits_are_found_named_and_healed(flips: int) -> None:
         group = choose.choice(job.groups)
         name, tensor = choose.choice(sorted(group.tensors().items(), key=lambda item: item[0]))
         flipped_at = job.number
-        # A number of steps that is negative, or none, stops the optimizer itself
+        # Of Adam's step count only low bits flip: with a negative count, or NaN, the optimizer itself fails
         flip(tensor, choose.randrange(23 if name.endswith(": step") else 32 * tensor.numel()))
         assert not job.equal()
-        told: list[Any] = []
+        reported: list[Any] = []
         for _ in range(within):
             job.step()
-            told = [told for each in job.groups for told in each.told()]
-            if told:
+            reported = [reported for each in job.groups for reported in each.reported()]
+            if reported:
                 break
-        if not told:  # the optimizer's rounding undid it before its turn came
+        if not reported:  # the optimizer's rounding undid the flip before this tensor was digested
             assert job.equal(), f"flip {number} of {name}"
             reverted += 1
             continue
-        assert len(told) == GROUPS  # by all groups
-        for step, groups, tensors, certain in told:
+        assert len(reported) == GROUPS  # by all groups
+        for step, groups, tensors, certain in reported:
             assert groups == [f"group_{group.rank}"] and certain
             assert flipped_at <= step < flipped_at + sweep
             assert name.split(":")[0] in [each.split(":")[0] for names in tensors for each in names.split(", ")]
@@ -169,7 +169,7 @@ def test_flipped_bits_are_found_named_and_healed(flips: int) -> None:
         group.counted.reset_mock()
         assert job.equal()  # healed
         job.step()
-        assert not any(each.told() for each in job.groups)
+        assert not any(each.reported() for each in job.groups)
     assert reverted < flips / 10
 
 
@@ -182,7 +182,7 @@ def test_bits_of_two_groups_of_five() -> None:
     for _ in range(12):
         job.step()
     assert job.equal()
-    named = {group for _, groups, _, certain in job.groups[0].told() for group in groups if certain}
+    named = {group for _, groups, _, certain in job.groups[0].reported() for group in groups if certain}
     assert named == {"group_1", "group_3"}
 
 
@@ -191,7 +191,7 @@ def test_what_is_of_a_group_alone_is_not_compared() -> None:
     job = Job([Group(rank, 3) for rank in range(GROUPS)])
     for _ in range(12):
         job.step()
-    assert not any(group.told() for group in job.groups)
+    assert not any(group.reported() for group in job.groups)
 
 
 @pytest.mark.parametrize("setting", [None, 1, 250])
@@ -202,7 +202,7 @@ def test_the_length_of_a_sweep_is_kept(setting: Optional[int]) -> None:
         job.step()
     flip(job.groups[2].tensors()["2.weight"], 32 * 20 + 31)
     steps = 0
-    while not job.groups[0].told():
+    while not job.groups[0].reported():
         job.step()
         steps += 1
         assert steps <= sweep + 11
@@ -222,7 +222,7 @@ def test_a_checkpoint_is_loaded_in_all_groups() -> None:
     job.number = 7
     for _ in range(10):
         job.step()
-    assert not any(group.told() for group in job.groups)
+    assert not any(group.reported() for group in job.groups)
 
 
 def test_weights_that_a_heal_replaced_are_not_compared() -> None:
@@ -236,7 +236,7 @@ def test_weights_that_a_heal_replaced_are_not_compared() -> None:
     for _ in range(20):
         job.step()
     assert job.equal()
-    assert not any(group.told() for group in job.groups)
+    assert not any(group.reported() for group in job.groups)
 
 
 def test_an_error_costs_the_comparison_and_nothing_else() -> None:
@@ -252,21 +252,21 @@ def test_an_error_costs_the_comparison_and_nothing_else() -> None:
     flip(job.groups[2].tensors()["0.weight"], 3)
     for _ in range(6):
         job.step()
-    (told, *_) = job.groups[0].told()
-    assert told[1] == ["group_0", "group_2"] and not told[3]  # of two groups, it is unknown which is right
+    (reported, *_) = job.groups[0].reported()
+    assert reported[1] == ["group_0", "group_2"] and not reported[3]  # of two groups, it is unknown which is right
 
 
-def test_groups_with_other_tensors_are_told_of_once() -> None:
+def test_groups_with_other_tensors_are_reported_once() -> None:
     job = Job([Group(rank, 2) for rank in range(GROUPS)])
     job.groups[1].replicas.state.add_parameters(lambda: [("more", torch.zeros(3))])
     for _ in range(8):
         job.step()
     warned = [call.args[0] for call in job.groups[0].logger.warn.call_args_list]
     assert len(warned) == 1 and "group_1" in warned[0]
-    assert not any(group.told() for group in job.groups)
+    assert not any(group.reported() for group in job.groups)
 
 
-def test_a_step_that_is_lost_again_and_again_is_not_lost_for_ever() -> None:
+def test_a_group_without_a_source_votes_yes_after_three_failed_steps() -> None:
     """If no group commits, a group that differs has no source to heal from: after three attempts it trains on."""
     job = Job([Group(rank, 1) for rank in range(GROUPS)])
     for _ in range(3):
@@ -385,11 +385,11 @@ def test_of_dtensors_this_ranks_part_is_digested() -> None:
         dist.destroy_process_group()
 
 
-def test_handles_tell_how_weights_are_compared() -> None:
+def test_handles_announce_how_weights_are_compared() -> None:
     assert comparison_of('{"id": "a"}') == comparison_of("native") == comparison_of("{no json") == ""
     assert comparison_of('{"torchft_compares": 3}') == ""
-    told = announce_comparison('{"id": "a"}', "1/10")
-    assert comparison_of(told) == "1/10"
+    handle = announce_comparison('{"id": "a"}', "1/10")
+    assert comparison_of(handle) == "1/10"
     assert announce_comparison("another project's", "1/10") == "another project's"
     native = announce("a:native:handle with spaces", "loader-1234")
     assert comparison_of(native) == ""

@@ -26,7 +26,7 @@ from torchft.process_group.checked import CHECK_COLLECTIVES, Checker, describe, 
 
 
 def checked(wrappers: Sequence[str] | None = None) -> list[Any]:
-    """The groups of a test, as parameters of it."""
+    """The backends whose collectives are checked, as parameters of a fixture."""
     found = []
     for param in backends(alone=False, wrappers=wrappers):
         (backend,) = param.values
@@ -65,7 +65,7 @@ DIFFERENCES: dict[str, tuple[Call, Call, list[str]]] = {
         lambda group: group.broadcast([torch.ones(4)], rooted(0)),
         ["rank 0 calls allreduce(float32[4]; op SUM) at ", "rank 1 calls broadcast(float32[4]; root 0) at "],
     ),
-    "size": (  # ends the process in Gloo
+    "size": (  # unchecked, Gloo ends the process
         lambda group: group.allreduce([torch.ones(4)], ReduceOp.SUM),
         lambda group: group.allreduce([torch.ones(5)], ReduceOp.SUM),
         ["float32[4]", "float32[5]"],
@@ -142,7 +142,7 @@ def test_what_fits_passes(groups: list[ProcessGroup], store: TCPStore) -> None:
         connect(groups, store)
 
 
-def test_a_rank_that_stays_away_is_named(store: TCPStore) -> None:
+def test_a_rank_that_does_not_call_is_named(store: TCPStore) -> None:
     groups = [ProcessGroupGloo(timeout=timedelta(seconds=0.5)) for _ in range(3)]
     connect(groups, store)
     results = in_threads([lambda group=group: group.barrier().wait() for group in groups[:2]])

@@ -66,7 +66,7 @@ def test_nothing_spins_after_an_abort(store: TCPStore) -> None:
 
 
 @linux
-def test_an_epoll_that_tells_of_changes_only() -> None:
+def test_an_epoll_becomes_edge_triggered() -> None:
     reading, writing = os.pipe()
     with select.epoll() as epoll, open(reading, "rb"), open(writing, "wb"):
         assert watched(epoll.fileno()) == []

@@ -254,14 +254,14 @@ def test_saving_loading_and_pickling(late):
 # Errors
 
 
-def test_a_kernels_error_is_told_at_the_next_wait(late):
+def test_a_kernels_error_is_raised_at_the_next_wait(late):
     index = torch.tensor([7], device="late")
     torch.ones(3, device="late").gather(0, index)
     with pytest.raises(RuntimeError, match="failed asynchronously"):
         settle()
 
 
-def test_mistakes_in_arguments_are_told_at_launch(late):
+def test_mistakes_in_arguments_are_raised_at_launch(late):
     with pytest.raises(RuntimeError):
         torch.ones(3, device="late") @ torch.ones(4, device="late")
     with pytest.raises(RuntimeError, match="same device"):

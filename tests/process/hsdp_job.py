@@ -85,7 +85,7 @@ def flip_and_heal(shards: int, flip: int, **options: object) -> None:
 
     Args:
         shards: ranks of a group.
-        flip: the step before which it does.
+        flip: the step before which the bit is flipped.
         options: of all workers.
     """
     compare = 3

@@ -85,7 +85,7 @@ class Elastic:
         restore = ""
         if part.restored:
             restore = str(self.folder / f"{self.started}.checkpoint")
-            # Of a group of several ranks each has a part of the state: it is for groups of one.
+            # Only groups of a single rank are supported: one process then has the whole state of the loader.
             source = next(child for (child,) in self.living.values() if child.of("paused"))
             source.send(save=restore)
             self.job.wait(lambda: source.of("saved"), 30, "a checkpoint")
@@ -108,8 +108,8 @@ class Elastic:
                 "kind": self.kind,
                 "reproducible": int(self.reproducible),
                 "samples": self.samples,
-                # The weights of a group that joins later are not those of the job. At step 0 each rank takes over the
-                # weights of another group's.
+                # A group that joins later begins with other weights than the job has. At step 0, the ranks of a group
+                # may take over weights of different groups, so with several ranks the first groups begin equal.
                 "seed": self.started if self.killed or self.ranks == 1 else 0,
                 "log": self.folder / f"{self.started}-{rank}.log",
                 "weights": self.folder / f"{self.started}-{rank}.weights",
@@ -134,7 +134,7 @@ class Elastic:
                 child.expected_to_live = False
         self._send(orders, self.new)
         if len(self.new) < len(orders):
-            # Those of the last quorum wait for nobody who has not asked yet.
+            # A quorum of the previous members waits only for groups that have requested one already.
             self.job.wait(lambda: self._waiters() == len(self.new), 30, "new groups ask for a quorum")
             self._send(orders, [group for group in orders if group not in self.new])
         for group in list(mortal):

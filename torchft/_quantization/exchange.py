@@ -4,7 +4,8 @@ On a device (NCCL, XCCL) collectives are queued on a stream: both exchanges are 
 
 With Gloo the host waits for the first exchange before it starts the second one. A thread of its own does so, while the
 training thread may start other collectives. Gloo matches the collectives of the ranks by the order in which each rank
-starts them, and with two threads that order would be undefined. So the thread only sends and receives, with own tags.
+starts them, and with two threads that order would be undefined. So the thread only sends and receives, and has tags of
+its own.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def test_a_malicious_header_does_not_run(groups: list[Any], tmp_path: Any) -> No
     assert not (tmp_path / "proof").exists()
 
 
-def test_a_peer_that_speaks_otherwise(groups: list[Any]) -> None:
+def test_a_peer_with_another_protocol(groups: list[Any]) -> None:
     def speak() -> None:
         groups[0].send([torch.tensor([5, 6])], 1, 1).wait()
 

@@ -1,4 +1,4 @@
-"""Connections without a valid request take no places of others."""
+"""Connections without a valid request do not use up those that a checkpoint server accepts from peers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def strangers(port: int, says: bytes) -> Iterator[None]:
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "upstream"])
 @pytest.mark.parametrize("says", [b"", b"GET /checkpoint/1/full HTTP/1.1\r\n", b"GET / HTTP/1.1\r\n\r\n"])
-def test_they_hold_up_no_heal(
+def test_strangers_do_not_delay_a_heal(
     says: bytes, native: bool, monkeypatch: pytest.MonkeyPatch, make: Callable[[], HTTPTransport]
 ) -> None:
     if not native:
@@ -78,7 +78,7 @@ def test_they_hold_up_no_heal(
         assert len(source._server._strangers) <= source._server.max_strangers
 
 
-def test_they_hold_up_no_heal_where_there_is_a_token(
+def test_strangers_do_not_delay_a_heal_with_a_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[], HTTPTransport]
 ) -> None:
     (tmp_path / "token").write_text("s" * 40)

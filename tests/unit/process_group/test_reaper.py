@@ -42,8 +42,8 @@ def test_destroying_a_group_leaves_the_gil_to_its_threads() -> None:
     assert done.returncode == 0 and "done" in done.stdout, done.stderr
 
 
-def test_a_garbage_collection_may_call_it_anywhere() -> None:
-    """Also on a thread that is inside another call."""
+def test_the_garbage_collector_may_destroy_a_group_on_any_thread() -> None:
+    """Also on a thread that holds the reaper's lock."""
 
     def collect() -> None:
         with reaper._lock:

@@ -15,7 +15,7 @@ from torch import nn, optim
 
 from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
 from tests.integration.test_divergence import WITHIN, Flip, Training, names, run
-from tests.integration.test_divergence import told as told
+from tests.integration.test_divergence import reported as reported
 from torchft._manager import joining
 from torchft._manager.along import Heal
 from torchft.checkpointing import HTTPTransport
@@ -308,14 +308,14 @@ def test_an_error_of_the_group_that_heals_costs_one_quorum(cluster: Cluster, cap
     assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
 
 
-def test_a_group_that_differs_heals_along(told: list[Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_group_that_differs_heals_along(reported: list[Any], caplog: pytest.LogCaptureFixture) -> None:
     """One bit of one of three groups flips. The others find it, and train on while that group heals."""
     settings = {"on_divergence": "heal", "heal_along": True}
     training = Training([Flip(7, 1, 0, 20)], steps=7 + 12 * WITHIN, settings=settings)
     with caplog.at_level(logging.INFO):
         run(training)
     assert len(set(training.ended.values())) == 1
-    assert {(*names(record), record.certain) for record in told} == {("group_1", True)}
+    assert {(*names(record), record.certain) for record in reported} == {("group_1", True)}
     assert [r for r in caplog.records if "training along" in r.getMessage()]
     assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.integration.cluster import DEADLINE
 from tests.integration.test_divergence import GROUPS, WITHIN, Flip, Training, names, run
-from tests.integration.test_divergence import told as told
+from tests.integration.test_divergence import reported as reported
 from tests.late import load
 from tests.late.test_jobs import on_device
 
@@ -15,7 +15,7 @@ load()
 from tests.late.group import ProcessGroupLate  # noqa: E402
 
 
-def test_a_flipped_bit_on_a_device_is_found_and_healed(late: ModuleType, told: list[Any]) -> None:
+def test_a_flipped_bit_on_a_device_is_found_and_healed(late: ModuleType, reported: list[Any]) -> None:
     late.delays(7, 0, 500)
     training = Training(
         [Flip(7, 1, 0, 22)],
@@ -26,6 +26,6 @@ def test_a_flipped_bit_on_a_device_is_found_and_healed(late: ModuleType, told: l
     )
     run(training)
     assert len(set(training.ended.values())) == 1
-    assert len({record.replica_id for record in told}) == GROUPS
-    assert {(*names(record), record.certain) for record in told} == {("group_1", True)}
-    assert all(record.step <= 7 + WITHIN + 1 for record in told)
+    assert len({record.replica_id for record in reported}) == GROUPS
+    assert {(*names(record), record.certain) for record in reported} == {("group_1", True)}
+    assert all(record.step <= 7 + WITHIN + 1 for record in reported)

@@ -760,6 +760,7 @@ class Manager(Stateful, Stepping):
             self._logger.warn(f"{step.participants} groups take part, {self._min_replica_size} are needed")
         committed = self._server.vote(self._step, step.vote(self._min_replica_size), timeout)
         step.decided(committed)
+        self._transfers.decided(step, committed)
         self._transfers.end_serving(step)  # after this line the weights may change
         return committed
 

@@ -3,16 +3,21 @@
 The state of a group is its parameters, each with its state in the optimizer; a *piece* is a range of elements of one.
 A source gives a piece between two steps of its optimizer, marked with the step that follows: all gradients of earlier
 steps are in it, whichever group that is up to date gives it (sources.py). The target is in the quorum, so it has every
-averaged gradient. It applies the gradient of a step when the next quorum says that the step was committed, and keeps it
-until then. So its *current* pieces are those of one step, as the sources have them in that step:
+averaged gradient. It applies the gradient of a step once it knows that the step was committed: from the assigned source
+as soon as that has voted, or else from the next quorum, and until then it keeps the gradient. So its *current* pieces
+are those of one step, as the sources have them in that step:
 
-    step          7                    8                    8 again
+    step          7                    8                    8 again              9
     quorum says                        7 is committed       the first attempt failed
-    vote          keep gradient 7      apply 7, keep 8      drop 8, keep the new 8
+    vote          keep gradient 7      apply 7, keep 8      drop 8
+    source says                                             8 is committed
+                                                            apply 8
 
-A piece whose mark is the step that runs is put in place after the gradient of the step before is applied, and before
-the next one is. Any other one came too late, and is asked for again: in halves, since it may have taken longer than a
-step.
+The source may fail after it has said so, and the others may not have committed the step: then the next quorum has
+another step than the pieces, and all of them are asked for again.
+
+A piece whose mark is the step of the pieces in place is put in place with them. Any other one came too late, and is
+asked for again: in halves if it took longer than a step.
 """
 
 from __future__ import annotations
@@ -117,6 +122,8 @@ class Heal:
         self._marks = [-1] * len(pieces)
         self._kept: Optional[tuple[int, int]] = None  # step and quorum of the gradient that is kept
         self._kept_of: set[int] = set()  # parameters
+        self._ahead: Optional[tuple[int, int]] = None  # step and quorum of the gradient that a source let it apply
+        self._late = 0  # pieces in a row that came after the gradient of their step was applied
         self._fate = Fate.NONE
         self._restarts = 0
         self._idle_since: Optional[float] = None
@@ -137,13 +144,16 @@ class Heal:
         """
         before, self.step, self._quorum_id, self._together = self.step, step, quorum_id, together
         kept = self._kept
+        ahead, self._ahead = self._ahead, None
         if before is None:
+            return Fate.NONE
+        if ahead is not None and (step, committed_quorum_id) == (ahead[0] + 1, ahead[1]):
             return Fate.NONE
         if self._fate is Fate.APPLY:  # the last attempt ended without a vote
             fate = Fate.APPLY if step == before else Fate.MISSED
         elif kept is not None and kept[0] == step - 1 and kept[1] == committed_quorum_id:
             fate = Fate.APPLY
-        elif step == before:
+        elif step == before and ahead is None:
             fate = Fate.AGAIN if kept is not None else Fate.NONE
         else:
             fate = Fate.MISSED
@@ -164,6 +174,22 @@ class Heal:
         self._restarts += had
         if self._restarts > MAX_RESTARTS:
             self.abandon(f"a committed step was missed {self._restarts} times")
+
+    def committed(self) -> set[int]:
+        """The assigned source has committed the step whose gradient was kept last, and nothing was since: it is applied
+        now.
+
+        Returns:
+            the parameters that it is applied to: those with pieces in place.
+        """
+        assert self._kept is not None and self._in_place == self.step == self._kept[0]
+        self._ahead, self._kept = self._kept, None
+        self._in_place = self._ahead[0] + 1
+        return self._begun()
+
+    def _begun(self) -> set[int]:
+        """The parameters that have pieces in place."""
+        return {piece.parameter for piece, state in zip(self.pieces, self._states) if state is not _State.MISSING}
 
     @property
     def applies(self) -> bool:
@@ -194,9 +220,7 @@ class Heal:
             self._states[number] = _State.CURRENT
             self._marks[number] = mark
         self._shorten(slow)
-        todo.parameters = {
-            piece.parameter for piece, state in zip(self.pieces, self._states) if state is not _State.MISSING
-        }
+        todo.parameters = self._begun()
         self._fate = Fate.NONE
         self._kept = None
         if todo.before or self._moved or self.waits or self._idle_since is None:
@@ -222,8 +246,12 @@ class Heal:
         It is if it is of the same step as the other pieces, and the gradient that is applied next is kept for it.
         """
         if mark != self._in_place:
-            self._shorten([number])
+            # What was asked for shortly before a gradient is applied comes after it. Two in a row take too long.
+            self._late += 1
+            if self._in_place is None or mark < self._in_place - 1 or self._late > 1:
+                self._shorten([number])
             return False
+        self._late = 0
         if self._kept is not None and self.pieces[number].parameter not in self._kept_of:
             return False
         self._states[number] = _State.CURRENT
@@ -261,9 +289,14 @@ class Heal:
                 self._cut(number)
                 return Ask(Kind.PIECE, number)
         for number, state in enumerate(self._states):
-            if state is _State.CURRENT and number not in asked and self._marks[number] != self.step:
+            if state is _State.CURRENT and number not in asked and self._marks[number] < self._newest:
                 return Ask(Kind.DIGEST, number)
         return Ask(Kind.REST) if self.ends else None
+
+    @property
+    def _newest(self) -> int:
+        """The step of the pieces in place, or that of the quorum: digests are made of it or of later ones."""
+        return max(-1 if step is None else step for step in (self.step, self._in_place))
 
     def _cut(self, number: int) -> None:
         """Leaves so much of a missing piece as is asked for at once."""

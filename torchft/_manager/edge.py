@@ -230,6 +230,10 @@ class Transport:
         """Passed on to a transport that gives pieces."""
         self._transport.note_step(step, head)
 
+    def note_decision(self, step: int, quorum_id: int, committed: bool) -> None:
+        """Of a transport that gives pieces."""
+        self._transport.note_decision(step, quorum_id, committed)
+
     def offer_pieces(self, step: int, giver: Giver) -> None:
         """Passed on to a transport that gives pieces."""
         self._transport.offer_pieces(step, giver)

@@ -2,9 +2,11 @@
 
 What to ask for and what to do with it is decided in along.py; tracked.py does it to the tensors, and _pieces.py of
 checkpointing carries it. A thread of the target sends one request after the other. It also puts in place and compares
-what arrives, between two votes, so that the others do not wait. Before a vote the training thread applies a gradient,
-while the others step their optimizers. In the last step the other thread does that, too, because this group then steps
-its own optimizer after the vote. A forward or backward pass may run meanwhile: what it computes means nothing yet.
+what arrives, between two votes, so that the others do not wait. Before its vote the training thread asks the
+source whether that has committed the step, and applies the gradient while the others step their optimizers. If the
+source does not say so, the gradient is kept for the next quorum to tell; in the last step the other thread applies it
+then, because this group steps its own optimizer after the vote. A forward or backward pass may run meanwhile: what it
+computes means nothing yet.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -24,7 +27,7 @@ from torchft._manager.together import Progress, Ranks
 from torchft._manager.tracked import Parameters, Unfit
 from torchft.checkpointing._encoding import Encoded, decode, storage_bytes
 from torchft.checkpointing._http_client import Refused
-from torchft.checkpointing._pieces import Answer, Asker
+from torchft.checkpointing._pieces import DECISION, Answer, Asker
 from torchft.checkpointing._token import checkpoint_token
 from torchft.checkpointing.transport import CheckpointError, Unsendable
 
@@ -45,6 +48,10 @@ _REST = 64 << 20
 _TAKE_SEC = 0.01
 # Seconds that a target's step waits for the hyperparameters of the step before.
 _HEAD_SEC = 2.0
+# Seconds that a target waits for the source's decision on a step. The source votes when the target does.
+_DECISION_SEC = 1.0
+# Seconds that the thread that asks leaves the lock to another thread that waits for it, at most.
+_GIVE_WAY_SEC = 0.1
 
 ReadState = Callable[[], dict[str, Any]]
 Locate = Callable[[str], str]
@@ -160,6 +167,11 @@ class Along:
             self.stop()
         if plan.up_to_date and plan.num_up_to_date < plan.replica_world_size and self._can(plan):
             self._transport.note_step(plan.max_step, _head(self._optimizers))
+
+    def decided(self, plan: Plan, committed: bool) -> None:
+        """This group has decided on a step."""
+        if plan.up_to_date and plan.num_up_to_date < plan.replica_world_size and self._can(plan):
+            self._transport.note_decision(plan.max_step, plan.quorum_id, committed)
 
     def _can(self, plan: Plan) -> bool:
         return plan.max_step > 0 and plan.in_background and self._refuses() is None
@@ -299,13 +311,24 @@ class _Target:
         self._given: dict[int, tuple[str, bool]] = {}  # which source gave a piece, and whether as the assigned one
         self._askers: dict[str, Asker] = {}  # by source
         self._talks = ""  # the source of the request that runs
+        self._decider: Optional[tuple[str, Asker]] = None  # the assigned source, asked by the training thread
+        self._silent = ""  # an assigned source that did not say how it decided
         self._ended: Optional[int] = None  # the step whose state was complete
         self._over = False
+        self._gives_way = False  # another thread waits for the lock
         self._thread = threading.Thread(target=self._run, daemon=True, name="torchft_heal_along")
+
+    @contextmanager
+    def _soon(self) -> Iterator[None]:
+        """Takes the lock after what the thread that asks does now: that one would mostly get it again at once."""
+        self._gives_way = True
+        with self._cond:
+            self._gives_way = False
+            yield
 
     def quorum(self, plan: Plan, together: bool = True) -> None:
         """A quorum in which this group heals: see :meth:`Heal.quorum`."""
-        with self._cond:
+        with self._soon():
             before, self._plan = self._plan, plan
             assert plan.source is not None
             self.sources.quorum(plan.source.manager_address, plan.additional_sources[: self._additional])
@@ -348,6 +371,8 @@ class _Target:
             self._over = True
             self._cond.notify_all()
             self._abort()
+            if self._decider is not None:
+                self._decider[1].abort()
 
     def _abort(self) -> None:
         """Ends the request that runs."""
@@ -358,7 +383,7 @@ class _Target:
 
     def advance(self, reduced: bool) -> Optional[dict[str, Any]]:
         """Puts in place what has come; the state, once it is all here."""
-        with self._cond:
+        with self._soon():
             heal, parameters = self.heal, self._parameters
             assert heal.step is not None
             before = heal.step - 1
@@ -383,13 +408,47 @@ class _Target:
             while self._take_up() and time.monotonic() < until:
                 pass
             rest, self._rest = self._rest, None
-            if reduced and heal.abandoned is None:  # also when it is complete: another rank may vote against the step
-                self._kept = parameters.gradients(heal.keep(self._asked), self._kept)
-            if rest is not None and rest.value is not None and heal.done(rest.step):
+            keeps = reduced and heal.abandoned is None
+            kept = heal.keep(self._asked) if keeps else set()
+            ends = rest is not None and rest.value is not None and heal.done(rest.step)
+            if ends:
                 self._ended = heal.step
+        committed = not ends and bool(kept) and self._source_committed()
+        with self._cond:
+            if committed and heal.abandoned is None:
+                self._kept = parameters.gradients(set(), {})
+                numbers = heal.committed()
+                self._step(numbers, parameters.present_gradients(numbers), heal.step)
+            elif keeps:  # also in the last step: another rank may vote against it
+                self._kept = parameters.gradients(kept, self._kept)
+            if ends:
+                assert rest is not None
                 return self._state(rest)
             self._cond.notify_all()
             return None
+
+    def _source_committed(self) -> bool:
+        """Whether the assigned source says that it has committed the step that runs. On the training thread."""
+        with self._cond:
+            plan, source = self._plan, self.sources.assigned
+            if plan is None or source == self._silent or self._heads.get(plan.max_step) is None:
+                return False
+        try:
+            return self._asks_decision(source, f"{plan.max_step}-{plan.quorum_id}")
+        except Exception as e:
+            self._logger.info(f"gradients are applied a step later: {source} did not say how it decided: {e}")
+            self._silent = source
+            return False
+
+    def _asks_decision(self, source: str, attempt: str) -> bool:
+        if self._decider is None or self._decider[0] != source:
+            self._close_decider()
+            self._decider = source, Asker(self._locate(source), checkpoint_token(), _DECISION_SEC)
+        return self._decider[1].ask(DECISION, attempt).value is True
+
+    def _close_decider(self) -> None:
+        if self._decider is not None:
+            self._decider[1].close()
 
     def _stopped(self) -> bool:
         return self._over or self.heal.abandoned is not None
@@ -400,8 +459,7 @@ class _Target:
     def _apply(self, todo: Advance) -> bool:
         """Applies the gradient of the step before. False: the training loop had changed it."""
         assert self.heal.step is not None
-        self.wrote = True
-        self._parameters.step(todo.parameters, self._kept, self._heads[self.heal.step - 1])
+        self._step(todo.parameters, self._kept, self.heal.step - 1)
         unchanged = self._unchanged()
         if not unchanged:
             self.heal.miss()
@@ -415,6 +473,10 @@ class _Target:
         if not unchanged:
             self._logger.info("the training loop changes gradients in place: they are copied, and the heal starts over")
         return unchanged
+
+    def _step(self, numbers: set[int], gradients: dict[int, torch.Tensor], step: int) -> None:
+        self.wrote = True
+        self._parameters.step(numbers, gradients, self._heads[step])
 
     def _take(self, which: Callable[[Ask, Answer], bool]) -> list[tuple[int, Answer]]:
         """Takes the pieces and digests of this kind out of what has arrived."""
@@ -475,6 +537,7 @@ class _Target:
         with self._cond:
             for source in list(self._askers):
                 self._close(source)
+            self._close_decider()
 
     def _failed(self, want: Ask | int, source: str, error: Exception) -> None:
         self._close(source)
@@ -501,6 +564,8 @@ class _Target:
         """Waits until there is something to ask for, and a source to ask; None: nothing any more."""
         with self._cond:
             while not self._stopped():
+                if self._gives_way:
+                    self._cond.wait(_GIVE_WAY_SEC)
                 if self._work():
                     continue
                 pause: Optional[float] = None

@@ -286,6 +286,11 @@ class Recovery:
         """Whether this group trains along while its state arrives. If not, the caller has to :meth:`fetch` it."""
         return self.along is not None and self.along.join(plan, self._loses_nothing(plan))
 
+    def decided(self, plan: Plan, committed: bool) -> None:
+        """A step was decided on: targets that train along learn of it."""
+        if self.along is not None:
+            self.along.decided(plan, committed)
+
     def how_far(self) -> str:
         """The progress of a state that arrives in pieces, for the log."""
         assert self.along is not None

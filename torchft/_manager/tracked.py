@@ -221,8 +221,7 @@ class Parameters:
             gradient = self.all[number].grad
             if gradient is None:
                 continue
-            if gradient.layout != torch.strided:
-                raise Unfit(f"the gradient of parameter {number} is sparse")
+            _check_dense(number, gradient)
             whole = type(gradient) is torch.Tensor and gradient.untyped_storage().nbytes() == gradient.nbytes
             if self._borrows and whole:
                 self._versions[number] = gradient._version
@@ -233,6 +232,17 @@ class Parameters:
                 copied = torch.empty_like(gradient)
             kept[number] = copied.copy_(gradient.detach())
         return kept
+
+    def present_gradients(self, numbers: set[int]) -> dict[int, torch.Tensor]:
+        """The present gradients of these parameters themselves, to be applied at once.
+
+        Raises:
+            Unfit: a gradient is sparse.
+        """
+        found = {number: gradient for number in numbers if (gradient := self.all[number].grad) is not None}
+        for number, gradient in found.items():
+            _check_dense(number, gradient)
+        return found
 
     def unchanged(self, kept: dict[int, torch.Tensor]) -> bool:
         """Whether what :meth:`gradients` gave is what it was. If not, gradients are copied from now on."""
@@ -275,6 +285,11 @@ class Parameters:
             for parameter, alias in pairs:
                 if alias in shadow.state:
                     optimizer.state[parameter] = shadow.state[alias]
+
+
+def _check_dense(number: int, gradient: torch.Tensor) -> None:
+    if gradient.layout != torch.strided:
+        raise Unfit(f"the gradient of parameter {number} is sparse")
 
 
 def _line(parameter: torch.Tensor) -> str:

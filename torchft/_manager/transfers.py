@@ -113,6 +113,11 @@ class Transfers:
         if step.plan is not None and not step.plan.in_background:
             step.joined()
 
+    def decided(self, step: Step, committed: bool) -> None:
+        """The group has voted."""
+        if step.plan is not None:
+            self._recovery.decided(step.plan, committed)
+
     def end_serving(self, step: Step) -> None:
         """Waits until no peer reads this group's state any more. An error concerns the target only: this group's state
         is complete, and the decision on its step stands.

@@ -2,9 +2,10 @@
 
 A source opens its *window* when a step begins, and closes it before its weights change. Requests are answered from
 what is there while it is open; others wait for the next window. A copy holds the window open, so it must be small.
-The *head* of a step, which says what its pieces are of, can be asked for later as well.
+The *head* of a step, which says what its pieces are of, can be asked for later as well, and its *decision*, whether
+the source has committed it, as soon as that is known.
 
-    GET /checkpoint/along/{kind}/{argument}      kind: head, piece, digest, or rest, of the step that is the argument
+    GET /checkpoint/along/{kind}/{argument}      kind: head, piece, digest, decision, or rest
     200   lengths and CRC32 (3 * 4 bytes), JSON, memory
 """
 
@@ -30,7 +31,8 @@ from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout
 from torchft.http import _DeadlineSocket
 
 PART = "along"
-REST = "rest"
+REST = "rest"  # of the step that is the argument
+DECISION = "decision"  # on STEP-QUORUM_ID
 _FRAME = struct.Struct(">III")  # bytes of the JSON, bytes of the memory, CRC32 of both
 _LARGEST = 1 << 30  # bytes of an answer
 # Heads of earlier steps that a source keeps: a target applies a gradient in the step after.
@@ -75,6 +77,8 @@ class Window:
         self._noted = -1
         self._closed = -1  # the step whose state was read last
         self._heads: dict[int, Any] = {}
+        self._decided: Optional[tuple[int, int]] = None  # the attempt that was decided on last: step and quorum
+        self._committed = False  # whether that was committed
         self._wants_whole: Optional[int] = None  # the step that was asked for as a whole, and could not be offered
         self._offered_whole = False
         self._closing = False
@@ -118,6 +122,12 @@ class Window:
                 self._giver, self._closed = None, self._step
                 self._cond.notify_all()
 
+    def decide(self, step: int, quorum_id: int, committed: bool) -> None:
+        """An attempt at a step was decided on."""
+        with self._cond:
+            self._decided, self._committed = (step, quorum_id), committed
+            self._cond.notify_all()
+
     def end(self) -> None:
         """Ends all waits."""
         with self._cond:
@@ -153,6 +163,13 @@ class Window:
                 self._wait(lambda: step <= self._noted, timeout)
                 # None of a step that this source was not in: the target must not wait for it.
                 return _framed({"step": step, "value": self._heads.get(step)}, [])
+        if kind == DECISION:
+            attempt, value = (int(argument.partition("-")[0]), int(argument.partition("-")[2])), None
+            with self._cond:
+                self._wait(lambda: self._decided is not None and self._decided >= attempt, timeout)
+                if self._decided == attempt:
+                    value = self._committed
+            return _framed({"step": attempt[0], "value": value}, [])
         with self._cond:
             # The rest is of use in one step only. Its target ends the step after the answer, and the next window opens
             # after that: an answer that waited for the next window would wait for itself.

@@ -178,6 +178,10 @@ class HTTPTransport(CheckpointTransport[T]):
         """Serves parts of the state of a step, and all of it if a target asks, until `disallow_checkpoint`."""
         self._window.open(step, giver)
 
+    def note_decision(self, step: int, quorum_id: int, committed: bool) -> None:
+        """Tells targets that ask for it whether an attempt at a step was committed."""
+        self._window.decide(step, quorum_id, committed)
+
     def disallow_checkpoint(self) -> None:
         self._window.close()
         self._source.disallow(self._timeout)

@@ -103,6 +103,20 @@ def test_the_head_of_a_step_that_a_source_was_not_in_is_none_at_once(source: HTT
         assert answer.result(20).value == {"lr": 9}
 
 
+@pytest.mark.parametrize(
+    ("decided", "value"), [((7, 3, True), True), ((7, 3, False), False), ((7, 4, True), None), ((8, 4, True), None)]
+)
+def test_a_decision_is_told_once_it_is_known(
+    source: HTTPTransport[Any], asker: Asker, decided: tuple[int, int, bool], value: Any
+) -> None:
+    """None: only a later attempt is known."""
+    source.note_decision(6, 3, True)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(asker.ask, "decision", "7-3")
+        source.note_decision(*decided)
+        assert answer.result(20).value is value
+
+
 def test_heads_of_long_ago_are_forgotten(source: HTTPTransport[Any], asker: Asker) -> None:
     for step in range(100):
         source.note_step(step, step)

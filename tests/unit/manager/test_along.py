@@ -47,6 +47,41 @@ def test_what_the_next_quorum_says_of_a_step(kept: bool, quorum: tuple[int, int,
     assert heal.quorum(*quorum) is fate
 
 
+@pytest.mark.parametrize(
+    ("quorum", "fate"),
+    [
+        ((8, 1, 1), Fate.NONE),
+        ((7, 2, 1), Fate.MISSED),  # the source has failed, and the others have not committed it
+        ((8, 2, 2), Fate.MISSED),  # they have committed another attempt at it
+        ((9, 1, 1), Fate.MISSED),
+    ],
+)
+def test_a_gradient_that_the_source_has_committed_is_applied_at_once(quorum: tuple[int, int, int], fate: Fate) -> None:
+    heal = Heal(cut([1, 1, 1], 1))
+    heal.quorum(7, 1, 1)
+    heal.advance([], 0.0)
+    heal.place(1, 7)
+    heal.keep({0})
+    assert heal.committed() == {1}
+    assert not heal.place(0, 7), "it came too late"
+    assert not heal.early(8) and heal.place(0, 8)
+    assert heal.next(set()) == (Kind.PIECE, 2) and heal.next({2}) == (Kind.DIGEST, 1)
+    assert heal.quorum(*quorum) is fate
+    assert heal.missing == (1 if fate is Fate.NONE else 3) and not heal.applies
+
+
+def test_what_is_late_twice_in_a_row_is_asked_for_in_halves() -> None:
+    heal = Heal(cut([8], 8), least=2)
+    for step in range(7, 10):
+        heal.quorum(step, 1, 1)
+        ask = heal.next(set())
+        assert ask is not None and heal.pieces[ask.number] == Piece(0, 0, 8 if step < 9 else 4)
+        heal.advance([], 0.0)
+        heal.keep({ask.number})
+        heal.committed()
+        heal.place(ask.number, step)
+
+
 def test_an_attempt_without_a_vote_leaves_the_gradient_to_the_next_one() -> None:
     heal = Heal(cut([1], 1))
     heal.quorum(7, 1, 1)
@@ -197,6 +232,7 @@ class Target:
         self.asked: set[str] = set()  # sources
         self.differed = 0  # pieces
         self.early = 0  # gradients that were applied before the vote
+        self.told = 0  # gradients that were applied because the source had committed them
 
     def quorum(self, together: bool = True) -> None:
         job = self.job
@@ -257,8 +293,13 @@ class Target:
         for state in self.state.values():  # whole parameters: what is missing is replaced later
             state.append(self.kept)
 
-    def vote(self, gradient: Optional[str]) -> bool:
-        """The end of a step; whether this group has the state."""
+    def vote(self, gradient: Optional[str], committed: bool) -> bool:
+        """The end of a step; whether this group has the state.
+
+        Args:
+            gradient: None: a reduction has failed.
+            committed: what the assigned source says, if it is asked and answers.
+        """
         job, heal, chance = self.job, self.heal, self.job.random
         come = [item for item in self.flying if chance.random() < 0.7]
         self.flying = [item for item in self.flying if item not in come]
@@ -281,14 +322,20 @@ class Target:
             self.keeps = heal.keep(self.on_their_way())
             for _ in range(chance.randrange(3)):  # the thread that asks does not wait for the next quorum
                 self.ask()
-        return heal.done(self.rest)
+        if heal.done(self.rest):
+            return True
+        if gradient is not None and committed and chance.random() < 0.6:
+            assert heal.committed() <= self.keeps
+            self.apply()
+            self.told += 1
+        return False
 
 
 # Slow, most of them: more of the same.
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 10))])
 def test_random_histories_end_with_the_state_that_all_committed_gradients_give(part: int) -> None:
     """Steps fail for all or are missed by the target, quorums change, sources fail or differ, a second group joins."""
-    healed = abandoned = smaller = several = differed = early = 0
+    healed = abandoned = smaller = several = differed = early = told = lied = 0
     for seed in range(1000 * part, 1000 * part + 1000):
         chance = random.Random(seed)
         trouble = chance.choice([0.0, 0.05, 0.2])
@@ -311,6 +358,7 @@ def test_random_histories_end_with_the_state_that_all_committed_gradients_give(p
             job.now += chance.random()
             gradient = f"{job.step}.{job.attempt}"
             fails = chance.random() < trouble
+            alone = fails and chance.random() < 0.3 and len(job.alive) > 1
             absent = [t for t in targets if chance.random() < trouble / 8]  # it does not come into this quorum
             if absent:
                 job.quorum_id += 1
@@ -319,7 +367,10 @@ def test_random_histories_end_with_the_state_that_all_committed_gradients_give(p
                 target.quorum()
                 for _ in range(chance.randrange(4)):
                     target.ask()
-            if chance.random() < trouble / 2:  # after some requests of this step, and before others
+            if alone:  # the assigned source commits the step, and fails
+                job.alive.discard(job.named[0])
+                lied += 1
+            elif chance.random() < trouble / 2:  # after some requests of this step, and before others
                 job.fails()
             for target in list(present):
                 if chance.random() < trouble / 4:
@@ -327,7 +378,7 @@ def test_random_histories_end_with_the_state_that_all_committed_gradients_give(p
                 seen = None if chance.random() < trouble / 4 else gradient
                 if fails and chance.random() < 0.5:
                     seen = None
-                if target.heal.abandoned is None and target.vote(seen):
+                if target.heal.abandoned is None and target.vote(seen, not fails or alone):
                     assert target.state == dict.fromkeys(range(len(target.heal.pieces)), job.committed), seed
                     assert sorted(elements(target.heal.pieces)) == sorted(elements(cut(sizes, 1))), seed
                     smaller += len(target.heal.pieces) > len(cut(sizes, 2))
@@ -335,6 +386,7 @@ def test_random_histories_end_with_the_state_that_all_committed_gradients_give(p
                     several += len(target.asked) > 1
                     differed += target.differed
                     early += target.early
+                    told += target.told
                     targets.remove(target)
             for target in list(targets):
                 if target.heal.abandoned is not None:
@@ -348,7 +400,7 @@ def test_random_histories_end_with_the_state_that_all_committed_gradients_give(p
             else:
                 job.commit(gradient)
     assert healed > 900
-    assert smaller > 0 and several > 100 and differed > 0 and early > 100
+    assert smaller > 0 and several > 100 and differed > 0 and early > 100 and told > 1000 and lied > 100
     assert abandoned < healed
 
 
@@ -367,6 +419,7 @@ def test_random_histories_of_groups_of_several_ranks() -> None:
             job.attempt += 1
             gradient = f"{job.step}.{job.attempt}"
             heard = [rank.heard(job.step) for rank in ranks]
+            fails = chance.random() < trouble
             votes = []
             for target, rank, said in zip(targets, ranks, heard):
                 target.quorum(together=said is Progress.READY)
@@ -374,7 +427,7 @@ def test_random_histories_of_groups_of_several_ranks() -> None:
                     target.ask()
                 if target.heal.ends and chance.random() > trouble:
                     target.rest = job.step  # it is waited for
-                votes.append(target.vote(gradient) and chance.random() > trouble)
+                votes.append(target.vote(gradient, not fails) and chance.random() > trouble)
                 if target.heal.unverified == 0:
                     rank.say(job.step, Progress.READY)
             assert len(set(heard)) == 1, "all come to the same"
@@ -384,8 +437,8 @@ def test_random_histories_of_groups_of_several_ranks() -> None:
                 healed += 1
                 break
             early += any(votes)
-            if chance.random() < trouble:
-                job.quorum_id += 1  # a step that failed for all
+            if fails:
+                job.quorum_id += 1  # for all
             else:
                 job.commit(gradient)
         assert all(target.heal.abandoned is None for target in targets), seed

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Optional, cast
 from unittest.mock import MagicMock
 
 import pytest
@@ -183,6 +183,49 @@ def test_a_piece_of_a_source_that_fails_comes_from_another_in_the_same_quorum(mo
         target._thread.join(DEADLINE_SEC)
 
 
+@pytest.mark.parametrize("decision", [True, False, None])
+def test_a_gradient_is_applied_once_the_source_says_that_it_has_committed(
+    monkeypatch: pytest.MonkeyPatch, decision: Optional[bool]
+) -> None:
+    """Otherwise it is kept for the next quorum to tell."""
+    ours, theirs = (nn.Linear(2, 2) for _ in range(2))
+    parameters, source = (Parameters([torch.optim.SGD(model.parameters(), lr=1.0)]) for model in (ours, theirs))
+    asked: list[str] = []
+
+    def ask(kind: str, argument: str) -> Answer:
+        if kind != "decision":
+            return Said(source, 7).ask(kind, argument)
+        asked.append(argument)
+        if decision is None:
+            raise CheckpointError("the source does not answer")
+        return Answer(7, decision, torch.empty(0, dtype=torch.uint8))
+
+    monkeypatch.setattr(joining, "Asker", lambda *_: SimpleNamespace(ask=ask, abort=lambda: None, close=lambda: None))
+    target = target_of(parameters, lambda address: address)
+    try:
+        target.quorum(plan(7, "source"))
+        with target._cond:
+            assert target._cond.wait_for(lambda: len(target._arrived) == 2, DEADLINE_SEC)
+        target.advance(reduced=False)
+        with target._cond:
+            assert target._cond.wait_for(lambda: target.heal.missing == 0, DEADLINE_SEC)
+        for p in ours.parameters():
+            p.grad = torch.ones_like(p)
+        assert target.advance(reduced=True) is None
+        applied = float(decision is True)
+        assert all(torch.equal(mine, yours - applied) for mine, yours in zip(ours.parameters(), theirs.parameters()))
+        assert sorted(target._kept) == ([] if decision else [0, 1])
+        target.quorum(plan(8, "source"))
+        assert target.heal.applies == (decision is not True)
+        with target._cond:
+            assert target._cond.wait_for(lambda: 8 in target._heads, DEADLINE_SEC)
+        assert target.advance(reduced=True) is None
+        assert asked[1:] == ([] if decision is None else ["8-8"]), "a source that did not answer is not asked again"
+    finally:
+        target.stop()
+        target._thread.join(DEADLINE_SEC)
+
+
 @pytest.mark.parametrize("changes", [False, True])
 def test_the_last_gradient_is_applied_before_the_vote(monkeypatch: pytest.MonkeyPatch, changes: bool) -> None:
     """The vote of the last step needs the rest of the state only: the others would wait for anything more.
@@ -197,6 +240,8 @@ def test_the_last_gradient_is_applied_before_the_vote(monkeypatch: pytest.Monkey
     window = threading.Lock()
 
     def ask(kind: str, argument: str) -> Answer:
+        if kind == "decision":
+            raise Refused("it does not tell")
         with window:
             return answer(kind, argument)
 

@@ -16,7 +16,7 @@ from torch import nn, optim
 from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
 from tests.integration.test_divergence import WITHIN, Flip, Training, names, run
 from tests.integration.test_divergence import reported as reported
-from torchft._manager import joining
+from torchft._manager import giving, joining
 from torchft._manager.along import Heal
 from torchft.checkpointing import HTTPTransport
 from torchft.manager import Manager
@@ -448,7 +448,7 @@ def test_much_state_that_belongs_to_no_parameter(
     cluster: Cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Frozen weights that no optimizer has, for example; here the buffers of the BatchNorm."""
-    monkeypatch.setattr(joining, "_REST", 100)
+    monkeypatch.setattr(giving, "_REST", 100)
     _run(cluster, Loop(together=2), first=1, later=1)
     said = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
     assert (

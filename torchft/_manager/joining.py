@@ -1,17 +1,16 @@
 """Heals piece by piece: gives this group's state to groups that train along, and trains along while a peer's arrives.
 
-What to ask for and what to do with it is decided in along.py; tracked.py does it to the tensors, and _pieces.py of
-checkpointing carries it. A thread of the target sends one request after the other. It also puts in place and compares
-what arrives, between two votes, so that the others do not wait. Before its vote the training thread asks the
-source whether that has committed the step, and applies the gradient while the others step their optimizers. If the
-source does not say so, the gradient is kept for the next quorum to tell; in the last step the other thread applies it
-then, because this group steps its own optimizer after the vote. A forward or backward pass may run meanwhile: what it
-computes means nothing yet.
+What to ask for and what to do with it is decided in along.py; giving.py is the source's part, tracked.py changes the
+tensors, and _pieces.py of checkpointing carries the pieces. A thread of the target sends one request after the other.
+It also puts in place and compares what arrives, between two votes, so that the others do not wait. Before its vote the
+training thread asks the source whether that has committed the step, and applies the gradient while the others step
+their optimizers. If the source does not say so, the gradient is kept for the next quorum to tell; in the last step the
+other thread applies it then, because this group steps its own optimizer after the vote. A forward or backward pass may
+run meanwhile: what it computes means nothing yet.
 """
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,14 +21,15 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 
 from torchft._manager.along import Advance, Ask, Fate, Heal, Kind, cut
+from torchft._manager.giving import Giver, ReadState, head
 from torchft._manager.sources import MAX_FAILURES, Sources
 from torchft._manager.together import Progress, Ranks
 from torchft._manager.tracked import Parameters, Unfit
-from torchft.checkpointing._encoding import Encoded, decode, storage_bytes
+from torchft.checkpointing._encoding import decode, storage_bytes
 from torchft.checkpointing._http_client import Refused
 from torchft.checkpointing._pieces import DECISION, Answer, Asker
 from torchft.checkpointing._token import checkpoint_token
-from torchft.checkpointing.transport import CheckpointError, Unsendable
+from torchft.checkpointing.transport import CheckpointError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -42,8 +42,6 @@ if TYPE_CHECKING:
 _PIECE = 1 << 18
 # Bytes that have arrived and wait for the end of a step.
 _WAITING = 64 << 20
-# Bytes of the state that belong to no parameter. They are sent at once.
-_REST = 64 << 20
 # Seconds that a target's step takes up what has arrived: as a rule the thread that asks has done so.
 _TAKE_SEC = 0.01
 # Seconds that a target's step waits for the hyperparameters of the step before.
@@ -53,66 +51,11 @@ _DECISION_SEC = 1.0
 # Seconds that the thread that asks leaves the lock to another thread that waits for it, at most.
 _GIVE_WAY_SEC = 0.1
 
-ReadState = Callable[[], dict[str, Any]]
 Locate = Callable[[str], str]
 
 
 class StillHealing(RuntimeError):
     """A step that is not committed because the state of a peer has not come. It is no failure."""
-
-
-class _Giver:
-    """What a source gives in one step."""
-
-    def __init__(self, optimizers: Sequence[Optimizer], read: ReadState, whole: Callable[[], None]) -> None:
-        self._parameters = Parameters(optimizers)
-        self._read = read
-        self.whole = whole
-
-    def give(self, kind: str, argument: str) -> tuple[Any, list[torch.Tensor]]:
-        try:
-            return self._give(kind, argument)
-        except (Unfit, Unsendable) as e:
-            raise ValueError(str(e)) from e
-
-    def _give(self, kind: str, argument: str) -> tuple[Any, list[torch.Tensor]]:
-        if kind == Kind.REST.value:
-            return self._rest()
-        number, begin, end = (int(part) for part in argument.split("-"))
-        sizes = self._parameters.sizes()
-        if not (0 <= number < len(sizes) and 0 <= begin <= end <= sizes[number]):
-            raise ValueError(f"elements {begin} to {end} of parameter {number}")
-        if kind == Kind.PIECE.value:
-            return self._parameters.read(number, begin, end)
-        if kind == Kind.DIGEST.value:
-            return self._parameters.digest(number, begin, end), []
-        raise ValueError(f"kind {kind!r}")
-
-    def _rest(self) -> tuple[Any, list[torch.Tensor]]:
-        encoded = Encoded(self._read())
-        tracked = self._parameters.storages()
-        regions: list[Any] = []
-        others: list[torch.UntypedStorage] = []
-        for storage in encoded.storages:
-            known = tracked.get(storage.data_ptr())
-            regions.append(storage.nbytes() if known is None else list(known))
-            if known is None and storage.nbytes():
-                others.append(storage)
-        size = sum(storage.nbytes() for storage in others)
-        if size > _REST:
-            raise Unfit(f"{size} bytes of the state belong to no parameter of an OptimizerWrapper, more than {_REST}")
-        memory = [storage_bytes(storage).cpu().clone() for storage in others]
-        return {"structure": json.loads(encoded.structure), "regions": regions}, memory
-
-
-def _head(optimizers: Sequence[Optimizer]) -> Any:
-    """What a target needs of each step: whether it has the same parameters, and the hyperparameters."""
-    parameters = Parameters(optimizers)
-    try:
-        parameters.check()
-        return {"layout": parameters.layout(), "hyperparameters": parameters.hyperparameters()}
-    except Unfit as e:
-        return {"unfit": str(e)}
 
 
 class Along:
@@ -166,7 +109,7 @@ class Along:
         if not plan.heal:
             self.stop()
         if plan.up_to_date and plan.num_up_to_date < plan.replica_world_size and self._can(plan):
-            self._transport.note_step(plan.max_step, _head(self._optimizers))
+            self._transport.note_step(plan.max_step, head(self._optimizers))
 
     def decided(self, plan: Plan, committed: bool) -> None:
         """This group has decided on a step."""
@@ -180,9 +123,9 @@ class Along:
         """Gives the state of a step in pieces; ``whole`` offers it all, on another thread, if a target asks for it.
         False: this group gives its state as a whole only, and :meth:`follow` said why.
         """
-        if not self._can(plan) or "unfit" in _head(self._optimizers):
+        if not self._can(plan) or "unfit" in head(self._optimizers):
             return False
-        self._transport.offer_pieces(plan.max_step, _Giver(self._optimizers, self._read, whole))
+        self._transport.offer_pieces(plan.max_step, Giver(self._optimizers, self._read, whole))
         return True
 
     def join(self, plan: Plan, may_write: bool) -> bool:

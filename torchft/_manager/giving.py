@@ -1,0 +1,76 @@
+"""What a source gives to groups that train along while its state arrives in pieces: see joining.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchft._manager.along import Kind
+from torchft._manager.tracked import Parameters, Unfit
+from torchft.checkpointing._encoding import Encoded, storage_bytes
+from torchft.checkpointing.transport import Unsendable
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+# Bytes of the state that belong to no parameter. They are sent at once.
+_REST = 64 << 20
+
+ReadState = Callable[[], dict[str, Any]]
+
+
+class Giver:
+    """What a source gives in one step."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], read: ReadState, whole: Callable[[], None]) -> None:
+        self._parameters = Parameters(optimizers)
+        self._read = read
+        self.whole = whole
+
+    def give(self, kind: str, argument: str) -> tuple[Any, list[torch.Tensor]]:
+        try:
+            return self._give(kind, argument)
+        except (Unfit, Unsendable) as e:
+            raise ValueError(str(e)) from e
+
+    def _give(self, kind: str, argument: str) -> tuple[Any, list[torch.Tensor]]:
+        if kind == Kind.REST.value:
+            return self._rest()
+        number, begin, end = (int(part) for part in argument.split("-"))
+        sizes = self._parameters.sizes()
+        if not (0 <= number < len(sizes) and 0 <= begin <= end <= sizes[number]):
+            raise ValueError(f"elements {begin} to {end} of parameter {number}")
+        if kind == Kind.PIECE.value:
+            return self._parameters.read(number, begin, end)
+        if kind == Kind.DIGEST.value:
+            return self._parameters.digest(number, begin, end), []
+        raise ValueError(f"kind {kind!r}")
+
+    def _rest(self) -> tuple[Any, list[torch.Tensor]]:
+        encoded = Encoded(self._read())
+        tracked = self._parameters.storages()
+        regions: list[Any] = []
+        others: list[torch.UntypedStorage] = []
+        for storage in encoded.storages:
+            known = tracked.get(storage.data_ptr())
+            regions.append(storage.nbytes() if known is None else list(known))
+            if known is None and storage.nbytes():
+                others.append(storage)
+        size = sum(storage.nbytes() for storage in others)
+        if size > _REST:
+            raise Unfit(f"{size} bytes of the state belong to no parameter of an OptimizerWrapper, more than {_REST}")
+        memory = [storage_bytes(storage).cpu().clone() for storage in others]
+        return {"structure": json.loads(encoded.structure), "regions": regions}, memory
+
+
+def head(optimizers: Sequence[Optimizer]) -> Any:
+    """What a target needs of each step: whether it has the same parameters, and the hyperparameters."""
+    parameters = Parameters(optimizers)
+    try:
+        parameters.check()
+        return {"layout": parameters.layout(), "hyperparameters": parameters.hyperparameters()}
+    except Unfit as e:
+        return {"unfit": str(e)}

@@ -123,7 +123,7 @@ class Heal:
         self._kept: Optional[tuple[int, int]] = None  # step and quorum of the gradient that is kept
         self._kept_of: set[int] = set()  # parameters
         self._ahead: Optional[tuple[int, int]] = None  # step and quorum of the gradient that a source let it apply
-        self._late = 0  # pieces in a row that came after the gradient of their step was applied
+        self._late: list[int] = []  # pieces that came after the gradient of their step was applied, since the last step
         self._fate = Fate.NONE
         self._restarts = 0
         self._idle_since: Optional[float] = None
@@ -225,6 +225,9 @@ class Heal:
         self._kept = None
         if todo.before or self._moved or self.waits or self._idle_since is None:
             self._idle_since = now
+        if not self._moved and not todo.before:
+            self._shorten(self._late)
+        self._late = []
         self._moved = False
         if now - self._idle_since > MAX_IDLE_SEC:
             self.abandon(f"in {now - self._idle_since:.0f} s nothing of the state arrived in the step that it is of")
@@ -246,12 +249,11 @@ class Heal:
         It is if it is of the same step as the other pieces, and the gradient that is applied next is kept for it.
         """
         if mark != self._in_place:
-            # What was asked for shortly before a gradient is applied comes after it. Two in a row take too long.
-            self._late += 1
-            if self._in_place is None or mark < self._in_place - 1 or self._late > 1:
+            # What was asked for shortly before a gradient is applied comes after it, whatever its size.
+            self._late.append(number)
+            if self._in_place is None or mark < self._in_place - 1:
                 self._shorten([number])
             return False
-        self._late = 0
         if self._kept is not None and self.pieces[number].parameter not in self._kept_of:
             return False
         self._states[number] = _State.CURRENT

@@ -70,7 +70,7 @@ def test_a_gradient_that_the_source_has_committed_is_applied_at_once(quorum: tup
     assert heal.missing == (1 if fate is Fate.NONE else 3) and not heal.applies
 
 
-def test_what_is_late_twice_in_a_row_is_asked_for_in_halves() -> None:
+def test_where_all_of_a_step_is_late_the_next_is_asked_for_in_halves() -> None:
     heal = Heal(cut([8], 8), least=2)
     for step in range(7, 10):
         heal.quorum(step, 1, 1)

@@ -215,7 +215,7 @@ func (s *roster) disconnected(id string, now time.Time) {
 	if r := s.replicas[id]; r != nil && r.alive() && r.suspect == nil {
 		r.brokeAt = now
 		r.suspect = s.suspects.PushBack(r)
-		r.claim.disconnected()
+		r.disconnected()
 	}
 }
 

@@ -16,7 +16,8 @@ Heals:
     state: the state of a group, and the user's functions for it. recovery: serves, fetches and loads it. transfers:
     when these happen in a step. phases: how long each phase takes. background: the CUDA stream of a heal.
     Piece by piece: joining does it at the target, by the decisions of along and sources (without torch), giving at the
-    source; tracked: pieces of parameters and optimizer state; together: lets the ranks of a group end the heal in the same step.
+    source; tracked: pieces of parameters and optimizer state; together: lets the ranks of a group end the heal in the
+    same step.
 
 Failures:
     errors: the errors of a step. failures: failures of peers. incident: how long a failure lasts. replayer: reduces a

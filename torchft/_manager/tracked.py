@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from torchft._manager.digest import digest, memory_of
 from torchft.checkpointing._encoding import dtype_name, dtype_of, is_dtensor
+from torchft.checkpointing._memory import HostMemory
 from torchft.checkpointing._places import local_part
 
 # By exact type: a subclass may do anything. Each is in the table of tests/unit/manager/test_tracked.py.
@@ -46,6 +47,7 @@ class Parameters:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
         self._borrows = True
+        self._memory = HostMemory()
         self._versions: dict[int, int] = {}  # of borrowed gradients, when they were kept
         self.all: list[torch.Tensor] = []
         self._of: list[Optimizer] = []
@@ -164,10 +166,19 @@ class Parameters:
                 dtype = dtype_of(value[1])
                 mine = own.get(key)
                 if not _alike(mine, parameter) or mine.dtype != dtype:
-                    mine = own[key] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                    mine = own[key] = self._zeros_like(parameter, dtype)
                 _range(mine, begin, end).copy_(ranges.pop(0))
             else:
                 own[key] = _value(value)
+
+    def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for optimizer state, in huge pages where the system has them: the first use of small ones would take
+        as much processor time as the training of some steps.
+        """
+        if is_dtensor(parameter) or not parameter.is_contiguous() or not parameter.numel():
+            return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        flat = self._memory.take(parameter.numel() * dtype.itemsize)
+        return flat.zero_().view(dtype).view(parameter.shape)
 
     def digest(self, number: int, begin: int, end: int) -> Json:
         """The digests of a piece, to compare with another group's: equal if all bits are equal."""

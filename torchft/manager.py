@@ -41,7 +41,7 @@ from torchft._manager.recovery import Recovery
 from torchft._manager.replayer import Replayer
 from torchft._manager.replicas import Replicas
 from torchft._manager.reports import Reports
-from torchft._manager.rounds import Rounds
+from torchft._manager.rounds import LateRound, Rounds
 from torchft._manager.settings import (
     CONNECT_TIMEOUT_SEC_ENV,
     MANAGER_ADDR_KEY,
@@ -391,6 +391,7 @@ class Manager(Stateful, Stepping):
         """Begins an attempt at a step."""
         if self._rounds is None:
             raise RuntimeError("the Manager is shut down")
+        first = self._round is None
         if self._round is not None:
             self._round.wait()  # its error was raised where that quorum was requested
             # if this round cannot begin, nothing must be reduced among the peers of the previous one
@@ -422,7 +423,9 @@ class Manager(Stateful, Stepping):
             drain=self._signals.says(self._logger.info),
             traceparent=self._trace.asks(self._step),
         )
-        self._round = self._rounds.begin(partial(self._follow, step), said, request.timeout)
+        begin = partial(self._rounds.begin, partial(self._follow, step), said, request.timeout)
+        # The first forward and backward pass takes longer than later ones: the others do not wait for it.
+        self._round = LateRound(begin) if first and self._along is not None else begin()
 
     def _settle(self) -> None:
         """Waits until the quorum is known and followed. Loads a heal that precedes the step."""

@@ -51,7 +51,7 @@ func (s *Server) apiDrain(w http.ResponseWriter, r *http.Request, who about) {
 	err = j.drain(who.ReplicaID, "requested from "+r.RemoteAddr)
 	switch {
 	case errors.Is(err, errNoStream):
-		dashboard.Refuse(w, http.StatusConflict, fmt.Errorf("replica %q cannot be asked to leave: %w", who.ReplicaID, err))
+		dashboard.Refuse(w, http.StatusConflict, fmt.Errorf("member %q cannot be asked to leave: %w", who.ReplicaID, err))
 	case err != nil:
 		dashboard.Refuse(w, http.StatusServiceUnavailable, errors.New(rpc.Message(err)))
 	default:
@@ -65,7 +65,7 @@ func (s *Server) apiWaive(w http.ResponseWriter, r *http.Request, who about) {
 	j, code, err := s.holder(r, who.ReplicaID, func(j *job) bool { return j.misses(who.ReplicaID) })
 	if err != nil {
 		if code == http.StatusNotFound && s.find(cmp.Or(r.URL.Query().Get("job"), rpc.DefaultJob)) != nil {
-			err = fmt.Errorf("the vote of replica %q is not missing here; missing_votes of /status names those that are", who.ReplicaID)
+			err = fmt.Errorf("the vote of member %q is not missing here; missing_votes of /status names those that are", who.ReplicaID)
 		}
 		dashboard.Refuse(w, code, err)
 		return
@@ -96,7 +96,7 @@ func (j *job) waive(replicaID, by string) error {
 func (s *Server) Waive(job, replicaID, by string) error {
 	j := s.find(cmp.Or(job, rpc.DefaultJob))
 	if j == nil || !j.misses(replicaID) {
-		return fmt.Errorf("the vote of replica %q is not missing in job %q", replicaID, job)
+		return fmt.Errorf("the vote of member %q is not missing in job %q", replicaID, job)
 	}
 	return j.waive(replicaID, by)
 }
@@ -123,7 +123,7 @@ func (j *job) drain(replicaID, why string) error {
 	return j.step(quorum.Drained{ReplicaID: replicaID, Reason: why})
 }
 
-// ask makes a route for a request about a replica. It checks the permission before it reads the body.
+// ask makes a route for a request about a member. It checks the permission before it reads the body.
 func (s *Server) ask(what string, follow func(http.ResponseWriter, *http.Request, about)) http.HandlerFunc {
 	refuse := func(w http.ResponseWriter, code int, why string) { dashboard.Refuse(w, code, errors.New(why)) }
 	return func(w http.ResponseWriter, r *http.Request) {

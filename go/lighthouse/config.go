@@ -22,18 +22,18 @@ type Config struct {
 	Hostname string
 	// MinReplicas is the least number of replica groups in a quorum.
 	MinReplicas int
-	// JoinTimeout is how long a quorum waits for replicas that are alive and have not asked yet.
+	// JoinTimeout is how long a quorum waits for members that are alive and have not asked yet.
 	JoinTimeout time.Duration
 	// QuorumTick is how often the machine decides without a request.
 	QuorumTick time.Duration
-	// HeartbeatTimeout is the age of a heartbeat from which a replica counts as failed.
+	// HeartbeatTimeout is the age of a heartbeat from which a member counts as failed.
 	HeartbeatTimeout time.Duration
-	// SuspectGrace is how long a replica whose connection broke may take to come back before it counts as failed.
+	// SuspectGrace is how long a member whose connection broke may take to come back before it counts as failed.
 	SuspectGrace time.Duration
-	// StalledAfter is how long a replica may make no progress while others wait for it before it is reported. 0: ten median
-	// steps, at least 5 s, and 1 ms a replica.
+	// StalledAfter is how long a member may make no progress while others wait for it before it is reported. 0: ten median
+	// steps, at least 5 s, and 1 ms a member.
 	StalledAfter time.Duration
-	// EjectStalledAfter is how long such a replica may make no progress before it is evicted from the quorum; 0: never.
+	// EjectStalledAfter is how long such a member may make no progress before it is evicted from the quorum; 0: never.
 	EjectStalledAfter time.Duration
 	// ForbidRegression refuses a quorum whose members are all below the step that the job had reached. Without it, such a quorum is logged.
 	ForbidRegression bool

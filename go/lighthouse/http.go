@@ -128,7 +128,7 @@ func (s *Server) killFor(r *http.Request, id string) (code int, err error) {
 		return code, err
 	}
 	if err := j.kill(r.Context(), id, "requested from "+r.RemoteAddr); err != nil {
-		return http.StatusBadGateway, fmt.Errorf("replica %q was not ended: %s", id, rpc.Message(err))
+		return http.StatusBadGateway, fmt.Errorf("member %q was not ended: %s", id, rpc.Message(err))
 	}
 	j.log.Warn("torchft: ended a replica group on request", "replica_id", id, "from", r.RemoteAddr)
 	return 0, nil
@@ -149,12 +149,12 @@ func (s *Server) holder(r *http.Request, id string, has func(*job) bool) (j *job
 	}
 	switch n := len(names); n {
 	case 0:
-		return nil, http.StatusNotFound, fmt.Errorf("replica %q is not known to this lighthouse, has failed, or has not announced its manager's address", id)
+		return nil, http.StatusNotFound, fmt.Errorf("member %q is not known to this lighthouse, has failed, or has not announced its manager's address", id)
 	case 1:
 		return j, 0, nil
 	default:
 		slices.Sort(names)
-		return nil, http.StatusConflict, fmt.Errorf("replica %q is in the jobs %s and %s: name one, %s?job=ID",
+		return nil, http.StatusConflict, fmt.Errorf("member %q is in the jobs %s and %s: name one, %s?job=ID",
 			id, strings.Join(names[:n-1], ", "), names[n-1], r.URL.Path)
 	}
 }
@@ -166,7 +166,7 @@ func (s *Server) serveKill(w http.ResponseWriter, r *http.Request) {
 		plainly(w, code, err.Error())
 		return
 	}
-	if _, err := fmt.Fprintf(w, "replica %q was asked to end\n", id); err != nil {
+	if _, err := fmt.Fprintf(w, "member %q was asked to end\n", id); err != nil {
 		s.log.Debug("torchft: the answer to kill was not sent", "error", err)
 	}
 }

@@ -111,7 +111,7 @@ func TestOtherPathsAndMethods(t *testing.T) {
 	})
 }
 
-// kill posts to the page of a replica, from a browser on some host.
+// kill posts to the page of a member, from a browser on some host.
 func kill(t *testing.T, c *fttest.Cluster, host, replica string, headers map[string]string, form url.Values) (int, string) {
 	t.Helper()
 	req, err := http.NewRequest(http.MethodPost, fttest.LighthouseAddr+"/replica/"+url.PathEscape(replica)+"/kill", strings.NewReader(form.Encode()))
@@ -148,7 +148,7 @@ func TestKill(t *testing.T) {
 		{name: "not a bearer", from: "far", headers: map[string]string{"Authorization": "secret"}, want: 401, says: "not the job's"},
 		{name: "another site", from: "lighthouse", headers: map[string]string{"Authorization": bearer, "Origin": "http://evil.example"}, want: 403, says: "another site"},
 		{name: "another site, as the browser says", from: "lighthouse", headers: map[string]string{"Authorization": bearer, "Sec-Fetch-Site": "cross-site"}, want: 403, says: "another site"},
-		{name: "unknown replica", from: "far", headers: map[string]string{"Authorization": bearer}, replica: "b", want: 404, says: `"b"`},
+		{name: "unknown member", from: "far", headers: map[string]string{"Authorization": bearer}, replica: "b", want: 404, says: `"b"`},
 		{name: "by header", from: "far", headers: map[string]string{"Authorization": bearer}, want: 200},
 		{name: "by header, under any name", from: "far", headers: map[string]string{"Authorization": bearer, "Host": "alias.example"}, want: 200},
 		{name: "by the page's form", from: "far", headers: map[string]string{"Origin": fttest.LighthouseAddr}, form: url.Values{"token": {"secret"}}, want: 200},

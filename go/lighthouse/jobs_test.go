@@ -100,13 +100,13 @@ func TestAGroupIsEndedInTheJobThatWasNamed(t *testing.T) {
 		for _, what := range []string{"drain", "kill"} {
 			code, answer := call(t, c, "POST", "/api/v1/"+what, who, nil)
 			assert.Equal(t, http.StatusConflict, code)
-			assert.Equal(t, `replica "a" is in the jobs blue, green and red: name one, /api/v1/`+what+`?job=ID`, answer["error"])
+			assert.Equal(t, `member "a" is in the jobs blue, green and red: name one, /api/v1/`+what+`?job=ID`, answer["error"])
 			code, answer = call(t, c, "POST", "/api/v1/"+what+"?job=yellow", who, nil)
 			assert.Equal(t, http.StatusNotFound, code)
 			assert.Contains(t, answer["error"], `job "yellow" is not known`)
 			code, answer = call(t, c, "POST", "/api/v1/"+what+"?job=default", who, nil)
 			assert.Equal(t, http.StatusNotFound, code)
-			assert.Contains(t, answer["error"], `replica "a" is not known`)
+			assert.Contains(t, answer["error"], `member "a" is not known`)
 		}
 		for range 3 {
 			code, _ := call(t, c, "POST", "/api/v1/drain?job=blue", who, nil)

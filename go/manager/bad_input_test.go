@@ -48,7 +48,7 @@ func TestAGroupOfAnotherSizeIsRefusedAndTheOthersContinue(t *testing.T) {
 		for step := range int64(3) {
 			for _, asked := range wrong.QuorumOfAll(0, time.Minute) {
 				got := <-asked
-				assert.ErrorContains(t, got.Err, "world_size of replica c is 3, that of replica a, which is in the job, is 2: all groups of a job must have equally many ranks")
+				assert.ErrorContains(t, got.Err, "world_size of member c is 3, that of member a, which is in the job, is 2: all groups of a job must have equally many ranks")
 				assert.Less(t, got.Took, atOnce)
 			}
 			start := time.Now()
@@ -188,7 +188,7 @@ func TestOfTwoGroupsWithOneNameTheNewerTrains(t *testing.T) {
 					refused = older.Quorum(0, 2, time.Minute)
 				}
 				got := <-refused
-				assert.ErrorContains(t, got.Err, `asks as replica a: replica ids must be unique`)
+				assert.ErrorContains(t, got.Err, `asks as member a: replica ids must be unique`)
 				assert.ErrorContains(t, got.Err, newer.Server.Address())
 
 				require.NoError(t, (<-b.Quorum(0, 2, time.Minute)).Err)

@@ -165,7 +165,7 @@ func TestGroupsWithDifferentListsAreRefused(t *testing.T) {
 		other := c.StartGroup("other", 1)
 		round := func(g *fttest.Group) error { return (<-g.Quorum(0, 1, 5*time.Second)).Err }
 		assert.ErrorContains(t, round(other), "TORCHFT_LIGHTHOUSE must be the same for all groups of a job")
-		assert.ErrorContains(t, round(b), "for replica b this lighthouse is number 2 of 2, for the others number 1 of 2")
+		assert.ErrorContains(t, round(b), "for member b this lighthouse is number 2 of 2, for the others number 1 of 2")
 	})
 }
 
@@ -339,7 +339,7 @@ func TestAGroupOfAListThatHasNoStreamsGetsAnError(t *testing.T) {
 		}))
 		b := c.StartGroup("b", 1, func(cfg *manager.ServerConfig) { cfg.LighthouseAddr = "http://between:29510,http://second:29510" })
 		err = (<-b.Quorum(0, 1, 5*time.Second)).Err
-		assert.ErrorContains(t, err, "replica b makes calls in place of a stream, and its list has 2 lighthouses")
+		assert.ErrorContains(t, err, "member b makes calls in place of a stream, and its list has 2 lighthouses")
 		assert.ErrorContains(t, err, "Let streams (torchft.MemberService/Attend) through to every lighthouse")
 		round(t, 1, groups...) // and nobody waits for it
 	})

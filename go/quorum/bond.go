@@ -157,7 +157,7 @@ func (s *succession) streamless(e Asked) string {
 	default:
 		return ""
 	}
-	return fmt.Sprintf("replica %s makes calls in place of a stream, and %s: two lighthouses might serve the job at once. "+
+	return fmt.Sprintf("member %s makes calls in place of a stream, and %s: two lighthouses might serve the job at once. "+
 		"Let streams (torchft.MemberService/Attend) through to every lighthouse, or give all groups one lighthouse in TORCHFT_LIGHTHOUSE",
 		e.Member.ReplicaID, list)
 }

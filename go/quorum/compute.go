@@ -8,7 +8,7 @@ import (
 // tally has the counts that compute decides by. The roster keeps them up to date, so that a decision after a request costs the same
 // with ten groups and with ten thousand.
 type tally struct {
-	healthy      int // replicas with a heartbeat younger than the timeout
+	healthy      int // members with a heartbeat younger than the timeout
 	reachEarlier int // those of them that can reach a lighthouse before this one
 	presumed     int // healthy ones that were in a quorum before the start, and have sent nothing since
 	candidates   int // healthy members with a pending request
@@ -52,9 +52,9 @@ type decision struct {
 	detail  string // the reason in words, for causes that the tally does not explain
 	regress string // why the job regresses; empty if it does not
 
-	in      []*replica // the members of the quorum, or of the one that is not allowed yet; in order unless changed
-	changed bool       // they are not those of the latest quorum
-	missing []Voter    // whose votes are missing, for lacksVotes
+	in      []*record // the members of the quorum, or of the one that is not allowed yet; in order unless changed
+	changed bool      // they are not those of the latest quorum
+	missing []Voter   // whose votes are missing, for lacksVotes
 }
 
 // ready reports whether there is a quorum.

@@ -40,7 +40,7 @@ func (c *core) open(now time.Time) {
 func (c *core) do(a Action) { c.actions = append(c.actions, a) }
 
 // fail lets a member count as failed until it asks again.
-func (c *core) fail(r *replica, cause Cause, reason string) {
+func (c *core) fail(r *record, cause Cause, reason string) {
 	c.failed = append(c.failed, c.roster.markFailed(r, cause, reason, c.now))
 }
 
@@ -51,7 +51,7 @@ func (c *core) refuse(w WaiterID, why Refusal, reason string) {
 }
 
 // refuseAll ends the requests of a member.
-func (c *core) refuseAll(r *replica, why Refusal, reason string) {
+func (c *core) refuseAll(r *record, why Refusal, reason string) {
 	for _, w := range r.waiters(anyRequest) {
 		c.refuse(w, why, reason)
 	}
@@ -60,9 +60,9 @@ func (c *core) refuseAll(r *replica, why Refusal, reason string) {
 // outdate ends those of all pending requests that which selects. The request of a member that counts as failed ends as well: the member
 // may be presumed alive later, and its request would then be a vote, although the member may have asked another lighthouse meanwhile.
 func (c *core) outdate(which func(request) bool, reason string) {
-	var all, silent []*replica
+	var all, silent []*record
 	for e := c.roster.queue.Front(); e != nil; e = e.Next() {
-		all = append(all, e.Value.(*replica))
+		all = append(all, e.Value.(*record))
 	}
 	for _, r := range c.roster.waiters {
 		if r.place == nil {
@@ -81,7 +81,7 @@ func (c *core) outdate(which func(request) bool, reason string) {
 // the latest quorum is evicted by it, and that is reported to its peers, only if it did not show a quorum that it claims. After any other refusal
 // its peers may still be in a step with it, and would lose that step.
 func (c *core) turnDown(id string, why Refusal, reason string) {
-	if r := c.roster.replicas[id]; r != nil && r.alive() && !r.waiting() && (!r.previous || why == Unshown) {
+	if r := c.roster.members[id]; r != nil && r.alive() && !r.waiting() && (!r.previous || why == Unshown) {
 		c.fail(r, Doubtful, reason)
 	}
 }
@@ -90,7 +90,7 @@ func (c *core) turnDown(id string, why Refusal, reason string) {
 // accepted, it could complete a quorum at a step that its member has left, and the members would divide by different numbers. Of two
 // processes with one name the newer one is accepted (replaces), and the requests of the other are refused.
 func (c *core) newest(e Asked) (newest, replaces bool) {
-	r := c.roster.replicas[e.Member.ReplicaID]
+	r := c.roster.members[e.Member.ReplicaID]
 	another := r != nil && r.address != "" && r.address != e.Member.Address
 	switch inOrder := c.roster.inOrder(e.Member.ReplicaID, e.Number); {
 	case !inOrder && another:
@@ -110,5 +110,5 @@ func (c *core) newest(e Asked) (newest, replaces bool) {
 
 // replaced refuses a request because another process of the same name is newer.
 func (c *core) replaced(w WaiterID, id, by string) {
-	c.refuse(w, Replaced, fmt.Sprintf("another process, with its manager at %q, asks as replica %s: replica ids must be unique", by, id))
+	c.refuse(w, Replaced, fmt.Sprintf("another process, with its manager at %q, asks as member %s: replica ids must be unique", by, id))
 }

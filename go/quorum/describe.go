@@ -62,7 +62,7 @@ type MemberStatus struct {
 	Draining     string `json:"draining,omitempty"` // who wants it to leave
 }
 
-// Describe returns the state at a time. It changes nothing, and counts the replicas again instead of using the running counts.
+// Describe returns the state at a time. It changes nothing, and counts the members again instead of using the running counts.
 //
 // Describe and Remembers are the only queries; all other results of the machine are actions. The status is a query, since its ages
 // depend on the time of the query, and since its cost grows with the number of groups. The shell only displays it.
@@ -78,7 +78,7 @@ func (m *Machine) Describe(now time.Time) Status {
 		Healthy:            t.healthy,
 		Candidates:         t.candidates,
 		Waiters:            len(m.roster.waiters),
-		Members:            make([]MemberStatus, 0, len(m.roster.replicas)),
+		Members:            make([]MemberStatus, 0, len(m.roster.members)),
 		MissingVotes:       m.votes.missing(),
 		GivenVotes:         sorted(m.list.ended),
 		MinReplicas:        m.policy.MinReplicas,
@@ -96,7 +96,7 @@ func (m *Machine) Describe(now time.Time) Status {
 			last[member.ReplicaID] = member
 		}
 	}
-	for _, r := range m.roster.replicas {
+	for _, r := range m.roster.members {
 		member := last[r.id]
 		if r.waiting() {
 			member = *r.member()
@@ -129,18 +129,18 @@ func (m *Machine) Describe(now time.Time) Status {
 }
 
 // Remembers is how many members and requests Describe would count. The simulation checks it after each event.
-func (m *Machine) Remembers() (replicas, waiters int) {
-	return len(m.roster.replicas), len(m.roster.waiters)
+func (m *Machine) Remembers() (members, waiters int) {
+	return len(m.roster.members), len(m.roster.waiters)
 }
 
-func (s *roster) healthyAt(r *replica, now time.Time) bool {
+func (s *roster) healthyAt(r *record, now time.Time) bool {
 	return r.alive() && now.Sub(r.lastBeat) < s.timeout
 }
 
 // recount is the definition of a tally; roster.tally must equal it after every Step.
 func (s *roster) recount(now time.Time) tally {
 	var t tally
-	for _, r := range s.replicas {
+	for _, r := range s.members {
 		if r.previous {
 			t.previous++
 		}
@@ -173,11 +173,11 @@ func (s *roster) recount(now time.Time) tally {
 	return t
 }
 
-// explain is the reason of a decision in words, with the names of the replicas that are missing.
+// explain is the reason of a decision in words, with the names of the members that are missing.
 func (s *roster) explain(d decision) string {
 	var missing []string
 	if !d.ready() && d.cause != nobodyWaits && d.detail == "" {
-		for _, r := range s.replicas {
+		for _, r := range s.members {
 			if !r.candidate() {
 				missing = append(missing, r.id)
 			}

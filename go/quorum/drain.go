@@ -28,7 +28,7 @@ func (d *drains) any() bool { return len(d.left) > 0 }
 
 // drained notifies a member that it shall leave. If its stream breaks before the message arrives, the welcome of the next one repeats it.
 func (d *drains) drained(e Drained) {
-	r := d.roster.replicas[e.ReplicaID]
+	r := d.roster.members[e.ReplicaID]
 	if r == nil || !r.alive() { // it trains in no step at whose end it could leave
 		return
 	}
@@ -39,12 +39,12 @@ func (d *drains) drained(e Drained) {
 // leaving keeps a member out of the next quorum: it counts as failed, so that the others do not wait for it. It reports whether the
 // member is known here.
 func (d *drains) leaving(id string) (known bool) {
-	r := d.roster.replicas[id]
+	r := d.roster.members[id]
 	if r == nil { // no member shares a step with it
 		d.do(Release{id})
 		return false
 	}
-	d.refuseAll(r, Left, "replica "+id+" said that it leaves") // a pending request would put it into a quorum whose answer it does not read
+	d.refuseAll(r, Left, "member "+id+" said that it leaves") // a pending request would put it into a quorum whose answer it does not read
 	if r.alive() {
 		d.roster.markFailed(r, "", "it left, as it was asked to", d.now) // no failure is reported: its peers are not to abort the step
 	}
@@ -61,7 +61,7 @@ func (d *drains) leaving(id string) (known bool) {
 // shuttingDown records that a member's manager server ends. The member counts as alive until its connection has ended and the grace is
 // over: its peers may still be receiving its data of the step that it has completed, and its failure would abort that.
 func (d *drains) shuttingDown(e ShuttingDown) {
-	if r := d.roster.replicas[e.ReplicaID]; r != nil {
+	if r := d.roster.members[e.ReplicaID]; r != nil {
 		r.ending, r.finished = true, e.Finished
 	}
 	d.do(Release{e.ReplicaID})
@@ -78,7 +78,7 @@ func (d *drains) stayed(id string) bool {
 
 // disconnected drops a drained member whose connection ended after it had left: it is not a suspect.
 func (d *drains) disconnected(id string) {
-	if r := d.roster.replicas[id]; r != nil && r.pulse != nil && r.draining != "" && r.out != "" {
+	if r := d.roster.members[id]; r != nil && r.pulse != nil && r.draining != "" && r.out != "" {
 		why := r.out
 		d.roster.drop(r, d.now)
 		r.out = why // shown in the status
@@ -87,7 +87,7 @@ func (d *drains) disconnected(id string) {
 
 // tick releases the members that left once all members that are alive ask for the next quorum: none is in their last step any more.
 func (d *drains) tick() {
-	if d.any() && !slices.ContainsFunc(d.past.members, func(r *replica) bool { return r.alive() && !r.waiting() }) {
+	if d.any() && !slices.ContainsFunc(d.past.members, func(r *record) bool { return r.alive() && !r.waiting() }) {
 		d.release()
 	}
 }

@@ -13,7 +13,7 @@ import (
 //     is known or the bond has run out. An end that is learned after the bond has run out is no vote.
 //  2. No member votes twice. The end of a member is no vote while a request of it is pending, which is its vote, or while messages of it
 //     may still arrive.
-//  3. A member with a pending request or a stream has not ended, whatever its host answers (replica.here): the answer may be about an
+//  3. A member with a pending request or a stream has not ended, whatever its host answers (record.here): the answer may be about an
 //     earlier process.
 type ends struct {
 	*core
@@ -32,7 +32,7 @@ const (
 
 // ended handles the answer of a host that a member's process has ended.
 func (s *ends) ended(id string) {
-	r := s.roster.replicas[id]
+	r := s.roster.members[id]
 	if r != nil && r.here() {
 		return
 	}
@@ -50,7 +50,7 @@ func (s *ends) left(id string) { s.over(id, s.list.promised(id, s.past.latestID(
 // over counts the end of a bound member as its vote. A pending request of the member is its vote already: with both, the end could
 // count for one quorum, and the request for another one that does not come after it.
 func (s *ends) over(id string, bound bool) {
-	if r := s.roster.replicas[id]; r != nil && r.waiting() {
+	if r := s.roster.members[id]; r != nil && r.waiting() {
 		return
 	}
 	if bound && s.past.votes(id) {
@@ -67,7 +67,7 @@ func (s *ends) tookAddress(by *Member) {
 	}
 	p := s.past.latest.Past()
 	for _, v := range slices.Concat(p.sets()...) {
-		if r := s.roster.replicas[v.ReplicaID]; v.Address == by.Address && (r == nil || !r.here()) {
+		if r := s.roster.members[v.ReplicaID]; v.Address == by.Address && (r == nil || !r.here()) {
 			s.over(v.ReplicaID, s.list.holds(v.ReplicaID, p.ID, s.now))
 		}
 	}
@@ -82,7 +82,7 @@ func (s *ends) votesWaived(e VotesWaived) (changed bool) {
 			s.do(Waived{id, e.By})
 			changed = true
 		}
-		if r := s.roster.replicas[id]; r != nil && r.waiting() || !s.past.votes(id) {
+		if r := s.roster.members[id]; r != nil && r.waiting() || !s.past.votes(id) {
 			continue // its pending request is its vote, or its vote is not needed
 		}
 		s.list.waive(id)
@@ -107,7 +107,7 @@ func (s *ends) disconnected(id string) {
 // tick asks the hosts again (invariant 1).
 func (s *ends) tick() {
 	for _, id := range sorted(s.broken) {
-		r := s.roster.replicas[id]
+		r := s.roster.members[id]
 		_, ended := s.list.ended[id]
 		switch {
 		case ended, r != nil && r.alive() && r.suspect == nil, !s.list.holds(id, s.past.latestID(), s.now):
@@ -133,7 +133,7 @@ func (s *ends) probeMissing(missing []Voter) {
 	}
 	s.asked = s.now
 	for _, v := range missing {
-		if r := s.roster.replicas[v.ReplicaID]; v.Address != "" && r != nil && r.alive() && (r.presumed || r.suspect != nil) {
+		if r := s.roster.members[v.ReplicaID]; v.Address != "" && r != nil && r.alive() && (r.presumed || r.suspect != nil) {
 			s.do(Probe{v.ReplicaID, v.Address})
 		}
 	}

@@ -71,7 +71,7 @@ func (f *failback) tick() {
 	}
 	common := f.before()
 	for e := s.pulses.Front(); e != nil; e = e.Next() {
-		if r := e.Value.(*replica); r.alive() {
+		if r := e.Value.(*record); r.alive() {
 			common &= r.reaches
 		}
 	}
@@ -84,7 +84,7 @@ func (f *failback) tick() {
 	f.list.releaseAll(f.now)
 	f.outdate(anyRequest, reason)
 	for e := s.pulses.Front(); e != nil; e = s.pulses.Front() {
-		s.drop(e.Value.(*replica), f.now)
+		s.drop(e.Value.(*record), f.now)
 	}
 	f.away = true
 }

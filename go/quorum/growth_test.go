@@ -34,10 +34,10 @@ func newCrowd(t testing.TB, n int, policy Policy) *crowd {
 
 func (c *crowd) step(event Event) []Action { return c.machine.Step(event, c.now) }
 
-// looks is how often the machine visited a replica since the last call.
+// looks is how often the machine visited a member since the last call.
 func (c *crowd) looks() int {
 	sum := 0
-	for _, r := range c.machine.roster.replicas {
+	for _, r := range c.machine.roster.members {
 		sum += r.looks
 	}
 	defer func() { c.was = sum }()
@@ -188,7 +188,7 @@ func TestNothingGrowsWithTheSquareOfTheMembers(t *testing.T) {
 				return c.looks()
 			}
 			few, many := looks(100), looks(1000)
-			assert.LessOrEqual(t, many, 20*max(few, 100), "looks at replicas: %d with 100 members, %d with 1,000", few, many)
+			assert.LessOrEqual(t, many, 20*max(few, 100), "looks at members: %d with 100 members, %d with 1,000", few, many)
 		})
 	}
 }

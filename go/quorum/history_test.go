@@ -54,8 +54,8 @@ func newHistory(t *testing.T, seed uint64) *history {
 	}
 }
 
-func (h *history) event(replicas int) Event {
-	id, other := fmt.Sprintf("r%d", h.rng.IntN(replicas)), fmt.Sprintf("r%d", h.rng.IntN(replicas))
+func (h *history) event(members int) Event {
+	id, other := fmt.Sprintf("r%d", h.rng.IntN(members)), fmt.Sprintf("r%d", h.rng.IntN(members))
 	quorumID := h.lastID
 	if h.rng.IntN(20) == 0 {
 		quorumID--
@@ -78,7 +78,7 @@ func (h *history) event(replicas int) Event {
 	case p < 148:
 		return Reaches{ReplicaID: id, Places: PlacesOf(0)}
 	case p < 150:
-		return h.recall(replicas)
+		return h.recall(members)
 	case p < 153:
 		return Ended{ReplicaID: id}
 	case p < 161:
@@ -134,14 +134,14 @@ func (h *history) ask(id string) Asked {
 }
 
 // recall is a quorum of this lighthouse, or one that an earlier lighthouse of the job has formed.
-func (h *history) recall(replicas int) Recalled {
+func (h *history) recall(members int) Recalled {
 	p := Past{ID: h.lastID + h.rng.Int64N(6) - 2, Step: int64(h.waiter) - h.rng.Int64N(20)}
-	for i := range replicas {
+	for i := range members {
 		if h.rng.IntN(2) == 0 {
 			p.Members = append(p.Members, Voter{ReplicaID: fmt.Sprintf("r%d", i)})
 		}
 	}
-	return Recalled{Past: p, Highest: p.ID + h.rng.Int64N(3), From: []string{"", fmt.Sprintf("r%d", h.rng.IntN(replicas))}[h.rng.IntN(2)]}
+	return Recalled{Past: p, Highest: p.ID + h.rng.Int64N(3), From: []string{"", fmt.Sprintf("r%d", h.rng.IntN(members))}[h.rng.IntN(2)]}
 }
 
 // step feeds one event to the machine and to the model, compares their actions, and checks the invariants.
@@ -219,7 +219,7 @@ func (h *history) step(e Event) {
 	}
 
 	require.Equal(h.t, h.machine.roster.recount(h.now), h.machine.roster.tally(h.now), "the running counts are those of a recount")
-	require.Len(h.t, h.machine.roster.replicas, len(h.model.facts), "no record of a replica leaks")
+	require.Len(h.t, h.machine.roster.members, len(h.model.facts), "no record of a member leaks")
 	require.Len(h.t, h.machine.roster.waiters, len(h.open), "no record of a waiter leaks")
 	healthy := 0
 	for id := range h.model.facts {
@@ -259,16 +259,16 @@ func (h *history) delivered(q *Quorum, answered []WaiterID) {
 	}
 }
 
-// settle ends the history without further faults: every replica is alive, and asks whenever it has no pending request. Then each
+// settle ends the history without further faults: every member is alive, and asks whenever it has no pending request. Then each
 // pending request must be answered by the time all the others have asked once more.
-func (h *history) settle(replicas int) {
+func (h *history) settle(members int) {
 	for _, a := range slices.Clone(h.model.waiting) {
 		if a.Member.ShrinkOnly { // new members may not join while such a request is pending
 			h.step(Withdrawn{Waiter: a.Waiter})
 		}
 	}
-	replicas = max(replicas, h.policy.MinReplicas)
-	for i := range replicas {
+	members = max(members, h.policy.MinReplicas)
+	for i := range members {
 		h.step(Beat{ReplicaID: fmt.Sprintf("r%d", i)})
 	}
 	for range 3 {
@@ -276,7 +276,7 @@ func (h *history) settle(replicas int) {
 		for w, id := range h.open {
 			waiting[id] = w
 		}
-		for i := range replicas {
+		for i := range members {
 			id := fmt.Sprintf("r%d", i)
 			if _, ok := waiting[id]; !ok {
 				a := h.ask(id)
@@ -297,13 +297,13 @@ func TestRandomHistoriesAgreeWithTheModel(t *testing.T) {
 	for seed := range uint64(40) {
 		t.Run(fmt.Sprint("seed ", seed), func(t *testing.T) {
 			h := newHistory(t, seed)
-			replicas := 1 + h.rng.IntN(7)
+			members := 1 + h.rng.IntN(7)
 			for range 700 {
 				h.gap = time.Duration(h.rng.IntN(4)) * time.Duration(h.rng.IntN(300)) * time.Millisecond
 				h.now = h.now.Add(h.gap)
-				h.step(h.event(replicas))
+				h.step(h.event(members))
 			}
-			h.settle(replicas)
+			h.settle(members)
 			quorums, did = quorums+h.quorums, did+h.did
 			for name, n := range h.fed {
 				fed[name] += n

@@ -296,7 +296,7 @@ func (h *listHistory) step(at int, e Event) {
 				if m.at != at {
 					continue
 				}
-				if r := l.machine.roster.replicas[m.id]; h.now.Sub(m.spoke) < h.policy.HeartbeatTimeout && (r == nil || r.out == "") {
+				if r := l.machine.roster.members[m.id]; h.now.Sub(m.spoke) < h.policy.HeartbeatTimeout && (r == nil || r.out == "") {
 					require.True(h.t, m.reaches, "%s is alive, and does not say that it reaches the other lighthouse", m.id)
 				}
 				require.False(h.t, l.machine.list.holds(m.id, math.MaxInt64, h.now), "%s may ask elsewhere from here on", m.id)

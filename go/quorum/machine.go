@@ -102,7 +102,7 @@ func (m *Machine) take(event Event) (decide bool) {
 	case Disconnected:
 		m.disconnected(e.ReplicaID)
 	case Incomplete: // A group asks only when all of its ranks have: the report is older than a pending request of the group.
-		if r := m.roster.replicas[e.ReplicaID]; r != nil && r.alive() && !r.waiting() {
+		if r := m.roster.members[e.ReplicaID]; r != nil && r.alive() && !r.waiting() {
 			m.fail(r, RankFailed, e.Reason)
 		}
 	case Suspected: // It does not evict: a check has to fail first. Otherwise one faulty member could evict a healthy peer.
@@ -141,7 +141,7 @@ func (m *Machine) take(event Event) (decide bool) {
 		m.search.tick()
 		m.ends.tick()
 		m.watch.tick()
-		m.list.sweep(m.now, func(id string) bool { return m.roster.replicas[id] != nil })
+		m.list.sweep(m.now, func(id string) bool { return m.roster.members[id] != nil })
 		m.drains.tick()
 		return true
 	}
@@ -171,7 +171,7 @@ func (m *Machine) asked(e Asked) bool {
 	if !newest {
 		return false
 	}
-	if r := m.roster.replicas[id]; replaces && r.previous {
+	if r := m.roster.members[id]; replaces && r.previous {
 		m.reconnect.moved(id)
 	}
 	m.ends.tookAddress(&e.Member)
@@ -191,7 +191,7 @@ func (m *Machine) asked(e Asked) bool {
 		m.past.behind = time.Time{} // this member has the job's step: the wait for such a member is over
 	}
 	if e.Recallable {
-		m.search.heard(m.roster.replicas[id], e.KnownQuorumID)
+		m.search.heard(m.roster.members[id], e.KnownQuorumID)
 	}
 	return true
 }
@@ -244,7 +244,7 @@ func (m *Machine) adopted() {
 // that asks begins another training, and must not be refused for being behind. It does not if a member has not reported that,
 // since this member may come back with its weights, or if there is a list, since the job may continue at another lighthouse.
 func (m *Machine) finish() {
-	if m.past.latest == nil || m.list.listed() || slices.ContainsFunc(m.past.members, func(r *replica) bool { return !r.finished }) {
+	if m.past.latest == nil || m.list.listed() || slices.ContainsFunc(m.past.members, func(r *record) bool { return !r.finished }) {
 		return
 	}
 	m.drains.release()
@@ -257,14 +257,14 @@ func (m *Machine) finish() {
 // reportFailures reports the failures of members of the latest quorum. The others share no step with anyone.
 func (m *Machine) reportFailures() {
 	for _, d := range m.failed {
-		if !d.replica.previous {
+		if !d.member.previous {
 			continue
 		}
-		m.reconnect.memberFailed(d.replica.id)
-		if d.replica.ending {
+		m.reconnect.memberFailed(d.member.id)
+		if d.member.ending {
 			d.cause, d.reason = ShutDown, "its manager server was shut down"
 		}
-		m.do(Failed{QuorumID: m.past.latest.ID, ReplicaID: d.replica.id, Cause: d.cause, Reason: d.reason})
+		m.do(Failed{QuorumID: m.past.latest.ID, ReplicaID: d.member.id, Cause: d.cause, Reason: d.reason})
 	}
 }
 

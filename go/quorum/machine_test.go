@@ -85,11 +85,11 @@ func TestMemoryIsBoundedByLiveMembers(t *testing.T) {
 		r.machine.Step(Beat{ReplicaID: fmt.Sprint("beats ", i)}, r.now)
 		r.ask(Member{ReplicaID: fmt.Sprint("asks ", i)})
 		r.machine.Step(Withdrawn{Waiter: r.waiter}, r.now)
-		require.LessOrEqual(t, len(r.machine.roster.replicas), 10)
+		require.LessOrEqual(t, len(r.machine.roster.members), 10)
 		require.Empty(t, r.machine.roster.waiters)
 	}
 	r.machine.Step(Tick{}, r.now.Add(5*time.Second))
-	require.Empty(t, r.machine.roster.replicas)
+	require.Empty(t, r.machine.roster.members)
 	require.Zero(t, r.machine.roster.pulses.Len())
 }
 

@@ -18,13 +18,13 @@ import (
 //  1. No id is used twice, and each new one is above highest, the highest that was seen.
 //  2. highest is raised only to an id that may exist (plausible), or to that of a quorum that one of its members shows. So no single
 //     wrong number spoils the ids of a job for good.
-//  3. members[i] is the replica of latest.Members[i], and no other replica has previous set.
+//  3. members[i] is the record of latest.Members[i], and no other record has previous set.
 //  4. A quorum below step forms only after heartbeat_timeout_ms, or once no member with a larger step can come any more (regress).
 type memory struct {
 	*core
-	// latest is the newest quorum, members its replicas in order. Both are nil before the first.
+	// latest is the newest quorum, members the records of its members in order. Both are nil before the first.
 	latest  *Quorum
-	members []*replica
+	members []*record
 	step    int64     // largest of the latest quorum's members
 	behind  time.Time // since when a quorum is delayed because it would be below step; zero if none is
 
@@ -142,16 +142,16 @@ func (m *memory) plausible(id, term int64) bool {
 	return id <= m.highest || termOf(id) <= term && low <= m.now.Add(aheadOfClock).UnixMilli()
 }
 
-// pick returns the replicas of a quorum, and whether they differ from those of the latest one; if not, they are in order. Otherwise
+// pick returns the members of a quorum, and whether they differ from those of the latest one; if not, they are in order. Otherwise
 // deliver sorts them: most picked quorums are not delivered, since each event of a member picks one while the others may still join.
-func (m *memory) pick(d decision) (in []*replica, changed bool) {
+func (m *memory) pick(d decision) (in []*record, changed bool) {
 	t := d.tally
 	if d.eligible() == t.previous && t.previousCandidates == t.previous {
 		return m.members, false // the same as before, in the same order
 	}
-	in = make([]*replica, 0, d.eligible())
+	in = make([]*record, 0, d.eligible())
 	for e := m.roster.queue.Front(); e != nil; e = e.Next() {
-		r := e.Value.(*replica)
+		r := e.Value.(*record)
 		r.looks++
 		if r.previous || !d.shrink {
 			in = append(in, r)
@@ -172,7 +172,7 @@ func (m *memory) newID(reconnects bool) int64 {
 }
 
 // follow makes a quorum that was formed here the latest one.
-func (m *memory) follow(q *Quorum, in []*replica, changed bool) (joined, left []string) {
+func (m *memory) follow(q *Quorum, in []*record, changed bool) (joined, left []string) {
 	m.latest, m.step = q, 0
 	for i := range q.Members {
 		m.step = max(m.step, q.Members[i].Step)
@@ -206,7 +206,7 @@ func (m *memory) follow(q *Quorum, in []*replica, changed bool) (joined, left []
 func (m *memory) adopt(p Past) {
 	before := m.members
 	q := &Quorum{ID: p.ID, Members: make([]Member, len(p.Members)), Base: p.Base, Created: m.now}
-	m.members = make([]*replica, len(p.Members))
+	m.members = make([]*record, len(p.Members))
 	for i, v := range p.Members {
 		q.Members[i] = Member{ReplicaID: v.ReplicaID, Address: v.Address, Step: p.Step}
 		r := m.roster.presume(v.ReplicaID, m.now)
@@ -276,7 +276,7 @@ func (m *memory) decided(d decision) {
 
 // regress is the reason why a quorum would be below the step that the job had reached, and names the members of the latest quorum that
 // are missing; empty if it would not be below, or if none is missing. mayCome: one of the missing ones counts as alive.
-func (m *memory) regress(in []*replica) (reason string, mayCome bool) {
+func (m *memory) regress(in []*record) (reason string, mayCome bool) {
 	if m.latest == nil {
 		return "", false
 	}

@@ -101,7 +101,7 @@ func (w *watch) progressed(e Progressed) {
 }
 
 // answer is what a member has answered since it was asked.
-func (w *watch) answer(r *replica) (p Progress, said bool) {
+func (w *watch) answer(r *record) (p Progress, said bool) {
 	r.looks++
 	p, said = w.said[r.id]
 	return p, said

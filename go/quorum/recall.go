@@ -98,13 +98,13 @@ func (s *search) doubt(e Asked) string {
 	if id := e.KnownQuorumID; e.Recallable && id <= maxKnownID || s.past.plausible(id, s.list.term) {
 		return ""
 	}
-	return fmt.Sprintf("known_quorum_id of replica %s is %d: it is far ahead of this lighthouse's clock (%d), and the request does not show that quorum",
+	return fmt.Sprintf("known_quorum_id of member %s is %d: it is far ahead of this lighthouse's clock (%d), and the request does not show that quorum",
 		e.Member.ReplicaID, e.KnownQuorumID, s.now.UnixMilli())
 }
 
 // heard handles the quorum id that a member claims to know: if it is a later one, the member is asked for it, unless a member is
 // being asked for it, or for a later one, already.
-func (s *search) heard(r *replica, known int64) {
+func (s *search) heard(r *record, known int64) {
 	if known <= s.past.latestID() {
 		// A claim that is still open stays. Otherwise a member that repeats it in every other message would have its count of recalls
 		// reset each time, and delay each quorum of the others.
@@ -136,7 +136,7 @@ func (s *search) heard(r *replica, known int64) {
 }
 
 // ask asks a member for the quorum that it knows.
-func (s *search) ask(r *replica, known int64) {
+func (s *search) ask(r *record, known int64) {
 	r.asked(s.now, s.policy.recallPause())
 	r.latest = max(r.latest, known)
 	s.id, s.asked, s.by = known, s.now, r.id
@@ -151,9 +151,9 @@ func (s *search) tick() {
 	}
 	pause := s.policy.recallPause()
 	var newest int64
-	var best *replica
+	var best *record
 	for e := s.roster.queue.Front(); e != nil; {
-		r := e.Value.(*replica)
+		r := e.Value.(*record)
 		e = e.Next() // a refusal takes r out of the queue
 		switch q := r.newest(); {
 		case !q.recallable || q.known <= s.past.latestID() || r.unshown && !s.list.listed():
@@ -164,7 +164,7 @@ func (s *search) tick() {
 		}
 	}
 	since := s.now.Sub(s.asked)
-	switch r := s.roster.replicas[s.by]; {
+	switch r := s.roster.members[s.by]; {
 	case newest == 0 && s.list.listed() && r != nil && r.alive() && !r.unshown && since < s.policy.HeartbeatTimeout:
 		return // the member was asked because of its greeting, and has no request: it may be in the middle of a step
 	case newest == 0:
@@ -184,7 +184,7 @@ func (s *search) pending(now time.Time) bool {
 // ahead is the latest quorum id that these members know of and this lighthouse of a list does not, 0 if there is none. Such a member
 // gives no vote, even after the search for its quorum has ended: the search ends when the member falls silent, but its request
 // counts again as soon as it sends something.
-func (s *search) ahead(in []*replica) (id int64) {
+func (s *search) ahead(in []*record) (id int64) {
 	if !s.list.listed() {
 		return 0
 	}
@@ -200,14 +200,14 @@ func (s *search) ahead(in []*replica) (id int64) {
 // must not vote without showing the quorum (succession.go, invariant 3): it is refused with a reason that names it, and sent to the
 // next lighthouse, which may know that quorum. So a member with a wrong number does not stop the others. An only lighthouse
 // accepts the member all the same.
-func (s *search) disbelieve(r *replica, known int64) {
+func (s *search) disbelieve(r *record, known int64) {
 	r.unshown = true
 	s.do(Doubted{r.id, notShown(known)})
 	if !s.list.listed() {
 		return
 	}
 	s.list.release(r.id, s.now) // before the refusal, after which the member may ask another lighthouse (bond.go, invariant 2)
-	reason := "replica " + r.id + " is not believed: " + notShown(known)
+	reason := "member " + r.id + " is not believed: " + notShown(known)
 	s.refuseAll(r, Unshown, reason)
 	s.turnDown(r.id, Unshown, reason)
 }
@@ -216,7 +216,7 @@ func (s *search) disbelieve(r *replica, known int64) {
 // asked often enough, and sends a request after the previous one had ended, is one from here on: accepted, the request would be a vote
 // that does not show the quorum which the member knows.
 func (s *search) unshown(e Asked) string {
-	r := s.roster.replicas[e.Member.ReplicaID]
+	r := s.roster.members[e.Member.ReplicaID]
 	if r == nil || !s.list.listed() || !e.Recallable || e.KnownQuorumID <= s.past.latestID() {
 		return ""
 	}
@@ -224,7 +224,7 @@ func (s *search) unshown(e Asked) string {
 		return ""
 	}
 	s.list.release(r.id, s.now)
-	return "replica " + r.id + " is not believed: " + notShown(e.KnownQuorumID)
+	return "member " + r.id + " is not believed: " + notShown(e.KnownQuorumID)
 }
 
 func notShown(known int64) string {
@@ -237,7 +237,7 @@ func (s *search) delivered(id int64) {
 		return
 	}
 	s.do(Doubted{s.by, notShown(s.id)})
-	if r := s.roster.replicas[s.by]; r != nil {
+	if r := s.roster.members[s.by]; r != nil {
 		r.unshown = true // the next quorum does not wait for it again
 	}
 	s.recall = recall{}
@@ -271,19 +271,19 @@ func (s *search) recalled(e Recalled) (adopted bool) {
 		// asked already: their requests end, as with every new term.
 		s.terms.begin("what is on disk", termOf(p.ID))
 	case beyond:
-		r := s.roster.replicas[e.From]
+		r := s.roster.members[e.From]
 		if r == nil || r.farTerm < termOf(p.ID) {
 			s.do(Doubted{e.From, fmt.Sprintf("it shows quorum %d of term %d: the term here is %d", p.ID, termOf(p.ID), s.list.term)})
 			return false
 		}
-		s.terms.begin("replica "+r.id, r.farTerm)
+		s.terms.begin("member "+r.id, r.farTerm)
 	}
 	s.past.highest = max(s.past.highest, p.ID, min(e.Highest, maxKnownID))
 	if p.ID <= s.past.latestID() {
 		return false
 	}
 	s.past.adopt(p)
-	if r := s.roster.replicas[e.From]; r != nil {
+	if r := s.roster.members[e.From]; r != nil {
 		r.claim = claim{}
 	}
 	if s.id <= p.ID {

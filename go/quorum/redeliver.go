@@ -16,7 +16,7 @@ package quorum
 // lostAnswer reports whether the member that asks is in the latest quorum and cannot have received it (see above). In all other cases
 // the request is one for the next quorum.
 func (m *Machine) lostAnswer(e Asked) bool {
-	latest, r := m.past.latest, m.roster.replicas[e.Member.ReplicaID]
+	latest, r := m.past.latest, m.roster.members[e.Member.ReplicaID]
 	// There is none, or it was formed elsewhere: this lighthouse then knows its members, but not the rest of the answer.
 	if latest == nil || latest.Revision == 0 {
 		return false

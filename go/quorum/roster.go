@@ -8,9 +8,9 @@ import (
 	"time"
 )
 
-// replica is what the lighthouse knows about one replica_id. It is kept while the replica is alive, has a pending request, or is a
-// member of the previous quorum, which in this file is the latest one that was delivered.
-type replica struct {
+// record is what the lighthouse knows about one member. It is kept while the member is alive, has a pending request, or is in the
+// previous quorum, which in this file is the latest one that was delivered.
+type record struct {
 	id       string
 	lastBeat time.Time
 	pulse    *list.Element // its place in roster.pulses; nil once its heartbeat is too old
@@ -51,34 +51,34 @@ type request struct {
 	recallable bool  // it answers a Recall
 }
 
-func (r *replica) alive() bool {
+func (r *record) alive() bool {
 	r.looks++
 	return r.pulse != nil && r.out == ""
 }
 
-func (r *replica) waiting() bool {
+func (r *record) waiting() bool {
 	r.looks++
 	return len(r.requests) > 0
 }
 
-func (r *replica) candidate() bool { return r.alive() && r.waiting() }
+func (r *record) candidate() bool { return r.alive() && r.waiting() }
 
-// here reports whether a replica has a pending request, or a stream that has not broken: another request of it may be on its way.
-func (r *replica) here() bool { return r.waiting() || r.alive() && !r.presumed && r.suspect == nil }
+// here reports whether a member has a pending request, or a stream that has not broken: another request of it may be on its way.
+func (r *record) here() bool { return r.waiting() || r.alive() && !r.presumed && r.suspect == nil }
 
 // byID is the order of members.
-func byID(a, b *replica) int {
+func byID(a, b *record) int {
 	a.looks++
 	return strings.Compare(a.id, b.id)
 }
 
 // member is that of the newest request. There must be a pending one.
-func (r *replica) member() *Member { return &r.newest().member }
+func (r *record) member() *Member { return &r.newest().member }
 
-func (r *replica) newest() *request { return &r.requests[len(r.requests)-1] }
+func (r *record) newest() *request { return &r.requests[len(r.requests)-1] }
 
 // waiters are those of the pending requests that holds selects.
-func (r *replica) waiters(holds func(request) bool) (ids []WaiterID) {
+func (r *record) waiters(holds func(request) bool) (ids []WaiterID) {
 	for _, q := range r.requests {
 		if holds(q) {
 			ids = append(ids, q.waiter)
@@ -89,14 +89,14 @@ func (r *replica) waiters(holds func(request) bool) (ids []WaiterID) {
 
 func anyRequest(request) bool { return true }
 
-// roster keeps the replicas and counts them.
+// roster keeps the records of the members and counts them.
 //
 // Invariants:
 //
 //  1. Every change of a field that counts depend on (pulse, out, presumed, requests, previous, reaches) goes through update or reach,
-//     which take the replica out of the counts and add it again. So after every event, counts equals Describe's recount.
-//  2. A replica is in replicas while it is alive, has a pending request, or is in the latest quorum, and no longer: this bounds the memory.
-//  3. pulses has the replicas with a recent heartbeat, the oldest heartbeat first. suspects has those of them whose stream broke, the
+//     which take the member out of the counts and add it again. So after every event, counts equals Describe's recount.
+//  2. A member has a record in members while it is alive, has a pending request, or is in the latest quorum, and no longer: this bounds the memory.
+//  3. pulses has the members with a recent heartbeat, the oldest heartbeat first. suspects has those of them whose stream broke, the
 //     longest ago first. So expire looks only at the first ones of each list.
 //  4. queue has the candidates, formers those of them that were in the latest quorum, both in the order in which they joined: timers
 //     count from the first one.
@@ -105,11 +105,11 @@ func anyRequest(request) bool { return true }
 type roster struct {
 	timeout  time.Duration // of heartbeats
 	grace    time.Duration // of suspects
-	replicas map[string]*replica
-	waiters  map[WaiterID]*replica
-	pulses   *list.List // of *replica that are alive, the oldest heartbeat first
-	suspects *list.List // of *replica that are alive and whose stream broke, the longest ago first
-	queue    *list.List // of *replica that are candidates, the first to join first
+	members  map[string]*record
+	waiters  map[WaiterID]*record
+	pulses   *list.List // of *record that are alive, the oldest heartbeat first
+	suspects *list.List // of *record that are alive and whose stream broke, the longest ago first
+	queue    *list.List // of *record that are candidates, the first to join first
 	formers  *list.List // those of them that were in the previous quorum, in the same order
 	counts   tally      // all but waited and joining
 }
@@ -118,8 +118,8 @@ func newRoster(p Policy) *roster {
 	return &roster{
 		timeout:  p.HeartbeatTimeout,
 		grace:    p.SuspectGrace,
-		replicas: map[string]*replica{},
-		waiters:  map[WaiterID]*replica{},
+		members:  map[string]*record{},
+		waiters:  map[WaiterID]*record{},
 		pulses:   list.New(),
 		suspects: list.New(),
 		queue:    list.New(),
@@ -131,26 +131,26 @@ func newRoster(p Policy) *roster {
 func (s *roster) tally(now time.Time) tally {
 	t := s.counts
 	if first := s.queue.Front(); first != nil {
-		t.waited = now.Sub(first.Value.(*replica).joined)
+		t.waited = now.Sub(first.Value.(*record).joined)
 		t.joining = t.waited
 	}
 	if first := s.formers.Front(); first != nil {
-		t.joining = now.Sub(first.Value.(*replica).joined)
+		t.joining = now.Sub(first.Value.(*record).joined)
 	}
 	return t
 }
 
-// failure is a replica that counts as failed from now on, and why.
+// failure names a member that counts as failed from now on, and why.
 type failure struct {
-	replica *replica
-	cause   Cause
-	reason  string
+	member *record
+	cause  Cause
+	reason string
 }
 
-// expire drops the replicas whose heartbeat is too old, and the suspects whose grace is over.
+// expire drops the members whose heartbeat is too old, and the suspects whose grace is over.
 func (s *roster) expire(now time.Time) (failed []failure) {
 	for e := s.pulses.Front(); e != nil; e = s.pulses.Front() {
-		r := e.Value.(*replica)
+		r := e.Value.(*record)
 		if now.Sub(r.lastBeat) < s.timeout {
 			break
 		}
@@ -162,7 +162,7 @@ func (s *roster) expire(now time.Time) (failed []failure) {
 		failed = append(failed, failure{r, Silent, fmt.Sprintf("no sign of life for %s ms", milliseconds(now.Sub(r.lastBeat)))})
 	}
 	for e := s.suspects.Front(); e != nil; e = s.suspects.Front() {
-		r := e.Value.(*replica)
+		r := e.Value.(*record)
 		if now.Sub(r.brokeAt) < s.grace {
 			break
 		}
@@ -172,7 +172,7 @@ func (s *roster) expire(now time.Time) (failed []failure) {
 	return failed
 }
 
-func (s *roster) drop(r *replica, now time.Time) {
+func (s *roster) drop(r *record, now time.Time) {
 	s.trust(r)
 	s.update(r, now, func() {
 		s.pulses.Remove(r.pulse)
@@ -180,17 +180,17 @@ func (s *roster) drop(r *replica, now time.Time) {
 	})
 }
 
-// markFailed lets a replica count as failed until it asks again.
-func (s *roster) markFailed(r *replica, cause Cause, reason string, now time.Time) failure {
+// markFailed lets a member count as failed until it asks again.
+func (s *roster) markFailed(r *record, cause Cause, reason string, now time.Time) failure {
 	s.trust(r)
 	s.update(r, now, func() { r.out = reason })
 	return failure{r, cause, reason}
 }
 
-// alive are the replicas that count as alive, the oldest heartbeat first.
-func (s *roster) alive() (alive []*replica) {
+// alive are the members that count as alive, the oldest heartbeat first.
+func (s *roster) alive() (alive []*record) {
 	for e := s.pulses.Front(); e != nil; e = e.Next() {
-		if r := e.Value.(*replica); r.alive() {
+		if r := e.Value.(*record); r.alive() {
 			alive = append(alive, r)
 		}
 	}
@@ -200,35 +200,35 @@ func (s *roster) alive() (alive []*replica) {
 // forgive reduces the age of all heartbeats and suspicions by a time in which the lighthouse itself was stopped.
 func (s *roster) forgive(span time.Duration) {
 	for e := s.pulses.Front(); e != nil; e = e.Next() {
-		r := e.Value.(*replica)
+		r := e.Value.(*record)
 		r.lastBeat = r.lastBeat.Add(span)
 	}
 	for e := s.suspects.Front(); e != nil; e = e.Next() {
-		r := e.Value.(*replica)
+		r := e.Value.(*record)
 		r.brokeAt = r.brokeAt.Add(span)
 	}
 }
 
-// disconnected makes a replica a suspect.
+// disconnected makes a member a suspect.
 func (s *roster) disconnected(id string, now time.Time) {
 	s.reach(id, 0)
-	if r := s.replicas[id]; r != nil && r.alive() && r.suspect == nil {
+	if r := s.members[id]; r != nil && r.alive() && r.suspect == nil {
 		r.brokeAt = now
 		r.suspect = s.suspects.PushBack(r)
 		r.disconnected()
 	}
 }
 
-// reachNothing forgets which earlier lighthouses the replicas reach.
+// reachNothing forgets which earlier lighthouses the members reach.
 func (s *roster) reachNothing() {
 	for e := s.pulses.Front(); e != nil; e = e.Next() {
-		s.reach(e.Value.(*replica).id, 0)
+		s.reach(e.Value.(*record).id, 0)
 	}
 }
 
-// reach records which earlier lighthouses a replica can reach.
+// reach records which earlier lighthouses a member can reach.
 func (s *roster) reach(id string, places Places) {
-	if r := s.replicas[id]; r != nil && r.reaches != places {
+	if r := s.members[id]; r != nil && r.reaches != places {
 		s.count(r, -1)
 		r.reaches = places
 		s.count(r, +1)
@@ -236,7 +236,7 @@ func (s *roster) reach(id string, places Places) {
 }
 
 // trust ends a suspicion, if there is one.
-func (s *roster) trust(r *replica) {
+func (s *roster) trust(r *record) {
 	if r.suspect != nil {
 		s.suspects.Remove(r.suspect)
 		r.suspect = nil
@@ -249,15 +249,15 @@ func (s *roster) due() time.Time {
 	if e == nil {
 		return time.Time{}
 	}
-	return e.Value.(*replica).brokeAt.Add(s.grace)
+	return e.Value.(*record).brokeAt.Add(s.grace)
 }
 
 // beat records a sign of life, which ends a suspicion.
-func (s *roster) beat(id string, now time.Time) *replica {
-	r := s.replicas[id]
+func (s *roster) beat(id string, now time.Time) *record {
+	r := s.members[id]
 	if r == nil {
-		r = &replica{id: id}
-		s.replicas[id] = r
+		r = &record{id: id}
+		s.members[id] = r
 	}
 	r.lastBeat = now
 	s.trust(r)
@@ -272,9 +272,9 @@ func (s *roster) beat(id string, now time.Time) *replica {
 	return r
 }
 
-// presume makes a replica count as alive that has sent nothing yet.
-func (s *roster) presume(id string, now time.Time) *replica {
-	if r := s.replicas[id]; r != nil && r.alive() {
+// presume makes a member count as alive that has sent nothing yet.
+func (s *roster) presume(id string, now time.Time) *record {
+	if r := s.members[id]; r != nil && r.alive() {
 		return r
 	}
 	r := s.beat(id, now)
@@ -295,7 +295,7 @@ func (s *roster) ask(e Asked, now time.Time) {
 
 // inOrder reports whether a request with this number is newer than all earlier ones of its member. One without a number is.
 func (s *roster) inOrder(id string, number uint64) bool {
-	r := s.replicas[id]
+	r := s.members[id]
 	return number == 0 || r == nil || number > r.number
 }
 
@@ -312,7 +312,7 @@ func (s *roster) withdraw(w WaiterID, now time.Time) {
 }
 
 // answer removes the requests of a member, and appends their waiters to a list.
-func (s *roster) answer(waiters []WaiterID, r *replica, now time.Time) []WaiterID {
+func (s *roster) answer(waiters []WaiterID, r *record, now time.Time) []WaiterID {
 	for _, q := range r.requests {
 		delete(s.waiters, q.waiter)
 		waiters = append(waiters, q.waiter)
@@ -325,17 +325,17 @@ func (s *roster) answer(waiters []WaiterID, r *replica, now time.Time) []WaiterI
 // joinAgain restarts the join timer of the candidates that were left out of a quorum.
 func (s *roster) joinAgain(now time.Time) {
 	for e := s.queue.Front(); e != nil; e = e.Next() {
-		e.Value.(*replica).joined = now
+		e.Value.(*record).joined = now
 	}
 }
 
-// setPrevious marks whether a replica is in the latest quorum.
-func (s *roster) setPrevious(r *replica, previous bool, now time.Time) {
+// setPrevious marks whether a member is in the latest quorum.
+func (s *roster) setPrevious(r *record, previous bool, now time.Time) {
 	s.update(r, now, func() { r.previous = previous })
 }
 
-// update changes one replica, and the counts, the queues and the map with it.
-func (s *roster) update(r *replica, now time.Time, change func()) {
+// update changes one member, and the counts, the queues and the map with it.
+func (s *roster) update(r *record, now time.Time, change func()) {
 	was := r.candidate()
 	s.count(r, -1)
 	change()
@@ -357,14 +357,14 @@ func (s *roster) update(r *replica, now time.Time, change func()) {
 		r.former = nil
 	}
 	if r.pulse == nil && !r.waiting() && !r.previous {
-		delete(s.replicas, r.id)
+		delete(s.members, r.id)
 	}
 }
 
 // pushInOrder puts a candidate after those that joined before it: nearly always at the end.
-func pushInOrder(queue *list.List, r *replica) *list.Element {
+func pushInOrder(queue *list.List, r *record) *list.Element {
 	e := queue.Back()
-	for e != nil && e.Value.(*replica).joined.After(r.joined) {
+	for e != nil && e.Value.(*record).joined.After(r.joined) {
 		e = e.Prev()
 	}
 	if e == nil {
@@ -373,7 +373,7 @@ func pushInOrder(queue *list.List, r *replica) *list.Element {
 	return queue.InsertAfter(r, e)
 }
 
-func (s *roster) count(r *replica, by int) {
+func (s *roster) count(r *record, by int) {
 	t := &s.counts
 	if r.alive() {
 		t.healthy += by

@@ -10,14 +10,14 @@ import "fmt"
 // misfit is the reason why a new member of this size is refused; empty if it is accepted, or if the size of the others is not known.
 func (m *memory) misfit(e Asked) string {
 	size := e.Member.WorldSize
-	if r := m.roster.replicas[e.Member.ReplicaID]; !e.Recallable || size == 0 || r != nil && r.previous {
+	if r := m.roster.members[e.Member.ReplicaID]; !e.Recallable || size == 0 || r != nil && r.previous {
 		return ""
 	}
 	other := m.unlike(e.Member.ReplicaID, size)
 	if other == nil {
 		return ""
 	}
-	return fmt.Sprintf("world_size of replica %s is %d, that of replica %s, which is in the job, is %d: all groups of a job must have equally many ranks",
+	return fmt.Sprintf("world_size of member %s is %d, that of member %s, which is in the job, is %d: all groups of a job must have equally many ranks",
 		e.Member.ReplicaID, size, other.ReplicaID, other.WorldSize)
 }
 
@@ -41,7 +41,7 @@ func (m *memory) unlike(id string, size uint64) (other *Member) {
 		}
 	}
 	for e := m.roster.queue.Front(); e != nil && !here; e = e.Next() {
-		r := e.Value.(*replica)
+		r := e.Value.(*record)
 		switch has := r.member().WorldSize; {
 		case r.id == id || has == 0:
 		case has == size:

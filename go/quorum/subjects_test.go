@@ -20,7 +20,7 @@ func newStage(seat Seat, members ...string) *stage {
 	s := &stage{core: newCore(policy, epoch), list: succession{seat: seat}}
 	s.past = memory{core: &s.core}
 	q := &Quorum{ID: 1000, Created: epoch}
-	var in []*replica
+	var in []*record
 	for _, id := range members {
 		r := s.roster.beat(id, epoch)
 		q.Members, in = append(q.Members, Member{ReplicaID: id, Address: "http://" + id}), append(in, r)
@@ -34,7 +34,7 @@ func (s *stage) take(after time.Duration, event func()) (actions []Action, faile
 	s.open(s.now.Add(after))
 	event()
 	for _, f := range s.failed {
-		failed = append(failed, f.replica.id)
+		failed = append(failed, f.member.id)
 	}
 	return s.actions, failed
 }
@@ -187,9 +187,9 @@ func TestVotesAlone(t *testing.T) {
 	s := newStage(Seat{0, 2}, "a", "b", "c", "d")
 	one := votes{core: &s.core, past: &s.past, list: &s.list, ends: &ends{core: &s.core, past: &s.past, list: &s.list}}
 	for ids, missing := range map[string]int{"abc": 0, "ab": 0, "bc": 2, "a": 3} {
-		var in []*replica
+		var in []*record
 		for _, id := range ids {
-			in = append(in, s.roster.replicas[string(id)])
+			in = append(in, s.roster.members[string(id)])
 		}
 		_, lacks := one.lacking(decision{}, in)
 		assert.Len(t, lacks, missing, ids)
@@ -238,7 +238,7 @@ func TestFailbackAlone(t *testing.T) {
 func TestSearchAlone(t *testing.T) {
 	s := newStage(Seat{0, 2}, "a", "b")
 	one := search{core: &s.core, past: &s.past, list: &s.list, terms: &terms{core: &s.core, past: &s.past, list: &s.list}}
-	actions, _ := s.take(0, func() { one.heard(s.roster.replicas["a"], 1001) })
+	actions, _ := s.take(0, func() { one.heard(s.roster.members["a"], 1001) })
 	require.Equal(t, []Action{Recall{"a", 1001}}, actions)
 	require.True(t, one.pending(s.now))
 	shows := func(from string, members ...Voter) (actions []Action, adopted bool) {
@@ -252,5 +252,5 @@ func TestSearchAlone(t *testing.T) {
 	require.True(t, adopted)
 	require.False(t, one.pending(s.now))
 	require.Equal(t, int64(1001), s.past.latestID())
-	require.True(t, s.roster.replicas["c"].presumed, "it has the time to come")
+	require.True(t, s.roster.members["c"].presumed, "it has the time to come")
 }

@@ -78,7 +78,7 @@ func (s *succession) sit(id string, seat Seat, others bool) (refusal string) {
 		// The member does not report a seat (upstream's do not): the seat stays as others have reported it. If it counted as "the only
 		// one", this lighthouse could form a quorum with that member while another lighthouse serves the rest.
 	case s.seat.Of != 0 && others && !s.disk && seat != s.seat:
-		return fmt.Sprintf("for replica %s this lighthouse is %s, for the others %s: TORCHFT_LIGHTHOUSE must be the same for all groups of a job",
+		return fmt.Sprintf("for member %s this lighthouse is %s, for the others %s: TORCHFT_LIGHTHOUSE must be the same for all groups of a job",
 			id, seat, s.seat)
 	default:
 		s.seat, s.disk = seat, false

@@ -37,7 +37,7 @@ func (s *suspicion) suspected(e Suspected) {
 		return
 	}
 	// Only a member of this quorum can have lost one of its collectives. If others counted, they could outvote the members.
-	reporter := s.roster.replicas[e.Reporter]
+	reporter := s.roster.members[e.Reporter]
 	if reporter == nil || !reporter.previous {
 		return
 	}
@@ -86,12 +86,12 @@ func (s *suspicion) look(suspect string) {
 }
 
 // due reports whether to check on a member: enough of the others suspect it, and it is not known to be alive or to have failed.
-func (s *suspicion) due(r *replica, others int) bool {
+func (s *suspicion) due(r *record, others int) bool {
 	return !s.spoke(r) && !s.checked[r.id] && 2*(s.unnamed+s.named[r.id]) > others
 }
 
 // spoke reports whether a check of a member is needless: it is alive, since it has asked or reported itself, or it has failed.
-func (s *suspicion) spoke(r *replica) bool {
+func (s *suspicion) spoke(r *record) bool {
 	_, reported := s.accused[r.id]
 	return reported || r.waiting() || !r.alive()
 }
@@ -99,7 +99,7 @@ func (s *suspicion) spoke(r *replica) bool {
 // lookedAt handles the result of a check: a member that could not be reached counts as failed. A late result is ignored if the member
 // has asked or reported since the check began, or if there is another quorum: the member may be alive.
 func (s *suspicion) lookedAt(e Checked) {
-	r := s.roster.replicas[e.ReplicaID]
+	r := s.roster.members[e.ReplicaID]
 	if e.Reached || s.past.latest == nil || e.QuorumID != s.past.latest.ID || r == nil || !r.previous || s.spoke(r) {
 		return
 	}

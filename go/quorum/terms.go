@@ -27,9 +27,9 @@ const (
 // knownTerm is the highest term that a member knows of. One that got its quorum by a call has heard of none.
 func (e Greeted) knownTerm() int64 { return max(e.Term, termOf(e.KnownQuorumID)) }
 
-// admit accepts a member's stream, or refuses it. If it accepts it, and the lighthouse is one of a list, it returns the replica: greeted
+// admit accepts a member's stream, or refuses it. If it accepts it, and the lighthouse is one of a list, it returns the member: greeted
 // then handles the member's term, and welcomes it.
-func (t *terms) admit(e Greeted) *replica {
+func (t *terms) admit(e Greeted) *record {
 	t.list.back(e.ReplicaID) // the member has not ended: its vote comes with its next request
 	// The refusal comes before the seat is accepted and before the greeting counts as a sign of life. With a seat of a member that is
 	// refused, this lighthouse could begin a job that is served elsewhere; and the others would wait for a member without a stream.
@@ -40,7 +40,7 @@ func (t *terms) admit(e Greeted) *replica {
 		}
 	}
 	others := t.roster.counts.healthy
-	if r := t.roster.replicas[e.ReplicaID]; r != nil && r.alive() {
+	if r := t.roster.members[e.ReplicaID]; r != nil && r.alive() {
 		others--
 	}
 	if refusal := t.list.sit(e.ReplicaID, e.Seat, others > 0); refusal != "" {
@@ -57,17 +57,17 @@ func (t *terms) admit(e Greeted) *replica {
 }
 
 // greeted handles the term that a member knows.
-func (t *terms) greeted(r *replica, e Greeted) {
+func (t *terms) greeted(r *record, e Greeted) {
 	t.list.greets(e.ReplicaID, e.KnownQuorumID, e.knownTerm() > t.list.term, t.now)
 	if r.farTerm = 0; t.far(e) {
 		r.farTerm = e.knownTerm() // it begins when the member has shown the quorum (search.recalled)
 	} else {
-		t.begin("replica "+e.ReplicaID, e.knownTerm())
+		t.begin("member "+e.ReplicaID, e.knownTerm())
 	}
 	t.welcome(r)
 }
 
-func (t *terms) welcome(r *replica) {
+func (t *terms) welcome(r *record) {
 	w := Welcome{ReplicaID: r.id, Term: t.list.term, Draining: r.draining}
 	if t.list.listed() {
 		w.Bond = BondTime
@@ -93,9 +93,9 @@ func (t *terms) begin(with string, known int64) {
 func (t *terms) overreaches(e Greeted) (refusal string) {
 	switch known := e.knownTerm(); {
 	case known > maxClaimedTerm:
-		return fmt.Sprintf("replica %s claims term %d: the largest is %d", e.ReplicaID, known, int64(maxClaimedTerm))
+		return fmt.Sprintf("member %s claims term %d: the largest is %d", e.ReplicaID, known, int64(maxClaimedTerm))
 	case t.far(e) && termOf(e.KnownQuorumID)+termReach < known:
-		return fmt.Sprintf("replica %s claims term %d, and knows of no quorum of about that term; the highest that was seen here is %d",
+		return fmt.Sprintf("member %s claims term %d, and knows of no quorum of about that term; the highest that was seen here is %d",
 			e.ReplicaID, known, t.seen())
 	}
 	return ""

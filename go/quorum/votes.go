@@ -26,7 +26,7 @@ type votes struct {
 
 // lacking is the reason why these members may not form a quorum: votes are missing, and another lighthouse might serve the rest of the
 // latest quorum. It is empty if they may. The members whose votes are missing are returned, too.
-func (v *votes) lacking(d decision, in []*replica) (reason string, missing []Voter) {
+func (v *votes) lacking(d decision, in []*record) (reason string, missing []Voter) {
 	latest := v.past.latest
 	if !v.list.listed() || d.cause == fastPath && latest.Base == nil {
 		return "", nil // no other lighthouse serves the job, or all members of the latest quorum vote
@@ -36,7 +36,7 @@ func (v *votes) lacking(d decision, in []*replica) (reason string, missing []Vot
 		case v.list.seat.Place == 0 && rumor.ReplicaID == "":
 			return "", nil
 		case v.list.seat.Place == 0:
-			return fmt.Sprintf("the job had a quorum, of which replica %s knows the id, and no member here can show it; another lighthouse might serve them",
+			return fmt.Sprintf("the job had a quorum, of which member %s knows the id, and no member here can show it; another lighthouse might serve them",
 				rumor.ReplicaID), []Voter{rumor}
 		}
 		return fmt.Sprintf("none of the members that ask was in a quorum of this job before, and a job begins at the first lighthouse of its list: this is %s",
@@ -56,7 +56,7 @@ func (v *votes) lacking(d decision, in []*replica) (reason string, missing []Vot
 }
 
 // base is the base of the quorum that is formed now (succession.baseAfter).
-func (v *votes) base(in []*replica, changed bool) [][]Voter {
+func (v *votes) base(in []*record, changed bool) [][]Voter {
 	latest := v.past.latest
 	if !v.list.listed() || latest == nil || latest.Base == nil && !changed {
 		return nil
@@ -79,7 +79,7 @@ func (v *votes) stillLacking(t tally) bool {
 	most, all := t.previousCandidates+len(v.list.ended)+len(v.list.waived), len(v.past.latest.Members)
 	if 2*most == all { // half of them suffice if they include the first one
 		first := v.past.latest.Members[0].voter()
-		r := v.roster.replicas[first.ReplicaID]
+		r := v.roster.members[first.ReplicaID]
 		return !v.list.given(first) && (r == nil || !r.waiting())
 	}
 	return 2*most < all
@@ -114,12 +114,12 @@ func (v *votes) stranded() {
 		v.lacked = time.Time{}
 		return
 	}
-	v.lack(reason, missing, slices.DeleteFunc(alive, func(r *replica) bool { return !r.waiting() }))
+	v.lack(reason, missing, slices.DeleteFunc(alive, func(r *record) bool { return !r.waiting() }))
 }
 
 // lack probes the hosts of the members whose votes are missing. After heartbeat_timeout_ms it refuses the requests, so that their members
 // ask the next lighthouse (invariant 3).
-func (v *votes) lack(reason string, missing []Voter, in []*replica) {
+func (v *votes) lack(reason string, missing []Voter, in []*record) {
 	v.ends.probeMissing(missing)
 	switch {
 	case v.lacked.IsZero():
@@ -139,7 +139,7 @@ func (v *votes) lack(reason string, missing []Voter, in []*replica) {
 
 // missing are the members whose votes would be missing even if all members that are alive asked; none if no votes would be.
 func (v *votes) missing() (ids []string) {
-	heard := slices.DeleteFunc(v.roster.alive(), func(r *replica) bool { return r.presumed })
+	heard := slices.DeleteFunc(v.roster.alive(), func(r *record) bool { return r.presumed })
 	_, missing := v.lacking(decision{}, heard)
 	for _, voter := range missing {
 		ids = append(ids, voter.ReplicaID)
@@ -148,8 +148,8 @@ func (v *votes) missing() (ids []string) {
 	return slices.Compact(ids)
 }
 
-// moreThanHalfAlive reports whether more than half of these replicas are alive.
-func moreThanHalfAlive(of []*replica) bool {
+// moreThanHalfAlive reports whether more than half of these members are alive.
+func moreThanHalfAlive(of []*record) bool {
 	n := 0
 	for _, r := range of {
 		if r.alive() {

@@ -35,7 +35,7 @@ func NewView(replicaID string, q *quorum.Quorum) (*View, error) {
 	members := inOrder(q.Members)
 	self := slices.IndexFunc(members, func(m quorum.Member) bool { return m.ReplicaID == replicaID })
 	if self < 0 {
-		return nil, fmt.Errorf("replica %s is not in quorum %d of %d members", replicaID, q.ID, len(members))
+		return nil, fmt.Errorf("member %s is not in quorum %d of %d members", replicaID, q.ID, len(members))
 	}
 
 	r := Result{

@@ -177,9 +177,9 @@ func TestHandlesOnlyIfAllRanksSentThem(t *testing.T) {
 
 func TestErrorsNameWhatIsWrong(t *testing.T) {
 	_, err := Compute("x", 0, at(1, 1), true)
-	require.EqualError(t, err, "replica x is not in quorum 7 of 2 members")
+	require.EqualError(t, err, "member x is not in quorum 7 of 2 members")
 	_, err = Compute("x", 0, at(), true)
-	require.EqualError(t, err, "replica x is not in quorum 7 of 0 members")
+	require.EqualError(t, err, "member x is not in quorum 7 of 0 members")
 	_, err = Compute("a", -1, at(1), true)
 	require.EqualError(t, err, "group_rank is -1: it must be at least 0")
 }

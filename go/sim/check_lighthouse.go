@@ -483,9 +483,9 @@ func (c *watch) ticked() {
 // memory checks how many groups and requests the lighthouse remembers.
 func (c *watch) memory() {
 	w := c.l.w
-	replicas, waiters := c.l.machine.Remembers()
-	if replicas != len(c.known) {
-		w.broken(ruleMemory, "the lighthouse remembers %d replicas, %d are alive, wait or are in the latest quorum", replicas, len(c.known))
+	members, waiters := c.l.machine.Remembers()
+	if members != len(c.known) {
+		w.broken(ruleMemory, "the lighthouse remembers %d members, %d are alive, wait or are in the latest quorum", members, len(c.known))
 	}
 	if waiters != len(c.l.waiting) {
 		w.broken(ruleWaiters, "the lighthouse remembers %d waiters, %d wait", waiters, len(c.l.waiting))

@@ -66,7 +66,7 @@ type (
 	lighthouseMachine interface {
 		Step(quorum.Event, time.Time) []quorum.Action
 		Describe(time.Time) quorum.Status
-		Remembers() (replicas, waiters int)
+		Remembers() (members, waiters int)
 	}
 	groupMachine interface {
 		Step(round.Event, time.Time) []round.Action

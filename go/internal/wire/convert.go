@@ -64,7 +64,7 @@ func CheckRequest(request proto.Message, m *torchftpb.QuorumMember) error {
 	for _, h := range m.GetReconfigureHandles() {
 		handles += len(h)
 	}
-	return status.Errorf(codes.InvalidArgument, "the request of replica %s has %d bytes, %d of them its data and %d its reconfigure handles: a lighthouse takes %d",
+	return status.Errorf(codes.InvalidArgument, "the request of member %s has %d bytes, %d of them its data and %d its reconfigure handles: a lighthouse takes %d",
 		m.GetReplicaId(), n, len(m.GetData()), handles, rpc.MaxRequest)
 }
 

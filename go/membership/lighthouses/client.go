@@ -142,7 +142,7 @@ func (c *Client) quorum(ctx context.Context, m quorum.Member, knownQuorumID int6
 	return wire.QuorumFromProto(resp.GetQuorum()), nil
 }
 
-// Heartbeat sends the lighthouse the heartbeat of a replica.
+// Heartbeat sends the lighthouse the heartbeat of a member.
 func (c *Client) Heartbeat(ctx context.Context, replicaID string) error {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()

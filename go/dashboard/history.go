@@ -13,7 +13,7 @@ import (
 type Kind string
 
 const (
-	// QuorumChanged : other members than in the quorum before.
+	// QuorumChanged : the quorum has other members than the previous one.
 	QuorumChanged Kind = "quorum"
 	// MemberFailed : one or several members have failed.
 	MemberFailed Kind = "failed"
@@ -42,13 +42,13 @@ const (
 	longestReason = 512
 	// mostPoints is how many points of the throughput are kept. With more, every other one is removed.
 	mostPoints = 2000
-	// pointEvery is the distance of two points at first.
+	// pointEvery is the interval between two points as long as none has been removed.
 	pointEvery = time.Second
 )
 
 // Event is an entry of a job's history, for its operators.
 type Event struct {
-	ID       int64     `json:"id"` // 1 for the first one since the lighthouse began, then one more each
+	ID       int64     `json:"id"` // consecutive, from 1 at the start of the lighthouse
 	Time     time.Time `json:"time"`
 	Kind     Kind      `json:"kind"`
 	QuorumID int64     `json:"quorum_id,omitempty"`
@@ -57,9 +57,9 @@ type Event struct {
 	Joined   []string  `json:"joined,omitempty"`  // replica_ids
 	Left     []string  `json:"left,omitempty"`
 	Reason   string    `json:"reason,omitempty"`
-	// Of a recovery.
+	// The other fields are for Healed and Recovered.
 	Who       string  `json:"who,omitempty"`    // replica_id
-	Bytes     int64   `json:"bytes,omitempty"`  // of the state that came
+	Bytes     int64   `json:"bytes,omitempty"`  // of the received state
 	Phases    []Phase `json:"phases,omitempty"` // where its seconds went, in order
 	StepsLost int64   `json:"steps_lost,omitempty"`
 }
@@ -121,8 +121,8 @@ func (h *History) After(id int64) []Event {
 	return found
 }
 
-// known returns the smallest id with the same kept events after it. An id that does not exist yet was given by an earlier process of the
-// lighthouse, so all events are new.
+// known returns the id after which After begins: the given one, or the one before the oldest kept event if that is larger. An id above all
+// existing ones was given by an earlier process of the lighthouse, so that all kept events are new to the client.
 func (h *History) known(id int64) int64 {
 	oldest := h.next - int64(len(h.events)) // the id before the oldest
 	if id > h.next {

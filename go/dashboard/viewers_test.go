@@ -16,7 +16,7 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// busy is a job with some history: what it sends first has some 100 KB.
+// busy gives the site a history: its first message to a viewer has about 100 KB.
 func busy(s *site, j *job) {
 	var members []quorum.MemberStatus
 	for i := range 200 {
@@ -26,7 +26,7 @@ func busy(s *site, j *job) {
 	j.set(members...)
 }
 
-// heap is what is in use, in bytes.
+// heap collects garbage, and returns the bytes of the heap that are in use.
 func heap() int64 {
 	var m runtime.MemStats
 	runtime.GC()
@@ -40,14 +40,14 @@ func (s *site) watching() int {
 	return len(s.viewers)
 }
 
-// What a connection may cost, both ends of which are in this process: buffers of 4 KiB, and stacks. Less than a copy of what it
-// is sent.
+// Limits for one connection, of which both ends are in this process: buffers of 4 KiB, and stacks. The memory is below the size of
+// the first message: a copy of it for each viewer would exceed the limit.
 const (
 	mostBytesOfAViewer      = 60_000
 	mostGoroutinesOfAViewer = 4
 )
 
-func TestAThousandViewersAtTheSameTime(t *testing.T) {
+func TestAThousandViewersShareMessagesAndSlowOnesAreDisconnected(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := &job{}
 		s := serve(t, j)
@@ -58,7 +58,7 @@ func TestAThousandViewersAtTheSameTime(t *testing.T) {
 		synctest.Wait()
 		before, goroutines := heap(), runtime.NumGoroutine()
 
-		// All at once, as when their lighthouse was restarted: nobody has read anything yet.
+		// All connect at once, as after a restart of their lighthouse. None has read anything yet.
 		const viewers, slow = 1000, 100
 		var streams []*stream
 		for range viewers {
@@ -67,10 +67,11 @@ func TestAThousandViewersAtTheSameTime(t *testing.T) {
 		synctest.Wait()
 		assert.Equal(t, viewers, s.watching())
 		grown := heap() - before
-		assert.Less(t, grown, 4*size+viewers*mostBytesOfAViewer, "they share what is sent to all: %d viewers of %d bytes cost %d", viewers, size, grown)
+		assert.Less(t, grown, 4*size+viewers*mostBytesOfAViewer,
+			"viewers share one copy of each message: %d viewers of %d bytes cost %d", viewers, size, grown)
 		assert.LessOrEqual(t, runtime.NumGoroutine()-goroutines, viewers*mostGoroutinesOfAViewer)
 
-		// Those who read get everything, in order, however many there are.
+		// The viewers that read get all messages in order.
 		reading, stuck := streams[slow:], streams[:slow]
 		for _, viewer := range reading {
 			got := make([]byte, size)
@@ -88,7 +89,7 @@ func TestAThousandViewersAtTheSameTime(t *testing.T) {
 				require.Equal(t, []string{fmt.Sprint("group ", i)}, e.Left)
 			}
 		}
-		// The others are cut off, and cost nothing more than until their connections' time to write is over.
+		// The stuck ones are disconnected. Their connections are closed when the deadline of the pending write has passed.
 		synctest.Wait()
 		assert.Equal(t, viewers-slow, s.watching())
 		ended := make(chan error, len(reading))
@@ -99,15 +100,15 @@ func TestAThousandViewersAtTheSameTime(t *testing.T) {
 			}()
 		}
 		time.Sleep(2 * keepWrite)
-		assert.Equal(t, viewers-slow, s.watching(), "those who read stay")
+		assert.Equal(t, viewers-slow, s.watching(), "the reading viewers stay connected")
 		for _, viewer := range stuck {
 			_, err := io.Copy(io.Discard, viewer.lines)
-			require.Error(t, err, "it notices")
+			require.Error(t, err, "a stuck viewer sees that its connection was closed")
 		}
 
 		s.close()
 		for range reading {
-			require.NoError(t, <-ended, "the stream ends in order")
+			require.NoError(t, <-ended, "the stream ends with EOF")
 		}
 		for _, viewer := range streams {
 			_ = viewer.body.Close()
@@ -115,7 +116,7 @@ func TestAThousandViewersAtTheSameTime(t *testing.T) {
 		s.client.CloseIdleConnections()
 		synctest.Wait()
 		assert.Zero(t, s.watching())
-		assert.LessOrEqual(t, runtime.NumGoroutine(), goroutines, "nothing of them is left")
+		assert.LessOrEqual(t, runtime.NumGoroutine(), goroutines, "no goroutine of a viewer is left")
 	})
 }
 
@@ -137,21 +138,21 @@ func TestSimultaneousViewersCauseNoMessagesToTheOthers(t *testing.T) {
 		for range 10 * backlog {
 			next, err := s.join(0)
 			require.NoError(t, err)
-			assert.Same(t, first.whole, next.whole, "it is encoded once")
+			assert.Same(t, first.whole, next.whole, "the first message is encoded once for all viewers")
 			s.leave(next)
 			time.Sleep(time.Millisecond)
 		}
-		assert.Empty(t, first.messages, "and nobody hears of it")
+		assert.Empty(t, first.messages, "a connected viewer gets no message when another one joins")
 		assert.Equal(t, 1, s.watching())
 
-		// What happens between is in what the next one gets.
+		// The first message to the next viewer contains events since then.
 		s.Record(Event{Kind: Killed, Left: []string{"a"}})
 		assert.Contains(t, string(mustJoin(t, s).whole.message()), `"killed"`)
 		s.leave(first)
 	})
 }
 
-func TestABrowserThatStaysForADay(t *testing.T) {
+func TestMemoryIsBoundedForABrowserConnectedForADay(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j := &job{}
 		s := serve(t, j)
@@ -185,7 +186,7 @@ func TestABrowserThatStaysForADay(t *testing.T) {
 		}
 		grown := heap() - settled
 		assert.Less(t, grown, mostGrown, "the heap grew by %d bytes in %d hours", grown, hours-2)
-		assert.Equal(t, 1, s.watching(), "it was never cut off")
+		assert.Equal(t, 1, s.watching(), "the viewer was never disconnected")
 		s.mu.Lock()
 		assert.Len(t, s.history.events, mostEvents)
 		assert.LessOrEqual(t, len(s.history.points), mostPoints)
@@ -193,6 +194,6 @@ func TestABrowserThatStaysForADay(t *testing.T) {
 		s.mu.Unlock()
 		s.close()
 		<-done
-		assert.Greater(t, heard, hours*3600*100, "it heard of each second")
+		assert.Greater(t, heard, hours*3600*100, "the viewer got a message for each second")
 	})
 }

@@ -26,12 +26,12 @@ type Config struct {
 	JoinTimeout time.Duration
 	// QuorumTick is how often the machine decides without a request.
 	QuorumTick time.Duration
-	// HeartbeatTimeout is the age of a heartbeat from which a member counts as failed.
+	// HeartbeatTimeout is the age of its last heartbeat at which a member counts as failed.
 	HeartbeatTimeout time.Duration
-	// SuspectGrace is how long a member whose connection broke may take to come back before it counts as failed.
+	// SuspectGrace is how long a member whose connection broke may take to reconnect before it counts as failed.
 	SuspectGrace time.Duration
-	// StalledAfter is how long a member may make no progress while others wait for it before it is reported. 0: ten median
-	// steps, at least 5 s, and 1 ms a member.
+	// StalledAfter is how long a member may make no progress while others wait for it before it is reported. 0: ten times the median
+	// duration of a step, but at least 5 s, and at least 1 ms for each member.
 	StalledAfter time.Duration
 	// EjectStalledAfter is how long such a member may make no progress before it is evicted from the quorum; 0: never.
 	EjectStalledAfter time.Duration
@@ -73,11 +73,11 @@ func DefaultConfig() Config {
 		HeartbeatTimeout: 5 * time.Second,
 		// A live process replaces a broken connection within some 50 ms.
 		SuspectGrace: 200 * time.Millisecond,
-		// Several times the largest job that was measured; each costs some 55 kB.
+		// Several times the number of groups in the largest measured job. A connection costs some 55 kB.
 		MaxConnections: 50_000,
-		// Twice what 10,000 groups on one host need to come back within a second.
+		// Twice the rate at which 10,000 groups on one host reconnect within a second.
 		MaxJoinsPerSecond: 20_000,
-		// A job costs some kB. The bound limits what a faulty client can use up.
+		// A job costs some kB. The bound limits the memory that a faulty client can use.
 		MaxJobs: 1000,
 		// Half of the connections.
 		MaxCallsPerJob: 25_000,

@@ -20,8 +20,9 @@ import (
 	"github.com/torchft/torchft/go/rendezvous"
 )
 
-// longestPoll is how long a request of a node waits for news. The node sends the next request when it has the answer: a node without a
-// pending request has failed. The server's ReadTimeout would end much longer ones.
+// longestPoll is how long a request of a node waits for a change before it is answered. The node sends the next request as soon as it has
+// the answer, so a node without a pending request counts as failed after the grace period. The server's ReadTimeout would end requests
+// that wait much longer.
 const longestPoll = 2500 * time.Millisecond
 
 // placed is the answer to a request of a node.
@@ -31,13 +32,13 @@ type placed struct {
 	err    error
 }
 
-// rendezvousTiming gives the connections of torchrun's agents the grace and the timeout of those of members.
+// rendezvousTiming returns the grace and the timeout for connections of torchrun's agents: the same as for connections of members.
 func (c Config) rendezvousTiming() rendezvous.Timing {
 	return rendezvous.Timing{Grace: c.SuspectGrace, Timeout: c.HeartbeatTimeout}
 }
 
-// serveRendezvous serves nodes of torchrun (torchft/dlrover/rendezvous.py). They need the token, as the calls of members do; without
-// tokens all requests are served except those of browsers, which a page of another site could make.
+// serveRendezvous serves nodes of torchrun (torchft/dlrover/rendezvous.py). Their requests need the token, as the calls of members do. If
+// the lighthouse has no token, all requests are served except those of browsers: a page of another site could send them.
 func (s *Server) serveRendezvous(w http.ResponseWriter, r *http.Request) {
 	check := s.gate.CheckToken(r.Header.Values("Authorization"))
 	if check == auth.TokenMissing || check == auth.TokenWrong {
@@ -88,7 +89,7 @@ var rendezvousCodes = map[codes.Code]int{
 	codes.Internal:        http.StatusInternalServerError,
 }
 
-// readRendezvous reads a body to its end: only then does the server notice that the connection breaks.
+// readRendezvous reads the body to its end: before that, net/http does not notice that the connection has broken.
 func readRendezvous(w http.ResponseWriter, r *http.Request) (request rendezvous.Request, code int, err error) {
 	body, err := io.ReadAll(http.MaxBytesReader(w, r.Body, mostBody))
 	if tooLarge := (*http.MaxBytesError)(nil); errors.As(err, &tooLarge) {
@@ -130,7 +131,7 @@ func (j *job) attend(ctx, alive context.Context, request rendezvous.Request) pla
 	case a := <-answered:
 		return a
 	default:
-		return placed{err: errShutdown} // the connection is broken: the answer is not read
+		return placed{err: errShutdown} // the node's connection has broken, so this answer reaches nobody
 	}
 }
 
@@ -139,7 +140,7 @@ func (j *job) place(event rendezvous.Event) {
 	var err error
 	sound := false
 	defer func() {
-		if !sound { // the machine panicked, as in safely: a new one learns the state from the nodes
+		if !sound { // the machine panicked: its state is unknown, and a new machine learns it from the nodes (compare safely)
 			j.rendezvous = rendezvous.NewMachine(j.cfg.rendezvousTiming(), rendezvous.State{}, time.Now())
 			j.nodes.AnswerAll(placed{err: err})
 		}

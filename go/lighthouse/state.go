@@ -16,8 +16,8 @@ import (
 	"github.com/torchft/torchft/go/rendezvous"
 )
 
-// The members of a job carry what a restarted lighthouse needs to know. The same is on disk for the case that all members ended while
-// the lighthouse was away: new members do not know it.
+// A restarted lighthouse learns the latest quorum of a job from its members. If all of them ended while the lighthouse was down, it
+// reads the quorum from disk: new members do not know it.
 
 const (
 	// stateMagic begins each file, with the version of its format.
@@ -60,7 +60,7 @@ func decodeState(file []byte, job string) (s state, err error) {
 		return s, err
 	}
 	if s.Job != job {
-		return s, fmt.Errorf("it is of job %q", s.Job)
+		return s, fmt.Errorf("it belongs to job %q", s.Job)
 	}
 	if s.ended() {
 		return s, nil
@@ -73,8 +73,8 @@ func (s state) ended() bool {
 	return (s.Highest > 0 || len(s.Rendezvous.Groups) > 0) && s.Past.ID == 0 && len(s.Past.Members) == 0
 }
 
-// writeState replaces a file atomically. It leaves the file as it is if wanted returns false after the content was written: the disk
-// may have answered only after this lighthouse had released the directory, which another lighthouse may use by then.
+// writeState replaces a file atomically, unless wanted returns false after the content was written. A write may take so long that this
+// lighthouse has released the directory in the meantime; the file may then be that of another lighthouse.
 func writeState(path string, s state, wanted func() bool) (err error) {
 	text, err := s.encode()
 	if err != nil {
@@ -95,7 +95,7 @@ func writeState(path string, s state, wanted func() bool) (err error) {
 		return err
 	}
 	if !wanted() {
-		return errors.New("the disk answered after the end of the lighthouse")
+		return errors.New("the write ended after the lighthouse had released the state directory")
 	}
 	if err := os.Rename(temporary.Name(), path); err != nil {
 		return err
@@ -170,8 +170,8 @@ func (c *Config) takeFormerState() {
 }
 
 // defaultStateDir is where the command keeps its state: one directory for each host and port, so that lighthouses on one
-// machine, or on several with one home directory, do not share it. It is empty if the user has no home, or if the port is 0, which is
-// another one after each start.
+// machine, or on several with one home directory, do not share it. It is empty if the user has no home, or if the port is 0: such
+// a lighthouse has another port after each start.
 func defaultStateDir(bind string) string {
 	_, port, err := net.SplitHostPort(bind)
 	if err != nil || port == "0" || port == "" {

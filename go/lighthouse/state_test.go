@@ -45,7 +45,7 @@ func TestADamagedStateIsAnError(t *testing.T) {
 		require.Error(t, err, "byte %d", n)
 	}
 	_, err = decodeState(text, "y")
-	assert.ErrorContains(t, err, `it is of job "x"`)
+	assert.ErrorContains(t, err, `it belongs to job "x"`)
 	other, err := state{Job: "x", Past: quorum.Past{ID: 3}}.encode()
 	require.NoError(t, err)
 	_, err = decodeState(other, "x")

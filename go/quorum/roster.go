@@ -22,7 +22,7 @@ type record struct {
 
 	requests []request // pending ones, the newest last; more than one if a retry arrived before the earlier request was withdrawn
 	number   uint64    // of the newest request
-	address  string    // of the manager that asked last, or was in the last quorum; empty before
+	address  string    // of its manager server, from the newest request or from the last quorum; empty if it was in neither
 
 	joined time.Time     // since when it is a candidate
 	place  *list.Element // its place in roster.queue; nil while it is no candidate
@@ -31,11 +31,11 @@ type record struct {
 	previous bool // member of the previous quorum
 	returned bool // it has begun a stream since it was last answered, and has not asked yet
 
-	farTerm int64  // a term that it claims, far ahead of all seen here, and that begins once it has shown a quorum of that term; 0: none
+	farTerm int64  // a claimed term far above the present one, which begins once the member has shown a quorum of it; 0: none
 	claim          // a quorum that it knows, and the lighthouse does not
 	reaches Places // lighthouses before this one that it can reach
 
-	draining string // who requested that it leaves; empty if nobody has
+	draining string // who requested its drain; empty if nobody has
 	ending   bool   // it has reported that its manager server ends
 	finished bool   // it has reported that its training is complete
 
@@ -72,12 +72,12 @@ func byID(a, b *record) int {
 	return strings.Compare(a.id, b.id)
 }
 
-// member is that of the newest request. There must be a pending one.
+// member returns the member record of the newest request. At least one request must be pending.
 func (r *record) member() *Member { return &r.newest().member }
 
 func (r *record) newest() *request { return &r.requests[len(r.requests)-1] }
 
-// waiters are those of the pending requests that holds selects.
+// waiters returns the waiters of the pending requests for which holds is true.
 func (r *record) waiters(holds func(request) bool) (ids []WaiterID) {
 	for _, q := range r.requests {
 		if holds(q) {
@@ -101,7 +101,7 @@ func anyRequest(request) bool { return true }
 //  4. queue has the candidates, formers those of them that were in the latest quorum, both in the order in which they joined: timers
 //     count from the first one.
 //  5. out is cleared by a request, or when the heartbeat is too old. A heartbeat does not clear it, since an evicted member goes on
-//     sending them. Only of a member that left as asked, it is kept longer, for the status (drains.disconnected).
+//     sending them. A drained member keeps it after its heartbeat was dropped, so that the status shows the reason (drains.disconnected).
 type roster struct {
 	timeout  time.Duration // of heartbeats
 	grace    time.Duration // of suspects
@@ -111,7 +111,7 @@ type roster struct {
 	suspects *list.List // of *record that are alive and whose stream broke, the longest ago first
 	queue    *list.List // of *record that are candidates, the first to join first
 	formers  *list.List // those of them that were in the previous quorum, in the same order
-	counts   tally      // all but waited and joining
+	counts   tally      // all fields but waited and joining, which depend on the time
 }
 
 func newRoster(p Policy) *roster {
@@ -127,7 +127,7 @@ func newRoster(p Policy) *roster {
 	}
 }
 
-// tally is the input of a decision at a time.
+// tally returns the counts and waiting times on which a decision at the time now is based.
 func (s *roster) tally(now time.Time) tally {
 	t := s.counts
 	if first := s.queue.Front(); first != nil {
@@ -293,7 +293,8 @@ func (s *roster) ask(e Asked, now time.Time) {
 	})
 }
 
-// inOrder reports whether a request with this number is newer than all earlier ones of its member. One without a number is.
+// inOrder reports whether a request with this number is newer than all earlier ones of its member. A request without a number
+// counts as newer.
 func (s *roster) inOrder(id string, number uint64) bool {
 	r := s.members[id]
 	return number == 0 || r == nil || number > r.number

@@ -10,8 +10,8 @@ import (
 )
 
 // Judge checks the simulation's rules in histories of real servers (go/sim/servers). The runner of the servers reports to it what members
-// and ranks do and receive, in the order in which it happens, and the judge knows nothing else. Ranks are the simulation's model, but
-// the runner does their waiting. Calls must not overlap.
+// and ranks do and receive, in the order in which it happens, and the judge knows nothing else. Ranks are those of the simulation, but
+// the runner starts their steps and ends their waits. Calls must not overlap.
 type Judge struct {
 	w      *world
 	lives  []*life
@@ -19,7 +19,7 @@ type Judge struct {
 	latest time.Time     // when the latest quorum was formed
 	calmed bool          // all groups have trained together since moved
 	failed *life         // the only group that has failed since the job was calm; nil if there is none, or if there was another change
-	known  time.Duration // the latest time at which the others learn of that
+	known  time.Duration // the latest time at which the others learn of this failure
 
 	failover time.Duration // the latest time of the first quorum after the failure of the job's lighthouse; 0: there is no bound
 
@@ -77,8 +77,8 @@ func (j *Judge) Say(format string, args ...any) { j.w.say(format, args...) }
 // Break reports that a rule about waiting is broken: a wait did not end by its deadline.
 func (j *Judge) Break(format string, args ...any) { j.w.broken(ruleWaiters, format, args...) }
 
-// change records a change at some lighthouses only or, with 0, anywhere. Changes at a lighthouse that does not serve the job must cost
-// nothing.
+// change records a change of the network or of a lighthouse. Bit i of at is set if the change is at lighthouse i; 0 means that it is not
+// limited to lighthouses. A change only at lighthouses that do not serve the job must not disturb it, so the job stays calm.
 func (j *Judge) change(at uint8) {
 	j.w.changed = j.w.now
 	if at != 0 && at>>j.place(j.w.result.LastID)&1 == 0 {
@@ -91,7 +91,7 @@ func (j *Judge) change(at uint8) {
 	}
 }
 
-// unsettle records that the job has to settle again.
+// unsettle records that the job is not calm until all groups have trained together again.
 func (j *Judge) unsettle() {
 	j.calmed, j.failed, j.failover = false, nil, 0
 	for _, l := range j.lives {
@@ -146,7 +146,7 @@ func (j *Judge) Ends(f *Fault) {
 	}
 }
 
-// at are the lighthouses that a fault is about, 0 if it is about more than those.
+// at returns the lighthouses that a fault affects, as bits, or 0 if it affects other parts of the job too.
 func (f *Fault) at() uint8 {
 	if k := f.Kind; k == KillLighthouse || k == VanishLighthouse || k == CutLighthouse || k == CutUp || k == CutDown {
 		return f.Of
@@ -229,7 +229,7 @@ func (j *Judge) Waives(ids []string, lighthouse int, quorumID int64) {
 	j.w.say("an operator waives %v at lighthouse %d, after quorum %d", ids, lighthouse, quorumID)
 	for _, id := range ids {
 		if l := j.life(id); l.voted {
-			j.w.broken(ruleOperator, "%s is waived at lighthouse %d, and its process ended %s before, while the job was calm",
+			j.w.broken(ruleOperator, "an operator waives the vote of %s at lighthouse %d, although the end of its process %s before, while the job was calm, counts as its vote",
 				id, lighthouse, j.w.now-l.ended)
 		}
 	}

@@ -7,12 +7,12 @@ const mostReplays = 5
 
 // replay is what a rank keeps of a step, to reduce it again when a peer fails in it: Manager(replay_failed_step=True).
 type replay struct {
-	batch    uint64 // counts the computations of gradients, so that each gives other ones
+	batch    uint64 // number of computations so far: part of each gradient, so that no two are equal
 	gradient uint64
 	kept     bool // the gradients may be reduced again
 	replays  int  // of this step
 	again    bool // the current attempt at the step is a replay
-	leaves   bool // it asked for a quorum to replay in, and uses it for the next step
+	leaves   bool // its quorum allows no replay after all, and is used for the next step
 }
 
 // replays reports whether the group of a slot announces that it replays failed steps.
@@ -56,7 +56,7 @@ func (r *rank) agreed(all bool) {
 	r.startQuorum()
 }
 
-// followAgain handles the quorum of a replay. If it allows none, the group uses it for the next step.
+// followAgain handles a quorum that was requested for a replay. If that quorum allows no replay, the group uses it for the next step.
 func (r *rank) followAgain(a *recovery.Result) {
 	w := r.g.w
 	if w.mistake.replayBehind && a.Heal {

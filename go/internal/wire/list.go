@@ -43,7 +43,7 @@ func ChangeToProto(c quorum.Change) (parts []*torchftpb.ListChange) {
 	return parts
 }
 
-// packFrom is the size in bytes from which on a part is compressed.
+// packFrom is the size in bytes of the smallest part that is compressed.
 const packFrom = 1 << 10
 
 // Pack compresses a part of at least packFrom bytes.
@@ -74,14 +74,14 @@ func unpack(part *torchftpb.ListChange) (*torchftpb.ListChange, error) {
 	r := flate.NewReader(bytes.NewReader(part.GetPacked()))
 	plain, err := io.ReadAll(io.LimitReader(r, rpc.MaxMessage+1))
 	if err != nil {
-		return nil, fmt.Errorf("a part of the list of members: %w", err)
+		return nil, fmt.Errorf("decompress a part of the list of members: %w", err)
 	}
 	if len(plain) > rpc.MaxMessage {
 		return nil, fmt.Errorf("a part of the list of members has more than %d bytes", rpc.MaxMessage)
 	}
 	part = &torchftpb.ListChange{}
 	if err := proto.Unmarshal(plain, part); err != nil {
-		return nil, fmt.Errorf("a part of the list of members: %w", err)
+		return nil, fmt.Errorf("decode a part of the list of members: %w", err)
 	}
 	return part, nil
 }
@@ -136,7 +136,7 @@ func votersFromProto(p []*torchftpb.Voter) (voters []quorum.Voter) {
 	return voters
 }
 
-// A base travels as one list: each voter says in which of its quorums it is.
+// baseToProto makes one list of a base: Place of each voter is the index of its set in the base.
 func baseToProto(base [][]quorum.Voter) (p []*torchftpb.Voter) {
 	for i, set := range base {
 		for _, v := range votersToProto(set) {
@@ -157,7 +157,7 @@ func baseFromProto(p []*torchftpb.Voter) (base [][]quorum.Voter) {
 	return base
 }
 
-// QuorumFromStates is the inverse of StatesToProto; list is the list that this side holds.
+// QuorumFromStates is the inverse of StatesToProto; list is the list of members that this side holds.
 func QuorumFromStates(p *torchftpb.QuorumStates, list []quorum.Member) (*quorum.Quorum, error) {
 	states := quorum.States{Common: StateFromProto(p)}
 	for _, other := range p.GetOthers() {

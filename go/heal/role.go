@@ -1,12 +1,12 @@
 package heal
 
-// Role is what a source is for a target.
+// Role says which blocks a target takes from a source.
 type Role int
 
 const (
-	// Assigned is the source that the quorum names: its state is the one that is fetched.
+	// Assigned is the source that the quorum assigns to the target. Its state is the one that the target takes over.
 	Assigned Role = iota
-	// Additional sources give only blocks that have the checksum that the assigned one announces.
+	// Additional is any other source. The target takes only blocks from it whose checksum the assigned source has announced.
 	Additional
 
 	roles

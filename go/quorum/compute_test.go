@@ -43,7 +43,7 @@ func TestCompute(t *testing.T) {
 			"1 member asked (shrink_only: of the previous quorum), min_replicas is 2"},
 		{"shrink to no member", tally{healthy: 3, candidates: 3, previous: 3, shrinkers: 1}, false,
 			"0 members asked (shrink_only: of the previous quorum), min_replicas is 2"},
-		{"shrink from nothing", tally{healthy: 2, candidates: 2, shrinkers: 2}, true,
+		{"shrink without a previous quorum", tally{healthy: 2, candidates: 2, shrinkers: 2}, true,
 			"every healthy member asked (2), 2 in the quorum"},
 	} {
 		t.Run(c.name, func(t *testing.T) {

@@ -4,20 +4,20 @@ package recovery
 
 import "slices"
 
-// Source is a group that can serve its state to one that heals.
+// Source is a group that can serve its state to a healing group.
 type Source struct {
 	ReplicaRank    int64
 	ManagerAddress string
 }
 
-// Result is what one rank has to do about a quorum. The tags are the names of QuorumResult in torchft/_records.py, which
-// it travels to as JSON: what is left out there is that class's default, an empty list or None.
+// Result is what one rank has to do about a quorum. As JSON it is passed to QuorumResult in torchft/_records.py, and the tags are
+// the names of that class's fields. An omitted field has the default of the class: an empty list or None.
 type Result struct {
 	QuorumID         int64 `json:"quorum_id"`
 	ReplicaRank      int64 `json:"replica_rank"` // of this group among the quorum's members
 	ReplicaWorldSize int64 `json:"replica_world_size"`
-	// Sources is empty unless this group heals. The first one is assigned to it, in upstream too. Neither the
-	// wire nor Python has room for another one.
+	// Sources is empty unless this group heals. The first one is the assigned source, as in upstream. Only that one is sent to
+	// ranks and passed to Python; the others are seen by Go alone.
 	Sources               []Source `json:"-"`
 	RecoverDstReplicaRank []int64  `json:"recover_dst_replica_ranks,omitempty"` // the groups that heal from this one
 	// AdditionalSources are the manager servers of additional sources, if this group heals. Blocks that are equal to those of the assigned source
@@ -29,13 +29,13 @@ type Result struct {
 	MaxReplicaRank     *int64   `json:"max_replica_rank"` // among the members at MaxStep; nil if this group is behind
 	MaxWorldSize       int64    `json:"max_world_size"`   // members at MaxStep
 	Heal               bool     `json:"heal"`
-	CommitFailures     int64    `json:"commit_failures"` // the largest any member reports
+	CommitFailures     int64    `json:"commit_failures"` // the largest number that a member reports
 	// CommittedQuorumID is the quorum in which the members that are up to date committed their step; after a heal it is that of this
 	// group. -1: in none, 0: a member does not announce it.
 	CommittedQuorumID int64 `json:"committed_quorum_id"`
 	// Replay: a group that kept its gradients of a failed attempt at MaxStep reduces them again in this quorum.
 	Replay bool `json:"replay"`
-	// Draining: the group was asked to leave, and this is its last step. It is not of the quorum: the manager server adds it.
+	// Draining: the group was asked to drain, and this is its last step. The manager server sets this field; Compute does not.
 	Draining       bool     `json:"draining"`
 	ReplicaIDs     []string `json:"replica_ids,omitempty"`
 	Handles        []string `json:"reconfigure_handles,omitempty"`      // of this group rank, one per member in order; empty unless all sent them

@@ -13,7 +13,7 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// Ending is a request that would end a process: a kill, a drain.
+// Ending describes a request that ends a process: a kill or a drain.
 type Ending struct {
 	Token       TokenCheck
 	Loopback    bool // it comes from this host, and not through a proxy
@@ -32,8 +32,8 @@ func (e Ending) Refusal() string {
 	if e.Loopback || e.AllowRemote {
 		return ""
 	}
-	return "it comes from another host, and this server has no token by which to know who may: start the whole job with " +
-		"a token_file (TORCHFT_TOKEN_FILE), or ask on this host"
+	return "it comes from another host, and this server has no token to check its permission: start the whole job with " +
+		"a token_file (TORCHFT_TOKEN_FILE), or send the request from this host"
 }
 
 // CheckEnding refuses a call that must not end a process. With hasTokens, the call has a valid token: rpc.Gate refuses all others.

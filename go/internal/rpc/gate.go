@@ -19,12 +19,12 @@ import (
 
 // Limits bound the load that clients can cause at a server. Zero is no limit.
 type Limits struct {
-	// MaxConnections bounds the open connections that have made an authorized call; a further one is closed. Connections that have not
-	// share other places (crowd).
+	// MaxConnections bounds the open connections that have made an authorized call; a further one is closed. Other connections have
+	// limits of their own (crowd).
 	MaxConnections int
-	// MaxJoins bounds the joins of one address in a second. A further one is refused, and the client retries it.
+	// MaxJoins bounds the calls from one address in a second for which IsJoin is true. A further one is refused, and the client retries it.
 	MaxJoins int
-	// IsJoin reports whether MaxJoins counts calls of a method.
+	// IsJoin reports whether a method joins a job: whether MaxJoins counts its calls.
 	IsJoin func(method string) bool
 }
 
@@ -98,13 +98,13 @@ func addressOf(ctx context.Context) string {
 	return "unknown"
 }
 
-// rate counts what each address does in the current second.
+// rate counts the joins of each address in the current second.
 type rate struct {
 	most int
 
 	mu     sync.Mutex
 	second int64
-	seen   map[string]int // by address; as many as came in this second
+	seen   map[string]int // joins by address, in this second
 }
 
 func (r *rate) allow(address string, now time.Time) bool {

@@ -16,7 +16,7 @@ import (
 )
 
 // Bytes from other processes must be refused or understood, and never end the process. `go test` runs the seeds;
-// `go test ./internal/wire -fuzz FuzzListChange` goes on from there.
+// `go test ./internal/wire -fuzz FuzzListChange` continues with mutations of them.
 
 // FuzzListChange reads the packed parts of a list, and the quorum that refers to it.
 func FuzzListChange(f *testing.F) {
@@ -59,12 +59,12 @@ func FuzzListChange(f *testing.F) {
 		if q, err := wire.QuorumFromStates(&said, list); err == nil {
 			require.Len(t, q.Members, len(list))
 			_, err := proto.Marshal(wire.QuorumToProto(q))
-			_ = err // a name may be no UTF-8; then there is an error, and no panic
+			_ = err // a name that is not UTF-8 causes an error; only a panic would be a bug
 		}
 	})
 }
 
-// FuzzMessages decodes every message that comes from others, and uses what came out as the servers do.
+// FuzzMessages decodes the input as each kind of message that other processes send, and converts the result as the servers do.
 func FuzzMessages(f *testing.F) {
 	member := &torchftpb.QuorumMember{ReplicaId: "a", Address: "http://a:1", ReconfigureHandles: []string{"h"}, Step: -1}
 	for _, m := range []proto.Message{
@@ -93,7 +93,7 @@ func FuzzMessages(f *testing.F) {
 			case *torchftpb.LighthouseQuorumRequest:
 				back := wire.MemberToProto(wire.MemberFromProto(m.GetRequester()))
 				if m.GetRequester() != nil {
-					require.True(t, proto.Equal(m.GetRequester(), back), "nothing that a member says gets lost")
+					require.True(t, proto.Equal(m.GetRequester(), back), "a conversion to Member and back loses no field")
 				}
 			case *torchftpb.LighthouseQuorumResponse:
 				_ = wire.QuorumFromProto(m.GetQuorum())

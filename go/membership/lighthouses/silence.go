@@ -14,12 +14,12 @@ type silence struct {
 	fenced atomic.Bool  // the silence was longer than that, and the member has been in no quorum since
 }
 
-// alivesInTimeout is the lighthouse's heartbeat timeout, in intervals between heartbeats that it asks for.
+// alivesInTimeout is the lighthouse's heartbeat timeout divided by the interval between heartbeats that it asks for.
 const alivesInTimeout = 3
 
 // heardEvery records the longest interval between messages that the lighthouse asks for; 0: it asks for none.
 func (s *silence) heardEvery(interval time.Duration) {
-	s.most.Store(int64(interval * (2*alivesInTimeout - 1) / 2)) // half an interval less than the timeout, for the way of a message
+	s.most.Store(int64(interval * (2*alivesInTimeout - 1) / 2)) // the timeout less half an interval, which allows for a message's delay
 }
 
 // silent is the time since the last message.

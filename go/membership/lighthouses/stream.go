@@ -52,7 +52,7 @@ func (l *heldList) quorum(states *torchftpb.QuorumStates) (*quorum.Quorum, error
 	return q, nil
 }
 
-var errMoved = status.Error(codes.Unavailable, "the group goes to another lighthouse of its list")
+var errMoved = status.Error(codes.Unavailable, "the member moves to another lighthouse of its list")
 
 // asked is the answer to a request.
 type asked struct {
@@ -71,10 +71,10 @@ type memberStream struct {
 	moved atomic.Bool
 
 	welcomed chan struct{} // closed by the lighthouse's first answer
-	interval time.Duration // at which something must be sent, valid once welcomed
+	interval time.Duration // the longest time between two messages of the member, valid once welcomed
 	bond     time.Duration // for how long a stamp binds; only receive uses this field and the next
 	unbound  bool          // the lighthouse has ended the bond: its later stamps are ignored
-	place    int           // of the lighthouse
+	place    int           // of the lighthouse in the list
 	first    int64         // id of the first quorum that was sent on it, 0: none was; only receive uses it
 	stamp    atomic.Uint64 // the newest that binds the member; each message carries it
 	ended    chan struct{} // closed when the stream has broken
@@ -120,7 +120,8 @@ func (s *memberStream) leave() {
 	<-s.ended
 }
 
-// sentBack is the place of the lighthouse to fail back to, or -1 if the stream ended for another reason. The stream must have ended.
+// sentBack returns the place of the lighthouse to fail back to. sent is false if the stream ended for another reason. The stream must
+// have ended.
 func (s *memberStream) sentBack() (place int, sent bool) { return s.failbackTo, s.failbackTo >= 0 }
 
 // sayReaches reports which earlier lighthouses the member can reach, if that has changed.
@@ -286,7 +287,7 @@ func (s *memberStream) ask(ctx context.Context, number uint64, who quorum.Member
 		err = status.FromContextError(ctx.Err()).Err()
 	}
 	select {
-	case a := <-answered: // the answer came just before the deadline: it counts
+	case a := <-answered: // the answer arrived together with the deadline or the end of the stream: use it
 		return a.quorum, a.err
 	default:
 		return nil, err
@@ -323,7 +324,7 @@ func (s *memberStream) sendLocked(message *torchftpb.MemberMessage) {
 	_ = s.wire.Send(message)
 }
 
-// attend sends at least one message in each interval, until the stream breaks or ctx ends.
+// attend calls reached after the welcome, and then sends at least one message in each interval until the stream breaks or ctx ends.
 func (s *memberStream) attend(ctx context.Context, reached func()) error {
 	select {
 	case <-s.welcomed:

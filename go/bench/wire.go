@@ -14,15 +14,15 @@ import (
 	"google.golang.org/grpc/mem"
 )
 
-// raw is an encoded message. Decoding a thousand members for each of a thousand groups would cost more processor time than the
-// lighthouse takes; real groups have processors of their own.
+// raw is a message that the benchmark leaves encoded. One process stands for all groups: if it decoded a thousand members for each of
+// a thousand groups, it would use more processor time than the lighthouse. Real groups have processors of their own.
 type raw struct {
 	bytes []byte
 	drop  bool // keep only the size of received messages
 	size  int
 }
 
-// rawCodec is gRPC's protobuf codec that takes and gives raw messages too.
+// rawCodec is gRPC's protobuf codec, extended to raw messages.
 type rawCodec struct{ encoding.CodecV2 }
 
 func (c rawCodec) Marshal(v any) (mem.BufferSlice, error) {
@@ -45,7 +45,7 @@ func (c rawCodec) Unmarshal(data mem.BufferSlice, v any) error {
 	return nil
 }
 
-// dial connects, with a connection of its own.
+// dial opens a new connection to the lighthouse, and waits until it is ready.
 func dial(ctx context.Context, lighthouse string, more ...grpc.DialOption) (*grpc.ClientConn, error) {
 	const window = 4 << 20
 	options := append([]grpc.DialOption{
@@ -68,5 +68,5 @@ func dial(ctx context.Context, lighthouse string, more ...grpc.DialOption) (*grp
 	return conn, nil
 }
 
-// heartbeatInterval is that of upstream managers.
+// heartbeatInterval is the interval between heartbeats of upstream's managers.
 const heartbeatInterval = 100 * time.Millisecond

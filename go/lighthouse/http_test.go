@@ -76,7 +76,7 @@ func TestStatusHasTheMembersAndTheReasonWhyThereIsNoQuorum(t *testing.T) {
 
 		require.NoError(t, (<-ask(dial(t, c, "b"), quorum.Member{ReplicaID: "b"}, 10*time.Second)).Err)
 		require.NoError(t, (<-waiting).Err)
-		time.Sleep(time.Millisecond) // for a moment all see the same status
+		time.Sleep(time.Millisecond) // within lookEvery, the lighthouse serves the same status again
 		_, body = get(t, client, "/status")
 		require.NoError(t, json.Unmarshal([]byte(body), &status))
 		assert.Equal(t, []string{"<a>", "b"}, status.Quorum)
@@ -111,7 +111,7 @@ func TestOtherPathsAndMethods(t *testing.T) {
 	})
 }
 
-// kill posts to the page of a member, from a browser on some host.
+// kill posts to a member's page from a browser on this host.
 func kill(t *testing.T, c *fttest.Cluster, host, replica string, headers map[string]string, form url.Values) (int, string) {
 	t.Helper()
 	req, err := http.NewRequest(http.MethodPost, fttest.LighthouseAddr+"/replica/"+url.PathEscape(replica)+"/kill", strings.NewReader(form.Encode()))
@@ -147,7 +147,7 @@ func TestKill(t *testing.T) {
 		{name: "wrong token", from: "far", headers: map[string]string{"Authorization": "Bearer guess"}, want: 401, says: "not the job's"},
 		{name: "not a bearer", from: "far", headers: map[string]string{"Authorization": "secret"}, want: 401, says: "not the job's"},
 		{name: "another site", from: "lighthouse", headers: map[string]string{"Authorization": bearer, "Origin": "http://evil.example"}, want: 403, says: "another site"},
-		{name: "another site, as the browser says", from: "lighthouse", headers: map[string]string{"Authorization": bearer, "Sec-Fetch-Site": "cross-site"}, want: 403, says: "another site"},
+		{name: "another site, by Sec-Fetch-Site", from: "lighthouse", headers: map[string]string{"Authorization": bearer, "Sec-Fetch-Site": "cross-site"}, want: 403, says: "another site"},
 		{name: "unknown member", from: "far", headers: map[string]string{"Authorization": bearer}, replica: "b", want: 404, says: `"b"`},
 		{name: "by header", from: "far", headers: map[string]string{"Authorization": bearer}, want: 200},
 		{name: "by header, under any name", from: "far", headers: map[string]string{"Authorization": bearer, "Host": "alias.example"}, want: 200},
@@ -237,7 +237,7 @@ func TestOnePort(t *testing.T) {
 	assert.Contains(t, body, `"replica_id": "a"`)
 }
 
-// Only a member whose vote is missing can be waived. The permission is that of kill.
+// Only the vote of a member whose vote is missing can be waived. A waiver needs the same permission as a kill.
 func TestAMemberWhoseVoteIsMissingIsWaived(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -270,7 +270,7 @@ func TestAMemberWhoseVoteIsMissingIsWaived(t *testing.T) {
 		code, why = post("lighthouse", "a")
 		assert.Equal(t, http.StatusOK, code)
 		assert.Contains(t, why, "the job has two histories")
-		assert.NotNil(t, b.receive().GetMemberFailed(), "it has been silent for too long")
+		assert.NotNil(t, b.receive().GetMemberFailed(), "a was presumed alive, and has sent nothing for the heartbeat timeout")
 		_, states := b.answered()
 		assert.NotZero(t, states.GetQuorumId())
 		assert.Positive(t, c.Log.Count("A VOTE IS WAIVED"))

@@ -146,7 +146,7 @@ func TestTooMuchDataIsReportedAndHarmsNoOtherMember(t *testing.T) {
 		before := round(t, 1, a)[0].QuorumID
 		got := <-call(dialLighthouse(t, c, "x"), quorum.Member{ReplicaID: "x", Data: strings.Repeat("x", 5<<20)})
 		assert.Equal(t, codes.InvalidArgument, status.Code(got.Err))
-		assert.ErrorContains(t, got.Err, "5242880 of them its data and 0 its reconfigure handles: a lighthouse takes 4194304")
+		assert.ErrorContains(t, got.Err, "5242880 of them its data and 0 its reconfigure handles: a lighthouse accepts at most 4194304 bytes")
 
 		big := c.StartGroup("big", 2)
 		for range 2 { // again and again
@@ -157,7 +157,7 @@ func TestTooMuchDataIsReportedAndHarmsNoOtherMember(t *testing.T) {
 			for _, asked := range asked {
 				got := <-asked
 				assert.Equal(t, codes.InvalidArgument, status.Code(got.Err), "%v", got.Err)
-				assert.ErrorContains(t, got.Err, "6291456 its reconfigure handles: a lighthouse takes 4194304")
+				assert.ErrorContains(t, got.Err, "6291456 its reconfigure handles: a lighthouse accepts at most 4194304 bytes")
 				assert.Less(t, got.Took, time.Second)
 			}
 		}

@@ -7,17 +7,17 @@ import (
 
 // failback sends the members of a job that is served by a later lighthouse of their list back to an earlier one that they can reach
 // again, all at the same moment. If each member decided for itself, the first ones would be too few to be served there, and the others
-// would continue without them: the members would move to and fro in parts.
+// would continue without them: the job would be split, and its parts would move back and forth.
 //
 // So each member reports which earlier lighthouses it can reach (Reaches), and the serving lighthouse decides: once all members that
-// are alive here can reach one of them, all are sent there. A single member that cannot reach it keeps the job here.
+// are alive here can reach one of them, all are sent there. If a single member cannot reach it, the job stays here.
 //
 // They are sent in the middle of a step. The earlier lighthouse learns of their quorum from their greetings, before any of them asks for
 // the next one.
 //
 // Invariants:
 //
-//  1. All members that are alive here are sent in one event, or none is. A part of them might be too few at the other lighthouse.
+//  1. All members that are alive here are sent in one event, or none is. If only some were sent, they might be too few for a quorum there.
 //  2. Their bonds are released before they are notified (bond.go, invariant 2), and their requests here are refused: a vote must not
 //     count at two lighthouses.
 //  3. No member is sent while a member that left is still needed, or while this lighthouse is waiting for a later quorum to be shown
@@ -45,7 +45,7 @@ func PlacesOf(places ...int) (p Places) {
 // Has reports whether a place is in the set.
 func (p Places) Has(i int) bool { return p>>i&1 == 1 }
 
-// First is the smallest place. There must be one.
+// First is the smallest place of a set, which must not be empty.
 func (p Places) First() int { return bits.TrailingZeros64(uint64(p)) }
 
 // Before is the set of all places before this one.
@@ -54,7 +54,7 @@ func Before(place int) Places { return 1<<place - 1 }
 // reaches records which earlier lighthouses a member can reach. Later ones are ignored: failback never leads to one.
 func (f *failback) reaches(id string, places Places) { f.roster.reach(id, places&f.before()) }
 
-// before are the places of the lighthouses that come before this one.
+// before is the set of the places before this lighthouse's, empty if the job has no list.
 func (f *failback) before() Places {
 	if !f.list.listed() {
 		return 0
@@ -75,7 +75,7 @@ func (f *failback) tick() {
 			common &= r.reaches
 		}
 	}
-	if common == 0 { // they reach different ones, and would be parted there
+	if common == 0 { // none is reached by all: members would be sent to different ones
 		return
 	}
 	to := Seat{common.First(), f.list.seat.Of}

@@ -24,7 +24,7 @@ func newMany(n int) *many {
 	return &many{machine: NewMachine(Group{ReplicaID: "g", Address: "http://g", StoreAddress: "s", WorldSize: int64(n)}), n: n}
 }
 
-// each feeds an event of each rank but the first few. The ranks come in no order.
+// each feeds the machine one event of each rank from the given one on, in an order that is not that of the ranks.
 func (c *many) each(from int, event func(rank int64) Event) {
 	for i := range c.n {
 		if rank := (i * 7919) % c.n; rank >= from {
@@ -48,8 +48,8 @@ func (c *many) withdraw(int64) Event { return Withdrawn{Waiter: c.waiter, Timeou
 
 func disconnected(rank int64) Event { return RankDisconnected{rank} }
 
-// Events of all ranks at once cost a few looks at each rank, and not at each rank for each other one.
-func TestWhatAllRanksDoCostsAsMuchAsThereAreRanks(t *testing.T) {
+// The number of ranks that the machine looks at grows linearly with the size of the group, not with its square, if all ranks do the same.
+func TestCostOfEventsOfAllRanksIsLinear(t *testing.T) {
 	const most = 6 // looks for each rank
 	for name, did := range map[string]func(c *many){
 		"a quorum and a vote": func(c *many) {
@@ -82,7 +82,7 @@ func TestWhatAllRanksDoCostsAsMuchAsThereAreRanks(t *testing.T) {
 	}
 }
 
-// BenchmarkAllRanks takes the time of what a machine does in a step of ten groups.
+// BenchmarkAllRanks measures the machine of one group in a step with ten groups: all ranks ask, get the quorum, and vote.
 func BenchmarkAllRanks(b *testing.B) {
 	for _, n := range []int{8, 512, 2048, 8000} {
 		b.Run(fmt.Sprint(n), func(b *testing.B) {

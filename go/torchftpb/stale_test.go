@@ -14,7 +14,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// The generated code says what proto/torchft.proto says. Comments and formatting may differ.
+// The descriptor in the generated code equals that of proto/torchft.proto. Comments and formatting are not compared.
 func TestGeneratedCodeIsNotStale(t *testing.T) {
 	compiler := protocompile.Compiler{Resolver: protocompile.WithStandardImports(
 		&protocompile.SourceResolver{ImportPaths: []string{"../../proto"}},

@@ -18,7 +18,7 @@ type Network interface {
 	Dial(ctx context.Context, address string) (net.Conn, error)
 }
 
-// TCP is the network of the machine.
+// TCP is the operating system's network.
 var TCP Network = tcp{}
 
 // tcp sets TCP_USER_TIMEOUT on the connections that it makes: the kernel breaks one on which sent data stays unacknowledged for so
@@ -57,8 +57,8 @@ func (t tcp) Dial(ctx context.Context, address string) (net.Conn, error) {
 }
 
 // WithUserTimeout is a network whose connections break when the other host acknowledges nothing for the timeout, where the system
-// supports that. It is for clients that can go to another server. For others, an interruption of the network that lasts longer is
-// cheapest if the connection survives it.
+// supports that. It is for clients that can connect to another server. For other clients it is cheaper to keep the connection through
+// a longer interruption of the network.
 func WithUserTimeout(network Network, timeout time.Duration) Network {
 	if t, isTCP := network.(tcp); isTCP {
 		t.userTimeout = timeout
@@ -86,8 +86,9 @@ type resolver interface {
 	Resolve(ctx context.Context, address string) ([]string, error)
 }
 
-// Refuses reports whether a process that listened at host:port has ended: each address of the name refuses the connection. A
-// name may stand for several hosts, and dialing it returns the first error only. Any other result is no proof.
+// Refuses reports whether a process that listened at host:port is known to have ended: each address of the name refuses a connection.
+// Any other result proves nothing. The addresses are dialed one by one, since a name may stand for several hosts, and dialing the name
+// returns only the first error.
 func Refuses(ctx context.Context, network Network, address string) bool {
 	addresses := []string{address}
 	if names, resolves := network.(resolver); resolves {
@@ -122,7 +123,7 @@ func (l loopbackFirst) Dial(ctx context.Context, address string) (net.Conn, erro
 	if host, port, err := net.SplitHostPort(address); err == nil && isThisHost(ctx, host) {
 		if conn, err := l.Network.Dial(ctx, net.JoinHostPort("127.0.0.1", port)); err == nil {
 			return conn, nil
-		} // else it listens on one of the addresses only
+		} // otherwise the server may listen on that address only
 	}
 	return l.Network.Dial(ctx, address)
 }
@@ -157,7 +158,7 @@ func (l tcpListener) Accept() (net.Conn, error) {
 
 func (l tcpListener) Close() error {
 	if raw, err := l.SyscallConn(); err == nil {
-		// On a listener that is already closed Control fails, which is as good.
+		// Control fails if the listener is closed already; then nothing is left to do.
 		_ = raw.Control(func(fd uintptr) { _ = syscall.Shutdown(int(fd), syscall.SHUT_RDWR) })
 	}
 	return l.TCPListener.Close()

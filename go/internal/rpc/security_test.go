@@ -107,8 +107,8 @@ func TestWhichCallsAreAccepted(t *testing.T) {
 		{name: "no certificate", server: mutual, client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, says: "certificate required"},
 		{name: "a stranger's certificate", server: mutual, client: auth.Security{TLSCA: ca.File, TLSCert: ofStranger, TLSKey: keyOfStranger}, scheme: "https", want: codes.Unavailable, says: "tls: "},
 		{name: "an expired certificate", server: mutual, client: auth.Security{TLSCA: ca.File, TLSCert: expired, TLSKey: keyOfExpired}, scheme: "https", want: codes.Unavailable, says: "expired"},
-		{name: "plain to tls", server: tls, scheme: "http", want: codes.Unavailable, says: "does it speak TLS? Its address begins with https://"},
-		{name: "tls to plain", client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, says: "does it not speak TLS? Its address begins with http://"},
+		{name: "plain to tls", server: tls, scheme: "http", want: codes.Unavailable, says: "does it speak TLS? If it does, its address must begin with https://"},
+		{name: "tls to plain", client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, says: "does it speak no TLS? Then its address must begin with http://"},
 		{name: "plain, where TLS was said", client: auth.Security{TLSCA: ca.File}, scheme: "http", want: codes.InvalidArgument, says: "with tls_ca (TORCHFT_TLS_CA) it must begin with https://"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {

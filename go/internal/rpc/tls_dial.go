@@ -16,8 +16,8 @@ import (
 	"github.com/torchft/torchft/go/internal/auth"
 )
 
-// handshakes makes the TLS handshake of each connection of a client, with the certificates that are in the files at that time. It keeps the
-// reason of a failure, which gRPC does not report.
+// handshakes are the credentials of a client. Each handshake uses the certificates that are in the files at that time, and the reason of
+// a failed handshake is kept, because gRPC does not report it.
 type handshakes struct {
 	config *auth.Watched[*tls.Config] // nil: no TLS
 	why    *atomic.Pointer[error]
@@ -40,7 +40,7 @@ func (h handshakes) ClientHandshake(ctx context.Context, authority string, raw n
 }
 
 func (handshakes) ServerHandshake(net.Conn) (net.Conn, credentials.AuthInfo, error) {
-	return nil, nil, errors.New("this is a client's")
+	return nil, nil, errors.New("TLS handshake as a server: these are credentials of a client")
 }
 
 func (h handshakes) Info() credentials.ProtocolInfo          { return h.credentials().Info() }
@@ -50,19 +50,19 @@ func (h handshakes) note(err error) {
 	if errors.Is(err, context.Canceled) || errors.Is(err, net.ErrClosed) {
 		return // this side closed it
 	}
-	// A server that closes the connection sends an alert with the reason first. The alert may be lost: then the reason of an earlier attempt
-	// is kept.
+	// Before a server closes the connection, it sends an alert with the reason. If the alert is lost, the error says nothing, and the
+	// reason of an earlier attempt is kept.
 	mute := errors.Is(err, io.EOF) || errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE)
 	if before := h.why.Load(); mute && before != nil {
 		if _, hasHint := errors.AsType[*hinted](*before); hasHint {
 			return
 		}
 	}
-	hint := "; does it speak TLS? Its address begins with https:// then"
+	hint := "; does it speak TLS? If it does, its address must begin with https://"
 	if h.config != nil {
 		hint = ""
 		if _, plain := errors.AsType[tls.RecordHeaderError](err); plain || errors.Is(err, io.EOF) {
-			hint = "; does it not speak TLS? Its address begins with http:// then"
+			hint = "; does it speak no TLS? Then its address must begin with http://"
 		}
 	}
 	err = &hinted{err, hint}

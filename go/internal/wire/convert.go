@@ -1,5 +1,5 @@
 // Package wire converts between the messages of package torchftpb and the types of the machines and servers: members, quorums,
-// changes of a list, requests, results, failures. Each direction of a conversion is beside the other one.
+// changes of a list, requests, results, failures. The two directions of a conversion are in the same file.
 package wire
 
 import (
@@ -15,7 +15,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// MemberFromProto keeps the fields this version does not know, as bytes.
+// MemberFromProto converts a member. Fields that this version does not know are kept as bytes.
 func MemberFromProto(m *torchftpb.QuorumMember) quorum.Member {
 	return quorum.Member{
 		ReplicaID:          m.GetReplicaId(),
@@ -64,7 +64,7 @@ func CheckRequest(request proto.Message, m *torchftpb.QuorumMember) error {
 	for _, h := range m.GetReconfigureHandles() {
 		handles += len(h)
 	}
-	return status.Errorf(codes.InvalidArgument, "the request of member %s has %d bytes, %d of them its data and %d its reconfigure handles: a lighthouse takes %d",
+	return status.Errorf(codes.InvalidArgument, "the request of member %s has %d bytes, %d of them its data and %d its reconfigure handles: a lighthouse accepts at most %d bytes",
 		m.GetReplicaId(), n, len(m.GetData()), handles, rpc.MaxRequest)
 }
 
@@ -100,7 +100,7 @@ func StateFromProto(p state) quorum.State {
 	return quorum.State{Step: p.GetStep(), CommittedQuorumID: p.GetCommittedQuorumId(), CommitFailures: p.GetCommitFailures()}
 }
 
-// AskToProto is a request with a state, without its other fields.
+// AskToProto returns a request that contains the state; the caller sets its other fields.
 func AskToProto(s quorum.State) *torchftpb.Ask {
 	return &torchftpb.Ask{Step: s.Step, CommittedQuorumId: s.CommittedQuorumID, CommitFailures: s.CommitFailures}
 }

@@ -23,7 +23,7 @@ type service struct {
 	server *Server
 }
 
-// answerMargin is how long before its caller's deadline a wait ends, at most: time for the reason to reach the caller.
+// answerMargin is the longest time by which a wait ends before its caller's deadline, so that the reason reaches the caller in time.
 const answerMargin = 50 * time.Millisecond
 
 // serviceDesc is the generated description with a handler of Quorum that answers with encoded bytes (rpc.Encoded).

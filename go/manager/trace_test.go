@@ -21,7 +21,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// traceOf is of a rank.
+// traceOf is the traceparent that a rank sends.
 func traceOf(rank int) string {
 	return []string{"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "00-1bf7651916cd43dd8448eb211c80319c-c7ad6b7169203331-01"}[rank]
 }
@@ -39,7 +39,7 @@ func TestATraceGoesFromTheRanksToTheLighthouse(t *testing.T) {
 		time.Sleep(time.Second)
 		all := answers{first, ask(a, 1, traceOf(1))}
 		time.Sleep(time.Second)
-		all = append(all, ask(b, 0, ""), ask(b, 1, "")) // it does not trace
+		all = append(all, ask(b, 0, ""), ask(b, 1, "")) // group b sends no traceparent
 		id := all.results(t)[0].QuorumID
 		synctest.Wait()
 
@@ -62,7 +62,7 @@ func TestATraceGoesFromTheRanksToTheLighthouse(t *testing.T) {
 		second, request, answer := found["manager.quorum1"], found["manager.ask_lighthouse"], found["lighthouse.quorum"]
 		assert.Equal(t, "b7ad6b7169203331", found["manager.quorum0"].Parent.SpanID().String())
 		assert.Equal(t, "c7ad6b7169203331", second.Parent.SpanID().String())
-		assert.Equal(t, second.SpanContext.SpanID(), request.Parent.SpanID(), "that of the rank that came last")
+		assert.Equal(t, second.SpanContext.SpanID(), request.Parent.SpanID(), "the request belongs to the trace of the rank that asked last")
 		assert.Equal(t, request.SpanContext.SpanID(), answer.Parent.SpanID())
 		assert.Equal(t, second.SpanContext.TraceID(), answer.SpanContext.TraceID())
 		assert.Equal(t, 2*time.Second, found["manager.quorum0"].EndTime.Sub(found["manager.quorum0"].StartTime))
@@ -87,7 +87,7 @@ func TestATraceOfACanceledWait(t *testing.T) {
 	})
 }
 
-// byName are spans by their name and what distinguishes those of one name.
+// byName returns the spans by their name, followed by the value of the attribute distinct if they have it.
 func byName(t *testing.T, spans *tracetest.InMemoryExporter, distinct attribute.Key) map[string]tracetest.SpanStub {
 	t.Helper()
 	found := map[string]tracetest.SpanStub{}
@@ -119,7 +119,7 @@ func TestTheVotesOfAStepAreInItsTrace(t *testing.T) {
 		conn, err := rpc.Dial(t.Context(), c.Net.Host("a/2"), "manager", a.Server.Address(), time.Second)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, conn.Close()) }()
-		// A rank in the server's process, one over its session, and one by calls, as clients of upstream.
+		// Rank 0 votes in the server's process, rank 1 on its session, and rank 2 by a unary call as clients of upstream do.
 		votes := []func(ctx context.Context) (bool, error){
 			func(ctx context.Context) (bool, error) { return a.Dial("a").ShouldCommit(ctx, 0, 7, true) },
 			func(ctx context.Context) (bool, error) { return a.Ranks[1].ShouldCommit(ctx, 1, 7, true) },
@@ -140,7 +140,7 @@ func TestTheVotesOfAStepAreInItsTrace(t *testing.T) {
 		for _, answer := range answers {
 			got := <-answer
 			require.NoError(t, got.Err)
-			assert.False(t, got.Value, "rank 2 does not want it")
+			assert.False(t, got.Value, "rank 2 voted no")
 		}
 		synctest.Wait()
 		found := byName(t, spans, "torchft.group_rank")
@@ -154,12 +154,12 @@ func TestTheVotesOfAStepAreInItsTrace(t *testing.T) {
 			assert.Equal(t, rank != 2, said["torchft.vote"].AsBool())
 			require.Contains(t, said, attribute.Key("torchft.committed"))
 			assert.False(t, said["torchft.committed"].AsBool())
-			assert.Equal(t, time.Duration(2-rank)*time.Second, span.EndTime.Sub(span.StartTime), "until the last one voted")
+			assert.Equal(t, time.Duration(2-rank)*time.Second, span.EndTime.Sub(span.StartTime), "the span of a vote ends when the last rank has voted")
 		}
 	})
 }
 
-func TestAVoteThatIsCanceledAndOneOfARankThatDoesNotTrace(t *testing.T) {
+func TestSpansOfACanceledVoteAndOfARankWithoutTrace(t *testing.T) {
 	spans := tracetest.NewInMemoryExporter()
 	defer tracing.Use(sdktrace.NewSimpleSpanProcessor(spans))()
 	synctest.Test(t, func(t *testing.T) {
@@ -176,6 +176,6 @@ func TestAVoteThatIsCanceledAndOneOfARankThatDoesNotTrace(t *testing.T) {
 		found := spans.GetSpans()
 		require.Len(t, found, 1)
 		assert.Equal(t, "Error", found[0].Status.Code.String())
-		assert.NotContains(t, attributesOf(found[0]), attribute.Key("torchft.committed"), "nobody decided")
+		assert.NotContains(t, attributesOf(found[0]), attribute.Key("torchft.committed"), "the vote was canceled before all ranks had voted")
 	})
 }

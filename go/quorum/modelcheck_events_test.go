@@ -35,7 +35,7 @@ func (x *explorer) add(w *world) {
 	}
 }
 
-// take makes the real succession of a lighthouse's state, and put stores its changes there.
+// take builds a real succession from the state of a lighthouse. put stores its changes back into that state.
 func (x *explorer) take(w *world, place int) *succession {
 	h, s := &w.lighthouses[place], &x.real
 	s.seat = Seat{place, 2}
@@ -85,7 +85,7 @@ func (x *explorer) goes(w *world, i, place int) {
 	}
 	before := h.bound
 	if s.begin(known, whole(h.highest), beganAt) {
-		h.highest = max(h.highest, int16(s.term)<<lowBits+int16(w.clock)+1) // as firstID: the clock has advanced, over a crash too
+		h.highest = max(h.highest, int16(s.term)<<lowBits+int16(w.clock)+1) // as firstID does: above the clock, which advances across a crash
 		h.asks = 0
 		for j := range w.members {
 			if int(w.members[j].at) == place {
@@ -283,7 +283,7 @@ func (x *explorer) formAll(w *world, place int) {
 func (x *explorer) crash(w *world, place int, disk bool) {
 	next := *w
 	next.crashes--
-	h := lighthouse{last: -1, highest: int16(w.clock) + 1} // the clock went on
+	h := lighthouse{last: -1, highest: int16(w.clock) + 1} // the clock has advanced across the crash
 	if old := &w.lighthouses[place]; disk {
 		if old.last < 0 {
 			return

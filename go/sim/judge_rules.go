@@ -117,7 +117,8 @@ func (j *Judge) Settled() bool {
 	return why == ""
 }
 
-// Apart is the reason why the groups are not together in a quorum, or where they are.
+// Apart describes where the groups are: the reason why they are not in one quorum (empty if they are), the quorum, and the lighthouse that
+// all can reach.
 func (j *Judge) Apart() string {
 	why, id := j.apart()
 	lighthouse, all := j.home()
@@ -140,7 +141,7 @@ func (j *Judge) apart() (why string, id int64) {
 		g := w.slots[i].g
 		switch {
 		case g == nil:
-			return fmt.Sprintf("nobody is in slot %d", i), id
+			return fmt.Sprintf("no group is in slot %d", i), id
 		case g.commitID == 0:
 			return fmt.Sprintf("%s has committed nothing", g.id), id
 		case i > 0 && g.commitID != id:
@@ -156,7 +157,7 @@ func (j *Judge) apart() (why string, id int64) {
 	return "", id
 }
 
-// disturbed records an error of a call, for which there must be a reason.
+// disturbed handles an error of a call. It breaks a rule while the job is calm, since nothing then can have caused it.
 func (j *Judge) disturbed(format string, args ...any) {
 	if j.calmed {
 		j.w.broken(ruleCalm, format, args...)

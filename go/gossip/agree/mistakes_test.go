@@ -12,15 +12,15 @@ import (
 )
 
 var (
-	mistakesFlag = flag.Bool("agree.mistakes", false, "compile each planted mistake, and look whether it is found")
+	mistakesFlag = flag.Bool("agree.mistakes", false, "compile agree.go with each planted mistake, and check that the tests find it")
 	mistakeFlag  = flag.String("agree.mistake", "", "agree.go is compiled with this mistake: find it")
 )
 
-// safety is what reports that two views could be live.
+// safety has the rules that are checked against two live views. A mistake that allows two live views may break any of them first.
 var safety = []string{ruleLive, ruleShared, ruleFollows, ruleRemembered}
 
-// Mistakes in the machine: texts of agree.go, each with what is in its place, and one of the rules that find it. The compiler reads
-// the changed file instead (go test -overlay).
+// mistakes are planted in the machine. Each edit is a text of agree.go and its replacement; found are the rules of which the history must
+// break one. The compiler reads the changed file in place of agree.go (go test -overlay).
 var mistakes = []struct {
 	name  string
 	edits [][2]string
@@ -37,7 +37,8 @@ var mistakes = []struct {
 		safety,
 	},
 	{
-		// Once a rule: the first attempt is of no use, since the members of the second one confirm nothing earlier.
+		// This was a rule of the machine, with the reason: the earlier attempt is of no use, since members that confirmed the later one
+		// do not confirm an earlier one. It is wrong.
 		"an attempt takes the place of an earlier one with the same members",
 		[][2]string{
 			{"m.attempts = append(m.attempts, v)", "m.attempts = append(slices.DeleteFunc(m.attempts, func(a *View) bool { return slices.Equal(a.Members, v.Members) }), v)"},
@@ -61,12 +62,12 @@ var mistakes = []struct {
 		safety,
 	},
 	{
-		"a view that a member left unconfirmed is one that it left",
+		"a member that never confirmed a view counts as having left it",
 		[][2]string{{"return n.Confirmed < v.Number && n.Wants > v.Number ||", "return n.Wants > v.Number ||"}},
 		safety,
 	},
 	{
-		"what ended members confirmed last was never formed",
+		"the last view that ended members confirmed counts as never formed",
 		[][2]string{{"over && last < v.Number", "over && last <= v.Number"}},
 		safety,
 	},
@@ -76,7 +77,7 @@ var mistakes = []struct {
 		safety,
 	},
 	{
-		"a formed view that is heard of ends later attempts",
+		"news of a formed view ends later attempts",
 		[][2]string{{"m.form(p.Base)", "m.form(p.Base)\n		m.attempts = nil"}},
 		safety,
 	},
@@ -104,7 +105,7 @@ var mistakes = []struct {
 		[]string{ruleTaken},
 	},
 	{
-		"half of the seeds found a job",
+		"half of the seeds are enough to found a job",
 		[][2]string{{"if 2*count > len(m.cfg.Seeds) {", "if 2*count >= len(m.cfg.Seeds) {"}},
 		safety,
 	},
@@ -114,7 +115,7 @@ var mistakes = []struct {
 		[]string{ruleConfirmed},
 	},
 	{
-		"a proposal that others have left is waited for",
+		"a member waits for a proposal that others have left",
 		[][2]string{{"over = over || !ok || peer.hasLeft(v, digest)", "over = over || !ok || peer.Confirmed < 0"}},
 		[]string{ruleTogether},
 	},
@@ -129,7 +130,7 @@ var mistakes = []struct {
 		[]string{ruleTogether},
 	},
 	{
-		"a failed member is no news",
+		"a failure is not reported",
 		[][2]string{{`news.Ended = q.Name + " does not answer"`, `news.Ended = ""`}},
 		[]string{ruleTogether},
 	},
@@ -147,13 +148,13 @@ func mistaken(t *testing.T, number int) string {
 	require.NoError(t, err)
 	source := string(text)
 	for _, edit := range mistakes[number].edits {
-		require.Equal(t, 1, strings.Count(source, edit[0]), "agree.go has %q once", edit[0])
+		require.Equal(t, 1, strings.Count(source, edit[0]), "agree.go must contain %q once", edit[0])
 		source = strings.Replace(source, edit[0], edit[1], 1)
 	}
 	return source
 }
 
-// The source still has what the mistakes replace.
+// Each text that an edit replaces is in agree.go exactly once.
 func TestTheMistakesFitTheMachine(t *testing.T) {
 	for i := range mistakes {
 		mistaken(t, i)
@@ -179,17 +180,17 @@ func TestFindMistake(t *testing.T) {
 			continue
 		}
 		for number, events := uint64(0), 0; events < 3_000_000; number++ {
-			w, _ := history(23, number) // the same each day
+			w, _ := history(23, number) // the same histories each day
 			if events += w.events; w.broken != "" {
 				t.Logf("history %d, event %d: %s: %s", number, events, w.broken, w.how)
 				require.Contains(t, mistake.found, w.broken)
 				return
 			}
 		}
-		t.Fatal("no history has it")
+		t.Fatal("no history breaks a rule")
 	}
 	if *mistakeFlag != "" {
 		t.Fatal("no such mistake: ", *mistakeFlag)
 	}
-	t.Skip("-agree.mistake names none")
+	t.Skip("-agree.mistake is not set")
 }

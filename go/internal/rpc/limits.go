@@ -9,7 +9,8 @@ import (
 )
 
 const (
-	// MaxMessage is the largest answer that a client takes, in bytes. gRPC's own 4 MiB end at about 4,000 groups with 8 handles.
+	// MaxMessage is the largest answer that a client takes, in bytes. gRPC's default, 4 MiB, is enough for some 4,000 groups
+	// with 8 handles each.
 	MaxMessage = 256 << 20
 	// MaxRequest is the largest message that a server accepts: the record of one group, which is sent to every other group. Upstream servers have
 	// the same limit.
@@ -23,8 +24,8 @@ const (
 	// MaxWait bounds a call that came without a deadline, so that no wait is for ever.
 	MaxWait = 10 * time.Minute
 
-	// A silent peer is pinged after pingAfter, and its connection is closed pingTimeout later. This is what
-	// notices a host without power, and a killed process whose sockets live on in a forked child.
+	// A silent peer is pinged after pingAfter, and its connection is closed pingTimeout later. This
+	// detects a host without power, and a killed process whose sockets are still open in a forked child.
 	pingAfter   = 5 * time.Second
 	pingTimeout = 10 * time.Second
 	// A client may ping this often: gRPC's own default would end the connections of peers that ping each 10 s.
@@ -37,11 +38,13 @@ const (
 	// window is the flow control window of a stream and a connection. A fixed one spares the pings with which
 	// gRPC would estimate it, and lets the quorum of a large job travel without waiting for the receiver.
 	window = 4 << 20
-	// readBuffer is that of a server's connection: requests are small. gRPC's own, 32 KiB, is 320 MB for 10,000 groups.
+	// readBuffer is that of a server's connection: requests are small. gRPC's default, 32 KiB, takes 320 MB for 10,000
+	// groups.
 	readBuffer = 2 << 10
-	// writeBuffer is shared: a connection has one only while it writes. But gRPC lets other connections write before it empties a
-	// buffer with little in it, so that a message to all groups takes one for each: gRPC's own, 32 KiB, is 320 MB for 10,000 groups.
-	// Below 16 KiB, a frame of HTTP/2, the long answers to upstream's managers take more time.
+	// writeBuffer is the size of a server's buffers for writing. They come from a pool: a connection has one only while it writes. But
+	// gRPC delays the flush of a buffer that holds little, so during a message to all groups each connection has one: at gRPC's default
+	// of 32 KiB, 320 MB for 10,000 groups. Below 16 KiB, the size of an HTTP/2 frame, the long answers to upstream's managers take more
+	// time.
 	writeBuffer = 16 << 10
 	// stopGrace is how long a stopping server waits for peers to take the answers it already gave.
 	stopGrace = time.Second
@@ -72,9 +75,9 @@ func clientLimits() []grpc.DialOption {
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: clientPingAfter, Timeout: pingTimeout, PermitWithoutStream: true}),
 		// A connection stays up between steps however long they take.
 		grpc.WithIdleTimeout(0),
-		// gRPC's own backoff grows to two minutes; a lighthouse that comes back should be found within a second, together
-		// with RetryBackoff, which is waited on top of it. And a network that is away for 100 ms must not be found back later
-		// than 200 ms after it broke, when a group begins to count as failed: tries are 50 ms apart then, at most.
+		// gRPC's default backoff grows to two minutes. A client should reconnect to a restarted lighthouse within a second,
+		// including RetryBackoff, which is added to this one. And after an interruption of 100 ms, groups must reconnect before
+		// they count as failed, 200 ms after it began: in that time, attempts are at most 50 ms apart.
 		grpc.WithConnectParams(grpc.ConnectParams{
 			Backoff:           backoff.Config{BaseDelay: 20 * time.Millisecond, Multiplier: 1.2, Jitter: 0.2, MaxDelay: 400 * time.Millisecond},
 			MinConnectTimeout: 5 * time.Second,

@@ -120,7 +120,7 @@ func (a *average) end(r *rank, ok bool) {
 	}
 }
 
-// abort ends the average for the ranks that can be reached from one of them.
+// abort ends the average with an error for the ranks that the aborting one can reach.
 func (a *average) abort(by *rank) {
 	if a.aborted {
 		return

@@ -30,7 +30,7 @@ type ours struct {
 	spoke   time.Time // time of the last message sent
 	done    chan struct{}
 	tasks   sync.WaitGroup
-	answers chan answer // to the asks, in order
+	answers chan answer // to the requests, in order
 
 	keeps  atomic.Bool
 	parts  [][]byte // of the list, each a message
@@ -111,7 +111,7 @@ func (o *ours) wait() (received int, err error) {
 	return a.bytes, a.err
 }
 
-// listen receives the messages of the lighthouse, also while no call of wait is pending.
+// listen receives the messages of the lighthouse, whether or not a call of wait is pending.
 func (o *ours) listen() {
 	received := 0
 	for {
@@ -160,7 +160,7 @@ func (o *ours) heard(message []byte) (protowire.Number, error) {
 		}})
 	case memberFailedField, memberStalledField: // ignored: the member asks again in the next round
 	default:
-		return field, fmt.Errorf("the lighthouse said: %s", text(message))
+		return field, fmt.Errorf("unexpected message of the lighthouse: %s", text(message))
 	}
 	return field, nil
 }

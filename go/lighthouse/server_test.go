@@ -87,7 +87,7 @@ func TestUnknownFieldsOfAMemberAreHandedOn(t *testing.T) {
 	})
 }
 
-func TestARequestThatANewerOneOvertookIsRefused(t *testing.T) {
+func TestARequestOlderThanTheLatestIsRefused(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		conn, err := rpc.Dial(t.Context(), c.Net.Host("x"), "lighthouse", fttest.LighthouseAddr, time.Second)
@@ -124,7 +124,7 @@ func TestShutdownEndsEveryWait(t *testing.T) {
 	})
 }
 
-func TestAFrozenPeerDoesNotHoldUpShutdown(t *testing.T) {
+func TestAFrozenPeerDoesNotDelayShutdown(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 3)
 		waiting := ask(dial(t, c, "a"), quorum.Member{ReplicaID: "a"}, 10*time.Second)
@@ -150,7 +150,7 @@ func TestAWithdrawnRequestIsForgotten(t *testing.T) {
 		synctest.Wait()
 		assert.Zero(t, c.Lighthouse.Status().Waiters)
 
-		time.Sleep(6 * time.Second) // asking counted as a heartbeat
+		time.Sleep(6 * time.Second) // until the heartbeats that the requests counted as are too old
 		first, second := ask(a, quorum.Member{ReplicaID: "a"}, time.Minute), ask(b, quorum.Member{ReplicaID: "b"}, time.Minute)
 		for _, answer := range []<-chan result{first, second} {
 			got := <-answer
@@ -172,7 +172,7 @@ func TestHeartbeatsOfEndedGroupsAreForgotten(t *testing.T) {
 	})
 }
 
-func TestIDsGoUpOverARestart(t *testing.T) {
+func TestIDsGrowAcrossARestart(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		client := dial(t, c, "x")
@@ -187,7 +187,7 @@ func TestIDsGoUpOverARestart(t *testing.T) {
 			c.Lighthouse.Shutdown()
 			time.Sleep(time.Second)
 			c.StartLighthouse(1)
-			time.Sleep(2 * time.Second) // the client connects again
+			time.Sleep(2 * time.Second) // the client reconnects
 		}
 	})
 }

@@ -44,7 +44,8 @@ func TestALighthouseThatStartsReceivesTheLastQuorum(t *testing.T) {
 		d.Server.Shutdown()
 		c.StartLighthouse(1)
 
-		// One group asks, and gets no quorum alone: the lighthouse knows of the other. d has ended, as its host answers.
+		// a asks, and gets no quorum alone: the lighthouse knows that b was in the last one. It does not wait for d, whose host refuses the
+		// connection of a probe.
 		start := time.Now()
 		asked := a.Quorum(0, 6, time.Minute)
 		time.Sleep(2 * time.Second)
@@ -93,7 +94,7 @@ func TestFailoverToTheSecondLighthouseAndFailbackToTheFirst(t *testing.T) {
 	})
 }
 
-func TestAShortOutageIsNoReasonToLeave(t *testing.T) {
+func TestNoFailoverInAShortOutage(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, second, groups := twoLighthouses(t, "a", "b")
 		round(t, 1, groups...)
@@ -125,8 +126,9 @@ func TestTwoLighthousesDoNotServeOneJobAtOnce(t *testing.T) {
 		assert.Contains(t, second.Status().Reason+got.Err.Error(), "another lighthouse might serve")
 		c.Net.Unblock("a", "lighthouse")
 
-		// It reconnects, and all train together again.
-		time.Sleep(20 * time.Second) // until it has reconnected; a group that has waited for so long might continue with one of them only
+		// All train together again once a has reconnected. It asks only then: a request that has been pending for so long could form a quorum
+		// with just one of the others.
+		time.Sleep(20 * time.Second)
 		asked := a.Quorum(0, 2, time.Minute)
 		time.Sleep(time.Second)
 		var together []string
@@ -138,8 +140,8 @@ func TestTwoLighthousesDoNotServeOneJobAtOnce(t *testing.T) {
 	})
 }
 
-// A majority that is cut off from the first lighthouse continues at the second one, and the rest follows there.
-func TestTheMinorityFollowsToWhereTheOthersAre(t *testing.T) {
+// A majority that is cut off from the first lighthouse continues at the second one. The first lighthouse sends the others there.
+func TestTheMinorityFailsOverToTheLighthouseOfTheMajority(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, second, groups := twoLighthouses(t, "a", "b", "d")
 		a, b, d := groups[0], groups[1], groups[2]
@@ -149,7 +151,7 @@ func TestTheMinorityFollowsToWhereTheOthersAre(t *testing.T) {
 		asked := a.Quorum(0, 2, time.Minute)
 		start := time.Now()
 		got := round(t, 2, b, d)[0]
-		assert.Equal(t, []string{"a", "b", "d"}, got.ReplicaIDs, "the first has sent it on")
+		assert.Equal(t, []string{"a", "b", "d"}, got.ReplicaIDs, "the first lighthouse has sent a to the second one")
 		require.NoError(t, (<-asked).Err)
 		assert.Equal(t, 3, second.Status().Healthy)
 		assert.Less(t, time.Since(start), 12*time.Second, "twice the heartbeat timeout")
@@ -187,9 +189,9 @@ func TestAListOfAddressesIsChecked(t *testing.T) {
 	assert.ErrorContains(t, err, "could not connect to a lighthouse at "+theList)
 }
 
-// One of three groups cannot reach the first lighthouse, which is back: the job stays at the second one, which all can reach. When all can
-// reach the first one, they fail back at the same moment, and no group misses a step.
-func TestAllGoBackTogether(t *testing.T) {
+// The first lighthouse is up again, but one of three groups cannot reach it: the job stays at the second one. When all groups can reach
+// the first one, they fail back at the same moment, and no group misses a step.
+func TestAllFailBackTogether(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, second, groups := twoLighthouses(t, "a", "b", "d")
 		round(t, 1, groups...)
@@ -246,8 +248,8 @@ func TestFromALighthouseWithoutStreamsAMemberFailsBackAlone(t *testing.T) {
 	})
 }
 
-// Members fail back whether they have a pending request or train, and a failure in the step in which they fail back is reported.
-func TestInTheMiddleOfAStepTheyGoBackToo(t *testing.T) {
+// Members fail back whether they have a pending request or are in a step. A failure in that step is then found by the first lighthouse.
+func TestFailbackInTheMiddleOfAStep(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, second, groups := twoLighthouses(t, "a", "b", "d")
 		round(t, 1, groups...)
@@ -263,7 +265,7 @@ func TestInTheMiddleOfAStepTheyGoBackToo(t *testing.T) {
 		status := c.Lighthouse.Status()
 		assert.Equal(t, 3, status.Healthy)
 		assert.Equal(t, 1, status.Candidates)
-		assert.Equal(t, id, status.QuorumID, "it knows in which quorum they are")
+		assert.Equal(t, id, status.QuorumID, "the first lighthouse knows their quorum")
 		assert.Zero(t, second.Status().Healthy)
 
 		b, d := groups[1], groups[2]
@@ -277,7 +279,7 @@ func TestInTheMiddleOfAStepTheyGoBackToo(t *testing.T) {
 	})
 }
 
-// unaryOnly forwards the calls to a lighthouse, as something between that answers UNIMPLEMENTED to streams.
+// unaryOnly is a proxy that forwards unary calls to a lighthouse, and answers UNIMPLEMENTED to streams.
 type unaryOnly struct {
 	torchftpb.UnimplementedLighthouseServiceServer
 	to torchftpb.LighthouseServiceClient
@@ -324,8 +326,8 @@ func TestACallShowsAQuorumThatIsAheadOfTheClock(t *testing.T) {
 	})
 }
 
-// A group with a list of lighthouses whose streams are blocked gets an error that names that: by calls it would receive no term. With one
-// lighthouse it makes calls.
+// A proxy blocks the streams of a group with a list of lighthouses. The group gets an error that says so: it cannot fall back to unary
+// calls, whose answers contain no term. A group with one lighthouse does fall back to them.
 func TestAGroupOfAListThatHasNoStreamsGetsAnError(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, _, groups := twoLighthouses(t, "a")
@@ -341,6 +343,6 @@ func TestAGroupOfAListThatHasNoStreamsGetsAnError(t *testing.T) {
 		err = (<-b.Quorum(0, 1, 5*time.Second)).Err
 		assert.ErrorContains(t, err, "member b makes calls in place of a stream, and its list has 2 lighthouses")
 		assert.ErrorContains(t, err, "Let streams (torchft.MemberService/Attend) through to every lighthouse")
-		round(t, 1, groups...) // and nobody waits for it
+		round(t, 1, groups...) // the refused group delays no quorum
 	})
 }

@@ -15,8 +15,8 @@ import (
 // Invariants:
 //
 //  1. No member in drains counts as alive: it is in no quorum, and the others do not wait for it. A member that asks again is removed.
-//  2. Each is released once: when no member of the latest quorum can still be in the step after which it left, or with the next
-//     quorum. Before that, its peers may need the data that it sent last.
+//  2. Each is released once: when no member of the latest quorum can still be in the step after which it left, or when the next
+//     quorum is formed. Before that, its peers may still need the data that it sent last.
 //  3. While there is one, no member fails back (failback.go), and no answer is redelivered (redeliver.go): its last step is not over.
 type drains struct {
 	*core
@@ -26,10 +26,10 @@ type drains struct {
 
 func (d *drains) any() bool { return len(d.left) > 0 }
 
-// drained notifies a member that it shall leave. If its stream breaks before the message arrives, the welcome of the next one repeats it.
+// drained asks a member to leave. If its stream breaks before the message arrives, the welcome of the next one repeats it.
 func (d *drains) drained(e Drained) {
 	r := d.roster.members[e.ReplicaID]
-	if r == nil || !r.alive() { // it trains in no step at whose end it could leave
+	if r == nil || !r.alive() { // it is in no step, so there is none at whose end it could leave
 		return
 	}
 	r.draining = e.Reason

@@ -6,7 +6,7 @@ import (
 	"slices"
 )
 
-// Member is one replica group as it asks to take part in the next step.
+// Member is what a replica group sends when it asks to take part in the next step.
 type Member struct {
 	ReplicaID      string
 	Address        string // of the group's manager server
@@ -14,25 +14,26 @@ type Member struct {
 	Step           int64
 	WorldSize      uint64 // ranks in the group
 	ShrinkOnly     bool
-	Data           string // the user's JSON, handed on as it is
+	Data           string // the user's JSON, forwarded unchanged
 	CommitFailures int64
 	// CommittedQuorumID is the id of the quorum in which the weights of Step were committed, by this group or by the source of its
 	// heal; -1 if they were committed in none since the group began, 0 if the group does not report it (upstream's managers do not).
 	CommittedQuorumID int64
-	// ReplaysFailedSteps: its ranks keep what they reduce, and reduce it again with the remaining groups when a peer fails.
+	// ReplaysFailedSteps: its ranks keep the gradients that they reduce. When a peer fails, they reduce the same gradients again with the
+	// remaining groups.
 	ReplaysFailedSteps bool
 	Handles            []string // reconfigure handles, one per group rank; empty for peers of 0.2.0
-	Unknown            []byte   // wire fields this version does not know, handed on as they are
+	Unknown            []byte   // wire fields that this version does not know, forwarded unchanged
 }
 
-// State is what a member says again at every step.
+// State has the fields of a member that may change from step to step. A member sends them with each request.
 type State struct {
 	Step              int64
 	CommittedQuorumID int64
 	CommitFailures    int64
 }
 
-// State is what changes from step to step.
+// State returns the fields that may change from step to step.
 func (m *Member) State() State { return State{m.Step, m.CommittedQuorumID, m.CommitFailures} }
 
 // SetState is the inverse of State.

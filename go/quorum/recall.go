@@ -7,8 +7,8 @@ import (
 	"time"
 )
 
-// search looks for a quorum whose id a member claims to know and that this lighthouse does not know: the member is asked for the list
-// of its members (Recall), and shows it (Recalled) or not.
+// search looks for a quorum that this lighthouse does not know and whose id a member claims to know. The lighthouse asks the member for
+// the members of that quorum (Recall), and the member shows the quorum (Recalled) or does not.
 //
 // Invariants:
 //
@@ -17,7 +17,7 @@ import (
 //     lighthouse continues after that time even if such a request is pending: no other one can have served the job meanwhile.
 //  2. A lighthouse of a list continues without the members that do not show the quorum (disbelieve): they are in no quorum here, and
 //     give no vote. The same holds for a member that was silent during the search and asks again (ahead). Once no member that knows of
-//     the later quorum is left here, the votes alone prevent that two quorums serve the job at once (succession.go).
+//     the later quorum is left here, the votes alone keep two lighthouses from serving the job at once (succession.go).
 //  3. A quorum is accepted from the disk, or from a member that was in it, if its id is within the bounds that recalled checks.
 type search struct {
 	*core
@@ -27,9 +27,9 @@ type search struct {
 	recall
 }
 
-// recall is the quorum that is looked for.
+// recall describes the quorum that the search looks for.
 type recall struct {
-	id    int64     // the newest such quorum, 0 if there is none
+	id    int64     // of the latest claimed quorum, 0 if there is no search
 	since time.Time // when it was first heard of
 	asked time.Time // when a member was last asked
 	by    string    // the member that was asked last
@@ -51,7 +51,7 @@ func (p Policy) recallPause() time.Duration {
 type claim struct {
 	latest  int64     // id of the latest quorum that the member was asked for
 	recalls int       // how often it was asked for a quorum
-	second  time.Time // time of the second recall; of the only one, if a single one is allowed
+	second  time.Time // time of the second recall, or of the only one if the member gets just one (over)
 	last    time.Time // time of the last recall
 	unshown bool      // asked mostRecalls times, the member did not show the quorum although it is alive: the claim is ignored
 	doubted bool      // an earlier claim of the member was ignored
@@ -67,8 +67,8 @@ func (c *claim) over() {
 	}
 }
 
-// disconnected lets the member be asked once more on its next stream: recalls on the one that broke may not have arrived, or the answers to
-// them. Only once for a claim: a member that connects again and again must not delay the others for good.
+// disconnected allows one more recall on the member's next stream: recalls on the broken stream, or the answers to them, may have been
+// lost. A claim gets this only once: a member that reconnects again and again must not delay the others for good.
 func (c *claim) disconnected() {
 	if c.recalls > 0 && !c.broke && !c.unshown {
 		c.broke, c.recalls = true, min(c.recalls, mostRecalls-1)
@@ -93,7 +93,7 @@ func (c *claim) unanswered(spoke, now time.Time, pause time.Duration) bool {
 }
 
 // doubt is the reason to refuse a request whose quorum id is not plausible and whose sender cannot be asked to show that quorum; empty
-// if the request is accepted. Quorum ids never decrease: accepted, one wrong number would raise the ids of the job for good.
+// if the request is accepted. Quorum ids never decrease: if a wrong number were accepted, it would raise the ids of the job for good.
 func (s *search) doubt(e Asked) string {
 	if id := e.KnownQuorumID; e.Recallable && id <= maxKnownID || s.past.plausible(id, s.list.term) {
 		return ""
@@ -213,8 +213,8 @@ func (s *search) disbelieve(r *record, known int64) {
 }
 
 // unshown is the reason to refuse a request of a member whose claim is ignored; empty if the request is accepted. A member that was
-// asked often enough, and sends a request after the previous one had ended, is one from here on: accepted, the request would be a vote
-// that does not show the quorum which the member knows.
+// asked mostRecalls times has its claim ignored from its next request on. If that request were accepted, it would be a vote
+// of a member that does not show the quorum that it knows.
 func (s *search) unshown(e Asked) string {
 	r := s.roster.members[e.Member.ReplicaID]
 	if r == nil || !s.list.listed() || !e.Recallable || e.KnownQuorumID <= s.past.latestID() {
@@ -249,7 +249,7 @@ func (s *search) recalled(e Recalled) (adopted bool) {
 	p := e.Past
 	s.list.remember(e.Seat)
 	if p.Validate() != nil {
-		if e.From == "" && p.ID == 0 && len(p.Members) == 0 { // of a training that has ended
+		if e.From == "" && p.ID == 0 && len(p.Members) == 0 { // the training is complete: only the highest id is kept
 			s.past.highest = max(s.past.highest, min(e.Highest, maxKnownID))
 		}
 		return false
@@ -267,8 +267,8 @@ func (s *search) recalled(e Recalled) (adopted bool) {
 	}
 	switch beyond := s.list.listed() && termOf(p.ID) > s.list.term; {
 	case beyond && e.From == "":
-		// From the disk. The quorum's term may be that of another lighthouse, so a new one begins. If the disk was slow, members may have
-		// asked already: their requests end, as with every new term.
+		// The quorum is from the disk, and another lighthouse may have formed it. So a term of this lighthouse begins above the quorum's. If
+		// the disk was slow, members may have asked already: their requests end, as at the begin of every term.
 		s.terms.begin("what is on disk", termOf(p.ID))
 	case beyond:
 		r := s.roster.members[e.From]

@@ -5,9 +5,11 @@ import "fmt"
 // Rank i of a group reduces with rank i of the others. With groups of different sizes, the last ranks of the larger ones would wait in
 // every step for peers that do not exist. So a new member of another size is refused, and is never in a quorum with the others.
 //
-// A member that makes calls in place of a stream is accepted, as by an upstream lighthouse: its world_size may not be that of the group.
+// A member that makes calls in place of a stream is accepted, as an upstream lighthouse does: the world_size that such a member sends may
+// differ from the number of its ranks.
 
-// misfit is the reason why a new member of this size is refused; empty if it is accepted, or if the size of the others is not known.
+// misfit returns the reason to refuse a new member of another size than the present ones; empty if it is accepted. It is accepted, too,
+// if the size of the others is unknown.
 func (m *memory) misfit(e Asked) string {
 	size := e.Member.WorldSize
 	if r := m.roster.members[e.Member.ReplicaID]; !e.Recallable || size == 0 || r != nil && r.previous {

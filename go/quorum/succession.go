@@ -60,7 +60,7 @@ func termOf(id int64) int64 { return id >> termBits }
 // TermOf is the term in which a quorum was formed: its id begins with it.
 func TermOf(id int64) int64 { return termOf(id) }
 
-// maxTerm is the largest that leaves room for ids.
+// maxTerm is the largest term: ids in it do not exceed maxKnownID.
 const maxTerm = maxKnownID >> termBits
 
 // listed reports whether other lighthouses may serve the job.
@@ -94,8 +94,8 @@ func (s *succession) remember(seat Seat) {
 	}
 }
 
-// begin sets a term above the highest that a member has received from other lighthouses (known), and not below that of the highest id
-// here. It reports whether the term is new. Each lighthouse has terms of its own, by its place in the list, and an id begins with its
+// begin sets a term above the highest term that a member has received from other lighthouses (known), and not below the term of the
+// highest id here. It reports whether the term is new. Each lighthouse has terms of its own, by its place in the list, and an id begins with its
 // term. So after a member has come from another lighthouse, the quorums here have higher ids than any that the other one still forms
 // with the member's earlier request.
 func (s *succession) begin(known, highest int64, now time.Time) (begun bool) {
@@ -113,7 +113,7 @@ func (s *succession) begin(known, highest int64, now time.Time) (begun bool) {
 	return true
 }
 
-// firstID is the highest id before the first one of the term.
+// firstID is the id after which the ids of the term begin.
 func (s *succession) firstID(now time.Time) int64 {
 	return s.term<<termBits + min(max(now.UnixMilli(), 0), 1<<termBits-1<<32) // the bound leaves room for later ids if the clock is wrong
 }
@@ -148,7 +148,7 @@ func outvotes(set []Voter, counts func(Voter) bool) bool {
 }
 
 // given reports whether a vote is given for good: the member ended while it was bound, to this lighthouse or (v.Given, from the
-// base) to the one that formed the latest quorum; or an operator gave the member up.
+// base) to the one that formed the latest quorum; or an operator waived its vote.
 func (s *succession) given(v Voter) bool {
 	_, ended := s.ended[v.ReplicaID]
 	_, waived := s.waived[v.ReplicaID]
@@ -250,7 +250,7 @@ func (s *succession) spend() {
 	clear(s.waived)
 }
 
-// keep forgets the ends of members that have no vote any more.
+// keep forgets the votes of ended and waived members for which votes is false: they have no vote on the next quorum.
 func (s *succession) keep(votes func(id string) bool) {
 	for _, set := range []map[string]struct{}{s.ended, s.waived} {
 		for id := range set {

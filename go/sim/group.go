@@ -10,7 +10,7 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// replyMargin is how long before the ranks' deadline a request to the lighthouse ends, as in package manager.
+// replyMargin is the time between the deadline of a request to the lighthouse and the later one of the ranks, as in package manager.
 const replyMargin = 100 * time.Millisecond
 
 // group is one life of a replica group: its ranks, and the shell around its machine, which is package manager in production. After its end
@@ -35,15 +35,15 @@ type group struct {
 	askTimer    time.Duration  // time of the next askDeadline, 0 if there is none
 	hasMetadata bool           // the last MetadataAsked was answered with metadata
 	shrink      int            // steps for which it asks shrink_only
-	asked       bool           // the lighthouse has asked what it does
+	asked       bool           // the lighthouse has asked for its progress
 	leaving     bool           // it has completed its last step
 	finished    bool           // its training is complete
 
 	began      time.Duration
 	lastCommit time.Duration
 
-	seen                       // the checker's record of it
-	views [maxLighthouses]view // what each lighthouse knows of it
+	seen                       // the checker's record of the group
+	views [maxLighthouses]view // what each lighthouse knows of the group
 }
 
 type callKind uint8
@@ -59,7 +59,7 @@ type call struct {
 	waiter round.WaiterID
 	kind   callKind
 	rank   int16
-	number uint64 // the rank's number of it
+	number uint64 // the rank's number of the call
 }
 
 // asking is the request to the lighthouse, with its attempts.
@@ -192,7 +192,7 @@ func (g *group) handle(e *event) {
 			g.armAsk()
 		default:
 			g.cancel()
-			g.step(round.QuorumKnown{Round: a.round, Failure: &round.Failure{Kind: round.KindTimeout, Reason: "the lighthouse has no quorum in time"}})
+			g.step(round.QuorumKnown{Round: a.round, Failure: &round.Failure{Kind: round.KindTimeout, Reason: "the lighthouse formed no quorum before the deadline"}})
 		}
 	case managerAsk:
 		g.managerAsk(&g.ranks[e.rank], e.id)
@@ -227,7 +227,7 @@ func (g *group) begin(r *rank, kind callKind, number uint64) round.WaiterID {
 
 func (g *group) managerAsk(r *rank, number uint64) {
 	if r.number != number {
-		return // its deadline passed on the way
+		return // the deadline has passed before the request arrived
 	}
 	w := g.w
 	remaining := r.deadline - w.now
@@ -330,7 +330,7 @@ type news struct {
 	attempt uint64
 }
 
-// answer sends an answer to a rank, which for rank 0 is in the same process.
+// answer sends an answer to a rank. It takes no time to rank 0, which is in the process of the manager server.
 func (g *group) answer(r *rank, e event) {
 	d := time.Duration(0)
 	if r.index > 0 {
@@ -344,7 +344,7 @@ func (g *group) answer(r *rank, e event) {
 func (g *group) answered(id round.WaiterID) (call, bool) {
 	i := g.find(id)
 	if i < 0 {
-		g.w.broken(ruleWaiters, "%s answers a call (%d) that does not wait", g.id, id)
+		g.w.broken(ruleWaiters, "%s answers call %d, which has no waiter", g.id, id)
 		return call{}, false
 	}
 	c := g.calls[i]
@@ -395,7 +395,7 @@ func (g *group) refused(req uint64) {
 	w.after(wait, event{kind: retryDue, g: g, id: a.round})
 }
 
-// cancel ends the request. The message of that to the lighthouse may be lost.
+// cancel ends the request. The message that withdraws it at the lighthouse may be lost.
 func (g *group) cancel() {
 	w := g.w
 	g.asking.active = false

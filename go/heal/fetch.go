@@ -37,7 +37,7 @@ type Fetch struct {
 	worked func() // ends Working; it may be called more than once
 	lives  sync.WaitGroup
 
-	asksSums chan struct{} // has room for the stream that asks for the assigned source's checksums
+	asksSums chan struct{} // a semaphore: one stream at a time asks for the assigned source's checksums
 
 	mu       sync.Mutex
 	sums     []uint32      // of the blocks, as the assigned source announces them; nil until an additional source needs them
@@ -78,13 +78,13 @@ func (f *Fetch) Add(address, secret string, role Role) error {
 		return errors.New("the secret is malformed")
 	}
 	if role != Assigned && f.settings.Unchecked {
-		return errors.New("without checksums there is only the assigned source")
+		return errors.New("an additional source needs checksums, and this transfer has none")
 	}
 	s := &source{fetch: f, address: address, secret: raw, role: role}
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	if f.ctx.Err() != nil {
-		return errors.New("the transfer is over")
+		return errors.New("the transfer is closed")
 	}
 	f.running++
 	if role == Assigned {
@@ -96,15 +96,15 @@ func (f *Fetch) Add(address, secret string, role Role) error {
 	return nil
 }
 
-// Stage provides host memory for the next window. If the same memory was that of an earlier window, that window ends: the caller has
-// copied it to the device. The result is the number of the window, -1 if none is left.
+// Stage provides host memory for the next window. To provide the memory of an earlier window again ends that window: the
+// caller has copied it to the device. Stage returns the number of the new window, or -1 if none is left.
 func (f *Fetch) Stage(address, length int64) (window int64, err error) {
 	memory, err := region(address, length)
 	if err != nil {
 		return 0, err
 	}
 	if len(memory) == 0 {
-		return 0, errors.New("a stage without memory")
+		return 0, errors.New("the memory of the stage is empty")
 	}
 	opened, blocks, err := f.windows.open(memory)
 	f.queue.add(blocks)
@@ -140,7 +140,7 @@ func (f *Fetch) Wait(ctx context.Context) Status {
 	}
 }
 
-// Status does not wait.
+// Status returns the progress without waiting.
 func (f *Fetch) Status() Status {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -213,7 +213,7 @@ func (f *Fetch) fail(err error) {
 	f.queue.close()
 }
 
-// wake ends the pause of the calls of Wait. The caller holds mu.
+// wake lets pending calls of Wait look at the progress again. The caller holds mu.
 func (f *Fetch) wake() {
 	close(f.changed)
 	f.changed = make(chan struct{})
@@ -241,8 +241,8 @@ func (f *Fetch) knownSums() ([]uint32, *source) {
 }
 
 // assignedSums returns the checksums that the assigned source announces. They are needed for additional sources only: one of their
-// streams asks for them, the others wait for that one. No lock is held meanwhile, so the streams of the assigned source go on, and may
-// complete the state before it has answered.
+// streams asks for them, the others wait for that one. No lock is held meanwhile, so the streams of the assigned source continue, and
+// may complete the state before the checksums arrive.
 func (f *Fetch) assignedSums() ([]uint32, error) {
 	select {
 	case f.asksSums <- struct{}{}:
@@ -311,7 +311,7 @@ func (s *source) assignedDigest() (string, error) {
 	return string(assigned), err
 }
 
-// source is a group that the state is fetched from.
+// source is a group from which the state is fetched.
 type source struct {
 	fetch   *Fetch
 	address string
@@ -320,7 +320,7 @@ type source struct {
 
 	mu    sync.Mutex
 	over  error // why it is not asked again: a withdrawnError, slowError or wrongError
-	wrong int   // blocks that it gave, and that are not the assigned source's
+	wrong int   // blocks from it that differ from those of the assigned source
 }
 
 func (s *source) run() {
@@ -397,7 +397,7 @@ func (s *source) end(err error) error {
 	return s.over
 }
 
-// gaveWrong counts a block that differs from that of the assigned source. It returns an error after maxGarbled of them.
+// gaveWrong counts a block that differs from that of the assigned source. It returns an error after mostGarbled of them.
 func (s *source) gaveWrong(block int) error {
 	s.mu.Lock()
 	s.wrong++

@@ -22,7 +22,7 @@ import (
 func crowd(n int) (*job, []*stream) {
 	cfg := DefaultConfig()
 	cfg.MinReplicas, cfg.JoinTimeout, cfg.HeartbeatTimeout, cfg.SuspectGrace = n, time.Hour, time.Hour, time.Hour
-	cfg.Logger, cfg.Hostname = slog.New(slog.DiscardHandler), "localhost" // which needs no look-up
+	cfg.Logger, cfg.Hostname = slog.New(slog.DiscardHandler), "localhost" // a name that is not resolved
 	s := &Server{cfg: cfg.withDefaults(), log: cfg.Logger, stop: make(chan struct{}), jobs: map[string]*job{}}
 	j := newJob(s, rpc.DefaultJob)
 	s.jobs[j.name] = j
@@ -112,7 +112,7 @@ func (j *job) read(t testing.TB, path string) string {
 	return answer.Body.String()
 }
 
-// Any number of readers costs at most one status of the machine per 100 µs and member: with 1,000 members, one in 100 ms.
+// All readers share one status of the machine for 100 µs times the number of members: for 100 ms with 1,000 members.
 func TestReadersShareASnapshot(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j, _ := crowd(1000)
@@ -134,7 +134,7 @@ func TestReadersShareASnapshot(t *testing.T) {
 	})
 }
 
-// BenchmarkRead is the cost of one read of each kind, one after the other without a pause.
+// BenchmarkRead measures one read of each path, at full speed.
 func BenchmarkRead(b *testing.B) {
 	for _, path := range readers {
 		for _, n := range []int{100, 1000, 10000} {
@@ -149,7 +149,7 @@ func BenchmarkRead(b *testing.B) {
 	}
 }
 
-// BenchmarkBurst is what TestNothingGrowsWithTheSquareOfTheStreams counts, by the clock.
+// BenchmarkBurst measures the time of the events whose visits TestNothingGrowsWithTheSquareOfTheStreams counts.
 func BenchmarkBurst(b *testing.B) {
 	for _, burst := range bursts {
 		for _, n := range []int{100, 1000, 10000} {

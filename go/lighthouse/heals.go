@@ -59,7 +59,7 @@ func (j *job) recovered(replicaID string, r *torchftpb.Recovered) {
 	j.board.Record(e)
 }
 
-// seconds is the sum of all phases, rounded to milliseconds.
+// seconds is the sum of all phases but the one named total, rounded to milliseconds.
 func seconds(phases []dashboard.Phase) (all float64) {
 	for _, p := range phases {
 		if p.Name != "total" {

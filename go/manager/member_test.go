@@ -77,7 +77,7 @@ func TestALighthouseWithoutStreams(t *testing.T) {
 	})
 }
 
-// The lighthouse is replaced by an upstream one. Without a stream there is no silence of the group that would fence it.
+// The lighthouse is replaced by an upstream one. A group that makes unary calls has no stream whose silence could fence it.
 func TestAGroupThatMakesCallsAfterAStreamCommits(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -95,9 +95,9 @@ func TestAGroupThatMakesCallsAfterAStreamCommits(t *testing.T) {
 	})
 }
 
-// A group that was silent for longer than the heartbeat timeout may have been left behind: it does not commit the step that it
-// was in, although it has another stream now. (As after a process that stood still, or a host that slept.)
-func TestASilenceIsNotForgottenWithItsStream(t *testing.T) {
+// The others may have continued without a group that was silent for longer than the heartbeat timeout, for example because its process
+// was stopped. So it does not commit the step that it was in, although it has a new stream by then.
+func TestANewStreamDoesNotUnfenceASilentGroup(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
@@ -108,16 +108,16 @@ func TestASilenceIsNotForgottenWithItsStream(t *testing.T) {
 		for c.Lighthouse.Status().Healthy < 2 {
 			time.Sleep(100 * time.Millisecond)
 		}
-		time.Sleep(time.Second) // it has said something since
+		time.Sleep(time.Second) // a has sent messages on the new stream since
 		commits := func(g *fttest.Group, step int64) bool {
 			vote := <-g.Vote(0, step, true, time.Second)
 			require.NoError(t, vote.Err)
 			return vote.Value
 		}
 		assert.False(t, commits(a, 0))
-		assert.True(t, commits(b, 0), "it was never silent")
+		assert.True(t, commits(b, 0), "b was never silent")
 		round(t, 1, a, b)
-		assert.True(t, commits(a, 1), "it is in a quorum again")
+		assert.True(t, commits(a, 1), "a is in a quorum again")
 	})
 }
 
@@ -133,7 +133,7 @@ func TestAGroupOpensAnotherStreamWhenItsConnectionBreaks(t *testing.T) {
 			}
 			a.Host(-1).Cut()
 			b.Host(-1).Cut()
-			time.Sleep(3 * time.Second) // the ranks too connect again
+			time.Sleep(3 * time.Second) // the ranks reconnect, too
 			assert.Equal(t, 2, c.Lighthouse.Status().Healthy)
 		}
 	})
@@ -195,14 +195,14 @@ func (f *wrongAtFirst) Attend(wire torchftpb.MemberService_AttendServer) error {
 func TestAListThatDoesNotMatchIsRequestedAgain(t *testing.T) {
 	for name, wrong := range map[string]*torchftpb.LighthouseMessage{
 		"a change of another list": {},
-		"not compressed as it says": {Message: &torchftpb.LighthouseMessage_ListChange{
+		"invalid compressed data": {Message: &torchftpb.LighthouseMessage_ListChange{
 			ListChange: &torchftpb.ListChange{Packed: []byte("\xff\xff nonsense")},
 		}},
 		"cut short": {Message: &torchftpb.LighthouseMessage_ListChange{ListChange: cutShort(t)}},
 		"another revision": {Number: 1, Message: &torchftpb.LighthouseMessage_Quorum{
 			Quorum: &torchftpb.QuorumStates{QuorumId: 8, Revision: 12345},
 		}},
-		"a state of nobody": {Number: 1, Message: &torchftpb.LighthouseMessage_Quorum{
+		"a state of a member that is not in the list": {Number: 1, Message: &torchftpb.LighthouseMessage_Quorum{
 			Quorum: &torchftpb.QuorumStates{Others: []*torchftpb.PlacedState{{Place: 1 << 30}}},
 		}},
 	} {
@@ -234,8 +234,8 @@ func cutShort(t *testing.T) *torchftpb.ListChange {
 	return packed
 }
 
-// A lighthouse that is restarted hears from every group at once, not only from those that ask.
-func TestGroupsAreBackSoonAfterARestart(t *testing.T) {
+// After a restart of the lighthouse all groups reconnect at once, not only those that ask for a quorum.
+func TestGroupsReconnectSoonAfterARestart(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		var groups []*fttest.Group

@@ -125,7 +125,7 @@ func TestRanksOutsideTheGroupAreRefused(t *testing.T) {
 	})
 }
 
-func TestKillIsForThisHostOrTheToken(t *testing.T) {
+func TestKillNeedsThisHostOrTheToken(t *testing.T) {
 	for _, tc := range []struct {
 		name, configured, sent, from string
 		want                         codes.Code
@@ -162,7 +162,7 @@ func TestKillIsForThisHostOrTheToken(t *testing.T) {
 	}
 }
 
-// security has the token, or no security if it is empty.
+// security returns settings with this token, or without security if the token is empty.
 func security(t *testing.T, token string) auth.Security {
 	if token == "" {
 		return auth.Security{}
@@ -209,7 +209,7 @@ func TestNoLighthouse(t *testing.T) {
 	})
 }
 
-func TestTheLighthouseMayComeLater(t *testing.T) {
+func TestTheLighthouseMayStartAfterTheManagerServer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := &fttest.Cluster{T: t, Net: fttest.NewNetwork(), Log: &fttest.Log{}}
 		group := fttest.Start(func() (*fttest.Group, error) { return c.StartGroup("a", 1), nil })
@@ -221,7 +221,8 @@ func TestTheLighthouseMayComeLater(t *testing.T) {
 	})
 }
 
-// A client in the server's own process, as that of group rank 0 is in production, and one that uses the network, over real sockets.
+// Two clients, over real sockets: one in the server's own process, where group rank 0 is in production, and one that must use the
+// network.
 func TestTheShortcutInOneProcess(t *testing.T) {
 	started := startLighthouse(t, 1)
 	failing := &reporter{failures: make(chan membership.Notice)}
@@ -270,7 +271,7 @@ func TestTheShortcutInOneProcess(t *testing.T) {
 	vote := fttest.Start(func() (bool, error) { return far.ShouldCommit(ctx, 1, 1, true) })
 	require.Eventually(t, func() bool { return len(server.Status().Vote.Waiting) == 1 }, time.Minute, time.Millisecond)
 	require.NoError(t, near.Close())
-	assert.Equal(t, codes.Aborted, status.Code((<-vote).Err), "a closed client is a rank that has failed")
+	assert.Equal(t, codes.Aborted, status.Code((<-vote).Err), "a closed client counts as a failed rank")
 	_, err = near.ShouldCommit(ctx, 0, 1, true)
 	assert.ErrorContains(t, err, "closed")
 

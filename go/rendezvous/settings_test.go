@@ -26,7 +26,7 @@ func TestAllowedSizes(t *testing.T) {
 	}
 }
 
-func TestWhatANodeMayNotSay(t *testing.T) {
+func TestInvalidRequestsAreRefused(t *testing.T) {
 	good := Request{Node: "a", Store: "a:1", Settings: Settings{Min: 1, Max: 4, Sizes: "all"}}
 	require.NoError(t, good.validate())
 	for _, c := range []struct {

@@ -13,8 +13,8 @@ const (
 	mostFaults = 16
 )
 
-// schedule makes a job of the first bytes, and its faults of the others. Any bytes are valid, and a changed byte changes the schedule only
-// a little, unless it is one of the first three.
+// schedule decodes a job from the first bytes, and its faults from the others. Any bytes are valid. To change a byte after the first
+// three changes little in the schedule, which helps the fuzzer.
 func schedule(b []byte) Setup {
 	var head [setupBytes]byte
 	b = b[copy(head[:], b):]
@@ -48,7 +48,7 @@ func schedule(b []byte) Setup {
 	return s
 }
 
-// FuzzHistory plays the history of arbitrary bytes. The coverage of the machines guides the fuzzer.
+// FuzzHistory runs the schedule that arbitrary bytes decode to. The coverage of the machines guides the fuzzer.
 func FuzzHistory(f *testing.F) {
 	f.Add([]byte("\x01\x00\x03\x00"))
 	f.Fuzz(func(t *testing.T, b []byte) {
@@ -60,8 +60,7 @@ func FuzzHistory(f *testing.F) {
 	})
 }
 
-// Each kind of fault can be made of bytes.
-func TestBytesAreASchedule(t *testing.T) {
+func TestEveryKindOfFaultCanBeDecoded(t *testing.T) {
 	for kind := range byte(faultKinds) {
 		s := schedule([]byte{0, 0, 4, 1, 3, kind, 2, 64, 128, 5, 1, 16})
 		require.Len(t, s.Faults, 1)

@@ -12,7 +12,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A run that replays to the byte has one thread, no clock, no randomness but its own, and does not go by the order of a map.
+// A run must replay byte for byte. So the simulation has one thread, reads no clock, takes its randomness from the seed only, and does not
+// iterate over maps.
 func TestNothingDependsOnAScheduleOrAClock(t *testing.T) {
 	clocks := []string{"Now", "Since", "Until", "After", "AfterFunc", "Sleep", "Tick", "NewTimer", "NewTicker"}
 	random := []string{"New", "NewPCG", "Rand"}
@@ -21,7 +22,7 @@ func TestNothingDependsOnAScheduleOrAClock(t *testing.T) {
 	require.NoError(t, err)
 	files := token.NewFileSet()
 	var parsed []*ast.File
-	var maps []string // names of what has the type of a map
+	var maps []string // names of the fields and arguments that are maps
 	for _, path := range paths {
 		if strings.HasSuffix(path, "_test.go") {
 			continue
@@ -55,7 +56,7 @@ func TestNothingDependsOnAScheduleOrAClock(t *testing.T) {
 				}
 			case *ast.SelectorExpr:
 				from, ok := node.X.(*ast.Ident)
-				require.False(t, ok && from.Name == "time" && slices.Contains(clocks, node.Sel.Name), "%s: time is what the queue says", at())
+				require.False(t, ok && from.Name == "time" && slices.Contains(clocks, node.Sel.Name), "%s: time comes from the event queue", at())
 				require.False(t, ok && from.Name == "rand" && !slices.Contains(random, node.Sel.Name), "%s: randomness comes from the seed", at())
 			}
 			return true

@@ -66,7 +66,7 @@ func (s *memberStream) unbind() {
 	s.member.unbind()
 }
 
-// waits reports whether an ask is pending.
+// waits reports whether the request with this number is pending.
 func (s *memberStream) waits(number uint64) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()

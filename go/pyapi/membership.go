@@ -97,7 +97,7 @@ func newQuorumJSON(q *quorum.Quorum) quorumJSON {
 	return j
 }
 
-// toJSON is any so that operations can return it as it is.
+// toJSON returns a string. Its type is any, the type of an operation's result.
 func toJSON(v any) (any, error) {
 	text, err := json.Marshal(v)
 	if err != nil {

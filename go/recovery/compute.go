@@ -8,7 +8,7 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// Compute is what one rank of a replica group has to do about a quorum. With initSync, all groups of a job
+// Compute returns what one rank of a replica group has to do in a quorum. With initSync, all groups of a job
 // that is at step 0 take over the state of one of them, so that they need not have begun with equal weights.
 //
 // Groups of other versions compute the same from the same quorum, so every index below is part of the
@@ -70,7 +70,7 @@ func NewView(replicaID string, q *quorum.Quorum) (*View, error) {
 	return &View{members: members, complete: complete, common: r, upToDate: upToDate}, nil
 }
 
-// Compute is that of the package. The results of the ranks share what they have in common.
+// Compute does the work of the function Compute for one rank. The results of several ranks share slices: do not change them.
 func (v *View) Compute(groupRank int64, initSync bool) (Result, error) {
 	if groupRank < 0 {
 		return Result{}, fmt.Errorf("group_rank is %d: it must be at least 0", groupRank)
@@ -87,7 +87,7 @@ func (v *View) Compute(groupRank int64, initSync bool) (Result, error) {
 	return r, nil
 }
 
-// newest is the latest quorum in which members at a step have committed it. Two groups can reach one step in different quorums, each
+// newest returns the latest quorum in which a member at this step has committed the step. Two groups can reach one step in different quorums, each
 // without the other, and then hold different weights: the group with the older quorum is behind.
 //
 // It is 0, and steps alone decide, if a member does not announce its quorum. Such a member (upstream's) decides by steps alone, and all

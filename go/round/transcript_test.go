@@ -21,15 +21,15 @@ import (
 //	quorum 1 id=7 g:3 x:5:6  the lighthouse answers round 1: groups, their steps, and the quorums of their last commits
 //	failed 1 unavailable     or fails
 //	vote 0 yes [waiter=1] [step=3]
-//	metadata 0               someone asks where rank 0 serves its checkpoint
+//	metadata 0               a peer asks where rank 0 serves its checkpoint
 //	timeout 1, cancel 1      waiter 1 is withdrawn
 //	disconnected 1           the last connection of rank 1 broke
 //	still-disconnected 1, back 1
-//	drained          the lighthouse wants the group to leave
+//	drained                  the lighthouse asks the group to leave
 //	evicted 7 [member=x]     the group, or another member, counts as failed in quorum 7
-//	asked                    the lighthouse wants to know what the group does
-//	says 0 computes|waits    what a rank does
-//	progress                 what the group would say
+//	asked                    the lighthouse asks for the progress of the group
+//	says 0 computes|waits    a rank reports its progress
+//	progress                 prints the progress that the group would report
 //	wait 3s
 //	close
 //	describe

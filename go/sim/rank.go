@@ -76,7 +76,7 @@ type heal struct {
 	quorumID int64
 	deadline time.Duration
 	before   struct{ step, committed int64 }
-	digest   uint64 // that arrived
+	digest   uint64 // of the received state
 	arrived  bool
 }
 
@@ -183,7 +183,7 @@ func (r *rank) startQuorum() {
 	}
 	r.number++
 	if r.index == 0 && r.g.shrink > 0 {
-		r.g.shrink-- // counted in calls: a group that is in no quorum would leave itself out for as long as it asks for this
+		r.g.shrink-- // at each request: with shrink_only, a group that is in no quorum would never get into one
 	}
 	if !r.again {
 		r.replays, r.kept = 0, false

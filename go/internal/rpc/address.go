@@ -17,7 +17,7 @@ type Address struct {
 	TLS      bool // https://
 }
 
-// ParseAddress parses "http://host:port" or "https://host:port". Errors call the value by the name of the setting.
+// ParseAddress parses "http://host:port" or "https://host:port". Errors name the setting.
 func ParseAddress(setting, address string) (Address, error) {
 	bad := func(why string) error {
 		return fmt.Errorf("%s is %q: it must be http://host:port or https://host:port, but %s", setting, address, why)

@@ -10,15 +10,15 @@ import (
 	"github.com/torchft/torchft/go/internal/lobby"
 )
 
-// Bounds for connections other than those of members. A member makes its first call as soon as it is connected; but all groups of a large job
-// may reconnect at the same moment, and share one address.
+// Bounds for connections that are not known to be those of members. A member's connection is one of them only until its first call. The
+// bounds are large because all groups of a large job may reconnect at the same moment, from one address.
 const (
 	mostStrangers  = 20_000
 	strangersOfOne = 10_000
-	mostReaders    = 4096 // of HTTP: pages, scrapers and other readers
+	mostReaders    = 4096 // connections of HTTP: browsers, scrapers of metrics and others
 )
 
-// shown is what a connection is known to be for, by its first request.
+// shown is the kind of a connection, which its first request shows; zero before that.
 type shown int
 
 const (
@@ -26,8 +26,9 @@ const (
 	member                  // a call of gRPC, with the token where there is one
 )
 
-// crowd counts connections. That of a member keeps its place. Those without a request yet, and those of HTTP, whose pages need no token, have
-// places of their own, of which the oldest connection is closed when there are too many: so they never take the places of members.
+// crowd bounds the connections of a listener by kind. Each kind has its own limit, so that other connections never take the places of
+// members. Above the limit for members, a new connection is closed. Above that for connections without a request, or for those of HTTP,
+// whose pages need no token, the oldest one is closed.
 type crowd struct {
 	net.Listener
 	most               int
@@ -84,13 +85,13 @@ type counted struct {
 	ended bool
 }
 
-// address is the address of the other side. A call has only this address of its connection: the crowd finds the connection by it.
+// address is the address of the other side, with a reference to the connection: a handler gets only the address of its connection.
 type address struct {
 	net.Addr
 	conn *counted
 }
 
-// RemoteAddr is what TLS, gRPC and HTTP pass on.
+// RemoteAddr returns an *address: TLS, gRPC and HTTP pass it on to their handlers unchanged.
 func (c *counted) RemoteAddr() net.Addr { return c.address }
 
 // show records the kind of the connection from an address. It is false if there is no place for the connection.
@@ -136,11 +137,11 @@ func AsMember(r *http.Request) bool {
 	return !ok || show(from, member)
 }
 
-// reading serves requests, which give their connections a place.
+// reading counts the connection of each request as that of a reader, and serves the request.
 func reading(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if from, ok := r.Context().Value(addressKey{}).(net.Addr); ok && !show(from, reader) {
-			return // it was cut
+			return // there is no place for the connection, which is closed
 		}
 		h.ServeHTTP(w, r)
 	})

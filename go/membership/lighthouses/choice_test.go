@@ -31,22 +31,22 @@ func TestWhichLighthouseIsTried(t *testing.T) {
 			c.failBack(0)
 			c.failed(0, now, false)
 		}, []int{2}},
-		{"neither can the one that served before", func(c *choice) {
+		{"neither the target of a failback nor the lighthouse before can be reached", func(c *choice) {
 			c.arrived(2)
 			c.broke = now.Add(-failoverAfter)
 			c.failBack(0)
 			c.failed(0, now, false)
 			c.failed(2, now, false)
 		}, []int{1, 2, 0}},
-		{"it accepted an attempt and did not answer", func(c *choice) { c.arrived(0); c.broke = now; c.failed(0, now, true) }, []int{1, 2, 0}},
-		{"another one did not answer either", func(c *choice) { c.arrived(0); c.broke = now; c.failed(0, now, true); c.failed(1, now, true) }, []int{1, 2, 0}},
+		{"the serving one accepted an attempt and did not answer", func(c *choice) { c.arrived(0); c.broke = now; c.failed(0, now, true) }, []int{1, 2, 0}},
+		{"the serving one and another one did not answer", func(c *choice) { c.arrived(0); c.broke = now; c.failed(0, now, true); c.failed(1, now, true) }, []int{1, 2, 0}},
 		{"it did not answer, and the others refused for want of members", func(c *choice) {
 			c.arrived(1)
 			c.shun(0, now)
 			c.shun(2, now)
 			c.failed(1, now, true)
 		}, []int{1, 0, 2}},
-		{"it answers after it had not", func(c *choice) { c.arrived(0); c.failed(0, now, true); c.arrived(0) }, []int{0}},
+		{"the serving one answers again", func(c *choice) { c.arrived(0); c.failed(0, now, true); c.arrived(0) }, []int{0}},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			c := newChoice(0, 3)
@@ -55,7 +55,7 @@ func TestWhichLighthouseIsTried(t *testing.T) {
 			assert.Equal(t, []int{c.at}, c.order(now, true), "a member that is bound to one asks no other")
 		})
 	}
-	assert.Equal(t, []int{0}, func() []int { c := newChoice(0, 1); return c.order(now, false) }(), "the only one")
+	assert.Equal(t, []int{0}, func() []int { c := newChoice(0, 1); return c.order(now, false) }(), "a list of one lighthouse")
 }
 
 func TestWhichEarlierLighthousesAMemberReaches(t *testing.T) {
@@ -69,9 +69,9 @@ func TestWhichEarlierLighthousesAMemberReaches(t *testing.T) {
 	c.shun(0, now)
 	assert.Equal(t, []int{1}, c.lookAt(now), "one that refused for want of members is not probed")
 	c.arrived(1)
-	assert.Empty(t, places(c.looked(quorum.PlacesOf(0))), "a probe of the time at another lighthouse does not count")
+	assert.Empty(t, places(c.looked(quorum.PlacesOf(0))), "probes are forgotten when the member has come from another lighthouse")
 	c.arrived(1)
-	assert.Equal(t, []int{0}, places(c.looked(quorum.PlacesOf(0))), "a probe from before the stream to the same lighthouse broke does")
+	assert.Equal(t, []int{0}, places(c.looked(quorum.PlacesOf(0))), "probes are kept when the member reconnects to the same lighthouse")
 	c.arrived(0)
 	assert.Empty(t, c.lookAt(now))
 }

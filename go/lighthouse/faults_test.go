@@ -141,7 +141,7 @@ func TestTheReasonDistinguishesARefusalFromNoAnswer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		c.LighthouseOn("other", 1).Shutdown()
-		assert.ErrorContains(t, c.Lighthouse.Connect("http://other:29510"), "its host is there, and its port refuses connections")
+		assert.ErrorContains(t, c.Lighthouse.Connect("http://other:29510"), "its host answers, and refuses connections to its port")
 		c.Net.Block("lighthouse", "other")
 		assert.ErrorContains(t, c.Lighthouse.Connect("http://other:29510"), "no answer within 1s")
 	})

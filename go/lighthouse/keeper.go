@@ -73,12 +73,12 @@ func (j *job) recallFrom(path string, text []byte, err error) {
 	switch {
 	case errors.Is(err, os.ErrNotExist):
 	case err != nil:
-		j.log.Warn("torchft: what is on disk of the job cannot be read, and is ignored", "file", path, "error", err)
+		j.log.Warn("torchft: the state of the job on disk cannot be read, and is ignored", "file", path, "error", err)
 	default:
 		s, err := decodeState(text, j.name)
 		if err != nil {
 			aside := path + ".corrupt"
-			j.log.Warn("torchft: what is on disk of the job is damaged, and is ignored", "file", path, "error", err, "moved_to", aside,
+			j.log.Warn("torchft: the state of the job on disk is damaged, and is ignored", "file", path, "error", err, "moved_to", aside,
 				"moved", os.Rename(path, aside) == nil)
 			return
 		}
@@ -117,7 +117,7 @@ func (k *keeper) waitForFirst() {
 	case <-k.read:
 	case <-k.quit:
 	case <-late.C:
-		k.log.Warn("torchft: what is on disk of the job was not read: the disk does not answer; the job begins without", "file", k.path, "waited", diskTime)
+		k.log.Warn("torchft: the state of the job on disk was not read, since the disk does not answer; the job begins without it", "file", k.path, "waited", diskTime)
 	}
 }
 

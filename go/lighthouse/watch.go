@@ -16,7 +16,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// This file has the lighthouse's questions to members: whether they are alive, and what they do.
+// This file has what the lighthouse asks members: whether they are alive, and how far they are in their step.
 
 // checkTime is how long a member that its peers suspect may take to answer.
 const checkTime = time.Second
@@ -88,7 +88,7 @@ func (j *job) connect(address string) error {
 	case err == nil:
 		return conn.Close()
 	case errors.Is(err, syscall.ECONNREFUSED):
-		return fmt.Errorf("its host is there, and its port refuses connections: %w", err)
+		return fmt.Errorf("its host answers, and refuses connections to its port: %w", err)
 	case ctx.Err() != nil:
 		return fmt.Errorf("no answer within %s: %w", checkTime, err)
 	default:
@@ -96,7 +96,7 @@ func (j *job) connect(address string) error {
 	}
 }
 
-// askProgress asks members what they do. The caller holds mu.
+// askProgress asks members for their progress. The caller holds mu.
 func (j *job) askProgress(ids []string, now time.Time) {
 	word := wordOf(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_ProgressAsked{ProgressAsked: true}})
 	for _, id := range ids {

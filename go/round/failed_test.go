@@ -25,9 +25,9 @@ func TestAStrideReachesAllOthersAndFewOfARack(t *testing.T) {
 	}
 }
 
-// The members that live hear of the failures of the others in any order, each in its own, and decide alone. Then each failed member was
-// notified by the first three that follow it and live, and by nobody else.
-func TestTheThreeThatFollowNotify(t *testing.T) {
+// Each live member learns of the failures of the others in an order of its own, and decides alone. In the end, each failed member has been
+// notified by the first three live members that follow it, and by no other one.
+func TestTheNextThreeLiveMembersNotifyAFailedOne(t *testing.T) {
 	for seed := range uint64(300) {
 		r := rand.New(rand.NewPCG(seed, 1))
 		q := &quorum.Quorum{ID: 7}
@@ -50,7 +50,7 @@ func TestTheThreeThatFollowNotify(t *testing.T) {
 		for _, place := range living {
 			m := NewMachine(Group{ReplicaID: q.Members[place].ReplicaID, WorldSize: 1})
 			m.follow(q)
-			if r.IntN(2) == 0 { // the next quorum is there before the reports
+			if r.IntN(2) == 0 { // the next quorum arrives before the reports of the failures
 				m.follow(&quorum.Quorum{ID: 8, Members: q.Members[place : place+1]})
 			}
 			for _, i := range r.Perm(len(failed)) {

@@ -9,8 +9,8 @@ import (
 	"google.golang.org/protobuf/encoding/protowire"
 )
 
-// Encoded is a message that is encoded already. A quorum is encoded once and answers every waiter with the
-// same bytes: encoding it for each of n waiters would be O(n²) work and memory in each step.
+// Encoded is a message that is encoded already. A quorum is encoded once, and the same bytes are sent to every waiter: to encode it for
+// each of n waiters would take O(n²) work and memory in each step.
 type Encoded []byte
 
 // Numbered is a message of which all but the first field, a number, is encoded already.
@@ -19,7 +19,7 @@ type Numbered struct {
 	Message Encoded
 }
 
-// codec is gRPC's protobuf codec that also sends Encoded and Numbered as they are.
+// codec is gRPC's protobuf codec that also sends Encoded and Numbered unchanged.
 type codec struct{ encoding.CodecV2 }
 
 func newCodec() encoding.CodecV2 { return codec{encoding.GetCodecV2(proto.Name)} }

@@ -19,7 +19,7 @@ func TestEncodedIsSentAsItIs(t *testing.T) {
 		sent, err := c.Marshal(Encoded(raw))
 		require.NoError(t, err)
 		require.Len(t, sent, 1)
-		assert.Same(t, &raw[0], &sent[0].ReadOnlyData()[0], "not even copied")
+		assert.Same(t, &raw[0], &sent[0].ReadOnlyData()[0], "the bytes are not copied")
 		var got torchftpb.LighthouseHeartbeatRequest
 		require.NoError(t, c.Unmarshal(sent, &got))
 		sent.Free()

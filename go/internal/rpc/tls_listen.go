@@ -44,11 +44,11 @@ func (c *secureConn) Read(p []byte) (int, error) {
 
 func (c *secureConn) complain(err error) {
 	if errors.Is(err, io.EOF) || errors.Is(err, net.ErrClosed) {
-		return // nothing was sent, as by a port scan or a health check
+		return // the client sent nothing, like a port scan or a health check
 	}
 	plain, isPlain := errors.AsType[tls.RecordHeaderError](err)
 	if isPlain && plain.Conn != nil {
-		err = errors.New("it does not speak TLS, and this server does: its address begins with https://")
+		err = errors.New("it does not speak TLS, which this server requires: the address must begin with https://")
 		switch string(plain.RecordHeader[:]) {
 		case "GET /", "HEAD ", "POST ", "PUT /", "OPTIO":
 			// Best effort: the connection is closed next.

@@ -103,7 +103,7 @@ func spoil(t *testing.T, file, from, to string) (path, code string) {
 	require.NoError(t, err)
 	source, err := os.ReadFile(path)
 	require.NoError(t, err)
-	require.Equal(t, 1, strings.Count(string(source), from), "the text of the mistake is in %s once", file)
+	require.Equal(t, 1, strings.Count(string(source), from), "%s must contain the text of the mistake once", file)
 	return path, strings.Replace(string(source), from, to, 1)
 }
 
@@ -117,7 +117,7 @@ func TestTheMistakesFitTheShells(t *testing.T) {
 
 func TestMistakesInTheShellsAreFound(t *testing.T) {
 	if !*mistakesFlag {
-		t.Skip("-mistakes looks for them")
+		t.Skip("-mistakes is not set")
 	}
 	for _, m := range mistakes {
 		t.Run(m.name, func(t *testing.T) {

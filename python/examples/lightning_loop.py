@@ -1,4 +1,4 @@
-"""Lightning with torchft: manual optimization on one device; its strategies for several devices fail as a whole."""
+"""Lightning with torchft: manual optimization on one device; Lightning's multi-device strategies end at a failure."""
 
 from typing import Any
 

@@ -32,13 +32,13 @@ from torchft.process_group import (
     reconfigure_with_store,
 )
 
-# Far longer than any test, so that it ends nothing there.
+# Longer than any test, so that no operation ends by its timeout.
 TIMEOUT = timedelta(seconds=600)
 CONNECT = timedelta(seconds=60)
 STUCK_SEC = 0.2
-# Shorter than the timeout of the test
+# A command that takes longer hangs: all stacks are printed. Shorter than the timeout of the test.
 HANGS_SEC = 40
-# Operations that wait for a different rank each, so that none completes another.
+# Each operation waits for a different rank, so that the end of one does not complete another.
 OPERATIONS: dict[str, Callable[[Any], dist.Work]] = {
     "allreduce": lambda group: group.allreduce([torch.ones(16)], ReduceOp.SUM),
     "large allreduce": lambda group: group.allreduce([torch.ones(1_000_000)], ReduceOp.SUM),
@@ -114,7 +114,7 @@ class Rank:
         return {"ms": 1000 * (connected - began), "sum": tensor[0].item()}
 
     def train(self) -> dict[str, Any]:
-        """Runs allreduces until there is an error. Answers when they begin."""
+        """Starts a thread that runs allreduces until one fails."""
         self.progress = time.monotonic()
         group = self.group
 
@@ -130,7 +130,7 @@ class Rank:
         return {}
 
     def stuck(self) -> dict[str, Any]:
-        """Answers when the allreduces have stopped, with others waiting behind them."""
+        """Waits until the allreduces make no progress, then starts one of each operation behind them."""
         while time.monotonic() - self.progress < STUCK_SEC:
             time.sleep(0.01)
         for name, operation in OPERATIONS.items():
@@ -171,7 +171,7 @@ class Rank:
         return {}
 
     def leave(self, drop: bool) -> dict[str, Any]:
-        """Answers with an operation in flight, after which this process ends."""
+        """Starts an operation and does not wait for it. The process ends after the answer."""
         global kept
         OPERATIONS["allreduce"](self.group)
         if not drop:
@@ -190,7 +190,7 @@ def main() -> None:
     for line in sys.stdin:
         command = json.loads(line)
         do = command.pop("do")
-        faulthandler.dump_traceback_later(HANGS_SEC)  # shows where it hangs, even if it does not end after `leave`
+        faulthandler.dump_traceback_later(HANGS_SEC)  # if a command hangs, or the exit after `leave`
         emit(do, **getattr(rank, do)(**command))
         if do == "leave":
             return

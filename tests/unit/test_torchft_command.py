@@ -54,7 +54,7 @@ def test_it_serves_until_a_signal(stop: signal.Signals) -> None:
 
 
 def fixed_port() -> int:
-    """Returns a free port that no outgoing connection gets while nothing listens there."""
+    """Returns a free port below the ephemeral ones: no outgoing connection takes it while nothing listens on it."""
     for port in random.sample(range(20000, 29000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -62,7 +62,7 @@ def fixed_port() -> int:
     raise AssertionError("no free port between 20000 and 29000")
 
 
-def test_sigterm_tells_those_who_wait_and_a_job_goes_on_with_the_next_one() -> None:
+def test_sigterm_fails_pending_requests_and_a_job_continues_with_the_next_lighthouse() -> None:
     again = ["--bind", f"127.0.0.1:{fixed_port()}", "--join_timeout_ms", "10", "--state_dir", ""]
     with start(["--min_replicas", "3", *again]) as first, ThreadPoolExecutor() as threads:
         address = address_of(first)
@@ -146,13 +146,13 @@ def test_a_bad_log_level_in_the_environment_is_named(monkeypatch: pytest.MonkeyP
     assert "loud" in errors
 
 
-def test_it_is_light() -> None:
-    """Under 64 MB, and under 0.3 s of processor time, which unlike elapsed time does not depend on other load."""
+def test_the_start_takes_little_memory_and_processor_time() -> None:
+    """Less than 64 MB and 0.3 s of processor time. Elapsed time would depend on the load of the machine."""
     with start(["--min_replicas", "1", *AT_ONCE]) as server:
         address_of(server)
         status = Path(f"/proc/{server.pid}/status").read_text()
         maps = Path(f"/proc/{server.pid}/maps").read_text()
-        # In a process of its own: the usage of other children is added whenever they are reaped.
+        # Not from RUSAGE_CHILDREN, which includes every other child that has been reaped.
         ticks = Path(f"/proc/{server.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
         server.send_signal(signal.SIGTERM)
         server.communicate(timeout=30)

@@ -22,14 +22,14 @@ class WrongStep(Exception):
 
 
 class Unavailable(Exception):
-    """Nothing is offered, and waiting for it was ended."""
+    """Nothing is offered: the wait timed out, the source was closed, or it has no state of this step."""
 
 
 class Source:
     """Coordinates requests, the training thread and shutdown.
 
-    A checkpoint is offered between `publish` or `allow` and `disallow`. If it is copied, requests for its step
-    get the copy afterwards, too, until all receivers have it, the next is offered, or `keep` seconds have passed.
+    A checkpoint is offered between `publish` or `allow` and `disallow`. If it is copied, later requests for its step
+    are served from the copy, until all receivers have it, the next one is offered, or `keep` seconds have passed.
 
     Args:
         keep: seconds that a checkpoint is kept after `disallow`
@@ -59,9 +59,9 @@ class Source:
             step: its step
             checkpoint: the checkpoint
             receivers: number of replica groups that will fetch it
-            copy: whether to copy it; in an additional role only what is on a device, if a target asks for it
-            role: in which it is offered. In an additional one all readers have another source too: `disallow` cuts
-                them off at once
+            copy: whether to copy it. An additional source copies only tensors on a device, when a target requests them
+            role: the role of this source. The readers of an additional source have another one too, so `disallow`
+                closes their connections at once
         """
         if self._offer is not None:
             # the caller did not disallow the previous one, and may change its tensors now
@@ -112,9 +112,9 @@ class Source:
     def disallow(self, timeout: float) -> None:
         """Returns the tensors to the caller: after this call nobody reads them.
 
-        If they are copied, it waits for the copy, and for nothing if every receiver has the state. Otherwise it waits
-        for the readers, at most `timeout` seconds and not after every receiver has the state; the connections of
-        remaining readers are closed: a slow peer must not delay the training here.
+        If they are copied, it waits for the copy, unless every receiver has the state already. Otherwise it waits
+        until no reader is left or every receiver has the state, at most `timeout` seconds. Then it closes the
+        connections of the remaining readers: a slow peer must not delay the training here.
 
         Raises:
             TimeoutError: the tensors are still in use; they must not be changed
@@ -127,7 +127,7 @@ class Source:
                 self._allowed = False
                 self._drop_at = time.monotonic() + (self._keep if self._role is Role.ASSIGNED else 0.0)
             if not offer.copies and self._role is Role.ASSIGNED:
-                # remaining readers are no receivers, because all receivers have it
+                # once all receivers have it, the remaining readers are other peers, which are not waited for
                 checkpoint = offer.checkpoint
                 self._cond.wait_for(lambda: self._readers == 0 or self._all_received(checkpoint), timeout)
             keep_copy = offer.copies and not self._all_received(offer.checkpoint)
@@ -138,7 +138,7 @@ class Source:
     def drop_old(self, now: float) -> None:
         """Frees a copy that all receivers have, and replaced checkpoints.
 
-        For a background thread, from time to time: returning much memory to the system takes a while.
+        Called on background threads, because returning much memory to the system takes a while.
         """
         unneeded: List[object] = []  # freed after the lock is released
         with self._cond:

@@ -25,8 +25,8 @@ AdditionalSource = Callable[[], str]
 class CheckpointError(RuntimeError):
     """A checkpoint could not be sent or received.
 
-    The message says from where, of which step, and why. What was received so far is thrown away: a state
-    dict is handed over whole or not at all. Running out of time is a CheckpointTimeout instead.
+    The message says from where, of which step, and why. A partly received state is
+    discarded: `recv_checkpoint` returns all of it or raises. A timeout raises CheckpointTimeout instead.
     """
 
 
@@ -37,8 +37,8 @@ class Interrupted(CheckpointError):
 class CheckpointTimeout(TimeoutError, RuntimeError):
     """A checkpoint was not sent or received in time.
 
-    A RuntimeError as well: that is what the upstream PGTransport raises, and what scripts catch. No CheckpointError:
-    a transfer is tried again after one of those.
+    Also a RuntimeError, which the upstream PGTransport raises and scripts catch. Not a CheckpointError, because a
+    transfer is retried after one of those.
     """
 
 
@@ -68,11 +68,13 @@ class CheckpointTransport(Generic[T], ABC):
     The target calls `recv_checkpoint` with the source's `metadata`, which travels through the managers.
 
     Attributes:
-        several_sources: whether groups that the target is not assigned to can help: then `help_checkpoint` is called
-            there, and `recv_checkpoint` here with `additional_sources`, a list of `AdditionalSource`.
-        takes_target: whether `recv_checkpoint` takes `target`, a `Target`: what the group has, and where tensors go.
-        in_place: whether `recv_checkpoint` writes to tensors that this group trains with, so that they are of no step
-            if it fails.
+        several_sources: whether a target can also fetch from additional sources. If so, the Manager calls
+            `help_checkpoint` on those, and passes `additional_sources`, a list of `AdditionalSource`, to
+            `recv_checkpoint` on the target.
+        takes_target: whether `recv_checkpoint` takes `target`, a `Target`: the state that the group has, and the
+            tensors to receive into.
+        in_place: whether `recv_checkpoint` writes into the tensors that this group trains with. If it fails, they may
+            hold values of different steps.
     """
 
     several_sources: ClassVar[bool] = False
@@ -81,7 +83,7 @@ class CheckpointTransport(Generic[T], ABC):
 
     @abstractmethod
     def metadata(self) -> str:
-        """The information with which a peer calls `recv_checkpoint` on its transport, such as an address.
+        """What a peer passes to its `recv_checkpoint`, such as an address.
 
         Must not change while the transport lives.
         """
@@ -116,7 +118,7 @@ class CheckpointTransport(Generic[T], ABC):
             step: the step that the state belongs to
             state_dict: the state
         """
-        raise NotImplementedError(f"{type(self).__name__} moves a checkpoint from one source")
+        raise NotImplementedError(f"{type(self).__name__} takes no additional sources")
 
     def disallow_checkpoint(self) -> None:
         """Called before the state changes: after this call nobody reads the tensors that were sent.

@@ -174,7 +174,7 @@ def _torch() -> Iterator[Finding]:
         yield Finding("bad", "PyTorch does not start: " + (done.stderr.strip().splitlines() or ["it says nothing"])[-1])
         return
     gloo, nccl, devices, version = done.stdout.split()[-4:]
-    yield Finding("ok", "Gloo is there") if gloo == "True" else Finding("bad", "this PyTorch has no Gloo")
+    yield Finding("ok", "Gloo is available") if gloo == "True" else Finding("bad", "this PyTorch has no Gloo")
     if devices == "0":
         yield Finding("ok", "no GPU: groups use Gloo")
     elif nccl == "True":

@@ -36,7 +36,7 @@ class InnerSteps:
         keeps_own_weights: whether a group whose synchronisation fails continues with its own weights.
 
     Args:
-        manager: of this rank.
+        manager: the Manager of this rank.
         optimizer: the inner optimizer.
         name: the caller's name of that argument, for errors.
 
@@ -79,7 +79,7 @@ class InnerSteps:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._manager.allow_state_dict_read()  # a step that raised an error did not allow it again
+        self._manager.allow_state_dict_read()  # PyTorch runs no post hook after a step that raised
         return False
 
     def _before(self, *_: Any) -> None:

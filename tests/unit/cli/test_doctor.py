@@ -34,7 +34,7 @@ def test_the_network_interface_is_named(capsys: pytest.CaptureFixture[str], monk
     assert "announces itself as 127.0.0.1 (interface lo)" in said and status == 0
 
 
-def test_names_that_lead_other_machines_to_themselves(
+def test_a_host_name_with_a_loopback_address(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Debian gives the host's own name a loopback address, and Gloo announces the address of that name."""
@@ -48,7 +48,7 @@ def test_names_that_lead_other_machines_to_themselves(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     assert "Gloo announces" not in doctor(capsys, *elsewhere)[1]
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    assert "Gloo announces" not in doctor(capsys, "--lighthouse", "http://localhost:9")[1], "it is all on one machine"
+    assert "Gloo announces" not in doctor(capsys, "--lighthouse", "http://localhost:9")[1], "all of the job is local"
 
 
 @pytest.mark.parametrize(
@@ -96,13 +96,15 @@ def test_a_port_that_a_lighthouse_has(capsys: pytest.CaptureFixture[str], monkey
     assert status == 0 and "not free" not in said and "--bind" not in said
 
 
-def test_a_host_setting_that_is_none(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_setting_that_cannot_be_resolved(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TORCHFT_HOST", "no-such-interface.invalid")
     status, said = doctor(capsys)
     assert status == 1 and "no-such-interface.invalid" in said
 
 
-def test_an_address_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_malformed_lighthouse_address(capsys: pytest.CaptureFixture[str]) -> None:
     status, said = doctor(capsys, "--lighthouse", "http://[")
     assert status == 1 and "the lighthouse address 'http://[' is not allowed; allowed: http://host:port" in said
 
@@ -135,16 +137,18 @@ def test_a_clock_that_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: 
         _, said = doctor(capsys, "--lighthouse", server.address())
     finally:
         server.shutdown()
-    assert re.search(r"this machine's clock is \+3(59\d|600) s off the lighthouse's", said), "which says whole seconds"
+    assert re.search(r"this machine's clock is \+3(59\d|600) s off the lighthouse's", said), (
+        "its status has whole seconds"
+    )
     assert "NTP" in said
 
 
-def test_what_pytorch_has_here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backends_that_pytorch_has(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
     main(["doctor"])
     said = capsys.readouterr().out
-    assert "Gloo is there" in said and "no GPU: groups use Gloo" in said
+    assert "Gloo is available" in said and "no GPU: groups use Gloo" in said
 
 
 def test_a_pytorch_that_does_not_start(

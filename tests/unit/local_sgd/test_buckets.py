@@ -1,4 +1,4 @@
-"""How memory is divided for collectives: as in upstream, so that a job may have groups of both."""
+"""How tensors are packed into buckets for allreduce: as in upstream, so that one job can have groups of both."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sizes(numels: list[int], cap: int | None, dtype: torch.dtype = torch.float32
         ([3, 4], 1024, [7]),
     ],
 )
-def test_all_is_laid_end_to_end_and_cut(numels: list[int], cap_mb: int, pieces: list[int]) -> None:
+def test_tensors_are_concatenated_and_cut_at_the_cap(numels: list[int], cap_mb: int, pieces: list[int]) -> None:
     assert sizes(numels, cap_mb << 20) == pieces
 
 
@@ -30,11 +30,11 @@ def test_a_cap_is_in_bytes() -> None:
     assert sizes([3], 1) == [1, 1, 1]  # never less than one value
 
 
-def test_without_a_cap_each_travels_for_itself() -> None:
+def test_without_a_cap_each_tensor_is_sent_by_itself() -> None:
     assert sizes([10, 3], None) == [10, 3]
 
 
-def test_views_are_the_memory_that_travels() -> None:
+def test_views_share_the_memory_of_the_buckets() -> None:
     like = [torch.empty(2, 3), torch.empty(4, dtype=torch.float64), torch.empty(()), torch.empty(0, 5)]
     buffers = allocate(like, cap=16)
     assert [(v.shape, v.dtype) for v in buffers.views] == [(t.shape, t.dtype) for t in like]

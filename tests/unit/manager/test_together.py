@@ -8,7 +8,7 @@ from torchft._manager.together import Progress, Ranks
 
 
 class Store(dict[str, str]):
-    """Of a group."""
+    """The store of a group, in memory."""
 
     def set(self, key: str, value: str) -> None:
         self[key] = value
@@ -20,7 +20,7 @@ class Store(dict[str, str]):
         return self.pop(key, None) is not None
 
 
-def test_what_the_ranks_of_a_group_have_heard() -> None:
+def test_progress_is_what_all_ranks_of_a_group_have_reported() -> None:
     store = Store()
     ranks = [Ranks(store, "group:uuid", number, 2) for number in range(2)]
     assert Ranks(store, "alone:uuid", 0, 1).heard(7) is Progress.READY and not store
@@ -29,19 +29,19 @@ def test_what_the_ranks_of_a_group_have_heard() -> None:
     assert [rank.heard(8) for rank in ranks] == [Progress.ARRIVING] * 2
     ranks[1].say(7, Progress.READY)
     assert [rank.heard(8) for rank in ranks] == [Progress.READY] * 2
-    assert [rank.heard(9) for rank in ranks] == [Progress.ARRIVING] * 2, "what was said is of one step"
+    assert [rank.heard(9) for rank in ranks] == [Progress.ARRIVING] * 2, "a report counts for one step"
     ranks[1].say(9, Progress.WHOLE)
     assert [rank.heard(10) for rank in ranks] == [rank.heard(9) for rank in ranks] == [Progress.WHOLE] * 2
     for step in range(10, 100):
         for rank in ranks:
             rank.say(step, Progress.READY)
             rank.heard(step)
-    assert len(store) < 20, "of earlier steps nothing is kept"
+    assert len(store) < 20, "keys of earlier steps are deleted"
 
 
 @pytest.mark.parametrize("arrives", [False, True])
-def test_what_the_store_did_not_acknowledge_is_said_again_and_counts_once(arrives: bool) -> None:
-    """In the second attempt at a step. The store may have got it the first time, and its answer been lost."""
+def test_a_report_that_the_store_did_not_acknowledge_is_repeated_and_counts_once(arrives: bool) -> None:
+    """The second attempt at a step repeats the report. The store may have the first one, with its answer lost."""
 
     class Unreliable(Store):
         calls = 0

@@ -37,14 +37,14 @@ class Timestamp:
 
 @dataclass
 class QuorumMember:
-    """A replica group, as it requested to be in a quorum.
+    """A replica group, as its request for a quorum describes it.
 
     Args:
         replica_id: unique in the job, and new after each restart.
-        address: of its manager server.
-        store_address: of its store.
-        step: the one in progress there.
-        world_size: ranks in the group.
+        address: address of its manager server.
+        store_address: address of its store.
+        step: the step in progress in the group.
+        world_size: number of ranks in the group.
         shrink_only: whether the quorum must have no new members.
         data: a value that its user attached; None if there is none.
     """
@@ -79,15 +79,15 @@ class QuorumRequest:
 
     Args:
         group_rank: this rank in its group, at least 0.
-        step: the one in progress. It is left out when requests are compared.
+        step: the step in progress. Comparisons of requests ignore it.
         checkpoint_metadata: where this rank serves its checkpoint, for groups that heal from it.
         shrink_only: the quorum must have no new members.
         commit_failures: number of consecutive steps that this rank did not commit.
         init_sync: at step 0, all groups but the primary heal from it.
-        reconfigure_handle: of this rank's process group; empty if it has none.
+        reconfigure_handle: handle of this rank's process group; empty if it has none.
         group_world_size: number of ranks of the group; the server refuses one that differs from its own. 0: not known.
         committed_quorum_id: the quorum in which this rank's weights were committed; -1: none since it
-            began, 0: not known.
+            started, 0: not known.
         replays_failed_steps: whether this rank replays failed steps. Its group does if all of its ranks do.
         drain: whether this rank was asked to leave. The result reports it to all ranks of the group.
         traceparent: the W3C trace context of the step and the vote on it; empty: this rank does not trace.
@@ -142,24 +142,26 @@ class QuorumResult:
     """The result of a quorum for one rank.
 
     Args:
-        quorum_id: of the quorum. When it changes, the process group is reconfigured.
-        replica_rank: of this group among the participants.
+        quorum_id: number of the quorum. When it changes, the process group is reconfigured.
+        replica_rank: rank of this group among the participants.
         replica_world_size: number of participants.
         recover_src_manager_address: manager of the group to heal from; empty unless ``heal``.
         recover_src_replica_rank: rank of that group; None unless ``heal``.
         recover_dst_replica_ranks: groups that heal from this one.
         store_address: rendezvous store of this rank.
         max_step: largest step among the participants.
-        max_replica_rank: of this group among those at ``max_step``; None if it is behind.
+        max_replica_rank: rank of this group among the participants at ``max_step``; None if it is behind.
         max_world_size: number of participants at ``max_step``.
         heal: whether this group has to heal.
-        commit_failures: the largest that a participant reported.
-        replica_ids: of the participants, in order.
-        reconfigure_handles: of this rank in each participant, in order; empty unless all sent theirs.
+        commit_failures: the largest value that a participant reported.
+        replica_ids: replica ids of the participants, in the order of their ranks.
+        reconfigure_handles: handles of the process groups of this group rank, one for each participant, in that order;
+            empty unless all sent one.
         replicas_without_handles: replica ids of the participants that sent none.
         committed_quorum_id: the quorum in which the weights of ``max_step`` were committed; -1: none since their groups
-            began, 0: not every participant sends it.
-        replay: this group may reduce again what it kept of ``max_step``: it is up to date, and all participants replay.
+            started, 0: not every participant sends it.
+        replay: whether this group may reduce the gradients that it kept of ``max_step`` again: it is up to date, and
+            all participants replay failed steps.
         additional_source_addresses: managers of this group's additional sources; empty unless ``heal``.
         help_dst_replica_ranks: groups that heal from another one, and use this one as an additional source.
         draining: whether this group was asked to leave, so that this is its last step.
@@ -192,9 +194,9 @@ class MemberFailure:
     """A failed member of a quorum, as reported by the lighthouse.
 
     Args:
-        quorum_id: of the quorum that it was in.
-        replica_id: of the replica group.
-        reason: in words.
+        quorum_id: number of the quorum that it was in.
+        replica_id: replica id of the failed group.
+        reason: the cause, as a message.
     """
 
     quorum_id: int

@@ -1,9 +1,9 @@
 """How the time of a quorum round grows with the number of replica groups, ours and upstream: `make bench-quorum`.
 
-go/bench plays the groups, each with a connection of its own, against one lighthouse after the other: upstream's
-and ours with groups that speak as upstream's managers do, and ours with groups that speak as ours do. The
-generator runs on the same machine and is part of each time. Prints a table, writes it into docs/scaling.md and draws
-a plot beside it.
+go/bench simulates the groups, each with a connection of its own. Groups that use the protocol of upstream's managers
+are measured with both lighthouses, groups that use the protocol of our managers with ours. This load generator runs
+on the same machine, and its time is included. The script prints a table, writes it into docs/scaling.md and draws a
+plot beside it.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def goals(rows: Sequence[Row], ours: str, upstream: str) -> list[str]:
             f"below 0.7 s and 700 MB: {verdict(met)}"
         )
         cores = row.get("idle_cpu", 0)
-        lines.append(f"- knowing that 10,000 groups are alive: {cores:.2f} cores, below 0.5: {verdict(cores < 0.5)}")
+        lines.append(f"- heartbeats of 10,000 groups: {cores:.2f} cores, below 0.5: {verdict(cores < 0.5)}")
     return lines
 
 
@@ -171,7 +171,7 @@ def _plot(path: Path, rows: Sequence[Row]) -> None:
     try:
         import matplotlib
     except ImportError:
-        print(f"{path} is as it was: the plot needs matplotlib", file=sys.stderr)
+        print(f"{path} was not drawn again: the plot needs matplotlib", file=sys.stderr)
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -192,10 +192,12 @@ def _plot(path: Path, rows: Sequence[Row]) -> None:
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure how a quorum round grows with the number of replica groups.")
     parser.add_argument("--groups", type=int, nargs="+", default=list(OURS), help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=20, help="rounds of each; default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=20, help="rounds of each measurement; default: %(default)s")
     parser.add_argument("--upstream", choices=sorted(REQUIREMENTS), default="nightly")
     parser.add_argument("--ours", help="directory that holds our torchft; default: the one this Python imports")
-    parser.add_argument("--standalone", action="store_true", help="our lighthouse is the Go command, built again")
+    parser.add_argument(
+        "--standalone", action="store_true", help="run our lighthouse as the Go command, built from this tree"
+    )
     parser.add_argument("--go", default=os.environ.get("GO", "go"), help="the go command; default: %(default)s")
     parser.add_argument("--docs", default=str(REPOSITORY / "docs"), help="where scaling.md is")
     parser.add_argument("--no-write", action="store_true", help="print only")

@@ -16,12 +16,12 @@ from torchft.process_group.isolated import cuda
 from torchft.process_group.isolated.sharing import Registration
 
 COUNT = 1 << 18
-# Duration of a kernel that nothing should wait for: a call that takes half as long has waited for it.
+# Duration of a kernel that no call may wait for. A call that takes half as long fails the test.
 LONG_S = 20.0
 
 
 class Pair:
-    """The trainer's end in this process, and a worker's in another one."""
+    """The trainer's side of memory sharing in this process, and the worker's side in another one."""
 
     def __init__(self, queue: bool = False) -> None:
         context = multiprocessing.get_context("spawn")
@@ -48,7 +48,7 @@ class Pair:
         self.imports = self._answer()  # type: ignore[assignment]
 
     def start(self, tensors: list[torch.Tensor], seconds: float = 0.0) -> tuple[bytes, list[Registration]]:
-        """Doubles the tensors on the worker's device. Returns when this is queued there."""
+        """Makes the worker double the tensors. Returns when the worker has queued that on its stream."""
         registrations = [self.end.register(tensor, True, True) for tensor in tensors]
         self.connection.send(("double", seconds, self.end.mark(), [registration.ref for registration in registrations]))
         return self._answer(), registrations  # type: ignore[return-value]
@@ -107,7 +107,7 @@ def test_the_worker_waits_for_the_trainers_stream(pair: Pair) -> None:
     tensor.fill_(3)
     began = time.monotonic()
     mark, _ = pair.start([tensor])
-    assert time.monotonic() - began < HOST_S and not pair.end.reached(mark), "asking for it waited for the device"
+    assert time.monotonic() - began < HOST_S and not pair.end.reached(mark), "the request waited for the device"
     pair.end.follow(mark)
     assert tensor.eq(6).all()
 
@@ -128,7 +128,7 @@ def test_the_trainers_stream_waits_for_the_worker(queue: bool) -> None:
     pair.close()
 
 
-def test_memory_is_not_reused_before_the_worker_is_through(pair: Pair) -> None:
+def test_memory_is_not_reused_before_the_worker_has_finished(pair: Pair) -> None:
     tensor = torch.full((COUNT,), 3.0, device=DEVICE)
     torch.cuda.synchronize()
     address = tensor.data_ptr()
@@ -166,7 +166,7 @@ def test_memory_of_killed_workers_is_returned() -> None:
         del dropped
         pair.kill()
     assert abs(settled_mb() - before) < 64
-    # Memory that outlived three workers works for a fourth.
+    # Memory that was shared with three killed workers can be shared with a fourth.
     pair = Pair()
     tensor.fill_(1)
     pair.double(tensor)
@@ -174,7 +174,7 @@ def test_memory_of_killed_workers_is_returned() -> None:
     pair.close()
 
 
-def test_nobody_waits_for_a_killed_worker() -> None:
+def test_the_trainers_stream_does_not_wait_for_a_killed_worker() -> None:
     pair = Pair()
     tensor = torch.ones(COUNT, device=DEVICE)
     mark, _ = pair.start([tensor], seconds=LONG_S)

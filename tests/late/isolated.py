@@ -1,8 +1,8 @@
 """Isolated groups on the test device: torchft's code for CUDA memory and events, with this device in place of CUDA.
 
-What PyTorch gives that code of CUDA is given here of the test device: a storage's memory by name, for another process
-to map, which is kept until it hears that nobody uses it; and events that another process may wait for. As with CUDA,
-a stream that waits for an event of a process that was killed waits for ever.
+This module replaces the functions of PyTorch that the code calls for CUDA. Another process can map a storage's memory
+by its name; the memory stays allocated until that process reports that it no longer uses it. Another process can also
+wait for an event. As with CUDA, a stream that waits for an event of a killed process waits for ever.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def prepare(device: torch.device) -> None:
 
 
 class ProcessGroupBabyLate(ProcessGroupBabyNCCL):
-    """`ProcessGroupBabyNCCL` itself, on the test device, with the backend that follows NCCL's rules in a worker."""
+    """`ProcessGroupBabyNCCL` on the test device, whose backend in the worker follows NCCL's rules."""
 
     _name: ClassVar[str] = "torchft-baby-late"
     _device: ClassVar[str] = "late"

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.hosts, pytest.mark.timeout(200)]
 
 
 def events(directory: Path, prepare: str) -> list[dict[str, Any]]:
-    """Returns the events of a member whose directory a shell mounts and prepares."""
+    """Returns the events that a member prints; a shell mounts and prepares its directory first."""
     directory.mkdir()
     command = ["unshare", "--map-root-user", "--mount", "sh", "-ec", f'{prepare}; exec "$@"', "sh"]
     done = subprocess.run(
@@ -42,7 +42,7 @@ MOUNT = 'mount -t tmpfs -o size=64k none "$PWD"; cd "$PWD"'
     ],
     ids=["read-only", "full"],
 )
-def test_a_directory_that_takes_no_files_is_refused(tmp_path: Path, prepare: str, says: str) -> None:
+def test_a_directory_without_room_or_write_access_is_refused(tmp_path: Path, prepare: str, says: str) -> None:
     (refused,) = events(tmp_path / "shared", prepare)
     assert refused["event"] == "refused"
     assert says in refused["error"] and "allowed: a directory with free space" in refused["error"]

@@ -47,7 +47,7 @@ def ready(job: Job, children: list[Child]) -> None:
         child.send(do="train")
 
 
-@pytest.mark.slow  # test_hsdp has a rank of a sharded group that is killed
+@pytest.mark.slow  # test_hsdp kills a rank of a sharded group
 def test_fsdp_survives_a_failure_and_resumes_from_checkpoints(tmp_path: Path) -> None:
     with Job() as job:
         _, lighthouse = job.lighthouse(
@@ -58,13 +58,13 @@ def test_fsdp_survives_a_failure_and_resumes_from_checkpoints(tmp_path: Path) ->
         both = lambda child: [e for e in committed(child) if e["participants"] == 2]  # noqa: E731
         job.wait(lambda: len(both(first[0])) >= 3, 60, "steps of both groups")
         own = tmp_path / "checkpoints" / "ft-replicat-1"
-        job.wait(lambda: list(own.glob("step-*/.metadata")), 60, "the place in its data is saved")
+        job.wait(lambda: list(own.glob("step-*/.metadata")), 60, "its position in the data is saved")
         for child in second:
             child.kill()
         job.wait(lambda: [e for e in committed(first[0]) if e["participants"] == 1], 60, "a step of one group")
         again = start(job, lighthouse, 1, tmp_path, seed=99)
         ready(job, again)
-        job.wait(lambda: len(both(again[0])) >= 2, 60, "the new group trains along")
+        job.wait(lambda: len(both(again[0])) >= 2, 60, "the restarted group participates")
         last = committed(first[0])[-1]["step"] + 10
         for child in first + again:
             child.send(do="finish", step=last)
@@ -72,7 +72,7 @@ def test_fsdp_survives_a_failure_and_resumes_from_checkpoints(tmp_path: Path) ->
         assert any(e["total"] == 2 for e in both(first[0]))
         assert again[0].of("ready")[0]["place"] > 0  # its position in the data was restored from its own folder
 
-        # From disk, as torch.distributed.checkpoint wrote it. A full checkpoint is made every 5 steps.
+        # A new job starts from the checkpoint on disk. torch.distributed.checkpoint wrote a full one every 5 steps.
         folders = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
         assert "ft-replicat-0" in folders and "ft-replicat-1" in folders
         saved = max(int(name.removeprefix("step-")) for name in folders if name.startswith("step-"))
@@ -83,7 +83,7 @@ def test_fsdp_survives_a_failure_and_resumes_from_checkpoints(tmp_path: Path) ->
     assert all(torch.isfinite(value).all() for value in end.values())
 
 
-@pytest.mark.slow  # tests/integration/test_local_sgd.py has what torchtitan calls
+@pytest.mark.slow  # tests/integration/test_local_sgd.py covers what torchtitan calls
 @pytest.mark.parametrize("method", ["local_sgd", "diloco"])
 def test_semi_synchronous_training(tmp_path: Path, method: str) -> None:
     with Job() as job:

@@ -20,14 +20,14 @@ BOTH, NOTHING = Due(True, True), Due(False, False)
     ("local_step", "period", "delay", "in_flight", "expected", "why"),
     [
         (1, 4, 0, False, NOTHING, "it is too early"),
-        (4, 4, 0, False, BOTH, "no delay: all of it after one step"),
+        (4, 4, 0, False, BOTH, "no delay: it starts and finishes after the same step"),
         (2, 4, 1, False, NOTHING, "one step before the start"),
         (3, 4, 1, False, START, "a step before the end"),
-        (4, 4, 1, True, FINISH, "what was sent has had a step's time"),
-        (2, 4, 3, True, NOTHING, "it flies"),
-        (1, 4, 3, False, START, "the next starts as soon as the last has ended"),
-        (4, 4, 1, False, BOTH, "it could not start a step before: there was no quorum"),
-        (7, 4, 0, False, BOTH, "there was no quorum for several steps"),
+        (4, 4, 1, True, FINISH, "the delay of one step has passed"),
+        (2, 4, 3, True, NOTHING, "in flight, and the delay has not passed"),
+        (1, 4, 3, False, START, "the longest delay: it starts after the first step"),
+        (4, 4, 1, False, BOTH, "late, because there was no quorum one step earlier"),
+        (7, 4, 0, False, BOTH, "late, because there was no quorum for several steps"),
         (1, 1, 0, False, BOTH, "every step"),
     ],
 )
@@ -35,9 +35,9 @@ def test_due(local_step: int, period: int, delay: int, in_flight: bool, expected
     assert due(local_step, period, delay, in_flight) == expected, why
 
 
-def test_a_sync_is_always_in_flight_with_the_longest_delay_and_two_never_are() -> None:
+def test_two_synchronisations_never_overlap() -> None:
     """With the longest allowed delay, a synchronisation starts a step after the previous one ended.
-    Two never overlap.
+    Two are never in flight at once.
     """
     for period in range(1, 6):
         for delay in range(period):
@@ -90,7 +90,7 @@ def test_fragments_take_turns() -> None:
     assert [reduced(calls[i])[0] for i in (1, 3, 5, 7)] == [(3, 2), (4, 3), (1, 4), (3, 2)]
 
 
-def test_what_is_sent_is_in_flight_for_the_delay() -> None:
+def test_an_allreduce_is_in_flight_for_the_delay() -> None:
     manager = OneGroup()
     model, inner, diloco = make(manager, sync_every=9, fragment_sync_delay=2)
     with diloco:
@@ -100,7 +100,7 @@ def test_what_is_sent_is_in_flight_for_the_delay() -> None:
     assert [reduced(c) for c in calls[3::3]] == [[(4, 3), (4,)], [(1, 4)]]
 
 
-def test_a_sync_that_failed_is_tried_again() -> None:
+def test_a_failed_synchronisation_is_retried() -> None:
     manager = OneGroup(committed=lambda vote: vote != 2)
     model, inner, diloco = make(manager, sync_every=3)
     with diloco:
@@ -108,7 +108,7 @@ def test_a_sync_that_failed_is_tried_again() -> None:
     assert [reduced(c)[0] for c in calls] == [(3, 2), (4, 3), (4, 3), (1, 4)]
 
 
-def test_which_fragment_follows_from_the_step_that_a_heal_brings() -> None:
+def test_after_a_heal_the_received_step_selects_the_fragment() -> None:
     manager = OneGroup()
     model, inner, diloco = make(manager, sync_every=3)
     manager.on_quorum = lambda: setattr(manager, "_step", 5)
@@ -131,7 +131,7 @@ def test_without_a_quorum_the_same_fragment_starts_after_the_next_step() -> None
         manager.taken()
         manager.on_quorum = lambda: None
         calls = train(manager, model, inner, 2)
-    assert reduced(calls[0]) == [(3, 2), (3,)] and calls[0][-1] == "vote"  # at once, because its time has passed
+    assert reduced(calls[0]) == [(3, 2), (3,)] and calls[0][-1] == "vote"  # without a delay, because it starts late
     assert reduced(calls[1]) == [(4, 3), (4,)]
 
 
@@ -148,7 +148,9 @@ def test_a_vote_that_raises_puts_the_global_parameters_back() -> None:
         train(manager, model, inner, 1)
     after = list(model.parameters())
     assert all(torch.equal(a, b) for a, b in zip(before[:2], after[:2]))
-    assert not any(torch.equal(a, b) for a, b in zip(before[2:], after[2:]))  # the other fragments train on
+    assert not any(
+        torch.equal(a, b) for a, b in zip(before[2:], after[2:])
+    )  # the other fragments keep their local values
 
 
 @pytest.mark.parametrize("delay", [0, 1])
@@ -187,7 +189,7 @@ def test_state_is_not_read_during_an_inner_step() -> None:
     assert manager.calls[-1] == "allow"
 
 
-def test_after_the_block_steps_are_nobodys_business() -> None:
+def test_after_the_block_steps_make_no_calls() -> None:
     manager = OneGroup()
     model, inner, diloco = make(manager, sync_every=3)
     with diloco:

@@ -63,7 +63,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("nccl2", "legacy", "nccl2"),
     ],
 )
-def test_the_argument_counts_then_the_environment(
+def test_the_argument_takes_precedence_over_the_environment(
     monkeypatch: pytest.MonkeyPatch, argument: Optional[str], variable: Optional[str], expected: str
 ) -> None:
     if variable is not None:
@@ -81,7 +81,7 @@ def test_a_bad_value_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ProcessGroupNCCL()
 
 
-def test_a_pytorch_without_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_a_pytorch_without_the_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(dist, "ProcessGroupNCCL2")
     with pytest.raises(RuntimeError, match=rf"implementation='nccl2': PyTorch {torch.__version__[:4]}.* has no Proc"):
         ProcessGroupNCCL(implementation="nccl2")
@@ -104,7 +104,7 @@ def test_options_of_the_backend(store: TCPStore, world_size: int) -> None:
     assert [backend.rank for backend in made] == list(range(world_size))
     for backend in made:
         assert backend.opts.enable_reconfigure, "an error ends the process otherwise"
-        assert backend.opts._timeout >= timedelta(days=1), "the deadline is torchft's"
+        assert backend.opts._timeout >= timedelta(days=1), "torchft's own timeout applies"
         assert backend.opts.global_ranks_in_group == [4, 9, 2][:world_size]
         assert list(backend.told.handles) == [f"nccl2:{rank}:-1" for rank in range(world_size)]
         assert backend.told.uuid == made[0].told.uuid > 0
@@ -120,7 +120,7 @@ def test_an_nccl_that_cannot_revoke_is_named(store: TCPStore, monkeypatch: pytes
 
 
 def test_without_a_device_no_backend_is_made(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch would end the process at the destruction of a backend without a device."""
+    """Destroying a backend that was created without a device would end the process."""
 
     def no_device() -> int:
         raise RuntimeError("Found no NVIDIA driver")
@@ -134,8 +134,8 @@ def test_without_a_device_no_backend_is_made(store: TCPStore, monkeypatch: pytes
 # Jobs with both backends
 
 
-def test_handles_name_the_newer_one_only() -> None:
-    """Handles of the older backend are unchanged, and equal to those of upstream, which has no other backend."""
+def test_only_handles_of_the_newer_backend_name_it() -> None:
+    """Handles of the older backend equal those of upstream, which has only that one."""
     for group, expected in (
         (ProcessGroupNCCL(implementation="nccl2"), "nccl2"),
         (ProcessGroupNCCL(), None),
@@ -147,7 +147,7 @@ def test_handles_name_the_newer_one_only() -> None:
         group.shutdown()
 
 
-def test_a_quorum_of_both_is_refused_on_every_rank_at_once() -> None:
+def test_a_quorum_with_both_backends_is_refused_on_every_rank_at_once() -> None:
     groups = [ProcessGroupNCCL(TIMEOUT, implementation=name) for name in ("legacy", "nccl2", "legacy")]
     handles = [group.get_reconfigure_handle() for group in groups]
     for rank, expected in enumerate(("'legacy' here, 'nccl2' in rank 1", "'nccl2' here, 'legacy' in rank 0") * 2):
@@ -234,7 +234,7 @@ os._exit(0)  # without a device they cannot be destroyed
 
 
 @pytest.mark.no_device
-def test_pytorchs_own_is_as_this_module_expects(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pytorchs_nccl2_behaves_as_torchft_expects(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     if not hasattr(dist, "ProcessGroupNCCL2"):
         pytest.skip("this PyTorch has no ProcessGroupNCCL2")

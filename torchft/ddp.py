@@ -1,6 +1,6 @@
-"""Data parallel wrappers that average gradients over the groups that take part in a step."""
+"""Data parallel wrappers that average gradients over the participants of a step."""
 
-# No postponed annotations here: PyTorch compares those of communication hooks with real types.
+# No `from __future__ import annotations`: PyTorch compares the annotations of communication hooks with types.
 
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple
@@ -24,28 +24,28 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     """PyTorch's DistributedDataParallel with its allreduces done by a Manager.
 
     The allreduce of a bucket overlaps with the rest of the backward pass: the first one of a step waits for the quorum,
-    none waits for an allreduce. Backward never raises for a peer's failure; the step is then not committed.
+    none waits for an allreduce. If a peer fails, backward raises no error; the step is not committed.
 
     All groups must cut the gradients into the same buckets in the same order, including a group that joins when the
-    others are at step 1,000. So buckets are never rebuilt in the order of arrival, which PyTorch does after the first
-    step unless ``find_unused_parameters`` is set; that is set here whatever the caller says. Parameters that took no
-    part in the loss are therefore fine, and PyTorch's one warning that there were none means nothing. With
-    ``static_graph`` PyTorch rebuilds nevertheless: see :class:`_StaticGraph`.
+    others are at step 1,000. PyTorch rebuilds the buckets after the first step, in the order in which gradients
+    arrived, unless ``find_unused_parameters`` is set. So this class always sets it, and ignores the caller's value.
+    Parameters that took no part in the loss are therefore allowed. If there are none, PyTorch warns once; ignore that
+    warning. With ``static_graph`` PyTorch rebuilds the buckets nevertheless: see :class:`_StaticGraph`.
 
     Gradients are views of the buckets (``gradient_as_bucket_view``) unless the caller says otherwise. The number of
-    participants is known only after the allreduce, so averaging takes another pass over all gradients. The views save a
-    pass, that of copying the gradients back, and the memory of one copy. As PyTorch documents for the option, such a
-    gradient cannot be detached in place, and is overwritten in the next backward pass.
+    participants is known only after the allreduce, so averaging takes another pass over all gradients. In return, the
+    views save the pass that copies the gradients back, and the memory of the copy. As PyTorch documents for the option,
+    such a gradient cannot be detached in place, and is overwritten in the next backward pass.
 
     Args:
-        manager: of this rank.
+        manager: the Manager of this rank.
         module: the model; all groups start from the same weights, or heal to them (``init_sync``).
-        kwargs: of PyTorch's class; ``process_group`` and ``find_unused_parameters`` are set here.
+        kwargs: arguments of PyTorch's class, except ``process_group`` and ``find_unused_parameters``.
     """
 
     def __init__(self, manager: "Manager", module: nn.Module, **kwargs: Any) -> None:
         if "process_group" in kwargs:
-            raise ValueError("process_group: the Manager decides who takes part, so it cannot be given here")
+            raise ValueError("process_group is not allowed: the Manager selects the participants of each step")
         # A static graph finds unused parameters itself, and PyTorch warns if both are set.
         kwargs["find_unused_parameters"] = not kwargs.get("static_graph", False)
         kwargs.setdefault("gradient_as_bucket_view", True)
@@ -80,13 +80,13 @@ def _allreduce_hook(through: _Through, bucket: dist.GradBucket) -> _BUCKET_FUTUR
 
 
 class _StaticGraph:
-    """Keeps what travels equal between groups although their reducers rebuild their buckets.
+    """Reduces the same pieces in all groups although their reducers rebuild their buckets.
 
     The reducer of a static graph begins with one bucket and rebuilds it after its second backward pass, in the order in
-    which gradients arrived. A group in its first pass meets others long past that. So the first pass notes the order,
-    and works out the buckets that there will be: the pieces. A bucket that is one of them is reduced as it is. Others
-    are collected until the pass ends, and cut into the pieces; that costs the overlap, which the reducer itself has not
-    in the first pass either.
+    which gradients arrived. A group in its first pass may train with others that have rebuilt theirs already. So the
+    first pass records the order, and computes from it the buckets that the reducer will build: the pieces. A bucket
+    that equals a piece is reduced directly. Other buckets are collected until the pass ends, and cut into the pieces.
+    Their reduction does not overlap with the backward pass, nor would the reducer's own in the first pass.
     """
 
     def __init__(self, manager: "Manager", ddp: "DistributedDataParallel") -> None:
@@ -158,14 +158,15 @@ def _key(params: Iterable[torch.Tensor]) -> Tuple[int, ...]:
 
 
 class PureDistributedDataParallel(nn.Module):
-    """Averages each parameter's gradient by itself, with nothing of PyTorch's reducer: simple, and slow for small
-    parameters.
+    """Averages each parameter's gradient with an allreduce of its own, without PyTorch's reducer.
+
+    Simple, and slow for small parameters.
 
     Each gradient is sent off as soon as it is final, and the end of the backward pass waits for all of them. Groups
     must produce their gradients in the same order.
 
     Args:
-        manager: of this rank.
+        manager: the Manager of this rank.
         module: the model.
     """
 
@@ -190,7 +191,7 @@ class PureDistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """As PyTorch's: backward passes in it add to the gradients, and the next one outside of it reduces the sum."""
+        """As in PyTorch: backward passes inside add to the gradients; the first one after it reduces the sum."""
         before, self._syncs = self._syncs, False
         try:
             yield

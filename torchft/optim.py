@@ -25,7 +25,7 @@ class OptimizerWrapper(WrappedOptimizer):
     zero gradients and a learning rate of 0. Such a step needs no vote, since it changes no weights.
 
     Args:
-        manager: of this rank.
+        manager: the Manager of this rank.
         optim: the optimizer to wrap.
     """
 

@@ -349,7 +349,7 @@ FIRST = Plan(SAMPLES, **SETTINGS).share(Position(), 0, 1).units[0].indices
             UnitsSkipped,
             r"unit 0 of batch 0 of epoch 0 \(.*\) did not go through accumulate.*`with unit.accum",
         ),
-        (under(), ValueError, "accumulate.. got no model, and does the reduction: give it the models"),
+        (under(), ValueError, "accumulate.. got no model: pass the models"),
         (others, ValueError, "accumulate.. got other models; each unit"),
         (under(Sharded(1, 1)), ValueError, "takes plain models and DistributedDataParallel; a model of FSDP2"),
         (also_as_floats, ValueError, "a sum of torch.float32 has other bits with other groups"),

@@ -68,7 +68,7 @@ def server() -> Iterator[Sums]:
 def until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, "the condition did not become true within 60 s"
         time.sleep(0.01)
 
 
@@ -90,7 +90,7 @@ def test_clients_have_sessions_of_their_own(server: Sums) -> None:
     until(lambda: server.sessions() == [] and session_threads() == [])
 
 
-def test_session_that_its_client_forgets_ends(server: Sums) -> None:
+def test_session_ends_when_its_client_drops_the_process_group(server: Sums) -> None:
     pg = Sums.new_session(server.address())
     push(pg, 1.0)
     del pg
@@ -120,8 +120,8 @@ def test_session_whose_client_fails_ends(server: Sums, tmp_path: Path) -> None:
         until(lambda: server.sessions() == [] and len(server.errors) == 1)
 
 
-def test_client_that_never_connects_holds_nothing(server: Sums) -> None:
-    """It requested a session and ended: the server, which waits for it in configure, notices at once."""
+def test_session_of_a_client_that_never_connects_ends(server: Sums) -> None:
+    """The client requests a session and disconnects. The server, which waits in configure, notices at once."""
     parts = urllib.parse.urlsplit(server.address())
     connection = http.client.HTTPConnection("localhost", parts.port or 0, timeout=10)
     connection.request("POST", parts.path)
@@ -133,7 +133,7 @@ def test_client_that_never_connects_holds_nothing(server: Sums) -> None:
     assert server.served == []
 
 
-def test_forward_that_raises_ends_its_session_alone(server: Sums, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forward_that_raises_ends_only_its_own_session(server: Sums, monkeypatch: pytest.MonkeyPatch) -> None:
     other = Sums.new_session(server.address())
     push(other, 1.0)
 

@@ -57,7 +57,7 @@ class Connection:
         """Rebuilds the process group for a new quorum. If that fails, the step fails, and the next quorum has a new id.
 
         Args:
-            plan: of this rank.
+            plan: the plan of this rank.
             new_here: whether this group has committed no step since its process began.
             reconfigure: hands the process group the quorum's id and the handles of its groups.
 

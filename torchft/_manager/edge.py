@@ -66,7 +66,7 @@ class Server:
 
     Args:
         client: has the methods of upstream's ``ManagerClient``.
-        group_rank: of this rank.
+        group_rank: the number of this rank in its group.
 
     Attributes:
         client: the same; assigning another one detects its abilities again.

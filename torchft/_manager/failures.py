@@ -44,8 +44,8 @@ class FailureListener:
     The thread is a daemon, like that of the quorum: it must not keep a process from ending.
 
     Args:
-        client: of this rank's manager server.
-        group_rank: of this rank.
+        client: client of this rank's manager server.
+        group_rank: the number of this rank in its group.
         failed: called for each member that failed; its exceptions are logged.
         stalled: called for each member that makes no progress while the others wait for it.
         progress: returns whether this rank waits for other groups, and what it does; called when the lighthouse asks.

@@ -27,7 +27,7 @@ class Group(NamedTuple):
         """Connects with the manager server, and serves other ranks as their relay if this rank is to.
 
         Args:
-            settings: of this rank.
+            settings: the settings of this rank.
             hostname: as of :func:`join_group`.
             make_client: makes the client.
         """
@@ -57,7 +57,7 @@ def join_group(
     """Starts the manager server, on rank 0, and waits until it is known where it is.
 
     Args:
-        settings: of this rank.
+        settings: the settings of this rank.
         replica_id: the name that the group was given.
         hostname: under which the server is announced; this machine's own name: ``torchft.addresses`` decides.
         start_server: makes the server.

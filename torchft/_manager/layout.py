@@ -119,7 +119,7 @@ def check_layouts(
     the first one; later, a group that differs from its source and heals, or has committed no step yet.
 
     Args:
-        plan: of this rank.
+        plan: the plan of this rank.
         ours: lines, None if nothing was registered.
         new_here: whether this group has committed no step since its process began.
         read: gives the lines of a group, None if they cannot be had.

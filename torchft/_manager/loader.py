@@ -103,7 +103,7 @@ class BatchCheck:
     """Compares once per quorum which batch its groups train on.
 
     Args:
-        loader: of this rank.
+        loader: the loader of this rank.
 
     Attributes:
         verdict: of the last comparison, on this group.
@@ -235,7 +235,7 @@ class Data:
         """Attaches the loader of this rank. All groups of the job must have one: it weights losses by samples.
 
         Args:
-            loader: of this rank.
+            loader: the loader of this rank.
             begun: whether the first step has begun.
 
         Raises:

@@ -52,7 +52,7 @@ class _ManagerLogger:
     Args:
         manager: has the step and quorum of the rank; the argument's name is upstream's. A Manager passes its
             ``Place``.
-        replica_id, group_rank: of this rank.
+        replica_id, group_rank: the identity of this rank.
         reports: sends what the page and the metrics show to the manager server; None: nothing is sent.
     """
 

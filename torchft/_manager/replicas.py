@@ -174,7 +174,7 @@ class Digester:
     """Computes the digests of a part of the state in each step.
 
     Args:
-        state: of this rank.
+        state: the state of this rank.
         setting: commits in a sweep; None: chosen by the size of the state.
     """
 

@@ -115,7 +115,7 @@ class Rounds(Protocol):
 
         Args:
             follow: acts on the result; called once, on any thread.
-            request: of this rank.
+            request: the request of this rank.
             timeout: of the whole wait.
         """
         ...

@@ -51,7 +51,7 @@ class Transfers:
         """Serves this group's state or fetches a peer's. An error makes this group, and no other, lose the step.
 
         Args:
-            plan: of this rank.
+            plan: the plan of this rank.
             state: reads the state.
 
         Returns:

@@ -1,4 +1,4 @@
-"""``torchft doctor``: checks this machine, and the way to the lighthouse and other groups, and says what to do."""
+"""``torchft doctor``: checks this machine and its connections to the lighthouse and other groups; names remedies."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ class Finding:
 def main(arguments: Sequence[str]) -> int:
     parser = Parser(prog="torchft doctor", description=__doc__)
     ask_of(parser)
-    parser.add_argument("--quick", action="store_true", help="do not start PyTorch, so nothing is said of GPUs")
+    parser.add_argument(
+        "--quick", action="store_true", help="do not start PyTorch; skips the checks of its backends and GPUs"
+    )
     args = parser.parse_args(arguments)
     where = (args.lighthouse or os.environ.get(LIGHTHOUSE_ENV, "")).split(",")[0]
     checks: list[Callable[[], Iterator[Finding]]] = [_versions, _limits, lambda: _own_address(where)]
@@ -233,7 +235,7 @@ def _clock(address: str) -> Iterator[Finding]:
         answered = time.time()
     except (OSError, TypeError, ValueError):
         return
-    # The answer was written between `before` and `after`, in the second that its Date header names.
+    # The answer was written between `asked` and `answered`, within the second that its Date header names.
     skew = max(0.0, asked - (there + 1)) or min(0.0, answered - there)
     if abs(skew) > _MOST_SKEW_SEC:
         yield Finding(

@@ -1,8 +1,8 @@
-"""The gradients of a step as exact sums: what ``Manager(reproducible_reduction=True)`` adds to a loader.
+"""The gradients of a step as exact sums: the loader's part of ``Manager(reproducible_reduction=True)``.
 
 :mod:`torchft.data.exact_sum` has the arithmetic, the Manager the reduction between groups. A *pass* goes over all units
 of a step. It ends with the reduction, whose result is the same on all ranks of all groups, and shows whether the
-gradients did fit into integers. If not, all make another pass over the same units in the same step, at scales that fit.
+scaled gradients fit into integers. If not, all ranks make another pass over the same units, at scales that fit.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from torchft.data.position import SamplesDiffer
 if TYPE_CHECKING:
     from torchft.manager import Manager
 
-# One is needed when the scales are new or the gradients have changed much, and is enough if the same units have the
-# same gradients again.
+# A step repeats its pass when the scales are new or the gradients have changed much. One repetition is enough if the
+# units have the same gradients in both passes.
 _MOST_PASSES = 4
 
 _ACCUMULATE = "each unit of a step belongs into `with unit.accumulate(model)`, with the same models"
@@ -43,11 +43,11 @@ class PassFailed(RuntimeError):
 
 
 class ReproducibleSum:
-    """The exact sums of one rank, over the units of a step and from step to step.
+    """The exact sums of one rank, and their scales, which continue from step to step.
 
     Args:
-        manager: of this rank.
-        max_units: units of the largest batch.
+        manager: the Manager of this rank.
+        max_units: number of units of the largest batch.
         group: process group of the ranks of this replica group; None: the rank is alone in it.
 
     Attributes:
@@ -155,7 +155,7 @@ class ReproducibleSum:
     def _make(self, models: tuple[Any, ...]) -> ExactSum:
         if not models:
             raise ValueError(
-                "reproducible_reduction=True: accumulate() got no model, and does the reduction: give it the models "
+                "reproducible_reduction=True: accumulate() got no model: pass the models "
                 "whose gradients the optimizer reads"
             )
         parameters: list[tuple[str, torch.nn.Parameter]] = []
@@ -167,7 +167,7 @@ class ReproducibleSum:
                 raise ValueError(
                     "reproducible_reduction=True takes plain models and DistributedDataParallel; a model of FSDP2, or "
                     "of DTensors, adds its gradients in floating point within the group. Choose "
-                    "reproducible_reduction=False for it: weights are then those of one process but for rounding"
+                    "reproducible_reduction=False for it: weights then equal those of one process except for rounding"
                 )
         total = ExactSum(parameters, self._max_units)
         self._new = total.state_dict()
@@ -182,7 +182,7 @@ class ReproducibleSum:
             return Outcome.FAILED
         try:
             complete = total.read()
-        except ScalesDiffer as e:  # it is raised in all groups alike, so nobody waits for this rank
+        except ScalesDiffer as e:  # all groups raise it, so none waits for this rank
             self._error = e
             return Outcome.FAILED
         if complete:
@@ -196,7 +196,7 @@ class ReproducibleSum:
         return Outcome.FAILED
 
     def _agree(self, outcome: Outcome) -> Outcome:
-        """Makes either all ranks of the group do another pass or none, because they wait for each other in it."""
+        """Makes all ranks of the group repeat the pass or none, because a pass needs all of them."""
         if self._group is None:
             return outcome
         assert self._total is not None
@@ -221,7 +221,7 @@ class ReproducibleSum:
 
 
 def _is_dtensor(parameter: torch.Tensor) -> bool:
-    # Not imported, because the import takes a second: if it is not loaded, there are no such modules.
+    # Not imported here, because that takes a second: if the module is not loaded, there are no DTensors.
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(parameter, tensors.DTensor)
 
@@ -232,14 +232,14 @@ def group_of_ranks(
     """The process group in which the ranks of a replica group add their integers; None for a rank that is alone.
 
     Raises:
-        ValueError: there is none, it has other ranks, or ranks are parallel by model.
+        ValueError: there is none, it has another size, or the group uses model parallelism.
     """
     world_size = manager._settings.group_world_size
     if data_world_size != world_size:
         raise ValueError(
             f"data_world_size is {data_world_size}, and the group has {world_size} ranks: with "
-            "reproducible_reduction=True all ranks of a group read different data; ranks that are parallel by model "
-            "need reproducible_reduction=False"
+            "reproducible_reduction=True all ranks of a group read different data; model parallelism "
+            "needs reproducible_reduction=False"
         )
     if world_size == 1:
         return None

@@ -62,7 +62,7 @@ class ElasticDataLoader:
     :attr:`lost` counts them.
 
     Args:
-        manager: of this rank.
+        manager: the Manager of this rank.
         dataset: with a length, and samples by index; the same in all groups.
         global_batch_size: samples of a step, whatever the number of groups.
         micro_batch_size: samples of a unit; divides ``global_batch_size``.

@@ -72,7 +72,7 @@ class Share:
     Attributes:
         position: of the step.
         units: at least one. All ranks of a group have equally many.
-        samples: of this rank that count.
+        samples: the samples of this rank that count.
         expected: samples that count in a reduction over all participants, among ranks with this ``data_rank``.
     """
 

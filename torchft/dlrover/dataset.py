@@ -19,7 +19,7 @@ class DataShardService:
     """Returns the indices of this rank's samples one by one, in the process of the Manager.
 
     Args:
-        manager: of this rank.
+        manager: the Manager of this rank.
         num_samples: in the dataset.
         settings: of :class:`torchft.data.ElasticDataLoader`: ``global_batch_size``, ``micro_batch_size``, ``epochs``, …
 

@@ -59,8 +59,8 @@ class DiLoCo(InnerSteps):
                 adamw.step()
 
     Args:
-        manager: of this rank, with ``use_async_quorum=False``; its state functions must cover the model and the inner
-            optimizer; DiLoCo adds its own state.
+        manager: the Manager of this rank, with ``use_async_quorum=False``; its state functions must cover the model and
+            the inner optimizer; DiLoCo adds its own state.
         model_fragments: the parts of the model; a parameter belongs to at most one.
         inner_optimizer: its steps are counted.
         outer_optimizer: over all fragments, or a list with one for each. The papers' is SGD with Nesterov momentum of

@@ -37,7 +37,7 @@ class Fragment:
         name: used in errors.
         module: contains the parameters.
         outer_optimizer: steps these parameters, and leaves its other ones unchanged.
-        manager: of this rank.
+        manager: the Manager of this rank.
         backup_device: device of the copy of the last global parameters.
         pin_memory: whether a backup of device memory is in pinned memory.
         bucket_bytes: see :func:`torchft.local_sgd.buckets.bucket_bytes`.

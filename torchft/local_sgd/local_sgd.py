@@ -34,7 +34,7 @@ class LocalSGD(InnerSteps):
                 optimizer.step()
 
     Args:
-        manager: of this rank; its state functions carry model and optimizer.
+        manager: the Manager of this rank; its state functions carry model and optimizer.
         model: all of its floating point parameters are averaged; buffers are not.
         optimizer: its steps are counted.
         sync_every: steps between two synchronisations, at least 1.

@@ -23,7 +23,7 @@ class Squares(ElasticDataset):
 
 
 class Step:
-    """One step of the stand-in for ElasticDataLoader: two units."""
+    """A step as ElasticDataLoader yields it: an iterable of units."""
 
     def __init__(self, *units: list[int]) -> None:
         self._units = units
@@ -40,13 +40,13 @@ def service() -> Iterator[DataShardService]:
         yield DataShardService(mock.Mock(), 5, global_batch_size=3, micro_batch_size=2)
 
 
-def test_without_a_service_it_is_a_dataset_like_others() -> None:
+def test_without_a_service_it_is_an_ordinary_dataset() -> None:
     dataset = Squares()
     assert len(dataset) == 5 and dataset[3] == 9
     assert [batch.tolist() for batch in DataLoader(dataset, batch_size=2)] == [[0, 1], [4, 9], [16]]
 
 
-def test_with_a_service_that_decides_on_the_samples(service: DataShardService) -> None:
+def test_with_a_service_the_service_chooses_the_samples(service: DataShardService) -> None:
     dataset = Squares(service)
     assert len(dataset) == sys.maxsize
     assert [dataset[0] for _ in range(5)] == [9, 1, 16, 0, 4]

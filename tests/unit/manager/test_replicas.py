@@ -1,6 +1,6 @@
-"""Groups in one thread, with real optimizers, digests and messages; only the sum of the messages is made by the test.
+"""Groups in one thread, with real optimizers, digests and messages; the test itself sums the messages.
 
-1,000 bits flip in weights and optimizer states: each is found in time, the group and the tensor are the right ones, and
+1,000 bits flip in weights and optimizer states. Each flip is found in time and reported with its group and tensor, and
 the group heals.
 """
 
@@ -85,7 +85,7 @@ class Job:
         )
 
     def step(self) -> None:
-        """Each group commits it unless the comparison makes it heal."""
+        """Runs a step, which each group commits unless the comparison makes it heal."""
         tables = [table for group in self.groups for table in self.begin(group)]
         if tables:
             total = torch.stack(tables).sum(0)
@@ -133,7 +133,7 @@ def flip(tensor: torch.Tensor, bit: int) -> None:
     memory[bit // 8] ^= 1 << bit % 8
 
 
-@pytest.mark.parametrize("flips", [20, pytest.param(1000, marks=pytest.mark.slow)])  # the same, and more of it
+@pytest.mark.parametrize("flips", [20, pytest.param(1000, marks=pytest.mark.slow)])  # slow: the same with more flips
 def test_flipped_bits_are_found_named_and_healed(flips: int) -> None:
     choose, sweep = random.Random(todays(20)), 3
     job = Job([Group(rank, sweep) for rank in range(GROUPS)])
@@ -173,7 +173,7 @@ def test_flipped_bits_are_found_named_and_healed(flips: int) -> None:
     assert reverted < flips / 10
 
 
-def test_bits_of_two_groups_of_five() -> None:
+def test_flipped_bits_in_two_groups_of_five() -> None:
     job = Job([Group(rank, 6) for rank in range(5)])
     for _ in range(8):
         job.step()
@@ -186,8 +186,8 @@ def test_bits_of_two_groups_of_five() -> None:
     assert named == {"group_1", "group_3"}
 
 
-def test_what_is_of_a_group_alone_is_not_compared() -> None:
-    """For example the statistics of a BatchNorm: they are state of the model, but no parameters."""
+def test_state_that_differs_between_groups_by_design_is_not_compared() -> None:
+    """For example the running statistics of a BatchNorm, which are buffers, not parameters."""
     job = Job([Group(rank, 3) for rank in range(GROUPS)])
     for _ in range(12):
         job.step()
@@ -210,7 +210,7 @@ def test_the_length_of_a_sweep_is_kept(setting: Optional[int]) -> None:
 
 
 def test_a_checkpoint_is_loaded_in_all_groups() -> None:
-    """Digests of the weights before it are not sent."""
+    """Digests of the weights before the load are not sent."""
     job = Job([Group(rank, 4) for rank in range(GROUPS)])
     for _ in range(10):
         job.step()
@@ -239,7 +239,7 @@ def test_weights_that_a_heal_replaced_are_not_compared() -> None:
     assert not any(group.reported() for group in job.groups)
 
 
-def test_an_error_costs_the_comparison_and_nothing_else() -> None:
+def test_after_an_error_in_its_digests_a_group_trains_on_without_comparison() -> None:
     job = Job([Group(rank, 2) for rank in range(GROUPS)])
 
     def broken() -> Any:
@@ -352,11 +352,11 @@ def test_numbers_and_tensors_of_any_kind_are_digested() -> None:
     assert digester.digest(1).words == before.words
     optimizer.state[parameter]["steps"] = 4
     assert digester.digest(2).words != before.words
-    del optimizer.state[parameter]["steps"]  # the list is made again in the next sweep
+    del optimizer.state[parameter]["steps"]  # the list of tensors is rebuilt in the next sweep
     assert digester.digest(2).words != before.words
 
 
-def test_of_dtensors_this_ranks_part_is_digested() -> None:
+def test_the_local_shard_of_a_dtensor_is_digested() -> None:
     """The digests equal those of plain tensors with the same bits, for parameters and Adam's state."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -380,7 +380,7 @@ def test_of_dtensors_this_ranks_part_is_digested() -> None:
             before = [digesters[1].digest(step).words for step in range(sweep)]
             flip(tensor, 77)
             after = [digesters[1].digest(step).words for step in range(sweep)]
-            assert sum(one != other for one, other in zip(before, after)) == 1, "the part that covers it"
+            assert sum(one != other for one, other in zip(before, after)) == 1, "one part covers the bit"
     finally:
         dist.destroy_process_group()
 

@@ -1,6 +1,6 @@
 """Checks for Python, Go and a C compiler before a build, so that the first line of an error says what to install.
 
-setup.py calls check(). `make` runs this file with any Python, so its syntax is that of old versions. With the argument
+setup.py calls check(). `make` may run this file with an old Python, so it avoids newer syntax. With the argument
 `include` it prints the folder of Python.h.
 """
 
@@ -79,7 +79,7 @@ def compiler():
         return command  # every version of clang is new enough
     dumped = _output(*(command + ["-dumpfullversion", "-dumpversion"]))
     if dumped is None or not _version(dumped):
-        raise Missing(need + "{} does not tell its version.".format(" ".join(command)))
+        raise Missing(need + "{} does not print its version.".format(" ".join(command)))
     if _version(dumped) < GCC:
         raise Missing(need + "{} is gcc {}.".format(shutil.which(command[0]), dumped))
     return command

@@ -130,7 +130,7 @@ def test_without_a_fault_each_sample_counts_once_an_epoch(algorithm: Callable[..
 
 
 @pytest.mark.parametrize("algorithm", [local_sgd, diloco])
-def test_what_a_group_that_fails_should_have_trained_until_the_next_average_is_lost(
+def test_samples_of_a_failed_group_are_lost_until_the_next_average(
     algorithm: Callable[..., Any],
 ) -> None:
     def fail(rank: Rank) -> str:
@@ -148,14 +148,14 @@ def test_what_a_group_that_fails_should_have_trained_until_the_next_average_is_l
 
 
 def test_samples_of_a_synchronisation_that_fails_are_lost_with_diloco() -> None:
-    """The first one is that of the loader; the second one is at the end of the first epoch."""
+    """The first vote belongs to the loader; the second one is at the end of the first epoch."""
     training = Training(diloco, start_with=2, fails={(0, 1), (1, 1)})
     with Cluster(min_replicas=2) as cluster:
         ended = results(*(cluster.start(training, group=group) for group in range(2)))
     assert agree(ended) == (TOTAL - SAMPLES, SAMPLES)
 
 
-def test_with_local_sgd_they_are_in_the_next_one() -> None:
+def test_samples_of_a_synchronisation_that_fails_count_in_the_next_one_with_local_sgd() -> None:
     training = Training(local_sgd, start_with=2, fails={(0, 1), (1, 1)})
     with Cluster(min_replicas=2) as cluster:
         ended = results(*(cluster.start(training, group=group) for group in range(2)))
@@ -163,7 +163,7 @@ def test_with_local_sgd_they_are_in_the_next_one() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [local_sgd, diloco])
-def test_a_group_that_lost_a_synchronisation_alone_heals_and_loses_what_it_did_since(
+def test_a_group_whose_synchronisation_alone_fails_heals_and_loses_its_samples_of_the_period(
     algorithm: Callable[..., Any],
 ) -> None:
     training = Training(algorithm, start_with=2, fails={(1, 1)})
@@ -173,7 +173,7 @@ def test_a_group_that_lost_a_synchronisation_alone_heals_and_loses_what_it_did_s
 
 
 @pytest.mark.parametrize("algorithm", [local_sgd, diloco])
-def test_a_group_that_joins_goes_on_at_the_position_of_the_others(algorithm: Callable[..., Any]) -> None:
+def test_a_joining_group_continues_at_the_position_of_the_others(algorithm: Callable[..., Any]) -> None:
     join = Gate()
 
     def let_it_join(rank: Rank) -> None:

@@ -1,4 +1,4 @@
-"""Heals between processes: a source that is killed, and a process group in a process of its own."""
+"""Heals between processes: a source that is killed, and a transfer over an isolated process group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the Manager's settings come from: its arguments, then the environment that torchrun and the user set."""
+"""The Manager's settings: from its arguments, else from environment variables of torchrun and the user."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ TORCH_FR_DUMP_TEMP_FILE_ENV: str = "TORCH_FR_DUMP_TEMP_FILE"
 # The assigned source, and as many additional ones as a quorum names to a healing group (go/recovery).
 MAX_SOURCES = 4
 
-# A step costs a manager server 80 us of processor time for each rank or relay that is connected to it, and a relay as
-# much for each of its ranks: with 64 of them, the sum is small for groups of thousands. Smaller groups need no relays.
+# A step costs a manager server 80 us of processor time for each connected rank or relay, and a relay as much for each
+# of its ranks. With 64 ranks per relay, both costs are small in a group of thousands. Small groups need no relays.
 RANKS_PER_RELAY = 64
 RELAYS_FROM = 512  # ranks in a group
 
-# Which attempt of the workers this is. torchrun keeps the group's store over a restart of its workers.
+# Number of restarts of the workers so far. Keys contain it, because torchrun keeps the group's store over a restart.
 RESTART_COUNT_ENV: str = "TORCHELASTIC_RESTART_COUNT"
 
 
@@ -58,10 +58,11 @@ class Settings:
     replay_failed_step: bool
     reproducible_reduction: bool
     heal_sources: int  # number of groups from which one state is fetched
-    # Number of commits in which all weights and optimizer state are compared with those of other groups; 0: never;
-    # None: chosen by their size
+    # Number of commits over which one comparison of all weights and optimizer state with other groups is spread;
+    # 0: no comparison; None: chosen by their size
     compare_commits: Optional[int] = 0
-    # whether that is the default: then only on the CPU, where the cost is known (replicas.py)
+    # Whether compare_commits was left at its default. Then only weights on the CPU are compared, where the cost is
+    # known (replicas.py).
     compares_by_default: bool = False
     on_divergence: OnDivergence = OnDivergence.REPORT
     heal_along: bool = False
@@ -175,7 +176,7 @@ def switch(given: Optional[bool], name: str, default: bool) -> bool:
 
 
 def _compare_commits(given: Union[int, str, None]) -> Optional[int]:
-    """Commits in which everything is compared once: 0 for never, None to choose by the size of the state."""
+    """Returns the number of commits per full comparison: 0 for none, None to choose by the size of the state."""
     name = COMPARE_COMMITS_ENV if given is None else "compare_commits"
     value = commits = os.environ.get(COMPARE_COMMITS_ENV, "auto") if given is None else given
     if value == "auto":
@@ -290,7 +291,7 @@ def check_positive(name: str, value: timedelta) -> None:
 
 
 def given(name: str, value: Optional[timedelta], default: timedelta) -> timedelta:
-    """The duration that a caller gave, checked, or the default."""
+    """Returns the duration that a caller gave, after a check, or the default."""
     if value is None:
         return default
     check_positive(name, value)

@@ -27,12 +27,12 @@ class Place:
     """Step, quorum id and timeout of a rank. The Manager changes them; its parts read them.
 
     Args:
-        timeout: of collectives, transfers and votes.
+        timeout: limit for collectives, transfers and votes.
 
     Attributes:
         step: number of the step in progress, which is the number of committed steps.
-        quorum_id: of the quorum that the process group is connected for; -1 before the first.
-        timeout: as given; tests of other projects replace it.
+        quorum_id: number of the quorum for which the process group is configured; -1 before the first.
+        timeout: the argument; tests of other projects replace it.
     """
 
     def __init__(self, timeout: timedelta) -> None:
@@ -40,7 +40,7 @@ class Place:
         self.step = 0
         self.quorum_id = -1
 
-    # The same under the names of a Manager's members: upstream's _ManagerLogger is made with a Manager.
+    # The same values under the names of the Manager's attributes, which upstream's _ManagerLogger reads.
 
     def current_step(self) -> int:
         return self.step
@@ -121,11 +121,11 @@ class Stateful:
     state on it.
 
     Args:
-        timeout: of collectives, transfers and votes, and of waiting while reading the user's state is disallowed.
-        load_state_dict, state_dict: of the main part of the user's state; None: set later.
+        timeout: limit for collectives, transfers, votes, and the wait while reading the user's state is disallowed.
+        load_state_dict, state_dict: functions that load and return the main part of the user's state; None: set later.
 
     Raises:
-        ValueError: one of the two functions comes without the other.
+        ValueError: only one of the two functions is given.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ def _pairs(regions: Sequence[Tuple[int, int]]) -> bytes:
 
 
 class _Handle:
-    """An object in the native core, which ends with its last reference at the latest."""
+    """An object in the native core. It ends by `end`, or when its last Python reference is dropped."""
 
     _handle = 0
     _end = ""  # name of the function that ends the object
@@ -99,11 +99,11 @@ class NativeOffer(_Handle):
         self._go.pyapi_HealCopied(self._handle, region, copy.data_ptr(), ready)
 
     def copy_failed(self, reason: str) -> None:
-        """Reports that no more is copied from the device; requests that wait for a copy fail with this reason."""
+        """Reports that copying from the device failed; requests that wait for the copy fail with this reason."""
         self._go.pyapi_HealCopyFailed(self._handle, reason)
 
     def revoke(self, grace: float) -> None:
-        """Withdraws the memory that was not copied. Targets that still read it after `grace` seconds are cut off.
+        """Withdraws the memory that was not copied. Streams that still read it after `grace` seconds are closed.
 
         Raises:
             TimeoutError: the memory is still in use
@@ -149,7 +149,7 @@ class Status:
     received: int  # bytes
     total: int
     digest: str
-    failure: str  # why the transfer failed, if no other source would help
+    failure: str  # why the transfer failed, if another source cannot complete it either
     full: List[int]  # windows that are ready to be copied to their device
     failed: List[str]  # errors of the sources that ended early
 
@@ -161,7 +161,7 @@ class Fetch(_Handle):
         go: the native library
         regions: addresses (or ON_DEVICE) and lengths in bytes
         owner: keeps the memory alive
-        block_size: of the source, in bytes
+        block_size: the source's block size, in bytes
         checked: whether blocks carry checksums
         stall: seconds after which a stream that receives nothing is closed
         window: blocks in a window, if some of the memory is on a device; see go/heal/windows.go
@@ -187,7 +187,7 @@ class Fetch(_Handle):
         self._handle = handle
 
     def add(self, address: str, secret: str, role: Role = Role.ASSIGNED) -> None:
-        """Adds a source. From an additional one, only blocks are taken that are equal in the assigned one."""
+        """Adds a source. An additional one provides only blocks that equal those of the assigned one."""
         self._go.pyapi_HealAdd(self._handle, address, secret, role is Role.ASSIGNED)
 
     def stage(self, block: torch.Tensor) -> int:
@@ -200,7 +200,7 @@ class Fetch(_Handle):
         return Status(**json.loads(self._go.run(self._go.pyapi_HealWaitStart, self._handle, us)))
 
     def end(self) -> None:
-        """Ends the transfer. After it has returned nothing writes to the memory."""
+        """Ends the transfer. After this call nothing writes to the memory."""
         handle = self._handle
         super().end()
         _registered.pop(handle, None)

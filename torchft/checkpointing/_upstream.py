@@ -23,14 +23,14 @@ _MAX_STREAMS = 16  # chunks fetched at the same time
 # Names of the main part of the user's state: the constructor's, and what upstream (measured: 0.2.0 and a
 # nightly of 2026-10-26) calls it where set_state_dict_fns set it.
 MAIN_PARTS = ("default", "set_state_dict_fns")
-_AFTER = "after "  # beginning of the keys of padding behind a main part
+_AFTER = "after "  # prefix of the keys that hold the padding after a main part
 
 
 def with_main_parts(state: Any, num_chunks: int) -> Any:
     """Returns the state of a Manager with its main part under all names, so that targets of any version find it.
 
-    A stream has each storage once. So the leaves of a part are in the same chunks under all names: those that fill up
-    are ignored by the target, like every name that it does not know.
+    A stream contains each storage once, so the leaves of a part must be in the same chunks under all its names. Padding
+    achieves that. The target ignores the padding, like every name that it does not know.
     """
     user = state.get("user") if isinstance(state, dict) else None
     if not isinstance(user, dict):
@@ -68,7 +68,7 @@ def receive_upstream(
     """Reads the state that a source sends.
 
     Args:
-        answer: of the source to the first request
+        answer: the source's answer to the first request
         metadata, step, key, deadline, token: those of the first request, see `_http_client.ask`
         num_chunks: number of streams, if the key is not `full`
         home: chooses storages, see `_stream.read_object`

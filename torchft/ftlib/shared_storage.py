@@ -1,9 +1,9 @@
-"""Consensus by a directory that all members see: a record for each member, and numbered views.
+"""Consensus through a directory that all members share: a record for each member, and numbered views.
 
-It is passive: a thread renews this member's record, reads the others' records, and reports changes to FTLib. A record
-expires when its content has not changed for ``expiry``, measured by the observer's own monotonic clock. A member that
-cannot renew its own record for six tenths of that time counts itself as failed, so that it has left before the others
-continue without it.
+There is no server. A thread renews this member's record, reads the others' records, and reports changes to FTLib. A
+record expires when its content has not changed for ``expiry``, measured by the observer's own monotonic clock. A member
+that cannot renew its own record for six tenths of that time counts itself as failed, so that it has left before the
+others continue without it.
 
 If the file server is down, calls do not return. All of them run on threads that are never joined, and each is waited
 for until a deadline.
@@ -43,13 +43,13 @@ _KEPT_EXPIRIES = 10  # multiples of ``expiry`` until the record of a killed memb
 class SharedStorage(Consensus):
     """
     Args:
-        directory: that all members see; each job (TORCHFT_JOB_ID) has a directory of its own in it. Its file system has
-            hard links, and renames atomically.
-        name: of this member, unique in the job; default: a random one. A process that is started again under the name
-            of a failed one takes its place without waiting for ``expiry``.
-        min_members: the smallest list of members.
-        expiry: without a change of its record a member counts as failed. It is renewed ten times in this time.
-        timeout: for a list of members, and for the directory to answer first.
+        directory: shared by all members; each job (TORCHFT_JOB_ID) uses a subdirectory. The file system must support
+            hard links and atomic renames.
+        name: name of this member, unique in the job; default: a random one. A restarted process with the name of a
+            failed one replaces it without waiting for ``expiry``.
+        min_members: the smallest allowed number of members.
+        expiry: a member counts as failed if its record has not changed for this time. It is renewed ten times as often.
+        timeout: limit for `get_member_list`, and for the first access to the directory.
 
     Raises:
         ValueError: the directory cannot be written, or a setting is out of range.
@@ -79,7 +79,7 @@ class SharedStorage(Consensus):
             before = self._call(self._until(), partial(self._files.check, name))
         except TimeoutError as e:
             raise RuntimeError(str(e)) from None
-        # Higher than all earlier incarnations, also if those ran on a host whose clock is ahead.
+        # Larger than all earlier incarnations, even if one of them ran on a host whose clock is ahead.
         self.identity = Identity(name, max(time.time_ns(), before + 1))
         self._store, address = host_store(timeout)
         self._record = Record(address)

@@ -87,8 +87,8 @@ def test_a_device_mesh(group: ProcessGroup) -> None:
         group.unregister()
 
 
-def test_the_size_is_that_of_the_peers(store: TCPStore) -> None:
-    """PyTorch's registries may say 1 rank; size() and functional collectives use the group's own number."""
+def test_the_size_is_the_groups_own_number_of_ranks(store: TCPStore) -> None:
+    """PyTorch's registries may report 1 rank; size() and functional collectives use the group's own number."""
     group = ProcessGroupDummy(0, 3)
     group.register("size")
     try:
@@ -114,7 +114,7 @@ def test_register_once_and_again_after_unregister(store: TCPStore) -> None:
     group.unregister()
 
 
-def test_the_name_is_pytorchs_number_and_is_found_by_it() -> None:
+def test_pytorch_numbers_the_group_and_resolves_it_by_that_name() -> None:
     for pg in (ProcessGroupDummy(0, 1), ProcessGroupWrapper(pg=ProcessGroupDummy(0, 1))):
         pg.register("numbered")
         try:

@@ -19,21 +19,21 @@ class NoHosts(Exception):
 
 
 class Hosts:
-    """So many hosts, each with one link to this machine. Leaving the `with` block removes all of it.
+    """Simulated hosts, each with one link to this machine. Leaving the `with` block removes all of them.
 
     The links use 198.18.0.0/15, which is reserved for measurements and has no real hosts.
 
     Args:
         count: number of hosts.
-        delay_s: of each frame on a link, in each direction.
+        delay_s: delay of each frame on a link, in each direction.
         loss: the share of frames that a link drops.
 
     Raises:
         NoHosts: on entering; not root, no `ip`, or a kernel without namespaces, bridges, veth or TAP.
 
     Attributes:
-        address: this machine's, as the hosts see it.
-        addresses: those of the hosts.
+        address: address of this machine, as the hosts see it.
+        addresses: addresses of the hosts.
         links: the slow links; None if links are fast.
     """
 
@@ -49,7 +49,7 @@ class Hosts:
 
     def __enter__(self) -> Hosts:
         if os.geteuid() != 0:
-            raise NoHosts("network namespaces take root")
+            raise NoHosts("network namespaces need root")
         if shutil.which("ip") is None:
             raise NoHosts("the command ip (iproute2) is not installed")
         try:

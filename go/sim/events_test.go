@@ -54,7 +54,7 @@ func TestEveryEventIsFed(t *testing.T) {
 			return m.Step(e, now)
 		}),
 	}
-	for seed := range uint64(budget(30, 20)) {
+	for seed := range uint64(budget(45, 25)) {
 		s := Draw(seed, 2+int(seed%4), 400)
 		s.Ranks = 1 + int(seed%3)
 		s.Faults = drawFaults(rand.New(rand.NewPCG(seed, 4)), s, 8)

@@ -80,9 +80,7 @@ def test_kill_names_those_that_there_are(lighthouse: LighthouseServer, capsys: p
     assert "'group_2' is no group (did you mean group_1:abc?); there are: group_1:abc" in capsys.readouterr().err
     # It is one, and the lighthouse says why it does not end it.
     assert main(["kill", "group_1"]) == 1
-    assert "answered 404: member 'group_1" in capsys.readouterr().err.replace('"', "'"), (
-        "as the lighthouse's JSON says"
-    )
+    assert "answered 404: member 'group_1" in capsys.readouterr().err.replace('"', "'"), "as the lighthouse's JSON says"
     assert main(["drain", "group_1"]) == 1
     assert "answered 409: " in (said := capsys.readouterr().err) and "it has no stream to this lighthouse" in said
 

@@ -5,7 +5,7 @@ Start a lighthouse, then one of these for every replica group (GROUP = 0, 1, ...
     torchft_lighthouse --min_replicas 1
     REPLICA_GROUP_ID=GROUP TORCHFT_LIGHTHOUSE=http://localhost:29510 torchrun --nproc_per_node 1 train_ddp.py
 
-Kill one, start it again: the others train on meanwhile, and it takes over their weights and their place in the data.
+Kill a group and start it again: the others continue meanwhile; it takes over their weights and position in the data.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def main(args: argparse.Namespace) -> nn.Module:
         optimizer.zero_grad()
         for unit in step:  # the micro-batches of this rank
             pixels, labels = (part.to(device) for part in unit.data)
-            with unit.accumulate(model):  # in the last one, gradients are summed over the groups
+            with unit.accumulate(model):  # in the backward pass of the last one, gradients are summed over the groups
                 loss = criterion(model(pixels), labels)
                 (loss * unit.weight).backward()
         if dist.get_world_size() > 1 and not args.reproducible:  # which also sums over the ranks of this group
@@ -105,7 +105,7 @@ def load_images(held_out: bool = False) -> TensorDataset:
 
 
 def small_cnn(channels: int) -> nn.Sequential:
-    """Maps images (N, channels, height, width) to 10 classes. No BatchNorm: its statistics are of a micro-batch."""
+    """Maps images (N, channels, height, width) to 10 classes. No BatchNorm: its statistics depend on the batch."""
     first = [nn.Conv2d(channels, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()]
     second = [nn.MaxPool2d(2), nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(4)]
     return nn.Sequential(*first, *second, nn.Flatten(), nn.Linear(64 * 4 * 4, 10))
@@ -133,7 +133,7 @@ def end_with_parent(_worker: int = 0) -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--steps", type=int, default=2000, help="the job ends with the epoch in which there are so many")
+    add("--steps", type=int, default=2000, help="steps after which the job ends, at the end of the epoch")
     add("--batch-size", type=int, default=64, help="images of a step, for all groups together")
     add("--micro-batch-size", type=int, default=16, help="images of a forward and backward pass")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")

@@ -9,8 +9,8 @@ Start a lighthouse, then one of these for every replica group (GROUP = 0 ... NUM
 
 The text is the source code of Python's own standard library, which is on every machine that runs this; the model reads
 and predicts bytes. Every group trains on its own part of it with AdamW. Every --sync-every inner steps each fragment of
-the model is averaged over the groups once, one fragment after the other, while the next inner steps run already. A step
-that is counted is such an average. At the end all groups have the same global parameters.
+the model is averaged over the groups once, one fragment after the other, while the next inner steps run already. A
+counted step is one such average. At the end all groups have the same global parameters.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def main() -> None:
     train_text, test_text = standard_library(args.text_bytes)
     batches = Batches(train_text.chunk(groups)[group], args.batch_size, args.context)
 
-    # The model, and what a group that comes back takes over from another one. DiLoCo adds the global parameters and
-    # the outer optimizer.
+    # The model, and the state that a restarted group takes over from another one. DiLoCo adds the global parameters
+    # and the state of the outer optimizer.
     net = language_model(args.width, args.layers, args.context).to(device)
     inner = torch.optim.AdamW(net.parameters(), lr=args.lr)
     outer = torch.optim.SGD(net.parameters(), lr=args.outer_lr, momentum=0.9, nesterov=True)
@@ -94,7 +94,7 @@ def main() -> None:
     events.write("start", step=manager.current_step(), pid=os.getpid())
     try:
         with diloco:
-            while not manager.draining():  # until this group is asked to leave: `torchft drain`
+            while not manager.draining():  # until this group is drained: `torchft drain`
                 bytes_in, bytes_out = (part.to(device) for part in next(batches))
                 inner.zero_grad()
                 loss = F.cross_entropy(net(bytes_in).flatten(0, 1), bytes_out.flatten())
@@ -119,10 +119,10 @@ class TheEnd(Exception):
 
 
 class Job(Manager):
-    """Decides in each quorum that DiLoCo requests whether the job ends with it.
+    """Decides, in each quorum that DiLoCo requests, whether the job ends with this quorum.
 
     All members of a quorum see the same step and number of groups that are up to date, so all end together, with the
-    same global parameters, and not while a group heals. While one is missing, the others train on for at most
+    same global parameters, and not while a group heals. While a group is missing, the others continue for at most
     `overtime` steps, so that it finds a source to heal from.
     """
 
@@ -141,7 +141,7 @@ class Rounds:
     """Writes an event for each synchronisation.
 
     Attributes:
-        losses: of the inner steps since the last one.
+        losses: losses of the inner steps since the last synchronisation.
         healed: whether another group's state was loaded since then.
     """
 
@@ -227,7 +227,7 @@ def standard_library(limit: int) -> tuple[Tensor, Tensor]:
 
 
 class Batches:
-    """Random pieces of a text: bytes (N, T), and for each byte the next one."""
+    """Random pieces of a text: bytes (N, T), and the next byte for each of them."""
 
     def __init__(self, text: Tensor, batch_size: int, context: int) -> None:
         if len(text) <= context:
@@ -255,19 +255,19 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--smoke", action="store_true", help="a model and a text so small that it only shows that all of it runs")
-    add("--steps", type=positive, default=600, help="averages of a fragment until the end")
-    add("--overtime", type=int, default=100, help="steps to go on at the end while a group is missing")
+    add("--steps", type=positive, default=600, help="steps of the job, each the average of a fragment")
+    add("--overtime", type=int, default=100, help="further steps at the end while a group is missing")
     add("--sync-every", type=positive, default=20, help="inner steps in which each fragment is averaged once")
     add("--delay", type=int, default=1, help="inner steps that run while a fragment is being averaged")
-    add("--alpha", type=float, default=0.5, help="share of a group's own parameters in those it goes on with")
+    add("--alpha", type=float, default=0.5, help="weight of a group's own parameters in the mean with the global ones")
     add("--quantize", action="store_true", help="send 8 bits a parameter")
     add("--width", type=positive, default=96)
     add("--layers", type=positive, default=3, help="with embedding and head, --layers + 2 fragments")
-    add("--context", type=positive, default=64, help="bytes that a prediction is made from")
+    add("--context", type=positive, default=64, help="bytes from which the next one is predicted")
     add("--text-bytes", type=positive, default=4_000_000)
     add("--batch-size", type=positive, default=8, help="pieces of text per inner step")
-    add("--lr", type=float, default=2e-3, help="of AdamW inside a group")
-    add("--outer-lr", type=float, default=0.7, help="of SGD with Nesterov momentum over the groups")
+    add("--lr", type=float, default=2e-3, help="learning rate of AdamW inside a group")
+    add("--outer-lr", type=float, default=0.7, help="learning rate of SGD with Nesterov momentum over the groups")
     add("--seed", type=int, default=0, help="must be the same in all groups")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--isolated", action="store_true", help="run the operations between the groups in a process of their own")

@@ -7,11 +7,11 @@ Start a lighthouse, then one of these for every replica group (GROUP = 0 ... NUM
     REPLICA_GROUP_ID=GROUP NUM_REPLICA_GROUPS=2 TORCHFT_LIGHTHOUSE=http://localhost:29510 \\
         torchrun --nproc_per_node 2 --max_restarts 3 train_fsdp.py
 
-Kill a rank: its group cannot go on without that shard, so torchrun starts all of the group again. The other groups
-train on meanwhile. Each new rank heals from the rank of another group that has the same shard.
+Kill a rank: its group cannot continue without that shard, so torchrun restarts the whole group. The other groups
+continue meanwhile. Each new rank heals from the rank of another group that has the same shard.
 
 Two ways to average over the groups, --replicate:
-mesh    a DeviceMesh of two dimensions, of which torchft looks after one (`ft_init_device_mesh`);
+mesh    a DeviceMesh of two dimensions, one of which torchft manages (`ft_init_device_mesh`);
 hook    a mesh of this group alone, and a hook that FSDP2 calls with each reduced gradient (`set_all_reduce_hook`).
 """
 
@@ -81,8 +81,8 @@ def main() -> None:
 
     events.write("start", step=manager.current_step(), pid=os.getpid())
     batch = None
-    while not manager.draining():  # until this group is asked to leave: `torchft drain`
-        optimizer.zero_grad()  # asks for the quorum of this step, in the background
+    while not manager.draining():  # until this group is drained: `torchft drain`
+        optimizer.zero_grad()  # requests the quorum of this step, in the background
         if at_the_end(manager, args.steps, args.overtime, groups):
             break
 
@@ -150,8 +150,8 @@ def shard(net: Transformer, manager: Manager, device: torch.device, replicate: s
 def heal_with(manager: Manager, net: nn.Module, adam: torch.optim.Optimizer) -> None:
     """Registers the state that a healing group takes over: for each rank the shards of its counterpart.
 
-    FSDP2's state_dict() puts the shards back into the modules, and a peer may ask for the state while the forward pass
-    uses the gathered weights. So it is taken once; its tensors are the shards themselves.
+    FSDP2's state_dict() puts the shards back into the modules, but a peer may request the state while the forward pass
+    uses the gathered weights. So state_dict() is called only once, here; its tensors are the shards themselves.
     """
     shards = net.state_dict()
 
@@ -203,7 +203,7 @@ class Block(nn.Module):
 
 
 def sha256_of_all_shards(net: nn.Module) -> str:
-    """The digest of the whole weights, the same on all ranks. All ranks of the group must call it."""
+    """The digest of the complete weights, the same on all ranks. All ranks of the group must call it."""
     digest = hashlib.sha256()
     for name, shard in sorted(net.state_dict().items()):
         digest.update(name.encode())
@@ -218,7 +218,7 @@ def parse_args() -> argparse.Namespace:
     add("--width", type=positive, default=32, help="a multiple of 4")
     add("--layers", type=positive, default=2)
     add("--steps", type=positive, default=600, help="committed steps until the end")
-    add("--overtime", type=int, default=100, help="steps to go on at the end while a group is missing")
+    add("--overtime", type=int, default=100, help="further steps at the end while a group is missing")
     add("--batch-size", type=positive, default=32, help="images per rank and step")
     add("--lr", type=float, default=1e-3)
     add("--seed", type=int, default=0, help="must be the same in all groups")

@@ -5,7 +5,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
-/* Seconds that a thread sleeps before it aborts the process after all, in case the main thread waits for it. */
+/* Seconds that a thread sleeps before it aborts the process all the same: the main thread may be waiting for it. */
 #define LONGEST_END_S 30
 
 typedef void (*handler)(void);

@@ -3,7 +3,7 @@
 #include <time.h>
 
 void tft_event_init(tft_event *event) {
-  pthread_condattr_t monotonic; /* a clock that nobody sets back */
+  pthread_condattr_t monotonic; /* a clock that is never set back */
   pthread_condattr_init(&monotonic);
   pthread_condattr_setclock(&monotonic, CLOCK_MONOTONIC);
   pthread_mutex_init(&event->mutex, NULL);

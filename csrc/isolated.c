@@ -285,7 +285,7 @@ static PyObject *done(PyObject *call, PyObject *future) {
     failed = errno;
     Py_END_ALLOW_THREADS
     if (written < 0 && failed == EPIPE)
-      _exit(0); /* the trainer has ended, so nobody reads the answer */
+      _exit(0); /* the trainer has ended, so the answer would not be read */
     if (written < 0) {
       errno = failed;
       PyErr_SetFromErrno(PyExc_OSError);

@@ -1,9 +1,8 @@
-"""A pytest plugin for `make test-all`: the run ends in time, and each seed gives another order of the tests.
+"""A pytest plugin for `make test-all`: limits the duration of a run, and orders the tests by a seed.
 
-SEED=N seeds `random` and PyTorch for each test, in any run. NIGHT_UNTIL=T, in seconds of time.monotonic(), leaves out
-each test that might not end by then. Slow tests run before the others, so that time is left for them; those marked
-`slow(first=True)` run first, in every run. The seed chooses with which test the slow ones begin, and with which the
-others.
+SEED=N seeds `random` and PyTorch for each test, in any run. NIGHT_UNTIL=T, in seconds of time.monotonic(), skips each
+test that might not end by then. Slow tests run before the others, so that there is time for them; those marked
+`slow(first=True)` run first, in every run. The seed chooses the first of the slow tests, and the first of the others.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ def pytest_report_header() -> str | None:
 
 @pytest.fixture(autouse=True)
 def seeded(request: pytest.FixtureRequest) -> None:
-    """Seeds each test by its own name, so that a test draws the same numbers when it is run alone."""
+    """Seeds each test by its own name, so that it draws the same numbers when it runs alone."""
     if seed := os.environ.get("SEED"):
         random.seed(f"{seed}:{request.node.nodeid}")
-        if torch := sys.modules.get("torch"):  # without a seed, its first numbers are the same in every process
+        if torch := sys.modules.get("torch"):  # unseeded, it starts with the same numbers in every process
             torch.manual_seed(random.getrandbits(63))
 
 

@@ -1,5 +1,5 @@
-"""Defaults for every test: no settings from the user's environment, and a limit for each wait (timeout in
-pyproject.toml).
+"""Fixtures for every test: settings of the user's environment are removed. (The limit of a test is `timeout` in
+pyproject.toml.)
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ import pytest
 
 pytest_plugins = ["tests.bounded", "tests.policy"]
 
-# PyTorch's TCPStore looks up the name of every address that connects, even of loopback, and waits 5 s for a lost answer
-# of the DNS. Tests that create dozens of stores meet this even where answers are rarely lost.
+# PyTorch's TCPStore looks up the name of every address that connects, even of loopback, and waits 5 s if the DNS does
+# not answer. Tests that create dozens of stores meet this even if answers are rarely lost.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 def pytest_collection_finish() -> None:
-    """Excludes the modules imported so far from garbage collections, which take a tenth of a second for them.
+    """Excludes all objects of the imported modules from garbage collections, which would take a tenth of a second
+    longer.
 
-    None of them may be Triton, which complains at the end of what is not collected: no test module imports it.
+    Triton must not be imported yet, because it prints errors at exit about objects that were not collected; no test
+    module imports it.
     """
     gc.collect()
     gc.freeze()
@@ -27,9 +29,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def state_of_lighthouses(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The lighthouse command keeps the last quorum of a job in the user's home directory; in a test, in the
-    test's directory.
-    """
+    """Makes the lighthouse command keep the last quorum of a job in the test's directory instead of the user's home."""
     os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
 
 

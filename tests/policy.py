@@ -1,11 +1,11 @@
-"""The rules for second runs, for skips, and for tests that cannot run on this host. A pytest plugin.
+"""A pytest plugin with the rules for second runs, for skips, and for tests that cannot run on this host.
 
-- A test with real processes that fails is run once more, so that a busy machine does not cost a whole run: never after
-  a timeout, which is a wait that nothing ended, and never with RERUNS=0. Each is recorded with its first failure in
-  build/test/flaky.jsonl, a JSON object a line. More than one fails the run.
-- A test that needs CUDA devices or network namespaces is left out where there are none, and one line says so. Any
-  other skip fails the run under CI=true: there everything that can be installed is. A run of nothing but such tests
-  passes, as it would with others beside them: the line says what was not shown.
+- A failed test with real processes runs a second time, so that a busy machine does not fail the whole run. There is no
+  second run after a timeout, because a wait that nothing ends is a bug, and none with RERUNS=0. The first failure is
+  recorded in build/test/flaky.jsonl, one JSON object per line. If more than one test needs a second run, the run fails.
+  - Tests that need CUDA devices or network namespaces are deselected on hosts without them, and one line reports that.
+  With CI=true any other skip fails the run, because everything that can be installed is installed there. A run in which
+  all tests were deselected passes; the line shows what was not tested.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from datetime import datetime, timezone
 
 import pytest
 
-# The first line of a failure by a timeout: of pytest-timeout, of an exception, or of this project's own waits.
+# The first line of a timeout failure: by pytest-timeout, by an exception, or by a wait of this project's tests.
 TIMEOUTS = [r"\A[^\n]*(from pytest-timeout|\d s passed before|timed out)", r"\A\w*Timeout\w*:"]
 
 
@@ -30,7 +30,7 @@ def devices() -> int:
     import torch
 
     with warnings.catch_warnings():
-        warnings.simplefilter("default")  # an old driver is a reason to leave tests out, but no error
+        warnings.simplefilter("default")  # an old driver is a reason to deselect tests, but no error
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -40,16 +40,16 @@ def _no_device() -> str | None:
     if devices():
         return None
     why = f"PyTorch for CUDA {torch.version.cuda} finds none" if torch.version.cuda else "this PyTorch has no CUDA"
-    return f"{why}; docs/gpu.md says what they take"
+    return f"{why}; docs/gpu.md describes what they need"
 
 
 def _device() -> str | None:
     import torch
 
-    if not torch.accelerator.is_available():  # a build for CUDA names its accelerator even if there is none
+    if not torch.accelerator.is_available():  # a CUDA build names CUDA even on a host without a device
         return None
     device = torch.accelerator.current_accelerator()
-    # The device of tests/late is no device of the host.
+    # The simulated device of tests/late does not count.
     return None if device is None or device.type == "late" else "there is one here"
 
 
@@ -83,14 +83,14 @@ class Policy:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
         self.reruns = int(os.environ.get("RERUNS", "1"))
-        # With the system's pytest instead of that of the test extra.
+        # The pytest of the system is in use, not that of the test extra.
         self.no_reruns = self.reruns > 0 and not config.pluginmanager.hasplugin("rerunfailures")
         self.strict = os.environ.get("CI", "").lower() in ("1", "true")
-        self.deselected: dict[str, str] = {}  # the reason by test
+        self.deselected: dict[str, str] = {}  # reasons by test
         self.run_again: list[pytest.TestReport] = []
         self.skipped: list[str] = []
 
-    @pytest.hookimpl(trylast=True)  # after -m and -k, since tests that they leave out need nothing
+    @pytest.hookimpl(trylast=True)  # after -m and -k, because tests that these deselect need nothing
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         kept, deselected = [], []
         for item in items:
@@ -156,7 +156,7 @@ class Policy:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        """Reports each failure that a second run did not repeat, because it is a bug to be found."""
+        """Reports each failure that did not recur in the second run, because it is a bug to be found."""
         for report in self.run_again:
             terminalreporter.section(f"{report.nodeid} was run again after this", yellow=True)
             terminalreporter.write_line(report.longreprtext)

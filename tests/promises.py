@@ -1,4 +1,4 @@
-"""Bounds of tests for times that the package promises: the promised time, multiplied by a factor defined once."""
+"""The bounds of tests for promised durations: the promised duration times a factor, which is defined here only."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ SLACK = 20.0
 # Added to each bound, because a delayed thread exceeds the shortest promises, too.
 HELD_UP_S = 1.0
 
-# From a kill -9 until the survivors commit again: docs/failures.md. suspect_grace_ms is the most of it.
+# From a kill -9 until the survivors commit again: docs/failures.md. suspect_grace_ms is the largest part of it.
 KILL_S = 0.25
 # From an abort until all waits have ended; also when a peer or an isolated worker is killed: docs/benchmarks.md.
 ABORT_S = 0.1

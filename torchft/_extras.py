@@ -1,7 +1,7 @@
-"""What torchft's wrappers (optimizer, DDP, LocalSGD, process groups) need of a Manager beyond its public methods.
+"""The calls of torchft's wrappers (optimizer, DDP, LocalSGD, process groups) on a Manager, beside its public methods.
 
-A test may give a wrapper a stand-in for a Manager, which has the public methods only. So a wrapper calls
-:func:`extras_of` once, when it is made, and calls the object that it returns.
+A test may pass a stand-in for a Manager to a wrapper. It has the public methods only. So a wrapper calls
+:func:`extras_of` once, in its constructor, and uses the object that it returns.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class Extras:
-    """The extras of a stand-in for a Manager: most of them do nothing. Those of a Manager are in
+    """The extras for a stand-in of a Manager: most of them do nothing. A Manager has those of
     ``_manager/extras.py``.
 
     Args:

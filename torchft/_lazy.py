@@ -14,7 +14,7 @@ def resolver(package: str, names: Mapping[str, str]) -> Callable[[str], object]:
 
     Args:
         package: the package's ``__name__``.
-        names: where each exported name is: "module.name", below the package.
+        names: for each exported name its place, "module.name" below the package.
     """
 
     def resolve(name: str) -> object:

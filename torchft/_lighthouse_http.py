@@ -20,7 +20,7 @@ _TIMEOUT_SEC = 5.0
 
 
 class Unanswered(Exception):
-    """The lighthouse did not answer, or refused the request. The message says what was tried.
+    """The lighthouse did not answer, or refused the request. The message names the addresses that were tried.
 
     Attributes:
         code: the HTTP status code of a refusal; None if there was no answer.
@@ -37,10 +37,10 @@ class Unanswered(Exception):
 
 
 class Lighthouse:
-    """A lighthouse at ``http://host:port``, or the first of a list of them that answers.
+    """A lighthouse at ``http://host:port``, or the first one of a list that answers.
 
     Args:
-        addresses: separated by commas; default: TORCHFT_LIGHTHOUSE, else this machine.
+        addresses: addresses, separated by commas; default: TORCHFT_LIGHTHOUSE, else this machine.
         job: name of the job; default: TORCHFT_JOB_ID, else the lighthouse's unnamed job.
         timeout: seconds until the first byte of an answer.
 

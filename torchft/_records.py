@@ -37,7 +37,7 @@ class Timestamp:
 
 @dataclass
 class QuorumMember:
-    """A replica group, as its request for a quorum describes it.
+    """A replica group, described by its request for a quorum.
 
     Args:
         replica_id: unique in the job, and new after each restart.
@@ -46,7 +46,7 @@ class QuorumMember:
         step: the step in progress in the group.
         world_size: number of ranks in the group.
         shrink_only: whether the quorum must have no new members.
-        data: a value that its user attached; None if there is none.
+        data: a value that the user attached; None if there is none.
     """
 
     replica_id: str = ""
@@ -63,8 +63,8 @@ class Quorum:
     """The replica groups that train the next step together.
 
     Args:
-        quorum_id: increases when the set of members changes, and is never used again in a job.
-        participants: ordered by ``replica_id``.
+        quorum_id: number that increases when the set of members changes; never reused in a job.
+        participants: the members, ordered by ``replica_id``.
         created: time at which the lighthouse formed it.
     """
 
@@ -78,18 +78,18 @@ class QuorumRequest:
     """A rank's request for a quorum.
 
     Args:
-        group_rank: this rank in its group, at least 0.
+        group_rank: rank of this process in its group, at least 0.
         step: the step in progress. Comparisons of requests ignore it.
-        checkpoint_metadata: where this rank serves its checkpoint, for groups that heal from it.
+        checkpoint_metadata: metadata of this rank's checkpoint transport, for groups that heal from it.
         shrink_only: the quorum must have no new members.
         commit_failures: number of consecutive steps that this rank did not commit.
         init_sync: at step 0, all groups but the primary heal from it.
         reconfigure_handle: handle of this rank's process group; empty if it has none.
         group_world_size: number of ranks of the group; the server refuses one that differs from its own. 0: not known.
-        committed_quorum_id: the quorum in which this rank's weights were committed; -1: none since it
-            started, 0: not known.
+        committed_quorum_id: the quorum in which this rank's weights were committed; -1: none since the start of its
+            process, 0: not known.
         replays_failed_steps: whether this rank replays failed steps. Its group does if all of its ranks do.
-        drain: whether this rank was asked to leave. The result reports it to all ranks of the group.
+        drain: whether this rank requests that its group drains. The result reports that to all ranks of the group.
         traceparent: the W3C trace context of the step and the vote on it; empty: this rank does not trace.
     """
 
@@ -113,7 +113,7 @@ class QuorumRequest:
     def _to_json(self) -> str:
         said: dict[str, Any] = {}
         for named in fields(self):
-            if named.name == "traceparent":  # it differs at each step, and is sent by a call of its own
+            if named.name == "traceparent":  # it differs at each step, so a separate call sends it
                 continue
             value = getattr(self, named.name)
             if named.type == "int":
@@ -155,8 +155,8 @@ class QuorumResult:
         heal: whether this group has to heal.
         commit_failures: the largest value that a participant reported.
         replica_ids: replica ids of the participants, in the order of their ranks.
-        reconfigure_handles: handles of the process groups of this group rank, one for each participant, in that order;
-            empty unless all sent one.
+        reconfigure_handles: handles of the process groups of this group rank, one for each participant, in the order of
+            ``replica_ids``; empty unless all sent one.
         replicas_without_handles: replica ids of the participants that sent none.
         committed_quorum_id: the quorum in which the weights of ``max_step`` were committed; -1: none since their groups
             started, 0: not every participant sends it.
@@ -164,7 +164,7 @@ class QuorumResult:
             all participants replay failed steps.
         additional_source_addresses: managers of this group's additional sources; empty unless ``heal``.
         help_dst_replica_ranks: groups that heal from another one, and use this one as an additional source.
-        draining: whether this group was asked to leave, so that this is its last step.
+        draining: whether this group drains, so that this is its last step.
     """
 
     quorum_id: int = 0

@@ -104,7 +104,7 @@ class _Native:
             self._go.run(self._go.pyapi_ReleaseStart, handle)
 
     def __del__(self) -> None:
-        # In a forked child the object belongs to the parent; its threads do not exist here.
+        # In a forked child this object cannot be used: it belongs to the parent, whose threads do not exist here.
         if getattr(self, "_handle", 0) and not self._go.forked():
             self._release()
 
@@ -123,7 +123,7 @@ class _Server(_Native):
         return self._address
 
     def shutdown(self) -> None:
-        """Ends the server; calls that wait for it get an error. Does nothing the second time."""
+        """Ends the server; calls that wait for it get an error. Further calls do nothing."""
         self._release()
 
 
@@ -198,7 +198,7 @@ class ManagerClient(_Native):
 
     __slots__ = ("_round", "_votes")
 
-    # Both are needed. The defaults are for unittest.mock: a stand-in of the upstream class is made without arguments.
+    # Both are required. They have defaults only because mocks of the upstream class are made without arguments.
     def __init__(
         self,
         addr: str | None = None,
@@ -210,8 +210,8 @@ class ManagerClient(_Native):
         if addr is None or connect_timeout is None:
             given = {"addr": addr, "connect_timeout": connect_timeout}
             raise TypeError(f"ManagerClient: missing {' and '.join(n for n, v in given.items() if v is None)}")
-        # Prepared for the calls of each step: the request it was prepared with, and its handle. Threads may
-        # vote for several ranks at the same time, so each has its own.
+        # The prepared call of each thread: the request that it was prepared with, and its handle. Each thread has its
+        # own, because several threads may vote for several ranks at the same time.
         self._round: tuple[QuorumRequest | None, int] = (None, 0)
         self._votes: dict[int, int] = {}
         timeout_us = _micros("connect_timeout", connect_timeout)
@@ -236,7 +236,7 @@ class ManagerClient(_Native):
         """Waits until all ranks of the group asked and the lighthouse has a quorum.
 
         Args:
-            timeout: of the whole wait.
+            timeout: limit for the whole wait.
             further: fields that upstream's request does not have. All arguments are described in
                 :class:`QuorumRequest`.
         """
@@ -254,14 +254,14 @@ class ManagerClient(_Native):
         result = go.run(go.pyapi_ManagerQuorumStart, self._handle, request._to_json(), _micros("timeout", timeout))
         return QuorumResult(**json.loads(result))
 
-    # The same in two calls, for a caller that requests a quorum at every step without a thread for it.
+    # `_quorum` in two calls, for a caller that requests a quorum at every step and needs no thread for that.
 
     def _begin_round(self, request: QuorumRequest, timeout: timedelta, first: bool) -> object:
-        """As :meth:`_quorum`, without waiting. Pass the returned handle to :meth:`_end_round`, once.
+        """Does the same as :meth:`_quorum`, without waiting. Pass the returned handle to :meth:`_end_round`, once.
 
         Args:
-            request: the rank's. A call is fast if only the step differs from the last request.
-            timeout: of the whole wait.
+            request: the rank's request. A call is fast if only the step differs from the last request.
+            timeout: limit for the whole wait.
             first: whether there is no earlier result to compare with.
         """
         go = self._go
@@ -299,8 +299,8 @@ class ManagerClient(_Native):
         """Waits for the lighthouse's next notice.
 
         Returns:
-            What it is about, ``failed``, ``stalled`` or ``progress`` (the lighthouse asks what this rank does), and the
-            member of any quorum that the first two are about. None if there was none in time.
+            The kind of the notice, and the member that failed or is stalled. Kinds are ``failed``, ``stalled`` and
+            ``progress``: the lighthouse asks what this rank does. None if there was no notice in time.
 
         Raises:
             RuntimeError: the client is shut down.
@@ -317,7 +317,7 @@ class ManagerClient(_Native):
         self._go.pyapi_ManagerSuspect(self._handle, quorum_id, replica_id)
 
     def _say_progress(self, group_rank: int, waits: bool, what: str) -> None:
-        """Answers the lighthouse's question: whether this rank waits for other groups, and what it does."""
+        """Answers the lighthouse's ``progress``: whether this rank waits for other groups, and what it does."""
         self._go.pyapi_ManagerSayProgress(self._handle, group_rank, waits, what)
 
     def _checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
@@ -334,10 +334,10 @@ class ManagerClient(_Native):
         """Votes on a step and waits for the group's decision.
 
         Args:
-            group_rank: this rank in its group, at least 0.
-            step: the step that is voted on.
+            group_rank: rank of this process in its group, at least 0.
+            step: step to vote on.
             should_commit: this rank's vote.
-            timeout: of the whole wait.
+            timeout: limit for the whole wait.
 
         Returns:
             True if every rank of the group voted True.
@@ -386,7 +386,7 @@ class ManagerClient(_Native):
         )
 
     def shutdown(self) -> None:
-        """Closes the connection; calls that wait for an answer get an error. Does nothing the second time."""
+        """Closes the connection; calls that wait for an answer get an error. Further calls do nothing."""
         self._release()
 
     def _release(self) -> None:
@@ -410,7 +410,7 @@ class LighthouseServer(_Server):
         min_replicas (int): least number of replica groups in a quorum, at least 1.
         join_timeout_ms (int): how long a quorum waits for healthy groups that have not requested it yet; default 100.
         quorum_tick_ms (int): interval at which quorums are decided also without a new request; default 100.
-        heartbeat_timeout_ms (int): age of a heartbeat from which a group counts as failed; default 5000.
+        heartbeat_timeout_ms (int): time without a heartbeat after which a group counts as failed; default 5000.
         state_dir (str): directory where the last quorum of each job is kept for a restarted lighthouse; default: none.
 
     Raises:
@@ -473,10 +473,10 @@ class LighthouseClient(_Native):
         """Requests to be in the next quorum, and waits for it.
 
         Args:
-            replica_id: of the member; unique in the job.
-            timeout: of the whole wait.
-            address: of the member's manager server.
-            store_address: of the member's store.
+            replica_id: replica id of the member; unique in the job.
+            timeout: limit for the whole wait.
+            address: address of the member's manager server.
+            store_address: address of the member's store.
             step: the member's step in progress.
             world_size: ranks in its group.
             shrink_only: the quorum must have no new members.

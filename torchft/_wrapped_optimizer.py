@@ -1,4 +1,4 @@
-"""A base class of optimizers that wrap another one, which keeps the parameters, the state and the hooks."""
+"""A base class of optimizers that wrap another one. Parameters, state and hooks stay in the wrapped one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class WrappedOptimizer(Optimizer):
     """
 
     def __init__(self, optim: Optimizer) -> None:
-        # Optimizer.__init__ is left out: the wrapped one owns the parameters and runs the hooks
+        # Optimizer.__init__ is not called: the wrapped one owns the parameters and runs the hooks
         self.optim = optim
 
     def add_param_group(self, param_group: Dict[str, Any]) -> None:

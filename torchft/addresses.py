@@ -1,7 +1,7 @@
 """The address that this process announces to other hosts.
 
-Manager servers, stores, reconfigure handles and checkpoint servers all use it, so that a host with several networks
-has one setting. With a wrong address heals may run over a slow network.
+Manager servers, stores, reconfigure handles and checkpoint servers all use it, so a host with several networks needs
+only one setting. With a wrong address heals may use a slow network.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ _lighthouse = ""
 
 
 def use_lighthouse(address: str) -> None:
-    """Sets the lighthouse of this process, which a Manager may have got as an argument.
+    """Sets the lighthouse address of this process. A Manager calls it, which may have got the address as an argument.
 
-    Process groups and checkpoint servers, which have no such argument, announce the address on the route towards it.
+    Process groups and checkpoint servers have no such argument; they announce the address on the route to the
+    lighthouse.
     """
     global _lighthouse
     _lighthouse = address
@@ -65,7 +66,7 @@ def announced_store_host(host: str, port: int, lighthouse_addr: str | None = Non
 
 
 def host_port(host: str, port: int) -> str:
-    """``host:port`` as it stands in an address: an IPv6 address gets its brackets."""
+    """Formats ``host:port``; an IPv6 address gets brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -87,7 +88,7 @@ def _host_of_setting(setting: str) -> str:
 def _route_towards(lighthouse_addr: str) -> str | None:
     """The source address of packets to the lighthouse; None if it is unknown or loopback."""
     try:
-        parts = urlsplit(lighthouse_addr.split(",")[0].strip())  # of a list the first one, which serves unless it fails
+        parts = urlsplit(lighthouse_addr.split(",")[0].strip())  # the first one of a list, which serves unless it fails
         if not parts.hostname:
             return None
         targets = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)

@@ -1,15 +1,15 @@
 """Collectives that send 8-bit codes: a quarter of the bytes of float32.
 
-Each rank sends each peer the codes of one slice of its tensors, adds up the slices that it gets, and (for an allreduce)
-sends everybody the codes of the sum. So values are rounded twice in an allreduce and once in a reduce_scatter; by how
-much one rounding may change them is in `torchft.quantization`. With n ranks a value of an allreduce is off by at most
-the sum of the errors of the n inputs, plus the error of the sum; the bounds of its block count, that is of 2048
-neighbours in its tensor. All ranks get the same bits.
+Each rank sends each peer the codes of one slice of its tensors, adds up the slices that it receives, and (in an
+allreduce) sends the codes of the sum to all peers. So values are rounded twice in an allreduce and once in a
+reduce_scatter; `torchft.quantization` has the error bounds of one rounding. With n ranks the error of an allreduce is
+at most the sum of the errors of the n inputs, plus the error of the sum. A bound depends on the largest value in a
+block, which is 2048 neighbouring elements of a tensor. All ranks get the same bits.
 
-NaN and infinities in any input are NaN in the result, at their place alone.
+NaN and infinities in any input become NaN in the result; only that element is affected.
 
-All ranks pass the same shapes and dtypes in the same order, and have the same TORCHFT_QUANTIZATION_FORMAT. Where the
-exchange goes through Gloo that is compared before anything is sent: a ValueError says what differs.
+All ranks must pass the same shapes and dtypes in the same order, and have the same TORCHFT_QUANTIZATION_FORMAT. With
+Gloo this is compared before tensors are sent: a ValueError names the difference.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def get_padded_sizes(tensors: list[torch.Tensor], world_size: int) -> list[torch
     """The shapes of tensors whose first dimension is padded to a multiple of the number of ranks.
 
     Args:
-        tensors: of one dimension or more; one of n elements counts as (n, 1).
+        tensors: tensors of one dimension or more; one of shape (n,) counts as (n, 1).
         world_size: number of ranks.
 
     Raises:
@@ -86,7 +86,7 @@ def allocate_reduce_scatter_output(
         A flat tensor for this rank's rows of all tensors, one after the other, and the padded sizes of the tensors.
 
     Raises:
-        ValueError: no tensors, or of several dtypes or devices, or one without dimensions.
+        ValueError: there are no tensors, they have several dtypes or devices, or one has no dimensions.
     """
     if not tensors:
         raise ValueError("tensors is empty: at least one is needed")
@@ -109,8 +109,8 @@ def allreduce_quantized(
     Args:
         tensors: float32, float16 or bfloat16, any shapes, on one device.
         opts: SUM or AVG.
-        process_group: of torchft or a native one.
-        sync_stream: the stream on which a device quantizes; default: a new one.
+        process_group: a process group of torchft, or a native one.
+        sync_stream: stream for the work on a device; default: a new one.
 
     Returns:
         Work whose future gives ``tensors``. They must not be touched until it is done.
@@ -144,12 +144,13 @@ def reduce_scatter_quantized(
     """Reduces tensors over all ranks and leaves each rank its rows of them.
 
     Args:
-        output: made by `allocate_reduce_scatter_output`: this rank's rows of all inputs, flat, one after the other.
+        output: a tensor from `allocate_reduce_scatter_output`: this rank's rows of all inputs, flat, one after the
+            other.
         inputs: float32, float16 or bfloat16, of one dimension or more, on one device. Their first dimensions are cut
-            into as many parts as there are ranks, padded with zeros as `get_padded_sizes` says.
+            into as many parts as there are ranks, padded with zeros to the sizes of `get_padded_sizes`.
         opts: SUM or AVG.
-        process_group: of torchft or a native one.
-        sync_stream: the stream on which a device quantizes; default: a new one.
+        process_group: a process group of torchft, or a native one.
+        sync_stream: stream for the work on a device; default: a new one.
 
     Returns:
         Work whose future gives ``output``.

@@ -21,10 +21,10 @@ _BUCKET_FUTURE = torch.futures.Future[torch.Tensor]
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
-    """PyTorch's DistributedDataParallel with its allreduces done by a Manager.
+    """PyTorch's DistributedDataParallel, whose allreduces go through a Manager.
 
-    The allreduce of a bucket overlaps with the rest of the backward pass: the first one of a step waits for the quorum,
-    none waits for an allreduce. If a peer fails, backward raises no error; the step is not committed.
+    The allreduce of a bucket overlaps with the rest of the backward pass: only the first one of a step blocks, until
+    there is a quorum. If a peer fails, backward raises no error; the step is not committed.
 
     All groups must cut the gradients into the same buckets in the same order, including a group that joins when the
     others are at step 1,000. PyTorch rebuilds the buckets after the first step, in the order in which gradients
@@ -62,7 +62,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
 
 class _Through(NamedTuple):
-    """What a communication hook needs to reduce a bucket."""
+    """The state of a communication hook that reduces a bucket."""
 
     manager: "Manager"
     extras: Extras
@@ -80,7 +80,7 @@ def _allreduce_hook(through: _Through, bucket: dist.GradBucket) -> _BUCKET_FUTUR
 
 
 class _StaticGraph:
-    """Reduces the same pieces in all groups although their reducers rebuild their buckets.
+    """Makes all groups reduce the same pieces, although their reducers rebuild their buckets.
 
     The reducer of a static graph begins with one bucket and rebuilds it after its second backward pass, in the order in
     which gradients arrived. A group in its first pass may train with others that have rebuilt theirs already. So the
@@ -158,12 +158,12 @@ def _key(params: Iterable[torch.Tensor]) -> Tuple[int, ...]:
 
 
 class PureDistributedDataParallel(nn.Module):
-    """Averages each parameter's gradient with an allreduce of its own, without PyTorch's reducer.
+    """Averages each parameter's gradient with a separate allreduce, without PyTorch's reducer.
 
     Simple, and slow for small parameters.
 
-    Each gradient is sent off as soon as it is final, and the end of the backward pass waits for all of them. Groups
-    must produce their gradients in the same order.
+    The allreduce of a gradient begins as soon as the gradient is final, and the end of the backward pass waits for all
+    of them. Groups must produce their gradients in the same order.
 
     Args:
         manager: the Manager of this rank.

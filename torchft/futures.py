@@ -1,4 +1,4 @@
-"""Deadlines for futures, blocks of code and streams, which have none of their own.
+"""Timeouts for futures, blocks of code and streams.
 
 All timers of a process share one daemon thread, which starts with the first timer. A timer that fires runs its callback
 on that thread, so callbacks must be short: abort something, fail a future. A callback that hangs would disable every
@@ -74,7 +74,7 @@ def _end_process(callback: Callable[[], None], seconds: float) -> None:
 
 
 class _Timer:
-    """One pending callback. Runs at most once, never after cancel() returned before it was due."""
+    """One pending callback. Runs at most once, and not at all if cancel() has returned before it is due."""
 
     __slots__ = ("_callback",)
 
@@ -123,7 +123,7 @@ class _TimeoutManager:
                 self._sweep()
             entry = (deadline, next(self._sequence), timer)
             heapq.heappush(self._heap, entry)
-            # Later timers need no wake-up: the thread looks again when the earliest is due.
+            # A later timer need not wake the thread, which checks the heap again when the earliest one is due.
             if self._heap[0] is entry:
                 self._cond.notify()
         return timer
@@ -216,13 +216,13 @@ def _devices() -> list[torch.device]:
 def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
     """Returns a future that ends like `fut`, or with TimeoutError if `fut` takes longer than `timeout`.
 
-    `fut` itself is left alone: it may still complete later.
+    `fut` itself is not changed: it may still complete later.
     """
     return fut if fut.done() else timed(fut, timeout, _devices())
 
 
 def timed(fut: Future[T], timeout: timedelta, devices: list[torch.device]) -> Future[T]:
-    """As `future_timeout`, for a future whose value has tensors on these devices and on the CPU only."""
+    """Does the same as `future_timeout`, for a future whose value has tensors on these devices and the CPU only."""
     if fut.done():
         return fut
 
@@ -256,7 +256,7 @@ def future_wait(fut: Future[T], timeout: timedelta) -> T:
 
     Raises:
         TimeoutError: it was not done within `timeout`.
-        Exception: whatever `fut` failed with.
+        Exception: the error of `fut`.
     """
     if not fut.done():
         event = threading.Event()
@@ -267,8 +267,8 @@ def future_wait(fut: Future[T], timeout: timedelta) -> T:
 
 
 class _StreamTimers:
-    """Timers for events of streams. One whose event has passed is dropped when a later one is set, not when it is due:
-    with a deadline of a minute and a thousand operations a second, that is 60,000 events.
+    """Timers for events of streams. A timer whose event has passed is dropped as soon as a later timer is set. If it
+    stayed until it is due, a timeout of a minute and a thousand operations per second would keep 60,000 events.
     """
 
     def __init__(self) -> None:
@@ -297,10 +297,10 @@ def _passed(mark: Mark) -> bool:
 
 
 def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
-    """Calls `callback` when the work queued on the current stream is not done within `timeout`.
+    """Calls `callback` if the work queued on the current stream is not done within `timeout`.
 
-    Until the deadline, or until a later call finds that the work is done, the callback is kept, with all that it refers
-    to: it should refer to no tensors.
+    The callback, and all that it refers to, is kept until the deadline, or until a later call finds that the work is
+    done. So it should not refer to tensors.
 
     Without an accelerator there are no streams, and nothing is watched.
     """

@@ -17,13 +17,13 @@ from typing import Any, Callable, Iterator, Type
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-# Reads of this many bytes or more wait for all of them in one call. That is safe: no buffered reader asks for as much,
-# so the caller needs every byte.
+# A read of at least this many bytes waits for all of them in one call. That is safe, because buffered readers request
+# less: whoever requests that many bytes needs all of them.
 _LARGE_READ = 1 << 20
 
 
 class _DeadlineSocket(socket.socket):
-    """A socket whose reads and writes together end at `deadline`, however slowly the peer drips its bytes.
+    """A socket whose reads and writes end at `deadline`, even if the peer sends its bytes one at a time.
 
     The timeout of an ordinary socket restarts with every byte, so a slow client could occupy a thread without limit.
     Python also implements it as a loop of poll and read, which takes the GIL each time: while a training loop holds the
@@ -34,7 +34,7 @@ class _DeadlineSocket(socket.socket):
 
     @classmethod
     def wrap(cls, sock: socket.socket) -> _DeadlineSocket:
-        """Takes over an open socket, which is closed for its former owner."""
+        """Takes over an open socket; its former owner cannot use it any more."""
         wrapped = cls(fileno=sock.detach())
         wrapped.setblocking(True)
         return wrapped
@@ -67,17 +67,17 @@ class _DeadlineSocket(socket.socket):
 
     def abort(self) -> None:
         """Ends a read or write that waits in any thread; it gets an error."""
-        with suppress(OSError):  # it is closed already
+        with suppress(OSError):  # the socket is closed already
             self.shutdown(socket.SHUT_RDWR)
 
 
 class _IPv6HTTPServer(ThreadingHTTPServer):
-    """A threading HTTP server on IPv6 that takes IPv4 too; on a host without IPv6, on IPv4 alone.
+    """A threading HTTP server for IPv6 and IPv4; on a host without IPv6, for IPv4 only.
 
-    Every connection has a thread of its own. `server_close` cuts the open connections and waits for their threads, at
-    most `close_timeout` seconds. A connection is a *stranger* until its handler has found its request valid and called
-    `admit`. There are at most `max_strangers` of them, and `strangers_of_one` from one address; beyond that the oldest
-    is cut. `admit` refuses a request beyond `max_connections` admitted ones.
+    Every connection is served by its own thread. `server_close` cuts the open connections and waits for their threads,
+    at most `close_timeout` seconds. A connection is a *stranger* until its handler has found its request valid and
+    called `admit`. There are at most `max_strangers` of them, and `strangers_of_one` from one address; beyond that the
+    oldest is cut. `admit` refuses a request beyond `max_connections` admitted ones.
 
     Args:
         server_address: host and port; host "" or "::" is every address, port 0 any free port
@@ -88,7 +88,7 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
     request_queue_size = 1024
     daemon_threads = True
     max_connections = 256
-    # Few are enough: a peer sends its request at once, so it is a stranger for a moment only.
+    # A small number suffices: a peer sends its request at once, so it is a stranger for a moment only.
     max_strangers = 64
     strangers_of_one = 32
     close_timeout = 5.0

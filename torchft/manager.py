@@ -554,6 +554,8 @@ class Manager(Stateful, Stepping):
     def _reduce(self, tensor: torch.Tensor, reduce_op: ReduceOp, should_quantize: bool) -> Optional[_ManagedWork]:
         """Begins to reduce a tensor with the other groups; None after an error."""
         step = self._current
+        if self._along is not None:
+            self._along.reduces()
         self._failures.check()
         if not step.collectives.usable:
             self._current.collectives.abort()  # the peers wait for the reduction that is skipped here

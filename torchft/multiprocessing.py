@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class _MonitoredPipe:
-    """One end of a pipe whose other process may end, hang or fail.
+    """One end of a pipe; the process at the other end may end, hang or fail.
 
     Args:
         pipe: the connection, which this object closes.
@@ -23,7 +23,7 @@ class _MonitoredPipe:
         """Sends an object; an exception is raised at the other end.
 
         Raises:
-            OSError: the pipe is closed, here or there.
+            OSError: the pipe is closed at this end or the other one.
         """
         self._pipe.send(obj)
 

@@ -1,4 +1,4 @@
-"""An optimizer that steps only when the step was committed."""
+"""An optimizer that steps only if the step is committed."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 class OptimizerWrapper(WrappedOptimizer):
     """Wraps an optimizer so that each of its steps is a step of the Manager.
 
-    ``zero_grad`` starts the quorum; ``step`` votes, and steps only if the step is committed. Everything else is the
-    wrapped optimizer's. Its hooks run only for committed steps, and get the wrapped optimizer.
+    ``zero_grad`` starts the quorum; ``step`` votes, and steps only if the step is committed. All other methods are
+    those of the wrapped optimizer. Its hooks run only for committed steps, with the wrapped optimizer as their
+    argument.
 
     The functions of ``torch.distributed.checkpoint.state_dict`` initialize the state of a new optimizer by a step with
     zero gradients and a learning rate of 0. Such a step needs no vote, since it changes no weights.
@@ -61,7 +62,7 @@ class OptimizerWrapper(WrappedOptimizer):
 
 
 def _makes_state() -> bool:
-    """Whether a function of PyTorch's state_dict module calls the method that calls this, directly or through a
+    """Whether the calling method was called by a function of PyTorch's state_dict module, directly or through a
     learning rate scheduler, which replaces an optimizer's `step`.
     """
     frame = sys._getframe(2)

@@ -5,7 +5,7 @@ OTEL_LOGS_EXPORTER with ``otlp``, ``console`` or both. OTEL_SDK_DISABLED=true an
 off. TORCHFT_USE_OTEL, upstream's switch, means both exporters for logs where these variables name none;
 ``false`` means none. All others (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_EXPORTER_OTLP_HEADERS, …) mean what
 they always do. Traces go by OTEL_TRACES_EXPORTER and OTEL_EXPORTER_OTLP_TRACES_ENDPOINT in the same way.
-Needs ``pip install 'torchft[otel]'``. `python -m torchft.otel` sends one record and says where.
+Needs ``pip install 'torchft[otel]'``. `python -m torchft.otel` sends one record and prints where to.
 
 Records are sent from a thread of OpenTelemetry's. Without a collector they are lost; training is not affected.
 """
@@ -51,7 +51,7 @@ class TeeLogExporter(LogRecordExporter):
     """Passes each batch to several exporters.
 
     Args:
-        exporters: each gets every batch, even if another one fails.
+        exporters: the exporters; each gets every batch, even if another one fails.
     """
 
     def __init__(self, exporters: List[LogRecordExporter]) -> None:
@@ -76,7 +76,7 @@ def setup_logger(name: str) -> None:
     """Exports the records of a Python logger. Does nothing unless the environment asks for it, or if called twice.
 
     Args:
-        name: of the logger. One without a level gets INFO.
+        name: name of the logger. One without a level gets INFO.
 
     Raises:
         ValueError: OTEL_LOGS_EXPORTER or TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON is not understood.
@@ -99,7 +99,7 @@ def setup_logger(name: str) -> None:
 
 
 def tracer() -> trace.Tracer:
-    """Makes spans and exports them as the environment says."""
+    """Makes spans and exports them by the exporters that the environment names."""
     global _TRACER_PROVIDER
     if _TRACER_PROVIDER is None:
         provider = TracerProvider(shutdown_on_exit=False)

@@ -54,8 +54,8 @@ class ParameterServer(ABC):
     """Serves sessions, each on a thread, until `shutdown`.
 
     Args:
-        port: for HTTP; 0 takes a free one.
-        store_port: of the TCPStore where the two of a session meet; 0 takes a free one.
+        port: port for HTTP; 0 takes a free one.
+        store_port: port of the TCPStore where the two sides of a session meet; 0 takes a free one.
 
     Raises:
         ValueError: a port is out of range.
@@ -91,11 +91,12 @@ class ParameterServer(ABC):
 
     @abstractmethod
     def forward(self, session_id: str, pg: ProcessGroup) -> None:
-        """Serves a session, on a thread of its own. When it returns or raises, the session ends.
+        """Serves a session, on a separate thread. When it returns or raises, the session ends.
 
         Args:
-            session_id: unique.
-            pg: with two ranks: the server is rank 0, the client rank 1. Its operations fail once the client has failed.
+            session_id: id of the session, unique.
+            pg: process group of two ranks: the server is rank 0, the client rank 1. Its operations fail once the client
+            |                has failed.
         """
 
     @classmethod
@@ -103,7 +104,7 @@ class ParameterServer(ABC):
         """Called by a client: opens a session.
 
         Args:
-            address: as the server's `address` returns it.
+            address: result of the server's `address`.
 
         Returns:
             The process group of the session; the caller is rank 1. The session ends with its `shutdown`, and at the
@@ -140,7 +141,7 @@ class ParameterServer(ABC):
         self._thread.join(_REQUEST_TIMEOUT_SEC)
 
     def _serve(self, session_id: str, connection: socket.socket) -> None:
-        """Runs a session from connecting to its end."""
+        """Connects the process group of a session, and serves the session to its end."""
         pg = self.new_process_group()
         with self._lock:
             self._sessions[session_id] = pg
@@ -160,7 +161,7 @@ class ParameterServer(ABC):
                 self._sessions.pop(session_id, None)
             over.set()
             pg.shutdown()
-            _hang_up(connection)  # ends the watcher
+            _hang_up(connection)  # ends the watching thread
             watcher.join(_REQUEST_TIMEOUT_SEC)
 
     def _watch(self, session_id: str, connection: socket.socket, over: threading.Event) -> None:

@@ -15,8 +15,8 @@ format    codes                                  \\|decoded - value\\| of finite
 ========  =====================================  ===============================================================
 
 Codes of fp8 are computed in integer arithmetic, so devices without fp8 can do it. Both formats have a code for NaN,
-which also encodes infinities: a value that is not finite never decodes to a number. The other elements of its block
-keep the error bound. Values above 2**128 * (1 - 2**-5) may decode to infinity.
+which also encodes infinities: a value that is not finite always decodes to NaN. The other elements of its block keep
+the error bound. Values above 2**128 * (1 - 2**-5) may decode to infinity.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def fused_quantize_into_fp8(
         inputs: float32, float16 or bfloat16, any shape, on one device. Each slice has ceil(n / all_reduce_group_size)
             elements of a tensor of n elements, in the order of the flattened tensor.
         all_reduce_group_size: number of slices.
-        format: of the codes; default: as TORCHFT_QUANTIZATION_FORMAT says.
+        format: format of the codes; default: TORCHFT_QUANTIZATION_FORMAT.
 
     Returns:
         The buffer: uint8, one-dimensional, with slices of equal length.
@@ -101,7 +101,7 @@ def fused_dequantize_from_fp8(
         inputs: the tensors to write to, with the shapes from which the buffer was made.
         output: the buffer, which is only read.
         all_reduce_group_size: number of its slices.
-        format: of its codes.
+        format: format of its codes.
 
     Raises:
         ValueError: a tensor cannot be quantized, or the buffer has another size or type than these tensors need.
@@ -132,7 +132,7 @@ def fused_reduce_fp8(
         all_reduce_group_size: number of its slices.
         all_reduce_rank: the slice that gets the result.
         reduce_op: SUM, or AVG, which divides by the number of slices.
-        format: of its codes.
+        format: format of its codes.
 
     Raises:
         ValueError: another reduce_op, no such slice, or the buffer has another size or type than these tensors need.
@@ -154,7 +154,7 @@ def reduce_into(
     """Sums all slices of a buffer, as fused_reduce_fp8 does, and writes the result to tensors, unquantized.
 
     Args:
-        outputs: contiguous, each with as many elements as its tensor has in one slice.
+        outputs: contiguous tensors, each with as many elements as its tensor has in one slice.
     """
     layout = make_layout([output.numel() * slices for output in outputs], slices)
     _check_buffer(buffer, layout)
@@ -197,7 +197,7 @@ def _check_buffer(buffer: torch.Tensor, layout: Layout) -> None:
         )
 
 
-# On devices of other types PyTorch's operators do the work.
+# Devices of other types use PyTorch's operators.
 _OF_TRITON = ("cuda", "xpu")
 
 

@@ -37,11 +37,11 @@ def hsdp(
         script_args: arguments of the script.
         replicas: number of groups.
         workers_per_replica: ranks of a group.
-        max_restarts: how often torchrun restarts the workers of a group.
-        script: what each rank runs.
+        max_restarts: number of times that torchrun restarts the workers of a group.
+        script: program that each rank runs.
         env: further environment variables, which override those above.
         image: location of the script, as the scheduler understands it.
-        h: a named resource, instead of cpu, gpu and memMB.
+        h: a named resource, which replaces cpu, gpu and memMB.
         cpu: CPUs of a group.
         gpu: GPUs of a group; with none its workers see none.
         memMB: memory of a group.

@@ -96,7 +96,7 @@ class Mark:
     """Events on the current streams of some devices, behind the work queued so far.
 
     Args:
-        devices: none of them the CPU.
+        devices: devices other than the CPU.
     """
 
     __slots__ = ("_events",)
@@ -127,7 +127,7 @@ class Mark:
 
 
 def poll(done: Callable[[], bool], timeout: float = math.inf) -> bool:
-    """Calls `done` until it is true; False if it is not within `timeout` seconds. Sleeps between the calls."""
+    """Calls `done` until it returns True; returns False after `timeout` seconds. Sleeps between the calls."""
     deadline = time.monotonic() + timeout
     pause = _PAUSE_SEC
     while not done():

@@ -23,26 +23,26 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// comeback is the result of a benchmark: a lighthouse with many groups is killed and restarted, and all groups reconnect at once. They
-// have as many connections, and the same backoff, as real managers.
+// comeback is the result of a benchmark in which a lighthouse with many groups is killed and restarted, and all groups reconnect at
+// once. The groups have as many connections, and the same backoff, as real managers.
 type comeback struct {
 	Groups   int     `json:"groups"`
 	AwayS    float64 `json:"away_s"`    // time without a lighthouse
 	HalfMS   float64 `json:"half_ms"`   // from its first accepted connection until half of the groups are connected
 	AllMS    float64 `json:"all_ms"`    // until all are connected
-	Attempts float64 `json:"attempts"`  // streams that were begun for each group, since the kill
-	CPUMS    float64 `json:"cpu_ms"`    // of the lighthouse meanwhile
-	MemoryMB float64 `json:"memory_mb"` // resident, afterwards
+	Attempts float64 `json:"attempts"`  // attempted streams per group since the kill
+	CPUMS    float64 `json:"cpu_ms"`    // of the lighthouse, until all are connected
+	MemoryMB float64 `json:"memory_mb"` // resident, after the reconnection
 	PeakMB   float64 `json:"peak_mb"`
 }
 
-// returning are groups that each keep a stream, and open a new one when it breaks.
+// returning has groups that each keep a stream open, and open a new one when it breaks.
 type returning struct {
 	attempts atomic.Int64
 
 	mu      sync.Mutex
 	in      int         // groups that are connected
-	since   []time.Time // when each group was connected, since the last forget
+	since   []time.Time // when each group was connected after the last forget
 	changed chan struct{}
 }
 
@@ -197,7 +197,7 @@ type running struct {
 
 func (r *running) pid() int { return r.command.Process.Pid }
 
-// end kills the process by SIGKILL, and waits for it.
+// end kills the process with SIGKILL, and waits for it.
 func (r *running) end() {
 	r.ended.Do(func() {
 		_ = r.command.Process.Kill()

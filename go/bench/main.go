@@ -1,12 +1,12 @@
-// Command bench puts load on a lighthouse. Simulated replica groups, each with a connection of its own, request the next quorum
-// as soon as they have received one. It prints a line of JSON for each number of groups.
+// Command bench puts load on a lighthouse. Simulated replica groups, each with its own connection, request the next quorum as soon
+// as they have received one. It prints a line of JSON for each number of groups.
 //
 //	go run ./bench -lighthouse http://localhost:29510 -kind upstream -groups 1000 -pid PID
 //	go run ./bench -comeback ./torchft_lighthouse -groups 10000
 //
 // The second command kills the lighthouse of running groups, restarts it, and measures how long the groups take to reconnect.
-// Groups of kind upstream behave like upstream's manager, those of kind ours like the one of this repository. The min_replicas
-// of the lighthouse must be the number of groups, so that it waits for all of them.
+// Groups of kind upstream behave like an upstream manager, groups of kind ours like a manager server of this repository. The
+// min_replicas of the lighthouse must be the number of groups, so that it waits for all of them.
 package main
 
 import (
@@ -27,7 +27,7 @@ func main() {
 	}
 }
 
-// settings are those of the command line.
+// settings are the settings of the command line.
 type settings struct {
 	lighthouse string
 	kind       string
@@ -81,11 +81,11 @@ type result struct {
 	SlowestMS  float64 `json:"slowest_ms"`
 	FirstBytes float64 `json:"first_bytes"` // sent by the lighthouse in the first round
 	RoundBytes float64 `json:"round_bytes"` // sent by the lighthouse in a later round
-	// Of the lighthouse's process.
+	// The following fields are about the lighthouse's process.
 	RoundCPUMS  float64 `json:"round_cpu_ms,omitempty"`
 	PeakMB      float64 `json:"peak_mb,omitempty"`   // largest resident memory so far
 	MemoryMB    float64 `json:"memory_mb,omitempty"` // resident memory after the rounds
-	IdleCPU     float64 `json:"idle_cpu,omitempty"`  // cores, while groups are only alive
+	IdleCPU     float64 `json:"idle_cpu,omitempty"`  // cores used while the groups only send heartbeats
 	IdleSeconds float64 `json:"idle_s,omitempty"`
 }
 

@@ -25,7 +25,7 @@ type group interface {
 	keep()
 	// check decodes the last answer.
 	check() (members int, steps int64)
-	// alive sends a heartbeat, and returns the time until the next one.
+	// alive sends a heartbeat, and returns the time until the next one is due.
 	alive(ctx context.Context) (time.Duration, error)
 	close()
 }
@@ -38,7 +38,7 @@ var kinds = map[string]func(ctx context.Context, lighthouse string, member *torc
 
 func kindNames() []string { return slices.Sorted(maps.Keys(kinds)) }
 
-// newMember is a record like that of a real group.
+// newMember returns a record like that of a real group.
 func newMember(i int) *torchftpb.QuorumMember {
 	return &torchftpb.QuorumMember{
 		ReplicaId:    fmt.Sprintf("train_ddp_%05d:%08x-7c1e-4b52-9d0a-%012x", i, i*2654435761, i*40503),
@@ -132,7 +132,7 @@ func inParallel(n int, do func(i int) error) error {
 	return <-errs
 }
 
-// checked are the groups whose answers are verified.
+// checked returns the groups whose answers are verified.
 func checked(groups []group) []group { return []group{groups[0], groups[len(groups)-1]} }
 
 // round sends the requests of all groups at once, and returns the time until all have their answers.
@@ -151,7 +151,7 @@ func round(groups []group, step int64) (took time.Duration, bytes int64, err err
 		})
 	}
 	if err := inParallel(len(groups), func(i int) error { return groups[i].begin(step) }); err != nil {
-		return 0, 0, err // goroutines that still wait end with the process
+		return 0, 0, err // waiting goroutines end with the process
 	}
 	all.Wait()
 	took = time.Since(start)
@@ -174,7 +174,7 @@ func idle(ctx context.Context, groups []group, s settings) (cores float64, err e
 	failed := make(chan error, len(groups))
 	for i, g := range groups {
 		all.Go(func() {
-			pause := time.Duration(i) * time.Second / time.Duration(len(groups)) // not all at once
+			pause := time.Duration(i) * time.Second / time.Duration(len(groups)) // so that they are spread over a second
 			for {
 				select {
 				case <-ctx.Done():

@@ -17,8 +17,8 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// ours is a group that keeps a stream, as the manager server of this repository does. Unlike the manager server, it stores the
-// list of members encoded, and decodes it only in check: thousands of decoded lists would not fit into memory.
+// ours is a group that keeps a stream, like the manager server of this repository. Unlike the manager server, it stores the list of
+// members encoded, and decodes it only in check: thousands of decoded lists would not fit into memory.
 type ours struct {
 	conn     *grpc.ClientConn
 	stream   grpc.ClientStream
@@ -33,11 +33,11 @@ type ours struct {
 	answers chan answer // to the requests, in order
 
 	keeps  atomic.Bool
-	parts  [][]byte // of the list, each a message
+	parts  [][]byte // of the list, one message each
 	states []byte
 }
 
-// answer sums up what was received since the previous answer: up to a quorum, or to the end of the stream.
+// answer has the messages received since the previous answer, up to and including a quorum or the end of the stream.
 type answer struct {
 	bytes int
 	err   error
@@ -111,7 +111,7 @@ func (o *ours) wait() (received int, err error) {
 	return a.bytes, a.err
 }
 
-// listen receives the messages of the lighthouse, whether or not a call of wait is pending.
+// listen receives the messages of the lighthouse, even while no call of wait is pending.
 func (o *ours) listen() {
 	received := 0
 	for {
@@ -158,7 +158,7 @@ func (o *ours) heard(message []byte) (protowire.Number, error) {
 		return field, o.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Progress{
 			Progress: &torchftpb.GroupProgress{Phase: "waits for the other groups", Waits: true},
 		}})
-	case memberFailedField, memberStalledField: // ignored: the member asks again in the next round
+	case memberFailedField, memberStalledField: // ignored: the group asks again in the next round
 	default:
 		return field, fmt.Errorf("unexpected message of the lighthouse: %s", text(message))
 	}
@@ -183,7 +183,7 @@ const (
 	progressAskedField = 61
 )
 
-// kindOf is the field number of the message that a LighthouseMessage contains.
+// kindOf returns the field number of the message in a LighthouseMessage.
 func kindOf(message []byte) (protowire.Number, error) {
 	for rest := message; len(rest) > 0; {
 		field, _, n := protowire.ConsumeField(rest)

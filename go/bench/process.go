@@ -8,7 +8,7 @@ import (
 	"time"
 )
 
-// used is the processor time and the memory of a process so far.
+// used is the processor time and the memory that a process has used so far.
 type used struct {
 	cpu              time.Duration
 	memoryMB, peakMB float64 // resident

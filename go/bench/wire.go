@@ -14,8 +14,8 @@ import (
 	"google.golang.org/grpc/mem"
 )
 
-// raw is a message that the benchmark leaves encoded. One process stands for all groups: if it decoded a thousand members for each of
-// a thousand groups, it would use more processor time than the lighthouse. Real groups have processors of their own.
+// raw is a message that the benchmark leaves encoded. One process stands for all groups: if it decoded a thousand members for each
+// of a thousand groups, it would use more processor time than the lighthouse. Real groups have their own processors.
 type raw struct {
 	bytes []byte
 	drop  bool // keep only the size of received messages
@@ -68,5 +68,5 @@ func dial(ctx context.Context, lighthouse string, more ...grpc.DialOption) (*grp
 	return conn, nil
 }
 
-// heartbeatInterval is the interval between heartbeats of upstream's managers.
+// heartbeatInterval is the interval between heartbeats of upstream managers.
 const heartbeatInterval = 100 * time.Millisecond

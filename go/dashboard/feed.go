@@ -18,7 +18,7 @@ const (
 	mostViewers = 2000
 	// backlog is how many messages are queued for a slow viewer. With more, its connection is closed, and the browser reconnects.
 	backlog = 16
-	// keepWrite is how long one message may take to a viewer.
+	// keepWrite is how long sending one message to a viewer may take.
 	keepWrite = 10 * time.Second
 )
 
@@ -32,7 +32,7 @@ type Feed struct {
 	history History
 	board   Board
 	viewers map[*viewer]struct{}
-	wholes  map[int64]*whole // for viewers that join before the next change, by the last event that they know
+	wholes  map[int64]*whole // first messages for viewers that join before the next change, by the last event that they know
 	closed  bool
 	looked  time.Time
 	meters  *meters
@@ -43,8 +43,8 @@ type viewer struct {
 	messages chan []byte // closed when it is dropped
 }
 
-// whole is the full state at a moment. Viewers that connect at the same time, as a thousand may after a restart of the lighthouse, share
-// it. It is encoded once, and not under the feed's lock.
+// whole is the full state at a moment. Viewers that connect at the same time share it: a thousand may do so after a restart of the
+// lighthouse. It is encoded once, and not under the feed's lock.
 type whole struct {
 	once sync.Once
 	last int64 // id of the last event
@@ -57,12 +57,12 @@ func (w *whole) message() []byte {
 	return w.text
 }
 
-// NewFeed makes the feed of a job; status returns the present status of its machine.
+// NewFeed returns the feed of a job; status returns the present status of the job's machine.
 func NewFeed(job string, status func() quorum.Status) *Feed {
 	return &Feed{job: job, status: status, now: time.Now, viewers: map[*viewer]struct{}{}, wholes: map[int64]*whole{}, meters: newMeters(job)}
 }
 
-// Record stores an event, and sends it to all viewers.
+// Record stores an event and sends it to all viewers.
 func (f *Feed) Record(e Event) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -74,13 +74,13 @@ func (f *Feed) Record(e Event) {
 	}
 }
 
-// Failed counts the failure of a member. The event that names it is recorded apart, and may name several members.
+// Failed counts the failure of a member. The event for the history is recorded separately, since it may name several members.
 func (f *Feed) Failed(cause quorum.Cause) { f.meters.failures[cause].Inc() }
 
-// Heard counts a sign of life.
+// Heard counts a heartbeat.
 func (f *Feed) Heard() { f.meters.heartbeats.Inc() }
 
-// Round remembers how far the job is, and how long the quorum took since the first group asked for it.
+// Round records the step of the job, and how long the quorum took since the first group asked for it.
 func (f *Feed) Round(step int64, groups int, waited time.Duration, now time.Time) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -108,7 +108,7 @@ func (f *Feed) Run(stop <-chan struct{}) {
 	}
 }
 
-// look takes the status before it locks the feed: a job calls Record under its own lock, which status needs.
+// look gets the status before it locks the feed, to avoid a deadlock: a job calls Record under its own lock, which status needs.
 func (f *Feed) look() {
 	status := f.status()
 	f.mu.Lock()
@@ -120,7 +120,7 @@ func (f *Feed) look() {
 	}
 }
 
-// current makes the state recent for a new viewer, unless a look was made a moment ago: one for each of a thousand new viewers would
+// current updates the state for a new viewer, unless that was done a moment ago: an update for each of a thousand new viewers would
 // send a thousand messages to each of the others.
 func (f *Feed) current() {
 	f.mu.Lock()
@@ -131,7 +131,7 @@ func (f *Feed) current() {
 	}
 }
 
-// send gives a message to every viewer. The caller holds mu.
+// send queues a message for every viewer. The caller holds mu.
 func (f *Feed) send(m []byte) {
 	for v := range f.viewers {
 		select {
@@ -158,7 +158,7 @@ func (f *Feed) close() {
 	}
 }
 
-// join adds a viewer. Its first message is the full state: members, events after the given id, throughput.
+// join adds a viewer. Its first message is the full state: the members, the events after the given id, and the throughput.
 func (f *Feed) join(after int64) (*viewer, error) {
 	f.current()
 	f.mu.Lock()
@@ -190,7 +190,7 @@ func (f *Feed) leave(v *viewer) {
 	f.drop(v)
 }
 
-// snapshot is the history for a single request.
+// snapshot returns the history for a single request.
 func (f *Feed) snapshot(after int64) any {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -200,7 +200,7 @@ func (f *Feed) snapshot(after int64) any {
 	}{f.history.After(after), f.history.Points()}
 }
 
-// serveEvents is a stream of server-sent events.
+// serveEvents serves a stream of server-sent events.
 func (f *Feed) serveEvents(w http.ResponseWriter, r *http.Request) {
 	after, err := number(r, "after")
 	if err != nil {
@@ -208,7 +208,7 @@ func (f *Feed) serveEvents(w http.ResponseWriter, r *http.Request) {
 		return
 	}
 	if last, err := strconv.ParseInt(r.Header.Get("Last-Event-ID"), 10, 64); err == nil {
-		after = last // a browser that reconnects
+		after = last // set by a browser that reconnects
 	}
 	v, err := f.join(after)
 	if err != nil {
@@ -220,7 +220,7 @@ func (f *Feed) serveEvents(w http.ResponseWriter, r *http.Request) {
 	h := w.Header()
 	h.Set("Content-Type", "text/event-stream")
 	h.Set("Cache-Control", "no-store")
-	h.Set("X-Accel-Buffering", "no") // proxies must not hold it back
+	h.Set("X-Accel-Buffering", "no") // proxies must not buffer the stream
 	out := http.NewResponseController(w)
 	_ = out.SetReadDeadline(time.Time{})
 	write := func(m []byte) bool {
@@ -245,10 +245,10 @@ func (f *Feed) serveEvents(w http.ResponseWriter, r *http.Request) {
 	}
 }
 
-// message encodes a server-sent event; id 0: none.
+// message encodes a server-sent event; id 0: without an id.
 func message(event string, id int64, data any) []byte {
 	body, err := json.Marshal(data)
-	if err != nil { // only numbers and strings are in there
+	if err != nil { // impossible: the value has numbers and strings only
 		body = []byte(`{"error":"not encoded"}`)
 	}
 	m := []byte("event: " + event + "\n")

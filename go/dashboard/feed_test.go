@@ -20,7 +20,7 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// job is what a lighthouse would say.
+// job provides a status, like a job of a lighthouse.
 type job struct {
 	mu     sync.Mutex
 	status quorum.Status
@@ -32,7 +32,7 @@ func (j *job) set(members ...quorum.MemberStatus) {
 	j.status = quorum.Status{QuorumID: 3, Members: members}
 }
 
-func (j *job) say() quorum.Status {
+func (j *job) current() quorum.Status {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	return j.status
@@ -46,7 +46,7 @@ type site struct {
 
 func serve(t *testing.T, j *job) *site {
 	t.Helper()
-	f := NewFeed("default", j.say)
+	f := NewFeed("default", j.current)
 	stop := make(chan struct{})
 	mux := http.NewServeMux()
 	f.Register(mux)
@@ -182,7 +182,7 @@ func TestAViewerGetsEverythingThenChangesThenEvents(t *testing.T) {
 		assert.Equal(t, "2", id)
 		assert.Equal(t, []string{"b"}, failed.Left)
 
-		// Connecting again, as a browser does: only what is new.
+		// A browser that reconnects receives only new events.
 		var again everything
 		s.watch(t, "/api/v1/events", "1").next(t, &again)
 		require.Len(t, again.Events, 1)
@@ -219,7 +219,7 @@ func TestShutdownEndsTheStreams(t *testing.T) {
 	})
 }
 
-func TestWhereThereIsNothingYetListsAreEmptyAndNotNull(t *testing.T) {
+func TestEmptyListsAreNotNull(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := serve(t, &job{})
 		_, body, _ := s.get(t, "/api/v1/history")
@@ -277,7 +277,7 @@ func TestAThousandGroupsFitIntoAMegabyte(t *testing.T) {
 	})
 }
 
-func TestThePageIsWholeAndLoadsNothingFromElsewhere(t *testing.T) {
+func TestThePageIsCompleteAndLoadsNothingFromOtherHosts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := serve(t, &job{})
 		for path, kind := range map[string]string{"/": "text/html", "/app.js": "text/javascript", "/style.css": "text/css"} {
@@ -285,10 +285,10 @@ func TestThePageIsWholeAndLoadsNothingFromElsewhere(t *testing.T) {
 			assert.Equal(t, http.StatusOK, code, path)
 			assert.Contains(t, header.Get("Content-Type"), kind)
 			assert.Contains(t, header.Get("Content-Security-Policy"), "default-src 'none'")
-			without := strings.ReplaceAll(body, "http://www.w3.org/2000/svg", "") // a name, not an address
+			without := strings.ReplaceAll(body, "http://www.w3.org/2000/svg", "") // the name of an XML namespace, which is not loaded
 			assert.NotContains(t, without, "http://", path)
 			assert.NotContains(t, without, "https://", path)
-			assert.NotContains(t, without, "innerHTML", "names are strangers' strings")
+			assert.NotContains(t, without, "innerHTML", "names come from clients")
 		}
 	})
 }

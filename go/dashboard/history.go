@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// Kind says what an event is about.
+// Kind is the kind of an event.
 type Kind string
 
 const (
@@ -19,30 +19,30 @@ const (
 	MemberFailed Kind = "failed"
 	// MemberEnded : one or several members have shut down.
 	MemberEnded Kind = "ended"
-	// NoQuorum : requests have waited for some time without a quorum.
+	// NoQuorum : requests have been pending for some time without a quorum.
 	NoQuorum Kind = "waiting"
-	// Healed : a group has taken over the state of another.
+	// Healed : a group has taken over the state of another one.
 	Healed Kind = "healed"
 	// Recovered : the survivors of a failure have committed a step again.
 	Recovered Kind = "recovered"
 	// Drained : a member was asked to leave at the end of a step.
 	Drained Kind = "drained"
-	// Waived : an operator said that a member with a missing vote has ended.
+	// Waived : an operator stated that a member with a missing vote has ended.
 	Waived Kind = "waived"
 	// Killed : a member was ended on request.
 	Killed Kind = "killed"
 )
 
 const (
-	// mostEvents is how many events are kept: those of a day in which a group fails every other minute.
+	// mostEvents is how many events are kept: enough for a day in which a group fails every other minute.
 	mostEvents = 1000
 	// mostNames is how many members an event names.
 	mostNames = 8
-	// longestReason in bytes.
+	// longestReason is the length in bytes to which reasons are shortened.
 	longestReason = 512
 	// mostPoints is how many points of the throughput are kept. With more, every other one is removed.
 	mostPoints = 2000
-	// pointEvery is the interval between two points as long as none has been removed.
+	// pointEvery is the interval between two points until the first removal.
 	pointEvery = time.Second
 )
 
@@ -60,11 +60,11 @@ type Event struct {
 	// The other fields are for Healed and Recovered.
 	Who       string  `json:"who,omitempty"`    // replica_id
 	Bytes     int64   `json:"bytes,omitempty"`  // of the received state
-	Phases    []Phase `json:"phases,omitempty"` // where its seconds went, in order
+	Phases    []Phase `json:"phases,omitempty"` // the parts of its duration, in order
 	StepsLost int64   `json:"steps_lost,omitempty"`
 }
 
-// took is how long a recovery took. Phases that are sums of others are no part of it.
+// took returns how long a recovery took, without the phases that are sums of others.
 func (e Event) took() (seconds float64) {
 	for _, p := range e.Phases {
 		if p.Name != "total" {
@@ -80,10 +80,10 @@ type Phase struct {
 	Seconds float64 `json:"seconds"`
 }
 
-// Point is the progress of a job at a time.
+// Point is the progress of a job at one time.
 type Point struct {
 	At     int64 `json:"at"`     // milliseconds since 1970
-	Step   int64 `json:"step"`   // largest of the quorum
+	Step   int64 `json:"step"`   // largest step of the quorum
 	Groups int   `json:"groups"` // in the quorum
 }
 
@@ -95,7 +95,7 @@ type History struct {
 	every  time.Duration
 }
 
-// Add keeps an event, and returns it with its id and with shortened texts.
+// Add stores an event, and returns it with its id and with shortened texts.
 func (h *History) Add(e Event) Event {
 	e.ID = h.next + 1
 	h.next++
@@ -121,8 +121,8 @@ func (h *History) After(id int64) []Event {
 	return found
 }
 
-// known returns the id after which After begins: the given one, or the one before the oldest kept event if that is larger. An id above all
-// existing ones was given by an earlier process of the lighthouse, so that all kept events are new to the client.
+// known returns the id after which After begins: the given one, or the one before the oldest kept event if that is larger. An id
+// above all existing ones is from an earlier process of the lighthouse, so all kept events are new to the client.
 func (h *History) known(id int64) int64 {
 	oldest := h.next - int64(len(h.events)) // the id before the oldest
 	if id > h.next {
@@ -135,7 +135,7 @@ func (h *History) known(id int64) int64 {
 func (h *History) Round(step int64, groups int, now time.Time) {
 	p := Point{At: now.UnixMilli(), Step: step, Groups: groups}
 	if n := len(h.points); n > 0 {
-		// A change of the number of groups always adds a point: its distance to the next one shows what the change cost.
+		// A change of the number of groups always adds a point: the distance to the next point shows the cost of the change.
 		last := h.points[n-1]
 		if p.At-last.At < max(h.every, pointEvery).Milliseconds() && last.Groups == groups {
 			return

@@ -26,7 +26,7 @@ func TestEventsAreNumberedAndTheOldestAreForgotten(t *testing.T) {
 	}
 	assert.Len(t, h.After(3*mostEvents/2-2), 2)
 	assert.Empty(t, h.After(3*mostEvents/2))
-	assert.Equal(t, all, h.After(1e9), "an id above all is of an earlier process: all events are new")
+	assert.Equal(t, all, h.After(1e9), "an id above all existing ones is from an earlier process: all events are new")
 }
 
 func TestAnEventIsBounded(t *testing.T) {

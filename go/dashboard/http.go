@@ -12,11 +12,11 @@ import (
 //go:embed web openapi.json
 var files embed.FS
 
-// page serves what a browser needs. Nothing is loaded from elsewhere.
+// page serves all files of the web page. The page loads nothing from other hosts.
 func page() http.Handler {
 	web, err := fs.Sub(files, "web")
 	if err != nil {
-		panic(err) // the files are part of the program
+		panic(err) // impossible: the files are embedded
 	}
 	served := http.FileServerFS(web)
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
@@ -65,7 +65,7 @@ func Refuse(w http.ResponseWriter, code int, err error) {
 	_ = json.NewEncoder(w).Encode(map[string]string{"error": err.Error()})
 }
 
-// number is a parameter that must be a whole number of at least 0; 0 if it is absent.
+// number returns the value of a parameter, which must be a whole number of at least 0; 0 if it is absent.
 func number(r *http.Request, name string) (int64, error) {
 	text := r.URL.Query().Get(name)
 	if text == "" {

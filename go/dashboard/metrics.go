@@ -27,20 +27,20 @@ func registry(feeds func() []*Feed) *prometheus.Registry {
 	return r
 }
 
-// collector is a prometheus.Collector over jobs that come and go.
+// collector is a prometheus.Collector for the present jobs.
 type collector func() []*Feed
 
 // Describe sends nothing, which makes the collector unchecked: its metrics depend on the jobs.
 func (collector) Describe(chan<- *prometheus.Desc) {}
 
-// Collect asks each job.
+// Collect collects the metrics of each job.
 func (c collector) Collect(out chan<- prometheus.Metric) {
 	for _, f := range c() {
 		f.collect(out)
 	}
 }
 
-// meters count what happens to a job, for Prometheus.
+// meters has the metrics of a job that are counted event by event.
 type meters struct {
 	rounds     prometheus.Counter
 	changes    prometheus.Counter
@@ -76,18 +76,18 @@ func newMeters(job string) *meters {
 		rounds:     counter("torchft_quorum_rounds_total", "Quorums answered, one for each step."),
 		changes:    counter("torchft_quorum_changes_total", "Quorums with other members than the one before."),
 		failures:   map[quorum.Cause]prometheus.Counter{},
-		heartbeats: counter("torchft_heartbeats_total", "Signs of life of members that said nothing else."),
+		heartbeats: counter("torchft_heartbeats_total", "Heartbeats, which members send when they send nothing else."),
 		kills:      counter("torchft_kills_total", "Members that were ended on request."),
 		drains:     counter("torchft_drains_total", "Members that were asked to leave at the end of a step."),
 		heals:      counter("torchft_heals_total", "Groups that took over the state of another."),
 		healed:     counter("torchft_healed_bytes_total", "Bytes of these states, of the first rank of each group."),
-		lost:       counter("torchft_lost_steps_total", "Steps lost to failures, of those that were left."),
+		lost:       counter("torchft_lost_steps_total", "Steps that the survivors of failures lost."),
 		recovery:   map[Kind]prometheus.Histogram{},
 		quorum:     histogram("torchft_quorum_seconds", "Time from the first group that asks for a quorum to its answer.", nil),
 		step:       histogram("torchft_step_seconds", "Time from one step of the job to the next.", nil),
 	}
 	for kind, name := range map[Kind]string{Healed: "heal", Recovered: "failure"} {
-		m.recovery[kind] = histogram("torchft_recovery_seconds", "Time of a heal, or from a failure to the next commit of those that are left.",
+		m.recovery[kind] = histogram("torchft_recovery_seconds", "Time of a heal, or from a failure to the next commit of the survivors.",
 			prometheus.Labels{"recovery": name})
 	}
 	for _, cause := range quorum.Causes {
@@ -99,7 +99,7 @@ func newMeters(job string) *meters {
 	return m
 }
 
-// all are the meters, for Prometheus.
+// all returns the metrics, for Prometheus.
 func (m *meters) all() []prometheus.Metric {
 	all := []prometheus.Metric{m.rounds, m.changes, m.heartbeats, m.kills, m.drains, m.heals, m.healed, m.lost, m.quorum, m.step}
 	for _, c := range m.failures {
@@ -111,7 +111,7 @@ func (m *meters) all() []prometheus.Metric {
 	return all
 }
 
-// round is called for each quorum that is answered.
+// round is called for each delivered quorum.
 func (m *meters) round(step int64, waited time.Duration, now time.Time) {
 	m.rounds.Inc()
 	m.quorum.Observe(waited.Seconds())
@@ -142,7 +142,7 @@ func (m *meters) event(e Event) {
 	}
 }
 
-// The label is not called job: Prometheus uses that name for the scraped target.
+// The label is not named job: Prometheus uses that name for the scraped target.
 var (
 	membersDesc = prometheus.NewDesc("torchft_members", "Members by state.", []string{"training_job", "state"}, nil)
 	quorumDesc  = prometheus.NewDesc("torchft_quorum_id", "Id of the latest quorum.", []string{"training_job"}, nil)

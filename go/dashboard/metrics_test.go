@@ -19,11 +19,11 @@ func TestTheMetricsOfAJobWithAFailure(t *testing.T) {
 	failed := member("c", 3)
 	failed.Healthy = false
 	j.set(member("a", 7), member("b", 7), failed)
-	f := NewFeed("default", j.say)
+	f := NewFeed("default", j.current)
 	for i := range 5 {
 		f.Round(int64(i), 2, 20*time.Millisecond, start.Add(time.Duration(i)*100*time.Millisecond))
 	}
-	f.Round(4, 2, 20*time.Millisecond, start.Add(10*time.Second)) // a step that was lost is no step
+	f.Round(4, 2, 20*time.Millisecond, start.Add(10*time.Second)) // a step that was not committed is not counted
 	f.Round(5, 2, 20*time.Millisecond, start.Add(10400*time.Millisecond))
 	f.Record(Event{Kind: QuorumChanged})
 	f.Failed(quorum.Silent)
@@ -47,10 +47,10 @@ torchft_healed_bytes_total{training_job="default"} 1000
 # HELP torchft_heals_total Groups that took over the state of another.
 # TYPE torchft_heals_total counter
 torchft_heals_total{training_job="default"} 1
-# HELP torchft_heartbeats_total Signs of life of members that said nothing else.
+# HELP torchft_heartbeats_total Heartbeats, which members send when they send nothing else.
 # TYPE torchft_heartbeats_total counter
 torchft_heartbeats_total{training_job="default"} 1
-# HELP torchft_lost_steps_total Steps lost to failures, of those that were left.
+# HELP torchft_lost_steps_total Steps that the survivors of failures lost.
 # TYPE torchft_lost_steps_total counter
 torchft_lost_steps_total{training_job="default"} 2
 # HELP torchft_kills_total Members that were ended on request.
@@ -111,13 +111,13 @@ torchft_step_seconds_count{training_job="default"} 5
 }
 
 func TestTheMetricsAreNamedAsPrometheusWantsThem(t *testing.T) {
-	found, err := testutil.GatherAndLint(registry(func() []*Feed { return []*Feed{NewFeed("default", (&job{}).say)} }))
+	found, err := testutil.GatherAndLint(registry(func() []*Feed { return []*Feed{NewFeed("default", (&job{}).current)} }))
 	require.NoError(t, err)
 	assert.Empty(t, found)
 }
 
 func TestTwoJobsAndProcess(t *testing.T) {
-	one, two := NewFeed("one", (&job{}).say), NewFeed("two", (&job{}).say)
+	one, two := NewFeed("one", (&job{}).current), NewFeed("two", (&job{}).current)
 	two.Record(Event{Kind: Killed, Left: []string{"c"}})
 	recorder := httptest.NewRecorder()
 	Metrics(func() []*Feed { return []*Feed{one, two} }).ServeHTTP(recorder, httptest.NewRequest(http.MethodGet, "/metrics", nil))

@@ -7,7 +7,7 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// State is the state of a member, in one word.
+// State is the state of a member, as shown on the page.
 type State string
 
 // The states of a member.
@@ -15,28 +15,28 @@ const (
 	Training State = "training" // in the quorum
 	Waiting  State = "waiting"  // has asked for a quorum
 	Joining  State = "joining"  // alive, and in no quorum yet
-	Healing  State = "healing"  // in the quorum, and takes over the state of the others
+	Healing  State = "healing"  // in the quorum, and receives the state of a peer
 	Suspect  State = "suspect"  // its connection broke a moment ago
 	Stalled  State = "stalled"  // it makes no progress while the others wait for it
 	Draining State = "draining" // asked to leave
 	Failed   State = "failed"
 )
 
-// Row is one member, as the page shows it.
+// Row has the data of one member that the page shows.
 type Row struct {
 	ID       string  `json:"id"`
 	State    State   `json:"state"`
 	Since    int64   `json:"since"` // when the state began, in milliseconds since 1970
 	Step     int64   `json:"step"`
-	StepMS   float64 `json:"step_ms"`  // smoothed time for a step; 0: not known
-	HeardOf  int64   `json:"heard_of"` // when the last sign of life came, in milliseconds since 1970, by whole seconds
+	StepMS   float64 `json:"step_ms"`  // smoothed duration of a step; 0: unknown
+	HeardOf  int64   `json:"heard_of"` // time of the last sign of life, in milliseconds since 1970, rounded to seconds
 	Address  string  `json:"address"`
 	Ranks    uint64  `json:"ranks"`
-	Failures int64   `json:"failures"` // commits in a row that failed
+	Failures int64   `json:"failures"` // failed commits in a row
 
-	HealReceived int64  `json:"heal_received,omitempty"` // bytes of the state that it takes over
+	HealReceived int64  `json:"heal_received,omitempty"` // received bytes of the state of its peer
 	HealTotal    int64  `json:"heal_total,omitempty"`
-	Why          string `json:"why,omitempty"` // of its state, where there is more to say
+	Why          string `json:"why,omitempty"` // the reason of its state, if there is one
 }
 
 // Head is the state of the job as a whole.
@@ -59,11 +59,11 @@ type Change struct {
 	Removed []string `json:"removed,omitempty"` // ids
 }
 
-// Board keeps the rows of the last look, to find what has changed. It is not safe for concurrent use.
+// Board keeps the rows of the last look, to find changes. It is not safe for concurrent use.
 type Board struct {
 	head  Head
 	rows  map[string]tracked
-	order []string // as the status has them
+	order []string // ids in the order of the status
 }
 
 type tracked struct {
@@ -74,7 +74,7 @@ type tracked struct {
 // smoothing is the weight of the newest step time.
 const smoothing = 0.3
 
-// Look takes the status of a moment and returns what changed.
+// Look compares a status with the previous one, and returns the changes.
 func (b *Board) Look(status quorum.Status, now time.Time) Change {
 	before := b.rows
 	b.rows = make(map[string]tracked, len(status.Members))
@@ -126,7 +126,7 @@ func follow(old tracked, known bool, m quorum.MemberStatus, now time.Time) track
 		HealReceived: m.HealReceived, HealTotal: m.HealTotal, Why: cmp.Or(m.Stalled, m.Out, m.Draining),
 	}, stepSince: old.stepSince}
 	if t.State != Failed {
-		t.HeardOf = 0 // it is alive: otherwise each heartbeat would change its row
+		t.HeardOf = 0 // not shown while it is alive: otherwise each heartbeat would change its row
 	}
 	if !known || old.State != t.State {
 		t.Since = now.UnixMilli()

@@ -16,7 +16,7 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// busy gives the site a history: its first message to a viewer has about 100 KB.
+// busy fills the history of the site, so that its first message to a viewer has about 100 KB.
 func busy(s *site, j *job) {
 	var members []quorum.MemberStatus
 	for i := range 200 {
@@ -40,8 +40,8 @@ func (s *site) watching() int {
 	return len(s.viewers)
 }
 
-// Limits for one connection, of which both ends are in this process: buffers of 4 KiB, and stacks. The memory is below the size of
-// the first message: a copy of it for each viewer would exceed the limit.
+// Limits for one connection with both ends in this process, which has buffers of 4 KiB and stacks. The limit is below the size of
+// the first message, so that a copy for each viewer would exceed it.
 const (
 	mostBytesOfAViewer      = 60_000
 	mostGoroutinesOfAViewer = 4

@@ -20,14 +20,15 @@ import (
 // Config has the settings of a node.
 type Config struct {
 	Name        string `json:"name"`        // of the member, unique in the job
-	Incarnation int64  `json:"incarnation"` // grows with each life of the name; raised if a later life is known (agree.Rise)
+	Incarnation int64  `json:"incarnation"` // grows with each start under the name; raised if a later incarnation is known (agree.Rise)
 	// StoreAddress is announced to the other members.
 	StoreAddress string `json:"store_address"`
-	// Host is announced: a name, or an IP address.
+	// Host is the announced name or IP address.
 	Host string `json:"host"`
 	// Port is bound for TCP and UDP; 0 takes a free one.
 	Port int `json:"port"`
-	// Seeds are "host:port" of the members that found the job. This member may be one of them. Without any, it founds the job alone.
+	// Seeds are "host:port" of the members that found the job. This member may be one of them. Without seeds, it founds the job
+	// alone.
 	Seeds []string `json:"seeds"`
 	// MinMembers is the smallest size of a view.
 	MinMembers int `json:"min_members"`
@@ -38,7 +39,7 @@ type Config struct {
 	Log            *slog.Logger  `json:"-"`
 }
 
-// Validate names the first setting that is not allowed.
+// Validate returns an error that names the first setting that is not allowed.
 func (c Config) Validate() error {
 	switch {
 	case c.Port < 0 || c.Port > math.MaxUint16:
@@ -73,11 +74,11 @@ type said struct {
 
 func metadata(id agree.ID, note agree.Note) []byte { return encoded(said{id, note}) }
 
-// settings are the settings of memberlist. A member that stops answering counts as failed after a probe and a suspicion: up to 4 seconds
-// in a job of ten members, less if several of them suspect it.
+// settings returns the settings of memberlist. A member that stops answering counts as failed after a probe and a suspicion: up to
+// 4 seconds in a job of ten members, less if several of them suspect it.
 func (c Config) settings() *memberlist.Config {
 	conf := memberlist.DefaultLANConfig()
-	conf.Name = fmt.Sprintf("%s.%d", c.Name, c.Incarnation) // a later life is another node: the end of the earlier one may not have been noticed yet
+	conf.Name = fmt.Sprintf("%s.%d", c.Name, c.Incarnation) // a later incarnation is another node: the end of the earlier one may not have been noticed yet
 	conf.Label = c.Job
 	conf.ProbeInterval = 500 * time.Millisecond
 	conf.ProbeTimeout = 200 * time.Millisecond
@@ -85,7 +86,7 @@ func (c Config) settings() *memberlist.Config {
 	conf.SuspicionMaxTimeoutMult = 3
 	conf.AwarenessMaxMultiplier = 4             // a member on a busy host may take four times as long to notice the end of another one
 	conf.GossipInterval = 50 * time.Millisecond // a view takes several of these intervals
-	conf.PushPullInterval = 2 * time.Second     // repairs losses of messages
+	conf.PushPullInterval = 2 * time.Second     // makes up for lost messages
 	conf.TCPTimeout = 2 * time.Second           // of one exchange
 	conf.GossipToTheDeadTime = 10 * time.Second // a member that was cut off for less time learns at once that it counts as failed
 	conf.EnableCompression = false              // messages are small
@@ -93,7 +94,7 @@ func (c Config) settings() *memberlist.Config {
 	return conf
 }
 
-// resolve gives the addresses of "host:port".
+// resolve returns the addresses of "host:port".
 func resolve(ctx context.Context, address string) ([]string, error) {
 	host, port, err := net.SplitHostPort(address)
 	if err != nil {

@@ -12,14 +12,14 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 )
 
-// message is a message between members, other than notes. It has one of the fields, or Proposal and Lives.
+// message is any message between members except a note. It has one of the fields, or Proposal and Lives.
 type message struct {
 	Proposal *agree.Proposal  `json:"proposal,omitempty"`
 	Left     *said            `json:"left,omitempty"`
-	Lives    map[string]int64 `json:"lives,omitempty"` // to a member that joins, and from it
+	Lives    map[string]int64 `json:"lives,omitempty"` // sent to a joining member, and by it
 }
 
-// encoded is the JSON of a value that consists of strings and numbers only, which cannot fail.
+// encoded returns the JSON of a value that consists of strings and numbers only, so that encoding cannot fail.
 func encoded(v any) []byte {
 	text, err := json.Marshal(v)
 	if err != nil {
@@ -28,7 +28,8 @@ func encoded(v any) []byte {
 	return text
 }
 
-// send sends a message to several nodes concurrently. The channel is closed when each of them has received it, or could not be reached.
+// send sends a message to several nodes concurrently. The returned channel is closed when each of them has received it or could not
+// be reached.
 func (n *Node) send(m message, to []memberlist.Node) (done <-chan struct{}) {
 	text := encoded(m)
 	sent := make(chan struct{})
@@ -47,7 +48,7 @@ func (n *Node) send(m message, to []memberlist.Node) (done <-chan struct{}) {
 	return sent
 }
 
-// nodes are the nodes of these members; of all members for nil.
+// nodes returns the nodes of these members; nil: of all members.
 func (n *Node) nodes(of []agree.ID) (found []memberlist.Node) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -60,7 +61,7 @@ func (n *Node) nodes(of []agree.ID) (found []memberlist.Node) {
 }
 
 func (n *Node) receive(text []byte) {
-	var err error // logged
+	var err error // set by a panic, and logged then
 	defer rpc.Recovered(n.log, "gossip message", &err)
 	var m message
 	if err := json.Unmarshal(text, &m); err != nil {
@@ -70,7 +71,7 @@ func (n *Node) receive(text []byte) {
 	n.step(func(machine *agree.Machine) {
 		machine.Learn(m.Lives)
 		if m.Proposal != nil && !machine.Hear(*m.Proposal) {
-			n.log.Debug("torchft: gossip got a proposal that cannot be", "number", m.Proposal.View.Number)
+			n.log.Debug("torchft: gossip got an invalid proposal", "number", m.Proposal.View.Number)
 		}
 		if m.Left != nil {
 			machine.Bury(m.Left.ID, m.Left.Note)
@@ -82,7 +83,7 @@ func (n *Node) receive(text []byte) {
 type delegate struct{ n *Node }
 
 func (d delegate) NodeMeta(int) []byte {
-	var err error // logged
+	var err error // set by a panic, and logged then
 	defer rpc.Recovered(d.n.log, "gossip metadata", &err)
 	d.n.mu.Lock()
 	defer d.n.mu.Unlock()
@@ -96,7 +97,7 @@ func (d delegate) NotifyMsg(text []byte) {
 func (delegate) GetBroadcasts(int, int) [][]byte { return nil }
 
 func (d delegate) LocalState(join bool) []byte {
-	var err error // logged
+	var err error // set by a panic, and logged then
 	defer rpc.Recovered(d.n.log, "gossip state", &err)
 	d.n.mu.Lock()
 	defer d.n.mu.Unlock()
@@ -123,11 +124,11 @@ func (e events) NotifyLeave(node *memberlist.Node)  { e.heard(node, false) }
 
 func (e events) heard(node *memberlist.Node, alive bool) {
 	n := e.n
-	var err error // logged
+	var err error // set by a panic, and logged then
 	defer rpc.Recovered(n.log, "gossip event", &err)
 	var s said
 	if node.Name == n.name || json.Unmarshal(node.Meta, &s) != nil {
-		return // this node itself, or one that is no member
+		return // this node itself, or a node that is no member
 	}
 	n.step(func(machine *agree.Machine) {
 		p := peer{agree.Peer{Note: s.Note, At: node.Address()}, s.ID, *node}
@@ -139,7 +140,7 @@ func (e events) heard(node *memberlist.Node, alive bool) {
 				if len(n.failed) < mostFailed {
 					break
 				}
-				delete(n.failed, name) // any one: a partition heals through each member of the other side
+				delete(n.failed, name) // any entry: a partition heals through each member of the other side
 			}
 			n.failed[node.Name] = p
 		}

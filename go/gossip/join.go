@@ -12,8 +12,8 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 )
 
-// join connects to all seeds, of which at least one must be reached. It tries all: seeds that were restarted together must learn of members
-// that are training before they found another job.
+// join connects to the seeds, of which at least one must be reached. It tries all of them: seeds that were restarted together must
+// learn of training members before they could found another job.
 func (n *Node) join(ctx context.Context) error {
 	var others []string
 	for _, addresses := range n.seeds {
@@ -71,7 +71,8 @@ func (n *Node) unreached(why map[string]string) error {
 		strings.Join(texts, "; "))
 }
 
-// joinError adds the probable cause if a seed was reached and refused this node. It searches the text, in which memberlist joins its errors.
+// joinError adds the probable cause if a seed was reached and refused this node. It searches the text of the error, in which
+// memberlist joins several errors.
 func joinError(err error) string {
 	text := strings.TrimPrefix(strings.Join(strings.Fields(err.Error()), " "), "1 error occurred: * Failed to join ")
 	for _, refusal := range []string{"EOF", "closed pipe", "broken pipe", "connection reset", "decrypt", "encrypt"} {

@@ -26,15 +26,15 @@ type mesh struct {
 	rand  *rand.Rand
 	loss  float64 // of packets
 	ports map[string]*port
-	part  map[string]int           // that an address is in
-	slow  map[string]time.Duration // until a connection to an address is there
+	part  map[string]int           // by address: its part of the network
+	slow  map[string]time.Duration // by address: how long connecting takes
 }
 
 func newMesh(t *testing.T, loss float64) *mesh {
 	return &mesh{t: t, rand: rand.New(rand.NewPCG(23, 23)), loss: loss, ports: map[string]*port{}, part: map[string]int{}, slow: map[string]time.Duration{}}
 }
 
-// cut puts nodes into another part of the network than all others.
+// cut separates nodes from all others.
 func (m *mesh) cut(nodes ...*Node) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -44,7 +44,7 @@ func (m *mesh) cut(nodes ...*Node) {
 	}
 }
 
-// reach gives the port of an address, nil if nobody is reached there.
+// reach returns the port of an address, nil if it is not reachable.
 func (m *mesh) reach(from, to string) *port {
 	m.mu.Lock()
 	defer m.mu.Unlock()
@@ -54,7 +54,7 @@ func (m *mesh) reach(from, to string) *port {
 	return m.ports[to]
 }
 
-// config is that of the member of this number; number 1 is the seed.
+// config returns the settings of the member with this number; number 1 is the seed.
 func (m *mesh) config(number int) (Config, *memberlist.Config, [][]string) {
 	cfg := Config{
 		Name: fmt.Sprintf("m%03d", number), Incarnation: time.Now().UnixNano(), StoreAddress: fmt.Sprintf("host%d:1", number),
@@ -124,7 +124,7 @@ func (p *port) WriteToAddress(b []byte, to memberlist.Address) (time.Time, error
 	}
 	select {
 	case other.packets <- &memberlist.Packet{Buf: append([]byte(nil), b...), From: from, Timestamp: now}:
-	default: // as a full buffer of UDP
+	default: // dropped, as by a full UDP buffer
 	}
 	return now, nil
 }
@@ -173,7 +173,7 @@ func (p *port) Shutdown() error {
 	return nil
 }
 
-// withTokens gives a configuration the tokens of a file.
+// withTokens sets the token file of a configuration.
 func withTokens(cfg Config, path string) Config {
 	cfg.Security = auth.Security{TokenFile: path}
 	return cfg

@@ -18,20 +18,20 @@ import (
 )
 
 const (
-	tick          = 250 * time.Millisecond // between checks of what is due
+	tick          = 250 * time.Millisecond // between checks of what is due to be sent
 	remindAfter   = 500 * time.Millisecond // a proposal is sent again to members that have not confirmed it
 	reconnect     = 5 * time.Second        // between attempts to reach a member that failed
-	repeatAfter   = time.Second            // between two equal News
+	repeatAfter   = time.Second            // between two News with the same content
 	joinPause     = 200 * time.Millisecond // between attempts to reach the seeds
-	farewell      = time.Second            // to announce that this member leaves
+	farewell      = time.Second            // bounds the announcement that this member leaves
 	mostFailed    = 256                    // members that stopped answering and are tried again
 	announceBound = time.Millisecond       // UpdateNode queues its message before it waits, so a short wait suffices
 )
 
-// ErrClosed is the error of calls on a node that is closed.
+// ErrClosed is returned by calls on a closed node.
 var ErrClosed = errors.New("gossip: the node is closed")
 
-// TimeoutError is the error of View if the members did not agree in time. It has the reason.
+// TimeoutError is returned by View if the members did not agree in time. It has the reason.
 type TimeoutError struct {
 	After time.Duration
 	Waits string
@@ -50,40 +50,40 @@ type Node struct {
 	list    *memberlist.Memberlist
 	keys    *keyring
 	seeds   [][]string // each with all of its addresses
-	own     string     // "ip:port" that is announced
-	address string     // the same by name
+	own     string     // the announced "ip:port"
+	address string     // the same with the host's name
 
 	ctx     context.Context // until Close
 	cancel  context.CancelFunc
 	closing sync.Once
 	tasks   sync.WaitGroup
 	run     chan struct{} // closed when the background task has ended
-	wake    chan struct{} // wakes the background task: there is something to send
+	wake    chan struct{} // wakes the background task when there is something to send
 
 	mu       sync.Mutex
 	machine  *agree.Machine
 	peers    map[string]peer // by the name of the node
 	failed   map[string]peer // members that stopped answering, by the name of the node
-	changed  chan struct{}   // closed, and another one made, at each change
+	changed  chan struct{}   // closed, and replaced by a new one, at each change
 	sent     agree.News      // the last result of News
 	sentAt   time.Time
-	announce bool // the own note is to be announced
-	propose  bool // the own proposal is to be sent
+	announce bool // the own note has to be announced
+	propose  bool // the own proposal has to be sent
 }
 
 // peer is a node of memberlist's list.
 type peer struct {
 	agree.Peer
 	id   agree.ID
-	node memberlist.Node // a copy: memberlist changes its own
+	node memberlist.Node // a copy: memberlist changes the original
 }
 
-// replaces reports whether another node has certainly ended: this one is a later life of it, or has its address.
+// replaces reports whether another node has certainly ended: this one is a later incarnation of it, or has its address.
 func (p peer) replaces(_ string, other peer) bool {
 	return other.id.Name == p.id.Name && other.id.Incarnation < p.id.Incarnation || other.At == p.At
 }
 
-// Open makes a node and, if there are seeds beside it, reaches at least one of them within the timeout for connecting.
+// Open starts a node. If there are other seeds, it connects to at least one of them within ConnectTimeout.
 func Open(ctx context.Context, cfg Config) (*Node, error) {
 	settings := cfg.settings()
 	ctx, cancel := context.WithTimeout(ctx, cfg.ConnectTimeout)
@@ -110,7 +110,7 @@ func Open(ctx context.Context, cfg Config) (*Node, error) {
 	return open(ctx, cfg, settings, seeds, net.JoinHostPort(cfg.Host, strconv.Itoa(settings.AdvertisePort)))
 }
 
-// open is the rest of Open, with a transport that it owns.
+// open is Open with a given transport, which the node closes.
 func open(ctx context.Context, cfg Config, settings *memberlist.Config, seeds [][]string, address string) (_ *Node, err error) {
 	n := &Node{
 		cfg: cfg, id: cfg.id(), name: settings.Name, log: cfg.Log, address: address,
@@ -152,10 +152,10 @@ func open(ctx context.Context, cfg Config, settings *memberlist.Config, seeds []
 	return n, nil
 }
 
-// ID is this life of the member.
+// ID identifies this incarnation of the member.
 func (n *Node) ID() agree.ID { return n.id }
 
-// Address is the "host:port" of this member as a seed of others.
+// Address returns the "host:port" under which others can use this member as a seed.
 func (n *Node) Address() string { return n.address }
 
 // View waits until the members agree on a view with this one.
@@ -170,7 +170,7 @@ func (n *Node) View(ctx context.Context) (*agree.View, error) {
 		case taken != nil:
 			return taken, nil
 		case replaced:
-			return nil, fmt.Errorf("gossip: %s is no member any more: a later life of it has taken its place", n.id.Name)
+			return nil, fmt.Errorf("gossip: %s is no member any more: a later incarnation of it has taken its place", n.id.Name)
 		}
 		select {
 		case <-changed:
@@ -183,8 +183,8 @@ func (n *Node) View(ctx context.Context) (*agree.View, error) {
 	}
 }
 
-// News waits until there is news about the view that this member is in: a member failed, or processes want to join. The same news is
-// returned again as long as it is true, in case the receiver did not know the view yet.
+// News waits until there is news about the view that this member is in: a member failed, or processes want to join. The same news
+// is returned again as long as it holds, in case the caller did not know the view yet.
 func (n *Node) News(ctx context.Context) (agree.News, error) {
 	for {
 		n.mu.Lock()
@@ -222,17 +222,18 @@ func (n *Node) close(leave bool) {
 
 func (n *Node) end(leave bool) {
 	n.cancel()
-	<-n.run // the background task must not announce an earlier note after the last one
+	<-n.run // otherwise the background task could announce an earlier note after the last one
 	if leave {
 		n.step(func(m *agree.Machine) { m.Leave() })
 		n.bid()
-		_ = n.list.Leave(farewell / 2) // without an answer the others notice it themselves
+		_ = n.list.Leave(farewell / 2) // if it fails, the others detect the end themselves
 	}
 	_ = n.list.Shutdown()
 	n.tasks.Wait()
 }
 
-// bid announces to all members that this one leaves, and waits for a bounded time: a member that hears it counts without this one.
+// bid announces to all members that this one leaves, and waits for a bounded time. Members that receive it do not count this one
+// any more.
 func (n *Node) bid() {
 	_ = n.list.UpdateNode(announceBound)
 	n.mu.Lock()
@@ -245,7 +246,7 @@ func (n *Node) bid() {
 	}
 }
 
-// step changes the machine, and sends what follows from the change.
+// step changes the machine, and sends the resulting messages.
 func (n *Node) step(happens func(m *agree.Machine)) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -267,7 +268,7 @@ func (n *Node) step(happens func(m *agree.Machine)) {
 	}
 }
 
-// background is the task that announces this member's note, and updates the keys. No other one does.
+// background is the only goroutine that announces this member's note and updates the keys.
 func (n *Node) background() {
 	defer close(n.run)
 	ticker := time.NewTicker(tick)
@@ -294,7 +295,7 @@ func (n *Node) background() {
 			reminded = time.Now()
 		}
 		if announce {
-			_ = n.list.UpdateNode(announceBound) // an error only means that the message is still queued
+			_ = n.list.UpdateNode(announceBound) // after an error the message is still queued
 		}
 		if len(missing) > 0 && time.Since(reminded) >= remindAfter {
 			n.send(message{Proposal: &proposal}, n.nodes(missing))

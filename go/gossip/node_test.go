@@ -27,11 +27,11 @@ import (
 
 var discard = slog.New(slog.DiscardHandler)
 
-// trainer is a member that asks for another view whenever its own does not hold, as FTLib does.
+// trainer is a member that asks for another view whenever its own is not live any more, as FTLib does.
 type trainer struct {
 	*Node
 	mu   sync.Mutex
-	view *agree.View // it has a communicator of these members
+	view *agree.View // the members of its communicator
 	all  []int64     // numbers of its views
 	ctx  context.Context
 	stop context.CancelFunc
@@ -44,7 +44,7 @@ func train(node *Node) *trainer {
 	go func() {
 		defer close(tr.done)
 		for tr.ctx.Err() == nil {
-			ctx, cancel := context.WithTimeout(tr.ctx, time.Minute) // as FTLib
+			ctx, cancel := context.WithTimeout(tr.ctx, time.Minute) // the timeout of FTLib
 			view, err := node.View(ctx)
 			cancel()
 			if err != nil {
@@ -83,14 +83,14 @@ func (tr *trainer) end() {
 	_ = tr.Close()
 }
 
-// kill ends a member without a word.
+// kill ends a member without an announcement.
 func (tr *trainer) kill() {
 	tr.stop()
 	<-tr.done
 	tr.close(false)
 }
 
-// live are the views whose members are all in it: nothing of the rules.
+// live returns the views that all of their members are in, determined without the machine's rules.
 func live(all []*trainer) (views []*agree.View) {
 	in, seen := map[agree.ID]string{}, map[string]bool{}
 	for _, tr := range all {
@@ -115,7 +115,7 @@ func live(all []*trainer) (views []*agree.View) {
 	return views
 }
 
-// until waits for a view of so many members, and looks all the time that no two views are live.
+// until waits for a view of so many members, and checks meanwhile that no two views are live.
 func until(t *testing.T, all []*trainer, size int) {
 	t.Helper()
 	for range 20 * 120 {
@@ -155,15 +155,15 @@ func endAll(all []*trainer) {
 	ended()
 }
 
-// ended waits for goroutines of memberlist, which end by themselves: with a probe, at the latest. In a bubble time stands still when
-// the test has returned.
+// ended waits for the goroutines of memberlist, which end by themselves, at the latest after a probe. It must run inside the
+// synctest bubble: its clock stops when the test returns.
 func ended() { time.Sleep(5 * time.Second) }
 
-// docs/ftlib.md states this bound, in virtual time. 100 of them with FULL; with the race detector that would take minutes. The 20 have
-// the longest names that are allowed, in a job whose name is as long as it may be: each fills a packet, and with 100 of them gossip would
-// take minutes.
-func TestManyMembersAgreeThoughPacketsAreLost(t *testing.T) {
-	const bound = 20 * time.Second // twice what most runs take: memberlist draws random numbers of its own
+// docs/ftlib.md states this bound; the time is virtual. With FULL there are 100 members, except with the race detector, where that
+// would take minutes. The 20 members of the other case have the longest allowed names, in a job with the longest allowed name: each
+// note fills a packet, and with 100 of them gossip would take minutes.
+func TestManyMembersAgreeAlthoughPacketsAreLost(t *testing.T) {
+	const bound = 20 * time.Second // twice the time of most runs: memberlist uses its own random numbers
 	count, long := 20, true
 	if testmain.Full() && !testmain.Race() {
 		count, long = 100, false
@@ -198,7 +198,7 @@ func TestManyMembersAgreeThoughPacketsAreLost(t *testing.T) {
 	})
 }
 
-// longest is the longest name that is allowed with the rest of a configuration.
+// longest returns the longest name that is allowed with the other settings of a configuration.
 func longest(t *testing.T, cfg Config) string {
 	t.Helper()
 	require.NoError(t, cfg.Validate())
@@ -219,7 +219,7 @@ func TestTheLongestNamesFit(t *testing.T) {
 		n.id = cfg.id()
 		n.machine = agree.New(agree.Config{Me: n.id, Address: cfg.StoreAddress})
 		last := agree.Note{Address: cfg.StoreAddress, Wants: math.MaxInt64, Confirmed: math.MaxInt64, Digest: view.Digest(), Left: true}
-		require.Len(t, metadata(n.id, last), memberlist.MetaMaxSize, "one more byte of the name would be too many")
+		require.Len(t, metadata(n.id, last), memberlist.MetaMaxSize, "one more byte in the name would be too many")
 	}
 	lives, proposal := map[string]int64{}, agree.Proposal{View: view, Base: &view}
 	for _, q := range view.Members {
@@ -258,7 +258,7 @@ func TestPartitions(t *testing.T) {
 				all := start(m, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
 				until(t, all, 10)
 				var cut []*Node
-				for _, tr := range all[:away] { // the seed among them
+				for _, tr := range all[:away] { // including the seed
 					cut = append(cut, tr.Node)
 				}
 				for _, long := range []time.Duration{3 * time.Second, 40 * time.Second} {
@@ -291,7 +291,7 @@ func TestAMemberThatLeavesOrIsStartedAgain(t *testing.T) {
 		all[1].end()
 		began := time.Now()
 		until(t, all[:1], 1)
-		require.Less(t, time.Since(began), time.Second, "it said that it leaves")
+		require.Less(t, time.Since(began), time.Second, "it announced that it leaves")
 		all[1] = train(m.open(2))
 		until(t, all, 2)
 		all[1].kill()
@@ -303,8 +303,8 @@ func TestAMemberThatLeavesOrIsStartedAgain(t *testing.T) {
 	})
 }
 
-// A process that is started again on a host whose clock is behind takes the place of its earlier life all the same.
-func TestALifeWithAnEarlierClock(t *testing.T) {
+// A process that is restarted on a host whose clock is behind replaces its earlier incarnation all the same.
+func TestAnIncarnationWithAnEarlierClock(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m := newMesh(t, 0)
 		later := func(number int) *trainer {
@@ -345,7 +345,7 @@ func TestMembersThatStoppedAnsweringAreTriedAgain(t *testing.T) {
 	require.Len(t, n.failed, 3)
 	events{n}.NotifyJoin(node("a", 2, 4))
 	events{n}.NotifyJoin(node("d", 1, 2))
-	require.Len(t, n.failed, 1, "a later life of a, and another member where b was")
+	require.Len(t, n.failed, 1, "a later incarnation of a, and another member at the address of b")
 	require.Contains(t, n.failed, "c1")
 	for i := range 2 * mostFailed {
 		events{n}.NotifyLeave(node("e", int64(i), 5))
@@ -360,7 +360,7 @@ func TestTokensAreReplacedWhileMembersTrain(t *testing.T) {
 		write := func(tokens ...string) {
 			for _, path := range files { // one after the other
 				require.NoError(t, os.WriteFile(path+".draft", []byte(strings.Join(tokens, "\n")), 0o600))
-				require.NoError(t, os.Rename(path+".draft", path)) // another file: the clock of this test is not that of files
+				require.NoError(t, os.Rename(path+".draft", path)) // a new file: its modification time is not that of the test's fake clock
 				time.Sleep(2 * time.Second)
 			}
 		}
@@ -380,7 +380,7 @@ func TestTokensAreReplacedWhileMembersTrain(t *testing.T) {
 			write(tokens...)
 			watch(t, all, 5*time.Second, 1)
 		}
-		require.Equal(t, view, all[0].now().Number, "nobody failed meanwhile")
+		require.Equal(t, view, all[0].now().Number, "no member failed meanwhile")
 		require.Len(t, all[0].keys.GetKeys(), 1)
 		all = append(all, add(4, "new-secret"))
 		until(t, all, 4)
@@ -406,8 +406,8 @@ func TestBadSeeds(t *testing.T) {
 			change func(cfg *Config, seeds *[][]string)
 			says   string
 		}{
-			"nobody answers": {func(_ *Config, seeds *[][]string) { *seeds = [][]string{{at(9)}, {at(8)}} }, "timed out"},
-			"another job":    {func(cfg *Config, _ *[][]string) { cfg.Job = "another" }, "its job (TORCHFT_JOB_ID)"},
+			"no seed answers": {func(_ *Config, seeds *[][]string) { *seeds = [][]string{{at(9)}, {at(8)}} }, "timed out"},
+			"another job":     {func(cfg *Config, _ *[][]string) { cfg.Job = "another" }, "its job (TORCHFT_JOB_ID)"},
 		} {
 			cfg, _, seeds := m.config(2)
 			test.change(&cfg, &seeds)
@@ -437,7 +437,8 @@ func TestALateSeedIsWaitedFor(t *testing.T) {
 	})
 }
 
-// Of three seeds that are a list for all, two are started again at once, and reach each other first: they must not found a second job.
+// All members have a list of three seeds. Two of these are restarted at the same time, and reach each other first: they must not
+// found a second job.
 func TestSeedsThatAreStartedAgainJoinTheJob(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m := newMesh(t, 0)
@@ -472,9 +473,9 @@ func TestSeedsThatAreStartedAgainJoinTheJob(t *testing.T) {
 			}
 		}
 		until(t, rest, 3)
-		watch(t, rest, 15*time.Second, 1) // they no longer send to the two
+		watch(t, rest, 15*time.Second, 1) // the remaining members no longer send to the two
 		m.mu.Lock()
-		m.slow[at(3)] = time.Second // so that the two meet first
+		m.slow[at(3)] = time.Second // so that the two reach each other first
 		m.mu.Unlock()
 		all = append(opened(1, 2), rest...)
 		until(t, all, 5)
@@ -504,7 +505,7 @@ func TestAListOfMembersThatDoesNotCome(t *testing.T) {
 		last := node.machine.Note()
 		_, err = node.View(t.Context())
 		require.ErrorIs(t, err, ErrClosed)
-		require.Equal(t, last, node.machine.Note(), "it has sent this to the others")
+		require.Equal(t, last, node.machine.Note(), "its note must not change after it was sent")
 		ended()
 	})
 }
@@ -527,7 +528,7 @@ func TestSettingsThatAreNotAllowed(t *testing.T) {
 	}
 }
 
-// Real sockets: two jobs on one port, and all of it ends with the node.
+// Real sockets: a node of another job cannot join, and closing a node ends its sockets and goroutines.
 func TestSockets(t *testing.T) {
 	cfg := Config{Name: "a", Incarnation: 1, StoreAddress: "host:1", Host: "localhost", MinMembers: 1, Job: "one", ConnectTimeout: time.Minute}
 	cfg.Log = discard
@@ -549,9 +550,9 @@ func TestSockets(t *testing.T) {
 	other.Port, other.Job, other.ConnectTimeout = 0, "another", time.Second
 	_, err = Open(t.Context(), other)
 	require.ErrorContains(t, err, "another one")
-	nobody := other
-	nobody.Seeds = []string{"host.invalid:1"}
-	_, err = Open(t.Context(), nobody)
+	unreachable := other
+	unreachable.Seeds = []string{"host.invalid:1"}
+	_, err = Open(t.Context(), unreachable)
 	require.ErrorContains(t, err, `seed "host.invalid:1" has no address`)
 
 	second := taken
@@ -567,7 +568,7 @@ func TestSockets(t *testing.T) {
 	require.ErrorContains(t, err, "token_file")
 }
 
-// A peer that accepts a connection and does not read, as a stopped process does, does not hold a sender.
+// A peer that accepts a connection and does not read, like a stopped process, must not block a sender.
 func TestAPeerThatDoesNotRead(t *testing.T) {
 	listener, err := net.Listen("tcp", "localhost:0")
 	require.NoError(t, err)
@@ -585,8 +586,8 @@ func TestAPeerThatDoesNotRead(t *testing.T) {
 	require.NoError(t, w.Shutdown())
 }
 
-// What arrives comes on goroutines of memberlist: a panic there would end the training process.
-func TestAPanicOnWhatArrivesIsLogged(t *testing.T) {
+// Messages arrive on goroutines of memberlist: a panic there would end the training process.
+func TestAPanicOnAReceivedMessageIsLogged(t *testing.T) {
 	var log bytes.Buffer
 	n := &Node{log: slog.New(slog.NewTextHandler(&log, nil))} // without a machine
 	message := []byte("{}")

@@ -8,8 +8,8 @@ import (
 	"github.com/hashicorp/memberlist"
 )
 
-// wire is memberlist's own transport, but closes its connections at Shutdown. Memberlist itself leaves them open until their
-// deadlines, and with them the goroutines that read from them.
+// wire is memberlist's transport, except that Shutdown closes its connections. Memberlist would leave them open until their
+// deadlines, with the goroutines that read from them.
 type wire struct {
 	*memberlist.NetTransport
 	ctx     context.Context
@@ -59,8 +59,8 @@ func (w *wire) DialAddressTimeout(to memberlist.Address, timeout time.Duration) 
 	if err != nil {
 		return nil, err
 	}
-	// Memberlist sets a deadline for each exchange of its own, but none for the messages of a delegate: without one, a peer that
-	// accepts the connection and does not read would block the sender.
+	// Memberlist sets deadlines for its own exchanges, but none for the messages of a delegate: without one, a peer that accepts
+	// the connection and does not read would block the sender.
 	if err := conn.SetDeadline(time.Now().Add(timeout)); err != nil {
 		_ = conn.Close()
 		return nil, err
@@ -69,16 +69,16 @@ func (w *wire) DialAddressTimeout(to memberlist.Address, timeout time.Duration) 
 }
 
 func (w *wire) Shutdown() error {
-	err := w.NetTransport.Shutdown() // waits for its listeners, which may be handing a connection to accept: cancel comes after it
+	err := w.NetTransport.Shutdown() // waits for its listeners, which may still pass a connection to accept: cancel must come after it
 	w.cancel()
 	<-w.done
 	return err
 }
 
-// conn is a connection that is closed when a context ends.
+// conn is a connection that is closed when its context ends.
 type conn struct {
 	net.Conn
-	forget func() bool // the context, once the connection is closed
+	forget func() bool // stops watching the context, once the connection is closed
 }
 
 func ending(ctx context.Context, under net.Conn) net.Conn {

@@ -15,9 +15,9 @@ import (
 // Settings of a Fetch. Zero values stand for defaults.
 type Settings struct {
 	BlockSize  int64
-	Streams    int           // to each source
+	Streams    int           // number of streams to each source
 	Unchecked  bool          // transfer without checksums
-	StallAfter time.Duration // a stream that receives nothing for so long is closed
+	StallAfter time.Duration // a stream that receives nothing for this time is closed
 	Window     int64         // blocks in a window; required if some of the memory is on a device
 }
 
@@ -32,7 +32,7 @@ type Fetch struct {
 	received atomic.Int64
 	retries  retries
 
-	ctx    context.Context // the life of the object
+	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
 	worked func() // ends Working; it may be called more than once
 	lives  sync.WaitGroup
@@ -46,7 +46,7 @@ type Fetch struct {
 	assigned *source
 	digest   string
 	failure  error   // final: another source would not help
-	failed   []error // one for each source that ended before it had finished
+	failed   []error // one error for each source that ended before it had finished
 }
 
 // NewFetch prepares a transfer into memory; nothing is fetched before a source is added.
@@ -96,8 +96,8 @@ func (f *Fetch) Add(address, secret string, role Role) error {
 	return nil
 }
 
-// Stage provides host memory for the next window. To provide the memory of an earlier window again ends that window: the
-// caller has copied it to the device. Stage returns the number of the new window, or -1 if none is left.
+// Stage provides host memory for the next window. If it is the memory of an earlier window, that window ends: the caller has copied
+// it to the device. Stage returns the number of the new window, or -1 if none is left.
 func (f *Fetch) Stage(address, length int64) (window int64, err error) {
 	memory, err := region(address, length)
 	if err != nil {
@@ -154,13 +154,13 @@ func (f *Fetch) Status() Status {
 	for _, err := range f.failed {
 		s.Failed = append(s.Failed, err.Error())
 	}
-	s.Full = f.windows.full() // After Done was read: if that is true, all windows that were ever filled are in here.
+	s.Full = f.windows.full() // after Done was read: if Done is true, Full has all windows that were ever filled
 	return s
 }
 
 // Close ends the transfer. After it has returned nothing writes to the memory.
 func (f *Fetch) Close() {
-	f.mu.Lock() // Add checks ctx under it: no source is added after cancel
+	f.mu.Lock() // Add checks ctx under this lock, so no source is added after cancel
 	f.cancel()
 	f.mu.Unlock()
 	f.queue.close()
@@ -168,7 +168,7 @@ func (f *Fetch) Close() {
 	f.worked()
 }
 
-// finish compares the digests when everything has arrived.
+// finish compares the digests when all blocks have arrived.
 func (f *Fetch) finish(assigned string) {
 	mine := digest(&f.layout, f.queue.crcs)
 	f.mu.Lock()
@@ -184,7 +184,7 @@ func (f *Fetch) finish(assigned string) {
 	f.wake()
 }
 
-// arrived notes a block that is complete in memory and has been checked.
+// arrived records a block that is complete in memory and has been checked.
 func (f *Fetch) arrived(block int, crc uint32) {
 	full := f.windows.arrived(block)
 	f.queue.arrived(block, crc)
@@ -195,7 +195,7 @@ func (f *Fetch) arrived(block int, crc uint32) {
 	}
 }
 
-// place is the memory for a part of a block.
+// place returns the memory for a part of a block.
 func (f *Fetch) place(block int, span Span) []byte {
 	if memory := f.memory.regions[span.Region]; memory != nil {
 		return memory[span.Offset : span.Offset+span.Length]
@@ -213,13 +213,13 @@ func (f *Fetch) fail(err error) {
 	f.queue.close()
 }
 
-// wake lets pending calls of Wait look at the progress again. The caller holds mu.
+// wake makes pending calls of Wait check the progress again. The caller holds mu.
 func (f *Fetch) wake() {
 	close(f.changed)
 	f.changed = make(chan struct{})
 }
 
-// ended notes that all streams of a source have ended.
+// ended records that all streams of a source have ended.
 func (f *Fetch) ended(s *source, err error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -233,16 +233,16 @@ func (f *Fetch) ended(s *source, err error) {
 	f.wake()
 }
 
-// knownSums are the checksums that the assigned source has announced, nil before it has.
+// knownSums returns the checksums that the assigned source has announced; nil if it has not announced them yet.
 func (f *Fetch) knownSums() ([]uint32, *source) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	return f.sums, f.assigned
 }
 
-// assignedSums returns the checksums that the assigned source announces. They are needed for additional sources only: one of their
-// streams asks for them, the others wait for that one. No lock is held meanwhile, so the streams of the assigned source continue, and
-// may complete the state before the checksums arrive.
+// assignedSums returns the checksums that the assigned source announces. Only additional sources need them: one of their streams
+// asks for them, and their other streams wait for that one. No lock is held meanwhile. So the streams of the assigned source
+// continue, and may complete the state before the checksums arrive.
 func (f *Fetch) assignedSums() ([]uint32, error) {
 	select {
 	case f.asksSums <- struct{}{}:
@@ -287,7 +287,7 @@ func (f *Fetch) assignedSums() ([]uint32, error) {
 	return sums, nil
 }
 
-// assignedDigest is the digest of the assigned source's state, computed from its checksums if they are known.
+// assignedDigest returns the digest of the assigned source's state, computed from its checksums if they are known.
 func (s *source) assignedDigest() (string, error) {
 	f := s.fetch
 	if f.settings.Unchecked {
@@ -319,7 +319,7 @@ type source struct {
 	role    Role
 
 	mu    sync.Mutex
-	over  error // why it is not asked again: a withdrawnError, slowError or wrongError
+	over  error // why the source is not asked again: a withdrawnError, slowError or wrongError
 	wrong int   // blocks from it that differ from those of the assigned source
 }
 
@@ -365,7 +365,7 @@ func recovered(err *error) {
 	}
 }
 
-// reason is why a source ended without finishing: what it said itself, else the first of its streams' errors.
+// reason returns why a source ended without finishing: the source's own reason, or the first error of its streams.
 func (s *source) reason(errs []error) error {
 	if s.fetch.queue.complete() {
 		return nil // other sources delivered what was missing
@@ -387,7 +387,7 @@ func (s *source) isOver() error {
 	return s.over
 }
 
-// end notes why the source is not asked again; the first reason counts.
+// end records why the source is not asked again; the first reason counts.
 func (s *source) end(err error) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -397,7 +397,7 @@ func (s *source) end(err error) error {
 	return s.over
 }
 
-// gaveWrong counts a block that differs from that of the assigned source. It returns an error after mostGarbled of them.
+// gaveWrong counts a block that differs from the assigned source's. It returns an error after mostGarbled such blocks.
 func (s *source) gaveWrong(block int) error {
 	s.mu.Lock()
 	s.wrong++

@@ -15,7 +15,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// errorLog is what the package logs as an error while something is fuzzed.
+// errorLog collects the errors that the package logs during fuzzing.
 type errorLog struct {
 	mu   sync.Mutex
 	text strings.Builder
@@ -27,7 +27,7 @@ func (l *errorLog) Write(p []byte) (int, error) {
 	return l.text.Write(p)
 }
 
-// drain returns what was logged since the last call, and forgets it.
+// drain returns the lines logged since the last call, and removes them.
 func (l *errorLog) drain() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -76,8 +76,8 @@ func FuzzRequests(f *testing.F) {
 	})
 }
 
-// FuzzAnswers lets a source answer with arbitrary bytes: the target's Wait ends, nothing outside of the target's memory is written,
-// and the target is not done before it has received all bytes.
+// FuzzAnswers makes a source answer with arbitrary bytes: the target's Wait must end, nothing outside of the target's memory may be
+// written, and the target must not be done before it has received all bytes.
 func FuzzAnswers(f *testing.F) {
 	header := func(r response, body ...byte) []byte { return append(r.append(nil), body...) }
 	f.Add([]byte{})

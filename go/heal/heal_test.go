@@ -17,12 +17,12 @@ import (
 
 func TestMain(m *testing.M) { testmain.NoGoroutineIsLeft(m) }
 
-// filled is memory of regions with random bytes.
+// filled returns memory whose regions have random bytes.
 func filled(rng *rand.Rand, sizes ...int) *Memory {
 	m := empty(sizes...)
 	var seed [32]byte
 	binary.LittleEndian.PutUint64(seed[:], rng.Uint64())
-	fill := rand.NewChaCha8(seed) // by the word: the race detector looks at every write
+	fill := rand.NewChaCha8(seed) // writes whole words: the race detector checks every write
 	for _, r := range m.regions {
 		_, _ = fill.Read(r)
 	}
@@ -94,7 +94,7 @@ var shapes = map[string][]int{
 	"small at edges": {1<<16 - 1, 2, 1 << 16, 1, 1 << 15},
 }
 
-func TestWhatIsOfferedArrives(t *testing.T) {
+func TestOfferedMemoryArrives(t *testing.T) {
 	for name, sizes := range shapes {
 		for _, unchecked := range []bool{false, true} {
 			t.Run(name, func(t *testing.T) {
@@ -139,7 +139,7 @@ func TestBlocksCoverEverythingOnce(t *testing.T) {
 				moved := int64(0)
 				require.NoError(t, pieces(l.Spans(block, nil), largest, func(piece []Span, n int64) error {
 					if len(piece) > 1 {
-						require.LessOrEqual(t, n, int64(pieceSize)) // what is packed fits the scratch memory
+						require.LessOrEqual(t, n, int64(pieceSize)) // packed spans fit into the scratch memory
 					} else {
 						require.LessOrEqual(t, n, max(largest, packBelow))
 					}

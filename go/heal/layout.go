@@ -9,7 +9,7 @@ import (
 const (
 	minBlock = 256 << 10
 	maxBlock = 4 << 20
-	// A stream should carry bytesPerStream or more; more than maxStreams gain nothing on one network card.
+	// A stream should carry at least bytesPerStream. More than maxStreams are no faster on one network card.
 	bytesPerStream  = 8 << 20
 	maxStreams      = 8
 	blocksPerStream = 8
@@ -30,7 +30,7 @@ type Span struct {
 	Length int64
 }
 
-// NewLayout lays regions of these sizes end to end. A blockSize of 0 is chosen from the data.
+// NewLayout lays regions of these sizes end to end. If blockSize is 0, it is chosen from the size of the data.
 func NewLayout(sizes []int64, blockSize int64) (Layout, error) {
 	l := Layout{sizes: sizes, starts: make([]int64, len(sizes))}
 	for i, size := range sizes {
@@ -53,15 +53,15 @@ func NewLayout(sizes []int64, blockSize int64) (Layout, error) {
 	return l, nil
 }
 
-// Blocks is the number of blocks.
+// Blocks returns the number of blocks.
 func (l *Layout) Blocks() int { return int((l.Total + l.BlockSize - 1) / l.BlockSize) }
 
-// Streams is the number of streams to use.
+// Streams returns the number of streams to use.
 func (l *Layout) Streams() int {
 	return int(max(1, min(maxStreams, (l.Total+bytesPerStream-1)/bytesPerStream)))
 }
 
-// Length is the number of bytes of a block; only the last one is shorter.
+// Length returns the number of bytes of a block; only the last block is shorter than the others.
 func (l *Layout) Length(block int) int64 {
 	return min(l.BlockSize, l.Total-int64(block)*l.BlockSize)
 }
@@ -70,7 +70,7 @@ func (l *Layout) Length(block int) int64 {
 func (l *Layout) Spans(block int, spans []Span) []Span {
 	at := int64(block) * l.BlockSize
 	end := at + l.Length(block)
-	// the last region that begins at or before the block; empty ones before it begin there too
+	// the last region that begins at or before the block; empty regions before it may begin at the same byte
 	region := sort.Search(len(l.starts), func(i int) bool { return l.starts[i] > at }) - 1
 	for ; at < end; region++ {
 		offset := at - l.starts[region]
@@ -83,8 +83,9 @@ func (l *Layout) Spans(block int, spans []Span) []Span {
 }
 
 const (
-	// checkedSize is the size of pieces with checksums. The checksum is computed next to the copy into or out of the kernel: the piece
-	// must fit into a core's cache, and be so large that the system calls cost little (0.48 s of processor time a GB; 0.55 with 256 KB).
+	// checkedSize is the size of pieces with checksums. The checksum is computed right before or after the copy into or out of the
+	// kernel. So a piece must fit into a core's cache, and be large enough for the system calls to cost little (0.48 s of processor
+	// time per GB; 0.55 with 256 KB).
 	checkedSize = 1 << 20
 	// pieceSize is the size of pieces into which small spans are packed.
 	pieceSize = 256 << 10
@@ -120,7 +121,7 @@ func pieces(spans []Span, largest int64, yield func(piece []Span, length int64) 
 	return nil
 }
 
-// largestPiece is the largest part of a span that one system call moves. Without checksums it is a whole block, which saves a tenth
+// largestPiece returns the largest part of a span that one system call moves. Without checksums it is a whole block, which saves a tenth
 // of the time.
 func largestPiece(checked bool) int64 {
 	if checked {

@@ -8,13 +8,13 @@ import (
 // Memory is memory that Python owns. Python keeps it alive until the Fetch or Offer that uses it is closed.
 type Memory struct {
 	regions [][]byte
-	away    map[int]int64 // by index, the lengths of regions on a device: regions has nil for them
+	away    map[int]int64 // lengths of the regions on a device, by index: regions has nil for them
 }
 
 // onDevice stands for the address of a region on a device, which is copied through host memory.
 const onDevice = -1
 
-// NewMemory makes a Memory of pairs of address and length. It does not access the memory.
+// NewMemory returns a Memory with regions given as pairs of address and length. It does not access the memory.
 func NewMemory(pairs []int64) (*Memory, error) {
 	m := &Memory{regions: make([][]byte, len(pairs)/2), away: map[int]int64{}}
 	for i := range m.regions {
@@ -31,7 +31,7 @@ func NewMemory(pairs []int64) (*Memory, error) {
 	return m, nil
 }
 
-// region makes a slice of foreign memory, so that Go checks the bounds of each access.
+// region returns a slice of foreign memory, so that Go checks the bounds of each access.
 func region(address, length int64) ([]byte, error) {
 	switch {
 	case length == 0:
@@ -39,11 +39,11 @@ func region(address, length int64) ([]byte, error) {
 	case address <= 0 || length < 0 || address+length < address:
 		return nil, fmt.Errorf("address %#x with %d bytes is no memory", address, length)
 	}
-	// The garbage collector ignores it: it was not allocated by Go.
+	// The garbage collector ignores the slice, since its memory was not allocated by Go.
 	return unsafe.Slice((*byte)(*(*unsafe.Pointer)(unsafe.Pointer(&address))), length), nil
 }
 
-// Sizes are the lengths of the regions.
+// Sizes returns the lengths of the regions.
 func (m *Memory) Sizes() []int64 {
 	sizes := make([]int64, len(m.regions))
 	for i, r := range m.regions {
@@ -52,6 +52,6 @@ func (m *Memory) Sizes() []int64 {
 	return sizes
 }
 
-// Working is called when memory begins to be fetched or served, and what it returns when that ends. The process that a
-// transfer runs in may give Go more processors meanwhile.
+// Working is called when a fetch or serving begins; the function that it returns is called when it ends. The process may give Go
+// more processors meanwhile.
 var Working = func() (done func()) { return func() {} }

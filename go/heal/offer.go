@@ -8,7 +8,7 @@ import (
 	"time"
 )
 
-// errRevoked is what a target gets when the source had to change its memory before there was a copy.
+// errRevoked is sent to a target if the source had to change its memory before there was a copy.
 var errRevoked = errors.New("the source trains on, and there is no copy of its state")
 
 var errEnded = errors.New("the source offers this state no longer")
@@ -18,8 +18,8 @@ var errChanged = errors.New("the state changed while it was offered: two reading
 // Offer is memory that targets may read: the caller's own, or a copy that the caller has made of it. Memory on a device is read from
 // its copy only; requests wait until that part has been copied.
 //
-// A piece is in use while it is being sent. Revoke and End return when none of the memory that they take back is in use. A target that
-// reads its piece too slowly is cut off.
+// Memory is in use while a piece of it is being sent. Revoke and End return when none of the memory that they take back is in use.
+// A target that reads a piece too slowly is disconnected.
 type Offer struct {
 	layout Layout
 
@@ -28,22 +28,22 @@ type Offer struct {
 	own     [][]byte
 	copies  []partial
 	away    map[int]int64 // as in Memory
-	failed  error         // why the copies from devices ended early
-	arrived chan struct{} // closed and replaced when more has been copied, or nothing more will be
+	failed  error         // why copying from devices ended early
+	arrived chan struct{} // closed and replaced when more has been copied, or when copying has failed
 	state   offerState
-	inUse   map[*connection]bool // true: it sends some of the caller's own memory
+	inUse   map[*connection]bool // true: the connection sends some of the caller's own memory
 
 	crcs  []uint32
 	known []bool
 }
 
-// offerState only grows.
+// offerState is the state of an Offer; it only increases.
 type offerState int
 
 const (
-	offered offerState = iota // all may be read
-	revoked                   // the caller's own memory is the caller's again; copies may be read
-	ended                     // nothing may be read
+	offered offerState = iota // targets may read all of it
+	revoked                   // targets may read copies only: the caller may change its own memory
+	ended                     // targets may read nothing
 )
 
 // partial is a copy of which the first ready bytes are complete.
@@ -52,7 +52,7 @@ type partial struct {
 	ready  int64
 }
 
-// NewOffer offers memory in blocks of this size; 0 chooses one.
+// NewOffer offers memory in blocks of this size; if it is 0, a size is chosen.
 func NewOffer(memory *Memory, blockSize int64) (*Offer, error) {
 	layout, err := NewLayout(memory.Sizes(), blockSize)
 	if err != nil {
@@ -67,10 +67,10 @@ func NewOffer(memory *Memory, blockSize int64) (*Offer, error) {
 	return o, nil
 }
 
-// BlockSize is the size of its blocks in bytes.
+// BlockSize returns the size of the offer's blocks in bytes.
 func (o *Offer) BlockSize() int64 { return o.layout.BlockSize }
 
-// Copied announces a copy of a region. From now on its first `ready` bytes are read in place of the original.
+// Copied announces a copy of a region. From now on its first `ready` bytes are read instead of the original ones.
 func (o *Offer) Copied(index, address, ready int64) error {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -89,7 +89,7 @@ func (o *Offer) Copied(index, address, ready int64) error {
 	return nil
 }
 
-// CopyFailed announces that no more will be copied. Requests that wait for a copy fail with the reason.
+// CopyFailed announces that copying has failed. Requests that wait for a copy fail with the reason.
 func (o *Offer) CopyFailed(reason string) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -103,8 +103,8 @@ func (o *Offer) wake() {
 	o.arrived = make(chan struct{})
 }
 
-// use appends the memory of a piece, which stays in use until done. It waits for the copy from a device, at most as long as a target
-// may take for a piece.
+// use appends the memory of a piece, which stays in use until done. If the piece is on a device, it waits for the copy, at most as
+// long as a target may take for a piece.
 func (o *Offer) use(c *connection, piece []Span, memory [][]byte) ([][]byte, error) {
 	var expired <-chan time.Time
 	for {
@@ -160,8 +160,8 @@ func (o *Offer) done(c *connection) {
 	o.changed.Broadcast()
 }
 
-// Revoke takes the caller's own memory back; copies stay offered. Connections that still send it after the grace are cut. The result is
-// false if it is in use even after the timeout: then the caller must not change it.
+// Revoke takes the caller's own memory back; copies stay offered. Connections that still send it after the grace are closed. The
+// result is false if the memory is in use even after the timeout: then the caller must not change it.
 func (o *Offer) Revoke(grace, timeout time.Duration) bool {
 	o.mu.Lock()
 	o.state = max(o.state, revoked)
@@ -170,7 +170,7 @@ func (o *Offer) Revoke(grace, timeout time.Duration) bool {
 	return o.wait(func(own bool) bool { return own }, grace, timeout)
 }
 
-// End takes all memory back, copies too; the result is as that of Revoke.
+// End takes all memory back, including copies. The result is the same as Revoke's.
 func (o *Offer) End(timeout time.Duration) bool {
 	o.mu.Lock()
 	o.state = ended
@@ -179,7 +179,8 @@ func (o *Offer) End(timeout time.Duration) bool {
 	return o.wait(func(bool) bool { return true }, 0, timeout)
 }
 
-// wait returns when no use is left that matters, or the timeout has passed. After the grace it cuts the connections.
+// wait returns when the memory to be taken back is no longer in use, or the timeout has passed. After the grace it closes the
+// connections.
 func (o *Offer) wait(matters func(own bool) bool, grace, timeout time.Duration) bool {
 	cutAt, expired := time.Now().Add(grace), false
 	wake := func(expire bool) func() {
@@ -211,7 +212,8 @@ func (o *Offer) wait(matters func(own bool) bool, grace, timeout time.Duration) 
 	}
 }
 
-// note keeps the checksum of a block. A second reading must give the same: otherwise the memory was changed while it was offered.
+// note records the checksum of a block. A second reading must give the same one: otherwise the memory was changed while it was
+// offered.
 func (o *Offer) note(block int, crc uint32) error {
 	o.mu.Lock()
 	defer o.mu.Unlock()

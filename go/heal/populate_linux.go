@@ -11,24 +11,24 @@ const (
 	populateAbove     = 64 << 10
 )
 
-// populate maps the pages of b with one system call if they were never accessed. Otherwise each of them causes a page fault while the
-// kernel copies data from the network into it, which makes the copy take half as long again. Errors are ignored: on an older kernel
-// the pages are mapped by faults, and if there is no memory, the copy reports it.
+// populate maps the pages of b with one system call if they were never accessed. Otherwise each page causes a fault while the
+// kernel copies data from the network into it, and the copy takes 50 % longer. Errors are ignored: on an older kernel the pages are
+// mapped by faults, and if there is no memory, the copy reports it.
 func populate(b []byte) {
 	if len(b) < populateAbove {
 		return
 	}
 	page := uintptr(os.Getpagesize())
 	begin := uintptr(unsafe.Pointer(&b[0]))
-	end := (begin + uintptr(len(b))) &^ (page - 1) // whole pages only: those at the ends may hold other data
+	end := (begin + uintptr(len(b))) &^ (page - 1) // whole pages only: pages at the ends may also hold other data
 	skip := (page - begin%page) % page
 	if begin+skip < end && !touched(b[skip:end-begin]) {
 		_ = syscall.Madvise(b[skip:end-begin], madvPopulateWrite)
 	}
 }
 
-// touched reports whether the last page of b is mapped, as a sample of all of its pages. It saves populate for memory that is in use
-// already, which would take a tenth of the time of the copy and change nothing.
+// touched reports whether the last page of b is mapped, as a sample of all of its pages. For memory that is mapped already,
+// populate would have no effect and take a tenth of the copy's time.
 func touched(b []byte) bool {
 	page := os.Getpagesize()
 	var resident byte

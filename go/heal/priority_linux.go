@@ -9,9 +9,9 @@ import (
 
 // Serving a checkpoint must not slow down the training of the source. A background stream (SCHED_IDLE) runs on idle processors
 // only, and is preempted as soon as anything else can run; with a nice level alone it would keep its time slice of some
-// milliseconds. One stream of each target keeps the smallest share that there is (nice 19, about a hundredth of a busy
-// processor): otherwise a heal would never end on a host without an idle processor. The streams of an additional source are all
-// in the background, since the target has its main source besides.
+// milliseconds. One stream of each target keeps the smallest possible share (nice 19, about a hundredth of a busy processor):
+// otherwise a heal would never end on a host without an idle processor. All streams of an additional source are in the background,
+// since the target also has its assigned source.
 
 // background makes this goroutine run on idle processors only. Its thread is locked to it and ends with it, so the priority
 // affects no other goroutine.

@@ -15,8 +15,8 @@ import (
 	"github.com/torchft/torchft/go/internal/testmain"
 )
 
-// init keeps the goroutines of the tests off the main thread. A thread with a lower priority ends with its goroutine; the main thread
-// would stay, with that priority, and be counted below.
+// init keeps the goroutines of the tests off the main thread. A thread with a lower priority ends with its goroutine. The main
+// thread would not end: it would keep that priority, and be counted below.
 func init() { runtime.LockOSThread() }
 
 // yielding counts the threads of this process that run in the background (SCHED_IDLE), and those with the smallest share (nice 19).
@@ -29,7 +29,7 @@ func yielding(t *testing.T) (idle, least int) {
 		require.NoError(t, err)
 		attr, err := unix.SchedGetAttr(thread, 0)
 		switch {
-		case err != nil: // it has ended
+		case err != nil: // the thread has ended
 		case attr.Policy == unix.SCHED_IDLE:
 			idle++
 		case attr.Nice == leastNice:
@@ -39,7 +39,7 @@ func yielding(t *testing.T) (idle, least int) {
 	return idle, least
 }
 
-// served is a target's connection to a server, which it has opened with the secret of a grant.
+// served is a target's connection to a server, opened with the secret of a grant.
 type served struct {
 	*testing.T
 	net.Conn
@@ -62,7 +62,7 @@ func (c served) ask(op uint32) {
 	require.NoError(c, err)
 }
 
-// The threads that serve a target have a lower priority than the training of the source, and none keeps it afterwards.
+// Threads that serve a target have a lower priority than the training of the source, and no thread keeps that priority afterwards.
 func TestServingYieldsToTheTraining(t *testing.T) {
 	idleBefore, leastBefore := yielding(t)
 	if leastBefore > 0 {
@@ -94,7 +94,7 @@ func TestServingYieldsToTheTraining(t *testing.T) {
 	third := connected(t, s, g)
 	third.ask(opBlock)
 	become(1, 2)
-	third.ask(opEqual) // only additional sources are sent opEqual: all of its streams may run in the background
+	third.ask(opEqual) // opEqual shows that this server is an additional source: the stream moves to the background
 	become(2, 1)
 	g.Close()
 	become(0, 1)
@@ -102,8 +102,8 @@ func TestServingYieldsToTheTraining(t *testing.T) {
 	become(0, 0)
 }
 
-// Without the setting the streams of the assigned source keep their priority, since all groups wait for it. Those of additional
-// sources still run in the background.
+// Without the setting the streams of the assigned source keep the normal priority, since all groups wait for it. Streams of
+// additional sources still run in the background.
 func TestHelpingYieldsToTheTraining(t *testing.T) {
 	before, _ := yielding(t)
 	s, o := listen(t, time.Minute, 0), offer(t, filled(newRand(t), 1<<20), 0)

@@ -23,14 +23,14 @@ const (
 // The operations of a request.
 const (
 	opBlock  uint32 = 1 + iota // the bytes of a block and their checksum
-	opEqual                    // the same, if the block has the expected checksum: asked of additional sources, see stream.receive
+	opEqual                    // the same, if the block has the expected checksum; sent to additional sources, see stream.receive
 	opSums                     // the checksums of `expected` blocks from `block` on
 	opDigest                   // the digest of the whole state
 )
 
 const flagChecksum uint32 = 1
 
-// The status of a response. Behind its header come `length` bytes, and their CRC32C if the request has flagChecksum.
+// The status of a response. Its header is followed by `length` bytes, and by their CRC32C if the request has flagChecksum.
 const (
 	statusOK        uint32 = 0x4b4f4b4f
 	statusDiffer    uint32 = 0x46464944
@@ -61,7 +61,7 @@ func (r response) append(to []byte) []byte {
 	return binary.LittleEndian.AppendUint32(to, checksum(to[start:]))
 }
 
-// errGarbled: what arrived is not what was sent, by its checksum.
+// errGarbled reports data whose checksum is wrong: it changed on the way.
 var errGarbled = errors.New("the data was garbled on its way")
 
 func parseResponse(b []byte) (response, error) {
@@ -76,7 +76,7 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 
 func checksum(b []byte) uint32 { return crc32.Checksum(b, castagnoli) }
 
-// digest is a hash of a whole state: of the sizes of its regions, the block size, and the checksum of each block.
+// digest returns a hash of a whole state: of the sizes of its regions, the block size, and the checksum of each block.
 func digest(l *Layout, crcs []uint32) string {
 	sum := sha256.New()
 	words := []uint64{uint64(l.Total), uint64(l.BlockSize), uint64(len(l.sizes))}

@@ -7,7 +7,7 @@ import (
 	"sync"
 )
 
-// queue hands blocks out, each to one stream at a time.
+// queue assigns blocks to streams, each block to one stream at a time.
 type queue struct {
 	mu      sync.Mutex
 	changed sync.Cond
@@ -18,12 +18,12 @@ type queue struct {
 	out      int   // blocks that a stream is fetching
 	orphaned bool  // the assigned source has failed
 	closed   bool
-	garbled  map[int]int // by block: how often it came with a wrong checksum
+	garbled  map[int]int // by block: how often it arrived with a wrong checksum
 	waiting  [roles]int  // streams with nothing to do
 	crcs     []uint32
 }
 
-// newQueue hands out all blocks but those that are held back until they are added.
+// newQueue returns a queue of all blocks except those that are held back until add is called for them.
 func newQueue(blocks int, held func(block int) bool) *queue {
 	q := &queue{left: blocks, garbled: map[int]int{}, crcs: make([]uint32, blocks)}
 	q.changed.L = &q.mu
@@ -35,7 +35,7 @@ func newQueue(blocks int, held func(block int) bool) *queue {
 	return q
 }
 
-// add hands out blocks that were held back, in their order and after all others.
+// add queues blocks that were held back, in their order and after all others.
 func (q *queue) add(blocks []int) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -49,7 +49,7 @@ func (q *queue) stuck() bool {
 	return q.orphaned && q.out == 0 && len(q.todo) == 0 && len(q.assigned) > 0
 }
 
-// orphan records whether the assigned source has failed. It is false again when another source has been assigned.
+// orphan records whether the assigned source has failed; false when another source has been assigned.
 func (q *queue) orphan(failed bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -57,8 +57,8 @@ func (q *queue) orphan(failed bool) {
 	q.changed.Broadcast()
 }
 
-// take returns a block to fetch. If there is none and wait is true, it waits as long as other streams are fetching blocks: a fetch that
-// fails returns its block to the queue.
+// take returns a block to fetch. If there is none and wait is true, it waits as long as other streams are fetching blocks: if a
+// fetch fails, its block returns to the queue.
 func (q *queue) take(role Role, wait bool) (block int, ok bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -86,7 +86,8 @@ func (q *queue) idle(role Role) bool {
 	return q.waiting[roles-1-role] > 0
 }
 
-// open returns the lists from which a source of this role takes blocks. The assigned source takes those first that only it can deliver.
+// open returns the lists from which a source of this role takes blocks. The assigned source first takes the blocks that only it can
+// deliver.
 func (q *queue) open(role Role) []*[]int {
 	if role == Assigned {
 		return []*[]int{&q.assigned, &q.todo}
@@ -94,7 +95,7 @@ func (q *queue) open(role Role) []*[]int {
 	return []*[]int{&q.todo}
 }
 
-// back returns a block to the queue that did not arrive.
+// back returns a block that did not arrive to the queue.
 func (q *queue) back(block int, onlyAssigned bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -118,7 +119,7 @@ func (q *queue) arrived(block int, crc uint32) {
 	}
 }
 
-// wrong counts a garbled block, and returns an error after mostGarbled of the same one.
+// wrong counts how often a block was garbled, and returns an error when it was garbled mostGarbled times.
 func (q *queue) wrong(block int) error {
 	q.mu.Lock()
 	defer q.mu.Unlock()

@@ -14,7 +14,7 @@ type retries struct {
 // defaultRetries bridge an interruption of about a second.
 var defaultRetries = retries{most: 6, pause: 20 * time.Millisecond}
 
-// inARow is the number of failed attempts since the last progress, with this one.
+// inARow returns the number of failed attempts since the last progress, including this one.
 func inARow(before int, progress bool) int {
 	if progress {
 		return 1
@@ -22,7 +22,7 @@ func inARow(before int, progress bool) int {
 	return before + 1
 }
 
-// after returns whether to retry after so many failed attempts in a row, and the pause before.
+// after returns whether to retry after this many failed attempts in a row, and the pause before the retry.
 func (r retries) after(failed int) (pause time.Duration, again bool) {
 	if failed >= r.most {
 		return 0, false
@@ -30,17 +30,17 @@ func (r retries) after(failed int) (pause time.Duration, again bool) {
 	return r.pause << (failed - 1), true
 }
 
-// mostGarbled bounds how often one block may arrive garbled, and how many wrong blocks an additional source may deliver. More are no
-// transmission errors.
+// mostGarbled bounds how often one block may arrive garbled, and how many wrong blocks an additional source may deliver. If there
+// are more, they are not transmission errors.
 const mostGarbled = 8
 
-// The reasons for which a source is not asked again in a transfer.
+// The reasons why a source is not asked again in a transfer.
 type (
-	// withdrawnError: its offer has ended, for this reason.
+	// withdrawnError: the source's offer has ended, with this reason.
 	withdrawnError struct{ reason string }
-	// slowError: other sources' streams wait for its block.
+	// slowError: streams of other sources were idle while the source took too long for a block.
 	slowError struct{}
-	// wrongError: its blocks differ from those of the assigned source.
+	// wrongError: the source's blocks differ from those of the assigned source.
 	wrongError struct{ count, last int }
 )
 

@@ -23,7 +23,7 @@ func TestWhenASourceIsAskedAgain(t *testing.T) {
 			defaultRetries, []bool{false, false, true, false, true},
 			[]time.Duration{first, 2 * first, first, 2 * first, first}, false,
 		},
-		"it breaks again and again, and gets on": {
+		"it breaks often, but makes progress": {
 			defaultRetries, []bool{true, true, true, true, true, true, true, true},
 			[]time.Duration{first, first, first, first, first, first, first, first}, false,
 		},

@@ -1,10 +1,10 @@
 package heal
 
-// Role says which blocks a target takes from a source.
+// Role determines which blocks a target takes from a source.
 type Role int
 
 const (
-	// Assigned is the source that the quorum assigns to the target. Its state is the one that the target takes over.
+	// Assigned is the source that the quorum assigns to the target, which takes over its state.
 	Assigned Role = iota
 	// Additional is any other source. The target takes only blocks from it whose checksum the assigned source has announced.
 	Additional

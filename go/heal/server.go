@@ -16,10 +16,10 @@ import (
 )
 
 const (
-	maxConnections = 256 // that have sent a hello with a valid secret
+	maxConnections = 256 // connections that have sent a hello with a valid secret
 	helloTimeout   = 10 * time.Second
-	// mostStrangers bounds the connections that have not sent their hello. A target sends it at once, so it needs one of these places only
-	// for a moment.
+	// mostStrangers bounds the connections that have not sent their hello. A target sends it at once, so it counts here only for a
+	// moment.
 	mostStrangers  = 64
 	strangersOfOne = 32 // from one address, which several targets may share (NAT)
 )
@@ -36,13 +36,13 @@ type Server struct {
 	closed      bool
 	grants      map[[secretSize]byte]*Grant
 	connections map[*connection]bool
-	known       int // connections with a grant
+	known       int // number of connections with a grant
 	running     sync.WaitGroup
 
 	strangers *lobby.Lobby
 }
 
-// A Grant lets one target read an offer.
+// Grant lets one target read an offer.
 type Grant struct {
 	server *Server
 	offer  *Offer
@@ -52,9 +52,9 @@ type Grant struct {
 	steady bool // one of its connections is steady; server.mu guards it
 }
 
-// Listen starts a server on every address of this host, on a free port. timeout is how long a target may take for one
-// piece. bytesPerSecond bounds the rate to all targets together; 0: no bound. With inBackground, the threads that serve have the lowest
-// priority on this host. Those of an additional source always have.
+// Listen starts a server on every address of this host, on a free port. timeout is how long a target may take for one piece.
+// bytesPerSecond bounds the rate to all targets together; 0: no bound. With inBackground, the serving threads have the lowest
+// priority on this host. Threads that serve as an additional source always have it.
 func Listen(timeout time.Duration, bytesPerSecond int64, inBackground bool) (*Server, error) {
 	listener, err := net.Listen("tcp", ":0")
 	if err != nil {
@@ -70,10 +70,10 @@ func Listen(timeout time.Duration, bytesPerSecond int64, inBackground bool) (*Se
 	return s, nil
 }
 
-// Port is the port that it listens on.
+// Port returns the port that the server listens on.
 func (s *Server) Port() int64 { return int64(s.listener.Addr().(*net.TCPAddr).Port) }
 
-// Grant makes a secret for one target of an offer.
+// Grant creates a grant with a new secret for one target of an offer.
 func (s *Server) Grant(o *Offer) *Grant {
 	g := &Grant{server: s, offer: o}
 	_, _ = rand.Read(g.secret[:]) // never fails
@@ -83,13 +83,13 @@ func (s *Server) Grant(o *Offer) *Grant {
 	return g
 }
 
-// Secret is what the target has to send, in hexadecimal digits.
+// Secret returns the secret that the target has to send, in hexadecimal digits.
 func (g *Grant) Secret() string { return hex.EncodeToString(g.secret[:]) }
 
-// Served is how many bytes the target was sent.
+// Served returns how many bytes were sent to the target.
 func (g *Grant) Served() int64 { return g.served.Load() }
 
-// Close revokes the secret and cuts the target's connections.
+// Close revokes the secret and closes the target's connections.
 func (g *Grant) Close() {
 	g.server.mu.Lock()
 	delete(g.server.grants, g.secret)
@@ -173,8 +173,8 @@ func (s *Server) remove(c *connection) {
 	}
 }
 
-// enter finds the grant for a secret, nil if there is none, and gives the connection one of the maxConnections places. The first
-// connection of each grant is steady, so that a background transfer makes progress where no processor is ever idle.
+// enter returns the grant for a secret, nil if there is none, and counts the connection in maxConnections. The first connection of
+// each grant is steady, so that a background transfer makes progress even if no processor is ever idle.
 func (s *Server) enter(c *connection, secret [secretSize]byte) (grant *Grant, full bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -198,13 +198,13 @@ type connection struct {
 	guest  *lobby.Guest
 	grant  *Grant // server.mu guards grant, worked and steady
 	worked func() // ends Working; nil before enter
-	steady bool   // in the background, it keeps a small share of a busy processor (leastShare)
-	helps  bool   // the target has another source, its main one
+	steady bool   // in a background transfer: it keeps a small share of a busy processor (leastShare)
+	helps  bool   // this server is an additional source of the target
 
 	once  sync.Once
 	ended chan struct{} // closed by cut
 
-	out    []byte // what is yet to be written
+	out    []byte // bytes that are not written yet
 	memory [][]byte
 	spans  []Span
 }
@@ -239,7 +239,7 @@ func (c *connection) serve() (err error) {
 		return c.withdrawn(request{}, errEnded)
 	}
 	c.out = make([]byte, 0, pieceSize+2*responseSize)
-	prepare(c.Conn) // Not before the hello: blocking reads occupy a thread, and a stranger could open many connections.
+	prepare(c.Conn) // after the hello, not before: blocking reads occupy a thread, and unauthorized clients could open many connections
 	switch {
 	case !c.server.background: // normal priority: the whole job may wait for this transfer
 	case c.steady:
@@ -249,7 +249,7 @@ func (c *connection) serve() (err error) {
 	}
 	var b [requestSize]byte
 	for {
-		// A target sends requests ahead of the answers. So without one for this long it has failed, or stopped reading.
+		// A target sends requests ahead of the answers. So if none arrives for this long, it has failed or stopped reading.
 		_ = c.SetDeadline(time.Now().Add(c.server.timeout))
 		if _, err := io.ReadFull(c, b[:]); err != nil {
 			if errors.Is(err, io.EOF) {
@@ -271,7 +271,7 @@ func (c *connection) answer(g *Grant, r request) error {
 			return fmt.Errorf("block %d of %d", r.block, o.layout.Blocks())
 		}
 		if r.op == opEqual {
-			if !c.helps { // opEqual is sent to additional sources only; the target waits for its main source in any case
+			if !c.helps { // opEqual is sent to additional sources only, and the target waits for its assigned source in any case
 				c.helps = true
 				background()
 			}
@@ -308,7 +308,7 @@ func (c *connection) answer(g *Grant, r request) error {
 	return fmt.Errorf("no such request: %d", r.op)
 }
 
-// check is the checksum of a block, as it was when the block was first read.
+// check returns the checksum of a block from the time when it was first read.
 func (c *connection) check(o *Offer, block int) (uint32, error) {
 	if crc, known := o.sum(block); known {
 		return crc, nil
@@ -335,8 +335,8 @@ func (c *connection) check(o *Offer, block int) (uint32, error) {
 func (c *connection) send(g *Grant, r request) error {
 	o := g.offer
 	length := o.layout.Length(int(r.block))
-	// A checksum that was computed for another target is sent again: if the memory had changed since, it would not match the data, and
-	// the target would refuse the block.
+	// A checksum that was computed for another target is reused: if the memory has changed since, the checksum does not match the
+	// data, and the target refuses the block.
 	crc, known := o.sum(int(r.block))
 	summing := r.flags&flagChecksum != 0 && !known
 	c.out = response{statusOK, r.block, uint32(length)}.append(c.out[:0])
@@ -420,7 +420,8 @@ func (c *connection) reply(r request, status uint32, body []byte) error {
 func (c *connection) withdrawn(r request, reason error) error {
 	_ = c.reply(r, statusWithdrawn, []byte(reason.Error()))
 	if tcp, ok := c.Conn.(*net.TCPConn); ok {
-		// Close would send a reset if requests are still unread, and the target could lose the reason. So wait until it closes.
+		// If requests are still unread, Close would send a reset, and the reason could get lost. So wait until the target closes
+		// the connection.
 		_ = tcp.CloseWrite()
 		_ = tcp.SetDeadline(time.Now().Add(time.Second))
 		_, _ = io.Copy(io.Discard, tcp)

@@ -20,14 +20,14 @@ func letBlock(tcp *net.TCPConn) {
 		limit := syscall.NsecToTimeval(blockFor.Nanoseconds())
 		for _, option := range []int{syscall.SO_RCVTIMEO, syscall.SO_SNDTIMEO} {
 			if syscall.SetsockoptTimeval(int(fd), syscall.SOL_SOCKET, option, &limit) != nil {
-				return // without this timeout a thread could block for ever
+				return // do not let reads block: without this timeout a thread could block for ever
 			}
 		}
 		_ = syscall.SetNonblock(int(fd), false)
 	})
 }
 
-// readBlocking fills b. If it fails, done is how much of it was filled.
+// readBlocking fills b. If it fails, done is the number of bytes that were read.
 func readBlocking(tcp *net.TCPConn, b []byte) (done int, err error) {
 	raw, err := tcp.SyscallConn()
 	if err != nil {

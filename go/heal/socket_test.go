@@ -61,7 +61,7 @@ func TestAbortEndsThreadsInTheKernel(t *testing.T) {
 	ended := make(chan error, 2)
 	go func() { _, err := readFull(near, make([]byte, 1)); ended <- err }()
 	go func() { _, err := near.Write(make([]byte, 256<<20)); ended <- err }() // more than any buffer holds
-	time.Sleep(20 * time.Millisecond)                                         // mostly, both threads are in the kernel then
+	time.Sleep(20 * time.Millisecond)                                         // usually both threads are in the kernel by then
 	abort(near)
 	for range 2 {
 		select {

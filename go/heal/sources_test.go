@@ -17,9 +17,9 @@ func clone(m *Memory) *Memory {
 	return c
 }
 
-const small = 1 << 14 // bytes of a block in these tests
+const small = 1 << 14 // block size in bytes in these tests
 
-// Two groups with equal states are sources together: blocks come from both.
+// If two groups have equal states, blocks are fetched from both.
 func TestSeveralSourcesShareTheWork(t *testing.T) {
 	source := filled(newRand(t), 1<<20, 100, 1<<20)
 	target := empty(1<<20, 100, 1<<20)
@@ -36,7 +36,7 @@ func TestSeveralSourcesShareTheWork(t *testing.T) {
 }
 
 // Blocks that differ come from the assigned source, whichever source was asked first.
-func TestAnotherSourceGivesOnlyWhatIsAlike(t *testing.T) {
+func TestOnlyEqualBlocksComeFromAnAdditionalSource(t *testing.T) {
 	rng := newRand(t)
 	source := filled(rng, 1<<20)
 	other := clone(source)
@@ -56,7 +56,7 @@ func TestAnotherSourceGivesOnlyWhatIsAlike(t *testing.T) {
 }
 
 // A bad additional source must not fail the transfer: its blocks are fetched again from the assigned one.
-func TestAnotherSourceThatGivesWrongBlocksFailsNothing(t *testing.T) {
+func TestWrongBlocksOfAnAdditionalSourceDoNotFailTheTransfer(t *testing.T) {
 	source := filled(newRand(t), 1<<20)
 	other := clone(source)
 	for i := range other.regions[0] {
@@ -64,8 +64,8 @@ func TestAnotherSourceThatGivesWrongBlocksFailsNothing(t *testing.T) {
 	}
 	const secret = "00112233445566778899aabbccddeeff"
 	for name, add := range map[string]func(f *Fetch) error{
-		"and sums that fit them": func(f *Fetch) error { return f.Add(honestUntilTheEnd(t, other, "", nil), secret, Additional) },
-		"and the right sums": func(f *Fetch) error { // its memory has changed since
+		"with checksums that fit the wrong blocks": func(f *Fetch) error { return f.Add(honestUntilTheEnd(t, other, "", nil), secret, Additional) },
+		"with the right checksums": func(f *Fetch) error { // as if its memory had changed since
 			o := offer(t, other, small)
 			for block := range o.layout.Blocks() {
 				require.NoError(t, o.note(block, checksum(source.regions[0][block*small:(block+1)*small])))
@@ -160,7 +160,7 @@ func TestReceivedCountsWholeBlocksOnce(t *testing.T) {
 }
 
 // Wait returns if only a failed source has the remaining blocks, so that the caller can add that source again.
-func TestWhatOnlyAFailedSourceHasEndsTheOthers(t *testing.T) {
+func TestWaitEndsIfOnlyAFailedSourceHasTheRest(t *testing.T) {
 	source, target := filled(newRand(t), 4<<20), empty(4<<20)
 	other := clone(source)
 	for i := 3 << 20; i < 4<<20; i += small {
@@ -270,7 +270,7 @@ func TestMalformedRequestsEndTheConnection(t *testing.T) {
 	}
 }
 
-// A source whose memory changed during the transfer announces another digest than that of the bytes that it sent.
+// If a source's memory changes during the transfer, the digest that it announces differs from that of the bytes that it sent.
 func TestADigestThatDiffersIsAnError(t *testing.T) {
 	memory := filled(newRand(t), 3*small)
 	for name, announced := range map[string]string{"the same": "", "another": "0123456789abcdef0123456789abcdef"} {
@@ -290,8 +290,8 @@ func TestADigestThatDiffersIsAnError(t *testing.T) {
 	}
 }
 
-// honestUntilTheEnd serves blocks with correct checksums, and then a digest, for "" the correct one. before is called with the operation of
-// each request.
+// honestUntilTheEnd serves blocks with correct checksums, and then the given digest; "": the correct one. before is called with the
+// operation of each request.
 func honestUntilTheEnd(t *testing.T, memory *Memory, announced string, before func(op uint32)) (address string) {
 	t.Helper()
 	l, err := NewLayout(memory.Sizes(), small)
@@ -342,7 +342,7 @@ func honestUntilTheEnd(t *testing.T, memory *Memory, announced string, before fu
 }
 
 // A source that does not answer the request for its checksums may still send all blocks: that completes the transfer.
-func TestAStalledRequestDelaysNoOther(t *testing.T) {
+func TestAStalledRequestDoesNotDelayOthers(t *testing.T) {
 	source, target := filled(newRand(t), 1<<20), empty(1<<20)
 	asked, over := make(chan struct{}), make(chan struct{})
 	before := func(op uint32) {
@@ -391,7 +391,7 @@ func TestASlowSourceIsDropped(t *testing.T) {
 	}
 	require.True(t, status.Done, status)
 	require.GreaterOrEqual(t, time.Since(start), slowAfter)
-	require.Less(t, time.Since(start), time.Minute) // at its pace one block takes four times as long
+	require.Less(t, time.Since(start), time.Minute) // the slow source takes four times as long for one block
 	requireSame(t, source, target)
 }
 

@@ -107,7 +107,7 @@ func benchMemory(value byte) *Memory {
 	return m
 }
 
-// processorSeconds is what this process has used.
+// processorSeconds returns the processor time that this process has used.
 func processorSeconds() float64 {
 	var used syscall.Rusage
 	_ = syscall.Getrusage(syscall.RUSAGE_SELF, &used)

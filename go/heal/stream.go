@@ -12,11 +12,12 @@ import (
 
 const (
 	dialTimeout = 5 * time.Second
-	// ahead is how many requests are pending on a stream, so that the source always has the next one.
+	// ahead is how many requests are kept pending on a stream, so that the source always has the next one.
 	ahead = 2
-	// slowAfter is how long a block may take while streams of other sources are idle; after it, one of these fetches the block.
+	// slowAfter is how long a block may take while streams of other sources are idle. After that, one of these streams fetches the
+	// block.
 	slowAfter = 2 * time.Second
-	// lookEvery is how often a read that gets no bytes checks that.
+	// lookEvery is the interval at which a read that receives no bytes checks that.
 	lookEvery = 500 * time.Millisecond
 )
 
@@ -27,7 +28,7 @@ type stream struct {
 	unhook  func() bool // stops the hook that closes the connection when the transfer ends
 	arrived int         // blocks
 
-	pending []int // blocks that were asked for, in the order of the requests
+	pending []int // requested blocks, in the order of the requests
 	scratch []byte
 	spans   []Span
 }
@@ -76,8 +77,8 @@ func (st *stream) read(b []byte) error {
 	return err
 }
 
-// fill is read for a part of a block whose transfer began some time ago. It fails also if the block has taken longer than slowAfter
-// and another source's stream is idle, which then fetches the block.
+// fill is like read, for a part of a block whose transfer began at a given time. It also fails if the block has taken longer than
+// slowAfter and a stream of another source is idle, which then fetches the block.
 func (st *stream) fill(b []byte, began time.Time) error {
 	f := st.source.fetch
 	last := time.Now() // when the last bytes arrived
@@ -113,7 +114,7 @@ func (st *stream) fetch() error {
 	}
 	for {
 		for len(st.pending) < ahead {
-			// With nothing pending, wait: a block may come back to the queue from a stream that fails.
+			// If no request is pending, wait: when another stream fails, its blocks return to the queue.
 			block, ok := f.queue.take(s.role, len(st.pending) == 0)
 			if !ok {
 				break
@@ -146,8 +147,8 @@ func (st *stream) request(block int, sums []uint32) request {
 	return r
 }
 
-// receive reads the answer to the oldest request. A block of an additional source must have the checksum in sums, which the assigned
-// source has announced: the checksum behind the block proves only that it arrived as it was sent.
+// receive reads the answer to the oldest request. A block of an additional source must have the checksum that the assigned source
+// has announced (sums): the checksum sent with the block only proves that it arrived unchanged.
 func (st *stream) receive(block int, sums []uint32) error {
 	f := st.source.fetch
 	r, err := st.header(block)
@@ -177,7 +178,7 @@ func (st *stream) receive(block int, sums []uint32) error {
 		switch {
 		case err != nil:
 			return err
-		case bad: // the queue gives it to the assigned source
+		case bad: // the queue assigns it to the assigned source
 			return st.source.gaveWrong(block)
 		case sent != crc:
 			if err := f.queue.wrong(block); err != nil {
@@ -192,7 +193,7 @@ func (st *stream) receive(block int, sums []uint32) error {
 	return nil
 }
 
-// header reads the header of a response, and the reason behind a withdrawal.
+// header reads the header of a response and, if the offer was withdrawn, the reason.
 func (st *stream) header(block int) (response, error) {
 	b := st.scratch[:responseSize]
 	if err := st.read(b); err != nil {
@@ -226,7 +227,7 @@ func (st *stream) body(block int) (crc uint32, err error) {
 	checked, began := !f.settings.Unchecked, time.Now()
 	st.spans = f.layout.Spans(block, st.spans[:0])
 	for _, span := range st.spans {
-		if memory := f.memory.regions[span.Region]; memory != nil { // not for staging memory: it is reused, so its pages are mapped
+		if memory := f.memory.regions[span.Region]; memory != nil { // not for staging memory, which is reused, so that its pages are mapped
 			populate(memory[span.Offset : span.Offset+span.Length])
 		}
 	}
@@ -254,8 +255,8 @@ func (st *stream) body(block int) (crc uint32, err error) {
 	return crc, err
 }
 
-// tooSlow ends the stream, so that its blocks return to the queue, for idle streams. An additional source is not
-// used any more. The assigned one connects again: some blocks may be available from it alone.
+// tooSlow ends the stream, so that its blocks return to the queue for idle streams. An additional source is not used any more. The
+// stream to the assigned source reconnects: some blocks may be available only there.
 func (st *stream) tooSlow() error {
 	if st.source.role != Assigned {
 		return st.source.end(slowError{})

@@ -6,24 +6,24 @@ import (
 	"sync"
 )
 
-// windows organizes the transfer to devices. A window is some consecutive blocks, which are fetched into a stage: memory of the host.
-// When all of them have arrived and been checked, Python copies them to the device, and provides the stage again for the next window.
-// With two stages network and device are busy at the same time. Blocks for host memory only belong to no window: they are fetched
-// directly into it.
+// windows organizes the transfer to devices. A window consists of consecutive blocks, which are fetched into a stage, that is,
+// memory of the host. When all of them have arrived and been checked, Python copies them to the device, and provides the stage
+// again for the next window. With two stages the network and the device are busy at the same time. Blocks with host memory only
+// belong to no window: they are fetched directly into that memory.
 type windows struct {
 	layout *Layout
 	away   map[int]int64
-	blocks int // of a window
+	blocks int // number of blocks in a window
 
 	mu     sync.Mutex
-	next   int // window
+	next   int // number of the next window
 	stages []*stage
 }
 
 type stage struct {
 	memory []byte
 	window int
-	left   int // blocks that have not arrived
+	left   int // blocks that have not arrived yet
 }
 
 func newWindows(layout *Layout, away map[int]int64, blocks int64) (*windows, error) {
@@ -94,7 +94,7 @@ func (w *windows) place(block int, span Span) []byte {
 	return s.memory[at : at+span.Length]
 }
 
-// arrived notes a block, and reports whether its window is full now.
+// arrived records a block, and reports whether its window is full now.
 func (w *windows) arrived(block int) bool {
 	if !w.staged(block) {
 		return false

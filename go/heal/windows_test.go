@@ -12,8 +12,8 @@ import (
 
 // device is memory that only its owner can read and write, like that of a GPU.
 type device struct {
-	memory *Memory // of the host and of the device alike
-	host   *Memory // the same without what is on the device
+	memory *Memory // all regions, on the host and on the device
+	host   *Memory // the same without the regions on the device
 }
 
 // onDevices puts the regions with these numbers on a device.
@@ -26,13 +26,13 @@ func onDevices(m *Memory, away ...int) device {
 	return device{m, host}
 }
 
-// stageOf is address and length of host memory.
+// stageOf returns the address and the length of host memory.
 func stageOf(b []byte) (address, length int64) {
 	return int64(uintptr(unsafe.Pointer(&b[0]))), int64(len(b))
 }
 
-// load does what Python does at the target: it copies full windows to the device, and releases their staging memory. It checks that no more
-// than two windows are in use.
+// load plays the target's part that is in Python: it copies full windows to the device, and releases their staging memory. It
+// checks that no more than two windows are in use.
 func (d device) load(t *testing.T, f *Fetch) Status {
 	t.Helper()
 	stages := map[int64][]byte{}
@@ -77,12 +77,12 @@ func TestStateOnADeviceArrivesThroughStages(t *testing.T) {
 		sizes, away []int
 		window      int64
 	}{
-		"all":             {[]int{1 << 20}, []int{0}, 8},
-		"one block":       {[]int{10}, []int{0}, 8},
-		"small ones":      {[]int{100, 1000, 10_000, 20_000, 7, 7, 7, 40_000, 1, 30_000}, []int{0, 2, 4, 6, 8}, 1},
-		"some":            {[]int{1 << 18, 5, 1<<18 + 3, 1 << 18, 0, 77}, []int{0, 2, 5}, 2},
-		"in between":      {[]int{1 << 18, 100, 1 << 18}, []int{1}, 1},
-		"a window of all": {[]int{1 << 18, 100, 1 << 18}, []int{0, 1, 2}, 1 << 20},
+		"all":                      {[]int{1 << 20}, []int{0}, 8},
+		"one block":                {[]int{10}, []int{0}, 8},
+		"small ones":               {[]int{100, 1000, 10_000, 20_000, 7, 7, 7, 40_000, 1, 30_000}, []int{0, 2, 4, 6, 8}, 1},
+		"some":                     {[]int{1 << 18, 5, 1<<18 + 3, 1 << 18, 0, 77}, []int{0, 2, 5}, 2},
+		"in between":               {[]int{1 << 18, 100, 1 << 18}, []int{1}, 1},
+		"all blocks in one window": {[]int{1 << 18, 100, 1 << 18}, []int{0, 1, 2}, 1 << 20},
 	} {
 		for _, unchecked := range []bool{false, true} {
 			t.Run(fmt.Sprint(name, unchecked), func(t *testing.T) {
@@ -150,7 +150,7 @@ func TestBadStages(t *testing.T) {
 	require.ErrorIs(t, err, errStageInUse)
 }
 
-// A block of the source's device memory is sent as soon as the copy to host memory has come that far.
+// A block of the source's device memory is sent as soon as it has been copied to host memory.
 func TestADeviceCopyIsServedAsItGrows(t *testing.T) {
 	source := filled(newRand(t), 1<<20, 1<<18)
 	host, target := onDevices(source, 0), empty(1<<20, 1<<18)
@@ -178,7 +178,7 @@ func TestADeviceCopyIsServedAsItGrows(t *testing.T) {
 	require.ErrorContains(t, o.Copied(0, at, 1<<20+1), "1048577 bytes of a region of 1048576")
 }
 
-// A wait for a copy ends: when the copy fails, when the source withdraws the offer or ends, or when the copy is too slow.
+// A wait for a copy ends when the copy fails, when the source withdraws the offer or ends, or when the copy is too slow.
 func TestWaitingForADeviceCopyEndsWithTheCopy(t *testing.T) {
 	for name, c := range map[string]struct {
 		end   func(*Offer)
@@ -206,7 +206,7 @@ func TestWaitingForADeviceCopyEndsWithTheCopy(t *testing.T) {
 	}
 }
 
-// Close of a server does not wait for requests that wait for a copy.
+// Closing a server does not wait for requests that wait for a copy.
 func TestAWaitForADeviceCopyEndsWithTheServer(t *testing.T) {
 	s, err := Listen(time.Hour, 0, false)
 	require.NoError(t, err)

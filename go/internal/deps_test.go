@@ -1,4 +1,4 @@
-// Package internal_test holds the rules of docs/design.md on who may import whom.
+// Package internal_test checks the rules of docs/design.md about imports between packages.
 package internal_test
 
 import (
@@ -21,13 +21,13 @@ const module = "github.com/torchft/torchft/go"
 
 type pkg struct {
 	ImportPath   string
-	Imports      []string // what its code imports, tests aside
-	Deps         []string // all packages that it needs, directly or not
+	Imports      []string // imports of its code, without those of its tests
+	Deps         []string // all direct and indirect dependencies
 	TestGoFiles  []string
 	XTestGoFiles []string
 }
 
-// packages are those of the module that match the patterns; without any, all.
+// packages returns the packages of the module that match the patterns; all packages without a pattern.
 func packages(t *testing.T, patterns ...string) map[string]pkg {
 	t.Helper()
 	if len(patterns) == 0 {
@@ -64,7 +64,7 @@ func isStandard(path string) bool {
 	return !strings.Contains(first, ".")
 }
 
-func TestWhoMayImportWhom(t *testing.T) {
+func TestImportsFollowTheDesign(t *testing.T) {
 	decides := []string{"quorum", "recovery", "rendezvous", "round"}
 	pure := append([]string{"gossip/agree"}, decides...)
 	shared := append([]string{"torchftpb", "internal/auth", "internal/logging", "internal/rpc", "internal/tracing", "internal/wire"}, decides...)
@@ -119,8 +119,8 @@ func TestWhoMayImportWhom(t *testing.T) {
 	}
 }
 
-// A library that handles signals takes Ctrl-C away from Python. go-metrics, which memberlist imports, can handle one to print its metrics,
-// but only in a function that is not called.
+// If a library handled SIGINT, Python would not receive Ctrl-C. go-metrics, which memberlist imports, can handle a signal to print
+// its metrics, but only in a function that is not called.
 func TestOnlyTheCommandTakesSignals(t *testing.T) {
 	may := []string{"github.com/armon/go-metrics", "internal/fttest"}
 	for name, p := range packages(t, "-deps", "./...") {
@@ -133,8 +133,8 @@ func TestOnlyTheCommandTakesSignals(t *testing.T) {
 	}
 }
 
-// `go test` does not say what it skipped. A test that a flag turns on, and one that needs a network namespace, which the Makefile
-// reports, may skip; any other one fails under CI=true.
+// `go test` does not report skipped tests. Only two kinds of tests may skip: tests that a flag turns on, and tests that need a
+// network namespace, which the Makefile reports. Any other skip is a failure under CI=true.
 func TestASkipIsAFailureUnderCI(t *testing.T) {
 	allowed := regexp.MustCompile(`t\.Skip\("-|"this system makes no network for a test:"`)
 	tests, err := filepath.Glob("../*/*_test.go")

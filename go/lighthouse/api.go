@@ -16,18 +16,18 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// The routes below /api/v1/ that change something. Each takes a JSON object and answers with one, also if it refuses.
+// The routes below /api/v1/ that change something. Each takes a JSON object and answers with one, even for a refusal.
 
-// mostBody bounds the body of a request, in bytes. It holds a replica_id of rpc.MaxReplicaID bytes, which JSON encodes in six bytes each
-// at most.
+// mostBody bounds the body of a request, in bytes. A replica_id of rpc.MaxReplicaID bytes fits into it: JSON encodes each byte in
+// at most six.
 const mostBody = 16 << 10
 
-// about is the body of a request: the member that it is about.
+// about is the body of a request: it names a member.
 type about struct {
 	ReplicaID string `json:"replica_id"`
 }
 
-// done is the answer to a request that was carried out.
+// done is the answer to a successful request.
 type done struct {
 	ReplicaID string `json:"replica_id"`
 	Done      string `json:"done"`
@@ -85,14 +85,14 @@ func (j *job) misses(replicaID string) bool {
 	return slices.Contains(j.status().MissingVotes, replicaID)
 }
 
-// waive counts a member with a missing vote as ended, on the word of an operator.
+// waive counts a member with a missing vote as ended, because an operator states that it has.
 func (j *job) waive(replicaID, by string) error {
 	return j.feed(quorum.VotesWaived{ReplicaIDs: []string{replicaID}, By: by})
 }
 
-// Waive counts a member with a missing vote as ended, on the word of the caller. If the member, or a group of its quorum, still trains
-// at another lighthouse, two lighthouses serve the job at once, and the steps of one of them are lost. The same happens if Waive is
-// called at two lighthouses, since the vote then counts at both. An empty name is the default job.
+// Waive counts a member with a missing vote as ended, because the caller states that it has. If the member, or a group of its
+// quorum, still trains at another lighthouse, two lighthouses serve the job at once, and the steps of one of them are lost. The
+// same happens if Waive is called at two lighthouses, since the vote then counts at both. An empty name is the default job.
 func (s *Server) Waive(job, replicaID, by string) error {
 	j := s.find(cmp.Or(job, rpc.DefaultJob))
 	if j == nil || !j.misses(replicaID) {
@@ -101,7 +101,7 @@ func (s *Server) Waive(job, replicaID, by string) error {
 	return j.waive(replicaID, by)
 }
 
-// errNoStream is the error if a member has no stream on which the lighthouse could send it a message.
+// errNoStream reports that a member has no stream on which the lighthouse could send it a message.
 var errNoStream = errors.New("it has no stream to this lighthouse, as groups of upstream have none")
 
 // has reports whether a member is known and alive.
@@ -123,7 +123,7 @@ func (j *job) drain(replicaID, why string) error {
 	return j.step(quorum.Drained{ReplicaID: replicaID, Reason: why})
 }
 
-// ask makes a route for a request about a member. It checks the permission before it reads the body.
+// ask returns the handler of a route whose requests name a member. It checks the permission before it reads the body.
 func (s *Server) ask(what string, follow func(http.ResponseWriter, *http.Request, about)) http.HandlerFunc {
 	refuse := func(w http.ResponseWriter, code int, why string) { dashboard.Refuse(w, code, errors.New(why)) }
 	return func(w http.ResponseWriter, r *http.Request) {
@@ -143,7 +143,7 @@ func (s *Server) ask(what string, follow func(http.ResponseWriter, *http.Request
 	}
 }
 
-// readAbout reads the body of a request. With an error, code is the HTTP status of the refusal.
+// readAbout reads the body of a request. If it returns an error, code is the HTTP status of the refusal.
 func readAbout(w http.ResponseWriter, r *http.Request) (who about, code int, err error) {
 	const want = `; wanted: {"replica_id": "..."}`
 	decoder := json.NewDecoder(http.MaxBytesReader(w, r.Body, mostBody))

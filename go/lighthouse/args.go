@@ -99,7 +99,7 @@ func ParseArgs(args []string) (Config, error) {
 // maxMilliseconds is the largest number of milliseconds that a time.Duration holds.
 const maxMilliseconds = int64((1<<63 - 1) / time.Millisecond)
 
-// Milliseconds is a setting in milliseconds as a duration, or an error if it would overflow.
+// Milliseconds converts a setting in milliseconds to a duration, and returns an error if it would overflow.
 func Milliseconds(name string, ms int64) (time.Duration, error) {
 	if ms > maxMilliseconds || ms < -maxMilliseconds {
 		return 0, fmt.Errorf("%s is %d: it must be at most %d", name, ms, maxMilliseconds)
@@ -107,9 +107,9 @@ func Milliseconds(name string, ms int64) (time.Duration, error) {
 	return time.Duration(ms) * time.Millisecond, nil
 }
 
-// nearest is " (did you mean --x?)" for an unknown flag's name; empty if no flag has a similar name.
+// nearest returns " (did you mean --x?)" for an unknown flag's name; empty if no flag has a similar name.
 func nearest(flags *pflag.FlagSet, name string) string {
-	found, least := "", len(name)/2+1 // with more wrong letters than half, the word is not similar
+	found, least := "", len(name)/2+1 // a name with more than half of its letters wrong is not similar
 	flags.VisitAll(func(f *pflag.Flag) {
 		if d := distance(strings.ReplaceAll(name, "-", "_"), f.Name); d < least {
 			found, least = " (did you mean --"+f.Name+"?)", d
@@ -118,7 +118,7 @@ func nearest(flags *pflag.FlagSet, name string) string {
 	return found
 }
 
-// distance is the Levenshtein distance: the least number of letters to insert, delete or replace.
+// distance returns the Levenshtein distance: the least number of letters to insert, delete or replace.
 func distance(a, b string) int {
 	row := make([]int, len(b)+1)
 	for j := range row {
@@ -139,8 +139,8 @@ func distance(a, b string) int {
 	return row[len(b)]
 }
 
-// gcPercent is the GOGC of a process that only serves a lighthouse. With 10,000 groups 580 MB are in use; Go's default of 100 makes
-// 760 MB of them, and 60 makes 690. The time of a round is the same.
+// gcPercent is the GOGC of a process that only serves a lighthouse. With 10,000 groups 580 MB are live. With Go's default of 100
+// the process takes 760 MB, with 60 it takes 690 MB. The time of a round is the same.
 const gcPercent = 60
 
 // OwnProcess sets the garbage collector of a process that only serves a lighthouse, unless GOGC does.

@@ -15,18 +15,17 @@ import (
 
 // Config has the settings of a lighthouse.
 type Config struct {
-	// Bind is host:port to listen on, gRPC and HTTP alike. Port 0 takes a free one.
+	// Bind is host:port to listen on, for both gRPC and HTTP. Port 0 takes a free one.
 	Bind string
-	// Hostname is the host in the announced address; empty means this machine's name, or localhost where that
-	// name does not resolve.
+	// Hostname is the host in the announced address; empty means this machine's name, or localhost if that name does not resolve.
 	Hostname string
 	// MinReplicas is the least number of replica groups in a quorum.
 	MinReplicas int
 	// JoinTimeout is how long a quorum waits for members that are alive and have not asked yet.
 	JoinTimeout time.Duration
-	// QuorumTick is how often the machine decides without a request.
+	// QuorumTick is the interval at which the machine decides without a request.
 	QuorumTick time.Duration
-	// HeartbeatTimeout is the age of its last heartbeat at which a member counts as failed.
+	// HeartbeatTimeout: a member counts as failed when its last heartbeat is this old.
 	HeartbeatTimeout time.Duration
 	// SuspectGrace is how long a member whose connection broke may take to reconnect before it counts as failed.
 	SuspectGrace time.Duration
@@ -42,7 +41,7 @@ type Config struct {
 	// MaxCallsPerJob is how many streams of members and calls one job may have open at once, so that a faulty job leaves room for the
 	// others. A group has one stream, and two for a moment while it replaces the first.
 	MaxCallsPerJob int
-	// StateDir is where the last quorum of each job is kept on disk; empty: nowhere.
+	// StateDir is the directory in which the last quorum of each job is kept; empty: it is not kept.
 	StateDir string
 	// StateOptional lets the lighthouse start without StateDir, with a warning, if the directory cannot be used.
 	StateOptional bool
@@ -59,10 +58,10 @@ type Config struct {
 	// Network is real TCP if nil.
 	Network rpc.Network
 
-	disk disk // the operating system's
+	disk disk // nil: the operating system's
 }
 
-// DefaultConfig has the defaults of the command. MinReplicas has none: only the user knows it.
+// DefaultConfig returns the defaults of the command. MinReplicas has no default: only the user knows it.
 func DefaultConfig() Config {
 	return Config{
 		Bind: "[::]:29510",
@@ -90,7 +89,7 @@ func (c Config) policy() quorum.Policy {
 	}
 }
 
-// Validate names the setting that cannot be used, its value, and what is allowed.
+// Validate returns an error that names the first invalid setting, its value, and the allowed values.
 func (c Config) Validate() error {
 	if err := rpc.ValidateBind("bind", c.Bind); err != nil {
 		return err
@@ -137,7 +136,7 @@ func (c Config) withDefaults() Config {
 	return c
 }
 
-// machineName is this machine's name, empty if it has none.
+// machineName returns this machine's name, empty if it has none.
 func machineName() string {
 	name, err := os.Hostname()
 	if err != nil {
@@ -146,7 +145,8 @@ func machineName() string {
 	return name
 }
 
-// ownHostname is this machine's name if it resolves: other hosts could not use an address that does not.
+// ownHostname returns this machine's name if it resolves, and localhost otherwise: other hosts could not use a name that does not
+// resolve.
 func ownHostname() string {
 	name := machineName()
 	if name == "" {

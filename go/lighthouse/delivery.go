@@ -14,9 +14,9 @@ import (
 // delivery is a quorum in its encoded forms. Each form is encoded once, when the first member needs it.
 type delivery struct {
 	quorum *quorum.Quorum
-	before quorum.Revision // of the quorum before, 0 if none
+	before quorum.Revision // of the previous quorum, 0 if there is none
 
-	answer func() (rpc.Encoded, error)   // to a call
+	answer func() (rpc.Encoded, error)   // the answer to a call
 	states func() (rpc.Encoded, error)   // on a stream, for a member that holds the list
 	change func() ([]rpc.Encoded, error) // for a member that holds the list of the quorum before
 	whole  func() ([]rpc.Encoded, error) // for all other members

@@ -37,7 +37,7 @@ func TestAnUnusableMemberIsAnErrorForAll(t *testing.T) {
 	}
 }
 
-func TestAMemberIsSentWhatItLacks(t *testing.T) {
+func TestAMemberReceivesTheFactsThatItLacks(t *testing.T) {
 	before, now := quorumOf("a", "b"), quorumOf("a", "b", "c")
 	d := newDelivery(now, before)
 	nothing, err := d.lacks(now.Revision)

@@ -16,7 +16,7 @@ func (s *Server) BreakMachine() {
 	j.machine = nil
 }
 
-// Streams is how many members' streams the default job knows.
+// Streams returns the number of streams of members in the default job.
 func (s *Server) Streams() int {
 	j := s.defaultJob()
 	j.mu.Lock()
@@ -41,5 +41,5 @@ func (s *Server) Attend(wire torchftpb.MemberService_AttendServer) error {
 // Handler serves the server's HTTP routes. A panic reaches the caller.
 func (s *Server) Handler() http.Handler { return s.handler() }
 
-// Connect reports an error if nothing listens at an address. The lighthouse checks a suspected member without a stream by it.
+// Connect returns an error if nothing listens at an address. The lighthouse uses it to check a suspected member without a stream.
 func (s *Server) Connect(address string) error { return s.defaultJob().connect(address) }

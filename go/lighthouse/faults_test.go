@@ -16,7 +16,8 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// A panic of the machine ends the pending requests, and nothing else: whatever event it was at, the next quorum forms as usual.
+// A panic of the machine ends the pending requests, and nothing else: the next quorum forms as usual, whichever event caused the
+// panic.
 func TestAPanicOfTheMachineEndsTheWaitsOnly(t *testing.T) {
 	for name, meet := range map[string]func(t *testing.T, c *fttest.Cluster, x *rawStream){
 		"a call": func(t *testing.T, c *fttest.Cluster, x *rawStream) {
@@ -85,7 +86,7 @@ func TestAPanicOfTheMachineEndsTheWaitsOnly(t *testing.T) {
 				e := ask(dial(t, c, "e"), quorum.Member{ReplicaID: "e"}, time.Minute)
 				called = ask(dial(t, c, "a"), quorum.Member{ReplicaID: "a"}, time.Minute)
 				synctest.Wait()
-				b = attend(t, c, "b", 0) // the machine has forgotten what its greeting said, and ended its stream
+				b = attend(t, c, "b", 0) // the new machine does not have its greeting, and has ended its stream
 				b.ask(1, time.Minute)
 				for _, answer := range []<-chan result{d, e, called} {
 					got := <-answer
@@ -106,7 +107,7 @@ type unreadable struct {
 func (unreadable) Context() context.Context                { return context.Background() }
 func (unreadable) Recv() (*torchftpb.MemberMessage, error) { panic("unreadable") }
 
-// The first message of a stream is read on a goroutine of its own, where gRPC's interceptors recover nothing.
+// The first message of a stream is read on a separate goroutine, on which gRPC's interceptors do not recover from panics.
 func TestAPanicWhileAGreetingIsReadEndsThatStreamOnly(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -118,7 +119,7 @@ func TestAPanicWhileAGreetingIsReadEndsThatStreamOnly(t *testing.T) {
 	})
 }
 
-// After a SIGTERM of the command, pending requests get UNAVAILABLE, after which managers ask again.
+// After a SIGTERM of the command, pending requests get UNAVAILABLE, so that managers ask again.
 func TestAShutdownDoesNotWaitForClients(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 9)
@@ -136,7 +137,7 @@ func TestAShutdownDoesNotWaitForClients(t *testing.T) {
 	})
 }
 
-// The reason why a member is unreachable tells whether its process has ended, or its host or the network has failed.
+// The reason why a member is unreachable distinguishes the end of its process from a failure of its host or of the network.
 func TestTheReasonDistinguishesARefusalFromNoAnswer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

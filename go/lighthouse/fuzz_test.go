@@ -21,7 +21,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// start makes a lighthouse that lives as long as the fuzzing.
+// start starts a lighthouse that runs until the fuzzing ends.
 func start(f *testing.F, security auth.Security) (*fttest.Network, *lighthouse.Server, *fttest.Log) {
 	network, log := fttest.NewNetwork(), &fttest.Log{}
 	cfg := lighthouse.DefaultConfig()
@@ -49,7 +49,7 @@ func FuzzHTTP(f *testing.F) {
 		if err != nil || strings.ContainsAny(method, " \r\n") || method == "" {
 			return // net/http refuses such a request before the handler runs
 		}
-		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond) // a stream of events has no end
+		ctx, cancel := context.WithTimeout(t.Context(), 50*time.Millisecond) // the stream of events never ends by itself
 		defer cancel()
 		r := (&http.Request{
 			Method: method, URL: u, Host: host, RemoteAddr: "10.0.0.9:1", Header: http.Header{}, RequestURI: target,

@@ -18,7 +18,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// crowd is a job with the streams of many members that do not read.
+// crowd returns a job with the streams of many members that do not read.
 func crowd(n int) (*job, []*stream) {
 	cfg := DefaultConfig()
 	cfg.MinReplicas, cfg.JoinTimeout, cfg.HeartbeatTimeout, cfg.SuspectGrace = n, time.Hour, time.Hour, time.Hour
@@ -44,7 +44,7 @@ func (j *job) shutDown() {
 	j.server.tasks.Wait()
 }
 
-// bursts are events of all members of a job at the same time.
+// bursts are simultaneous events of all members of a job.
 var bursts = []struct {
 	name string
 	run  func(j *job, all []*stream)
@@ -82,8 +82,8 @@ var bursts = []struct {
 	}},
 }
 
-// The end of a large job must not stop the others: simultaneous events of all members visit each stream a few times, and not all streams for
-// each member.
+// The end of a large job must not block the other jobs. So simultaneous events of all members visit each stream a few times,
+// instead of all streams once for each member.
 func TestNothingGrowsWithTheSquareOfTheStreams(t *testing.T) {
 	for _, b := range bursts {
 		t.Run(b.name, func(t *testing.T) {
@@ -101,7 +101,7 @@ func TestNothingGrowsWithTheSquareOfTheStreams(t *testing.T) {
 	}
 }
 
-// readers are the paths that show the status of a job.
+// readers are the HTTP paths that show the status of a job.
 var readers = []string{"/status", "/jobs", "/api/v1/status"}
 
 // read answers a request.

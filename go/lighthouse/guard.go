@@ -8,9 +8,9 @@ import (
 	"github.com/torchft/torchft/go/internal/auth"
 )
 
-// guarded serves a route that changes something. It refuses requests without the right to do so, also those that a page of another site
-// makes in a browser on this host: the browser sends the page's origin and the Host that the page used, and the page does not know the
-// token.
+// guarded serves a route that changes something. It refuses requests without permission. That includes requests that a page of
+// another site makes in a browser on this host: the browser sends the page's origin and the Host that the page used, and the page
+// does not know the token.
 func (s *Server) guarded(what string, refuse func(w http.ResponseWriter, code int, why string), serve http.HandlerFunc) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		if code, why := s.refusal(w, r); code != 0 {
@@ -25,7 +25,7 @@ func (s *Server) guarded(what string, refuse func(w http.ResponseWriter, code in
 	}
 }
 
-// refusal is the HTTP status and the reason of a refusal; 0 if the request is accepted.
+// refusal returns the HTTP status and the reason of a refusal; 0 if the request is accepted.
 func (s *Server) refusal(w http.ResponseWriter, r *http.Request) (code int, why string) {
 	if err := http.NewCrossOriginProtection().Check(r); err != nil {
 		return http.StatusForbidden, "it comes from another site (" + err.Error() + ")"
@@ -47,7 +47,7 @@ func (s *Server) refusal(w http.ResponseWriter, r *http.Request) (code int, why 
 	return 0, ""
 }
 
-// authorization is the Authorization header of a request. The lighthouse's own page sends a form in place of it, with a field "token".
+// authorization returns the Authorization header of a request. The lighthouse's own page sends a form with a field "token" instead.
 func authorization(w http.ResponseWriter, r *http.Request) []string {
 	if header := r.Header.Values("Authorization"); len(header) > 0 {
 		return header
@@ -62,7 +62,7 @@ func authorization(w http.ResponseWriter, r *http.Request) []string {
 	return nil
 }
 
-// security has the credentials for the lighthouse's calls to managers. By default, the authority that has signed the certificates of
+// security returns the credentials for the lighthouse's calls to managers. By default, the authority that signs the certificates of
 // the lighthouse's clients is trusted for those of managers, too.
 func (s *Server) security() auth.Security {
 	security := s.cfg.Security

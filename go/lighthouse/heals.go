@@ -9,14 +9,14 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// This file records what groups report about their recoveries, for the log and the dashboard. No decision depends on these reports, so
-// they are not passed to the machine.
+// This file records the reports of groups about their recoveries, for the log and the dashboard. No decision depends on these
+// reports, so they are not passed to the machine.
 
 // heal is the progress of a heal, in bytes.
 type heal struct{ received, total int64 }
 
 const (
-	// mostHeals bounds how many heals are remembered.
+	// mostHeals bounds how many heals are recorded.
 	mostHeals = 10_000
 	// mostPhases and longestPhase bound the number of phases of a recovery and the length of their names: a client chooses both.
 	mostPhases   = 16
@@ -35,7 +35,7 @@ func (j *job) healing(replicaID string, p *torchftpb.HealProgress) {
 	j.heals[replicaID] = heal{max(0, p.GetReceived()), max(0, p.GetTotal())}
 }
 
-// recovered records what a recovery cost. All survivors of a failure report it; the first report is recorded.
+// recovered records the cost of a recovery. All survivors of a failure report it; only the first report is recorded.
 func (j *job) recovered(replicaID string, r *torchftpb.Recovered) {
 	e := dashboard.Event{Time: time.Now(), Kind: dashboard.Healed, Who: replicaID, Step: r.GetStep(), Bytes: max(0, r.GetBytes())}
 	for _, p := range r.GetPhases()[:min(len(r.GetPhases()), mostPhases)] {
@@ -59,7 +59,7 @@ func (j *job) recovered(replicaID string, r *torchftpb.Recovered) {
 	j.board.Record(e)
 }
 
-// seconds is the sum of all phases but the one named total, rounded to milliseconds.
+// seconds returns the sum of all phases except the one named total, rounded to milliseconds.
 func seconds(phases []dashboard.Phase) (all float64) {
 	for _, p := range phases {
 		if p.Name != "total" {

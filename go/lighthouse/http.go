@@ -45,7 +45,7 @@ func (s *Server) handler() http.Handler {
 	return mux
 }
 
-// serveStatus serves the status of the job in the query, else of the default one.
+// serveStatus serves the status of the job named in the query, or of the default job.
 func (s *Server) serveStatus(w http.ResponseWriter, r *http.Request) {
 	if j := s.jobFor(w, r); j != nil {
 		s.json(w, j.shown())
@@ -63,7 +63,7 @@ func (s *Server) json(w http.ResponseWriter, value any) {
 	_ = encoder.Encode(value) // fails only if the client has disconnected
 }
 
-// serveReady answers whether members are served.
+// serveReady reports whether members are served.
 func (s *Server) serveReady(w http.ResponseWriter, _ *http.Request) {
 	s.mu.Lock()
 	closed := s.closed
@@ -75,7 +75,7 @@ func (s *Server) serveReady(w http.ResponseWriter, _ *http.Request) {
 	_, _ = fmt.Fprintln(w, "ok")
 }
 
-// serveBoard serves the dashboard of the job in the query, else of the default one.
+// serveBoard serves the dashboard of the job named in the query, or of the default job.
 func (s *Server) serveBoard(w http.ResponseWriter, r *http.Request) {
 	if j := s.jobFor(w, r); j != nil {
 		j.site.ServeHTTP(w, r)
@@ -90,7 +90,8 @@ func (s *Server) boards() []*dashboard.Feed {
 	return boards
 }
 
-// jobFor is the job in the query of a request, else the default one. If it is not known, jobFor answers the request and returns nil.
+// jobFor returns the job named in the query of a request, or the default job. If the job is not known, jobFor answers the request
+// and returns nil.
 func (s *Server) jobFor(w http.ResponseWriter, r *http.Request) *job {
 	name := cmp.Or(r.URL.Query().Get("job"), rpc.DefaultJob)
 	j := s.find(name)
@@ -134,8 +135,8 @@ func (s *Server) killFor(r *http.Request, id string) (code int, err error) {
 	return 0, nil
 }
 
-// holder is the job of the member that a request is about: the job in the query, else the only one that has such a member. code is the
-// HTTP status of an error.
+// holder returns the job of the member that a request names: the job in the query, or the only job that has such a member. code is
+// the HTTP status of an error.
 func (s *Server) holder(r *http.Request, id string, has func(*job) bool) (j *job, code int, err error) {
 	name := r.URL.Query().Get("job")
 	if name != "" && s.find(name) == nil {
@@ -159,7 +160,7 @@ func (s *Server) holder(r *http.Request, id string, has func(*job) bool) (j *job
 	}
 }
 
-// serveKill ends a replica group, as the form of serveKillForm requests it.
+// serveKill ends a replica group. Its requests come from the form of serveKillForm.
 func (s *Server) serveKill(w http.ResponseWriter, r *http.Request) {
 	id := r.PathValue("id")
 	if code, err := s.killFor(r, id); err != nil {
@@ -185,7 +186,7 @@ func (j *job) kill(ctx context.Context, replicaID, why string) error {
 	s := j.server
 	ctx, cancel := context.WithTimeout(ctx, killTimeout)
 	defer cancel()
-	// A manager on this host accepts the request without a token if it comes by the loopback interface.
+	// A manager on this host accepts the request without a token if it arrives over the loopback interface.
 	conn, err := rpc.DialSecurely(ctx, s.security(), rpc.PreferLoopback(s.cfg.Network), "manager", j.addressOf(replicaID), killTimeout)
 	if err != nil {
 		return err

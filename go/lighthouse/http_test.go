@@ -25,7 +25,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// browser is an HTTP client on a host of the cluster.
+// browser returns an HTTP client on a host of the cluster.
 func browser(t *testing.T, c *fttest.Cluster, host string) *http.Client {
 	transport := &http.Transport{DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) {
 		return c.Net.Host(host).Dial(ctx, addr)
@@ -76,7 +76,7 @@ func TestStatusHasTheMembersAndTheReasonWhyThereIsNoQuorum(t *testing.T) {
 
 		require.NoError(t, (<-ask(dial(t, c, "b"), quorum.Member{ReplicaID: "b"}, 10*time.Second)).Err)
 		require.NoError(t, (<-waiting).Err)
-		time.Sleep(time.Millisecond) // within lookEvery, the lighthouse serves the same status again
+		time.Sleep(time.Millisecond) // within this time, the lighthouse would serve the same status again (snapshot.go)
 		_, body = get(t, client, "/status")
 		require.NoError(t, json.Unmarshal([]byte(body), &status))
 		assert.Equal(t, []string{"<a>", "b"}, status.Quorum)
@@ -111,7 +111,7 @@ func TestOtherPathsAndMethods(t *testing.T) {
 	})
 }
 
-// kill posts to a member's page from a browser on this host.
+// kill posts the kill form of a member from a browser on this host.
 func kill(t *testing.T, c *fttest.Cluster, host, replica string, headers map[string]string, form url.Values) (int, string) {
 	t.Helper()
 	req, err := http.NewRequest(http.MethodPost, fttest.LighthouseAddr+"/replica/"+url.PathEscape(replica)+"/kill", strings.NewReader(form.Encode()))
@@ -135,7 +135,7 @@ func TestKill(t *testing.T) {
 		open    bool // there is no token
 		remote  bool // --allow_remote_kill
 		from    string
-		group   string // the host of the group; "far" if empty
+		group   string // the host of the group; empty: "far"
 		headers map[string]string
 		form    url.Values
 		replica string
@@ -207,7 +207,7 @@ func TestKillOfAManagerThatHasEnded(t *testing.T) {
 	})
 }
 
-// Over real sockets: one port for gRPC, HTTP, and clients of any other protocol.
+// Over real sockets: one port serves gRPC and HTTP, and refuses clients of any other protocol.
 func TestOnePort(t *testing.T) {
 	cfg := lighthouse.DefaultConfig()
 	cfg.Bind, cfg.MinReplicas, cfg.Logger, cfg.Hostname = "[::]:0", 1, fttest.Quiet, "127.0.0.1"

@@ -20,8 +20,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// job is one job of a lighthouse: a machine of its own, and the pending requests. Jobs share nothing but the server's
-// connections and settings.
+// job is one job of a lighthouse: its machine, and its pending requests. Jobs share only the server's connections and settings.
 type job struct {
 	server *Server
 	cfg    Config
@@ -43,11 +42,11 @@ type job struct {
 	waitLog waitLog
 	board   *dashboard.Feed // for the page and the API
 	stop    chan struct{}   // closed by close
-	stepped time.Time       // when the machine was fed last
+	stepped time.Time       // time of the machine's last event
 	wake    *time.Timer     // runs when the grace of a suspect is over
 	keeper  *keeper         // of the state on disk, nil if none is kept
-	heals   map[string]heal // as the groups report them
-	probed  map[string]bool // members whose hosts are asked whether they have ended
+	heals   map[string]heal // by replica_id, as reported
+	probed  map[string]bool // members whose hosts are being probed
 	blamed  int64           // id of the last quorum with a failure whose cost was reported
 	closed  bool
 
@@ -56,7 +55,7 @@ type job struct {
 	bell       *time.Timer // runs when the rendezvous may change without an event
 	kept       state       // the state that the disk should hold
 
-	greeting *stream // whose greeting is being handled
+	greeting *stream // the stream whose greeting is being handled
 
 	snapshot  snapshot // has a lock of its own
 	described int      // number of calls of describe, for a test
@@ -109,7 +108,7 @@ var refusals = map[quorum.Refusal]codes.Code{
 	quorum.Overtaken: codes.Aborted,
 	quorum.Replaced:  codes.AlreadyExists,
 	quorum.Behind:    codes.FailedPrecondition,
-	quorum.Outvoted:  codes.OutOfRange, // the code for which members fail over to the next lighthouse
+	quorum.Outvoted:  codes.OutOfRange, // the code at which members fail over to the next lighthouse
 	quorum.Unshown:   codes.OutOfRange, // the same
 	quorum.Outdated:  codes.Unavailable,
 	quorum.Left:      codes.FailedPrecondition,
@@ -135,7 +134,7 @@ func (j *job) quorum(ctx context.Context, asked quorum.Asked) (*delivery, error)
 		return nil, err
 	}
 	select {
-	case a := <-answered: // it arrived at the deadline
+	case a := <-answered: // the answer arrived at the deadline
 		return a.delivered, a.err
 	default:
 		return nil, status.Errorf(status.FromContextError(ctx.Err()).Code(), "no quorum in time: %s", reason)
@@ -161,7 +160,7 @@ func (j *job) withdraw(id quorum.WaiterID) (reason string, err error) {
 	if j.closed {
 		return "", errShutdown
 	}
-	reason = j.reason(time.Now()) // before the request is withdrawn: the reason counts it, too
+	reason = j.reason(time.Now()) // before the request is withdrawn, so that the reason counts it
 	return reason, j.step(quorum.Withdrawn{Waiter: id})
 }
 
@@ -206,8 +205,8 @@ func (j *job) step(event quorum.Event) error {
 	return j.safely(func() {
 		now := time.Now()
 		if slept := now.Sub(j.stepped); slept > j.cfg.HeartbeatTimeout/2+j.cfg.QuorumTick {
-			// Ticks come at a fixed interval: this process was stopped, or its host slept. Heartbeats that arrived meanwhile are
-			// not read yet, so the silence of this time must not count against members.
+			// Ticks come at a fixed interval, so this process was stopped, or its host slept. Heartbeats that arrived meanwhile
+			// have not been read yet, so silence during this time must not count.
 			j.log.Warn("torchft: the lighthouse stood still", "for", slept)
 			j.do(quorum.Slept{For: slept}, now)
 		}
@@ -219,7 +218,7 @@ func (j *job) step(event quorum.Event) error {
 func (j *job) do(event quorum.Event, now time.Time) {
 	actions := j.machine.Step(event, now)
 	j.announce(actions, now) // failures are sent before the quorum without the failed members
-	var deliver func()       // sends a quorum that a restarted lighthouse could know from its disk only, after it was written there
+	var deliver func()       // sends a quorum that a restarted lighthouse could learn from its disk only, once it is on disk
 	for _, action := range actions {
 		switch a := action.(type) {
 		case quorum.Deliver:
@@ -300,7 +299,7 @@ func (j *job) deliver(waiters []quorum.WaiterID, d *delivery) {
 	}
 }
 
-// recalled handles a member's answer to the question for the last quorum.
+// recalled handles a member's answer to a recall.
 func (j *job) recalled(from string, p *torchftpb.PastQuorum) error {
 	past := wire.PastFromProto(p)
 	if err := past.Validate(); err != nil {
@@ -317,7 +316,7 @@ func maxStep(q *quorum.Quorum) int64 {
 	return step
 }
 
-// some are the first names of a list, for logs: a list may have thousands.
+// some returns the first names of a list, for logs: a list may have thousands.
 func some(names []string) []string {
 	const most = 8
 	if more := len(names) - most; more > 0 {
@@ -326,7 +325,7 @@ func some(names []string) []string {
 	return names
 }
 
-// status is the machine's description of its state, for people and dashboards.
+// status returns the machine's description of its state, for people and dashboards.
 func (j *job) status() quorum.Status {
 	j.mu.Lock()
 	defer j.mu.Unlock()

@@ -13,16 +13,16 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// forgetAfter is how long a job without members is remembered: time enough to restart all of
-// them. After that its last quorum is still on disk, and known to its members.
+// forgetAfter is how long a job without members is kept: long enough to restart all of them. After that, its last quorum is still
+// on disk and known to its members.
 const forgetAfter = 10 * time.Minute
 
-// forgetNameAfter is how long a job is remembered that never had a quorum: an invented name must not take a
-// place in max_jobs and in the metrics for longer than its members count as alive.
+// forgetNameAfter is how long a job that never had a quorum is kept: an invented name must not count in max_jobs and in the metrics
+// for longer than its members count as alive.
 func (c Config) forgetNameAfter() time.Duration { return c.HeartbeatTimeout }
 
-// use returns the job that a call names, and makes it if it is new. The caller calls done at the end. A new job begins when its
-// state was read from disk, or the time for that has passed.
+// use returns the job that a call names, and creates it if it is new. The caller must call done when the call ends. A new job
+// begins when its state has been read from disk, or the time for that has passed.
 func (s *Server) use(ctx context.Context) (*job, error) {
 	name, err := rpc.JobOf(ctx)
 	if err != nil {
@@ -74,7 +74,7 @@ func (s *Server) allJobs() []*job {
 	return slices.Collect(maps.Values(s.jobs))
 }
 
-// forgetJobs removes the jobs that were not used for a while, except the default job.
+// forgetJobs removes jobs that have not been used for a while, except the default job.
 func (s *Server) forgetJobs(now time.Time) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -95,14 +95,14 @@ func (s *Server) forgetJobs(now time.Time) {
 	}
 }
 
-// Jobs are the names of all jobs, in order.
+// Jobs returns the names of all jobs, in order.
 func (s *Server) Jobs() []string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return slices.Sorted(maps.Keys(s.jobs))
 }
 
-// StatusOf is the status of a job; false if there is no such job.
+// StatusOf returns the status of a job; false if there is no such job.
 func (s *Server) StatusOf(name string) (quorum.Status, bool) {
 	j := s.find(name)
 	if j == nil {

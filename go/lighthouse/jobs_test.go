@@ -39,7 +39,7 @@ func TestJobsAreIsolated(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		client := browser(t, c, "browser")
-		// The same replica_id in two jobs is two members, and requests of one job do not count in another.
+		// The same replica_id in two jobs names two members, and requests in one job do not count in another.
 		red, blue := dialJob(t, c, "r", "red"), dialJob(t, c, "b", "blue")
 		lone := ask(blue, quorum.Member{ReplicaID: "a", Step: 7}, time.Minute)
 		first := ask(red, quorum.Member{ReplicaID: "a", Step: 1}, time.Minute)
@@ -52,7 +52,7 @@ func TestJobsAreIsolated(t *testing.T) {
 			assert.Len(t, got.Value.Members, 2)
 		}
 		assert.Empty(t, lone)
-		assert.Zero(t, c.Lighthouse.Status().Healthy, "the default job has nobody")
+		assert.Zero(t, c.Lighthouse.Status().Healthy, "the default job has no members")
 
 		code, body := get(t, client, "/status?job=red")
 		assert.Equal(t, http.StatusOK, code)
@@ -186,7 +186,7 @@ func TestAJobThatRunsWildLeavesRoomForOthers(t *testing.T) {
 
 		other := ask(dialJob(t, c, "o", "other"), quorum.Member{ReplicaID: "a"}, time.Second)
 		got := <-other
-		assert.Equal(t, codes.DeadlineExceeded, status.Code(got.Err), "it is let in and waits: %v", got.Err)
+		assert.Equal(t, codes.DeadlineExceeded, status.Code(got.Err), "it is accepted and waits: %v", got.Err)
 		assert.Error(t, (<-first).Err)
 		assert.Error(t, (<-second).Err)
 		got = <-ask(wild, quorum.Member{ReplicaID: "c"}, time.Second)
@@ -313,9 +313,9 @@ func TestAnUnauthorizedClientDoesNotFillTheMetrics(t *testing.T) {
 		assert.Len(t, jobs, 5)
 		assert.Equal(t, before/2*5, after)
 
-		time.Sleep(11 * time.Second) // the heartbeats are too old, and so are the names
+		time.Sleep(11 * time.Second) // longer than the heartbeat timeout and than names are kept
 		jobs, _ = metrics()
-		assert.Equal(t, []string{"default", "red"}, jobs, "a job that had a quorum is waited for")
+		assert.Equal(t, []string{"default", "red"}, jobs, "a job that had a quorum is kept")
 		time.Sleep(11 * time.Minute)
 		jobs, _ = metrics()
 		assert.Equal(t, []string{"default"}, jobs)

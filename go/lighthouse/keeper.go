@@ -24,14 +24,14 @@ const (
 	writeAgain = time.Second
 )
 
-// disk is what a keeper asks of the operating system.
+// disk has the operations of the operating system that a keeper uses.
 type disk struct {
 	read  func(path string) ([]byte, error)
 	write func(path string, s state, wanted func() bool) error
 }
 
-// keeper reads the state of a job from disk, and writes the latest one, on a goroutine of its own and without holding a lock: a slow disk
-// blocks only this goroutine.
+// keeper reads the state of a job from disk, and writes the latest one, on a separate goroutine and without holding a lock: a slow
+// disk blocks only this goroutine.
 type keeper struct {
 	path  string
 	log   *slog.Logger
@@ -44,11 +44,11 @@ type keeper struct {
 	ended chan struct{} // closed when the goroutine has ended
 
 	mu      sync.Mutex
-	pending *state    // to be written, nil: none
-	since   time.Time // since when a read or write is pending; zero: none is
+	pending *state    // the state to be written, nil: none
+	since   time.Time // since when a read or write is pending; zero if none is
 	err     error     // of the last read or write
 	logged  bool      // err has been logged
-	owed    []func()  // to be called when the pending state is on disk
+	owed    []func()  // functions to call when the pending state is on disk
 }
 
 func newKeeper(path string, log *slog.Logger, disk disk) *keeper {
@@ -92,8 +92,8 @@ func (j *job) recallFrom(path string, text []byte, err error) {
 	}
 }
 
-// goOn restores the parts of a state that are not the quorum machine's. If the disk answers late, nodes may have registered already. Their
-// rendezvous is kept then.
+// goOn restores the parts of a state that do not belong to the quorum machine. If the disk answers late, nodes may have registered
+// already: then their rendezvous is kept.
 func (j *job) goOn(s state) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -121,7 +121,7 @@ func (k *keeper) waitForFirst() {
 	}
 }
 
-// await returns when the job may begin, or ctx ends.
+// await returns when the job may begin, or when ctx ends.
 func (k *keeper) await(ctx context.Context) {
 	if k == nil {
 		return
@@ -180,7 +180,7 @@ func (k *keeper) stop() {
 	}
 }
 
-// waitForLast returns when nothing is written any more, or diskTime after the keeper was stopped.
+// waitForLast returns when no write is pending, or diskTime after the keeper was stopped.
 func (k *keeper) waitForLast() {
 	<-k.quit
 	late := time.NewTimer(diskTime)
@@ -227,7 +227,7 @@ func (k *keeper) done(s *state, err error) {
 	}
 }
 
-// noted records the result, and returns the calls that are due after it.
+// noted records the result, and returns the functions that are to be called after it.
 func (k *keeper) noted(s *state, err error) (owed []func()) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -252,7 +252,7 @@ func (k *keeper) noted(s *state, err error) (owed []func()) {
 	return owed
 }
 
-// trouble returns why the latest state is not on disk, and for how long it has not been; empty if it is.
+// trouble returns why the latest state is not on disk, and for how long; empty if it is on disk.
 func (k *keeper) trouble(now time.Time) (why string, unkept time.Duration) {
 	if k == nil {
 		return "", 0
@@ -272,7 +272,7 @@ func (k *keeper) trouble(now time.Time) (why string, unkept time.Duration) {
 	return "", 0
 }
 
-// look logs a disk that does not answer, once.
+// look logs once that the disk does not answer.
 func (k *keeper) look(now time.Time) {
 	why, unkept := k.trouble(now)
 	if why == "" {

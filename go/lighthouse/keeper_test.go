@@ -68,13 +68,13 @@ func (f *faulty) last() state {
 	return f.written[len(f.written)-1]
 }
 
-// asOf is the context of a call of a job.
+// asOf returns the context of a call of a job.
 func asOf(ctx context.Context, job string) context.Context {
 	said, _ := metadata.FromOutgoingContext(rpc.WithJob(ctx, job))
 	return metadata.NewIncomingContext(ctx, said)
 }
 
-// kept is a job with one member whose state is kept on that disk, and its log.
+// kept returns a job with one member whose state is kept on that disk, and the log.
 func kept(f *faulty) (*job, *strings.Builder) {
 	j, _ := crowd(1)
 	var log strings.Builder
@@ -153,7 +153,7 @@ func TestTheLatestStateIsWritten(t *testing.T) {
 	})
 }
 
-// A file that cannot be read (a slow NFS) delays its own job for diskTime, and no other one.
+// A file that cannot be read (a slow NFS) delays its own job for diskTime, and no other job.
 func TestAJobBeginsWithoutAStateThatCannotBeRead(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := &faulty{reading: make(chan struct{})}
@@ -215,8 +215,8 @@ func TestAMissingDirectoryIsOnThePageAndInMetrics(t *testing.T) {
 	assert.Contains(t, log.String(), "is not kept on disk")
 }
 
-// If a member cannot show its quorum, a lighthouse of a list delivers the quorum after it was written to disk: only from there a restarted
-// lighthouse learns of it. A disk that hangs or fails delays a quorum for at most diskTime, and only one.
+// If a member cannot show its quorum, a lighthouse of a list delivers the quorum only after it was written to disk: a restarted
+// lighthouse learns of it from there only. A disk that hangs or fails delays only one quorum, for at most diskTime.
 func TestAQuorumThatMembersCannotShowIsOnDiskBeforeItIsDelivered(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := &faulty{writing: make(chan struct{})}

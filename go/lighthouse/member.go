@@ -19,20 +19,20 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// memberService serves torchft.MemberService: a stream for each manager.
+// memberService serves torchft.MemberService: one stream for each manager server.
 type memberService struct {
 	torchftpb.UnimplementedMemberServiceServer
 	server *Server
 }
 
-// aliveFraction is the least number of messages of a member in a heartbeat timeout: two of them may be late.
+// aliveFraction is how many messages a member sends at least in a heartbeat timeout: two of them may be late.
 const aliveFraction = 3
 
 const (
 	// greetingTimeout is how long a stream may be silent at its beginning.
 	greetingTimeout = 5 * time.Second
-	// mostLists bounds the lists of members that are sent at the same time. Each has a buffer of its own: when thousands of
-	// members join, all of them together would be most of the lighthouse's memory.
+	// mostLists bounds the lists of members that are sent at the same time. Each has its own buffer: when thousands of members
+	// join, these buffers together would take most of the lighthouse's memory.
 	mostLists = 256
 	// turnWait bounds how long a list waits until fewer others are being sent.
 	turnWait = 2 * time.Second
@@ -42,7 +42,7 @@ const (
 
 var errStale = status.Error(codes.Unavailable, "the stream is of an old term, or its member was sent to another lighthouse: open a new stream")
 
-// stream is the stream of one member. It costs one goroutine, and a second one while it sends.
+// stream is the stream of one member. It needs one goroutine, and a second one while it sends.
 type stream struct {
 	job        *job
 	wire       grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage]
@@ -56,12 +56,12 @@ type stream struct {
 	// The job's lock guards these.
 	waiter   quorum.WaiterID // of the pending request; 0 if there is none
 	number   uint64          // of that request
-	refused  error           // why the stream is refused, nil if it is not
+	refused  error           // why the stream is refused, nil if it is accepted
 	span     *tracing.Span   // of that request, nil unless it is traced
 	deadline time.Time       // of that request
 	expiry   *time.Timer     // runs expire
 	stamps   stamps
-	stale    bool // its messages no longer count: the member knows an old term, or is sent to another lighthouse
+	stale    bool // its messages no longer count: the member has an old term, or was sent to another lighthouse
 
 	mu      sync.Mutex
 	outbox  []outgoing
@@ -70,7 +70,7 @@ type stream struct {
 	drained chan struct{} // capacity 1: signals keepUp that flush has taken the outbox
 }
 
-// outgoing is one answer on its way.
+// outgoing is a queued message.
 type outgoing struct {
 	number   uint64
 	answer   answer // to an ask
@@ -79,11 +79,11 @@ type outgoing struct {
 	stamp    uint64
 	closing  bool
 	failBack *torchftpb.LighthouseMessage_FailBack
-	news     []rpc.Encoded // reports about members, and questions to this one: one message each
+	news     []rpc.Encoded // reports about members, and questions to this member: one message each
 }
 
-// Attend serves a member's stream until the member ends it, or its connection breaks. At a shutdown the lighthouse asks the
-// member to end the stream, so no stream needs a goroutine that waits for the shutdown.
+// Attend serves a member's stream until the member ends it, or its connection breaks. At a shutdown the lighthouse asks members to
+// end their streams, so no stream needs a goroutine that waits for the shutdown.
 func (m memberService) Attend(wire grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage]) error {
 	greeting, err := greetingOf(wire, m.server.log)
 	if err != nil {
@@ -177,7 +177,7 @@ func (s *stream) begin(greeting *torchftpb.Greeting) error {
 	return err
 }
 
-// welcome adds the stream to those of the job. Actions that the machine returned before the welcome are not sent on it.
+// welcome adds the stream to the job's streams. Actions that the machine returned before the welcome are not sent on it.
 func (s *stream) welcome(w quorum.Welcome, now time.Time) {
 	s.job.streams.add(s)
 	alive := s.job.cfg.HeartbeatTimeout / aliveFraction
@@ -189,7 +189,7 @@ func (s *stream) welcome(w quorum.Welcome, now time.Time) {
 		s.post(outgoing{stamp: s.stamps.next(now)})
 	}
 	if w.Draining != "" {
-		s.post(outgoing{news: wordOf(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Drain{Drain: w.Draining}})})
+		s.post(outgoing{news: encodeNews(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Drain{Drain: w.Draining}})})
 	}
 }
 
@@ -280,7 +280,7 @@ func (s *stream) feed(event quorum.Event) error {
 	return s.job.step(event)
 }
 
-// alive counts a message as a heartbeat: the member sends none for some time after any other message.
+// alive counts a message as a heartbeat: after any message, the member sends no heartbeat for some time.
 func (s *stream) alive() {
 	_ = s.feed(quorum.Beat{ReplicaID: s.replicaID}) // the event that follows returns the same error
 }
@@ -354,7 +354,7 @@ func endSpan(span *tracing.Span, a answer) {
 	span.End(a.err)
 }
 
-// expire answers a request at its deadline. The timer may be that of an earlier request, which has its answer.
+// expire answers a request at its deadline. The timer may belong to an earlier request, which has been answered.
 func (s *stream) expire() {
 	s.job.mu.Lock()
 	defer s.job.mu.Unlock()
@@ -383,8 +383,8 @@ func (s *stream) forget() {
 	}
 }
 
-// post queues a message, and never blocks. News is dropped if the queue is full: it lets the member react sooner, and the
-// member's next quorum shows the same.
+// post queues a message, and never blocks. News is dropped if the queue is full: it only makes the member react sooner, and the
+// member's next quorum has the same information.
 func (s *stream) post(o outgoing) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -398,8 +398,8 @@ func (s *stream) post(o outgoing) {
 	}
 }
 
-// keepUp blocks while the queue of a member that does not read is full. Meanwhile the member's messages are not received
-// either, so it counts as silent.
+// keepUp blocks while the queue of a member that does not read is full. Meanwhile the member's messages are not received, so it
+// counts as silent.
 func (s *stream) keepUp() error {
 	for {
 		s.mu.Lock()
@@ -416,8 +416,8 @@ func (s *stream) keepUp() error {
 	}
 }
 
-// flush sends the queue. In place of a message that cannot be sent it sends a failure; if that fails, too, the stream has
-// broken, and Recv in Attend returns the error.
+// flush sends the queue. If a message cannot be sent, it sends a failure instead; if that fails, too, the stream has broken, and
+// Recv in Attend returns the error.
 func (s *stream) flush() {
 	for {
 		s.mu.Lock()

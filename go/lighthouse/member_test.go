@@ -19,7 +19,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// rawStream is a member's stream, message by message.
+// rawStream is a member's stream on which a test sends and receives single messages.
 type rawStream struct {
 	t      *testing.T
 	id     string
@@ -28,7 +28,7 @@ type rawStream struct {
 	number uint64
 }
 
-// attend opens a stream and sends a greeting, by which the member holds the list of a revision.
+// attend opens a stream and sends a greeting with the revision of the list that the member holds.
 func attend(t *testing.T, c *fttest.Cluster, id string, held uint64) *rawStream {
 	t.Helper()
 	w := open(t, c, id)
@@ -154,7 +154,7 @@ func TestOnlyChangesOfTheListAreSent(t *testing.T) {
 	})
 }
 
-// leftOf receives the change of the list after a member has left, and skips the notice of that.
+// leftOf receives the change of the list after a member has left, and skips the notice about it.
 func leftOf(t *testing.T, w *rawStream) quorum.Change {
 	t.Helper()
 	var change quorum.Change
@@ -193,8 +193,8 @@ func TestAListIsValidAfterARestartOfTheLighthouse(t *testing.T) {
 	})
 }
 
-// A member of a job with a list of lighthouses is bound for less than the heartbeat timeout. The time after which it is fenced follows
-// from the alive interval, and must not be as short as the bond: otherwise each lighthouse that is killed would cost a step.
+// A member of a job with a list of lighthouses is bound for less than the heartbeat timeout. The time after which it is fenced
+// follows from the alive interval, and must be longer than the bond: otherwise each killed lighthouse would cost a step.
 func TestAMemberOfAListIsBoundAndFencedByTheHeartbeatTimeout(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -247,7 +247,7 @@ func TestAMemberWithdrawsItsRequest(t *testing.T) {
 		assert.Zero(t, c.Lighthouse.Status().Waiters)
 
 		a.ask(1, time.Minute)
-		a.ask(2, time.Minute) // replaces the request before it
+		a.ask(2, time.Minute) // replaces the previous request
 		assert.Equal(t, 1, c.Lighthouse.Status().Waiters)
 		a.hangUp()
 		synctest.Wait()
@@ -292,7 +292,7 @@ func TestSilenceOnAStreamIsAFailure(t *testing.T) {
 	})
 }
 
-func TestWhatAStreamRefuses(t *testing.T) {
+func TestAStreamRefusesInvalidMessages(t *testing.T) {
 	greeting := func(id string) *torchftpb.MemberMessage {
 		return &torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: id}}}
 	}

@@ -12,16 +12,16 @@ import (
 )
 
 const (
-	// newsPause, times the number of streams, is the pause after news was sent to all members. Sending takes about half of it, so
-	// a burst of failures (a rack loses power or hangs, a large job ends) leaves the lighthouse time for its other work. With
-	// 10,000 groups it is 20 ms.
+	// newsPause, multiplied by the number of streams, is the pause after news was sent to all members. Sending takes about half of
+	// it. So in a burst of failures (a rack loses power or hangs, a large job ends) the lighthouse has time for its other work.
+	// With 10,000 groups it is 20 ms.
 	newsPause = 2 * time.Microsecond
-	// mostNews bounds the failures, and the stalled members, that are sent to all members at once: one is enough to know that
-	// a quorum is broken, or held up.
+	// mostNews bounds the failed and the stalled members that are reported to all members at once: one is enough to show that a
+	// quorum is broken or delayed.
 	mostNews = 32
 )
 
-// news are the reports that are still to be sent to all members: failed, ended and stalled members. The job's lock guards it.
+// news has the reports that have not been sent to all members yet: failed, ended and stalled members. The job's lock guards it.
 type news struct {
 	failed  []trouble
 	ended   []trouble
@@ -75,7 +75,7 @@ func (j *job) sendLater() {
 	}
 }
 
-// sendNews sends what is pending to all members, and logs and records it. The caller holds mu.
+// sendNews sends the pending reports to all members, and logs and records them. The caller holds mu.
 func (j *job) sendNews(now time.Time) {
 	failed, ended, stalled := j.news.failed, j.news.ended, j.news.stalled
 	j.news.failed, j.news.ended, j.news.stalled = nil, nil, nil
@@ -84,9 +84,9 @@ func (j *job) sendNews(now time.Time) {
 			MemberFailed: &torchftpb.MemberFailed{QuorumId: t.quorumID, ReplicaId: t.replicaID, Reason: t.reason},
 		}}
 	}
-	messages := j.words(slog.LevelWarn, "torchft: a member failed", failed, hasFailed)
-	messages = append(messages, j.words(slog.LevelInfo, "torchft: a member ended", ended, hasFailed)...) // the same message: its peers must stop waiting for it, too
-	messages = append(messages, j.words(slog.LevelWarn, "torchft: a member makes no progress", stalled, func(t trouble) *torchftpb.LighthouseMessage {
+	messages := j.reports(slog.LevelWarn, "torchft: a member failed", failed, hasFailed)
+	messages = append(messages, j.reports(slog.LevelInfo, "torchft: a member ended", ended, hasFailed)...) // the same message: its peers must stop waiting for this member, too
+	messages = append(messages, j.reports(slog.LevelWarn, "torchft: a member makes no progress", stalled, func(t trouble) *torchftpb.LighthouseMessage {
 		return &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberStalled{
 			MemberStalled: &torchftpb.MemberStalled{QuorumId: t.quorumID, ReplicaId: t.replicaID, Reason: t.reason},
 		}}
@@ -99,21 +99,21 @@ func (j *job) sendNews(now time.Time) {
 	}
 }
 
-// record puts members that failed, or ended, into the history.
+// record adds members that failed or ended to the history.
 func (j *job) record(now time.Time, kind dashboard.Kind, of []trouble) {
 	if len(of) > 0 {
 		j.board.Record(dashboard.Event{Time: now, Kind: kind, QuorumID: of[0].quorumID, Left: namesOf(of), Reason: of[0].reason})
 	}
 }
 
-// words logs the troubles of one kind in one line, and returns the messages for members: at most mostNews.
-func (j *job) words(level slog.Level, what string, troubles []trouble, word func(trouble) *torchftpb.LighthouseMessage) (messages []rpc.Encoded) {
+// reports logs the troubles of one kind in one line, and returns the messages for members: at most mostNews.
+func (j *job) reports(level slog.Level, what string, troubles []trouble, message func(trouble) *torchftpb.LighthouseMessage) (messages []rpc.Encoded) {
 	if len(troubles) == 0 {
 		return nil
 	}
 	j.log.Log(context.Background(), level, what, "quorum_id", troubles[0].quorumID, "member", some(namesOf(troubles)), "reason", troubles[0].reason)
 	for _, t := range troubles[:min(len(troubles), mostNews)] {
-		messages = append(messages, wordOf(word(t))...)
+		messages = append(messages, encodeNews(message(t))...)
 	}
 	return messages
 }

@@ -23,7 +23,7 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// openAPI is the document, and what it says of JSON.
+// openAPI is the OpenAPI document, with its schemas.
 type openAPI struct {
 	t        *testing.T
 	document map[string]any
@@ -40,7 +40,7 @@ func readOpenAPI(t *testing.T) openAPI {
 	return openAPI{t, document.(map[string]any), compiler}
 }
 
-// at is the part of the document at a JSON pointer, references followed, and where it really is.
+// at returns the part of the document at a JSON pointer, with references followed, and the pointer at which it was found.
 func (o openAPI) at(pointer string) (map[string]any, string) {
 	part := any(o.document)
 	for _, step := range strings.Split(pointer, "/")[1:] {
@@ -132,7 +132,7 @@ func TestTheServerAnswersAsOpenAPISays(t *testing.T) {
 	})
 }
 
-func TestTheExampleOfABodyIsOneThatIsTaken(t *testing.T) {
+func TestTheExampleOfABodyIsAccepted(t *testing.T) {
 	o := readOpenAPI(t)
 	schema, err := o.compiler.Compile("openapi.json#/components/schemas/About")
 	require.NoError(t, err)
@@ -145,7 +145,7 @@ func TestTheExampleOfABodyIsOneThatIsTaken(t *testing.T) {
 	}
 }
 
-// What the server says in JSON has the fields that the document names, each of them, and no others.
+// The JSON answers of the server have exactly the fields that the document names.
 func TestOpenAPINamesEachField(t *testing.T) {
 	o := readOpenAPI(t)
 	for schema, said := range map[string]any{

@@ -15,9 +15,9 @@ const (
 	probeTimeout = time.Second
 )
 
-// probe finds out whether the process at a member's address has ended. The proof is that each address of the
-// name refuses a connection: behind a host that does not answer, the process may be alive. The machine repeats the request until the
-// member is known to have ended or to be alive. A member has at most one probe at a time, so that silent hosts cause no queue. The caller holds mu.
+// probe finds out whether the process at a member's address has ended. The proof is that each address of its host's name refuses a
+// connection: if an address does not answer, the process may be alive. The machine repeats the request until the member is known to
+// have ended or to be alive. A member has at most one probe at a time, so that silent hosts cause no queue. The caller holds mu.
 func (j *job) probe(v quorum.Probe) {
 	address, err := rpc.ParseAddress("address", v.Address)
 	if err != nil || j.probed[v.ReplicaID] {

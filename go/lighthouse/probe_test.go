@@ -28,7 +28,7 @@ func (m *mute) Dial(ctx context.Context, _ string) (net.Conn, error) {
 	return nil, ctx.Err()
 }
 
-// The machine asks again and again for a voter that is missing. Its host gets one probe at a time, so nothing queues.
+// The machine repeatedly requests a probe of a missing voter. Its host gets one probe at a time, so probes do not queue up.
 func TestAVoterIsProbedOnceAtATime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j, _ := crowd(1)
@@ -52,7 +52,7 @@ func TestAVoterIsProbedOnceAtATime(t *testing.T) {
 		assert.EqualValues(t, 2, network.dialed.Load(), "none waited")
 		probe("a")
 		synctest.Wait()
-		assert.EqualValues(t, 3, network.dialed.Load(), "the probe before is over")
+		assert.EqualValues(t, 3, network.dialed.Load(), "the previous probe has ended")
 		time.Sleep(probeTimeout)
 	})
 }
@@ -85,9 +85,9 @@ func TestAMemberHasEndedIfAllAddressesOfItsNameRefuse(t *testing.T) {
 		addresses map[string]error
 		healthy   bool
 	}{
-		"all refuse":       {map[string]error{"a:1": refused, "b:1": refused}, false},
-		"one is up":        {map[string]error{"a:1": refused, "b:1": nil}, true},
-		"one says nothing": {map[string]error{"a:1": refused, "b:1": context.DeadlineExceeded}, true},
+		"all refuse":          {map[string]error{"a:1": refused, "b:1": refused}, false},
+		"one is up":           {map[string]error{"a:1": refused, "b:1": nil}, true},
+		"one does not answer": {map[string]error{"a:1": refused, "b:1": context.DeadlineExceeded}, true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {

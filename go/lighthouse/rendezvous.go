@@ -131,7 +131,7 @@ func (j *job) attend(ctx, alive context.Context, request rendezvous.Request) pla
 	case a := <-answered:
 		return a
 	default:
-		return placed{err: errShutdown} // the node's connection has broken, so this answer reaches nobody
+		return placed{err: errShutdown} // the node's connection has broken, so this answer is not sent
 	}
 }
 

@@ -19,7 +19,7 @@ import (
 	"github.com/torchft/torchft/go/rendezvous"
 )
 
-// agent is a node of torchrun, on a host of its own.
+// agent is a node of torchrun, on its own host.
 type agent struct {
 	t    *testing.T
 	c    *fttest.Cluster
@@ -83,7 +83,8 @@ func TestNodesMeetThroughTheLighthouse(t *testing.T) {
 		go b.poll(broken)
 		synctest.Wait()
 		breaks()
-		// If a asked before the broken connection is noticed, b would be answered first, and awaited for the heartbeat timeout.
+		// This waits until the broken connection is noticed. If a asked before that, b's request would be answered first, and a
+		// would wait for b until the heartbeat timeout.
 		synctest.Wait()
 		start := time.Now()
 		a.placed(ctx)
@@ -110,7 +111,7 @@ func TestARoundOutlivesTheLighthouse(t *testing.T) {
 				code, why := one.poll(ctx)
 				require.Equal(t, http.StatusOK, code, why)
 				assert.Equal(t, int64(1), one.view.Round)
-				assert.Zero(t, one.view.Waiting, "nothing has happened to the round")
+				assert.Zero(t, one.view.Waiting, "the round is unchanged")
 			}
 		}
 		// A node that starts after the restart knows no rounds: its round must not get a number that was used.
@@ -120,7 +121,7 @@ func TestARoundOutlivesTheLighthouse(t *testing.T) {
 	})
 }
 
-func TestWhoMayUseTheRendezvous(t *testing.T) {
+func TestWhichRequestsTheRendezvousAccepts(t *testing.T) {
 	token := fttest.File(t, "secret")
 	synctest.Test(t, func(t *testing.T) {
 		const good = `{"node": "a", "store": "a:1", "min": 1, "max": 1, "sizes": "all", "ask": 1}`
@@ -155,7 +156,7 @@ func TestARendezvousEndsWithItsLighthouse(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a := &agent{t: t, c: c, name: "a", ask: 1}
-		code, _ := a.poll(t.Context()) // that it has asked
+		code, _ := a.poll(t.Context()) // registers the agent
 		require.Equal(t, http.StatusOK, code)
 		done := make(chan int)
 		go func() {

@@ -83,7 +83,7 @@ func isJoin(method string) bool {
 	return method == torchftpb.LighthouseService_Quorum_FullMethodName || method == torchftpb.MemberService_Attend_FullMethodName
 }
 
-// Address is http://host:port, or https://, as managers and browsers use it.
+// Address returns the address for managers and browsers: http://host:port, or https://.
 func (s *Server) Address() string { return s.address }
 
 // Shutdown answers all pending requests, closes the port, and returns when no goroutine of the server is left.
@@ -124,7 +124,7 @@ func (s *Server) tick() {
 	}
 }
 
-// Status is the status of the default job.
+// Status returns the status of the default job.
 func (s *Server) Status() quorum.Status {
 	status, _ := s.StatusOf(rpc.DefaultJob)
 	return status

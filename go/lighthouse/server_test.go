@@ -25,7 +25,7 @@ import (
 
 func TestMain(m *testing.M) { testmain.Run(m) }
 
-// dial connects a client on a host of its own to the cluster's lighthouse.
+// dial connects a client on a new host to the cluster's lighthouse.
 func dial(t *testing.T, c *fttest.Cluster, host string) *lighthouses.Client {
 	t.Helper()
 	client, err := lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second, lighthouses.WithNetwork(c.Net.Host(host)))
@@ -150,7 +150,7 @@ func TestAWithdrawnRequestIsForgotten(t *testing.T) {
 		synctest.Wait()
 		assert.Zero(t, c.Lighthouse.Status().Waiters)
 
-		time.Sleep(6 * time.Second) // until the heartbeats that the requests counted as are too old
+		time.Sleep(6 * time.Second) // longer than the heartbeat timeout, and each request counted as a heartbeat
 		first, second := ask(a, quorum.Member{ReplicaID: "a"}, time.Minute), ask(b, quorum.Member{ReplicaID: "b"}, time.Minute)
 		for _, answer := range []<-chan result{first, second} {
 			got := <-answer
@@ -164,7 +164,7 @@ func TestHeartbeatsOfEndedGroupsAreForgotten(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		client := dial(t, c, "x")
-		for i := range 100 { // a group that is restarted again and again, under a new name each time
+		for i := range 100 { // a group that is restarted many times, each time under a new name
 			require.NoError(t, client.Heartbeat(t.Context(), fmt.Sprintf("a:%d", i)))
 			time.Sleep(time.Minute)
 		}

@@ -23,10 +23,10 @@ type service struct {
 	server *Server
 }
 
-// answerMargin is the longest time by which a wait ends before its caller's deadline, so that the reason reaches the caller in time.
+// answerMargin bounds how long before its caller's deadline a wait ends, so that the reason reaches the caller in time.
 const answerMargin = 50 * time.Millisecond
 
-// serviceDesc is the generated description with a handler of Quorum that answers with encoded bytes (rpc.Encoded).
+// serviceDesc returns the generated description with another handler of Quorum, which answers with encoded bytes (rpc.Encoded).
 func serviceDesc() *grpc.ServiceDesc {
 	desc := torchftpb.LighthouseService_ServiceDesc
 	desc.Methods = slices.Clone(desc.Methods)

@@ -8,21 +8,21 @@ import (
 )
 
 const (
-	// snapshotOfMember, times the number of members, is how long one status is used for all requests. A status holds the job's lock for
-	// about 2 µs per member, so that any number of pages and scripts takes at most 2 % of the lock's time.
+	// snapshotOfMember, multiplied by the number of members, is how long one status is used for all requests. Making a status holds
+	// the job's lock for about 2 µs per member. So any number of pages and scripts takes at most 2 % of the lock's time.
 	snapshotOfMember = 100 * time.Microsecond
 	// longestSnapshot bounds that time. With 10,000 members it is reached.
 	longestSnapshot = time.Second
 )
 
-// snapshot is the status that requests share. It is read-only.
+// snapshot is the status that requests share. The status is read-only.
 type snapshot struct {
 	mu     sync.Mutex // also held while a new status is made, so that concurrent requests share it
 	status quorum.Status
 	until  time.Time
 }
 
-// shown is a status that is recent enough to display. Code that decides by it calls status instead.
+// shown returns a status that is recent enough to display. Code that makes decisions calls status instead.
 func (j *job) shown() quorum.Status {
 	s := &j.snapshot
 	s.mu.Lock()

@@ -6,10 +6,10 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// In a job with a list of lighthouses, a member is sent stamps, and answers the newest one with its next message. By that it binds itself to
-// this lighthouse for a while (quorum/bond.go).
+// In a job with a list of lighthouses, the lighthouse sends stamps to a member, and the member answers the newest one with its next
+// message. With the answer it binds itself to this lighthouse for a while (quorum/bond.go).
 
-// mostStamps bounds the stamps of a stream that have not been answered.
+// mostStamps bounds the unanswered stamps of a stream.
 const mostStamps = 8
 
 // stamps are the stamps of a stream. The job's lock guards them.
@@ -20,15 +20,16 @@ type stamps struct {
 	answered uint64 // number of the newest stamp that was answered
 }
 
-// next makes a stamp that is sent now. Its time must not be later than the sending (quorum/bond.go).
+// next returns the number of a new stamp. The recorded time must not be later than the time at which the stamp is sent
+// (quorum/bond.go).
 func (s *stamps) next(now time.Time) uint64 {
 	s.number++
 	s.sent[s.number%mostStamps] = now
 	return s.number
 }
 
-// answer records which stamp was answered, and returns when it was sent. It is false if that stamp, or a later one, had been answered
-// before, or if its time is not known any more.
+// answer records which stamp was answered, and returns when it was sent. It returns false if that stamp or a later one had been
+// answered before, or if its time is no longer known.
 func (s *stamps) answer(number uint64) (sent time.Time, news bool) {
 	if number <= s.answered || number > s.number || number+mostStamps <= s.number {
 		return time.Time{}, false

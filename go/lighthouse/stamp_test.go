@@ -10,9 +10,10 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// The age of the newest answered stamp, when a process ends, decides how long the lighthouse has to learn of it: docs/correctness.md and
-// quorum.BondTime say two and a half intervals. A message that comes less than half an interval after a stamp answers it and gets no
-// other one; the next message gets one, and the message after that answers it.
+// The age of the newest answered stamp when a process ends determines how much time the lighthouse has to learn of that end.
+// According to docs/correctness.md and quorum.BondTime it is at most two and a half intervals. A message that arrives less than
+// half an interval after a stamp answers that stamp and triggers no other one; the next message triggers one, and the message after
+// that answers it.
 func TestTheNewestAnsweredStampIsAtMostTwoAndAHalfIntervalsOld(t *testing.T) {
 	const interval = quorum.BondTime / quorum.StampsInBond
 	rng := rand.New(rand.NewPCG(1, 2))
@@ -21,8 +22,8 @@ func TestTheNewestAnsweredStampIsAtMostTwoAndAHalfIntervalsOld(t *testing.T) {
 	held, answered := one.next(now), now
 	var oldest time.Duration
 	for range 100_000 {
-		now = now.Add(1 + time.Duration(rng.Int64N(int64(interval)))) // a member that is bound says something in each interval
-		oldest = max(oldest, now.Sub(answered))                       // its process ends just before it says that
+		now = now.Add(1 + time.Duration(rng.Int64N(int64(interval)))) // a bound member sends a message in each interval
+		oldest = max(oldest, now.Sub(answered))                       // its process ends just before it sends that message
 		said := held
 		if one.due(now) {
 			held = one.next(now)

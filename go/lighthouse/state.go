@@ -27,12 +27,12 @@ const (
 	stateAhead = 1024
 )
 
-// state is a file's content.
+// state is the content of a file.
 type state struct {
 	Job     string      `json:"job"`
 	Highest int64       `json:"highest"` // ids up to this one are not used again
 	Seat    quorum.Seat `json:"seat"`
-	Past    quorum.Past `json:"past"` // zero: the training is complete, or has had no quorum
+	Past    quorum.Past `json:"past"` // zero: the last training is complete, and the next one has had no quorum yet
 
 	Rendezvous rendezvous.State `json:"rendezvous,omitzero"`
 }
@@ -45,7 +45,7 @@ func (s state) encode() ([]byte, error) {
 	return fmt.Appendf(nil, "%s%x\n%s\n", stateMagic, sha256.Sum256(text), text), nil
 }
 
-// decodeState reads a file. A file that was truncated or changed is an error.
+// decodeState decodes a file's content. It returns an error if the file was truncated or changed.
 func decodeState(file []byte, job string) (s state, err error) {
 	head, text, found := bytes.Cut(file, []byte("\n"))
 	sum, magic := bytes.CutPrefix(head, []byte(stateMagic))
@@ -73,8 +73,8 @@ func (s state) ended() bool {
 	return (s.Highest > 0 || len(s.Rendezvous.Groups) > 0) && s.Past.ID == 0 && len(s.Past.Members) == 0
 }
 
-// writeState replaces a file atomically, unless wanted returns false after the content was written. A write may take so long that this
-// lighthouse has released the directory in the meantime; the file may then be that of another lighthouse.
+// writeState replaces a file atomically, unless wanted returns false after the content was written. A write may take so long that
+// this lighthouse has released the directory in the meantime; the file may then belong to another lighthouse.
 func writeState(path string, s state, wanted func() bool) (err error) {
 	text, err := s.encode()
 	if err != nil {
@@ -144,8 +144,8 @@ func lockState(dir string) (*os.File, error) {
 	return lock, nil
 }
 
-// takeFormerState moves the default directory of an earlier release, whose name did not contain that of the host, to the present default.
-// Of several hosts with one home directory, the first one takes it, and the others begin without it.
+// takeFormerState moves the default directory of an earlier release, whose name did not contain that of the host, to the present
+// default. If several hosts share one home directory, the first one takes it, and the others begin without it.
 func (c *Config) takeFormerState() {
 	_, port, err := net.SplitHostPort(c.Bind)
 	if err != nil {
@@ -169,9 +169,9 @@ func (c *Config) takeFormerState() {
 	c.Logger.Info("torchft: the state of an earlier release is taken over", "state_dir", c.StateDir, "former", former)
 }
 
-// defaultStateDir is where the command keeps its state: one directory for each host and port, so that lighthouses on one
-// machine, or on several with one home directory, do not share it. It is empty if the user has no home, or if the port is 0: such
-// a lighthouse has another port after each start.
+// defaultStateDir returns the directory in which the command keeps its state: one for each host and port, so that lighthouses on
+// one machine, or on several with one home directory, do not share it. It is empty if the user has no home directory, or if the
+// port is 0: such a lighthouse has another port after each start.
 func defaultStateDir(bind string) string {
 	_, port, err := net.SplitHostPort(bind)
 	if err != nil || port == "0" || port == "" {

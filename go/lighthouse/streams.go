@@ -9,7 +9,7 @@ import (
 
 // streams holds the open streams, by member. The job's lock guards them.
 type streams struct {
-	of      map[string][]*stream // more than one while a member replaces one that is half open
+	of      map[string][]*stream // more than one while a member replaces a half-open one
 	open    int
 	visited int // how many streams were visited, for growth_test.go
 }
@@ -65,7 +65,7 @@ func (s *streams) each(replicaID string) iter.Seq[*stream] {
 	}
 }
 
-// renew ends all streams, so that their members reconnect and learn the new term. It returns how many there were.
+// renew ends all streams, so that their members reconnect and learn the new term. It returns the number of streams.
 func (s *streams) renew() int {
 	for one := range s.all() {
 		one.stale = true
@@ -91,9 +91,9 @@ func (s *streams) recall(replicaID string, quorumID int64) {
 
 // send sends a message to one member, on all of its streams.
 func (s *streams) send(replicaID string, message *torchftpb.LighthouseMessage) {
-	word := wordOf(message)
+	news := encodeNews(message)
 	for one := range s.each(replicaID) {
-		one.post(outgoing{news: word})
+		one.post(outgoing{news: news})
 	}
 }
 

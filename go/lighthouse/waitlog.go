@@ -6,11 +6,11 @@ import (
 	"github.com/torchft/torchft/go/dashboard"
 )
 
-// logAfter is how long requests must have been pending before the log gets the reason. In each step of a healthy job some member
-// waits for another one for a moment, which is not logged.
+// logAfter is how long requests must have been pending before the reason is logged. In each step of a healthy job some members wait
+// for others for a moment, which is not logged.
 const logAfter = 5 * time.Second
 
-// waitLog has since when requests are pending, and why.
+// waitLog records since when requests are pending, and why.
 type waitLog struct {
 	since  time.Time // zero once it was logged
 	reason string    // why there was no quorum at the time at; empty after a quorum
@@ -20,8 +20,8 @@ type waitLog struct {
 func (w *waitLog) waits(reason string, now time.Time) { *w = waitLog{now, reason, now} }
 func (w *waitLog) served()                            { *w = waitLog{} }
 
-// reason is why there is no quorum, at most a tick old. It is cached because its cost grows with the number of groups, and the requests of
-// all groups may reach their deadlines at the same moment. The caller holds mu.
+// reason returns why there is no quorum; the answer is at most a tick old. It is cached because its cost grows with the number of
+// groups, and the requests of all groups may reach their deadlines at the same moment. The caller holds mu.
 func (j *job) reason(now time.Time) string {
 	if w := &j.waitLog; w.reason == "" || now.Sub(w.at) >= j.cfg.QuorumTick {
 		w.reason, w.at = j.describe(now).Reason, now

@@ -16,20 +16,20 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// This file has what the lighthouse asks members: whether they are alive, and how far they are in their step.
+// This file has the lighthouse's questions to members: whether they are alive, and for their progress in the step.
 
-// checkTime is how long a member that its peers suspect may take to answer.
+// checkTime is how long a suspected member may take to answer.
 const checkTime = time.Second
 
-// check finds out whether a suspected member is alive. A member with a stream must answer a probe: its open connection proves nothing,
-// since that of a stopped process, or of a host that has just vanished, stays open, too. If a member has no stream, its manager server
-// has to accept a connection. The caller holds mu.
+// check finds out whether a suspected member is alive. A member with a stream must answer a probe: an open connection is no proof,
+// since the connection of a stopped process, or of a host that has just vanished, stays open. If a member has no stream, its
+// manager server has to accept a connection. The caller holds mu.
 func (j *job) check(p quorum.Check) {
 	var streams []*stream
 	var before []int64
 	for one := range j.streams.each(p.ReplicaID) {
 		streams, before = append(streams, one), append(before, one.heard.Load())
-		one.post(outgoing{news: wordOf(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Probe{Probe: true}})})
+		one.post(outgoing{news: encodeNews(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Probe{Probe: true}})})
 	}
 	rpc.Go(&j.server.tasks, j.log, "check", func() {
 		var reached bool
@@ -98,19 +98,19 @@ func (j *job) connect(address string) error {
 
 // askProgress asks members for their progress. The caller holds mu.
 func (j *job) askProgress(ids []string, now time.Time) {
-	word := wordOf(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_ProgressAsked{ProgressAsked: true}})
+	news := encodeNews(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_ProgressAsked{ProgressAsked: true}})
 	for _, id := range ids {
 		for one := range j.streams.each(id) {
-			one.post(outgoing{news: word})
+			one.post(outgoing{news: news})
 		}
 		if len(j.streams.of[id]) == 0 {
-			// An upstream member cannot answer. It is taken to wait for others, so that it is never called stalled.
+			// An upstream member cannot answer. It counts as waiting for others, so that it is never reported as stalled.
 			j.machine.Step(quorum.Progressed{ReplicaID: id, Progress: quorum.Progress{Phase: "not known", Waits: true}}, now) // it returns no actions: the event only records the answer
 		}
 	}
 }
 
-func wordOf(message *torchftpb.LighthouseMessage) []rpc.Encoded {
+func encodeNews(message *torchftpb.LighthouseMessage) []rpc.Encoded {
 	encoded, err := proto.Marshal(message)
 	if err != nil { // only for a name that is no UTF-8, and such names are refused when a member joins
 		return []rpc.Encoded{}

@@ -13,15 +13,16 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// replyMargin is how long before the ranks' deadline a request to the lighthouse ends, at most: time for its error to reach them.
+// replyMargin is how long before the ranks' deadline a request to the lighthouse ends at most, so that its error still reaches the
+// ranks.
 const replyMargin = 100 * time.Millisecond
 
 // ask starts the one request of a round. The caller holds mu.
 func (s *Server) ask(a round.AskLighthouse) {
-	// It ends before the ranks' own deadlines: after these the ranks would not receive the reason.
+	// The request ends before the ranks' own deadlines: after these the ranks would not receive the reason.
 	ctx, cancel := context.WithDeadline(s.ctx, rpc.Sooner(a.Deadline, replyMargin))
 	s.asking[a.Round] = cancel
-	s.heals = groupHeal{} // heals of the last quorum have ended, whether they succeeded or not
+	s.heals = groupHeal{} // all heals of the last quorum have ended, successful or not
 	span := s.tracedAsk(a)
 	ctx = tracing.WithParent(ctx, span)
 	rpc.Go(&s.tasks, s.log, "quorum round", func() {
@@ -54,7 +55,7 @@ func (s *Server) askUntilAnswered(ctx context.Context, a round.AskLighthouse) (q
 	for failed := 1; ; failed++ {
 		q, err := s.membership.Quorum(ctx, a.Member, a.KnownQuorumID)
 		if err != nil && ctx.Err() != nil && before != nil {
-			return nil, unreached(before) // its reason says more than "deadline exceeded"
+			return nil, unreached(before) // its reason is more specific than "deadline exceeded"
 		}
 		if err == nil || ctx.Err() != nil {
 			return q, err
@@ -87,8 +88,8 @@ func (s *Server) unreachable(since time.Time, err error) string {
 		s.cfg.LighthouseAddr, time.Since(since).Round(time.Millisecond), rpc.Message(err))
 }
 
-// setTrouble keeps the reason why the lighthouse is not reached, for as long as that lasts. A rank whose deadline passes gets it with
-// its error.
+// setTrouble records why the lighthouse is not reached, as long as the outage lasts. If a rank's deadline passes meanwhile, its
+// error contains this reason.
 func (s *Server) setTrouble(away bool, since time.Time, err error, failed int) {
 	if failed == 1 {
 		s.log.Warn("torchft: asking the lighthouse again", "error", err)
@@ -101,7 +102,7 @@ func (s *Server) setTrouble(away bool, since time.Time, err error, failed int) {
 	}
 }
 
-// attend keeps up the heartbeats for as long as the server runs. An outage is logged once, and its end once.
+// attend sends heartbeats as long as the server runs. The begin and the end of an outage are logged once each.
 func (s *Server) attend() {
 	failed := 0
 	reached := func() {

@@ -29,7 +29,7 @@ func dialLighthouse(t *testing.T, c *fttest.Cluster, host string) *lighthouses.C
 	return client
 }
 
-// call asks as an upstream manager does, without a stream.
+// call asks by a unary call, like an upstream manager.
 func call(client *lighthouses.Client, m quorum.Member) <-chan fttest.Answer[*quorum.Quorum] {
 	return fttest.Start(func() (*quorum.Quorum, error) {
 		ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
@@ -53,10 +53,10 @@ func TestAGroupOfAnotherSizeIsRefusedAndTheOthersContinue(t *testing.T) {
 			}
 			start := time.Now()
 			for _, r := range round(t, 2+step, a, b) {
-				assert.Equal(t, before, r.QuorumID, "the others do not even notice")
+				assert.Equal(t, before, r.QuorumID, "the other members are not affected")
 				assert.Equal(t, []string{"a", "b"}, r.ReplicaIDs)
 			}
-			assert.Less(t, time.Since(start), atOnce, "nobody waits for it")
+			assert.Less(t, time.Since(start), atOnce, "the others do not wait for it")
 		}
 		wrong.Server.Shutdown()
 
@@ -69,8 +69,9 @@ func TestAGroupOfAnotherSizeIsRefusedAndTheOthersContinue(t *testing.T) {
 	})
 }
 
-// An upstream lighthouse accepts every size, and so does ours with upstream groups. Ranks that have a peer reduce with it.
-func TestAnUpstreamGroupOfAnotherSizeIsLetIn(t *testing.T) {
+// An upstream lighthouse accepts every size, and ours accepts every size of an upstream group. Ranks that have a peer reduce with
+// it.
+func TestAnUpstreamGroupOfAnotherSizeIsAccepted(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		a := c.StartGroup("a", 3)
@@ -86,14 +87,14 @@ func TestAnUpstreamGroupOfAnotherSizeIsLetIn(t *testing.T) {
 				assert.Equal(t, []string{fmt.Sprint("a", rank), fmt.Sprint("p", rank)}, r.Handles)
 			} else {
 				assert.Empty(t, r.Handles)
-				assert.Equal(t, []string{"p"}, r.WithoutHandles, "who has no such rank")
+				assert.Equal(t, []string{"p"}, r.WithoutHandles, "the groups without this rank")
 			}
 		}
 		require.NoError(t, (<-upstream).Err)
 	})
 }
 
-// A group that was given an older checkpoint under its old name asks for an earlier step than before.
+// A group that was restarted from an older checkpoint under its old name asks for an earlier step than before.
 func TestAStepThatGoesBackwards(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
@@ -102,11 +103,11 @@ func TestAStepThatGoesBackwards(t *testing.T) {
 		got := append(answers(a.QuorumOfAll(8, time.Minute)), b.QuorumOfAll(3, time.Minute)...).results(t)
 		for i, r := range got {
 			assert.EqualValues(t, 8, r.MaxStep)
-			assert.Equal(t, i == 1, r.Heal, "one alone heals")
+			assert.Equal(t, i == 1, r.Heal, "only the group that is behind heals")
 		}
 		got = append(answers(a.QuorumOfAll(2, time.Minute)), b.QuorumOfAll(2, time.Minute)...).results(t)
 		for _, r := range got {
-			assert.EqualValues(t, 2, r.MaxStep, "all together go on there")
+			assert.EqualValues(t, 2, r.MaxStep, "all continue at that step")
 			assert.False(t, r.Heal)
 		}
 	})
@@ -149,7 +150,7 @@ func TestTooMuchDataIsReportedAndHarmsNoOtherMember(t *testing.T) {
 		assert.ErrorContains(t, got.Err, "5242880 of them its data and 0 its reconfigure handles: a lighthouse accepts at most 4194304 bytes")
 
 		big := c.StartGroup("big", 2)
-		for range 2 { // again and again
+		for range 2 { // more than once
 			var asked answers
 			for rank := range int64(2) {
 				asked = append(asked, big.QuorumWith(rankclient.Request{GroupRank: rank, Handle: strings.Repeat("x", 3<<20)}, time.Minute))
@@ -167,8 +168,8 @@ func TestTooMuchDataIsReportedAndHarmsNoOtherMember(t *testing.T) {
 	})
 }
 
-// Two processes with the same replica_id, at two addresses: the newer one trains, and the older one gets the reason why it does not, whether
-// it has a pending request or is in the middle of a step when the newer one asks.
+// Two processes with the same replica_id, at two addresses: the newer one trains, and the older one gets an error with the reason.
+// It makes no difference whether the older one has a pending request or is in the middle of a step when the newer one asks.
 func TestOfTwoGroupsWithOneNameTheNewerTrains(t *testing.T) {
 	for name, waits := range map[string]bool{"the older one waits": true, "the older one trains": false} {
 		t.Run(name, func(t *testing.T) {
@@ -194,9 +195,9 @@ func TestOfTwoGroupsWithOneNameTheNewerTrains(t *testing.T) {
 				require.NoError(t, (<-b.Quorum(0, 2, time.Minute)).Err)
 				joined := <-asked
 				require.NoError(t, joined.Err)
-				assert.Greater(t, joined.Value.QuorumID, before, "the peers connect with the newer one")
+				assert.Greater(t, joined.Value.QuorumID, before, "the peers connect to the newer one")
 				assert.True(t, joined.Value.Heal)
-				for step := range int64(3) { // and so it stays
+				for step := range int64(3) { // the older one stays refused
 					got := <-older.Quorum(0, 2, time.Minute)
 					assert.ErrorContains(t, got.Err, "replica ids must be unique")
 					for _, r := range round(t, 3+step, newer, b) {

@@ -21,15 +21,15 @@ func kill(g *fttest.Group) {
 	g.Server.Shutdown()
 }
 
-// Whichever groups are killed, and however many, the others continue within a second, at a lighthouse of a list, too.
+// If any set of groups is killed, the others continue within a second, even at a lighthouse of a list.
 func TestKilledGroupsAreNotMissedAtALighthouseOfAList(t *testing.T) {
 	for n := 2; n <= 5; n++ {
-		for mask := 1; mask < 1<<n-1; mask += 1 + n*n/16*4 { // of many groups, some
+		for mask := 1; mask < 1<<n-1; mask += 1 + n*n/16*4 { // with many groups, only some sets
 			t.Run(fmt.Sprintf("%0*b of %d", n, mask, n), func(t *testing.T) {
 				synctest.Test(t, func(t *testing.T) {
 					_, second, groups := twoLighthouses(t, []string{"a", "b", "d", "e", "f"}[:n]...)
 					round(t, 1, groups...)
-					time.Sleep(time.Duration(mask) * 700 * time.Millisecond) // at any time between two stamps
+					time.Sleep(time.Duration(mask) * 700 * time.Millisecond) // at different times between two stamps
 					var alive []*fttest.Group
 					for i, g := range groups {
 						if mask>>i&1 == 1 {
@@ -68,9 +68,9 @@ func TestOneGroupAfterTheOtherIsKilledAtALighthouseOfAList(t *testing.T) {
 	})
 }
 
-// A group that was cut off when it ended may have been at another lighthouse before. The other group waits, is told whose vote is missing,
-// and continues after an operator has waived that vote.
-func TestAnEndThatIsNotKnownIsWaitedFor(t *testing.T) {
+// A group that was cut off when it ended may have been at another lighthouse before. The other group waits, the status names the
+// missing vote, and the group continues after an operator has waived that vote.
+func TestAGroupWaitsForAnEndThatIsNotKnown(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, second, groups := twoLighthouses(t, "a", "b")
 		a, b := groups[0], groups[1]
@@ -83,12 +83,12 @@ func TestAnEndThatIsNotKnownIsWaitedFor(t *testing.T) {
 		c.Net.Unblock("a", "second")
 		asked := b.Quorum(0, 2, 5*time.Minute)
 		time.Sleep(time.Minute)
-		require.Empty(t, asked, "a may be anywhere")
+		require.Empty(t, asked, "a may be at another lighthouse")
 		at := c.Lighthouse
 		if second.Status().Waiters > 0 {
 			at = second
 		}
-		for len(at.Status().MissingVotes) == 0 { // the group goes from one lighthouse to the other
+		for len(at.Status().MissingVotes) == 0 { // the group asks one lighthouse after the other
 			time.Sleep(time.Second)
 		}
 		assert.Equal(t, []string{"a"}, at.Status().MissingVotes)
@@ -101,8 +101,8 @@ func TestAnEndThatIsNotKnownIsWaitedFor(t *testing.T) {
 	})
 }
 
-// The bond to a lighthouse ends when its process has ended, or when it releases the member. Otherwise members fail over when the bond of their
-// last stamp has run out: within 3 s, at whatever time between two stamps the lighthouse failed.
+// The bond to a lighthouse ends when its process has ended, or when it releases the member. Otherwise members fail over when the
+// bond of their last stamp has run out: within 3 s, whenever the lighthouse failed between two stamps.
 func TestHowLongAFailoverTakes(t *testing.T) {
 	for name, test := range map[string]struct {
 		away func(c *fttest.Cluster)
@@ -134,8 +134,8 @@ func TestHowLongAFailoverTakes(t *testing.T) {
 	}
 }
 
-// A member that got its quorum by a call has received no term. It greets the next lighthouse with the term of its quorum, and that lighthouse
-// recalls the quorum, and continues after it.
+// A member that received its quorum by a call has received no term. It greets the next lighthouse with the term of its quorum, and
+// that lighthouse recalls the quorum, and continues after it.
 func TestAMemberThatGotItsQuorumByACallGreetsWithItsTerm(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

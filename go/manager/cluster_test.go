@@ -35,7 +35,7 @@ const atOnce = time.Millisecond
 
 type answers []<-chan fttest.Answer[recovery.Result]
 
-// results waits for all and fails the test if one is an error.
+// results waits for all answers, and fails the test if one is an error.
 func (a answers) results(t *testing.T) []recovery.Result {
 	t.Helper()
 	var all []recovery.Result
@@ -47,7 +47,7 @@ func (a answers) results(t *testing.T) []recovery.Result {
 	return all
 }
 
-// round asks on behalf of every rank of every group, and waits.
+// round requests a quorum for every rank of every group, and waits for the answers.
 func round(t *testing.T, step int64, groups ...*fttest.Group) []recovery.Result {
 	t.Helper()
 	var all answers
@@ -68,7 +68,7 @@ func TestTwoGroupsOfTwoRanks(t *testing.T) {
 			assert.EqualValues(t, 2, r.ReplicaWorldSize)
 			assert.EqualValues(t, 1, r.MaxStep)
 			assert.False(t, r.Heal)
-			assert.Equal(t, []string{"a:1", "b:1"}[i%2], r.StoreAddress, "each group rank has a primary of its own")
+			assert.Equal(t, []string{"a:1", "b:1"}[i%2], r.StoreAddress, "each group rank has its own primary")
 		}
 		for _, r := range round(t, 2, a, b) {
 			assert.Equal(t, first[0].QuorumID, r.QuorumID, "the members did not change")
@@ -78,13 +78,13 @@ func TestTwoGroupsOfTwoRanks(t *testing.T) {
 			for _, vote := range votes {
 				got := <-vote
 				require.NoError(t, got.Err)
-				assert.Equal(t, g == a, got.Value, "one rank's no is the group's no")
+				assert.Equal(t, g == a, got.Value, "if one rank votes no, the group does not commit")
 			}
 		}
 	})
 }
 
-func TestHealingComesOverTheWire(t *testing.T) {
+func TestSourceAndTargetsAreSentOverTheWire(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
@@ -109,7 +109,7 @@ func TestHealingComesOverTheWire(t *testing.T) {
 	})
 }
 
-func TestHelpComesOverTheWire(t *testing.T) {
+func TestAdditionalSourcesAreSentOverTheWire(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 3)
 		a, b, d := c.StartGroup("a", 2), c.StartGroup("b", 2), c.StartGroup("c", 2)
@@ -130,7 +130,8 @@ func TestHelpComesOverTheWire(t *testing.T) {
 	})
 }
 
-// Both groups committed the previous step, each in a quorum of its own. Their weights differ, which only the committed quorum ids show.
+// Both groups committed the previous step, each in its own quorum. So their weights differ, and only the committed quorum ids show
+// that.
 func TestAnEqualStepOfAnOlderQuorumHeals(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
@@ -146,7 +147,7 @@ func TestAnEqualStepOfAnOlderQuorumHeals(t *testing.T) {
 		assert.Equal(t, []int64{0}, got[1].RecoverDstReplicaRank)
 
 		for _, r := range (answers{ask(a, 1000), ask(b, 0)}).results(t) {
-			assert.False(t, r.Heal, "an upstream group does not say: steps decide")
+			assert.False(t, r.Heal, "an upstream group does not report its quorum: steps decide")
 			assert.Zero(t, r.CommittedQuorumID)
 		}
 	})
@@ -173,14 +174,14 @@ func TestARankThatEndsFailsItsSiblingsAtOnce(t *testing.T) {
 					}
 				}
 				late := <-waiting(g, 2, waits)
-				assert.ErrorContains(t, late, "rank 1", "nobody waits for a rank that has failed")
+				assert.ErrorContains(t, late, "rank 1", "requests fail at once after a rank has failed")
 				assert.Less(t, time.Since(start), atOnce)
 			})
 		})
 	}
 }
 
-// waiting starts a quorum or a vote of one rank and gives its error.
+// waiting starts a quorum or a vote of one rank, and returns a channel for its error.
 func waiting(g *fttest.Group, rank int, what string) <-chan error {
 	err := make(chan error, 1)
 	go func() {
@@ -214,7 +215,8 @@ func TestARankReconnects(t *testing.T) {
 		waits := g.Vote(0, 1, true, time.Minute)
 		synctest.Wait()
 		g.Host(1).Cut()
-		// The rank counts as failed; or it has reconnected before the end of its connection was noticed, and is waited for.
+		// The rank counts as failed; or it has reconnected before the end of its connection was noticed, and the others wait for
+		// it.
 		assert.Regexp(t, "rank 1 .*|the deadline passed while waiting for the votes of ranks 1 on step 1", (<-waits).Err)
 		time.Sleep(time.Second) // the rank reconnects at once, without a request, and nothing is reported to the lighthouse
 		assert.Zero(t, c.Log.Count("a member failed"))
@@ -235,11 +237,11 @@ func TestDeadlinesEndEveryWait(t *testing.T) {
 			assert.True(t, rpc.IsTimeout(got.Err), "%v", got.Err)
 		}
 		synctest.Wait()
-		assert.Zero(t, c.Lighthouse.Status().Waiters, "the lighthouse has heard of it")
+		assert.Zero(t, c.Lighthouse.Status().Waiters, "the lighthouse has received the withdrawal")
 
 		vote := <-g.Vote(0, 1, true, 3*time.Second)
 		assert.True(t, rpc.IsTimeout(vote.Err), "%v", vote.Err)
-		assert.ErrorContains(t, vote.Err, "waiting for the votes of ranks 1 on step 1", "the rank still hears for whom it waited")
+		assert.ErrorContains(t, vote.Err, "waiting for the votes of ranks 1 on step 1", "the error names the rank that the call waited for")
 		assert.InDelta(t, 2900*time.Millisecond, vote.Took, 100e6)
 	})
 }
@@ -263,7 +265,7 @@ func TestATimeoutHasTheReasonWhyThereIsNoQuorum(t *testing.T) {
 	}
 }
 
-// The error names the lighthouse also if that accepts connections and does not answer.
+// The error names the lighthouse even if it accepts connections and does not answer.
 func TestASilentLighthouseIsNamed(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -282,7 +284,7 @@ func TestShutdownAnswersEveryWaiter(t *testing.T) {
 		g := c.StartGroup("a", 2)
 		asked := g.Quorum(0, 1, time.Minute)
 		synctest.Wait()
-		voted := g.Vote(0, 0, true, time.Minute) // of the rank that asks: a sibling's would end at once
+		voted := g.Vote(0, 0, true, time.Minute) // by the rank that asks: the vote of another rank would end at once
 		synctest.Wait()
 		start := time.Now()
 		g.Server.Shutdown()
@@ -329,7 +331,7 @@ func TestSurvivorsContinueWithoutAFailedGroup(t *testing.T) {
 	})
 }
 
-func TestALighthouseRestartIsWaitedOut(t *testing.T) {
+func TestRanksWaitWhileTheLighthouseRestarts(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
 		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
@@ -400,7 +402,7 @@ func TestAttemptsOfAVoteDoNotMix(t *testing.T) {
 		round(t, 5, g)
 		leftOver := g.Vote(0, 5, true, time.Minute)
 		synctest.Wait()
-		round(t, 5, g) // the same step once more: rank 1 had failed before it voted
+		round(t, 5, g) // the same step again: rank 1 had failed before it voted
 		assert.Equal(t, codes.Aborted, status.Code((<-leftOver).Err))
 		yes, no := g.Vote(0, 5, true, time.Minute), g.Vote(1, 5, false, time.Minute)
 		for _, vote := range []<-chan fttest.Answer[bool]{yes, no} {

@@ -17,12 +17,12 @@ import (
 
 // ServerConfig has the settings of a manager server.
 type ServerConfig struct {
-	// ReplicaID is unique to this life of the replica group: a restarted group is a new member.
+	// ReplicaID is unique to this incarnation of the replica group: a restarted group is a new member.
 	ReplicaID string
 	// LighthouseAddr is http://host:port of the lighthouse, or a list of such addresses separated by commas, of which one serves the job at a
 	// time. All groups of a job must have the same list.
 	LighthouseAddr string
-	// Job is the id of the job. Empty means that of the environment (TORCHFT_JOB_ID), and without one there the default job.
+	// Job is the id of the job. If it is empty, TORCHFT_JOB_ID of the environment is used, and without that the default job.
 	Job string
 	// Hostname is the host in the announced address.
 	Hostname string
@@ -30,7 +30,7 @@ type ServerConfig struct {
 	Bind string
 	// StoreAddr is host:port of the group's TCPStore.
 	StoreAddr string
-	// WorldSize is how many ranks the group has.
+	// WorldSize is the number of ranks in the group.
 	WorldSize int64
 	// HeartbeatInterval is the time between heartbeat calls to an upstream lighthouse. Other lighthouses set the interval of their streams.
 	HeartbeatInterval time.Duration
@@ -47,11 +47,11 @@ type ServerConfig struct {
 	Logger *slog.Logger
 	// Network is real TCP if nil.
 	Network rpc.Network
-	// Membership, if not nil, is used in place of the lighthouse at LighthouseAddr. The server closes it.
+	// Membership, if not nil, replaces the lighthouse at LighthouseAddr. The server closes it.
 	Membership membership.Membership
 }
 
-// Validate names the setting that cannot be used, its value, and what is allowed.
+// Validate returns an error that names the first invalid setting, its value, and the allowed values.
 func (c ServerConfig) Validate() error {
 	for _, text := range []struct{ name, value string }{{"replica_id", c.ReplicaID}, {"store_addr", c.StoreAddr}} {
 		if !utf8.ValidString(text.value) {

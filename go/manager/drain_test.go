@@ -19,7 +19,7 @@ import (
 	"github.com/torchft/torchft/go/rankclient"
 )
 
-// drain requests at the lighthouse that a group leaves.
+// drain asks the lighthouse to drain a group.
 func drain(t *testing.T, c *fttest.Cluster, replicaID string) int {
 	t.Helper()
 	transport := &http.Transport{DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) {
@@ -34,7 +34,7 @@ func drain(t *testing.T, c *fttest.Cluster, replicaID string) int {
 	return resp.StatusCode
 }
 
-// history is the lighthouse's history of the job.
+// history returns the lighthouse's history of the job.
 func history(t *testing.T, c *fttest.Cluster) []map[string]any {
 	t.Helper()
 	transport := &http.Transport{DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) {
@@ -83,13 +83,13 @@ func TestADrainedGroupLeavesAndNoGroupLosesAStep(t *testing.T) {
 		all := append(answers{early, a.Quorum(1, 1, time.Minute)}, b.QuorumOfAll(1, time.Minute)...)
 		for i, result := range append(all, d.QuorumOfAll(1, time.Minute)...).results(t) {
 			assert.Equal(t, i < 2, result.Draining)
-			assert.Equal(t, []string{"a", "b", "d"}, result.ReplicaIDs, "it takes part in one step more")
+			assert.Equal(t, []string{"a", "b", "d"}, result.ReplicaIDs, "it takes part in one more step")
 		}
 		for _, vote := range []<-chan fttest.Answer[bool]{a.Vote(0, 1, true, time.Minute), a.Vote(1, 1, true, time.Minute)} {
 			require.True(t, (<-vote).Value)
 		}
 
-		// a stays for its peers, which are still in the step; they do not wait for it.
+		// a stays until its peers have completed the step; the next quorum does not wait for a.
 		left := []<-chan fttest.Answer[bool]{leave(a, 0, time.Minute), leave(a, 1, time.Minute)}
 		time.Sleep(10 * time.Second)
 		synctest.Wait()
@@ -120,7 +120,7 @@ func TestARankDrainsItsGroupAndNoGroupLosesAStep(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
 		round(t, 0, a, b)
-		// The signal reaches rank 1, and not rank 0, in whose process the server is and which asks first.
+		// The signal reaches rank 1. It does not reach rank 0, which asks first and has the server in its process.
 		wishes := rankclient.Request{GroupRank: 1, Step: 1, Drain: true}
 		all := answers{a.Quorum(0, 1, time.Minute), a.QuorumWith(wishes, time.Minute)}
 		for i, result := range append(all, b.QuorumOfAll(1, time.Minute)...).results(t) {
@@ -142,7 +142,7 @@ func TestARankDrainsItsGroupAndNoGroupLosesAStep(t *testing.T) {
 	})
 }
 
-// A restarted lighthouse does not know that the group has left. The group repeats it, so that its end is no failure.
+// A restarted lighthouse does not know that the group has left. The group announces it again, so that its end is no failure.
 func TestALeaveIsRetriedUntilTheLighthouseIsBack(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -167,7 +167,7 @@ func TestALeaveIsRetriedUntilTheLighthouseIsBack(t *testing.T) {
 	})
 }
 
-// A group announces that it leaves once on each stream: if the connection breaks before the answer, again on the next one.
+// A group announces once on each stream that it leaves: if the connection breaks before the answer, it repeats it on the next one.
 func TestALeaveIsRepeatedOnTheNextConnection(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -288,19 +288,19 @@ func TestADrainDuringABrokenStreamIsReceivedOnTheNextOne(t *testing.T) {
 	})
 }
 
-func TestWhoCannotBeDrained(t *testing.T) {
+func TestMembersThatCannotBeDrained(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
-		assert.Equal(t, http.StatusNotFound, drain(t, c, "nobody"))
+		assert.Equal(t, http.StatusNotFound, drain(t, c, "unknown"))
 		client, err := lighthouses.Dial(t.Context(), fttest.LighthouseAddr, time.Second, lighthouses.WithNetwork(c.Net.Host("old")))
 		require.NoError(t, err)
 		defer func() { _ = client.Close() }()
-		require.NoError(t, client.Heartbeat(t.Context(), "old")) // as an upstream one, which has no stream
+		require.NoError(t, client.Heartbeat(t.Context(), "old")) // by a call, like an upstream group
 		assert.Equal(t, http.StatusConflict, drain(t, c, "old"))
 	})
 }
 
-// If the lighthouse is away for a moment, a group that leaves waits for it, so that its end is no failure.
+// If the lighthouse is unreachable for a moment, a group that leaves waits for it, so that its end is no failure.
 func TestLeavingIsRetriedUntilItsDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -311,7 +311,7 @@ func TestLeavingIsRetriedUntilItsDeadline(t *testing.T) {
 		start := time.Now()
 		late := <-leave(groups[0], 0, 3*time.Second)
 		require.ErrorContains(t, late.Err, "leave")
-		assert.InDelta(t, 3, time.Since(start).Seconds(), 0.5, "as long as it was given")
+		assert.InDelta(t, 3, time.Since(start).Seconds(), 0.5, "until its deadline")
 
 		left := leave(groups[0], 0, time.Minute)
 		time.Sleep(2 * time.Second)

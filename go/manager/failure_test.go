@@ -16,7 +16,7 @@ import (
 
 const grace = 200 * time.Millisecond
 
-// heard returns the next failure of which a rank is notified.
+// heard returns the next failure that a rank is notified of.
 func heard(t *testing.T, g *fttest.Group, rank int) membership.Notice {
 	t.Helper()
 	deadline := time.After(time.Minute)
@@ -27,7 +27,7 @@ func heard(t *testing.T, g *fttest.Group, rank int) membership.Notice {
 				return notice
 			}
 		case <-deadline:
-			require.Fail(t, "nothing was heard")
+			require.Fail(t, "the rank was not notified")
 			return membership.Notice{}
 		}
 	}
@@ -38,7 +38,7 @@ func TestAFailureIsReportedToAllAndEndsTheirWait(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		groups := []*fttest.Group{c.StartGroup("a", 2), c.StartGroup("b", 2), c.StartGroup("c", 2)}
 		before := round(t, 0, groups...)
-		first := groups[0].Quorum(0, 1, time.Minute) // one rank asks already, the other is in a collective still
+		first := groups[0].Quorum(0, 1, time.Minute) // one rank has asked, the other one is still in a collective
 		synctest.Wait()
 
 		failedAt := time.Now()
@@ -53,7 +53,7 @@ func TestAFailureIsReportedToAllAndEndsTheirWait(t *testing.T) {
 
 		after := append(answers{first, groups[0].Quorum(1, 1, time.Minute)}, groups[1].QuorumOfAll(1, time.Minute)...).results(t)
 		assert.Equal(t, []string{"a", "b"}, after[0].ReplicaIDs)
-		assert.Less(t, time.Since(failedAt), grace+10*time.Millisecond, "nobody waited for more than the grace")
+		assert.Less(t, time.Since(failedAt), grace+10*time.Millisecond, "no member waited for longer than the grace")
 	})
 }
 
@@ -116,8 +116,8 @@ func TestAFlappingNetworkIsNoFailure(t *testing.T) {
 	})
 }
 
-// The connection breaks while the answer is on its way. The others have their answers, and wait in a collective: when the group asks again,
-// its answer must not wait until the others ask.
+// The connection breaks while the answer is on its way. The others have received their answers, and wait in a collective: when the
+// group asks again, it must get its answer before the others ask again.
 func TestAQuorumThatWasLostOnTheWayIsRedelivered(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -136,7 +136,7 @@ func TestAQuorumThatWasLostOnTheWayIsRedelivered(t *testing.T) {
 		assert.Equal(t, b1.Value.QuorumID, a1.Value.QuorumID)
 		assert.Equal(t, before[0].QuorumID, a1.Value.QuorumID)
 		after := round(t, 2, a, b)
-		assert.Equal(t, before[0].QuorumID, after[0].QuorumID, "and they go on together")
+		assert.Equal(t, before[0].QuorumID, after[0].QuorumID, "all continue in the same quorum")
 	})
 }
 
@@ -146,7 +146,7 @@ func TestARankThatEndsIsTheFailureOfItsGroup(t *testing.T) {
 		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
 		round(t, 0, a, b)
 		failedAt := time.Now()
-		b.Host(1).Kill() // the manager server of b, in another process, lives on
+		b.Host(1).Kill() // the manager server of b, in another process, stays alive
 		assert.Contains(t, heard(t, a, 0).Reason, "rank 1 of replica group b has failed")
 		assert.InDelta(t, grace, time.Since(failedAt), float64(atOnce))
 		after := answers(a.QuorumOfAll(1, time.Minute)).results(t)
@@ -173,7 +173,7 @@ func TestPeersThatLostACollectiveNeedNotWaitForTheHeartbeat(t *testing.T) {
 		at := time.Now()
 		a.Ranks[0].Suspect(before[0].QuorumID, "")
 		time.Sleep(2 * time.Second)
-		assert.Zero(t, c.Log.Count("a member failed"), "one is not enough")
+		assert.Zero(t, c.Log.Count("a member failed"), "one report is not enough")
 		b.Ranks[0].Suspect(before[0].QuorumID, "d")
 		failure := heard(t, a, 0)
 		assert.Equal(t, "d", failure.ReplicaID)

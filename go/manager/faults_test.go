@@ -12,14 +12,14 @@ import (
 	"github.com/torchft/torchft/go/internal/fttest"
 )
 
-// A panic of the machine ends the pending calls of the group, and neither the process nor the group.
+// A panic of the machine ends the pending calls of the group, but neither the process nor the membership.
 func TestAPanicOfTheMachineEndsTheWaitsOnly(t *testing.T) {
 	for name, meet := range map[string]func(g *fttest.Group) error{
 		"a quorum": func(g *fttest.Group) error { return (<-g.Quorum(1, 1, time.Minute)).Err },
 		"a vote":   func(g *fttest.Group) error { return (<-g.Vote(1, 1, true, time.Minute)).Err },
 		"the end of a connection": func(g *fttest.Group) error {
 			g.Host(1).Cut()
-			synctest.Wait() // the rank's client may notice after the server: what it asks until then ends with the connection
+			synctest.Wait() // the rank's client may notice it after the server: a call made until then ends with the connection
 			return status.Error(codes.Internal, "")
 		},
 		"the end of a round": nil,

@@ -20,7 +20,7 @@ func TestAGroupsHealIsTheSumOfItsRanks(t *testing.T) {
 	assert.Equal(t, membership.HealProgress{Received: 2, Total: 20}, h.group)
 }
 
-// A group that heals has as many ranks as the one it heals from.
+// A healing group has as many ranks as its source.
 func TestRanksFindRoomWhenTheirConnectionsBreakAndAPeerHeals(t *testing.T) {
 	for _, ranks := range []int64{1, 8, 8000, 100_000} {
 		own, cameBack, healing := ranks, ranks, ranks

@@ -47,7 +47,8 @@ func proxyTo(t *testing.T, address string) string {
 	return "http://" + lis.Addr().String()
 }
 
-// Calls of other hosts reach the server over loopback if a proxy on its host forwards them. They must show the token to end the process.
+// If a proxy on the server's host forwards calls of other hosts, they reach the server over loopback. They need the token to end
+// the process.
 func TestAKillThroughAProxyOnThisHostNeedsTheToken(t *testing.T) {
 	for _, tc := range []struct {
 		name, configured, sent string

@@ -21,7 +21,7 @@ const theList = "http://lighthouse:29510,http://second:29510"
 
 func listed(cfg *manager.ServerConfig) { cfg.LighthouseAddr = theList }
 
-// twoLighthouses is a cluster with two lighthouses, and groups that have both in their list.
+// twoLighthouses returns a cluster with two lighthouses, and groups that have both in their list.
 func twoLighthouses(t *testing.T, names ...string) (*fttest.Cluster, *lighthouse.Server, []*fttest.Group) {
 	c := fttest.NewCluster(t, 1)
 	second := c.LighthouseOn("second", 1)
@@ -44,8 +44,8 @@ func TestALighthouseThatStartsReceivesTheLastQuorum(t *testing.T) {
 		d.Server.Shutdown()
 		c.StartLighthouse(1)
 
-		// a asks, and gets no quorum alone: the lighthouse knows that b was in the last one. It does not wait for d, whose host refuses the
-		// connection of a probe.
+		// a asks, and gets no quorum alone: the lighthouse knows that b was in the last one. It does not wait for d: the probe of
+		// its host is refused.
 		start := time.Now()
 		asked := a.Quorum(0, 6, time.Minute)
 		time.Sleep(2 * time.Second)
@@ -67,7 +67,7 @@ func TestFailoverToTheSecondLighthouseAndFailbackToTheFirst(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, second, groups := twoLighthouses(t, "a", "b", "d")
 		id := round(t, 1, groups...)[0].QuorumID
-		assert.Zero(t, second.Status().Healthy, "all ask the first")
+		assert.Zero(t, second.Status().Healthy, "all members ask the first lighthouse")
 
 		c.Net.Host("lighthouse").Kill()
 		c.Lighthouse.Shutdown()
@@ -126,8 +126,8 @@ func TestTwoLighthousesDoNotServeOneJobAtOnce(t *testing.T) {
 		assert.Contains(t, second.Status().Reason+got.Err.Error(), "another lighthouse might serve")
 		c.Net.Unblock("a", "lighthouse")
 
-		// All train together again once a has reconnected. It asks only then: a request that has been pending for so long could form a quorum
-		// with just one of the others.
+		// All train together again once a has reconnected. a asks only then: a request that has been pending since the cut could
+		// form a quorum with just one of the others.
 		time.Sleep(20 * time.Second)
 		asked := a.Quorum(0, 2, time.Minute)
 		time.Sleep(time.Second)
@@ -293,7 +293,7 @@ func (u unaryOnly) Heartbeat(ctx context.Context, req *torchftpb.LighthouseHeart
 	return u.to.Heartbeat(ctx, req)
 }
 
-// ahead answers with a quorum id far ahead of all clocks, as a lighthouse does whose own clock is wrong; then it forwards calls.
+// ahead first answers with a quorum id far ahead of all clocks, like a lighthouse with a wrong clock; then it forwards calls.
 type ahead struct {
 	unaryOnly
 	id int64
@@ -307,7 +307,7 @@ func (s *ahead) Quorum(ctx context.Context, req *torchftpb.LighthouseQuorumReque
 	return s.unaryOnly.Quorum(ctx, req)
 }
 
-// A lighthouse whose own clock is wrong must not refuse a correct job: a group that makes calls shows its last quorum, too.
+// A lighthouse with a wrong clock must not refuse a correct job: a group that makes calls shows its last quorum, too.
 func TestACallShowsAQuorumThatIsAheadOfTheClock(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

@@ -11,7 +11,7 @@ import (
 	"github.com/torchft/torchft/go/internal/testmain"
 )
 
-// A thousand steps log nothing. A member that joins or fails is one line in the lighthouse's log.
+// A thousand steps log nothing. Each member that joins or fails is one line in the lighthouse's log.
 func TestTheSteadyStateIsSilentAndEachEventIsALine(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)
@@ -42,7 +42,7 @@ func TestTheSteadyStateIsSilentAndEachEventIsALine(t *testing.T) {
 
 		joining := c.StartGroup("c", 1)
 		first := joining.Quorum(0, most, time.Minute)
-		synctest.Wait() // it asks before the others do
+		synctest.Wait() // the new member asks before the others do
 		round(t, most, a, b)
 		assert.NoError(t, (<-first).Err)
 		steps(most+1, most+10, a, b, joining)

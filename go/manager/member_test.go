@@ -18,7 +18,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// upstreamLighthouse has the calls of an upstream lighthouse, for quorums and heartbeats. Each quorum has one group.
+// upstreamLighthouse serves the calls of an upstream lighthouse: quorums and heartbeats. Each quorum has one group.
 type upstreamLighthouse struct {
 	torchftpb.UnimplementedLighthouseServiceServer
 	quorums, beats atomic.Int64
@@ -35,7 +35,7 @@ func (s *upstreamLighthouse) Heartbeat(context.Context, *torchftpb.LighthouseHea
 	return &torchftpb.LighthouseHeartbeatResponse{}, nil
 }
 
-// serve starts a gRPC server in place of the cluster's lighthouse.
+// serve starts a gRPC server at the address of the cluster's lighthouse.
 func serve(t *testing.T, c *fttest.Cluster, register func(*grpc.Server)) (stop func()) {
 	t.Helper()
 	c.Net.Host("lighthouse").Kill()
@@ -108,7 +108,7 @@ func TestANewStreamDoesNotUnfenceASilentGroup(t *testing.T) {
 		for c.Lighthouse.Status().Healthy < 2 {
 			time.Sleep(100 * time.Millisecond)
 		}
-		time.Sleep(time.Second) // a has sent messages on the new stream since
+		time.Sleep(time.Second) // in this time a sends messages on the new stream
 		commits := func(g *fttest.Group, step int64) bool {
 			vote := <-g.Vote(0, step, true, time.Second)
 			require.NoError(t, vote.Err)

@@ -20,7 +20,7 @@ import (
 // scrapeTimeout is how long one answer to Prometheus may take.
 const scrapeTimeout = 10 * time.Second
 
-// The phases of a step, as the manager server sees them.
+// The phases of a step, as measured by the manager server.
 const (
 	gatherPhase = "gather" // from the first rank's request for a quorum to the last one's
 	quorumPhase = "quorum" // from the request to the lighthouse to its answer
@@ -34,20 +34,20 @@ type meters struct {
 
 	commits, lost, heals, healed, lostInRecovery prometheus.Counter
 
-	counts map[string]prometheus.Counter // of rankclient.Counters, by the names that ranks send
+	counts map[string]prometheus.Counter // one for each of rankclient.Counters, by the names that ranks send
 
 	step     prometheus.Histogram // from one commit to the next
 	phases   map[string]prometheus.Observer
 	recovery *prometheus.CounterVec
 	at       prometheus.Gauge
 
-	began     string    // the current phase, empty: none
+	began     string    // the current phase; empty if there is none
 	since     time.Time // when it began
 	committed time.Time // time of the last commit, zero before the first
 }
 
 func newMeters(job, replicaID string) *meters {
-	// The part of the name before the UUID: after a restart it is the same, and so are the time series.
+	// The part of the name before the UUID: it stays the same after a restart, so the time series continue.
 	group, _, _ := strings.Cut(replicaID, ":")
 	labels := prometheus.Labels{"training_job": job, "group": group}
 	counter := func(name, help string) prometheus.Counter {
@@ -127,7 +127,7 @@ func (m *meters) begins(phase string, now time.Time) {
 	m.began, m.since = phase, now
 }
 
-// failed ends the current phase without a measurement: it did not come to its end.
+// failed ends the current phase without a measurement, since it was not completed.
 func (m *meters) failed() { m.began = "" }
 
 // voted counts a step on which all ranks voted.
@@ -165,7 +165,7 @@ func (m *meters) recovered(r membership.Recovered) {
 	}
 }
 
-// knownPhases are those of torchft/_manager/phases.py and incident.py.
+// knownPhases are the phases of torchft/_manager/phases.py and incident.py.
 var knownPhases = map[string]bool{
 	"quorum": true, "reconfigure": true, "transfer": true, "load": true, "abort": true, "vote": true, "next step": true,
 }

@@ -62,7 +62,7 @@ func TestTheMetricsOfAGroup(t *testing.T) {
 		for name := range rankclient.Counters {
 			a.Ranks[1].SayCounted(rankclient.Counted{GroupRank: 1, Name: name, Number: 3})
 			a.Ranks[1].SayCounted(rankclient.Counted{GroupRank: 1, Name: name, Number: -1})
-			a.Ranks[1].SayCounted(rankclient.Counted{GroupRank: 2, Name: name, Number: 1}) // there is no such rank
+			a.Ranks[1].SayCounted(rankclient.Counted{GroupRank: 2, Name: name, Number: 1}) // the group has no rank 2
 		}
 		a.Ranks[1].SayCounted(rankclient.Counted{GroupRank: 1, Name: "a_strangers", Number: 1})
 		synctest.Wait()
@@ -112,7 +112,7 @@ func TestTheMetricsOfAGroup(t *testing.T) {
 		shown := map[string]bool{}
 		for _, name := range regexp.MustCompile("torchft_(manager|log)_[a-z_]+").FindAllString(string(grafana), -1) {
 			name = suffix.ReplaceAllString(name, "")
-			assert.True(t, strings.Contains(body, "# TYPE "+name+" "), "docs/grafana.json asks for %s, which is not there", name)
+			assert.True(t, strings.Contains(body, "# TYPE "+name+" "), "docs/grafana.json uses %s, which does not exist", name)
 			shown[name] = true
 		}
 		for _, name := range regexp.MustCompile(`(?m)^# TYPE (torchft_\w+)`).FindAllStringSubmatch(body, -1) {

@@ -11,7 +11,7 @@ import (
 // answerTime is how long ranks may take to answer ProgressAsked. The lighthouse waits a second for the manager server.
 const answerTime = 500 * time.Millisecond
 
-// hearNotices passes the notices of the membership on to the machine and the ranks.
+// hearNotices forwards the notices of the membership to the machine and the ranks.
 func (s *Server) hearNotices(source membership.NoticeSource) {
 	for {
 		select {
@@ -31,11 +31,11 @@ func (s *Server) hear(notice membership.Notice) {
 	case membership.MemberFailed:
 		own := notice.ReplicaID == s.cfg.ReplicaID
 		if own && s.evictedIn.Swap(notice.QuorumID) == notice.QuorumID {
-			return // it is known already: the lighthouse and several peers send this notice
+			return // a repeated notice: the lighthouse and several peers send it
 		}
 		s.log.Info("torchft: a peer failed or ended", "quorum_id", notice.QuorumID, "member", notice.ReplicaID, "reason", notice.Reason)
-		// A lighthouse that has not formed the quorum, or was restarted, reports members as failed that another one serves. They must not be
-		// notified.
+		// A lighthouse that has not formed the quorum, or was restarted, may report members as failed that another lighthouse
+		// serves. They must not be notified.
 		if own || !notice.Elsewhere {
 			s.feed(round.MemberFailed{QuorumID: notice.QuorumID, ReplicaID: notice.ReplicaID, Reason: notice.Reason})
 		}

@@ -72,7 +72,7 @@ func unaryAsker(c *fttest.Cluster, g *fttest.Group) asker {
 	}
 }
 
-// ways are the paths by which a rank's request comes to its server.
+// ways are the paths by which a rank's request reaches its server.
 var ways = map[string]func(c *fttest.Cluster, g *fttest.Group) asker{
 	"unary":  unaryAsker,
 	"stream": func(_ *fttest.Cluster, g *fttest.Group) asker { return askerOf(g.Dial("g/1")) },
@@ -192,11 +192,11 @@ func hears(t *testing.T, dial func(*fttest.Cluster, *fttest.Group) asker, call f
 	return h
 }
 
-// A server must know for how long a rank waits for a quorum. Its vote has a default.
+// A server must know how long a rank waits for a quorum. For a vote there is a default.
 func TestAQuorumNeedsADeadline(t *testing.T) {
 	for way, dial := range ways {
 		if way == "stream" || way == "relay" {
-			continue // the client sets one; TestWhatASessionDoesNotUnderstand has a stream without
+			continue // the client sets a deadline; TestInvalidRequestsOfASession uses a stream without one
 		}
 		synctest.Test(t, func(t *testing.T) {
 			c := fttest.NewCluster(t, 1)

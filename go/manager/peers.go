@@ -16,12 +16,12 @@ import (
 const (
 	// notifyTimeout bounds the call that notifies a member that it counts as failed. A later notice would hardly reach it in the same step.
 	notifyTimeout = time.Second
-	// mostNotified bounds the members that are notified at the same time, since each takes a socket: where most of a job fails, few are left
-	// to notify the others. Those that live answer within milliseconds.
+	// mostNotified bounds the members that are notified at the same time, since each needs a socket: if most of a job fails, few
+	// members are left to notify many. Live members answer within milliseconds.
 	mostNotified = 32
 )
 
-// notifyFailed notifies a member that it counts as failed, in case it is alive and does not know. It does not block.
+// notifyFailed notifies a member that it counts as failed, in case it is alive and does not know that. It does not block.
 func (s *Server) notifyFailed(a round.NotifyFailed) {
 	rpc.Go(&s.tasks, s.log, "notify a failed member", func() {
 		ctx, cancel := context.WithTimeout(s.ctx, notifyTimeout)
@@ -56,8 +56,8 @@ type peers struct {
 	server *Server
 }
 
-// NotifyFailed takes what the lighthouse reported about this group. Whoever calls can make the group lose a step, as with a vote; with a
-// token only members of the job can.
+// NotifyFailed handles a forwarded report of the lighthouse that this group failed. The caller can make the group lose a step, as
+// with a vote; if the job has a token, only its members can call.
 func (p peers) NotifyFailed(_ context.Context, failed *torchftpb.MemberFailed) (*torchftpb.NotifyFailedResponse, error) {
 	if own := p.server.cfg.ReplicaID; failed.GetReplicaId() != own {
 		return nil, status.Errorf(codes.InvalidArgument, "replica_id is %q: this is the manager server of %s", failed.GetReplicaId(), own)

@@ -24,8 +24,8 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// A group that is cut off only from its lighthouse is evicted. Only its peers can notify it. It does not count itself as silent, since its
-// messages are lost on the way, or since it has asked the next lighthouse of the list.
+// A group that is cut off only from its lighthouse is evicted, and only its peers can notify it. It does not count itself as
+// silent: it keeps sending messages, which are lost, or has asked the next lighthouse of the list.
 func TestAnEvictedGroupThatReachesOnlyItsPeersCommitsNothing(t *testing.T) {
 	for name, start := range map[string]func(*testing.T) (*fttest.Cluster, []*fttest.Group){
 		"one lighthouse": func(t *testing.T) (*fttest.Cluster, []*fttest.Group) {
@@ -49,7 +49,7 @@ func TestAnEvictedGroupThatReachesOnlyItsPeersCommitsNothing(t *testing.T) {
 				assert.Equal(t, membership.Notice{
 					Kind: membership.MemberFailed, QuorumID: before[0].QuorumID, ReplicaID: "a", Reason: failure.Reason,
 				}, failure)
-				assert.Equal(t, failure, heard(t, others[0], 0), "in the same moment as the others")
+				assert.Equal(t, failure, heard(t, others[0], 0), "at the same moment as the others")
 				got := <-cut.Vote(0, 1, true, time.Minute)
 				require.NoError(t, got.Err)
 				assert.False(t, got.Value)
@@ -69,10 +69,10 @@ func TestAnEvictedGroupThatReachesOnlyItsPeersCommitsNothing(t *testing.T) {
 				require.Len(t, round(t, 2, groups...)[0].ReplicaIDs, 3)
 				got = <-cut.Vote(0, 2, true, time.Minute)
 				require.NoError(t, got.Err)
-				assert.True(t, got.Value, "in the next quorum it commits")
+				assert.True(t, got.Value, "it commits in the next quorum")
 				select {
 				case again := <-cut.Ranks[0].Notices():
-					assert.NotEqual(t, failure, again, "two peers notify it, and its rank hears it once")
+					assert.NotEqual(t, failure, again, "two peers notify it, and its rank is notified once")
 				default:
 				}
 			})
@@ -103,8 +103,8 @@ func TestAnEvictionThatCompletesTheNextQuorumIsForwarded(t *testing.T) {
 	})
 }
 
-// The groups of a rack follow each other in the list. Where it is cut off from the lighthouse, the neighbours of the first of them that is
-// evicted hear nothing, either, and do not count as failed yet.
+// The groups of a rack are neighbours in the list. If the rack is cut off from the lighthouse and its first group is evicted, the
+// neighbours of that group receive no report either, and do not count as failed yet.
 func TestAGroupOfARackThatIsCutOffFromItsLighthouseIsNotified(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -124,12 +124,12 @@ func TestAGroupOfARackThatIsCutOffFromItsLighthouseIsNotified(t *testing.T) {
 		require.Equal(t, "a", failure.ReplicaID)
 		start := time.Now()
 		assert.Equal(t, failure, heard(t, groups[0], 0))
-		assert.Zero(t, time.Since(start), "when the others hear it, and not when its neighbours are evicted")
+		assert.Zero(t, time.Since(start), "when the others are notified, and not when its neighbours are evicted")
 		assert.Equal(t, before.QuorumID, failure.QuorumID)
 	})
 }
 
-// A lighthouse of a list that was restarted misses the groups that are served by another one meanwhile. It has not formed their quorum.
+// A restarted lighthouse of a list reports groups as failed that another one serves by then. It has not formed their quorum.
 func TestReportsOfARestartedLighthouseAreNotForwarded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, second, groups := twoLighthouses(t, "a", "b", "d")
@@ -152,7 +152,7 @@ func TestReportsOfARestartedLighthouseAreNotForwarded(t *testing.T) {
 		for _, g := range []*fttest.Group{a, d} {
 			got := <-g.Vote(0, 1, true, time.Minute)
 			require.NoError(t, got.Err)
-			assert.True(t, got.Value, "nobody has continued without it")
+			assert.True(t, got.Value, "no group has continued without it")
 		}
 	})
 }
@@ -166,7 +166,7 @@ func TestANoticeOfAPeerMustBeAboutThisGroup(t *testing.T) {
 		require.NoError(t, notify(t, c, a, "a", q.QuorumID+1))
 		got := <-a.Vote(0, 1, true, time.Minute)
 		require.NoError(t, got.Err)
-		assert.True(t, got.Value, "it was about another quorum")
+		assert.True(t, got.Value, "the notice was about another quorum")
 	})
 }
 
@@ -179,7 +179,7 @@ func TestANoticeOfAPeerNeedsTheToken(t *testing.T) {
 	})
 }
 
-// Where most of a job fails, few are left that notify the others.
+// If most of a job fails, few members are left to notify the failed ones.
 func TestFewMembersAreNotifiedAtTheSameTime(t *testing.T) {
 	const others = 100
 	for name, vanish := range map[string]bool{"processes end": false, "hosts vanish": true} {
@@ -213,7 +213,7 @@ func TestFewMembersAreNotifiedAtTheSameTime(t *testing.T) {
 				}
 				time.Sleep(time.Second)
 				synctest.Wait()
-				assert.Zero(t, dialing.now.Load(), "a notice that is a second old helps nobody")
+				assert.Zero(t, dialing.now.Load(), "a notice that is a second old is not sent")
 				if !vanish {
 					assert.EqualValues(t, others, dialing.all.Load(), "a process that has ended is dialed once")
 				}
@@ -222,7 +222,7 @@ func TestFewMembersAreNotifiedAtTheSameTime(t *testing.T) {
 	}
 }
 
-// counted counts how often it dials.
+// counted is a network that counts its dials.
 type counted struct {
 	rpc.Network
 	all, now atomic.Int64

@@ -9,14 +9,14 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// connection is one client's connection, and the ranks that asked through it. The server's lock guards it.
+// connection is one client's connection, with the ranks that made calls on it. The server's lock guards it.
 type connection struct {
 	ranks map[int64]struct{}
 	ended bool
 }
 
-// presence counts the open connections of each rank. When the last one of a rank breaks, the rank counts as disconnected, so that the
-// other ranks of the group learn of a failure at once and not by a timeout.
+// presence counts the open connections of each rank. When the last connection of a rank breaks, the rank counts as disconnected, so
+// that the other ranks of the group learn of a failure at once and not by a timeout.
 type presence struct{ open map[int64]int }
 
 func (p *presence) seen(c *connection, groupRank int64) {
@@ -33,7 +33,7 @@ func (p *presence) seen(c *connection, groupRank int64) {
 	p.open[groupRank]++
 }
 
-// end removes a connection, and returns the ranks that have no other one.
+// end removes a connection, and returns the ranks that have no other connection.
 func (p *presence) end(c *connection) (disconnected []int64) {
 	if c.ended {
 		return nil

@@ -19,13 +19,13 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// rankCall is a pending request of a rank. It comes by one of three paths: a unary call (service.go), a stream (session.go), or a call
-// within this process (direct.go). Each path converts the request, calls Server.begin, and calls end when it has the answer.
+// rankCall is a pending request of a rank. It arrives by one of three paths: a unary call (service.go), a stream (session.go), or a
+// call within this process (direct.go). Each path converts the request, calls Server.begin, and calls end when it has the answer.
 type rankCall struct {
 	kind               callKind
-	rankclient.Request        // of a vote: rank and step; of a request for metadata: the rank
-	vote               bool   // of a vote
-	traceparent        string // of the rank's span; empty: it is not traced
+	rankclient.Request        // for a vote: only rank and step; for a request for metadata: only the rank
+	vote               bool   // for a vote: its value
+	traceparent        string // of the rank's span; empty if it is not traced
 	deadline           time.Time
 	conn               *connection // if it breaks, the rank counts as disconnected; nil if the rank has none
 
@@ -43,8 +43,8 @@ const (
 	quorumCall callKind = iota
 	voteCall
 	metadataCall
-	leaveCall   // of a session; it waits for the lighthouse, not for the machine
-	unknownCall // of a session
+	leaveCall   // on a session; it waits for the lighthouse, not for the machine
+	unknownCall // on a session
 	cutCall     // no request: its answer reports to a relay that the server has ended a session
 )
 
@@ -82,7 +82,7 @@ func (s *Server) do(ctx context.Context, c rankCall) answer {
 	s.abandon(&c, ctx.Err())
 	a := c.end(<-answered)
 	if a.err != nil && errors.Is(ctx.Err(), context.Canceled) {
-		a.err = status.FromContextError(ctx.Err()).Err() // as over a network
+		a.err = status.FromContextError(ctx.Err()).Err() // the same error as over a network
 	}
 	return a
 }
@@ -118,20 +118,20 @@ func (s *Server) begin(c *rankCall, answered func(answer)) {
 	}
 }
 
-// lastMoment is when a call is answered with an error if it has no answer yet: so long before the rank's own deadline that the rank
-// receives the error, which names what the call waited for.
+// lastMoment returns when a call without an answer is answered with an error. This is early enough for the rank to receive the
+// error, which names what the call waited for, before its own deadline.
 func (c *rankCall) lastMoment() time.Time {
 	if c.deadline.IsZero() {
 		return time.Now().Add(rpc.MaxWait)
 	}
 	sooner := rpc.Sooner(c.deadline, replyMargin)
 	if c.kind == quorumCall {
-		return sooner.Add(c.deadline.Sub(sooner) / 2) // after the end of the request to the lighthouse (ask), whose reason says more
+		return sooner.Add(c.deadline.Sub(sooner) / 2) // after the end of the request to the lighthouse (ask), whose reason is more specific
 	}
 	return sooner
 }
 
-// eventOf is the event of the machine for a call.
+// eventOf returns the machine's event for a call.
 func (s *Server) eventOf(c *rankCall) round.Event {
 	switch c.kind {
 	case quorumCall:

@@ -30,17 +30,17 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// BenchmarkRanks takes the time of a step's quorum and vote of a group with many ranks, on real sockets. The server is alone in
+// BenchmarkRanks measures the quorum and the vote of a step in a group with many ranks, on real sockets. The server is alone in
 // this process, on one processor as in the process of rank 0 (pyapi/ops); all ranks are in a second process. Both share the
-// processors of this machine, where real ranks have their own: server-ms/step is what the server's process used of one.
+// processors of this machine, whereas real ranks have their own. So server-ms/step is the processor time of the server's process.
 func BenchmarkRanks(b *testing.B) {
 	for _, ranks := range []int{8, 512, 2048, 8000} {
 		b.Run(strconv.Itoa(ranks), func(b *testing.B) { benchRanks(b, ranks, 0) })
 	}
 }
 
-// BenchmarkRelayedRanks is the same with relays of 64 ranks each, which are all in the process of the ranks. There the ranks of a relay ask one after the
-// other, and a relay waits for all of them.
+// BenchmarkRelayedRanks is the same with relays of 64 ranks each, in the process of the ranks. The ranks of a relay ask one after
+// the other there, and the relay waits for all of them.
 func BenchmarkRelayedRanks(b *testing.B) {
 	for _, ranks := range []int{512, 2048, 8000} {
 		b.Run(strconv.Itoa(ranks), func(b *testing.B) { benchRanks(b, ranks, 64) })
@@ -61,7 +61,7 @@ func benchRanks(b *testing.B, ranks, perRelay int) {
 	load := startRanks(b, server.Address(), ranks, perRelay)
 	connected := load.next(b)
 	connecting := processorTime() - before
-	load.step(b) // the first one opens the sessions
+	load.step(b) // the first step opens the sessions
 	before = processorTime()
 	var quorums, votes []time.Duration
 	clients := time.Duration(0)
@@ -82,14 +82,14 @@ func benchRanks(b *testing.B, ranks, perRelay int) {
 
 func median(all []time.Duration) time.Duration { return slices.Sorted(slices.Values(all))[len(all)/2] }
 
-// processorTime is what this process has used.
+// processorTime returns the processor time that this process has used.
 func processorTime() time.Duration {
 	var r syscall.Rusage
 	_ = syscall.Getrusage(syscall.RUSAGE_SELF, &r)
 	return time.Duration(r.Utime.Nano() + r.Stime.Nano())
 }
 
-// tenGroups is a quorum of ten groups that are all alike.
+// tenGroups returns a quorum of ten groups that differ only in their names.
 type tenGroups struct{}
 
 func (tenGroups) Quorum(_ context.Context, m quorum.Member, _ int64) (*quorum.Quorum, error) {
@@ -109,14 +109,14 @@ func (tenGroups) Attend(ctx context.Context, _ time.Duration, reached func()) er
 
 func (tenGroups) Close() error { return nil }
 
-// stepTaken is what the process of the ranks says after it has connected, and after each step.
+// stepTaken is the line that the process of the ranks prints after it has connected, and after each step.
 type stepTaken struct {
 	Connect, Quorum, Vote, Processor time.Duration
 	Err                              string
 }
 
-// ranksEnv makes this program the process of the ranks: the address of the server, in ranksOf how many there are, in ranksPerRelay how
-// many ask through one relay.
+// If ranksEnv is set, this program is the process of the ranks. ranksEnv has the address of the server, ranksOf the number of
+// ranks, ranksPerRelay the number of ranks of each relay.
 const ranksEnv, ranksOf, ranksPerRelay = "TORCHFT_TEST_RANKS_SERVER", "TORCHFT_TEST_RANKS", "TORCHFT_TEST_RANKS_PER_RELAY"
 
 // load is the process of the ranks. It takes a step for each line that it reads.
@@ -136,7 +136,7 @@ func startRanks(b *testing.B, address string, ranks, perRelay int) *load {
 	require.NoError(b, err)
 	require.NoError(b, cmd.Start())
 	b.Cleanup(func() {
-		_ = lines.Close() // it ends with its input
+		_ = lines.Close() // the process ends with its input
 		_ = cmd.Wait()
 	})
 	return &load{lines, json.NewDecoder(said)}
@@ -156,17 +156,17 @@ func (l *load) step(b *testing.B) stepTaken {
 	return l.next(b)
 }
 
-// calls are what a rank calls in a step.
+// calls are the calls that a rank makes in a step.
 type calls interface {
 	Quorum(ctx context.Context, req rankclient.Request) (recovery.Result, error)
 	ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error)
 }
 
-// mostConnected is up to how many ranks have connections to their relays, both ends of which are in the one process here. The others are
-// played: their relay serves a stream of each without a network. The server sees no difference.
+// mostConnected bounds the ranks with real connections to their relays: both ends of these are in one process here. The other ranks
+// are simulated: their relay serves a stream of each without a network. For the server there is no difference.
 const mostConnected = 2048
 
-// played is a rank's stream at its relay.
+// played is the stream of a simulated rank at its relay.
 type played struct {
 	grpc.ServerStream
 	said chan *torchftpb.RankRequest
@@ -267,7 +267,7 @@ func simulateRanks() {
 	}
 }
 
-// requestOf is what a rank says: where its state is, and how its process group is reached.
+// requestOf returns a rank's request: it has the address of its state and the handle of its process group.
 func requestOf(rank, of int, step int64) rankclient.Request {
 	return rankclient.Request{
 		GroupRank: int64(rank), GroupWorldSize: int64(of), Step: step, CommittedQuorumID: 1,
@@ -276,8 +276,8 @@ func requestOf(rank, of int, step int64) rankclient.Request {
 	}
 }
 
-// ofAll runs something for all ranks at once, and returns how long that took. The first error is reported: the others wait for that rank
-// until their deadlines, and say less.
+// ofAll runs a function for all ranks at once, and returns how long that took. Only the first error is reported: the others,
+// deadlines that passed while waiting for that rank, are less specific.
 func ofAll(ranks int, do func(rank int) error) (time.Duration, error) {
 	start := time.Now()
 	var all sync.WaitGroup
@@ -294,7 +294,7 @@ func ofAll(ranks int, do func(rank int) error) (time.Duration, error) {
 	return time.Since(start), failed
 }
 
-// atLength calls with a deadline that no measured server comes near.
+// atLength makes a call with a deadline far above every measured time.
 func atLength[T any](call func(ctx context.Context) (T, error)) (T, error) {
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()

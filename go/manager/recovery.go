@@ -5,7 +5,7 @@ import (
 	"github.com/torchft/torchft/go/rankclient"
 )
 
-// groupHeal has the progress of each healing rank; that of the group is the sum. Ranks report it several times a second.
+// groupHeal has the progress of each healing rank; the group's progress is their sum. Ranks report it several times a second.
 type groupHeal struct {
 	ranks map[int64]membership.HealProgress
 	group membership.HealProgress
@@ -27,7 +27,7 @@ func (h *groupHeal) drop(groupRank int64) {
 	delete(h.ranks, groupRank)
 }
 
-// healing records the progress of a rank, and reports that of the group.
+// healing records the progress of a rank, and reports the progress of the group.
 func (s *Server) healing(p membership.HealProgress) {
 	if p.GroupRank < 0 || p.GroupRank >= s.cfg.WorldSize || p.Received < 0 || p.Total < p.Received {
 		return
@@ -41,7 +41,7 @@ func (s *Server) healing(p membership.HealProgress) {
 	}
 }
 
-// recovered counts the duration of a rank's recovery. That of rank 0 is sent to the lighthouse, for its page.
+// recovered counts the duration of a rank's recovery. The one of rank 0 is sent to the lighthouse, for its page.
 func (s *Server) recovered(r membership.Recovered) {
 	if r.GroupRank < 0 || r.GroupRank >= s.cfg.WorldSize {
 		return

@@ -24,7 +24,7 @@ func TestTheLighthouseShowsTheProgressAndTheCostOfAHeal(t *testing.T) {
 			return m.Healing, m.HealReceived, m.HealTotal
 		}
 		is, _, _ := healing()
-		assert.True(t, is, "it is behind in its quorum")
+		assert.True(t, is, "the group is behind in its quorum")
 		b.Ranks[0].SayHealing(membership.HealProgress{Received: 10, Total: 100})
 		b.Ranks[1].SayHealing(membership.HealProgress{GroupRank: 1, Received: 1, Total: 200})
 		synctest.Wait()
@@ -35,7 +35,7 @@ func TestTheLighthouseShowsTheProgressAndTheCostOfAHeal(t *testing.T) {
 		}
 		is, received, total := healing()
 		assert.True(t, is)
-		assert.EqualValues(t, 60, received, "of both ranks")
+		assert.EqualValues(t, 60, received, "the sum of both ranks")
 		assert.EqualValues(t, 300, total)
 
 		phases := []membership.PhaseTime{{Phase: "transfer", Seconds: 2}, {Phase: "load", Seconds: math.NaN()}}

@@ -47,8 +47,8 @@ func (r *relayStream) receive(ctx context.Context) error {
 	}
 }
 
-// take handles a request of a rank. It is false if the relay has too many sessions: each of them costs memory, and nothing else
-// bounds their number.
+// take handles a request of a rank. It returns false if the relay has too many sessions: each of them costs memory, and nothing
+// else bounds their number.
 func (r *relayStream) take(ctx context.Context, req *torchftpb.RelayRequest) bool {
 	r.mu.Lock()
 	session := r.sessions[req.GetSession()]
@@ -97,8 +97,8 @@ func (r *relayStream) finish() {
 	}
 }
 
-// mostNamed bounds the replica ids in the answers of one message, so that the message stays below rpc.MaxMessage, which is what a
-// relay takes: an id costs some 130 bytes, and at most a few times rpc.MaxReplicaID. Counting ids is cheaper than measuring the
+// mostNamed bounds the replica ids in the answers of one message, so that the message stays below rpc.MaxMessage, the largest that
+// a relay accepts. An id costs some 130 bytes, and at most a few times rpc.MaxReplicaID. Counting ids is cheaper than measuring the
 // encoded answers.
 const mostNamed = 100_000
 

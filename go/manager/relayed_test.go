@@ -29,7 +29,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// hold is for how long requests wait at a relay of the tests.
+// hold is how long requests wait at a relay in these tests.
 const hold = 20 * time.Millisecond
 
 func startRelay(c *fttest.Cluster, g *fttest.Group, network rpc.Network) *relay.Relay {
@@ -42,7 +42,7 @@ func startRelay(c *fttest.Cluster, g *fttest.Group, network rpc.Network) *relay.
 	return r
 }
 
-// dialRelayed makes a client of a rank on a host. It counts the connections that the rank makes.
+// dialRelayed returns the client of a rank on a host, and counts the connections that the rank makes.
 func dialRelayed(c *fttest.Cluster, g *fttest.Group, host, relay string) (*rankclient.Client, *dials) {
 	c.T.Helper()
 	network := &dials{Network: c.Net.Host(host)}
@@ -52,7 +52,7 @@ func dialRelayed(c *fttest.Cluster, g *fttest.Group, host, relay string) (*rankc
 	return client, network
 }
 
-// dials counts the connections that are made.
+// dials is a network that counts the connections it makes.
 type dials struct {
 	rpc.Network
 	n atomic.Int64
@@ -63,7 +63,7 @@ func (d *dials) Dial(ctx context.Context, address string) (net.Conn, error) {
 	return d.Network.Dial(ctx, address)
 }
 
-// relayedGroup is a group whose ranks all ask through a relay on the host "relay".
+// relayedGroup returns a group whose ranks all ask through a relay on the host "relay".
 func relayedGroup(t *testing.T, ranks int64, change ...func(*manager.ServerConfig)) (*fttest.Group, *fttest.Cluster, *relay.Relay, []*dials) {
 	t.Helper()
 	c := fttest.NewCluster(t, 1)
@@ -111,7 +111,7 @@ func TestRanksAskThroughTheirRelay(t *testing.T) {
 		assert.Len(t, g.Server.Status().Vote.Waiting, 3, "requests wait at the relay for a short time only")
 		last := <-g.Vote(3, 3, true, time.Minute)
 		require.NoError(t, last.Err)
-		assert.Zero(t, last.Took, "the last rank waits for nobody")
+		assert.Zero(t, last.Took, "the last rank does not wait")
 	})
 }
 
@@ -123,15 +123,15 @@ func TestARankBehindARelayThatFails(t *testing.T) {
 		time.Sleep(time.Second)
 		g.Host(2).Kill()
 		got := <-waits
-		assert.Equal(t, codes.Aborted, status.Code(got.Err), "as if it had a connection of its own")
+		assert.Equal(t, codes.Aborted, status.Code(got.Err), "as if it had its own connection")
 		assert.ErrorContains(t, got.Err, "rank 2 of replica group g has failed: its connection broke")
 		assert.Equal(t, time.Second, got.Took)
 		assert.EqualValues(t, 1, made[1].n.Load())
 	})
 }
 
-// The process of the relay ends at each moment of a vote in which one rank may say no. Each rank gets an answer, no answer is wrong, and
-// all ranks go on over connections of their own.
+// The process of the relay ends at each moment of a vote in which one rank may say no. Each rank gets an answer, no answer is
+// wrong, and all ranks continue over their own connections.
 func TestARelayThatEndsAtEachMomentOfAVote(t *testing.T) {
 	for _, no := range []bool{false, true} {
 		for moment := range 14 {
@@ -144,7 +144,7 @@ func TestARelayThatEndsAtEachMomentOfAVote(t *testing.T) {
 				for rank, client := range g.Ranks { // 15 ms apart: some votes are held, some are sent, some are answered
 					ranks = append(ranks, fttest.Start(func() (bool, error) {
 						commit, err := client.ShouldCommit(t.Context(), int64(rank), 0, !no || rank != 1)
-						for { // whatever came of it, the rank goes on to the next quorum
+						for { // after any outcome of the vote, the rank asks for the next quorum
 							ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 							_, failed := client.Quorum(ctx, rankclient.Request{GroupRank: int64(rank), Step: 1})
 							if cancel(); failed == nil {
@@ -272,7 +272,7 @@ func TestARelayWithMoreSessionsThanRanksIsEnded(t *testing.T) {
 	})
 }
 
-// A message with an answer for each rank of a relay, in a job of thousands of groups, could be larger than a relay takes.
+// In a job of thousands of groups, a message with an answer for each rank of a relay could be larger than a relay accepts.
 func TestLargeAnswersForARelayAreSeveralMessages(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const groups, ranks = 40_000, 5
@@ -307,7 +307,7 @@ func TestLargeAnswersForARelayAreSeveralMessages(t *testing.T) {
 
 type rankSession = grpc.BidiStreamingClient[torchftpb.RankRequest, torchftpb.RankResponse]
 
-// sessionOfItsOwn is one at a relay that a test writes to, and its end.
+// sessionOfItsOwn opens a session at a relay for a test to write to, and returns it with a function that ends it.
 func sessionOfItsOwn(t *testing.T, c *fttest.Cluster, r *relay.Relay) (rankSession, func()) {
 	t.Helper()
 	conn, err := rpc.Dial(t.Context(), c.Net.Host("bad"), "relay", r.Address(), time.Second)
@@ -321,7 +321,7 @@ func sessionOfItsOwn(t *testing.T, c *fttest.Cluster, r *relay.Relay) (rankSessi
 	}
 }
 
-// endOf is the error with which a session ends; answers before it are skipped.
+// endOf returns the error with which a session ends; answers before it are skipped.
 func endOf(session rankSession) error {
 	for {
 		if _, err := session.Recv(); err != nil {
@@ -347,7 +347,8 @@ func TestOnlyTheSessionOfARankThatReusesACallNumberIsEnded(t *testing.T) {
 	})
 }
 
-// A server ends the stream of a relay that carries too large a message: so the relay must not.
+// A server ends the whole stream of a relay if a message is too large. So the relay must end the session with such a request
+// itself.
 func TestOnlyTheSessionOfARankWithATooLargeRequestIsEnded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g, c, r, made := relayedGroup(t, 2)
@@ -356,7 +357,7 @@ func TestOnlyTheSessionOfARankWithATooLargeRequestIsEnded(t *testing.T) {
 		defer end()
 		large := voteOn(1, 7).GetRequest()
 		large.GetShouldCommit().Traceparent = strings.Repeat("x", rpc.MaxRequest-proto.Size(large)-12)
-		require.LessOrEqual(t, proto.Size(large), rpc.MaxRequest, "a server takes it from a rank")
+		require.LessOrEqual(t, proto.Size(large), rpc.MaxRequest, "a server accepts it from a rank")
 		require.NoError(t, bad.Send(large))
 		err := endOf(bad)
 		assert.Equal(t, codes.ResourceExhausted, status.Code(err), "%v", err)
@@ -388,7 +389,8 @@ func TestAServerWithoutRelays(t *testing.T) {
 	})
 }
 
-// A relay without a certificate would pass on over plain connections what the certificate of the manager server protects.
+// A relay without a certificate would forward over plain connections the requests that the certificate of the manager server
+// protects.
 func TestARelayOfASecureServer(t *testing.T) {
 	ca := fttest.NewCA(t)
 	cert, key := ca.Issue("lighthouse", "g", "relay")
@@ -421,7 +423,7 @@ func TestARelayOfASecureServer(t *testing.T) {
 	})
 }
 
-func TestARelayThatIsNotReached(t *testing.T) {
+func TestAnUnreachableRelay(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		g := c.StartGroup("g", 1)

@@ -14,7 +14,8 @@ import (
 	"github.com/torchft/torchft/go/manager"
 )
 
-// Two groups of two ranks with a token and certificates on both sides. Processes that lack one of these, or have a wrong one, are refused.
+// Two groups of two ranks with a token and certificates on both sides. Processes without one of these, or with a wrong one, are
+// refused.
 func TestAJobWithTokenAndCertificates(t *testing.T) {
 	ca, strangers := fttest.NewCA(t), fttest.NewCA(t)
 	cert, key := ca.Issue("lighthouse", "a", "b", "far")

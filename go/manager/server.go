@@ -40,19 +40,19 @@ type Server struct {
 	asking    map[uint64]context.CancelFunc // requests to the lighthouse, by round
 	presence  presence
 	meters    *meters
-	parent    string // trace context of the rank that asked last for the quorum; empty unless one traces
+	parent    string // trace context of the rank that was the last one to ask for the quorum; empty if no rank traces
 	heals     groupHeal
-	evictedIn atomic.Int64 // the last quorum in which this group counts as failed
+	evictedIn atomic.Int64 // quorum_id of the last quorum in which this group counts as failed
 
 	badCount sync.Once // logs the first refused count of a rank
-	trouble  string    // why the lighthouse is not reached; empty: it is
+	trouble  string    // why the lighthouse is not reached; empty if it is
 	closed   bool
 }
 
 // spareConnections are for clients other than the ranks that mostConnections counts: Prometheus, operators, ranks of smaller groups.
 const spareConnections = 10_000
 
-// mostConnections is how many connections to a manager server may be open. Each rank keeps one. After a network failure all ranks
+// mostConnections returns how many connections to a manager server may be open. Each rank keeps one. After a network failure all ranks
 // reconnect before the server notices that the old connections are broken (rpc's pings, 15 s). And the ranks of a healing group, as many
 // again, connect to request the metadata of the checkpoint.
 func mostConnections(worldSize int64) int { return spareConnections + 3*int(worldSize) }
@@ -113,7 +113,7 @@ func (s *Server) newMachine() *round.Machine {
 	})
 }
 
-// Address is http://host:port, or https://, as it is announced to the other groups.
+// Address returns the address that is announced to the other groups: http://host:port, or https://.
 func (s *Server) Address() string { return s.address }
 
 // Shutdown answers all pending calls, closes the port and the connection to the lighthouse, and returns
@@ -154,14 +154,15 @@ func (s *Server) leave(ctx context.Context) error {
 	return nil
 }
 
-// Status is the machine's description of its state.
+// Status returns the machine's description of its state.
 func (s *Server) Status() round.Status {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.machine.Describe()
 }
 
-// failed is the error of a call. If its deadline passed while the lighthouse could not be reached, the error has the reason for that.
+// failed returns the error of a call. If its deadline passed while the lighthouse could not be reached, the error contains the
+// reason for that.
 func (s *Server) failed(event round.Event, f round.Failure) error {
 	err := wire.ToStatus(f)
 	if _, withdrawn := event.(round.Withdrawn); withdrawn && s.trouble != "" && rpc.IsTimeout(err) {

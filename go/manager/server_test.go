@@ -27,7 +27,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// fake is a Membership that answers as the test says.
+// fake is a Membership whose answers the test sets.
 type fake struct {
 	quorum func(ctx context.Context) (*quorum.Quorum, error)
 	asked  atomic.Int64

@@ -94,7 +94,7 @@ func (b *outbox) add(call *sessionCall) {
 	b.answers = append(b.answers, call)
 	select {
 	case b.wake <- struct{}{}:
-	default: // the sender has still to take the answers before this one, and will take this one with them
+	default: // the sender has been woken and has not taken the answers yet: it will take this one with them
 	}
 }
 
@@ -138,9 +138,9 @@ func (r *rankStream) notify(n *torchftpb.RankResponse) { _ = r.wire.Send(n) }
 // cancelled may still be open.
 const mostCalls = 64
 
-// openSession is one rank's calls in progress. Its stream costs two goroutines, however many calls wait: one receives and feeds the
-// machine, the other one sends what the machine answers. A goroutine for each call would be half of what a step costs the server of a
-// group with thousands of ranks.
+// openSession has one rank's calls in progress. Its stream needs two goroutines for any number of calls: one receives requests and
+// feeds the machine, the other one sends the answers. In a group with thousands of ranks, a goroutine for each call would be half
+// of a step's cost for the server.
 type openSession struct {
 	number uint64 // at its relay
 	out    *outbox
@@ -148,7 +148,7 @@ type openSession struct {
 	conn   *connection
 	parent string // trace context of the stream; empty unless it is traced
 
-	// The server's lock may be held where this one is taken, never the other way round.
+	// Lock order: this lock may be taken while the server's is held, never the other way round.
 	mu       sync.Mutex
 	finished bool
 	refused  sync.Once
@@ -159,7 +159,8 @@ func newSession(server *Server, out *outbox, conn *connection, parent string) *o
 	return &openSession{server: server, out: out, conn: conn, parent: parent}
 }
 
-// sessionCall is a call in progress. The session's lock guards what it adds; once it is among the answers, only the sender uses it.
+// sessionCall is a call in progress. The session's lock guards the fields that it adds to rankCall; once its answer is queued, only
+// the sender uses it.
 type sessionCall struct {
 	rankCall
 	session *openSession
@@ -170,7 +171,7 @@ type sessionCall struct {
 	answer answer
 }
 
-// take handles a request of the rank. It is false if the session must end.
+// take handles a request of the rank. It returns false if the session must end.
 func (o *openSession) take(ctx context.Context, req *torchftpb.RankRequest) bool {
 	switch {
 	case req.GetCancel():
@@ -181,7 +182,7 @@ func (o *openSession) take(ctx context.Context, req *torchftpb.RankRequest) bool
 	return true
 }
 
-// takeReport handles a request that has no answer. It is false for any other one.
+// takeReport handles a request that has no answer. It returns false for any other request.
 func (o *openSession) takeReport(req *torchftpb.RankRequest) bool {
 	switch r := req.GetRequest().(type) {
 	case *torchftpb.RankRequest_Suspected:
@@ -204,7 +205,7 @@ func (o *openSession) takeReport(req *torchftpb.RankRequest) bool {
 	return true
 }
 
-// start begins a call. It is false if the session must end.
+// start begins a call. It returns false if the session must end.
 func (o *openSession) start(ctx context.Context, req *torchftpb.RankRequest) bool {
 	call := &sessionCall{rankCall: callFromProto(req), session: o, number: req.GetCall()}
 	timeout := time.Duration(req.GetTimeoutUs()) * time.Microsecond
@@ -255,7 +256,7 @@ func (o *openSession) admit(call *sessionCall) bool {
 	return true
 }
 
-// call is the one in progress of a number, nil if there is none. The caller holds mu.
+// call returns the call in progress with this number, nil if there is none. The caller holds mu.
 func (o *openSession) call(number uint64) *sessionCall {
 	if i := slices.IndexFunc(o.open, func(c *sessionCall) bool { return c.number == number }); i >= 0 {
 		return o.open[i]
@@ -263,7 +264,7 @@ func (o *openSession) call(number uint64) *sessionCall {
 	return nil
 }
 
-// leave starts a goroutine for its call, which no other call does: it waits for the lighthouse, and is made once in the life of a rank.
+// leave starts a goroutine for its call. No other call has one: this call waits for the lighthouse, and a rank makes it only once.
 func (o *openSession) leave(ctx context.Context, call *sessionCall) {
 	ctx, cancel := context.WithDeadline(ctx, call.deadline)
 	o.mu.Lock()
@@ -278,7 +279,7 @@ func (o *openSession) leave(ctx context.Context, call *sessionCall) {
 	})
 }
 
-// cancelCall ends a call that the rank does not wait for any more.
+// cancelCall ends a call that the rank no longer waits for.
 func (o *openSession) cancelCall(number uint64) {
 	o.mu.Lock()
 	call := o.call(number)

@@ -18,7 +18,7 @@ import (
 	"github.com/torchft/torchft/go/rankclient"
 )
 
-// unanswered is a network in which attempts to connect get no answer while silent is set: they end at their deadline.
+// unanswered is a network in which dials get no answer while silent is set: they end at their deadline.
 type unanswered struct {
 	rpc.Network
 	silent atomic.Bool
@@ -32,7 +32,7 @@ func (u *unanswered) Dial(ctx context.Context, address string) (net.Conn, error)
 	return u.Network.Dial(ctx, address)
 }
 
-// The host of the manager server has vanished, so an attempt to connect is not refused but stays unanswered.
+// The host of the manager server has vanished, so a dial is not refused but stays unanswered.
 func TestACallThatCannotConnectEndsAtItsDeadline(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

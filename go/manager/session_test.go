@@ -113,7 +113,7 @@ func TestARankThatCancelsIsNoVoter(t *testing.T) {
 	})
 }
 
-func TestWhatASessionDoesNotUnderstand(t *testing.T) {
+func TestInvalidRequestsOfASession(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		g := c.StartGroup("a", 1)

@@ -21,7 +21,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// traceOf is the traceparent that a rank sends.
+// traceOf returns the traceparent that a rank sends.
 func traceOf(rank int) string {
 	return []string{"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", "00-1bf7651916cd43dd8448eb211c80319c-c7ad6b7169203331-01"}[rank]
 }
@@ -119,7 +119,7 @@ func TestTheVotesOfAStepAreInItsTrace(t *testing.T) {
 		conn, err := rpc.Dial(t.Context(), c.Net.Host("a/2"), "manager", a.Server.Address(), time.Second)
 		require.NoError(t, err)
 		defer func() { require.NoError(t, conn.Close()) }()
-		// Rank 0 votes in the server's process, rank 1 on its session, and rank 2 by a unary call as clients of upstream do.
+		// Rank 0 votes in the server's process, rank 1 on its session, and rank 2 by a unary call like upstream clients.
 		votes := []func(ctx context.Context) (bool, error){
 			func(ctx context.Context) (bool, error) { return a.Dial("a").ShouldCommit(ctx, 0, 7, true) },
 			func(ctx context.Context) (bool, error) { return a.Ranks[1].ShouldCommit(ctx, 1, 7, true) },

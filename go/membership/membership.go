@@ -1,5 +1,5 @@
-// Package membership has the interfaces by which a manager server is a member of a job: quorums, and notices about the other members.
-// Package lighthouses implements them with the job's lighthouses.
+// Package membership defines the interfaces through which a manager server takes part in a job: it requests quorums, and receives
+// notices about other members. Package lighthouses implements them with the job's lighthouses.
 package membership
 
 import (
@@ -14,8 +14,8 @@ import (
 type Membership interface {
 	// Quorum waits for a quorum with m in it. knownQuorumID is the last quorum of the member, 0 if none.
 	Quorum(ctx context.Context, m quorum.Member, knownQuorumID int64) (*quorum.Quorum, error)
-	// Attend sends heartbeats until one fails or ctx ends. It calls reached after each that was received. interval is the time between two
-	// heartbeats, unless the other side asks for another one.
+	// Attend sends heartbeats until one fails or ctx ends. It calls reached after each successful one. interval is the time between
+	// two heartbeats, unless the other side asks for another interval.
 	Attend(ctx context.Context, interval time.Duration, reached func()) error
 	// Close ends the connection, and every call with it.
 	Close() error
@@ -23,15 +23,15 @@ type Membership interface {
 
 // NoticeSource is a Membership that receives notices.
 type NoticeSource interface {
-	// Notices has each notice; it is closed with the membership.
+	// Notices returns the channel of all notices; it is closed with the membership.
 	Notices() <-chan Notice
 }
 
-// Witness is a Membership that accepts reports of its group. Its methods do not block.
+// Witness is a Membership that accepts reports from its group. Its methods do not block.
 type Witness interface {
-	// Suspect reports a failed collective, and the member that is suspected; empty if it is not known.
+	// Suspect reports a failed collective, and the suspected member; empty if it is not known.
 	Suspect(quorumID int64, replicaID string)
-	// Incomplete reports that a rank of the group has failed: the group trains in no step until it asks again.
+	// Incomplete reports that a rank of the group has failed: the group counts as failed until it asks again.
 	Incomplete(reason string)
 	// SayProgress answers ProgressAsked.
 	SayProgress(p round.Progress)
@@ -41,18 +41,18 @@ type Witness interface {
 
 // Leaver is a Membership to which a group can announce that it leaves, so that its end is no failure.
 type Leaver interface {
-	// Leave announces that the group has completed its last step, and returns when its peers have completed that step, too, so that they do
-	// not need its data any more. It may be called several times, also concurrently.
+	// Leave announces that the group has completed its last step. It returns when the group's peers have completed that step too,
+	// and no longer need its data. It may be called several times, also concurrently.
 	Leave(ctx context.Context) error
 }
 
 // Finisher is a Membership to which a group can announce that its training is complete.
 type Finisher interface {
-	// Finish makes Close announce it. A lighthouse to which all groups have announced it forgets the job's past.
+	// Finish makes Close announce that. A lighthouse that has received it from all groups of a job forgets the job's past.
 	Finish()
 }
 
-// Reporter is a Membership that displays how its group recovers. Its methods do not block.
+// Reporter is a Membership that displays the progress and the cost of its group's recoveries. Its methods do not block.
 type Reporter interface {
 	SayHealing(p HealProgress)
 	SayRecovered(r Recovered)
@@ -71,9 +71,9 @@ type Recovered struct {
 	Healed    bool  // a heal; otherwise a peer failed, and this group has committed a step since
 	QuorumID  int64 // of the quorum in which the peer failed; 0 for a heal
 	Step      int64 // the present step of the group
-	Bytes     int64 // of the state that was received
+	Bytes     int64 // of the received state
 	StepsLost int64
-	Phases    []PhaseTime // in their order
+	Phases    []PhaseTime // in the order in which they took place
 }
 
 // PhaseTime is the duration of a phase of a recovery.

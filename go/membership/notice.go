@@ -2,13 +2,13 @@ package membership
 
 import "sync"
 
-// Notice is a report of the lighthouse to all members, which saves them a timeout.
+// Notice is a report of the lighthouse to the members, which saves them from waiting for a timeout.
 type Notice struct {
 	Kind      NoticeKind
-	QuorumID  int64  // this and the following are empty for ProgressAsked
+	QuorumID  int64  // this field and the following ones are empty for ProgressAsked
 	ReplicaID string // the member it is about
 	Reason    string
-	Elsewhere bool // the lighthouse that reports it may not have formed the quorum
+	Elsewhere bool // the lighthouse that sent the notice may not have formed the quorum
 }
 
 // NoticeKind is the kind of a Notice.
@@ -17,7 +17,7 @@ type NoticeKind int
 const (
 	MemberFailed  NoticeKind = iota // a member of the quorum has failed
 	Stalled                         // a member of the quorum makes no progress while the others wait for it
-	ProgressAsked                   // each rank is asked what it does
+	ProgressAsked                   // each rank is asked for its progress
 	Drained                         // this group is asked to leave; its ranks learn that from their next quorum
 )
 
@@ -27,11 +27,11 @@ type Broadcast struct {
 	listeners map[chan Notice]struct{}
 }
 
-// backlog is how many notices are queued for a listener. One that is stuck loses further notices: its collectives then end by their
-// timeouts.
+// backlog is how many notices are queued for a listener. If a listener is stuck, further notices are dropped for it: its
+// collectives then end by their timeouts.
 const backlog = 64
 
-// Listen returns a channel of all notices from now on. stop ends that.
+// Listen returns a channel of all notices from now on, and a function that ends the subscription.
 func (b *Broadcast) Listen() (heard <-chan Notice, stop func()) {
 	c := make(chan Notice, backlog)
 	b.mu.Lock()
@@ -47,7 +47,7 @@ func (b *Broadcast) Listen() (heard <-chan Notice, stop func()) {
 	}
 }
 
-// Notify gives a notice to each listener. It does not block.
+// Notify sends a notice to each listener. It does not block.
 func (b *Broadcast) Notify(notice Notice) {
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -12,7 +12,7 @@ import (
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
 
-// The states of an operation, as csrc/wait.c numbers them.
+// The states of an operation, with the numbers of csrc/wait.c.
 const (
 	statePending = iota
 	stateNone
@@ -36,7 +36,7 @@ func tft_op_take(op C.int64_t, event *C.tft_event, number *C.int64_t, text **C.c
 	return state
 }
 
-// toC converts a result into the values from which csrc/wait.c makes a Python object.
+// toC converts a result to the values from which csrc/wait.c creates a Python object.
 func toC(value any, err error) (state C.int, number C.int64_t, text *C.char, length C.int64_t) {
 	if err != nil {
 		return stateError, 0, C.CString(err.Error()), 0
@@ -53,7 +53,7 @@ func toC(value any, err error) (state C.int, number C.int64_t, text *C.char, len
 		return stateBool, number, nil, 0
 	case string:
 		return stateText, 0, C.CString(v), C.int64_t(len(v))
-	default: // a server or a client, which Go keeps: Python gets a handle
+	default: // a server or a client: Go keeps it, and Python gets a handle
 		return stateInt, C.int64_t(ops.Put(v)), nil, 0
 	}
 }

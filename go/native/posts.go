@@ -15,16 +15,16 @@ import (
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
 
-// message is what csrc/post.c writes into the pipe.
+// message is the message that csrc/post.c writes into the pipe.
 type message struct {
 	call     *C.tft_call
-	prepared int64 // 0: give the call up
+	prepared int64 // 0: cancel the call
 	numbers  [ops.Numbers]int64
 }
 
 const messageSize = int(unsafe.Sizeof(message{}))
 
-// tft_posts_open makes the pipe that requests come through, and returns the end to write to, or -1.
+// tft_posts_open creates the pipe for requests, and returns its write end, or -1.
 //
 //export tft_posts_open
 func tft_posts_open() C.int {
@@ -37,7 +37,7 @@ func tft_posts_open() C.int {
 	return C.int(ends[1])
 }
 
-// readPosts serves requests for as long as the process lives. Nobody but csrc/post.c writes, and only whole messages.
+// readPosts serves requests until the process ends. Only csrc/post.c writes to the pipe, and only whole messages.
 func readPosts(pipe *os.File) {
 	calls := ops.NewCalls[*C.tft_call](func(call *C.tft_call, value any, err error) {
 		state, number, text, length := toC(value, err)
@@ -57,9 +57,10 @@ func readPosts(pipe *os.File) {
 	}
 }
 
-// serve does not end this one goroutine, whatever happens: every later request would wait for its answer for ever.
+// serve handles one request. It recovers from panics: if the goroutine ended, every later request would wait for its answer for
+// ever.
 func serve(calls *ops.Calls[*C.tft_call], m message) {
-	var err error // logged
+	var err error // set by a panic, and logged then
 	defer ops.Guard(&err)
 	if m.prepared == 0 {
 		calls.Cancel(m.call)

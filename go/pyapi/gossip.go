@@ -12,8 +12,8 @@ import (
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
 
-// GossipStart makes a node and reaches one of its seeds; config is the JSON of gossip.Config. The result is a handle for Address
-// and ReleaseStart.
+// GossipStart starts a node and connects it to one of its seeds; config is the JSON of gossip.Config. The result is a handle for
+// Address and ReleaseStart.
 func GossipStart(config string, connectTimeoutUs int64, security string) (op int64, err error) {
 	defer ops.Guard(&err)
 	protected, err := parseSecurity(security)
@@ -56,7 +56,7 @@ func GossipViewStart(handle, timeoutUs int64) (op int64, err error) {
 	}), nil
 }
 
-// GossipNewsStart waits for something new about the view; the result is the JSON of agree.News.
+// GossipNewsStart waits for news about the view; the result is the JSON of agree.News.
 func GossipNewsStart(handle, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	node, err := ops.Get[*gossip.Node](handle)

@@ -8,10 +8,10 @@ import (
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
 
-// endTimeout bounds the wait for streams that were cut: they end at once.
+// endTimeout bounds the wait for closed streams, which end at once.
 const endTimeout = time.Minute
 
-// HealServerStart serves memory to groups that heal; the result is a handle.
+// HealServerStart starts a server of memory for healing groups; the result is a handle.
 func HealServerStart(pieceTimeoutUs, bytesPerSecond int64, inBackground bool) (op int64, err error) {
 	defer ops.Guard(&err)
 	return ops.Start(bindTimeout, func(context.Context) (any, error) {
@@ -23,7 +23,7 @@ func HealServerStart(pieceTimeoutUs, bytesPerSecond int64, inBackground bool) (o
 	}), nil
 }
 
-// HealPort is where a server listens.
+// HealPort returns the port on which a server listens.
 func HealPort(server int64) (port int64, err error) {
 	defer ops.Guard(&err)
 	s, err := ops.Get[*heal.Server](server)
@@ -33,7 +33,7 @@ func HealPort(server int64) (port int64, err error) {
 	return s.Port(), nil
 }
 
-// HealOffer offers registered memory (csrc/memory.c) in blocks of a size that it chooses; the result is a handle.
+// HealOffer offers registered memory (csrc/memory.c), in blocks whose size it chooses; the result is a handle.
 func HealOffer(memory int64) (offer int64, err error) {
 	defer ops.Guard(&err)
 	m, err := ops.Get[*heal.Memory](memory)
@@ -48,7 +48,7 @@ func HealOffer(memory int64) (offer int64, err error) {
 	return ops.Put(o), nil
 }
 
-// HealBlockSize is the size of an offer's blocks in bytes.
+// HealBlockSize returns the size of an offer's blocks in bytes.
 func HealBlockSize(offer int64) (bytes int64, err error) {
 	defer ops.Guard(&err)
 	o, err := ops.Get[*heal.Offer](offer)
@@ -58,7 +58,7 @@ func HealBlockSize(offer int64) (bytes int64, err error) {
 	return o.BlockSize(), nil
 }
 
-// HealCopied says where a copy of a region of an offer is, and how many bytes of it are there.
+// HealCopied announces a copy of a region of an offer: its address, and how many of its bytes are complete.
 func HealCopied(offer, region, address, ready int64) (done bool, err error) {
 	defer ops.Guard(&err)
 	o, err := ops.Get[*heal.Offer](offer)
@@ -68,7 +68,7 @@ func HealCopied(offer, region, address, ready int64) (done bool, err error) {
 	return true, o.Copied(region, address, ready)
 }
 
-// HealCopyFailed says that there will be no more copies of an offer, and why.
+// HealCopyFailed announces that copying an offer has failed, with the reason.
 func HealCopyFailed(offer int64, reason string) (done bool, err error) {
 	defer ops.Guard(&err)
 	o, err := ops.Get[*heal.Offer](offer)
@@ -79,7 +79,8 @@ func HealCopyFailed(offer int64, reason string) (done bool, err error) {
 	return true, nil
 }
 
-// HealRevokeStart takes the memory of an offer back, copies excepted; the result is false if it is in use even so.
+// HealRevokeStart takes the memory of an offer back, except for copies; the result is false if the memory is still in use after the
+// timeout.
 func HealRevokeStart(offer, graceUs, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	o, err := ops.Get[*heal.Offer](offer)
@@ -92,7 +93,7 @@ func HealRevokeStart(offer, graceUs, timeoutUs int64) (op int64, err error) {
 	}), nil
 }
 
-// HealOfferEndStart takes all memory of an offer back; the result is false if it is in use even so.
+// HealOfferEndStart takes all memory of an offer back; the result is false if it is still in use after the timeout.
 func HealOfferEndStart(offer int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	o, err := ops.Get[*heal.Offer](offer)
@@ -122,7 +123,7 @@ func HealGrant(server, offer int64) (grant int64, err error) {
 	return ops.Put(s.Grant(o)), nil
 }
 
-// HealSecret is what a target shows to use a grant.
+// HealSecret returns the secret that a target sends to use a grant.
 func HealSecret(grant int64) (secret string, err error) {
 	defer ops.Guard(&err)
 	g, err := ops.Get[*heal.Grant](grant)
@@ -132,7 +133,7 @@ func HealSecret(grant int64) (secret string, err error) {
 	return g.Secret(), nil
 }
 
-// HealServed is how many bytes a target was sent.
+// HealServed returns how many bytes were sent to a target.
 func HealServed(grant int64) (bytes int64, err error) {
 	defer ops.Guard(&err)
 	g, err := ops.Get[*heal.Grant](grant)
@@ -142,8 +143,8 @@ func HealServed(grant int64) (bytes int64, err error) {
 	return g.Served(), nil
 }
 
-// HealFetch prepares a transfer into registered memory; the result is a handle. What of it is on a device goes through
-// stages of `window` blocks.
+// HealFetch prepares a transfer into registered memory; the result is a handle. Memory on a device is filled through stages of
+// `window` blocks.
 func HealFetch(memory, blockSize, streams int64, checked bool, stallUs, window int64) (fetch int64, err error) {
 	defer ops.Guard(&err)
 	m, err := ops.Get[*heal.Memory](memory)
@@ -160,7 +161,7 @@ func HealFetch(memory, blockSize, streams int64, checked bool, stallUs, window i
 	return ops.Put(f), nil
 }
 
-// HealStage gives a transfer a stage, which must hold a window, for the next one; the result is the window's number, -1 if
+// HealStage provides a stage for the next window of a transfer, which must fit into it; the result is the window's number, -1 if
 // none is left.
 func HealStage(fetch, address, length int64) (window int64, err error) {
 	defer ops.Guard(&err)
@@ -171,7 +172,7 @@ func HealStage(fetch, address, length int64) (window int64, err error) {
 	return f.Stage(address, length)
 }
 
-// HealAdd lets a source help.
+// HealAdd adds a source to a transfer.
 func HealAdd(fetch int64, address, secret string, assigned bool) (done bool, err error) {
 	defer ops.Guard(&err)
 	f, err := ops.Get[*heal.Fetch](fetch)
@@ -185,7 +186,7 @@ func HealAdd(fetch int64, address, secret string, assigned bool) (done bool, err
 	return true, f.Add(address, secret, role)
 }
 
-// HealWaitStart waits until a transfer is settled, at most for a time; the result is the JSON of heal.Status.
+// HealWaitStart waits for progress of a transfer (heal.Fetch.Wait), or for the timeout; the result is the JSON of heal.Status.
 func HealWaitStart(fetch, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	f, err := ops.Get[*heal.Fetch](fetch)
@@ -197,7 +198,7 @@ func HealWaitStart(fetch, timeoutUs int64) (op int64, err error) {
 	}), nil
 }
 
-// HealFetchEndStart ends a transfer: after its end no thread writes to the memory.
+// HealFetchEndStart ends a transfer: when the operation has ended, no thread writes to the memory.
 func HealFetchEndStart(fetch int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	f, err := ops.Get[*heal.Fetch](fetch)

@@ -10,7 +10,7 @@ import (
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
 
-// LighthouseServerStart binds and serves; the result is a handle for Address and Release.
+// LighthouseServerStart starts a lighthouse; the result is a handle for Address and ReleaseStart.
 func LighthouseServerStart(bind, hostname string, minReplicas, joinTimeoutMs, quorumTickMs, heartbeatTimeoutMs int64, security, stateDir string) (op int64, err error) {
 	defer ops.Guard(&err)
 	cfg := lighthouse.DefaultConfig()
@@ -35,8 +35,8 @@ func LighthouseServerStart(bind, hostname string, minReplicas, joinTimeoutMs, qu
 	return startLighthouse(cfg), nil
 }
 
-// LighthouseCommandHelp returns the text to print if the command line asks for it, else "". The command line
-// is a JSON list of strings without the program's name.
+// LighthouseCommandHelp returns the help text if the command line requests it, otherwise "". The command line is a JSON list of
+// strings without the program's name.
 func LighthouseCommandHelp(arguments string) (text string, err error) {
 	defer ops.Guard(&err)
 	_, err = parseCommand(arguments)

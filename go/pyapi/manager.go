@@ -65,7 +65,7 @@ func ManagerClientStart(addr string, connectTimeoutUs int64, security string) (o
 	}), nil
 }
 
-// connect makes the client of a rank. If the rank is to be a relay, it starts that first, and the client uses it.
+// connect returns the client of a rank. If the rank is to be a relay, connect starts the relay first, and the client uses it.
 func connect(ctx context.Context, addr string, timeout time.Duration, s settings) (_ *rank.Client, err error) {
 	var own *relay.Relay
 	if s.RelayHost != "" {
@@ -91,8 +91,8 @@ func connect(ctx context.Context, addr string, timeout time.Duration, s settings
 	return rank.New(client, own), nil
 }
 
-// ManagerQuorumStart waits for the group and for the lighthouse; request is the JSON of rankclient.Request, the result that of
-// quorumResult.
+// ManagerQuorumStart waits for the group and for the lighthouse. request is the JSON of rankclient.Request, the result is the JSON
+// of quorumResult.
 func ManagerQuorumStart(handle int64, request string, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
@@ -122,7 +122,7 @@ func parseRequest(text string) (req rankclient.Request, err error) {
 	return req, nil
 }
 
-// ManagerCheckpointMetadataStart asks what a group rank announced; the result is text.
+// ManagerCheckpointMetadataStart requests the checkpoint address that a group rank announced; the result is text.
 func ManagerCheckpointMetadataStart(handle, groupRank, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
@@ -157,7 +157,7 @@ func ManagerTrace(handle int64, traceparent string) (found bool, err error) {
 	return true, nil
 }
 
-// ManagerLeaveStart announces that the group has completed its last step, and waits until no peer needs its data any more.
+// ManagerLeaveStart announces that the group has completed its last step, and waits until its peers no longer need its data.
 func ManagerLeaveStart(handle, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)

@@ -24,7 +24,7 @@ func LighthouseClientStart(addr string, connectTimeoutUs int64, security string)
 	}), nil
 }
 
-// LighthouseQuorumStart asks to be in the next quorum; the result is its JSON.
+// LighthouseQuorumStart requests to be in the next quorum; the result is the JSON of that quorum.
 func LighthouseQuorumStart(handle int64, replicaID, address, storeAddress string, step, worldSize int64, shrinkOnly bool, data string, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*lighthouses.Client](handle)
@@ -49,7 +49,7 @@ func LighthouseQuorumStart(handle int64, replicaID, address, storeAddress string
 	}), nil
 }
 
-// LighthouseHeartbeatStart says that a replica is alive; there is no result.
+// LighthouseHeartbeatStart sends the heartbeat of a replica; there is no result.
 func LighthouseHeartbeatStart(handle int64, replicaID string, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*lighthouses.Client](handle)
@@ -97,7 +97,7 @@ func newQuorumJSON(q *quorum.Quorum) quorumJSON {
 	return j
 }
 
-// toJSON returns a string. Its type is any, the type of an operation's result.
+// toJSON returns a string. Its type is any because that is the type of an operation's result.
 func toJSON(v any) (any, error) {
 	text, err := json.Marshal(v)
 	if err != nil {

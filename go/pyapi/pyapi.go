@@ -20,7 +20,7 @@ import (
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
 
-// bindTimeout bounds the start of a server, in which only the lookup of a host name can take long.
+// bindTimeout bounds the start of a server. Only the lookup of a host name can take long.
 const bindTimeout = time.Minute
 
 // shutdownTimeout bounds ReleaseStart, since each operation needs a timeout. Servers and clients bound their own shutdown.
@@ -40,7 +40,7 @@ func init() {
 
 func micros(us int64) time.Duration { return time.Duration(us) * time.Microsecond }
 
-// Address returns where the server behind a handle listens.
+// Address returns the address of a handle's server.
 func Address(handle int64) (address string, err error) {
 	defer ops.Guard(&err)
 	server, err := ops.Get[interface{ Address() string }](handle)
@@ -50,7 +50,7 @@ func Address(handle int64) (address string, err error) {
 	return server.Address(), nil
 }
 
-// ReleaseStart closes the object of a handle; the result is false if that was done already.
+// ReleaseStart closes the object of a handle; the result is false if it was closed already.
 func ReleaseStart(handle int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	object := ops.Remove(handle)
@@ -61,7 +61,7 @@ func ReleaseStart(handle int64) (op int64, err error) {
 	}), nil
 }
 
-// SetLogLevel chooses what the core logs to standard error, and returns the level that was set before.
+// SetLogLevel sets the level of the core's log on standard error, and returns the previous level.
 func SetLogLevel(level string) (previous string, err error) {
 	defer ops.Guard(&err)
 	previous = strings.ToLower(logLevel.Level().String())

@@ -13,10 +13,10 @@ import (
 	"github.com/torchft/torchft/go/rankclient"
 )
 
-// ManagerRoundPrepare prepares ManagerQuorumStart for a rank that does the same step after step, and says the same but for
-// the step. The numbers of a call are step, timeoutUs, and first: that the caller does not know the last result. The result
-// is the JSON of quorumResult, or, where nothing but the step differs from the last round and nobody heals, the number
-// max_step. Every other result also ends ManagerChangeStart.
+// ManagerRoundPrepare prepares ManagerQuorumStart for a rank whose requests differ only in the step. The numbers of a call are
+// step, timeoutUs, and first, which is 1 if the caller does not know the last result. The result is the JSON of quorumResult or, if
+// only the step differs from the last round and no group heals, the number max_step. Every other result also ends
+// ManagerChangeStart.
 func ManagerRoundPrepare(handle int64, request string) (prepared int64, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
@@ -44,8 +44,8 @@ func ManagerRoundPrepare(handle int64, request string) (prepared int64, err erro
 	})), nil
 }
 
-// ManagerVotePrepare prepares a vote, which waits for the group's; the result is a bool. The numbers of a call are
-// step, vote and timeoutUs.
+// ManagerVotePrepare prepares a vote, which waits for the group's decision; the result is a bool. The numbers of a call are step,
+// vote and timeoutUs.
 func ManagerVotePrepare(handle, groupRank int64) (prepared int64, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
@@ -61,13 +61,13 @@ func ManagerVotePrepare(handle, groupRank int64) (prepared int64, err error) {
 	})), nil
 }
 
-// Forget ends what was prepared; calls in progress go on.
+// Forget removes a prepared call; calls in progress continue.
 func Forget(prepared int64) (found bool, err error) {
 	defer ops.Guard(&err)
 	return ops.Remove(prepared) != nil, nil
 }
 
-// ManagerChangeStart waits for a round that brings a change; the result is false if there was none in time.
+// ManagerChangeStart waits for a round with a change; the result is false if there was none in time.
 func ManagerChangeStart(handle, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
@@ -86,8 +86,8 @@ func ManagerChangeStart(handle, timeoutUs int64) (op int64, err error) {
 	}), nil
 }
 
-// ManagerNoticeStart waits until the lighthouse reports a member, or asks for the progress of this rank; the result is the JSON of
-// notice, or nothing if nothing came in time.
+// ManagerNoticeStart waits until the lighthouse reports a member or asks for the progress of this rank; the result is the JSON of
+// notice, or empty if there was none in time.
 func ManagerNoticeStart(handle, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
@@ -113,11 +113,11 @@ func ManagerSuspect(handle, quorumID int64, replicaID string) (found bool, err e
 	if err != nil {
 		return false, err
 	}
-	go client.Suspect(quorumID, replicaID) // Python does not wait for the network
+	go client.Suspect(quorumID, replicaID) // on a goroutine, so that Python does not wait for the network
 	return true, nil
 }
 
-// ManagerSayProgress says whether this rank waits for other groups, and what it does.
+// ManagerSayProgress reports whether this rank waits for other groups, and its activity in words.
 func ManagerSayProgress(handle, groupRank int64, waits bool, what string) (found bool, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
@@ -128,7 +128,7 @@ func ManagerSayProgress(handle, groupRank int64, waits bool, what string) (found
 	return true, nil
 }
 
-// ManagerSayHealing reports the progress of a heal: the bytes that this rank has received, and all of them.
+// ManagerSayHealing reports the progress of a heal: the bytes that this rank has received, and the total.
 func ManagerSayHealing(handle, groupRank, received, total int64) (found bool, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
@@ -139,8 +139,8 @@ func ManagerSayHealing(handle, groupRank, received, total int64) (found bool, er
 	return true, nil
 }
 
-// ManagerSayRecovered reports the cost for this rank of a heal, or of a peer's failure in a quorum. phases is a JSON list of
-// pairs, a name and seconds each.
+// ManagerSayRecovered reports the cost for this rank of a heal, or of a peer's failure in a quorum. phases is a JSON list of pairs
+// of a name and seconds.
 func ManagerSayRecovered(handle, groupRank int64, healed bool, quorumID, step, bytes, stepsLost int64, phases string) (found bool, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
@@ -176,7 +176,7 @@ func ManagerSayCounted(handle, groupRank int64, name string, number int64) (foun
 	return true, nil
 }
 
-// notice has a kind, and the attributes of MemberFailure in torchft/_records.py under the same names.
+// notice has a kind, and the attributes of MemberFailure in torchft/_records.py with the same names.
 type notice struct {
 	Kind      string `json:"kind"`
 	QuorumID  int64  `json:"quorum_id"`

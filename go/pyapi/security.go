@@ -8,12 +8,13 @@ import (
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
 
-// settings are what the environment says, as torchft/_security.py reads it: Go's own copy is of the moment at which this
-// library was loaded.
+// settings are the settings of the environment, read by torchft/_security.py: Go's own copy of the environment is from the moment
+// when this library was loaded.
 type settings struct {
 	auth.Security
 	Job string `json:"job"`
-	// Relay is the address of the relay that a rank asks through, RelayHost the host under which it is itself one; empty: none.
+	// Relay is the address of the relay that a rank asks through, empty if it has none. RelayHost is the host in the address of the
+	// rank's own relay, empty if it runs none.
 	Relay     string `json:"relay"`
 	RelayHost string `json:"relay_host"`
 }

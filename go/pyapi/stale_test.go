@@ -15,11 +15,11 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// crossing maps the types that may cross to Python to what gopy makes of them.
+// crossing maps the types that may be passed to Python to gopy's names for them.
 var crossing = map[string]string{"int64": "C.longlong", "bool": "C.char", "string": "*C.char", "float64": "C.double"}
 
-// The committed binding has the functions of the facade, with the same parameters. gopy's output comes in
-// another order every time, so that signatures are compared and not text.
+// The committed binding has the functions of the facade, with the same parameters. The order of gopy's output is random, so the
+// test compares signatures instead of text.
 func TestBindingIsNotStale(t *testing.T) {
 	sources, err := filepath.Glob("*.go")
 	require.NoError(t, err)

@@ -5,11 +5,11 @@ import (
 	"time"
 )
 
-// A member binds itself to the lighthouse that serves it. The lighthouse sends stamps on the member's stream, and the member's
-// next message answers the newest one. From when it received the stamp the member asks no other lighthouse for BondTime, on its
-// own clock, unless the lighthouse releases it earlier. The stamp was sent before it was received. So if a lighthouse learns,
-// less than BondTime after it sent a stamp that was answered, that the member's process has ended, then the member has asked no
-// other lighthouse since its stream began, and never will: its vote is given here.
+// A member binds itself to the lighthouse that serves it: it asks no other one for a limited time. The lighthouse sends stamps on
+// the member's stream, and the member's next message answers the newest one. For BondTime after it received the stamp, by its own
+// clock, the member asks no other lighthouse, unless the lighthouse releases it earlier. The stamp was sent before it was received.
+// So if a lighthouse learns, less than BondTime after it sent a stamp that was answered, that the member's process has ended, then
+// the member has asked no other lighthouse since its stream began, and never will: its vote is given here.
 //
 // Invariants:
 //
@@ -18,8 +18,8 @@ import (
 //     taken for valid while the member is at another lighthouse; docs/correctness.md assumes that this does not happen.)
 //  2. A lighthouse forgets the bond before it sends a member away: the member may ask another lighthouse at once. A stamp that
 //     was sent before the release does not bind it again.
-//  3. While a member knows of a quorum that the lighthouse does not know, its end is no vote: the lighthouse would form a quorum
-//     that does not come after it.
+//  3. While a member knows a quorum that the lighthouse does not know, its end is no vote: the lighthouse would form a quorum that
+//     does not come after it.
 //  4. Bonds are not kept on disk: a lighthouse that starts has none. (So a member that learns of the end of its lighthouse's
 //     process may leave at once.)
 
@@ -27,19 +27,19 @@ import (
 // next lighthouse, which must stay below 3 s when a host vanishes.
 //
 // A shorter bond breaks none of the invariants; it only leaves less time to learn of an end. The stamp that a process answered last
-// is up to two and a half alive intervals old when the process ends (half of the bond: a message that comes soon after a stamp gets no
-// other one), and the lighthouse counts on nine tenths (bondHolds). So 1.08 s are left for the lighthouse to learn of the end, which
-// takes milliseconds unless it is starved, or more hosts are silent at once than it probes at once (maxProbes, a second each). An end
-// that is learned later is no vote, and the remaining members may have to wait.
+// is up to two and a half alive intervals old when the process ends (half of the bond: the lighthouse sends no second stamp soon
+// after another), and the lighthouse counts on nine tenths of the bond (bondHolds). So 1.08 s are left for the lighthouse to learn
+// of the end, which takes milliseconds unless it is starved, or more hosts are silent at once than it probes at once (maxProbes, a
+// second each). An end that is learned later is no vote, and the remaining members may have to wait.
 const BondTime = 2700 * time.Millisecond
 
-// StampsInBond is how often a member that is bound says something within BondTime.
+// StampsInBond is how often a bound member sends a message within BondTime.
 const StampsInBond = 5
 
 // bondHolds is how long the lighthouse counts on a bond: less than BondTime, since the clocks of two hosts differ in speed.
 const bondHolds = BondTime - BondTime/10
 
-// bonds are the bonds of all members to this lighthouse.
+// bonds records which members are bound to this lighthouse.
 type bonds struct {
 	bound map[string]bond
 	ended map[string]struct{} // voters that ended, or left for good, while they were bound
@@ -52,8 +52,8 @@ type bond struct {
 	known int64     // quorum_id that its greeting showed
 }
 
-// greets notes what a member knows when it begins a stream. If it comes from another lighthouse, an earlier bond to this one has
-// ended.
+// greets records the quorum that a member knows when it begins a stream. If it comes from another lighthouse, an earlier bond to
+// this one has ended.
 func (b *bonds) greets(id string, known int64, fromElsewhere bool, now time.Time) {
 	if fromElsewhere {
 		b.release(id, now)
@@ -63,8 +63,8 @@ func (b *bonds) greets(id string, known int64, fromElsewhere bool, now time.Time
 	b.set(id, one)
 }
 
-// answered notes which stamp a member answered last. It ignores a stamp that was sent before a release, which may still be on
-// its way: the member may be bound to another lighthouse by now.
+// answered records the newest stamp that a member answered. A stamp that was sent before a release is ignored: its answer may have
+// been delayed, and the member may be bound to another lighthouse by now.
 func (b *bonds) answered(id string, stamp time.Time) {
 	one, greeted := b.bound[id]
 	if !greeted || !stamp.After(one.stamp) || !stamp.After(one.let) {
@@ -89,7 +89,7 @@ func (b *bonds) releaseAll(now time.Time) {
 	}
 }
 
-// promised reports whether a member answered a stamp, and knows no quorum after the latest one here. If such a member says that
+// promised reports whether a member answered a stamp, and knows no quorum after the latest one here. If such a member reports that
 // it leaves or ends for good, that is a vote at any time: it has not asked elsewhere, and never will.
 func (b *bonds) promised(id string, latest int64) bool {
 	one := b.bound[id]
@@ -101,13 +101,13 @@ func (b *bonds) holds(id string, latest int64, now time.Time) bool {
 	return b.promised(id, latest) && elapsed(b.bound[id].stamp, now) < bondHolds
 }
 
-// elapsed is the larger of what the monotonic clock and the wall clock say.
+// elapsed returns the time since then by the monotonic clock or by the wall clock, whichever is longer.
 func elapsed(then, now time.Time) time.Duration {
 	return max(now.Sub(then), now.Round(0).Sub(then.Round(0)))
 }
 
-// end notes that a member has ended, or left for good, while it was bound to this lighthouse. The bond is deleted, so that a second
-// report of the same end, after the vote was spent, does not give the vote again.
+// end records that a member has ended, or left for good, while it was bound to this lighthouse. The bond is deleted, so that a
+// second report of the same end, after the vote was spent, does not give the vote again.
 func (b *bonds) end(id string) {
 	delete(b.bound, id)
 	if b.ended == nil {
@@ -136,15 +136,15 @@ func (b *bonds) set(id string, one bond) {
 	b.bound[id] = one
 }
 
-// streamless returns why a call is refused because its member has a list of lighthouses; empty if it is accepted. The answer to a
-// call carries no term. So a request that waits here could still be answered after the member went to another lighthouse, and
+// streamless returns why a call is refused because its member has a list of lighthouses; empty if it is accepted. The answer to
+// a call carries no term. So a request that waits here could still be answered after the member went to another lighthouse, and
 // that one would not know that its quorums have to come later. A member that had a stream before is refused as well, since the
 // term may have changed.
 //
-// Our members make calls if something between them and the lighthouse answers UNIMPLEMENTED to streams. They say how many
-// lighthouses they have: without greetings, this lighthouse could not know that there are others. This does not help if a member
-// has a list of one lighthouse while others have more; all groups of a job must have the same list. Upstream members do not say
-// the number, and are accepted: they ask one lighthouse only.
+// Our members make calls if something between them and the lighthouse answers UNIMPLEMENTED to streams. Such a call contains the
+// length of the member's list: without greetings, this lighthouse could not know that there are others. This does not help if a
+// member has a list of one lighthouse while others have more; all groups of a job must have the same list. Upstream members do
+// not send the number, and are accepted: they ask one lighthouse only.
 func (s *succession) streamless(e Asked) string {
 	var list string
 	switch {

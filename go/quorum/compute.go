@@ -5,8 +5,8 @@ import (
 	"time"
 )
 
-// tally has the counts that compute decides by. The roster keeps them up to date, so that a decision after a request costs the same
-// with ten groups and with ten thousand.
+// tally has the counts on which compute bases its decision. The roster keeps them up to date, so that a decision after a request
+// costs the same with ten groups and with ten thousand.
 type tally struct {
 	healthy      int // members with a heartbeat younger than the timeout
 	reachEarlier int // those of them that can reach a lighthouse before this one
@@ -18,17 +18,17 @@ type tally struct {
 	previousCandidates int // candidates among them
 
 	waited time.Duration // since the first candidate joined
-	// joining is how long the others have had to join: since the first candidate of the previous quorum joined or, if there is none, the
-	// first of all candidates. The time of a new member does not count: it asks in the middle of a step, and the first member that
-	// completes the step must not continue with it alone while the other members are about to ask.
+	// joining is how long the others have had to join: since the first candidate of the previous quorum joined or, if there is
+	// none, the first of all candidates. The waiting time of a new member does not count: it asks in the middle of a step, and the
+	// first member that completes the step must not continue with the new one alone while the other members are about to ask.
 	joining time.Duration
 }
 
-// cause says why there is a quorum, or why there is none yet.
+// cause is the reason why there is a quorum, or why there is none yet.
 type cause int
 
 const (
-	nobodyWaits    cause = iota
+	noRequest      cause = iota
 	tooFew               // fewer than min_replicas may be in it
 	noMajority           // it could be the smaller half of a split
 	awaitingOthers       // possible, but a healthy member may still ask
@@ -41,8 +41,8 @@ const (
 	joinTimedOut         // the rest did not ask in time
 )
 
-// decision is the result of compute, and of the checks after it. It has numbers, and String makes words of them: most decisions ("not
-// yet") are never shown.
+// decision is the result of compute, and of the checks after it. It contains numbers, from which String makes a text on demand:
+// most decisions ("not yet") are never shown.
 type decision struct {
 	cause  cause
 	shrink bool // only members of the previous quorum may be in it
@@ -53,14 +53,14 @@ type decision struct {
 	regress string // why the job regresses; empty if it does not
 
 	in      []*record // the members of the quorum, or of the one that is not allowed yet; in order unless changed
-	changed bool      // they are not those of the latest quorum
-	missing []Voter   // whose votes are missing, for lacksVotes
+	changed bool      // in differs from the members of the latest quorum
+	missing []Voter   // members whose votes are missing, for lacksVotes
 }
 
 // ready reports whether there is a quorum.
 func (d decision) ready() bool { return d.cause >= fastPath }
 
-// unknown is the decision to wait, because a member knows of a later quorum.
+// unknown returns the decision to wait, because a member knows a later quorum.
 func (d decision) unknown(id int64) decision {
 	d.cause, d.detail = pastUnknown, fmt.Sprintf("a member knows of quorum %d, and is asked who was in it", id)
 	return d
@@ -70,8 +70,8 @@ func (d decision) unknown(id int64) decision {
 //
 // Invariants:
 //
-//  1. A quorum needs the requests of all members of the previous one, or of more than half of the healthy members. So where two parts
-//     of a job both reach the lighthouse and not each other, the smaller part gets no quorum.
+//  1. A quorum needs the requests of all members of the previous one, or of more than half of the healthy members. So if two parts
+//     of a job reach the lighthouse but not each other, the smaller part gets no quorum.
 //  2. It has at least min_replicas members, unless all members of the previous quorum ask.
 //  3. No healthy member is left out in the first join_timeout_ms after the first request of a member of the previous quorum: it may be
 //     in the middle of a step.
@@ -84,7 +84,7 @@ func compute(p Policy, t tally) decision {
 
 	switch {
 	case t.candidates == 0:
-		d.cause = nobodyWaits
+		d.cause = noRequest
 	case t.previous > 0 && t.previousCandidates == t.previous:
 		// The previous quorum obeyed the rules below, and all of its members ask.
 		d.cause = fastPath
@@ -103,7 +103,7 @@ func compute(p Policy, t tally) decision {
 	return d
 }
 
-// eligible is how many candidates may be in the quorum.
+// eligible returns how many candidates may be in the quorum.
 func (d decision) eligible() int {
 	if d.shrink {
 		return d.tally.previousCandidates
@@ -111,7 +111,7 @@ func (d decision) eligible() int {
 	return d.tally.candidates
 }
 
-// String is the reason in words, the same for the log, the dashboard and the tests.
+// String returns the reason in words, the same for the log, the dashboard and the tests.
 func (d decision) String() string {
 	if d.detail != "" {
 		return d.detail
@@ -122,7 +122,7 @@ func (d decision) String() string {
 		shrink = " (shrink_only: of the previous quorum)"
 	}
 	switch d.cause {
-	case nobodyWaits:
+	case noRequest:
 		return "no member asks for a quorum"
 	case tooFew:
 		return fmt.Sprintf("%s asked%s, min_replicas is %d", memberCount(d.eligible()), shrink, d.policy.MinReplicas)

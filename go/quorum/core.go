@@ -6,9 +6,9 @@ import (
 	"time"
 )
 
-// core is what the parts of the machine share: the policy, the members, the time, and the actions that an event leads to. A part
-// (drains, suspicion, watch, …) holds a pointer to it, handles the events of its subject, and appends its actions. So each part can be
-// read, and tested, without the machine.
+// core has the state that the parts of the machine share: the policy, the members, the time, and the actions that result from an
+// event. A part (drains, suspicion, watch, …) holds a pointer to it, handles the events of its subject, and appends its actions. So
+// each part can be read, and tested, without the machine.
 //
 // Invariants:
 //
@@ -57,8 +57,9 @@ func (c *core) refuseAll(r *record, why Refusal, reason string) {
 	}
 }
 
-// outdate ends those of all pending requests that which selects. The request of a member that counts as failed ends as well: the member
-// may be presumed alive later, and its request would then be a vote, although the member may have asked another lighthouse meanwhile.
+// outdate ends the pending requests for which the argument which is true. The request of a member that counts as failed ends as
+// well: the member may be presumed alive later, and its request would then be a vote, although the member may have asked another
+// lighthouse meanwhile.
 func (c *core) outdate(which func(request) bool, reason string) {
 	var all, silent []*record
 	for e := c.roster.queue.Front(); e != nil; e = e.Next() {
@@ -77,18 +78,18 @@ func (c *core) outdate(which func(request) bool, reason string) {
 	}
 }
 
-// turnDown makes a group whose request was refused count as failed until it asks again, so that no decision waits for it. A member of
-// the latest quorum is evicted by it, and that is reported to its peers, only if it did not show a quorum that it claims. After any other refusal
-// its peers may still be in a step with it, and would lose that step.
+// turnDown makes a group whose request was refused count as failed until it asks again, so that no decision waits for it. A member
+// of the latest quorum is treated so, and its failure reported to its peers, only if it did not show a quorum that it claims. After
+// any other refusal its peers may still be in a step with it, and the report would fail that step.
 func (c *core) turnDown(id string, why Refusal, reason string) {
 	if r := c.roster.members[id]; r != nil && r.alive() && !r.waiting() && (!r.previous || why == Unshown) {
 		c.fail(r, Doubtful, reason)
 	}
 }
 
-// newest accepts a request that is newer than all earlier ones of its member. A request that was delayed on the way has an old step:
-// accepted, it could complete a quorum at a step that its member has left, and the members would divide by different numbers. Of two
-// processes with one name the newer one is accepted (replaces), and the requests of the other are refused.
+// newest accepts a request that is newer than all earlier ones of its member. A delayed request has an old step: if it were
+// accepted, it could complete a quorum at a step that its member has left, and the members would divide by different numbers. Of
+// two processes with one name the newer one is accepted (replaces), and the requests of the other are refused.
 func (c *core) newest(e Asked) (newest, replaces bool) {
 	r := c.roster.members[e.Member.ReplicaID]
 	another := r != nil && r.address != "" && r.address != e.Member.Address

@@ -16,16 +16,18 @@ type Status struct {
 	MaxStep     int64          `json:"max_step"` // largest step of its members
 	Reason      string         `json:"reason"`   // why there is no next quorum yet
 	Healthy     int            `json:"healthy"`
-	Candidates  int            `json:"candidates"` // healthy members that wait
-	Waiters     int            `json:"waiters"`    // requests that wait
-	Members     []MemberStatus `json:"members"`    // all that are alive, wait, or are in the latest quorum
+	Candidates  int            `json:"candidates"` // healthy members with a pending request
+	Waiters     int            `json:"waiters"`    // pending requests
+	Members     []MemberStatus `json:"members"`    // all that are alive, have a pending request, or are in the latest quorum
 
-	// Without the votes of these no quorum forms: another lighthouse of the list might serve them.
+	// Members without whose votes no quorum forms: another lighthouse of the list might serve them.
 	MissingVotes []string `json:"missing_votes,omitempty"`
-	// These ended while they were bound to this lighthouse, and their votes count in no quorum yet. It forgets them when it is restarted.
+	// Members that ended while they were bound to this lighthouse, and whose votes are not yet used in a quorum. A restart forgets
+	// them.
 	GivenVotes []string `json:"given_votes,omitempty"`
 
-	// Why the latest state is not on the lighthouse's disk, and for how long; the shell knows. Empty: it is, or none is kept.
+	// Why the latest state is not on the lighthouse's disk, and since when; set by the shell. Empty if it is, or if no state is
+	// kept.
 	Unkept   string `json:"unkept,omitempty"`
 	UnkeptMS int64  `json:"unkept_ms,omitempty"`
 
@@ -34,7 +36,7 @@ type Status struct {
 	HeartbeatTimeoutMS int64 `json:"heartbeat_timeout_ms"`
 
 	MedianStepMS   int64 `json:"median_step_ms"`   // of the last steps, 0 before the second
-	StalledAfterMS int64 `json:"stalled_after_ms"` // how long a step may take before members are asked what they do
+	StalledAfterMS int64 `json:"stalled_after_ms"` // how long a step may take before members are asked for their progress
 }
 
 // MemberStatus is one replica group in Status.
@@ -45,21 +47,21 @@ type MemberStatus struct {
 	InQuorum       bool   `json:"in_quorum"`
 	Waiting        bool   `json:"waiting"`
 	WaitingMS      int64  `json:"waiting_ms"` // since it joined the next quorum
-	// Of its request if it waits, else as it was in the latest quorum.
+	// Of its pending request or, without one, of its record in the latest quorum.
 	Address        string `json:"address,omitempty"`
 	StoreAddress   string `json:"store_address,omitempty"`
 	Step           int64  `json:"step"`
 	WorldSize      uint64 `json:"world_size"`
 	CommitFailures int64  `json:"commit_failures"`
 	ShrinkOnly     bool   `json:"shrink_only"`
-	Stalled        string `json:"stalled,omitempty"` // what it does while the others wait for it
+	Stalled        string `json:"stalled,omitempty"` // its activity while the others wait for it
 	Out            string `json:"out,omitempty"`     // why it counts as failed until it asks again
 	Suspect        bool   `json:"suspect,omitempty"` // its connection broke a moment ago
-	Healing        bool   `json:"healing,omitempty"` // it is behind the others of its quorum, and takes over their state
-	// How many bytes of that state have come, of how many; the shell knows, and only where the group says it.
+	Healing        bool   `json:"healing,omitempty"` // it is behind the others of its quorum, and receives their state
+	// Received and total bytes of that state; set by the shell if the group reports them.
 	HealReceived int64  `json:"heal_received,omitempty"`
 	HealTotal    int64  `json:"heal_total,omitempty"`
-	Draining     string `json:"draining,omitempty"` // who wants it to leave
+	Draining     string `json:"draining,omitempty"` // who requested that it leaves
 }
 
 // Describe returns the state at a time. It changes nothing, and counts the members again instead of using the running counts.
@@ -128,7 +130,7 @@ func (m *Machine) Describe(now time.Time) Status {
 	return s
 }
 
-// Remembers is how many members and requests Describe would count. The simulation checks it after each event.
+// Remembers returns how many members and requests Describe would count. The simulation checks it after each event.
 func (m *Machine) Remembers() (members, waiters int) {
 	return len(m.roster.members), len(m.roster.waiters)
 }
@@ -173,10 +175,10 @@ func (s *roster) recount(now time.Time) tally {
 	return t
 }
 
-// explain is the reason of a decision in words, with the names of the members that are missing.
+// explain returns the reason of a decision in words, with the names of the members that are missing.
 func (s *roster) explain(d decision) string {
 	var missing []string
-	if !d.ready() && d.cause != nobodyWaits && d.detail == "" {
+	if !d.ready() && d.cause != noRequest && d.detail == "" {
 		for _, r := range s.members {
 			if !r.candidate() {
 				missing = append(missing, r.id)
@@ -190,7 +192,7 @@ func (s *roster) explain(d decision) string {
 	return fmt.Sprintf("%s; missing: %s", d, names(missing))
 }
 
-// names lists at most the first eight: thousands of groups may be missing.
+// names lists at most the first eight members: thousands may be missing.
 func names(ids []string) string {
 	const most = 8
 	if n := len(ids) - most; n > 0 {

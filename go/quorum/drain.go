@@ -5,7 +5,7 @@ import (
 	"slices"
 )
 
-// drains are the members that left the latest quorum, and whose processes must not end yet.
+// drains keeps the members that left the latest quorum, and whose processes must not end yet.
 //
 // A drained member leaves at the end of a step, so that no group loses a step: it is notified (Drain), takes part in one more step,
 // and reports that it leaves (Leaving). From then on the others do not wait for it, and its end is no failure. But its data of the
@@ -44,7 +44,7 @@ func (d *drains) leaving(id string) (known bool) {
 		d.do(Release{id})
 		return false
 	}
-	d.refuseAll(r, Left, "member "+id+" said that it leaves") // a pending request would put it into a quorum whose answer it does not read
+	d.refuseAll(r, Left, "member "+id+" said that it leaves") // with a pending request it would be in a quorum that it does not train in
 	if r.alive() {
 		d.roster.markFailed(r, "", "it left, as it was asked to", d.now) // no failure is reported: its peers are not to abort the step
 	}
@@ -85,7 +85,8 @@ func (d *drains) disconnected(id string) {
 	}
 }
 
-// tick releases the members that left once all members that are alive ask for the next quorum: none is in their last step any more.
+// tick releases the members that left once all live members ask for the next quorum: none is in the last step of a released member
+// any more.
 func (d *drains) tick() {
 	if d.any() && !slices.ContainsFunc(d.past.members, func(r *record) bool { return r.alive() && !r.waiting() }) {
 		d.release()
@@ -100,7 +101,7 @@ func (d *drains) release() {
 	d.left = nil
 }
 
-// whoLeft is the part of a quorum's reason that names the members that left; empty if there are none.
+// whoLeft returns the part of a quorum's reason that names the members that left; empty if there are none.
 func (d *drains) whoLeft() string {
 	if !d.any() {
 		return ""

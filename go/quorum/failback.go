@@ -31,10 +31,10 @@ type failback struct {
 	away bool // all members were sent to another lighthouse, and none of the latest quorum has come back
 }
 
-// Places are places of lighthouses in a list, a bit each.
+// Places is a set of places of lighthouses in a list, with one bit for each.
 type Places uint64
 
-// PlacesOf is the set of some places.
+// PlacesOf returns the set of some places.
 func PlacesOf(places ...int) (p Places) {
 	for _, i := range places {
 		p |= 1 << i
@@ -45,16 +45,16 @@ func PlacesOf(places ...int) (p Places) {
 // Has reports whether a place is in the set.
 func (p Places) Has(i int) bool { return p>>i&1 == 1 }
 
-// First is the smallest place of a set, which must not be empty.
+// First returns the smallest place of a set, which must not be empty.
 func (p Places) First() int { return bits.TrailingZeros64(uint64(p)) }
 
-// Before is the set of all places before this one.
+// Before returns the set of all places before this one.
 func Before(place int) Places { return 1<<place - 1 }
 
 // reaches records which earlier lighthouses a member can reach. Later ones are ignored: failback never leads to one.
 func (f *failback) reaches(id string, places Places) { f.roster.reach(id, places&f.before()) }
 
-// before is the set of the places before this lighthouse's, empty if the job has no list.
+// before returns the set of the places before this lighthouse's, empty if the job has no list.
 func (f *failback) before() Places {
 	if !f.list.listed() {
 		return 0

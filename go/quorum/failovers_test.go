@@ -13,11 +13,11 @@ import (
 
 var write = flag.Bool("write", false, "write testdata/failovers.md")
 
-// The table of docs/operating.md: after how many ends of groups the others continue without an operator, by the rule. All groups were in the
+// The table of docs/operating.md: how many groups may end such that the others continue without an operator. All groups were in the
 // last quorum and know it; the remaining ones ask at one lighthouse.
 func TestTheTableOfFailovers(t *testing.T) {
 	names := []string{"a", "b", "c", "d", "e"}
-	goesOn := func(n, away int, bound bool) bool {
+	continues := func(n, away int, bound bool) bool {
 		var s succession
 		p := Past{ID: 1}
 		for i, name := range names[:n] {
@@ -34,13 +34,13 @@ func TestTheTableOfFailovers(t *testing.T) {
 	for n := 2; n <= len(names); n++ {
 		var on, wait []string
 		for k := 1; k < n; k++ {
-			var can, cannot [2]bool // without the first by name, and with it
+			var can, cannot [2]bool // index 1: the first member by name is among those that ended; 0: it is not
 			for away := 1; away < 1<<n-1; away++ {
 				if bits.OnesCount(uint(away)) != k {
 					continue
 				}
-				require.True(t, goesOn(n, away, true), "%b of %d", away, n)
-				if goesOn(n, away, false) {
+				require.True(t, continues(n, away, true), "%b of %d", away, n)
+				if continues(n, away, false) {
 					can[away&1] = true
 				} else {
 					cannot[away&1] = true

@@ -6,9 +6,9 @@ import (
 	"time"
 )
 
-// This file forms quorums: it asks the parts of the machine whether the requests that are pending make a quorum, and delivers it.
+// This file forms quorums: it asks the parts of the machine whether the pending requests suffice for a quorum, and delivers it.
 
-// act makes a decision, and carries it out.
+// act decides whether there is a quorum now, and appends the resulting actions.
 func (m *Machine) act(tick bool) {
 	t := m.roster.tally(m.now)
 	if !tick && m.votes.stillLacking(t) {
@@ -45,8 +45,8 @@ func (m *Machine) decide(t tally, now time.Time) decision {
 	if id := m.search.ahead(d.in); id != 0 {
 		return d.unknown(id)
 	}
-	// Without the votes, another lighthouse may be serving the other members, with different weights. The votes are those of the members
-	// in the quorum: shrink_only may leave some of the candidates out.
+	// Without the votes, another lighthouse may be serving the other members, with different weights. Only the members of the
+	// quorum vote: shrink_only may leave some of the candidates out.
 	if reason, missing := m.votes.lacking(d, d.in); reason != "" {
 		d.cause, d.detail, d.missing = lacksVotes, reason, missing
 		return d
@@ -63,7 +63,7 @@ func (m *Machine) decide(t tally, now time.Time) decision {
 	return m.past.mayRegress(d, now)
 }
 
-// deliver makes the quorum that was decided, and answers all of its members.
+// deliver forms the quorum of a decision, and answers all of its members.
 func (m *Machine) deliver(d decision) {
 	if d.changed {
 		slices.SortFunc(d.in, byID)
@@ -93,11 +93,11 @@ func (m *Machine) deliver(d decision) {
 	if fresh {
 		m.do(Changed{Quorum: q, Joined: joined, Left: left, Reason: m.whyFresh(d, failing)})
 	}
-	m.drains.release() // no member is in the step any more that the drained ones ended last
+	m.drains.release() // no member is in the last step of the drained ones any more
 	if d.regress != "" {
 		m.do(Regressed{Quorum: q, Reason: d.regress})
 	}
-	m.reported, m.reconnect = nobodyWaits, reconnect{}
+	m.reported, m.reconnect = noRequest, reconnect{}
 	m.suspicion.forget()
 	m.watch.next(!d.changed)
 	m.list.spend()
@@ -106,7 +106,7 @@ func (m *Machine) deliver(d decision) {
 	}
 }
 
-// whyFresh is the reason why a quorum has a new id.
+// whyFresh returns the reason why a quorum has a new id.
 func (m *Machine) whyFresh(d decision, failing string) string {
 	reason := d.String()
 	switch {
@@ -124,7 +124,7 @@ func (m *Machine) whyFresh(d decision, failing string) string {
 // the previous tick: the rounds of a healthy job take less, and would flood the log.
 func (m *Machine) reportWaiting(d decision) {
 	joined := m.now.Add(-d.tally.waited)
-	if d.cause == nobodyWaits || d.cause == m.reported || joined.After(m.lastTick) {
+	if d.cause == noRequest || d.cause == m.reported || joined.After(m.lastTick) {
 		return
 	}
 	m.reported = d.cause

@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// crowd is a job of many members that has had its first quorum.
+// crowd returns a job of many members that has had its first quorum.
 type crowd struct {
 	ring
 	ids []string
@@ -34,7 +34,7 @@ func newCrowd(t testing.TB, n int, policy Policy) *crowd {
 
 func (c *crowd) step(event Event) []Action { return c.machine.Step(event, c.now) }
 
-// looks is how often the machine visited a member since the last call.
+// looks returns how often the machine visited a member since the last call.
 func (c *crowd) looks() int {
 	sum := 0
 	for _, r := range c.machine.roster.members {
@@ -44,7 +44,7 @@ func (c *crowd) looks() int {
 	return sum - c.was
 }
 
-// lenient is a policy whose timeouts never pass.
+// lenient returns a policy whose timeouts are never reached.
 func lenient(n int) Policy {
 	return Policy{MinReplicas: n, JoinTimeout: time.Hour, HeartbeatTimeout: time.Hour, SuspectGrace: time.Hour, StalledAfter: time.Second}
 }
@@ -75,11 +75,11 @@ func alone(c *crowd) {
 type burst struct {
 	name   string
 	policy func(n int) Policy
-	before func(c *crowd) // its visits are not counted
+	before func(c *crowd) // prepares the burst; its visits are not counted
 	run    func(t testing.TB, c *crowd)
 }
 
-// half makes every other member ask at a step, and lets time pass until the others are asked what they do.
+// half makes every other member ask at a step, and lets time pass until the others are asked for their progress.
 func half(step int64) func(c *crowd) {
 	return func(c *crowd) {
 		for i := 0; i < len(c.ids); i += 2 {
@@ -90,7 +90,7 @@ func half(step int64) func(c *crowd) {
 	}
 }
 
-// others makes the members without a request answer what they do.
+// others makes the members without a request report their progress.
 func (c *crowd) others(p Progress) {
 	for i := 1; i < len(c.ids); i += 2 {
 		c.step(Progressed{ReplicaID: c.ids[i], Progress: p})
@@ -193,7 +193,7 @@ func TestNothingGrowsWithTheSquareOfTheMembers(t *testing.T) {
 	}
 }
 
-// BenchmarkBurst is what TestNothingGrowsWithTheSquareOfTheMembers counts, by the clock.
+// BenchmarkBurst measures the time of the bursts whose visits TestNothingGrowsWithTheSquareOfTheMembers counts.
 func BenchmarkBurst(b *testing.B) {
 	for _, burst := range slices.Concat(bursts, each()) {
 		for _, n := range []int{100, 1000, 10000} {

@@ -133,7 +133,7 @@ func (h *history) ask(id string) Asked {
 	return a
 }
 
-// recall is a quorum of this lighthouse, or one that an earlier lighthouse of the job has formed.
+// recall returns a quorum of this lighthouse, or one that an earlier lighthouse of the job has formed.
 func (h *history) recall(members int) Recalled {
 	p := Past{ID: h.lastID + h.rng.Int64N(6) - 2, Step: int64(h.waiter) - h.rng.Int64N(20)}
 	for i := range members {
@@ -218,7 +218,7 @@ func (h *history) step(e Event) {
 		h.lastID = q.ID
 	}
 
-	require.Equal(h.t, h.machine.roster.recount(h.now), h.machine.roster.tally(h.now), "the running counts are those of a recount")
+	require.Equal(h.t, h.machine.roster.recount(h.now), h.machine.roster.tally(h.now), "the running counts equal a recount")
 	require.Len(h.t, h.machine.roster.members, len(h.model.facts), "no record of a member leaks")
 	require.Len(h.t, h.machine.roster.waiters, len(h.open), "no record of a waiter leaks")
 	healthy := 0
@@ -318,7 +318,7 @@ func TestRandomHistoriesAgreeWithTheModel(t *testing.T) {
 	require.Greater(t, quorums, 3000, "the histories must not be idle")
 }
 
-// eventTypes are the names of all kinds of events.
+// eventTypes returns the names of all kinds of events.
 func eventTypes(t *testing.T) (names []string) {
 	t.Helper()
 	file, err := parser.ParseFile(token.NewFileSet(), "types.go", nil, 0)

@@ -8,15 +8,15 @@ import (
 	"slices"
 )
 
-// The message of a quorum has two parts: the list of its members with the fields that stay the same from step to step, and their states
-// (State), which mostly are the same for all of them. A member that has the list of the previous quorum is sent the changes only, and
-// the states of thousands of members are sent as one.
+// The message of a quorum has two parts: the list of its members with the fields that stay the same from step to step, and their
+// states (State), which are mostly the same for all members. A member that has the list of the previous quorum is sent the changes
+// only, and the states of thousands of members are sent as one.
 
 // Revision identifies a list of members: a digest of all fields but the states. Since it is a digest, it is the same after a restart of
 // the lighthouse. 0 is no list.
 type Revision uint64
 
-// RevisionOf is the revision of a list, in this order.
+// RevisionOf returns the revision of a list, in this order.
 func RevisionOf(members []Member) Revision {
 	digest := sha256.New()
 	var buf []byte
@@ -59,8 +59,8 @@ func Compare(before, after []Member) Change {
 	return c
 }
 
-// Since returns the change from the list of a revision, which a member holds, to q's list. Only q's own list and that of the previous
-// quorum, which may be nil, are known here; a member that holds any other one gets the whole list.
+// Since returns the change from the list with the revision held, which a member holds, to q's list. Only two lists are known here:
+// q's own, and the one of the previous quorum (before, which may be nil). A member that holds any other list gets the whole one.
 func (q *Quorum) Since(held Revision, before *Quorum) Change {
 	switch {
 	case held == q.Revision:
@@ -114,7 +114,8 @@ func (c Change) Apply(before []Member) ([]Member, error) {
 	return after, nil
 }
 
-// revisionAfter is the revision of a list that comes after a quorum's, which may be nil.
+// revisionAfter returns the revision of a new list; it is computed only if the list differs from that of the previous quorum, which
+// may be nil.
 func revisionAfter(before *Quorum, members []Member) Revision {
 	if before != nil && before.Revision != 0 && Compare(before.Members, members).Empty() {
 		return before.Revision

@@ -12,8 +12,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// listHistory drives the machines of two lighthouses of a list through random events, with members that follow the protocol. It checks them
-// against the rule of succession.go, which it implements a second time, in other code.
+// listHistory drives the machines of two lighthouses of a list through random events, with members that follow the protocol. It
+// checks them against a second, independent implementation of the rule of succession.go.
 type listHistory struct {
 	t       *testing.T
 	rng     *rand.Rand
@@ -28,25 +28,25 @@ type listHistory struct {
 	heard   map[int64][]string // by quorum_id: the members that have received it
 	of      map[int64][]string // by quorum_id: its members
 	chain   []int64            // quorums that all of their members have received
-	wakeAt  [2]time.Time       // as each lighthouse asked to be woken; zero if it did not
+	wakeAt  [2]time.Time       // when each lighthouse asked to be woken; zero if it did not
 
 	delivered, changed, based, refused, sentBack int
 }
 
-// ledger is what a lighthouse must know, recorded by the test.
+// ledger is the test's own record of what a lighthouse must know.
 type ledger struct {
 	machine *Machine
 	last    *Past
 	gave    map[string]bool     // members that ended while they were bound
 	counts  map[string]struct{} // those of them whose votes the machine counts
-	keeps   []Recalled          // states that were to be written, the newest last
+	keeps   []Recalled          // states to be written to disk, the newest last
 }
 
 type listMember struct {
 	id       string
 	failed   bool
 	at       int // -1: it has no stream
-	served   int // the lighthouse that it asks, unless it may leave; -1: none yet
+	served   int // the lighthouse that it asks, until it may leave it; -1: none yet
 	term     int64
 	past     *Past
 	step     int64
@@ -86,7 +86,7 @@ func (m *listMember) known() int64 {
 	return m.past.ID
 }
 
-// earlier are the lighthouses before its own that the member reports to reach.
+// earlier returns the lighthouses before its own that the member reports to reach.
 func (m *listMember) earlier() Places {
 	if m.reaches {
 		return PlacesOf(0)
@@ -94,7 +94,7 @@ func (m *listMember) earlier() Places {
 	return 0
 }
 
-// does plays one random event.
+// does feeds one random event.
 func (h *listHistory) does() {
 	h.now = h.now.Add(time.Duration(h.rng.IntN(3)*h.rng.IntN(400)) * time.Millisecond)
 	at := h.rng.IntN(2)
@@ -147,7 +147,7 @@ func (h *listHistory) does() {
 // stopped reports whether a member is stopped, and sends nothing.
 func (h *listHistory) stopped(m *listMember) bool { return h.now.Before(m.until) }
 
-// greet begins a stream of a member: at the lighthouse that served last, unless the member may leave that.
+// greet begins a stream of a member: with the lighthouse that served it last, unless the member may leave that one.
 func (h *listHistory) greet(m *listMember, at int) {
 	switch {
 	case m.served < 0: // a new member
@@ -258,7 +258,7 @@ func (h *listHistory) member(id string) *listMember {
 
 func (h *listHistory) step(at int, e Event) {
 	l := &h.houses[at]
-	// The machine may count fewer votes of ended members than the test, since some ends come too late, and never more.
+	// The machine may count fewer votes of ended members than the test, since it learns of some ends too late, but never more.
 	l.counts = maps.Clone(l.machine.list.ended)
 	if e, is := e.(Ended); is && l.machine.list.holds(e.ReplicaID, l.machine.past.latestID(), h.now) {
 		l.machine.list.end(e.ReplicaID)
@@ -378,7 +378,7 @@ func (h *listHistory) deliver(at int, a Deliver) {
 		m := h.waiters[w]
 		if h.rng.IntN(6) > 0 {
 			h.hears(m, w, q)
-		} else { // its stream breaks, and it does not receive the quorum
+		} else { // the member's stream breaks, and it does not receive the quorum
 			m.asks = 0
 			delete(h.waiters, w)
 			defer h.breaks(m)
@@ -386,7 +386,8 @@ func (h *listHistory) deliver(at int, a Deliver) {
 	}
 }
 
-// hears delivers a quorum to a member. Once all of its members have received it, it may commit: only one branch of the job may.
+// hears delivers a quorum to a member. Once all of its members have received it, the quorum may commit steps: only quorums of one
+// branch may.
 func (h *listHistory) hears(m *listMember, w WaiterID, q *Quorum) {
 	p := q.Past()
 	m.past, m.asks, m.step = &p, 0, m.step+1
@@ -410,7 +411,7 @@ func (h *listHistory) hears(m *listMember, w WaiterID, q *Quorum) {
 	h.chain = append(h.chain, q.ID)
 }
 
-// first is the quorum without a predecessor with which a history begins.
+// first returns the quorum with which a history begins: the one without a predecessor.
 func (h *listHistory) first(id int64) int64 {
 	for h.after[id] != 0 {
 		id = h.after[id]
@@ -418,12 +419,12 @@ func (h *listHistory) first(id int64) int64 {
 	return id
 }
 
-// outvotes counts the members of a set that ask, or whose vote is given, in the obvious way.
+// outvotes reports whether the members of a set that ask, or whose votes are given, are a majority, by counting them one by one.
 func (l *ledger) outvotes(set []Voter, asks map[string]bool) bool {
 	return majority(set, func(v Voter) bool { return asks[v.ReplicaID] || v.Given || l.given(v.ReplicaID) })
 }
 
-// majority is more than half of a set, or half of it with its first.
+// majority reports whether the counted members are more than half of a set, or half of it including the first one.
 func majority(set []Voter, counts func(Voter) bool) bool {
 	n := 0
 	for _, v := range set {

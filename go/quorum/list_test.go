@@ -27,7 +27,7 @@ func TestWhatChangedInAList(t *testing.T) {
 		want          Change
 	}{
 		{"nothing", named("a", "b"), named("a", "b"), Change{}},
-		{"of nobody", nil, nil, Change{}},
+		{"two empty lists", nil, nil, Change{}},
 		{"only steps", named("a"), []Member{{ReplicaID: "a", Step: 7, CommitFailures: 1, CommittedQuorumID: 5}}, Change{}},
 		{"one left", named("a", "b", "c"), named("a", "c"), Change{Left: []int{1}}},
 		{"all left", named("a", "b"), nil, Change{Left: []int{0, 1}}},
@@ -52,7 +52,7 @@ func TestTheChangeSinceAHeldList(t *testing.T) {
 	assert.Equal(t, Change{Set: named("c")}, now.Since(before.Revision, before))
 	whole := Change{Whole: true, Set: now.Members}
 	assert.Equal(t, whole, now.Since(0, before), "it holds none")
-	assert.Equal(t, whole, now.Since(before.Revision, nil), "one that nobody knows any more")
+	assert.Equal(t, whole, now.Since(before.Revision, nil), "a revision that is no longer known")
 	assert.Equal(t, whole, now.Since(quorum("x").Revision, before))
 	others := quorum("x", "y")
 	assert.Equal(t, whole, now.Since(others.Revision, others), "everything changed")
@@ -128,7 +128,7 @@ func TestADeltaAppliedToTheOldIsTheNew(t *testing.T) {
 	}
 }
 
-// A field that is added to Member must be in its state, or in what is compared and digested.
+// A field that is added to Member must be part of its State, or be compared and digested.
 func TestEveryFieldOfAMemberCounts(t *testing.T) {
 	for i := range reflect.TypeFor[Member]().NumField() {
 		var m Member
@@ -167,7 +167,7 @@ func TestStatesAreReportedInOne(t *testing.T) {
 	assert.Equal(t, States{Common: State{Step: 9}, Others: []PlacedState{{2, State{Step: 3, CommitFailures: 1}}}}, StatesOf(members))
 }
 
-func TestTheRevisionStaysWhileTheListDoes(t *testing.T) {
+func TestTheRevisionStaysWhileTheListIsTheSame(t *testing.T) {
 	r := newRing(2)
 	first := r.round(t, "a", "b")
 	require.Nil(t, first.Before)

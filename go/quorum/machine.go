@@ -17,7 +17,7 @@ import (
 type Machine struct {
 	core
 
-	past      memory    // the latest quorum, ids, and the job's step
+	past      memory    // the latest quorum, the ids used, and the job's step
 	reconnect reconnect // whether the next quorum needs a new id, even with the same members
 	drains    drains    // members of the latest quorum that left it, and whose processes are still needed
 	suspicion suspicion // reports of broken collectives
@@ -26,9 +26,9 @@ type Machine struct {
 
 	// For a lighthouse of a list:
 	list     succession // the rule by which only one of them serves the job
-	terms    terms      // of all lighthouses
-	ends     ends       // of members, which may be votes
-	votes    votes      // whether this lighthouse may continue after the latest quorum
+	terms    terms      // the terms of this lighthouse and of the others
+	ends     ends       // ends of members, which may be votes
+	votes    votes      // decides whether this lighthouse may continue after the latest quorum
 	failback failback   // to an earlier lighthouse
 
 	lastTick time.Time
@@ -37,10 +37,10 @@ type Machine struct {
 	inUse    InUse     // as last reported
 }
 
-// maxKnownID is the largest quorum id that a member may claim to know. Ids above it would soon overflow.
+// maxKnownID is the largest quorum id that a member may claim to know. From a larger one, new ids would soon overflow.
 const maxKnownID = math.MaxInt64 / 2
 
-// NewMachine makes the machine of a lighthouse that starts at a time. The policy must be valid.
+// NewMachine returns the machine of a lighthouse that starts at the given time. The policy must be valid.
 func NewMachine(policy Policy, start time.Time) *Machine {
 	m := &Machine{core: newCore(policy, start), lastTick: start}
 	shared, past, list := &m.core, &m.past, &m.list
@@ -60,10 +60,12 @@ func NewMachine(policy Policy, start time.Time) *Machine {
 func (m *Machine) Step(event Event, now time.Time) []Action {
 	m.open(now)
 	if slept, ok := event.(Slept); ok {
-		// Before expire: the heartbeats of that time have not been handled yet. Without this, all members would count as failed.
+		// This comes before expire: the heartbeats of that time have not been handled yet. Otherwise all members would count as
+		// failed.
 		m.roster.forgive(slept.For)
 		m.watch.forgive(slept.For)
-		// The time is only an estimate, so that each bond may have run out: its member may have asked another lighthouse.
+		// All bonds are released: the time is only an estimate, so any bond may have run out, and its member may have asked another
+		// lighthouse.
 		m.list.releaseAll(m.now)
 	}
 	m.failed = append(m.failed, m.roster.expire(m.now)...)
@@ -75,7 +77,8 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		m.act(tick)
 	}
 	if tick {
-		// Failback comes after the decision: members that have just got a quorum have no request here any more, and fail back with it.
+		// Failback comes after the decision: members that have just received a quorum have no pending request any more, and show
+		// that quorum to the other lighthouse.
 		if !m.drains.any() && !m.search.pending(m.now) {
 			m.failback.tick()
 		}
@@ -92,7 +95,7 @@ func (m *Machine) take(event Event) (decide bool) {
 	switch e := event.(type) {
 	case Asked:
 		return m.asked(e)
-	case Withdrawn: // It does not decide: with one candidate less no quorum becomes possible.
+	case Withdrawn: // No decision: one candidate less makes no quorum possible.
 		m.roster.withdraw(e.Waiter, m.now)
 	case Beat: // No decision here: if it makes a member with a request a candidate again, the next tick decides. Heartbeats must stay cheap.
 		m.roster.beat(e.ReplicaID, m.now)
@@ -101,11 +104,11 @@ func (m *Machine) take(event Event) (decide bool) {
 		return true // a new term ends requests: the remaining ones may complete a quorum
 	case Disconnected:
 		m.disconnected(e.ReplicaID)
-	case Incomplete: // A group asks only when all of its ranks have: the report is older than a pending request of the group.
+	case Incomplete: // Ignored if the group has a pending request: it asks only when all of its ranks have, so the report is older than the request.
 		if r := m.roster.members[e.ReplicaID]; r != nil && r.alive() && !r.waiting() {
 			m.fail(r, RankFailed, e.Reason)
 		}
-	case Suspected: // It does not evict: a check has to fail first. Otherwise one faulty member could evict a healthy peer.
+	case Suspected: // A report alone evicts no member, a check has to fail first: otherwise one faulty member could evict a healthy peer.
 		m.suspicion.suspected(e)
 	case Checked:
 		m.suspicion.lookedAt(e)
@@ -117,7 +120,7 @@ func (m *Machine) take(event Event) (decide bool) {
 		if m.drains.leaving(e.ReplicaID) {
 			m.ends.left(e.ReplicaID)
 		}
-		return true // it counts as failed: the others may be all that are healthy
+		return true // the member counts as failed: the pending requests may be those of all healthy members
 	case ShuttingDown:
 		m.drains.shuttingDown(e)
 		m.ends.left(e.ReplicaID)
@@ -129,7 +132,7 @@ func (m *Machine) take(event Event) (decide bool) {
 		return true // a decision may have been waiting for this quorum (search.pending)
 	case Ended:
 		m.ends.ended(e.ReplicaID)
-		return true // even if no member failed by it: the end of a bound member is a vote, which may have been missing
+		return true // even if no member fails: the end of a bound member is a vote, which may have been missing
 	case VotesWaived:
 		return m.ends.votesWaived(e)
 	case Bound: // No decision: a bond is a vote only once its member has ended.
@@ -137,7 +140,7 @@ func (m *Machine) take(event Event) (decide bool) {
 	case Reaches: // No failback here: Step does that after the decision of a tick, so that a quorum which is due is delivered first.
 		m.failback.reaches(e.ReplicaID, e.Places)
 	case Slept, Woken: // Step has handled them: Woken comes when the grace of a suspect is over, and expire finds that.
-	case Tick: // Here are all conditions that depend on time alone: they are noticed at most one tick late.
+	case Tick: // All conditions that depend on time alone are checked here, so they take effect at most one tick late.
 		m.search.tick()
 		m.ends.tick()
 		m.watch.tick()
@@ -151,7 +154,8 @@ func (m *Machine) take(event Event) (decide bool) {
 // asked accepts a request, refuses it, or redelivers the latest quorum. It reports whether it accepted the request.
 func (m *Machine) asked(e Asked) bool {
 	id := e.Member.ReplicaID
-	// Refused before the roster counts it: the others would wait for a member that counts as healthy and can be in no quorum.
+	// Refused before the roster counts it: otherwise the others would wait for a member that counts as healthy, and that no quorum
+	// may include.
 	if why, reason := m.unfit(e); reason != "" {
 		m.refuse(e.Waiter, why, reason)
 		if why == Unshown { // the member gets another chance to show its quorum, and is accepted after that
@@ -196,7 +200,7 @@ func (m *Machine) asked(e Asked) bool {
 	return true
 }
 
-// unfit is the reason why a member can be in no quorum here; empty if it can.
+// unfit returns the reason why no quorum here may include a member; empty if it may.
 func (m *Machine) unfit(e Asked) (why Refusal, reason string) {
 	if reason := m.list.streamless(e); reason != "" {
 		return Streamless, reason
@@ -230,7 +234,8 @@ func (m *Machine) disconnected(id string) {
 	m.ends.disconnected(id)
 }
 
-// adopted resets what belongs to the previous quorum, after one that was formed elsewhere, or before the start, became the latest.
+// adopted resets the state that belongs to the previous quorum, after a quorum that was formed elsewhere, or before the start,
+// became the latest.
 func (m *Machine) adopted() {
 	m.failed = m.failed[:0] // failures of the previous quorum; the members of this one have heartbeat_timeout_ms to connect
 	m.suspicion.forget()
@@ -241,7 +246,7 @@ func (m *Machine) adopted() {
 }
 
 // finish forgets the past of a job whose training is complete, as all members of the latest quorum have reported: the next group
-// that asks begins another training, and must not be refused for being behind. It does not if a member has not reported that,
+// that asks begins another training, and must not be refused for being behind. The past is kept if a member has not reported that,
 // since this member may come back with its weights, or if there is a list, since the job may continue at another lighthouse.
 func (m *Machine) finish() {
 	if m.past.latest == nil || m.list.listed() || slices.ContainsFunc(m.past.members, func(r *record) bool { return !r.finished }) {
@@ -254,7 +259,7 @@ func (m *Machine) finish() {
 	m.watch.forget()
 }
 
-// reportFailures reports the failures of members of the latest quorum. The others share no step with anyone.
+// reportFailures reports the failures of members of the latest quorum. Other members are in no step, so no peer waits for them.
 func (m *Machine) reportFailures() {
 	for _, d := range m.failed {
 		if !d.member.previous {

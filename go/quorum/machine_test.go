@@ -30,7 +30,7 @@ func (r *ring) ask(m Member) []Action {
 	return r.machine.Step(Asked{Waiter: r.waiter, Member: m}, r.now)
 }
 
-// round makes these groups ask, and returns the quorum that the last request completes.
+// round makes these groups ask, and returns the quorum that is formed at the last request.
 func (r *ring) round(t testing.TB, ids ...string) Deliver {
 	t.Helper()
 	for i, id := range ids {
@@ -47,14 +47,14 @@ func (r *ring) round(t testing.TB, ids ...string) Deliver {
 
 func TestIDsContinueAboveAnOlderLighthouse(t *testing.T) {
 	old := newRing(1)
-	for range 500 { // as fast as it can, each with a new set of members
+	for range 500 { // without pauses, each with a new set of members
 		old.ask(Member{ReplicaID: "a", CommitFailures: 1})
 	}
 	last := old.machine.past.latest.ID
 
 	restarted := NewMachine(Policy{MinReplicas: 1, JoinTimeout: 1, HeartbeatTimeout: 1}, epoch.Add(time.Second))
 	actions := restarted.Step(Asked{Waiter: 1, Member: Member{ReplicaID: "x"}}, epoch.Add(time.Second))
-	require.Greater(t, actions[0].(Deliver).Quorum.ID, last, "even if nobody says what was before")
+	require.Greater(t, actions[0].(Deliver).Quorum.ID, last, "even if no member reports an earlier quorum")
 }
 
 func TestAllWaitersShareOneQuorum(t *testing.T) {
@@ -134,7 +134,7 @@ func TestDescribeAsJSON(t *testing.T) {
 	}`, epoch.UnixMilli()+1), string(full))
 }
 
-func TestReasonsNameOnlySomeOfManyThatAreMissing(t *testing.T) {
+func TestReasonsNameOnlySomeOfManyMissingMembers(t *testing.T) {
 	r := newRing(1)
 	for i := range 30 {
 		r.machine.Step(Beat{ReplicaID: fmt.Sprintf("r%02d", i)}, r.now)

@@ -6,7 +6,7 @@ import (
 	"slices"
 )
 
-// Member is what a replica group sends when it asks to take part in the next step.
+// Member is the record that a replica group sends with its request to take part in the next step.
 type Member struct {
 	ReplicaID      string
 	Address        string // of the group's manager server
@@ -17,10 +17,10 @@ type Member struct {
 	Data           string // the user's JSON, forwarded unchanged
 	CommitFailures int64
 	// CommittedQuorumID is the id of the quorum in which the weights of Step were committed, by this group or by the source of its
-	// heal; -1 if they were committed in none since the group began, 0 if the group does not report it (upstream's managers do not).
+	// heal; -1 if they were committed in none since the group began, 0 if the group does not report it (upstream managers do not).
 	CommittedQuorumID int64
-	// ReplaysFailedSteps: its ranks keep the gradients that they reduce. When a peer fails, they reduce the same gradients again with the
-	// remaining groups.
+	// ReplaysFailedSteps: the ranks of the group keep the gradients that they reduce. When a peer fails, they reduce the same
+	// gradients again with the remaining groups.
 	ReplaysFailedSteps bool
 	Handles            []string // reconfigure handles, one per group rank; empty for peers of 0.2.0
 	Unknown            []byte   // wire fields that this version does not know, forwarded unchanged

@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// memory is what a lighthouse knows of the job's past.
+// memory records what a lighthouse knows of the job's past.
 //
 // A lighthouse that starts knows nothing, but its members know the last quorum that they were in. Each request carries the id of that
 // quorum. The first member whose id is later than that of the lighthouse's latest quorum is asked for the list of the members
@@ -16,8 +16,8 @@ import (
 // Invariants:
 //
 //  1. No id is used twice, and each new one is above highest, the highest that was seen.
-//  2. highest is raised only to an id that may exist (plausible), or to that of a quorum that one of its members shows. So no single
-//     wrong number spoils the ids of a job for good.
+//  2. highest is raised only to a plausible id, or to the id of a quorum that one of its members shows. So no single wrong number
+//     raises the ids of a job for good.
 //  3. members[i] is the record of latest.Members[i], and no other record has previous set.
 //  4. A quorum below step forms only after heartbeat_timeout_ms, or once no member with a larger step can come any more (regress).
 type memory struct {
@@ -26,24 +26,24 @@ type memory struct {
 	latest  *Quorum
 	members []*record
 	step    int64     // largest of the latest quorum's members
-	behind  time.Time // since when a quorum is delayed because it would be below step; zero if none is
+	behind  time.Time // since when a quorum is delayed because it would be below step; zero if no quorum is delayed
 
 	// highest is the largest quorum_id that was seen. It begins with the milliseconds of the start, so that a lighthouse which is
 	// started later begins above all ids that this one can have used.
 	highest int64
 
-	rumor Voter // while no quorum is known: a member that claimed to know one, and has not shown it; empty: none
-	disk  kept  // the last Keep
+	rumor Voter // while no quorum is known: a member that claimed to know one, and has not shown it; empty if there is no such member
+	disk  kept  // the content of the last Keep
 }
 
-// Voter is a member of a quorum as others remember it.
+// Voter is the record of a quorum's member that the other members keep.
 type Voter struct {
 	ReplicaID string
 	Address   string // of the group's manager server
-	Given     bool   // in a base: its vote was given for good to the quorum that has the base (succession.go)
+	Given     bool   // in a base: the member's vote was given for good to the quorum with this base (succession.go)
 }
 
-// Past is what members remember of a quorum: all that a lighthouse needs to continue after it.
+// Past is the record of a quorum that its members keep: all that a lighthouse needs to continue after it.
 type Past struct {
 	ID      int64
 	Step    int64     // largest of its members
@@ -51,7 +51,7 @@ type Past struct {
 	Base    [][]Voter // as Quorum.Base
 }
 
-// Past is what members and disks remember of the quorum.
+// Past returns the part of the quorum that members and disks keep.
 func (q *Quorum) Past() Past {
 	p := Past{ID: q.ID, Members: make([]Voter, len(q.Members)), Base: q.Base}
 	for i := range q.Members {
@@ -61,10 +61,11 @@ func (q *Quorum) Past() Past {
 	return p
 }
 
-// sets are the sets of members whose votes the next quorum needs: the members first, then each set of the base.
+// sets returns the sets of members whose votes the next quorum needs: the members first, then each set of the base.
 func (p Past) sets() [][]Voter { return slices.Concat([][]Voter{p.Members}, p.Base) }
 
-// Place is that of a member in the list. Lighthouses of this package send it sorted by replica_id.
+// Place returns the index of a member in the list, which is sorted by replica_id: lighthouses of this package send it in this
+// order.
 func (q *Quorum) Place(id string) (i int, in bool) {
 	return slices.BinarySearchFunc(q.Members, id, func(m Member, id string) int { return strings.Compare(m.ReplicaID, id) })
 }
@@ -96,14 +97,14 @@ func (p Past) Validate() error {
 // keepEvery is how often a new step is written to disk. The step is used for a warning only (regress).
 const keepEvery = time.Second
 
-// kept is what the last Keep had, and its time.
+// kept is the content of the last Keep, and its time.
 type kept struct {
 	step int64
 	at   time.Time
 }
 
-// keep returns what is to be written to disk: at once if the quorum is new, its step at most once in keepEvery. A lighthouse that
-// starts with an older step may miss a warning, and nothing else.
+// keep appends a Keep if something must be written to disk: at once if the quorum is new, its step at most once in keepEvery. A
+// lighthouse that starts with an older step may miss a warning, and nothing else.
 func (m *memory) keep(fresh bool, seat Seat) {
 	if m.latest == nil || !fresh && (m.step == m.disk.step || m.now.Sub(m.disk.at) < keepEvery) {
 		return
@@ -114,7 +115,7 @@ func (m *memory) keep(fresh bool, seat Seat) {
 	m.do(Keep{p, m.highest, seat})
 }
 
-// forget forgets all but the highest id: the ids of the next training must not repeat those of this one.
+// forget drops all but the highest id: the ids of the next training must not repeat those of this one.
 func (m *memory) forget(seat Seat) {
 	for _, r := range m.members {
 		m.roster.setPrevious(r, false, m.now)
@@ -134,9 +135,9 @@ func (m *memory) latestID() int64 {
 // less.
 const aheadOfClock = time.Hour
 
-// plausible reports whether an id that a member claims to know may exist. If it is not plausible, one of the members of that quorum must
-// show it, with the list of its members. So a single wrong number spoils no ids, and a lighthouse whose own clock is wrong still
-// continues after the quorum that its members show.
+// plausible reports whether an id that a member claims to know may exist. If it is not plausible, one of the members of that quorum
+// must show it, with the list of its members. So a single wrong number does not raise the ids for good, and a lighthouse whose own
+// clock is wrong still continues after the quorum that its members show.
 func (m *memory) plausible(id, term int64) bool {
 	low := id & (1<<termBits - 1)
 	return id <= m.highest || termOf(id) <= term && low <= m.now.Add(aheadOfClock).UnixMilli()
@@ -147,7 +148,7 @@ func (m *memory) plausible(id, term int64) bool {
 func (m *memory) pick(d decision) (in []*record, changed bool) {
 	t := d.tally
 	if d.eligible() == t.previous && t.previousCandidates == t.previous {
-		return m.members, false // the same as before, in the same order
+		return m.members, false // the members of the latest quorum, in the same order
 	}
 	in = make([]*record, 0, d.eligible())
 	for e := m.roster.queue.Front(); e != nil; e = e.Next() {
@@ -160,8 +161,8 @@ func (m *memory) pick(d decision) (in []*record, changed bool) {
 	return in, true
 }
 
-// newID is the id of a quorum that is formed now. It is a new one if its members must not reuse the connections of the latest quorum, or
-// if a member knows of a later quorum (it came from another lighthouse): with the id of the latest one here, that member would return
+// newID returns the id of a quorum that is formed now. The id is new if the members must not reuse the connections of the latest
+// quorum, or if a member knows a later quorum, of another lighthouse: with the id of the latest one here, that member would return
 // to an earlier quorum, and to its keys in the store.
 func (m *memory) newID(reconnects bool) int64 {
 	if m.latest == nil || reconnects || m.highest > m.latest.ID {
@@ -219,14 +220,14 @@ func (m *memory) adopt(p Past) {
 			m.do(Probe{v.ReplicaID, v.Address})
 		}
 	}
-	for _, r := range before { // after the loop above: a member of both must not be forgotten in between, with its request number
+	for _, r := range before { // after the loop above: the record of a member of both quorums, with its request number, must not be dropped in between
 		_, in := q.Place(r.id)
 		m.roster.setPrevious(r, in, m.now)
 	}
 	m.latest, m.step, m.rumor = q, p.Step, Voter{}
 }
 
-// voter is a member of the latest quorum, or of its base.
+// voter returns a member of the latest quorum, or of its base.
 func (m *memory) voter(id string) (Voter, bool) {
 	if m.latest == nil {
 		return Voter{}, false
@@ -263,19 +264,20 @@ func (m *memory) mayRegress(d decision, now time.Time) decision {
 	return d
 }
 
-// decided keeps the time since when the quorum waits for members with a larger step. Decisions with other causes leave it as it is:
+// decided records since when the quorum waits for members with a larger step. Decisions with other causes leave it as it is:
 // membership churn must not restart the wait.
 func (m *memory) decided(d decision) {
 	switch {
-	case d.cause == nobodyWaits, d.cause == forbidden, d.ready():
+	case d.cause == noRequest, d.cause == forbidden, d.ready():
 		m.behind = time.Time{}
 	case d.cause == behindJob && m.behind.IsZero():
 		m.behind = m.now
 	}
 }
 
-// regress is the reason why a quorum would be below the step that the job had reached, and names the members of the latest quorum that
-// are missing; empty if it would not be below, or if none is missing. mayCome: one of the missing ones counts as alive.
+// regress returns the reason why a quorum would be below the step that the job had reached, with the missing members of the latest
+// quorum; empty if it would not be below, or if none is missing. mayCome reports whether one of the missing members counts as
+// alive.
 func (m *memory) regress(in []*record) (reason string, mayCome bool) {
 	if m.latest == nil {
 		return "", false

@@ -57,8 +57,8 @@ func (m *model) evaluate(now time.Time) (*Quorum, []WaiterID) {
 		}
 		enough := len(in) >= m.policy.MinReplicas
 		majority := float64(len(candidates)) > float64(healthy)/2
-		everybody := len(candidates) == healthy
-		if !enough || !majority || !everybody && (now.Sub(first) < m.policy.JoinTimeout || presumed) {
+		all := len(candidates) == healthy
+		if !enough || !majority || !all && (now.Sub(first) < m.policy.JoinTimeout || presumed) {
 			if len(candidates) == 0 {
 				m.behind = time.Time{}
 			}

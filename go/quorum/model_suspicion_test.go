@@ -30,7 +30,7 @@ func (m *model) suspected(e Suspected, now time.Time) {
 	}
 }
 
-// silent reports whether a member counts as alive, and has neither asked nor reported.
+// silent reports whether a member counts as alive but has neither asked nor reported.
 func (m *model) silent(id string, now time.Time) bool {
 	_, reported := m.reports[id]
 	return !reported && !m.waits(id) && m.healthy(id, now)
@@ -72,7 +72,7 @@ func (m *model) tooLong(now time.Time) {
 	}
 }
 
-// nameStalled reports the members for which others wait.
+// nameStalled reports the members without progress for which others wait.
 func (m *model) nameStalled(now time.Time, age, timeout time.Duration) {
 	held := false
 	for _, id := range m.members() {

@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// model is a slow and obvious version of the machine, for a lighthouse without a list: it keeps everything that it was sent, and looks
-// at all of it after each event.
+// model is a slow and obvious version of the machine, for a lighthouse without a list: it keeps every message, and looks at all of
+// them after each event.
 type model struct {
 	policy    Policy
 	beats     map[string]time.Time // last signs of life, if they are not too old
@@ -16,7 +16,7 @@ type model struct {
 	fresh     map[string]Cause     // members of the latest quorum that failed in this call of step
 	failed    map[string]Cause     // those of them whose failure is reported
 	broken    bool                 // a member of the latest quorum has failed since it was formed
-	reported  bool                 // broken, as it was before this call of step
+	reported  bool                 // the value of broken before this call of step
 	rejoined  bool                 // a member that left asks again
 	waiting   []Asked              // pending requests, in their order
 	joined    map[string]time.Time // since when each candidate is one
@@ -206,7 +206,7 @@ func (m *model) markFailed(id string, cause Cause) {
 	m.ends(id, cause)
 }
 
-// ends records the failure of a member that was alive. It is reported only if the member is in the latest quorum.
+// ends records the failure of a live member. It is reported only if the member is in the latest quorum.
 func (m *model) ends(id string, cause Cause) {
 	m.anyFailed = true
 	if m.member(id) || m.waits(id) {
@@ -380,7 +380,7 @@ func (m *model) look(now time.Time) {
 
 func (m *model) candidates(now time.Time) map[string]Member {
 	found := map[string]Member{}
-	for _, a := range m.waiting { // the newest request wins
+	for _, a := range m.waiting { // the newest request of a member counts
 		if m.healthy(a.Member.ReplicaID, now) {
 			found[a.Member.ReplicaID] = a.Member
 		}

@@ -12,7 +12,7 @@ var (
 	beganAt   = stampedAt.Add(-time.Second)
 )
 
-// explorer visits all states. It can plant a mistake in the lighthouses, which it then must find.
+// explorer visits all states. A mistake can be planted in the lighthouses, which the exploration must then find.
 type explorer struct {
 	seen    map[[2]uint64]struct{}
 	seeds   [2]maphash.Seed
@@ -85,7 +85,7 @@ func (x *explorer) goes(w *world, i, place int) {
 	}
 	before := h.bound
 	if s.begin(known, whole(h.highest), beganAt) {
-		h.highest = max(h.highest, int16(s.term)<<lowBits+int16(w.clock)+1) // as firstID does: above the clock, which advances across a crash
+		h.highest = max(h.highest, int16(s.term)<<lowBits+int16(w.clock)+1) // as in firstID: above the clock, which advances across a crash
 		h.asks = 0
 		for j := range w.members {
 			if int(w.members[j].at) == place {
@@ -103,7 +103,7 @@ func (x *explorer) goes(w *world, i, place int) {
 	p.at, p.on, p.term = int8(place), true, max(p.term, h.term)
 }
 
-// asks makes a member show the quorum that it knows, and ask.
+// asks makes a member show the quorum that it knows, and then ask.
 func (x *explorer) asks(w *world, i, place int) {
 	p, h := &w.members[i], &w.lighthouses[place]
 	if w.id(p.knows) > w.id(h.last) && (h.last < 0 || x.mistake != "no questions for later quorums") {
@@ -117,7 +117,7 @@ func (x *explorer) asks(w *world, i, place int) {
 	}
 }
 
-// forget does what the machine does after a new latest quorum.
+// forget resets the same state as the machine does after a new latest quorum.
 func (x *explorer) forget(w *world, place int) {
 	last := &w.branches[w.lighthouses[place].last]
 	x.take(w, place).keep(func(id string) bool { return last.voters().has(member(id)) })
@@ -186,7 +186,7 @@ func (x *explorer) forms(w *world, place int, in, hear set) bool {
 	return true
 }
 
-// mayForm reports whether the votes suffice.
+// mayForm reports whether the votes suffice for a quorum.
 func (x *explorer) mayForm(w *world, place int, in set) bool {
 	short := x.take(w, place).shortfalls(w.past(w.lighthouses[place].last), func(id string) bool { return in.has(member(id)) })
 	if x.mistake == "half is enough" {

@@ -14,7 +14,7 @@ const (
 	lowBits     = 6 // of an id here, below its term
 )
 
-// set is a set of members, a bit each.
+// set is a set of members, with one bit for each.
 type set uint8
 
 func (s set) has(i int) bool { return s>>i&1 == 1 }
@@ -66,7 +66,7 @@ type (
 	branch struct {
 		id      int16
 		members set
-		base    [mostBases]layer // what is after the last one is empty
+		base    [mostBases]layer // the entries after the last one are empty
 		alive   bool             // it is the latest quorum that all of its members have received, or a successor of that
 	}
 	layer struct {
@@ -81,7 +81,7 @@ type (
 		greeted            [mostMembers]int8 // the quorum that each bound member knew when its stream began; -1 for none
 	}
 	memberState struct {
-		at    int8 // lighthouse; -1 before the first, ended if it has ended, or is no member of this history
+		at    int8 // its lighthouse; -1 before the first; ended if it has ended or is no member in this history
 		knows int8 // quorum, -1 for none
 		term  int8 // highest that it knows
 		on    bool // its stream with the lighthouse has not ended
@@ -110,7 +110,7 @@ func (w *world) past(q int8) Past {
 	return p
 }
 
-// voters are the members, and those of the base.
+// voters returns the members and those of the base.
 func (b *branch) voters() set {
 	all := b.members
 	for _, l := range b.base {
@@ -147,7 +147,7 @@ func (w *world) normal() {
 			used[k] = true
 		}
 	}
-	// In the order of their ids, each once.
+	// Quorums are listed in the order of their ids, each once.
 	var order []int8
 	for q := range w.branches {
 		if used[q] {

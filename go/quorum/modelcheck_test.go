@@ -14,9 +14,9 @@ import (
 	"github.com/torchft/torchft/go/internal/testmain"
 )
 
-// The model check explores all histories of a few members, two lighthouses and a bounded number of events, not a sample: breadth first,
-// each state once. The decisions of the lighthouses are those of succession.go and bond.go. The rule is that at most one branch of a
-// job ever commits: of two quorums that all of their members have received, one is a successor of the other.
+// The model check explores all histories of a few members, two lighthouses and a bounded number of events: breadth first, each
+// state once. The lighthouses use the decisions of succession.go and bond.go. The rule is that at most one branch of a job ever
+// commits: of two quorums that all of their members have received, one is a successor of the other.
 //
 // An event is one of these:
 //
@@ -27,9 +27,9 @@ import (
 //   - A member ends, and a lighthouse learns of it.
 //   - A lighthouse crashes, and starts with an empty memory, or with the state on its disk.
 //
-// Other events are not needed. A member whose end no lighthouse learns is the same as one that does nothing more. Answers to stamps are
-// no event: a member that has not answered is like a bound one whose end no lighthouse learns. A member receives a quorum at once or
-// never: until it receives it, it does nothing, so that the delay makes no difference to the others.
+// Other events are not needed. A member whose end no lighthouse learns is the same as a member that sends nothing more. Answers to
+// stamps are no event: a member that has not answered is like a bound one whose end no lighthouse learns. A member receives a
+// quorum at once or never: until it receives it, it does nothing, so that the delay makes no difference to the others.
 //
 // modelcheck_state_test.go has the state, modelcheck_events_test.go the events.
 

@@ -6,7 +6,7 @@ import (
 	"time"
 )
 
-// Policy has the settings that decide when a quorum forms. The names in errors are those of the command's options.
+// Policy has the settings that decide when a quorum forms. Errors name them as the options of the command.
 //
 // A machine gets a valid policy (Validate), and keeps it: a timer that began with one timeout must not end with another.
 type Policy struct {
@@ -19,7 +19,7 @@ type Policy struct {
 	StalledAfter time.Duration
 	// EjectStalledAfter is how long such a group may make no progress before it is evicted from the quorum; 0: never.
 	EjectStalledAfter time.Duration
-	ForbidRegression  bool // refuse a quorum below the step that the job had reached, in place of a warning
+	ForbidRegression  bool // refuse a quorum below the step that the job had reached, instead of logging a warning
 }
 
 // Validate names every setting that is out of range, its value, and what is allowed.

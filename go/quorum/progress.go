@@ -7,7 +7,7 @@ import (
 	"time"
 )
 
-// Progress is a group's answer to the question how far it is.
+// Progress is a group's answer to AskProgress.
 type Progress struct {
 	Step  int64
 	Rank  int64         // the rank that the rest of the group waits for
@@ -23,19 +23,19 @@ const (
 	leastStall    = 5 * time.Second
 	// In a large quorum a step may take this long for each member: all of them receive the list of the others first.
 	leastStallOfMember = time.Millisecond
-	// answerTime is how long a member may take to answer, and how often it is asked.
+	// answerTime is how long a member may take to answer, and also the interval at which it is asked.
 	answerTime = time.Second
 )
 
-// watch finds the members that make no progress in a step of the latest quorum: when the step takes too long, it asks the members what
-// they do, and reports those for which others wait as stalled.
+// watch finds the members that make no progress in a step of the latest quorum: when the step takes too long, it asks the members
+// for their progress, and reports those for which others wait as stalled.
 //
 // Invariants:
 //
 //  1. A member is reported as stalled only after the step has taken the stall timeout, and after the member was asked and had the
 //     time to answer.
-//  2. It is reported only while another member waits: where all members compute, the step is just long.
-//  3. Answers are about this step: the next one begins without any.
+//  2. It is reported only while another member waits: if all members compute, the step is just long.
+//  3. Answers count in one step only: they are dropped when the next one begins.
 type watch struct {
 	*core
 	past      *memory
@@ -44,18 +44,18 @@ type watch struct {
 	step
 }
 
-// pace is how long steps take.
+// pace records how long steps take.
 type pace struct {
 	steps [64]time.Duration // durations of the last steps, in no order
 	count int               // of all steps
 }
 
-// step is what is known of the step of the latest quorum.
+// step is the state of the latest quorum's step.
 type step struct {
 	began   time.Time            // when the quorum was delivered
 	askedAt time.Time            // when its members were asked last, zero if they were not
 	said    map[string]Progress  // the answers since then, by member
-	heard   map[string]time.Time // when each answer came: For has grown by the time since
+	heard   map[string]time.Time // when each answer arrived: the time since then is added to For
 	stalled map[string]string    // the members that were reported as stalled, and why
 }
 
@@ -72,10 +72,11 @@ func (w *watch) next(sameMembers bool) {
 // forget drops all durations and answers: another training begins.
 func (w *watch) forget() { w.pace, w.step = pace{}, step{} }
 
-// forgive reduces the age of the step by a time in which the lighthouse itself was stopped: otherwise members would be reported for it.
+// forgive reduces the age of the step by a time in which the lighthouse itself was stopped: otherwise members would be reported as
+// stalled for that time.
 func (w *watch) forgive(span time.Duration) { w.began = w.began.Add(span) }
 
-// median is of the last steps, 0 if there is none.
+// median returns the median duration of the last steps, 0 if there is none.
 func (p *pace) median() time.Duration {
 	n := min(p.count, len(p.steps))
 	if n == 0 {
@@ -85,7 +86,7 @@ func (p *pace) median() time.Duration {
 	return steps[n/2]
 }
 
-// timeout is how long a step may take before a member is reported as stalled.
+// timeout returns how long a step may take before a member is reported as stalled.
 func (w *watch) timeout() time.Duration {
 	if after := w.policy.StalledAfter; after > 0 {
 		return after
@@ -100,7 +101,7 @@ func (w *watch) progressed(e Progressed) {
 	}
 }
 
-// answer is what a member has answered since it was asked.
+// answer returns a member's answer since it was last asked.
 func (w *watch) answer(r *record) (p Progress, said bool) {
 	r.looks++
 	p, said = w.said[r.id]
@@ -132,7 +133,7 @@ func (w *watch) tick() {
 	}
 }
 
-// ask asks the members that may be stalled what they do. A member with a pending request has completed its step.
+// ask asks the members that may be stalled for their progress. A member with a pending request has completed its step.
 func (w *watch) ask() {
 	var ids []string
 	for _, r := range w.past.members {

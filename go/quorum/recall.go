@@ -7,17 +7,17 @@ import (
 	"time"
 )
 
-// search looks for a quorum that this lighthouse does not know and whose id a member claims to know. The lighthouse asks the member for
-// the members of that quorum (Recall), and the member shows the quorum (Recalled) or does not.
+// search looks for a quorum that this lighthouse does not know and whose id a member claims to know. The lighthouse asks the member
+// for the list of that quorum's members (Recall), and the member shows the quorum (Recalled) or does not.
 //
 // Invariants:
 //
-//  1. No quorum is formed while a member may still show a later one: while a member that knows of it has a pending request, or, at a
-//     lighthouse of a list, the member that was asked is alive and has had less than heartbeat_timeout_ms to show it. An only
-//     lighthouse continues after that time even if such a request is pending: no other one can have served the job meanwhile.
-//  2. A lighthouse of a list continues without the members that do not show the quorum (disbelieve): they are in no quorum here, and
-//     give no vote. The same holds for a member that was silent during the search and asks again (ahead). Once no member that knows of
-//     the later quorum is left here, the votes alone keep two lighthouses from serving the job at once (succession.go).
+//  1. No quorum is formed while a member may still show a later one: while a member that knows it has a pending request, or, at a
+//     lighthouse of a list, the member that was asked is alive and has had less than heartbeat_timeout_ms to show it. A lighthouse
+//     without a list continues after that time even if such a request is pending: no other one can have served the job meanwhile.
+//  2. A lighthouse of a list continues without the members that do not show the quorum (disbelieve): they are in no quorum here,
+//     and give no vote. The same holds for a member that was silent during the search and asks again (ahead). Once no member that
+//     knows the later quorum is left here, the votes alone keep two lighthouses from serving the job at once (succession.go).
 //  3. A quorum is accepted from the disk, or from a member that was in it, if its id is within the bounds that recalled checks.
 type search struct {
 	*core
@@ -30,7 +30,7 @@ type search struct {
 // recall describes the quorum that the search looks for.
 type recall struct {
 	id    int64     // of the latest claimed quorum, 0 if there is no search
-	since time.Time // when it was first heard of
+	since time.Time // when it was first claimed
 	asked time.Time // when a member was last asked
 	by    string    // the member that was asked last
 }
@@ -42,12 +42,12 @@ const (
 	mostRecalls = 3
 )
 
-// recallPause is the constant of that name, or less: mostRecalls recalls must fit into the heartbeat timeout.
+// recallPause returns the constant of that name, or less: mostRecalls recalls must fit into the heartbeat timeout.
 func (p Policy) recallPause() time.Duration {
 	return min(recallPause, p.HeartbeatTimeout/(mostRecalls+2))
 }
 
-// claim is a member's claim to know of a later quorum, which it has not shown yet.
+// claim is a member's claim to know a later quorum, which it has not shown yet.
 type claim struct {
 	latest  int64     // id of the latest quorum that the member was asked for
 	recalls int       // how often it was asked for a quorum
@@ -58,17 +58,17 @@ type claim struct {
 	broke   bool      // its stream broke after a recall: it is asked once more
 }
 
-// over ends a claim because the lighthouse knows a quorum that is as late by now. A member that did not show the claimed quorum is
-// asked only once for the next one: otherwise a member that claims a new number after each quorum would delay every quorum of the
-// others by three recalls.
+// over ends a claim: by now the lighthouse knows a quorum that is at least as late. A member that did not show the claimed quorum
+// is asked only once for the next one: otherwise a member that claims a new number after each quorum would delay every quorum of
+// the others by three recalls.
 func (c *claim) over() {
 	if *c = (claim{doubted: c.doubted || c.unshown}); c.doubted {
 		c.recalls = mostRecalls - 1
 	}
 }
 
-// disconnected allows one more recall on the member's next stream: recalls on the broken stream, or the answers to them, may have been
-// lost. A claim gets this only once: a member that reconnects again and again must not delay the others for good.
+// disconnected allows one more recall on the member's next stream: recalls on the broken stream, or the answers to them, may have
+// been lost. A claim gets this only once: a member that keeps reconnecting must not delay the others for good.
 func (c *claim) disconnected() {
 	if c.recalls > 0 && !c.broke && !c.unshown {
 		c.broke, c.recalls = true, min(c.recalls, mostRecalls-1)
@@ -92,7 +92,7 @@ func (c *claim) unanswered(spoke, now time.Time, pause time.Duration) bool {
 	return c.recalls >= mostRecalls && now.Sub(c.last) >= pause && spoke.After(c.second)
 }
 
-// doubt is the reason to refuse a request whose quorum id is not plausible and whose sender cannot be asked to show that quorum; empty
+// doubt returns the reason to refuse a request whose quorum id is not plausible and whose sender cannot be asked to show that quorum; empty
 // if the request is accepted. Quorum ids never decrease: if a wrong number were accepted, it would raise the ids of the job for good.
 func (s *search) doubt(e Asked) string {
 	if id := e.KnownQuorumID; e.Recallable && id <= maxKnownID || s.past.plausible(id, s.list.term) {
@@ -102,8 +102,8 @@ func (s *search) doubt(e Asked) string {
 		e.Member.ReplicaID, e.KnownQuorumID, s.now.UnixMilli())
 }
 
-// heard handles the quorum id that a member claims to know: if it is a later one, the member is asked for it, unless a member is
-// being asked for it, or for a later one, already.
+// heard handles the quorum id that a member claims to know: if it is later than the latest here, the member is asked for that
+// quorum, unless a member is already being asked for it or for a later one.
 func (s *search) heard(r *record, known int64) {
 	if known <= s.past.latestID() {
 		// A claim that is still open stays. Otherwise a member that repeats it in every other message would have its count of recalls
@@ -116,7 +116,7 @@ func (s *search) heard(r *record, known int64) {
 	switch {
 	case known > maxKnownID:
 		return
-	case r.unshown: // no quorum waits for this member any more, but it may still show the one that it claims
+	case r.unshown: // decisions do not wait for this member any more, but it may still show the quorum that it claims
 		s.do(Recall{r.id, known})
 		return
 	case r.unanswered(s.now, s.now, s.policy.recallPause()): // it sends greetings only: tick looks at members with a request
@@ -181,9 +181,9 @@ func (s *search) pending(now time.Time) bool {
 	return s.id > s.past.latestID() && (s.list.listed() || now.Sub(s.since) < s.policy.HeartbeatTimeout)
 }
 
-// ahead is the latest quorum id that these members know of and this lighthouse of a list does not, 0 if there is none. Such a member
-// gives no vote, even after the search for its quorum has ended: the search ends when the member falls silent, but its request
-// counts again as soon as it sends something.
+// ahead returns the latest quorum id that one of these members knows and this lighthouse of a list does not; 0 if there is none.
+// Such a member gives no vote, even after the search for its quorum has ended: the search ends when the member falls silent, but
+// its request counts again as soon as it sends something.
 func (s *search) ahead(in []*record) (id int64) {
 	if !s.list.listed() {
 		return 0
@@ -196,10 +196,10 @@ func (s *search) ahead(in []*record) (id int64) {
 	return id
 }
 
-// disbelieve ignores a member's claim of a quorum that it does not show, although it is alive. At a lighthouse of a list, the member
-// must not vote without showing the quorum (succession.go, invariant 3): it is refused with a reason that names it, and sent to the
-// next lighthouse, which may know that quorum. So a member with a wrong number does not stop the others. An only lighthouse
-// accepts the member all the same.
+// disbelieve ignores a member's claim of a quorum that it does not show, although it is alive. At a lighthouse of a list, the
+// member must not vote without showing the quorum (succession.go, invariant 3): it is refused with a reason that names it, and sent
+// to the next lighthouse, which may know that quorum. So a member with a wrong number does not stop the others. A lighthouse
+// without a list accepts the member all the same.
 func (s *search) disbelieve(r *record, known int64) {
 	r.unshown = true
 	s.do(Doubted{r.id, notShown(known)})
@@ -212,8 +212,8 @@ func (s *search) disbelieve(r *record, known int64) {
 	s.turnDown(r.id, Unshown, reason)
 }
 
-// unshown is the reason to refuse a request of a member whose claim is ignored; empty if the request is accepted. A member that was
-// asked mostRecalls times has its claim ignored from its next request on. If that request were accepted, it would be a vote
+// unshown returns the reason to refuse a request of a member whose claim is ignored; empty if the request is accepted. If a member
+// was asked mostRecalls times, its claim is ignored from its next request on. That request is refused: otherwise it would be a vote
 // of a member that does not show the quorum that it knows.
 func (s *search) unshown(e Asked) string {
 	r := s.roster.members[e.Member.ReplicaID]
@@ -231,7 +231,7 @@ func notShown(known int64) string {
 	return fmt.Sprintf("it claims to know of quorum %d, and did not show it", known)
 }
 
-// delivered ends the search: a quorum was formed although a later one was looked for.
+// delivered ends the search: a quorum was formed although the search for a later one had not succeeded.
 func (s *search) delivered(id int64) {
 	if s.id <= id {
 		return
@@ -249,7 +249,7 @@ func (s *search) recalled(e Recalled) (adopted bool) {
 	p := e.Past
 	s.list.remember(e.Seat)
 	if p.Validate() != nil {
-		if e.From == "" && p.ID == 0 && len(p.Members) == 0 { // the training is complete: only the highest id is kept
+		if e.From == "" && p.ID == 0 && len(p.Members) == 0 { // the training was complete: the disk has only the highest id
 			s.past.highest = max(s.past.highest, min(e.Highest, maxKnownID))
 		}
 		return false
@@ -259,16 +259,16 @@ func (s *search) recalled(e Recalled) (adopted bool) {
 		s.do(Doubted{e.From, fmt.Sprintf("it shows quorum %d, and was not in it", p.ID)})
 		return false
 	}
-	// An only lighthouse has no terms to check against. All quorums of the job were formed here, so that none
-	// can be far beyond the highest id that it has seen. Without the bound, a forged quorum could use up all ids.
+	// A lighthouse without a list has no terms to check against. All quorums of the job were formed here, so that none can be far
+	// beyond the highest id that it has seen. Without the bound, a forged quorum could use up all ids.
 	if seen := termOf(s.past.highest); !s.list.listed() && e.From != "" && termOf(p.ID) > seen+termReach {
 		s.do(Doubted{e.From, fmt.Sprintf("it shows quorum %d of term %d: the highest that was seen here is %d", p.ID, termOf(p.ID), seen)})
 		return false
 	}
 	switch beyond := s.list.listed() && termOf(p.ID) > s.list.term; {
 	case beyond && e.From == "":
-		// The quorum is from the disk, and another lighthouse may have formed it. So a term of this lighthouse begins above the quorum's. If
-		// the disk was slow, members may have asked already: their requests end, as at the begin of every term.
+		// The quorum is from the disk, and another lighthouse may have formed it. So a term of this lighthouse begins above the
+		// quorum's. If the disk was slow, members may have asked already: their requests end, as at the beginning of every term.
 		s.terms.begin("what is on disk", termOf(p.ID))
 	case beyond:
 		r := s.roster.members[e.From]

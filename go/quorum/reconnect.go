@@ -2,8 +2,8 @@ package quorum
 
 import "cmp"
 
-// reconnect is the reason why the members of the next quorum must open new connections to each other, even if they are the same as in
-// the latest one: the next quorum then has a new id. Of several reasons, a failure is the one that is reported.
+// reconnect records why the members of the next quorum must open new connections to each other, even if they are the same as in the
+// latest one: the next quorum then has a new id. If there are several reasons, the failure is reported.
 //
 // Invariants:
 //
@@ -21,7 +21,7 @@ func (r *reconnect) memberFailed(id string) { r.failed = id + " failed" }
 // rejoined records that a member which had left asks again. It has closed its connections with the others.
 func (r *reconnect) rejoined(id string) { r.other = id + " had left, and is back" }
 
-// moved records that another process asks under the name of a member. The others are connected with the earlier process.
+// moved records that another process asks under the name of a member. The others are connected to the earlier process.
 func (r *reconnect) moved(id string) {
 	if r.other == "" {
 		r.other = "another process asks as " + id
@@ -32,5 +32,6 @@ func (r *reconnect) needed() bool { return r.failed != "" || r.other != "" }
 
 func (r *reconnect) reason() string { return cmp.Or(r.failed, r.other) }
 
-// forget is for another latest quorum, in which no end was reported to anybody. Another reason may be later than that quorum, and stays.
+// forget drops the failure when another quorum becomes the latest one, of which no failure has been reported. The other reason
+// stays: it may be later than that quorum.
 func (r *reconnect) forget() { r.failed = "" }

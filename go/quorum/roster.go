@@ -8,15 +8,15 @@ import (
 	"time"
 )
 
-// record is what the lighthouse knows about one member. It is kept while the member is alive, has a pending request, or is in the
-// previous quorum, which in this file is the latest one that was delivered.
+// record is the lighthouse's record of one member. It is kept while the member is alive, has a pending request, or is in the
+// previous quorum. (In this file, the previous quorum is the latest one that was delivered.)
 type record struct {
 	id       string
 	lastBeat time.Time
-	pulse    *list.Element // its place in roster.pulses; nil once its heartbeat is too old
+	pulse    *list.Element // its element in roster.pulses; nil once its heartbeat is too old
 
 	brokeAt time.Time     // when its last stream broke
-	suspect *list.Element // its place in roster.suspects; nil unless it is one
+	suspect *list.Element // its element in roster.suspects; nil unless the member is a suspect
 
 	presumed bool // it counts as alive because it was in the last quorum, although it has sent nothing yet
 
@@ -25,17 +25,17 @@ type record struct {
 	address  string    // of its manager server, from the newest request or from the last quorum; empty if it was in neither
 
 	joined time.Time     // since when it is a candidate
-	place  *list.Element // its place in roster.queue; nil while it is no candidate
-	former *list.Element // its place in roster.formers; nil unless it is a candidate of the previous quorum
+	place  *list.Element // its element in roster.queue; nil while the member is no candidate
+	former *list.Element // its element in roster.formers; nil unless the member is a candidate and in the previous quorum
 
 	previous bool // member of the previous quorum
-	returned bool // it has begun a stream since it was last answered, and has not asked yet
+	returned bool // it has begun a stream since its last answer, and has not asked yet
 
 	farTerm int64  // a claimed term far above the present one, which begins once the member has shown a quorum of it; 0: none
 	claim          // a quorum that it knows, and the lighthouse does not
-	reaches Places // lighthouses before this one that it can reach
+	reaches Places // earlier lighthouses of the list that it can reach
 
-	draining string // who requested its drain; empty if nobody has
+	draining string // who requested its drain; empty if it is not drained
 	ending   bool   // it has reported that its manager server ends
 	finished bool   // it has reported that its training is complete
 
@@ -47,7 +47,7 @@ type record struct {
 type request struct {
 	waiter     WaiterID
 	member     Member
-	known      int64 // quorum_id of the last quorum that its member was in
+	known      int64 // quorum_id of the last quorum that the member was in
 	recallable bool  // it answers a Recall
 }
 
@@ -66,7 +66,7 @@ func (r *record) candidate() bool { return r.alive() && r.waiting() }
 // here reports whether a member has a pending request, or a stream that has not broken: another request of it may be on its way.
 func (r *record) here() bool { return r.waiting() || r.alive() && !r.presumed && r.suspect == nil }
 
-// byID is the order of members.
+// byID orders members by replica_id.
 func byID(a, b *record) int {
 	a.looks++
 	return strings.Compare(a.id, b.id)
@@ -100,8 +100,9 @@ func anyRequest(request) bool { return true }
 //     longest ago first. So expire looks only at the first ones of each list.
 //  4. queue has the candidates, formers those of them that were in the latest quorum, both in the order in which they joined: timers
 //     count from the first one.
-//  5. out is cleared by a request, or when the heartbeat is too old. A heartbeat does not clear it, since an evicted member goes on
-//     sending them. A drained member keeps it after its heartbeat was dropped, so that the status shows the reason (drains.disconnected).
+//  5. out is cleared by a request, or when the heartbeat is too old. A heartbeat does not clear it, since an evicted member keeps
+//     sending them. A drained member keeps it after its heartbeat was dropped, so that the status shows the reason
+//     (drains.disconnected).
 type roster struct {
 	timeout  time.Duration // of heartbeats
 	grace    time.Duration // of suspects
@@ -111,7 +112,7 @@ type roster struct {
 	suspects *list.List // of *record that are alive and whose stream broke, the longest ago first
 	queue    *list.List // of *record that are candidates, the first to join first
 	formers  *list.List // those of them that were in the previous quorum, in the same order
-	counts   tally      // all fields but waited and joining, which depend on the time
+	counts   tally      // waited and joining are not set: they depend on the time
 }
 
 func newRoster(p Policy) *roster {
@@ -140,7 +141,7 @@ func (s *roster) tally(now time.Time) tally {
 	return t
 }
 
-// failure names a member that counts as failed from now on, and why.
+// failure is a member that counts as failed from now on, with the cause.
 type failure struct {
 	member *record
 	cause  Cause
@@ -187,7 +188,7 @@ func (s *roster) markFailed(r *record, cause Cause, reason string, now time.Time
 	return failure{r, cause, reason}
 }
 
-// alive are the members that count as alive, the oldest heartbeat first.
+// alive returns the members that count as alive, the oldest heartbeat first.
 func (s *roster) alive() (alive []*record) {
 	for e := s.pulses.Front(); e != nil; e = e.Next() {
 		if r := e.Value.(*record); r.alive() {
@@ -243,7 +244,7 @@ func (s *roster) trust(r *record) {
 	}
 }
 
-// due is when the first suspect's grace is over, zero if there is none.
+// due returns when the first suspect's grace is over, zero if there is no suspect.
 func (s *roster) due() time.Time {
 	e := s.suspects.Front()
 	if e == nil {
@@ -272,7 +273,7 @@ func (s *roster) beat(id string, now time.Time) *record {
 	return r
 }
 
-// presume makes a member count as alive that has sent nothing yet.
+// presume makes a member that has sent nothing yet count as alive.
 func (s *roster) presume(id string, now time.Time) *record {
 	if r := s.members[id]; r != nil && r.alive() {
 		return r
@@ -335,7 +336,7 @@ func (s *roster) setPrevious(r *record, previous bool, now time.Time) {
 	s.update(r, now, func() { r.previous = previous })
 }
 
-// update changes one member, and the counts, the queues and the map with it.
+// update changes the record of one member, and adapts the counts, the queues and the map.
 func (s *roster) update(r *record, now time.Time, change func()) {
 	was := r.candidate()
 	s.count(r, -1)

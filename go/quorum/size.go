@@ -2,14 +2,15 @@ package quorum
 
 import "fmt"
 
-// Rank i of a group reduces with rank i of the others. With groups of different sizes, the last ranks of the larger ones would wait in
-// every step for peers that do not exist. So a new member of another size is refused, and is never in a quorum with the others.
+// Rank i of a group reduces with rank i of the others. With groups of different sizes, the last ranks of the larger ones would
+// wait in every step for peers that do not exist. So a new member of another size is refused, and is never in a quorum with the
+// others.
 //
-// A member that makes calls in place of a stream is accepted, as an upstream lighthouse does: the world_size that such a member sends may
-// differ from the number of its ranks.
+// A member that makes calls instead of using a stream is accepted with any size, as by an upstream lighthouse: the world_size
+// that such a member sends may differ from the number of its ranks.
 
-// misfit returns the reason to refuse a new member of another size than the present ones; empty if it is accepted. It is accepted, too,
-// if the size of the others is unknown.
+// misfit returns the reason to refuse a new member whose size differs from that of the present ones; empty if it is accepted. If
+// the size of the others is unknown, it is accepted.
 func (m *memory) misfit(e Asked) string {
 	size := e.Member.WorldSize
 	if r := m.roster.members[e.Member.ReplicaID]; !e.Recallable || size == 0 || r != nil && r.previous {
@@ -23,8 +24,8 @@ func (m *memory) misfit(e Asked) string {
 		e.Member.ReplicaID, size, other.ReplicaID, other.WorldSize)
 }
 
-// unlike returns a member of another size, or nil if there is none, or if there is one of this size, too. It looks at the members of the
-// latest quorum that have a stream or, if there are none, at those with a pending request.
+// unlike returns a member of another size. It returns nil if there is none, or if another member has this size. It looks at the
+// members of the latest quorum that have a stream or, if there are none, at those with a pending request.
 func (m *memory) unlike(id string, size uint64) (other *Member) {
 	here := false
 	for i, r := range m.members {

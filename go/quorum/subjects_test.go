@@ -8,7 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// stage has what the parts of the machine share, without the machine: a quorum of some members, which are all alive.
+// stage has the state that the parts of the machine share, without the machine: a quorum of some members, which are all alive.
 type stage struct {
 	core
 	past memory
@@ -29,7 +29,7 @@ func newStage(seat Seat, members ...string) *stage {
 	return s
 }
 
-// take feeds an event after a time, and returns its actions, and the members that failed by it.
+// take feeds an event to a part after the given time, and returns the resulting actions and failed members.
 func (s *stage) take(after time.Duration, event func()) (actions []Action, failed []string) {
 	s.open(s.now.Add(after))
 	event()
@@ -149,7 +149,7 @@ func TestBondsAlone(t *testing.T) {
 	one.answered("a", stamp)
 	now = stamp.Add(bondHolds)
 	require.False(t, holds(), "the same stamp binds for no longer")
-	require.True(t, one.promised("a", latest), "its own word that it ends is a vote at any time")
+	require.True(t, one.promised("a", latest), "a member's own report that it ends is a vote at any time")
 
 	fresh := now
 	one.answered("a", fresh)
@@ -176,10 +176,10 @@ func TestBondsAlone(t *testing.T) {
 
 	one.greets("b", latest, false, now)
 	one.answered("b", now.Add(time.Millisecond))
-	nobody := func(string) bool { return false }
-	one.sweep(now.Add(BondTime), nobody)
+	none := func(string) bool { return false }
+	one.sweep(now.Add(BondTime), none)
 	require.Contains(t, one.bound, "b", "it may still hold")
-	one.sweep(now.Add(2*BondTime+2*time.Millisecond), nobody)
+	one.sweep(now.Add(2*BondTime+2*time.Millisecond), none)
 	require.Empty(t, one.bound, "it has run out, and its member is not here")
 }
 

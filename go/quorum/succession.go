@@ -6,8 +6,8 @@ import (
 	"time"
 )
 
-// A job may have a list of lighthouses. They do not know of each other, and each member asks one at a time. One rule keeps two
-// of them from serving the job at once, and all of it is in this file and in bond.go:
+// A job may have a list of lighthouses. They do not communicate with each other, and each member asks one at a time. One rule keeps
+// two of them from serving the job at once, and all of it is in this file and in bond.go:
 //
 //	A lighthouse continues after the last quorum that it knows only with the votes of more than half of that quorum's
 //	members, or of half of them with the first by replica_id; and likewise for each quorum in its base. A member votes by
@@ -22,11 +22,12 @@ import (
 //     formed with it records it in its base (spend).
 //  3. A quorum commits a step only after all of its members have received it: they meet in one process group, and a missing member
 //     fails the step of the others. So each member of a quorum that committed shows that quorum when it votes later.
-//  4. The members that have received a quorum cannot alone outvote the members of the quorums before it, its base: joint consensus, as
-//     when Raft changes its members. A quorum stays in the base of all later ones until members that know of a later one outvote it,
-//     together with votes that were given before that later one was formed. No quorum may be left out in between: if branch A dropped
-//     one and kept the one before it, and branch B the other way round, A and B could have no member in common. So the base may hold
-//     several quorums, up to a size (tooLong); from there on the members stay the same until more of them know of the latest quorum.
+//  4. The members that have received a quorum cannot alone outvote the members of the quorums before it, its base: joint consensus,
+//     as when Raft changes its members. A quorum stays in the base of all later ones until members that know a later one outvote
+//     it, together with votes that were given before that later one was formed. No quorum may be left out in between: if branch A
+//     dropped one and kept the one before it, and branch B the other way round, A and B could have no member in common. So the base
+//     may hold several quorums, up to a size (tooLong); beyond it the members stay the same until more of them know the latest
+//     quorum.
 //
 // So of two quorums that both commit, the second is a successor of the first. The end of a member is no vote by itself: the member may
 // have been in a later quorum elsewhere. docs/correctness.md has the proof, and modelcheck_test.go checks all short histories.
@@ -41,10 +42,10 @@ type succession struct {
 // Seat is a lighthouse's place in the list that the members of a job have.
 type Seat struct {
 	Place int // from 0
-	Of    int // lighthouses; 0: the member does not say, 1: it knows one
+	Of    int // length of the list; 0: not reported, 1: the member knows one lighthouse
 }
 
-// String describes the place of a lighthouse in the list.
+// String describes the seat in words.
 func (s Seat) String() string {
 	if s.Of <= 1 {
 		return "the only one"
@@ -57,13 +58,13 @@ const termBits = 42
 
 func termOf(id int64) int64 { return id >> termBits }
 
-// TermOf is the term in which a quorum was formed: its id begins with it.
+// TermOf returns the term in which a quorum was formed: the high bits of its id.
 func TermOf(id int64) int64 { return termOf(id) }
 
 // maxTerm is the largest term: ids in it do not exceed maxKnownID.
 const maxTerm = maxKnownID >> termBits
 
-// listed reports whether other lighthouses may serve the job.
+// listed reports whether the job has a list of lighthouses: then others may serve it.
 func (s *succession) listed() bool { return s.seat.Of > 1 }
 
 // sit accepts the seat that this lighthouse has in a member's list, or returns the reason for a refusal: the other members have another
@@ -75,8 +76,8 @@ func (s *succession) listed() bool { return s.seat.Of > 1 }
 func (s *succession) sit(id string, seat Seat, others bool) (refusal string) {
 	switch {
 	case seat.Of == 0:
-		// The member does not report a seat (upstream's do not): the seat stays as others have reported it. If it counted as "the only
-		// one", this lighthouse could form a quorum with that member while another lighthouse serves the rest.
+		// The member reports no seat (upstream members do not): the seat that others have reported stays. If this one counted as a
+		// report of an only lighthouse, a quorum could be formed with this member here while another lighthouse serves the rest.
 	case s.seat.Of != 0 && others && !s.disk && seat != s.seat:
 		return fmt.Sprintf("for member %s this lighthouse is %s, for the others %s: TORCHFT_LIGHTHOUSE must be the same for all groups of a job",
 			id, seat, s.seat)
@@ -95,9 +96,9 @@ func (s *succession) remember(seat Seat) {
 }
 
 // begin sets a term above the highest term that a member has received from other lighthouses (known), and not below the term of the
-// highest id here. It reports whether the term is new. Each lighthouse has terms of its own, by its place in the list, and an id begins with its
-// term. So after a member has come from another lighthouse, the quorums here have higher ids than any that the other one still forms
-// with the member's earlier request.
+// highest id here. It reports whether the term is new. Lighthouses use different terms, depending on their places in the list, and
+// an id begins with its term. So after a member has come from another lighthouse, the quorums here have higher ids than any that
+// the other one still forms with the member's earlier request.
 func (s *succession) begin(known, highest int64, now time.Time) (begun bool) {
 	least := max(s.term, termOf(highest))
 	if known > s.term {
@@ -113,14 +114,14 @@ func (s *succession) begin(known, highest int64, now time.Time) (begun bool) {
 	return true
 }
 
-// firstID is the id after which the ids of the term begin.
+// firstID returns the id after which the ids of the term begin.
 func (s *succession) firstID(now time.Time) int64 {
 	return s.term<<termBits + min(max(now.UnixMilli(), 0), 1<<termBits-1<<32) // the bound leaves room for later ids if the clock is wrong
 }
 
-// A base holds more than one quorum only if the members change again before enough of them know of the previous quorum. It may hold
-// mostBases quorums of any size, or more of them with at most mostVoters members together. So a job of some hundred groups never waits
-// because of this bound, and one of thousands does not send megabytes with each quorum.
+// A base holds more than one quorum only if the members change again before enough of them know the previous quorum. It may hold
+// mostBases quorums of any size, or more of them with at most mostVoters members together. So a job of some hundred groups never
+// waits because of this bound, and one of thousands does not send megabytes with each quorum.
 const (
 	mostBases  = 4
 	mostVoters = 1 << 14
@@ -155,7 +156,7 @@ func (s *succession) given(v Voter) bool {
 	return v.Given || ended || waived
 }
 
-// shortfall is a set of members of which too few vote here.
+// shortfall is a set of members too few of which vote here.
 type shortfall struct {
 	base    bool // the set is from the base of the quorum
 	set     []Voter
@@ -163,7 +164,7 @@ type shortfall struct {
 	missing []Voter
 }
 
-// shortfalls are the sets that the asking members do not outvote. A quorum may be formed after p if there are none.
+// shortfalls returns the sets that the asking members do not outvote. If there are none, a quorum may be formed after p.
 func (s *succession) shortfalls(p Past, asks func(id string) bool) (short []shortfall) {
 	for i, set := range p.sets() {
 		votes := func(v Voter) bool { return asks(v.ReplicaID) || s.given(v) }
@@ -227,8 +228,9 @@ func (s *succession) baseAfter(p Past, changed bool, knows func(id string) bool)
 	return base
 }
 
-// waive counts the vote of a missing member as given, on the word of an operator. The proof does not cover it: if the member still
-// trains at another lighthouse, or others that were in a later quorum with it do, two lighthouses serve the job at once.
+// waive counts the vote of a missing member as given, because an operator states that the member has ended. The proof does not
+// cover it: if the member still trains at another lighthouse, or others that were in a later quorum with it do, two lighthouses
+// serve the job at once.
 func (s *succession) waive(id string) {
 	if s.waived == nil {
 		s.waived = map[string]struct{}{}
@@ -242,15 +244,15 @@ func (s *succession) back(id string) {
 	delete(s.waived, id)
 }
 
-// spend forgets the votes that were given here, once a quorum was formed with them: its base carries them (Given) to its
-// successors. If this lighthouse learns of another quorum that does not come after that one, the votes must not count again:
-// two branches would each have the same vote, and share no member that knows of both.
+// spend drops the votes that were given here, once a quorum was formed with them: its base carries them (Given) to its successors.
+// If this lighthouse learns of another quorum that does not come after that one, the votes must not count again: two branches would
+// each have the same vote, and share no member that knows both.
 func (s *succession) spend() {
 	clear(s.ended)
 	clear(s.waived)
 }
 
-// keep forgets the votes of ended and waived members for which votes is false: they have no vote on the next quorum.
+// keep drops the votes of ended and waived members for which votes is false: these members have no vote on the next quorum.
 func (s *succession) keep(votes func(id string) bool) {
 	for _, set := range []map[string]struct{}{s.ended, s.waived} {
 		for id := range set {

@@ -1,12 +1,13 @@
 package quorum
 
-// suspicion counts, for the latest quorum, which members report a broken collective and which peers they suspect. A process group often
-// does not know which peer broke. But a member that reports is alive, so that the suspects are the members that do not report.
+// suspicion counts the reports of broken collectives in the latest quorum: which members report, and which peers they suspect. A
+// process group often does not know which peer broke. But a member that reports is alive, so that the suspects are the members that
+// do not report.
 //
 // Invariants:
 //
-//  1. One member that reports, in error or by malice, evicts nobody: more than half of the others must report, and the suspect must
-//     then fail to give a sign of life.
+//  1. The report of one member, in error or by malice, evicts no member: more than half of the others must report, and the suspect
+//     must then fail to give a sign of life.
 //  2. In one quorum each member counts once as a reporter, and is checked at most once.
 //  3. Reports count for one quorum only. A report about an older one is no evidence about the members of the latest.
 type suspicion struct {
@@ -15,11 +16,11 @@ type suspicion struct {
 	reports
 }
 
-// reports are those of one quorum.
+// reports has the reports about one quorum.
 type reports struct {
-	accused map[string]string // by reporter: the suspect, empty if it does not know
-	named   map[string]int    // how many name a member
-	unnamed int               // how many do not know
+	accused map[string]string // by reporter: the suspect, empty if the reporter does not know it
+	named   map[string]int    // how many reports name each member
+	unnamed int               // how many reports name none
 	checked map[string]bool
 }
 

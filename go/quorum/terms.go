@@ -2,13 +2,13 @@ package quorum
 
 import "fmt"
 
-// terms is what a lighthouse learns from greetings: where in the list it is, and which terms other lighthouses had.
+// terms handles greetings: from them a lighthouse learns its place in the list, and the terms of other lighthouses.
 //
 // Invariants:
 //
 //  1. All members that have a stream have received the term. A new term ends all other streams and all requests (begin): a request counts
 //     only in the term in which it was made. Otherwise it could be answered after its member went to another lighthouse.
-//  2. The term is above all terms that members know of. Terms far ahead of all that were seen here are refused (overreaches), so that
+//  2. The term is above all terms that members know. Terms far ahead of all that were seen here are refused (overreaches), so that
 //     one wrong number does not use up the terms.
 type terms struct {
 	*core
@@ -24,7 +24,8 @@ const (
 	maxClaimedTerm = maxTerm - termReach
 )
 
-// knownTerm is the highest term that a member knows of. One that got its quorum by a call has heard of none.
+// knownTerm returns the highest term that a member knows. A member that received its quorum by a call was sent no term: it knows
+// only that of the quorum's id.
 func (e Greeted) knownTerm() int64 { return max(e.Term, termOf(e.KnownQuorumID)) }
 
 // admit accepts a member's stream, or refuses it. If it accepts it, and the lighthouse is one of a list, it returns the member: greeted
@@ -88,8 +89,8 @@ func (t *terms) begin(with string, known int64) {
 	t.outdate(func(q request) bool { return q.recallable }, reason)
 }
 
-// overreaches is the reason to refuse a greeting whose term is far ahead of all that were seen here; empty if it is accepted. It is
-// accepted if the member knows a quorum of about that term, which it then has to show (far).
+// overreaches returns the reason to refuse a greeting whose term is far ahead of all that were seen here; empty if it is accepted.
+// Such a greeting is accepted if the member knows a quorum of about that term, which it then has to show (far).
 func (t *terms) overreaches(e Greeted) (refusal string) {
 	switch known := e.knownTerm(); {
 	case known > maxClaimedTerm:
@@ -104,5 +105,5 @@ func (t *terms) overreaches(e Greeted) (refusal string) {
 // far reports whether a member's term begins here only once the member has shown a quorum of about that term.
 func (t *terms) far(e Greeted) bool { return e.knownTerm() > t.seen()+termReach }
 
-// seen is the highest term that was seen here.
+// seen returns the highest term that was seen here.
 func (t *terms) seen() int64 { return max(t.list.term, termOf(t.past.highest)) }

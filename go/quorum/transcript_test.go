@@ -16,12 +16,12 @@ import (
 // The commands of a transcript:
 //
 //	policy min=2 join=1s heartbeat=5s [grace=200ms] [stalled=2s] [eject=3s] [forbid]   a new machine, at time 0; its first quorum is 1001
-//	ask a [waiter=1] [step=3] [shrink] [failures=1] [known=1005] [number=3] [at=ADDRESS] [world=8] [recallable] [of=2] [reaches=1,2]   of=2: a call of a member that knows two lighthouses
+//	ask a [waiter=1] [step=3] [shrink] [failures=1] [known=1005] [number=3] [at=ADDRESS] [world=8] [recallable] [of=2] [reaches=1,2]   of=2: a call by a member that has a list of two lighthouses
 //	greet a seat=3/3 [term=1] [known=1005]   a member begins a stream; in its list this is the last of three lighthouses
 //	reaches a 1,2    the member can reach these lighthouses, and no others
 //	recalled 1005 step=3 a b c [from=a] [base=a+,b]   a shows quorum 1005; a+: the vote of a in the base was given for good
 //	bound a b [age=1s]   they answer a stamp that was sent this long ago
-//	waive a b        an operator says that they have ended
+//	waive a b        an operator states that they have ended
 //	missing          prints the members whose votes are missing
 //	ended a          its process has ended
 //	withdrawn 1      the request is withdrawn
@@ -30,7 +30,7 @@ import (
 //	incomplete a     a rank of it has failed
 //	suspects a [b]   a collective of the latest quorum failed in a, which suspects b, or no member in particular
 //	reached a        a check has reached it
-//	unreached a      a check has not
+//	unreached a      a check has not reached it
 //	says a computes|waits [for=3s] [rank=1]   its answer to AskProgress
 //	shutdown a       its manager server ends
 //	drain a          an operator requests that it leaves

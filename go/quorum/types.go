@@ -13,7 +13,7 @@ type Quorum struct {
 	Members  []Member  // ordered by ReplicaID
 	Base     [][]Voter // the members of earlier quorums whose votes the next one needs besides those of Members (succession.go); nil: none
 	Created  time.Time
-	Revision Revision // of Members; 0 if it is not known: a quorum in the answer to a call has none
+	Revision Revision // of Members; 0 if unknown: the answer to a call carries none
 }
 
 // WaiterID identifies one pending request; the shell chooses it and never uses it twice.
@@ -31,17 +31,17 @@ type (
 		// lighthouse continues above it, so that ids never repeat in the life of a job.
 		KnownQuorumID int64
 		Recallable    bool   // it answers a Recall
-		Lighthouses   int    // in the list of a member that makes a call; 0 if it does not say
+		Lighthouses   int    // in the list of a member that makes a call; 0 if not reported
 		Reaches       Places // as in Reaches
-		// Number grows with each request of the member, retries included; 0 if it does not say. A request with a smaller number than an
-		// earlier one was delayed on the way: its content is outdated, and the member does not wait for its answer.
+		// Number grows with each request of the member, retries included; 0 if the member does not number them. A request with a
+		// smaller number than an earlier one was delayed: its content is outdated, and the member does not wait for its answer.
 		Number uint64
 	}
-	// Greeted: a member begins a stream, which upstream's do not. It counts as a heartbeat.
+	// Greeted: a member begins a stream, which upstream members do not. It counts as a heartbeat.
 	Greeted struct {
 		ReplicaID string
 		Seat      Seat  // of this lighthouse in the member's list
-		Term      int64 // highest that the member heard from a lighthouse, see succession.go
+		Term      int64 // the highest that the member received from a lighthouse, see succession.go
 		// KnownQuorumID is as in Asked. A lighthouse of a list recalls that quorum at the greeting, before there is a request: a member
 		// that comes from another lighthouse in the middle of a step is training in it.
 		KnownQuorumID int64
@@ -52,17 +52,17 @@ type (
 		ReplicaID string
 		Places    Places
 	}
-	// Recalled: what a member, or a disk, knows of the last quorum.
+	// Recalled: a member, or the disk, shows the last quorum that it knows.
 	Recalled struct {
 		Past    Past
-		From    string // the member that shows it: it must have been in it. Empty: a disk
-		Highest int64  // no id up to this one may be given out again; 0 if that is Past.ID
-		Seat    Seat   // of this lighthouse, as a disk has it
+		From    string // the member that shows it, which must have been in it; empty: the disk
+		Highest int64  // no id up to this one may be used again; 0: up to Past.ID
+		Seat    Seat   // of this lighthouse, if read from the disk
 	}
 	// Bound: a member answered a stamp of this lighthouse, on a stream that has not been replaced by a newer one. See bond.go.
 	Bound struct {
 		ReplicaID string
-		Since     time.Time // when the stamp was sent, as the clock of this lighthouse said
+		Since     time.Time // when the stamp was sent, by the clock of this lighthouse
 	}
 	// VotesWaived: an operator states that members have ended, and that no group trains elsewhere in a later quorum that included them.
 	VotesWaived struct {
@@ -78,7 +78,7 @@ type (
 	// Disconnected: the last stream of a member broke: its process ended, or the network was cut. Its pending requests were withdrawn
 	// before. The member is a suspect from then on, and fails unless there is a sign of life within the grace.
 	Disconnected struct{ ReplicaID string }
-	// Incomplete: a rank of the group has failed. It takes part in nothing until it asks again.
+	// Incomplete: a rank of the group has failed. The group counts as failed until it asks again.
 	Incomplete struct{ ReplicaID, Reason string }
 	// Suspected: a collective of a quorum failed in the reporter's group. Suspect is the peer that broke it, empty if the reporter does
 	// not know. The report is a sign of life of the reporter.
@@ -100,7 +100,7 @@ type (
 	}
 	// Drained: an operator or a scheduler requests that a member leaves.
 	Drained struct{ ReplicaID, Reason string }
-	// Leaving: a member has ended its last step, and takes part in nothing more.
+	// Leaving: a member has ended its last step, and will not ask again.
 	Leaving struct{ ReplicaID string }
 	// ShuttingDown: a member shuts its manager server down. The end of its stream is no failure then.
 	ShuttingDown struct {
@@ -109,7 +109,7 @@ type (
 	}
 	// Slept: the lighthouse itself was stopped for a time, and handled no messages.
 	Slept struct{ For time.Duration }
-	// Woken: it is the time that the latest Wake asked for.
+	// Woken: the time of the latest Wake has come.
 	Woken struct{}
 	// Tick: quorum_tick_ms passed.
 	Tick struct{}
@@ -144,13 +144,13 @@ type (
 	Deliver struct {
 		Waiters []WaiterID
 		Quorum  *Quorum
-		Before  *Quorum       // the one that was delivered before, nil if none: many members hold its list
+		Before  *Quorum       // the previously delivered quorum, whose list many members hold; nil if there is none
 		Waited  time.Duration // since the first of them asked
-		// Kept: one of the members cannot show this quorum to a restarted lighthouse of the list, which then knows of it from its disk
+		// Kept: one of the members cannot show this quorum to a restarted lighthouse of the list, which then knows it from its disk
 		// only. If there is a disk, the shell answers after everything in earlier Keep actions has been written.
 		Kept bool
 	}
-	// Redeliver answers a waiter with the latest quorum, which it is in and whose answer was lost: see redeliver.go.
+	// Redeliver answers a waiter with the latest quorum: its member is in it, and the first answer was lost (redeliver.go).
 	Redeliver struct {
 		Waiter WaiterID
 		Quorum *Quorum
@@ -164,9 +164,9 @@ type (
 	// Welcome answers the greeting of a member. Actions before it are for the streams that were open then.
 	Welcome struct {
 		ReplicaID string
-		Term      int64         // 0 where there is no list
-		Bond      time.Duration // for how long a stamp binds the member, 0: it gets none
-		Draining  string        // who requested that it leaves, in case it missed the Drain; empty: nobody has
+		Term      int64         // 0 without a list
+		Bond      time.Duration // for how long a stamp binds the member; 0: stamps are not used
+		Draining  string        // who requested that the member leaves, in case it missed the Drain; empty: it is not drained
 	}
 	// RefuseStream ends the stream that a member just began.
 	RefuseStream struct {
@@ -175,8 +175,8 @@ type (
 	}
 	// Renew ends all streams but those of the member that just greeted. The members open new ones, whose welcome has the new term.
 	Renew struct{ Reason string }
-	// FailBack sends all members that have a stream to the lighthouse at an earlier place of the list. Messages on those
-	// streams count no more, and their end is no failure.
+	// FailBack sends all members that have a stream to the lighthouse at an earlier place of the list. Messages on those streams no
+	// longer count, and their end is no failure.
 	FailBack struct {
 		Place  int
 		Reason string
@@ -186,20 +186,20 @@ type (
 		ReplicaID string
 		QuorumID  int64
 	}
-	// Probe asks the host of a member whether its process has ended. The shell answers with Ended if it is.
+	// Probe asks the host of a member whether its process has ended. The shell answers with Ended if it has.
 	Probe struct {
 		ReplicaID string
 		Address   string
 	}
 	// Doubted reports a claim of a member that this lighthouse ignores, for the log.
 	Doubted struct{ ReplicaID, Reason string }
-	// Waived reports that a missing member was waived by an operator, and counts as one that votes here.
+	// Waived reports that an operator waived the vote of a missing member: it counts as given here.
 	Waived struct{ ReplicaID, By string }
-	// Keep has the shell write to disk what a restarted lighthouse has to know of the job.
+	// Keep makes the shell write to disk the state of the job that a restarted lighthouse needs.
 	Keep struct {
 		Past    Past  // zero: the training has ended, and only the ids are to be kept
-		Highest int64 // no id up to this one may be given out again
-		Seat    Seat  // a restarted lighthouse must not serve the job as the only one if there is a list
+		Highest int64 // no id up to this one may be used again
+		Seat    Seat  // with a list, a restarted lighthouse must not take itself for the only one
 	}
 	// Regressed reports a quorum whose steps are below those that the job had reached.
 	Regressed struct {
@@ -232,15 +232,16 @@ type (
 		Address   string // of its manager server
 		QuorumID  int64
 	}
-	// AskProgress asks members what they do; each answers with Progressed.
+	// AskProgress asks members for their progress; each answers with Progressed.
 	AskProgress struct{ ReplicaIDs []string }
 	// Drain asks a member to leave at the end of a step. It answers with Leaving when it does.
 	Drain struct{ ReplicaID, Reason string }
-	// Release lets a member that left end its process: no peer needs what it has sent any more.
+	// Release lets a member that left end its process: its peers have received all data of its last step.
 	Release struct{ ReplicaID string }
-	// Wake asks for Woken at a time, in place of an earlier Wake.
+	// Wake asks for Woken at a time. It replaces an earlier Wake.
 	Wake struct{ At time.Time }
-	// InUse reports whether the job has members and a latest quorum, when either changes. Before the first report it has neither.
+	// InUse reports whether the job has live members and a latest quorum. It is sent when either changes; before the first one,
+	// both are false.
 	InUse struct {
 		Alive  bool // a member counts as alive
 		Served bool // there has been a quorum, formed here or remembered
@@ -280,11 +281,11 @@ const (
 	Silent       Cause = "silent"      // no sign of life for too long
 	Connection   Cause = "connection"  // its connection broke, and it did not come back
 	RankFailed   Cause = "rank"        // one of its ranks has failed
-	Unreachable  Cause = "unreachable" // its peers lost the connection with it, and it gives no sign of life
+	Unreachable  Cause = "unreachable" // its peers lost the connection to it, and it gives no sign of life
 	NoProgress   Cause = "stalled"     // it made no progress, and was evicted
 	ProcessEnded Cause = "process"     // its host answered that its process has ended
-	Parted       Cause = "parted"      // its peers wait for it in a step whose quorum it did not get
-	Doubtful     Cause = "doubtful"    // it claims to know of a later quorum, and does not show it
+	Parted       Cause = "parted"      // its peers wait for it in a step whose quorum it did not receive
+	Doubtful     Cause = "doubtful"    // it claims to know a later quorum, and does not show it
 
 	// ShutDown is no failure: the member ended itself.
 	ShutDown Cause = "shutdown"
@@ -297,14 +298,14 @@ var Causes = []Cause{Silent, Connection, RankFailed, Unreachable, NoProgress, Pr
 type Refusal int
 
 const (
-	Overtaken  Refusal = iota // a newer request of its member came before it
-	Replaced                  // another process asks under the same replica_id
-	Behind                    // its step is below the job's, and the policy forbids to regress
+	Overtaken  Refusal = iota // a newer request of its member arrived before it
+	Replaced                  // another process asks with the same replica_id
+	Behind                    // its step is below the job's, and the policy forbids a regression
 	Outvoted                  // too few of the last quorum ask here: another lighthouse may have more
-	Outdated                  // another lighthouse was asked in the meantime: ask again
+	Outdated                  // the term changed, or another lighthouse serves the job: ask again
 	Left                      // its member has left
 	Unbelieved                // it claims to know a quorum far ahead, and does not show it
 	Unshown                   // it claims to know a later quorum, and does not show it: another lighthouse may know it
 	Misfit                    // its group has another world_size than the other groups
-	Streamless                // its member makes calls in place of a stream, and its lighthouse is one of a list (bond.go)
+	Streamless                // its member makes calls instead of using a stream, and its lighthouse is one of a list (bond.go)
 )

@@ -6,13 +6,13 @@ import (
 	"time"
 )
 
-// votes decides whether this lighthouse of a list may form the next quorum: it counts votes by the rule of succession.go, and sends
-// members to the next lighthouse that have too few votes here. An only lighthouse needs no votes.
+// votes decides whether this lighthouse of a list may form the next quorum: it counts votes by the rule of succession.go. If there
+// are too few votes here, it sends the members to the next lighthouse. A lighthouse without a list needs no votes.
 //
 // Invariants:
 //
-//  1. No quorum is formed without the votes for it (lacking). They need not be counted if all members of the latest quorum ask, and it
-//     has no base: then all have voted.
+//  1. No quorum is formed without the votes for it (lacking). They need not be counted if all members of the latest quorum ask and
+//     it has no base: then all votes are there.
 //  2. The bond of a member is released before the member is sent to the next lighthouse (bond.go, invariant 2).
 //  3. Requests that lack votes do not stay pending for ever: after heartbeat_timeout_ms they are refused, and their members ask the next
 //     lighthouse, where the votes may be.
@@ -24,8 +24,8 @@ type votes struct {
 	lacked time.Time // since when votes are missing for the pending requests; zero while they are not
 }
 
-// lacking is the reason why these members may not form a quorum: votes are missing, and another lighthouse might serve the rest of the
-// latest quorum. It is empty if they may. The members whose votes are missing are returned, too.
+// lacking returns the reason why these members may not form a quorum, and the members whose votes are missing: another lighthouse
+// might serve those. The reason is empty if they may.
 func (v *votes) lacking(d decision, in []*record) (reason string, missing []Voter) {
 	latest := v.past.latest
 	if !v.list.listed() || d.cause == fastPath && latest.Base == nil {
@@ -55,7 +55,7 @@ func (v *votes) lacking(d decision, in []*record) (reason string, missing []Vote
 	return reason, missing
 }
 
-// base is the base of the quorum that is formed now (succession.baseAfter).
+// base returns the base of the quorum that is formed now (succession.baseAfter).
 func (v *votes) base(in []*record, changed bool) [][]Voter {
 	latest := v.past.latest
 	if !v.list.listed() || latest == nil || latest.Base == nil && !changed {
@@ -68,9 +68,9 @@ func (v *votes) base(in []*record, changed bool) [][]Voter {
 	return v.list.baseAfter(latest.Past(), changed, func(id string) bool { return knows[id] })
 }
 
-// stillLacking reports that a decision is needless: at the last one votes were missing, the counts alone show that they still are, and
-// neither a refusal nor a probe is due. Without this shortcut, each request would cost as much as the quorum has members while votes
-// are missing.
+// stillLacking reports whether a decision is needless: votes were missing at the last decision, the counts alone show that they
+// still are, and neither a refusal nor a probe is due. Without this shortcut, each request would cost as much as the quorum has
+// members while votes are missing.
 func (v *votes) stillLacking(t tally) bool {
 	if v.lacked.IsZero() || !v.list.listed() || v.past.latest == nil || t.candidates == 0 ||
 		v.now.Sub(v.lacked) >= v.policy.HeartbeatTimeout || v.now.Sub(v.ends.asked) >= probePause {
@@ -94,12 +94,13 @@ func (v *votes) decided(d decision, tick bool) {
 	case tick && !d.ready() && d.cause != forbidden:
 		v.stranded()
 	}
-	if d.ready() || d.cause == nobodyWaits {
+	if d.ready() || d.cause == noRequest {
 		v.lacked = time.Time{}
 	}
 }
 
-// stranded refuses the pending requests, after a while, if all members that are alive together lack votes, whatever else is awaited.
+// stranded refuses the pending requests after heartbeat_timeout_ms if all live members together lack votes, whatever else the
+// quorum waits for.
 func (v *votes) stranded() {
 	if !v.list.listed() || v.roster.queue.Len() == 0 {
 		return
@@ -137,7 +138,7 @@ func (v *votes) lack(reason string, missing []Voter, in []*record) {
 	}
 }
 
-// missing are the members whose votes would be missing even if all members that are alive asked; none if no votes would be.
+// missing returns the members whose votes would be missing even if all members with evidence of life asked.
 func (v *votes) missing() (ids []string) {
 	heard := slices.DeleteFunc(v.roster.alive(), func(r *record) bool { return r.presumed })
 	_, missing := v.lacking(decision{}, heard)

@@ -36,18 +36,20 @@ type Calls interface {
 	Quorum(ctx context.Context, req Request) (recovery.Result, error)
 	CheckpointMetadata(ctx context.Context, groupRank int64) (string, error)
 	ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error)
-	// Suspect reports a failed collective of a quorum, and the member that is suspected; empty if it is not known.
+	// Suspect reports a failed collective of a quorum, and the suspected member; empty if it is not known.
 	Suspect(quorumID int64, replicaID string)
-	// SayProgress answers ProgressAsked: whether the rank waits for other groups, and what it does.
+	// SayProgress answers ProgressAsked: whether the rank waits for other groups, and its activity in words.
 	SayProgress(groupRank int64, waits bool, what string)
 	// SayHealing reports the progress of a heal, SayRecovered the cost of a recovery. They do not block.
 	SayHealing(p membership.HealProgress)
 	SayRecovered(r membership.Recovered)
 	// SayCounted adds to a counter of the server. It does not block.
 	SayCounted(c Counted)
-	// Leave announces that the group has completed its last step, and waits until no peer needs its data any more. Each rank calls it.
+	// Leave announces that the group has completed its last step, and waits until its peers no longer need its data. Each rank
+	// calls it.
 	Leave(ctx context.Context) error
-	// Notices has the notices that the server receives from the lighthouse. It is nil if the server does not pass them on.
+	// Notices returns the channel of the notices that the server forwards from the lighthouse. It is nil if the server forwards
+	// none.
 	Notices() <-chan membership.Notice
 	Close() error
 }
@@ -76,7 +78,7 @@ func WithoutShortcut() DialOption { return func(s *settings) { s.noShortcut = tr
 // WithRelay connects to the relay at an address (package relay), and to the server itself when the relay has ended.
 func WithRelay(address string) DialOption { return func(s *settings) { s.relay = address } }
 
-// Dial connects to the manager server at addr, trying again until connectTimeout is over.
+// Dial connects to the manager server at addr, and retries until connectTimeout is over.
 func Dial(ctx context.Context, addr string, connectTimeout time.Duration, options ...DialOption) (*Client, error) {
 	var s settings
 	for _, option := range options {
@@ -128,24 +130,24 @@ func (c *Client) Quorum(ctx context.Context, req Request) (recovery.Result, erro
 	return r, rpc.Wrap("quorum", c.peer, err)
 }
 
-// CheckpointMetadata is what a rank of that group announced last.
+// CheckpointMetadata returns the checkpoint address that a rank of that group announced last.
 func (c *Client) CheckpointMetadata(ctx context.Context, groupRank int64) (string, error) {
 	metadata, err := c.Calls.CheckpointMetadata(ctx, groupRank)
 	return metadata, rpc.Wrap("checkpoint_metadata", c.peer, err)
 }
 
-// ShouldCommit waits until every rank of the group has voted on the step, and is true if all votes are.
+// ShouldCommit waits until every rank of the group has voted on the step, and returns true if all votes are true.
 func (c *Client) ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error) {
 	commit, err := c.Calls.ShouldCommit(ctx, groupRank, step, vote)
 	return commit, rpc.Wrap("should_commit", c.peer, err)
 }
 
-// Leave announces that the group has completed its last step, and waits until no peer needs its data any more.
+// Leave announces that the group has completed its last step, and waits until its peers no longer need its data.
 func (c *Client) Leave(ctx context.Context) error {
 	return rpc.Wrap("leave", c.peer, c.Calls.Leave(ctx))
 }
 
-// remote calls a server over the network by unary calls.
+// remote makes unary calls to a server over the network.
 type remote struct {
 	conn *grpc.ClientConn
 	stub torchftpb.ManagerServiceClient
@@ -186,7 +188,7 @@ func (r *remote) Leave(context.Context) error { return nil }
 
 func (r *remote) Notices() <-chan membership.Notice { return nil }
 
-// An upstream server has no use for these.
+// An upstream server does not accept these reports.
 func (r *remote) Suspect(int64, string)              {}
 func (r *remote) SayProgress(int64, bool, string)    {}
 func (r *remote) SayHealing(membership.HealProgress) {}

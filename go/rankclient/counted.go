@@ -29,7 +29,7 @@ type Counted struct {
 	Number    int64
 }
 
-// Validate reports why a server would not add it.
+// Validate returns why a server would refuse the report.
 func (c Counted) Validate() error {
 	if _, known := Counters[c.Name]; !known {
 		return fmt.Errorf("no counter of a rank is named %q, only: %s", c.Name, strings.Join(slices.Sorted(maps.Keys(Counters)), ", "))

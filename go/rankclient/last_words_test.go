@@ -11,7 +11,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// lastWords is a stream that answers one call and ends before the caller reads the answer.
+// lastWords is a stream that answers one call, and ends before the caller reads the answer.
 type lastWords struct {
 	grpc.BidiStreamingClient[torchftpb.RankRequest, torchftpb.RankResponse]
 	asked chan uint64

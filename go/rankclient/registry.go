@@ -30,14 +30,14 @@ func at(network rpc.Network, address string) place {
 	return place{network, address}
 }
 
-// Register lets clients in this process call the server at an address directly, until unregister is called. connect makes the
-// calls of one client.
+// Register lets clients in this process call the server at an address directly, until unregister is called. connect returns the
+// Calls for one client.
 func Register(network rpc.Network, address string, connect func() Calls) (unregister func()) {
 	return local.add(at(network, address), &shortcut{connect})
 }
 
-// add keeps the first of two servers with one place. Two servers can announce the same address if they listen on different interfaces;
-// the address is ambiguous in the network, too.
+// add keeps the first of two servers at one place. Two servers can announce the same address if they listen on different
+// interfaces; the address is ambiguous in the network, too.
 func (r *registry) add(key place, server *shortcut) (remove func()) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -56,7 +56,7 @@ func (r *registry) add(key place, server *shortcut) (remove func()) {
 	}
 }
 
-// connect is nil if no server of this process has the address.
+// connect returns nil if no server of this process has the address.
 func (r *registry) connect(network rpc.Network, address string) Calls {
 	r.mu.Lock()
 	server := r.servers[at(network, address)]

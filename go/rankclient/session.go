@@ -21,14 +21,14 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// session makes the calls of a rank over one stream, at a fraction of the cost of unary calls. To a server without sessions it makes
-// unary calls.
+// session makes the calls of a rank over one stream, at a fraction of the cost of unary calls. If the server has no sessions, it
+// makes unary calls.
 type session struct {
 	remote
 	ctx     context.Context // ends with Close
 	cancel  context.CancelFunc
 	stub    torchftpb.RankServiceClient
-	relay   *grpc.ClientConn // nil: none
+	relay   *grpc.ClientConn // nil without a relay
 	manager string           // address of the server; only with a relay
 	unary   atomic.Bool      // the server has no sessions
 	heard   membership.Broadcast
@@ -51,7 +51,7 @@ func newSession(conn *grpc.ClientConn) *session {
 	return s
 }
 
-// errUnary is the error of a call on a session that has to be repeated as a unary call.
+// errUnary reports that a call on a session must be repeated as a unary call.
 var errUnary = errors.New("the server knows no sessions")
 
 func (s *session) Quorum(ctx context.Context, req Request) (recovery.Result, error) {
@@ -113,7 +113,7 @@ func (s *session) SayCounted(c Counted) {
 	}})
 }
 
-// say sends a report, which has no answer, if the session is open. Otherwise the report is dropped.
+// say sends a report if the session is open, and drops it otherwise. A report is not answered.
 func (s *session) say(req *torchftpb.RankRequest) {
 	select {
 	case s.opening <- struct{}{}:
@@ -154,7 +154,7 @@ func (s *session) call(ctx context.Context, req *torchftpb.RankRequest) (*torchf
 	return resp, err
 }
 
-// connect returns the stream. If the last one broke, it opens another one, which blocks until the connection is made.
+// connect returns the open stream. If it broke, connect opens another one, and blocks until the connection is established.
 func (s *session) connect(ctx context.Context) (*clientStream, error) {
 	select {
 	case s.opening <- struct{}{}:
@@ -210,8 +210,8 @@ func (s *session) open(ctx context.Context, again bool) (grpc.BidiStreamingClien
 	if err != nil {
 		return nil, err
 	}
-	// After a restart of ranks, their store may still name the relay of an earlier server, whose port another group may have by now.
-	// A vote through that relay would count there.
+	// After a restart of ranks, their store may still name the relay of an earlier server, whose port another group's relay may
+	// have by now. A vote through that relay would count in that group.
 	if manager := rpc.ManagerOf(header); manager != s.manager {
 		return nil, status.Errorf(codes.FailedPrecondition, "it is connected to the manager server at %q, not to %q", manager, s.manager)
 	}
@@ -221,7 +221,7 @@ func (s *session) open(ctx context.Context, again bool) (grpc.BidiStreamingClien
 // reopenTime is how long reopen tries to open a stream without a pending request.
 const reopenTime = 10 * time.Second
 
-// reopen opens another stream soon after one broke, so that the server learns that only the connection broke, and the rank is alive.
+// reopen opens another stream soon after one broke, so that the server learns that the rank is alive and only the connection broke.
 func (s *session) reopen(broken *clientStream) {
 	if status.Code(broken.err) == codes.Unimplemented {
 		return
@@ -239,7 +239,7 @@ func (s *session) reopen(broken *clientStream) {
 	}
 }
 
-// clientStream is a session as long as its connection lasts.
+// clientStream is the part of a session on one connection.
 type clientStream struct {
 	wire   grpc.BidiStreamingClient[torchftpb.RankRequest, torchftpb.RankResponse]
 	notice func(membership.Notice)
@@ -314,7 +314,7 @@ func (s *clientStream) call(ctx context.Context, req *torchftpb.RankRequest) (*t
 		err = status.FromContextError(ctx.Err()).Err()
 	}
 	select {
-	case resp := <-answered: // the answer came just before the stream broke
+	case resp := <-answered: // the answer arrived just before the stream broke
 		return outcome(resp)
 	default:
 		return nil, err

@@ -8,8 +8,8 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// Compute returns what one rank of a replica group has to do in a quorum. With initSync, all groups of a job
-// that is at step 0 take over the state of one of them, so that they need not have begun with equal weights.
+// Compute returns the part of one rank of a replica group in a quorum: its index, its store, and the source or targets of its heal.
+// With initSync, all groups of a job at step 0 take over the state of one of them, so that they need not start with equal weights.
 //
 // Groups of other versions compute the same from the same quorum, so every index below is part of the
 // protocol. It fails if the group is not in the quorum, or if group_rank is negative.
@@ -21,8 +21,8 @@ func Compute(replicaID string, groupRank int64, q *quorum.Quorum, initSync bool)
 	return view.Compute(groupRank, initSync)
 }
 
-// View is a quorum as one of its groups sees it: what is common to all ranks of the group is computed once. That matters for groups of
-// thousands of ranks, where each member has as many handles, of which each rank needs one.
+// View is a quorum from the point of view of one of its groups. Results that are the same for all ranks of the group are computed
+// once. That matters for groups of thousands of ranks: each member then has thousands of handles, of which each rank needs one.
 type View struct {
 	members  []quorum.Member // in order
 	complete []bool          // by member: it has a handle for each of its ranks
@@ -90,8 +90,8 @@ func (v *View) Compute(groupRank int64, initSync bool) (Result, error) {
 // newest returns the latest quorum in which a member at this step has committed the step. Two groups can reach one step in different quorums, each
 // without the other, and then hold different weights: the group with the older quorum is behind.
 //
-// It is 0, and steps alone decide, if a member does not announce its quorum. Such a member (upstream's) decides by steps alone, and all
-// members must come to the same plan.
+// If a member does not announce its quorum, the result is 0, and steps alone decide: such a member (an upstream one) decides by
+// steps alone, and all members must compute the same plan.
 func newest(members []quorum.Member, step int64) int64 {
 	latest := int64(-1)
 	for i := range members {
@@ -106,21 +106,21 @@ func newest(members []quorum.Member, step int64) int64 {
 	return latest
 }
 
-// replays decides whether a group reduces the gradients again that it kept of a failed step. They must be of the weights that it has now.
-// If another group has committed the step, this one is behind and heals instead. Otherwise all groups at max_step have equal weights, so
-// kept and newly computed gradients may be averaged.
+// replays decides whether a group reduces its kept gradients of a failed step again. They must have been computed from the weights
+// that it has now. If another group has committed the step, this one is behind and heals instead. Otherwise all groups at max_step
+// have equal weights, so kept and newly computed gradients may be averaged.
 //
-// A member that does not announce ReplaysFailedSteps computes the step again. Then all groups do: in a replay they would wait in the
-// collective until that member has computed, perhaps longer than its timeout. At the first step with initSync the ranks of a group have
-// different primaries, and would come to different decisions.
+// If a member does not announce ReplaysFailedSteps, it computes the step again, and so do all groups: in a replay they would wait
+// in the collective until that member has computed, perhaps longer than the collective's timeout. At the first step with initSync
+// no group replays: the ranks of a group have different primaries, and would come to different decisions.
 func replays(members []quorum.Member, r Result, initSync bool) bool {
 	silent := slices.ContainsFunc(members, func(m quorum.Member) bool { return !m.ReplaysFailedSteps })
 	firstStep := initSync && r.MaxStep == 0 && len(members) > 1
 	return r.MaxReplicaRank != nil && !r.Heal && !silent && !firstStep
 }
 
-// assign distributes the groups that must heal over the sources. All ranks of a group come to the same result, except at step 0, where
-// each rank has a primary of its own (fromPrimary).
+// assign distributes the groups that must heal over the sources. All ranks of a group compute the same result, except at step 0,
+// where each rank has its own primary (fromPrimary).
 func assign(r *Result, members []quorum.Member, sources []int, primary int, groupRank int64, fromPrimary bool) {
 	if fromPrimary {
 		sources = []int{primary}
@@ -160,8 +160,8 @@ func assign(r *Result, members []quorum.Member, sources []int, primary int, grou
 // mostAdditional limits the additional sources of one target: with four sources its own network is the bottleneck.
 const mostAdditional = 3
 
-// additionalTo returns the additional sources of a target: those after the assigned one, in a ring, which spreads the load evenly. Only
-// members that announce a committed quorum support it; upstream's do not.
+// additionalTo returns the additional sources of a target: those that follow the assigned one, in a ring, which spreads the load
+// evenly. Only members that announce a committed quorum support this; upstream members do not.
 func additionalTo(members []quorum.Member, sources []int, assigned int64) []int {
 	var additional []int
 	for j := 1; j < len(sources) && j <= mostAdditional; j++ {
@@ -173,8 +173,9 @@ func additionalTo(members []quorum.Member, sources []int, assigned int64) []int 
 	return additional
 }
 
-// handles returns the handles of one group rank, in the order of the members. If a member has none (0.2.0), the list is nil, and all
-// connect through the store: members that used handles would wait forever for those that do not. missing names the members without.
+// handles returns the handles of one group rank, in the order of the members. If a member has none (0.2.0), the list is nil, and
+// all connect through the store: members with handles would wait forever for members that do not use them. missing names the
+// members without a handle.
 func (v *View) handles(groupRank int64) (list, missing []string) {
 	list = make([]string, len(v.members))
 	for i := range v.members {

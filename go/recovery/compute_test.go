@@ -11,7 +11,7 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// at makes a quorum of groups a, b, c, … at these steps.
+// at returns a quorum of groups a, b, c, … at these steps.
 func at(steps ...int64) *quorum.Quorum {
 	q := &quorum.Quorum{ID: 7}
 	for i, step := range steps {
@@ -52,13 +52,13 @@ func TestComputeOfOneRank(t *testing.T) {
 			store: "store a", maxRank: rank(2), maxWorld: 3},
 		{name: "all equal", steps: []int64{5, 5}, replica: "b", groupRank: 1, initSync: true,
 			store: "store b", maxRank: rank(1), maxWorld: 2},
-		{name: "the one behind", steps: []int64{5, 2, 5}, replica: "b", initSync: true,
+		{name: "the group that is behind", steps: []int64{5, 2, 5}, replica: "b", initSync: true,
 			heal: true, sources: []int64{0, 2}, store: "store a", maxWorld: 2},
 		{name: "ranks of one group heal from different groups", steps: []int64{5, 2, 5}, replica: "b", groupRank: 1,
 			heal: true, sources: []int64{2, 0}, store: "store c", maxWorld: 2},
-		{name: "those behind are spread", steps: []int64{0, 5, 1, 5, 0}, replica: "b",
+		{name: "the groups that are behind use different sources", steps: []int64{0, 5, 1, 5, 0}, replica: "b",
 			dsts: []int64{0, 4}, store: "store b", maxRank: rank(0), maxWorld: 2},
-		{name: "and the other source", steps: []int64{0, 5, 1, 5, 0}, replica: "d",
+		{name: "the other source", steps: []int64{0, 5, 1, 5, 0}, replica: "d",
 			dsts: []int64{2}, store: "store b", maxRank: rank(1), maxWorld: 2},
 		{name: "a rank without bound", steps: []int64{5, 0}, replica: "b", groupRank: math.MaxInt64,
 			heal: true, sources: []int64{0}, store: "store a", maxWorld: 1},
@@ -93,15 +93,15 @@ func TestEqualStepsOfDifferentQuorums(t *testing.T) {
 		upToDate []int64
 		want     int64
 	}{
-		{name: "made in one quorum", steps: []int64{5, 5}, committed: []int64{9, 9}, upToDate: []int64{0, 1}, want: 9},
-		{name: "made in two, the newer counts", steps: []int64{5, 5, 5}, committed: []int64{8, 9, 8}, upToDate: []int64{1}, want: 9},
+		{name: "committed in one quorum", steps: []int64{5, 5}, committed: []int64{9, 9}, upToDate: []int64{0, 1}, want: 9},
+		{name: "committed in two quorums, the newer one counts", steps: []int64{5, 5, 5}, committed: []int64{8, 9, 8}, upToDate: []int64{1}, want: 9},
 		{name: "the step comes first", steps: []int64{6, 5}, committed: []int64{8, 9}, upToDate: []int64{0}, want: 8},
 		{name: "from a checkpoint, of no quorum", steps: []int64{5, 5}, committed: []int64{-1, 9}, upToDate: []int64{1}, want: 9},
 		{name: "all from a checkpoint", steps: []int64{5, 5}, committed: []int64{-1, -1}, upToDate: []int64{0, 1}, want: -1},
 		{name: "the start of a job", steps: []int64{0, 0}, committed: []int64{-1, -1}, initSync: true, upToDate: []int64{0, 1}, want: -1},
-		{name: "somebody does not say", steps: []int64{5, 5, 5}, committed: []int64{8, 9, 0}, upToDate: []int64{0, 1, 2}},
-		{name: "somebody who is behind does not say", steps: []int64{5, 5, 3}, committed: []int64{8, 9, 0}, upToDate: []int64{0, 1}},
-		{name: "nobody says", steps: []int64{5, 5}, committed: []int64{0, 0}, upToDate: []int64{0, 1}},
+		{name: "a member does not report its quorum", steps: []int64{5, 5, 5}, committed: []int64{8, 9, 0}, upToDate: []int64{0, 1, 2}},
+		{name: "a member that is behind does not report its quorum", steps: []int64{5, 5, 3}, committed: []int64{8, 9, 0}, upToDate: []int64{0, 1}},
+		{name: "no member reports its quorum", steps: []int64{5, 5}, committed: []int64{0, 0}, upToDate: []int64{0, 1}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			q := at(c.steps...)
@@ -159,7 +159,7 @@ func TestHandlesOnlyIfAllRanksSentThem(t *testing.T) {
 		}, nil, []string{"a", "b"}},
 		{"a rank is missing", func(q *quorum.Quorum) { q.Members[1].Handles = q.Members[1].Handles[:1] }, nil, []string{"b"}},
 		{"a rank is empty", func(q *quorum.Quorum) { q.Members[1].Handles[0] = "" }, nil, []string{"b"}},
-		{"more than ranks", func(q *quorum.Quorum) { q.Members[1].WorldSize = 1 }, nil, []string{"b"}},
+		{"more handles than ranks", func(q *quorum.Quorum) { q.Members[1].WorldSize = 1 }, nil, []string{"b"}},
 		{"a smaller group", func(q *quorum.Quorum) {
 			q.Members[1].WorldSize, q.Members[1].Handles = 1, q.Members[1].Handles[:1]
 		}, nil, []string{"b"}},
@@ -175,7 +175,7 @@ func TestHandlesOnlyIfAllRanksSentThem(t *testing.T) {
 	}
 }
 
-func TestErrorsNameWhatIsWrong(t *testing.T) {
+func TestErrorsOfCompute(t *testing.T) {
 	_, err := Compute("x", 0, at(1, 1), true)
 	require.EqualError(t, err, "member x is not in quorum 7 of 2 members")
 	_, err = Compute("x", 0, at(), true)
@@ -184,7 +184,7 @@ func TestErrorsNameWhatIsWrong(t *testing.T) {
 	require.EqualError(t, err, "group_rank is -1: it must be at least 0")
 }
 
-// The members compute apart from each other; what they find must fit together.
+// Each member computes its plan on its own; the plans of all members must be consistent.
 func TestPlansOfAllMembersFitTogether(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	for range 2000 {
@@ -193,7 +193,7 @@ func TestPlansOfAllMembersFitTogether(t *testing.T) {
 			steps[i] = rng.Int64N(3)
 		}
 		q, groupRank, initSync := at(steps...), rng.Int64N(5), rng.IntN(2) == 0
-		least := rng.Int64N(2) // 0: some do not say
+		least := rng.Int64N(2) // 0: some members do not report their quorum
 		committed := make([]int64, len(steps))
 		for i := range committed {
 			committed[i] = least + rng.Int64N(3)
@@ -215,9 +215,9 @@ func TestPlansOfAllMembersFitTogether(t *testing.T) {
 			latest := p.CommittedQuorumID == 0 || p.CommittedQuorumID == committed[i]
 			require.Equal(t, steps[i] == p.MaxStep && latest, p.MaxReplicaRank != nil)
 			require.Equal(t, p.Heal, len(p.Sources) > 0)
-			require.False(t, p.Heal && len(p.RecoverDstReplicaRank) > 0, "who heals does not serve")
+			require.False(t, p.Heal && len(p.RecoverDstReplicaRank) > 0, "a healing group is no source")
 			if p.MaxReplicaRank == nil {
-				require.True(t, p.Heal, "who is behind heals")
+				require.True(t, p.Heal, "a group that is behind heals")
 			}
 			if p.Heal {
 				healing++
@@ -227,7 +227,7 @@ func TestPlansOfAllMembersFitTogether(t *testing.T) {
 				served[d] = p.ReplicaRank
 			}
 			for _, d := range p.HelpDstReplicaRank {
-				require.False(t, p.Heal, "who heals does not help")
+				require.False(t, p.Heal, "a healing group is no additional source")
 				require.NotEqual(t, plans[d].Sources[0].ReplicaRank, p.ReplicaRank, "a source helps its own target")
 				helped[d] = append(helped[d], fmt.Sprint("http://", p.ReplicaIDs[i]))
 			}
@@ -242,8 +242,8 @@ func TestPlansOfAllMembersFitTogether(t *testing.T) {
 			require.LessOrEqual(t, targets, (healing+sources-1)/sources, "source %d serves more than its share", s)
 		}
 		for d, s := range served {
-			require.Equal(t, s, plans[d].Sources[0].ReplicaRank, "both ends agree")
-			require.ElementsMatch(t, helped[d], plans[d].AdditionalSources, "and the additional sources")
+			require.Equal(t, s, plans[d].Sources[0].ReplicaRank, "source and target agree")
+			require.ElementsMatch(t, helped[d], plans[d].AdditionalSources, "the additional sources and the target agree")
 			require.LessOrEqual(t, len(plans[d].AdditionalSources), mostAdditional)
 			for _, source := range plans[d].Sources {
 				require.False(t, plans[source.ReplicaRank].Heal, "a source is up to date")
@@ -252,21 +252,21 @@ func TestPlansOfAllMembersFitTogether(t *testing.T) {
 	}
 }
 
-// Groups that are up to date are additional sources of the next few that heal, of ours, each about as often as the others.
+// Each group that is up to date, except upstream ones, is an additional source of about as many healing groups as the others.
 func TestAdditionalSources(t *testing.T) {
 	for _, c := range []struct {
 		name       string
 		steps      []int64
 		committed  []int64
-		additional map[string][]string // by who heals
+		additional map[string][]string // by healing group
 	}{
 		{"one of two sources", []int64{5, 0, 5}, []int64{9, -1, 9}, map[string][]string{"b": {"c"}}},
 		{"no other source", []int64{5, 0}, []int64{9, -1}, map[string][]string{"b": nil}},
-		{"two that heal begin at different ones", []int64{5, 5, 5, 0, 0}, []int64{9, 9, 9, -1, -1},
+		{"two targets begin with different sources", []int64{5, 5, 5, 0, 0}, []int64{9, 9, 9, -1, -1},
 			map[string][]string{"d": {"b", "c"}, "e": {"c", "a"}}},
 		{"no more than three", []int64{0, 5, 5, 5, 5, 5}, []int64{-1, 9, 9, 9, 9, 9}, map[string][]string{"a": {"c", "d", "e"}}},
-		{"an upstream group does not", []int64{5, 0, 5, 5}, []int64{9, -1, 0, 9}, map[string][]string{"b": {"d"}}},
-		{"weights of an older quorum do not", []int64{5, 0, 5}, []int64{9, -1, 8}, map[string][]string{"b": nil, "c": nil}},
+		{"an upstream group is none", []int64{5, 0, 5, 5}, []int64{9, -1, 0, 9}, map[string][]string{"b": {"d"}}},
+		{"a group with weights of an older quorum is none", []int64{5, 0, 5}, []int64{9, -1, 8}, map[string][]string{"b": nil, "c": nil}},
 		{"at the first step all differ", []int64{0, 0, 0}, []int64{-1, -1, -1}, map[string][]string{"b": nil, "c": nil}},
 	} {
 		t.Run(c.name, func(t *testing.T) {

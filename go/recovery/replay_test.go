@@ -6,7 +6,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// The groups that reduce kept gradients of a failed step again.
+// Which groups reduce the kept gradients of a failed step again.
 func TestReplay(t *testing.T) {
 	for _, c := range []struct {
 		name      string
@@ -16,7 +16,7 @@ func TestReplay(t *testing.T) {
 		initSync  bool
 		want      []bool
 	}{
-		{name: "all lost the step", steps: []int64{5, 5, 5}, want: []bool{true, true, true}},
+		{name: "no group committed the step", steps: []int64{5, 5, 5}, want: []bool{true, true, true}},
 		{name: "alone", steps: []int64{5}, want: []bool{true}},
 		{name: "one group committed it", steps: []int64{6, 5, 5}, want: []bool{true, false, false}},
 		{name: "one group committed it in the newer quorum", steps: []int64{6, 6, 5}, committed: []int64{7, 6, 6}, want: []bool{true, false, false}},

@@ -1,5 +1,5 @@
-// Package recovery computes from a quorum what one rank has to do: its ranks, its rendezvous store, and the source or targets
-// of its heal. It is a pure function of its arguments, so every member of a quorum computes the same plan.
+// Package recovery computes from a quorum the part of one rank in it: its replica rank, its rendezvous store, and the source or
+// targets of its heal. It is a pure function of its arguments, so every member of a quorum computes the same plan.
 package recovery
 
 import "slices"
@@ -10,18 +10,18 @@ type Source struct {
 	ManagerAddress string
 }
 
-// Result is what one rank has to do about a quorum. As JSON it is passed to QuorumResult in torchft/_records.py, and the tags are
-// the names of that class's fields. An omitted field has the default of the class: an empty list or None.
+// Result is the part of one rank in a quorum. It is passed as JSON to QuorumResult in torchft/_records.py; the tags are the names
+// of that class's fields. An omitted field has the default of the class: an empty list or None.
 type Result struct {
 	QuorumID         int64 `json:"quorum_id"`
 	ReplicaRank      int64 `json:"replica_rank"` // of this group among the quorum's members
 	ReplicaWorldSize int64 `json:"replica_world_size"`
 	// Sources is empty unless this group heals. The first one is the assigned source, as in upstream. Only that one is sent to
-	// ranks and passed to Python; the others are seen by Go alone.
+	// ranks and passed to Python; the others are used in Go only.
 	Sources               []Source `json:"-"`
 	RecoverDstReplicaRank []int64  `json:"recover_dst_replica_ranks,omitempty"` // the groups that heal from this one
-	// AdditionalSources are the manager servers of additional sources, if this group heals. Blocks that are equal to those of the assigned source
-	// are fetched from them, too. Upstream's groups are never among them.
+	// AdditionalSources are the manager servers of additional sources, if this group heals. Blocks that are equal to those of the
+	// assigned source are fetched from them, too. An upstream group is never one of them.
 	AdditionalSources  []string `json:"additional_source_addresses,omitempty"`
 	HelpDstReplicaRank []int64  `json:"help_dst_replica_ranks,omitempty"` // the groups that this one helps
 	StoreAddress       string   `json:"store_address"`                    // rendezvous store of this rank
@@ -30,8 +30,8 @@ type Result struct {
 	MaxWorldSize       int64    `json:"max_world_size"`   // members at MaxStep
 	Heal               bool     `json:"heal"`
 	CommitFailures     int64    `json:"commit_failures"` // the largest number that a member reports
-	// CommittedQuorumID is the quorum in which the members that are up to date committed their step; after a heal it is that of this
-	// group. -1: in none, 0: a member does not announce it.
+	// CommittedQuorumID is the quorum in which the members that are up to date committed their step; after a heal it is also the
+	// one of this group. -1: none, 0: a member does not announce it.
 	CommittedQuorumID int64 `json:"committed_quorum_id"`
 	// Replay: a group that kept its gradients of a failed attempt at MaxStep reduces them again in this quorum.
 	Replay bool `json:"replay"`

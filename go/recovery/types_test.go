@@ -8,7 +8,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// another sets a field to something that is not its zero value.
+// another sets a field to a value other than its zero value.
 func another(t *testing.T, field reflect.Value) {
 	t.Helper()
 	switch field.Kind() {

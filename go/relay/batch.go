@@ -9,17 +9,17 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// batch is the queue of the requests that a relay sends to the manager server for its ranks. It is pure: time is an argument.
+// batch queues the requests of a relay's ranks to the manager server. It is pure: time is an argument.
 //
-// A request for a quorum or a vote stays in the queue until all ranks of the relay have a call in progress. That delays no answer, since
-// the server answers none before all ranks of the group have asked. It stays for a short time only, because the server must know soon
-// which ranks have asked. Any other request is sent at once, with all that are in the queue.
+// A request for a quorum or a vote stays in the queue until all ranks of the relay have a call in progress. That delays no answer,
+// since the server answers none before all ranks of the group have asked. It stays for a short time only, because the server needs
+// to know soon which ranks have asked. Any other request is sent at once, with all queued ones.
 type batch struct {
 	hold  time.Duration  // the longest time in the queue
 	calls map[uint64]int // in progress, by open session
 	busy  int            // sessions with calls in progress
 	queue []queued
-	bytes int       // of the queue
+	bytes int       // total size of the queue
 	due   time.Time // when the queue is sent at the latest
 }
 
@@ -29,7 +29,7 @@ type queued struct {
 	size    int // in a message, in bytes
 }
 
-// heldPart bounds the time in the queue by the request's timeout: at most a twentieth of it.
+// heldPart bounds the time in the queue: at most a twentieth of the request's timeout.
 const heldPart = 20
 
 const (
@@ -89,7 +89,8 @@ func (b *batch) answered(session uint64) {
 	}
 }
 
-// wait is how long the queue may still be held, zero or less if it is to be sent now. It is false if the queue is empty.
+// wait returns how long the queue may still be held, zero or less if it must be sent now. The second result is false if the queue
+// is empty.
 func (b *batch) wait(now time.Time) (time.Duration, bool) {
 	if len(b.queue) == 0 || b.busy == len(b.calls) { // all ranks have a call in progress: none is left to hold requests for
 		return 0, len(b.queue) > 0
@@ -114,6 +115,6 @@ func (b *batch) take(now time.Time) *torchftpb.RelayRequests {
 		taken++
 	}
 	b.queue = append([]queued(nil), b.queue[taken:]...)
-	b.due = now // what is left is sent at once
+	b.due = now // the rest of the queue is sent at once
 	return message
 }

@@ -33,7 +33,8 @@ func leave() *torchftpb.RankRequest {
 	return &torchftpb.RankRequest{Call: 3, TimeoutUs: 1, Request: &torchftpb.RankRequest_Leave{Leave: true}}
 }
 
-// Three sessions are open. Each case says what happens, a millisecond apart, and for how long the queue waits after the last of it.
+// Three sessions are open. Each case is a list of events, a millisecond apart, and for how long the queue is held after the last
+// one.
 func TestWhenABatchIsSent(t *testing.T) {
 	const hold = 50 * time.Millisecond
 	type events = []func(b *batch, now time.Time)
@@ -52,19 +53,19 @@ func TestWhenABatchIsSent(t *testing.T) {
 		wait    time.Duration
 		empty   bool
 	}{
-		"nothing":                   {nil, 0, true},
-		"the first asks":            {events{says(1, quorum(time.Minute))}, hold, false},
-		"the second asks":           {events{says(1, quorum(time.Minute)), says(2, vote())}, hold - time.Millisecond, false},
-		"all have asked":            {events{says(1, vote()), says(2, vote()), says(3, vote())}, 0, false},
-		"one asks twice":            {events{says(1, vote()), says(1, quorum(time.Minute)), says(2, vote())}, hold - 2*time.Millisecond, false},
-		"a short timeout":           {events{says(1, quorum(100*time.Millisecond))}, 5 * time.Millisecond, false},
-		"a shorter one comes later": {events{says(1, vote()), says(2, quorum(100*time.Millisecond))}, 5 * time.Millisecond, false},
-		"no timeout":                {events{says(1, quorum(0))}, 0, false},
-		"one cancels its call":      {events{says(1, vote()), says(1, cancelled())}, 0, false},
-		"one leaves":                {events{says(1, leave())}, 0, false},
-		"one has failed":            {events{says(1, vote()), ends(3)}, 0, false},
-		"one is not waited for":     {events{ends(3), sent, says(1, vote()), says(2, vote())}, 0, false},
-		"the last asks late":        {events{says(1, vote()), says(2, vote()), sent, says(3, vote())}, 0, false},
+		"nothing":                         {nil, 0, true},
+		"the first asks":                  {events{says(1, quorum(time.Minute))}, hold, false},
+		"the second asks":                 {events{says(1, quorum(time.Minute)), says(2, vote())}, hold - time.Millisecond, false},
+		"all have asked":                  {events{says(1, vote()), says(2, vote()), says(3, vote())}, 0, false},
+		"one asks twice":                  {events{says(1, vote()), says(1, quorum(time.Minute)), says(2, vote())}, hold - 2*time.Millisecond, false},
+		"a short timeout":                 {events{says(1, quorum(100*time.Millisecond))}, 5 * time.Millisecond, false},
+		"a shorter one comes later":       {events{says(1, vote()), says(2, quorum(100*time.Millisecond))}, 5 * time.Millisecond, false},
+		"no timeout":                      {events{says(1, quorum(0))}, 0, false},
+		"one cancels its call":            {events{says(1, vote()), says(1, cancelled())}, 0, false},
+		"one leaves":                      {events{says(1, leave())}, 0, false},
+		"one has failed":                  {events{says(1, vote()), ends(3)}, 0, false},
+		"one ended before the others ask": {events{ends(3), sent, says(1, vote()), says(2, vote())}, 0, false},
+		"the last asks late":              {events{says(1, vote()), says(2, vote()), sent, says(3, vote())}, 0, false},
 		"one leaves, all others ask": {
 			events{says(1, leave()), sent, says(2, vote()), says(3, vote())}, 0, false,
 		},
@@ -112,7 +113,7 @@ func TestABatchKeepsTheOrderAndTheRemainingTimeouts(t *testing.T) {
 	assert.Equal(t, (58 * time.Second).Microseconds(), requests[0].GetRequest().GetTimeoutUs())
 	assert.True(t, requests[1].GetRequest().GetCancel())
 	assert.Nil(t, requests[2].GetRequest(), "the end of the session")
-	assert.EqualValues(t, 1, requests[3].GetRequest().GetTimeoutUs(), "a deadline that has passed is one still")
+	assert.EqualValues(t, 1, requests[3].GetRequest().GetTimeoutUs(), "a timeout stays positive after its deadline")
 }
 
 func TestALongQueueIsSentInSeveralMessages(t *testing.T) {
@@ -135,8 +136,9 @@ func TestALongQueueIsSentInSeveralMessages(t *testing.T) {
 	assert.Zero(t, b.bytes)
 }
 
-// The largest request that a relay takes from a rank fits into what a server takes, even after another one.
-func TestALargeRequestIsAMessageOfItsOwn(t *testing.T) {
+// The largest request that a relay accepts from a rank fits into a message that a server accepts, even if another one is queued
+// before it.
+func TestALargeRequestIsSentInASeparateMessage(t *testing.T) {
 	b := newBatch(time.Second)
 	now := time.Unix(100, 0)
 	b.open(1)

@@ -1,8 +1,8 @@
-// Package relay carries the sessions of ranks to their manager server. The server of a group with thousands of ranks then has one stream
-// for each relay, and receives one message for what its ranks ask together. A relay decides nothing: to the server, each session is
-// like a rank's own stream, and ends when the connection of its rank ends.
+// Package relay carries the sessions of ranks to their manager server. The server of a group with thousands of ranks then has one
+// stream for each relay, and receives the simultaneous requests of its ranks in one message. A relay makes no decisions: for the
+// server, each session is like a rank's own stream, and ends when the connection of its rank ends.
 //
-// A relay has one life. When its stream breaks or its process ends, its ranks connect to the server themselves.
+// A relay does not reconnect. When its stream breaks or its process ends, its ranks connect to the server directly.
 package relay
 
 import (
@@ -27,16 +27,16 @@ import (
 const (
 	// holdTime is how long a request is held for those of the other ranks.
 	holdTime = 50 * time.Millisecond
-	// mostConnections are open at once. A relay has some hundred ranks at most, and each keeps one.
+	// mostConnections bounds the open connections. A relay has some hundred ranks at most, and each keeps one connection.
 	mostConnections = 10_000
-	// mostQueued and mostQueuedBytes bound the memory for requests when the server stops reading, mostUnsent that for the responses of a
-	// session when its rank stops reading.
+	// mostQueued and mostQueuedBytes bound the memory for requests when the server stops reading; mostUnsent bounds the memory for
+	// the responses of a session when its rank stops reading.
 	mostQueued, mostQueuedBytes, mostUnsent = 1 << 16, 64 << 20, 128
 	// closeGrace is how long Close waits for calls in progress.
 	closeGrace = time.Second
 )
 
-// Config is what a relay is started with.
+// Config has the settings of a relay.
 type Config struct {
 	Manager        string // address of the manager server
 	Hostname       string // in the announced address
@@ -63,7 +63,7 @@ type Relay struct {
 	cancel  context.CancelFunc // ends up
 	tasks   sync.WaitGroup
 	wake    chan struct{} // the batch has changed
-	ended   chan struct{} // closed when the sessions are to end
+	ended   chan struct{} // closed when all sessions must end
 	end     sync.Once
 
 	mu       sync.Mutex
@@ -78,7 +78,7 @@ type session struct {
 	number uint64
 	out    []*torchftpb.RankResponse // still to be sent to the rank
 	wake   chan struct{}
-	cut    bool // it must end: the server has ended it, or the rank has stopped reading
+	cut    bool // the session must end: the server has ended it, or the rank has stopped reading
 }
 
 // Start connects to the manager server and serves. The error is ErrNone if the server was reached, but no relay can be started.
@@ -140,7 +140,7 @@ func (r *Relay) start(ctx context.Context, cfg Config) error {
 	return nil
 }
 
-// Address is http://host:port, or https://, for the ranks.
+// Address returns the relay's address for its ranks: http://host:port, or https://.
 func (r *Relay) Address() string { return r.address }
 
 // Close ends the sessions. Calls in progress get closeGrace.
@@ -240,7 +240,7 @@ func (r *Relay) readRequests(s *session, rank grpc.BidiStreamingServer[torchftpb
 	}
 }
 
-// enqueue is false if the queue is full, or the session has ended.
+// enqueue reports whether the request was queued: not if the queue is full, or the session has ended.
 func (r *Relay) enqueue(s *session, req *torchftpb.RankRequest) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -260,7 +260,7 @@ func signal(c chan struct{}) {
 	}
 }
 
-// deliver sends a rank its responses. It is false if the session must end.
+// deliver sends a rank its responses, and reports whether the session may continue.
 func (r *Relay) deliver(s *session, rank grpc.BidiStreamingServer[torchftpb.RankRequest, torchftpb.RankResponse]) bool {
 	r.mu.Lock()
 	out := s.out
@@ -339,7 +339,7 @@ func (r *Relay) handOut(responses []*torchftpb.RelayResponse) {
 	r.signalIdle()
 }
 
-// take queues a response for the rank. Without one (nil), the server has ended the session.
+// take queues a response for the rank. nil: the server has ended the session.
 func (s *session) take(resp *torchftpb.RankResponse) {
 	if resp == nil || len(s.out) >= mostUnsent {
 		s.cut = true

@@ -11,43 +11,43 @@ import (
 // stopTime is the time that agents have to stop the workers of a round that has ended: torchrun kills those that do not end within 30 s.
 const stopTime = 35 * time.Second
 
-// group is one replica group.
+// group is the state of one replica group's rendezvous.
 type group struct {
 	name      string
 	settings  Settings
 	allowed   []int
 	nodes     map[string]*node
 	arrivals  uint64
-	remembers bool // the machine has the state of the one before
+	remembers bool // the machine has the state from before its restart
 
-	returning time.Time            // until then nodes may return that a machine without its state does not know
-	left      map[string]time.Time // nodes that left, as long as earlier requests of theirs may arrive
+	returning time.Time            // in a machine without its state: until then, unknown nodes of the round may come back
+	left      map[string]time.Time // nodes that left, kept as long as their earlier requests may still arrive
 
-	round   int64 // the last released one, 0 if none
+	round   int64 // the last released round, 0 if none
 	size    int   // nodes of that round
 	store   string
 	closed  bool
-	over    bool      // no round trains: one has to be released
-	since   time.Time // since when a round, or a larger one, has been possible; zero: it is not
-	until   time.Time // when the wait of since ends
+	over    bool      // the last round has ended: a new one has to be released
+	since   time.Time // since when a round, or a larger one, has been possible; zero: not possible
+	until   time.Time // when the wait that began at since ends
 	ending  bool      // nodes of the round should restart their workers
 	waiting int       // connected nodes that have asked
 	reason  string    // why no round is released
 	changed bool      // since the state was last saved
-	stood   standing  // as last reported to the other groups
+	stood   standing  // the standing that the other groups' last decisions were based on
 	wake    time.Time // the next time at which a decision may change without an event, zero: never
 }
 
-// node is one agent.
+// node is the state of one agent.
 type node struct {
 	name, store string
 	ask         int64             // the highest number of its requests
 	placed      int64             // the request that was answered with its round, 0 before the first
-	round       int64             // in which it has a place
-	rank, size  int               // in that round
-	at          string            // the store of that round: a lighthouse that lost its state may have used a round number twice
+	round       int64             // the round in which it has a place
+	rank, size  int               // its rank, and the number of nodes, in that round
+	at          string            // the store of that round; it distinguishes two rounds of the same number, which a lighthouse that lost its state may have released
 	arrived     uint64            // order of its request among those of all nodes
-	seen        map[WaiterID]View // the answers that its pending requests know
+	seen        map[WaiterID]View // for each pending request: the last answer that the node had received when it sent it
 	away        time.Time         // since when it has no pending request
 	broke       bool              // its connection broke
 }
@@ -74,7 +74,7 @@ func (n *node) ready(now time.Time, t Timing) bool {
 // current reports whether a node belongs to the round that was released last.
 func (g *group) current(n *node) bool { return g.store != "" && n.round == g.round && n.at == g.store }
 
-// trains reports whether some node is in the round, and wants no other one.
+// trains reports whether a node is in the round and does not ask for another one.
 func (g *group) trains() bool {
 	for _, n := range g.nodes {
 		if g.current(n) && !n.asks() {
@@ -84,10 +84,10 @@ func (g *group) trains() bool {
 	return false
 }
 
-// standing is what the other groups of a job have to know of a group: which sizes they may have depends on it.
+// standing is the part of a group's state on which the allowed sizes of the job's other groups depend.
 type standing struct {
-	size   int  // number of nodes of its last round; 0: it has not trained, or does not again
-	trains bool // else it is between two rounds
+	size   int  // number of nodes in its last round; 0: it has not trained yet, or will not train again
+	trains bool // false: it is between two rounds
 }
 
 func (g *group) stands() standing {
@@ -97,7 +97,7 @@ func (g *group) stands() standing {
 	return standing{g.size, g.trains()}
 }
 
-// members are the known nodes of the round, by rank.
+// members returns the known nodes of the round, by rank.
 func (g *group) members() (members []*node) {
 	for _, n := range g.nodes {
 		if g.current(n) {
@@ -118,14 +118,14 @@ func (g *group) deserted(now time.Time, t Timing) bool {
 	return true
 }
 
-// restart forgets all but the number of the round: each store must see a number once at most.
+// restart resets the group, except for the number of the round: a store must not be used for the same number twice.
 func (g *group) restart(s Settings) {
 	clear(g.nodes)
 	g.size, g.store = 0, ""
 	g.settings, g.allowed, g.closed, g.over, g.since, g.changed = s, allowedOf(s), false, false, time.Time{}, true
 }
 
-// misfit says why a node does not belong to the group, empty if it does.
+// misfit returns why a node does not belong to the group, empty if it does.
 func (g *group) misfit(r Request) string {
 	others := len(g.nodes)
 	if g.nodes[r.Node] != nil {
@@ -148,12 +148,13 @@ func (g *group) attend(r Request, now time.Time, t Timing) *node {
 		g.nodes[r.Node] = n
 	}
 	if n.ask == 0 && r.Seen.Ask > 0 && g.round == 0 && !g.remembers && g.returning.IsZero() {
-		// It has heard something from a machine that has lost its state, and with it the round of other nodes, if there was one.
+		// The node's last answer is from a machine that lost its state, and with it the round of the other nodes, if there was one.
 		g.returning = now.Add(t.Timeout)
 	}
 	n.store = r.Store
 	if v := r.Seen; v.Round > 0 && v.Ask > n.placed {
-		// This machine was restarted without its state, or has dropped the node.
+		// The node knows a round in which this machine does not have it: the machine was restarted without its state, or has
+		// dropped the node.
 		if v.Round > g.round {
 			g.round, g.size, g.store, g.changed = v.Round, v.Size, v.Store, true
 			g.returning = now.Add(t.Timeout)
@@ -178,7 +179,7 @@ func (g *group) forget(now time.Time, t Timing) {
 	maps.DeleteFunc(g.left, func(_ string, at time.Time) bool { return !now.Before(at.Add(t.Timeout)) })
 }
 
-// largest is the largest allowed number of nodes up to n; 0 if none is. others is the size of the job's other groups.
+// largest returns the largest allowed number of nodes up to n; 0 if none is. others is the size of the job's other groups.
 func (g *group) largest(n, others int) int {
 	best := 0
 	for _, size := range g.allowed {
@@ -189,8 +190,8 @@ func (g *group) largest(n, others int) int {
 	return best
 }
 
-// decide releases a round if it is time for one. The job's other groups have others nodes each, and where none of them trains had: those
-// that are between two rounds.
+// decide releases a round if one is due. others is the number of nodes of each of the job's other groups that train; had is the
+// smallest size of the other groups between two rounds.
 func (g *group) decide(now time.Time, t Timing, others, had int) *Released {
 	g.forget(now, t)
 	var ready []*node
@@ -227,7 +228,7 @@ func (g *group) decide(now time.Time, t Timing, others, had int) *Released {
 	}
 	if !g.over {
 		if others == 0 && had > 0 {
-			others = g.size // a group that is between two rounds must be able to have the size of this one
+			others = g.size // a group between two rounds must be able to get the size of this one
 		}
 		g.grow(now, len(ready), trains, others)
 		return nil
@@ -240,7 +241,7 @@ func (g *group) decide(now time.Time, t Timing, others, had int) *Released {
 	}
 	most := maxNodes
 	if others == 0 && g.largest(had, 0) > 0 {
-		most = had // more nodes than that may be more than a group that is between two rounds can have
+		most = had // with more nodes, a group between two rounds might not be able to get the same size
 	}
 	size, best := g.largest(min(len(ready), most), others), g.largest(min(len(ready)+coming, most), others)
 	if size == 0 {
@@ -248,8 +249,8 @@ func (g *group) decide(now time.Time, t Timing, others, had int) *Released {
 		g.reason = g.missing(len(ready), others)
 		return nil
 	}
-	// Without a node of the last round nothing says how many are to come: the first round waits for the most that are
-	// allowed. Later ones wait for the nodes that are known, whose agents stop their workers first.
+	// Without a node of the last round, the number of nodes to come is unknown: the first round waits for the largest allowed
+	// number. Later rounds wait for the known nodes, whose agents stop their workers first.
 	full, wait := size == g.largest(most, others), g.settings.lastCall()
 	if known > 0 {
 		full, wait = full || size == best && !now.Before(g.returning), max(wait, stopTime)
@@ -261,7 +262,8 @@ func (g *group) decide(now time.Time, t Timing, others, had int) *Released {
 	return g.release(ready, size)
 }
 
-// passed begins the wait of a round, if it has not begun, and reports whether it is over. Membership churn must not restart it.
+// passed begins the wait for further nodes, if it has not begun, and reports whether it is over. Membership churn must not restart
+// the wait.
 func (g *group) passed(now time.Time, wait time.Duration) bool {
 	if g.since.IsZero() {
 		g.since = now
@@ -270,11 +272,11 @@ func (g *group) passed(now time.Time, wait time.Duration) bool {
 	return !now.Before(g.until)
 }
 
-// grow decides whether a round that trains ends for newcomers: where a larger allowed number of nodes can be reached, as soon
-// as it is the largest one, else at the end of the last call. Meanwhile the workers train.
+// grow decides whether a training round ends for newcomers, if these allow a larger number of nodes: at once if it is the largest
+// allowed number, otherwise at the end of the last call. Meanwhile the workers train.
 func (g *group) grow(now time.Time, ready, trains, others int) {
 	if now.Before(g.returning) {
-		trains = max(trains, g.size) // the others are expected back
+		trains = max(trains, g.size) // the missing nodes of the round are expected back
 	}
 	reach := g.largest(ready+trains, others)
 	g.reason = fmt.Sprintf("round %d trains with %s, and %d more asked: no larger size is allowed for them (%s%s)", g.round, nodes(trains), ready,
@@ -313,7 +315,7 @@ func (g *group) release(ready []*node, size int) *Released {
 	return released
 }
 
-// view is the answer to a node.
+// view returns the answer to a node.
 func (g *group) view(n *node) View {
 	v := View{Ask: n.ask, Closed: g.closed}
 	if n.asks() || n.ask == 0 {
@@ -323,13 +325,13 @@ func (g *group) view(n *node) View {
 	if g.current(n) {
 		v.Store = g.store
 	}
-	if g.ending || !g.current(n) { // the group ends its round, or continued without this node
+	if g.ending || !g.current(n) { // the group ends its round, or has continued without this node
 		v.Waiting = max(1, g.waiting)
 	}
 	return v
 }
 
-// next is the next time at which a decision may change without an event; zero: never.
+// next returns the next time at which a decision may change without an event; zero: never.
 func (g *group) next(now time.Time, t Timing) (at time.Time) {
 	sooner := func(when time.Time) {
 		if when.After(now) && (at.IsZero() || when.Before(at)) {

@@ -14,7 +14,7 @@ type Machine struct {
 	groups    map[string]*group
 	waiters   map[WaiterID]waiter
 	wake      time.Time
-	remembers bool // it goes on after a state
+	remembers bool // it was started with a saved state
 }
 
 type waiter struct {
@@ -22,14 +22,14 @@ type waiter struct {
 	node  *node
 }
 
-// NewMachine continues after a state; the zero State is that of a job that begins. Nodes of the state count as failed unless they
-// come within the timeout, which begins with a Woken.
+// NewMachine returns a machine that continues from a saved state; with the zero State a job begins. Nodes of the state count as
+// failed unless they come within the timeout, which begins at the first Woken.
 func NewMachine(timing Timing, state State, now time.Time) *Machine {
 	m := &Machine{timing: timing, groups: map[string]*group{}, waiters: map[WaiterID]waiter{}, remembers: len(state.Groups) > 0}
 	for _, s := range state.Groups {
 		allowed, err := s.Settings.allowed()
 		if err != nil || s.Round < 0 || s.Round > maxRound {
-			continue // of a release that allowed something else: the group begins again
+			continue // a version with other settings saved it: the group begins again
 		}
 		g := m.group(s.Group)
 		g.settings, g.allowed, g.round, g.size, g.store, g.closed = s.Settings, allowed, s.Round, s.Size, s.Store, s.Closed
@@ -53,22 +53,22 @@ func (m *Machine) group(name string) *group {
 	return g
 }
 
-// Step follows one event.
+// Step handles one event.
 func (m *Machine) Step(event Event, now time.Time) (actions []Action) {
 	do := func(a Action) { actions = append(actions, a) }
-	var of *group // whose event it is
+	var of *group // the group that the event is about
 	switch e := event.(type) {
 	case Attended:
 		m.attended(e, now, do)
 		if of = m.groups[e.Group]; of == nil {
-			return actions // it was refused
+			return actions // the request was refused
 		}
 	case Woken:
 		m.wake = time.Time{}
 	case Ended:
 		w, ok := m.waiters[e.Waiter]
 		if !ok {
-			return nil // it was answered
+			return nil // the request has been answered
 		}
 		m.end(e.Waiter, w, e.Broke, now)
 		if !e.Broke {
@@ -129,7 +129,7 @@ func allowedOf(s Settings) []int {
 	return allowed
 }
 
-// leave takes a node out, and its requests with it.
+// leave removes a node and its requests.
 func (m *Machine) leave(g *group, r Request, now time.Time, do func(Action)) {
 	n := g.nodes[r.Node]
 	if r.Close && n != nil && !g.closed {
@@ -154,7 +154,7 @@ func (m *Machine) end(id WaiterID, w waiter, broke bool, now time.Time) {
 	}
 }
 
-// settle decides for one group, and for all if that changes what they may do; nil is all.
+// settle decides for one group, and for all groups if that changes their allowed sizes; nil: for all.
 func (m *Machine) settle(only *group, now time.Time, do func(Action)) {
 	groups := []*group{only}
 	if only == nil {
@@ -220,8 +220,8 @@ func (m *Machine) sorted() []*group {
 	return slices.SortedFunc(maps.Values(m.groups), func(a, b *group) int { return cmp.Compare(a.name, b.name) })
 }
 
-// others looks at the other groups of the job: size is the number of nodes of each that trains now, 0 if none does; had is the
-// smallest last size of those that may train again.
+// others returns two sizes of the job's other groups: size is the number of nodes of each training group, 0 if none trains; had is
+// the smallest last size of the groups that may train again.
 func (m *Machine) others(g *group) (size, had int) {
 	name := ""
 	for _, other := range m.groups {
@@ -238,7 +238,7 @@ func (m *Machine) others(g *group) (size, had int) {
 	return size, had
 }
 
-// State is what a restart goes on after.
+// State returns the state from which a restarted machine continues.
 func (m *Machine) State() (s State) {
 	for _, g := range m.sorted() {
 		if g.round == 0 {
@@ -253,7 +253,7 @@ func (m *Machine) State() (s State) {
 	return s
 }
 
-// Nodes is how many nodes are known: a job with some is in use.
+// Nodes returns the number of known nodes: a job with nodes is in use.
 func (m *Machine) Nodes() (n int) {
 	for _, g := range m.groups {
 		n += len(g.nodes)

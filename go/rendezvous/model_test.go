@@ -11,9 +11,9 @@ import (
 	"github.com/torchft/torchft/go/internal/testmain"
 )
 
-// Random histories of nodes that start, fail, lose their connections, reconnect and end, and of a lighthouse that is restarted with and
-// without its state. Each round that is released is checked against the views of the agents. At the end, when nothing fails any more, as
-// many nodes must train as the settings allow.
+// Random histories of nodes that start, fail, lose their connections, reconnect and end, and of a lighthouse that is restarted with
+// and without its state. Each released round is checked against the views of the agents. At the end, when there are no more
+// failures, as many nodes must train as the settings allow.
 func TestRandomHistories(t *testing.T) {
 	histories := uint64(200)
 	if testmain.Full() {
@@ -120,10 +120,10 @@ func history(seed uint64) (why string) {
 			return why
 		}
 	}
-	if len(groups) > 1 { // the group that trains first decides on the size: the other one may have to wait for ever
+	if len(groups) > 1 { // the group that trains first determines the size: the other one may never get that many nodes
 		return ""
 	}
-	// From here on nothing fails: the nodes must form the largest round that is allowed.
+	// From here on there are no failures: the nodes must form the largest allowed round.
 	for _, a := range w.sorted() {
 		a.cut = false
 		if a.ask == 0 {
@@ -145,13 +145,13 @@ func history(seed uint64) (why string) {
 			most = size
 		}
 	}
-	if trains < most { // more are possible: survivors of a larger round whose workers did not fail
+	if trains < most { // more nodes may train than a new round may have: survivors of a larger round whose workers did not fail
 		return fmt.Sprintf("in the end %d of %d nodes train: %d could (%s); %s", trains, len(w.agents), most, settings, w.m.groups["a"].reason)
 	}
 	return why
 }
 
-// heed makes all nodes ask that have learned that others wait for the next round.
+// heed makes all nodes ask that have learned that newcomers wait for the next round.
 func heed(w *world) {
 	for _, a := range w.sorted() {
 		if a.trains() && a.view.Waiting > 0 && !a.cut {
@@ -160,7 +160,7 @@ func heed(w *world) {
 	}
 }
 
-// consistent reports a difference between the views of two nodes of one round.
+// consistent returns a difference between the views of two nodes of one round, if there is one.
 func consistent(w *world) string {
 	type place struct {
 		group string

@@ -13,8 +13,8 @@ import (
 // The commands of a transcript:
 //
 //	nnodes MIN MAX [sizes=] [last=]   settings of the nodes that follow
-//	start NODE...                     they are known to be starting
-//	ask NODE...                       they ask for a round, also as their first word
+//	start NODE...                     the nodes announce that they are starting
+//	ask NODE...                       they ask for a round, also as their first request
 //	heed                              all nodes that are asked to do so restart their workers, and ask
 //	cut, back NODE...                 their connections break, and come back
 //	leave, finish NODE...             they end; finish: their work is done

@@ -1,8 +1,8 @@
 // Package rendezvous decides which nodes of a replica group train together, and assigns each its rank. A node is an agent of
 // torchrun with its workers. The machine has no IO: Step gets an event and the time, and returns actions.
 //
-// A node that wants to train asks. A round is released to nodes that have asked, in an allowed number. Workers restart in each
-// new round, so a round is not ended for a newcomer before a larger allowed number of nodes can be reached.
+// A node that wants to train asks. A round is released to an allowed number of nodes that have asked. Workers restart in each new
+// round. So a round ends for newcomers only when they allow a larger number of nodes.
 package rendezvous
 
 import (
@@ -17,7 +17,7 @@ const (
 	maxNodes  = 4096
 	maxGroups = 4096
 	maxName   = 128
-	// maxRound bounds what a node says of the rounds before a restart of the lighthouse: the numbers go on from there.
+	// maxRound bounds the round number that a node may report after a restart of the lighthouse: later numbers continue from it.
 	maxRound = 1 << 40
 )
 
@@ -35,7 +35,7 @@ func (s Settings) String() string {
 	return fmt.Sprintf("nnodes %d:%d, sizes %s, last_call_timeout %g s", s.Min, s.Max, s.Sizes, s.lastCall().Seconds())
 }
 
-// allowed are the allowed numbers of nodes, ascending.
+// allowed returns the allowed numbers of nodes, ascending.
 func (s Settings) allowed() ([]int, error) {
 	if s.Min < 1 || s.Max < s.Min || s.Max > maxNodes {
 		return nil, fmt.Errorf("nnodes is %d:%d: it must be MIN:MAX with 1 <= MIN <= MAX <= %d", s.Min, s.Max, maxNodes)
@@ -75,26 +75,26 @@ func (s Settings) allowed() ([]int, error) {
 	return sizes, nil
 }
 
-// Request is all that a node says, each time.
+// Request is a node's request. Every request has all fields.
 type Request struct {
 	Group string `json:"group"`
-	Node  string `json:"node"`  // one name for each life of an agent
+	Node  string `json:"node"`  // unique to an incarnation of an agent
 	Store string `json:"store"` // host:port of the store that it offers to its group, should it become rank 0
 	Ask   int64  `json:"ask"`   // how often it has asked for a round; 0: it is starting
-	Seen  View   `json:"seen"`  // the last one that it got: it waits for another one
-	Leave bool   `json:"leave"` // it ends; nothing else of it counts
+	Seen  View   `json:"seen"`  // the last View that it received: it waits for a different one
+	Leave bool   `json:"leave"` // the node ends; the other fields are ignored
 	Close bool   `json:"close"` // the work of its group is done: no round follows
 	Settings
 }
 
-// View is the answer to one node. Nodes send it back with their next request, so a machine that lost its state gets it again.
+// View is the answer to one node. Nodes send it back with their next request, so a machine that lost its state can restore it.
 type View struct {
-	Ask     int64  `json:"ask"`   // that this answers
-	Round   int64  `json:"round"` // in which the node was placed for it; 0: none yet
+	Ask     int64  `json:"ask"`   // Request.Ask of the answered request
+	Round   int64  `json:"round"` // the round in which the node was placed for this request; 0: none yet
 	Rank    int    `json:"rank"`
 	Size    int    `json:"size"`    // nodes in the round
-	Store   string `json:"store"`   // that of rank 0; empty: the group has moved on to another round
-	Waiting int    `json:"waiting"` // nodes for which the workers of this one should restart
+	Store   string `json:"store"`   // the store of rank 0; empty: the group has moved on to another round
+	Waiting int    `json:"waiting"` // number of nodes that wait for this node's workers to restart
 	Closed  bool   `json:"closed"`
 }
 
@@ -121,10 +121,10 @@ func (r Request) validate() error {
 	return err
 }
 
-// WaiterID is a request that waits.
+// WaiterID identifies a pending request.
 type WaiterID uint64
 
-// Event is what happens to a machine.
+// Event is an input of the machine.
 type Event interface{ event() }
 
 // Attended is a request.
@@ -133,21 +133,21 @@ type Attended struct {
 	Request
 }
 
-// Ended is the end of a request that was not answered. Broke: its connection did; else it has waited for long, and is answered
-// with what its node knows already.
+// Ended is the end of a request without an answer. If Broke is set, its connection broke. Otherwise it was pending for so long that
+// the shell answered it with its own Seen.
 type Ended struct {
 	Waiter WaiterID
 	Broke  bool
 }
 
-// Woken is the time that a Wake asked for.
+// Woken: the time of the latest Wake has come.
 type Woken struct{}
 
 func (Attended) event() {}
 func (Ended) event()    {}
 func (Woken) event()    {}
 
-// Action is what a machine wants done.
+// Action is something that the shell must do.
 type Action interface{ action() }
 
 // Answer ends a request.
@@ -157,14 +157,14 @@ type Answer struct {
 	Reason string // why there is no round yet, for people
 }
 
-// Refuse ends a request that cannot be followed. Conflict: the group is there, and this node does not fit.
+// Refuse ends a request that cannot be served. Conflict: the group exists, and this node does not fit into it.
 type Refuse struct {
 	Waiter   WaiterID
 	Conflict bool
 	Reason   string
 }
 
-// Released is a new round, for the log.
+// Released reports a new round, for the log.
 type Released struct {
 	Group string
 	Round int64
@@ -172,10 +172,10 @@ type Released struct {
 	Store string
 }
 
-// Keep says that State has changed in a way that a restart must not forget.
+// Keep asks the shell to save the State, which has changed.
 type Keep struct{ State State }
 
-// Wake wants a Woken at a time.
+// Wake asks for a Woken at a time.
 type Wake struct{ At time.Time }
 
 func (Answer) action()   {}
@@ -184,7 +184,7 @@ func (Released) action() {}
 func (Keep) action()     {}
 func (Wake) action()     {}
 
-// State is what survives a restart.
+// State is the part of the machine that survives a restart.
 type State struct {
 	Groups []GroupState `json:"groups,omitempty"`
 }
@@ -197,7 +197,7 @@ type GroupState struct {
 	Store    string     `json:"store"`
 	Closed   bool       `json:"closed,omitempty"`
 	Size     int        `json:"size"`
-	Members  []Assigned `json:"members"` // those that were known, by rank
+	Members  []Assigned `json:"members"` // the known nodes, by rank
 }
 
 // Assigned is a node in a round.
@@ -208,7 +208,7 @@ type Assigned struct {
 	Ask   int64  `json:"ask"`
 }
 
-// Timing says when a node counts as failed.
+// Timing has the timeouts after which a node counts as failed.
 type Timing struct {
 	Grace   time.Duration // after its connection broke, a release no longer waits for it
 	Timeout time.Duration // after it was silent, or its connection broke, its group continues without it

@@ -13,7 +13,8 @@ var epoch = time.Date(2026, 11, 1, 0, 0, 0, 0, time.UTC)
 
 var timing = Timing{Grace: 200 * time.Millisecond, Timeout: 5 * time.Second}
 
-// agent behaves as TorchRendezvousService does: it has one request open, and sends the next one with what it has heard.
+// agent behaves as TorchRendezvousService does: it has one pending request, and sends the next one with the last view that it
+// received.
 type agent struct {
 	group, name string
 	settings    Settings
@@ -21,11 +22,11 @@ type agent struct {
 	view        View
 	was         int64 // the last round that it was in
 	open        WaiterID
-	cut         bool // it reaches the lighthouse no more
+	cut         bool // it no longer reaches the lighthouse
 	refused     string
 }
 
-// trains reports whether it believes so.
+// trains reports whether the agent trains, by its own view.
 func (a *agent) trains() bool { return a.ask > 0 && a.view.Ask == a.ask && a.view.Round > 0 }
 
 // world is a machine and its nodes.
@@ -47,14 +48,14 @@ func newWorld() *world {
 
 func (w *world) say(format string, args ...any) { w.out = append(w.out, fmt.Sprintf(format, args...)) }
 
-// sorted are the agents in order of their names.
+// sorted returns the agents in the order of their names.
 func (w *world) sorted() []*agent {
 	return slices.SortedFunc(maps.Values(w.agents), func(a, b *agent) int {
 		return cmp.Or(cmp.Compare(a.group, b.group), cmp.Compare(a.name, b.name))
 	})
 }
 
-// step feeds an event, and lets all agents poll again that were answered.
+// step feeds an event, and makes all answered agents poll again.
 func (w *world) step(event Event) {
 	w.feed(event)
 	w.poll()
@@ -116,14 +117,14 @@ func (w *world) answered(a *agent, answer Answer) {
 	a.was = max(a.was, v.Round)
 }
 
-// ask lets a node ask, as one does that starts, or whose workers failed.
+// ask makes a node ask, as when it starts, or when its workers fail.
 func (w *world) ask(a *agent) {
 	a.ask++
 	if a.open == 0 {
 		w.poll()
 		return
 	}
-	w.last++ // a second request, as set_state sends it
+	w.last++ // a second request, as sent by set_state
 	w.step(Attended{w.last, Request{Group: a.group, Node: a.name, Store: a.name + ":1", Ask: a.ask, Seen: a.view, Settings: a.settings}})
 	w.step(Ended{Waiter: w.last})
 }
@@ -144,7 +145,7 @@ func (w *world) leave(a *agent, done bool) {
 	w.step(Attended{w.last, Request{Group: a.group, Node: a.name, Leave: true, Close: done}})
 }
 
-// restart begins a new machine, with the state of the old one or without.
+// restart replaces the machine by a new one, with the state of the old one or without.
 func (w *world) restart(s State) {
 	w.m, w.wake, w.of = NewMachine(timing, s, w.now), time.Time{}, map[WaiterID]*agent{}
 	for _, a := range w.agents {
@@ -153,7 +154,7 @@ func (w *world) restart(s State) {
 	w.step(Woken{})
 }
 
-// pass lets time pass. Requests that wait are answered every two seconds.
+// pass lets time pass. Pending requests are answered every two seconds.
 func (w *world) pass(d time.Duration) {
 	const poll = 2 * time.Second
 	for end := w.now.Add(d); w.now.Before(end); {

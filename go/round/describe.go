@@ -4,17 +4,17 @@ package round
 type Status struct {
 	ReplicaID     string           `json:"replica_id"`
 	WorldSize     int64            `json:"world_size"`
-	KnownQuorumID int64            `json:"known_quorum_id"` // the largest that was answered, 0 before the first
+	KnownQuorumID int64            `json:"known_quorum_id"` // the largest id answered so far, 0 before the first
 	Round         uint64           `json:"round"`           // requests to the lighthouse so far
 	Asking        bool             `json:"asking"`          // the lighthouse has not answered yet
 	Quorum        Attendance       `json:"quorum"`
 	Vote          Attendance       `json:"vote"`
-	VoteStep      int64            `json:"vote_step"` // of the vote that is going on, 0 if there is none
-	Absent        map[int64]string `json:"absent"`    // ranks that are not waited for, and why
+	VoteStep      int64            `json:"vote_step"` // of the open vote, 0 if there is none
+	Absent        map[int64]string `json:"absent"`    // ranks that no request waits for, and why
 	Closed        bool             `json:"closed"`
 }
 
-// Attendance lists the ranks that wait in a gathering, and those that it waits for. Both are empty if there is no gathering.
+// Attendance lists the ranks with a pending request in a gathering, and the missing ranks. Both are empty if there is no gathering.
 type Attendance struct {
 	Waiting []int64 `json:"waiting"`
 	Missing []int64 `json:"missing"`

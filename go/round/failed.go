@@ -2,17 +2,17 @@ package round
 
 import "github.com/torchft/torchft/go/quorum"
 
-// notifiers is how many members notify a member that counts as failed: the next ones after it, a Stride apart, that do not count as failed
-// themselves. So each member can decide alone whether it is one of them. One would suffice if nothing else failed.
+// notifiers is how many members notify a member that counts as failed: the next ones after it, a Stride apart, that do not count as
+// failed. So each member can decide alone whether it is one of them. One would suffice if nothing else failed.
 const notifiers = 3
 
-// Stride is the distance in a list between members that notify the same one. The groups of a rack follow each other in the list. If the
-// rack is cut off from the lighthouse, they receive no report, and some count as failed later than others. So neighbours must not depend
-// on each other.
+// Stride returns the distance in a list between members that notify the same one. The groups of a rack are neighbours in the list. If
+// the rack is cut off from the lighthouse, they receive no report, and some of them count as failed later than others. So a
+// member's notifiers must not be its neighbours.
 func Stride(size int) int {
-	stride := size * 5 / 8 // two members of a third of the list are never this far apart
+	stride := size * 5 / 8 // no two members in the same third of the list are this far apart
 	for gcd(stride, size) > 1 {
-		stride++ // otherwise the strides would not reach all members
+		stride++ // coprime to the size: otherwise the strides would not reach all members
 	}
 	return stride
 }
@@ -24,13 +24,13 @@ func gcd(a, b int) int {
 	return a
 }
 
-// given is a quorum that the ranks have received, and the failures of its members since then.
+// given is a quorum that was sent to the ranks, with the failures of its members since then.
 type given struct {
 	quorum *quorum.Quorum // nil: none
 	failed []failure      // by place in the quorum, nil: none is known
 }
 
-// failure is what this group knows of a member that may have failed.
+// failure records that a member may have failed.
 type failure struct {
 	counts   bool // the member counts as failed
 	reason   string
@@ -39,7 +39,7 @@ type failure struct {
 
 func (g *given) is(quorumID int64) bool { return g.quorum != nil && g.quorum.ID == quorumID }
 
-// follow records a quorum that is sent to the ranks.
+// follow records the quorum that is sent to the ranks now.
 func (m *Machine) follow(q *quorum.Quorum) {
 	if !m.latest.is(q.ID) {
 		m.before = m.latest
@@ -49,13 +49,13 @@ func (m *Machine) follow(q *quorum.Quorum) {
 
 // memberFailed handles the report that this group, or another one, counts as failed.
 //
-// The lighthouse reports a failure to all members that it can reach. A group that it evicts because their connection is cut does not
-// learn of it, and would commit its step if its collectives are complete. So other members notify it. A process that has ended does not
-// answer, and a group that has a later quorum ignores the notice.
+// The lighthouse reports a failure to all members that it can reach. A group that it evicts because their connection is cut does
+// not learn of it, and would commit its step if its collectives are complete. So other members notify it. A notice to a process
+// that has ended has no effect, and a group that has a later quorum ignores it.
 //
-// If the others have already asked for the next quorum, the failure completes it: the report and the next quorum arrive at the same time, by
-// two paths, in any order. So the previous quorum is kept (before). Otherwise no member would be notified in just this case, in which
-// the others commit the step without it.
+// If the others have already asked for the next quorum, the failure completes it: the report and the next quorum arrive at the same
+// time, by two paths, in any order. So the previous quorum is kept (before): otherwise the failed member would not be notified in
+// exactly the case in which the others continue without it.
 func (m *Machine) memberFailed(e MemberFailed) []Action {
 	own := m.group.ReplicaID
 	switch {
@@ -70,8 +70,8 @@ func (m *Machine) memberFailed(e MemberFailed) []Action {
 	return nil
 }
 
-// memberFailed records that a member counts as failed, and returns which members this group has to notify now: that one, if this group is
-// one of its notifiers, and other failed members, of which this group may have become a notifier by this failure.
+// memberFailed records that a member counts as failed, and returns the members that this group has to notify now: that member, if
+// this group is one of its notifiers, and failed members of which this group becomes a notifier by this failure.
 func (g *given) memberFailed(id string, e MemberFailed) []Action {
 	members := g.quorum.Members
 	own, in := g.quorum.Place(id)

@@ -11,7 +11,7 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-func TestAStrideReachesAllOthersAndFewOfARack(t *testing.T) {
+func TestAStrideReachesAllMembersAndLeavesTheRack(t *testing.T) {
 	for size := 1; size <= 300; size++ {
 		stride, place := Stride(size), 0
 		for i := range size - 1 {
@@ -19,14 +19,14 @@ func TestAStrideReachesAllOthersAndFewOfARack(t *testing.T) {
 			require.NotZero(t, place, "%d of %d", i, size)
 		}
 		for rack := 2; size >= 64 && rack <= size/3; rack++ {
-			require.GreaterOrEqual(t, stride%size, rack, "of a rack of %d of %d", rack, size)
-			require.GreaterOrEqual(t, size-stride, rack, "of a rack of %d of %d", rack, size)
+			require.GreaterOrEqual(t, stride%size, rack, "a rack of %d of %d", rack, size)
+			require.GreaterOrEqual(t, size-stride, rack, "a rack of %d of %d", rack, size)
 		}
 	}
 }
 
-// Each live member learns of the failures of the others in an order of its own, and decides alone. In the end, each failed member has been
-// notified by the first three live members that follow it, and by no other one.
+// Each live member learns of the failures of the others in its own random order, and decides alone. In the end, each failed member
+// has been notified by the first three live members that follow it, and by no other.
 func TestTheNextThreeLiveMembersNotifyAFailedOne(t *testing.T) {
 	for seed := range uint64(300) {
 		r := rand.New(rand.NewPCG(seed, 1))

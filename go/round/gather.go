@@ -40,8 +40,8 @@ func (m *Machine) quorumAsked(e QuorumAsked) []Action {
 	if older := g.asked[e.GroupRank]; older != nil {
 		superseded := Failure{KindAborted, fmt.Sprintf("a newer request of rank %d replaced this one", e.GroupRank)}
 		if g.round != 0 && !sameRequest(*older, e) {
-			// The pending request to the lighthouse was made of the older one, which no longer holds: the round fails, and the ranks
-			// ask again.
+			// The pending request to the lighthouse was merged from the older one, which is out of date: the round fails, and the
+			// ranks ask again.
 			g.asked[e.GroupRank] = nil
 			g.count--
 			actions = append(actions, Fail{older.Waiter, superseded})
@@ -139,7 +139,7 @@ func (m *Machine) quorumKnown(e QuorumKnown) []Action {
 		results[r] = result
 	}
 
-	// All ranks have asked for this quorum, so none will vote on the attempt before it. A vote is still pending here only if the rank
+	// All ranks have asked for this quorum, so none will vote on the attempt before it. A vote can be pending here only if the rank
 	// that cast it had asked before it voted.
 	actions := m.endBallot(Failure{KindAborted, "the ranks went on to the next quorum before all had voted"})
 	actions = slices.Grow(actions, len(g.asked))
@@ -194,7 +194,8 @@ func (m *Machine) quorumWithdrawn(e Withdrawn) []Action {
 	return nil
 }
 
-// withdrawn makes the failures of a rank whose call has ended, and of the other ranks. They fail with it, since it may never ask again.
+// withdrawn returns two failures: one for the rank whose call has ended, and one for the other ranks. These fail too, since the
+// rank may never ask again.
 func withdrawn(e Withdrawn, rank int, what string) (own, others Failure) {
 	if e.Timeout {
 		return Failure{KindTimeout, "the deadline passed while waiting for " + what},

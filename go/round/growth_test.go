@@ -24,7 +24,7 @@ func newMany(n int) *many {
 	return &many{machine: NewMachine(Group{ReplicaID: "g", Address: "http://g", StoreAddress: "s", WorldSize: int64(n)}), n: n}
 }
 
-// each feeds the machine one event of each rank from the given one on, in an order that is not that of the ranks.
+// each feeds the machine one event of each rank from the given one on, not in the order of the ranks.
 func (c *many) each(from int, event func(rank int64) Event) {
 	for i := range c.n {
 		if rank := (i * 7919) % c.n; rank >= from {
@@ -48,9 +48,10 @@ func (c *many) withdraw(int64) Event { return Withdrawn{Waiter: c.waiter, Timeou
 
 func disconnected(rank int64) Event { return RankDisconnected{rank} }
 
-// The number of ranks that the machine looks at grows linearly with the size of the group, not with its square, if all ranks do the same.
+// If all ranks do the same, the number of ranks that the machine visits grows linearly with the size of the group, not with its
+// square.
 func TestCostOfEventsOfAllRanksIsLinear(t *testing.T) {
-	const most = 6 // looks for each rank
+	const most = 6 // visits for each rank
 	for name, did := range map[string]func(c *many){
 		"a quorum and a vote": func(c *many) {
 			c.each(0, c.ask(1))
@@ -82,7 +83,7 @@ func TestCostOfEventsOfAllRanksIsLinear(t *testing.T) {
 	}
 }
 
-// BenchmarkAllRanks measures the machine of one group in a step with ten groups: all ranks ask, get the quorum, and vote.
+// BenchmarkAllRanks measures a step in the machine of one of ten groups: all ranks ask, receive the quorum, and vote.
 func BenchmarkAllRanks(b *testing.B) {
 	for _, n := range []int{8, 512, 2048, 8000} {
 		b.Run(fmt.Sprint(n), func(b *testing.B) {

@@ -29,7 +29,7 @@ func (g Group) Validate() error {
 type Machine struct {
 	group  Group
 	ranks  []rank
-	absent []int // ranks that are not waited for, in order; rank.absent says why
+	absent []int // ranks that no request waits for, in order; rank.absent has the reason
 	looks  int   // how often a rank was visited, for growth_test.go
 
 	gathering     gathering
@@ -38,11 +38,11 @@ type Machine struct {
 
 	ballot ballot
 
-	latest  given         // the last quorum that the ranks were given
+	latest  given         // the last quorum that was sent to the ranks
 	before  given         // the previous one, with another id
 	evicted *MemberFailed // the last quorum in which the group counts as failed
 
-	draining bool // the group was asked to leave, and the next quorum says so to its ranks
+	draining bool // the group was asked to leave, and its ranks learn it with the next quorum
 
 	now    time.Time // of the last event
 	closed *Failure  // set once the server shuts down
@@ -52,11 +52,11 @@ type Machine struct {
 type rank struct {
 	metadata  string   // where it serves its checkpoint
 	announced bool     // metadata is set
-	absent    *Failure // why it is not waited for; nil: it is
+	absent    *Failure // why no request waits for it; nil: it is present
 	activity
 }
 
-// NewMachine makes the machine of one replica group. The group must be valid.
+// NewMachine returns the machine of one replica group. The group must be valid.
 func NewMachine(g Group) *Machine {
 	return &Machine{
 		group:     g,
@@ -103,7 +103,7 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 	return nil
 }
 
-// refuse returns why a request of a rank can never succeed, nil if it can.
+// refuse returns why a request of a rank can never succeed; nil if it can.
 func (m *Machine) refuse(groupRank int64) *Failure {
 	if m.closed != nil {
 		return m.closed
@@ -170,7 +170,7 @@ func (m *Machine) hopeless(present func(rank int) bool) *Failure {
 	return nil
 }
 
-// miss marks a rank as absent; expect ends that.
+// miss marks a rank as absent; expect removes the mark.
 func (m *Machine) miss(groupRank int64, why *Failure) {
 	m.ranks[groupRank].absent = why
 	if i, found := slices.BinarySearch(m.absent, int(groupRank)); !found {
@@ -188,9 +188,9 @@ func (m *Machine) expect(groupRank int64) {
 	}
 }
 
-// where lists the ranks that holds selects, for reasons and errors.
+// where lists the ranks for which holds is true, for reasons and errors.
 func (m *Machine) where(holds func(rank int) bool) string {
-	const most = 16 // ranks in a message
+	const most = 16 // bounds the ranks in a message
 	var names []string
 	more := 0
 	for r := range m.ranks {

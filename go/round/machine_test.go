@@ -12,7 +12,7 @@ import (
 
 var epoch = time.Date(2026, 11, 1, 0, 0, 0, 0, time.UTC)
 
-func TestTheGroupIsAnnouncedAsItIs(t *testing.T) {
+func TestTheRequestHasTheRecordOfTheGroup(t *testing.T) {
 	m := NewMachine(Group{ReplicaID: "g", Address: "http://g", StoreAddress: "s", WorldSize: 2})
 	require.Empty(t, m.Step(QuorumAsked{Waiter: 1, Request: Request{GroupRank: 1, Step: 3, Handle: "h1", CommitFailures: 2}, Deadline: epoch.Add(2 * time.Second)}, epoch))
 	actions := m.Step(QuorumAsked{Waiter: 2, Request: Request{GroupRank: 0, Step: 3, Handle: "h0", ShrinkOnly: true}, Deadline: epoch.Add(time.Second)}, epoch)
@@ -24,7 +24,7 @@ func TestTheGroupIsAnnouncedAsItIs(t *testing.T) {
 		},
 	}}, actions)
 
-	// Each rank gets the handles of its own rank.
+	// Each rank receives only the handles of its own group rank.
 	q := &quorum.Quorum{ID: 9, Members: []quorum.Member{actions[0].(AskLighthouse).Member}}
 	actions = m.Step(QuorumKnown{Round: 1, Quorum: q}, epoch)
 	require.Len(t, actions, 2)
@@ -60,7 +60,7 @@ func TestDescribeAsJSON(t *testing.T) {
 	}`, string(text))
 }
 
-// With many ranks the reasons name the first of them.
+// A reason lists only the first of many ranks.
 func TestReasonsNameOnlySomeOfManyRanks(t *testing.T) {
 	m := NewMachine(Group{ReplicaID: "g", WorldSize: 40})
 	m.Step(QuorumAsked{Waiter: 1}, epoch)

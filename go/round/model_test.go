@@ -30,7 +30,7 @@ type model struct {
 	closed    bool
 	evictedOf int64 // quorum_id
 	latest    int64 // quorum_id of the last answer, also if no rank has received it
-	before    int64 // quorum_id of the answer before, if it is another one
+	before    int64 // the previous quorum_id, if it differs
 	draining  bool
 	does      map[int64]*modelRank
 
@@ -48,7 +48,7 @@ type modelVote struct {
 	round uint64
 }
 
-// outcome has the results of an event: a line for each waiter that is answered, and for the lighthouse. Their order does not matter.
+// outcome has the results of an event: a line for each answered waiter, and one for the lighthouse. Their order is irrelevant.
 type outcome map[string]string
 
 func newModel(size int64) *model {
@@ -454,11 +454,11 @@ func (h *history) step(e Event) {
 	status := h.machine.Describe()
 	for _, a := range []Attendance{status.Quorum, status.Vote} {
 		for _, rank := range a.Missing {
-			require.NotContains(h.t, status.Absent, rank, "ranks wait for one that is absent")
+			require.NotContains(h.t, status.Absent, rank, "ranks wait for an absent rank")
 		}
 		require.True(h.t, len(a.Missing) > 0 || len(a.Waiting) == 0 || status.Asking, "all are there, and wait")
 	}
-	// A voter with an open request of its own does not wait for that any more, since a rank makes one call at a time.
+	// A rank makes one call at a time: if it has voted, it no longer waits for its pending request.
 	waitsToo := slices.ContainsFunc(status.Vote.Waiting, func(r int64) bool { return slices.Contains(status.Quorum.Waiting, r) })
 	for _, rank := range status.Vote.Missing {
 		require.False(h.t, !waitsToo && slices.Contains(status.Quorum.Waiting, rank), "ranks wait for each other")
@@ -468,7 +468,7 @@ func (h *history) step(e Event) {
 
 func (h *history) take(action Action, got outcome, decided map[int64]Voted) {
 	done := func(w WaiterID, text string) {
-		require.Contains(h.t, h.open, w, "only who waits is answered, and once")
+		require.Contains(h.t, h.open, w, "only pending waiters are answered, and once")
 		if v, ok := h.open[w].(Voted); ok && text[0] == 'c' {
 			decided[v.GroupRank] = v
 			h.commits++
@@ -536,7 +536,7 @@ func TestRandomHistoriesAgreeWithTheModel(t *testing.T) {
 	}
 }
 
-// eventTypes are the names of all kinds of events.
+// eventTypes returns the names of all kinds of events.
 func eventTypes(t *testing.T) (names []string) {
 	t.Helper()
 	file, err := parser.ParseFile(token.NewFileSet(), "types.go", nil, 0)

@@ -5,7 +5,7 @@ import (
 	"time"
 )
 
-// phase is what a rank is doing, as its requests show.
+// phase is the state of a rank that follows from its requests.
 type phase int
 
 const (
@@ -20,14 +20,14 @@ func (p phase) String() string {
 	return [...]string{"has not asked for a quorum yet", "waits for a quorum", "in the step", "waits for the vote", "after the vote"}[p]
 }
 
-// activity is what a rank is doing, and since when. Its phase follows from its requests, at no cost for a step. What it does within a step,
-// the rank reports only when it is asked.
+// activity is the phase of a rank, and since when it lasts. The phase follows from the rank's requests, at no extra cost. Details
+// within a step are reported by the rank only when it is asked.
 type activity struct {
 	phase phase
 	step  int64
 	since time.Time
 
-	said  bool // it has answered the latest question; waits and what are its answer
+	said  bool // it has answered the latest ProgressAsked, with waits and what
 	waits bool
 	what  string
 }
@@ -36,13 +36,14 @@ func (a *activity) begin(p phase, step int64, now time.Time) {
 	*a = activity{phase: p, step: step, since: now}
 }
 
-// Progress is what a group is doing: the activity of the rank that the others wait for, or of any rank if all wait for other groups.
+// Progress describes the activity of a group: that of the rank that the others wait for, or of any rank if all wait for other
+// groups.
 type Progress struct {
 	Step      int64
 	GroupRank int64
-	Phase     string // for people
+	Phase     string // in words
 	For       time.Duration
-	Waits     bool // for other groups
+	Waits     bool // it waits for other groups
 }
 
 func (m *Machine) forgetProgress() {
@@ -58,7 +59,7 @@ func (m *Machine) rankProgressed(e RankProgressed) {
 	}
 }
 
-// Progress returns what the group does, and whether all ranks that are in the step have answered. It changes nothing.
+// Progress returns the progress of the group, and whether all ranks that are in the step have answered. It changes nothing.
 func (m *Machine) Progress(now time.Time) (p Progress, complete bool) {
 	complete = true
 	worst := -1

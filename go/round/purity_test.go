@@ -14,7 +14,7 @@ import (
 
 const module = "github.com/torchft/torchft/go/"
 
-// Imports form a ladder: recovery reads quorums, round uses both, and none of them knows anything else.
+// Imports form a ladder: recovery imports quorum, round imports both, and none of them imports other packages of this module.
 func TestThePureImportOnlyTheStandardLibraryAndEachOther(t *testing.T) {
 	for name, want := range map[string][]string{
 		"quorum":   {"quorum"},
@@ -32,7 +32,7 @@ func TestThePureImportOnlyTheStandardLibraryAndEachOther(t *testing.T) {
 	}
 }
 
-// A replay of a seed must not depend on a schedule, on a clock or on the surroundings.
+// The replay of a seed must not depend on scheduling, on a clock or on the environment.
 func TestThePureHaveNoGoroutinesLocksOrClocks(t *testing.T) {
 	allowed := map[string]bool{
 		"bytes": true, "cmp": true, "container/list": true, "crypto/sha256": true, "encoding/binary": true, "errors": true, "fmt": true,

@@ -11,7 +11,7 @@ import (
 type Request struct {
 	GroupRank          int64  `json:"group_rank"`
 	Step               int64  `json:"step"`
-	CheckpointMetadata string `json:"checkpoint_metadata"` // where others fetch this rank's state
+	CheckpointMetadata string `json:"checkpoint_metadata"` // the address at which healing ranks fetch this rank's state
 	ShrinkOnly         bool   `json:"shrink_only"`
 	InitSync           bool   `json:"init_sync"`
 	CommitFailures     int64  `json:"commit_failures"`
@@ -20,20 +20,20 @@ type Request struct {
 	GroupWorldSize     int64  `json:"group_world_size"`    // as configured for this rank; 0: not reported
 	// ReplaysFailedSteps: this rank keeps its gradients, and can reduce them again (quorum.Member).
 	ReplaysFailedSteps bool `json:"replays_failed_steps"`
-	// Drain: a signal requested that this rank leaves. It is no part of the group's request: the machine keeps it, like the lighthouse's
-	// Drained, and the lighthouse learns of it when the group leaves.
+	// Drain: a signal requested that this rank's group leaves. It is not sent to the lighthouse: the machine keeps it, like the
+	// lighthouse's Drained, and the lighthouse learns of it when the group leaves.
 	Drain bool `json:"drain"`
 }
 
 // sameRequest reports whether two requests of a rank differ only in their waiters and deadlines.
 func sameRequest(a, b QuorumAsked) bool { return a.Request == b.Request }
 
-// merge makes the group's request of those of its ranks, which are in rank order. agree is false if they differ in the step, or in the
-// quorum in which its weights were committed.
+// merge returns the group's request, made from the requests of its ranks, in rank order. agree is false if they differ in the step,
+// or in the quorum in which their weights were committed.
 //
-// The step of a group is that of its slowest rank. Ranks differ after one of them failed to heal, or missed that a step was committed;
-// with the smallest step the group is behind, and heals as a whole. The committed quorum is -1 then (none), so it heals even if the
-// other groups are at that smallest step.
+// The step of a group is its slowest rank's. Ranks differ after one of them failed to heal, or did not receive a decision to
+// commit. With the smallest step the group is behind, and heals as a whole. The committed quorum is then -1 (none), so that it
+// heals even if the other groups are at that smallest step.
 func merge(member quorum.Member, ranks []*QuorumAsked) (_ quorum.Member, agree bool) {
 	first := ranks[0]
 	agree = true

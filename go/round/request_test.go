@@ -9,16 +9,16 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// notMerged are the fields of a request that are no part of the group's record, and why.
+// notMerged has the fields of a request that are not part of the group's record, and why.
 var notMerged = map[string]string{
 	"GroupRank":          "the rank that asks",
-	"CheckpointMetadata": "kept for each rank, and given to those that heal from it",
+	"CheckpointMetadata": "kept for each rank, and sent to ranks that heal from it",
 	"InitSync":           "an argument of recovery",
 	"GroupWorldSize":     "compared with that of the group",
-	"Drain":              "remembered by the machine",
+	"Drain":              "kept by the machine",
 }
 
-// A field that merge forgets is lost for the other groups, and nothing else fails.
+// If merge forgets a field, the other groups do not receive it, and no other test fails.
 func TestEachFieldOfARequestIsMergedOrNamedHere(t *testing.T) {
 	record := func(r Request) quorum.Member {
 		member, agree := merge(quorum.Member{}, []*QuorumAsked{{Request: r}})

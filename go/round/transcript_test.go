@@ -184,7 +184,7 @@ func describeAction(action Action) string {
 	return fmt.Sprintf("unknown action %T", action)
 }
 
-// waiter is the one that the command names, else the next.
+// waiter returns the waiter that the command names, or the next one.
 func (r *scribe) waiter(args []string) WaiterID {
 	w := r.waiters + 1
 	if s := transcript.Option(args, "waiter"); s != "" {

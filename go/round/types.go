@@ -14,7 +14,7 @@ import (
 // WaiterID identifies one pending request; the shell chooses it and never uses it twice.
 type WaiterID uint64
 
-// Group is what one manager server knows about its replica group from the start.
+// Group has the properties of a replica group that its manager server knows from the start.
 type Group struct {
 	ReplicaID    string
 	Address      string // of this manager server, announced to the others
@@ -30,7 +30,7 @@ type (
 	QuorumAsked struct {
 		Request
 		Waiter   WaiterID
-		Deadline time.Time // of this rank's wait
+		Deadline time.Time // until when this rank waits
 	}
 	// QuorumKnown: the lighthouse answered a round, or failed to.
 	QuorumKnown struct {
@@ -47,8 +47,8 @@ type (
 		// Fenced: the group has sent nothing for so long that the others may have continued without it.
 		Fenced bool
 	}
-	// MemberFailed: a member counts as failed in a quorum, and the others continue without it. If it is this group, it must not commit a
-	// step of that quorum. If it is another one, it may be alive and not know that (NotifyFailed).
+	// MemberFailed: a member counts as failed in a quorum, and the others continue without it. If it is this group, it must not
+	// commit a step of that quorum. If it is another one, it may be alive and unaware of it (NotifyFailed).
 	MemberFailed struct {
 		QuorumID  int64
 		ReplicaID string
@@ -56,22 +56,22 @@ type (
 	}
 	// Drained: the lighthouse requests that the group leaves. (A rank can do so, too: Request.Drain.) All ranks learn it with the next quorum.
 	Drained struct{}
-	// ProgressAsked: the lighthouse asks what the group does. The shell asks the ranks, waits for a while, and calls
-	// Machine.Progress.
+	// ProgressAsked: the lighthouse asks for the group's progress. The shell asks the ranks, waits for their answers for a while,
+	// and calls Machine.Progress.
 	ProgressAsked struct{}
 	// RankProgressed: a rank's answer to ProgressAsked.
 	RankProgressed struct {
 		GroupRank int64
-		Waits     bool   // for other groups
-		What      string // for people
+		Waits     bool   // it waits for other groups
+		What      string // its activity, in words
 	}
 	// MetadataAsked: a client requests the address at which a rank serves its checkpoint. It is answered at once.
 	MetadataAsked struct {
 		Waiter    WaiterID
 		GroupRank int64
 	}
-	// Withdrawn: the deadline of a waiter passed, or its call was cancelled. The gathering ends, and all of its waiters get Fail with a
-	// reason that names the missing ranks. A shell that has answered this waiter already drops its Fail.
+	// Withdrawn: the deadline of a waiter passed, or its call was cancelled. The gathering ends, and all of its waiters get Fail
+	// with a reason that names the missing ranks. If the shell has already answered this waiter, it ignores the Fail.
 	Withdrawn struct {
 		Waiter  WaiterID
 		Timeout bool
@@ -128,14 +128,14 @@ type (
 		Waiter   WaiterID
 		Metadata string
 	}
-	// ReportIncomplete reports to the lighthouse that a rank has failed, so that the group trains in no step until it asks again.
+	// ReportIncomplete reports to the lighthouse that a rank has failed, so that the group counts as failed until it asks again.
 	ReportIncomplete struct{ Reason string }
-	// NotifyFailed forwards to a member what the lighthouse reported about it. The lighthouse may not reach it.
+	// NotifyFailed forwards the lighthouse's report of a failure to the failed member, which the lighthouse may not reach.
 	NotifyFailed struct {
 		Address string // of its manager server
 		Failed  MemberFailed
 	}
-	// Discarded reports why a step is not committed for which all ranks voted, for the log.
+	// Discarded reports why a step is not committed although all ranks voted for it, for the log.
 	Discarded struct {
 		Step   int64
 		Reason string
@@ -157,7 +157,7 @@ func (NotifyFailed) isAction()     {}
 func (Discarded) isAction()        {}
 func (Fail) isAction()             {}
 
-// Kind classes a failure; internal/wire maps each to one gRPC status code.
+// Kind classifies a failure; internal/wire maps each to one gRPC status code.
 type Kind int
 
 const (
@@ -168,7 +168,7 @@ const (
 	KindInternal                // everything else: INTERNAL
 )
 
-// Failure is why a request failed.
+// Failure is the reason why a request failed.
 type Failure struct {
 	Kind   Kind
 	Reason string

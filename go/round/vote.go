@@ -78,9 +78,10 @@ func (m *Machine) voted(e Voted) []Action {
 	return actions
 }
 
-// mayNotCommit is the reason why a step must not be committed although all ranks voted for it; empty if it may. If the group was evicted,
-// or has been silent for so long that it may have been, the other groups may have committed this step without it, with other gradients.
-// If this group committed it as well, there would be two different states of one step. Without a commit, it heals from the others.
+// mayNotCommit returns the reason why a step must not be committed although all ranks voted for it; empty if it may. If the group
+// was evicted, or has been silent for so long that it may have been, the other groups may have committed this step without it, with
+// other gradients. If this group committed it as well, there would be two different states of one step. Without a commit, it heals
+// from the others.
 func (m *Machine) mayNotCommit(fenced bool) string {
 	switch {
 	case m.evicted != nil && m.latest.is(m.evicted.QuorumID):
@@ -91,10 +92,11 @@ func (m *Machine) mayNotCommit(fenced bool) string {
 	return ""
 }
 
-// wentOn is the failure of a ballot when a rank asks for the next quorum: it has abandoned the attempt, and will not vote. If the ballot
-// went on, this rank would wait in the quorum for a rank that waits for its vote: a deadlock until a deadline.
+// wentOn returns the failure of a ballot when a rank asks for the next quorum: that rank has abandoned the attempt, and will not
+// vote. If the ballot stayed open, this rank would wait in the quorum for a rank that waits for its vote: a deadlock until a
+// deadline.
 //
-// Without failures no ballot is open then: all ranks have voted before the first one gets the decision and goes on.
+// Without failures no ballot is open then: all ranks have voted before the first one receives the decision and continues.
 func wentOn(rank, step int64) Failure {
 	return Failure{KindAborted, fmt.Sprintf(
 		"rank %d asked for the next quorum, and will not vote on step %d", rank, step)}
@@ -102,8 +104,8 @@ func wentOn(rank, step int64) Failure {
 
 // wentOnBefore finds a rank that asked for the next quorum before this vote, -1 if there is none.
 //
-// If the voter itself has a pending quorum request, it has cancelled that request before it voted, and the Withdrawn of it, which comes by
-// another goroutine, is still to be fed. It will end the gathering, so the vote may stay open.
+// If the voter itself has a pending quorum request, it cancelled that request before it voted. The Withdrawn of that request, which
+// comes from another goroutine, has not been fed yet. It will end the gathering, so the vote may stay open.
 func (m *Machine) wentOnBefore(voter int64) int {
 	g := &m.gathering
 	if g.count == 0 || g.asked[voter] != nil {

@@ -6,8 +6,8 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// With several lighthouses, a group answers the stamps of the one that serves it, and asks no other one until its bond by the newest
-// stamp has run out (quorum/bond.go). A stamp is the time at which it was sent, on the lighthouse's clock.
+// With several lighthouses, a group answers the stamps of the one that serves it. It asks no other one until its bond, which the
+// newest stamp prolongs, has run out (quorum/bond.go). A stamp is the time at which it was sent, on the lighthouse's clock.
 
 // stamp sends the next stamp on a link, if it is due.
 func (l *lighthouse) stamp(k *link) {
@@ -15,7 +15,8 @@ func (l *lighthouse) stamp(k *link) {
 		return
 	}
 	k.stampedAt = l.w.now
-	// In reality, some time passes between a release and the next stamp. Here both may have the same time, and such a stamp would not count.
+	// In reality, some time passes between a release and the next stamp. Here both may happen at the same time, and such a stamp
+	// would not count.
 	k.down(event{kind: stamped, id: uint64(l.clock() + 1)})
 }
 
@@ -24,7 +25,7 @@ func (l *lighthouse) answered(k *link, stamp time.Duration) {
 	l.step(quorum.Bound{ReplicaID: k.g.id, Since: epoch.Add(stamp)})
 }
 
-// stampSays answers the newest stamp with any message of the group on a link.
+// stampSays returns the answer to the newest stamp, which any message of the group on a link carries; false if there is none.
 func (k *link) stampSays() (e event, says bool) {
 	says = k.stamp != 0 && k.stamp != k.answers
 	k.answers = k.stamp
@@ -46,13 +47,14 @@ func (g *group) mayLeave() bool { return g.w.now >= g.promised }
 // letGo ends the bond: the lighthouse has released the group, or the lighthouse's process has ended.
 func (g *group) letGo() { g.promised = 0 }
 
-// operatorEvery is how often the operator looks at a lighthouse.
+// operatorEvery is the interval at which the operator checks a lighthouse.
 const operatorEvery = time.Second
 
-// operator waives the votes of missing groups, as an operator does who knows that these conditions hold: all missing groups have ended;
-// no live group, and no other lighthouse, knows of a quorum that is not before the latest one here (its id may be smaller, after an
-// earlier waiver); and all live members have a pending request here. The other lighthouses are restarted first: one of them may
-// have the vote of a group that ended while it was bound there, and a vote must not count at two lighthouses.
+// operator waives the votes of missing groups. Like a careful operator, it does so only under these conditions: all missing groups
+// have ended; no other lighthouse knows a later quorum; the latest quorum here is, or comes after, the quorum that each live group
+// knows (ids do not show that: after an earlier waiver, a group may know a quorum of another branch with a smaller id); and all
+// live members have a pending request here. The other lighthouses are restarted first: one of them may have the vote of a group
+// that ended while it was bound there, and a vote must not count at two lighthouses.
 func (l *lighthouse) operator() {
 	w := l.w
 	if w.Lighthouses == 1 || w.now-l.looked < operatorEvery {
@@ -76,7 +78,7 @@ func (l *lighthouse) operator() {
 	var ended []string
 	for _, id := range l.describe().MissingVotes {
 		g := w.byID[id]
-		if g == nil || !g.killed { // it is alive, and may continue elsewhere with the votes of others
+		if g == nil || !g.killed { // the group is alive, and may continue elsewhere with the votes of others
 			return
 		}
 		ended = append(ended, id)

@@ -8,38 +8,38 @@ import (
 	"github.com/torchft/torchft/go/recovery"
 )
 
-// The rules, in the words of docs/correctness.md.
+// The rules, with the texts of docs/correctness.md.
 const (
 	ruleOneSet    = "one member set for each quorum_id"
 	ruleIDs       = "ids never fall"
 	ruleMajority  = "off the fast path no quorum without a majority of the healthy"
-	ruleMembers   = "a quorum has exactly those who wait, each once"
-	ruleBroadcast = "a quorum reaches everybody who waits for it"
-	ruleHeal      = "a group that is behind heals to max_step, from a member of its quorum that is there"
+	ruleMembers   = "a quorum has exactly the members that wait, each once"
+	ruleBroadcast = "a quorum reaches all members that wait for it"
+	ruleHeal      = "a group that is behind heals to max_step, from a member of its quorum at that step"
 	ruleEqual     = "groups that commit a step in one quorum hold equal states"
-	ruleOwn       = "who contributes to an average gives its own gradients, of the weights it has"
+	ruleOwn       = "each contribution to an average has gradients of the contributor's own weights"
 	ruleKept      = "a failure costs no step that a live group has computed"
 	ruleOnce      = "no step is committed again by a replay"
-	ruleDivisor   = "all who contribute to an average divide by the same number"
+	ruleDivisor   = "all contributors to an average divide by the same number"
 	ruleVote      = "a group commits only what all its ranks voted for in the same attempt"
 	ruleForms     = "enough connected members form a quorum within a bounded time"
 	ruleEvicted   = "a group that was evicted commits nothing of that quorum"
-	ruleCause     = "a group counts as failed for a cause that is so, never by the word of one"
-	ruleRelease   = "a group that left is kept until nobody is in its last step"
+	ruleCause     = "a group counts as failed for a true cause, never by the report of one other"
+	ruleRelease   = "a group that left is kept until no other is in its last step"
 	ruleLoses     = "a fault costs at most the documented number of steps"
 	ruleProgress  = "a connected group commits within a bounded time"
-	ruleNewcomer  = "a healthy newcomer that keeps asking is in within two rounds"
-	ruleStale     = "a request that newer ones of its member overtook is refused"
+	ruleNewcomer  = "a healthy newcomer that keeps asking is in a quorum within two rounds"
+	ruleStale     = "a request that arrives after a newer one of its member is refused"
 	ruleWaiters   = "every waiter is answered once, by its deadline"
-	ruleBehind    = "a quorum behind the job waits for those who were ahead"
-	ruleBranch    = "one branch of a job commits, whoever is in it"
-	ruleKnown     = "a quorum comes after all that its members know of"
+	ruleBehind    = "a quorum behind the job waits for the members that were ahead"
+	ruleBranch    = "only one branch of a job commits"
+	ruleKnown     = "a quorum comes after all quorums that its members know"
 	ruleTerm      = "a request counts only in the term in which it was made"
-	ruleOneStart  = "a quorum that comes after none has no member that knows of one"
-	ruleUnshown   = "a group that claims a quorum and does not show it stops nobody"
+	ruleOneStart  = "a quorum without a predecessor has no member that knows an earlier one"
+	ruleUnshown   = "a group that claims a quorum and does not show it does not stop the others"
 	ruleMemory    = "memory is bounded by live members"
 	ruleDrained   = "a group that was asked to leave learns it with its next quorum, all ranks with the same one"
-	ruleFinished  = "a training that begins after one that has ended on purpose is no regression"
+	ruleFinished  = "a training that begins after a completed one is no regression"
 )
 
 // seen is the checker's record of a group.
@@ -47,15 +47,15 @@ type seen struct {
 	lastID   int64         // id of the latest quorum that it received
 	maxStep  int64         // largest step in that quorum
 	behind   bool          // it has to heal in that quorum
-	commitID int64         // quorum in which it committed last, 0 if in none
+	commitID int64         // quorum in which it committed last, 0 if none
 	evicted  int64         // the latest quorum in which it was notified that it counts as failed
-	eviction eviction      // the latest one
+	eviction eviction      // the latest eviction
 	quiet    time.Duration // the longest time without a message since its last quorum
 	wanted   bool          // it has received the request to leave
 }
 
-// eviction has when a lighthouse reported to the members that a group counts as failed, and the latest time at which a peer has notified
-// the group, if the network does not change; 0: it may not be notified.
+// eviction records when a lighthouse reported to the members that a group counts as failed, and the time by which a peer has
+// notified the group if the network does not change; 0: it may never be notified.
 type eviction struct {
 	quorumID    int64
 	at, heardBy time.Duration
@@ -69,7 +69,7 @@ type checker struct {
 	quorums map[int64]*formed
 }
 
-// formed is a quorum: its predecessor and its members.
+// formed records a quorum: its predecessor and its members.
 type formed struct {
 	after     int64 // id of the predecessor, 0 if it has none
 	members   []string
@@ -111,14 +111,14 @@ func (c *checker) ids(by *watch, d quorum.Deliver) {
 	}
 }
 
-// oneBranch checks that of any two quorums in which groups commit, one is a successor of the other, for any members and any cuts between
-// them and the lighthouses. It is called when a group commits in a quorum for the first time.
+// oneBranch checks that of any two quorums in which groups commit, one is a successor of the other, whatever their members and the
+// cuts between these and the lighthouses. It is called when a group commits in a quorum for the first time.
 //
-// After a waiver, the steps of a branch without a live group do not count: the operator has stated that there is no such group, and the
-// simulation's operator tells the truth.
+// After a waiver, the steps of a branch without a live group do not count: the operator has stated that there is no such group, and
+// in the simulation that is true.
 //
-// New members may begin a job a second time if no member can show them its quorums (docs/correctness.md, "Limits"). A quorum without a
-// predecessor starts a history of its own, and oneStart checks who may be in it.
+// New members may begin a job a second time if no member can show them its quorums (docs/correctness.md, "Limits"). A quorum
+// without a predecessor starts a separate history, and oneStart checks its members.
 func (c *checker) oneBranch(g *group, id int64) {
 	g.commitID = id
 	f := c.quorums[id]
@@ -143,7 +143,7 @@ func (c *checker) oneBranch(g *group, id int64) {
 	}
 }
 
-// first is the quorum without a predecessor with which the history of a quorum begins.
+// first returns the first quorum in the history of a quorum: the one without a predecessor.
 func (c *checker) first(id int64) int64 {
 	for c.quorums[id].after != 0 {
 		id = c.quorums[id].after
@@ -151,7 +151,7 @@ func (c *checker) first(id int64) int64 {
 	return id
 }
 
-// comesAfter reports whether a quorum is the same as another one, or its successor. Each quorum is a successor of none (0).
+// comesAfter reports whether a quorum is the same as another one, or its successor. Each quorum comes after "none" (0).
 func (c *checker) comesAfter(late, early int64) bool {
 	for late > early && c.quorums[late] != nil {
 		late = c.quorums[late].after
@@ -159,7 +159,8 @@ func (c *checker) comesAfter(late, early int64) bool {
 	return late == early || early == 0
 }
 
-// extinct reports whether no live group outside of a quorum has weights from a quorum of the same history of which it is no successor.
+// extinct reports whether all other branches of a quorum's history are extinct: no live group outside of the quorum has weights
+// from a quorum that this one is no successor of.
 func (c *checker) extinct(id int64) bool {
 	for i := range c.w.slots {
 		g := c.w.slots[i].g
@@ -178,7 +179,8 @@ func (c *checker) extinct(id int64) bool {
 	return true
 }
 
-// oneStart checks, if there is a list, that no member of a quorum without a predecessor knows of an earlier quorum that it could report.
+// oneStart checks, with a list of lighthouses, that no member of a quorum without a predecessor knows an earlier quorum that it
+// could report.
 func (c *checker) oneStart(q *quorum.Quorum) {
 	for i := range q.Members {
 		if g := c.w.byID[q.Members[i].ReplicaID]; c.w.Lighthouses > 1 && g.lastID != 0 && !c.w.Upstream.has(g.slot) {
@@ -187,17 +189,17 @@ func (c *checker) oneStart(q *quorum.Quorum) {
 	}
 }
 
-// progress checks that groups commit again and again while the network and the groups do not change, under these conditions: the groups
-// are connected with each other and with the lighthouse, they are at least min_replicas, and more than half of the healthy ones. With
-// a list of lighthouses, all groups have to be connected, since a lighthouse cannot know whether the others train elsewhere; the
-// lighthouse is then the first of the list that any of them can reach.
+// progress checks that groups keep committing while the network and the groups do not change. The conditions are that the groups
+// are connected to each other and to the lighthouse, and that they are at least min_replicas and more than half of the healthy
+// ones. With a list of lighthouses, all groups have to be connected, since a lighthouse cannot know whether the others train
+// elsewhere; the lighthouse is then the first of the list that any of them can reach.
 func (c *checker) progress(by *watch) {
 	w, lh := c.w, by.l.index
 	bound := w.bound()
 	if w.rough > 0 || w.now-w.changed <= bound || c.earlier(lh) {
 		return
 	}
-	if w.Lighthouses > 1 && w.Upstream != 0 { // upstream groups vote at the first lighthouse, and the others may be at another one
+	if w.Lighthouses > 1 && w.Upstream != 0 { // upstream groups can vote at the first lighthouse only, and the others may be at another one
 		return
 	}
 	connected := 0
@@ -287,7 +289,7 @@ func (c *checker) answered(r *rank, a *recovery.Result) {
 	case g.behind && !a.Heal:
 		w.broken(ruleHeal, "%s rank %d is behind in quorum %d and is not to heal", g.id, r.index, q.ID)
 	case a.Heal && len(a.Sources) == 0:
-		w.broken(ruleHeal, "%s rank %d shall heal in quorum %d, from nobody", g.id, r.index, q.ID)
+		w.broken(ruleHeal, "%s rank %d shall heal in quorum %d, and has no source", g.id, r.index, q.ID)
 	}
 	c.drained(r, a)
 	for _, s := range a.Sources {
@@ -303,14 +305,14 @@ func (c *checker) answered(r *rank, a *recovery.Result) {
 	}
 }
 
-// wants records a request of a rank, which may contain that the rank was signalled to leave.
+// wants records a request of a rank, which may contain the request to leave.
 func (c *checker) wants(r *rank) { r.g.wanted = r.g.wanted || r.signalled }
 
-// drained checks that the next quorum after a request to leave, by a rank or the lighthouse, is that of the group's last step for all of
-// its ranks: they learn it with the same quorum.
+// drained checks that after a request to leave, by a rank or the lighthouse, all ranks of the group learn it with the next quorum:
+// it is the quorum of their last step.
 func (c *checker) drained(r *rank, a *recovery.Result) {
 	if g := r.g; a.Draining != g.wanted {
-		c.w.broken(ruleDrained, "%s rank %d learns with quorum %d whether it is its last: %t, and somebody wants it to leave: %t",
+		c.w.broken(ruleDrained, "%s rank %d learns with quorum %d whether it is its last: %t, and it was asked to leave: %t",
 			g.id, r.index, a.QuorumID, a.Draining, g.wanted)
 	}
 }

@@ -8,7 +8,7 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// view is what a lighthouse knows of a group, recorded in an obvious way.
+// view is the checker's record of what a lighthouse knows of a group.
 type view struct {
 	number     uint64 // of its newest request
 	listed     bool
@@ -34,7 +34,7 @@ type view struct {
 	draining bool             // it was requested to leave
 	buried   bool             // it has left, and its link has ended
 	missing  bool             // it has reported that one of its ranks has failed
-	words    int              // messages that it has sent
+	messages int              // messages that it has sent
 	reported bool             // it has reported that a collective of the latest quorum failed
 	suspects string           // the peer that it suspects of that, empty if it does not know
 	silent   bool             // a check of the lighthouse did not reach it, in the latest quorum
@@ -57,8 +57,8 @@ type watch struct {
 	began    time.Duration // when the latest quorum was formed or learned
 	away     bool          // all members were sent to another lighthouse
 	lastTime time.Duration // of its last quorum, on the clock of the world
-	unasked  view          // the view of the group that asked last, as it was before the request
-	unbehind time.Duration // behind, as it was before the request
+	unasked  view          // the view of the group that asked last, from before the request
+	unbehind time.Duration // the value of behind before the request
 }
 
 func (c *watch) of(g *group) *view { return &g.views[c.l.index] }
@@ -98,7 +98,7 @@ func (c *watch) beat(g *group) {
 	if v.beaten && !c.beating(g) {
 		v.tooOld = c.clock
 	}
-	v.words++
+	v.messages++
 	v.beaten, v.lastBeat, v.presumed, v.suspect = true, c.clock, false, false
 	c.list(g)
 	if !was && v.waits > 0 {
@@ -126,7 +126,8 @@ func (c *watch) before(g *group) {
 	c.unasked, c.unbehind = *c.of(g), c.behind
 }
 
-// keptOut records that a request was refused. It never counted, and its member does not until another request is accepted.
+// keptOut records that a request was refused. The request never counted, and its member does not count until another request is
+// accepted.
 func (c *watch) keptOut(g *group) {
 	v := c.of(g)
 	c.unasked.listed, c.unasked.recalled = v.listed, v.recalled
@@ -134,8 +135,8 @@ func (c *watch) keptOut(g *group) {
 	v.out = v.out || c.healthy(g) && v.waits == 0 && !v.previous
 }
 
-// unshown records that a request was refused because the group does not show the quorum that it claims to know. If the request never
-// counted (atOnce), the view is what it was before. The others do not wait for the group.
+// unshown records that a request was refused because the group does not show the quorum that it claims to know. If the request
+// never counted (atOnce), the view from before the request is restored. The others do not wait for the group.
 func (c *watch) unshown(g *group, atOnce bool) {
 	if v := c.of(g); atOnce {
 		c.unasked.listed, c.unasked.recalled = v.listed, v.recalled
@@ -226,7 +227,7 @@ func (c *watch) recalled(p quorum.Past) {
 	if p.ID <= c.latest {
 		return
 	}
-	for _, g := range c.known { // a member of both quorums is not forgotten in between
+	for _, g := range c.known { // after the loop above, so that a member of both quorums is not dropped in between
 		in := slices.ContainsFunc(p.Members, func(v quorum.Voter) bool { return v.ReplicaID == g.id })
 		c.of(g).previous = c.of(g).previous && in
 	}
@@ -248,13 +249,13 @@ func (c *watch) recalled(p quorum.Past) {
 	c.newQuorum()
 }
 
-// tally has the counts that decide whether there has to be a quorum.
+// tally has the counts that determine whether a quorum has to be formed.
 type tally struct {
 	healthy, candidates, eligible, presumed int
 	shrink, fast                            bool
 	waited                                  time.Duration // since the first candidate joined
-	joining                                 time.Duration // the same for candidates of the previous quorum, if there are any
-	known                                   int64         // latest quorum that a candidate knows of and can show
+	joining                                 time.Duration // the same, but counted from the first candidate of the previous quorum, if there is one
+	known                                   int64         // latest quorum that a candidate knows and can show
 }
 
 func (c *watch) tally() tally {
@@ -262,7 +263,7 @@ func (c *watch) tally() tally {
 	previous, former := 0, false
 	for i := range c.l.waiting {
 		q := &c.l.waiting[i]
-		v := c.of(q.g) // the newest request of a group comes last
+		v := c.of(q.g) // the newest request of a group is the last one in the loop
 		v.shrinks, v.asksStep, v.knows, v.recallable = q.shrink, q.step, q.known, q.link != nil
 	}
 	for _, g := range c.known {
@@ -305,7 +306,7 @@ func (c *watch) tally() tally {
 	return t
 }
 
-// due reports whether there has to be a quorum: docs/design.md, the lighthouse's machine.
+// due reports whether a quorum has to be formed: docs/design.md, the lighthouse's machine.
 func (c *watch) due(t tally) bool {
 	p := c.l.w.Policy
 	return t.candidates > 0 && (t.fast || t.eligible >= p.MinReplicas && 2*t.candidates > t.healthy &&

@@ -17,16 +17,16 @@ type commKey struct {
 type comm struct {
 	key     commKey
 	members []place
-	ready   int // members that have arrived at the collective that is open
-	joined  int // members that are in it
+	ready   int // members that have arrived at the open collective
+	joined  int // members that are in the process group
 	aborted bool
 	total   uint64 // of the contributions so far
-	head    *rank  // the first contributor, with which the others are compared
+	head    *rank  // the first contributor; the others are compared with it
 	commits [4]commit
 	recent  int
 }
 
-// place is the place of a member. r is nil before it joins and after it leaves.
+// place is the place of a member in the process group. r is nil before it joins and after it leaves.
 type place struct {
 	id     string
 	r      *rank
@@ -88,7 +88,8 @@ func (r *rank) leaveComm(silent bool) {
 	}
 }
 
-// breaks makes a collective fail for the members that had still to receive the data of a killed one. For others it is complete.
+// breaks makes a collective fail for the members that have not received the data of a killed member yet. For the others it is
+// complete.
 func (c *comm) breaks(w *world, by *rank, silent bool) {
 	for i := range c.members {
 		if p := &c.members[i]; p.r != nil && p.r != by && p.number == 0 && p.done > w.now && !silent {
@@ -118,7 +119,8 @@ func (c *comm) arrive(r *rank) {
 	}
 }
 
-// complete ends the collective for each member after a time of its own. Members that another member's data does not reach go on waiting.
+// complete ends the collective for each member, after a different time for each. A member that does not receive the data of another
+// one keeps waiting.
 func (c *comm) complete(w *world) {
 	for i := range c.members {
 		p := &c.members[i]
@@ -146,7 +148,7 @@ func (c *comm) hears(w *world, slot int) bool {
 	return true
 }
 
-// abort ends the process group for all of its members: the collectives of those that can be reached fail.
+// abort ends the process group for all of its members: the collectives of the members that can be reached fail.
 func (c *comm) abort(by *rank) {
 	if c == nil || c.aborted {
 		return
@@ -162,7 +164,7 @@ func (c *comm) abort(by *rank) {
 	}
 }
 
-// peerFailed aborts the collectives of a quorum of which a member has failed: none can complete any more.
+// peerFailed aborts the rank's collectives of a quorum in which a member has failed: they cannot complete any more.
 func (r *rank) peerFailed(quorumID int64) {
 	c, w := r.comm, r.g.w
 	if c == nil || r.member < 0 || c.key.quorumID != quorumID || c.aborted {

@@ -10,7 +10,7 @@ import (
 
 // A one-way cut loses messages of one direction only, between groups and between a group and a lighthouse.
 func TestOneWayCutsAreOneWay(t *testing.T) {
-	for kind, want := range map[FaultKind]struct{ up, down, to, from bool }{ // whether group 0 is cut: to and from the lighthouse, to and from group 1
+	for kind, want := range map[FaultKind]struct{ up, down, to, from bool }{ // which messages of group 0 are lost: to and from the lighthouse, to and from group 1
 		CutUp:          {up: true},
 		CutDown:        {down: true},
 		CutLighthouse:  {up: true, down: true},

@@ -17,7 +17,7 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// eventTypes are the names of the types that have the method isEvent.
+// eventTypes returns the names of the types that have the method isEvent.
 func eventTypes(t *testing.T, path string) (names []string) {
 	t.Helper()
 	file, err := parser.ParseFile(token.NewFileSet(), path, nil, 0)
@@ -31,7 +31,7 @@ func eventTypes(t *testing.T, path string) (names []string) {
 	return names
 }
 
-// The simulation feeds each kind of event to the machines many times: the handling of a kind that it never feeds would not be tested by it.
+// The simulation must feed each kind of event to the machines many times: otherwise it would not test how they handle that kind.
 func TestEveryEventIsFed(t *testing.T) {
 	t.Parallel()
 	fed := map[string]int{}
@@ -60,10 +60,10 @@ func TestEveryEventIsFed(t *testing.T) {
 		s.Faults = drawFaults(rand.New(rand.NewPCG(seed, 4)), s, 8)
 		plain := Run(s, nil)
 		s.mistake = watched
-		require.Equal(t, plain, Run(s, nil), "the watched machines do the same")
+		require.Equal(t, plain, Run(s, nil), "the watched machines behave the same")
 	}
 	t.Log(fed)
-	require.Positive(t, fed["finished"], "groups whose training has ended on purpose")
+	require.Positive(t, fed["finished"], "groups whose training is complete")
 	require.Positive(t, fed["drain"], "ranks that were asked to leave")
 	for path, pkg := range map[string]string{"../quorum/types.go": "quorum.", "../round/types.go": "round."} {
 		names := eventTypes(t, path)

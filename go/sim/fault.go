@@ -9,7 +9,7 @@ import (
 	"time"
 )
 
-// Slots is a set of slots, a bit each.
+// Slots is a set of slots, with one bit for each.
 type Slots uint64
 
 func (s Slots) has(i int) bool { return s>>i&1 == 1 }
@@ -48,18 +48,18 @@ const (
 	Noise                             // messages are lost and duplicated
 	Flaky                             // the next collective of groups fails at its end, when peers may have finished
 	LoseVote                          // the next decision does not reach the last rank of groups
-	DropRank                          // the connection of the last rank of groups to its manager server breaks, with N = 0 at its next call
+	DropRank                          // the connection of the last rank of groups to its manager server breaks; with N = 0, at the rank's next call
 	ShrinkOnly                        // groups set shrink_only for N steps
 	Stall                             // groups do not reach their collective, while their manager servers are alive
 	Accuse                            // groups falsely report a failed collective with a healthy peer
-	Drain                             // somebody wants groups to leave
-	Claim                             // groups falsely claim to know of a later quorum, and show none
+	Drain                             // an operator requests that groups leave
+	Claim                             // groups falsely claim to know a later quorum, and show none
 	Withhold                          // groups do not show the quorum that they know
 	Signal                            // rank N of groups is asked to leave, as by SIGTERM
 	Finish                            // the training of groups, with N = 1 of all groups, is complete; another one begins
 
 	faultKinds
-	drawnKinds = Claim // the kinds from here on are not drawn: a setup asks for them, or variant makes them of others
+	drawnKinds = Claim // kinds from here on are not drawn: a setup requests them, or variant replaces others by them
 )
 
 var faultWords = [faultKinds]string{
@@ -71,7 +71,7 @@ var faultWords = [faultKinds]string{
 	"withhold a quorum", "a rank is asked to leave", "the training ends",
 }
 
-// Fault is one fault: it begins After the quorum with number Round, and is about the groups in Slots.
+// Fault is one fault. It begins the time After after the quorum with number Round, and affects the groups in Slots.
 type Fault struct {
 	Round int
 	After time.Duration
@@ -79,7 +79,7 @@ type Fault struct {
 	Slots Slots
 	For   time.Duration
 	N     int64
-	Of    uint8 // the lighthouses that it is about, a bit each; 0: all
+	Of    uint8 // the affected lighthouses, with one bit for each; 0: all
 }
 
 func (f Fault) String() string {
@@ -99,7 +99,7 @@ func (f Fault) String() string {
 	return s
 }
 
-// drawFaults makes a schedule with one fault in every so many rounds, on average. Some come alone, some in bursts.
+// drawFaults returns a schedule with, on average, one fault in every so many rounds. Some faults come alone, some in bursts.
 func drawFaults(r *rand.Rand, s Setup, every int) []Fault {
 	var faults []Fault
 	for n := s.Rounds / every; n > 0; {
@@ -107,7 +107,7 @@ func drawFaults(r *rand.Rand, s Setup, every int) []Fault {
 		if r.IntN(3) == 0 {
 			burst = min(n, 2+r.IntN(4))
 		}
-		// The pause before a burst is that of its number of single faults.
+		// The pause before a burst is as long as the pauses before the same number of single faults.
 		done := len(faults)
 		last := 0
 		if done > 0 {
@@ -212,26 +212,26 @@ func (w *world) beginFault(f *Fault) {
 	}
 }
 
-// cost is how many steps a fault may cost each rank, in the groups that it is about and in the others: docs/correctness.md has the
-// table. Some faults cost a step again and again while they last.
+// cost returns how many steps a fault may cost each rank, in the affected groups and in the others: docs/correctness.md has the
+// table. Some faults cost steps repeatedly while they last.
 func (f *Fault) cost(s *Setup) int {
 	switch f.Kind {
 	case PauseLighthouse, ClockLighthouse, LoseVote, ShrinkOnly, Accuse, Drain, Signal, Withhold:
 		return 0
 	case Crash, RankFails, Leave, Finish:
-		return 2 // the step that a peer was still receiving, and the next one, whose quorum it was in already
+		return 2 // the step whose data a peer was still receiving, and the next one, whose quorum included the failed group already
 	case CutPeers, CutPeersOneWay, Slow:
 		return 2 + int(f.For/s.Timeout)
 	case Flaky:
 		return s.Ranks
 	case Noise:
-		return math.MaxInt32 // each message that is lost is a fault
+		return math.MaxInt32 // each lost message is a fault
 	default:
 		return 1
 	}
 }
 
-// each runs something for each lighthouse that a fault is about.
+// each calls a function for each lighthouse that a fault affects.
 func (w *world) each(f *Fault, do func(*lighthouse)) {
 	for i := range w.Lighthouses {
 		if f.Of == 0 || f.Of>>i&1 == 1 {
@@ -240,7 +240,7 @@ func (w *world) each(f *Fault, do func(*lighthouse)) {
 	}
 }
 
-// rough reports whether no promise holds while the fault lasts.
+// rough reports whether no promise applies while the fault lasts.
 func (f *Fault) rough(s *Setup) bool {
 	return f.For > 0 && (f.Kind == Claim && !s.OnlyClaims || f.Kind == Withhold || f.Kind == Pause || f.Kind == PauseLighthouse || f.Kind == Slow || f.Kind == Noise || f.Kind == Stall)
 }
@@ -254,7 +254,7 @@ func (w *world) faultNumber(f *Fault) uint64 {
 	panic("sim: a fault that is not in the schedule")
 }
 
-// strike lets a fault begin in one slot.
+// strike begins a fault in one slot.
 func (w *world) strike(f *Fault, i int) {
 	s := &w.slots[i]
 	g := s.g
@@ -309,10 +309,10 @@ func (w *world) strike(f *Fault, i int) {
 	case DropRank:
 		r := &g.ranks[len(g.ranks)-1]
 		switch {
-		case r.index == 0: // it has no connection: it runs in the process of its manager server
+		case r.index == 0: // no connection can break: the rank runs in the process of its manager server
 		case f.N == 0:
 			r.dropsConns = true
-		default: // at once, whatever the rank does, for about rankGrace, or longer
+		default: // at once, in any phase of the rank, for about rankGrace or longer
 			w.after(0, event{kind: rankDisconnected, g: g, rank: int16(r.index)})
 			w.after(w.upTo(4*w.rankGrace()), event{kind: rankBack, g: g, rank: int16(r.index)})
 		}
@@ -384,7 +384,7 @@ func (w *world) endFault(f *Fault) {
 	}
 }
 
-// cut adds to the cuts of the links between slot i, which the fault is about, and the slots that it is not about.
+// cut changes the number of cuts between slot i, which the fault affects, and the slots that it does not affect.
 func (w *world) cut(f *Fault, i, by int) {
 	for j := range w.slots {
 		if f.Slots.has(j) {

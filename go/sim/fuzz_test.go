@@ -8,13 +8,13 @@ import (
 )
 
 const (
-	setupBytes = 4 // of a schedule, before its faults
+	setupBytes = 4 // the bytes of a schedule before its faults
 	faultBytes = 8
 	mostFaults = 16
 )
 
-// schedule decodes a job from the first bytes, and its faults from the others. Any bytes are valid. To change a byte after the first
-// three changes little in the schedule, which helps the fuzzer.
+// schedule decodes a job from the first bytes, and its faults from the others. Any bytes are valid. A change of a byte after the
+// first three causes only a small change of the schedule, which helps the fuzzer.
 func schedule(b []byte) Setup {
 	var head [setupBytes]byte
 	b = b[copy(head[:], b):]

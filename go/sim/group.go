@@ -10,11 +10,11 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// replyMargin is the time between the deadline of a request to the lighthouse and the later one of the ranks, as in package manager.
+// replyMargin is how long before the ranks' deadline a request to the lighthouse ends, as in package manager.
 const replyMargin = 100 * time.Millisecond
 
-// group is one life of a replica group: its ranks, and the shell around its machine, which is package manager in production. After its end
-// another group starts in its slot, under another replica_id.
+// group is one incarnation of a replica group: its ranks, and the shell around its machine, which is package manager in production.
+// After its end another group starts in its slot, with another replica_id.
 type group struct {
 	w           *world
 	slot        int
@@ -29,7 +29,7 @@ type group struct {
 	calls      []call // calls of ranks that the machine has not answered
 	asking     asking
 	connection
-	quorum      *quorum.Quorum // the latest that the machine received
+	quorum      *quorum.Quorum // the latest quorum that the machine received
 	before      int64          // the id of the previous one
 	attempt     uint64         // the round of that quorum
 	askTimer    time.Duration  // time of the next askDeadline, 0 if there is none
@@ -43,7 +43,7 @@ type group struct {
 	lastCommit time.Duration
 
 	seen                       // the checker's record of the group
-	views [maxLighthouses]view // what each lighthouse knows of the group
+	views [maxLighthouses]view // the views of the group at each lighthouse
 }
 
 type callKind uint8
@@ -51,7 +51,7 @@ type callKind uint8
 const (
 	quorumCall callKind = iota
 	voteCall
-	metadataCall // of another group's rank
+	metadataCall // made by another group's rank
 )
 
 // call is a call of a rank to its manager server.
@@ -218,7 +218,7 @@ func (g *group) handle(e *event) {
 	}
 }
 
-// begin passes a rank's call to the machine.
+// begin feeds a rank's call to the machine.
 func (g *group) begin(r *rank, kind callKind, number uint64) round.WaiterID {
 	g.lastWaiter++
 	g.calls = append(g.calls, call{g.lastWaiter, kind, int16(r.index), number})
@@ -323,14 +323,14 @@ func (g *group) step(input round.Event) {
 	}
 }
 
-// news is what a rank receives about its quorum.
+// news is a message to a rank about its quorum.
 type news struct {
 	recovery.Result
 	quorum  *quorum.Quorum
 	attempt uint64
 }
 
-// answer sends an answer to a rank. It takes no time to rank 0, which is in the process of the manager server.
+// answer sends an answer to a rank. To rank 0, which is in the process of the manager server, it takes no time.
 func (g *group) answer(r *rank, e event) {
 	d := time.Duration(0)
 	if r.index > 0 {
@@ -340,7 +340,7 @@ func (g *group) answer(r *rank, e event) {
 	g.w.after(d, e)
 }
 
-// answered records that the machine has answered a call, and checks that it does so once.
+// answered records that the machine has answered a call, and checks that it does so only once.
 func (g *group) answered(id round.WaiterID) (call, bool) {
 	i := g.find(id)
 	if i < 0 {
@@ -364,8 +364,8 @@ func (g *group) describeCalls() string {
 	return text
 }
 
-// armAsk makes sure that there is an askDeadline at the deadline, or before. There is one timer for all rounds, since most do not reach their
-// deadline.
+// armAsk ensures that an askDeadline is scheduled for the deadline or earlier. There is one timer for all rounds, since most rounds
+// do not reach their deadline.
 func (g *group) armAsk() {
 	if at := g.asking.deadline; g.askTimer == 0 || at < g.askTimer {
 		g.askTimer = at
@@ -373,7 +373,7 @@ func (g *group) armAsk() {
 	}
 }
 
-// refused handles an attempt that failed. Another one follows if there is time.
+// refused handles a failed attempt. Another one follows if there is time.
 func (g *group) refused(req uint64) {
 	a := &g.asking
 	if !a.active || a.req != req {

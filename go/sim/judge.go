@@ -9,13 +9,14 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// Judge checks the simulation's rules in histories of real servers (go/sim/servers). The runner of the servers reports to it what members
-// and ranks do and receive, in the order in which it happens, and the judge knows nothing else. Ranks are those of the simulation, but
-// the runner starts their steps and ends their waits. Calls must not overlap.
+// Judge checks the simulation's rules in histories of real servers (go/sim/servers). The runner of the servers reports to it the
+// actions of members and ranks, and the messages that they receive, in the order in which they happen; the judge has no other
+// information. The ranks are the simulation's model, but the runner starts their steps and ends their waits. Calls must not
+// overlap.
 type Judge struct {
 	w      *world
 	lives  []*life
-	moved  time.Duration // when the network, or a lighthouse, changed last
+	moved  time.Duration // when the network or a lighthouse changed last
 	latest time.Time     // when the latest quorum was formed
 	calmed bool          // all groups have trained together since moved
 	failed *life         // the only group that has failed since the job was calm; nil if there is none, or if there was another change
@@ -28,12 +29,12 @@ type Judge struct {
 	abandoned []int64       // those of them that an operator abandoned by a waiver
 }
 
-// life is one life of a group, with what the judge knows of it besides the checker's record.
+// life is the judge's record of one incarnation of a group, in addition to the checker's record.
 type life struct {
 	*group
 	asked     quorum.Member // its latest request
 	attempt   uint64        // quorums that it received
-	learned   time.Duration // when it received the latest
+	learned   time.Duration // when it received the latest quorum
 	ended     time.Duration
 	evicted   int64 // the latest quorum in which it was notified that it counts as failed
 	evictedAt time.Duration
@@ -42,19 +43,19 @@ type life struct {
 	steps     int   // how many steps it has committed there since the last change
 }
 
-// DrawFaults makes the schedule of the faults for settings that were changed after Draw.
+// DrawFaults draws a new schedule of faults, for settings that were changed after Draw.
 func (s *Setup) DrawFaults(every int) {
 	s.Faults = drawFaults(rand.New(rand.NewPCG(s.Seed, 4)), *s, every)
 }
 
-// NewJudge begins a history. The tracer, if it is not nil, gets lines that describe it.
+// NewJudge begins a history. The tracer, if it is not nil, receives lines that describe the history.
 func NewJudge(s Setup, trace Tracer) *Judge {
 	w := &world{
 		Setup: s, trace: trace, slots: make([]slot, s.Slots), links: make([][]int, s.Slots),
 		comms: map[commKey]*comm{}, byID: map[string]*group{},
 	}
-	// A lighthouse may continue after a quorum whose members have all ended, which no live group can report to the judge. So a quorum
-	// without live members counts as no branch.
+	// A lighthouse may continue after a quorum whose members have all ended, which no live group can report to the judge. So a
+	// quorum without live members does not count as a branch.
 	w.check = checker{w: w, quorums: map[int64]*formed{}, waived: true}
 	for i := range w.links {
 		w.links[i] = make([]int, s.Slots)
@@ -65,10 +66,10 @@ func NewJudge(s Setup, trace Tracer) *Judge {
 	return &Judge{w: w}
 }
 
-// At sets the time, before the events of that time are reported.
+// At sets the time. It is called before the events of that time are reported.
 func (j *Judge) At(now time.Duration) { j.w.now = max(j.w.now, now) }
 
-// Result is the result of the history so far.
+// Result returns the result of the history so far.
 func (j *Judge) Result() Result { return j.w.result }
 
 // Say adds a line to the history.
@@ -77,8 +78,8 @@ func (j *Judge) Say(format string, args ...any) { j.w.say(format, args...) }
 // Break reports that a rule about waiting is broken: a wait did not end by its deadline.
 func (j *Judge) Break(format string, args ...any) { j.w.broken(ruleWaiters, format, args...) }
 
-// change records a change of the network or of a lighthouse. Bit i of at is set if the change is at lighthouse i; 0 means that it is not
-// limited to lighthouses. A change only at lighthouses that do not serve the job must not disturb it, so the job stays calm.
+// change records a change of the network or of a lighthouse. Bit i of at is set if the change is at lighthouse i; 0 means that it
+// is not limited to lighthouses. A change only at lighthouses that do not serve the job must not affect it, so the job stays calm.
 func (j *Judge) change(at uint8) {
 	j.w.changed = j.w.now
 	if at != 0 && at>>j.place(j.w.result.LastID)&1 == 0 {
@@ -87,7 +88,7 @@ func (j *Judge) change(at uint8) {
 	j.moved = j.w.now
 	j.unsettle()
 	for _, l := range j.lives {
-		l.voted = false // a lighthouse that restarts has no votes of members that ended
+		l.voted = false // a restarted lighthouse does not have the votes of ended members
 	}
 }
 
@@ -99,10 +100,10 @@ func (j *Judge) unsettle() {
 	}
 }
 
-// place is the place in the list of the lighthouse that formed the quorum with this id.
+// place returns the place in the list of the lighthouse that formed the quorum with this id.
 func (j *Judge) place(id int64) int { return int(id >> termBits % int64(max(j.w.Lighthouses, 1))) }
 
-// Lighthouse reports that a lighthouse of the list is up from now on, or down.
+// Lighthouse reports that a lighthouse of the list goes up or down.
 func (j *Judge) Lighthouse(i int, up bool) {
 	calm := j.calmed
 	j.change(1 << i)
@@ -182,7 +183,7 @@ func (j *Judge) Fails(id, why string, silent bool) {
 		return
 	}
 	calm := j.calmed
-	if calm && j.together() == "" { // all groups are bound to the lighthouse that serves them (go/quorum/bond.go)
+	if calm && j.together() == "" { // all groups are bound to their lighthouse, so the end of the group is its vote (go/quorum/bond.go)
 		j.ends = j.w.now
 	}
 	l.killed, l.ended = true, j.w.now
@@ -213,7 +214,7 @@ func (j *Judge) Lives(id string) bool {
 	return l != nil && !l.killed
 }
 
-// Known is the latest quorum that a live group knows.
+// Known returns the latest quorum that a live group knows.
 func (j *Judge) Known() (id int64) {
 	for _, l := range j.lives {
 		if !l.killed {
@@ -223,8 +224,8 @@ func (j *Judge) Known() (id int64) {
 	return id
 }
 
-// Waives reports that an operator waives votes of groups at a lighthouse, so that the job continues there after a quorum. Later quorums,
-// which no live group knows, are abandoned.
+// Waives reports that an operator waives votes of groups at a lighthouse, so that the job continues there after the given quorum.
+// Later quorums, which no live group knows, are abandoned.
 func (j *Judge) Waives(ids []string, lighthouse int, quorumID int64) {
 	j.w.say("an operator waives %v at lighthouse %d, after quorum %d", ids, lighthouse, quorumID)
 	for _, id := range ids {
@@ -240,8 +241,8 @@ func (j *Judge) Waives(ids []string, lighthouse int, quorumID int64) {
 	}
 }
 
-// Abandoned reports whether a quorum was abandoned by a waiver. A lighthouse that was away at that time may still have it, under a higher
-// id than those of the branch that continues.
+// Abandoned reports whether a quorum was abandoned by a waiver. A lighthouse that was down at that time may still have it, with a
+// higher id than the quorums of the continuing branch.
 func (j *Judge) Abandoned(id int64) bool { return slices.Contains(j.abandoned, id) }
 
 // Connected reports whether two groups can reach each other.
@@ -258,7 +259,7 @@ func (j *Judge) Learned(id string, q *quorum.Quorum) {
 		return
 	}
 	if isNew := q.Created.After(j.latest); isNew || w.check.quorums[q.ID] == nil {
-		if isNew { // its id may be below those of a branch that was abandoned by a waiver
+		if isNew { // its id may be below those of an abandoned branch
 			j.latest, w.result.LastID = q.Created, q.ID
 		}
 		w.result.Rounds++

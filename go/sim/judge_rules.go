@@ -10,7 +10,7 @@ import (
 
 // The rules that only a Judge checks.
 const (
-	ruleReported = "a failure reaches everybody in its quorum"
+	ruleReported = "a failure reaches all members of its quorum"
 	ruleSoon     = "after a failure the others have a quorum as soon as it can be known"
 	ruleTogether = "groups that reach each other and a lighthouse train in one quorum within a bounded time"
 	ruleEarly    = "a call ends before its deadline with an error only if something of its own group failed"
@@ -18,10 +18,11 @@ const (
 	ruleCalm     = "while nothing fails, no step is lost and no call ends with an error"
 )
 
-// failureSlack is the time that messages and timers may take until a failure is reported.
+// failureSlack is how long messages and timers may delay the report of a failure.
 const failureSlack = time.Second
 
-// formed checks a quorum when the first of its members receives it: at that time the requests of the others are still pending.
+// formed checks a quorum when the first of its members receives it: at that time the other members' requests are still recorded as
+// pending.
 func (j *Judge) formed(q *quorum.Quorum) {
 	w := j.w
 	after := &quorum.Quorum{}
@@ -50,7 +51,7 @@ func (j *Judge) formed(q *quorum.Quorum) {
 	w.check.ids(&watch{latest: after.ID}, d)
 }
 
-// soon checks that the first quorum after a failure is not late: the others have to complete or abort their step, and nothing else.
+// soon checks that the first quorum after a failure is not late: the other members only have to complete or abort their step.
 func (j *Judge) soon(l *life, q *quorum.Quorum) {
 	f, w := j.failed, j.w
 	if f == nil || l.learned > f.ended {
@@ -67,14 +68,14 @@ func (j *Judge) soon(l *life, q *quorum.Quorum) {
 // that their connections have broken, and the next lighthouse has to learn the latest quorum.
 const failoverTime = 35 * time.Second
 
-// failedOver checks that a job whose lighthouse has failed is served by another one in time, if all groups can reach that.
+// failedOver checks that a job whose lighthouse has failed is served by another one in time, if all groups can reach that one.
 func (j *Judge) failedOver() {
 	if lighthouse, all := j.home(); j.failover > 0 && j.w.now > j.failover && all && j.w.lhs[lighthouse].up {
 		j.w.broken(ruleSoon, "there is no quorum %s after the lighthouse failed, and all can reach lighthouse %d", j.w.now-j.moved, lighthouse)
 	}
 }
 
-// home is the first lighthouse that any live group can reach, if all live groups can reach it and each other.
+// home returns the first lighthouse that any live group can reach, provided that all live groups can reach it and each other.
 func (j *Judge) home() (lighthouse int, all bool) {
 	w := j.w
 	for lighthouse < w.Lighthouses-1 && !slices.ContainsFunc(j.lives, func(l *life) bool { return !l.killed && j.reached(l, lighthouse) }) {
@@ -97,11 +98,11 @@ func (j *Judge) reached(l *life, lighthouse int) bool {
 	return j.w.lhs[lighthouse].up && j.w.reached(l.slot, lighthouse)
 }
 
-// termBits is the number of bits of an id below its term. Each lighthouse of a list has terms of its own (go/quorum/succession.go).
+// termBits is the number of bits of an id below its term. The lighthouses of a list use different terms (go/quorum/succession.go).
 const termBits = 42
 
-// Settled reports whether all groups have trained for some steps in one quorum, at the first lighthouse that they can reach. This must
-// hold some time after the last fault.
+// Settled reports whether all groups have trained for some steps in one quorum, at the first lighthouse that they can reach. It
+// must become true some time after the last fault.
 func (j *Judge) Settled() bool {
 	w := j.w
 	why, _ := j.apart()
@@ -117,7 +118,7 @@ func (j *Judge) Settled() bool {
 	return why == ""
 }
 
-// Apart describes where the groups are: the reason why they are not in one quorum (empty if they are), the quorum, and the lighthouse that
+// Apart describes the state of the groups: why they are not in one quorum (empty if they are), the quorum, and the lighthouse that
 // all can reach.
 func (j *Judge) Apart() string {
 	why, id := j.apart()
@@ -125,7 +126,8 @@ func (j *Judge) Apart() string {
 	return fmt.Sprintf("%q, quorum %d, lighthouse %d reached by all: %t, changed at %s", why, id, lighthouse, all, j.w.changed)
 }
 
-// together is the reason why the groups do not train in one quorum at the first lighthouse that any of them can reach; empty if they do.
+// together returns the reason why the groups do not train in one quorum at the first lighthouse that any of them can reach; empty
+// if they do.
 func (j *Judge) together() (why string) {
 	why, id := j.apart()
 	if lighthouse, _ := j.home(); why == "" && j.place(id) != lighthouse {
@@ -134,7 +136,7 @@ func (j *Judge) together() (why string) {
 	return why
 }
 
-// apart is the reason why the groups are not together in a quorum.
+// apart returns the reason why the groups are not in one quorum; empty if they are.
 func (j *Judge) apart() (why string, id int64) {
 	w := j.w
 	for i := range w.slots {
@@ -157,7 +159,7 @@ func (j *Judge) apart() (why string, id int64) {
 	return "", id
 }
 
-// disturbed handles an error of a call. It breaks a rule while the job is calm, since nothing then can have caused it.
+// disturbed handles an error of a call. While the job is calm, an error breaks a rule, since nothing can have caused it.
 func (j *Judge) disturbed(format string, args ...any) {
 	if j.calmed {
 		j.w.broken(ruleCalm, format, args...)

@@ -7,13 +7,13 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// answerMargin is the most that a wait ends before its caller's deadline, as in package lighthouse.
+// answerMargin bounds how long before its caller's deadline a wait ends, as in package lighthouse.
 const answerMargin = 50 * time.Millisecond
 
 // maxLighthouses is the largest number of lighthouses in a list.
 const maxLighthouses = 3
 
-// lighthouse is the shell around its machine: what package lighthouse is in production.
+// lighthouse is the shell around its machine, like package lighthouse in production.
 type lighthouse struct {
 	w           *world
 	index       int // in the list of the members
@@ -24,16 +24,16 @@ type lighthouse struct {
 	skew        time.Duration // of its clock, after jumps
 	pausedUntil time.Duration
 	disk        *quorum.Recalled // the state on disk, nil if there is none
-	keeping     *quorum.Recalled // the state that is being written
-	held        []func()         // answers that are held until it is written
+	keeping     *quorum.Recalled // the state that is being written to disk
+	held        []func()         // answers to be sent when it is written
 
 	lastWaiter quorum.WaiterID
-	refused    quorum.WaiterID // the last waiter that was refused
+	refused    quorum.WaiterID // the last refused waiter
 	lastAsked  quorum.WaiterID // the waiter of the current event, 0 if it has none
 	waiting    []waiting
 	links      []*link
-	greeting   *link         // the one that greeted last
-	looked     time.Duration // when the operator looked last
+	greeting   *link         // the link that greeted last
+	looked     time.Duration // when the operator checked last
 	stepped    time.Duration // when it handled the last event, on its clock
 	timer      time.Duration // time of the next lhDeadline, 0 if there is none
 }
@@ -50,7 +50,7 @@ type waiting struct {
 	known    int64
 }
 
-// request is a quorum request on its way.
+// request is a quorum request that is on its way.
 type request struct {
 	member   quorum.Member
 	known    int64
@@ -60,7 +60,7 @@ type request struct {
 
 func (l *lighthouse) clock() time.Duration { return l.w.now + l.skew }
 
-// describe is the machine's status.
+// describe returns the machine's status.
 func (l *lighthouse) describe() quorum.Status { return l.machine.Describe(epoch.Add(l.clock())) }
 
 func (l *lighthouse) start() {
@@ -97,7 +97,8 @@ func (l *lighthouse) name() string {
 	return [maxLighthouses]string{"the first lighthouse", "the second lighthouse", "the third lighthouse"}[l.index]
 }
 
-// crash ends the lighthouse, and breaks its connections. A host that vanishes breaks none: the groups have to notice that.
+// crash ends the lighthouse, and breaks its connections. If its host vanishes, none breaks: the groups have to notice that by the
+// silence.
 func (l *lighthouse) crash(silent bool, down time.Duration) {
 	w := l.w
 	if !l.up {
@@ -129,13 +130,13 @@ func (l *lighthouse) handle(e *event) {
 	w := l.w
 	l.slept()
 	switch e.kind {
-	case lhWord:
-		l.word(e)
+	case lhMessage:
+		l.message(e)
 	case lhChecked:
 		l.checked(e.g, e.x.(*look))
 	case lhDrain:
 		d := quorum.Drained{ReplicaID: e.g.id, Reason: "an operator wants it"}
-		l.check.word(e.g, d)
+		l.check.message(e.g, d)
 		l.step(d)
 	case lhAsk:
 		l.ask(e)
@@ -165,7 +166,7 @@ func (l *lighthouse) handle(e *event) {
 			ReplicaID: e.g.id, Seat: quorum.Seat{Place: l.index, Of: w.Lighthouses}, Term: e.link.term, KnownQuorumID: e.link.known,
 		})
 	case lhKept:
-		if kept := e.x.(*quorum.Recalled); kept == l.keeping { // otherwise there is a newer state to write
+		if kept := e.x.(*quorum.Recalled); kept == l.keeping { // otherwise a newer state has to be written
 			l.disk = kept
 			l.sendHeld()
 		}
@@ -224,7 +225,7 @@ func (l *lighthouse) ask(e *event) {
 		asked.Lighthouses = w.Lighthouses
 	}
 	if w.Upstream.has(e.g.slot) {
-		asked.Number, asked.KnownQuorumID, r.known = 0, 0, 0 // upstream's requests do not have these fields
+		asked.Number, asked.KnownQuorumID, r.known = 0, 0, 0 // upstream requests do not have these fields
 	} else if !l.check.newest(e.g, e.id) {
 		l.refused = 0
 		l.step(asked)
@@ -272,7 +273,7 @@ func (l *lighthouse) remember(r quorum.Recalled) {
 	l.step(r)
 }
 
-// arm makes sure that there is an lhDeadline at a time of the lighthouse's clock, or before.
+// arm ensures that an lhDeadline is scheduled for a time of the lighthouse's clock or earlier.
 func (l *lighthouse) arm(at time.Duration) {
 	if at -= l.skew; l.timer == 0 || at < l.timer {
 		l.timer = at
@@ -296,7 +297,7 @@ func (l *lighthouse) jump(by time.Duration) {
 	l.skew += by
 	if l.up {
 		l.slept()
-		l.step(quorum.Slept{}) // ages of stamps are not known any more: the machine has to release all bonds
+		l.step(quorum.Slept{}) // the ages of stamps are no longer known: the machine has to release all bonds
 	}
 	if l.up && len(l.waiting) > 0 {
 		l.w.push(event{kind: lhDeadline, lh: uint8(l.index), life: l.life})
@@ -353,7 +354,7 @@ func (l *lighthouse) do(input quorum.Event) {
 					continue
 				}
 				k.stale = true
-				if k.down(event{kind: closing}); !k.lostDown { // the group ends the link when it receives this; if it does not, the link breaks
+				if k.down(event{kind: closing}); !k.lostDown { // the group ends the link when it receives this; if the message is lost, the link breaks
 					w.push(event{at: max(k.downAt, w.now+w.Delay, k.g.pausedUntil), kind: lhDisconnected, g: k.g, link: k, lh: uint8(l.index), life: l.life})
 				}
 			}
@@ -421,7 +422,7 @@ func doubts(a quorum.Action) bool {
 	return is
 }
 
-// release lets a group end that has left: no peer needs it any more.
+// release lets a group that has left end: its peers no longer need it.
 func (l *lighthouse) release(id string, input quorum.Event, delivered bool) {
 	if _, ends := input.(quorum.ShuttingDown); !ends && !delivered {
 		l.check.released(l.w.byID[id])
@@ -442,7 +443,7 @@ func (l *lighthouse) again(a quorum.Redeliver) {
 	q.link.down(event{kind: answered, id: q.req, x: a.Quorum})
 }
 
-// refuse answers a request that was refused. Some reasons send the group to the next lighthouse.
+// refuse answers a refused request. For some reasons the group goes to the next lighthouse.
 func (l *lighthouse) refuse(a quorum.Refuse) {
 	i := slices.IndexFunc(l.waiting, func(q waiting) bool { return q.id == a.Waiter })
 	if i < 0 {
@@ -463,7 +464,7 @@ func (l *lighthouse) refuse(a quorum.Refuse) {
 	}
 }
 
-// probe asks the host of a group whether its process has ended. Only a running host that can be reached answers.
+// probe asks the host of a group whether its process has ended. Only a running and reachable host answers.
 func (l *lighthouse) probe(g *group) {
 	w := l.w
 	if w.mistake.silentIsEnded && g != nil {
@@ -476,8 +477,8 @@ func (l *lighthouse) probe(g *group) {
 	w.after(2*w.delay(g.slot), event{kind: lhEnded, g: g, lh: uint8(l.index), life: l.life})
 }
 
-// keep writes a state to disk, which takes some time. A lighthouse that ends during that starts with the previous state, although its
-// members may have the later quorum.
+// keep writes a state to disk, which takes some time. If the lighthouse ends meanwhile, it starts again with the previous state,
+// although its members may have the later quorum.
 func (l *lighthouse) keep(a quorum.Keep) {
 	w := l.w
 	if !w.Disk {

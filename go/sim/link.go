@@ -12,17 +12,17 @@ type link struct {
 	id   uint64
 	g    *group
 	lh   int
-	life uint32 // of the lighthouse
+	life uint32 // incarnation of the lighthouse
 	term int64  // in the greeting
 
-	stuck        bool // it has ended
+	stuck        bool // the link has ended
 	lostUp       bool // a message to the lighthouse was lost: later ones do not arrive, and both sides will notice
 	lostDown     bool // the same for messages to the group
 	welcomed     bool
 	stale        bool          // the lighthouse has requested another link
 	reaches      quorum.Places // the last report of reachable lighthouses
 	known        int64         // quorum_id in the greeting
-	first        int64         // the first quorum_id that the group received on it, 0: none
+	first        int64         // the first quorum_id that the group received on the link, 0: none
 	stampedAt    time.Duration // when the lighthouse sent the newest stamp
 	stamp        time.Duration // the newest stamp that has arrived
 	answers      time.Duration // the newest stamp that was answered
@@ -63,7 +63,7 @@ func (k *link) down(e event) {
 	}
 }
 
-// jam drops the messages of one direction from now on. The other direction works until one of the sides notices.
+// jam drops all further messages of one direction. The other direction works until one of the sides notices the loss.
 func (k *link) jam(direction *bool) {
 	w := k.g.w
 	if *direction = true; k.lostUp && k.lostDown {
@@ -73,7 +73,7 @@ func (k *link) jam(direction *bool) {
 	w.after(w.Keepalive/2+w.upTo(w.Keepalive), event{kind: lhDisconnected, g: k.g, link: k, lh: uint8(k.lh), life: k.life})
 }
 
-// close ends the link properly, from the group's side. The lighthouse learns of it if it can be reached.
+// close ends the link in order, from the group's side. The lighthouse learns of it if it can be reached.
 func (k *link) close(silent bool) {
 	w := k.g.w
 	if k.stuck {
@@ -87,25 +87,25 @@ func (k *link) close(silent bool) {
 	w.after(max(notice, k.upAt-w.now), event{kind: lhDisconnected, g: k.g, link: k, lh: uint8(k.lh), life: k.life})
 }
 
-// connection is a group's side of its links: membership/lighthouses in production.
+// connection is a group's side of its links, like package membership/lighthouses in production.
 type connection struct {
-	link  *link         // nil: none is open, or being opened
+	link  *link         // nil: no link is open or being opened
 	tries int           // failed attempts in a row
 	term  int64         // the highest term that it has received from a lighthouse
 	spoke time.Duration // time of its last message
 
-	fenced bool // since its last quorum it has sent nothing for so long that the others may have continued without it
+	fenced bool // since its last quorum, the group was silent for so long that the others may have continued without it
 
 	at     int // the lighthouse that served last
 	served bool
-	broke  time.Duration // when its link broke, 0 if it has not
-	back   int           // an earlier lighthouse that all fail back to, -1 if there is none
+	broke  time.Duration // when its link broke, 0 if it is not broken
+	back   int           // the earlier lighthouse that all fail back to, -1 if there is none
 	sees   quorum.Places // the earlier lighthouses that the last probe has reached
 	avoid  [maxLighthouses]time.Duration
 	shied  [maxLighthouses]int
-	last   *quorum.Quorum // the last one that it received
+	last   *quorum.Quorum // the last quorum that it received
 
-	claims  bool // fault: it claims to know a later quorum
+	claims  bool // fault: it falsely claims to know a later quorum
 	claimed bool // it has claimed that since its last quorum: a pending request may still contain the claim
 
 	withholds time.Duration // fault: until when it does not show the quorum that it knows
@@ -113,10 +113,10 @@ type connection struct {
 	promised time.Duration // end of its bond: until then it asks no other lighthouse
 }
 
-// lookBackEvery is how often a group probes the earlier lighthouses.
+// lookBackEvery returns the interval at which a group probes the earlier lighthouses.
 func (w *world) lookBackEvery() time.Duration { return 2 * w.Keepalive }
 
-// order has the lighthouses to try, in order.
+// order returns the lighthouses to try, in order.
 func (g *group) order() (order [maxLighthouses]int, n int) {
 	c, w := &g.connection, g.w
 	avoided := func(i int) bool { return w.now < c.avoid[i] }
@@ -168,7 +168,7 @@ func (g *group) connect() {
 	}
 }
 
-// leave ends the link, to open another one.
+// leave ends the link, so that another one can be opened.
 func (g *group) leave() {
 	if k := g.link; k != nil {
 		g.link = nil
@@ -242,7 +242,7 @@ func (g *group) handleLink(e *event) {
 
 func (g *group) linkEnded() {
 	c, w := &g.connection, g.w
-	if k := c.link; k.lh == c.back { // the probe had reached it, but it does not serve
+	if k := c.link; k.lh == c.back { // the probe had reached this lighthouse, but it does not serve
 		c.back = -1
 		g.avoidFor(k.lh)
 	}
@@ -254,7 +254,7 @@ func (g *group) linkEnded() {
 	w.after(wait-w.upTo(wait/4), event{kind: linkRetry, g: g})
 }
 
-// lookBack probes the lighthouses before the one that serves, and reports which of them were reached.
+// lookBack probes the lighthouses before the serving one, and reports which of them were reached.
 func (g *group) lookBack() {
 	c, w := &g.connection, g.w
 	w.after(w.lookBackEvery()-w.upTo(w.lookBackEvery()/5), event{kind: lookBack, g: g})
@@ -272,7 +272,7 @@ func (g *group) lookBack() {
 	}
 }
 
-// sentOn handles the refusal of a lighthouse that has too few of the members.
+// sentOn handles the refusal by a lighthouse that has too few members.
 func (g *group) sentOn() {
 	g.avoidFor(g.at)
 	g.letGo()
@@ -286,14 +286,14 @@ func (g *group) avoidFor(i int) {
 	c.shied[i]++
 }
 
-// known is the id of the last quorum that the group received, 0 if there is none; with the fault Claim, it is a larger one.
+// known returns the id of the last quorum that the group received, 0 if there is none; with the fault Claim, a larger id.
 func (g *group) known() int64 {
 	id := int64(0)
 	if g.last != nil {
 		id = g.last.ID
 	}
 	if g.claims {
-		id += (2 * time.Hour).Milliseconds() // further ahead than a lighthouse accepts as a difference of clocks
+		id += (2 * time.Hour).Milliseconds() // further ahead than a lighthouse tolerates for a difference of clocks
 	}
 	return id
 }
@@ -335,8 +335,8 @@ func (g *group) send() {
 	}
 }
 
-// call makes the request of a group without a stream: of several lighthouses, at the one that was reached last, or at the next. An
-// upstream group knows the first one only.
+// call makes the request of a group without a stream. With several lighthouses, it asks the one that was reached last, or the next
+// one. An upstream group knows the first one only.
 func (g *group) call() {
 	w := g.w
 	for range w.Lighthouses {

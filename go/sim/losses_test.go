@@ -8,18 +8,18 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// countLosses makes a job whose lost steps are counted: no step is replayed, and there are no random faults besides the given ones.
+// countLosses returns the setup of a job whose lost steps are counted: no step is replayed, and there are no random faults.
 func countLosses(seed uint64, rounds int) Setup {
 	s := Draw(seed, 3+int(seed%4), rounds)
 	s.Loss, s.Duplicate, s.Straggle = 0, 0, 0
 	s.Replay, s.Calls, s.Streamless, s.CountLosses = false, 0, 0, true
-	s.Policy.MinReplicas = 1 // otherwise a step with a healing group is lost if the others are too few
+	s.Policy.MinReplicas = 1 // otherwise a step with a healing group is lost if there are too few others
 	s.Lighthouses = 1 + int(seed/4%2)
 	s.Faults = nil
 	return s
 }
 
-// No group loses more steps by a fault than the table of docs/correctness.md says for its kind, at whatever moment of a step it occurs.
+// No group loses more steps by a fault than the table of docs/correctness.md allows for its kind, at any moment of a step.
 func TestEachFaultCostsAtMostItsSteps(t *testing.T) {
 	t.Parallel()
 	for kind := range faultKinds {

@@ -14,7 +14,7 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// Planted mistakes: some were made elsewhere, others would be easy to make. The checker must find each of them.
+// Planted mistakes: some were made in other implementations, others would be easy to make. The checker must find each of them.
 var mistakes = []struct {
 	mistake
 	found []string // one of these rules
@@ -73,7 +73,7 @@ var mistakes = []struct {
 
 	{mistake{name: "heartbeats kept for ever, memory unchecked", anySize: true, lighthouse: keepHeartbeats}, []string{ruleForms, ruleBroadcast}},
 
-	{mistake{name: "newcomers never let in", lighthouse: requests(func(a *quorum.Asked) { a.Member.ShrinkOnly = true })},
+	{mistake{name: "newcomers never accepted", lighthouse: requests(func(a *quorum.Asked) { a.Member.ShrinkOnly = true })},
 		[]string{ruleNewcomer, ruleForms}},
 
 	{mistake{name: "quorum_id stays when members change", lighthouse: func(m *quorum.Machine) lighthouseMachine {
@@ -135,7 +135,7 @@ var mistakes = []struct {
 		return m.Step(e, now)
 	})}, []string{ruleVote}},
 
-	{mistake{name: "overtaken requests believed", anySize: true,
+	{mistake{name: "overtaken requests accepted", anySize: true,
 		lighthouse: requests(func(a *quorum.Asked) { a.Number = 0 }),
 		setup:      func(s *Setup) { s.Lighthouses, s.Calls = 1, ^Slots(0) }}, []string{ruleStale}},
 
@@ -168,7 +168,7 @@ var mistakes = []struct {
 
 	{mistake{name: "a replay reduces sums", replaySums: true}, []string{ruleOwn}},
 
-	{mistake{name: "Slept not heard", lighthouse: deaf(to[quorum.Slept]),
+	{mistake{name: "Slept ignored", lighthouse: deaf(to[quorum.Slept]),
 		setup: many(10, PauseLighthouse, ClockLighthouse)}, []string{ruleCause, ruleMemory, ruleMajority}},
 
 	{mistake{name: "evicted groups not notified", group: deafGroup[round.MemberFailed](), setup: many(6)}, []string{ruleEvicted}},
@@ -188,9 +188,9 @@ var mistakes = []struct {
 	{mistake{name: "failed ranks not reported", anySize: true, lighthouse: deaf(to[quorum.Incomplete]),
 		setup: func(s *Setup) { s.Ranks = 2; many(6, DropRank, RankFails)(s) }}, []string{ruleForms, ruleMajority, ruleMemory, ruleCause}},
 
-	{mistake{name: "broken connections not heard", anySize: true, lighthouse: deaf(to[quorum.Disconnected])}, []string{ruleForms, ruleMajority}},
+	{mistake{name: "broken connections ignored", anySize: true, lighthouse: deaf(to[quorum.Disconnected])}, []string{ruleForms, ruleMajority}},
 
-	{mistake{name: "leaving groups not heard", anySize: true, lighthouse: deaf(to[quorum.Leaving]), setup: many(6, Drain)},
+	{mistake{name: "leaving groups ignored", anySize: true, lighthouse: deaf(to[quorum.Leaving]), setup: many(6, Drain)},
 		[]string{ruleForms, ruleMajority, ruleCause}},
 
 	{mistake{name: "groups that left released at once", lighthouse: spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
@@ -219,12 +219,12 @@ var mistakes = []struct {
 			return m.Step(e, now)
 		}), setup: many(6, Stall, Slow, CutPeers)}, []string{ruleCause}},
 
-	{mistake{name: "recalled quorums not heard", lighthouse: deaf(to[quorum.Recalled]),
+	{mistake{name: "recalled quorums ignored", lighthouse: deaf(to[quorum.Recalled]),
 		setup: func(s *Setup) { s.Calls = 0; many(10, KillLighthouse)(s) }}, []string{ruleMemory, ruleForms, ruleOneSet, ruleIDs, ruleMajority}},
 
 	{mistake{name: "timed-out ranks not answered", group: deafGroup[round.Withdrawn](), setup: many(10)}, []string{ruleWaiters}},
 
-	{mistake{name: "a closing server answers nobody", group: deafGroup[round.Closed](), setup: many(10, Leave)}, []string{ruleWaiters}},
+	{mistake{name: "a closing server answers no call", group: deafGroup[round.Closed](), setup: many(10, Leave)}, []string{ruleWaiters}},
 
 	{mistake{name: "groups behind do not heal", group: results(func(a *round.AnswerQuorum) { a.Result.Heal = false })},
 		[]string{ruleHeal, ruleEqual}},
@@ -265,7 +265,7 @@ var mistakes = []struct {
 	{mistake{name: "a replay of a committed step", replayBehind: true}, []string{ruleHeal, ruleEqual, ruleDivisor}},
 }
 
-// endedVotes counts every end as that of a bound member.
+// endedVotes makes every end count as the end of a bound member.
 var endedVotes = spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
 	actions := m.Step(e, now)
 	if ended, is := e.(quorum.Ended); is {
@@ -274,7 +274,7 @@ var endedVotes = spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []
 	return actions
 })
 
-// hunt looks for a seed whose history breaks a rule, and shrinks it.
+// hunt searches for a seed whose history breaks a rule, and shrinks the history.
 func hunt(t *testing.T, seeds, rounds, tries int, change func(*Setup)) (Setup, *Violation) {
 	t.Helper()
 	for seed := range uint64(seeds) {
@@ -300,7 +300,7 @@ func TestKnownMistakesAreFound(t *testing.T) {
 	}
 }
 
-// findMistake fails the test unless one of the given rules finds the mistake, in a history that can be shrunk to a short one.
+// findMistake fails the test unless one of the given rules finds the mistake, in a history that can be shrunk.
 func findMistake(t *testing.T, m mistake, rules []string) {
 	t.Helper()
 	s, first := hunt(t, 2000, 400, shrinkTries(), func(s *Setup) { s.mistake = m })
@@ -311,7 +311,7 @@ func findMistake(t *testing.T, m mistake, rules []string) {
 	require.Contains(t, history, "BROKEN: "+first.Rule)
 	if testmain.Full() && !testmain.Race() && !m.long { // otherwise there is no time to shrink it completely
 		require.LessOrEqual(t, len(s.Faults), 4, "a short history has few faults")
-		require.LessOrEqual(t, strings.Count(history, "\n"), 70, "and few lines")
+		require.LessOrEqual(t, strings.Count(history, "\n"), 70, "a short history has few lines")
 	}
 	require.Equal(t, history, History(s, 60), "it replays")
 }

@@ -7,8 +7,8 @@ import (
 	"github.com/torchft/torchft/go/recovery"
 )
 
-// Model is the model of one rank with its Manager, for a Judge: its messages, and what happens to its weights. The runner of the servers
-// makes the calls and does the waiting.
+// Model is the model of one rank with its Manager, for a Judge: its messages, and the changes of its weights. The runner of the
+// servers makes the calls and does the waiting.
 type Model struct {
 	j *Judge
 	l *life
@@ -30,7 +30,7 @@ func (m *Model) Ask() (step, failures, committedQuorumID int64) {
 	return r.step, r.failures, r.committed
 }
 
-// Follow handles the answer. It returns the replica_id of the group from which the rank has to heal, or nothing if it need not.
+// Follow handles the answer. It returns the replica_id of the source if the rank has to heal, and "" otherwise.
 func (m *Model) Follow(a *recovery.Result) (source string) {
 	w, r := m.j.w, m.r
 	if m.l.quorum == nil {
@@ -55,7 +55,7 @@ func (m *Model) Follow(a *recovery.Result) (source string) {
 	return a.ReplicaIDs[a.Sources[0].ReplicaRank]
 }
 
-// Serves returns the state that the rank sends to a healing one in a quorum, if it can do so now.
+// Serves returns the state that the rank sends to a healing rank in a quorum, if it can do so now.
 func (m *Model) Serves(quorumID int64) (digest uint64, ok bool) {
 	r := m.r
 	ok = !m.l.killed && r.quorumID == quorumID && r.heal == nil && (r.phase == working || r.phase == reducing) && r.step == r.plan.MaxStep
@@ -89,15 +89,15 @@ func (m *Model) Contribute() uint64 {
 // Heals reports whether the rank takes over another group's state in this step.
 func (m *Model) Heals() bool { return m.r.heal != nil }
 
-// Step is the step that the rank is in.
+// Step returns the step that the rank is in.
 func (m *Model) Step() int64 { return m.r.step }
 
 // Errored reports whether the attempt at the step has failed already.
 func (m *Model) Errored() bool { return m.r.errored }
 
-// TimedOut reports that the rank's collective ended at its timeout. If a member has failed, the failure must have been reported before that,
-// provided that the rank received the quorum after the last change of the network, so that the lighthouse can reach it, and that
-// there was no later quorum, since failures are reported for the latest one only.
+// TimedOut reports that the rank's collective ended at its timeout. If a member has failed, the failure must have been reported
+// before that, under two conditions: the rank received the quorum after the last change of the network, so that the lighthouse can
+// reach it; and there was no later quorum, since failures are reported for the latest one only.
 func (m *Model) TimedOut() {
 	w, j := m.j.w, m.j
 	notice := w.Policy.HeartbeatTimeout + w.Policy.SuspectGrace + 2*w.QuorumTick + failureSlack
@@ -151,7 +151,7 @@ func (m *Model) Decided(commit bool) {
 		r.undoHeal()
 		return
 	}
-	if r.index == 0 { // receives the decision at once
+	if r.index == 0 { // rank 0 receives the decision at once
 		if m.l.evicted == r.plan.QuorumID && w.now > m.l.evictedAt {
 			w.broken(ruleEvicted, "%s commits step %d of quorum %d, and has heard that it counts as failed in it", m, r.step, m.l.evicted)
 		}
@@ -169,7 +169,7 @@ func (m *Model) Decided(commit bool) {
 	w.result.Commits++
 }
 
-// Failed ends a call that got an error, so long before its deadline, and counts those in a row.
+// Failed ends a call with an error, the given time before its deadline, and counts such calls in a row.
 func (m *Model) Failed(err error, early time.Duration) (errors int) {
 	r := m.r
 	if early > time.Second && len(m.l.ranks) == 1 {

@@ -17,14 +17,14 @@ var (
 	mutantFlag  = flag.String("mutant", "", "the machines are compiled with this mistake: find it (what -mutants runs)")
 )
 
-// Planted mistakes in the machines: a text of their source, and its replacement. The source files are not changed: the compiler reads
-// other ones (go test -overlay).
+// Planted mistakes in the machines: a text of their source, and its replacement. The source files are not changed: the compiler
+// reads modified copies (go test -overlay).
 var mutants = []struct {
 	name     string
-	file     string // in the folder above
+	file     string // relative to the parent folder
 	old, new string
-	setup    func(*Setup) // of the histories that are searched for it
-	found    []string     // the rules of which one finds it
+	setup    func(*Setup) // changes the setup of the histories that are searched for the mistake
+	found    []string     // one of these rules must find it
 	long     bool         // only long histories show it
 }{
 	{
@@ -158,7 +158,7 @@ var mutants = []struct {
 	},
 }
 
-// mutate is the source of a file with the mistake in it.
+// mutate returns the source of a file with the mistake in it.
 func mutate(t *testing.T, file, old, replacement string) string {
 	t.Helper()
 	source, err := os.ReadFile(filepath.Join("..", file))
@@ -167,7 +167,7 @@ func mutate(t *testing.T, file, old, replacement string) string {
 	return strings.Replace(string(source), old, replacement, 1)
 }
 
-// The sources still have what the mutants replace.
+// The sources still contain the texts that the mutants replace.
 func TestTheMutantsFitTheMachines(t *testing.T) {
 	require.GreaterOrEqual(t, len(mutants), 10)
 	for _, m := range mutants {

@@ -45,7 +45,7 @@ func TestThePageListsRulesAndMistakes(t *testing.T) {
 	require.Equal(t, []string{strconv.Itoa(len(mutants))}, testmain.Row(t, "correctness.md", "go/sim/mutants_test.go", ", "))
 }
 
-// The page says what each kind of fault may cost, and the simulation allows no more.
+// The page has the cost of each kind of fault, and the simulation allows exactly that.
 func TestThePageHasTheCostOfEachFault(t *testing.T) {
 	kinds := map[string]FaultKind{}
 	for kind, word := range faultWords {

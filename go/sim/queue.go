@@ -2,8 +2,8 @@ package sim
 
 import "time"
 
-// kind is the kind of an event. Those up to lastOfLighthouse are for a lighthouse, the ones after it for a group, and the ones after
-// lastOfGroup for the world.
+// kind is the kind of an event. Kinds up to lastOfLighthouse are for a lighthouse, those after it up to lastOfGroup for a group,
+// and the rest for the world.
 type kind uint8
 
 const (
@@ -19,7 +19,7 @@ const (
 	lhWake                     // the time of the machine's Wake
 	lhReaches                  // a member reports that it can reach the lighthouses id
 	lhStamp                    // a member answers the stamp id
-	lhWord                     // any other message of a member; x is the quorum.Event
+	lhMessage                  // any other message of a member; x is the quorum.Event
 	lhChecked                  // the time for a check of g is over; x is the *look
 	lhDrain                    // an operator requests that g leaves
 	lhKept                     // a write to disk is complete; x is the *quorum.Recalled
@@ -35,15 +35,15 @@ const (
 	linkRetry        // g opens another one
 	recall           // the lighthouse asks for quorum id
 	memberFailed     // the lighthouse reports a failure; x is the *quorum.Failed
-	noticed          // the machine of g hears of a failure, of g itself by another group; x is the *round.MemberFailed; ok: by a lighthouse that may not have formed the quorum
+	noticed          // the machine of g is notified of a failure (of g itself: by another group); x is the *round.MemberFailed; ok: by a lighthouse that may not have formed the quorum
 	probed           // the lighthouse checks on g
-	progressDue      // the lighthouse asks what g does
-	rankSays         // a rank answers what it does; ok: it waits for other groups
+	progressDue      // the lighthouse asks for the progress of g
+	rankSays         // a rank reports its progress; ok: it waits for other groups
 	progressEnd      // the time for these answers is over; id
 	drained          // the lighthouse requests that g leaves
-	released         // the lighthouse lets g end, which has left
-	leaveDue         // the time for that is over: g ends anyway
-	sentOn           // the lighthouse refuses request id for want of votes or members
+	released         // the lighthouse lets g, which has left, end
+	leaveDue         // the time for released is over: g ends anyway
+	sentOn           // the lighthouse refuses request id because votes or members are missing
 	failBack         // all fail back to lighthouse id
 	lookBack         // g checks which earlier lighthouses it can reach
 	answered         // the lighthouse answered request id; x is the *quorum.Quorum
@@ -59,8 +59,8 @@ const (
 	rankFailed       // the rank's call failed
 	rankArrive       // the rank reaches its collective
 	rankReduced      // the rank's collective ended; ok
-	healAsk          // a group that heals asks g for its state; x is the *heal
-	healAnswer       // and is answered; ok
+	healAsk          // a healing group asks g for its state; x is the *heal
+	healAnswer       // the answer to healAsk arrives; ok
 	rankDisconnected // the manager server notices that a rank's connection broke
 	rankStill        // rankGrace has passed since
 	rankBack         // the rank has another connection
@@ -73,21 +73,21 @@ const (
 	faultEnd
 )
 
-// event is what is due at a time. Events of the same time are handled in the order in which they were pushed.
+// event is something that happens at a given time. Events of the same time are handled in the order in which they were pushed.
 type event struct {
 	at   time.Duration
 	kind kind
 	ok   bool
 	rank int16
-	lh   uint8  // the lighthouse that it is for
-	life uint32 // the life of that lighthouse: events for an earlier life are dropped
+	lh   uint8  // the lighthouse that the event is for
+	life uint32 // the incarnation of that lighthouse: events for an earlier one are dropped
 	id   uint64
 	g    *group
 	link *link
 	x    any
 }
 
-// turn is an entry of the queue: the time, the order among events of the same time, and which event.
+// turn is an entry of the queue: the time, the order among events of the same time, and the index of the event.
 type turn struct {
 	at    time.Duration
 	seq   uint64
@@ -96,8 +96,8 @@ type turn struct {
 
 func (t turn) before(o turn) bool { return t.at < o.at || t.at == o.at && t.seq < o.seq }
 
-// queue is a heap with four children per node: it is flatter than a binary one, and most events are due soon. The events are stored
-// apart from it, since moving pointers costs more than moving numbers.
+// queue is a heap with four children per node: it is flatter than a binary heap, and most events are due soon. The events are
+// stored separately, since moving pointers costs more than moving numbers.
 type queue struct {
 	heap   []turn
 	events []event

@@ -7,7 +7,7 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// phase is what a rank is doing.
+// phase is the phase of a step that a rank is in.
 type phase uint8
 
 const (
@@ -21,18 +21,18 @@ const (
 	killed         // has ended, while its group has not yet
 )
 
-// rank is a model of one rank with its Manager (torchft/manager.py, use_async_quorum=True): its messages, its waits, and a digest in
-// place of its weights. Its loop is: quorum, heal, collective, vote.
+// rank is a model of one rank with its Manager (torchft/manager.py, use_async_quorum=True): its messages, its waits, and a digest
+// that replaces its weights. Its loop is: quorum, heal, collective, vote.
 type rank struct {
 	g     *group
 	index int
 
 	step      int64
 	digest    uint64 // of the weights
-	committed int64  // quorum_id in which the weights were made: of its own last commit, or its source's; -1: none
-	failures  int64  // commits in a row that failed
+	committed int64  // quorum_id in which the weights were committed, by itself or by its source; -1: none
+	failures  int64  // failed commits in a row
 	lostSteps int    // attempts at a step that were not committed
-	errors    int    // calls in a row that failed
+	errors    int    // failed calls in a row
 
 	phase    phase
 	number   uint64        // of the latest call; answers to older ones are dropped
@@ -40,7 +40,7 @@ type rank struct {
 	timer    time.Duration // time of the next rankDue, 0 if there is none
 	computed time.Duration // when this step's gradients are computed
 
-	// Of this attempt at a step.
+	// The following fields are about the present attempt at a step.
 	attempt  uint64
 	plan     recovery.Result
 	heal     *heal
@@ -53,10 +53,10 @@ type rank struct {
 
 	comm     *comm
 	member   int   // its place in comm
-	quorumID int64 // comm is of this quorum; 0: none yet
+	quorumID int64 // the quorum of comm; 0: none yet
 
 	loseVote   bool          // fault: the next decision does not reach it
-	hangsUntil time.Duration // fault: it does not reach its collective before
+	hangsUntil time.Duration // fault: until then it does not reach its collective
 	flaky      bool          // fault: its next collective fails at the end
 	dropsConns bool          // fault: its connection to the manager server breaks
 	signalled  bool          // fault: it was asked to leave
@@ -146,7 +146,7 @@ func (r *rank) arm() {
 func (r *rank) due() {
 	w := r.g.w
 	if r.timer > w.now {
-		return // it has been replaced by an earlier one
+		return // the timer has been replaced by an earlier one
 	}
 	r.timer = 0
 	if r.deadline == 0 {
@@ -183,7 +183,7 @@ func (r *rank) startQuorum() {
 	}
 	r.number++
 	if r.index == 0 && r.g.shrink > 0 {
-		r.g.shrink-- // at each request: with shrink_only, a group that is in no quorum would never get into one
+		r.g.shrink-- // counted at each request: with shrink_only, a group that is in no quorum would never join one
 	}
 	if !r.again {
 		r.replays, r.kept = 0, false
@@ -194,7 +194,7 @@ func (r *rank) startQuorum() {
 	r.toManager(managerAsk)
 }
 
-// stepTime is how long the computation of this step's gradients takes.
+// stepTime returns how long the computation of this step's gradients takes.
 func (r *rank) stepTime() time.Duration {
 	w := r.g.w
 	d := w.Compute/2 + w.upTo(w.Compute)
@@ -204,7 +204,7 @@ func (r *rank) stepTime() time.Duration {
 	return d
 }
 
-// says is what the rank reports as the quorum of its last commit.
+// says returns the quorum that the rank reports for its last commit.
 func (r *rank) says() int64 {
 	if r.g.w.Upstream.has(r.g.slot) {
 		return 0
@@ -228,7 +228,7 @@ func (r *rank) toManager(k kind) {
 		w.say("the connection of %s rank %d breaks", r.g.id, r.index)
 		w.after(w.delay(r.g.slot), event{kind: rankDisconnected, g: r.g, rank: int16(r.index)})
 		w.after(w.delay(r.g.slot), event{kind: rankFailed, g: r.g, rank: int16(r.index), id: r.number})
-		if back := w.delay(r.g.slot) + w.upTo(2*w.rankGrace()+1); w.chance(0.7) { // otherwise the rank connects with its next call
+		if back := w.delay(r.g.slot) + w.upTo(2*w.rankGrace()+1); w.chance(0.7) { // otherwise the rank reconnects with its next call
 			w.after(back, event{kind: rankBack, g: r.g, rank: int16(r.index)})
 		}
 		return
@@ -236,7 +236,7 @@ func (r *rank) toManager(k kind) {
 	w.after(w.delay(r.g.slot)/4, event{kind: k, g: r.g, rank: int16(r.index), id: r.number})
 }
 
-// follow handles the quorum, as Manager._async_quorum does.
+// follow handles the quorum, like Manager._async_quorum.
 func (r *rank) follow(n *news) {
 	g, w := r.g, r.g.w
 	if r.again {
@@ -281,7 +281,8 @@ func (w *world) refuseHeal(h *heal) {
 	w.after(w.delay(h.r.g.slot), event{kind: healAnswer, g: h.r.g, rank: int16(h.r.index), x: h})
 }
 
-// serveHeal is the source's side: the state of the step that the quorum began with, before this step's change.
+// serveHeal answers a request for the state, as the source: it sends the state at the begin of the quorum's step, before the step
+// changes it.
 func (g *group) serveHeal(h *heal) {
 	w := g.w
 	g.lastWaiter++
@@ -314,7 +315,7 @@ func (r *rank) healed(ok bool) {
 		w.say("%s rank %d: its heal failed", r.g.id, r.index)
 		r.heal.number = 0
 		r.errored = true
-		if r.leaves { // between two steps nothing is lost: the rank asks for another quorum
+		if r.leaves { // between two steps, no step is lost: the rank asks for another quorum
 			r.comm.abort(r)
 			r.undoHeal()
 			r.phase = idle
@@ -403,8 +404,8 @@ func (r *rank) undoHeal() {
 	}
 }
 
-// failed handles the error of a call, which Python raises. Some training loops catch it and continue, a few times in a row; in others the
-// process ends, and its group with it.
+// failed handles the error of a call, which Python raises. Some training loops catch it and continue, a few times in a row. In
+// others the process ends, and with it the group.
 func (r *rank) failed() {
 	g, w := r.g, r.g.w
 	wasVoting, phase := r.phase == voting, r.phase

@@ -5,20 +5,20 @@ import "github.com/torchft/torchft/go/recovery"
 // mostReplays bounds the replays of one step, as in torchft/_manager/replay.py.
 const mostReplays = 5
 
-// replay is what a rank keeps of a step, to reduce it again when a peer fails in it: Manager(replay_failed_step=True).
+// replay is the data that a rank keeps of a step, to reduce it again when a peer fails in it: Manager(replay_failed_step=True).
 type replay struct {
-	batch    uint64 // number of computations so far: part of each gradient, so that no two are equal
+	batch    uint64 // number of computations so far; it is part of each gradient, so that no two gradients are equal
 	gradient uint64
 	kept     bool // the gradients may be reduced again
 	replays  int  // of this step
 	again    bool // the current attempt at the step is a replay
-	leaves   bool // its quorum allows no replay after all, and is used for the next step
+	leaves   bool // the quorum of the replay allows none after all, and is used for the next step
 }
 
 // replays reports whether the group of a slot announces that it replays failed steps.
 func (w *world) replays(slot int) bool { return w.Replay && !w.Upstream.has(slot) }
 
-// compute makes the gradients of a step from the weights that the rank has.
+// compute computes the gradients of a step from the rank's weights.
 func (r *rank) compute() {
 	r.batch++
 	r.gradient = r.ownGradient()
@@ -42,7 +42,7 @@ func (r *rank) lost() {
 	r.toManager(managerVote)
 }
 
-// agreed handles the result of the vote: all ranks can reduce the step again, or not.
+// agreed handles the result of the vote on whether all ranks can reduce the step again.
 func (r *rank) agreed(all bool) {
 	r.phase, r.deadline = idle, 0
 	if !all {

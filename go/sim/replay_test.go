@@ -6,12 +6,12 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// onlyFailures draws a job whose groups fail at any moment, alone and several at once, and come back.
+// onlyFailures draws a job whose groups fail at any moment, one or several at once, and come back.
 func onlyFailures(seed uint64) Setup {
 	s := Draw(seed, 2+int(seed%4), 400)
 	s.Replay, s.OnlyFailures = true, true
 	s.Policy.MinReplicas = 1
-	s.Lighthouses = 1 // with several, those who are left may have to wait for longer than a quorum call
+	s.Lighthouses = 1 // with several, the remaining groups may have to wait for longer than a quorum call
 	s.Loss, s.Duplicate, s.Straggle = 0, 0, 0
 	for i := range s.Faults {
 		f := &s.Faults[i]
@@ -24,8 +24,8 @@ func onlyFailures(seed uint64) Setup {
 	return s
 }
 
-// No step is lost that a live group had computed: whenever groups fail, alone or at once, in each phase of a replay, and
-// when others join meanwhile.
+// No step that a live group has computed is lost when groups fail: at any moment, one or several at once, in each phase of a
+// replay, and while others join.
 func TestAFailureCostsNoStep(t *testing.T) {
 	joins := 0
 	for p, name := range map[phase]string{
@@ -51,7 +51,7 @@ func TestAFailureCostsNoStep(t *testing.T) {
 	require.NotZero(t, joins, "groups that began in a replay, over all phases")
 }
 
-// Without it the same failures cost steps.
+// Without replay the same failures cost steps.
 func TestWithoutReplayAFailureCostsSteps(t *testing.T) {
 	lost := 0
 	for seed := range uint64(10) {

@@ -7,8 +7,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Histories of a list of lighthouses that decide whether the vote of an ended group may still count. The planted mistakes that they
-// find are in mutants_test.go.
+// Histories with a list of lighthouses in which the question is whether the vote of an ended group still counts. The planted
+// mistakes that they find are in mutants_test.go.
 func TestJobsThatMoveWhileAGroupEnds(t *testing.T) {
 	t.Parallel()
 	for name, setup := range map[string]func(*Setup){"withheld": withheld, "renewed": renewed, "silent": silent, "lagging": lagging} {
@@ -25,7 +25,7 @@ func TestJobsThatMoveWhileAGroupEnds(t *testing.T) {
 
 // Upstream groups make calls at the first lighthouse of the list only, know no term, and cannot show an earlier quorum. The first
 // lighthouse knows all of their quorums, after a restart from its disk. The exception is a quorum that had not been written yet:
-// docs/correctness.md says what is not promised then.
+// docs/correctness.md has the promise that does not hold then.
 func TestUpstreamGroupsAtTwoLighthouses(t *testing.T) {
 	t.Parallel()
 	for _, job := range []struct {
@@ -43,7 +43,7 @@ func TestUpstreamGroupsAtTwoLighthouses(t *testing.T) {
 			s.Slots, s.Upstream, s.Disk, s.Duplicate = max(s.Slots, 4), job.upstream, true, 0
 			s.Faults = slices.DeleteFunc(s.Faults, func(f Fault) bool { return f.Kind == Noise })
 			if b := Run(s, nil).Broken; b != nil {
-				require.Equal(t, ruleEqual, b.Rule, "seed %d: %v", seed, b) // the one rule that is not promised with upstream groups
+				require.Equal(t, ruleEqual, b.Rule, "seed %d: %v", seed, b) // the only rule that is not promised with upstream groups
 			}
 		}
 	}

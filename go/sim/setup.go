@@ -8,11 +8,11 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// Setup is all that a run depends on: the same setup gives the same history, to the byte.
+// Setup has everything that a run depends on: the same setup gives the same history, byte for byte.
 type Setup struct {
 	Seed   uint64
-	Rounds int // quorums with faults; after them all is repaired, and the run ends once the job is healthy
-	Slots  int // places for groups; when a group fails, another one may start in its place, under a new replica_id
+	Rounds int // quorums with faults; after these all faults end, and the run ends when the job is healthy
+	Slots  int // places for groups; when a group fails, another one may start in its place, with a new replica_id
 	Ranks  int // of each group
 
 	Lighthouses int  // in the list of the groups; 0 means 1
@@ -23,23 +23,24 @@ type Setup struct {
 	HeartbeatInterval time.Duration
 	QuorumTimeout     time.Duration // of a rank's quorum call
 	Timeout           time.Duration // of heals, collectives and votes
-	Keepalive         time.Duration // how long until a client notices that its request was lost
-	Compute           time.Duration // duration of a step without its waits, on average
+	Keepalive         time.Duration // time until a client notices that its request was lost
+	Compute           time.Duration // average duration of a step, without its waits
 	Heal              time.Duration // duration of a transfer of the state
 	Slack             time.Duration // additional time that real servers take (go/sim/servers)
-	InitSync          bool          // groups begin with weights of their own, and take over one group's at step 0
+	InitSync          bool          // groups begin with different weights, and take over one group's at step 0
 
-	Delay     time.Duration // of a message, on average
-	Loss      float64       // part of the messages that do not arrive
-	Duplicate float64       // part that arrives twice
-	Straggle  float64       // part that takes twenty times as long, and is overtaken by others
+	Delay     time.Duration // average delay of a message
+	Loss      float64       // fraction of the messages that are lost
+	Duplicate float64       // fraction that arrives twice
+	Straggle  float64       // fraction that takes twenty times as long, and is overtaken by others
 
 	Faults []Fault // in the order of Round
 
-	// Upstream are the slots whose groups send only what upstream's managers do: not the quorum in which they committed, and no
-	// request numbers. Of several lighthouses, they know the first one only.
+	// Upstream are the slots whose groups send only the fields of upstream managers, without the quorum in which they committed and
+	// without request numbers. Of several lighthouses, they know the first one only.
 	Upstream Slots
-	// Calls are the slots whose groups send all that ours do, but by calls in place of a stream. Calls may overtake each other.
+	// Calls are the slots whose groups send all fields of our managers, but by calls instead of on a stream. Calls may overtake
+	// each other.
 	Calls Slots
 
 	// Streamless are the slots whose groups know several lighthouses, and whose streams a proxy answers with UNIMPLEMENTED. They make
@@ -48,17 +49,19 @@ type Setup struct {
 
 	// Replay: groups that are not Upstream replay a step in which a member failed.
 	Replay bool
-	// OnlyFailures: all faults are failures of groups, and all messages arrive. Then no step is lost that a live group has computed.
+	// OnlyFailures: all faults are failures of groups, and all messages arrive. Then no step that a live group has computed is
+	// lost.
 	OnlyFailures bool
 	// OnlyClaims: all faults are Claim, of few groups at a time. Then the other groups continue.
 	OnlyClaims bool
-	// CountLosses: a rule holds that no rank loses more steps than the faults so far may cost (Fault.cost). For faults that are far apart.
+	// CountLosses: the checker also checks that no rank loses more steps than the faults so far may cost (Fault.cost). For faults
+	// that are far apart.
 	CountLosses bool
-	// ReplayFailure: some groups fail in this phase of a replay, unless they are the only one left.
+	// ReplayFailure: some groups fail in this phase of a replay, unless they are the only remaining one.
 	ReplayFailure phase
 
 	mistake mistake
-	drawn   int // the argument slots of Draw
+	drawn   int // the argument `slots` of Draw
 }
 
 // The machines of a lighthouse and of a group, as the simulation uses them.
@@ -73,25 +76,25 @@ type (
 	}
 )
 
-// mistake is a hook for tests: it wraps the machines, or makes the model of the ranks do something wrong, and the rules must find
-// that. The zero value makes no mistake.
+// mistake is a hook for tests: it wraps the machines, or makes the model of the ranks do something wrong, which the rules must
+// find. The zero value changes nothing.
 type mistake struct {
 	name          string
 	lighthouse    func(*quorum.Machine) lighthouseMachine
 	group         func(round.Group, *round.Machine) groupMachine
 	policy        func(quorum.Policy) quorum.Policy
-	start         func(time.Time) time.Time // of a lighthouse's clock when it begins
+	start         func(time.Time) time.Time // changes the time at which a lighthouse's clock begins
 	replayBehind  bool                      // a step is replayed although the quorum does not allow it
-	replaySums    bool                      // a replay reduces the result of the failed reduction, not the gradients that were kept
-	silentIsEnded bool                      // a host that cannot be reached counts as one on which the process has ended
+	replaySums    bool                      // a replay reduces the result of the failed reduction instead of the kept gradients
+	silentIsEnded bool                      // an unreachable host counts as a host on which the process has ended
 	setup         func(*Setup)              // of the histories that are searched for it
-	keepState     bool                      // a healing group takes over the step, and keeps its weights
+	keepState     bool                      // a healing group takes over the step but keeps its weights
 	long          bool                      // only long histories show it
-	anySize       bool                      // the rule about the lighthouse's memory is off
+	anySize       bool                      // the rule about the lighthouse's memory is not checked
 }
 
-// Draw makes the setup of a seed: a cluster, its settings, its network, and a fault for every fiftieth round. With
-// slots 0, the seed also decides on the size, from 2 to 16 groups, and on whether there are many more faults.
+// Draw returns the setup of a seed: a cluster, its settings, its network, and a fault for every fiftieth round. If slots is 0, the
+// seed also determines the size, from 2 to 16 groups, and whether there are many more faults.
 func Draw(seed uint64, slots, rounds int) Setup {
 	r := rand.New(rand.NewPCG(seed, 1))
 	asked := slots
@@ -134,7 +137,7 @@ func Draw(seed uint64, slots, rounds int) Setup {
 		s.Ranks = 2
 	}
 	if r.IntN(5) == 0 {
-		s.Compute *= 6 // steps that take longer than outages: groups that were apart may meet at equal steps
+		s.Compute *= 6 // steps take longer than outages: separated groups may meet again at equal steps
 	}
 	if r.IntN(2) == 0 {
 		s.Loss, s.Duplicate, s.Straggle = 2e-4, 1e-3, 2e-3
@@ -159,8 +162,9 @@ func Draw(seed uint64, slots, rounds int) Setup {
 	return s
 }
 
-// bound is the time after the last fault within which every live group must commit a step. A request from before may be pending for
-// QuorumTimeout; then two ranks may wait for each other for Timeout; and the consequences of that may cost each of these waits again.
+// bound returns the time after the last fault within which every live group must commit a step. An earlier request may be pending
+// for QuorumTimeout, then two ranks may wait for each other for Timeout, and as a consequence each of these waits may happen once
+// more.
 func (s Setup) bound() time.Duration {
 	bound := s.Policy.HeartbeatTimeout + s.Policy.JoinTimeout + 3*(s.QuorumTimeout+s.Timeout+3*s.Compute+s.Heal) + time.Second + s.Slack
 	if s.Lighthouses > 1 {

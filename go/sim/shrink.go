@@ -8,8 +8,8 @@ import (
 	"time"
 )
 
-// Shrink looks for a smaller setup that breaks the same rule: fewer faults, groups and rounds, a quieter network.
-// It tries at most this many runs.
+// Shrink searches for a smaller setup that breaks the same rule: with fewer faults, groups and rounds, and a network that loses
+// less. It makes at most `tries` runs.
 func Shrink(s Setup, rule string, tries int) Setup {
 	h := &shrinker{best: s, rule: rule, tries: tries}
 	h.cutShort()
@@ -34,7 +34,8 @@ func sameSize(a, b Setup) bool {
 	return len(a.Faults) == len(b.Faults) && a.Slots == b.Slots && a.Ranks == b.Ranks && a.Rounds == b.Rounds
 }
 
-// try adopts a setup if it breaks the rule. It tries several seeds, since the seed of the larger history means nothing for a smaller one.
+// try adopts a setup if it breaks the rule. It tries several seeds, since with the same seed a smaller setup has an unrelated
+// history.
 func (h *shrinker) try(change func(*Setup)) bool {
 	s := h.best
 	s.Faults = slices.Clone(s.Faults)
@@ -53,7 +54,7 @@ func (h *shrinker) try(change func(*Setup)) bool {
 	return false
 }
 
-// cutShort removes the faults after the one at which the rule was broken.
+// cutShort removes the faults after the moment at which the rule was broken.
 func (h *shrinker) cutShort() {
 	b := Run(h.best, nil).Broken
 	faults := h.best.Faults
@@ -116,7 +117,7 @@ func (h *shrinker) simplerFaults() {
 	}
 }
 
-// sooner moves the faults, and with them the end, to earlier rounds.
+// sooner moves the faults, and so the end of the run, to earlier rounds.
 func (h *shrinker) sooner() {
 	for by := h.best.Rounds / 2; by > 0; {
 		if h.best.Rounds <= by || !h.try(func(s *Setup) {
@@ -130,7 +131,7 @@ func (h *shrinker) sooner() {
 	}
 }
 
-// History is a run in words: the cluster, its faults, and the last events.
+// History returns a run as text: the cluster, its faults, and the last events.
 func History(s Setup, most int) string {
 	var lines []string
 	r := Run(s, func(at time.Duration, line string) {
@@ -160,7 +161,7 @@ func History(s Setup, most int) string {
 
 // fold removes the middle of long sequences of lines in which the same groups only commit, or only lose, steps.
 func fold(lines []string) []string {
-	const keep = 4 // at each end
+	const keep = 4 // lines kept at each end of a sequence
 	var out []string
 	for i := 0; i < len(lines); {
 		end := i
@@ -180,7 +181,8 @@ func fold(lines []string) []string {
 	return out
 }
 
-// routine reports whether a line is about a decision, or about a quorum with the members of the previous one, which has no reason.
+// routine reports whether a line is about a decision, or about a quorum with the same members as the previous one, for which no
+// reason is logged.
 func routine(lines []string, i int) bool {
 	const time = 11 // columns
 	text := lines[i][time:]

@@ -21,8 +21,8 @@ var (
 	soakFlag   = flag.Duration("soak", 0, "simulate for so long (TestSoak)")
 )
 
-// budget is how many histories a test plays: n with FULL=1, a sixth of it without, and underRace with the race detector, which makes
-// them ten times as slow.
+// budget returns how many histories a test plays: n with FULL=1, otherwise a sixth of that; with the race detector, which makes
+// them ten times as slow, underRace.
 func budget(n, underRace int) int {
 	if testmain.Race() {
 		return underRace
@@ -63,9 +63,8 @@ func TestTheRulesHold(t *testing.T) {
 	t.Logf("%d quorums, %d faults, %d heals", rounds, faults, heals)
 }
 
-// Two or three lighthouses, from some of which groups are cut off again and again. In a third of the histories some groups have no
-// streams.
-func TestSeveralLighthousesNeverTearAJobApart(t *testing.T) {
+// Two or three lighthouses; groups are often cut off from some of them. In a third of the histories some groups have no streams.
+func TestSeveralLighthousesNeverSplitAJob(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(budget(60, 6)) {
 		s := Draw(1000+seed, 0, 300)
@@ -79,8 +78,8 @@ func TestSeveralLighthousesNeverTearAJobApart(t *testing.T) {
 	}
 }
 
-// Groups with two lighthouses go from one to the other and back, and some end meanwhile. In one of the histories, an operator waived the
-// votes of the groups that had ended, while the remaining one continued at the other lighthouse.
+// Groups move between two lighthouses, and some end meanwhile. In one of the histories, an operator waived the votes of the ended
+// groups although the remaining one continued at the other lighthouse.
 func TestARestlessJobHasOneBranch(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(budget(8, 1)) {
@@ -98,7 +97,7 @@ func TestARestlessJobHasOneBranch(t *testing.T) {
 	}
 }
 
-// A group that claims to know of a later quorum, and never shows it, is refused. The others continue without it.
+// A group that claims to know a later quorum, and never shows it, is refused. The others continue without it.
 func TestAGroupThatClaimsAQuorumDoesNotStopTheOthers(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(budget(60, 2)) {
@@ -109,7 +108,7 @@ func TestAGroupThatClaimsAQuorumDoesNotStopTheOthers(t *testing.T) {
 	}
 }
 
-// Histories of a former rule, by which each member failed back on its own. Some members were refused at the first lighthouse and
+// Histories that broke a rule when each member still failed back on its own. Some members were refused at the first lighthouse and
 // avoided it for a while. From then on they never failed back at the same time, and each part of the job was too small.
 func TestMembersGoBackTogether(t *testing.T) {
 	s := Draw(1275, 6, 60)
@@ -128,9 +127,9 @@ func TestHistoriesThatOnceBrokeARule(t *testing.T) {
 	t.Parallel()
 	hold(t, Draw(382, 16, 1000))  // a lighthouse forgot which others a member could reach when the member was silent for long
 	hold(t, Draw(432, 16, 1000))  // a mistake of the checker: a lighthouse forgot a group, and its clock was set back
-	hold(t, Draw(11930, 0, 1000)) // the only member that knew of a quorum failed
+	hold(t, Draw(11930, 0, 1000)) // the only member that knew a quorum failed
 	for _, seed := range []uint64{4399, 5231} {
-		s := Draw(seed, 0, 300) // a member did not hear of a new term
+		s := Draw(seed, 0, 300) // a member was not informed of a new term
 		several(&s)
 		s.Lighthouses = 3
 		hold(t, s)
@@ -170,7 +169,7 @@ func TestEachFaultForLong(t *testing.T) {
 			for seed := range uint64(budget(3, 1)) {
 				s := Draw(seed, 5, 120)
 				s.Faults = []Fault{{Round: 20, Kind: kind, Slots: 0b00011, For: 2 * s.bound(), N: 1}}
-				s.Rounds = 2000 // more than the other groups have while the fault lasts
+				s.Rounds = 2000 // more rounds than the other groups have while the fault lasts
 				if kind.ofLighthouse() {
 					s.Faults[0].Slots = 0
 				}
@@ -181,9 +180,9 @@ func TestEachFaultForLong(t *testing.T) {
 	}
 }
 
-// The upstream protocol compares steps only. Groups that reached the same step in different quorums then continue together with different
-// weights, unnoticed. That needs no fault: a group that is slow to ask, or the first one of a job to ask, trains in a quorum of its own
-// while the others form the next one.
+// The upstream protocol compares steps only. Groups that reached the same step in different quorums then continue together with
+// different weights, unnoticed. That needs no fault: a group that asks late, or first in a job, trains in a quorum alone while the
+// others form the next one.
 func TestTheGapOfTheUpstreamProtocolIsClosed(t *testing.T) {
 	t.Parallel()
 	apart := func(s *Setup) {
@@ -193,7 +192,7 @@ func TestTheGapOfTheUpstreamProtocolIsClosed(t *testing.T) {
 		s.Policy.StalledAfter, s.Policy.EjectStalledAfter = 0, 0
 	}
 	upstream, first := hunt(t, 200, 60, 200, func(s *Setup) { apart(s); s.Lighthouses, s.Upstream = 1, ^Slots(0) })
-	require.NotNil(t, first, "the upstream protocol has no gap any more?")
+	require.NotNil(t, first, "the gap of the upstream protocol was not found")
 	require.Equal(t, ruleEqual, first.Rule)
 	require.Empty(t, upstream.Faults)
 	t.Logf("as upstream does:\n%s", History(upstream, 60))
@@ -218,15 +217,15 @@ func TestGroupsDoNotTakeTurnsToHeal(t *testing.T) {
 		s.Lighthouses, s.Ranks, s.Calls, s.InitSync = 1, 1, 0, true
 		s.Policy.MinReplicas, s.Policy.JoinTimeout = 1, 60*time.Millisecond
 		s.Compute, s.Heal = 10*time.Millisecond, 300*time.Millisecond
-		s.Policy.StalledAfter, s.Policy.EjectStalledAfter = 0, 0 // a heal is no stall
+		s.Policy.StalledAfter, s.Policy.EjectStalledAfter = 0, 0 // a healing group must not count as stalled
 		r := hold(t, s)
 		require.LessOrEqual(t, r.Heals, uint64(3*s.Slots), "seed %d: %d groups, no fault", seed, s.Slots)
 	}
 }
 
-// Two halves of a job must not take turns to train if join_timeout_ms is shorter than a step. By a former rule, the half that waited and
-// the first of the others that asked again were more than half of the healthy groups. Each quorum then aborted the step of the previous
-// one, and some groups never committed.
+// Two halves of a job must not take turns to train if join_timeout_ms is shorter than a step. By an earlier rule, the waiting half
+// and the first of the others that asked again were more than half of the healthy groups. Each quorum then aborted the step of the
+// previous one, and some groups never committed.
 func TestAJoinTimeoutBelowAStepDoesNotSplitAJob(t *testing.T) {
 	t.Parallel()
 	for seed := range uint64(budget(300, 10)) {
@@ -239,15 +238,15 @@ func TestAJoinTimeoutBelowAStepDoesNotSplitAJob(t *testing.T) {
 	}
 }
 
-// In a job with upstream groups, all groups decide by steps, as upstream's do. That may miss different weights, but all of them agree
-// on the participants.
+// In a job with upstream groups, all groups decide by steps, as the upstream ones do. Different weights at one step may remain
+// undetected, but all groups agree on the participants.
 func TestAMixedJobAgreesOnTheParticipants(t *testing.T) {
 	t.Parallel()
 	missed := 0
 	for seed := range uint64(budget(60, 6)) {
 		s := Draw(seed, 0, 300)
 		s.Lighthouses, s.Upstream = 1, 0b1010101010101010
-		s.Duplicate = 0 // upstream requests have no numbers that would mark a late one
+		s.Duplicate = 0 // upstream requests have no numbers that would show that one is late
 		s.Faults = slices.DeleteFunc(s.Faults, func(f Fault) bool { return f.Kind == Noise })
 		if b := Run(s, nil).Broken; b != nil {
 			require.Equal(t, ruleEqual, b.Rule, "seed %d: %v", seed, b)
@@ -257,8 +256,8 @@ func TestAMixedJobAgreesOnTheParticipants(t *testing.T) {
 	t.Logf("the gap of the upstream protocol was hit in %d histories", missed)
 }
 
-// A lighthouse without a disk whose clock is behind after a restart may repeat ids if only new members ask: nothing shows it the earlier
-// ones. As soon as an earlier member asks, new ids are above all that were used.
+// A lighthouse without a disk whose clock is behind after a restart may repeat ids if only new members ask: they do not know the
+// earlier ids. As soon as an earlier member asks, new ids are above all used ones.
 func TestWithoutADiskAClockThatIsBehindRepeatsIDs(t *testing.T) {
 	_, first := hunt(t, 200, 400, 0, func(s *Setup) {
 		s.mistake.start = func(time.Time) time.Time { return epoch }
@@ -294,7 +293,7 @@ func TestSoak(t *testing.T) {
 	report()
 }
 
-// BenchmarkRounds is the cost of a quorum of 16 groups, all checks included, with a fault in every fiftieth:
+// BenchmarkRounds measures a quorum of 16 groups, including all checks, with a fault in every fiftieth:
 //
 //	go test ./sim -run - -bench Rounds -benchtime 1000000x -timeout 0
 func BenchmarkRounds(b *testing.B) {

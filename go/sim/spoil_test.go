@@ -9,7 +9,7 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// spoiled is a lighthouse's machine with something wrong in front of it.
+// spoiled wraps a lighthouse's machine with a mistake.
 type spoiled struct {
 	*quorum.Machine
 	step func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action
@@ -23,7 +23,7 @@ func spoil(step func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.
 	return func(m *quorum.Machine) lighthouseMachine { return spoiled{m, step} }
 }
 
-// deliveries changes what the lighthouse delivers.
+// deliveries changes the lighthouse's Deliver actions.
 func deliveries(change func(*quorum.Deliver)) func(*quorum.Machine) lighthouseMachine {
 	return spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
 		actions := m.Step(e, now)
@@ -37,7 +37,7 @@ func deliveries(change func(*quorum.Deliver)) func(*quorum.Machine) lighthouseMa
 	})
 }
 
-// requests changes what the lighthouse is asked.
+// requests changes the requests to the lighthouse.
 func requests(change func(*quorum.Asked)) func(*quorum.Machine) lighthouseMachine {
 	return spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
 		if a, ok := e.(quorum.Asked); ok {
@@ -48,7 +48,7 @@ func requests(change func(*quorum.Asked)) func(*quorum.Machine) lighthouseMachin
 	})
 }
 
-// greetings changes what members say when they come.
+// greetings changes the greetings of members.
 func greetings(change func(*quorum.Greeted)) func(*quorum.Machine) lighthouseMachine {
 	return spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
 		if g, ok := e.(quorum.Greeted); ok {
@@ -59,7 +59,7 @@ func greetings(change func(*quorum.Greeted)) func(*quorum.Machine) lighthouseMac
 	})
 }
 
-// several lighthouses, and more cuts than else.
+// several sets up several lighthouses, and more cuts than usual.
 func several(s *Setup) {
 	s.Lighthouses, s.Streamless = 2, 0
 	s.Slots = 3 + int(s.Seed%3)
@@ -67,14 +67,14 @@ func several(s *Setup) {
 	s.Faults = drawFaults(rand.New(rand.NewPCG(s.Seed, 3)), *s, 10)
 }
 
-// streamless is the same, with one group or two that have no streams.
+// streamless is like several, with one or two groups that have no streams.
 func streamless(s *Setup) {
 	several(s)
 	s.Streamless = 0b110
 }
 
-// restless is a job at two lighthouses that comes to no rest: its groups go from one to the other and back, and end while others do
-// not hear of a quorum.
+// restless is a job at two lighthouses whose members change all the time: its groups move between the lighthouses, and end before
+// others have received a quorum.
 func restless(s *Setup) {
 	s.Rounds = 200
 	several(s)
@@ -100,13 +100,13 @@ func restless(s *Setup) {
 	}
 }
 
-// quiet has nothing go wrong but its faults, in a job of some groups at two lighthouses.
+// quiet sets up a job of some groups at two lighthouses in which only the scheduled faults occur.
 func quiet(s *Setup, slots int) {
 	s.Lighthouses, s.Slots, s.Ranks, s.Rounds = 2, slots, 1, 400
 	s.Streamless, s.Calls, s.Policy.MinReplicas = 0, 0, 1
 	s.Loss, s.Duplicate, s.Straggle = 0, 0, 0
 	s.Policy.StalledAfter, s.Policy.EjectStalledAfter = 0, 0
-	s.QuorumTimeout = 20 * time.Second // no request is withdrawn while it waits for the others
+	s.QuorumTimeout = 20 * time.Second // so that no request is withdrawn while it waits for the others
 }
 
 // withheld is a job of three groups. g00 and g02 train at the second lighthouse, and g01 waits at the first. Then g00 returns to the
@@ -124,19 +124,20 @@ func withheld(s *Setup) {
 	}
 }
 
-// silent is the same, but that g00 does not end: it is stopped while it is asked for their quorum, and goes on. Meanwhile nobody waits for it.
+// silent is like withheld, except that g00 does not end: it is stopped while it is asked for their quorum, and continues later.
+// Meanwhile the others do not wait for it.
 func silent(s *Setup) {
 	withheld(s)
 	last := &s.Faults[len(s.Faults)-1]
 	last.Kind, last.For = Pause, s.Policy.HeartbeatTimeout+500*time.Millisecond
 }
 
-// lagging is a job of three groups, of which g02 is an upstream one. g01 is away for a moment, so that the first lighthouse goes on with g00
-// and g02, and ends. When it restarts g01 and g02 ask it, and g00 goes to the second one.
+// lagging is a job of three groups, of which g02 is an upstream one. g01 is cut off for a moment, so that the first lighthouse
+// continues with g00 and g02, and then ends. When it has restarted, g01 and g02 ask it, and g00 goes to the second one.
 func lagging(s *Setup) {
 	quiet(s, 3)
 	s.Rounds, s.Upstream, s.Disk = 60, 0b100, true
-	s.Keepalive = s.Policy.HeartbeatTimeout / 4 // the answers are there before the fault is noticed
+	s.Keepalive = s.Policy.HeartbeatTimeout / 4 // so that the answers arrive before the fault is noticed
 	r := rand.New(rand.NewPCG(s.Seed, 9))
 	without := time.Duration(r.Int64N(int64(s.Policy.HeartbeatTimeout + s.Policy.SuspectGrace)))
 	s.Faults = []Fault{
@@ -146,11 +147,11 @@ func lagging(s *Setup) {
 	}
 }
 
-// renewed is a job of four groups. g03 has been at the second lighthouse, and comes back to the first with the term of that, which ends
-// all streams. Just then g00 and g01 do not get through to the first one: they go to the second, and g00 ends there.
+// renewed is a job of four groups. g03 has been at the second lighthouse, and comes back to the first one with the second one's
+// term, which ends all streams. At that moment g00 and g01 cannot reach the first one: they go to the second, and g00 ends there.
 func renewed(s *Setup) {
 	quiet(s, 4)
-	s.Keepalive = 800 * time.Millisecond // what the first lighthouse says still arrives for so long
+	s.Keepalive = 800 * time.Millisecond // messages of the first lighthouse still arrive for this time
 	s.Policy.HeartbeatTimeout = 400 * time.Millisecond
 	r := rand.New(rand.NewPCG(s.Seed, 9))
 	away := quorum.BondTime + 2*time.Second
@@ -166,7 +167,7 @@ func renewed(s *Setup) {
 	}
 }
 
-// finishes is a job at one lighthouse whose training ends on purpose now and then.
+// finishes is a job at one lighthouse whose training is completed now and then.
 func finishes(s *Setup) {
 	s.Lighthouses, s.Calls = 1, 0
 	many(10, Finish, Leave)(s)
@@ -175,7 +176,8 @@ func finishes(s *Setup) {
 	}
 }
 
-// claims of a quorum that a group cannot show: of one group, and when it has had the time to come back, of the next one.
+// claims schedules claims of quorums that groups cannot show: first by one group and, after it has had the time to come back, by
+// the next one.
 func claims(s *Setup) {
 	several(s)
 	s.Loss, s.Duplicate, s.Straggle, s.OnlyClaims = 0, 0, 0, true
@@ -188,7 +190,7 @@ func claims(s *Setup) {
 	}
 }
 
-// keepHeartbeats lets no member fail whose heartbeat ever came.
+// keepHeartbeats makes every member count as alive once it has sent a heartbeat.
 func keepHeartbeats(m *quorum.Machine) lighthouseMachine {
 	var ids []string
 	return spoiled{m, func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
@@ -219,7 +221,7 @@ func spoilGroup(step func(m *round.Machine, e round.Event, now time.Time) []roun
 	return func(_ round.Group, m *round.Machine) groupMachine { return spoiledGroup{m, step} }
 }
 
-// steps lets the groups see other steps in a quorum than there are.
+// steps changes the steps of a quorum's members that the groups receive.
 func steps(see func(members []quorum.Member) []int64) func(round.Group, *round.Machine) groupMachine {
 	return spoilGroup(func(m *round.Machine, e round.Event, now time.Time) []round.Action {
 		known, ok := e.(round.QuorumKnown)
@@ -245,7 +247,7 @@ func steps(see func(members []quorum.Member) []int64) func(round.Group, *round.M
 	})
 }
 
-// deaf is a lighthouse whose machine never hears of some events.
+// deaf is a lighthouse whose machine never receives some events.
 func deaf(to func(quorum.Event) bool) func(*quorum.Machine) lighthouseMachine {
 	return spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
 		if to(e) {
@@ -255,13 +257,13 @@ func deaf(to func(quorum.Event) bool) func(*quorum.Machine) lighthouseMachine {
 	})
 }
 
-// to is true of the events of a type.
+// to reports whether an event has a given type.
 func to[T any](e quorum.Event) bool {
 	_, ok := e.(T)
 	return ok
 }
 
-// deafGroup is a manager server whose machine never hears of some events.
+// deafGroup is a manager server whose machine never receives some events.
 func deafGroup[T any]() func(round.Group, *round.Machine) groupMachine {
 	return spoilGroup(func(m *round.Machine, e round.Event, now time.Time) []round.Action {
 		if _, ok := e.(T); ok {
@@ -271,7 +273,7 @@ func deafGroup[T any]() func(round.Group, *round.Machine) groupMachine {
 	})
 }
 
-// results changes what ranks receive about their quorum.
+// results changes the results of quorums that ranks receive.
 func results(change func(*round.AnswerQuorum)) func(round.Group, *round.Machine) groupMachine {
 	return spoilGroup(func(m *round.Machine, e round.Event, now time.Time) []round.Action {
 		actions := m.Step(e, now)
@@ -285,7 +287,7 @@ func results(change func(*round.AnswerQuorum)) func(round.Group, *round.Machine)
 	})
 }
 
-// many faults, one in so many rounds.
+// many draws many faults: one in so many rounds.
 func many(every int, kinds ...FaultKind) func(*Setup) {
 	return func(s *Setup) {
 		s.Faults = drawFaults(rand.New(rand.NewPCG(s.Seed, 5)), *s, every)

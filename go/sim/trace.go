@@ -7,7 +7,7 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// describe is a quorum in words: its members, the step of each, and the quorum of its last commit.
+// describe returns a quorum as text: each member, its step, and the quorum of its last commit.
 func describe(q *quorum.Quorum) string {
 	var b strings.Builder
 	for i, m := range q.Members {

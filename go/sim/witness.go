@@ -9,19 +9,19 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// This file has the messages of groups other than requests (membership.Witness), and the questions of the lighthouse (package
-// lighthouse's watch). Times that are seconds there are scaled to the timeouts of the simulation.
+// This file has the messages of groups other than requests (membership.Witness), and the questions of the lighthouse (watch.go in
+// package lighthouse). Constants of some seconds are scaled to the timeouts of the simulation.
 
-// checkTime is how long a member that its peers suspect may take to give a sign of life.
+// checkTime returns how long a suspected member may take to give a sign of life.
 func (w *world) checkTime() time.Duration { return w.Policy.HeartbeatTimeout / 4 }
 
-// answerTime is how long ranks may take to answer what they do.
+// answerTime returns how long ranks may take to report their progress.
 func (w *world) answerTime() time.Duration { return w.Policy.HeartbeatTimeout / 8 }
 
-// rankGrace is how long a rank whose connection broke may take to reconnect before that is reported to the other groups.
+// rankGrace returns how long a rank whose connection broke may take to reconnect before that is reported to the other groups.
 func (w *world) rankGrace() time.Duration { return w.Policy.SuspectGrace }
 
-// aliveInterval is the longest time between two messages of a group to its lighthouse.
+// aliveInterval returns the longest time between two messages of a group to its lighthouse.
 func (w *world) aliveInterval() time.Duration {
 	interval := w.heardEvery()
 	if w.Lighthouses > 1 {
@@ -30,14 +30,15 @@ func (w *world) aliveInterval() time.Duration {
 	return interval
 }
 
-// heardEvery is how often a lighthouse expects a message. A group that sends none for two and a half times as long is fenced.
+// heardEvery returns the interval at which a lighthouse expects messages. A group that sends none for two and a half intervals is
+// fenced.
 func (w *world) heardEvery() time.Duration { return w.Policy.HeartbeatTimeout / 3 }
 
-// sends sends an event to the lighthouse. Without a stream it is dropped: the lighthouse has seen the disconnect itself.
-func (g *group) sends(word quorum.Event) {
+// sends sends an event to the lighthouse. It is dropped while there is no stream: the lighthouse has seen the disconnect itself.
+func (g *group) sends(message quorum.Event) {
 	if k := g.link; k != nil && k.welcomed {
 		g.speaks()
-		k.up(event{kind: lhWord, x: word, link: k})
+		k.up(event{kind: lhMessage, x: message, link: k})
 	}
 }
 
@@ -53,17 +54,17 @@ func (g *group) noteSilence() {
 	g.quiet = max(g.quiet, silent)
 }
 
-// suspect reports a collective that failed. With two groups there is only one to suspect.
+// suspect reports a failed collective. With two groups only one can be suspected.
 func (g *group) suspect(c *comm) {
-	word := quorum.Suspected{Reporter: g.id, QuorumID: c.key.quorumID}
+	message := quorum.Suspected{Reporter: g.id, QuorumID: c.key.quorumID}
 	if len(c.members) == 2 {
 		for i := range c.members {
 			if id := c.members[i].id; id != g.id {
-				word.Suspect = id
+				message.Suspect = id
 			}
 		}
 	}
-	g.sends(word)
+	g.sends(message)
 }
 
 // memberFailed handles the notice that a member, which may be this one, counts as failed. elsewhere: the lighthouse that
@@ -83,7 +84,7 @@ func (g *group) memberFailed(f *round.MemberFailed, elsewhere bool) {
 	}
 }
 
-// notify sends a member what the lighthouse reported about it. An upstream one has no such call.
+// notify forwards the lighthouse's report about a member to that member. An upstream member has no such call.
 func (g *group) notify(f *round.MemberFailed) {
 	w := g.w
 	if other := w.byID[f.ReplicaID]; w.sends(g.slot, other.slot) && !w.lost() && !w.Upstream.has(other.slot) {
@@ -91,8 +92,8 @@ func (g *group) notify(f *round.MemberFailed) {
 	}
 }
 
-// lag is how long a notice of the lighthouse takes to the machine. It goes by another goroutine than a quorum: the quorum that came after
-// it is there before it in half of the cases.
+// lag returns how long a notice of the lighthouse takes to reach the machine. Notices and quorums are handled by different
+// goroutines: in half of the cases, a quorum that was sent after the notice arrives before it.
 func (w *world) lag() time.Duration {
 	if w.now.Microseconds()%2 == 0 {
 		return 0
@@ -115,7 +116,7 @@ func (g *group) accuse() {
 	}
 }
 
-// rankBroke reports to the machine that a rank's connection broke, and in a while that it is still so.
+// rankBroke reports to the machine that a rank's connection broke and, after rankGrace, that it is still broken.
 func (g *group) rankBroke(rank int16) {
 	g.step(round.RankDisconnected{GroupRank: int64(rank)})
 	if len(g.calls) > 0 {
@@ -124,7 +125,7 @@ func (g *group) rankBroke(rank int16) {
 	g.w.after(g.w.rankGrace(), event{kind: rankStill, g: g, rank: rank})
 }
 
-// askRanks asks all ranks what they do.
+// askRanks asks all ranks for their progress.
 func (g *group) askRanks() {
 	w := g.w
 	g.asked = true
@@ -137,7 +138,7 @@ func (g *group) askRanks() {
 	w.after(w.answerTime(), event{kind: progressEnd, g: g})
 }
 
-// progress reports to the lighthouse what the group does, once all ranks have answered or the time is up.
+// progress reports the group's progress to the lighthouse, when all ranks have answered or the time is over.
 func (g *group) progress(timeUp bool) {
 	m, ok := g.machine.(interface {
 		Progress(time.Time) (round.Progress, bool)
@@ -154,7 +155,7 @@ func (g *group) progress(timeUp bool) {
 	}
 }
 
-// endsLastStep ends the last step of a rank whose group is drained. The group leaves when all of its ranks have ended theirs.
+// endsLastStep ends the last step of a rank whose group is drained. The group leaves when all of its ranks have ended that step.
 func (r *rank) endsLastStep() {
 	g, w := r.g, r.g.w
 	r.phase, r.deadline = left, 0
@@ -177,13 +178,14 @@ func (g *group) goes() {
 	}
 }
 
-// look is a check of a suspected member.
+// look is a check of a suspected member that is in progress.
 type look struct {
 	of    quorum.Check
 	heard int // messages that the member had sent before
 }
 
-// lookAt checks on a member: a group with a stream has to answer on it; of one without, the host has to accept a connection.
+// lookAt checks on a member: a group with a stream has to answer on it; for a group without one, its host has to accept a
+// connection.
 func (l *lighthouse) lookAt(a quorum.Check) {
 	w := l.w
 	g := w.byID[a.ReplicaID]
@@ -195,11 +197,11 @@ func (l *lighthouse) lookAt(a quorum.Check) {
 			k.down(event{kind: probed})
 		}
 	}
-	w.after(w.checkTime(), event{kind: lhChecked, g: g, lh: uint8(l.index), life: l.life, x: &look{a, g.views[l.index].words}})
+	w.after(w.checkTime(), event{kind: lhChecked, g: g, lh: uint8(l.index), life: l.life, x: &look{a, g.views[l.index].messages}})
 }
 
 func (l *lighthouse) checked(g *group, c *look) {
-	e := quorum.Checked{ReplicaID: g.id, QuorumID: c.of.QuorumID, Reached: g.views[l.index].words != c.heard}
+	e := quorum.Checked{ReplicaID: g.id, QuorumID: c.of.QuorumID, Reached: g.views[l.index].messages != c.heard}
 	if !e.Reached {
 		e.Reason = fmt.Sprintf("no answer within %s", l.w.checkTime())
 		if !l.hasLink(g) {
@@ -214,7 +216,7 @@ func (l *lighthouse) hasLink(g *group) bool {
 	return slices.ContainsFunc(l.links, func(k *link) bool { return k.g == g })
 }
 
-// askProgress asks members what they do. Members that make calls cannot be asked.
+// askProgress asks members for their progress. Members that make calls cannot be asked.
 func (l *lighthouse) askProgress(ids []string) {
 	l.check.asksAll()
 	for _, id := range ids {
@@ -226,27 +228,27 @@ func (l *lighthouse) askProgress(ids []string) {
 		}
 		if !l.hasLink(g) {
 			e := quorum.Progressed{ReplicaID: id, Progress: quorum.Progress{Phase: "not known", Waits: true}}
-			l.check.word(g, e)
-			l.machine.Step(e, epoch.Add(l.clock())) // directly: the answer leads to no action before the next tick
+			l.check.message(g, e)
+			l.machine.Step(e, epoch.Add(l.clock())) // without handling actions: the answer has no effect before the next tick
 		}
 	}
 }
 
-// word handles an event that a group sends on a stream.
-func (l *lighthouse) word(e *event) {
-	word := e.x.(quorum.Event)
-	_, leaves := word.(quorum.Leaving)
+// message handles an event that a group sends on a stream.
+func (l *lighthouse) message(e *event) {
+	message := e.x.(quorum.Event)
+	_, leaves := message.(quorum.Leaving)
 	if !slices.Contains(l.links, e.link) || e.link.stale && !leaves {
 		return
 	}
-	switch word.(type) {
+	switch message.(type) {
 	case quorum.Leaving, quorum.ShuttingDown:
 	default: // also a sign of life
 		l.check.beat(e.g)
 		l.step(quorum.Beat{ReplicaID: e.g.id})
 	}
-	l.check.word(e.g, word)
-	l.step(word)
+	l.check.message(e.g, message)
+	l.step(message)
 }
 
 // slept reports to the machine that the lighthouse itself was stopped, before it handles the next event: it received nothing meanwhile.
@@ -257,5 +259,5 @@ func (l *lighthouse) slept() {
 		l.check.slept(slept)
 		l.do(quorum.Slept{For: slept})
 	}
-	l.stepped = max(l.stepped, l.clock()) // the machine's clock does not decrease, either
+	l.stepped = max(l.stepped, l.clock()) // like the machine's clock, it never decreases
 }

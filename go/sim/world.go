@@ -1,6 +1,6 @@
-// Package sim runs the machines of the lighthouse and of the manager servers, and a model of the ranks, on one
-// thread with a simulated clock and network. A run depends on its Setup only: there is no goroutine, no select, no iteration over a map,
-// and no real clock. So the seed of a failed run replays it to the byte.
+// Package sim runs the machines of the lighthouse and of the manager servers, and a model of the ranks, on one thread with a
+// simulated clock and network. A run depends on its Setup only: there is no goroutine, no select, no iteration over a map, and no
+// real clock. So the seed of a failed run replays it byte for byte.
 //
 // After every event the rules of docs/correctness.md are checked.
 package sim
@@ -26,7 +26,7 @@ type Result struct {
 	Heals       uint64 // of ranks
 	Replays     uint64 // of ranks
 	Lost        uint64 // of ranks: attempts at a step that were not committed
-	NotReplayed uint64 // of ranks: steps that could have been reduced again, and were not
+	NotReplayed uint64 // of ranks: steps that could have been replayed, and were not
 	LastID      int64
 	Elapsed     time.Duration // on the clock of the simulation
 	FaultsHit   int
@@ -52,7 +52,7 @@ type world struct {
 	Setup
 	rng   *rand.Rand
 	now   time.Duration
-	event event // the current one
+	event event // the current event
 	queue queue
 	trace Tracer
 
@@ -61,14 +61,14 @@ type world struct {
 	links   [][]int // links[i][j]: number of cuts between group i as a sender and group j
 	cuts    int     // current cuts between groups
 	comms   map[commKey]*comm
-	byID    map[string]*group // all groups of the run, also those that have ended
+	byID    map[string]*group // all groups of the run, including ended ones
 	noise   int               // current faults of kind Noise
 	req     uint64            // of the last request to the lighthouse
 	next    int               // index of the next fault
-	rough   int               // current faults under which nothing is promised
+	rough   int               // number of current faults under which no promise applies
 	mayLose int               // steps that the faults so far may cost each rank
 	changed time.Duration     // when the network or the set of groups changed last
-	calm    time.Duration     // when the last fault is over
+	calm    time.Duration     // when the last fault ends
 	ending  bool
 	end     time.Duration
 
@@ -78,15 +78,15 @@ type world struct {
 
 // slot is a place where a group runs: a host, with its connections.
 type slot struct {
-	g        *group              // nil while there is none
+	g        *group              // nil while no group runs here
 	lives    int                 // groups that have started here
-	cutUp    [maxLighthouses]int // current cuts, towards each lighthouse
+	cutUp    [maxLighthouses]int // number of current cuts, towards each lighthouse
 	cutDown  [maxLighthouses]int // the same from each lighthouse
 	slow     int                 // current faults that slow it down
-	hostDown bool                // the host of the last group is off
+	hostDown bool                // the host of the last group has vanished
 }
 
-// Run plays one history. The tracer, if it is not nil, gets lines that describe it.
+// Run plays one history. The tracer, if it is not nil, receives lines that describe the history.
 func Run(s Setup, trace Tracer) Result {
 	w := &world{
 		Setup: s,
@@ -122,7 +122,7 @@ func Run(s Setup, trace Tracer) Result {
 	return w.result
 }
 
-// calls reports whether the group in a slot makes calls in place of a stream.
+// calls reports whether the group in a slot makes calls instead of using a stream.
 func (w *world) calls(i int) bool { return (w.Upstream | w.Calls | w.Streamless).has(i) }
 
 // kept reports whether the lighthouses must refuse the group in a slot.
@@ -141,7 +141,7 @@ func (w *world) after(d time.Duration, e event) {
 	w.push(e)
 }
 
-// upTo is a random duration below d.
+// upTo returns a random duration below d.
 func (w *world) upTo(d time.Duration) time.Duration {
 	return time.Duration(w.rng.Uint64N(uint64(d)))
 }
@@ -209,7 +209,7 @@ func (w *world) served(q *quorum.Quorum) {
 
 func (w *world) disturbedUntil(t time.Duration) { w.calm = max(w.calm, t) }
 
-// over reports whether the run is over: it has had its rounds, and after that the time to repair everything.
+// over reports whether the run is over: it has had its rounds, and the time after them in which all faults have ended.
 func (w *world) over() bool {
 	if w.result.Rounds < w.Rounds {
 		if most := time.Duration(w.Rounds+300) * 3 * w.QuorumTimeout; w.now > most {
@@ -234,7 +234,7 @@ func (w *world) broken(rule, format string, args ...any) {
 	}
 }
 
-// delay is how long a message of a slot takes.
+// delay returns how long a message of a slot takes.
 func (w *world) delay(i int) time.Duration {
 	d := w.Delay/2 + w.upTo(w.Delay)
 	if w.chance(w.Straggle) {
@@ -258,16 +258,16 @@ func (w *world) doubled() bool {
 func (w *world) up(i, lh int) bool   { return w.slots[i].cutUp[lh] > 0 }
 func (w *world) down(i, lh int) bool { return w.slots[i].cutDown[lh] > 0 }
 
-// cutOff reports whether a request between the two gets no answer, because messages are lost in one direction or both.
+// cutOff reports whether a request from a slot to a lighthouse gets no answer, because messages are lost in one direction or both.
 func (w *world) cutOff(i, lh int) bool { return w.up(i, lh) || w.down(i, lh) }
 
-// reached reports whether there is a group in a slot, and a lighthouse that it can reach.
+// reached reports whether there is a group in a slot that can reach a lighthouse.
 func (w *world) reached(i, lh int) bool {
 	s := &w.slots[i]
 	return s.g != nil && s.cutUp[lh] == 0 && s.cutDown[lh] == 0
 }
 
-// sends reports whether messages of slot i arrive at slot j, connected whether messages arrive in both directions.
+// sends reports whether messages from slot i arrive at slot j; connected reports whether messages arrive in both directions.
 func (w *world) sends(i, j int) bool     { return w.links[i][j] == 0 }
 func (w *world) connected(i, j int) bool { return w.sends(i, j) && w.sends(j, i) }
 

@@ -1,8 +1,8 @@
-// The wire contract of torchft: what managers, lighthouses and ranks say to each other.
+// The wire contract of torchft: the messages between managers, lighthouses and ranks.
 //
-// Fields below 100 belong to upstream and never change. Fields from 100 on are ours: they are
-// optional, and a peer that does not know them behaves as if they were absent. A new RPC goes into a
-// service of its own, so that an older server answers it with UNIMPLEMENTED.
+// Fields below 100 belong to upstream and never change. Fields from 100 on are ours: they are optional, and a
+// peer that does not know them behaves as if they were absent. A new RPC gets a service of its own, so that an
+// older server answers it with UNIMPLEMENTED.
 //
 // `make proto` regenerates go/torchftpb from this file.
 
@@ -30,7 +30,7 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
-// One replica group, as it asks to take part in the next step.
+// One replica group, as described in its request for the next step.
 type QuorumMember struct {
 	state              protoimpl.MessageState `protogen:"open.v1"`
 	ReplicaId          string                 `protobuf:"bytes,1,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"`
@@ -39,13 +39,14 @@ type QuorumMember struct {
 	Step               int64                  `protobuf:"varint,4,opt,name=step,proto3" json:"step,omitempty"`
 	WorldSize          uint64                 `protobuf:"varint,5,opt,name=world_size,json=worldSize,proto3" json:"world_size,omitempty"` // ranks in the group
 	ShrinkOnly         bool                   `protobuf:"varint,6,opt,name=shrink_only,json=shrinkOnly,proto3" json:"shrink_only,omitempty"`
-	Data               string                 `protobuf:"bytes,7,opt,name=data,proto3" json:"data,omitempty"` // JSON of the user's
+	Data               string                 `protobuf:"bytes,7,opt,name=data,proto3" json:"data,omitempty"` // JSON, set by the user
 	CommitFailures     int64                  `protobuf:"varint,8,opt,name=commit_failures,json=commitFailures,proto3" json:"commit_failures,omitempty"`
 	ReconfigureHandles []string               `protobuf:"bytes,9,rep,name=reconfigure_handles,json=reconfigureHandles,proto3" json:"reconfigure_handles,omitempty"` // one per group rank, in order
-	// The quorum in which the weights of this step were made; -1: in none since the group began, 0: it does not say.
-	// Where all members say it, those that reached the largest step in an older quorum count as behind.
+	// The quorum in which the weights of this step were committed; -1: none since the group started, 0: not
+	// reported. If all members report it, those that reached the largest step in an older quorum count as behind.
 	CommittedQuorumId int64 `protobuf:"varint,100,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
-	// Its ranks keep what they reduce, and reduce it again with the remaining groups when a peer fails in mid-step.
+	// Its ranks keep the inputs of their reductions. If a peer fails in mid-step, they reduce them again with the
+	// remaining groups.
 	ReplaysFailedSteps bool `protobuf:"varint,140,opt,name=replays_failed_steps,json=replaysFailedSteps,proto3" json:"replays_failed_steps,omitempty"`
 	unknownFields      protoimpl.UnknownFields
 	sizeCache          protoimpl.SizeCache
@@ -221,14 +222,15 @@ func (x *Quorum) GetCreated() *timestamppb.Timestamp {
 type LighthouseQuorumRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	Requester *QuorumMember          `protobuf:"bytes,1,opt,name=requester,proto3" json:"requester,omitempty"`
-	// The last quorum this member was part of: a lighthouse that was restarted goes on above it.
+	// The last quorum this member was part of: a restarted lighthouse chooses larger ids.
 	KnownQuorumId int64 `protobuf:"varint,100,opt,name=known_quorum_id,json=knownQuorumId,proto3" json:"known_quorum_id,omitempty"`
-	// Grows with each request of the member, retries included; 0: not numbered. One that was held up on the way, and
-	// overtaken by a newer one, is answered with ABORTED: its step does not hold any more.
+	// Grows with each request of the member, retries included; 0: not numbered. A request that arrives after a
+	// newer one is answered with ABORTED, because its step is out of date.
 	RequestNumber uint64 `protobuf:"varint,101,opt,name=request_number,json=requestNumber,proto3" json:"request_number,omitempty"`
-	// How many lighthouses the member's list has; 0: it does not say. A member of a list needs a stream: its call is refused.
+	// How many lighthouses the member's list has; 0: not reported. With more than one the call is refused: such a
+	// member has to use MemberService.
 	Lighthouses uint32 `protobuf:"varint,102,opt,name=lighthouses,proto3" json:"lighthouses,omitempty"`
-	// The last quorum this member was part of, for a lighthouse that was restarted.
+	// The last quorum this member was part of: a restarted lighthouse continues after it.
 	KnownQuorum   *PastQuorum `protobuf:"bytes,110,opt,name=known_quorum,json=knownQuorum,proto3" json:"known_quorum,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -432,15 +434,16 @@ type ManagerQuorumRequest struct {
 	InitSync           bool                   `protobuf:"varint,5,opt,name=init_sync,json=initSync,proto3" json:"init_sync,omitempty"`
 	CommitFailures     int64                  `protobuf:"varint,6,opt,name=commit_failures,json=commitFailures,proto3" json:"commit_failures,omitempty"`
 	ReconfigureHandle  string                 `protobuf:"bytes,7,opt,name=reconfigure_handle,json=reconfigureHandle,proto3" json:"reconfigure_handle,omitempty"`
-	// How many ranks this rank believes its group has; the manager server refuses one that differs from its own.
+	// The rank's own setting of the group's world size. The manager server refuses the request if it differs from
+	// the server's.
 	GroupWorldSize int64 `protobuf:"varint,100,opt,name=group_world_size,json=groupWorldSize,proto3" json:"group_world_size,omitempty"`
-	// The quorum in which this rank's weights were made: of its last commit, or what the answer said when it healed.
-	// -1: in none since it began, 0: it does not say.
+	// The quorum in which this rank's weights were committed: that of its last commit or, after a heal, the one
+	// of the response. -1: none since the rank started, 0: not reported.
 	CommittedQuorumId int64 `protobuf:"varint,101,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
-	// As QuorumMember.replays_failed_steps: the group does where all its ranks do.
+	// As QuorumMember.replays_failed_steps: the group replays failed steps if all its ranks do.
 	ReplaysFailedSteps bool   `protobuf:"varint,140,opt,name=replays_failed_steps,json=replaysFailedSteps,proto3" json:"replays_failed_steps,omitempty"`
 	Traceparent        string `protobuf:"bytes,150,opt,name=traceparent,proto3" json:"traceparent,omitempty"` // W3C trace context of the step, empty unless the rank traces
-	// This rank was asked to leave: all ranks of the group hear of it with the result (draining).
+	// This rank was asked to drain its group. All ranks of the group are informed by `draining` in the response.
 	Drain         bool `protobuf:"varint,160,opt,name=drain,proto3" json:"drain,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -560,7 +563,7 @@ func (x *ManagerQuorumRequest) GetDrain() bool {
 	return false
 }
 
-// What one rank has to do about a quorum.
+// A quorum, and the part of one rank in it: its rank, its peers, and the source or the targets of a heal.
 type ManagerQuorumResponse struct {
 	state                    protoimpl.MessageState `protogen:"open.v1"`
 	QuorumId                 int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
@@ -577,17 +580,19 @@ type ManagerQuorumResponse struct {
 	CommitFailures           int64                  `protobuf:"varint,12,opt,name=commit_failures,json=commitFailures,proto3" json:"commit_failures,omitempty"`
 	ReplicaIds               []string               `protobuf:"bytes,13,rep,name=replica_ids,json=replicaIds,proto3" json:"replica_ids,omitempty"`
 	ReconfigureHandles       []string               `protobuf:"bytes,14,rep,name=reconfigure_handles,json=reconfigureHandles,proto3" json:"reconfigure_handles,omitempty"` // of this group rank, one per participant in quorum order
-	// Participants that sent no handle for this group rank; while there are any, reconfigure_handles is empty.
+	// Members that sent no handle for this group rank; while there are any, reconfigure_handles is empty.
 	ReplicasWithoutHandles []string `protobuf:"bytes,100,rep,name=replicas_without_handles,json=replicasWithoutHandles,proto3" json:"replicas_without_handles,omitempty"`
-	// In which quorum the weights of max_step were made: a rank that heals has these. -1: in none, 0: not all say it.
+	// The quorum in which the weights of max_step were committed; a rank that heals receives these weights. -1:
+	// none, 0: not reported by all members.
 	CommittedQuorumId int64 `protobuf:"varint,101,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
-	// This group may reduce again what it kept of max_step: it is up to date, does not heal, and all participants replay.
+	// This group may reduce its kept inputs of max_step again: it is up to date, does not heal, and all
+	// participants replay.
 	Replay bool `protobuf:"varint,140,opt,name=replay,proto3" json:"replay,omitempty"`
 	// Manager servers of the additional sources: further groups that offer max_step to this one, if it heals.
 	AdditionalSourceAddresses []string `protobuf:"bytes,120,rep,name=additional_source_addresses,json=additionalSourceAddresses,proto3" json:"additional_source_addresses,omitempty"`
-	// Groups that heal from another one, and ask this one for what both have alike.
+	// Replica ranks of groups that heal from another source and use this group as an additional one.
 	HelpDstReplicaRanks []int64 `protobuf:"varint,121,rep,packed,name=help_dst_replica_ranks,json=helpDstReplicaRanks,proto3" json:"help_dst_replica_ranks,omitempty"`
-	// The group was asked to leave: this is its last step. All ranks of the group learn it with the same quorum.
+	// The group is drained: this is its last step. All ranks of the group learn it with the same quorum.
 	Draining      bool `protobuf:"varint,150,opt,name=draining,proto3" json:"draining,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1125,7 +1130,7 @@ func (x *RelayRequests) GetRequests() []*RelayRequest {
 
 type RelayRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
-	Session       uint64                 `protobuf:"varint,1,opt,name=session,proto3" json:"session,omitempty"` // of one rank; chosen by the relay, above 0, never twice in a stream
+	Session       uint64                 `protobuf:"varint,1,opt,name=session,proto3" json:"session,omitempty"` // of one rank; chosen by the relay, above 0, unique in the stream
 	Request       *RankRequest           `protobuf:"bytes,2,opt,name=request,proto3" json:"request,omitempty"`  // absent: the connection of the rank has ended
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1273,7 +1278,7 @@ func (x *RelayResponse) GetResponse() *RankResponse {
 
 type RankRequest struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
-	Call      uint64                 `protobuf:"varint,1,opt,name=call,proto3" json:"call,omitempty"`                            // chosen by the rank, never twice in a session
+	Call      uint64                 `protobuf:"varint,1,opt,name=call,proto3" json:"call,omitempty"`                            // chosen by the rank, unique in the session
 	TimeoutUs int64                  `protobuf:"varint,2,opt,name=timeout_us,json=timeoutUs,proto3" json:"timeout_us,omitempty"` // from now, above 0
 	// Types that are valid to be assigned to Request:
 	//
@@ -1446,11 +1451,12 @@ type RankRequest_ShouldCommit struct {
 }
 
 type RankRequest_Cancel struct {
-	Cancel bool `protobuf:"varint,5,opt,name=cancel,proto3,oneof"` // the rank waits for this call no longer; there is no answer
+	Cancel bool `protobuf:"varint,5,opt,name=cancel,proto3,oneof"` // the rank no longer waits for this call; not answered
 }
 
 type RankRequest_Suspected struct {
-	// To these there is no answer either, and call and timeout_us do not matter.
+	// The requests below are not answered, except leave. For those without an answer, call and timeout_us are
+	// ignored.
 	Suspected *PeerSuspected `protobuf:"bytes,60,opt,name=suspected,proto3,oneof"`
 }
 
@@ -1459,23 +1465,23 @@ type RankRequest_Progress struct {
 }
 
 type RankRequest_Hello struct {
-	Hello int64 `protobuf:"varint,62,opt,name=hello,proto3,oneof"` // the rank, on a stream that replaces one that broke
+	Hello int64 `protobuf:"varint,62,opt,name=hello,proto3,oneof"` // the group rank; sent on a stream that replaces a broken one
 }
 
 type RankRequest_Leave struct {
-	Leave bool `protobuf:"varint,80,opt,name=leave,proto3,oneof"` // the group has ended its last step; the answer comes when its peers have, too
+	Leave bool `protobuf:"varint,80,opt,name=leave,proto3,oneof"` // the group has ended its last step; answered once its peers have ended it too
 }
 
 type RankRequest_Healing struct {
-	Healing *HealProgress `protobuf:"bytes,81,opt,name=healing,proto3,oneof"` // no answer
+	Healing *HealProgress `protobuf:"bytes,81,opt,name=healing,proto3,oneof"`
 }
 
 type RankRequest_Recovered struct {
-	Recovered *Recovered `protobuf:"bytes,82,opt,name=recovered,proto3,oneof"` // no answer
+	Recovered *Recovered `protobuf:"bytes,82,opt,name=recovered,proto3,oneof"`
 }
 
 type RankRequest_Counted struct {
-	Counted *Counted `protobuf:"bytes,84,opt,name=counted,proto3,oneof"` // no answer
+	Counted *Counted `protobuf:"bytes,84,opt,name=counted,proto3,oneof"`
 }
 
 func (*RankRequest_Quorum) isRankRequest_Request() {}
@@ -1639,7 +1645,7 @@ type RankResponse_Failure struct {
 }
 
 type RankResponse_MemberFailed struct {
-	// These belong to no call.
+	// The responses below belong to no call, except left.
 	MemberFailed *MemberFailed `protobuf:"bytes,5,opt,name=member_failed,json=memberFailed,proto3,oneof"`
 }
 
@@ -1648,11 +1654,11 @@ type RankResponse_MemberStalled struct {
 }
 
 type RankResponse_ProgressAsked struct {
-	ProgressAsked bool `protobuf:"varint,61,opt,name=progress_asked,json=progressAsked,proto3,oneof"` // the rank answers with its progress
+	ProgressAsked bool `protobuf:"varint,61,opt,name=progress_asked,json=progressAsked,proto3,oneof"` // the rank sends RankRequest.progress
 }
 
 type RankResponse_Left struct {
-	Left bool `protobuf:"varint,80,opt,name=left,proto3,oneof"` // to leave
+	Left bool `protobuf:"varint,80,opt,name=left,proto3,oneof"` // the answer to leave
 }
 
 func (*RankResponse_Quorum) isRankResponse_Response() {}
@@ -1669,7 +1675,7 @@ func (*RankResponse_ProgressAsked) isRankResponse_Response() {}
 
 func (*RankResponse_Left) isRankResponse_Response() {}
 
-// A member of a quorum has failed, or its connection says so; whoever is in a collective of that quorum need not wait for it.
+// A member of a quorum counts as failed: collectives of that quorum cannot complete, and are aborted.
 type MemberFailed struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	QuorumId      int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
@@ -1730,8 +1736,8 @@ func (x *MemberFailed) GetReason() string {
 	return ""
 }
 
-// A collective of this quorum failed, and not because a failure was reported. Suspected is one member, or, where the
-// process group does not know which, each one that does not report itself.
+// A collective of this quorum failed although no failure of a member had been reported. If the process group
+// does not know which peer caused it, each member that does not send such a report itself is suspected.
 type PeerSuspected struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	QuorumId      int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
@@ -1784,7 +1790,8 @@ func (x *PeerSuspected) GetReplicaId() string {
 	return ""
 }
 
-// How far the state of a peer has arrived at a rank, or, where a manager says it, at all ranks of its group.
+// How much of a peer's state a healing rank has received, or, in a message of a manager, all ranks of its group
+// together.
 type HealProgress struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	GroupRank     int64                  `protobuf:"varint,1,opt,name=group_rank,json=groupRank,proto3" json:"group_rank,omitempty"`
@@ -1845,12 +1852,12 @@ func (x *HealProgress) GetTotal() int64 {
 	return 0
 }
 
-// A rank has seen what its manager server has a counter for.
+// Increments a counter of the manager server.
 type Counted struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	GroupRank     int64                  `protobuf:"varint,1,opt,name=group_rank,json=groupRank,proto3" json:"group_rank,omitempty"`
 	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`      // of the counter
-	Number        int64                  `protobuf:"varint,3,opt,name=number,proto3" json:"number,omitempty"` // of times since it said so last
+	Number        int64                  `protobuf:"varint,3,opt,name=number,proto3" json:"number,omitempty"` // the increment since the rank's last message about this counter
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1906,16 +1913,16 @@ func (x *Counted) GetNumber() int64 {
 	return 0
 }
 
-// What a heal, or the failure of a peer, cost, once it is over.
+// The cost of a heal or of the failure of a peer. Sent when the rank commits again.
 type Recovered struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	GroupRank     int64                  `protobuf:"varint,1,opt,name=group_rank,json=groupRank,proto3" json:"group_rank,omitempty"`
-	Healed        bool                   `protobuf:"varint,2,opt,name=healed,proto3" json:"healed,omitempty"`                     // else: a peer failed, and the group has committed a step since
+	Healed        bool                   `protobuf:"varint,2,opt,name=healed,proto3" json:"healed,omitempty"`                     // false: a peer failed, and the group has committed a step since
 	QuorumId      int64                  `protobuf:"varint,3,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"` // of the quorum that failed; 0 for a heal
-	Step          int64                  `protobuf:"varint,4,opt,name=step,proto3" json:"step,omitempty"`                         // that it is at now
-	Bytes         int64                  `protobuf:"varint,5,opt,name=bytes,proto3" json:"bytes,omitempty"`                       // of the state that came
+	Step          int64                  `protobuf:"varint,4,opt,name=step,proto3" json:"step,omitempty"`                         // its present step
+	Bytes         int64                  `protobuf:"varint,5,opt,name=bytes,proto3" json:"bytes,omitempty"`                       // of the received state
 	StepsLost     int64                  `protobuf:"varint,6,opt,name=steps_lost,json=stepsLost,proto3" json:"steps_lost,omitempty"`
-	Phases        []*PhaseTime           `protobuf:"bytes,7,rep,name=phases,proto3" json:"phases,omitempty"` // in their order
+	Phases        []*PhaseTime           `protobuf:"bytes,7,rep,name=phases,proto3" json:"phases,omitempty"` // in the order in which they took place
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2051,12 +2058,12 @@ func (x *PhaseTime) GetSeconds() float64 {
 	return 0
 }
 
-// What a rank does between a quorum and the vote, when it is asked.
+// The activity of a rank between quorum and vote. Sent on request.
 type RankProgress struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	GroupRank     int64                  `protobuf:"varint,1,opt,name=group_rank,json=groupRank,proto3" json:"group_rank,omitempty"`
-	Waits         bool                   `protobuf:"varint,2,opt,name=waits,proto3" json:"waits,omitempty"` // for other groups: it is not the one that holds up the step
-	What          string                 `protobuf:"bytes,3,opt,name=what,proto3" json:"what,omitempty"`    // it does, for people
+	Waits         bool                   `protobuf:"varint,2,opt,name=waits,proto3" json:"waits,omitempty"` // it waits for other groups, so it is not the one that delays the step
+	What          string                 `protobuf:"bytes,3,opt,name=what,proto3" json:"what,omitempty"`    // its activity, in words
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2112,14 +2119,15 @@ func (x *RankProgress) GetWhat() string {
 	return ""
 }
 
-// What a group does, when the lighthouse asks: of the rank that holds it up, or of all if they wait for other groups.
+// The activity of a group, sent when the lighthouse asks: that of the rank that delays it, or of any rank if
+// all wait for other groups.
 type GroupProgress struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Step          int64                  `protobuf:"varint,1,opt,name=step,proto3" json:"step,omitempty"`
 	GroupRank     int64                  `protobuf:"varint,2,opt,name=group_rank,json=groupRank,proto3" json:"group_rank,omitempty"`
-	Phase         string                 `protobuf:"bytes,3,opt,name=phase,proto3" json:"phase,omitempty"`               // for people
-	ForUs         int64                  `protobuf:"varint,4,opt,name=for_us,json=forUs,proto3" json:"for_us,omitempty"` // since when
-	Waits         bool                   `protobuf:"varint,5,opt,name=waits,proto3" json:"waits,omitempty"`              // for other groups
+	Phase         string                 `protobuf:"bytes,3,opt,name=phase,proto3" json:"phase,omitempty"`               // its activity, in words
+	ForUs         int64                  `protobuf:"varint,4,opt,name=for_us,json=forUs,proto3" json:"for_us,omitempty"` // duration of the activity so far
+	Waits         bool                   `protobuf:"varint,5,opt,name=waits,proto3" json:"waits,omitempty"`              // it waits for other groups
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2250,7 +2258,7 @@ func (x *MemberStalled) GetReason() string {
 	return ""
 }
 
-// A status, as a unary call would have ended with.
+// The status with which the corresponding unary call would have ended.
 type CallFailure struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Code          uint32                 `protobuf:"varint,1,opt,name=code,proto3" json:"code,omitempty"`
@@ -2303,13 +2311,13 @@ func (x *CallFailure) GetMessage() string {
 	return ""
 }
 
-// What a member says. The first message of a stream is a greeting, and there is no other.
+// A message from a member to its lighthouse. The first message of a stream is its only greeting.
 type MemberMessage struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	// The newest stamp that the lighthouse sent on this stream: the member asks no other lighthouse before Welcome.bond_us have
-	// passed since it received that one, or the lighthouse has let it go.
+	// The newest stamp that the lighthouse sent on this stream. The member asks no other lighthouse until
+	// Welcome.bond_us have passed since it received that stamp, or the lighthouse has released it.
 	Stamp    uint64 `protobuf:"varint,50,opt,name=stamp,proto3" json:"stamp,omitempty"`
-	Finished bool   `protobuf:"varint,51,opt,name=finished,proto3" json:"finished,omitempty"` // with shutting_down: the training has ended on purpose, and this group needs its past no more
+	Finished bool   `protobuf:"varint,51,opt,name=finished,proto3" json:"finished,omitempty"` // with shutting_down: the training is complete, and this group will not come back
 	// Types that are valid to be assigned to Message:
 	//
 	//	*MemberMessage_Greeting
@@ -2511,11 +2519,11 @@ type MemberMessage_Ask struct {
 }
 
 type MemberMessage_Withdraw struct {
-	Withdraw uint64 `protobuf:"varint,3,opt,name=withdraw,proto3,oneof"` // the number of an ask for which the member waits no longer; there is no answer
+	Withdraw uint64 `protobuf:"varint,3,opt,name=withdraw,proto3,oneof"` // the number of an ask whose answer the member no longer waits for; not answered
 }
 
 type MemberMessage_Alive struct {
-	Alive bool `protobuf:"varint,4,opt,name=alive,proto3,oneof"` // nothing else was said for a while, or the lighthouse asked for a sign of life
+	Alive bool `protobuf:"varint,4,opt,name=alive,proto3,oneof"` // a heartbeat, sent if there was no other message for a while, or after a probe
 }
 
 type MemberMessage_Suspected struct {
@@ -2527,11 +2535,11 @@ type MemberMessage_Progress struct {
 }
 
 type MemberMessage_Incomplete struct {
-	Incomplete string `protobuf:"bytes,62,opt,name=incomplete,proto3,oneof"` // why the group takes part in nothing until it asks again: a rank has failed
+	Incomplete string `protobuf:"bytes,62,opt,name=incomplete,proto3,oneof"` // a rank has failed, with the reason: the group counts as failed until it asks again
 }
 
 type MemberMessage_Leaving struct {
-	Leaving bool `protobuf:"varint,80,opt,name=leaving,proto3,oneof"` // the group has ended its last step, and takes part in nothing more; answered with released
+	Leaving bool `protobuf:"varint,80,opt,name=leaving,proto3,oneof"` // the group has ended its last step and asks for no further quorum; answered with released
 }
 
 type MemberMessage_Healing struct {
@@ -2543,7 +2551,7 @@ type MemberMessage_Recovered struct {
 }
 
 type MemberMessage_ShuttingDown struct {
-	ShuttingDown bool `protobuf:"varint,83,opt,name=shutting_down,json=shuttingDown,proto3,oneof"` // the manager server ends, as its group wants it; answered with released
+	ShuttingDown bool `protobuf:"varint,83,opt,name=shutting_down,json=shuttingDown,proto3,oneof"` // the manager server shuts down in order; answered with released
 }
 
 type MemberMessage_Past struct {
@@ -2551,8 +2559,8 @@ type MemberMessage_Past struct {
 }
 
 type MemberMessage_Reaches struct {
-	// Lighthouses of the member's list that come before this one and that it reaches, a bit for each place, the first
-	// being the lowest. It holds until the member says another, here or in an ask.
+	// The lighthouses earlier in the member's list that it reaches: one bit for each place, the lowest bit for
+	// the first. Valid until the next value, here or in an ask.
 	Reaches uint64 `protobuf:"varint,41,opt,name=reaches,proto3,oneof"`
 }
 
@@ -2585,14 +2593,16 @@ func (*MemberMessage_Reaches) isMemberMessage_Message() {}
 type Greeting struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	ReplicaId string                 `protobuf:"bytes,1,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"`
-	// Of the list of members that it holds, 0 if none. From here on the lighthouse knows what it holds by what it sent.
+	// The revision of the list of members that it holds, 0 if none. Afterwards the lighthouse keeps track of it
+	// by what it sends.
 	Revision uint64 `protobuf:"fixed64,2,opt,name=revision,proto3" json:"revision,omitempty"`
-	// Where this lighthouse is in the member's list, from 0, and how many there are: 1 if it has no other one.
+	// The index of this lighthouse in the member's list, and the length of that list (1 without a list).
 	Place       uint32 `protobuf:"varint,40,opt,name=place,proto3" json:"place,omitempty"`
 	Lighthouses uint32 `protobuf:"varint,41,opt,name=lighthouses,proto3" json:"lighthouses,omitempty"`
-	// The highest that the member received from a lighthouse: ids of quorums begin with it where there are several lighthouses.
+	// The highest term that the member received from a lighthouse. With several lighthouses, the high bits of a
+	// quorum_id are the term.
 	Term int64 `protobuf:"varint,42,opt,name=term,proto3" json:"term,omitempty"`
-	// As Ask.known_quorum_id, for a lighthouse of a list, which learns so of a quorum that was formed at another one.
+	// As Ask.known_quorum_id. From it a lighthouse of a list learns of a quorum that another one formed.
 	KnownQuorumId int64 `protobuf:"varint,43,opt,name=known_quorum_id,json=knownQuorumId,proto3" json:"known_quorum_id,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2670,7 +2680,7 @@ func (x *Greeting) GetKnownQuorumId() int64 {
 	return 0
 }
 
-// A quorum as its members remember it: what a lighthouse needs to go on after it.
+// A quorum as its members remember it: all that a lighthouse needs to continue after it.
 type PastQuorum struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	QuorumId      int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
@@ -2743,9 +2753,10 @@ type Voter struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	ReplicaId string                 `protobuf:"bytes,1,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"`
 	Address   string                 `protobuf:"bytes,2,opt,name=address,proto3" json:"address,omitempty"` // of the group's manager server
-	// In a base: it ended while it was bound to the lighthouse that formed the quorum, which has its vote for good.
+	// In a base: the member ended while it was bound to the lighthouse that formed the quorum, so its vote for
+	// that lighthouse is final.
 	Given bool `protobuf:"varint,3,opt,name=given,proto3" json:"given,omitempty"`
-	// In a base: in which of its quorums, from 0. They come in this order.
+	// In a base: the index of its quorum among the quorums of the base. Voters are ordered by it.
 	Place         uint32 `protobuf:"varint,4,opt,name=place,proto3" json:"place,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2809,19 +2820,19 @@ func (x *Voter) GetPlace() uint32 {
 	return 0
 }
 
-// The member waits for a quorum with it, and for no other ask of this stream.
+// A request for a quorum. It replaces an earlier ask of this stream.
 type Ask struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Number        uint64                 `protobuf:"varint,1,opt,name=number,proto3" json:"number,omitempty"`                        // as LighthouseQuorumRequest.request_number
 	TimeoutUs     int64                  `protobuf:"varint,2,opt,name=timeout_us,json=timeoutUs,proto3" json:"timeout_us,omitempty"` // from now, above 0
 	KnownQuorumId int64                  `protobuf:"varint,3,opt,name=known_quorum_id,json=knownQuorumId,proto3" json:"known_quorum_id,omitempty"`
-	// What the member says of itself, absent if that is what it said last on this stream. The fields below hold in place of
-	// those in there.
+	// The member's record; absent if it equals the last one on this stream. The fields below replace the fields
+	// of the same name in it.
 	Member            *QuorumMember `protobuf:"bytes,4,opt,name=member,proto3" json:"member,omitempty"`
 	Step              int64         `protobuf:"varint,5,opt,name=step,proto3" json:"step,omitempty"`
 	CommittedQuorumId int64         `protobuf:"varint,6,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
 	CommitFailures    int64         `protobuf:"varint,7,opt,name=commit_failures,json=commitFailures,proto3" json:"commit_failures,omitempty"`
-	Reaches           uint64        `protobuf:"varint,40,opt,name=reaches,proto3" json:"reaches,omitempty"`        // as MemberMessage.reaches: whoever was silent for long was forgotten
+	Reaches           uint64        `protobuf:"varint,40,opt,name=reaches,proto3" json:"reaches,omitempty"`        // as MemberMessage.reaches, which the lighthouse has forgotten if the member was silent for long
 	Traceparent       string        `protobuf:"bytes,80,opt,name=traceparent,proto3" json:"traceparent,omitempty"` // W3C trace context of the round, empty unless the group traces
 	unknownFields     protoimpl.UnknownFields
 	sizeCache         protoimpl.SizeCache
@@ -2923,8 +2934,8 @@ func (x *Ask) GetTraceparent() string {
 type LighthouseMessage struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Number uint64                 `protobuf:"varint,1,opt,name=number,proto3" json:"number,omitempty"` // of the ask that this answers, 0 if it answers none
-	// What the member answers with what it says next, where there are several lighthouses; 0: none. It grows. A message may
-	// have nothing else.
+	// With several lighthouses: a growing number that the member repeats in its next message; 0: none. A message
+	// may contain nothing else.
 	Stamp uint64 `protobuf:"varint,50,opt,name=stamp,proto3" json:"stamp,omitempty"`
 	// Types that are valid to be assigned to Message:
 	//
@@ -3151,25 +3162,25 @@ type LighthouseMessage_ProgressAsked struct {
 }
 
 type LighthouseMessage_Probe struct {
-	Probe bool `protobuf:"varint,62,opt,name=probe,proto3,oneof"` // the member says at once that it is alive
+	Probe bool `protobuf:"varint,62,opt,name=probe,proto3,oneof"` // the member sends `alive` at once
 }
 
 type LighthouseMessage_Recall struct {
-	Recall int64 `protobuf:"varint,40,opt,name=recall,proto3,oneof"` // the lighthouse does not know the quorum of this id, and asks for it
+	Recall int64 `protobuf:"varint,40,opt,name=recall,proto3,oneof"` // the lighthouse asks for the quorum with this id, which it does not know
 }
 
 type LighthouseMessage_FailBack struct {
-	// All members go to the lighthouse at this place of the list, which all reach: the member ends the stream, and asks
-	// there from now on. What it has asked here, or asks, is not answered with a quorum.
+	// All members fail back to the lighthouse at this index of the list, which all of them reach. The member
+	// ends the stream and asks there from now on. Its asks on this stream are not answered with a quorum.
 	FailBack uint32 `protobuf:"varint,41,opt,name=fail_back,json=failBack,proto3,oneof"`
 }
 
 type LighthouseMessage_Drain struct {
-	Drain string `protobuf:"bytes,80,opt,name=drain,proto3,oneof"` // somebody wants the group to leave at the end of a step; this says who
+	Drain string `protobuf:"bytes,80,opt,name=drain,proto3,oneof"` // the group is asked to leave after a step; the value names who requested it
 }
 
 type LighthouseMessage_Released struct {
-	Released bool `protobuf:"varint,81,opt,name=released,proto3,oneof"` // nobody needs a group any more that said it leaves
+	Released bool `protobuf:"varint,81,opt,name=released,proto3,oneof"` // no member is in a step any more with the group that leaves
 }
 
 func (*LighthouseMessage_Welcome) isLighthouseMessage_Message() {}
@@ -3200,7 +3211,7 @@ func (*LighthouseMessage_Released) isLighthouseMessage_Message() {}
 
 type Welcome struct {
 	state           protoimpl.MessageState `protogen:"open.v1"`
-	AliveIntervalUs int64                  `protobuf:"varint,1,opt,name=alive_interval_us,json=aliveIntervalUs,proto3" json:"alive_interval_us,omitempty"` // the member is never silent for longer; where a stamp binds it, nor for longer than a fifth of bond_us
+	AliveIntervalUs int64                  `protobuf:"varint,1,opt,name=alive_interval_us,json=aliveIntervalUs,proto3" json:"alive_interval_us,omitempty"` // the longest silence of the member; while a stamp binds it, at most a fifth of bond_us
 	Term            int64                  `protobuf:"varint,40,opt,name=term,proto3" json:"term,omitempty"`                                               // see Greeting
 	BondUs          int64                  `protobuf:"varint,50,opt,name=bond_us,json=bondUs,proto3" json:"bond_us,omitempty"`                             // for how long a stamp binds the member; 0: not at all
 	unknownFields   protoimpl.UnknownFields
@@ -3258,14 +3269,15 @@ func (x *Welcome) GetBondUs() int64 {
 	return 0
 }
 
-// A part of what changed in the list of members since the one that the member holds. The quorum that follows has the list
-// with all parts before it applied in one.
+// A part of the change from the list of members that the member holds. The quorum that follows refers to the
+// list after all parts before it.
 type ListChange struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
-	Whole bool                   `protobuf:"varint,1,opt,name=whole,proto3" json:"whole,omitempty"`      // the list held does not matter
-	Left  []uint32               `protobuf:"varint,2,rep,packed,name=left,proto3" json:"left,omitempty"` // places in the list held, ascending
-	Set   []*QuorumMember        `protobuf:"bytes,3,rep,name=set,proto3" json:"set,omitempty"`           // members that joined, or say something new, ordered by replica_id
-	// Instead of all of that: a ListChange that has it, encoded and compressed (DEFLATE). Members are much alike.
+	Whole bool                   `protobuf:"varint,1,opt,name=whole,proto3" json:"whole,omitempty"`      // the whole list: it replaces the one held
+	Left  []uint32               `protobuf:"varint,2,rep,packed,name=left,proto3" json:"left,omitempty"` // indexes in the list held, ascending
+	Set   []*QuorumMember        `protobuf:"bytes,3,rep,name=set,proto3" json:"set,omitempty"`           // members that joined or changed, ordered by replica_id
+	// Instead of the fields above: a ListChange with them, encoded and compressed (DEFLATE). The records of
+	// members differ little.
 	Packed        []byte `protobuf:"bytes,4,opt,name=packed,proto3" json:"packed,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3329,18 +3341,18 @@ func (x *ListChange) GetPacked() []byte {
 	return nil
 }
 
-// A quorum of the members in the list. All are in one state but for some.
+// A quorum of the members in the list. All members have the state below, except those in `others`.
 type QuorumStates struct {
 	state             protoimpl.MessageState `protogen:"open.v1"`
 	QuorumId          int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
 	Created           *timestamppb.Timestamp `protobuf:"bytes,2,opt,name=created,proto3" json:"created,omitempty"`
-	Revision          uint64                 `protobuf:"fixed64,3,opt,name=revision,proto3" json:"revision,omitempty"` // of the list, a digest: a member that holds another one breaks the stream, and gets the whole
+	Revision          uint64                 `protobuf:"fixed64,3,opt,name=revision,proto3" json:"revision,omitempty"` // a digest of the list: a member that holds another list opens a new stream, and receives the whole list
 	Step              int64                  `protobuf:"varint,4,opt,name=step,proto3" json:"step,omitempty"`
 	CommittedQuorumId int64                  `protobuf:"varint,5,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
 	CommitFailures    int64                  `protobuf:"varint,6,opt,name=commit_failures,json=commitFailures,proto3" json:"commit_failures,omitempty"`
 	Others            []*PlacedState         `protobuf:"bytes,7,rep,name=others,proto3" json:"others,omitempty"`
-	// Whom the next quorum has to outvote besides the members of this one, where there are several lighthouses: the members of
-	// quorums before, of each for itself. Members carry it, and look at nothing of it.
+	// With several lighthouses: the members of earlier quorums. The next quorum needs a majority of each of
+	// these, and of this quorum. Members only pass it on.
 	Base          []*Voter `protobuf:"bytes,40,rep,name=base,proto3" json:"base,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3434,7 +3446,7 @@ func (x *QuorumStates) GetBase() []*Voter {
 
 type PlacedState struct {
 	state             protoimpl.MessageState `protogen:"open.v1"`
-	Place             uint32                 `protobuf:"varint,1,opt,name=place,proto3" json:"place,omitempty"` // in the list
+	Place             uint32                 `protobuf:"varint,1,opt,name=place,proto3" json:"place,omitempty"` // index in the list
 	Step              int64                  `protobuf:"varint,2,opt,name=step,proto3" json:"step,omitempty"`
 	CommittedQuorumId int64                  `protobuf:"varint,3,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
 	CommitFailures    int64                  `protobuf:"varint,4,opt,name=commit_failures,json=commitFailures,proto3" json:"commit_failures,omitempty"`

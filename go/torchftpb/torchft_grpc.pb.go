@@ -1,8 +1,8 @@
-// The wire contract of torchft: what managers, lighthouses and ranks say to each other.
+// The wire contract of torchft: the messages between managers, lighthouses and ranks.
 //
-// Fields below 100 belong to upstream and never change. Fields from 100 on are ours: they are
-// optional, and a peer that does not know them behaves as if they were absent. A new RPC goes into a
-// service of its own, so that an older server answers it with UNIMPLEMENTED.
+// Fields below 100 belong to upstream and never change. Fields from 100 on are ours: they are optional, and a
+// peer that does not know them behaves as if they were absent. A new RPC gets a service of its own, so that an
+// older server answers it with UNIMPLEMENTED.
 //
 // `make proto` regenerates go/torchftpb from this file.
 
@@ -35,7 +35,7 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// Who is alive, and who takes part in the next step.
+// Keeps the list of live groups, and forms the quorum of the next step.
 type LighthouseServiceClient interface {
 	Quorum(ctx context.Context, in *LighthouseQuorumRequest, opts ...grpc.CallOption) (*LighthouseQuorumResponse, error)
 	Heartbeat(ctx context.Context, in *LighthouseHeartbeatRequest, opts ...grpc.CallOption) (*LighthouseHeartbeatResponse, error)
@@ -73,7 +73,7 @@ func (c *lighthouseServiceClient) Heartbeat(ctx context.Context, in *LighthouseH
 // All implementations must embed UnimplementedLighthouseServiceServer
 // for forward compatibility.
 //
-// Who is alive, and who takes part in the next step.
+// Keeps the list of live groups, and forms the quorum of the next step.
 type LighthouseServiceServer interface {
 	Quorum(context.Context, *LighthouseQuorumRequest) (*LighthouseQuorumResponse, error)
 	Heartbeat(context.Context, *LighthouseHeartbeatRequest) (*LighthouseHeartbeatResponse, error)
@@ -399,11 +399,12 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// What torchft adds to the upstream services. An upstream server answers UNIMPLEMENTED, and our clients do without.
+// An addition to the upstream services. An upstream server answers UNIMPLEMENTED, and the rank calls
+// ManagerService instead.
 type RankServiceClient interface {
-	// One stream for each rank, in place of a call for each quorum and each vote.
+	// One stream for each rank, instead of one call for each quorum and each vote.
 	Session(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[RankRequest, RankResponse], error)
-	// The sessions of several ranks in one stream, as their relay carries them. The first response is empty.
+	// The sessions of several ranks in one stream, opened by their relay. The first response is empty.
 	Relay(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[RelayRequests, RelayResponses], error)
 }
 
@@ -445,11 +446,12 @@ type RankService_RelayClient = grpc.BidiStreamingClient[RelayRequests, RelayResp
 // All implementations must embed UnimplementedRankServiceServer
 // for forward compatibility.
 //
-// What torchft adds to the upstream services. An upstream server answers UNIMPLEMENTED, and our clients do without.
+// An addition to the upstream services. An upstream server answers UNIMPLEMENTED, and the rank calls
+// ManagerService instead.
 type RankServiceServer interface {
-	// One stream for each rank, in place of a call for each quorum and each vote.
+	// One stream for each rank, instead of one call for each quorum and each vote.
 	Session(grpc.BidiStreamingServer[RankRequest, RankResponse]) error
-	// The sessions of several ranks in one stream, as their relay carries them. The first response is empty.
+	// The sessions of several ranks in one stream, opened by their relay. The first response is empty.
 	Relay(grpc.BidiStreamingServer[RelayRequests, RelayResponses]) error
 	mustEmbedUnimplementedRankServiceServer()
 }
@@ -534,9 +536,10 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// What one group says to another.
+// Calls from one group's manager server to another's.
 type PeerServiceClient interface {
-	// To a group that counts as failed in a quorum: what the lighthouse, which may not reach it, reported to the others.
+	// Forwards the lighthouse's report that a member failed to that member itself, which the lighthouse may not
+	// reach.
 	NotifyFailed(ctx context.Context, in *MemberFailed, opts ...grpc.CallOption) (*NotifyFailedResponse, error)
 }
 
@@ -562,9 +565,10 @@ func (c *peerServiceClient) NotifyFailed(ctx context.Context, in *MemberFailed, 
 // All implementations must embed UnimplementedPeerServiceServer
 // for forward compatibility.
 //
-// What one group says to another.
+// Calls from one group's manager server to another's.
 type PeerServiceServer interface {
-	// To a group that counts as failed in a quorum: what the lighthouse, which may not reach it, reported to the others.
+	// Forwards the lighthouse's report that a member failed to that member itself, which the lighthouse may not
+	// reach.
 	NotifyFailed(context.Context, *MemberFailed) (*NotifyFailedResponse, error)
 	mustEmbedUnimplementedPeerServiceServer()
 }
@@ -642,8 +646,8 @@ const (
 //
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
-// A manager at its lighthouse: one stream in place of a call for each quorum and each heartbeat, which carries only what
-// changed. While the stream is open and not silent, the member is alive.
+// The stream of a manager server to its lighthouse. It replaces the calls for quorums and heartbeats, and
+// carries only what changed. While the stream is open and not silent, the member is alive.
 type MemberServiceClient interface {
 	Attend(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[MemberMessage, LighthouseMessage], error)
 }
@@ -673,8 +677,8 @@ type MemberService_AttendClient = grpc.BidiStreamingClient[MemberMessage, Lighth
 // All implementations must embed UnimplementedMemberServiceServer
 // for forward compatibility.
 //
-// A manager at its lighthouse: one stream in place of a call for each quorum and each heartbeat, which carries only what
-// changed. While the stream is open and not silent, the member is alive.
+// The stream of a manager server to its lighthouse. It replaces the calls for quorums and heartbeats, and
+// carries only what changed. While the stream is open and not silent, the member is alive.
 type MemberServiceServer interface {
 	Attend(grpc.BidiStreamingServer[MemberMessage, LighthouseMessage]) error
 	mustEmbedUnimplementedMemberServiceServer()

@@ -1,4 +1,4 @@
-"""The time that read-only commands take, from the start of their process to its end."""
+"""The time of read-only commands, from the start of their process to its end."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Workers:
         self._job, self.children = job, list(children)
 
     def do(self, timeout: float, **command: Any) -> list[Event]:
-        """Send a command to all workers, wait for every answer (an event with the command's name) and return them."""
+        """Send a command to all workers. Wait for their answers, events with the command's name, and return these."""
         before = {child: len(child.of(command["do"])) for child in self.children}
         for child in self.children:
             child.send(**command)
@@ -129,7 +129,7 @@ def fetch_memory(nbytes: int) -> None:
     """Write to ``nbytes`` of memory, and free them.
 
     The host of a virtual machine takes back unused memory, and supplies it again at 0.1 to 0.8 GB/s when it is used. A
-    call before each measurement keeps that out of the figures.
+    call before each measurement keeps that time out of the figures.
     """
     with mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)

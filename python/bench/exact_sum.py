@@ -3,8 +3,8 @@
     python python/bench/exact_sum.py              # 4 million elements, 8 rounds
 
 Two ranks as processes, Gloo on loopback, one thread each. Plain: the gradient of a unit is added in float32, and the
-sum reduced in one flat tensor. Exact: torchft.data.exact_sum. The bytes are those that the kernel counted on all TCP
-connections of a rank.
+sum reduced in one flat tensor. Exact: torchft.data.exact_sum. Bytes are counted by the kernel, on all TCP connections
+of a rank.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FIGURES = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure a reproducible sum of gradients beside a plain one.")
+    parser = argparse.ArgumentParser(description="Compare a reproducible sum of gradients with a plain one.")
     parser.add_argument("--elements", type=int, default=4_000_000)
     parser.add_argument("--rounds", type=int, default=8)
     args = parser.parse_args()

@@ -1,9 +1,9 @@
-"""The time that members of FTLib take to agree on a view, after a process joined and after a kill -9.
+"""The time until members of FTLib agree on a view, after a process joined and after a kill -9.
 
     python python/bench/ftlib.py
 
-Four processes on this machine agree on views, and train nothing. Measured for each passive consensus: from the moment
-at which a member heard of a newcomer, and from the kill, until all members have the next view.
+Four processes on this machine agree on views, without training. Measured for each passive consensus: the time from the
+first report of a joining process, and from the kill, until all members have the next view.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A member for ftlib.py. It requests a new view whenever its present view becomes invalid."""
+"""A member for ftlib.py, which requests a new view whenever its present view becomes invalid."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def main() -> int:
     def measure(name: str, upstream: bool, *what: str) -> None:
         print(f"[{time.monotonic() - began:5.1f} s] {name}", file=sys.stderr, flush=True)
         results[name] = in_child(args.upstream if upstream else None, *what)
-        # Written after each subject, so that an interrupted run keeps its figures.
+        # Written after each subject, so that the figures of an interrupted run are kept.
         print(json.dumps(results[name]), file=sys.stderr, flush=True)
 
     for g in groups:
@@ -115,7 +115,7 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure process groups, heals and codes on a GPU.")
     parser.add_argument("--rounds", type=int, default=10, help="reconfigurations and aborts of each kind; default: 10")
     parser.add_argument("--quick", action="store_true", help="3 rounds of fewer kinds: about three minutes")
-    parser.add_argument("--upstream", type=_directory, help="directory that holds upstream, to compare")
+    parser.add_argument("--upstream", type=_directory, help="directory of upstream's package, for comparison")
     parser.add_argument("--no-write", action="store_true", help="print only")
     args = parser.parse_args()
     if args.rounds < 1:

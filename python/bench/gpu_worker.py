@@ -1,7 +1,6 @@
 """The measurements of python/bench/gpu.py, one subject per process. Prints the figures as a JSON object.
 
-The torchft is the first on the path, ours or upstream. Its classes and functions are called by the names that
-both have.
+It measures the first torchft on the path, ours or upstream's, with names that both have.
 """
 
 from __future__ import annotations
@@ -168,7 +167,7 @@ def times(call: Callable[[], object], count: int) -> list[float]:
 
 
 def killed() -> dict[str, Any]:
-    """Return whether a stream continues that waits for an event of a killed process which the device never reached."""
+    """Return whether a stream continues that waits for an event of a killed process, if the device never reached it."""
     import torch
 
     from tests.gpu.device import DEVICE
@@ -194,8 +193,8 @@ def killed() -> dict[str, Any]:
 
 
 def heal() -> dict[str, Any]:
-    """Return the rate at which a state on the device is transferred to the device again, for a target in
-    the same process.
+    """Return the rate of a transfer of a state from the device to the same device, with source and target in one
+    process.
     """
     import inspect
 
@@ -240,7 +239,7 @@ def heal() -> dict[str, Any]:
 
 
 def quantization() -> dict[str, Any]:
-    """Return GB of float32 per second that the kernels of quantized collectives read or write."""
+    """Return the rate of the kernels of quantized collectives, in GB of float32 per second."""
     import torch
 
     from tests.gpu.device import DEVICE

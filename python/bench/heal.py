@@ -1,8 +1,8 @@
-"""The rate at which a state moves from one replica group to another, and the memory it takes beside the state itself.
+"""The rate of a transfer of a state between two replica groups, and its memory beside the state itself.
 
-Ours with and without checksums, upstream, and plain TCP with 8 streams, in turns between the same pairs of
-processes on loopback. "In place" and plain TCP receive into memory that was used before; the others allocate it, as a
-group that has just been started does. "Trains on" copies the state, because the source needs it back at once.
+Ours with and without checksums, upstream, and plain TCP with 8 streams take turns, each between its pair of processes
+on loopback. "In place" and plain TCP receive into memory that was used before; the others allocate it, like a group
+that has just been started. "Trains on" copies the state, because the source needs it back at once.
 
 Extra memory is the peak of a process's resident memory during the transfer (VmHWM), less its resident memory at the
 start and less the state itself.
@@ -70,7 +70,7 @@ class Worker:
 
     def do_forget(self) -> dict[str, Any]:
         self.state = {}
-        # Return freed memory to the system: the next transfer has to allocate it again.
+        # Return freed memory to the system, so that the next transfer has to allocate it again.
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
@@ -270,7 +270,7 @@ def _one(source: Process, target: Process, variant: Any, nbytes: int) -> dict[st
     got = target.do("fetch", plain=plain, kwargs=dict(target_kwargs), metadata=metadata, in_place=in_place)
     source.do("end", plain=plain)
     after = [p.do("usage") for p in (source, target)]
-    for process in (source, target):  # so that the waiting pairs hold no memory
+    for process in (source, target):  # so that waiting pairs use no memory
         process.do("forget")
     if not got["ok"]:
         raise RuntimeError(f"{variant[0]}: wrong data")
@@ -307,7 +307,7 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Measure how fast a state moves between two groups.")
+    parser = argparse.ArgumentParser(description="Measure the rate of a transfer of a state between two groups.")
     parser.add_argument("--gb", type=float, default=2.0, help="size of the state; default 2")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--upstream", default="nightly", help="nightly or stable")

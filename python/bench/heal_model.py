@@ -2,9 +2,9 @@
 model with Adam.
 
 One group trains alone; a second one makes its Manager, heals weights and Adam's state from it, and commits. Both run
-with the defaults of their package (the quorum in the background, HTTP), in processes of their own that are new each
-time; the joining group has a model with other weights, and an optimizer that has not stepped yet. Steps compute
-nothing, so that nothing hides the transfer.
+with the defaults of their package (asynchronous quorum, HTTP), in processes that are new each time. The joining group
+has a model with other weights, and an optimizer that has not stepped yet. Steps compute nothing, so that they do not
+hide the transfer.
 
     python python/bench/heal_model.py --rounds 5
 """

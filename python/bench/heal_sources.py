@@ -1,10 +1,10 @@
 """The slow-down of a source's training while a group heals from it and from another source.
 
-Two sources train: each step computes for 10 ms and then waits for 10 ms, as for a GPU, so that two of them leave one
-of two cores free. A target fetches their state from both, again and again. It stands for another host, so it runs only
-where they leave a processor idle: what is measured is what serving costs, not what the target's own work does. Compared
-are the steps with and without a target, in turns: served at once, as is the default; with a limit on each source's
-bandwidth, as on hosts whose network the training needs; and in the background.
+Two sources train: each step computes for 10 ms and then waits for 10 ms, as for a GPU, so that they leave one of two
+cores free. A target fetches their state repeatedly, from both. It represents another host, so it only uses idle
+processor time: the figures show the cost of serving, without the target's own work. Steps with and without a target are
+compared, in turns: without limits, the default; with a limit on each source's bandwidth, for hosts whose network the
+training needs; and in the background.
 
     python python/bench/run.py heal_sources
 """

@@ -3,7 +3,7 @@
 One group trains alone; a second one joins, heals from it and trains. Each of the survivor's steps is measured from the
 moment when the joining group makes its Manager until both have trained some steps together. The states have 50 MB, 1 GB
 and 4 GB, with steps that compute nothing; with 50 MB, whose transfer a step can hide, also with steps that compute for
-100 ms as a GPU does (the processor is free).
+100 ms, like on a GPU (the processor is free).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from processes import Job
 
 GOAL_MS = 100.0
 STATES_MB = (50, 1000, 4000)
-# Of the larger states only one job at a time fits into the memory of a small machine. Its processes are new each time,
-# as a group that joins is: memory that a process used before is faster.
+# With the larger states, only one job at a time fits into the memory of a small machine. Its processes are new each
+# time, like those of a joining group, because memory that a process used before is faster.
 LARGE_MB = 1000
 COMPUTE_MS = (0, 100)
 ALONE_S = 3.0

@@ -2,7 +2,7 @@
 
     python python/bench/join_picture.py docs/join.png
 
-As heal_along.py measures it: 1 GB of weights and Adam's state at 200 MB/s, 100 ms of compute a step.
+The same job as in heal_along.py: 1 GB of weights and Adam's state at 200 MB/s, 100 ms of computation per step.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 from heal_along import Join, measure
 
 MB, RATE, COMPUTE_MS = 1000, 200, 100
-MARGIN_S = 2.0  # before the join; afterwards as long as the newcomer stays
+MARGIN_S = 2.0  # seconds before the join; afterwards as long as the joining group stays
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Let a group join twice, and draw the steps of the other one.")
-    parser.add_argument("picture", type=Path, help="where the PNG goes")
+    parser = argparse.ArgumentParser(description="Let a group join twice, and draw the steps of the other group.")
+    parser.add_argument("picture", type=Path, help="path of the PNG file")
     args = parser.parse_args()
     runs = {along: measure(along, MB, RATE, COMPUTE_MS) for along in (False, True)}
     draw(runs, args.picture)

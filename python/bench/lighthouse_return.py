@@ -1,4 +1,4 @@
-"""How long a job makes no progress after its lighthouse was killed with SIGKILL and restarted.
+"""The time without progress of a job whose lighthouse is killed with SIGKILL and restarted.
 
 Each group requests a quorum and votes every 20 ms. The lighthouse is killed, and some seconds later restarted with its
 persisted state. The time runs from the first connection that it accepts until every group has completed another step.
@@ -43,7 +43,9 @@ def measure(groups: int, kills: int, down_s: float) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure how long a job stands still after its lighthouse restarts.")
+    parser = argparse.ArgumentParser(
+        description="Measure the time until a job continues after a restart of its lighthouse."
+    )
     parser.add_argument("--kills", type=int, default=10, help="default: %(default)s")
     args = parser.parse_args()
     if args.kills < 1:

@@ -1,9 +1,9 @@
 """The cost of an ElasticDataLoader without changes of membership, and of waiting for the quorum before the step.
 
 Throughput: two replica groups train with torchft on Gloo, with two loader processes each. One job reads its batches
-with an ElasticDataLoader, the other with PyTorch's DataLoader and DistributedSampler; they take turns. The order: a
-step asks for its quorum at its begin, and waits for it in the first allreduce (upstream) or at once, as the loader
-does. Both orders run in the same processes, in turns.
+with an ElasticDataLoader, the other with PyTorch's DataLoader and DistributedSampler; they take turns. Order: a step
+requests its quorum at its beginning, and waits for it in the first allreduce (upstream) or at once, like the loader.
+Both orders run in the same processes, in turns.
 """
 
 from __future__ import annotations

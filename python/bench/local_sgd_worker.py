@@ -1,8 +1,8 @@
-"""One replica group of the local_sgd benchmark, of whichever torchft is on PYTHONPATH.
+"""One replica group of the local_sgd benchmark, with the torchft on PYTHONPATH.
 
-Bytes are those that the kernel counts on this process's TCP connections, with the headers of collectives and the
-control plane. Memory is the growth of the resident set during a synchronisation. MALLOC_MMAP_THRESHOLD_ is set, because
-memory that malloc keeps after a free would not be counted when it is used again.
+Bytes are counted by the kernel on this process's TCP connections, including the headers of collectives and the control
+plane. Memory is the growth of the resident set during a synchronisation. MALLOC_MMAP_THRESHOLD_ is set, because
+memory that malloc keeps after a free would not be counted when it is reused.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def run(
     with algorithm:
         train(model, inner, manager, 2 * fragments)  # a warm-up: makes connections and the outer optimizer's state
         fill_gradients(model)
-        gc.collect()  # garbage of the previous case must not be collected during this one
+        gc.collect()  # collected now, so that garbage of the previous case is not collected during this one
         sent, rest, began = Sent(), settle(), time.monotonic()
         blocked = train(model, inner, manager, (2 + syncs) * fragments, sent)
         took, peak = time.monotonic() - began, memory("VmHWM")
@@ -94,7 +94,7 @@ def run(
     pg.shutdown()
     nbytes = sum(p.numel() * p.element_size() for p in model.parameters())
     return {
-        "sent": sent.total / syncs / nbytes,  # for one sync of the whole model, in models
+        "sent": sent.total / syncs / nbytes,  # for one synchronisation of the whole model, as a multiple of its size
         "peak": (peak - rest) / nbytes,
         "ms": 1000 * blocked / syncs,
         "seconds": took,
@@ -124,7 +124,7 @@ def fill_gradients(model: nn.Module) -> None:
 
 
 def settle() -> int:
-    """Gives free memory back, and forgets the peak so far. Returns the resident bytes now."""
+    """Returns free memory to the system and resets the peak. Returns the resident bytes."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     return memory("VmRSS")
@@ -136,7 +136,7 @@ def memory(what: str) -> int:
 
 
 class Sent:
-    """Bytes that peers acknowledge on this process's TCP connections from now on. Closed connections still count."""
+    """Counts the bytes that peers acknowledge on this process's TCP connections from now on, including closed ones."""
 
     def __init__(self) -> None:
         self.total = 0

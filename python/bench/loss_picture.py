@@ -3,8 +3,8 @@
     python python/bench/loss_picture.py docs/loss.png
 
 Four groups train a small network on scikit-learn's digits, in float64 with SGD and momentum, on plain Gloo. In the runs
-with kills, one of the groups 1 to 3 is killed with SIGKILL at regular numbers of group 0's steps, once all groups
-participate again, and is restarted some steps later. Ours reads with an ElasticDataLoader, upstream as its examples do:
+with kills, one of the groups 1 to 3 is killed with SIGKILL after every fixed number of group 0's steps, once all groups
+participate again, and is restarted some steps later. Ours reads with an ElasticDataLoader, upstream like its examples:
 a shard for each group, read from the beginning after a restart. The picture shows the loss of group 0's weights on all
 images over the number of samples trained on, and below it the difference between the two runs.
 """
@@ -25,7 +25,7 @@ from upstream import REQUIREMENTS, install
 WORKER = Path(__file__).resolve().parent / "loss_worker.py"
 GROUPS = 4
 EPOCHS = 18
-STEPS = 29 * EPOCHS  # of 64 samples each, while no group is missing
+STEPS = 29 * EPOCHS  # steps, of 64 samples each while no group is missing
 KILLS = 20
 EVERY = STEPS // (KILLS + 2)
 AWAY = 6  # steps of group 0 without the killed group
@@ -44,7 +44,7 @@ class Run:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Draw the loss of a job without a failure, and with 20 kills.")
-    parser.add_argument("picture", type=Path, help="where the PNG goes")
+    parser.add_argument("picture", type=Path, help="path of the PNG file")
     parser.add_argument("--upstream", choices=sorted(REQUIREMENTS), default="nightly")
     args = parser.parse_args()
     sides = [
@@ -105,7 +105,7 @@ def _tell(job: Job, child: Child, **command: Any) -> None:
 
 
 def _reaches(job: Job, child: Child, step: int, together: bool = False) -> bool:
-    """Return whether it reaches a step, with all groups if requested, before its end."""
+    """Return whether the job reaches a step, with all groups if requested, before its end."""
 
     def there() -> bool:
         last = child.of("step")[-1:]
@@ -116,9 +116,9 @@ def _reaches(job: Job, child: Child, step: int, together: bool = False) -> bool:
 
 
 def differences(calm: Run, killed: Run) -> dict[int, float]:
-    """Return the relative difference of each loss of the run with kills from the other run's, by the samples before it.
+    """Return the relative differences between the losses of the two runs, by the number of samples before each.
 
-    If that run has no step with the same number of samples, as with fewer groups of upstream, its loss is
+    If the run without kills has no step with the same number of samples, which happens with upstream, its loss is
     interpolated between the two nearest steps.
     """
     import numpy as np

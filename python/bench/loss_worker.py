@@ -38,16 +38,16 @@ TIMEOUT = timedelta(seconds=30)
 
 def main() -> None:
     torch.set_num_threads(1)
-    # Imported and read before the forks.
+    # Imported before the forks.
     digits: Any = load_digits()
     data = TensorDataset(torch.tensor(digits.data / 8 - 1), torch.tensor(digits.target))
     _ = torchft.Manager, torchft.ProcessGroupGloo, torchft.DistributedDataParallel, torchft.Optimizer
-    importlib.import_module("torch._dynamo")  # DistributedDataParallel and optimizers import it late
+    importlib.import_module("torch._dynamo")  # otherwise imported late by DistributedDataParallel and optimizers
     with contextlib.suppress(ImportError):  # upstream does not have it
         importlib.import_module("torchft.data.loader")
     emit("imported")
     child = 0
-    for line in sys.stdin:  # read on this thread only: a fork would copy the lock of stdin
+    for line in sys.stdin:  # read on this thread only, because a fork would copy a locked stdin
         command = json.loads(line)
         do = command["do"]
         if do == "start":
@@ -122,7 +122,7 @@ def _once(manager: Any, model: nn.Module, optimizer: Any, data: TensorDataset) -
 
 
 def _in_shards(manager: Any, model: nn.Module, optimizer: Any, data: TensorDataset) -> Any:
-    """Train with a shard per group, as upstream's examples do; the shard of a missing group is not read."""
+    """Train with a shard per group, like upstream's examples; the shard of a missing group is not read."""
     sampler = torchft.DistributedSampler(data, GROUP, GROUPS, group_rank=0, num_replicas=1, shuffle=True, seed=0)
     batches = _for_ever(DataLoader(data, OF_A_GROUP, sampler=sampler), sampler)
     samples = 0

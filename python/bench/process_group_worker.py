@@ -1,7 +1,7 @@
 """One of the two ranks that python/bench/process_groups.py measures. It reads commands from stdin.
 
-Groups: `plain` is PyTorch's Gloo as it is, `native` its reconfigurable one, `gloo` and `isolated` those of the torchft
-on PYTHONPATH; `isolated, shared buffer` is one whose tensors are shared first.
+Groups: `plain` is PyTorch's Gloo group, `native` its reconfigurable one, `gloo` and `isolated` are those of the torchft
+on PYTHONPATH; `isolated, shared buffer` is an isolated group whose tensors are shared first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
-# PyTorch's TCPStore looks up the name of every peer in the DNS, where a lost answer would cost 5 s.
+# PyTorch's TCPStore looks up the name of every peer in the DNS. A lost answer costs 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import torch
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import AllreduceOptions, PrefixStore, ReduceOp, TCPStore
 
 TIMEOUT = timedelta(seconds=60)
-# Timeout of the operation that is aborted. A group that does not end it at the abort waits for this long.
+# Timeout of the aborted operation. In a group whose abort does not end it, the wait lasts this long.
 ABORTED_TIMEOUT = timedelta(seconds=5)
 
 

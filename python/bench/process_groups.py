@@ -1,8 +1,8 @@
 """The cost of a process group: an operation of 16 floats, an allreduce of 25 MB, new peers, and an abort.
 
-Two ranks as processes, Gloo on loopback. Measured are PyTorch's own group, its reconfigurable one (native), and the
-in-process and isolated groups of both packages; ours also with tensors in a buffer that was shared before, as the
-buckets of DistributedDataParallel are. All of them run at the same time and take turns.
+Two ranks as processes, Gloo on loopback. The groups are PyTorch's own, its reconfigurable one (native), and the
+in-process and isolated groups of both packages; ours also with tensors in a shared buffer, like the buckets of
+DistributedDataParallel. The processes of all groups exist at the same time, and the groups take turns.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COMMAND_TIMEOUT_S = 180
 MB_25 = 25 * 2**20 // 4
 SMALL, SMALL_COUNT = 16, 200
 BIG_COUNT = 5
-# Measured last: if an abort goes unnoticed, it and the new peers take half a minute, and may leave threads behind.
+# Measured last: if an abort has no effect, it and the new peers take half a minute, and may leave threads behind.
 SLOW_ROUNDS = 5
 ATTEMPTS = 3
 DISPATCH_GOAL, BIG_GOAL, RECONFIGURE_GOAL_MS, ABORT_GOAL_MS = 1.5, 1.05, 300.0, 100.0
@@ -71,7 +71,7 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict
                     except JobFailed as e:
                         if side is ours:
                             raise
-                        # Some groups do not survive an abort. Then the measurement is retried with new processes.
+                        # Some groups cannot be used after an abort; the measurement is then retried with new processes.
                         progress(f"process groups: {side.name} failed at {key[1]}: {str(e).splitlines()[0]}")
                         for child in sides[side.name].children:
                             child.kill()

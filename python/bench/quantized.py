@@ -21,8 +21,8 @@ TIMEOUT_S = 120
 def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
     """Return a dict from ``package/kind``, such as ``torchft/fp8``, to the figures of an allreduce.
 
-    The figures are ``sent`` (bytes), ``ms`` and ``error`` (of the norm, relative), of the worst rank of each round.
-    Where the package refuses the kind, the only entry is ``refused``, with its error message.
+    The figures are ``sent`` (bytes), ``ms`` and ``error`` (relative, of the norm), each for the worst rank of a round.
+    If the package refuses the kind, the only entry is ``refused``, with its error message.
     """
     samples: dict[str, dict[str, list[float]]] = {}
     refused: dict[str, str] = {}

@@ -42,7 +42,7 @@ def connect() -> Any:
     from torchft import process_group
 
     rank, ranks, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "PEERS_PORT"))
-    # Kept alive, because rank 0 hosts it.
+    # Kept alive, because rank 0 hosts the store.
     globals()["store"] = TCPStore("localhost", port, is_master=rank == 0, wait_for_workers=False, timeout=TIMEOUT)
     group = process_group.ProcessGroupGloo(timeout=TIMEOUT)
     process_group.reconfigure_with_store(group, f"localhost:{port}/bench", rank, ranks, TIMEOUT)

@@ -1,9 +1,9 @@
-"""How the time of a quorum round grows with the number of replica groups, ours and upstream: `make bench-quorum`.
+"""The time of a quorum round by the number of replica groups, for ours and upstream: `make bench-quorum`.
 
-go/bench simulates the groups, each with a connection of its own. Groups that use the protocol of upstream's managers
-are measured with both lighthouses, groups that use the protocol of our managers with ours. This load generator runs
-on the same machine, and its time is included. The script prints a table, writes it into docs/scaling.md and draws a
-plot beside it.
+go/bench simulates the groups, each with its own connection. Groups that use the protocol of upstream's managers are
+measured with both lighthouses, groups that use the protocol of our managers with ours. The load generator runs on the
+same machine, and its time is included. The script prints a table, writes it into docs/scaling.md and draws a plot
+beside it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OURS = (100, 300, 1000, 3000, 10000)
 IDLE_S = 10
 START_TIMEOUT_S = 60
 RUN_TIMEOUT_S = 300
-# File descriptors of the lighthouse and of the generator, beside one for each group.
+# Number of file descriptors of the lighthouse and of the generator, in addition to one per group.
 SPARE_FILES = 100
 
 Row = dict[str, Any]

@@ -2,8 +2,8 @@
 
 Steps of 50 ms on plain and on isolated Gloo, with two groups and with four, and the lighthouse's own defaults for
 heartbeats (5 s); its join timeout is 10 s. "Replay" is plain Gloo with `replay_failed_step`, which upstream lacks.
-Measured from the signal to the end of the first step that a survivor commits without the victim; of several survivors
-the slowest counts. All processes of a round are new.
+The time is from the signal to the end of the first step that a survivor commits without the victim; the slowest
+survivor counts. All processes of a round are new.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Throughput of four groups of which one is killed every 10 s and restarted at once, and a picture of it over time.
+"""The throughput of four groups, one of which is killed every 10 s and restarted at once, and a picture over time.
 
-Steps of 100 ms on plain Gloo, the lighthouse's defaults but for the join timeout. Counted are the batches that are
-committed (steps times the groups that take part in them), as a share of those of four groups without faults. A commit
-goes back in history if its step is below one that another group had committed before it began.
+Steps of 100 ms on plain Gloo, with the lighthouse's defaults except for the join timeout. The throughput is the number
+of committed batches (steps times the groups that take part in them), as a share of that of four groups without faults.
+A commit goes back in history if another group had committed a later step before it began.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict
             runs = [_run(side, join_timeout_ms) for _ in range(rounds)]
             runs.sort(key=lambda run: run["share"])
             share = Spread.of(run["share"] for run in runs)
-            # The batches over time are those of the median run.
+            # The batches over time are from the median run.
             figures = {**runs[len(runs) // 2], "share": vars(share), "behind": sum(run["behind"] for run in runs)}
             result.setdefault(f"{join_timeout_ms / 1000:g}", {})[side.name] = figures
             progress(f"churn, join timeout {join_timeout_ms} ms, {side.name}: {share.text()} kept")

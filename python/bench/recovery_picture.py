@@ -1,4 +1,4 @@
-"""The picture in the README: what a job of four groups gets done while one of them is killed and comes back.
+"""The picture in the README: the throughput of a job of four groups, one of which is killed and returns.
 
     python python/bench/recovery_picture.py docs/recovery-of-one.png
 
@@ -52,8 +52,8 @@ class Run:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Kill one of four groups, and draw what the job gets done meanwhile.")
-    parser.add_argument("picture", type=Path, help="where the PNG goes")
+    parser = argparse.ArgumentParser(description="Kill one of four groups, and draw the throughput of the job.")
+    parser.add_argument("picture", type=Path, help="path of the PNG file")
     args = parser.parse_args()
     run = measure()
     draw(run, args.picture)

@@ -2,7 +2,7 @@
 
     python python/bench/rendezvous.py
 
-A node is a process with torchrun's handler, without workers: a restart costs nothing here but the wait for the round.
+A node is a process with torchrun's handler and without workers, so a restart only costs the wait for the round.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 @contextmanager
 def endpoint(backend: str) -> Iterator[str]:
-    """The address where the nodes meet. It outlives each node."""
+    """The address at which the nodes meet, which outlives each node."""
     if backend == "c10d":
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         yield f"127.0.0.1:{store.port}"

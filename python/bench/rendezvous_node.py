@@ -1,4 +1,4 @@
-"""A node for rendezvous.py, without workers. Each line on stdin stands for a failure of its workers."""
+"""A node for rendezvous.py, without workers. Each line on stdin simulates a failure of its workers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The cost of a step without faults with replay_failed_step: start_quorum + allreduce + should_commit, no compute.
 
-Two replica groups as processes, Gloo, one rank each; a job with it and a job without it take turns. The copies that it
-makes are of what is reduced: 40 kB, and 40 MB.
+Two replica groups as processes, Gloo, one rank each; a job with replay and a job without it take turns. Replay copies
+the reduced tensors: 40 kB, and 40 MB.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ COMMAND_TIMEOUT_S = 120
 
 
 def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
-    """Return the times of a step in milliseconds, without and with it, for each size. Upstream has no replay."""
+    """Return the times of a step in milliseconds, without and with replay, for each size. Upstream has no replay."""
     samples: dict[str, dict[str, list[float]]] = {size: {"off": [], "on": []} for size in FLOATS}
     with Job() as job:
         jobs: dict[str, Workers] = {}

@@ -1,8 +1,8 @@
 """The phases of a group's restart, from the start of its process to its first commit.
 
 Two groups of one rank train with steps of 50 ms and 10 MB of state. Once per round, one of them is killed with SIGKILL
-and restarted without state. The first two phases are the start of Python and the import of torch, which any program
-has; the later ones are torchft's.
+and restarted without state. The first two phases, the start of Python and the import of torch, are the same for any
+program; the later ones are due to torchft.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _wait_for_commit(job: Job, child: Child, participants: int) -> None:
 
 
 def _phases(began: float, ends: dict[str, Any]) -> dict[str, float]:
-    """Turn the end times of phases into durations. The time to make the benchmark's own state is left out."""
+    """Turn the end times of phases into durations, without the time to make the benchmark's own state."""
     seconds = {
         "process start": ends["process start"] - began,
         "import torch": ends["import torch"] - ends["process start"],

@@ -3,9 +3,9 @@
     python python/bench/run.py step startup --rounds 4 --no-write
     python python/bench/run.py --rewrite
 
-Prints a table a part, writes the tables into docs/benchmarks.md and every figure into docs/benchmarks.json. A part
-that is run again replaces its own table and leaves the others as they are. `--rewrite` measures nothing: after a change
-of a table's form it writes all tables again from the figures.
+Prints a table for each part, writes the tables into docs/benchmarks.md and all figures into docs/benchmarks.json. A
+repeated part replaces only its own table. `--rewrite` measures nothing: after a change of a table's form, it writes all
+tables again from the figures.
 """
 
 from __future__ import annotations
@@ -121,9 +121,7 @@ def table(name: str, figures: dict[str, Any]) -> str:
 
 
 def _renamed(value: Any, release: str) -> Any:
-    """Return the figures with `upstream` as a key, in place of upstream's release, which the line
-    above a table names.
-    """
+    """Return the figures with `upstream` as a key instead of upstream's release, which the line above a table names."""
     if isinstance(value, dict):
         return {key.replace(release, UPSTREAM): _renamed(item, release) for key, item in value.items()}
     return value
@@ -139,13 +137,13 @@ def _built() -> Path:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure ours and upstream side by side.")
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
-    parser.add_argument("--rounds", type=int, help="rounds a part; default: " + str(ROUNDS))
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"some of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--rounds", type=int, help="rounds of a part; default: " + str(ROUNDS))
     parser.add_argument("--upstream", choices=sorted(REQUIREMENTS), default="nightly")
     parser.add_argument(
         "--ours", help="directory that holds our torchft; default: the one this Python imports, else this one"
     )
-    parser.add_argument("--docs", default=str(REPOSITORY / "docs"), help="where benchmarks.md and .json are")
+    parser.add_argument("--docs", default=str(REPOSITORY / "docs"), help="folder of benchmarks.md and .json")
     parser.add_argument("--no-write", action="store_true", help="print only")
     parser.add_argument("--rewrite", action="store_true", help="measure nothing, write all tables again")
     args = parser.parse_args()
@@ -167,9 +165,9 @@ def _write(docs: Path, name: str, figures: dict[str, Any]) -> None:
 
 
 def _rewrite(docs: Path, days: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Write every table from the figures; each keeps its date, except those in ``days``.
+    """Write every table from the figures. Tables keep their dates, except those in ``days``.
 
-    The page says once where most parts were measured, and a table only what of this was different for its own part.
+    The page names the machine of most parts once; a table only states the differences for its part.
     """
     page = docs / "benchmarks.md"
     known = json.loads((docs / "benchmarks.json").read_text())

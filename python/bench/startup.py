@@ -1,4 +1,4 @@
-"""Seconds from the start of `torchft_lighthouse` until it accepts connections, and its resident memory then."""
+"""The time from the start of `torchft_lighthouse` until it accepts connections, and its resident memory then."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict
     seconds: dict[str, list[float]] = {ours.name: [], upstream.name: []}
     memory: dict[str, list[float]] = {ours.name: [], upstream.name: []}
     for side in (ours, upstream):
-        _start(side)  # not counted: it brings the files into the page cache
+        _start(side)  # the first run is not counted: it brings the files into the page cache
     for number in range(rounds):
         for side in rotated((ours, upstream), number):
             took, resident = _start(side)

@@ -1,8 +1,8 @@
 """The cost of a step when nothing fails: start_quorum + allreduce of 10,000 floats + should_commit, no compute.
 
-Two replica groups as processes, Gloo, with one and with four ranks a group. The plain allreduce runs in the same
-processes, between the same ranks. Both packages' jobs are up at the same time and take turns, so that whatever else
-the machine does hits both.
+Two replica groups as processes, Gloo, with one and with four ranks per group. The plain allreduce runs in the same
+processes, between the same ranks. The jobs of both packages run at the same time and take turns, so that other load on
+the machine affects both.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ COMMAND_TIMEOUT_S = 120
 
 
 def measure(ours: Side, upstream: Side, rounds: int, progress: Progress, steps: int = 200) -> dict[str, Any]:
-    """Return, for each number of ranks a group, the times of both sides in milliseconds and their ratio."""
+    """Return, for each number of ranks per group, the times of both sides in milliseconds and their ratio."""
     return {str(ranks): _measure(ours, upstream, ranks, rounds, steps, progress) for ranks in (1, 4)}
 
 
 def _measure(ours: Side, upstream: Side, ranks: int, rounds: int, steps: int, progress: Progress) -> dict[str, Any]:
-    # Eight processes share the machine where a group has four ranks: fewer steps give as good a median.
+    # With four ranks per group, eight processes share the machine, and steps are slow; fewer of them suffice.
     steps = max(20, steps // ranks)
     with Job() as job:
         progress(f"step, {ranks} rank(s) a group: starting {4 * ranks} processes")

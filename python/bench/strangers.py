@@ -1,9 +1,9 @@
-"""How much longer a heal takes while strangers connect to the checkpoint server: goal 1.5.
+"""The slow-down of a heal while clients without a valid request (strangers) connect to the checkpoint server: goal 1.5.
 
-The strangers connect from a process of their own: first more of them than the server has places, then 200 per second.
-They keep their connections; half of them send nothing, half the beginning of a request. One target fetches a state in
+The strangers connect from a separate process: first more of them than the server accepts, then 200 per second. They
+keep their connections open; half of them send nothing, half the beginning of a request. One target fetches a state in
 the native format and one in the upstream format, in turns with and without strangers. On busy processors, the processor
-time of both ends says more than the duration of a heal. The native core's port is measured by
+time of both ends is more reliable than the duration of a heal. The native core's port is measured by
 `go test ./heal -run '^$' -bench AmongStrangers` (in go/).
 
     python python/bench/run.py strangers
@@ -79,7 +79,7 @@ class Worker:
         return {}
 
     def _open(self, port: int, number: int) -> None:
-        with suppress(OSError):  # the server has cut it already
+        with suppress(OSError):  # the server has cut the connection already
             self.kept.append(socket.create_connection(("localhost", port), timeout=5))
             self.kept[-1].sendall(HEAD if number % 2 else b"")
 

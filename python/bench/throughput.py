@@ -1,13 +1,13 @@
-"""Throughput of training with torchft beside plain PyTorch: DistributedDataParallel on Gloo, two processes.
+"""The throughput of training with torchft compared with plain PyTorch: DistributedDataParallel on Gloo, two processes.
 
 The batch is chosen so that a plain step takes about 100 ms on this machine. Plain PyTorch, ours and upstream take
 turns, so the ratios compare steps that ran within seconds of each other.
 
-Two settings decide how the gradients travel, and their defaults differ. `gradient_as_bucket_view` saves a copy: True in
-ours, False in the others. `find_unused_parameters` keeps the buckets in the order of the parameters: here a bucket of
-16.5 MB is reduced while the rest of the backward pass runs, and one of 2.4 MB after it; without the setting the small
-one comes first and the large one last. Both torchft set it always, PyTorch does not. So plain PyTorch runs with each
-pair of settings that a torchft has, and with its defaults.
+Two settings determine how the gradients are reduced, and their defaults differ. `gradient_as_bucket_view` saves a copy:
+True in ours, False in the others. `find_unused_parameters` keeps the buckets in the order of the parameters: here a
+bucket of 16.5 MB is reduced while the rest of the backward pass runs, and one of 2.4 MB after it; without the setting
+the small one comes first and the large one last. Both torchft packages always set it, PyTorch does not. So plain
+PyTorch runs with the settings of each package, and with its own defaults.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _calibrate(plain: Workers) -> int:
     """Return the batch size for which a plain step takes about TARGET_MS, interpolated between two sizes."""
     small, large = 16, 144
     _train(plain, 3, small)
-    # The fastest of several, in turns, so that other load on the machine does not distort the line.
+    # The fastest of several runs, in turns, so that other load on the machine does not distort the interpolation.
     pairs = [(_train(plain, 5, small), _train(plain, 5, large)) for _ in range(4)]
     at_small, at_large = (min(times) for times in zip(*pairs))
     if at_small >= TARGET_MS or at_large <= at_small:

@@ -1,4 +1,4 @@
-"""The console script `torchft_lighthouse` as pip would write it; it runs the torchft that PYTHONPATH selects."""
+"""The console script `torchft_lighthouse`, like the one that pip writes; it runs the torchft on PYTHONPATH."""
 
 import sys
 

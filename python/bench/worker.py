@@ -44,6 +44,14 @@ def _resident_mb() -> float:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
+def _products(factor: torch.Tensor, ms: float) -> int:
+    """Return how many matrix products take so long at this moment."""
+    begin = time.monotonic()
+    for _ in range(100):
+        torch.mm(factor, factor)
+    return round(100 * ms / 1000 / (time.monotonic() - begin))
+
+
 class Worker:
     def __init__(self) -> None:
         self.commands = Commands()
@@ -70,14 +78,14 @@ class Worker:
         first = torch.randn(250_000)
         self.state = [first + i for i in range(mb)]
 
-    def do_adam(self, mb: int, trained: bool) -> dict[str, Any]:
+    def do_adam(self, mb: int, trained: bool, fused: bool = False) -> dict[str, Any]:
         """Make the state of a model with Adam, `mb` MB in all. Without `trained`, Adam has no state yet."""
         from torchft import Manager, ProcessGroupGloo  # noqa: F401  as in a script, imported before the model is made
 
         torch.manual_seed(GROUP)
-        width = 2048
+        width = 2048 if mb >= 500 else 512
         self.model = nn.Sequential(*[nn.Linear(width, width) for _ in range(mb * 1_000_000 // (3 * 4 * width * width))])
-        self.optimizer = adam = optim.Adam(self.model.parameters(), lr=1e-3)
+        self.optimizer = adam = optim.Adam(self.model.parameters(), lr=1e-3, fused=fused)
         if trained:
             for parameter in self.model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
@@ -295,7 +303,9 @@ class Worker:
 
     # heal_along.py
 
-    def do_train_along(self, lighthouse: str, along: bool, rate: int, compute_ms: float, settle: int) -> dict[str, Any]:
+    def do_train_along(
+        self, lighthouse: str, along: bool, rate: int, compute_ms: float, busy: bool, settle: int
+    ) -> dict[str, Any]:
         """Train the model of `do_adam` until the parent says stop, or until `settle` steps with two groups are done."""
         from torchft import Optimizer
         from torchft.checkpointing import HTTPTransport
@@ -304,6 +314,11 @@ class Worker:
         self.do_manager(lighthouse, heal_along=along, checkpoint_transport=transport)
         optimizer = Optimizer(self.manager, self.optimizer)
         parameters = list(self.model.parameters())
+        # A device's allocator keeps freed memory. PyTorch's for the host returns it to the kernel: steps that get new
+        # pages take up to 0.4 s longer.
+        kept = [[torch.zeros_like(parameter) for parameter in parameters] for _ in range(2)]
+        factor = torch.ones(512, 512)
+        products = _products(factor, compute_ms) if busy else 0
         before = _resident_mb()
         steps: list[tuple[float, float]] = []
         joined, together = 0.0, 0
@@ -311,9 +326,12 @@ class Worker:
         while together < settle if settle else self.commands.poll() is None:
             begin = time.monotonic()
             optimizer.zero_grad()
-            for parameter in parameters:
-                parameter.grad = torch.full_like(parameter, 1e-3)
-            if compute_ms:
+            for parameter, gradient in zip(parameters, kept[len(steps) % 2], strict=True):
+                parameter.grad = gradient.fill_(1e-3)
+            if busy:
+                for _ in range(products):
+                    torch.mm(factor, factor)
+            elif compute_ms:
                 time.sleep(compute_ms / 1000)  # as a GPU computes
             for work in [self.manager.allreduce(parameter.grad) for parameter in parameters]:
                 work.wait()

@@ -3,14 +3,14 @@
 Run it with `make bindings` after the facade changed. It needs pybindgen in the Python that runs it; gopy
 and goimports are pinned by the tool lines of go/go.mod. Users who only build the package need none of these.
 
-gopy is made for whole Go packages with structs, slices and interfaces. The facade has functions over basic
-types only (see go/pyapi), so most of what gopy emits is not used, and the rest needs these edits:
+gopy is made for whole Go packages with structs, slices and interfaces. The facade has only functions over basic types
+(see go/pyapi), so most of gopy's output is not used, and the rest needs these edits:
 
 - drop the slice types, the complex-number helpers and a typedef that need more than CPython's limited API;
 - send errors to csrc (tft_raise), which chooses the exception class;
-- keep the GIL: the facade never waits, csrc/wait.c does, and says why;
+- keep the GIL, because the facade never waits; csrc/wait.c waits, and explains why;
 - refuse every call in a forked child before it enters Go;
-- leave the module's init function to csrc/module.c, and no path of this machine in the output.
+- drop the module's init function, which is in csrc/module.c, and paths of this machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Runs commands side by side, each with a log of its own: `make test`, and the machinery of night.py.
+"""Runs commands in parallel, each with its own log: `make test`, and functions for night.py.
 
-`make test` has parts that take turns on some lanes: the longest first, and the next one when a lane is free. Tests with
-real processes are one part, so that never two of them run at once: they measure seconds.
+`make test` runs its parts on some lanes: the longest part first, and the next one when a lane is free. Tests with real
+processes are one part, so that no two of them run at once, because they measure time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import TextIO
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path("build/test")
 PROGRESS_S = 15.0
-# A pytest that is asked to end stops the processes of its tests first.
+# On a signal, pytest first stops the processes of its tests.
 END_S = 20.0
-# Lines of a log that are shown: of a part that failed, and of one that passed.
+# Numbers of lines shown of a log, for a part that failed and one that passed.
 SHOWN_FAILED, SHOWN_PASSED = 400, 40
 
 
@@ -35,15 +35,16 @@ class Part:
     command: Sequence[str]
     cwd: Path = ROOT
     env: dict[str, str] = field(default_factory=dict)
-    # The time it needs; {seconds} or {minutes} in the command become its share. None: all remaining time.
+    # The share of the time for this part, which replaces {seconds} or {minutes} in the command. None: all remaining
+    # time.
     wants_s: float | None = None
-    # It is left out if less time remains: it could not end, or its result would mean nothing.
+    # The part is skipped if less time remains: it could not end, or its result would be meaningless.
     needs_s: float = 0.0
-    # Seconds beyond its share, to build and to end.
+    # Seconds beyond its share, for building and ending.
     extra_s: float = 0.0
 
     def seconds(self, left_s: float) -> float | None:
-        """Its share of the remaining time; None: it is left out."""
+        """The part's share of the remaining time; None if it is skipped."""
         if left_s < self.needs_s + self.extra_s:
             return None
         wants_s = left_s if self.wants_s is None else self.wants_s
@@ -55,7 +56,7 @@ class Result:
     part: Part
     command: tuple[str, ...]
     seconds: float
-    status: int | None  # None: it was left out, because too little time remained
+    status: int | None  # None: skipped, because too little time remained
     ended: bool = False  # it took too long
 
     @property
@@ -64,7 +65,7 @@ class Result:
 
 
 class Running:
-    """A running part, in a session of its own: its processes end with it."""
+    """A running part, in a new session, so that its processes can be ended with it."""
 
     def __init__(self, part: Part, log: Path, seconds: float, until: float) -> None:
         self.part, self.log, self.began, self.until = part, log, time.monotonic(), until
@@ -73,7 +74,7 @@ class Running:
             self.process = subprocess.Popen(
                 self.command,
                 cwd=part.cwd,
-                # Images of containers often forbid it: each child would compile the package again.
+                # Container images often set it; each child would then compile the package again.
                 env={**os.environ, "PYTHONDONTWRITEBYTECODE": "", **part.env},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -109,7 +110,7 @@ def filled_in(command: Sequence[str], seconds: float) -> tuple[str, ...]:
 
 
 def end(running: Sequence[Running]) -> None:
-    """Ends the parts as Ctrl-C does, and kills those that do not end."""
+    """Ends the parts like Ctrl-C, and kills those that do not end."""
     for r in running:
         r._signal(signal.SIGINT)
     until = time.monotonic() + END_S
@@ -117,7 +118,7 @@ def end(running: Sequence[Running]) -> None:
         for r in running:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 r.process.wait(max(until - time.monotonic(), 0.1))
-    finally:  # also after a second Ctrl-C
+    finally:  # even after a second Ctrl-C
         for r in running:
             r._signal(signal.SIGKILL)
 
@@ -131,7 +132,7 @@ def run(
     over_s: float = float("inf"),
 ) -> list[Result]:
     """Runs the parts in this order, `lanes` of them at once. A part gets its share of `time_s`; parts that still run
-    `over_s` later are ended. On Ctrl-C all parts end, and the results so far are returned.
+    `over_s` seconds after that time are ended. On Ctrl-C all parts end, and the results so far are returned.
     """
     folder.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + time_s
@@ -223,14 +224,14 @@ def parts_of_test() -> list[Part]:
         Part("process", pytest("process", "tests/process")),
         Part("unit", pytest("unit", "tests/unit")),
         Part("go", [os.environ.get("MAKE", "make"), "--no-print-directory", "test-go"]),
-        # In a process of their own, because PyTorch has an accelerator once the test accelerator is registered.
+        # In a separate process, because PyTorch has an accelerator once the test accelerator is registered.
         Part("late", pytest("late", "tests/late")),
         Part("other", pytest("other", "--ignore=tests/process", "--ignore=tests/unit", "--ignore=tests/late")),
     ]
 
 
 def second_runs(path: Path) -> list[str]:
-    """The tests that passed only when they were run again (tests/policy.py writes them down)."""
+    """The tests that passed only in their second run (recorded by tests/policy.py)."""
     if not path.exists():
         return []
     return sorted({json.loads(line)["test"] for line in path.read_text().splitlines()})

@@ -2,7 +2,7 @@
 
 One lane runs all of pytest: slow tests first, without reruns, and without a fork server for processes. The other lane
 runs Go's tests with the race detector, the simulation, chaos (kills of real processes), the fuzz targets, and longer
-simulations. The page at the end lists what ran, what was left out, and how to repeat a failure.
+simulations. The report at the end lists the parts that ran and those that were skipped, and how to repeat a failure.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ import toolchain
 from lanes import ROOT, Part, Result, clock, ends_on_signals, pytest, run, show
 
 FOLDER = Path("build/night")
-# The parts that run pytest; the tests of the test accelerator run in a process of their own.
+# The parts that run pytest; the tests of the test accelerator run in a separate process.
 PYTEST = ("pytest", "late")
 GO = os.environ.get("GO") or "go"
 # A part that still runs this long after the end is killed, so that TIME=10m takes twelve minutes at most.
 OVER_S = 90.0
-# One lane uses one core. By default Go minimizes each input that reaches new code for up to a minute.
+# One lane uses one core. By default Go spends up to a minute minimizing each input that reaches new code.
 FUZZ_OPTIONS = ("-parallel=1", "-fuzzminimizetime=1s")
-# Shares of the time; Go's tests with the race detector take some four minutes, whatever the time is.
+# Shares of the time. Go's tests with the race detector always take some four minutes.
 FUZZ_S, FUZZ_LEAST_S, FUZZ_SHARE = 30.0, 5.0, 0.24
 CHAOS_SHARE, CHAOS_LEAST_S = 0.2, 90.0
 SOAK_SHARE, SERVERS_SHARE, SOAK_LEAST_S = 0.1, 0.05, 10.0
-# From this total time on, parts run that take minutes and have no time limit of their own: the tests with planted
+# Parts that take minutes and cannot be limited run only if the total time is at least this: the tests with planted
 # mistakes in machines and shells, and the model check with two further events.
 LONG_S = 1800.0
-# A time that is enough for every part.
+# A time that suffices for every part.
 ALL_S = 7200.0
 CHAOS = (
     ("gloo", "--kind=gloo", "--groups=4"),
@@ -47,7 +47,7 @@ CHAOS = (
     ("along", "--kind=gloo", "--groups=3", "--heal_along", "--compare_commits=20"),
 )
 UNITS = {"s": 1, "m": 60, "h": 3600}
-# Patterns of a log's lines that say what was done, and what failed; the page shows the last match.
+# Patterns of log lines that summarise a part or its failure; the report shows the last match.
 WHAT = "|".join(
     (
         r"^=+ (.*\b(?:passed|failed|error).*) =+$",  # pytest
@@ -88,25 +88,25 @@ def fuzz_targets(go: Path = ROOT / "go") -> list[tuple[str, str]]:
 
 
 def rotated(things: Sequence[Part], seed: int) -> list[Part]:
-    """Rotates the parts by the seed, so that a short time does not leave out the same ones each day."""
+    """Rotates the parts by the seed, so that a short time does not skip the same ones each day."""
     n = seed % max(len(things), 1)
     return [*things[n:], *things[:n]]
 
 
 def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, str]]) -> list[Part]:
-    """The parts, in the order in which two lanes take them. pytest is first, and occupies a lane to its end.
+    """The parts, in the order in which two lanes run them. pytest is first, and occupies a lane to the end.
 
-    `until` is the end in seconds of time.monotonic(), after which pytest begins no test."""
+    `until` is a time in seconds of time.monotonic(), after which pytest begins no test."""
     go = ROOT / "go"
     settings = {"SEED": str(seed), "RERUNS": "0", "FORK_SERVER": "0", "NIGHT_UNTIL": f"{until:.0f}"}
     tests = Part("pytest", pytest("pytest", "-m", "", folder=FOLDER), env=settings)
     late = Part("late", pytest("late", "-m", "", "tests/late", folder=FOLDER), env=settings, needs_s=60)
     cgo = {"CGO_ENABLED": "1", "CGO_CFLAGS": f"-O2 -I{toolchain.python_include()}"}
     test = [GO, "test", "-trimpath"]
-    # FULL: random histories are longer, servers live longer, and there are more of both.
+    # With FULL, histories are longer, servers run longer, and there are more of both.
     full = {"FULL": "1"}
-    # No -count=1 here: the histories are the same each time, so Go may reuse an earlier result. Schedules of the race
-    # detector differ.
+    # Without -count=1, because the histories are the same each time, so Go may reuse an earlier result. Runs with the
+    # race detector differ in their schedules.
     sim = Part("sim", [*test, "-vet=off", "-timeout=20m", "./sim", "./gossip/..."], go, full, needs_s=90)
     # All histories that are one or two events longer than those of `make test`.
     more, needs_s = (2, 180) if time_s >= LONG_S else (1, 60)
@@ -167,7 +167,7 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
 
 
 def unplanned(parts: Sequence[Part], seed: int, targets: Sequence[tuple[str, str]]) -> list[Result]:
-    """The parts for which there is no time, for the page."""
+    """The parts for which there is no time, for the report."""
     planned = {part.name for part in parts}
     more = [part for part in plan(ALL_S, seed, 0, targets) if part.name not in planned]
     return [Result(part, tuple(part.command), 0.0, None) for part in more]
@@ -179,7 +179,7 @@ def last(pattern: str, text: str) -> str:
 
 
 def command_line(command: Sequence[str], env: dict[str, str], cwd: Path) -> str:
-    """The command as typed in the root of the repository."""
+    """The command to type in the root of the repository."""
     words = [Path(sys.executable).name if word == sys.executable else word for word in command]
     words = [".venv/bin/python" if word.startswith("python") and i == 0 else word for i, word in enumerate(words)]
     kept = [f"{name}={shlex.quote(value)}" for name, value in env.items() if name != "NIGHT_UNTIL"]
@@ -205,7 +205,7 @@ def failures(result: Result, text: str) -> list[tuple[str, str]]:
 
 
 def page(results: Sequence[Result], logs: dict[str, str], title: str, seconds: float) -> str:
-    """The report: what ran, what failed, and how to repeat it."""
+    """The report: the parts that ran, the failures, and how to repeat them."""
     lines = [f"# {title}", "", "| part | ran for | what | result |", "|---|---|---|---|"]
     for r in results:
         how = "left out: no time" if r.status is None else "FAILED" if r.failed else "passed"
@@ -236,7 +236,7 @@ def page(results: Sequence[Result], logs: dict[str, str], title: str, seconds: f
 
 
 def _count(words: str, text: str) -> int:
-    """The number before one of these words in the closing line of pytest."""
+    """The number before one of these words in pytest's last line."""
     return sum(int(number) for number in re.findall(rf"(\d+) (?:{words})\b", last(r"^=+ (.* in [\d.]+s.*) =+$", text)))
 
 
@@ -245,7 +245,7 @@ def main() -> int:
     parser.add_argument("--time", default="2h", help="how long to run, such as 30m (default: %(default)s)")
     today = datetime.date.today()
     seed = int(os.environ.get("SEED") or f"{today:%Y%m%d}")
-    parser.add_argument("--seed", type=int, default=seed, help="of all choices (default: SEED, else the date)")
+    parser.add_argument("--seed", type=int, default=seed, help="seed of all choices (default: SEED, else the date)")
     args = parser.parse_args()
     try:
         time_s = seconds_of(args.time)

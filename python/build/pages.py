@@ -1,6 +1,6 @@
-"""Files that the site needs beside its pages: README and its like, and the scripts that pages link to, are pages of it.
+"""Adds pages to the site for files outside of docs/: the README and similar files, and scripts that pages link to.
 
-In the repository pages link to files beside docs/ (`../train_ddp.py`); here those links lead to copies in the site.
+In the repository, pages link to files outside of docs/ (`../train_ddp.py`). In the site, these links lead to copies.
 MkDocs calls these functions by their names (mkdocs.yml, hooks).
 """
 
@@ -39,7 +39,7 @@ def content_of(name: str) -> str:
     text = (ROOT / name).read_text()
     if name in BESIDE_DOCS[:-1]:
         return re.sub(r"\]\((?!\w+:)([^)]+)\)", lambda link: f"]({_from_root(link[1])})", text)
-    # `search: exclude`: a search is for words, not for the code of examples.
+    # `search: exclude`, because a search should not find the code of examples.
     return f"---\nsearch:\n  exclude: true\n---\n# {name}\n\n````{LANGUAGES.get(Path(name).suffix, '')}\n{text}\n````\n"
 
 
@@ -48,7 +48,7 @@ def _from_root(target: str) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Makes links to files beside docs/ lead to their pages."""
+    """Redirects links to files outside of docs/ to their pages."""
     if page.file.generated_by is not None:
         return markdown
     return re.sub(r"\]\(\.\./([^)#]+)", lambda link: f"]({page_of(link[1])}", markdown)

@@ -1,4 +1,4 @@
-"""Checks for Python, Go and a C compiler before a build, so that the first line of an error says what to install.
+"""Checks for Python, Go and a C compiler before a build, so that the first line of an error names the missing tool.
 
 setup.py calls check(). `make` may run this file with an old Python, so it avoids newer syntax. With the argument
 `include` it prints the folder of Python.h.

@@ -20,18 +20,18 @@ class Samples(NamedTuple):
 def samples(survivor: Sequence[Event], everybody: Sequence[Event], length: int, epochs: int) -> Samples:
     """Counts the samples in the final weights of a job.
 
-    A step is in them in the quorum in which it was committed: by the survivor, or by another group, from which the
-    survivor has it then by a heal. What counts is what all groups added in that quorum, also one that was killed after
-    its vote.
+    Each step of the final weights was committed in one quorum, by the survivor or by a group from which the survivor
+    healed. The samples that all groups added in that quorum count, including those of a group that was killed after its
+    vote.
 
     Args:
-        survivor: events of a rank that took part until the last step.
+        survivor: events of a rank that participated until the last step.
         everybody: events of all ranks of all groups.
-        length: of the dataset.
-        epochs: of the job.
+        length: number of samples in the dataset.
+        epochs: number of epochs of the job.
     """
     commits = [event for event in [*everybody, *survivor] if event["event"] == "commit"]
-    # the survivor's events come last, and override
+    # the survivor's events come last, and override others
     quorum_of = {event["step"] - 1: event["quorum"] for event in commits}
     counts: dict[int, Counter[int]] = defaultdict(Counter)
     for event in everybody:

@@ -1,10 +1,10 @@
 """A job in which a replica group is killed with SIGKILL, the others continue, and the group returns: `make train`.
 
-Starts a lighthouse and the replica groups, each its own torchrun of --script, follows the events they
-write, kills the last group with everything below it and starts it again (or with --kill rank only its
-last rank: torchrun then starts the group again), and checks that all groups end with the same weights. For
-train_ddp.py it also counts the samples that these were trained on, and compares them with those of one process that
-trains on the same batches. Ends with status 1 when something is not as it should be, or when anything else goes wrong.
+Starts a lighthouse and the replica groups, each a separate torchrun of --script, and follows the events that they
+write. Kills the last group with all of its processes and restarts it (or, with --kill rank, only its last rank;
+torchrun then restarts the group). Checks that all groups end with the same weights. For train_ddp.py it also counts the
+samples in the weights, and compares the weights with those of one process that trains on the same batches. Ends with
+status 1 if a check or anything else fails.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from torchft.launch.job import tail
 from torchft.launch.lighthouse import LaunchError, lighthouse
 
 BAR = 24  # characters
-# How long the survivor waits before it continues alone. Heartbeats arrive every 100 ms; a group whose last one is older
-# than this counts as failed.
+# Heartbeats arrive every 100 ms. A group whose last heartbeat is older than this counts as failed, and the survivor
+# continues alone.
 LIGHTHOUSE_OPTIONS = ["--min_replicas", "1", "--heartbeat_timeout_ms", "1000", "--join_timeout_ms", "2000"]
 PHASES = {
     "quorum": "waiting for a quorum",
@@ -74,7 +74,7 @@ def main() -> int:
 
 def train(args: argparse.Namespace, groups: list[Group], address: str) -> list[float]:
     """Trains to the end, with kills. Returns the wall-clock times of the kills."""
-    # At the end the other groups wait for the killed group; the time limit is that of this program.
+    # At the end the other groups wait for the killed group; this program's time limit bounds that wait.
     wait = [] if args.once else ["--overtime", "1000000"]
     train_args = ["--steps", str(args.steps), *wait, "--device", args.device, *args.train_args]
     torchrun_args = ["--max_restarts", "1"] if args.kill == "rank" else []
@@ -92,7 +92,7 @@ def train(args: argparse.Namespace, groups: list[Group], address: str) -> list[f
             group.follow()
             if group.status:
                 raise LaunchError(f"group {group.number} ended with status {group.status}", group.log)
-        progress.show(groups)  # includes the last events before a kill
+        progress.show(groups)  # includes the events just before a kill
         back = victim.state == "done" or victim.time_to_heal() is not None
         ready = victim.state.startswith("training") and (back or not kills)
         if ready and time_to_kill([group.step() for group in groups], kill_at, args.steps, len(kills)):
@@ -117,9 +117,9 @@ def train(args: argparse.Namespace, groups: list[Group], address: str) -> list[f
 
 
 def time_to_kill(steps: list[int], kill_at: int, end: int, kills: int) -> bool:
-    """Whether all groups have reached the next kill, and will not end without the group that is killed.
+    """Whether all groups have reached the step of the next kill, and will not end before the killed group returns.
 
-    They all end together once they have `end` steps, later ones included that they took to wait for a group.
+    All groups end together after at least `end` steps; while a group is missing, they take further steps.
     """
     latest = end - end // 10 if kills else end
     return all(kill_at <= step < latest for step in steps)
@@ -169,7 +169,7 @@ def prove(args: argparse.Namespace, groups: list[Group], folder: Path) -> Proof:
 
 
 class Progress:
-    """One line per group: updated in place on a terminal, printed now and then elsewhere."""
+    """One status line per group: updated in place on a terminal, printed periodically elsewhere."""
 
     EVERY = 10.0  # seconds between two lines of a group that only continues to train
 
@@ -239,8 +239,8 @@ def seconds(value: float | None) -> str:
 
 
 def check(groups: list[Group], proof: Proof | None = None) -> None:
-    """All ranks of all groups must hold the same weights, and the killed group must have healed. With a proof, each
-    sample must have been trained on once an epoch.
+    """Checks that all ranks of all groups have the same weights, and that the killed group has healed. With a proof,
+    also that each sample was trained on once per epoch.
     """
     logs = [group.log for group in groups]
     ends = [end for group in groups for end in group.ends()]
@@ -257,13 +257,17 @@ def check(groups: list[Group], proof: Proof | None = None) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--script", type=Path, default=TRAIN_SCRIPT, help="what every rank runs; default: train_ddp.py")
+    parser.add_argument(
+        "--script", type=Path, default=TRAIN_SCRIPT, help="program that each rank runs; default: train_ddp.py"
+    )
     parser.add_argument("--groups", type=int, default=2, help="replica groups, at least 2")
     parser.add_argument("--nproc", type=int, default=1, help="ranks of a group")
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--kill-at", type=int, help="step after which the last group is killed; a third of --steps")
-    parser.add_argument("--kill-every", type=int, help="kill it again so many steps later, once it is back")
-    parser.add_argument("--kill", choices=["group", "rank"], default="group", help="all of the last group, or a rank")
+    parser.add_argument("--kill-every", type=int, help="kill it again this many steps later, once it has returned")
+    parser.add_argument(
+        "--kill", choices=["group", "rank"], default="group", help="kill the whole last group, or one rank of it"
+    )
     parser.add_argument(
         "--device",
         choices=["cpu", "cuda", "late"],
@@ -282,7 +286,7 @@ def parse_args() -> argparse.Namespace:
     if args.reproducible:
         args.train_args.append("--reproducible")
     elif args.once and args.device != "late":
-        args.train_args.append("--double")  # in float32, rounding hides differences of the order
+        args.train_args.append("--double")  # not float32, in which rounding hides the effect of the order of additions
     if args.kill_at is None:
         args.kill_at = args.kill_every or args.steps // 3
     if args.device == "late":

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from replica_group import Event, Group
 
-SMOOTHED = 10  # number of steps averaged for a point of the curve
+SMOOTHED = 10  # number of steps that are averaged for a point of the curve
 
 
 def draw(groups: list[Group], path: Path) -> None:
-    """Writes the picture. Where a group was killed, its curve has a mark, and a gap until the group returns.
+    """Writes the picture. When a group is killed, its curve has a mark, and a gap until the group returns.
 
     Args:
-        groups: those of a job that has ended.
-        path: of the picture; its suffix determines the format.
+        groups: the groups of a job that has ended.
+        path: file of the picture; its suffix determines the format.
     """
     from matplotlib.figure import Figure
 

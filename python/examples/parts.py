@@ -1,6 +1,4 @@
-"""Shared by the examples, but not by train_ddp.py: data, shards, a common end of all groups, and
-events for the demo.
-"""
+"""Functions of the examples other than train_ddp.py: data, shards, a common end of all groups, events for the demo."""
 
 from __future__ import annotations
 
@@ -27,16 +25,15 @@ from train_ddp import load_images as load_digits
 def at_the_end(manager: Manager, steps: int, overtime: int, groups: int) -> bool:
     """Whether the job ends with the weights of this quorum, which has been requested already.
 
-    The decision belongs to the quorum: all of its members see the same step and the same number of
-    groups that are up to date, so all leave together and with the same weights. While a group is
-    missing or behind, the others train on for at most `overtime` steps, so that it finds someone
-    to heal from.
+    The decision depends only on the quorum: all of its members see the same step and the same number of groups that are
+    up to date, so all end together and with the same weights. While a group is missing or behind, the others continue
+    for at most `overtime` steps, so that it finds a source to heal from.
     """
     if manager.current_step() < steps:
         return False
     up_to_date = manager.num_participants()  # waits for the quorum
     if not manager.is_participating():
-        # this group is behind: it knows the step of the others, but has their weights only after another step
+        # This group is behind: it knows the others' step, but gets their weights only in the next step.
         return False
     return up_to_date >= groups or manager.current_step() >= steps + overtime
 
@@ -44,8 +41,8 @@ def at_the_end(manager: Manager, steps: int, overtime: int, groups: int) -> bool
 def average_in_group(net: nn.Module) -> None:
     """Averages the gradients over the ranks of this replica group.
 
-    torchft averages over the groups, each rank with the ranks of its number. A rank that fails here
-    makes this raise: torchrun then restarts the whole group, and the group heals.
+    torchft averages over the groups, each rank with the ranks of the same number. If a rank of this group fails, this
+    raises an error: torchrun then restarts the whole group, and the group heals.
     """
     if dist.get_world_size() == 1:
         return
@@ -151,14 +148,14 @@ class Events:
             folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, event: str, **fields: object) -> None:
-        """time is the wall clock, in seconds."""
+        """Appends an event; ``time`` is the wall-clock time in seconds."""
         if self._path:
             with self._path.open("a") as file:
                 file.write(json.dumps({"event": event, "time": time.time(), **fields}) + "\n")
 
 
 def replica_process_group(device: torch.device, isolated: bool) -> Any:
-    """The group that spans the replica groups; isolated ones run in a process that can be killed."""
+    """Makes the process group between the replica groups; an isolated one runs in a process that can be killed."""
     from torchft import process_group
 
     backend = "NCCL" if device.type == "cuda" else "Gloo"

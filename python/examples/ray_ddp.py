@@ -1,14 +1,15 @@
-"""Replica groups on Ray: each a set of actors in a placement group of its own, with a store of its own.
+"""Replica groups on Ray: each is a set of actors in its own placement group, with its own store.
 
     pip install 'torchft[train,ray]'
     python python/examples/ray_ddp.py --kill-at 50
 
-Ray starts processes and says when one has ended; torchft keeps the training together. When an actor fails, its whole
-group is replaced, in the same placement group: the ranks of a group share a model step by step, so none can go on
-without the others. The other groups train on meanwhile, and the new group heals from them. The lighthouse is an actor.
+Ray starts processes and reports when one has ended; torchft keeps the training consistent. When an actor fails, its
+whole group is replaced in the same placement group: the ranks of a group work on each step together, so none can
+continue without the others. Meanwhile the other groups continue, and the new group heals from them. The lighthouse is
+an actor, too.
 
-With --kill-at the driver kills an actor's process once, to show it. At the end all ranks must hold the same weights,
-else the exit status is 1. --address joins a cluster that runs; without it, one is started on this machine.
+With --kill-at the driver kills an actor's process once, as a demonstration. If ranks have different weights at the end,
+the exit status is 1. --address selects a running cluster; without it, one is started on this machine.
 """
 
 # Ray's decorator turns these into other classes, and type checkers may run where Ray is not installed.
@@ -63,7 +64,7 @@ class Journal:
         return self._events[since:]
 
 
-@ray.remote(num_cpus=1, max_restarts=0)  # not restarted by Ray rank by rank, because a group is replaced as a whole
+@ray.remote(num_cpus=1, max_restarts=0)  # Ray must not restart single ranks, because a group is replaced as a whole
 class Rank:
     """One rank of a replica group."""
 
@@ -80,7 +81,7 @@ class Rank:
 
 
 class Group:
-    """The actors of one replica group, and those that replace them."""
+    """The actors of one replica group, and their replacements."""
 
     def __init__(self, number: int, args: argparse.Namespace, lighthouse: str, journal: Any) -> None:
         self.number = number
@@ -115,10 +116,10 @@ class Group:
         ]
 
     def digests(self) -> list[str] | None:
-        """The digests of all ranks at the end; None while one of them trains.
+        """The digests of all ranks at the end; None while a rank still trains.
 
         Raises:
-            RayError: a rank has ended, or raised.
+            RayError: a rank has ended, or raised an error.
         """
         done, running = ray.wait(self._ends, num_returns=len(self._ends), timeout=0)
         ends = ray.get(done)  # a failed rank is detected at once, even if the other ranks wait for it
@@ -135,7 +136,7 @@ class Group:
 
 
 def train(steps: int, journal: Any) -> str:
-    """Trains one rank as upstream's examples do, with a shard of the data for each rank."""
+    """Trains one rank in the style of upstream's examples, with a shard of the data for each rank."""
     import torch
     import torch.distributed as dist
     import torch.nn.functional as F
@@ -267,9 +268,11 @@ def report(
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--address", help="of a Ray cluster that runs, such as auto; default: a new one, here")
+    parser.add_argument(
+        "--address", help="address of a running Ray cluster, such as auto; default: a new one on this machine"
+    )
     parser.add_argument("--groups", type=int, default=2, help="replica groups")
-    parser.add_argument("--ranks", type=int, default=1, help="of a group; each takes a CPU")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of a group; each takes a CPU")
     parser.add_argument("--steps", type=int, default=500, help="committed steps until the end")
     parser.add_argument("--kill-at", type=int, help="step after which an actor of the last group is killed")
     parser.add_argument("--max-restarts", type=int, default=3, help="of a group")

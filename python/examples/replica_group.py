@@ -1,4 +1,4 @@
-"""One replica group, which is a torchrun of a training script, and its events."""
+"""One replica group, a torchrun of a training script, and its events."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Event = dict[str, Any]
 
 
 class Group:
-    """Starts, follows and kills a group. Its events and its log lie in `folder`.
+    """Starts, follows and kills a group. Its events and its log are in `folder`.
 
-    `events` are those of rank 0. Times are those of the wall clock, in seconds.
+    `events` are those of rank 0. Times are wall-clock times in seconds.
     """
 
     def __init__(self, number: int, groups: int, folder: Path, nproc: int = 1, script: Path = TRAIN_SCRIPT) -> None:
@@ -49,7 +49,7 @@ class Group:
         """Sends SIGKILL to torchrun and all its descendants. Returns their pids."""
         pids = [] if self._process is None else self._process.kill()
         if pids:
-            self.follow()  # events that it still wrote belong to this incarnation
+            self.follow()  # the last events before the kill belong to this incarnation
             self.state = "killed"
         return pids
 
@@ -129,7 +129,7 @@ class Group:
     def next_commit(self, killed_at: float) -> float | None:
         """Seconds from the kill of another group to the first step committed without it.
 
-        A step that was all but done when the kill came may still commit right after it: not counted.
+        A step that was almost complete at the kill may still be committed right after it; it does not count.
         """
         for event in self.commits():
             if event["time"] > killed_at and event["participants"] < self._groups:

@@ -1,4 +1,4 @@
-"""train_ddp.py as `make train` runs it: its steps are recorded, and at the end it waits for missing groups.
+"""train_ddp.py for `make train`: records its steps, and waits for missing groups at the end.
 
 It takes the options of train_ddp.py, and these:
 """
@@ -23,7 +23,7 @@ from python.examples.parts import Events, evaluate, int_from_env, load_images, s
 from torchft.data import ElasticDataLoader  # noqa: E402
 from torchft.data.position import Position  # noqa: E402
 
-LAST = 0.75  # in this last part of the steps, missing groups are waited for
+LAST = 0.75  # the last part of the steps, in which groups wait for missing ones
 PAUSE_SEC = 1.0
 
 
@@ -66,9 +66,9 @@ class Watch:
     | `commit`, `lost` | `step` after it, `quorum`, `epoch`, `batch`, `participants`, `healing`, `loss`, `recovery` |
     | `end` | `step`, `accuracy`, `sha256` of the weights |
 
-    `recovery` has the phases of a heal, in seconds. `trained` is written before the backward pass of the last
-    unit, in which the gradients are reduced. So the samples of a rank that is killed later in the step are known, and
-    count if the others committed that step in that quorum.
+    `recovery` has the duration of each phase of a heal in seconds. `trained` is written before the backward pass of the
+    last unit, in which the gradients are reduced. So the samples of a rank that is killed later in the step are known;
+    they count if the others committed that step in that quorum.
     """
 
     def __init__(self, events: Events, steps: int, groups: int) -> None:
@@ -150,7 +150,7 @@ class Watch:
 def parse_args() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, add_help=False)
     add = parser.add_argument
-    add("--events", type=Path, metavar="DIR", help="write JSON lines, one file a rank, and the weights at the end")
+    add("--events", type=Path, metavar="DIR", help="write JSON lines, one file per rank, and the weights at the end")
     add("--double", action="store_true", help="compute in float64")
     add("--data", choices=["digits", "cifar10"], default="digits", help="digits ships with scikit-learn")
     add("--data-dir", type=Path, help="where cifar-10-batches-py lies")

@@ -1,4 +1,4 @@
-"""Finds the commands that the documents tell users to type. Pure functions of the text."""
+"""Finds the commands for users in the documents. Pure functions of the text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SHELLS = ("sh", "bash", "console")
-# Beginnings of a command in running text. `make` alone is a word; with an argument it is a command.
+# Beginnings of commands in running text. `make` alone names the program; with an argument it is a command.
 PROGRAMS = r"(?:make|python|pip|torchrun|torchft|torchft_lighthouse|torchx|sbatch|kubectl|cd)"
 
 
@@ -39,7 +39,7 @@ def documents() -> dict[str, str]:
 
 
 def blocks(document: str, text: str) -> list[Block]:
-    """All fenced blocks. The language of one without a language is ``""``."""
+    """All fenced blocks. If a block names no language, its language is ``""``."""
     found: list[Block] = []
     heading, language, lines = "", None, []
     for line in text.splitlines():
@@ -72,9 +72,9 @@ def commands(document: str, text: str) -> list[Command]:
 
 
 def block_commands(text: str, console: bool = False) -> list[str]:
-    """The commands of a shell block. Continued lines and here-documents are one command; comments are none.
+    """The commands of a shell block, without comments. Continued lines and here-documents are one command.
 
-    In a `console` block only what follows a ``$`` is typed.
+    In a `console` block only lines after the prompt ``$`` are commands.
     """
     return list(_commands(text.splitlines(), console))
 

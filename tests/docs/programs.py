@@ -16,7 +16,7 @@ from unittest import mock
 
 from documents import ROOT
 
-# Programs of other projects: of their arguments only files of this repository are checked.
+# Programs of other projects. Of their arguments, only files of this repository are checked.
 FOREIGN = {"cat", "cd", "curl", "export", "kill", "kubectl", "mkdir", "openssl", "sbatch", "scancel", "show", "torchx"}
 FOREIGN |= {"docker", "git", "source", "umask", "wait"}
 
@@ -136,9 +136,9 @@ def _flags(program: str, help_text: str, words: list[str]) -> None:
 
 @lru_cache
 def _help_of_script(path: Path) -> str:
-    """Runs in this process, where torch is imported already. Further modules of an example may be missing.
+    """Runs a script's --help in this process, where torch is imported already. Other modules may be missing.
 
-    Empty for a script that takes no arguments, which would train.
+    Empty for a script without an argument parser, which would begin to train.
     """
     if "parse_args" not in path.read_text():
         return ""

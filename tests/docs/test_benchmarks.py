@@ -1,4 +1,4 @@
-"""The figures in the documents are those that were measured."""
+"""The figures in the documents are the measured ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import common
 import run
 
 FIGURES: dict[str, Any] = json.loads((ROOT / "docs" / "benchmarks.json").read_text())
-# Minimum number of rounds of a median, unless the row says that it is one run.
+# Minimum number of rounds of a median, except in rows marked as one run.
 FEWEST_ROUNDS = {"recovery": 10}
 
 
@@ -53,7 +53,7 @@ def test_each_row_has_the_rounds_that_it_promises(part: str) -> None:
         ([1.0, 2.0, 3.0, 4.0, 5.0], "3.00 [1.40, 4.60] s"),
     ],
 )
-def test_a_figure_says_how_many_runs_it_has_where_they_are_few(samples: list[float], text: str) -> None:
+def test_a_figure_of_few_runs_states_their_number(samples: list[float], text: str) -> None:
     assert common.Spread.of(samples).text(2, " s") == text
 
 
@@ -62,12 +62,12 @@ def test_every_part_was_measured() -> None:
 
 
 @pytest.mark.parametrize("part", FIGURES)
-def test_the_table_of_a_part_is_that_of_its_figures(part: str) -> None:
+def test_the_table_of_a_part_shows_its_figures(part: str) -> None:
     assert run.table(part, FIGURES[part]) in written(part)
 
 
 @pytest.mark.parametrize("part", FIGURES)
-def test_each_part_says_what_it_was_measured_against(part: str) -> None:
+def test_each_part_names_the_version_it_was_measured_with(part: str) -> None:
     measured = FIGURES[part]
     assert re.fullmatch(r"torchft(-nightly)? [0-9.]+", measured["upstream"])
     usual = re.split("[,;] ", written("machine").strip().removesuffix("."))

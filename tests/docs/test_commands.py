@@ -1,7 +1,7 @@
-"""Every command in the documents is known to its program. Those in shell blocks are run, or have a reason not to be.
+"""Every command in the documents is known to its program. Commands in shell blocks are run, or have a reason not to be.
 
-Sections of pages are run as they are, except for ports and the length of the training. Commands without a test here
-are in `CANNOT`, with the reason.
+Sections of pages are run unchanged, except for ports and the length of the training. Commands without a test here are
+listed in `CANNOT`, with the reason.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torchft.launch import process_tree
 
 COMMANDS = [command for document, text in documents().items() for command in commands(document, text)]
 
-# (document, heading) of sections, and how many of their first shell blocks a test below runs.
+# Sections (document, heading), and the number of their first shell blocks that a test below runs.
 RUN = {
     ("README.md", "Run a job"): 3,
     ("README.md", "By hand"): 2,
@@ -41,13 +41,13 @@ RUN = {
     ("docs/two_hosts.md", "Start the groups"): 2,
     ("docs/two_hosts.md", "Diagnosis of a hang"): 1,
 }
-# Patterns for commands of shell blocks that no test can run as they are, and the reason.
+# Patterns of commands in shell blocks that no test can run unchanged, and the reason.
 CANNOT = {
     r"make \S+( [A-Z]+=\S+)?": "installs into .venv and takes minutes; what the recipes start has tests of its own "
     "(test_train_*.py, test_torchft_toolchain.py, the suite itself)",
     r"pip install .*": "downloads, and builds for minutes; `make wheel` and test_torchft_toolchain.py do",
     r"python python/bench/.*": "takes minutes on an idle machine, and most parts install upstream",
-    r"python tests/process/chaos_faults\.py .*": "goes on for an hour; test_chaos.py runs the same faults",
+    r"python tests/process/chaos_faults\.py .*": "runs for an hour; test_chaos.py runs the same faults",
     r"cd go && go test \./sim/servers.*": "takes minutes; `make test` runs the first, `make test-all` the others",
     r".*torchtitan\.experiments.*": "needs torchtitan and eight GPUs; test_torchtitan.py drives it on a CPU",
     r"torchft waive .*": "needs groups that vanished; test_status.py and go/lighthouse, go/manager do",
@@ -59,7 +59,7 @@ CANNOT = {
 
 
 @pytest.mark.parametrize("command", [pytest.param(c, id=f"{c.document}: {c.text[:60]}") for c in COMMANDS])
-def test_the_program_knows_it(command: Command) -> None:
+def test_the_program_knows_the_command(command: Command) -> None:
     check(command.text)
 
 
@@ -78,7 +78,7 @@ def test_every_command_of_a_shell_block_is_run_or_has_a_reason() -> None:
     assert set(CANNOT) - used == set(), "reasons without a command"
 
 
-def test_no_command_hides_in_an_indented_block() -> None:
+def test_no_command_is_in_an_indented_block() -> None:
     assert {d: found for d, text in documents().items() if (found := indented_commands(text))} == {}
 
 
@@ -106,7 +106,7 @@ def needs(*programs: str) -> None:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """The environment of a shell where torchft and PyTorch are installed, in an empty directory with the
+    """The environment of a shell where torchft and PyTorch are installed, in a directory that contains only the
     training scripts.
     """
     for name in ("train_ddp.py", "python"):
@@ -144,7 +144,7 @@ def with_ports_of_our_own(script: str, *ports: str) -> str:
 
 
 def bash(script: str, folder: Path, environment: dict[str, str], seconds: float) -> str:
-    """Runs a script and returns its output. Its processes are ended in any case."""
+    """Runs a script and returns its output. Its processes are always ended."""
     script = "set -e -m\ntrap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n" + script
     log = folder / "output"
     process = process_tree.start(["bash", "-c", script], log, {**environment, "PWD": str(folder)}, cwd=folder)
@@ -192,7 +192,7 @@ def test_a_job_by_hand(terminal: dict[str, str], tmp_path: Path) -> None:
 
 @pytest.mark.slow  # test_torchft_run.py and tests/unit/cli have each of them
 @pytest.mark.timeout(280)
-def test_a_job_of_torchft_run_and_a_look_at_it(terminal: dict[str, str], tmp_path: Path) -> None:
+def test_a_job_of_torchft_run_and_its_status(terminal: dict[str, str], tmp_path: Path) -> None:
     activate, run, look = section("README.md", "Run a job")
     assert "--steps 5000" in run
     terminal["XDG_RUNTIME_DIR"] = str(tmp_path)
@@ -203,7 +203,7 @@ def test_a_job_of_torchft_run_and_a_look_at_it(terminal: dict[str, str], tmp_pat
         while not re.search(r"^group 0 .* training", log.read_text(), re.M):
             assert job.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
-        # If another job has the usual port, a free one is used. The typed commands find the usual port by themselves.
+        # If another job has the default port, a free one is used; the typed commands only know the default port.
         address = re.search(r"^lighthouse: (\S+)", log.read_text(), re.M)
         assert address
         if not address[1].endswith(":29510"):
@@ -219,7 +219,7 @@ def test_a_job_of_torchft_run_and_a_look_at_it(terminal: dict[str, str], tmp_pat
                 timeout=100,
             )
             said[command] = done.stdout + done.stderr
-            # The doctor may find a problem of this machine, and then exits with 1.
+            # The doctor exits with 1 if it finds a problem of this machine.
             assert done.returncode == 0 or (command == "torchft doctor" and done.returncode == 1), said
         assert re.search("group.*training|training", said["torchft status"]), said
         assert "joined" in said["torchft events"] or "quorum" in said["torchft events"], said
@@ -261,12 +261,12 @@ def test_ctrl_c_in_the_terminals_of_a_job(terminal: dict[str, str], tmp_path: Pa
                 time.sleep(0.05)
 
         def ctrl_c(process: subprocess.Popen[bytes], folder: Path) -> None:
-            os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to all foreground processes
+            os.killpg(process.pid, signal.SIGINT)  # to all foreground processes, like a terminal
             process.wait(60)
             until(lambda: not processes_of(folder), 60)
 
         def trains_with(groups: int, folder: Path) -> None:
-            """Waits for a step with this number of groups, from now on."""
+            """Waits for a new step with this number of groups."""
             seen = len((folder / "output").read_text())
             until(lambda: f" groups {groups}\n" in (folder / "output").read_text()[seen:])
 
@@ -295,7 +295,7 @@ def test_the_example_of_a_step(terminal: dict[str, str], tmp_path: Path) -> None
     assert first_weights == second_weights and float(first_loss) < 0.01
 
 
-@pytest.mark.slow  # tests/unit/test_security.py has all settings on
+@pytest.mark.slow  # tests/unit/test_security.py combines all settings
 @pytest.mark.timeout(280)
 def test_the_steps_that_protect_a_job(environment: dict[str, str], tmp_path: Path) -> None:
     needs("openssl", "curl", "bash")
@@ -306,12 +306,12 @@ def test_the_steps_that_protect_a_job(environment: dict[str, str], tmp_path: Pat
     assert re.search(r"Lighthouse listening on: https://", said), said
 
     status, _ = json.JSONDecoder().raw_decode(said[said.index("{\n") :])
-    assert status["members"] == [], "the training has ended, and both groups have said so"
+    assert status["members"] == [], "the training has ended, and both groups have printed that"
     assert re.search(r'nobody\\?" is not known', said), said
 
     first, second = ends(tmp_path)
     assert first["event"] == second["event"] == "end" and first["sha256"] == second["sha256"]
-    # One group fetched its first weights from the other, so both ends used the token.
+    # A group fetched its first weights from the other one, so both ends used the token.
     assert re.search(r'msg="torchft: a member healed" member=train_ddp_\d\S* step=0 bytes=\d{4}', said), said
 
 
@@ -319,9 +319,9 @@ def test_the_steps_that_protect_a_job(environment: dict[str, str], tmp_path: Pat
 @pytest.mark.slow  # test_hosts.py has groups on two hosts
 @pytest.mark.timeout(280)
 def test_two_hosts(environment: dict[str, str], tmp_path: Path) -> None:
-    """Two groups, and then one group over both hosts: as the page has it but for the address, and without a GPU.
+    """Two groups, and then one group over both hosts: the page's commands with other addresses, and without a GPU.
 
-    The two groups have `--min_replicas 2`, which the page offers: neither trains before the other one has started.
+    The two groups use the page's optional `--min_replicas 2`: neither trains before the other one has started.
     """
     (lighthouse,) = section("docs/two_hosts.md", "Start the lighthouse")
     settings, look = section("docs/two_hosts.md", "Set the addresses and interfaces")
@@ -333,7 +333,7 @@ def test_two_hosts(environment: dict[str, str], tmp_path: Path) -> None:
             script = (settings + script).replace("10.0.0.1", hosts.addresses[0])
             script = re.sub(r"train_ddp.py --steps \d+", f"{FOLLOWED} --steps 20", script)
             log = tmp_path / f"output-{len(started)}"
-            # The first group waits for the second one for as long as the test waits for both.
+            # The first group waits for the second one as long as the test waits for both.
             env = {**environment, "TORCHFT_QUORUM_TIMEOUT_SEC": "200"}
             process = process_tree.start([*hosts.command(host), "bash", "-ec", script], log, env, cwd=tmp_path)
             running.callback(process_tree.kill_tree, process)

@@ -14,7 +14,7 @@ from documents import ROOT, commands, documents
 from programs import check
 
 LINES = re.sub(r"\\\n\s*", "", (ROOT / "Dockerfile").read_text()).splitlines()
-# Files that it copies from the repository, to the same place.
+# Files that the Dockerfile copies from the repository, to the same path.
 COPIED = [source for line in LINES if line.startswith("COPY ") for source in line.split()[1:-1]]
 DOCKER = [
     command.text
@@ -24,7 +24,7 @@ DOCKER = [
 ]
 
 
-def test_what_it_copies_is_there_and_nothing_else_is_sent() -> None:
+def test_copied_files_exist_and_no_others_are_in_the_context() -> None:
     assert [source for source in COPIED if not (ROOT / source).exists()] == []
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert "*" in ignored
@@ -37,7 +37,7 @@ def test_go_is_new_enough() -> None:
     assert tuple(map(int, release.split("."))) >= tuple(map(int, least.split(",")))
 
 
-def test_its_arguments_are_those_of_the_page() -> None:
+def test_its_arguments_match_the_page() -> None:
     declared = {line.split()[1].partition("=")[0] for line in LINES if line.startswith("ARG ")}
     page = documents()["docs/integrations.md"]
     assert set(re.findall(r"^\| `([A-Z_]+)` \|", page, re.MULTILINE)) == declared
@@ -54,7 +54,7 @@ def test_commands_that_are_run_in_it_are_known() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_what_it_copies_is_enough_for_the_wheel(tmp_path: Path) -> None:
+def test_the_copied_files_suffice_for_the_wheel(tmp_path: Path) -> None:
     for source in COPIED:
         if (ROOT / source).is_dir():
             shutil.copytree(ROOT / source, tmp_path / source, ignore=shutil.ignore_patterns("*.so", "__pycache__"))

@@ -1,4 +1,4 @@
-"""Finding commands in a document: tables."""
+"""The search for commands in a document, as tables."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_commands_of_a_page() -> None:
     ]
 
 
-def test_in_a_console_block_only_what_follows_the_prompt_is_typed() -> None:
+def test_in_a_console_block_only_lines_after_the_prompt_are_commands() -> None:
     assert block_commands("$ make train\ngroup 0 trains\n$ make test\n", console=True) == ["make train", "make test"]
 
 
@@ -67,7 +67,7 @@ def test_commands_in_indented_blocks_are_found_so_that_they_can_be_refused() -> 
         "pip install -e '.[train]'",
     ],
 )
-def test_what_programs_know(command: str) -> None:
+def test_known_commands(command: str) -> None:
     check(command)
 
 
@@ -89,7 +89,7 @@ def test_what_programs_know(command: str) -> None:
         ("frobnicate", "what is 'frobnicate'?"),
     ],
 )
-def test_what_they_do_not_know(command: str, why: str) -> None:
+def test_unknown_commands(command: str, why: str) -> None:
     with pytest.raises(Unknown) as e:
         check(command)
     assert why in str(e.value)

@@ -1,11 +1,11 @@
-"""Each sentence of the README's first page has a comment behind it that names its evidence, and that evidence exists.
+"""Each sentence of the README's first page is followed by a comment that names its evidence, which exists.
 
 A comment reads ``<!-- shown by A, B -->``, with references of these kinds:
 
     tests/process/test_x.py::test_name    a test of pytest
     go/manager::TestName                  a test of a Go package
-    bench recovery                        a part of docs/benchmarks.json; the sentence's figures stand in its table
-    docs/gpu.md                           a file that says it at length, for what no test can show
+    bench recovery                        a part of docs/benchmarks.json; the sentence's figures are in its table
+    docs/gpu.md                           a page with the details, where no test is possible
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from documents import ROOT
 
 FIRST_PAGE = (ROOT / "README.md").read_text().partition("\n## Install\n")[0]
 SHOWN = re.compile(r"<!--\s+shown\s+by\s+(.+?)\s+-->", re.DOTALL)
-# The end of a sentence. A colon before a list or a picture is none.
+# The end of a sentence. A colon before a list or a picture does not end one.
 END = re.compile(r"[.!?](?:\s|$)")
 FIGURE = re.compile(r"(?<![\w.])(?:\d+\.\d+(?![\w.])|\d+(?= (?:ms|s)\b))")
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
@@ -26,7 +26,7 @@ LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 def sentences(page: str) -> list[tuple[str, list[str]]]:
     """Each sentence in running text, lists and the bodies of tables, with the references behind it."""
     page = re.sub(r"^```.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE)
-    page = re.sub(r"^(#.*|\|.*\|\n\|[-| ]+\|)$", "", page, flags=re.MULTILINE)  # headings, the heads of tables
+    page = re.sub(r"^(#.*|\|.*\|\n\|[-| ]+\|)$", "", page, flags=re.MULTILINE)  # headings, and header rows of tables
     found: list[tuple[str, list[str]]] = []
     for block in re.split(r"\n\s*\n|\n(?=[-*] )|\|", page):
         pieces = SHOWN.split(block)  # text, references, text, …
@@ -42,7 +42,7 @@ def sentences(page: str) -> list[tuple[str, list[str]]]:
 
 
 def missing(reference: str) -> str:
-    """Returns why a reference leads nowhere; empty if it is valid."""
+    """Returns the reason why a reference is invalid; empty if it is valid."""
     if reference.startswith("bench "):
         return "" if f"<!-- {reference[6:]}: written by run.py -->" in benchmarks() else "no such table"
     place, _, name = reference.partition("::")
@@ -97,14 +97,14 @@ def test_references(reference: str, why: str) -> None:
     assert missing(reference) == why
 
 
-def test_each_sentence_of_the_first_page_names_what_shows_it() -> None:
+def test_each_sentence_of_the_first_page_names_its_evidence() -> None:
     found = sentences(FIRST_PAGE)
     assert len(found) > 20
     assert [said for said, references in found if not references] == []
     assert {r: why for _, references in found for r in references if (why := missing(r))} == {}
 
 
-def test_its_figures_stand_in_the_tables_that_it_names() -> None:
+def test_its_figures_are_in_the_tables_that_it_names() -> None:
     checked, absent = 0, []
     for said, references in sentences(FIRST_PAGE):
         tables = "".join(table(reference[6:]) for reference in references if reference.startswith("bench "))

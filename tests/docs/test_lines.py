@@ -1,4 +1,4 @@
-"""The number of lines of each layer is the one that the pages state."""
+"""The pages state the actual number of lines of each layer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The site: links are valid, every page is in it, every name of the API exists; and MkDocs builds it,
-where installed.
-"""
+"""The site: links are valid, every page is in it, every name of the API exists. MkDocs builds it, if installed."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ def anchor(heading: str) -> str:
 
 
 @pytest.mark.parametrize(("document", "link"), LINKS)
-def test_the_link_leads_somewhere(document: str, link: str) -> None:
+def test_the_link_is_valid(document: str, link: str) -> None:
     target, _, place = link.partition("#")
     path = (ROOT / document).parent / target if target else ROOT / document
     assert path.exists()
@@ -38,8 +36,8 @@ def test_the_link_leads_somewhere(document: str, link: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.filterwarnings("default")  # TorchX's own
-def test_the_name_exists_and_says_what_it_is(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.filterwarnings("default")  # documented by TorchX
+def test_the_name_exists_and_has_a_docstring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name.startswith("torchft.torchx"):
         monkeypatch.setattr(sys, "path", [*sys.path, str(client_path("torchx"))])
     module, _, attribute = name.rpartition(".")

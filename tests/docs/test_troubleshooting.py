@@ -12,9 +12,7 @@ MESSAGES = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "troubleshooting.md").re
 
 
 def as_written(source: str) -> str:
-    """Returns the text of a source file with adjacent string literals joined, and escaped quotes as
-    they are printed.
-    """
+    """Returns the text of a source file with adjacent string literals joined and quotes unescaped."""
     joined = re.sub(r'"\s*(?:\+\s*)?f?"', "", source)
     return joined.replace('\\"', '"')
 

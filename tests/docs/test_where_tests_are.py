@@ -57,7 +57,7 @@ def test_each_source_has_its_tests() -> None:
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="a source distribution has no list of its files")
-def test_the_rows_name_what_exists() -> None:
+def test_the_rows_name_existing_files() -> None:
     sources = expected()
     for files, tests in rows():
         for pattern in files:

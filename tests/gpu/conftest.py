@@ -1,4 +1,4 @@
-"""Tests that need a CUDA device, most of them only one: `make test-gpu` runs them, and reports which did not run."""
+"""Tests that need CUDA devices, most of them one: `make test-gpu` runs them, and lists those that did not run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.gpu.report import Report
 
 _HERE = Path(__file__).parent
 
-# The process from which children are forked must not use the driver, not even to look for devices.
+# The process from which children are forked must not use the driver, not even to count devices.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
@@ -28,7 +28,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if _HERE not in item.path.parents:
             continue
         item.add_marker(pytest.mark.device)
-        # Warnings of PyTorch and NCCL about the host (no peer access, an old driver) are no failure of a test.
+        # Warnings of PyTorch and NCCL about the host (no peer access, an old driver) must not fail a test.
         item.add_marker(pytest.mark.filterwarnings("default"))
 
 
@@ -39,7 +39,7 @@ def store() -> TCPStore:
 
 @pytest.fixture(autouse=True)
 def own_stream() -> Iterator[None]:
-    """Gives each test a stream of its own, so that its queued work does not affect the next test."""
+    """Runs each test on a new stream, so that its queued work does not affect the next test."""
     with torch.cuda.stream(torch.cuda.Stream()):
         yield
     torch.cuda.synchronize()
@@ -47,6 +47,6 @@ def own_stream() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def fork_server() -> Iterator[None]:
-    """Starts processes of the test from one that has imported PyTorch: without it each takes 10 s to start."""
+    """Forks processes of the test from one that has imported PyTorch; otherwise each takes 10 s to start."""
     with with_fork_server():
         yield

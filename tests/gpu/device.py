@@ -1,4 +1,4 @@
-"""Shared by the tests on a device."""
+"""Helpers for tests on a device."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ DEVICE = torch.device("cuda", 0)
 
 MB = 1 << 20
 
-# The longest time of a host that does not wait for its device: a thread may be delayed.
+# The longest duration of a call that does not wait for the device, with some margin for a delayed thread.
 HOST_S = HELD_UP_S
-# How long a stream is busy in tests that distinguish such a host from one that waits: longer than any bound
-# of these tests.
+# How long a stream is busy in tests that show that a call does not wait: longer than any bound of these tests.
 BUSY_S = within(ABORT_S) + HELD_UP_S
 
 
 def busy(seconds: float) -> None:
     """Keeps the current stream busy for this long or somewhat longer."""
-    clock_hz = 2_000_000_000  # no present device has a faster clock
+    clock_hz = 2_000_000_000  # no device has a faster clock today
     torch.cuda._sleep(int(seconds * clock_hz))
 
 
@@ -34,12 +33,14 @@ def used_mb() -> float:
 
 
 def settled_mb() -> float:
-    """`used_mb`, without memory that this process has freed, and after the end of another process was accounted for."""
+    """`used_mb` without memory that this process has freed; waits until the driver has freed that of ended
+    processes.
+    """
     torch.cuda.synchronize()
     last, same = used_mb(), 0
     deadline = time.monotonic() + 10
     while same < 5 and time.monotonic() < deadline:
-        # In each turn, because shared memory is returned by a thread of its own.
+        # Repeated, because a separate thread returns shared memory.
         torch.cuda.ipc_collect()
         torch.cuda.empty_cache()
         time.sleep(0.05)
@@ -57,8 +58,8 @@ def wait_until(what: Callable[[], bool], seconds: float = 30) -> None:
 
 
 def needs_implementation(name: str) -> None:
-    """Skips where this PyTorch does not have that implementation of NCCL."""
+    """Skips the test if this PyTorch does not have that implementation of NCCL."""
     if name == "nccl2" and not hasattr(dist, "ProcessGroupNCCL2"):
-        import pytest  # imported here, because processes that a test starts do not have it
+        import pytest  # imported here, because processes that a test starts cannot import it
 
         pytest.skip("needs PyTorch >= 2.15, which has ProcessGroupNCCL2")

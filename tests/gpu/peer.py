@@ -1,4 +1,4 @@
-"""The worker's end of `torchft.process_group.isolated.cuda`, in a process of its own."""
+"""The worker's end of `torchft.process_group.isolated.cuda`, in a separate process."""
 
 from __future__ import annotations
 

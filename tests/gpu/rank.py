@@ -1,6 +1,6 @@
-"""One rank of a process group on a device, in a process of its own, controlled by commands on stdin.
+"""One rank of a process group on a device, as a process that is controlled by commands on stdin.
 
-Times are those of the monotonic clock, which all processes of a host share.
+Times are from the monotonic clock, which all processes of a host share.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tests.process.events import Commands, emit
 from torchft import process_group
 from torchft.process_group import reconfigure_with_store
 
-# Timeout of each operation, which is the only way in which NCCL notices the end of a peer.
+# Timeout of each operation. NCCL notices the end of a peer only by that.
 TIMEOUT = timedelta(seconds=10)
 CONNECT = timedelta(seconds=60)
 COUNT = 4 * MB
@@ -109,8 +109,8 @@ class Rank:
         return two_ranks.receive(self.group, wants, self.device, CONNECT)
 
     def begin(self, busy_s: float = 0.0) -> dict[str, Any]:
-        """Starts an allreduce on another thread, behind `busy_s` seconds of work on its stream. Answers
-        when it is queued.
+        """Starts an allreduce on another thread, behind `busy_s` seconds of work on its stream. Replies when it is
+        queued.
         """
         queued = threading.Event()
 

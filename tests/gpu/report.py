@@ -1,6 +1,4 @@
-"""A table of the tests in tests/gpu that ran, at the end of a run or in the file that GPU_REPORT names.
-A pytest plugin.
-"""
+"""A pytest plugin: prints a table of the tests in tests/gpu that ran, or writes it to the file GPU_REPORT."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ HERE = Path(__file__).parent
 
 @dataclass
 class Row:
-    """A file of tests.
+    """The row of a test file.
 
     Attributes:
         reasons: why tests were deselected or skipped, with their number.
@@ -52,7 +50,7 @@ def load(path: Path) -> list[Row]:
 
 
 def machine() -> str:
-    """The device and the versions that matter."""
+    """The names and versions of device and software."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,6 +1,6 @@
-"""Runs tests/gpu, each file in a process of its own, and prints a table of what ran: `make test-gpu`.
+"""Runs tests/gpu, each file in a separate process, and prints a table of the tests that ran: `make test-gpu`.
 
-A device error lasts until the process has ended, and would make all later tests in the process fail.
+After a device error, all later tests in the same process would fail.
 
     python -m tests.gpu.run [--limit S] [--total S] [--out FILE] [test_nccl.py ...]
 """
@@ -27,7 +27,7 @@ END_S = 5.0
 
 def main() -> int:
     args = _parse()
-    # Without a device no test runs: one process suffices to report that.
+    # Without a device no test runs, and one process suffices to report that.
     files = (args.files or sorted(report.HERE.glob("test_*.py"))) if devices() else [report.HERE]
     rows: list[report.Row] = []
     status = 0
@@ -55,7 +55,7 @@ def run(file: Path, limit_s: float) -> tuple[list[report.Row], int]:
         path = Path(folder) / "report.json"
         command = [sys.executable, "-m", "pytest", "-q", "-rs", "--durations=10", f"--timeout={limit_s:.0f}", str(file)]
         began = time.monotonic()
-        # A session of its own, so that workers end with it.
+        # A new session, so that workers end with it.
         child = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "GPU_REPORT": str(path)}, start_new_session=True)
         ended = ""
         try:
@@ -87,10 +87,10 @@ def run(file: Path, limit_s: float) -> tuple[list[report.Row], int]:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Run the tests that need a CUDA device.")
-    parser.add_argument("files", nargs="*", type=_file, metavar="FILE", help="of tests/gpu; default: all")
-    parser.add_argument("--limit", type=float, default=300, help="seconds for a file; default: 300")
-    parser.add_argument("--total", type=float, default=3600, help="seconds for all; default: 3600")
-    parser.add_argument("--out", help="write the table here, too")
+    parser.add_argument("files", nargs="*", type=_file, metavar="FILE", help="files of tests/gpu; default: all")
+    parser.add_argument("--limit", type=float, default=300, help="limit in seconds for a file; default: 300")
+    parser.add_argument("--total", type=float, default=3600, help="limit in seconds for all files; default: 3600")
+    parser.add_argument("--out", help="also write the table to this file")
     args = parser.parse_args()
     for name in ("limit", "total"):
         if getattr(args, name) <= 0:

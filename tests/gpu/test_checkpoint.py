@@ -23,7 +23,7 @@ TIMEOUT = timedelta(seconds=30)
 @pytest.mark.parametrize("snapshot", [None, False])
 @pytest.mark.parametrize("num_chunks", [0, 3])
 def test_a_state_on_the_device_arrives(num_chunks: int, snapshot: bool | None) -> None:
-    """Without a snapshot it is sent in the upstream format."""
+    """Without a snapshot the upstream format is used."""
     state = {
         "weights": torch.arange(1 << 20, dtype=torch.float32, device=DEVICE),
         "half": torch.ones(3, 5, dtype=torch.bfloat16, device=DEVICE).t(),
@@ -98,7 +98,7 @@ def test_tensors_on_the_device_are_received_in_place(caplog: pytest.LogCaptureFi
     assert "digest " in caplog.text
 
 
-def test_the_source_trains_on_while_its_state_is_copied() -> None:
+def test_the_source_continues_while_its_state_is_copied() -> None:
     state = torch.zeros(8 * _staging.BLOCK // 4, device=DEVICE)
     source, target = HTTPTransport(TIMEOUT, 0), HTTPTransport(TIMEOUT, 0)
     try:
@@ -122,8 +122,8 @@ def test_the_source_trains_on_while_its_state_is_copied() -> None:
         target.shutdown()
 
 
-def test_a_copy_under_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`close` returns only after the device has read the data that a reader was promised."""
+def test_close_waits_for_a_copy_in_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`close` returns only after the device has copied the data that a reader waits for."""
     source = torch.arange(4 * _staging.BLOCK, device=DEVICE, dtype=torch.int32).to(torch.uint8)
     expected = source.cpu()
     torch.cuda.synchronize()
@@ -138,9 +138,7 @@ def test_a_copy_under_way_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_state_on_the_device_over_gloo(store: TCPStore, in_place: bool) -> None:
-    """Gloo needs host memory: tensors that the target has on the device are filled from there, others
-    stay on the host.
-    """
+    """Gloo needs host memory, from which the target's tensors on the device are filled; other tensors stay there."""
     groups: list[ProcessGroup] = [ProcessGroupGloo(timeout=TIMEOUT) for _ in range(2)]
     connect(groups, store)
     state = {

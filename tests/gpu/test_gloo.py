@@ -53,7 +53,7 @@ def on_streams(call: Callable[[int], Any]) -> list[Any]:
     return on_ranks(RANKS, run)
 
 
-def test_allreduce_sees_what_the_stream_does(groups: list[ProcessGroup]) -> None:
+def test_allreduce_is_ordered_behind_the_stream(groups: list[ProcessGroup]) -> None:
     def rank(rank: int) -> list[float]:
         tensor = torch.full((1000,), float("nan"), device=DEVICE)
         busy(0.1)

@@ -19,7 +19,7 @@ from torchft.checkpointing._target import Target
 from torchft.checkpointing.pg_transport import PGTransport
 from torchft.process_group import ProcessGroup, ProcessGroupGloo
 
-WIDTH = 4096  # 67 MB a matrix, 805 MB in all
+WIDTH = 4096  # 67 MB per matrix, 805 MB in all
 
 
 def http(rank: Rank) -> CheckpointTransport[Any]:

@@ -49,7 +49,7 @@ def ones(count: int = 4) -> torch.Tensor:
 
 
 def kill(group: Any) -> None:
-    """Ends the worker as a driver or the kernel would kill it."""
+    """Kills the worker with SIGKILL, as the kernel would."""
     before = set(_children())
     worker = group._worker
     worker._server.kill(worker._number)
@@ -58,7 +58,7 @@ def kill(group: Any) -> None:
 
 
 def _children() -> list[str]:
-    """The process numbers of all workers."""
+    """The process ids of all workers."""
     server = torchft.process_group.isolated.standby.servers.get().pid
     with open(f"/proc/{server}/task/{server}/children") as file:
         return file.read().split()
@@ -155,7 +155,7 @@ def test_an_operation_past_its_deadline_ends_the_worker(group: Any) -> None:
     assert isinstance(group.errored(), RuntimeError)
 
 
-def test_twenty_kills_leave_device_memory_as_it_was(group: Any, store: TCPStore) -> None:
+def test_twenty_kills_leave_device_memory_unchanged(group: Any, store: TCPStore) -> None:
     tensor = ones(64 * MB // 4)
     group.allreduce([tensor], ReduceOp.SUM).wait()
     before = settled_mb()

@@ -1,4 +1,4 @@
-"""The loader in groups on one device, as threads: they end with the weights of one process, bit by bit."""
+"""The loader in groups on one device, as threads: they end with the weights of one process, bit for bit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def on_device(rank: Rank) -> torch.device:
 
 
 def own_stream(train: Any, rank: Rank) -> Any:
-    # Autograd has one thread per device, on which these groups would wait for each other: see test_training.py.
+    # Autograd has one thread per device, on which groups in one process would deadlock: see test_training.py.
     torch.cuda.set_device(DEVICE)
     with torch.cuda.stream(torch.cuda.Stream()), torch.autograd.set_multithreading_enabled(False):
         return train(rank)

@@ -1,5 +1,5 @@
-"""DiLoCo of a model on a device: its numbers equal those on a CPU, its backup is pinned, and a sync
-allocates no memory.
+"""DiLoCo of a model on a device: the results equal those on a CPU, the backup is in pinned memory, and a
+synchronisation allocates no memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LAYER = WIDTH * WIDTH * 4  # bytes
 
 
 def run(device: str, steps: int = 24, **settings: Any) -> tuple[nn.Sequential, OneGroup, int]:
-    """Returns the model, its Manager, and the peak memory of the last round beyond that between two syncs, in bytes."""
+    """Returns the model, its Manager, and the peak memory in bytes of the last round, above that between two rounds."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]).to(device)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -48,14 +48,14 @@ def test_numbers_and_memory(settings: dict[str, Any], layers: int) -> None:
     on_cpu, _, _ = run("cpu", **settings)
     for a, b in zip(on_device.parameters(), on_cpu.parameters()):
         torch.testing.assert_close(a.cpu(), b)
-    # The outer step's own arithmetic needs one layer, and a few scalars
+    # The arithmetic of the outer step needs memory for one layer and a few scalars
     assert most <= (layers + 1) * LAYER + (1 << 20)
     (_, read) = manager.state_fns["StreamingDiLoCoFragment_0"]
     backup = read()["original_parameters"]["weight"]
     assert backup.device.type == "cpu" and backup.is_pinned()
 
 
-def test_the_backup_is_where_it_is_asked_for() -> None:
+def test_the_backup_is_on_the_requested_device() -> None:
     _, manager, _ = run("cuda", steps=8, backup_device=torch.device("cuda"))
     (_, read) = manager.state_fns["StreamingDiLoCoFragment_0"]
     assert read()["original_parameters"]["weight"].device.type == "cuda"

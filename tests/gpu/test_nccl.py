@@ -1,6 +1,6 @@
-"""NCCL in this process, by PyTorch's older backend and its newer one.
+"""NCCL in this process, with PyTorch's legacy backend and its newer one.
 
-NCCL does not accept two ranks on one device, so there is one rank, and a busy stream stands for a hanging peer.
+NCCL does not accept two ranks on one device, so there is one rank, and a busy stream simulates a hanging peer.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def test_reconfiguring_leaves_no_memory_behind(group: ProcessGroupNCCL, store: T
     wait_until(lambda: settled_mb() < before + 64)
 
 
-def test_what_pytorch_is_told(group: ProcessGroupNCCL, implementation: str) -> None:
+def test_pytorch_gets_the_error_handling_setting(group: ProcessGroupNCCL, implementation: str) -> None:
     backend = group.parent._get_backend(DEVICE)
     if implementation == "nccl2":
         assert backend.name() == "nccl2" and backend.supports_reconfigure
@@ -121,4 +121,4 @@ def test_what_pytorch_is_told(group: ProcessGroupNCCL, implementation: str) -> N
     assert backend.options._timeout >= timedelta(days=1)
     group.set_timeout(timedelta(seconds=5))
     assert backend.options._timeout >= timedelta(days=1)
-    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ, "groups made later are not ours"
+    assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ, "groups made later are not torchft's"

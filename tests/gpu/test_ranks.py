@@ -1,4 +1,4 @@
-"""Two ranks in processes of their own: collectives, a killed peer, an abort, new peers.
+"""Two ranks, each in a separate process: collectives, a killed peer, an abort, new peers.
 
 NCCL refuses two ranks on one device, so those kinds need two devices; Gloo's ranks share one.
 """
@@ -90,7 +90,7 @@ def ranks(request: pytest.FixtureRequest, fork_server: None) -> Iterator[Ranks]:
         yield ranks
 
 
-def test_collectives_see_what_the_stream_does(ranks: Ranks) -> None:
+def test_collectives_are_ordered_behind_the_stream(ranks: Ranks) -> None:
     ranks.connect([0, 1])
     answers = ranks.do([0, 1], "collectives", [{"rank": 0}, {"rank": 1}])
     for rank, got in enumerate(answers):
@@ -113,7 +113,9 @@ def test_a_state_goes_from_one_rank_to_the_other(ranks: Ranks) -> None:
 
 
 def test_a_peer_is_killed_in_the_middle(ranks: Ranks) -> None:
-    """Its kernels are running. The survivor is told, continues alone, and then with another process as its peer."""
+    """Its kernels are running. The survivor gets an error, continues alone, and then with another process as its
+    peer.
+    """
     ranks.connect([0, 1])
     ranks.do([0, 1], "begin", [{}, {"busy_s": 3.0}])
     killed = time.monotonic()
@@ -145,8 +147,8 @@ def test_an_abort_ends_the_wait_for_a_peer(ranks: Ranks) -> None:
         ranks.connect([0, 1])
 
 
-def test_peers_come_and_go(ranks: Ranks) -> None:
-    """In either order, and alone. Repeating it ten times leaves the device memory unchanged."""
+def test_peers_join_and_leave(ranks: Ranks) -> None:
+    """Ten reconfigurations, in both orders of the ranks and alone, leave the used device memory unchanged."""
     for order in ([0, 1], [1, 0], [0], [1], [0, 1]):
         ranks.connect(order)
     before = settled_mb()

@@ -21,7 +21,7 @@ LONG_S = 20.0
 
 
 class Pair:
-    """The trainer's side of memory sharing in this process, and the worker's side in another one."""
+    """The trainer's end of shared memory in this process, and the worker's end in another process."""
 
     def __init__(self, queue: bool = False) -> None:
         context = multiprocessing.get_context("spawn")

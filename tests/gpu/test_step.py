@@ -1,4 +1,4 @@
-"""Properties of a step that only a real device shows, with one rank."""
+"""Properties of a step that only a real device can show, with one rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def group(store: TCPStore) -> ProcessGroupNCCL:
     return group
 
 
-def test_what_was_reduced_is_free_long_before_the_deadline(group: ProcessGroupNCCL) -> None:
+def test_reduced_tensors_are_freed_long_before_the_deadline(group: ProcessGroupNCCL) -> None:
     def step() -> None:
         group.allreduce([ones(1 << 20)], ReduceOp.SUM).wait()
 
@@ -43,7 +43,7 @@ def test_what_was_reduced_is_free_long_before_the_deadline(group: ProcessGroupNC
     group.shutdown()
 
 
-def test_a_synchronous_call_gives_a_work(group: ProcessGroupNCCL) -> None:
+def test_a_synchronous_call_returns_a_work(group: ProcessGroupNCCL) -> None:
     opts = dist.AllreduceOptions()
     opts.asyncOp = False
     tensor = ones()
@@ -61,7 +61,7 @@ def test_a_graph_that_captures_an_operation_is_refused_by_name(group: ProcessGro
     group.shutdown()
 
 
-def test_an_abort_ends_the_connection_with_a_peer_that_does_not_come() -> None:
+def test_an_abort_ends_connecting_to_an_absent_peer() -> None:
     """NCCL's first operation waits for the peer, and holds the lock that its abort needs."""
     from torchft.process_group.reconfigure import ReconfigureOptions
 
@@ -89,7 +89,7 @@ def test_an_abort_ends_the_connection_with_a_peer_that_does_not_come() -> None:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_memory_that_another_stream_reads_is_not_handed_out(shared: bool) -> None:
+def test_memory_that_another_stream_reads_is_not_reused(shared: bool) -> None:
     side = torch.cuda.Stream()
     trainer = cuda.TrainerEnd(lambda note, descriptor: None)
     tensor = ones(3 << 20)
@@ -106,7 +106,7 @@ def test_memory_that_another_stream_reads_is_not_handed_out(shared: bool) -> Non
 
 
 def test_an_operation_of_a_worker_past_its_deadline_is_never_a_success(store: TCPStore) -> None:
-    """PyTorch's watchdog in the worker aborts it, and its event then passes like any other: so the trainer
+    """PyTorch's watchdog in the worker aborts the operation, whose event then passes as after a success. So the trainer
     asks for errors.
 
     The trainer has the same deadline; either of the two may pass first.

@@ -1,6 +1,6 @@
 """Two replica groups on one device train with DDP and Adam; one fails and heals from the other's device memory.
 
-As threads, each with a stream of its own, so that nothing is ordered by the default stream, and as processes.
+The groups are threads, each with its own stream, so that the default stream orders nothing; or processes.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Training:
 
     def __call__(self, rank: Rank) -> dict[str, torch.Tensor]:
         torch.cuda.set_device(DEVICE)
-        # Autograd has one thread per device. On it the two groups would wait for each other: one in a backward pass
-        # that waits for an allreduce, the other for the thread.
+        # Autograd has one thread per device. The two groups would deadlock: one occupies the thread in a backward pass
+        # that waits for an allreduce, and the other one waits for the thread.
         with torch.cuda.stream(torch.cuda.Stream()), torch.autograd.set_multithreading_enabled(False):
             return self._train(rank)
 
@@ -110,14 +110,14 @@ def test_a_group_crashes_and_heals(kind: str, use_async_quorum: bool) -> None:
 
 
 def test_a_heal_in_the_upstream_format() -> None:
-    """As from and to upstream groups: without a snapshot, in chunks."""
+    """The same format as with upstream groups: without a snapshot, in chunks."""
     check(Training(lambda: HTTPTransport(DEADLINE, 3, False)), KINDS["gloo"])
 
 
 @pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize("kind", ["ProcessGroupGloo", "ProcessGroupBabyGloo"])
 def test_processes_one_of_which_is_killed(kind: str) -> None:
-    """The weights equal those of one plain loop."""
+    """The weights equal those of a plain loop without torchft."""
     kill_and_heal(1, wrap="ddp", device="cuda", kind=kind)
 
 

@@ -1,4 +1,4 @@
-"""A state that one rank sends to the other over their process group: the part of each rank, on any device."""
+"""The parts of two ranks in the transfer of a state over their process group, on any device."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def _state(device: torch.device, value: float) -> dict[str, Any]:
 
 
 def send(group: Any, wants: torch.device, device: torch.device, timeout: timedelta, busy: Callable[[], None]) -> None:
-    """Serves a state that is written just before, and is changed as soon as the transport allows it.
+    """Serves a state that was written just before, and changes it as soon as the transport allows that.
 
     Args:
-        group: of two ranks, this one is 0.
+        group: process group of two ranks; this one is rank 0.
         wants: the device on which the process group needs tensors.
-        device: of the state.
+        device: device that holds the state.
         busy: keeps the current stream busy.
     """
     state = _state(device, float("nan"))
@@ -48,7 +48,9 @@ def send(group: Any, wants: torch.device, device: torch.device, timeout: timedel
 
 
 def receive(group: Any, wants: torch.device, device: torch.device, timeout: timedelta) -> dict[str, Any]:
-    """Returns the values that rank 1 has then, and the names of the tensors that were not received in place."""
+    """Receives the state on rank 1. Returns its values, and the names of the tensors that were not received in
+    place.
+    """
     own = _state(device, 0.0)
     transport = PGTransport[Any](group, timeout, wants, lambda: own)
     got = transport.recv_checkpoint(0, transport.metadata(), STEP, timeout)

@@ -1,7 +1,7 @@
 """A job in one process: a real lighthouse, and a thread for each rank of the replica groups.
 
-Everything is as in production (sockets, Gloo, HTTP), except that a "crash" is a rank that drops its servers and
-connections without a word to anybody.
+All is as in production (sockets, Gloo, HTTP), except for a "crash": a rank closes its servers and connections without
+notifying any other process.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Rank:
         return self.manager
 
     def crash(self) -> None:
-        """Closes all servers and connections of this rank, as the end of its process would."""
+        """Closes all servers and connections of this rank; the end of its process has the same effect."""
         self.crashed = True
         self.pg.abort()
         assert self.manager is not None
@@ -77,7 +77,7 @@ class Rank:
 class Cluster:
     """Starts groups as threads, and ends them all."""
 
-    # Long, because liveness is waited for on a busy machine too; a crash is detected by its broken connection.
+    # Long, because heartbeats may be late on a busy machine; a crash is detected by its broken connection.
     join_timeout_ms: int = 30_000
     heartbeat_timeout_ms: int = 10_000
     min_replicas: int = 1
@@ -95,7 +95,7 @@ class Cluster:
         self._threads = ThreadPoolExecutor(max_workers=16, thread_name_prefix="rank")
 
     def start(self, loop: Callable[[Rank], T], group: int, world_size: int = 1) -> list[Future[T]]:
-        """Runs ``loop(rank)`` for every rank of a group, each on a thread of its own."""
+        """Runs ``loop(rank)`` for every rank of a group, each on a separate thread."""
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         ranks = [Rank(self, group, i, world_size, store, self.make_pg(group)) for i in range(world_size)]
         self.ranks += ranks
@@ -104,7 +104,7 @@ class Cluster:
         return loops
 
     def wait(self, gate: Gate) -> None:
-        """Waits until a loop opens the gate. Raises an error of a loop instead."""
+        """Waits until a loop opens the gate. Raises the error of a loop that fails before."""
         for future in self._loops:
             future.add_done_callback(lambda _: gate.open())
         gate.wait()
@@ -113,7 +113,7 @@ class Cluster:
                 future.result()
 
     def status(self) -> dict[str, Any]:
-        """The lighthouse's own status: which members are healthy, and which wait."""
+        """The lighthouse's status: the healthy members, and the waiting ones."""
         with urllib.request.urlopen(f"{self.lighthouse.address()}/status", timeout=10) as response:
             return json.load(response)
 
@@ -148,7 +148,7 @@ def _run(loop: Callable[[Rank], T], rank: Rank) -> T:
 
 
 def results(*groups: list[Future[T]]) -> list[T]:
-    """Returns what the loops returned. The first error of any loop is raised."""
+    """Returns the results of the loops. Raises the first error of a loop."""
     return [future.result(timeout=90) for group in groups for future in group]
 
 

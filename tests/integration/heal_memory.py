@@ -58,8 +58,8 @@ def check_heal(
     Args:
         make_pg: the process group of a group
         transport: the transport of a rank
-        devices: of the two groups
-        width: of the model
+        devices: device of each of the two groups
+        width: width of the model
         in_background: whether the quorum is asynchronous
         has_stepped: whether the second group's optimizer has a state; if not, it is allocated once
     """

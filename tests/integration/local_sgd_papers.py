@@ -1,6 +1,6 @@
-"""LocalSGD and streaming DiLoCo as their papers describe them: one process, plain loops over lists of numbers.
+"""LocalSGD and streaming DiLoCo, written from their papers: one process, plain loops over lists of numbers.
 
-Nothing here is torchft's or PyTorch's; a model is a list of fragments, a fragment an array.
+It uses neither torchft nor PyTorch; a model is a list of fragments, a fragment an array.
 
 - Stich, "Local SGD Converges Fast and Communicates Little", 2018 (arXiv:1805.09767), algorithm 1: K workers take SGD
   steps; after each H of them the parameters become their mean.
@@ -12,8 +12,9 @@ Nothing here is torchft's or PyTorch's; a model is a list of fragments, a fragme
   is sent at its time t_p and arrives tau inner steps later; the outer step is taken from theta_p of its last round;
   each worker goes on with alpha theta_i,p + (1 - alpha) theta_p.
 
-What the papers leave open and torchft defines: the order of the fragments is round robin; a round that failed puts
-the fragment's last global parameters back and is tried again; a worker that joins starts as a copy of another one.
+The papers do not define the following, so torchft does: the order of the fragments is round robin; after a failed round
+the fragment gets its last global parameters back, and the round is repeated; a joining worker starts as a copy of
+another one.
 """
 
 from __future__ import annotations
@@ -58,13 +59,13 @@ class Attempt:
 
 
 class DiLoCo:
-    """All workers of a job.
+    """A job with all of its workers.
 
     Args:
-        settings: of the job.
+        settings: settings of the job.
         start: the parameters that all workers begin with.
-        workers: their numbers.
-        gradient: of a worker's loss.
+        workers: numbers of the workers.
+        gradient: gradient of a worker's loss.
     """
 
     def __init__(self, settings: Settings, start: Parameters, workers: list[int], gradient: Gradient) -> None:
@@ -105,7 +106,7 @@ class DiLoCo:
 def local_sgd(
     start: Parameters, workers: list[int], gradient: Gradient, rounds: int, period: int, lr: float
 ) -> Parameters:
-    """Returns the mean that all workers have after some rounds."""
+    """Returns the mean parameters of all workers after some rounds."""
     mean = [p.copy() for p in start]
     for t in range(rounds):
         local = {worker: [p.copy() for p in mean] for worker in workers}
@@ -136,7 +137,7 @@ def two_layers(worker: int, t: int, inner: int, theta: Parameters) -> Parameters
 
 
 def batch(worker: int, t: int, inner: int, inputs: int, outputs: int) -> tuple[np.ndarray, np.ndarray]:
-    """The data of a worker in one inner step: a different function to learn for each worker, and noise."""
+    """The data of a worker in one inner step: noisy values of a function that differs between workers."""
     rng = np.random.default_rng([worker, t, inner])
     x = rng.standard_normal((4, inputs))
     target = np.tanh(x[:, :1] * (0.3 + 0.2 * worker)) * np.ones(outputs) + 0.1 * rng.standard_normal((4, outputs))

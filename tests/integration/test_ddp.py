@@ -24,7 +24,7 @@ WIDTH = 400  # 640 kB per layer: several buckets
 
 
 class Model(nn.Module):
-    """Layers that are registered in a different order than they are used."""
+    """Layers whose order of registration differs from their order of use."""
 
     def __init__(self, unused: bool = False) -> None:
         super().__init__()
@@ -44,7 +44,9 @@ def batch(step: int, group: int, micro: int = 0) -> torch.Tensor:
 
 
 def reference(micro_batches: int = 1) -> dict[str, torch.Tensor]:
-    """The same training in one plain loop: one group up to JOIN_AT, then a healing step, then two groups."""
+    """The same training in one plain loop: one group before JOIN_AT, then a step in which the second heals, then
+    both.
+    """
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -186,7 +188,7 @@ def _assert_equal(expected: dict[str, torch.Tensor], *states: dict[str, torch.Te
 
 
 class HeldWork:
-    """A collective that ends only when the test lets it."""
+    """A collective that ends only when the test ends it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -200,7 +202,9 @@ class HeldWork:
 
 
 def test_allreduces_overlap_with_backward(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No bucket's allreduce ends before backward has handed over the last bucket, and backward still ends."""
+    """The allreduces of all buckets are kept from ending until backward has passed the last one; backward still
+    ends.
+    """
     held: list[HeldWork] = []
 
     def loop(rank: Rank) -> None:

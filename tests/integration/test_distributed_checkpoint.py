@@ -25,7 +25,7 @@ pytestmark = [
 
 
 class Training(Stateful):
-    """A group's model and optimizer, as PyTorch's tutorial of torch.distributed.checkpoint writes it."""
+    """A group's model and optimizer, written like PyTorch's tutorial of torch.distributed.checkpoint."""
 
     def __init__(self, group: int) -> None:
         self.group = group
@@ -80,7 +80,7 @@ def run(folder: Path, start: int, steps: int) -> list[list[float]]:
         return results(*(cluster.start(train, group=group) for group in range(2)))
 
 
-def test_a_job_goes_on_where_its_checkpoint_was(tmp_path: Path) -> None:
+def test_a_job_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     """It resumes at the same step, and ends with the weights and moments of a job that was never interrupted."""
     halfway = run(tmp_path / "stopped", 0, 5)
     assert halfway[0] == halfway[1]

@@ -1,6 +1,4 @@
-"""A flipped bit in the weights or optimizer state of a group is found by the other groups, and healed
-if so configured.
-"""
+"""A flipped bit in the weights or optimizer state of a group is found by all groups, and healed if so configured."""
 
 from __future__ import annotations
 
@@ -162,8 +160,10 @@ def test_flipped_bits_are_healed(reported: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("crash", [8, 10, 11])
-def test_with_replay_a_group_heals_and_another_one_fails(crash: int, reported: list[Any]) -> None:
-    """Of four groups one differs from step 7 on, and one fails: in the step that finds it (10), or in one beside it."""
+def test_with_replay_a_group_heals_while_another_fails(crash: int, reported: list[Any]) -> None:
+    """Of four groups one differs from step 7 on. Another one fails at, just before, or just after step 10, which finds
+    the difference.
+    """
     settings = {"on_divergence": "heal", "replay_failed_step": True}
     training = Training([Flip(7, 1, 0, 20)], steps=7 + 2 * WITHIN, settings=settings, crashes={3: crash})
     run(training, groups=4)
@@ -187,7 +187,7 @@ def test_an_evicted_group_ends(reported: list[Any]) -> None:
 
 
 class _Own(ProcessGroupGloo):
-    """A process group of a user. With one, weights are not compared by default."""
+    """A user's own process group class, for which weights are not compared by default."""
 
 
 @pytest.mark.parametrize(("make_pg", "finds"), [(ProcessGroupGloo, True), (_Own, False)])

@@ -35,7 +35,7 @@ def test_the_loader_sends_its_workers_the_indices(num_workers: int) -> None:
     check(training, ended)
 
 
-def test_a_service_gives_each_rank_its_next_index() -> None:
+def test_a_service_returns_the_next_index_of_each_rank() -> None:
     seen: Counter[int] = Counter()
 
     def train(rank: Rank) -> torch.Tensor:
@@ -70,7 +70,7 @@ def test_a_service_gives_each_rank_its_next_index() -> None:
 def test_weights_with_8_4_2_1_and_4_groups_are_those_of_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups leave after the last step of a phase. The three that join for the last phase heal."""
     monkeypatch.setenv("MAX_WORKER_NUM", str(plain.MOST))
-    counts, steps = (8, 4, 2, 1, 4), 100  # of each phase
+    counts, steps = (8, 4, 2, 1, 4), 100  # number of groups in each phase
     ends = [threading.Barrier(count) for count in counts]
     three_more = Gate()
 

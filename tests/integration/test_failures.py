@@ -16,7 +16,8 @@ from torchft.manager import Manager
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    # The heartbeat timeout equals the timeout of collectives, so a faster detection is due to the broken connection.
+    # The heartbeat timeout is as long as the timeout of collectives: any faster detection comes from the broken
+    # connection.
     with Cluster(min_replicas=1, heartbeat_timeout_ms=30_000, join_timeout_ms=10_000) as built:
         yield built
 
@@ -28,8 +29,8 @@ def step(manager: Manager) -> tuple[bool, int]:
 
 
 def fail_in_a_step(cluster: Cluster, survivors: int) -> list[tuple[float, bool, list[tuple[bool, int]]]]:
-    """All groups commit a step and lose the last group in the next one. Returns how long the others took, and
-    how they continued.
+    """All groups commit a step, and the last group fails in the next one. Returns how long the others took, and their
+    further steps.
     """
     together, failed, ended = Gate(), Gate(), Gate()
 
@@ -45,7 +46,7 @@ def fail_in_a_step(cluster: Cluster, survivors: int) -> list[tuple[float, bool, 
         manager.wait_quorum()
         together.wait()
         assert manager._manager is not None
-        manager._manager.shutdown()  # the process group's connections stay open, as those of a stopped process do
+        manager._manager.shutdown()  # the process group's connections stay open, as if the process were stopped
         failed.open()
         ended.wait()
 
@@ -77,7 +78,7 @@ def test_survivors_of_a_silent_failure_continue_at_once(cluster: Cluster, surviv
         assert after == [(True, survivors)] * 3
 
 
-def test_failures_are_reported_to_subscribers_and_not_without_the_bus(cluster: Cluster) -> None:
+def test_failures_are_reported_to_subscribers_only_with_the_error_bus(cluster: Cluster) -> None:
     told: dict[int, list[MemberFailure]] = {0: [], 1: []}
     ready, ended = Gate(), Gate()
 

@@ -1,4 +1,4 @@
-"""A signal for one rank of a group makes all of its ranks leave after the same step. No group loses a step."""
+"""A signal for one rank drains its group: all of its ranks leave after the same step. No group loses a step."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ RANKS, AT, END = 2, 3, 9
 
 @pytest.fixture
 def cluster() -> Iterator[Cluster]:
-    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a test of a command may have left a handler
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a test of a command may have installed a handler
     with Cluster() as built:
         yield built
-    signal.signal(signal.SIGTERM, before)  # a group that left keeps its handler until the process ends
+    signal.signal(signal.SIGTERM, before)  # a drained group keeps its handler until the process ends
     signals._heeding.clear()
     signals._end_watch()
 
 
 def test_all_ranks_leave_after_the_same_step(cluster: Cluster) -> None:
-    """The signalled rank is not the one with the manager server. It runs on the main thread, as handlers do."""
+    """The signalled rank does not have the manager server. It runs on the main thread, which runs signal handlers."""
     ready = threading.Barrier(2 * RANKS)
     # no rank ends before the others have the result of their vote
     over = [threading.Barrier(RANKS), threading.Barrier(RANKS)]

@@ -1,4 +1,4 @@
-"""Groups that fail, join and lose steps end with the weights of one process, whatever fails."""
+"""Groups that fail, join and lose steps end with the weights of one process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def flat(model: nn.Module) -> torch.Tensor:
 
 
 def one_process() -> torch.Tensor:
-    """Trains on whole batches, each the mean over its samples, using nothing of torchft but the order."""
+    """Trains on whole batches, with the mean over the samples of each; torchft only provides the order."""
     plan, data, model = Plan(SAMPLES, **SETTINGS), dataset(), make_model()
     optimizer = make_optimizer(model)
     position = Position()
@@ -145,8 +145,8 @@ class Training:
 
 
 def check(training: Training, weights: list[Optional[torch.Tensor]], incomplete: frozenset[int] = frozenset()) -> None:
-    """Checks that all groups ended with the weights of one process, and that each committed step has each of
-    its samples once.
+    """Checks that all groups ended with the weights of one process, and that each committed step contains each of its
+    samples once.
 
     Args:
         incomplete: steps that a group committed before it failed in them.
@@ -222,13 +222,13 @@ LAST = 7  # the number of the last step
 
 
 @pytest.mark.parametrize("use_async_quorum", [True, False])
-def test_a_group_that_loses_the_last_step_heals_before_the_others_leave(use_async_quorum: bool) -> None:
+def test_a_group_that_loses_the_last_step_heals_before_the_others_end(use_async_quorum: bool) -> None:
     training = Training(start_with=3, settings={"use_async_quorum": use_async_quorum})
     training.events[1, 0, LAST] = lambda rank: "failed"
     with Cluster(min_replicas=3) as cluster:
         ended = results(*(cluster.start(training, group=group) for group in range(3)))
     check(training, ended, incomplete=frozenset({LAST}))
-    assert len(training.lost) <= 2  # its own failure, and the step in which it learns that there is no more data
+    assert len(training.lost) <= 2  # its own failure, and the step that shows it that there is no more data
 
 
 def plain(manager: Manager, net: nn.Module) -> nn.Module:
@@ -269,7 +269,7 @@ def test_wrapped_models_reduce_once_a_step(wrap: Callable[[Manager, nn.Module], 
         (wrapped_one_by_one, 2, 1, "break"),
     ],
 )
-def test_a_loop_that_leaves_a_unit_out_is_told_and_the_others_train_on_all_samples(
+def test_a_loop_that_skips_a_unit_gets_an_error_and_the_others_train_on_all_samples(
     wrap: Callable[[Manager, nn.Module], nn.Module], number: int, place: int, instead: str
 ) -> None:
     """Each group has three units in these steps."""
@@ -297,7 +297,7 @@ def test_a_spare_group_trains_along_with_weight_0() -> None:
 
 
 def test_a_group_at_another_position_heals() -> None:
-    """As after a restart from checkpoints that do not match: the first group's position is right."""
+    """As after a restart from checkpoints of different positions: the first group's position counts."""
 
     def restore(rank: Rank, loader: ElasticDataLoader) -> None:
         if rank.group == 1:
@@ -314,7 +314,7 @@ def test_a_group_at_another_position_heals() -> None:
 def refused(
     job: Training, newcomer: Callable[[Rank], object], **cluster_settings: Any
 ) -> tuple[list[Optional[torch.Tensor]], str]:
-    """Returns the state of a job after a group that does not fit has joined, and the error of that group."""
+    """Lets a group that does not fit join a job. Returns the state of the job, and the error of that group."""
     started = Gate()
 
     def join(rank: Rank) -> str:
@@ -375,7 +375,7 @@ def test_a_group_without_a_loader_is_refused_by_name() -> None:
     assert job.lost and all("and group_1:" in why for why in job.lost)
 
 
-def test_a_dataset_that_raises_in_one_group_costs_it_the_job_and_the_others_a_step() -> None:
+def test_a_dataset_error_ends_its_group_and_the_others_lose_a_step() -> None:
     class Broken(TensorDataset):
         def __getitem__(self, index: int) -> Any:
             if index % 2:
@@ -386,7 +386,7 @@ def test_a_dataset_that_raises_in_one_group_costs_it_the_job_and_the_others_a_st
 
     def fail(rank: Rank) -> str:
         with pytest.raises(ReadFailed, match=r"of batch 0 of epoch 0 could not be read: OSError: the disk"):
-            # Waits for the other group too: a quorum of its own would cost that one nothing.
+            # Waits for the other group, so that the failing group is in its quorum and costs it the step.
             Training(start_with=2, data=Broken(*dataset().tensors))(rank)
         rank.crash()
         return "failed"

@@ -1,4 +1,4 @@
-"""Between two steps a group is in no quorum, so heals and checkpoints contain what its loop does there."""
+"""Between two steps a group is in no quorum, so heals and checkpoints contain the changes that its loop makes there."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Scheduled:
                 return None
             if rank.group == 0 and number == 4:
                 self.restart.open()
-                rank.cluster.wait_for_waiters(1)  # it heals as soon as this group requests the next quorum
+                rank.cluster.wait_for_waiters(1)  # the other group heals as soon as this one requests the next quorum
             optimizer.zero_grad()
             for unit in step:
                 with unit.accumulate(net):
@@ -79,7 +79,7 @@ class Scheduled:
         return flat(net)
 
 
-def test_a_group_heals_with_what_the_others_did_after_their_last_step() -> None:
+def test_a_heal_contains_changes_after_the_last_step() -> None:
     """If the next quorum were requested as soon as a step is committed, the others would serve an
     outdated learning rate.
     """
@@ -93,7 +93,7 @@ def test_a_group_heals_with_what_the_others_did_after_their_last_step() -> None:
     assert job.rates == {step: {0.3 * 0.5**step} for step in range(STEPS)}
 
 
-def test_a_checkpoint_between_two_steps_is_of_one_step() -> None:
+def test_a_checkpoint_between_two_steps_is_consistent() -> None:
     job = Scheduled()
     with Cluster(min_replicas=1) as cluster:
         first = [cluster.start(job, group=group) for group in range(2)]
@@ -113,8 +113,8 @@ def once(what: str) -> Callable[[Rank], Optional[str]]:
 
 @pytest.mark.parametrize("groups", [(0, 1), (1,)])
 @pytest.mark.parametrize("step", [0, 3, STEPS - 1])
-def test_a_step_whose_optimizer_did_not_step_comes_again(step: int, groups: tuple[int, ...]) -> None:
-    """As with a GradScaler that has found infinities in all groups. A group that alone does not step heals."""
+def test_a_step_whose_optimizer_did_not_step_is_repeated(step: int, groups: tuple[int, ...]) -> None:
+    """This happens if a GradScaler finds infinities in all groups. If only one group does not step, it heals."""
     training = Training(start_with=2, events={(group, 0, step): once("left out") for group in groups})
     with Cluster(min_replicas=2) as cluster:
         ended = results(*(cluster.start(training, group=group) for group in range(2)))

@@ -1,4 +1,4 @@
-"""Loaders of a job that do not fit together: the errors name the cause, and the groups that are right train on."""
+"""Loaders of a job that do not fit together: the errors name the cause, and the other groups continue."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_group_whose_dataset_has_another_length_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(("field", "other"), [("length", 40), ("seed", 4), ("global_batch_size", 24)])
-def test_a_group_that_restores_a_position_of_other_data_is_told_and_the_others_train_on(field: str, other: int) -> None:
+def test_a_group_that_restores_a_position_of_other_data_gets_an_error(field: str, other: int) -> None:
     def restore(rank: Rank, loader: ElasticDataLoader) -> None:
         if rank.group == 1:
             loader.load_state_dict({**loader.state_dict(), field: other})
@@ -52,7 +52,7 @@ def test_a_group_that_restores_a_position_of_other_data_is_told_and_the_others_t
 
 
 def restored(first: Position, second: Position) -> tuple[Training, list[Optional[torch.Tensor]]]:
-    """Starts a job of two groups that begin at positions of their own."""
+    """Starts a job of two groups that begin at different positions."""
 
     def restore(rank: Rank, loader: ElasticDataLoader) -> None:
         position = (first, second)[rank.group]
@@ -62,7 +62,7 @@ def restored(first: Position, second: Position) -> tuple[Training, list[Optional
 
     def until_the_end(rank: Rank) -> Optional[torch.Tensor]:
         ended = job(rank)
-        rank.crash()  # ends as a process would
+        rank.crash()  # the group ends, as its process would
         return ended
 
     with Cluster(min_replicas=1) as cluster:
@@ -93,8 +93,8 @@ BEFORE_LAST = Position(LAST.epoch, LAST.batch - 1)
     ("first", "second"),
     [(BEFORE_LAST, Position()), (Position(1, 0), LAST), (LAST, BEFORE_LAST), (LAST, Position()), (BEFORE_LAST, LAST)],
 )
-def test_of_positions_that_do_not_belong_together_the_first_groups_is_right(first: Position, second: Position) -> None:
-    """Also in the last step of the training: the group that heals in it ends with the others."""
+def test_of_different_positions_the_first_groups_counts(first: Position, second: Position) -> None:
+    """Also in the last step of the training: a group that heals in it ends together with the others."""
     job, (one, other) = restored(first, second)
     assert one is not None and other is not None and torch.equal(one, other)
     assert batches(job) == rest_of(first)
@@ -105,8 +105,8 @@ def test_of_positions_that_do_not_belong_together_the_first_groups_is_right(firs
 @pytest.mark.parametrize(
     ("first", "second"), [(END, LAST), (LAST, END), (END, Position()), (BEFORE_LAST, END), (END, END)]
 )
-def test_a_group_that_was_restored_at_the_end_compares_before_it_leaves(first: Position, second: Position) -> None:
-    """It reduces nothing else, and the correct group may be the one at the end."""
+def test_a_group_that_was_restored_at_the_end_compares_before_it_ends(first: Position, second: Position) -> None:
+    """It has nothing else to reduce. The comparison is needed, because the group at the end may be the correct one."""
     job, (one, other) = restored(first, second)
     assert one is not None and other is not None and torch.equal(one, other)
     assert batches(job) == rest_of(first)

@@ -110,7 +110,7 @@ class Training:
 
 
 def agree(ended: list[Optional[Ended]]) -> tuple[int, int]:
-    """Checks that all groups that reached the end have the same weights and counts."""
+    """Checks that all groups that reached the end have equal weights and counts."""
     first, *others = [each for each in ended if each is not None]
     for other in others:
         torch.testing.assert_close(other.weights, first.weights, rtol=0, atol=1e-12)
@@ -178,7 +178,7 @@ def test_a_joining_group_continues_at_the_position_of_the_others(algorithm: Call
 
     def let_it_join(rank: Rank) -> None:
         join.open()
-        rank.cluster.wait_for_waiters(1)  # waits for the joining group, before this one averages
+        rank.cluster.wait_for_waiters(1)  # waits for the joining group before this group averages
 
     training = Training(algorithm, events={(0, PERIOD + 1): let_it_join})
     with Cluster() as cluster:

@@ -1,4 +1,4 @@
-"""LocalSGD and DiLoCo of real groups compared with the papers' algorithms (`local_sgd_papers.py`), number by number."""
+"""LocalSGD and DiLoCo of real groups; all numbers are compared with the papers' algorithms (`local_sgd_papers.py`)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Model(nn.Module):
 
 
 class Killed(Exception):
-    """A group that closed everything, as if its machine had lost power."""
+    """Ends the loop of a group that has closed all connections, as if its machine had lost power."""
 
 
 @dataclass
@@ -67,8 +67,8 @@ class Training:
     """The loop of each group.
 
     Attributes:
-        fault: called with (rank, where, attempt) before each call to the Manager of a round, and where it ends; a group
-            that is to fail raises Killed. `where` is "quorum", "send", "sent", "vote", "voted", "inner".
+        fault: called with (rank, where, attempt) before and after the calls to the Manager in a round; raises Killed in
+            a group that is to fail. `where` is "quorum", "send", "sent", "vote", "voted" or "inner".
     """
 
     settings: Settings
@@ -181,7 +181,7 @@ def assert_ends(ran: Ran, group: int, reference: papers.DiLoCo) -> None:
     ],
     ids=str,
 )
-def test_diloco_is_the_papers(settings: Settings, options: dict[str, Any]) -> None:
+def test_diloco_equals_the_papers(settings: Settings, options: dict[str, Any]) -> None:
     """Two groups over hundreds of inner steps. Both have the same global parameters, and local ones of their own."""
     rounds = max(40, -(-200 // settings.period))
     with Cluster(min_replicas=2) as cluster:
@@ -198,11 +198,11 @@ def test_diloco_is_the_papers(settings: Settings, options: dict[str, Any]) -> No
 
 
 def test_the_reference_moves_against_the_gradient() -> None:
-    """A check of the papers' sign by hand: one worker whose loss is theta^2 / 2, two rounds."""
+    """Checks the sign in the papers' algorithm by hand: one worker whose loss is theta^2 / 2, two rounds."""
     settings = Settings(fragments=1, period=1, inner_lr=0.1, outer_lr=0.5, momentum=0.9)
     reference = papers.DiLoCo(settings, [np.ones((1, 1))], [0], lambda worker, t, inner, theta: [theta[0]])
     reference.attempt(Attempt(senders=(0,)))
-    # 1 -> 0.9 inside; outer gradient 0.1, velocity 0.1: 1 - 0.5 * (0.1 + 0.9 * 0.1)
+    # inner step: 1 -> 0.9; outer gradient 0.1, velocity 0.1: 1 - 0.5 * (0.1 + 0.9 * 0.1)
     assert reference.theta[0].item() == pytest.approx(0.905)
     reference.attempt(Attempt(senders=(0,)))
     # outer gradient 0.0905, velocity 0.1805: 0.905 - 0.5 * (0.0905 + 0.16245)
@@ -210,7 +210,7 @@ def test_the_reference_moves_against_the_gradient() -> None:
 
 
 @pytest.mark.parametrize("period", [1, 4])
-def test_local_sgd_is_the_papers(period: int) -> None:
+def test_local_sgd_equals_the_paper(period: int) -> None:
     settings = Settings(fragments=3, period=period)
     rounds = 200 // period
     with Cluster(min_replicas=2) as cluster:
@@ -240,7 +240,7 @@ def shifted(rounds: int) -> papers.Gradient:
 
 @dataclass
 class Kill:
-    """Group 1 fails at some place of one of its rounds, and returns when group 0 has done some rounds alone."""
+    """Group 1 fails at a given point of a round, and returns after group 0 has done some rounds alone."""
 
     where: str
     attempt: int
@@ -274,7 +274,7 @@ def run_with_kill(settings: Settings, kill: Kill, rounds: int) -> tuple[Ran, Ran
 
 
 def replay(settings: Settings, survivor: Ran, kill: Kill) -> papers.DiLoCo:
-    """Runs the reference algorithm, given only which rounds group 0 committed and with how many groups."""
+    """Runs the reference algorithm, given the rounds that group 0 committed and their numbers of groups."""
     reference = papers.DiLoCo(settings, start_parameters(settings.fragments), [0, 1], two_layers)
     for number, (_, committed, participants) in enumerate(survivor.rounds):
         fails = number == kill.attempt
@@ -297,7 +297,7 @@ def replay(settings: Settings, survivor: Ran, kill: Kill) -> papers.DiLoCo:
         ("inner", 0),  # in its inner steps: the next quorum forms without it
         ("quorum", 0),
         ("send", 1),  # in the quorum, but never sends: the others lose this round
-        ("sent", None),  # its data may have been sent completely or not
+        ("sent", None),  # its data may or may not have been sent completely
         ("vote", None),
         ("voted", 0),
     ],
@@ -340,7 +340,7 @@ def test_a_group_joins_in_the_middle(delay: int) -> None:
         cluster.wait(ready)
         ran = results(*first, cluster.start(Training(settings, rounds), group=2))
     assert [p for _, _, p in ran[0].rounds] == [2] * join_at + [3] * (rounds - join_at)
-    # Who heals the new group is the quorum's choice
+    # The quorum chooses the source of the new group
     for source in (0, 1):
         reference = papers.DiLoCo(settings, start_parameters(settings.fragments), [0, 1], two_layers)
         for number in range(rounds):
@@ -353,7 +353,7 @@ def test_a_group_joins_in_the_middle(delay: int) -> None:
         assert_ends(ran[group], group, reference)
 
 
-def test_one_group_is_a_sync_ahead_when_another_fails() -> None:
+def test_one_group_is_a_synchronisation_ahead_when_another_fails() -> None:
     """Two synchronisations are in progress: group 0 has voted for one and requests the next, group 1 fails
     before its vote.
     """
@@ -379,7 +379,7 @@ def test_one_group_is_a_sync_ahead_when_another_fails() -> None:
 
 
 @pytest.mark.parametrize("delay", [0, 2])
-def test_a_round_that_one_group_spoils_is_lost_for_it_alone(delay: int) -> None:
+def test_a_round_that_one_group_votes_against_is_lost_for_that_group_only(delay: int) -> None:
     """It votes no after the average was complete, so it is behind and heals."""
     settings = Settings(fragments=2, period=3, delay=delay)
     spoiled = threading.Event()
@@ -404,7 +404,7 @@ def test_a_round_that_one_group_spoils_is_lost_for_it_alone(delay: int) -> None:
     assert_ends(b, 1, reference)
 
 
-def test_groups_with_other_models_are_told_before_anything_is_sent() -> None:
+def test_groups_with_other_models_get_an_error_before_tensors_are_sent() -> None:
     """The group that joins a running job must end. The running groups train on."""
     running = Gate()
 
@@ -467,5 +467,5 @@ def test_an_average_with_nan_is_counted_in_the_metrics_of_every_group(diloco: bo
 
     with Cluster(min_replicas=2) as cluster:
         ran = results(cluster.start(train, group=0), cluster.start(train, group=1))
-    # A NaN in DiLoCo's parameters persists, because the next average is one of differences from them.
+    # A NaN in DiLoCo's parameters persists, because the next average is computed from differences to them.
     assert ran == [[0, 1, 2, 2.0]] * 2 if diloco else [[0, 1, 1, 1.0]] * 2

@@ -1,4 +1,4 @@
-"""Groups of a job that use different implementations of NCCL: nothing is committed, and each says why."""
+"""Groups of a job that use different implementations of NCCL: no step is committed, and each error names the cause."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchft.process_group import ProcessGroup, ProcessGroupNCCL
 
 
 @pytest.mark.no_device
-def test_each_group_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_error_names_both_implementations(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_NONBLOCKING_TIMEOUT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

@@ -1,4 +1,4 @@
-"""Manager.allreduce(should_quantize=True) equals the plain one, except for the number of bytes and the rounding."""
+"""Manager.allreduce(should_quantize=True) is like a plain allreduce, except for the number of bytes and rounding."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_average_over_participants() -> None:
             assert outcome == ([4.0] * 5, [2.0] * 5)
 
 
-def test_a_failed_peer_costs_a_step_and_never_raises() -> None:
+def test_a_failed_peer_costs_a_step_and_raises_no_error() -> None:
     victim_ended = Gate()
 
     def survivor(rank: Rank) -> list[bool]:
@@ -96,7 +96,7 @@ def test_shapes_that_differ_between_groups_are_named() -> None:
             assert "float32[3]" in error and "float32[4]" in error
 
 
-def test_what_cannot_be_quantized_is_refused_at_once() -> None:
+def test_tensors_that_cannot_be_quantized_are_refused_at_once() -> None:
     def loop(rank: Rank) -> None:
         manager = rank.start_manager()
         state(manager)

@@ -1,6 +1,6 @@
-"""Groups fail in mid-step, and the survivors commit the same step, so no work is lost.
+"""Groups fail in mid-step, and the survivors commit the same step, so that no work is lost.
 
-Compared are the weights after a job with failures, and those of one plain loop over the batches of the groups that took
+The weights after a job with failures are compared with those of a plain loop over the batches of the groups that took
 part in each step.
 """
 
@@ -26,7 +26,7 @@ from torchft.optim import OptimizerWrapper
 from torchft.process_group import ManagedProcessGroup, ProcessGroupGloo
 
 STEPS = 7
-WIDTH = 300  # 360 kB a layer, in buckets of 400 kB: two buckets
+WIDTH = 300  # 360 kB per layer; two buckets of at most 400 kB
 BUCKET_MB = 0.4
 LR = 0.1
 CLIP = 0.01
@@ -50,7 +50,7 @@ def batch(step: int, group: int) -> torch.Tensor:
 
 def new_model() -> tuple[Model, torch.optim.Optimizer]:
     model = Model()
-    generator = torch.Generator().manual_seed(0)  # of its own: threads share the global one
+    generator = torch.Generator().manual_seed(0)  # not the global generator, which all threads share
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.uniform_(-0.05, 0.05, generator=generator)
@@ -79,7 +79,7 @@ class Outcome:
     """The results of one group's loop."""
 
     weights: dict[str, torch.Tensor]
-    commits: list[bool]  # of each call of should_commit
+    commits: list[bool]  # the result of each call of should_commit
     participants: list[list[int]]  # participants of each step that any group committed, from its first step on
     batches: int
     steps: list[int] = field(default_factory=list)  # the steps that were decided
@@ -108,7 +108,7 @@ class Job:
         # by step and quorum: the number of participants, as each group counted them
         self.committed: dict[int, dict[int, int]] = {}
         self.started = threading.Barrier(self.groups * self.world_size)
-        self.newcomers: list[list[Future[Any]]] = []  # the futures of groups that joined later
+        self.newcomers: list[list[Future[Any]]] = []  # futures of the groups that joined later
 
     def loop(self, rank: Rank) -> Optional[Outcome]:
         model, inner = new_model()
@@ -188,7 +188,7 @@ class Job:
             reduce, left = manager.allreduce, [int(place[len("bucket") :])]
 
             def allreduce(tensor: torch.Tensor, **more: Any) -> Any:
-                manager.wait_quorum()  # before that, the other groups would not have counted on this one
+                manager.wait_quorum()  # not earlier: the other groups must expect this one in the collective
                 if left[0] == 0:
                     rank.crash()
                 left[0] -= 1
@@ -218,7 +218,7 @@ class Job:
     def run(self, cluster: Cluster) -> list[Outcome]:
         started = [cluster.start(self.loop, group, self.world_size) for group in range(self.groups)]
         outcomes = [outcome for outcome in results(*started) if outcome is not None]
-        # the others may end before these have recorded that they participated in the last step
+        # the others may end before these groups have recorded the last step
         results(*self.newcomers)
         for outcome in outcomes:
             outcome.participants = self.history()[outcome.steps[0] :]
@@ -239,7 +239,7 @@ class _Instead:
 
 
 def lost_steps(outcome: Outcome, outcomes: list[Outcome]) -> set[int]:
-    """The steps that it lost, without those that other groups committed at once and whose state it took over."""
+    """The steps that the group lost, except those that other groups committed and whose state it took over."""
     uncommitted = {step for step, committed in zip(outcome.steps, outcome.commits) if not committed}
     at_once = {
         step
@@ -291,8 +291,8 @@ def test_a_failure_in_mid_step_costs_no_step(cluster: Cluster, groups: int, plac
     outcomes = job.run(cluster)
     check(job, outcomes)
     everybody, survivors = list(range(groups)), list(range(1, groups))
-    # After its vote the victim has reduced all there is, and mostly the others have too: they commit that. If its
-    # connections break while their last reduction is still under way, they reduce the step again without it.
+    # After its vote the victim has reduced everything, and usually the others have too: they commit the step. If its
+    # connections break while their last reduction is still in flight, they replay the step without it.
     with_victim = [3, 4] if place == "commit" else [3]
     assert outcomes[0].participants in [[everybody] * n + [survivors] * (STEPS - n) for n in with_victim]
 
@@ -315,7 +315,7 @@ def test_a_group_that_joins_in_the_quorum_of_a_replay(cluster: Cluster) -> None:
     def join(rank: Rank, manager: Manager, model: nn.Module, step: int) -> None:
         if rank.group == 1 and step == 3 and not job.newcomers:
             job.newcomers.append(cluster.start(job.loop, 5))
-            cluster.wait_for_waiters(1)  # it waits there before the others request the next quorum
+            cluster.wait_for_waiters(1)  # the joining group waits in the quorum before the others request it
 
     job = Job(3, failures={0: (3, "bucket0")}, then=join)
     outcomes = job.run(cluster)
@@ -332,7 +332,7 @@ def test_a_group_that_joins_in_the_quorum_of_a_replay(cluster: Cluster) -> None:
 
 
 def test_a_group_that_missed_a_commit_takes_over_its_state(cluster: Cluster) -> None:
-    """Its gradients are part of that commit. The quorum of its replay becomes that of its next step."""
+    """Its gradients are part of that commit. The quorum of its replay is used for its next step."""
 
     def miss(rank: Rank, manager: Manager, model: nn.Module, step: int) -> None:
         if rank.group == 0 and step == 3 and not missed:
@@ -354,7 +354,7 @@ def test_a_group_that_missed_a_commit_takes_over_its_state(cluster: Cluster) -> 
 
 
 @pytest.mark.parametrize("hook", [True, False])
-def test_clipping_belongs_into_a_hook(cluster: Cluster, hook: bool) -> None:
+def test_clipping_must_be_done_in_a_hook(cluster: Cluster, hook: bool) -> None:
     def clip(model: nn.Module) -> None:
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
 
@@ -366,7 +366,7 @@ def test_clipping_belongs_into_a_hook(cluster: Cluster, hook: bool) -> None:
     check(job, job.run(cluster), lost=0 if hook else 1, clip=True)
 
 
-def test_an_error_of_the_training_loop_is_no_reason(cluster: Cluster) -> None:
+def test_an_error_of_the_training_loop_is_not_replayed(cluster: Cluster) -> None:
     """The group that reports it computes the step again, and the others replay it together with that group."""
 
     def fail(rank: Rank, manager: Manager, model: nn.Module, step: int) -> None:
@@ -396,7 +396,7 @@ def test_spares_replace_failed_groups(cluster: Cluster) -> None:
     assert outcomes[0].participants == [[0, 1]] * 3 + [[1, 2]] * (STEPS - 3)
 
 
-def test_all_groups_must_announce_it(cluster: Cluster) -> None:
+def test_all_groups_must_announce_replay(cluster: Cluster) -> None:
     job = Job(3, failures={0: (3, "bucket0")}, settings=lambda group: dict(replay_failed_step=group != 2))
     check(job, job.run(cluster), lost=1)
 
@@ -426,7 +426,7 @@ def reduce_flat(rank: Rank, manager: Manager, model: nn.Module, step: int) -> No
     [
         pytest.param(PureDistributedDataParallel, None, 0, id="a gradient at a time"),
         pytest.param(explicit, reduce_each, 0, id="allreduce of each gradient"),
-        pytest.param(explicit, reduce_flat, 1, id="allreduce of a copy: what is copied back cannot be told"),
+        pytest.param(explicit, reduce_flat, 1, id="allreduce of a copy: the copy back is not observable"),
         pytest.param(
             lambda manager, model: DistributedDataParallel(manager, model, gradient_as_bucket_view=False),
             None,
@@ -450,7 +450,7 @@ def test_ways_to_reduce(cluster: Cluster, wrap: Any, then: Any, lost: int) -> No
     check(job, job.run(cluster), lost=lost)
 
 
-def test_a_quorum_that_is_waited_for(cluster: Cluster) -> None:
+def test_replay_with_a_synchronous_quorum(cluster: Cluster) -> None:
     job = Job(3, failures={0: (3, "bucket0")}, settings=lambda group: dict(use_async_quorum=False))
     check(job, job.run(cluster))
 
@@ -461,6 +461,6 @@ def test_all_ranks_of_a_group_replay(cluster: Cluster) -> None:
     check(job, job.run(cluster))
 
 
-def test_max_retries_counts_steps_that_are_lost(cluster: Cluster) -> None:
+def test_max_retries_counts_lost_steps(cluster: Cluster) -> None:
     job = Job(3, failures={0: (3, "bucket0"), 1: (3, "replay")}, settings=lambda group: dict(max_retries=0))
     check(job, job.run(cluster))

@@ -1,4 +1,4 @@
-"""reproducible_reduction: groups that fail, join and lose steps end with the very bits of one process."""
+"""reproducible_reduction: groups that fail, join and lose steps end with exactly the bits of one process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from torchft.process_group import ProcessGroup, ProcessGroupGloo
 def one_process(
     largest: Callable[[Position], float] = lambda position: 1.0, device: Optional[torch.device] = None
 ) -> torch.Tensor:
-    """Trains on the same units in one process with exact sums, without a Manager, a loader or a group."""
+    """Trains on the same units in one process with exact sums, without Manager, loader and groups."""
     plan, data, model = Plan(SAMPLES, **SETTINGS), dataset(), make_model().to(device)
     optimizer = make_optimizer(model)
     total = ExactSum(model.named_parameters(), plan.num_units(Position()))
@@ -146,9 +146,7 @@ def test_a_group_with_other_scales_heals() -> None:
 
 
 def growing(position: Position) -> float:
-    """A scale that first grows so much that gradients do not fit, and then shrinks so that few of
-    their bits are left.
-    """
+    """A factor that grows so much that gradients do not fit, and then shrinks so that few of their bits are left."""
     return 2.0**30 if position.batch == 2 else 1.0
 
 
@@ -219,7 +217,7 @@ def test_gradients_that_do_not_fit_are_repeated_in_the_same_step(group_size: int
 
 
 @pytest.mark.parametrize("step", [0, 3])
-def test_a_rank_without_the_sum_keeps_those_of_its_group_from_another_pass(step: int) -> None:
+def test_a_rank_without_the_sum_prevents_another_pass_of_its_group(step: int) -> None:
     """In step 0 its peers would do another pass, and wait for it there."""
     ranks = Ranks(2, fails=(1, step))
     ended, expected = ranks.run(), one_process(growing)
@@ -246,13 +244,13 @@ def test_gradients_that_differ_from_pass_to_pass_cost_the_step() -> None:
     assert passes == [False, True, True, True]
 
 
-def test_a_sum_of_another_number_of_units_is_not_that_of_the_batch() -> None:
+def test_a_sum_of_another_number_of_units_is_refused() -> None:
     def do(manager: Manager) -> None:
         net, loader = make_model(), ElasticDataLoader(manager, dataset(), **SETTINGS)
         for unit in next(loader):
             with unit.accumulate(net):
                 backward(manager, unit, net)
-        loader.load_state_dict({**loader.state_dict(), "batch": 3})  # as after a heal to this position
+        loader.load_state_dict({**loader.state_dict(), "batch": 3})  # simulates a heal to this position
         with pytest.raises(SamplesDiffer, match="6 units were reduced, 3 belong to the batch"):
             loader.verify()
 
@@ -355,14 +353,12 @@ FIRST = Plan(SAMPLES, **SETTINGS).share(Position(), 0, 1).units[0].indices
         (also_as_floats, ValueError, "a sum of torch.float32 has other bits with other groups"),
     ],
 )
-def test_what_would_not_be_reproducible_is_refused(
-    alone: Cluster, body: Any, error: type[Exception], match: str
-) -> None:
+def test_irreproducible_settings_are_refused(alone: Cluster, body: Any, error: type[Exception], match: str) -> None:
     with pytest.raises(error, match=match):
         tried(alone, train_one(body))
 
 
-def test_a_step_that_was_not_trained_to_its_end_is_lost(alone: Cluster) -> None:
+def test_a_step_with_missing_units_is_lost(alone: Cluster) -> None:
     def do(manager: Manager) -> None:
         net = make_model()
         step = next(ElasticDataLoader(manager, dataset(), **SETTINGS))

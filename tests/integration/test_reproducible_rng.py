@@ -20,7 +20,7 @@ from torchft.data import ElasticDataLoader
 
 GROUPS = 3
 FAILS_AT, JOINS_AT = 2, 4
-# Groups are threads, which share one generator of each kind. As processes they would have their own.
+# Groups are threads, which share the generators. As processes they would have their own.
 _NUMBERS = threading.Lock()
 
 
@@ -40,7 +40,7 @@ class Augmented(Dataset):
 
 @dataclass
 class Training:
-    """Each group draws further numbers of its own between two units."""
+    """Each group draws further random numbers between two units."""
 
     restart: Optional[Gate] = None
     reproducible_rng: bool = True
@@ -95,7 +95,7 @@ def one_group(**settings: Any) -> torch.Tensor:
     return ended
 
 
-def test_groups_that_fail_and_join_end_with_the_bits_of_one() -> None:
+def test_groups_that_fail_and_join_end_with_the_bits_of_one_process_with_random_numbers() -> None:
     training = Training(restart=Gate())
     with Cluster(min_replicas=2) as cluster:
         first = [cluster.start(training, group=group) for group in range(GROUPS)]
@@ -106,4 +106,4 @@ def test_groups_that_fail_and_join_end_with_the_bits_of_one() -> None:
     assert sum(weights is not None for weights in ended) == GROUPS
     assert all(weights is None or torch.equal(weights, alone) for weights in ended)
     assert set.union(*training.groups_of_units.values()) == {0, 1, 2}
-    assert not torch.equal(one_group(reproducible_rng=False), alone), "no random number mattered"
+    assert not torch.equal(one_group(reproducible_rng=False), alone), "the random numbers had no effect"

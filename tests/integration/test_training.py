@@ -1,4 +1,4 @@
-"""A small training loop with a real lighthouse, through all events of a job."""
+"""A small training loop with a real lighthouse, and all kinds of events in a job."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.mark.parametrize("joining", [1, 2])
-def test_up_to_date_groups_help_to_heal(monkeypatch: pytest.MonkeyPatch, joining: int) -> None:
-    """Groups that join later are assigned one of two groups, and both serve a part of the state."""
+def test_up_to_date_groups_are_additional_sources(monkeypatch: pytest.MonkeyPatch, joining: int) -> None:
+    """Each group that joins later is assigned one of two sources, and both serve a part of the state."""
     monkeypatch.setattr(_receive, "_HELP_AFTER", 0.0)
     served: dict[int, int] = {}
     heard_done = http_transport._Handler._heard_done
@@ -123,7 +123,7 @@ def test_up_to_date_groups_help_to_heal(monkeypatch: pytest.MonkeyPatch, joining
         sums = results(*first, *(cluster.start(train, group=2 + i) for i in range(joining)))
     assert len(set(sums)) == 1
     ports = [transport._server.server_port for transport in transports[:2]]
-    assert all(served.get(port, 0) > 0 for port in ports), "both gave some of it"
+    assert all(served.get(port, 0) > 0 for port in ports), "both served a part"
 
 
 def test_init_sync_makes_groups_equal() -> None:
@@ -131,11 +131,11 @@ def test_init_sync_makes_groups_equal() -> None:
         loop = Loop()
         a, b, c = results(*(cluster.start(loop, group=group) for group in range(3)))
     assert a == b == c
-    # step 0: the primary's gradient alone, over all three; then the average of 1, 2 and 3
+    # step 0: the primary's gradient alone, divided by three; then the average of 1, 2 and 3
     assert loop.history[0, 0] == [(step, True, 3) for step in range(STEPS)]
 
 
-def test_without_init_sync_everybody_counts_from_the_start() -> None:
+def test_without_init_sync_all_groups_participate_from_the_start() -> None:
     with Cluster(min_replicas=2) as cluster:
         a, b = results(*(cluster.start(Loop(settings={"init_sync": False}), group=group) for group in range(2)))
     assert a == [STEPS * 1.5] * 4 and b == [1 + STEPS * 1.5] * 4
@@ -182,7 +182,7 @@ def test_two_ranks_a_group_commit_together() -> None:
     assert ends[0] == ends[2] and ends[1] == ends[3] and ends[0] != ends[1]
 
 
-def test_one_rank_that_votes_no_stops_its_group_and_nobody_else() -> None:
+def test_one_rank_that_votes_no_stops_only_its_group() -> None:
     with Cluster(min_replicas=2) as cluster:
 
         def spoil(rank: Rank) -> None:
@@ -208,7 +208,7 @@ def test_one_rank_that_votes_no_stops_its_group_and_nobody_else() -> None:
         assert [committed for _, committed, _ in loop.history[0, rank]] == [True] * STEPS
 
 
-def test_load_that_fails_is_the_healing_groups_own_problem(cluster: Cluster) -> None:
+def test_a_load_that_fails_affects_only_the_healing_group(cluster: Cluster) -> None:
     """The group that cannot load reports an error and does not commit. The source continues, and the
     next heal succeeds.
     """
@@ -230,11 +230,11 @@ def test_load_that_fails_is_the_healing_groups_own_problem(cluster: Cluster) -> 
     assert len(attempts) == 2
     assert loop.errors == {1: ["size mismatch for layer.weight"]}
     assert loop.history[1, 0][0] == (3, False, 1)
-    assert loop.begun[1][:2] == [0, 0]  # after the failure it was again at the step of its own weights
+    assert loop.begun[1][:2] == [0, 0]  # after the failure it is still at the step of its own weights
     assert [committed for _, committed, _ in loop.history[0, 0]] == [True] * STEPS
 
 
-def test_survivors_of_many_need_no_join_timeout() -> None:
+def test_many_survivors_do_not_wait_for_the_join_timeout() -> None:
     """Only the neighbours of a failed group see its connection break. Their abort breaks the
     connections of the others.
     """
@@ -257,12 +257,12 @@ def test_survivors_of_many_need_no_join_timeout() -> None:
         ends = results(*(cluster.start(loop, group=group) for group in range(4)))
     assert ends[0] == ends[1] == ends[2]
     for group in range(3):
-        # The timeouts of the collective and of joining are longer.
+        # Both the timeout of the collective and the join timeout are longer.
         assert committed[group] - crashed[0] < within(KILL_S)
         assert (5, True, 3) in loop.history[group, 0]
 
 
-def test_reported_error_does_not_hold_up_the_peers() -> None:
+def test_a_reported_error_does_not_delay_the_peers() -> None:
     with Cluster(min_replicas=2) as cluster:
         loop, spoiled = Loop(), threading.Event()
 
@@ -289,9 +289,7 @@ def test_reported_error_does_not_hold_up_the_peers() -> None:
 
 
 def test_late_peer_does_not_write_into_the_next_step() -> None:
-    """Group 0 aborts a collective and continues with the same memory. Group 1, which is late, must lose
-    the step as well.
-    """
+    """Group 0 aborts a collective and continues with the same memory. Group 1, which is late, must lose the step."""
     late, ended = Gate(), Gate()
 
     def loop(rank: Rank) -> list[Any]:
@@ -380,7 +378,7 @@ def manager_of(lighthouse_addr: str) -> Manager:
     )
 
 
-def test_lighthouse_that_is_not_there() -> None:
+def test_a_missing_lighthouse() -> None:
     with socket.create_server(("localhost", 0)) as taken:
         port = taken.getsockname()[1]
     with pytest.raises(RuntimeError, match=rf"http://localhost:{port}.*1s"):
@@ -445,7 +443,7 @@ def test_shutdown_ends_a_quorum_that_waits(cluster: Cluster) -> None:
 
 
 def test_shutdown_leaves_nothing() -> None:
-    # Operations of Gloo that were never woken when other tests' groups failed end at their timeout.
+    # Gloo operations of other tests may still sleep until their timeout, if their group failed and they were not woken.
     assert reaper.drain(timeout_sec=60)
     before = {thread.name for thread in threading.enumerate()}
     with Cluster(min_replicas=2) as cluster:

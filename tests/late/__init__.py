@@ -1,8 +1,8 @@
 """A test accelerator whose work is late on purpose: device "late", on PyTorch's PrivateUse1.
 
-What is queued on it runs on other threads, later: after the call has returned, and as much later as a test wants. What
-mistakes "queued" for "finished" then reads NaN or old values here, as it would now and then on a GPU. A test gets it as
-a fixture, a child process by `load()`:
+Work that is queued on it runs on other threads, after the call has returned, and with any delay that a test chooses.
+Code that mistakes "queued" for "finished" reads NaN or old values here, which on a GPU happens only rarely. A test gets
+the device as a fixture, a child process by `load()`:
 
     def test_x(late):                       # tests/late/conftest.py; ends holds and delays after the test
         x = torch.ones(3, device="late")    # at once; y == 2 comes later
@@ -19,14 +19,14 @@ When work runs:
     late.hold(stream), late.release(stream) stop and go on; without a stream: all, also those that are made later
     late.held(stream)                       both, as a context
     late.step(stream, n)                    a held stream runs n tasks more
-    late.delays(seed, lo_us, hi_us)         each task waits for so long, drawn from the seed; delays(0, 0, 0) ends it
-    late.lazy(us)                           nothing runs before a host waits for it, or so long has passed; lazy(0)
+    late.delays(seed, lo_us, hi_us)         each task waits for a random time from the seed; delays(0, 0, 0) ends that
+    late.lazy(us)                           tasks run when a host waits for them, or after this time; lazy(0) ends that
     late.enqueue(function, stream)          calls a Python function in the order of a stream
     late.host_timeout_ms(ms)                a host that waits for longer (for a held stream) gets an error; 60 s
     late.stats()                            counts, and which operators ran synchronously since their shape is data
 
-Streams and events are `torch.Stream("late")` and `torch.Event`, or those of `torch.accelerator`; `torch.late` is what
-`torch.cuda` is to CUDA. LATE_DEVICES (read when loaded; 4) says how many devices there are: "late:0" and so on.
+Streams and events are `torch.Stream("late")` and `torch.Event`, or those of `torch.accelerator`; `torch.late`
+corresponds to `torch.cuda`. LATE_DEVICES (read when loaded; 4) is the number of devices: "late:0" and so on.
 Memory has an address that the CPU cannot read: SIGSEGV. A freed block is handed out again at once, in the order of the
 stream that it was allocated on; `record_stream` keeps it from that. It is NaN from then until written: a free itself
 writes nothing, as on CUDA.
@@ -63,7 +63,7 @@ def torch_version() -> tuple[int, int]:
 
 
 def load() -> ModuleType:
-    """The device, registered with PyTorch in this process, and built if nobody has yet."""
+    """Returns the device, registered with PyTorch in this process; builds it first if necessary."""
     from tests.late import device
 
     return device

@@ -16,7 +16,8 @@ import torch
 
 SOURCES = Path(__file__).parent / "csrc"
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "late"
-# -O1 compiles in two thirds of the time of -O2. The tests stay as fast: most of their time is spent inside PyTorch.
+# -O1 compiles in two thirds of the time of -O2. The tests are as fast, because they spend most of their time in
+# PyTorch.
 FLAGS = ("-O1", "-std=c++20", "-fPIC", "-fvisibility=hidden", "-w")
 UNITS = ("late", "backend")
 LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
@@ -71,7 +72,7 @@ def _run(commands: Iterable[list[str]]) -> None:
     """Runs the commands in parallel, and waits for all of them.
 
     Raises:
-        RuntimeError: one failed; with the end of its error output.
+        RuntimeError: a command failed; the message has the end of its error output.
     """
     running = [
         subprocess.Popen(

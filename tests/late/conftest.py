@@ -1,8 +1,8 @@
 """The fixture `late`: the test accelerator, for one test.
 
-These tests run in a process of their own (`pytest tests/late`, and as a part of `make test`), because a device is
+These tests run in a separate process (`pytest tests/late`, and as a part of `make test`), because a device is
 registered for the whole process, and other tests need a host without a device. They require the newest PyTorch. If they
-are left out, one line reports that.
+are deselected, one line reports that.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def late() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="session")
 def job_server() -> Iterator[None]:
-    """Children of `processes.Job` are forked from a process that has imported PyTorch, as in tests/process."""
+    """Makes children of `processes.Job` fork from a process that has imported PyTorch, as in tests/process."""
     if os.environ.get("FORK_SERVER") == "0":
         yield
         return

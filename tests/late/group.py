@@ -39,9 +39,10 @@ def backend(
     """A backend of torch.distributed with NCCL's rules; it reads NCCL's environment variables.
 
     Args:
-        timeout: PyTorch's own, of an operation.
-        blocking: connecting returns when it is done; else the first operation waits for that.
-        reconfigurable: the second form, which revokes instead of aborting, and gets its peers by `reconfigure`.
+        timeout: PyTorch's own timeout of an operation.
+        blocking: whether creating it waits until it is connected; else the first operation waits for that.
+        reconfigurable: whether it is the second form, which revokes instead of aborting and gets peers by
+            `reconfigure`.
     """
     return _device.C.backend(store, rank, world_size, timeout.total_seconds(), blocking, reconfigurable)
 
@@ -59,7 +60,7 @@ class _Nccl:
         return SimpleNamespace(config=SimpleNamespace(blocking=1), _timeout=timedelta(minutes=10))
 
     def __call__(self, store: Store, rank: int, world_size: int, opts: SimpleNamespace) -> Backend:
-        # Torchft makes the newer one so that it can be reconfigured, else PyTorch's would abort.
+        # torchft creates the newer backend as reconfigurable; otherwise PyTorch's would abort.
         assert self._reconfigurable == getattr(opts, "enable_reconfigure", False)
         return backend(
             store,
@@ -106,17 +107,17 @@ def together(
     make: Callable[[], G] = ProcessGroupLate,  # type: ignore[assignment]
     timeout_s: float = 60.0,
 ) -> list[R]:
-    """Calls `function(rank, group)` for all ranks of a group, each on a thread with a device of its own.
+    """Calls `function(rank, group)` for all ranks of a group, each on a thread with its own device.
 
     Args:
-        make: the group of a rank, not configured yet.
-        timeout_s: after it, an error is raised, and the threads are left alone.
+        make: makes the group of a rank, which is not configured yet.
+        timeout_s: seconds after which an error is raised; the threads then continue.
 
     Returns:
-        What the ranks returned.
+        The results of the ranks.
 
     Raises:
-        Exception: the first of a rank.
+        Exception: the first error of a rank.
     """
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     results: dict[int, R] = {}

@@ -2,7 +2,7 @@
 
 This module replaces the functions of PyTorch that the code calls for CUDA. Another process can map a storage's memory
 by its name; the memory stays allocated until that process reports that it no longer uses it. Another process can also
-wait for an event. As with CUDA, a stream that waits for an event of a killed process waits for ever.
+wait for an event. As with CUDA, a stream that waits for an event of a killed process never continues.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _adapted() -> Any:
 
 
 sharing = _adapted()
-protocol.DEVICES += ("late",)  # in the trainer and in its workers
+protocol.DEVICES += ("late",)  # registered in the trainer and in its workers
 torch.UntypedStorage._share_cuda_ = _share  # type: ignore[method-assign, assignment]
 
 

@@ -122,7 +122,7 @@ def make_pg(kind: str) -> Any:
 
 
 def fail_in_the_last_bucket(pg: Any, manager: Manager, groups: int) -> None:
-    """The model has one bucket. Its launched kernel never runs, so the peers' kernels wait for it."""
+    """Fails in the only bucket of the model: its launched kernel never runs, so the peers' kernels wait for it."""
     allreduce, steps = pg.allreduce, set()
 
     def launch(*given: Any) -> Any:
@@ -153,7 +153,7 @@ def digest(model: nn.Module) -> str:
     sha = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         host = tensor.cpu()
-        # checked here, because all groups would have the same digest
+        # checked here, because digests would be equal in all groups
         assert host.isfinite().all(), f"{name} is not finite"
         sha.update(name.encode())
         sha.update(host.numpy().tobytes())

@@ -1,4 +1,4 @@
-"""Copies between the test device and the host that a test counts, inspects and holds back."""
+"""Copies between the test device and the host, which a test can count, inspect and delay."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A backend for one rank with NCCL's rules, whose kernels, failures and aborts a test controls.
 
-An allreduce adds a peer that has the same tensor: it doubles. Like NCCL's, it is queued on a stream of the backend's
-own, its work and its future are complete at launch, a failure is known only by asking (`get_error`), and an abort ends
-the kernels and leaves garbage in their outputs. `asyncOp=False` queues it on the current stream and gives no work.
+An allreduce simulates a peer with the same tensor, so it doubles the values. Like NCCL's, it is queued on the backend's
+own stream, its work and its future are complete at launch, a failure is reported only by `get_error`, and an abort ends
+the kernels and leaves garbage in their outputs. `asyncOp=False` queues it on the current stream and returns no work.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HOST_WAITS_SEC = 20
 
 
 class Kernel(dist._Work):
-    """A collective in the backend. It keeps its tensors until a wait, as NCCL's does."""
+    """A collective in the backend. Like NCCL's, it keeps its tensors until a wait."""
 
     def __init__(self, event: torch.Event, tensors: list[torch.Tensor], future: Future[Any]) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Kernel(dist._Work):
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
         self.timeouts.append(timeout)
         torch.accelerator.current_stream().wait_event(self._event)
-        if timeout is not None:  # with a timeout NCCL's waits on the host
+        if timeout is not None:  # with a timeout, NCCL's wait blocks the host
             self._event.synchronize()
         self._stash = []
         return True
@@ -52,7 +52,7 @@ class Kernel(dist._Work):
 
 
 class OneRank(dist.ProcessGroup):
-    """Process group and backend in one."""
+    """A process group that is also its backend."""
 
     _device_types: ClassVar[list[torch.device]] = [torch.device("late")]
 
@@ -127,10 +127,10 @@ class OneRank(dist.ProcessGroup):
 
 
 class Group(AcceleratorProcessGroup):
-    """A process group of torchft over it. `configure` makes a new backend.
+    """A process group of torchft over `OneRank`. `configure` makes a new backend.
 
     Attributes:
-        backend: the present one.
+        backend: the present backend.
     """
 
     backend: OneRank

@@ -41,7 +41,7 @@ def eventually(holds: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("through_future", [False, True])
-def test_what_was_reduced_is_free_long_before_the_deadline(group: Group, through_future: bool) -> None:
+def test_reduced_tensors_are_freed_long_before_the_deadline(group: Group, through_future: bool) -> None:
     """Otherwise a minute's worth of gradients would accumulate."""
 
     def live() -> int:
@@ -86,7 +86,7 @@ def test_an_operation_that_hangs_is_aborted_at_its_deadline(group: Group) -> Non
 
 
 @pytest.mark.parametrize("deadline", [None, timedelta(milliseconds=50)])
-def test_a_synchronous_operation_is_one_that_can_be_waited_for(group: Group, deadline: timedelta | None) -> None:
+def test_a_synchronous_operation_returns_a_work(group: Group, deadline: timedelta | None) -> None:
     """`dist.all_reduce(tensor, group=...)`: PyTorch's NCCL returns no work for it."""
     opts = AllreduceOptions()
     opts.asyncOp = False
@@ -166,7 +166,7 @@ def test_an_abort_while_an_operation_is_launched_is_known_to_its_wait(group: Gro
 
     def launch_then_abort(*given: Any) -> Any:
         work = launch(*given)
-        group.abort()  # by another thread
+        group.abort()  # aborted by another thread
         return work
 
     with patch.object(backend, "allreduce", launch_then_abort):

@@ -1,5 +1,5 @@
-"""The collective backend follows NCCL's rules: what it reports when, the effect of an abort, the result
-of each operation.
+"""The collective backend follows NCCL's rules: when it reports which error, the effect of an abort, the result of each
+operation.
 """
 
 from __future__ import annotations
@@ -213,7 +213,7 @@ def test_abort_ends_kernels_and_leaves_garbage_without_an_error(late):
     assert len(set(got)) == 1 and got[0] not in (1.0, 3.0)
 
 
-def test_a_failed_peer_is_known_only_by_asking_and_the_watchdog_cleans_up(late, monkeypatch):
+def test_a_failed_peer_is_reported_by_get_error_only_and_the_watchdog_aborts(late, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
     left = threading.Event()
 
@@ -222,7 +222,7 @@ def test_a_failed_peer_is_known_only_by_asking_and_the_watchdog_cleans_up(late, 
         b.allreduce([full(0)], dist.AllreduceOptions()).wait()
         torch.accelerator.current_stream().synchronize()
         if r == 1:
-            b.abort()  # stands for the end of the process: its connections break
+            b.abort()  # simulates the end of the process: its connections break
             left.set()
             return None
         left.wait()
@@ -294,7 +294,7 @@ def test_an_abort_waits_for_the_lock_that_connecting_holds(late, monkeypatch):
     assert took[0] > 0.1
 
 
-def test_what_nccl_refuses(late):
+def test_operations_that_nccl_refuses(late):
     def rank(r: int, pg: ProcessGroupLate):
         b = native(pg)
         with pytest.raises(RuntimeError, match="contiguous"):

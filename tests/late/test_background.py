@@ -38,7 +38,7 @@ def healing() -> Any:
     )
 
 
-def test_what_is_served_comes_after_what_the_training_has_queued(fixture: Fixture, late: ModuleType) -> None:
+def test_a_served_state_is_ordered_behind_the_trainings_queued_work(fixture: Fixture, late: ModuleType) -> None:
     """The last step's optimizer may still run when the next quorum names a healing group."""
     weights, served = torch.zeros(4, device="late"), []
     fixture.client._quorum.return_value = serving()
@@ -176,7 +176,7 @@ def set_on(late: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[threading.
     return threads
 
 
-def test_a_quorum_that_the_training_thread_follows_leaves_its_device_alone(
+def test_a_synchronous_quorum_does_not_change_the_training_threads_device(
     fixture: Fixture, set_on: list[threading.Thread], late: ModuleType
 ) -> None:
     torch.ones(1, device="late")

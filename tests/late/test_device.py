@@ -65,7 +65,7 @@ def test_without_an_event_another_stream_reads_old_values(late):
             assert a.sum().item() == 0
 
 
-def test_a_held_stream_runs_as_many_tasks_as_it_is_told(late):
+def test_a_held_stream_runs_the_given_number_of_tasks(late):
     a = torch.zeros(4, device="late")
     settle()
     with late.held(current()):
@@ -142,7 +142,7 @@ def test_memory_is_nan_until_it_is_written(late):
     assert b.data_ptr() == address and torch.isnan(b.cpu()).all()
 
 
-def test_a_freed_block_is_handed_out_at_once_in_stream_order(late):
+def test_a_freed_block_is_reused_at_once_in_stream_order(late):
     with late.held():
         a = torch.full((100,), 1.0, device="late")
         address = a.data_ptr()
@@ -226,7 +226,7 @@ def test_a_copy_from_other_memory_is_staged(late):
     assert device.sum().item() == 10
 
 
-def test_a_copy_to_the_host_that_nobody_waits_for_is_not_there(late):
+def test_a_copy_to_the_host_is_incomplete_without_a_wait(late):
     device = torch.ones(10, device="late")
     settle()
     with late.held():
@@ -281,7 +281,7 @@ def test_a_view_does_not_reach_beyond_its_memory(late):
 
 
 def test_a_forked_child_cannot_use_the_device(job_server):
-    # In a process of its own, because threads of other runtimes in the test process do not survive a fork.
+    # In a separate process, because threads of other runtimes in the test process do not survive a fork.
     script = """
 import os, torch
 from tests.late import load
@@ -310,7 +310,7 @@ def test_random_numbers_are_the_same_under_any_schedule(late):
     assert draw() == first
 
 
-def test_threads_have_devices_of_their_own(late):
+def test_each_thread_has_its_own_device(late):
     got = []
 
     def run() -> None:

@@ -92,7 +92,7 @@ def test_a_heal_from_device_to_device(make: Any, device: type[Observed], upstrea
         source.disallow_checkpoint()
     assert not upstream and len(re.findall(r"digest [0-9a-f]{32}", caplog.text)) == 2
     assert sum(each.blocks for each in device.made) <= 4  # two for each end, which are reused
-    # each byte went through them, at both ends and in both transfers, and nothing else did
+    # exactly the state's bytes were staged, at both ends and in both transfers
     assert sum(each.nbytes for each in device.made) == 4 * size_of(state)
 
 
@@ -103,7 +103,7 @@ def test_all_kinds_of_leaves(make: Any) -> None:
     assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)
 
 
-def test_a_state_of_which_some_is_on_the_device(make: Any, device: type[Observed]) -> None:
+def test_a_state_that_is_partly_on_the_device(make: Any, device: type[Observed]) -> None:
     """The large tensors are on the device. The small ones between them are received in place, without the device."""
     large = 100_000
     sizes = [10, 3 * BLOCK // 2, 0, 700, BLOCK, 99_999, large + 1, 5]
@@ -147,7 +147,7 @@ def test_the_network_fetches_while_the_source_copies(make: Any, device: type[Obs
         assert_same(got.result(60), state)
 
 
-def test_the_source_is_not_copied_before_somebody_asks(make: Any, device: type[Observed], monkeypatch: Any) -> None:
+def test_the_source_is_not_copied_before_a_request(make: Any, device: type[Observed], monkeypatch: Any) -> None:
     monkeypatch.setattr(_offer, "_COPY_DELAY", 60)
     source, additional, state = make(), make(), {"w": numbers(4 * BLOCK)}
     source.send_checkpoint([1], 1, state, TIMEOUT)
@@ -157,8 +157,8 @@ def test_the_source_is_not_copied_before_somebody_asks(make: Any, device: type[O
     assert [each.nbytes for each in device.made] == [4 * BLOCK, 0, 4 * BLOCK]
 
 
-def test_the_source_trains_on(make: Any, device: type[Observed]) -> None:
-    """Every step changes everything. A reader gets the state of the step that it requested."""
+def test_the_source_continues_to_train(make: Any, device: type[Observed]) -> None:
+    """Every step changes all tensors. A reader gets the state of the step that it requested."""
     source, state = make(), {f"w{i}": torch.full((BLOCK,), 0, dtype=torch.uint8, device="late") for i in range(4)}
     done, steps, reads = threading.Event(), [0], []
     source.send_checkpoint([1], 0, state, TIMEOUT)
@@ -237,7 +237,7 @@ def test_a_flipped_bit_never_reaches_the_device(make: Any, wire: Any, device: ty
 
 
 @pytest.mark.parametrize("kind", ["drop", "reset", "truncate"])
-def test_a_lost_connection_goes_on_where_it_was(make: Any, wire: Any, kind: str, monkeypatch: Any) -> None:
+def test_a_transfer_continues_after_a_lost_connection(make: Any, wire: Any, kind: str, monkeypatch: Any) -> None:
     made: list[Landing] = []
     monkeypatch.setattr(_receive, "Landing", lambda *args: made.append(Landing(*args)) or made[-1])
     source, state = make(), {"w": numbers(30 * BLOCK)}
@@ -307,7 +307,7 @@ def test_an_additional_source_takes_its_memory_back_while_it_is_copied(make: Any
 
 
 def test_when_the_state_cannot_be_staged(make: Any, upstream: list[str], caplog: Any, monkeypatch: Any) -> None:
-    """The target is told, retries, and gets the upstream format, which needs no memory."""
+    """The target gets the reason, retries, and receives the upstream format, which needs no extra memory."""
     caplog.set_level("INFO")
     started = threading.Event()
 
@@ -365,7 +365,7 @@ def test_no_memory_for_the_stages(make: Any, device: type[Observed], monkeypatch
         ("mps", "has tensors on mps, this process has no device of that kind"),
     ],
 )
-def test_a_device_that_is_not_here(make: Any, monkeypatch: Any, where: str, error: str) -> None:
+def test_a_missing_device(make: Any, monkeypatch: Any, where: str, error: str) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     pack = _checkpoint.pack_structure
     monkeypatch.setattr(_checkpoint, "pack_structure", lambda sizes, tree, _: pack(sizes, tree, {0: where}))
@@ -412,7 +412,7 @@ def test_random_transfers(make: Any, device: type[Observed], upstream: list[str]
     assert not upstream
 
 
-def test_nothing_is_left(make: Any, device: type[Observed]) -> None:
+def test_no_memory_and_threads_are_left(make: Any, device: type[Observed]) -> None:
     go = _load()
     gc.collect()
     before = go.pyapi_Handles()

@@ -1,4 +1,4 @@
-"""Exact sums of gradients that lie on several devices."""
+"""Exact sums of gradients that are on several devices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def attempt(parameters: list[torch.nn.Parameter], total: ExactSum, units: list[l
     return total.read(len(units))
 
 
-def test_what_does_not_fit_on_one_device_repeats_the_step_on_all(late: ModuleType) -> None:
+def test_a_sum_that_does_not_fit_on_one_device_repeats_the_step_on_all(late: ModuleType) -> None:
     parameters = [torch.nn.Parameter(torch.zeros(3, device=device)) for device in DEVICES]
     total = ExactSum(((device, parameter) for device, parameter in zip(DEVICES, parameters)), max_units=4)
     assert [str(buffer.device) for buffer in total.buffers] == list(DEVICES)

@@ -48,9 +48,7 @@ def test_a_heal_takes_no_second_copy_on_the_device(
 def test_a_target_without_memory_costs_the_others_nothing(
     late: Any, monkeypatch: pytest.MonkeyPatch, in_background: bool
 ) -> None:
-    """The target fails twice to allocate memory for the state. The source sends the state
-    nevertheless, and trains on.
-    """
+    """The target twice fails to allocate memory for the state. The source sends it nevertheless, and continues."""
     new, trains, healed, ended = pg_transport._Places.new, Gate(), threading.Event(), threading.Event()
     failures: list[CheckpointError] = []
 

@@ -80,9 +80,7 @@ def queued(work: Any) -> None:
 
 
 def may_run_ahead(late: Any, tensor: torch.Tensor) -> None:
-    """With the trainer's device held, waits until the worker has written to the tensor, or for some time
-    if it never does.
-    """
+    """Waits, with the trainer's device held, until the worker has written to the tensor, at most for some time."""
     before, deadline = late.cpu_view(tensor)[-1].item(), time.monotonic() + 0.3
     while late.cpu_view(tensor)[-1].item() == before and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -192,7 +190,7 @@ def test_a_synchronous_operation_follows_the_trainer_and_is_followed(group, late
     assert x.tolist() == [6] * COUNT and work.is_success()
 
 
-def test_memory_is_given_back(group):
+def test_memory_is_returned(group):
     def used() -> int:
         return torch.accelerator.memory_allocated()
 
@@ -246,7 +244,7 @@ def test_a_future_ends_with_the_worker(stuck):
         future_wait(future, TIMEOUT / 2)
 
 
-def test_an_abort_gives_the_memory_back(stuck):
+def test_an_abort_returns_the_memory(stuck):
     before = torch.accelerator.memory_allocated()
     work = double(stuck, full(3))
     queued(work)
@@ -258,7 +256,7 @@ def test_an_abort_gives_the_memory_back(stuck):
 
 
 @pytest.mark.parametrize("how", ["wait", "future", "errored"])
-def test_a_failure_that_the_workers_backend_handles_itself_is_told(late, how: str) -> None:
+def test_a_failure_that_the_workers_backend_handles_itself_is_reported(late, how: str) -> None:
     """Its event passes as if the operation had succeeded."""
     for group in started(ProcessGroupBabyFailing):
         group.allreduce([full(1.0)], dist.ReduceOp.SUM).wait()
@@ -272,8 +270,8 @@ def test_a_failure_that_the_workers_backend_handles_itself_is_told(late, how: st
                 work.wait() if how == "wait" else future_wait(work.get_future(), TIMEOUT)
 
 
-def test_a_failure_after_which_the_workers_device_hangs_is_told(late) -> None:
-    """Its event does not pass, so nothing asks for the error before the deadline."""
+def test_a_failure_after_which_the_workers_device_hangs_is_reported(late) -> None:
+    """The operation's event never passes, so the error is not requested before the deadline."""
     for group in started(ProcessGroupBabyStuck):
         group.allreduce([full(1.0)], dist.ReduceOp.SUM).wait()
         opts = dist.AllreduceOptions()
@@ -282,7 +280,7 @@ def test_a_failure_after_which_the_workers_device_hangs_is_told(late) -> None:
             group.allreduce([full(1.0)], opts).wait()
 
 
-def test_what_the_workers_device_has_not_done_is_in_flight(late) -> None:
+def test_an_operation_unfinished_on_the_workers_device_is_in_flight(late) -> None:
     """The failure bus aborts operations in flight."""
     for group in started(ProcessGroupBabyHanging):
         work = group.allreduce([full(1.0)], dist.ReduceOp.SUM)
@@ -293,7 +291,7 @@ def test_what_the_workers_device_has_not_done_is_in_flight(late) -> None:
         assert not work.is_success() and work.exception() is not None
 
 
-def test_an_isolated_group_behind_a_manager_ends_a_future_that_nobody_waits_for(
+def test_an_isolated_group_behind_a_manager_ends_a_future_without_a_wait(
     late, fixture: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """DDP's hooks request a future and wait for it, while the operation's own deadline belongs to `wait`."""
@@ -314,7 +312,7 @@ def test_an_isolated_group_behind_a_manager_ends_a_future_that_nobody_waits_for(
 
 
 def test_an_operation_past_its_deadline_ends_the_worker(late) -> None:
-    """NCCL in the worker has the group's timeout only."""
+    """NCCL in the worker only knows the group's timeout."""
     for group in started(ProcessGroupBabyHanging):
         opts = dist.AllreduceOptions()
         opts.timeout = timedelta(seconds=0.2)

@@ -1,13 +1,15 @@
 """Jobs on the test device: a real lighthouse and real managers; the ranks are threads with a device each.
 
-Whatever the schedule, they end with the weights of the same job on the CPU, bit by bit.
+With any schedule, they end with the weights of the same job on the CPU, bit for bit.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from typing import Any, Optional
 
 import pytest
@@ -22,7 +24,7 @@ from torchft import DistributedDataParallel, Optimizer
 from torchft.local_sgd import LocalSGD
 from torchft.process_group import ProcessGroup, ProcessGroupGloo
 
-load()
+late_device = load()
 from tests.late.group import ProcessGroupLate  # noqa: E402
 
 STEPS = 6
@@ -59,7 +61,7 @@ class Training:
         wrapped = DistributedDataParallel(manager, model) if self.ddp else model
         optimizer = Optimizer(manager, adam)
         rank.cluster.wait_for_healthy(2)
-        for _ in range(2 * self.steps):  # bounded, so that a step that fails again and again ends the test
+        for _ in range(2 * self.steps):  # bounded, so that repeated failures of a step end the test
             if manager.current_step() == self.steps:
                 break
             x, y = (t.to(device) for t in batch(manager.current_step(), rank.group))
@@ -125,7 +127,7 @@ class Averaging:
 
 
 class Hasty(dist._Work):
-    """A wrong group: it takes "queued" for "finished", so its results are not ordered behind the operation."""
+    """A mistake: mistakes "queued" for "finished", so its results are not ordered behind the operation."""
 
     def __init__(self, work: Work) -> None:
         super().__init__()
@@ -143,14 +145,26 @@ class Hasty(dist._Work):
         return True
 
 
-class ProcessGroupHasty(ProcessGroupLate):
+class ProcessGroupSlow(ProcessGroupLate):
+    """A process group whose collectives take longer than the computations beside them."""
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
+        side = torch.Stream("late")
+        side.wait_event(torch.accelerator.current_stream().record_event())
+        with side:
+            late_device.enqueue(partial(time.sleep, 0.1))
+            return super().allreduce(tensors, opts)
+
+
+class ProcessGroupHasty(ProcessGroupSlow):
+    """A process group with that mistake. It is slow, so that every read comes before the result."""
+
     def _wrap_work(self, work: Work, opts: object) -> Work:
         return Hasty(work)
 
 
 @pytest.mark.parametrize("ddp", [True, False], ids=["future", "wait"])
 def test_a_group_that_takes_queued_for_finished_is_noticed(late, on_cpu, ddp: bool) -> None:
-    late.delays(7, 1000, 2000)
     training = Training(on_device, ddp=ddp)
     ends = run(training, lambda group: ProcessGroupHasty(timeout=DEADLINE))
     assert not all(all(map(torch.equal, weights, on_cpu)) for weights in ends)
@@ -160,7 +174,8 @@ def test_a_group_that_takes_queued_for_finished_is_noticed(late, on_cpu, ddp: bo
 def test_local_sgd_ends_with_the_weights_of_the_cpu(late, hasty: bool) -> None:
     """Over the wrong group, it does not."""
     on_cpu = run(Averaging(lambda rank: torch.device("cpu")), lambda group: ProcessGroupGloo(timeout=DEADLINE))
-    late.delays(7, 1000, 2000)
+    if not hasty:  # delays beside the collectives would make the early reads late
+        late.delays(7, 1000, 2000)
     kind = ProcessGroupHasty if hasty else ProcessGroupLate
     ends = run(Averaging(on_device), lambda group: kind(timeout=DEADLINE))
     assert all(all(map(torch.equal, *pair)) for pair in zip(ends, on_cpu)) is not hasty

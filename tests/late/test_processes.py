@@ -1,5 +1,5 @@
-"""Jobs on the test device in real processes, one of which is killed: the others continue, and no step
-has two outcomes.
+"""Jobs on the test device in real processes, one of which is killed: the others continue, and all groups that commit a
+step have the same weights.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def run_with_a_kill(*args: str) -> None:
         job.wait(lambda: len(committed(victim, 2)) >= 3, PHASE_TIMEOUT_S, "both train")
         victim.kill()
         at = survivor.of("step")[-1]["step"]
-        job.wait(lambda: len(committed(survivor, 1, at)) >= 2, PHASE_TIMEOUT_S, "one goes on alone")
+        job.wait(lambda: len(committed(survivor, 1, at)) >= 2, PHASE_TIMEOUT_S, "one continues alone")
         join(job, spare, lighthouse)
         job.wait(lambda: len(committed(spare, 2)) >= 3, PHASE_TIMEOUT_S, "both train at the end")
         finish(job, survivor, spare)
@@ -118,7 +118,7 @@ def test_a_group_that_fails_in_the_last_bucket_leaves_its_peers_with_the_same_we
             join(job, child, lighthouse)
         job.wait(lambda: victim.returncode is not None, PHASE_TIMEOUT_S, "it fails")
         at = max(committed(victim, 3))
-        job.wait(lambda: all(len(committed(peer, 2, at)) >= 2 for peer in peers), PHASE_TIMEOUT_S, "its peers go on")
+        job.wait(lambda: all(len(committed(peer, 2, at)) >= 2 for peer in peers), PHASE_TIMEOUT_S, "its peers continue")
         finish(job, *peers)
         check_steps(*peers, victim)
 
@@ -126,8 +126,10 @@ def test_a_group_that_fails_in_the_last_bucket_leaves_its_peers_with_the_same_we
 @pytest.mark.processes
 @pytest.mark.slow  # three processes each, and 20 s for the timeout without the bus
 @pytest.mark.parametrize("bus", ["1", "0"], ids=["failure bus", "no failure bus"])
-def test_the_failure_bus_ends_a_collective_whose_backend_notices_nothing(job_server: None, bus: str) -> None:
-    """NCCL without a watchdog, or whose connections do not break: without the bus a failure lasts until the timeout."""
+def test_the_failure_bus_ends_a_collective_whose_backend_detects_no_failure(job_server: None, bus: str) -> None:
+    """If NCCL has no watchdog, or its connections do not break, a failure would last until the timeout without the
+    bus.
+    """
     env = {"TORCHFT_FAILURE_BUS": bus, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     args = ["--timeout_s=20"]
     with Job() as job:

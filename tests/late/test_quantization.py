@@ -53,14 +53,14 @@ def reduced_on(kind: str) -> list[list[torch.Tensor]]:
 
 @pytest.mark.parametrize("fmt", ["fp8", "int8"])
 def test_the_bits_are_those_of_the_cpu(late, monkeypatch: pytest.MonkeyPatch, fmt: str) -> None:
-    """However long each operator and each exchange takes."""
+    """With any durations of the operators and the exchanges."""
     monkeypatch.setenv(FORMAT_ENV, fmt)
     late.delays(5, 0, 500)
     for on_device, on_cpu in zip(reduced_on("late"), reduced_on("cpu")):
         assert all(map(torch.equal, on_device, on_cpu))
 
 
-def test_gloo_takes_tensors_of_the_device_by_the_host(late) -> None:
+def test_gloo_copies_tensors_of_the_device_through_the_host(late) -> None:
     late.delays(5, 0, 500)
 
     def rank(r: int, pg: ProcessGroup) -> list[float]:
@@ -121,7 +121,7 @@ def test_it_is_in_flight_until_the_device_has_finished(late) -> None:
 
 
 @pytest.mark.parametrize("how", ["aborted", "new peers"])
-def test_one_that_its_group_ended_has_failed(late, how: str) -> None:
+def test_a_collective_that_its_group_ended_has_failed(late, how: str) -> None:
     own, group = torch.Stream("late"), Group()
     with late.held(own):
         _, work = doubling(group, own)

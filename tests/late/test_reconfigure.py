@@ -29,7 +29,7 @@ def ranks(count: int) -> list[dist.ProcessGroup]:
 
 
 def reconfigure(groups: list[dist.ProcessGroup], uuid: int) -> None:
-    """Connects the groups with each other, each on a device of its own."""
+    """Connects the groups with each other, each on its own device."""
     opts = ReconfigureOptions()
     opts.uuid, opts.timeout = uuid, timedelta(seconds=20)
     opts.handles = [group._get_backend(LATE).get_reconfigure_handle() for group in groups]
@@ -49,7 +49,7 @@ def allreduce(groups: list[dist.ProcessGroup]) -> list[list[float]]:
     return [tensor.tolist() for tensor in tensors]
 
 
-def test_it_has_no_peers_before_it_is_given_some(late):
+def test_it_has_no_peers_before_reconfigure(late):
     (group,) = ranks(1)
     backend = group._get_backend(LATE)
     assert backend.supports_reconfigure
@@ -57,7 +57,7 @@ def test_it_has_no_peers_before_it_is_given_some(late):
         backend.allreduce([torch.ones(1, device="late")], dist.AllreduceOptions())
 
 
-def test_peers_come_and_go(late):
+def test_peers_join_and_leave(late):
     late.delays(1, 0, 500)
     groups = ranks(3)
     reconfigure(groups, 1)
@@ -89,7 +89,7 @@ def test_a_peer_that_ends_revokes_and_never_ends_the_process(late, monkeypatch, 
     assert allreduce(groups) == [[3.0] * 2] * 2
 
 
-def test_a_peer_that_does_not_come_costs_the_timeout(late):
+def test_an_absent_peer_costs_the_timeout(late):
     groups = ranks(2)
     opts = ReconfigureOptions()
     opts.uuid, opts.timeout = 1, timedelta(seconds=0.2)
@@ -143,8 +143,8 @@ class _HangsInItsAbort(OneRank):
         self.had_ended.append(self.ended)
 
 
-def test_an_abort_of_a_native_group_that_hangs_holds_up_nobody_but_its_next_peers(late: Any) -> None:
-    """If the abort ended later, it would hit the new peers."""
+def test_a_hanging_abort_of_a_native_group_delays_only_its_next_peers(late: Any) -> None:
+    """If the abort ended later, it would end operations with the new peers."""
     group, opts = _HangsInItsAbort(), ReconfigureOptions()
     opts.handles, opts.timeout = ["late"], timedelta(seconds=0.2)
     caller = threading.Thread(target=abort_group, args=(group,), daemon=True)

@@ -48,9 +48,7 @@ def test_blocks_are_reused(device: type[Observed]) -> None:
     assert copies.blocks == 2
 
 
-def test_a_block_that_is_written_still_is_not_given_to_others(
-    device: type[Observed], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_that_is_still_written_is_not_reused(device: type[Observed], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Observed, "late", 0.2)
     copies = Observed(torch.device("late:0"))
     reader = Staged(numbers(3 * BLOCK), copies).read(0)
@@ -117,7 +115,7 @@ def test_a_heal_from_device_memory(device: type[Observed], num_chunks: int) -> N
     assert 2 <= sum(each.blocks for each in Observed.made) <= 4
 
 
-def test_copies_come_after_what_was_queued_on_the_device(late: Any) -> None:
+def test_copies_are_ordered_behind_work_queued_on_the_device(late: Any) -> None:
     source = torch.zeros(BLOCK, dtype=torch.uint8, device="late")
     training = torch.accelerator.current_stream()
     with late.held(training):

@@ -142,7 +142,7 @@ def test_a_device_that_does_not_finish_fails_the_step_at_the_deadline(
 def test_a_reported_failure_ends_queued_collectives(
     fixture: Fixture, late: ModuleType, kind: str, while_voting: bool
 ) -> None:
-    """For example in the last collective: all works have been waited for, and the device waits for the peer."""
+    """This happens in the last collective: all works have been waited for, and the device waits for the peer."""
     with started(fixture, kind) as (manager, backend):
         backend.hang()
         manager.allreduce(ones()).wait()
@@ -206,7 +206,7 @@ def test_a_second_waiter_on_another_stream_reads_the_average(
 def test_a_wait_without_a_timeout_leaves_the_host_free(
     fixture: Fixture, late: ModuleType, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch's NCCL polls on the host if a wait has a timeout, and then FSDP overlaps nothing."""
+    """PyTorch's NCCL blocks the host if a wait has a timeout, so that FSDP could not overlap anything."""
     with started(fixture, kind) as (manager, backend):
         backend.hang()
         waited = threading.Event()
@@ -237,7 +237,7 @@ def test_a_future_uses_no_device_but_that_of_its_tensors(fixture: Fixture, late:
     ],
     ids=[*(f"meta {kind}" for kind in KINDS), "sparse"],
 )
-def test_a_tensor_that_cannot_be_reduced_costs_the_step_and_holds_up_nobody(
+def test_a_tensor_that_cannot_be_reduced_costs_the_step_without_delay(
     fixture: Fixture, late: ModuleType, kind: str, make: Callable[[], torch.Tensor], what: str
 ) -> None:
     with started(fixture, kind) as (manager, backend):
@@ -253,7 +253,7 @@ def test_a_captured_allreduce_is_refused(fixture: Fixture, late: ModuleType, mon
         manager.allreduce(ones())
 
 
-def test_a_waiter_that_comes_second_reads_the_average(fixture: Fixture, late: ModuleType) -> None:
+def test_a_second_waiter_reads_the_average(fixture: Fixture, late: ModuleType) -> None:
     """Both threads wait for the collective. The division is queued on the stream of the first one."""
     first, second = torch.Stream("late"), torch.Stream("late")
     waits, may_end = threading.Event(), threading.Event()

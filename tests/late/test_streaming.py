@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import time
-from functools import partial
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
-from torch.distributed import Work
 
 from tests.integration.cluster import DEADLINE, Rank
 from tests.late import load
 from torchft.local_sgd import DiLoCo
 from torchft.process_group import ProcessGroup, ProcessGroupGloo
 
-late_device = load()
-from tests.late.group import ProcessGroupLate  # noqa: E402
-from tests.late.test_jobs import Hasty, batch, late_pg, model_of, on_device, run  # noqa: E402
+load()
+from tests.late.test_jobs import (  # noqa: E402
+    ProcessGroupHasty,
+    ProcessGroupSlow,
+    batch,
+    late_pg,
+    model_of,
+    on_device,
+    run,
+)
 
 SYNCS = 4
 
@@ -68,24 +70,6 @@ def on_cpu() -> list[list[torch.Tensor]]:
     own, everybodys = zip(*[(end[: len(end) // 2], end[len(end) // 2 :]) for end in ends])
     assert all(map(torch.equal, *everybodys)) and not all(map(torch.equal, *own))
     return ends
-
-
-class ProcessGroupSlow(ProcessGroupLate):
-    """A process group whose collectives take longer than the inner step beside them."""
-
-    hasty = False
-
-    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Work:
-        side = torch.Stream("late")
-        side.wait_event(torch.accelerator.current_stream().record_event())
-        with side:
-            late_device.enqueue(partial(time.sleep, 0.1))
-            work = super().allreduce(tensors, opts)
-        return Hasty(work) if self.hasty else work
-
-
-class ProcessGroupHasty(ProcessGroupSlow):
-    hasty = True
 
 
 @pytest.mark.parametrize("schedule", ["at once", "delayed", "slow collectives"])

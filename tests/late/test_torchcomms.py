@@ -111,7 +111,7 @@ def test_the_vote_comes_after_the_device(fixture: Fixture, module: Any, backend:
     assert tensor.tolist() == [1, 1]
 
 
-def test_a_deadline_of_the_old_peers_does_not_strike_the_new_ones(group: Any, backend: OneRank) -> None:
+def test_a_deadline_of_the_old_peers_does_not_affect_the_new_peers(group: Any, backend: OneRank) -> None:
     backend.hang()
     by_wait(group, torch.ones(2, device="late"))
     new_peers(group, 2)

@@ -74,7 +74,7 @@ def pair(request: pytest.FixtureRequest, late: Any) -> Iterator[Pair]:
 
 
 def transfer(pair: Pair, state: Any, own: Any, writable: bool) -> Any:
-    """Returns the state that a target receives, each end on a thread with a current device of its own."""
+    """Returns the state that a target receives. Each end runs on a thread with its own current device."""
     source, target = pair
 
     def send() -> None:
@@ -143,7 +143,7 @@ def test_each_tensor_goes_to_the_targets_device_for_it(pair: Pair, writable: boo
         (["late:1"], ["cpu"], "cpu", "cpu"),
     ],
 )
-def test_where_a_tensor_goes_that_the_target_does_not_have(
+def test_the_device_of_a_tensor_that_the_target_does_not_have(
     late: Any, own: list[str], source: list[str], of: str, home: str
 ) -> None:
     mine = {(str(i),): torch.empty(1, device=device) for i, device in enumerate(own)}
@@ -153,7 +153,9 @@ def test_where_a_tensor_goes_that_the_target_does_not_have(
 
 @pytest.mark.parametrize("writable", [True, False], ids=["in place", "settled"])
 def test_a_target_without_the_devices_of_the_source(pair: Pair, writable: bool) -> None:
-    """Its tensors are filled where they are. Others stay on the host, where its own function can move them."""
+    """Its existing tensors are filled on their devices. Others stay on the host, where its load function can move
+    them.
+    """
     state, own = state_on("late:0", "late:2", 5.0), state_on("cpu", "cpu", 1.0)
     del own["second"]
     got = transfer(pair, state, own, writable)
@@ -187,8 +189,8 @@ def test_a_transport_without_a_target_uses_the_current_device(late: Any) -> None
             assert str(got["w"].device) == "late:2" and got["w"].tolist() == [1] * 5
 
 
-def test_a_tensor_without_data_is_refused_and_the_target_hears_why(pair: Pair) -> None:
-    """At once, without waiting for the timeout."""
+def test_a_tensor_without_data_is_refused_and_the_target_gets_the_reason(pair: Pair) -> None:
+    """The target gets the reason at once, without waiting for the timeout."""
     source, target = pair
     state = {"model": {"w": torch.empty(3, device="meta")}}
     begun = time.monotonic()
@@ -203,7 +205,7 @@ def test_a_tensor_without_data_is_refused_and_the_target_hears_why(pair: Pair) -
 
 @pytest.fixture
 def held_at_the_tensors(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Holds the devices when a process group's source has sent its header; all that follows is only queued."""
+    """Holds the devices when a process group's source has sent its header, so that all further work is only queued."""
     announced = pg_transport._Channel.announced
 
     def stop(self: Any, nbytes: int) -> None:
@@ -215,7 +217,7 @@ def held_at_the_tensors(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pg_transport._Channel, "announced", stop)
 
 
-def test_the_source_may_train_on_when_the_device_has_sent(late: Any, held_at_the_tensors: None) -> None:
+def test_the_source_may_continue_when_the_device_has_sent(late: Any, held_at_the_tensors: None) -> None:
     """`send_checkpoint` returns when the sends are queued, `disallow_checkpoint` when the device has read the state."""
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         source, target = process_group(stack, on_device=True)
@@ -233,7 +235,7 @@ def test_the_source_may_train_on_when_the_device_has_sent(late: Any, held_at_the
 
 
 def test_a_source_whose_sends_do_not_end_has_a_deadline(late: Any, held_at_the_tensors: None) -> None:
-    """For example a failed peer, which does not receive them."""
+    """This happens if the peer has failed and does not receive them."""
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         source, target = process_group(stack, on_device=True)
         torch.accelerator.set_device_index(0)
@@ -246,7 +248,7 @@ def test_a_source_whose_sends_do_not_end_has_a_deadline(late: Any, held_at_the_t
 
 
 @pytest.mark.parametrize("name", ["http", "Gloo", "process group on the device"])
-def test_no_memory_of_the_host_for_what_is_on_a_device(late: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_no_host_memory_for_tensors_on_a_device(late: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """In the upstream format, the devices of tensors are known only when they arrive."""
     monkeypatch.setattr(_memory, "available_memory", lambda: 1000)
     own, state = ({"w": torch.ones(1000, device=f"late:{i}")} for i in (1, 0))
@@ -290,7 +292,7 @@ def test_a_target_that_cannot_even_discard_a_state_ends_the_transfer(
             sent.result(60)
 
 
-def test_a_heal_whose_native_group_was_aborted_is_no_state(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_heal_whose_native_group_was_aborted_returns_no_state(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The abort ends the receive on the device, which leaves undefined data in the tensor. The backend has no error."""
     groups = ranks(2)
     reconfigure(groups, 1)
@@ -338,7 +340,7 @@ def test_a_heal_whose_native_group_was_aborted_is_no_state(late: Any, monkeypatc
             sent.exception(20)
 
 
-def test_a_state_has_arrived_on_the_device_when_it_is_given_back(late: Any, held_at_the_tensors: None) -> None:
+def test_a_state_has_arrived_on_the_device_when_it_is_returned(late: Any, held_at_the_tensors: None) -> None:
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         source, target = process_group(stack, on_device=True)
         torch.accelerator.set_device_index(0)
@@ -354,7 +356,7 @@ def test_a_state_has_arrived_on_the_device_when_it_is_given_back(late: Any, held
 
 
 @pytest.mark.parametrize("implementation", ["legacy", "nccl2", "gloo"])
-def test_what_two_ranks_do_on_a_gpu(late: Any, implementation: str) -> None:
+def test_the_gpu_test_of_two_ranks(late: Any, implementation: str) -> None:
     """The test of PGTransport over NCCL, in tests/gpu/test_ranks.py, needs two GPUs: this covers the rest of it."""
 
     def make() -> Any:

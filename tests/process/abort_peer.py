@@ -1,6 +1,6 @@
 """One rank of a process group, controlled by commands on stdin: create it, run collectives, abort it, leave.
 
-Times are those of the monotonic clock, which all processes of a host share.
+Times are from the monotonic clock, which all processes of a host share.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torchft.process_group import (
 TIMEOUT = timedelta(seconds=600)
 CONNECT = timedelta(seconds=60)
 STUCK_SEC = 0.2
-# A command that takes longer hangs: all stacks are printed. Shorter than the timeout of the test.
+# A command that takes longer is taken to hang: all stacks are printed. Shorter than the timeout of the test.
 HANGS_SEC = 40
 # Each operation waits for a different rank, so that the end of one does not complete another.
 OPERATIONS: dict[str, Callable[[Any], dist.Work]] = {
@@ -175,7 +175,7 @@ class Rank:
         global kept
         OPERATIONS["allreduce"](self.group)
         if not drop:
-            kept = self.group  # as torch.distributed keeps the default group
+            kept = self.group  # keeps a reference, as torch.distributed does for the default group
         self.group = None
         return {}
 

@@ -18,9 +18,9 @@ from torchft.checkpointing import HTTPTransport
 parser = argparse.ArgumentParser()
 parser.add_argument("--group", type=int, required=True)
 parser.add_argument("--lighthouse", required=True)
-parser.add_argument("--rate", type=int, required=True, help="bytes a second that a source gives")
+parser.add_argument("--rate", type=int, required=True, help="bytes per second that a source serves")
 parser.add_argument("--joins", required=True, help="name of the group that joins the other two")
-parser.add_argument("--steps", type=int, required=True, help="of two groups, this one among them, at the end")
+parser.add_argument("--steps", type=int, required=True, help="steps with two groups, after which it ends")
 args = parser.parse_args()
 
 TIMEOUT = timedelta(seconds=60)

@@ -1,4 +1,4 @@
-"""Checks how a lighthouse detected failures: a SIGKILL by broken connections, and never by silence."""
+"""Checks how a lighthouse detected failures: a SIGKILL must be noticed by broken connections, not by silence."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ SILENCE_MS = 600_000
 _SOURCE = Path(__file__).resolve().parents[2] / "go/quorum/types.go"
 CAUSES = re.findall(r'^\t\w+ +Cause = "(\w+)"', _SOURCE.read_text(), re.MULTILINE)
 _COUNTED = re.compile(r'^torchft_member_failures_total\{cause="(\w+)",training_job="default"\} (\d+)$', re.MULTILINE)
-# The kernel closes what a killed process had open: its stream to the lighthouse ("connection") or to the manager server
-# of its group ("rank"), and its host may say that it has ended ("process"). "unreachable" belongs to both sides: the
-# peers' connections to it broke, most of them said so, and then either its port refused a connection, or its stream was
-# open and brought no answer. A kill leaves no stream open, so in jobs in which nobody is stopped it is the former.
+# The causes of a kill. The kernel closes the sockets of a killed process: its stream to the lighthouse ("connection")
+# or to the manager server of its group ("rank"), and its host may report its end ("process"). "unreachable" may also
+# follow a stop: most peers reported broken connections to the member, and then either its port refused a connection, or
+# its stream was open and brought no answer. A kill leaves no stream open, so without stopped processes it is the
+# former.
 _BY_CONNECTION = ("connection", "rank", "process", "unreachable")
 _BY_SILENCE = ("silent", "unreachable", "stalled")
 
 
 def failures(lighthouse: str) -> Counter[str]:
-    """Returns the number of failed members by cause that one of our lighthouses has counted since its start."""
+    """Returns the number of failed members by cause, counted by one of our lighthouses since its start."""
     with urllib.request.urlopen(f"http://{lighthouse.removeprefix('http://')}/metrics", timeout=20) as answer:
         counted = _COUNTED.findall(answer.read().decode())
     assert counted, "the metrics have no failures by cause"
@@ -42,7 +43,7 @@ def check_killed(before: Counter[str], after: Counter[str], members: int, heartb
     others = {cause: count for cause, count in new.items() if count and cause not in _BY_CONNECTION}
     if heartbeat_timeout_ms < SILENCE_MS:
         others.pop("silent", None)
-    assert not others, f"members were found by what a kill is no reason for: {new}"
+    assert not others, f"a kill is no reason for these causes: {new}"
 
 
 def check_killed_by_log(log: str, member: str) -> None:
@@ -57,4 +58,4 @@ def check_silenced(before: Counter[str], after: Counter[str], members: int) -> N
     connections stayed open.
     """
     new = {cause: after[cause] - before[cause] for cause in after}
-    assert sum(new[cause] for cause in _BY_SILENCE) >= members, f"{members} members stood still: {new}"
+    assert sum(new[cause] for cause in _BY_SILENCE) >= members, f"{members} members were stopped or cut off: {new}"

@@ -1,4 +1,4 @@
-"""A job whose processes are killed and stopped, one fault after another, and the checks of what must hold.
+"""A job whose processes are killed and stopped, one fault after another, and the checks of its invariants.
 
 The faults and `make chaos` are in chaos_faults.py.
 """
@@ -50,13 +50,13 @@ class Outcome:
     """The effect of a fault on the survivors."""
 
     seconds: float  # from the fault to the last survivor's next commit without the victims
-    lost: int  # steps, of the survivor that lost most
-    phases: dict[str, float] = field(default_factory=dict)  # of a survivor that noticed an error
+    lost: int  # number of steps, of the survivor that lost most
+    phases: dict[str, float] = field(default_factory=dict)  # report of a survivor that noticed an error
 
 
 @dataclass
 class Chaos:
-    """A job of `groups` groups of `ranks` ranks. Close it with `finish`, which checks what must hold.
+    """A job of `groups` groups of `ranks` ranks. Close it with `finish`, which checks its invariants.
 
     With `torchrun`, each group has one rank, which torchrun's agent starts and restarts. `kills_only` is for jobs in
     which no process is stopped or cut off, so that no failure may be detected by silence.
@@ -95,7 +95,7 @@ class Chaos:
     # Faults
 
     def kill(self, *victims: int, phase: str = "in bucket 1", rank: int = 0) -> Outcome:
-        """Sends SIGKILL to a rank of each victim at a phase; the other ranks of its group end as torchrun ends them.
+        """Sends SIGKILL to a rank of each victim at a phase, and ends the other ranks of the group, as torchrun would.
         Then all are restarted.
         """
         for victim in victims:
@@ -186,9 +186,11 @@ class Chaos:
         if whom == "source":
             self._prepare(life.group)
         child = life.ranks[0]
-        before = len(child.of("striking"))
+        before, armed = len(child.of("striking")), len(child.of("armed"))
         child.expected_to_live = number != signal.SIGKILL
         child.send(do="strike", phase="heals" if whom == "target" else "heals another", signal=number)
+        if whom == "source":  # it reads commands between two steps, and the heal takes one step
+            self.job.wait(lambda: len(child.of("armed")) > armed, HEAL_BOUND_S, "the source reads the command")
         self._join(back)
         self.job.wait(lambda: len(child.of("striking")) > before, HEAL_BOUND_S, f"a strike at the {whom} of a heal")
         at = child.of("striking")[-1]["at"]
@@ -228,11 +230,9 @@ class Chaos:
         time.sleep(seconds)
         os.kill(self.lighthouse.pid, signal.SIGCONT)
         before = self._commits()
-        self.job.wait(lambda: self._commits() >= before + 5, HEAL_BOUND_S, "the groups go on after the stop")
+        self.job.wait(lambda: self._commits() >= before + 5, HEAL_BOUND_S, "the groups continue after the stop")
         quorums = {e["quorum"] for life in self.lives for e in self._steps(life)[-2:]}
-        assert quorums == {quorum}, (
-            f"a lighthouse that stood still took members for failed: {quorums}, before: {quorum}"
-        )
+        assert quorums == {quorum}, f"a stopped lighthouse counted members as failed: {quorums}, before: {quorum}"
         return self._after(self.lives, [], at, HEAL_BOUND_S)
 
     def flap(self, cuts: int) -> None:
@@ -356,7 +356,7 @@ class Chaos:
         """Returns when the last rank was struck."""
         before = {child: len(child.of("striking")) for child in victims}
         for child in victims:
-            child.expected_to_live = number != signal.SIGKILL or self.torchrun  # torchrun's agent itself is not struck
+            child.expected_to_live = number != signal.SIGKILL or self.torchrun  # torchrun's agent itself is no victim
             child.send(do="strike", phase=phase, signal=number)
         self.job.wait(
             lambda: all(len(c.of("striking")) > before[c] for c in victims), HEAL_BOUND_S, f"a strike {phase}"
@@ -366,14 +366,14 @@ class Chaos:
     def _after(self, survivors: Sequence[Life], victims: Sequence[int], at: float, bound_s: float) -> Outcome:
         def alone(child: Child) -> Event | None:
             for e in child.of("step"):
-                # without victims, a step that began before the fault shows nothing
+                # without victims, a step that began before the fault proves nothing
                 since = e["at"] if victims else e["began"]
                 if since > at and e["committed"] and not set(victims) & set(e["groups"]):
                     return e
             return None
 
         children = [child for life in survivors for child in life.ranks]
-        self.job.wait(lambda: all(alone(c) for c in children), bound_s, f"the survivors go on without {victims}")
+        self.job.wait(lambda: all(alone(c) for c in children), bound_s, f"the survivors continue without {victims}")
         ends = [alone(child) for child in children]
         seconds = max(e["at"] for e in ends if e) - at if ends else 0.0
         lost = [

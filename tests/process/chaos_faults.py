@@ -1,4 +1,4 @@
-"""The faults that a job survives, by name: chosen at random for any time, or each a number of times, for a table.
+"""The faults that a job survives, by name: random ones for a given time, or each a number of times for a table.
 
 `make chaos` runs this. `--record=FILE` records the effect of each fault, continues where an earlier run ended, and
 prints the table of all that is in the file.
@@ -25,7 +25,7 @@ from chaos import PHASES, STOP_BOUND_S, Chaos, Outcome
 from flapping import Flapping
 from processes import Job
 
-KINDS = ("gloo", "isolated", "native", "late")  # late: tests/late, on its device
+KINDS = ("gloo", "isolated", "native", "late")  # "late": the test accelerator of tests/late
 # For groups of several ranks: a stopped rank hangs while its manager server runs.
 EJECT = ("--stalled_after_ms=2000", "--eject_stalled_after_ms=3000")
 
@@ -39,8 +39,8 @@ class Fault:
     groups: int = 2
     ranks: int = 1
     torchrun: bool = False
-    weight: int = 1  # its relative frequency in a random choice
-    times: int = 5  # its number in a record
+    weight: int = 1  # relative frequency in a random choice
+    times: int = 5  # number of repetitions in a record
 
 
 Do = Callable[[Chaos, random.Random], Outcome]
@@ -98,7 +98,7 @@ FAULTS = [
 
 
 def possible_in(groups: int, ranks: int, torchrun: bool, only: str = "", recorded: bool = False) -> list[Fault]:
-    """The faults that make sense in a job. For a record, only those that are impossible in one with fewer ranks."""
+    """The faults that make sense in a job. For a record, only faults that are impossible in a job with fewer ranks."""
     found = [f for f in FAULTS if f.groups <= groups and f.ranks <= ranks and f.torchrun == torchrun and only in f.name]
     return [f for f in found if f.ranks == ranks] if recorded else found
 
@@ -112,7 +112,7 @@ def next_at_random(possible: list[Fault], rng: random.Random) -> Fault:
 
 
 def next_missing(possible: list[Fault], kind: str, done: dict[str, int]) -> Fault | None:
-    """The fault with the smallest share of its number in a record; None if the record is complete."""
+    """The fault that lacks the largest share of its repetitions; None if the record is complete."""
 
     def share(fault: Fault) -> float:
         return done.get(fault.name, 0) / (fault.times if kind == "gloo" else 5)
@@ -122,8 +122,8 @@ def next_missing(possible: list[Fault], kind: str, done: dict[str, int]) -> Faul
 
 
 def table(records: Iterable[dict[str, Any]]) -> str:
-    """Formats a Markdown table. For each fault and kind of group: how often everything held, the median and longest
-    seconds until the survivors' next commit, and the most steps that a survivor lost.
+    """Formats a Markdown table. For each fault and kind of group: how often all invariants held, the median and longest
+    time in seconds until the survivors' next commit, and the largest number of steps that a survivor lost.
     """
     by_fault: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for record in records:
@@ -207,7 +207,7 @@ def main() -> int:
                 # The error occurred in this fault; earlier faults of the job are not recorded.
                 _append(args.record, [{"fault": fault.name, "kind": args.kind, "broken": repr(e)[:300]}])
             raise
-    if args.record:  # recorded only now, after the job's history was checked
+    if args.record:  # recorded only after the job's history was checked
         _append(args.record, records)
         records = _read(args.record)
     print(table(records))
@@ -220,7 +220,7 @@ def worker_options(args: argparse.Namespace) -> list[str]:
 
 
 def flap(args: argparse.Namespace) -> int:
-    """No faults of processes: a network that is interrupted for 100 ms, once per second."""
+    """Runs a job without faults of processes, whose network is interrupted for 100 ms once per second."""
     with Flapping() as proxy, Job() as job:
         chaos = Chaos(job, args.kind, args.groups, args.ranks, through=proxy)
         chaos.start()
@@ -242,14 +242,18 @@ def _append(path: Path, records: Iterable[dict[str, Any]]) -> None:
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Kill and stop the processes of a job, until a rule breaks.")
-    parser.add_argument("--seed", type=int, default=random.randrange(2**31), help="of the choices; default: random")
-    parser.add_argument("--faults", type=int, help="how many, and no longer than --minutes")
+    parser.add_argument(
+        "--seed", type=int, default=random.randrange(2**31), help="seed of the choices; default: random"
+    )
+    parser.add_argument("--faults", type=int, help="number of faults; --minutes limits them too")
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--kind", choices=KINDS, default="gloo")
     parser.add_argument("--groups", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--torchrun", action="store_true", help="an agent of torchrun starts each group, of one rank")
-    parser.add_argument("--heal_along", action="store_true", help="groups heal while the others train on")
+    parser.add_argument(
+        "--torchrun", action="store_true", help="each group has one rank, started by an agent of torchrun"
+    )
+    parser.add_argument("--heal_along", action="store_true", help="groups heal in pieces while the others train")
     parser.add_argument(
         "--compare_commits",
         type=int,
@@ -260,8 +264,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--slow", type=float, default=float("inf"), metavar="S", help="print all logs when a fault took longer"
     )
-    parser.add_argument("--only", default="", help="only faults whose name has this in it, such as SIGSTOP")
-    parser.add_argument("--record", type=Path, metavar="FILE", help="each fault so many times; notes what it cost")
+    parser.add_argument("--only", default="", help="only faults whose name contains this, such as SIGSTOP")
+    parser.add_argument(
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help="run each fault its number of times, and record its effect in this file",
+    )
     args = parser.parse_args()
     if args.torchrun and args.ranks != 1:
         parser.error(f"--torchrun --ranks {args.ranks}: allowed is 1")

@@ -1,4 +1,4 @@
-"""The invariants of a job in which processes are killed or stopped: of its history, and of what it leaves behind."""
+"""The invariants of a job whose processes are killed or stopped: its history is correct, and it leaks nothing."""
 
 from __future__ import annotations
 
@@ -37,8 +37,9 @@ class Life:
 def check_history(lives: Sequence[Life], last: int) -> None:
     """Checks all commits of all groups, from step 0 to the one before `last`.
 
-    Ranks communicate with those of the same number. In the first step all groups but one take over that group's weights
-    and contribute nothing; this group differs between rank numbers.
+    Each rank communicates with the ranks of the same number in the other groups. In the first step one group
+    contributes; all others take over its weights and contribute nothing. Which group that is differs between rank
+    numbers.
     """
     for rank in range(len(lives[0].ranks)):
         _check_rank([(life.group, life.ranks[rank]) for life in lives], last)
@@ -61,7 +62,7 @@ def _check_rank(children: Sequence[tuple[int, Child]], last: int) -> None:
         steps = [e["step"] for e in child.of("step") if e["committed"]]
         assert steps == sorted(set(steps)), f"{child.name} went back in history: {steps}"
 
-    # No commit goes back in history: a step that is committed already does not begin again.
+    # No group goes back in history: a step does not begin if a group had committed it already.
     ended = sorted((e["at"], e["step"]) for e in commits)
     newest, i = -1, 0
     for e in sorted(commits, key=lambda e: e["began"]):
@@ -69,7 +70,7 @@ def _check_rank(children: Sequence[tuple[int, Child]], last: int) -> None:
             newest, i = max(newest, ended[i][1]), i + 1
         assert e["step"] > newest, f"step {e['step']} was begun when {newest} was committed"
 
-    # The weights that one process computes, given the participants.
+    # All weights equal those that one process computes from the participants.
     contributors: dict[tuple[int, int], set[int]] = {}
     for group, child in children:
         for e in child.of("begin"):
@@ -92,8 +93,8 @@ def _check_rank(children: Sequence[tuple[int, Child]], last: int) -> None:
         for event in by_step[step]:
             assert event["batches"] == batches, f"batches_committed after step {step}: {event['batches']}, {batches}"
     told = [e["what"] for _, child in children for e in child.of("differs")]
-    assert not told, f"groups were told to differ: {told}"
-    # Unchanging parameters equal those of the group whose weights all began with.
+    assert not told, f"differences between groups were reported: {told}"
+    # Parameters that never change equal those of the group with whose weights all began.
     states = {e["ballast"] for _, child in children for e in child.of("finished")}
     assert len(states) == 1, f"a part of the state differs: {states}"
 
@@ -112,12 +113,13 @@ def check_nothing_left(lives: Sequence[Life], memory_before: set[str], lighthous
     left = {name for name in set(os.listdir("/dev/shm")) - memory_before if name.startswith("torchft")}
     assert not left, f"shared memory is left: {left}"
     with socket.socket() as s:
-        # Connections of a lighthouse that was killed linger there for a minute; a listener is in the way all the same.
+        # Closed connections of a killed lighthouse remain for a minute, which SO_REUSEADDR permits; a listener would
+        # fail this.
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         s.bind(lighthouse)
         s.listen()
     for child in (child for life in lives for child in life.ranks):
-        # The trainer's own checks: after the last step, and when all of torchft is shut down.
+        # The trainers' reports: after the last step, and when all of torchft is shut down.
         for end in child.of("finished"):
             assert not end["grown"], f"{child.name} has more than after its first reconfiguration: {end['grown']}"
             again = _reconfigurations(child)
@@ -127,7 +129,7 @@ def check_nothing_left(lives: Sequence[Life], memory_before: set[str], lighthous
             assert not end["listens"] or end["kind"] == "native", (
                 f"{child.name} still listens on the ports {end['listens']}"
             )
-            # The thread that completes futures in time belongs to the process, and stays.
+            # The timer thread for futures belongs to the process and remains.
             threads = [name for name in end["left"] if name.startswith("torchft") and name != "torchft_timeouts"]
             assert not threads, f"threads of {child.name} are left: {threads}"
 
@@ -142,7 +144,7 @@ def _reconfigurations(child: Child) -> int:
 
 
 def check_ended(child: Child) -> None:
-    """Checks that a worker of an isolated group ends with its trainer and is reaped, and a trainer with
+    """Checks that workers of isolated groups have ended with their trainer and were reaped, and trainers with
     torchrun's agent.
     """
     trainers = {e["pid"] for e in child.of("imported")}
@@ -153,7 +155,7 @@ def check_ended(child: Child) -> None:
 
 
 def processes_of(groups: set[int]) -> list[int]:
-    """The running processes of some process groups of the system, without zombies."""
+    """The running processes of some process groups of the operating system, without zombies."""
     found = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
     return [pid for pid in process_tree.alive(found) if _process_group(pid) in groups]
 

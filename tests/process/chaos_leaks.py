@@ -26,10 +26,10 @@ def left_over() -> Counter[str]:
 
 
 class Leaks:
-    """Compares quorums of the same number of groups: each peer takes descriptors.
+    """Compares quorums with the same number of groups, because each peer takes descriptors.
 
-    The reference is the value at the end of the first such quorum for which the process was reconfigured. In its very
-    first quorum it may not have allocated yet what it keeps permanently.
+    The reference is the value at the end of the first such quorum after a reconfiguration. In the first quorum of all,
+    the process may not have allocated all of its permanent resources.
 
     Attributes:
         compared: number of comparisons; 0 in a process that ends during its reference quorum.
@@ -40,10 +40,10 @@ class Leaks:
         self._count = count
         self._first: int | None = None
         self._last = (0, 0)  # quorum id, number of groups
-        self._settled: dict[int, tuple[int, Counter[str]]] = {}  # by the number of groups: quorum id, and its value
+        self._settled: dict[int, tuple[int, Counter[str]]] = {}  # references, by number of groups
 
     def step(self, quorum: int, groups: int) -> None:
-        """Call it after each committed step, in whose quorum another group may have ended."""
+        """Call it after each committed step. Another group may have ended in its quorum."""
         if self._first is None:
             self._first = quorum
         self._last = quorum, groups
@@ -51,13 +51,15 @@ class Leaks:
             self._settled[groups] = quorum, self._count()
 
     def grown(self, wait_s: float) -> dict[str, int]:
-        """Returns what has grown. Resources that are about to be freed have this many seconds for it."""
+        """Returns the resources that have grown. Waits up to this many seconds for resources that are about to be
+        freed.
+        """
         quorum, groups = self._last
         before, settled = self._settled.get(groups, (quorum, Counter()))
         if before == quorum:
             return {}
         self.compared += 1
-        gc.collect()  # an exception keeps its frames alive, and these the objects that they used
+        gc.collect()  # an exception keeps its frames alive, and with them the objects that they used
         deadline = time.monotonic() + wait_s
         while (more := self._count() - settled) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -1,10 +1,10 @@
-"""A rank of a replica group that can be told to kill or stop itself at a named phase of its next step.
+"""A rank of a replica group that kills or stops itself at a named phase of its next step, on command.
 
 Its model is small, and its gradients depend on the step and the group only, so that the parent can compute
 the weights from the participants of each step.
 
 Commands: {"do": "join", "lighthouse": ADDRESS} makes the Manager and trains; {"do": "strike", "phase": NAME, "signal":
-NUMBER} strikes at the next time that the phase is reached; {"do": "finish", "step": N} ends after step N.
+NUMBER} sends itself the signal when it next reaches the phase; {"do": "finish", "step": N} ends after step N.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ ALONG_RATE = 20_000_000
 SIZE = 64
 RATE = 0.125
 TIMEOUT = timedelta(seconds=30)
-# After a stop Gloo may forget an operation: then its group, and the group's port, stay until its timeout.
+# After a stop a Gloo operation may hang until its timeout, and its group and port remain until then.
 ENDS_S = TIMEOUT.total_seconds() + 5
 
 
@@ -67,7 +67,7 @@ class Worker:
         self.group, self.kind, self.compute_s = args.group, args.kind, args.compute_s
         self.along, self.compare_commits = args.heal_along, args.compare_commits
         if args.kind == "isolated" and self.compare_commits is None:
-            # The first comparison allocates memory that the worker shares permanently: done before chaos_leaks counts.
+            # The first comparison allocates permanent shared memory, so it must precede the reference of chaos_leaks.
             self.compare_commits = 4
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.commands = Commands()
@@ -80,9 +80,9 @@ class Worker:
             self.device = torch.device("late:0")
         # Groups start with different weights, so that a group that is not healed is detected.
         self.weights = [torch.full((SIZE,), float(args.group), device=self.device) for _ in range(BUCKETS)]
-        # Makes a heal take a moment. It differs from group to group as well, and never changes.
+        # Its size makes a heal take a moment. It never changes, and differs between groups until they heal.
         self.ballast = torch.arange(args.state_mb * 250_000, dtype=torch.float32, device=self.device) + args.group
-        # This parameter gets no gradients, so it never changes. Powers of two, so that steps are exact, here and below.
+        # This parameter gets no gradients, so it never changes. All numbers are powers of two, so steps are exact.
         self.optimizer = torch.optim.SGD([*self.weights, self.ballast], lr=RATE)
         # PyTorch's own groups keep pending operations until they time out.
         self.leaks = Leaks(threads if args.kind == "native" else left_over)
@@ -161,7 +161,7 @@ class Worker:
             heal_along=self.along,
             compare_commits=self.compare_commits,
         )
-        self.told = Optimizer(self.manager, self.optimizer)  # registers what is compared, and what heals in pieces
+        self.told = Optimizer(self.manager, self.optimizer)  # registers the parameters to compare and to heal
 
     def save(self) -> dict[str, Any]:
         self.strike_soon("heals another")
@@ -190,6 +190,7 @@ class Worker:
                 self.last_step = command["step"]
             else:
                 self.armed = command
+                emit("armed")
 
     def train(self) -> None:
         manager = self.manager
@@ -205,14 +206,14 @@ class Worker:
             plan = manager._current.plan
             assert plan is not None
             groups = sorted(int(i.split(":")[0].removeprefix("chaos_")) for i in plan.replica_ids)
-            # Before the first collective: after this, a failed group may be part of the sum.
+            # Reported before the first collective, because from then on a failed group may be part of the sum.
             emit("begin", step=step, quorum=plan.quorum_id, contributes=contributes)
             gradients, works = [], []
             for bucket in range(BUCKETS):
                 gradients.append(gradient(step, self.group, bucket).to(self.device))
                 works.append(manager.allreduce(gradients[-1]))
                 self.strike(f"in bucket {bucket}")
-            while works:  # no work may outlive its step
+            while works:  # works must not outlive their step
                 works.pop(0).wait()
             for weight, mean in zip(self.weights, gradients, strict=True):
                 weight.grad = mean
@@ -244,8 +245,8 @@ class Worker:
             dist.destroy_process_group()
         else:
             self.pg.shutdown()
-        gc.collect()  # an exception keeps its frames alive, and these the error
-        # PyTorch's groups are destroyed on threads of their own.
+        gc.collect()  # an exception keeps its frames alive, and with them the error
+        # PyTorch's groups are destroyed on separate threads.
         deadline = time.monotonic() + ENDS_S
         while self.kind != "native" and listens() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -268,9 +269,7 @@ def listens() -> list[int]:
 
 
 def end_with_parent() -> None:
-    """Makes the kernel end this process with its parent, because a killed torchrun agent would leave
-    it behind (Linux).
-    """
+    """Makes the kernel end this process with its parent, because it would survive a killed torchrun agent (Linux)."""
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -281,7 +280,7 @@ if __name__ == "__main__":
     faulthandler.register(signal.SIGUSR1)  # shows where a process hangs
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
     for name in ("torchft_quorums", "torchft_commits", "torchft_errors"):
-        logging.getLogger(name).setLevel(logging.WARNING)  # a log line per step would hide the others
+        logging.getLogger(name).setLevel(logging.WARNING)  # one log line per step would hide the others
     logging.getLogger("torchft_divergences").addHandler(Divergences())
     failures = logging.getLogger("torchft_failures")
     failures.addHandler(FailurePhases())

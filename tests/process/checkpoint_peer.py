@@ -1,6 +1,6 @@
-"""A process with a checkpoint transport of the torchft on its path: serves and fetches as commands on stdin say.
+"""A process with a checkpoint transport of the torchft on its path, which serves and fetches by commands on stdin.
 
-Commands and answers are JSON, one a line.
+Commands and answers are JSON, one per line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TIMEOUT = timedelta(seconds=30)
 
 
 def mixed_state() -> dict[str, Any]:
-    """A state that both packages can read, whichever of them wrote it."""
+    """A state that both packages can read from each other."""
     state = training_state()
     # PyTorch's restricted unpickler refuses these if upstream wrote them
     del state["user"]["values"]["default"], state["user"]["values"]["deque"]

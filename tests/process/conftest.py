@@ -1,4 +1,4 @@
-"""Children of these tests are forked from a process that has imported PyTorch, unless FORK_SERVER=0."""
+"""Makes the children of these tests fork from a process that has imported PyTorch, unless FORK_SERVER=0."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def emit(event: str, **fields: Any) -> None:
 def keep_stdout_for_events() -> None:
     """Redirects all other output of this process to stderr.
 
-    A line of more than 4 KB is no single write: what a native library logs would come in the middle of it.
+    A line of more than 4 KB is written in parts: the log of a native library could come in between.
     """
     sys.stdout.flush()
     sys.stdout = os.fdopen(os.dup(1), "w")
@@ -43,9 +43,7 @@ class Commands:
         os._exit(3)
 
     def next(self, timeout: float | None = None) -> dict[str, Any]:
-        """Wait for a command, without a deadline unless ``timeout`` seconds are given. Raises
-        queue.Empty after these.
-        """
+        """Wait for a command. Raises queue.Empty after ``timeout`` seconds; without it, waits without limit."""
         return self._queue.get(timeout=timeout)
 
     def poll(self) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Flapping:
-    """Passes TCP on to a port of this machine. Leaving the `with` block ends it.
+    """Forwards TCP connections to a port of this machine, until the end of the `with` block.
 
     Args:
         every_s: seconds from the beginning of an interruption to the beginning of the next one.
@@ -50,7 +50,7 @@ class Flapping:
         self._loop.close()
 
     def flap(self, times: int) -> None:
-        """Cuts all connections so many times, and returns when that is over."""
+        """Interrupts the network this many times, and returns after the last interruption."""
         self._do(self._flap(times))
 
     def _do(self, what: Coroutine[Any, Any, T]) -> T:
@@ -98,4 +98,4 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         while data := await reader.read(1 << 16):
             writer.write(data)
             await writer.drain()
-    writer.transport.abort()  # ending one direction only is something that gRPC never does
+    writer.transport.abort()  # gRPC never ends one direction only

@@ -3,10 +3,10 @@
     ForkServer                                  in the tests: starts that process, and asks it for children
     python forkserver.py DESCRIPTOR MODULE...   the process, at the other end of a socket, which imports these
 
-It imports nothing of torchft: a child gets the one that its PYTHONPATH names, and the Go runtime starts after the fork.
-It has one thread and has not touched a device, which is what makes a fork safe. A child runs its script as Python would
-and ends as Python does. What differs: /proc/PID/cmdline and /proc/PID/environ are those of the server, and all children
-have the same hash seed. `make test-all` therefore starts each child by itself (FORK_SERVER=0), and so do benchmarks.
+It does not import torchft: a child imports the torchft on its PYTHONPATH, and the Go runtime starts after the fork. It
+has one thread and has not used a device, so that a fork is safe. A child runs and ends its script in the same way as
+Python, with these differences: /proc/PID/cmdline and /proc/PID/environ are those of the server, and all children have
+the same hash seed. So `make test-all` and benchmarks start each child as a program (FORK_SERVER=0).
 """
 
 from __future__ import annotations
@@ -36,18 +36,19 @@ IMPORTS = (
     "torch.utils.data",
     "torch._dynamo",
 )
-# Read while Python starts or PyTorch is imported. A child that differs from the server in one of them starts by itself.
+# Variables that are read while Python starts or PyTorch is imported. A child in which one of them differs from the
+# server's is started as a program.
 READ_AT_START = ("CUDA_", "GLIBC_", "KMP_", "LANG", "LC_", "LD_", "MALLOC_", "MKL_", "NCCL_", "OMP_", "OPENBLAS_")
 READ_AT_START += ("PYTHON", "PYTORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_", "TRITON_")
-# The first is taken from a child's own environment. The second PyTorch sets itself, to where the cache is anyway, in a
-# process that has used an optimizer.
+# Exceptions: the first is taken from the child's environment. The second is set by PyTorch itself in a process that has
+# used an optimizer, to the default path.
 NOT_COMPARED = {"PYTHONPATH", "TORCHINDUCTOR_CACHE_DIR"}
 # Read when a process group is created.
 READ_LATER = ("TORCH_NCCL_",)
 # One datagram holds a request: the script, its arguments, folder and environment.
 REQUEST_BYTES = 1 << 18
 START_TIMEOUT_S = 120.0
-# The server's messages about a child: its number, and later its exit status.
+# The server's messages about a child: its process id, and later its exit status.
 STATUS = struct.Struct("ci")
 PID, EXIT = b"p", b"e"
 
@@ -78,15 +79,15 @@ class Forked:
 
     def _next(self) -> tuple[bytes, int]:
         said = os.read(self._status, STATUS.size)
-        # When the server has ended, so have its children.
+        # If the server has ended, its children have, too.
         return STATUS.unpack(said) if said else (EXIT, -signal.SIGKILL)
 
 
 class ForkServer:
-    """Starts scripts from a process that has PyTorch imported. Close it to end that process, and the children with it.
+    """Runs scripts in forks of a process that has imported PyTorch. Close it to end that process and its children.
 
     Args:
-        env: the environment of most children. The server starts with it, on first use.
+        env: the environment of most children, and of the server, which starts on first use.
         imports: the modules that it imports.
     """
 
@@ -97,13 +98,13 @@ class ForkServer:
         self._threads = 0
 
     def can_start(self, env: dict[str, str]) -> bool:
-        """Whether a forked child with this environment behaves like one that starts by itself."""
+        """Whether a forked child with this environment behaves like one that is started as a program."""
         read = {name for name in {**env, **self._env} if name.startswith(READ_AT_START)} - NOT_COMPARED
         read = {name for name in read if not name.startswith(READ_LATER)}
         return all(env.get(name) == self._env.get(name) for name in read) and self._has_one_thread()
 
     def start(self, argv: Sequence[str], env: dict[str, str], cwd: str, stderr: IO[bytes]) -> Forked:
-        """Run `python ARGV`, a script and its arguments, in a session of its own, with pipes for stdin and stdout."""
+        """Run `python ARGV`, a script and its arguments, in a new session, with pipes for stdin and stdout."""
         request = json.dumps({"argv": list(argv), "env": env, "cwd": cwd}).encode()
         its_stdin, stdin = os.pipe()
         stdout, its_stdout = os.pipe()
@@ -128,7 +129,7 @@ class ForkServer:
             self._control.settimeout(START_TIMEOUT_S)
             with its:
                 command = [sys.executable, __file__, str(its.fileno()), *self._imports]
-                # In a session of its own, because Ctrl-C is meant for the tests.
+                # In a new session, because Ctrl-C is meant for the tests.
                 self._process = subprocess.Popen(
                     command,
                     env=self._env,
@@ -153,19 +154,20 @@ def serve(control: socket.socket, imports: Sequence[str]) -> dict[str, Any]:
     """Fork a child for each request until the tests have ended. Returns in the children only, with the request."""
     for name in imports:
         if name == imports[-1]:
-            # The end of a child does not collect what is frozen, which takes a second. But Triton, which the last one
-            # imports, complains of what is not collected.
+            # Frozen objects are not collected at the end of a child, which would take a second. But Triton, which the
+            # last module imports, prints errors about objects that were not collected, so it is imported after the
+            # freeze.
             gc.collect()
             gc.freeze()
         importlib.import_module(name)
-    # The registry of rendezvous, below torch.distributed.checkpoint, has loaded the torchft that is installed here;
-    # a child takes that of its own path.
+    # torch.distributed.checkpoint imports the registry of rendezvous, which has loaded the installed torchft; a child
+    # must import the torchft on its own path.
     for name in [name for name in sys.modules if name.partition(".")[0] == "torchft"]:
         del sys.modules[name]
     control.send(str(len(os.listdir("/proc/self/task"))).encode())
     poll = select.poll()
     poll.register(control, select.POLLIN)
-    # by the descriptor of the process: its number, and where to report its end
+    # for each process descriptor: the process id, and the socket to report its end to
     children: dict[int, tuple[int, int]] = {}
     while True:
         for ready, _ in poll.poll():
@@ -199,7 +201,7 @@ def serve(control: socket.socket, imports: Sequence[str]) -> dict[str, Any]:
 
 
 def become(request: dict[str, Any], standard: Sequence[int], status: int) -> None:
-    """Gives a forked process what exec would set up: session, descriptors, folder, environment, arguments and path."""
+    """Sets up a forked process like exec: session, descriptors, folder, environment, arguments and path."""
     os.setsid()
     # Sent only now, because its receiver may send a signal to the session.
     _say(status, PID, os.getpid())
@@ -207,7 +209,7 @@ def become(request: dict[str, Any], standard: Sequence[int], status: int) -> Non
     for number, descriptor in enumerate(standard):
         os.dup2(descriptor, number)
         os.close(descriptor)
-    # Created again, because it remembers the type of its file.
+    # Created again, because the object remembers the type of its file.
     sys.stdin = os.fdopen(0, closefd=False)
     os.chdir(request["cwd"])
     os.environ.clear()
@@ -220,7 +222,7 @@ def become(request: dict[str, Any], standard: Sequence[int], status: int) -> Non
 
 
 def _say(status: int, kind: bytes, number: int) -> None:
-    with contextlib.suppress(BrokenPipeError):  # nothing waits for this child any more
+    with contextlib.suppress(BrokenPipeError):  # no process waits for this child any more
         os.write(status, STATUS.pack(kind, number))
 
 
@@ -229,6 +231,6 @@ if __name__ == "__main__":
     main = types.ModuleType("__main__")
     main.__file__ = script
     sys.modules["__main__"] = main
-    # Not runpy, which takes the module away at the end: pickled classes and daemon threads still need it. Nor a
-    # function: this ends as a script ends, with Python's own status, traceback, atexit and threads.
+    # Not by runpy, which removes the module at the end, while pickled classes and daemon threads still need it. And not
+    # in a function: at this level the end of the script is Python's own, with status, traceback, atexit and threads.
     exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), main.__dict__)

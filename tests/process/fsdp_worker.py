@@ -1,4 +1,4 @@
-"""A rank of FSDP2 over PyTorch's own default group, connected and connected again by torchft; prints its weights."""
+"""A rank of FSDP2 over PyTorch's default group, which torchft connects and reconfigures; prints its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One member of a job of FTLib that trains on digits in float64, and may be killed at a line of a rebuild.
+"""A member of an FTLib job that trains on digits in float64, and may be killed at a line of a rebuild.
 
 A step trains on 32 samples chosen by its number, which the members divide. After the optimizer has stepped, the member
 reports the step to its parent, with the view in which it was made.
@@ -51,7 +51,7 @@ def part(step: int, rank: int, size: int, samples: int) -> torch.Tensor:
 
 
 def stop_at(line: int, act: Callable[[], None]) -> None:
-    """Calls a function before the line with this number that runs in ``FTLib._rebuild``."""
+    """Calls a function before the n-th line that runs in ``FTLib._rebuild``."""
     count = 0
 
     def of_rebuild(frame: FrameType, event: str, _: object) -> Any:

@@ -13,7 +13,7 @@ from torchft.checkpointing import HTTPTransport
 from torchft.checkpointing.transport import CheckpointError
 
 TIMEOUT = timedelta(seconds=60)
-ROOM = 256 << 20  # bytes beyond the present size of the process: enough for stacks and the like, too few for the state
+ROOM = 256 << 20  # bytes beyond the present size of the process: enough for thread stacks, too few for the state
 
 transport: HTTPTransport[dict[str, torch.Tensor]] = HTTPTransport(TIMEOUT, 0)
 # a warm-up: the first transfer starts threads and loads libraries

@@ -2,7 +2,7 @@
 
     healing_member.py MEGABYTES MEGABYTES_A_SECOND
 
-It trains until its parent ends it, or until it is drained. SIGUSR1 ends it in a step in which the others count on it.
+It trains until its parent ends it, or until it is drained. SIGUSR1 ends it in a step, after the quorum.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ def train_together(shards: int, steps: int, **options: object) -> None:
 
     Args:
         shards: ranks of a group.
-        steps: how many.
-        options: of all workers.
+        steps: number of steps.
+        options: options for all workers.
     """
     with Job() as job:
         _, lighthouse = job.lighthouse(ours_path(), min_replicas=2, join_timeout_ms=60000)
@@ -87,7 +87,7 @@ def flip_and_heal(shards: int, flip: int, **options: object) -> None:
     Args:
         shards: ranks of a group.
         flip: the step before which the bit is flipped.
-        options: of all workers.
+        options: options for all workers.
     """
     compare = 3
     last = flip + 3 * compare
@@ -131,7 +131,7 @@ def join_along(shards: int, fails: bool = False, **options: object) -> None:
     Args:
         shards: ranks of a group.
         fails: whether a rank of the second group ends when it has some pieces, and the group starts again.
-        options: of all workers.
+        options: options for all workers.
     """
     with Job() as job:
         _, lighthouse = job.lighthouse(
@@ -159,11 +159,11 @@ def join_along(shards: int, fails: bool = False, **options: object) -> None:
         lost = [e for e in first[0].of("step") if not e["committed"]]
     assert [e["step"] for e in steps] == list(range(last)), "a step was lost or taken twice"
     assert bool(lost) == fails, lost
-    for errors in healing:  # all ranks end the heal in one step: a rank that had its pieces earlier has trained along
+    for errors in healing:  # all ranks end the heal in the same step, even if one had its pieces earlier
         assert len(errors) == len(healing[0]) >= 2, [[error[:40] for error in each] for each in healing]
         here, total = (int(n) for n in re.findall(r"\d+", errors[0])[:2])
         assert here < total >= PIECES, "the first step ends before all pieces are here"
-        # Empty: it had everything, but another rank lacked the rest of the state.
+        # Empty if the rank had everything, and another rank lacked the rest of the state.
         assert all(error == "" or "pieces of the state are here" in error for error in errors), errors
     check(got, [[0, 1] if e["participants"] == 2 else [0] for e in steps], shards)
 
@@ -173,8 +173,8 @@ def kill_and_heal(shards: int, failures: int = 1, **options: object) -> None:
 
     Args:
         shards: ranks of a group.
-        failures: how often.
-        options: of all workers.
+        failures: number of failures.
+        options: options for all workers.
     """
     with Job() as job:
         _, lighthouse = job.lighthouse(

@@ -33,22 +33,22 @@ from torchft.device_mesh import ft_init_device_mesh
 parser = argparse.ArgumentParser()
 parser.add_argument("--group", type=int, required=True)
 parser.add_argument("--lighthouse", required=True)
-parser.add_argument("--seed", type=int, required=True, help="of the first weights")
-parser.add_argument("--fail_after", type=int, default=-1, help="own commits after which it ends in a backward pass")
+parser.add_argument("--seed", type=int, required=True, help="seed of the first weights")
+parser.add_argument("--fail_after", type=int, default=-1, help="commits of this group after which it ends")
 parser.add_argument("--device", choices=["cpu", "cuda", "late"], default="cpu")
 parser.add_argument("--delays", type=int, default=0, help="seed of the delays of the test accelerator")
-parser.add_argument(
-    "--kind", default="ProcessGroupGloo", help="of the group over the replica groups, a class of torchft"
-)
+parser.add_argument("--kind", default="ProcessGroupGloo", help="class of the process group between the replica groups")
 parser.add_argument("--wrap", choices=["fsdp", "ddp"], default="fsdp")
 parser.add_argument(
-    "--compare", type=int, default=0, help="commits in which weights are compared once; differing ones heal"
+    "--compare", type=int, default=0, help="commits in which all weights are compared once; a group that differs heals"
 )
 parser.add_argument("--flip", type=int, default=-1, help="step before which a bit of the last rank's shard flips")
 parser.add_argument(
-    "--along", type=int, default=0, help="heal in pieces of so many elements, one a step; 0: as a whole"
+    "--along", type=int, default=0, help="heal in pieces of this many elements, one per step; 0: as a whole"
 )
-parser.add_argument("--fail_at_piece", type=int, default=0, help="of a heal, at which the last rank ends; 0: none")
+parser.add_argument(
+    "--fail_at_piece", type=int, default=0, help="pieces of a heal after which the last rank ends; 0: none"
+)
 parser.add_argument("--native", type=int, default=0, help="port of the store that all groups share")
 args = parser.parse_args()
 
@@ -119,8 +119,8 @@ else:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
 adam = torch.optim.Adam(model.parameters(), lr=1e-2)
-# Taken once: its tensors are the sharded weights themselves. FSDP's state_dict() puts those back into the modules, and
-# the quorum thread asks for the state while the forward pass runs on the gathered ones.
+# state_dict() is called once, here; its tensors are the sharded weights themselves. FSDP's state_dict() puts the shards
+# back into the modules, but the quorum thread reads the state while the forward pass uses the gathered weights.
 weights = model.state_dict()
 manager.set_state_dict_fns(
     lambda s: (model.load_state_dict(s["model"]), adam.load_state_dict(s["optim"])),
@@ -147,7 +147,7 @@ while last_step is None or manager.current_step() < last_step:
     x, y = (t.to(args.device) for t in batch(step, args.group, rank))
     loss = nn.functional.mse_loss(forward(x), y)
     if commits == args.fail_after:
-        manager.wait_quorum()  # before the quorum, the other group would never have counted on this one
+        manager.wait_quorum()  # not before the quorum: the other group must expect this one in its collectives
         os._exit(9)
     loss.backward()
     participants = manager.num_participants()

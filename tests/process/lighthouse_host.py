@@ -1,4 +1,4 @@
-"""A lighthouse of the torchft on PYTHONPATH, in a process of its own. Ends with its parent."""
+"""A process with a lighthouse of the torchft on PYTHONPATH. Ends with its parent."""
 
 from __future__ import annotations
 

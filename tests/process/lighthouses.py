@@ -53,7 +53,7 @@ class Cluster:
             return int(json.load(response)["healthy"])
 
     def wait(self, until: Callable[[], object], what: str, seconds: float = 60) -> float:
-        """Wait, and return the seconds that it took."""
+        """Wait for a condition, and return the seconds that it took."""
         start = time.monotonic()
         while not until():
             ended = [c for c in self.job.children if c.expected_to_live and c.returncode is not None]

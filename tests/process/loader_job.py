@@ -18,10 +18,10 @@ from processes import HERE, START_TIMEOUT_S, Child, Job, free_port, ours_path
 from torchft.data.position import Position
 
 PLACES = ("begin", "units", "reduce", "commit", "stepped")
-# How a rank ends without being killed: its dataset raises, or a worker process of its DataLoader is killed.
+# The last line of a rank that ends without a kill: its dataset raises, or a worker process of its DataLoader is killed.
 ERRORS = {
     "dataset": r"ReadFailed: unit \d+ of batch \d+ of epoch \d could not be read: OSError: the disk has failed",
-    # PyTorch's message about it, or the error that data of the worker cannot be fetched from it any more.
+    # PyTorch's message about that worker, or the error of fetching its data.
     "worker": r"DataLoader worker \(pid\(?s?\)? \d+\) (is killed|exited)|ReadFailed: unit .* could not be read: Conn",
 }
 
@@ -43,8 +43,8 @@ class Part:
 
 @dataclass
 class Elastic:
-    """Runs parts with the same number of steps one after another. The seed decides which groups are
-    killed, and where.
+    """Runs parts with the same number of steps one after another. The seed determines the killed groups and the points
+    at which they are killed.
     """
 
     folder: Path
@@ -61,7 +61,7 @@ class Elastic:
     new: list[int] = field(default_factory=list)  # groups that were started for this part
 
     def run(self) -> None:
-        """Raises AssertionError unless the weights are those of one process, made of each sample once an epoch."""
+        """Raises AssertionError unless the weights are those of one process, with each sample once per epoch."""
         self.plan = plan(self.samples)
         steps = self.plan.batches_per_epoch * self.plan.epochs
         random_ = random.Random(self.seed)
@@ -85,7 +85,7 @@ class Elastic:
         restore = ""
         if part.restored:
             restore = str(self.folder / f"{self.started}.checkpoint")
-            # Only groups of a single rank are supported: one process then has the whole state of the loader.
+            # Only for groups of a single rank, whose process has the whole state of the loader.
             source = next(child for (child,) in self.living.values() if child.of("paused"))
             source.send(save=restore)
             self.job.wait(lambda: source.of("saved"), 30, "a checkpoint")
@@ -108,8 +108,9 @@ class Elastic:
                 "kind": self.kind,
                 "reproducible": int(self.reproducible),
                 "samples": self.samples,
-                # A group that joins later begins with other weights than the job has. At step 0, the ranks of a group
-                # may take over weights of different groups, so with several ranks the first groups begin equal.
+                # A group that joins later begins with weights that differ from the job's. At step 0 the ranks of a
+                # group may take over weights of different groups; so with several ranks the first groups begin with
+                # equal ones.
                 "seed": self.started if self.killed or self.ranks == 1 else 0,
                 "log": self.folder / f"{self.started}-{rank}.log",
                 "weights": self.folder / f"{self.started}-{rank}.weights",
@@ -134,8 +135,8 @@ class Elastic:
                 child.expected_to_live = False
         self._send(orders, self.new)
         if len(self.new) < len(orders):
-            # A quorum of the previous members waits only for groups that have requested one already.
-            self.job.wait(lambda: self._waiters() == len(self.new), 30, "new groups ask for a quorum")
+            # The next quorum of the previous members only includes new groups that have already requested it.
+            self.job.wait(lambda: self._waiters() == len(self.new), 30, "new groups request a quorum")
             self._send(orders, [group for group in orders if group not in self.new])
         for group in list(mortal):
             victim = self.living[group][-1]

@@ -1,8 +1,8 @@
-"""One rank of a replica group that trains with an ElasticDataLoader, and kills itself (SIGKILL) when told to.
+"""One rank of a replica group that trains with an ElasticDataLoader, and kills itself (SIGKILL) on command.
 
 Before the reduction of a step it writes a line into its log: the position, the quorum, and the samples that it counts.
-Its state contains the quorum in which each step was committed. So lines of steps in its final weights can be
-distinguished from those of lost steps, and of steps that only a group committed which then failed.
+Its state contains the quorum in which each step was committed. So the lines of steps in the final weights can be
+distinguished from those of lost steps, and of steps that only one group committed, which then failed.
 
 Commands: {"until": STEP} trains up to a step, or with {"fail_at": STEP, "place": PLACE} until it kills itself there;
 {"save": FILE} writes a checkpoint.
@@ -38,9 +38,9 @@ parser.add_argument("--lighthouse", required=True)
 parser.add_argument("--kind", choices=["ddp", "fsdp", "fsdp-sum"], required=True)
 parser.add_argument("--reproducible", type=int, required=True)
 parser.add_argument("--samples", type=int, required=True)
-parser.add_argument("--seed", type=int, required=True, help="of the first weights")
-parser.add_argument("--log", required=True, help="file for what each step trained on")
-parser.add_argument("--weights", required=True, help="file for what it ends with")
+parser.add_argument("--seed", type=int, required=True, help="seed of the first weights")
+parser.add_argument("--log", required=True, help="file for the samples of each step")
+parser.add_argument("--weights", required=True, help="file for the final weights")
 parser.add_argument("--num_workers", type=int, required=True, help="of the DataLoader")
 parser.add_argument("--restore", default="", help="file of a checkpoint")
 args = parser.parse_args()
@@ -49,7 +49,9 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class Mortal(Manager):
-    """Ends instead of an allreduce, when its peers are in it; or after its group has voted, before it has stepped."""
+    """Ends in place of an allreduce, when its peers are in it; or after the vote of its group, before it has
+    stepped.
+    """
 
     place: Optional[str] = None
 
@@ -71,7 +73,7 @@ def fail() -> NoReturn:
 
 
 class Broken(Dataset):
-    """A dataset that raises once it is told to."""
+    """A dataset that raises an error after a command."""
 
     broken = False
 
@@ -137,13 +139,13 @@ if sharded:
     if reduction == "sum":
         for part in (model[0], model):
             part.set_gradient_divide_factor(1.0)
-    # Taken once: its tensors are the sharded weights themselves; see hsdp_worker.py.
+    # state_dict() is called once, here: see hsdp_worker.py.
     weights = model.state_dict()
 wrapped = model if sharded else DistributedDataParallel(manager, model)
 sgd = make_optimizer(model)
 optimizer = Optimizer(manager, sgd)
 if args.num_workers:
-    # The worker processes close it, and the thread of the commands holds the lock of the other one.
+    # A new object, because the worker processes close it, and the command thread holds the lock of the other object.
     sys.stdin = open(os.devnull)  # noqa: SIM115
 loader = ElasticDataLoader(
     manager,

@@ -1,4 +1,4 @@
-"""A link between two network namespaces with the delay and loss of one between cities.
+"""A link between two network namespaces, with the delay and loss of a link between cities.
 
 A replacement of `tc netem` for kernels without it: frames pass through this process, from one TAP device to another.
 """
@@ -23,7 +23,8 @@ _LONGEST_FRAME = 1 << 16
 
 
 def tap(name: str) -> int:
-    """Makes a network device of that name. Its frames are read from the descriptor, and written to it; it ends with it.
+    """Makes a network device of that name. Returns a descriptor to read and write its frames; closing it removes the
+    device.
 
     Raises:
         OSError: not root, or a kernel without TAP.
@@ -38,11 +39,11 @@ def tap(name: str) -> int:
 
 
 class LongLinks:
-    """Carries frames between devices, each one late, and some not at all.
+    """Carries frames between devices, delays each, and drops some.
 
     Args:
-        ends: for each descriptor of a device, where its frames go.
-        delay_s: of each frame, in each direction.
+        ends: for each descriptor of a device, the descriptor to which its frames are sent.
+        delay_s: delay of each frame in seconds, in each direction.
         loss: the share of frames that are dropped.
     """
 

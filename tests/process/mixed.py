@@ -22,8 +22,8 @@ class Group:
 
     def __init__(self, job: Job, number: int, path: Path, options: tuple[str, ...]) -> None:
         self.job, self.number, self.path, self.options = job, number, path, options
-        # The process that takes over after the kill is started in advance and has imported torch, which stands for a
-        # quick restart.
+        # The process that takes over after the kill is started in advance and has imported torch, which simulates a
+        # fast restart.
         self.child, self._spare = self._start(0), self._start(1)
 
     def _start(self, life: int) -> Child:
@@ -53,10 +53,10 @@ class Group:
 
 
 def run_mixed_job(job: Job, paths: tuple[Path, Path], lighthouse_path: Path, options: tuple[str, ...] = ()) -> None:
-    """Run the whole course with group i from paths[i]; raises AssertionError or JobFailed.
+    """Run the whole job with group i from paths[i]; raises AssertionError or JobFailed.
 
     Args:
-        options: of worker.py, for both groups
+        options: options of worker.py, for both groups
     """
     groups = [Group(job, number, path, options) for number, path in enumerate(paths)]
     # Upstream groups keep no connection to the lighthouse, and an upstream lighthouse detects failures by silence only.
@@ -70,9 +70,7 @@ def run_mixed_job(job: Job, paths: tuple[Path, Path], lighthouse_path: Path, opt
     # The lighthouse knows both groups before either requests a quorum, so that the first quorum has both: init_sync.
     for group in groups:
         group.join(lighthouse)
-    job.wait(
-        lambda: all(f"worker_{i}:" in status(lighthouse) for i in range(2)), PHASE_TIMEOUT_S, "it has heard of both"
-    )
+    job.wait(lambda: all(f"worker_{i}:" in status(lighthouse) for i in range(2)), PHASE_TIMEOUT_S, "it knows both")
     for group in groups:
         group.child.send(do="train")
     assert groups[0].child.of("ready")[0]["digest"] != groups[1].child.of("ready")[0]["digest"]
@@ -100,7 +98,7 @@ def run_mixed_job(job: Job, paths: tuple[Path, Path], lighthouse_path: Path, opt
 
 
 def status(lighthouse: str) -> str:
-    """Returns the status page of any lighthouse, which names the members that it has heard of."""
+    """Returns the status page of any lighthouse, which names the members that it knows."""
     with urllib.request.urlopen(f"http://localhost:{lighthouse.rsplit(':', 1)[1]}/status", timeout=20) as response:
         return response.read().decode()
 
@@ -112,7 +110,7 @@ def kill_and_heal(job: Job, lighthouse: str, victim: Group, survivor: Group) -> 
     job.wait(
         lambda: len(survivor.committed(participants=1, after=killed_at)) >= STEPS_A_PHASE,
         PHASE_TIMEOUT_S,
-        f"group {survivor.number} goes on alone",
+        f"group {survivor.number} continues alone",
     )
     alone_until = survivor.last_step()
     victim.join(lighthouse)

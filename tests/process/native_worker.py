@@ -24,7 +24,7 @@ from torchft import DistributedDataParallel, Manager, Optimizer
 parser = argparse.ArgumentParser()
 parser.add_argument("--group", type=int, required=True)
 parser.add_argument("--store", type=int, required=True, help="port of the store that all groups share")
-parser.add_argument("--timeout_s", type=int, required=True, help="of collectives and of waiting for a quorum")
+parser.add_argument("--timeout_s", type=int, required=True, help="timeout of collectives and of waiting for a quorum")
 args = parser.parse_args()
 
 TIMEOUT = timedelta(seconds=args.timeout_s)
@@ -120,7 +120,8 @@ while last_step is None or manager.current_step() < last_step:
     time.sleep(0.02)  # time for a joining group to heal
     nn.functional.mse_loss(ddp(x), y).backward()
     members = 0
-    # Every group does so at the same steps, including a healing group, which is at the step of the others by now.
+    # Every group runs these collectives at the same steps, including a healing group, which has the others' step by
+    # now.
     manager.wait_quorum()
     if manager.errored() is None and manager.current_step() % 2 == 0:
         try:

@@ -1,4 +1,4 @@
-"""One rank of a group that leaves on SIGTERM, with a DataLoader worker.
+"""One rank of a group that SIGTERM drains, with a DataLoader worker.
 
 It writes an event per step: its number, whether it was committed, the batch, and the samples that this rank counts.
 HANG_AT is a step at which its last rank hangs outside of Python.

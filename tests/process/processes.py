@@ -1,7 +1,7 @@
-"""Child processes for tests and benchmarks: started, observed, killed, and never left behind.
+"""Child processes for tests and benchmarks: starts, observes and kills them, and leaves none behind.
 
-A `Job` owns its children. Every wait has a deadline and ends early with the child's stderr when a child ends that
-should not.
+A `Job` owns its children. Every wait has a deadline. If a child ends unexpectedly, the wait ends early with an error
+that contains the child's stderr.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ START_TIMEOUT_S = 120
 
 
 class JobFailed(AssertionError):
-    """A child failed, or did not do in time what was asked; the message contains the end of its stderr."""
+    """A child failed or was too slow; the message contains the end of its stderr."""
 
 
 def ours_path() -> Path:
-    """Return what to put on PYTHONPATH to get the torchft that this process would import, without importing it."""
+    """Return the entry for PYTHONPATH that selects the torchft that this process would import, without importing it."""
     spec = importlib.util.find_spec("torchft")
     if spec is None or spec.origin is None:
         raise JobFailed("torchft is not importable here: install it (pip install .) or set PYTHONPATH")
@@ -73,7 +73,7 @@ fork_server: ForkServer | None = None
 
 @contextlib.contextmanager
 def with_fork_server() -> Iterator[None]:
-    """Makes children be forked from a process that has imported PyTorch, unless FORK_SERVER=0."""
+    """Makes children fork from a process that has imported PyTorch, unless FORK_SERVER=0."""
     global fork_server
     if os.environ.get("FORK_SERVER") == "0" or sys.platform != "linux":
         yield
@@ -90,9 +90,9 @@ _given_ports: set[int] = set()
 
 
 def free_port() -> int:
-    """Return a port nobody listens on, outside the range from which outgoing connections take theirs.
+    """Return a free port, outside the range of ports of outgoing connections.
 
-    None is given twice: whoever got it may listen only when it has imported torch.
+    No port is returned twice, because the process that got it may listen only after it has imported torch.
     """
     for _ in range(100):
         port = random.randint(20000, 29000)
@@ -112,7 +112,7 @@ def processes_of(folder: Path) -> list[int]:
     """Return the processes with XDG_RUNTIME_DIR=`folder` in their environment: a command and its descendants."""
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # it has ended in the meantime, or belongs to another user
+        with contextlib.suppress(OSError):  # the process has ended in the meantime, or belongs to another user
             if f"XDG_RUNTIME_DIR={folder}".encode() in path.read_bytes().split(b"\0"):
                 found.append(int(path.parent.name))
     return found
@@ -237,9 +237,9 @@ class Job:
         return self._add(name, fork_server.start(argv, full, self._folder.name, log), log)
 
     def start(self, name: str, argv: Sequence[str | Path], *, path: Path, env: dict[str, str] | None = None) -> Child:
-        """Start any command with the torchft below `path`, always as a program of its own."""
+        """Start any command with the torchft below `path`, never from the fork server."""
         log = self._log(name)
-        # A session of its own, so that `kill` takes its children too, and Ctrl-C reaches the parent alone.
+        # A new session, so that `kill` also kills its children, and Ctrl-C reaches only the parent.
         process = subprocess.Popen(
             [str(a) for a in argv],
             env=child_environment(path, env),
@@ -262,7 +262,7 @@ class Job:
         """Wait until `condition()` is true and return it; it is evaluated whenever a child writes an event.
 
         Raises:
-            JobFailed: after `timeout` seconds, or when a child ended that was to live.
+            JobFailed: after `timeout` seconds, or when a child ended unexpectedly.
         """
         deadline = time.monotonic() + timeout
         with self._changed:

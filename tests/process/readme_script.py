@@ -1,4 +1,4 @@
-"""A training script as upstream's README teaches it. It does not depend on which torchft it runs.
+"""A training script in the style of upstream's README. It runs with any torchft.
 
 `torchrun --nproc_per_node 1 readme_script.py` is one replica group.
 """

@@ -1,4 +1,4 @@
-"""A rank of a group without a Manager. On command it takes a step, which is a quorum and a vote."""
+"""A rank of a group without a Manager. On command it does a step: a quorum and a vote."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def main() -> None:
     for line in sys.stdin:
         step = json.loads(line)["step"]
         while not attempt(client, settings.group_rank, step):
-            time.sleep(0.05)  # a rank of the group has failed, and must request first when it has returned
+            time.sleep(0.05)  # a rank of the group has failed; when it returns, it must request the quorum first
 
 
 def attempt(client: ManagerClient, rank: int, step: int) -> bool:

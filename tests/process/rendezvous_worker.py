@@ -1,4 +1,4 @@
-"""A worker of torchrun that records its round, until it is told to end."""
+"""A worker of torchrun that records its round, and runs until a command ends it."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def make_pg() -> Any:
 
 
 class Mortal(Manager):
-    """Ends before an allreduce, or when its group has voted to commit and has not applied the step."""
+    """Ends before an allreduce, or after its group has voted to commit and before it has applied the step."""
 
     left = 1000
 

@@ -1,6 +1,6 @@
 """A peer that stops in the middle of a collective, and the effect of an abort: real processes, all kinds of groups.
 
-The exact figures are in docs/benchmarks.md. Without the abort everything would wait for ten minutes.
+docs/benchmarks.md has exact figures. Without the abort, all waits would last ten minutes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KINDS = [
     *("gloo", "isolated", "native", "managed"),
     *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("error_swallowing", "fake", "wrapper")),
 ]
-# With these groups a wait for an allreduce does not raise an error.
+# In these groups a wait for an allreduce raises no error.
 SWALLOWING = {"error_swallowing"}
 
 pytestmark = pytest.mark.timeout(300)
@@ -89,7 +89,7 @@ def needs(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stopped_peer_holds_up_nobody_after_an_abort(ranks: Ranks, kind: str) -> None:
+def test_no_wait_for_a_stopped_peer_after_an_abort(ranks: Ranks, kind: str) -> None:
     needs(kind)
     where = ranks.make(kind)
     survivor, stopped, other = ranks.children
@@ -101,7 +101,7 @@ def test_a_stopped_peer_holds_up_nobody_after_an_abort(ranks: Ranks, kind: str) 
         assert aborted["ms"] < 1000 * within(ABORT_S)
         (mine,) = ranks.do([survivor], "ended")
         took = {name: end["at"] - aborted["began"] for name, end in mine["ends"].items()}
-        print(f"{kind}: abort {aborted['ms']:.1f} ms; ms until those who waited returned:", end=" ")
+        print(f"{kind}: abort {aborted['ms']:.1f} ms; ms until the waits returned:", end=" ")
         print({name: round(1000 * seconds, 1) for name, seconds in took.items()})
         assert mine["running"] == []
         assert set(took) == {"train", "allreduce", "large allreduce", "barrier", "recv", "future"}
@@ -114,7 +114,7 @@ def test_a_stopped_peer_holds_up_nobody_after_an_abort(ranks: Ranks, kind: str) 
         end = theirs["ends"]["train"]
         print(f"{kind}: the other peer noticed after {1000 * (end['at'] - aborted['began']):.0f} ms")
         assert end["error"] is not None
-        # It waits only for the stopped peer, but its connection to the aborting rank breaks.
+        # This rank waits only for the stopped peer, but its connection to the aborting rank breaks.
         assert end["at"] - aborted["began"] < within(ABORT_S)
 
         # Nothing waits for operations in flight.
@@ -144,8 +144,8 @@ def test_a_process_ends_at_once_with_an_operation_in_flight(ranks: Ranks, kind: 
         ranks.do([leaver], "leave", [{"drop": drop}])
         leaver.expected_to_live = False
         ranks.job.wait(lambda: leaver.returncode is not None, EXIT_S, "the process ends")
-        # At its exit the interpreter ends a thread that waits in an operation of PyTorch's own group. Its stack has C++
-        # frames, and C++ sometimes aborts the process then.
+        # At exit the interpreter ends a thread that waits in an operation of PyTorch's own group. The thread's stack
+        # has C++ frames, and C++ sometimes aborts the process then.
         assert leaver.returncode in ((0, -signal.SIGABRT) if kind == "native" else (0,)), ranks.job.report()
         print(f"{kind}: the process ended after {time.monotonic() - began:.2f} s")
     finally:

@@ -1,4 +1,4 @@
-"""A lighthouse whose standard error is not read continues to serve, and later reports what it could not write."""
+"""A lighthouse whose standard error is not read continues to serve, and later reports the number of dropped lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT = timedelta(seconds=30)
 
 
 @pytest.mark.timeout(120)
-def test_a_lighthouse_serves_while_nobody_reads_its_log() -> None:
+def test_a_lighthouse_serves_while_its_log_is_not_read() -> None:
     command = [sys.executable, str(HERE / "chaos_lighthouse.py"), "--min_replicas=1", "--bind=127.0.0.1:0"]
     with subprocess.Popen(
         command, env=child_environment(ours_path()), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

@@ -1,7 +1,7 @@
 """Real processes are killed and stopped at each phase of a step: the others continue soon, and the invariants hold.
 
-What holds is in chaos.py: survivors commit within a bound, equal weights at equal steps and as one process computes
-them, no step committed twice or again, nothing left behind. Many faults follow one another in one job.
+The invariants are in chaos.py: survivors commit within a bound; weights at equal steps are equal, and those that one
+process computes; no step is committed twice; nothing is left behind. Many faults follow one another in one job.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from tests.promises import KILL_S, within
 
 needs_native = pytest.mark.skipif(not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14")
 OTHERS = ["isolated", pytest.param("native", marks=[needs_native, pytest.mark.slow])]
-# One for each way in which the others find out and go on: by the grace, by a broken collective, by silence, alone, in a
-# heal, or with another lighthouse. What is stopped first has time: Gloo keeps what it forgets until its timeout.
+# One fault for each way in which the survivors notice a failure and continue: by the grace period, by a broken
+# collective, by silence, alone, during a heal, or with another lighthouse. Stops come first, because after a stop Gloo
+# may keep an operation until its timeout.
 EACH_KIND = [
     "SIGSTOP in bucket 1",
     "SIGSTOP of the source of a heal",
@@ -90,13 +91,15 @@ def test_other_process_groups(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_rank_of_a_group() -> None:
-    """The manager's rank or another one: its group has failed in either case. A hanging rank is named, and evicted."""
+    """The manager's rank or another one fails, and with it the group. A group with a hanging rank is evicted by
+    name.
+    """
     with Job() as job:
         chaos = run(job, groups=2, ranks=2, lighthouse_options=EJECT)
         chaos.kill(0, phase="in bucket 1", rank=0)
         chaos.kill(1, phase="in bucket 1", rank=1)
         outcome = chaos.stop(1, phase="in bucket 1", rank=1, bound_s=STOP_BOUND_S + 3)
-        assert outcome.seconds > 2.0, "its manager server is alive: only that it makes no progress gives it away"
+        assert outcome.seconds > 2.0, "its manager server is alive, so only the lack of progress shows the failure"
         chaos.finish()
         log = chaos.lighthouse.log_tail(1000)
     assert "a member makes no progress" in log and "rank 1, step" in log
@@ -106,7 +109,9 @@ def test_one_rank_of_a_group() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_rank_of_a_native_group_is_stopped_in_a_collective() -> None:
-    """Gloo may lose the operation in progress: the rank must not wait for it until its group's vote times out."""
+    """Gloo may not wake the operation in progress. The rank must not wait for it so long that the group's vote times
+    out.
+    """
     with Job() as job:
         chaos = run(job, kind="native", groups=2, ranks=2, lighthouse_options=EJECT)
         for number in range(8):
@@ -117,7 +122,7 @@ def test_a_rank_of_a_native_group_is_stopped_in_a_collective() -> None:
 @pytest.mark.slow  # test_train_demo kills a group of torchrun
 @pytest.mark.timeout(300)
 def test_groups_of_torchrun() -> None:
-    """A worker fails, and its agent restarts it; an agent fails, and none of its workers trains on."""
+    """A worker fails, and its agent restarts it; an agent fails, and its workers end with it."""
     with Job() as job:
         chaos = run(job, groups=2, torchrun=True, kills_only=True)
         chaos.kill_worker(0, phase="in bucket 1")
@@ -166,7 +171,7 @@ def test_each_phase(kind: str, groups: int) -> None:
 
 
 def test_a_record_goes_on_where_it_ended_and_makes_a_table() -> None:
-    """Each fault gets its turn, the one that is furthest behind first."""
+    """The next fault is always the one that lacks the largest share of its repetitions."""
     done: dict[str, int] = {}
     for _ in range(len(FAULTS)):
         fault = next_missing(FAULTS, "gloo", done)
@@ -193,7 +198,7 @@ def test_each_fault_has_a_job_that_it_is_recorded_in() -> None:
     assert {"kill -9 in bucket 1", "kill -9 of another rank"} <= {f.name for f in possible_in(2, 2, False)}
 
 
-def test_the_signals_are_what_they_seem() -> None:
+def test_strikes_end_or_stop_the_process() -> None:
     """If the child survived a strike with SIGKILL, all of these tests would pass wrongly."""
     with Job() as job:
         chaos = run(job, groups=1)
@@ -203,7 +208,7 @@ def test_the_signals_are_what_they_seem() -> None:
 
 
 @pytest.mark.parametrize("heartbeat_timeout_ms", [HEARTBEAT_TIMEOUT_MS, SILENCE_MS])
-def test_what_a_kill_is_noticed_by(heartbeat_timeout_ms: int) -> None:
+def test_causes_of_a_kill(heartbeat_timeout_ms: int) -> None:
     def check(members: int, **after: int) -> None:
         before = Counter(dict.fromkeys(CAUSES, 1))
         check_killed(before, before + Counter(after), members, heartbeat_timeout_ms)

@@ -45,7 +45,9 @@ def upstream(request: pytest.FixtureRequest) -> Iterator[Peer]:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("num_chunks", [0, 1, 3])
 @pytest.mark.parametrize("ours_serves", [True, False])
-def test_a_state_goes_from_one_to_the_other(ours: Peer, upstream: Peer, ours_serves: bool, num_chunks: int) -> None:
+def test_a_state_is_transferred_between_the_packages(
+    ours: Peer, upstream: Peer, ours_serves: bool, num_chunks: int
+) -> None:
     source, target = (ours, upstream) if ours_serves else (upstream, ours)
     metadata = source.ask("serve", num_chunks=num_chunks, step=7)["metadata"]
     assert target.ask("fetch", num_chunks=num_chunks, step=7, metadata=metadata) == {"received": True}
@@ -53,7 +55,7 @@ def test_a_state_goes_from_one_to_the_other(ours: Peer, upstream: Peer, ours_ser
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("ours_serves", [True, False])
-def test_a_wrong_step_is_an_error_for_either(ours: Peer, upstream: Peer, ours_serves: bool) -> None:
+def test_a_wrong_step_is_an_error_in_both_packages(ours: Peer, upstream: Peer, ours_serves: bool) -> None:
     source, target = (ours, upstream) if ours_serves else (upstream, ours)
     metadata = source.ask("serve", num_chunks=0, step=7)["metadata"]
     error = target.ask("fetch", num_chunks=0, step=8, metadata=metadata)["error"]

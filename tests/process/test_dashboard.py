@@ -71,7 +71,7 @@ def members(lighthouse: LighthouseServer, tmp_path: Path) -> Iterator[list[Membe
 
 @pytest.fixture
 def groups(lighthouse: LighthouseServer) -> Iterator[Callable[[int], Child]]:
-    """Starts groups that train and heal: 32 MB at 8 MB/s; for the pictures 1.6 GB at 150 MB/s."""
+    """Starts groups that train and heal 32 MB at 8 MB/s, or for the pictures 1.6 GB at 150 MB/s."""
     sizes = (1600, 150) if PICTURES else (32, 8)
     with Job() as job:
 
@@ -96,10 +96,10 @@ def test_a_kill_and_the_heal_are_seen_live(
     pause(25)
 
     os.kill(members[0].pid, signal.SIGUSR1)
-    wait(lambda: page.event("failed", "group_0"), "the failure is told")
+    wait(lambda: page.event("failed", "group_0"), "the failure is shown")
     assert "no sign of life for" not in page.event("failed", "group_0"), "its connections broke"
-    wait(lambda: page.text("groups") == str(count - 1), "the others go on")
-    wait(lambda: page.event("recovered", "go on at step"), "what it cost those that are left is told")
+    wait(lambda: page.text("groups") == str(count - 1), "the others continue")
+    wait(lambda: page.event("recovered", "go on at step"), "its cost for the survivors is shown")
     pause(15)
 
     members[0] = groups(0)
@@ -114,12 +114,12 @@ def test_a_kill_and_the_heal_are_seen_live(
         return len(seen) >= 3
 
     try:
-        wait(heals, "it is seen how much of the state has come")
+        wait(heals, "the received part of the state is shown")
     except AssertionError as e:
         raise AssertionError(f"seen {seen}; {page.rows()}\n{page.text('events')}") from e
     assert seen == sorted(seen), "it grows"
     picture(page, "light")
-    wait(lambda: page.event("healed", "group_0"), "what the heal cost is told")
+    wait(lambda: page.event("healed", "group_0"), "the cost of the heal is shown")
     healed = page.event("healed", "group_0")
     assert "took over the state of step" in healed
     assert re.search(r"\((32\.0 MB|1\.6 GB)\): \d+\.\d s \(.*transfer \d+\.\d s", healed), healed
@@ -152,7 +152,7 @@ def picture(page: Page, name: str) -> None:
     page.browser.save_screenshot(str(Path(PICTURES) / f"dashboard-{name}.png"))
 
 
-def test_a_name_is_text_and_never_markup(browser: Any, lighthouse: LighthouseServer) -> None:
+def test_a_name_is_shown_as_text_and_not_markup(browser: Any, lighthouse: LighthouseServer) -> None:
     from datetime import timedelta
 
     from torchft.coordination import LighthouseClient
@@ -186,15 +186,15 @@ def test_the_kill_button_asks_first_and_shows_why_it_was_refused(browser: Any, l
         browser.execute_script("document.getElementById('ask').close()")
 
 
-def test_the_drain_button_lets_a_group_leave(browser: Any, lighthouse: LighthouseServer, members: list[Member]) -> None:
+def test_the_drain_button_drains_a_group(browser: Any, lighthouse: LighthouseServer, members: list[Member]) -> None:
     page = Page(browser, lighthouse.address())
     wait(lambda: page.states() == ["training"] * 3, "three groups train")
     rows = "[...document.querySelectorAll('#rows tr')]"
     browser.execute_script(f"{rows}.find(r => r.innerText.includes('member_1')).querySelector('.drain').click()")
     browser.execute_script("document.getElementById('confirm').click()")
     wait(lambda: members[1].process.poll() == 0, "it ends well")
-    wait(lambda: page.states() == ["training"] * 2, "two go on")
-    wait(lambda: "left as asked (drain)" in page.text("events"), "it is told")
+    wait(lambda: page.states() == ["training"] * 2, "two continue")
+    wait(lambda: "left as asked (drain)" in page.text("events"), "it is shown")
     assert "failed" not in page.text("events"), page.text("events")
     assert page.complaints() == []
 
@@ -207,8 +207,8 @@ def test_the_kill_button_ends_a_group(browser: Any, lighthouse: LighthouseServer
     assert members[2].process.poll() is None, "it asks first"
     browser.execute_script("document.getElementById('confirm').click()")
     wait(lambda: members[2].process.poll() == 1, "it ends")
-    wait(lambda: page.event("killed", "member_2"), "it is told")
-    wait(lambda: page.states() == ["training"] * 2, "two go on")
+    wait(lambda: page.event("killed", "member_2"), "it is shown")
+    wait(lambda: page.states() == ["training"] * 2, "two continue")
     assert not browser.execute_script("return document.getElementById('ask').open") and page.complaints() == []
 
 
@@ -236,7 +236,7 @@ def test_the_kill_button_takes_the_token(browser: Any, tmp_path: Path, monkeypat
             member.kill()
 
 
-def test_why_there_is_no_quorum_is_said_in_words(browser: Any, tmp_path: Path) -> None:
+def test_the_reason_for_a_missing_quorum_is_shown(browser: Any, tmp_path: Path) -> None:
     disk = tmp_path / "state"
     server = LighthouseServer("127.0.0.1:0", min_replicas=2, state_dir=str(disk))
     members = [Member(0, server.address(), tmp_path)]
@@ -247,7 +247,7 @@ def test_why_there_is_no_quorum_is_said_in_words(browser: Any, tmp_path: Path) -
             "reason"
         )
         assert page.text("quorum") == "no quorum yet" and page.complaints() == []
-        # Includes a cause that an operator has to fix: here the directory was removed.
+        # An operator has to fix some causes, for example that the directory was removed.
         assert page.text("unkept") == ""
         shutil.rmtree(disk)
         members.append(Member(1, server.address(), tmp_path))
@@ -258,7 +258,7 @@ def test_why_there_is_no_quorum_is_said_in_words(browser: Any, tmp_path: Path) -
         server.shutdown()
 
 
-@pytest.mark.slow  # the pages of jobs are those of go/lighthouse, http_test.go
+@pytest.mark.slow  # go/lighthouse/http_test.go tests the pages of jobs
 def test_each_job_has_its_page(browser: Any, lighthouse: LighthouseServer, tmp_path: Path) -> None:
     members = [Member(0, lighthouse.address(), tmp_path), Member(1, lighthouse.address(), tmp_path, job="second")]
     try:
@@ -294,7 +294,7 @@ def test_a_thousand_groups_and_a_narrow_screen(browser: Any, lighthouse: Lightho
             }));
             takeChange({ head: { ...head, step: 7 }, rows });
         """)
-        wait(lambda: len(page.rows()) == 200, "no more than 200 are drawn")
+        wait(lambda: len(page.rows()) == 200, "at most 200 are shown")
         assert page.text("more") == "and 800 more: search for them"
         assert next(iter(page.rows())) == "train_0999:5f9c3f0e…", "failed members come first"
         browser.execute_script("""
@@ -302,7 +302,7 @@ def test_a_thousand_groups_and_a_narrow_screen(browser: Any, lighthouse: Lightho
             filter.value = "train_07";
             filter.dispatchEvent(new Event("input"));
         """)
-        wait(lambda: len(page.rows()) == 100, "those that are searched for are shown")
+        wait(lambda: len(page.rows()) == 100, "the results of the search are shown")
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 390, (
             "nothing to scroll sideways"
         )
@@ -324,7 +324,7 @@ class Refusing(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_lighthouse_that_ends_is_noticed_and_so_is_the_next_one(browser: Any) -> None:
+def test_the_page_notices_the_end_of_a_lighthouse_and_its_successor(browser: Any) -> None:
     port = free_port()
     server = LighthouseServer(f"127.0.0.1:{port}", min_replicas=1)
     try:
@@ -349,7 +349,7 @@ def test_a_lighthouse_that_ends_is_noticed_and_so_is_the_next_one(browser: Any) 
         server.shutdown()
 
 
-def test_a_page_that_stays_open_for_a_day_keeps_no_more_than_it_shows(
+def test_a_page_that_is_open_for_a_day_keeps_only_data_that_it_shows(
     browser: Any, lighthouse: LighthouseServer
 ) -> None:
     page = Page(browser, lighthouse.address())
@@ -373,7 +373,7 @@ def test_a_page_that_stays_open_for_a_day_keeps_no_more_than_it_shows(
     assert page.complaints() == []
 
 
-def test_what_happened_on_another_day_has_its_date(browser: Any, lighthouse: LighthouseServer) -> None:
+def test_events_of_another_day_show_their_date(browser: Any, lighthouse: LighthouseServer) -> None:
     page = Page(browser, lighthouse.address())
     wait(lambda: page.text("link") == "live", "the page is live")
     old, now = browser.execute_script("""

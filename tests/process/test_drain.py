@@ -40,7 +40,7 @@ def lost(group: Group) -> int:
 
 @pytest.mark.slow  # test_torchft_commands drains a group without PyTorch
 @pytest.mark.timeout(300)
-def test_a_drained_group_ends_and_the_other_one_loses_nothing(lighthouse: str, tmp_path: Path) -> None:
+def test_a_drained_group_ends_and_the_other_one_loses_no_step(lighthouse: str, tmp_path: Path) -> None:
     groups = [Group(number, 2, nproc=2, folder=tmp_path) for number in range(2)]
     try:
         for group in groups:
@@ -66,7 +66,7 @@ def test_a_drained_group_ends_and_the_other_one_loses_nothing(lighthouse: str, t
         assert len({end["step"] for end in groups[1].ends()}) == 1, "its ranks left at the same step"
 
         left_at = groups[1].ends()[0]["step"]
-        wait_for(lambda: groups[0].step() >= left_at + 10, "the other one trains on", *groups, seconds=100)
+        wait_for(lambda: groups[0].step() >= left_at + 10, "the other one continues", *groups, seconds=100)
         assert lost(groups[0]) == before
         kinds = [event["kind"] for event in history(lighthouse)]
         assert "drained" in kinds and "failed" not in kinds, kinds

@@ -40,7 +40,9 @@ WAIT_S = 60
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
-    """A server for these tests only, which also run with FORK_SERVER=0. Without PyTorch a child ends sooner."""
+    """A server for these tests only, since they also run with FORK_SERVER=0. It does not import PyTorch, which is
+    faster.
+    """
     server = ForkServer(child_environment(ours_path()), ["logging"])
     yield server
     server.close()
@@ -94,14 +96,14 @@ def test_arguments_environment_and_descriptors_are_those_of_a_program(job: Job, 
         ("import threading\nthreading.Timer(0.1, lambda: open('late', 'w')).start()", 0, ""),
     ],
 )
-def test_it_ends_as_a_program_ends(job: Job, tmp_path: Path, text: str, status: int, said: str) -> None:
+def test_a_child_ends_like_a_program(job: Job, tmp_path: Path, text: str, status: int, said: str) -> None:
     child = run(job, tmp_path, text)
     assert ended(job, child) == status, job.report()
     assert said in child.log_tail(20)
     assert Path(job._folder.name, "late").exists() == ("late" in text), "the process waits for other threads"
 
 
-def test_it_ends_with_its_parent_and_a_sibling_does_not_hold_its_pipes(job: Job, tmp_path: Path) -> None:
+def test_a_child_ends_with_its_parent_and_a_sibling_does_not_keep_its_pipes_open(job: Job, tmp_path: Path) -> None:
     reads = "import sys; sys.stdin.read(); print('[]')"
     first, second = run(job, tmp_path, reads), run(job, tmp_path, reads)
     first._process.stdin.close()  # type: ignore[union-attr]
@@ -110,7 +112,7 @@ def test_it_ends_with_its_parent_and_a_sibling_does_not_hold_its_pipes(job: Job,
     assert second.returncode == -signal.SIGKILL
 
 
-def test_a_kill_takes_its_children_too(job: Job, tmp_path: Path) -> None:
+def test_a_kill_also_kills_grandchildren(job: Job, tmp_path: Path) -> None:
     text = "import json, subprocess\nchild = subprocess.Popen(['sleep', '1000'])\n"
     parent = run(job, tmp_path, text + "print(json.dumps({'event': 'pid', 'pid': child.pid}))\nchild.wait()\n")
     job.wait(lambda: parent.of("pid"), WAIT_S, "it has a child")
@@ -154,7 +156,7 @@ def test_imports_of_a_test_do_not_prevent_a_fork(server: ForkServer, monkeypatch
 
 
 def test_pytorch_starts_no_thread_when_it_is_imported() -> None:
-    """Otherwise children would start by themselves, and tests would silently take longer."""
+    """Otherwise children would be started as programs, and tests would take longer without any notice."""
     server = processes.fork_server
     assert server is None or server.can_start(child_environment(ours_path()))
 

@@ -1,7 +1,7 @@
-"""FTLib in four processes that train on digits, under each consensus: members are killed in turn, and at each
-line of a rebuild.
+"""FTLib in four processes that train on digits, with each consensus: members are killed in turn, and at each line of
+a rebuild.
 
-The weights are those of one process that does the steps that the members recorded.
+The weights equal those of one process that repeats the recorded steps.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Members:
         self.job.wait_exit(list(self.now.values()), SOON_S)
 
     def check_weights(self, most: int = 4) -> None:
-        """Compares with one process. Of a step that was made in several views, the last one counts."""
+        """Compares with one process. If a step was made in several views, the last one counts."""
         made: dict[int, tuple[int, int]] = {}
         for child in self.lives:
             for event in child.of("step"):
@@ -91,7 +91,9 @@ class Members:
 
 
 def one_process(sizes: list[int]) -> torch.Tensor:
-    """Plain SGD: the gradient of step n is the mean over the parts of ``sizes[n]`` members. The first member's seed."""
+    """Plain SGD with the first member's seed: the gradient of step n is the mean over the parts of ``sizes[n]``
+    members.
+    """
     inputs, labels = digits()
     model = make_model(0)
     for step, size in enumerate(sizes):
@@ -153,7 +155,7 @@ def test_members_that_are_killed_and_join(consensus: str, tmp_path: Path) -> Non
 
 def asked(consensus: str, settings: dict[str, Any], child: Child, name: str) -> bool:
     """Whether a process requests to become a member."""
-    if consensus == "gossip":  # only the members know it
+    if consensus == "gossip":  # only the members know that
         return bool(child.of("asks"))
     if consensus == "lighthouse":
         with urllib.request.urlopen(f"{settings['lighthouse_addr']}/status", timeout=10) as answer:
@@ -190,7 +192,7 @@ def test_a_member_joins_at_each_line_of_a_rebuild(consensus: str, tmp_path: Path
         members.check_weights(5)
 
 
-# In the directory it takes longer; its rules are in tests/unit/ftlib, and the example trains with it in two processes.
+# With the shared directory this takes longer: its rules are tested in tests/unit/ftlib, and an example trains with it.
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("consensus", ["lighthouse", "gossip", pytest.param("shared_storage", marks=pytest.mark.slow)])
 def test_a_member_is_killed(consensus: str, tmp_path: Path) -> None:
@@ -209,8 +211,8 @@ def test_a_member_is_killed(consensus: str, tmp_path: Path) -> None:
         members.check_weights()
 
 
-# Gossip alone: tests/unit/ftlib/test_shared_storage.py has members that do not renew their records, and tests of the
-# lighthouse have silent groups.
+# With gossip only: tests/unit/ftlib/test_shared_storage.py has members that do not renew their records, and tests of
+# the lighthouse have silent groups.
 @pytest.mark.slow  # test_a_member_is_killed; go/gossip/node_test.go has members that stop answering
 @pytest.mark.timeout(300)
 def test_a_member_that_stops_answering_is_noticed_before_the_collective_times_out(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ MOUNT = 'mount -t tmpfs -o size=64k none "$PWD"; cd "$PWD"'
     ],
     ids=["read-only", "full"],
 )
-def test_a_directory_without_room_or_write_access_is_refused(tmp_path: Path, prepare: str, says: str) -> None:
+def test_a_directory_without_space_or_write_access_is_refused(tmp_path: Path, prepare: str, says: str) -> None:
     (refused,) = events(tmp_path / "shared", prepare)
     assert refused["event"] == "refused"
     assert says in refused["error"] and "allowed: a directory with free space" in refused["error"]

@@ -51,7 +51,7 @@ def test_a_source_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the size of a process is not known here")
 def test_a_target_without_memory_for_the_state() -> None:
-    """The allocation itself fails, as without memory overcommit. The target retries later."""
+    """The allocation fails, as on a host without memory overcommit. The target retries later."""
     state = {"w": torch.zeros(512 << 20, dtype=torch.uint8)}
     state["w"][-1] = 7
     source: HTTPTransport[dict[str, torch.Tensor]] = HTTPTransport(TIMEOUT, 0, snapshot=False)

@@ -1,4 +1,4 @@
-"""Hosts that lose each other without broken connections, only with silence; and distant hosts."""
+"""Hosts that lose contact while their connections stay open, so that only silence shows it; and distant hosts."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from tests.promises import within
 pytestmark = [pytest.mark.hosts, pytest.mark.timeout(300)]
 
 
-def test_a_host_that_is_cut_off_commits_nothing_and_heals_when_it_is_back() -> None:
-    """The job's history would show commits that it makes alone, or training from its own weights."""
+def test_a_host_that_is_cut_off_commits_nothing_and_heals_afterwards() -> None:
+    """The check of the job's history would find commits that it makes alone, or steps from its outdated weights."""
     with Hosts(2) as hosts, Job() as job:
         chaos = Chaos(job, groups=2, hosts=hosts)
         chaos.start()
         outcome = chaos.cut(1)
         print(outcome)
-        assert outcome.seconds > HEARTBEAT_TIMEOUT_MS / 1000 / 2, "only its silence gives it away"
+        assert outcome.seconds > HEARTBEAT_TIMEOUT_MS / 1000 / 2, "only its silence shows the failure"
         assert outcome.lost <= 1
         chaos.cut(0)  # the primary's host
         chaos.finish()
 
 
-# A member asks no other lighthouse within quorum.BondTime (2.7 s) of its last stamp. Its connection is aborted before.
+# A member asks no other lighthouse until quorum.BondTime (2.7 s) after its last stamp. Its connection is aborted
+# before.
 VANISHED_S = 3.5
 
 
-# A host that vanishes is also tested in go/internal/rpc, a vanished lighthouse of a list in go/manager.
+# go/internal/rpc also tests a host that vanishes, and go/manager a vanished lighthouse of a list.
 @pytest.mark.slow
 def test_the_first_lighthouse_of_a_list_vanishes_with_its_host() -> None:
     with Hosts(2) as hosts, Job() as job:
@@ -72,11 +73,11 @@ def test_the_first_lighthouse_of_a_list_vanishes_with_its_host() -> None:
         job.wait(lambda: together(5), START_TIMEOUT_S, "both train together")
         hosts.cut(0)
         began, step = time.monotonic(), max(e["step"] for w in workers for e in w.of("step"))
-        job.wait(lambda: together(step + 2), within(VANISHED_S), "they go on at the second lighthouse")
+        job.wait(lambda: together(step + 2), within(VANISHED_S), "they continue at the second lighthouse")
         print(f"{time.monotonic() - began:.1f} s until both committed again")
 
 
-@pytest.mark.slow  # the one above has hosts, and go/sim messages that are late or lost
+@pytest.mark.slow  # the test above has hosts; go/sim has late and lost messages
 def test_hosts_that_are_far_away() -> None:
     """20 ms in each direction, and 1 % loss: no member fails because of that, and a failure is detected."""
     with Hosts(2, delay_s=0.02, loss=0.01) as hosts, Job() as job:
@@ -87,7 +88,7 @@ def test_hosts_that_are_far_away() -> None:
         for _ in range(10):
             chaos.wait_together()
         steps = [e for life in chaos.lives for e in chaos._steps(life) if e["quorum"] >= quorum]
-        assert {e["quorum"] for e in steps} == {quorum}, "somebody was taken for failed"
+        assert {e["quorum"] for e in steps} == {quorum}, "a healthy member counted as failed"
         assert all(e["committed"] for e in steps)
         outcome = chaos.kill(1, phase="in bucket 1")
         print(outcome)

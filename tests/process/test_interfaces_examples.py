@@ -1,4 +1,4 @@
-"""The examples of docs/ftlib.md and docs/dlrover.md run as they are on the page."""
+"""The examples of docs/ftlib.md and docs/dlrover.md run unchanged."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_two_members_of_ftlib_end(consensus: str, tmp_path: Path) -> None:
             member.kill()
             member.wait()
     assert [member.returncode for member in members] == [0, 0]
-    # If one ended before the other began, they differ; tests/process/test_ftlib.py compares them.
+    # Not compared: they differ if one ended before the other began. tests/process/test_ftlib.py compares weights.
     assert [len(weights(each)) for each in said] == [1, 1]
 
 

@@ -61,7 +61,7 @@ def test_ten_kills_in_a_row_leave_both_groups_with_the_same_weights() -> None:
             job.wait(lambda v=victim: len(committed(v, 2)) >= 3, PHASE_TIMEOUT_S, f"both train, before kill {kill}")
             victim.kill()
             killed_at = survivor.of("step")[-1]["step"]
-            job.wait(lambda at=killed_at: len(committed(survivor, 1, at)) >= 2, PHASE_TIMEOUT_S, "one goes on alone")
+            job.wait(lambda at=killed_at: len(committed(survivor, 1, at)) >= 2, PHASE_TIMEOUT_S, "one continues alone")
             victim = spare
             lives.append(victim)
             join(victim)
@@ -77,7 +77,7 @@ def test_ten_kills_in_a_row_leave_both_groups_with_the_same_weights() -> None:
         assert [end["step"] for end in ends] == [last, last]
         assert ends[0]["digest"] == ends[1]["digest"]
 
-        # In every incarnation its weights were taken over from the survivor.
+        # Every incarnation took over its weights from the survivor.
         weights = {event["step"]: event["digest"] for event in committed(survivor, 2)}
         for life in lives:
             together = {event["step"]: event["digest"] for event in committed(life, 2) if event["step"] in weights}
@@ -93,10 +93,10 @@ def lighthouse() -> Iterator[str]:
 
 
 def workers_of(group: Group) -> list[int]:
-    """The workers, forked by the server that the trainer has started: grandchildren with its command line."""
+    """The workers of a trainer: grandchildren, forked by its fork server and with the server's command line."""
     found = []
     for pid in process_tree.tree(group.pid):
-        with contextlib.suppress(OSError):  # it has ended in the meantime
+        with contextlib.suppress(OSError):  # the process has ended in the meantime
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
             threads = len(os.listdir(f"/proc/{pid}/task"))
             if b"torchft.process_group.isolated.server" in command and threads > 1:
@@ -107,15 +107,15 @@ def workers_of(group: Group) -> list[int]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kills", [3, 10])
 def test_train_ddp_isolated_survives_kills_in_a_row(lighthouse: str, tmp_path: Path, kills: int) -> None:
-    # A job of three: its last steps wait for all, and the third is started after the last kill.
+    # The job has three groups, and its last steps wait for all. The third is started after the last kill.
     groups = [Group(number, 3, folder=tmp_path) for number in range(3)]
     survivor, victim, third = groups
     args = ["--isolated", "--steps", str(600 * kills), "--timeout", "10"]
     killed: list[int] = []
 
     def together(group: Group) -> int:
-        """The steps that this incarnation of a group has committed together with the other group, after it took
-        over its weights.
+        """The steps that this incarnation of a group has committed together with the other group, whose weights it took
+        over.
         """
         return sum(
             event["time"] > group.started and event["participants"] == 2 and not event["healing"]
@@ -154,13 +154,13 @@ def test_train_ddp_isolated_survives_the_kill_of_a_worker_and_of_a_group(lightho
             group.start(lighthouse, args)
         wait_for(lambda: all(group.step() >= 20 for group in groups), "both groups train", *groups)
 
-        # Kills the worker only: its group loses a step and continues. While it connects with new peers, there is an
-        # old worker, too.
+        # Only the worker is killed: its group loses a step and continues. While a group connects with new peers, the
+        # previous worker still exists.
         wait_for(lambda: len(workers_of(groups[0])) == 1, "it has one worker", *groups)
         (worker,) = workers_of(groups[0])
         os.kill(worker, signal.SIGKILL)
         step = groups[0].step()
-        wait_for(lambda: all(group.step() >= step + 20 for group in groups), "both go on", *groups)
+        wait_for(lambda: all(group.step() >= step + 20 for group in groups), "both continue", *groups)
         assert [event["event"] for event in groups[0].events].count("start") == 1
 
         pids += process_tree.tree(groups[1].pid)

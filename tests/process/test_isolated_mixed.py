@@ -1,4 +1,4 @@
-"""An isolated group of ours in one set of peers with upstream's groups, plain and isolated."""
+"""An isolated group of ours with upstream's plain and isolated groups as peers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_an_isolated_group_beside_the_upstream_plain_and_isolated_ones() -> None
         job.wait(lambda: all(rank.of("made") for rank in ranks), START_TIMEOUT_S, "all have their group")
         assert [Path(rank.of("made")[0]["torchft"]) for rank in ranks] == [path / "torchft" for path in paths]
 
-        # Ours first and last, which matters to who waits for whom.
+        # Ours first and last: the order determines which ranks wait for which.
         for quorum, order in enumerate([(0, 1, 2), (2, 1, 0)]):
             peers = [ranks[i] for i in order]
             where = f"localhost:{store.port}/mixed/{quorum}"

@@ -19,7 +19,7 @@ def manifests(path: Path) -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(path.read_text()))
 
 
-def test_the_lighthouse_answers_where_the_groups_and_the_probes_look_for_it() -> None:
+def test_the_addresses_of_groups_and_probes_are_those_of_the_lighthouse() -> None:
     claim, deployment, service = manifests(MANIFESTS / "lighthouse.yaml")
     pod = deployment["spec"]["template"]
     assert pod["metadata"]["labels"] == deployment["spec"]["selector"]["matchLabels"] == service["spec"]["selector"]
@@ -33,11 +33,12 @@ def test_the_lighthouse_answers_where_the_groups_and_the_probes_look_for_it() ->
     state = next(argument for argument in command if argument.startswith("--state_dir="))
     (mount,), (volume,) = container["volumeMounts"], pod["spec"]["volumes"]
     assert mount == {"name": volume["name"], "mountPath": state.partition("=")[2]}
-    # A pod's own volumes go with it. One pod at a time may use the claim's: Recreate starts none beside another.
+    # The state survives a pod only on the volume of the claim. Only one pod at a time may use it, so the strategy is
+    # Recreate.
     assert claim["kind"] == "PersistentVolumeClaim" and claim["spec"]["accessModes"] == ["ReadWriteOnce"]
     assert volume["persistentVolumeClaim"] == {"claimName": claim["metadata"]["name"]}
 
-    user = f"USER {pod['spec']['securityContext']['fsGroup']}"  # otherwise it could not write there
+    user = f"USER {pod['spec']['securityContext']['fsGroup']}"  # otherwise the lighthouse could not write there
     assert user in (REPOSITORY / "Dockerfile").read_text().splitlines()
 
     (job,) = manifests(MANIFESTS / "groups.yaml")
@@ -46,7 +47,7 @@ def test_the_lighthouse_answers_where_the_groups_and_the_probes_look_for_it() ->
     assert values["TORCHFT_LIGHTHOUSE"] == f"http://{service['metadata']['name']}:{port}"
 
 
-def test_a_pod_is_a_group_with_a_number_of_its_own() -> None:
+def test_each_pod_is_a_group_with_its_own_number() -> None:
     (job,) = manifests(MANIFESTS / "groups.yaml")
     spec = job["spec"]
     assert spec["completionMode"] == "Indexed" and spec["completions"] == spec["parallelism"]
@@ -62,7 +63,7 @@ def test_a_pod_is_a_group_with_a_number_of_its_own() -> None:
     assert ranks and int(ranks[1]) == group["resources"]["limits"]["nvidia.com/gpu"]
 
 
-def test_the_script_of_a_pod_leaves_on_the_signal_that_its_end_begins_with() -> None:
+def test_the_script_of_a_pod_leaves_on_the_signal_of_its_termination() -> None:
     (job,) = manifests(MANIFESTS / "groups.yaml")
     ((text,),) = (container["args"] for container in job["spec"]["template"]["spec"]["containers"])
     (script,) = re.findall(r"[\w/]+\.py", text)

@@ -10,7 +10,7 @@ from lighthouses import cluster
 
 
 @pytest.mark.timeout(240)
-def test_a_lighthouse_is_killed_and_started_again_under_a_job(tmp_path: Path) -> None:
+def test_a_lighthouse_is_killed_and_restarted_during_a_job(tmp_path: Path) -> None:
     with cluster(tmp_path) as c:
         c.steps(20, members=2)
         for _ in range(2):
@@ -20,10 +20,10 @@ def test_a_lighthouse_is_killed_and_started_again_under_a_job(tmp_path: Path) ->
             time.sleep(1)
             c.lighthouses[0] = c.start_lighthouse(0)
             took = c.steps(1)
-            print(f"the job goes on {took:.2f} s after the lighthouse listens again")
+            print(f"the job continues {took:.2f} s after the lighthouse listens again")
             c.steps(20, members=2)
             after = [q for q in c.quorum_ids(before) if q != last]
-            assert after and min(after) > last, "ids go on above"
+            assert after and min(after) > last, "ids continue to increase"
         for member in c.members:
             ids = [e["quorum_id"] for e in member.of("step")]
             steps = [e["step"] for e in member.of("step")]

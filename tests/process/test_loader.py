@@ -1,4 +1,4 @@
-"""Each sample is trained on once per epoch, to the weights of one process, whatever fails: real processes,
+"""Each sample counts once per epoch, and the weights are those of one process, with any failures: real processes,
 SIGKILL in mid-step.
 """
 
@@ -41,7 +41,7 @@ def test_groups_of_two_ranks_that_shard_the_model(tmp_path: Path) -> None:
     assert job.killed == 1
 
 
-# Slow, the rest: more groups, steps and kills. The first ones have one of each.
+# The rest is slow: more groups, steps and kills. The tests above have each kind once.
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_a_restore_with_another_number_of_groups(tmp_path: Path, reproducible: b
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("place", ["dataset", "worker"])
-def test_a_group_whose_dataset_fails_ends_and_the_others_go_on(tmp_path: Path, place: str) -> None:
+def test_a_group_whose_dataset_fails_ends_and_the_others_continue(tmp_path: Path, place: str) -> None:
     Elastic(tmp_path, [Part(3, 1), Part(3, 1), Part(2)], samples=191, reproducible=True, places=(place,)).run()
 
 

@@ -1,6 +1,4 @@
-"""An upstream group in a job with an ElasticDataLoader: it is refused with an error that names it, in any
-order of joining.
-"""
+"""An upstream group in a job with an ElasticDataLoader is refused by name, in any order of joining."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from upstream import REQUIREMENTS, upstream_path
 SAMPLES = 71
 STEPS = plan(SAMPLES).batches_per_epoch * plan(SAMPLES).epochs
 
-# The older version has no handles, by which groups announce their loaders.
+# The older version has no handles, in which groups announce their loaders.
 NAMED = {
     "nightly": r"ElasticDataLoader, which weights gradients by samples, and worker_1:\S+ without: it would divide",
     "stable": r"ElasticDataLoader, which torchft 0\.2\.0 has not: among .*worker_1:\S+ is a group that announces",
@@ -58,8 +56,8 @@ def lighthouse_of(job: Job) -> str:
 
 
 @pytest.mark.parametrize("generation", ["nightly", pytest.param("stable", marks=pytest.mark.slow)])
-def test_an_upstream_group_that_comes_later_is_named_and_nothing_of_it_counts(tmp_path: Path, generation: str) -> None:
-    """It divides gradients that the loader has weighted already, so steps with it are lost until it ends."""
+def test_an_upstream_group_that_joins_later_is_named_and_does_not_count(tmp_path: Path, generation: str) -> None:
+    """It would divide gradients that the loader has weighted already, so steps with it are lost until it ends."""
     with Job() as job:
         upstream = upstream_one(job, generation)
         lighthouse = lighthouse_of(job)
@@ -81,10 +79,10 @@ def test_an_upstream_group_that_comes_later_is_named_and_nothing_of_it_counts(tm
     assert len(ended["history"]) == STEPS
 
 
-# In make test: test_native_peers_without_a_loader_are_refused_by_name, and those of test_layout.py.
+# In make test this is covered by test_native_peers_without_a_loader_are_refused_by_name and test_layout.py.
 @pytest.mark.slow
 @pytest.mark.parametrize("generation", sorted(REQUIREMENTS))
-def test_a_group_with_a_loader_that_comes_later_is_told_and_the_upstream_one_trains_on(
+def test_a_group_with_a_loader_that_joins_later_gets_an_error_and_the_upstream_group_continues(
     tmp_path: Path, generation: str
 ) -> None:
     with Job() as job:
@@ -108,5 +106,5 @@ def test_a_group_with_a_loader_that_comes_later_is_told_and_the_upstream_one_tra
         def goes_on() -> bool:
             return sum(e["committed"] and e["participants"] == 1 for e in upstream.of("step")[seen:]) > 3
 
-        job.wait(goes_on, PHASE_TIMEOUT_S, "the upstream group goes on alone")
+        job.wait(goes_on, PHASE_TIMEOUT_S, "the upstream group continues alone")
     assert not (tmp_path / "weights").exists()

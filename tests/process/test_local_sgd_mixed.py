@@ -1,4 +1,4 @@
-"""LocalSGD and DiLoCo of ours, of upstream, and of both in one job: all numbers of all steps are equal."""
+"""LocalSGD and DiLoCo with our package, with upstream's, and with both in one job: all numbers are equal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def start(job: Job, paths: tuple[Path, Path]) -> list[Child]:
 
 @pytest.mark.slow  # tests/integration/test_local_sgd.py has the papers' numbers
 @pytest.mark.timeout(400)
-def test_every_number_is_that_of_the_upstream_package() -> None:
+def test_every_number_equals_that_of_the_upstream_package() -> None:
     ours, upstream = ours_path(), upstream_path("nightly")
     with Job() as job:
         jobs = {pair: start(job, pair) for pair in ((ours, ours), (upstream, upstream), (ours, upstream))}
@@ -42,7 +42,7 @@ def test_every_number_is_that_of_the_upstream_package() -> None:
         assert not any(child.returncode for child in everybody), job.report()
         for i, name in enumerate(names):
             expected = [child.of("case")[i]["trajectory"] for child in jobs[upstream, upstream]]
-            assert len(expected[0]) >= 24 and expected[0] != expected[1]  # in between each group is alone
+            assert len(expected[0]) >= 24 and expected[0] != expected[1]  # in the inner steps each group is alone
             for pair, children in jobs.items():
                 found = [child.of("case")[i]["trajectory"] for child in children]
                 assert [child.of("case")[i]["name"] for child in children] == [name] * 2

@@ -1,5 +1,5 @@
-"""The Makefile: what setup prints and installs, without installing anything; and Ctrl-C ends the
-processes that it starts.
+"""The Makefile: the commands and messages of its setup, without installing anything; and Ctrl-C ends the processes that
+it starts.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def where(pattern: str, lines: list[str]) -> int:
     return found
 
 
-def test_the_size_of_the_download_is_said_before_it_starts(tmp_path: Path) -> None:
+def test_the_size_of_the_download_is_printed_before_it_starts(tmp_path: Path) -> None:
     lines = recipes(tmp_path / "venv", "train")
     said = where(r"echo .* \d GB to download, .* GB on disk", lines)
     (figures,) = re.findall(r"\S+ GB to download, \S+ GB on disk", lines[said])
     assert figures in " ".join((ROOT / "README.md").read_text().split())
-    assert CPU_INDEX in lines[said], "and how to get by with less"
+    assert CPU_INDEX in lines[said], "and how to download less"
     assert said < min(i for i, line in enumerate(lines) if "pip install" in line)
 
 
@@ -57,8 +57,8 @@ def test_pytorch_comes_from_the_index_that_is_asked_for(tmp_path: Path) -> None:
     assert not any("--index-url" in line for line in recipes(tmp_path / "venv", "train"))
 
 
-def test_the_set_up_shows_what_it_does(tmp_path: Path) -> None:
-    """pip hides the output of builds. Go's first build takes minutes, so it is a step of its own before."""
+def test_the_setup_shows_its_progress(tmp_path: Path) -> None:
+    """pip hides the output of builds. Go's first build takes minutes, so a separate step runs it before pip."""
     lines = recipes(tmp_path / "venv", "train", f"LIBRARY={tmp_path / 'library.so'}")
     package = where(r"pip install .*--editable", lines)
     assert "--quiet" not in lines[package], "pip shows what it downloads"
@@ -125,7 +125,7 @@ def test_a_long_subject_of_a_commit_is_a_failure(length: int, status: int, tmp_p
 )
 def test_ctrl_c_ends_everything(target: str, running: str, venv: Path, tmp_path: Path) -> None:
     log = tmp_path / "output"
-    # With -o, make takes the build as up to date.
+    # With -o, make considers the build up to date.
     command = ["make", f"VENV={venv}", "-o", str(venv / "with-train"), "-o", LIBRARY, target]
     env = {"PYTHONPATH": str(ours_path()), "XDG_RUNTIME_DIR": str(tmp_path), "TMPDIR": str(tmp_path), "MAKEFLAGS": ""}
     make = process_tree.start(command, log, env, cwd=ROOT)
@@ -135,7 +135,7 @@ def test_ctrl_c_ends_everything(target: str, running: str, venv: Path, tmp_path:
         while not re.search(running, log.read_text(), re.M) or len(process_tree.tree(make.pid)) < 5:
             assert make.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
-        os.killpg(make.pid, signal.SIGINT)  # as the terminal does: make gets it too
+        os.killpg(make.pid, signal.SIGINT)  # to the whole process group, as a terminal does, so make gets it too
         assert make.wait(60) != 0
         deadline = time.monotonic() + 60
         while left := processes_of(tmp_path):

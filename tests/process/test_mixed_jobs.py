@@ -23,18 +23,18 @@ def test_upstream_and_ours_share_a_job(generation: str, lighthouse: str) -> None
         run_mixed_job(job, (upstream, ours), ours if lighthouse == "ours" else upstream)
 
 
-# In make test: test_the_main_part_has_all_names_and_travels_once, ..._is_found_by_the_name_of_any_generation.
+# In make test: test_the_main_part_has_all_names_and_is_sent_once, ..._is_found_by_the_name_of_any_generation.
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("generation", sorted(REQUIREMENTS))
-def test_a_state_that_is_set_after_the_manager_was_made_heals_both_ways(generation: str) -> None:
+def test_a_state_that_is_set_after_the_manager_was_made_heals_in_both_directions(generation: str) -> None:
     with Job() as job:
         run_mixed_job(job, (upstream_path(generation), ours_path()), ours_path(), ("--set-fns",))
 
 
 @pytest.mark.slow  # in make test: test_one_group_has_it_and_the_other_has_not, in tests/integration/test_heal_along.py
 @pytest.mark.timeout(300)
-def test_with_heals_in_pieces_an_upstream_group_gives_and_gets_its_state_as_a_whole() -> None:
+def test_with_heals_in_pieces_an_upstream_group_transfers_its_state_as_a_whole() -> None:
     with Job() as job:
         run_mixed_job(job, (upstream_path("nightly"), ours_path()), ours_path(), ("--heal-along",))
         said = [child.log_tail(1000).count("the state is transferred as a whole") for child in job.children]

@@ -1,7 +1,7 @@
 """Members of both upstream versions and of ours request quorums from one lighthouse, ours or an upstream one.
 
-An upstream nightly cannot train beside an upstream 0.2.0 (it reads the handle that the other does not send), so what
-they can share is the lighthouse: that is all that `member.py` uses.
+An upstream nightly cannot train together with an upstream 0.2.0, because it needs handles, which the other does not
+send. They can only share the lighthouse, so `member.py` uses nothing else.
 """
 
 from __future__ import annotations

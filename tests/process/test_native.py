@@ -42,7 +42,7 @@ class Groups:
         return children
 
     def wait_step(self, children: list[Child], participants: int) -> int:
-        """Waits until each group has committed a new step with this number of groups, and with checked collectives.
+        """Waits until each group has committed a new step with this number of groups, and has checked collectives.
         Returns the last step.
         """
         seen = {child: len(child.of("step")) for child in children}
@@ -112,7 +112,7 @@ def test_a_peer_that_is_stopped_in_a_collective() -> None:
 
 @pytest.mark.slow  # test_hsdp has FSDP, and native groups between the replicas
 def test_fsdp_shards_over_the_default_group() -> None:
-    """It ends like one process that trains on all data, also after an abort and a reconfiguration."""
+    """The weights equal those of one process that trains on all data, also after an abort and a reconfiguration."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     with Job() as job:
         ranks = [

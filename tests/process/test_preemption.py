@@ -46,7 +46,7 @@ class Job:
         return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
 
     def wait(self, until: Callable[[], object], what: str, *alive: int, seconds: float = 60.0) -> None:
-        """Returns when the condition is true. These groups must not end before."""
+        """Returns when the condition is true. None of these groups may end before."""
         deadline = time.monotonic() + seconds
         while not until():
             logs = "\n".join(f"{group.log}:\n{group.log.read_text()[-3000:]}" for group in self.groups)
@@ -93,13 +93,13 @@ def test_a_preempted_group_leaves(lighthouse: str, tmp_path: Path, told: str) ->
         pid = job.groups[1].pid if told == "torchrun" else job.of(1, int(told[-1]))[0]["pid"]
         os.kill(pid, signal.SIGTERM)
         job.wait(lambda: job.groups[1].status is not None, "it leaves", 0, 2)
-        # torchrun exits with 1 if it was signalled itself, whatever its workers' status.
+        # torchrun exits with 1 if it got a signal itself, with any status of its workers.
         assert job.groups[1].status == (1 if told == "torchrun" else 0), job.groups[1].log.read_text()
         ends = [job.of(1, rank)[-1] for rank in range(RANKS)]
         assert [end["event"] for end in ends] == ["left"] * RANKS, job.groups[1].log.read_text()
         assert len({end["step"] for end in ends}) == 1 and all(end["draining"] for end in ends)
         last = ends[0]["step"]
-        job.wait(lambda: all(job.step(i) >= last + 10 for i in (0, 2)), "the others go on", 0, 2)
+        job.wait(lambda: all(job.step(i) >= last + 10 for i in (0, 2)), "the others continue", 0, 2)
         assert job.failed() == []
         check_that_nothing_is_lost([job.of(i, rank) for i in range(3) for rank in range(RANKS)], until=last + 5)
     finally:
@@ -107,7 +107,7 @@ def test_a_preempted_group_leaves(lighthouse: str, tmp_path: Path, told: str) ->
             group.kill()
 
 
-def test_one_that_hangs_ends_after_the_grace_period(lighthouse: str, tmp_path: Path) -> None:
+def test_a_hanging_process_ends_after_the_grace_period(lighthouse: str, tmp_path: Path) -> None:
     job = Job(tmp_path, lighthouse, 1, HANG_AT="10", TORCHFT_GRACE_S="2")
     (group,) = job.groups
     try:
@@ -123,7 +123,7 @@ def test_one_that_hangs_ends_after_the_grace_period(lighthouse: str, tmp_path: P
     assert job.of(0, 1)[-1]["event"] == "hangs"
 
 
-def test_torchft_run_lets_all_groups_leave(tmp_path: Path) -> None:
+def test_torchft_run_drains_all_groups(tmp_path: Path) -> None:
     events = tmp_path / "events"
     events.mkdir()
     os.environ["EVENTS"] = str(events)

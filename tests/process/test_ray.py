@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from test_train_demo import EXAMPLES, ROOT
 
-# The part of Ray that the example needs to be imported. Arguments are checked before Ray starts.
+# A stub of Ray that suffices to import the example. It checks arguments before it starts Ray.
 STAND_IN = {
     "ray/__init__.py": "def remote(*given, **options): return given[0] if given else lambda decorated: decorated\n",
     "ray/util/__init__.py": "",
@@ -33,7 +33,7 @@ def run(*options: str, timeout: float, stand_in: Path | None = None) -> subproce
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'torchft[ray]'")
-@pytest.mark.slow  # Ray's own start takes half a minute where tests share a small machine
+@pytest.mark.slow  # Ray takes half a minute to start on a small machine that is busy with tests
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_killed_actor_comes_back_with_its_group(ranks: int) -> None:
@@ -45,7 +45,7 @@ def test_a_killed_actor_comes_back_with_its_group(ranks: int) -> None:
     lines = done.stdout.splitlines()
     assert lines[-1] == "equal" or "equal" in lines, done.stdout
     assert any("group 1 lost an actor (" in line for line in lines)
-    assert any(line.startswith("group 0: 1 lives") for line in lines)  # the other one never ended
+    assert any(line.startswith("group 0: 1 lives") for line in lines)  # the other group never ended
     back = next(
         re.match(r"group 1: 2 lives, \d+ steps, healed at steps \[(.*)\]", line) for line in lines if "2 lives" in line
     )

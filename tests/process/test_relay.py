@@ -14,7 +14,7 @@ RANKS = 4
 
 
 def connections(port: int) -> int:
-    """Returns the number of open connections to a port of this host, by their other ends."""
+    """Returns the number of established connections to a port of this host."""
     count = 0
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(table).read_text().splitlines()[1:]:
@@ -57,11 +57,11 @@ def test_a_relay_is_killed() -> None:
         for step in (1, 2):
             send(step, *ranks)
             made(step, *ranks)
-        assert connections(port) == 1, "that of the relay: rank 0 is in the process of the server"
+        assert connections(port) == 1, "one connection, of the relay: rank 0 is in the server's process"
         send(3, first, *others)
         relay.kill()
         job.wait(lambda: all(child.of("failed") for child in others), 60, "the end of the calls in progress")
-        job.wait(lambda: connections(port) == len(others), 60, "connections of the ranks' own")
+        job.wait(lambda: connections(port) == len(others), 60, "each rank has its own connection")
         back = start("back", 1)
         connected(back)
         send(3, back)

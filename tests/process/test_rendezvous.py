@@ -106,10 +106,10 @@ def nodes(tmp_path: Path, lighthouse: Lighthouse) -> Iterator[Nodes]:
         made.kill(name)
 
 
-def test_a_node_fails_and_another_one_comes(nodes: Nodes, lighthouse: Lighthouse) -> None:
+def test_a_node_fails_and_another_one_joins(nodes: Nodes, lighthouse: Lighthouse) -> None:
     nodes.start("a", "b")
     nodes.meet(2, "a", "b")
-    lighthouse.restart()  # this delays nothing
+    lighthouse.restart()  # this causes no delay
     nodes.kill("b")
     nodes.meet(1, "a")
     nodes.start("c")
@@ -145,7 +145,10 @@ def test_an_agent_is_killed_at_a_moment(lighthouse: Lighthouse, moment: str, mon
                 return sorted((info.result(100).rank, info.result().world_size) for info in infos)
 
             met = meet()
-            if moment == "met" and met != [(0, 2), (1, 2)]:  # it was killed when all had met, or one of them had
+            if moment == "met" and met != [
+                (0, 2),
+                (1, 2),
+            ]:  # some nodes had met before the kill
                 job.wait(lambda: first.returncode is not None, 60, "the first node ends")
                 met = meet()  # because their workers fail
         assert met == [(0, 2), (1, 2)]

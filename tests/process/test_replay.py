@@ -1,6 +1,6 @@
-"""kill -9 in mid-step takes time, but costs no step.
+"""With replay, kill -9 in mid-step costs time but no step.
 
-Groups of a job are killed one after another, each at another place of a step. The weights of the others are compared
+Groups of a job are killed one after another, each at another point of a step. The weights of the others are compared
 with each other, and with those of one plain loop over the batches of the groups that took part in each step.
 """
 
@@ -23,7 +23,7 @@ FAILURES = (2, 4, 6)  # steps
     ("kind", "groups", "places"),
     [
         pytest.param("gloo", 4, ("bucket1", "forward", "bucket0"), id="gloo"),
-        # Slow: these differ in the kind of process group only, which test_abort and test_chaos cover.
+        # Slow: these differ only in the kind of process group, and test_abort and test_chaos cover the kinds.
         pytest.param("isolated", 3, ("bucket1",), id="isolated", marks=pytest.mark.slow),
         pytest.param("native", 4, ("bucket1", "forward", "bucket0"), id="native", marks=pytest.mark.slow),
         pytest.param("gloo", 4, ("commit", "bucket0", "bucket1"), id="gloo, other places", marks=pytest.mark.slow),

@@ -1,5 +1,5 @@
-"""The same script under torchrun trains with one group on upstream and the other on ours, to the weights that ours
-alone ends with.
+"""The same script under torchrun trains with one group on upstream and the other on ours, and ends with the weights of
+a job on ours only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from upstream import REQUIREMENTS, upstream_path
 def run_script(first: Path, second: Path) -> list[Event]:
     """Run the script as a job of two groups with the torchft below each path; return the final state of each group."""
     with Job() as job:
-        # Both groups are in every quorum, whatever the delay between their starts.
+        # Both groups are in every quorum, even if one starts much later.
         _, address = job.lighthouse(first, min_replicas=2, join_timeout_ms=10000, heartbeat_timeout_ms=5000)
         groups = [
             job.start(
@@ -50,5 +50,5 @@ def test_script_runs_unchanged_on_upstream_and_on_ours(generation: str) -> None:
         assert [r["manager"] for r in results] == [{"step": 12, "batches_committed": 24}] * 2
         assert [r["participants"] for r in results] == [2, 2]
         assert results[0]["digest"] == results[1]["digest"]
-    # The same data and arithmetic on both; the order of additions is not part of the promise.
+    # The data and the arithmetic are the same on both; only the order of additions may differ.
     assert mixed[0]["norm"] == pytest.approx(alone[0]["norm"], rel=1e-4)

@@ -1,4 +1,4 @@
-"""`torchft status --watch`, `drain` and `kill` with training groups, as an operator types them."""
+"""`torchft status --watch`, `drain` and `kill` on the command line, with training groups."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def groups() -> Iterator[Groups]:
 
 
 def test_watch_drain_and_kill(groups: Groups) -> None:
-    """The beginning of a name is enough."""
+    """The beginning of a replica id is enough."""
     drained, killed, left = groups.members
     command = groups.torchft("status", "--watch", "100ms")
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment()) as watching:
@@ -84,4 +84,4 @@ def test_watch_drain_and_kill(groups: Groups) -> None:
     assert "drained   member_0" in events and "is to leave at the end of a step" in events, events
     assert "killed    member_1" in events, events
     steps = len(left.of("step"))
-    groups.job.wait(lambda: len(left.of("step")) > steps + 5, 60, "the last one trains on")
+    groups.job.wait(lambda: len(left.of("step")) > steps + 5, 60, "the last one continues")

@@ -1,6 +1,4 @@
-"""`torchft run` as a user types it: killed groups are restarted, the job grows and shrinks, Ctrl-C
-leaves nothing behind.
-"""
+"""`torchft run` on the command line: it restarts killed groups, adds and drains groups; Ctrl-C leaves no process."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ class Command:
 
 
 @pytest.mark.timeout(240)
-def test_it_kills_and_restarts(tmp_path: Path) -> None:
+def test_run_kills_and_restarts_groups(tmp_path: Path) -> None:
     run = Command(tmp_path, "--replicas", "2", "--kill-every", "2s", "--seed", "1", str(MEMBER), FOREVER)
     try:
         run.wait(lambda: run.shows(r"^group \d .* killed"), "one is killed")
@@ -76,10 +74,10 @@ def says_where_the_logs_are(run: Command) -> None:
     assert run.log.read_text().splitlines()[-1] == f"logs: {run.folder / 'logs'}"
 
 
-@pytest.mark.slow  # test_it_kills_and_restarts starts, loses and ends groups; the counts are in tests/unit/launch
+@pytest.mark.slow  # the test above starts and restarts groups; tests/unit/launch has the counts
 @pytest.mark.timeout(240)
 def test_it_grows_shrinks_and_ends(tmp_path: Path) -> None:
-    """Without kills: a group that is killed when it should leave would leave in another way."""
+    """Without kills, because a kill could replace a drain."""
     run = Command(tmp_path, "--replicas", "2:3", str(MEMBER), FOREVER)
     try:
         run.wait(lambda: run.shows(r"^group 0 .* training") and run.shows(r"^group 1 .* training"), "both train")
@@ -93,15 +91,15 @@ def test_it_grows_shrinks_and_ends(tmp_path: Path) -> None:
         assert process_tree.start([*scale, "4"], said, run.env).wait(60) == 1
         assert "4 replica groups are not allowed; allowed: 1 to 3" in said.read_text()
 
-        end(run, 6)  # itself, the lighthouse, two agents and their workers
+        end(run, 6)  # the command itself, the lighthouse, two agents and their workers
     finally:
         process_tree.kill_tree(run.process)
 
 
-@pytest.mark.slow  # above a group that asks and votes joins in the same way
+@pytest.mark.slow  # in the test above, a group without PyTorch joins in the same way
 @pytest.mark.timeout(360)
 def test_more_groups_of_the_training_script_join(tmp_path: Path) -> None:
-    """Each group has a shard of the data of its own, so it must know the largest number of groups."""
+    """Each group trains on its own shard of the data, so it must know the largest number of groups."""
     run = Command(tmp_path, "--replicas", "1:2", str(ours_path() / "train_ddp.py"), "--steps", "1000000")
     try:
         run.wait(lambda: run.shows(r"^group 0 .* training"), "the first one trains", 120)
@@ -113,7 +111,7 @@ def test_more_groups_of_the_training_script_join(tmp_path: Path) -> None:
         process_tree.kill_tree(run.process)
 
 
-@pytest.mark.slow  # test_it_grows_shrinks_and_ends has an end
+@pytest.mark.slow  # test_it_grows_shrinks_and_ends also ends
 @pytest.mark.timeout(240)
 def test_it_ends_when_all_groups_have_finished(tmp_path: Path) -> None:
     run = Command(tmp_path, "--replicas", "2", str(MEMBER), "50")
@@ -128,7 +126,7 @@ def test_it_ends_when_all_groups_have_finished(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("bind", "said"),
     [
-        # The program on the port accepts connections, which must not be taken for an answer of the lighthouse.
+        # The program on the port accepts connections; the command must not take it for the lighthouse.
         (
             "127.0.0.1:{taken}",
             'bind is "127.0.0.1:{taken}": the port is in use by another process; choose another one, or 0',
@@ -138,9 +136,7 @@ def test_it_ends_when_all_groups_have_finished(tmp_path: Path) -> None:
         ("192.0.2.1:0", 'bind is "192.0.2.1:0", which cannot be listened on'),
     ],
 )
-def test_a_lighthouse_that_cannot_listen_there_is_said_and_nothing_is_left(
-    bind: str, said: str, tmp_path: Path
-) -> None:
+def test_the_error_names_an_address_on_which_the_lighthouse_cannot_listen(bind: str, said: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         run = Command(tmp_path, "--bind", bind.replace("{taken}", port), str(MEMBER), FOREVER)

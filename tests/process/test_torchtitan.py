@@ -1,4 +1,4 @@
-"""torchtitan's own fault-tolerance code against this package: its manager, hooks, optimizers, checkpoints."""
+"""torchtitan's own fault-tolerance code with this package: its manager, hooks, optimizers, checkpoints."""
 
 from __future__ import annotations
 

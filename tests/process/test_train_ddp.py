@@ -1,4 +1,4 @@
-"""train_ddp.py under torchrun: two ranks a group, restarts by torchrun, SIGKILL, and checkpoints."""
+"""train_ddp.py under torchrun: two ranks per group, restarts by torchrun, SIGKILL, and checkpoints."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_torchrun_restarts_a_killed_worker_and_two_ranks_a_group_end_with_the_sa
         lambda: all(group.step() >= 20 and len(group.commits()) >= 10 for group in groups), "both groups train", *groups
     )
 
-    # Not rank 0, where the manager server is: it must not wait for its failed sibling.
+    # Not rank 0, which has the manager server and must not wait for its failed sibling.
     os.kill(last_pid(rank_events(groups[1], tmp_path, 1)), signal.SIGKILL)
     wait_for(lambda: all(group.status == 0 for group in groups), "both groups end", *groups, seconds=200)
 
@@ -90,7 +90,7 @@ def test_torchrun_restarts_a_killed_worker_and_two_ranks_a_group_end_with_the_sa
     assert samples(groups[0].events, everybody, IMAGES, epochs) == (epochs * IMAGES, 0, 0)
 
 
-@pytest.mark.slow  # above torchrun restarts a worker, and test_train_parts has the order of the data
+@pytest.mark.slow  # in the test above torchrun restarts a worker; test_train_parts tests the order of the data
 @pytest.mark.timeout(300)
 def test_a_killed_torchrun_leaves_nothing_behind_and_its_group_resumes_where_its_checkpoint_was(
     lighthouse: str, new_group: Callable[..., Group], tmp_path: Path
@@ -104,7 +104,7 @@ def test_a_killed_torchrun_leaves_nothing_behind_and_its_group_resumes_where_its
 
     pids = process_tree.tree(group.pid)
     assert len(pids) >= 4  # the agent, the worker, two processes of its data loader
-    os.kill(group.pid, signal.SIGKILL)  # the agent only
+    os.kill(group.pid, signal.SIGKILL)  # only the agent is killed
     wait_for(lambda: group.status is not None and not process_tree.alive(pids), "all follow the agent", seconds=60)
     group.follow()
     first_life = group.events[1:]
@@ -126,11 +126,11 @@ def test_a_killed_torchrun_leaves_nothing_behind_and_its_group_resumes_where_its
     assert [*lives[0], *lives[1]] == batches_in_order(end_at, batch_size=100)
     for event, again in zip(first_life[resumed_at:], second_life):
         assert (event["epoch"], event["batch"]) == (again["epoch"], again["batch"])
-        assert event["loss"] == pytest.approx(again["loss"], rel=1e-3)  # the same model, too
+        assert event["loss"] == pytest.approx(again["loss"], rel=1e-3)  # the models are equal, too
 
 
 def batches_in_order(count: int, batch_size: int) -> list[list[int]]:
-    """The first batches of an undisturbed run."""
+    """The first batches of a run without failures."""
     plan, position, found = Plan(IMAGES, batch_size, batch_size, epochs=count), Position(), []
     for _ in range(count):
         found.append(list(plan.share(position, 0, 1).units[0].indices))

@@ -1,4 +1,4 @@
-"""A small version of `make train`: its output, and that it leaves nothing behind."""
+"""A small version of `make train`: checks its output, and that no process is left."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_a_group_is_killed_heals_and_ends_with_the_same_weights(environment: dic
     assert sum(spent) < float(heal)
     assert spent == [round(seconds, 2) for seconds in back["recovery"].values()] and sum(spent) > 0
     assert all(90 < float(cell.rstrip("%")) <= 100 for cell in rows["accuracy on held-out images"])
-    images, epochs = 1437, -(-100 // 23)  # of 23 steps
+    images, epochs = 1437, -(-100 // 23)  # the last of 23 steps
     assert rows["samples trained"] == [str(images * epochs)]
     assert rows["samples trained twice"] == rows["samples missed"] == ["0"]
     (difference,) = rows["weights, relative to one process"]
@@ -132,7 +132,7 @@ def committed(step: int, quorum: int) -> dict[str, Any]:
             [trained(0, 1, 0, 1), trained(0, 2, 0, 1, 2, 3), committed(0, 2)],
             [trained(0, 1, 2, 3)],
             (4, 0, 0),
-            "it is killed in the step, which comes again",
+            "it is killed in the step, which is repeated",
         ),
         (
             [trained(0, 1, 0, 1), trained(0, 2, 0, 1, 2, 3), committed(0, 2)],
@@ -140,7 +140,7 @@ def committed(step: int, quorum: int) -> dict[str, Any]:
             (4, 0, 0),
             "it committed alone, and is killed with that",
         ),
-        ([], [trained(0, 1, 0, 1, 2, 3), committed(0, 1)], (4, 0, 0), "the survivor came later, and healed"),
+        ([], [trained(0, 1, 0, 1, 2, 3), committed(0, 1)], (4, 0, 0), "the survivor joined later, and healed"),
         ([trained(0, 1, 0, 1), committed(0, 1)], [trained(0, 1, 1, 2), committed(0, 1)], (4, 1, 1), "a wrong cut"),
         (
             [trained(0, 1, 0, 1, 2, 3), committed(0, 1), trained(1, 1, 0, 1, 2, epoch=1), committed(1, 1)],
@@ -167,7 +167,9 @@ def test_which_samples_count(
         ((8, 0, 0), False, True, "bit for bit"),
     ],
 )
-def test_what_a_run_must_show(counted: tuple[int, int, int], equal: bool, reproducible: bool, says: str | None) -> None:
+def test_required_output_of_a_run(
+    counted: tuple[int, int, int], equal: bool, reproducible: bool, says: str | None
+) -> None:
     import demo
 
     proof = demo.Proof(demo.Samples(*counted), 1e-12, equal, reproducible)
@@ -213,7 +215,7 @@ def test_ctrl_c_ends_the_demo_and_every_process_it_started(environment: dict[str
         ([("end", 9, "a"), ("end", 9, "a")], None, "the killed group did not heal"),
     ],
 )
-def test_what_makes_it_fail(ends: list[tuple[str, int, str]], healed: float | None, why: str | None) -> None:
+def test_failures_of_a_run(ends: list[tuple[str, int, str]], healed: float | None, why: str | None) -> None:
     import demo
 
     groups = [
@@ -231,10 +233,10 @@ def test_what_makes_it_fail(ends: list[tuple[str, int, str]], healed: float | No
 @pytest.mark.parametrize(
     ("steps", "kills", "now", "why"),
     [
-        ([19, 20], 0, False, "one is not there yet"),
+        ([19, 20], 0, False, "one has not joined yet"),
         ([20, 21], 0, True, "all are"),
-        ([20, 89], 1, True, "all are, and there is time to come back"),
-        ([90, 90], 1, False, "the groups might end while it is away"),
+        ([20, 89], 1, True, "all have, and there is time to return"),
+        ([90, 90], 1, False, "the groups might end before it returns"),
         ([600, 600], 1, False, "they wait for it in order to end"),
     ],
 )
@@ -244,13 +246,13 @@ def test_a_group_is_not_killed_again_when_the_others_end(steps: list[int], kills
     assert demo.time_to_kill(steps, kill_at=20, end=100, kills=kills) is now, why
 
 
-def test_a_state_that_lasts_only_until_the_kill_is_shown(
+def test_a_state_just_before_the_kill_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import demo
 
     class Quick(demo.Group):
-        """Between two polls it trains from the first step to beyond the kill, and then to the end."""
+        """Between two polls it trains past the step of the kill, and after the next one to the end."""
 
         def start(self, *_: object) -> None:
             self.state = "starting again" if self.events else "starting"

@@ -44,7 +44,7 @@ def test_a_group_is_killed_heals_and_all_end_with_equal_parameters(environment: 
     assert len(digests) == 2 and len(set(digests)) == 1 and "equal" in done.stdout.splitlines()
     assert picture.is_file() == bool(plot)
     bits = re.search(r"bits per byte of held-out text +(\d\.\d+) +(\d\.\d+)", done.stdout)
-    assert bits and bits[1] == bits[2] and float(bits[1]) < 7  # a model that knows nothing needs 8 bits
+    assert bits and bits[1] == bits[2] and float(bits[1]) < 7  # an untrained model needs 8 bits
 
     survivor, victim = (read_events(tmp_path / "logs", group) for group in (0, 1))
     commits = [event["step"] for event in survivor if event["event"] == "commit"]
@@ -62,7 +62,7 @@ def test_a_group_is_killed_heals_and_all_end_with_equal_parameters(environment: 
     [
         (99, 2, False, "steps are left"),
         (100, 2, True, "all are up to date"),
-        (100, 1, False, "the other one is missing, or heals in this very quorum"),
+        (100, 1, False, "the other one is missing, or heals in this quorum"),
         (109, 1, False, "it may still come"),
         (110, 1, True, "it had its time"),
     ],
@@ -89,7 +89,7 @@ def test_the_text_is_the_standard_library() -> None:
     assert b"import" in bytes(train) and bytes(held_out) not in bytes(train)
 
 
-def test_batches_are_pieces_and_what_follows_them() -> None:
+def test_batches_are_pieces_and_the_bytes_that_follow_them() -> None:
     text = torch.arange(100, dtype=torch.uint8)
     bytes_in, bytes_out = next(train_diloco.Batches(text, batch_size=7, context=10))
     assert bytes_in.shape == bytes_out.shape == (7, 10)
@@ -98,14 +98,14 @@ def test_batches_are_pieces_and_what_follows_them() -> None:
         train_diloco.Batches(text[:10], 7, 10)
 
 
-def test_a_model_that_knows_nothing_needs_eight_bits() -> None:
+def test_an_untrained_model_needs_eight_bits() -> None:
     net = train_diloco.language_model(width=32, layers=1, context=8)
     for p in net[-1].parameters():
         torch.nn.init.zeros_(p)
     assert train_diloco.bits_per_byte(net, torch.randint(256, (100,)), context=8) == pytest.approx(8)
 
 
-def test_predictions_do_not_see_what_they_predict() -> None:
+def test_predictions_do_not_see_later_bytes() -> None:
     net = train_diloco.language_model(width=32, layers=2, context=8)
     text = torch.randint(256, (1, 8))
     changed = text.clone()
@@ -122,7 +122,7 @@ def test_groups_of_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         train_diloco.main()
 
 
-def test_the_picture_has_a_curve_a_group_and_a_mark_where_it_was_killed(tmp_path: Path) -> None:
+def test_the_picture_has_a_curve_per_group_and_a_mark_at_the_kill(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the picture needs matplotlib: pip install 'torchft[plot]'")
     import loss_curves
 

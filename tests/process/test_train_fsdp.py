@@ -43,7 +43,7 @@ def test_a_rank_is_killed_and_all_end_with_equal_weights(
     commits = [event["step"] for event in survivor if event["event"] == "commit"]
     assert commits == list(range(commits[0], commits[0] + len(commits)))
     assert {event["participants"] for event in survivor if event["event"] == "commit"} == {1, 2}
-    assert sum(event["event"] == "start" for event in survivor) == 1  # it never ended
+    assert sum(event["event"] == "start" for event in survivor) == 1  # the survivor never ended
     for rank in range(2):  # both ranks were restarted, and healed
         lines = (tmp_path / "events" / f"group-1-rank-{rank}.jsonl").read_text().splitlines()
         victim = [json.loads(line) for line in lines]

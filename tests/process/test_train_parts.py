@@ -1,4 +1,4 @@
-"""The parts of the training scripts that need no job: data, end of a run, settings."""
+"""Parts of the training scripts that can be tested without a job: data, end of a run, settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchft import Manager
 
 
 class Python2Pickler(pickle._Pickler):  # type: ignore[name-defined]
-    """Writes pickles as Python 2 did, the way the files of CIFAR-10 are: str and bytes as byte strings."""
+    """Writes pickles in the format of the CIFAR-10 files, which Python 2 wrote: str and bytes are byte strings."""
 
     dispatch: ClassVar[dict[type, Any]] = dict(pickle._Pickler.dispatch)  # type: ignore[attr-defined]
 
@@ -41,7 +41,7 @@ class Python2Pickler(pickle._Pickler):  # type: ignore[name-defined]
 def write_batch(path: Path, labels: list[int], value: int) -> None:
     pixels = np.full((len(labels), 3072), value, dtype=np.uint8)
     pixels[:, 0] = 255  # the red value of the first pixel
-    pixels[:, 1024 + 31] = 0  # the green one at the end of the first row
+    pixels[:, 1024 + 31] = 0  # the green value at the end of the first row
     file = io.BytesIO()
     names = [f"image_{i}.png" for i in range(len(labels))]
     batch = {"batch_label": path.name, "labels": labels, "data": pixels, "filenames": names}

@@ -1,4 +1,4 @@
-"""The examples in the docs run as they stand; the README's is python/examples/minimal.py, which has tests elsewhere."""
+"""The examples in the docs run unchanged. The README's is python/examples/minimal.py, which has other tests."""
 
 from __future__ import annotations
 

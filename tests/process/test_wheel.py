@@ -16,10 +16,10 @@ import torch
 from torchft.launch import process_tree
 
 ROOT = Path(__file__).resolve().parents[2]
-# Overrides of the tests' environment: no path to this repository, and nothing of the make that runs the tests.
+# Removes from the environment the paths to this repository, and the variables of the make that runs the tests.
 ENVIRONMENT = {"PYTHONPATH": "", "MAKEFLAGS": "", "MAKELEVEL": ""}
 
-# Run first, so that the wheel that users install is tested each night, however short it is.
+# Run first, so that even a short run of `make test-all` tests the wheel that users install.
 pytestmark = [pytest.mark.slow(first=True), pytest.mark.timeout(900)]
 
 
@@ -43,7 +43,8 @@ def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = [new / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check"]
     run(*pip, "--no-index", "--no-deps", wheel, cwd=new)
     (packages,) = new.glob("lib/python3*/site-packages")
-    # After its own packages, and without the .pth files there, which point to this repository.
+    # Searched after the new environment's own packages. The .pth files there, which point to this repository, do not
+    # apply.
     (packages / "borrowed.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     return new / "bin"
 
@@ -56,11 +57,11 @@ def run(*command: str | Path, cwd: Path, seconds: float = 200) -> str:
     return done.stdout
 
 
-def test_its_name_says_what_it_runs_on(wheel: Path) -> None:
+def test_the_name_contains_the_platform(wheel: Path) -> None:
     assert re.fullmatch(r"torchft-[\d.]+-cp310-abi3-manylinux[\w.]+\.whl", wheel.name)
 
 
-def test_the_example_trains_with_it(commands: Path, tmp_path: Path) -> None:
+def test_the_example_trains_with_the_wheel(commands: Path, tmp_path: Path) -> None:
     example = (ROOT / "python" / "examples" / "minimal.py").read_text()
     (tmp_path / "minimal.py").write_text(f"{example}\nimport torchft; print('used', torchft.__file__)\n")
     command = [commands / "torchft", "run", "--replicas", "2", "--min-replicas", "2", "--log-dir", "logs", "minimal.py"]

@@ -101,7 +101,7 @@ optimizers = TorchFTOptimizersContainer(
     model_parts=[model],
     ft_manager=ft,
 )
-# Constant: torchtitan 0.3.0 heals the schedule, but takes the step that heals with the old rate; docs/integrations.md.
+# Constant, because with torchtitan 0.3.0 the step of a heal still uses the old learning rate; see docs/integrations.md.
 schedulers = LRSchedulersContainer.Config(warmup_steps=0, total_steps=1000, min_lr_factor=1.0).build(
     optimizers=optimizers, training_steps=1000
 )
@@ -117,8 +117,8 @@ checkpoints = TorchFTCheckpointManager(
     base_folder=args.folder,
     ft_manager=ft,
 )
-# torchtitan asks FSDP2 for the state whenever a peer needs it, on the quorum thread, while the forward pass may run on
-# gathered weights; see docs/integrations.md. Its cache holds the shards themselves.
+# torchtitan calls FSDP2's state_dict() whenever a peer needs the state, on the quorum thread, while the forward pass
+# may use the gathered weights; see docs/integrations.md. The cache filled here holds the shards themselves.
 shown = checkpoints.states[MODEL]
 shown.state_dict = lambda: shown.cached_state_dict
 found = checkpoints.load(step=-1)

@@ -1,4 +1,4 @@
-"""A rank of the TorchX component's test: does a step with all groups, and writes a file about it."""
+"""A rank in the test of the TorchX component: does a step with all groups, and writes its result to a file."""
 
 from __future__ import annotations
 

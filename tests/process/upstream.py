@@ -1,7 +1,7 @@
 """Installs packages that tests need in addition to this environment: upstream, and clients of torchft.
 
-Tests and benchmarks run upstream in processes of its own, with PYTHONPATH set to the directory
-that `install` returns. torch is left out there, so both sides use the torch of this environment.
+Tests and benchmarks run upstream in separate processes, with PYTHONPATH set to the directory that `install` returns.
+torch is not installed there, so both sides use the torch of this environment.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ DEPENDENCIES = [
     "opentelemetry-exporter-otlp-proto-http>=1.39.0",
 ]
 
-# Other projects that call torchft, with the dependencies that our tests of them import. Their complete dependencies
-# would be hundreds of MB, or old releases of packages that other tests need in newer ones.
+# Other projects that call torchft, with the dependencies that our tests of them import. All of their dependencies
+# would take hundreds of MB, and include old releases of packages of which other tests need newer ones.
 CLIENTS = {
     "torchtitan": ["torchtitan==0.3.0", "spmd_types==0.2.3", "tyro", "docstring_parser"],
     "torchx": [
@@ -61,7 +61,7 @@ def upstream_path(name: str) -> Path:
 
 
 def client_path(name: str) -> Path:
-    """Return the path entry for one of CLIENTS, to be put last; skips and fails as :func:`upstream_path`."""
+    """Return the path entry for one of CLIENTS, to be put last. Skips and fails like :func:`upstream_path`."""
     steps = [["--no-deps", *CLIENTS[name]]] + ([NEEDED_BY[name]] if name in NEEDED_BY else [])
     return _or_skip(lambda: _cached(CLIENTS[name][0], *steps))
 
@@ -90,15 +90,15 @@ def install(name: str) -> Path:
 
 
 def _cached(requirement: str, *steps: list[str]) -> Path:
-    """Install packages in some steps into a folder named after a requirement, and return the folder."""
+    """Install packages in several calls of pip into a folder named after a requirement, and return the folder."""
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
     target = _cache_dir() / f"{requirement.replace('==', '-')}-{python}-{sysconfig.get_platform()}"
     if target.is_dir():
         return target
 
     target.parent.mkdir(parents=True, exist_ok=True)
-    # Renamed into place when complete, so that a run that was stopped, or a second one at the same time, never
-    # leaves half a package behind.
+    # Renamed into place when complete, so that an interrupted run or two simultaneous ones never leave an
+    # incomplete package.
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         for step in steps:

@@ -13,10 +13,10 @@ START_S = 120
 
 
 def wait_for(condition: Callable[[], object], what: str, *groups: Group, seconds: float = START_S) -> None:
-    """Returns when the condition is true. The groups' events are read in the meantime.
+    """Returns when the condition is true. Meanwhile it reads the groups' events.
 
     Raises:
-        AssertionError: a group failed before, or the seconds have passed.
+        AssertionError: a group failed before, or ``seconds`` have passed.
     """
     deadline = time.monotonic() + seconds
     while True:

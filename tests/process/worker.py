@@ -23,11 +23,11 @@ from torchft.process_group import ProcessGroupBabyGloo
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--group", type=int, required=True)
-parser.add_argument("--seed", type=int, required=True, help="of the first weights: differs from group to group")
+parser.add_argument("--seed", type=int, required=True, help="seed of the first weights, different for each group")
 parser.add_argument("--compute_s", type=float, default=0.04, help="seconds between zero_grad and the forward pass")
-parser.add_argument("--isolated", action="store_true", help="run the collectives in a process of their own")
-parser.add_argument("--set-fns", action="store_true", help="the state is set after the Manager was made")
-parser.add_argument("--heal-along", action="store_true", help="heal in pieces, where this torchft can")
+parser.add_argument("--isolated", action="store_true", help="run the collectives in a separate process")
+parser.add_argument("--set-fns", action="store_true", help="set the state after the Manager was made")
+parser.add_argument("--heal-along", action="store_true", help="heal in pieces, if this torchft can")
 args = parser.parse_args()
 if args.heal_along:
     os.environ["TORCHFT_HEAL_ALONG"] = "1"  # upstream has no argument for it
@@ -60,7 +60,7 @@ def load_state_dict(state: dict[str, dict]) -> None:
     emit("loaded", digest=digest())
 
 
-# As torchrun's agent does, it hosts the group's store.
+# Hosts the group's store, like torchrun's agent.
 store = TCPStore("localhost", int(os.environ["MASTER_PORT"]), is_master=True, wait_for_workers=False)
 manager = Manager(
     pg=(ProcessGroupBabyGloo if args.isolated else ProcessGroupGloo)(timeout=timedelta(seconds=10)),
@@ -90,11 +90,11 @@ while last_step is None or manager.current_step() < last_step:
     batch = torch.Generator().manual_seed(1000 * step + args.group)
     x, y = torch.randn(16, 8, generator=batch), torch.randn(16, 4, generator=batch)
     optimizer.zero_grad()
-    # Time in which a newcomer heals. An upstream source takes its checkpoint away when it commits: without any
-    # compute it often does so before anybody, upstream or ours, could fetch it.
+    # Simulates computation, so that a joining group can heal. An upstream source withdraws its checkpoint when it
+    # commits: without this it often commits before any target, upstream or ours, has fetched it.
     time.sleep(args.compute_s)
     nn.functional.mse_loss(model(x), y).backward()
-    # Not DistributedDataParallel: that of the upstream 0.2.0 raises out of backward when a peer failed before the call.
+    # Not DistributedDataParallel: in upstream 0.2.0 its backward raises an error if a peer failed before the call.
     for work in [manager.allreduce(p.grad) for p in model.parameters() if p.grad is not None]:
         work.wait()
     optimizer.step()

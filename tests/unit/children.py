@@ -1,4 +1,4 @@
-"""Scripts in processes of their own, forked from one that has imported PyTorch (tests/process/forkserver.py)."""
+"""Runs scripts in processes that are forked from one with PyTorch imported (tests/process/forkserver.py)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def run_python(
     timeout: float = 110.0,
     by_itself: bool = False,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a script as `python SCRIPT ARGS` does, with the torchft of this process and `env` besides.
+    """Runs a script like `python SCRIPT ARGS`, with the torchft of this process and additional variables `env`.
 
-    With `by_itself` it is a new Python process, for tests of how Python starts or ends; else it is forked.
+    With `by_itself` it is started as a new Python process, for tests of how Python starts or ends; else it is forked.
     """
     full = processes.child_environment(processes.ours_path(), env)
     with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""Processes that start once per test run: scripts of tests are forked from one, isolated workers from the other."""
+"""Two fork servers that start once per test run: one for scripts of tests, one for isolated workers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from processes import with_fork_server
 
 @pytest.fixture(autouse=True, scope="session")
 def fork_server() -> Iterator[None]:
-    """Scripts that tests run with `children.run_python` are forked from it, unless FORK_SERVER=0."""
+    """The fork server for scripts that tests run with `children.run_python`, unless FORK_SERVER=0."""
     with with_fork_server():
         yield
 
 
 @pytest.fixture(autouse=True, scope="session")
 def isolated_server_stays() -> Iterator[None]:
-    """Keeps the server of isolated workers running, because it imports PyTorch, even if no test
-    needs it for a while.
-    """
+    """Keeps the server of isolated workers running between tests that need it, because its start takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
         # otherwise no test of this run has imported it
         if standby := sys.modules.get("torchft.process_group.isolated.standby"):

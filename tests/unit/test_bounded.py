@@ -1,4 +1,4 @@
-"""Test runs with a seed and a time limit: each is a run of pytest of its own, in this process."""
+"""Test runs with a seed and a time limit: each is a separate run of pytest in this process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Torch(ModuleType):
-    """Replaces PyTorch, whose seed is for the whole process."""
+    """Replaces PyTorch, whose seed applies to the whole process."""
 
     seed: int | None = None
 
@@ -74,12 +74,12 @@ def test_without_settings_nothing_changes(pytester: pytest.Pytester) -> None:
     assert "seed" not in done.stdout.str()
 
 
-def test_slow_tests_are_first_and_a_seed_says_with_which_each_kind_begins(
+def test_slow_tests_are_first_and_a_seed_chooses_the_first_of_each_kind(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("NIGHT_UNTIL", str(time.monotonic() + 3600))
     orders = []
-    for seed in ("3", "4"):  # which begin with different ones
+    for seed in ("3", "4"):  # the two orders begin with different tests
         monkeypatch.setenv("SEED", seed)
         done = run(pytester)
         done.assert_outcomes(passed=4)
@@ -93,7 +93,7 @@ def test_slow_tests_are_first_and_a_seed_says_with_which_each_kind_begins(
 @pytest.mark.parametrize(
     ("minutes", "expected"), [(60, 4), (5, 3), (1, 2), (0.1, 0)], ids=["all", "not the slower", "no slow ones", "none"]
 )
-def test_what_would_not_end_in_time_is_left(
+def test_tests_that_would_not_end_in_time_are_skipped(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, minutes: float, expected: int
 ) -> None:
     monkeypatch.setenv("NIGHT_UNTIL", str(time.monotonic() + 60 * minutes))
@@ -127,7 +127,7 @@ def test_rotated() -> None:
     assert found == {("a", "b", "c"), ("b", "c", "a"), ("c", "a", "b")}
 
 
-def test_what_runs_each_time_is_first(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tests_that_run_each_time_are_first(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     suite = "".join(f"@pytest.mark.slow\ndef test_slow_{n}(): pass\n" for n in range(3))
     each_time = "@pytest.mark.slow(first=True)\ndef test_wheel(): pass\n"
     monkeypatch.setenv("NIGHT_UNTIL", f"{time.monotonic() + 1000:.0f}")

@@ -1,4 +1,4 @@
-"""torchft.coordination: the public face of the native classes, and a lighthouse used without a manager."""
+"""torchft.coordination: the public names of the native classes, and a lighthouse used without a manager."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_class_documents_every_argument(name: str) -> None:
         assert f"    {argument}" in doc.split("\nArgs:\n")[1], f"{name} does not document {argument}"
 
 
-def test_signatures_are_those_users_know() -> None:
+def test_signatures_are_the_published_ones() -> None:
     def arguments(function: object) -> list[str]:
         return list(inspect.signature(function).parameters)  # type: ignore[arg-type]
 
@@ -81,7 +81,7 @@ def test_signatures_are_those_users_know() -> None:
     assert arguments(LighthouseClient) == ["addr", "connect_timeout"]
 
 
-def test_a_quorum_hands_on_what_its_member_said(lighthouse: LighthouseServer) -> None:
+def test_a_quorum_contains_its_members_data(lighthouse: LighthouseServer) -> None:
     client = LighthouseClient(lighthouse.address(), SOON)
     quorum = client.quorum(
         "group", SOON, address="http://m:1", store_address="s:2", step=7, world_size=2, data={"über": [1, None]}
@@ -96,7 +96,7 @@ def test_a_quorum_hands_on_what_its_member_said(lighthouse: LighthouseServer) ->
     assert client.quorum("group", SOON).participants == [QuorumMember("group")]
 
 
-def test_a_quorum_that_does_not_come_is_a_timeout_error() -> None:
+def test_a_missing_quorum_is_a_timeout_error() -> None:
     server = LighthouseServer(bind="127.0.0.1:0", min_replicas=2)
     client = LighthouseClient(server.address(), SOON)
     with pytest.raises(TimeoutError):
@@ -118,7 +118,7 @@ def test_members_that_ask_together_get_one_quorum() -> None:
     assert [(m.replica_id, m.step) for m in one.participants] == [("a", 3), ("b", 3)]
 
 
-def test_garbage_on_the_port_leaves_the_lighthouse_up(lighthouse: LighthouseServer) -> None:
+def test_invalid_bytes_on_the_port_do_not_end_the_lighthouse(lighthouse: LighthouseServer) -> None:
     host, port = urlsplit(lighthouse.address()).hostname, urlsplit(lighthouse.address()).port
     assert host is not None and port is not None
     for garbage in (b"\0" * 64, b"\xff\xfe garbage \r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 64, b""):
@@ -209,7 +209,7 @@ def test_the_announced_host_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert server.address().startswith("http://127.0.0.1:")
 
 
-def test_a_lighthouse_goes_on_after_what_is_in_its_state_dir(tmp_path: Path) -> None:
+def test_a_lighthouse_continues_after_the_quorum_in_its_state_dir(tmp_path: Path) -> None:
     def quorum_id() -> int:
         server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, state_dir=str(tmp_path))
         client = LighthouseClient(server.address(), connect_timeout=timedelta(seconds=30))

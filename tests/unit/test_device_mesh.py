@@ -1,4 +1,4 @@
-"""HSDP over replica groups that fail and return, each in a process of its own."""
+"""HSDP over replica groups that fail and return, each in a separate process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
 class Manager:
-    """The part of a Manager that is used to make a mesh; that of training is below."""
+    """The methods of a Manager that making a mesh needs; the script below has those for training."""
 
     def __init__(self, pg: dist.ProcessGroup) -> None:
         self._pg = pg
@@ -63,7 +63,7 @@ def test_a_mesh_of_replicas_only_and_in_any_place() -> None:
 
 
 @pytest.mark.usefixtures("world")
-def test_a_mocked_manager_will_do() -> None:
+def test_a_mocked_manager_suffices() -> None:
     manager = MagicMock()
     manager._pg = ProcessGroupDummy(0, 1)
     manager.num_participants.return_value = 4
@@ -122,7 +122,7 @@ dist.destroy_process_group()
 """
 
 
-# Its fully_shard asserts an event of an accelerator when it has reduced over the replicas.
+# PyTorch 2.7's fully_shard asserts an event of an accelerator when it has reduced over the replicas.
 @pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 8), reason="PyTorch 2.7 has no HSDP on a CPU"
 )

@@ -1,4 +1,4 @@
-"""Deadlines that pass or do not, and the one thread behind them."""
+"""Timeouts of futures, blocks and streams, and the one thread that runs their callbacks."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_future_timeout_passes_an_error_on() -> None:
         timed.wait()
 
 
-def test_future_timeout_expires_and_ignores_what_comes_later() -> None:
+def test_future_timeout_expires_and_ignores_a_later_result() -> None:
     fut: Future[int] = Future()
     timed = future_timeout(fut, SHORT)
     with pytest.raises(TimeoutError, match=r"within 0\.02 s"):
@@ -90,7 +90,7 @@ def test_future_wait() -> None:
         future_wait(failing(KeyError()), LONG)
 
 
-def test_context_timeout_calls_back_while_the_block_goes_on() -> None:
+def test_context_timeout_calls_back_while_the_block_continues() -> None:
     called = threading.Event()
     with context_timeout(called.set, SHORT):
         assert called.wait(10)
@@ -105,7 +105,7 @@ def test_context_timeout_of_a_block_in_time_never_calls_back(timers: _TimeoutMan
         with pytest.raises(KeyError), context_timeout(called.set, SHORT):
             raise KeyError
         in_time = time.monotonic() - began < SHORT.total_seconds()
-    # A later timer has fired, so earlier ones would have.
+    # A later timer has fired, so an earlier one would have fired, too.
     later = threading.Event()
     with context_timeout(later.set, 2 * SHORT):
         assert later.wait(10)
@@ -119,7 +119,7 @@ def test_stream_timeout_watches_nothing_without_an_accelerator() -> None:
 
 def test_timers_run_in_the_order_of_their_deadlines(timers: _TimeoutManager) -> None:
     in_time = False
-    while not in_time:  # a deadline counts from the call: a delayed call may be last
+    while not in_time:  # a timeout begins with the call, so a delayed call may fire last
         order: list[int] = []
         done, began = threading.Event(), time.monotonic()
         timers.schedule(timedelta(milliseconds=60), done.set)
@@ -204,7 +204,7 @@ def _expire_in_child(queue: multiprocessing.SimpleQueue[str]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_has_timers_of_its_own() -> None:
+def test_a_forked_child_has_its_own_timers() -> None:
     with context_timeout(lambda: None, LONG):  # the parent's thread is running
         context = multiprocessing.get_context("fork")
         queue: multiprocessing.SimpleQueue[str] = context.SimpleQueue()
@@ -248,7 +248,7 @@ def test_the_watchdog_ends_a_process_whose_callback_hangs() -> None:
     assert "most recent call first" in process.stderr  # the stacks
 
 
-def test_pending_timers_do_not_hold_up_the_end_of_the_process() -> None:
+def test_pending_timers_do_not_delay_the_end_of_the_process() -> None:
     code = (
         "from datetime import timedelta; from torch.futures import Future; from torchft.futures import future_timeout\n"
         "future_timeout(Future(), timedelta(seconds=600)); print('end')"

@@ -1,5 +1,5 @@
-"""The table of the tests that ran on a device: `make test-gpu`. Without a device, with files that only look
-like such tests.
+"""The table of the tests that ran on a device (`make test-gpu`), checked without a device on files that imitate such
+tests.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 from tests.gpu.report import Row, table
 from tests.gpu.run import run
 
-# Without PyTorch, which would be imported to count devices.
+# Replaces the count of devices, which would import PyTorch.
 CONFTEST = """
 from tests import policy
 from tests.gpu.report import Report
@@ -60,7 +60,7 @@ def test_five(i): pass
     assert needs == 3 and row.seconds > 0
 
 
-def test_what_ran_before_a_crash_is_kept(folder: Path) -> None:
+def test_results_before_a_crash_are_kept(folder: Path) -> None:
     text = "def test_one(): pass\ndef test_two(): os.kill(os.getpid(), signal.SIGKILL)\ndef test_three(): pass"
     (row,), status = run(file(folder, text), 60)
     assert status != 0 and row.passed == 1
@@ -68,8 +68,8 @@ def test_what_ran_before_a_crash_is_kept(folder: Path) -> None:
 
 
 @pytest.mark.slow  # the same as the crash above, except for the time limit
-def test_what_hangs_is_ended(folder: Path) -> None:
-    """Also if the interpreter does not run, where pytest-timeout has no effect."""
+def test_a_hanging_test_is_ended(folder: Path) -> None:
+    """Also if the interpreter does not run any code, so that pytest-timeout has no effect."""
     text = "def test_one(): pass\ndef test_two():\n"
     text += "    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM, signal.SIGABRT}); time.sleep(60)"
     (row,), status = run(file(folder, text), 8)

@@ -57,7 +57,7 @@ def test_ipv4_alone_where_there_is_no_ipv6(monkeypatch: pytest.MonkeyPatch) -> N
         assert server.socket.family == socket.AF_INET
 
 
-def test_a_handler_that_fails_is_logged_and_the_server_goes_on(server: _IPv6HTTPServer, caplog: Any) -> None:
+def test_a_failing_handler_is_logged_and_the_server_continues(server: _IPv6HTTPServer, caplog: Any) -> None:
     with socket.create_connection(("localhost", server.server_port), timeout=30) as sock:
         sock.sendall(b"GET /broken HTTP/1.0\r\n\r\n")
         assert sock.recv(100) == b""
@@ -131,7 +131,7 @@ def ends() -> Iterator[tuple[_DeadlineSocket, socket.socket]]:
         yield limited, right
 
 
-def test_a_read_ends_at_the_deadline_though_bytes_drip(ends: Any) -> None:
+def test_a_read_ends_at_the_deadline_although_bytes_arrive_slowly(ends: Any) -> None:
     limited, peer = ends
     stop = threading.Event()
 

@@ -26,11 +26,11 @@ def test_importing_the_control_plane_loads_neither_torch_nor_the_library(module:
 
 
 @pytest.mark.parametrize("module", ["torchft.data.position", "torchft.data.agreement"])
-def test_what_a_job_trains_on_is_decided_without_torch(module: str) -> None:
+def test_the_samples_of_a_step_are_computed_without_torch(module: str) -> None:
     assert not loaded_after(f"import {module}") & {"torch", "numpy"}
 
 
-def test_a_restarted_group_does_not_wait_for_what_only_some_need() -> None:
+def test_a_restarted_group_does_not_import_optional_packages() -> None:
     """Triton alone takes as long to import as all of torchft."""
     loaded = loaded_after("from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo")
     assert "torchft.manager" in loaded

@@ -49,7 +49,7 @@ def alive(pid: int) -> bool:
 
 
 def test_the_parts_of_make_test_are_all_tests() -> None:
-    """Each folder of tests belongs to one part: some parts run one folder each, and the last runs all others."""
+    """Each folder of tests belongs to one part: some parts run one folder each, and the last part runs the rest."""
     *alone, last = [p for p in parts_of_test() if "pytest" in p.command]
     folders = {part.command[-1] for part in alone}
     assert all((ROOT / folder).is_dir() for folder in folders)
@@ -133,7 +133,7 @@ def test_the_end_of_a_log_is_shown() -> None:
     assert long[-1] == "999"
 
 
-def test_one_test_may_need_a_second_run_in_all_parts_together(tmp_path: Path) -> None:
+def test_only_one_test_of_all_parts_may_need_a_second_run(tmp_path: Path) -> None:
     result = Result(python("a", ""), (), 1.0, 0)
     (tmp_path / "a.log").write_text("1 passed\n")
     assert report([result], [], tmp_path, io.StringIO()) == 0
@@ -147,7 +147,7 @@ def test_one_test_may_need_a_second_run_in_all_parts_together(tmp_path: Path) ->
     assert "2 tests needed a second run: more than one is a failure" in out.getvalue()
 
 
-def test_durations_are_in_words() -> None:
+def test_durations_are_shown_with_units() -> None:
     assert [clock(s) for s in (0.4, 59, 60, 725)] == ["0s", "59s", "1m00s", "12m05s"]
 
 

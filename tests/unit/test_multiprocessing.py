@@ -33,7 +33,7 @@ def test_objects_travel_both_ways(ends: tuple[_MonitoredPipe, Connection]) -> No
 
 
 @pytest.mark.parametrize("timeout", [0, 0.01, timedelta(milliseconds=10), -1, timedelta(seconds=-1)])
-def test_silence_is_a_timeout(ends: tuple[_MonitoredPipe, Connection], timeout: float | timedelta) -> None:
+def test_no_message_is_a_timeout(ends: tuple[_MonitoredPipe, Connection], timeout: float | timedelta) -> None:
     with pytest.raises(TimeoutError):
         ends[0].recv(timeout)
 
@@ -45,13 +45,13 @@ def test_an_exception_is_raised_here(ends: tuple[_MonitoredPipe, Connection]) ->
         ours.recv(5)
 
 
-def test_the_other_end_goes_away(ends: tuple[_MonitoredPipe, Connection]) -> None:
+def test_the_other_end_closes(ends: tuple[_MonitoredPipe, Connection]) -> None:
     ours, theirs = ends
     closing = threading.Timer(0.02, theirs.close)
     closing.start()
     with pytest.raises(EOFError):
         ours.recv(30)
-    # the fixture must not close the connection at the same time, because its descriptor would be closed twice
+    # the fixture must not close the connection too, because its descriptor would be closed twice
     closing.join()
     with pytest.raises(BrokenPipeError):
         ours.send(1)

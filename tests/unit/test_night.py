@@ -1,4 +1,4 @@
-"""`make test-all` within its time: the share of each part, and the page at the end."""
+"""The schedule of `make test-all`: the time of each part, and the report at the end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_anything_else_is_an_error(text: str) -> None:
 
 
 def test_all_fuzz_targets_are_known() -> None:
-    """Their number is written here, because a target that is not found is not run."""
+    """Their number is fixed here, because a target that is not found is silently not run."""
     found = fuzz_targets()
     assert len(found) == 14
     assert ("./internal/wire", "FuzzListChange") in found
@@ -52,7 +52,7 @@ def test_pytest_gets_the_whole_time_and_no_second_runs() -> None:
 
 @pytest.mark.parametrize("minutes", [10, 30, 120])
 def test_the_parts_of_go_fit_in_the_time(minutes: float) -> None:
-    """One after another: those with a time limit, and the race detector, which has none."""
+    """The parts run one after another: those with a time limit, and the race detector, which has none."""
     _, *parts = plan(60 * minutes, 20261122, 0, fuzz_targets())
     names = [p.name.split("-")[0] for p in parts]
     late = ["late"] if minutes >= 30 else []
@@ -69,7 +69,7 @@ def test_a_fuzz_target_has_thirty_seconds_where_there_is_time() -> None:
     assert {p.wants_s for p in fuzz} == {FUZZ_S}
 
 
-def test_another_day_begins_with_another_part() -> None:
+def test_each_day_begins_with_another_part() -> None:
     orders = [
         [p.name for p in plan(7200, seed, 0, TARGETS) if p.name.startswith(("fuzz", "chaos"))] for seed in range(12)
     ]
@@ -78,19 +78,19 @@ def test_another_day_begins_with_another_part() -> None:
     assert plan(600, 5, 0, TARGETS) == plan(600, 5, 0, TARGETS)
 
 
-def test_what_a_longer_night_would_run_is_on_the_page() -> None:
+def test_the_report_lists_parts_that_had_no_time() -> None:
     def left_out(minutes: float) -> set[str]:
         parts = plan(60 * minutes, 1, 0, TARGETS)
         return {r.part.name.split("-")[0] for r in unplanned(parts, 1, TARGETS) if r.status is None}
 
-    assert left_out(10) == {"chaos", "late", "sim"}  # the mistakes planted in the simulation of servers
+    assert left_out(10) == {"chaos", "late", "sim"}  # the simulation of servers with planted mistakes
     assert left_out(120) == left_out(240) == set()
     kinds = [p.name for p in plan(7200, 1, 0, TARGETS) if p.name.startswith("chaos")]
     assert len(kinds) == len(CHAOS)
 
 
-def test_ten_minutes_are_over_in_twelve() -> None:
-    assert OVER_S + 20 < 120  # processes that are asked to end have 20 s for it
+def test_a_run_of_ten_minutes_ends_within_twelve() -> None:
+    assert OVER_S + 20 < 120  # processes have 20 s to end after a signal
 
 
 def result(name: str, status: int | None, *command: str, ended: bool = False, cwd: Path = ROOT) -> Result:
@@ -98,7 +98,7 @@ def result(name: str, status: int | None, *command: str, ended: bool = False, cw
     return Result(part, command, 61.0, status, ended)
 
 
-def test_the_page_says_what_failed_and_how_to_repeat_it() -> None:
+def test_the_report_names_failures_and_the_commands_that_repeat_them() -> None:
     go = ROOT / "go"
     results = [
         result("pytest", 1, sys.executable, "-u", "-m", "pytest"),
@@ -137,7 +137,7 @@ def test_a_night_without_failures() -> None:
     assert text.endswith("1 passed in 5s (5s)")
 
 
-def test_a_part_that_failed_is_never_a_pass() -> None:
+def test_a_failed_part_fails_the_run() -> None:
     text = page([result("pytest", 3)], {"pytest": "INTERNALERROR> KeyError\n"}, "Night", 5.0)
     assert text.endswith("1 failed, 0 passed in 5s (5s)")
     assert "pytest: status 3" in text

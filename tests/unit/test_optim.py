@@ -46,7 +46,7 @@ def test_closure_is_refused(manager: MagicMock) -> None:
     manager.should_commit.assert_not_called()
 
 
-def test_is_the_wrapped_optimizer_otherwise(manager: MagicMock) -> None:
+def test_other_methods_are_the_wrapped_optimizers(manager: MagicMock) -> None:
     model = nn.Linear(2, 2)
     inner = torch.optim.Adam(model.parameters(), lr=1.0)
     optimizer = OptimizerWrapper(manager, inner)
@@ -93,7 +93,7 @@ def test_hooks_are_the_wrapped_optimizers(manager: MagicMock, committed: bool) -
 
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_checkpoint_helpers_neither_vote_nor_start_a_quorum(manager: MagicMock, scheduled: bool) -> None:
-    manager.should_commit.return_value = False  # the helpers' step must happen nevertheless
+    manager.should_commit.return_value = False  # the helpers' step must be done nevertheless
     model, twin = nn.Linear(2, 2), nn.Linear(2, 2)
     before = model.weight.detach().clone()
     optimizer = OptimizerWrapper(manager, torch.optim.Adam(model.parameters(), lr=0.5))

@@ -45,7 +45,7 @@ def none_set(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"OTEL_LOGS_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, []),
         ({"OTEL_SDK_DISABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318"}, []),
         ({"TORCHFT_USE_OTEL": "true"}, ["otlp", "console"]),  # upstream's exporters
-        ({"TORCHFT_USE_OTEL": "0"}, ["otlp", "console"]),  # in upstream, anything but "false" switches it on
+        ({"TORCHFT_USE_OTEL": "0"}, ["otlp", "console"]),  # in upstream, any value but "false" switches it on
         ({"TORCHFT_USE_OTEL": "true", "OTEL_LOGS_EXPORTER": "console"}, ["console"]),
         ({"TORCHFT_USE_OTEL": "false", "OTEL_LOGS_EXPORTER": "console"}, []),
     ],
@@ -56,7 +56,7 @@ def test_environment_decides(env: dict[str, str], exporters: list[str], monkeypa
     assert otel_exporters() == exporters
 
 
-def test_the_switch_of_the_upstream_package_exports_no_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upstreams_switch_exports_no_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFT_USE_OTEL", "true")
     assert otel_exporters("TRACES") == []
 
@@ -67,7 +67,7 @@ def test_unknown_exporter(monkeypatch: pytest.MonkeyPatch) -> None:
         otel_exporters()
 
 
-def test_missing_packages_are_told_and_cost_nothing_else(
+def test_missing_packages_are_logged_and_have_no_other_effect(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("OTEL_LOGS_EXPORTER", "console")
@@ -158,7 +158,7 @@ def test_setup_without_being_asked_does_nothing(otel: Any) -> None:
     assert otel._LOGGER_PROVIDER == {}
 
 
-def test_tee_gives_to_all_whatever_comes_of_one(otel: Any) -> None:
+def test_tee_exports_to_all_even_if_one_fails(otel: Any) -> None:
     from opentelemetry.sdk._logs.export import InMemoryLogRecordExporter, LogRecordExportResult
 
     class Failing(InMemoryLogRecordExporter):
@@ -179,7 +179,7 @@ def test_bad_resource_attributes(otel: Any, monkeypatch: pytest.MonkeyPatch) -> 
             otel.setup_logger("torchft_commits")
 
 
-def test_command_says_where_a_record_goes(otel: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_command_prints_where_a_record_is_sent(otel: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     otel.main()
     assert capsys.readouterr().out.startswith("off: ")
     monkeypatch.setenv("OTEL_LOGS_EXPORTER", "console")
@@ -285,14 +285,14 @@ lighthouse.shutdown()
 
 
 def test_a_trace_is_whole_from_the_rank_to_the_lighthouse(otel: Any) -> None:
-    """In a process of its own, because the native library reads the environment when it is loaded."""
+    """In a separate process, because the native library reads the environment when it is loaded."""
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     collector = Collector()
     try:
         endpoint = f"http://localhost:{collector.server.server_port}"
         env = {"OTEL_EXPORTER_OTLP_ENDPOINT": endpoint, "OTEL_LOGS_EXPORTER": "none"}
-        done = run_python(TWO_STEPS, by_itself=True, env=env)  # after a fork Go would have its parent's environment
+        done = run_python(TWO_STEPS, by_itself=True, env=env)  # not forked: Go would have its parent's environment
         assert done.returncode == 0, done.stderr
     finally:
         collector.close()

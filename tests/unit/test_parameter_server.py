@@ -76,7 +76,7 @@ def session_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name in ("torchft_session_watch", "torchft-http-request")]
 
 
-def test_clients_have_sessions_of_their_own(server: Sums) -> None:
+def test_each_client_has_its_own_session(server: Sums) -> None:
     first, second = Sums.new_session(server.address()), Sums.new_session(server.address())
     assert first.rank() == 1 and first.size() == 2
     assert push(first, 1.0) == [1.0] * 3

@@ -1,4 +1,4 @@
-"""Second runs, tests that cannot run here, and skips: each in a run of pytest of its own, in this process."""
+"""Second runs, deselected tests, and skips: each is a separate run of pytest in this process."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_more_than_one_second_run_fails_the_run(pytester: pytest.Pytester) -> No
     done.stdout.fnmatch_lines(["2 tests needed a second run, and more than one is a failure"])
 
 
-def test_all_tests_of_the_folder_for_processes_have_it_and_no_others(pytester: pytest.Pytester) -> None:
+def test_only_tests_in_the_process_folder_have_second_runs(pytester: pytest.Pytester) -> None:
     for folder in ("process", "integration"):
         path = pytester.path / "tests" / folder / f"test_{folder}.py"
         path.parent.mkdir(parents=True)
@@ -95,7 +95,7 @@ def test_a_timeout_has_no_second_run(pytester: pytest.Pytester) -> None:
     assert outcomes(done) == {"failed": len(TIMEOUTS)}
 
 
-def test_a_log_that_speaks_of_timeouts_is_none(pytester: pytest.Pytester) -> None:
+def test_a_log_that_mentions_timeouts_is_not_a_timeout(pytester: pytest.Pytester) -> None:
     done = run(pytester, flaky(failure=r"raise RuntimeError('group 1 ended with 1\nlog:\nTimeoutError: timed out')"))
     assert outcomes(done) == {"passed": 1, "rerun": 1}
 
@@ -105,7 +105,7 @@ def test_reruns_can_be_switched_off(pytester: pytest.Pytester, monkeypatch: pyte
     assert outcomes(run(pytester, flaky())) == {"failed": 1}
 
 
-def test_without_the_plugin_there_are_none_and_a_line_says_so(pytester: pytest.Pytester) -> None:
+def test_without_the_plugin_there_are_no_second_runs_and_a_line_reports_that(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(flaky())
     done = run_again(pytester, "-p", "no:rerunfailures", "-p", "no:pytest_rerunfailures")
     assert outcomes(done) == {"failed": 1}
@@ -113,7 +113,7 @@ def test_without_the_plugin_there_are_none_and_a_line_says_so(pytester: pytest.P
 
 
 @pytest.mark.parametrize("there", [1, 2])
-def test_a_test_says_how_many_devices_it_needs(
+def test_a_test_states_the_number_of_devices_it_needs(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, there: int
 ) -> None:
     monkeypatch.setattr(policy, "devices", lambda: there)
@@ -133,7 +133,7 @@ def test_a_test_says_how_many_devices_it_needs(
     done.stdout.fnmatch_lines([said[there - 1]])
 
 
-def test_what_cannot_run_here_is_left_out_in_one_line(
+def test_tests_that_cannot_run_here_are_reported_in_one_line(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CI", "true")
@@ -190,6 +190,6 @@ def test_any_other_skip_fails_the_run_of_ci(
         )
 
 
-def test_a_build_for_cuda_is_no_device(pytester: pytest.Pytester) -> None:
+def test_a_build_for_cuda_does_not_count_as_a_device(pytester: pytest.Pytester) -> None:
     done = run(pytester, "import pytest\n@pytest.mark.no_device\ndef test_it(): pass")
     assert outcomes(done) == ({"deselected": 1} if torch.accelerator.is_available() else {"passed": 1})

@@ -1,7 +1,7 @@
-"""public_api.txt lists the names that users of torchft call, with their arguments and defaults: all of them exist.
+"""All names in public_api.txt exist, which lists the names that users call, with their arguments and defaults.
 
-Indented by two: names of a module; by four: of a class. Arguments may follow those of the list if they have defaults.
-Modules that need another package have tests of their own (test_torchx.py, test_torchcomms.py).
+In the list, names of a module are indented by two, names of a class by four. Further arguments may follow those of the
+list if they have defaults. Modules that need another package have separate tests (test_torchx.py, test_torchcomms.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_all_is_here_as_users_call_it(name: str) -> None:
+def test_all_public_names_exist_with_their_signatures(name: str) -> None:
     if name == "torchft.otel" and find_spec("opentelemetry") is None:
         pytest.skip("needs OpenTelemetry: pip install 'torchft[otel]'")
     module = import_module(name)

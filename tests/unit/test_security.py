@@ -1,4 +1,4 @@
-"""Servers and clients with a token and certificates, as the environment names them, over real sockets."""
+"""Servers and clients with a token and certificates from the environment, over real sockets."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ def test_the_rendezvous_of_torchrun(all_of_it: None, authority: Path, monkeypatc
     lighthouse.shutdown()
 
 
-def test_everything_on(all_of_it: None, authority: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_token_and_certificates_together(
+    all_of_it: None, authority: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=10)
     server = manager_server(lighthouse.address())
     try:
@@ -119,7 +121,8 @@ def test_everything_on(all_of_it: None, authority: Path, monkeypatch: pytest.Mon
                     stranger.quorum("c", TIMEOUT)
                 with pytest.raises(RuntimeError, match=says):
                     stranger.heartbeat("c", TIMEOUT)
-                # A rank of this process calls its server directly; its group still has to call the lighthouse.
+                # A rank in the server's process calls it without a connection; the group still has to call the
+                # lighthouse.
                 unknown = manager_server(lighthouse.address())
                 with pytest.raises(RuntimeError, match=says):
                     ManagerClient(unknown.address(), TIMEOUT)._quorum(0, 1, "", False, TIMEOUT, 0)
@@ -137,7 +140,7 @@ def test_everything_on(all_of_it: None, authority: Path, monkeypatch: pytest.Mon
                     lambda: LighthouseClient(lighthouse.address(), SOON),
                     lambda: manager_server(lighthouse.address()),
                 ]
-                for refused in in_threads(calls):  # each retries until SOON
+                for refused in in_threads(calls):  # each call retries until SOON
                     assert isinstance(refused, RuntimeError) and re.search(says, str(refused))
 
         plain = lighthouse.address().replace("https:", "http:")

@@ -1,4 +1,4 @@
-"""A timeout as a script for upstream sees it: its class, and "timed out" in its text."""
+"""Errors of timeouts, compatible with scripts for upstream: their class, and "timed out" in their text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SOURCES = Path(torchft.__file__).parent
 GO = SOURCES.parent / "go"
 # Messages for operators: the command `torchft`, and the lighthouse's reason for an eviction.
 NOT_TO_SCRIPTS = {"torchft/launch/lighthouse.py", "torchft/_lighthouse_http.py", "go/lighthouse/watch.go"}
-# Places that make the text of an error raised elsewhere, or an error without a visible text.
+# Places that only make the text of an error, or an error whose text is not shown.
 TEXTLESS = {"process_group/isolated/wire.py"}
 
 
@@ -49,8 +49,8 @@ def test_every_timeout_says_timed_out() -> None:
     assert {where.partition(":")[0] for where in silent} <= TEXTLESS, silent
 
 
-def test_what_did_not_come_within_a_time_timed_out() -> None:
-    """Errors of other classes, and of the core, whose text has "within" and a time."""
+def test_errors_with_a_time_limit_say_timed_out() -> None:
+    """Errors of other classes, and of the Go core, whose text contains "within" and a time."""
     within, found = re.compile(r"within (\{|%[vs])"), 0
     sources = [p for p in (*SOURCES.rglob("*.py"), *GO.rglob("*.go")) if not p.name.endswith("_test.go")]
     for source in sources:
@@ -89,9 +89,9 @@ def test_the_text_of_a_pipe_and_of_a_lock() -> None:
         lock.r_acquire()
 
 
-def test_a_heal_that_times_out_is_no_error_to_try_again_after() -> None:
-    """A source that accepts the connection and never answers: asked once, with an error that is a TimeoutError
-    and a RuntimeError.
+def test_a_heal_that_times_out_is_not_retried() -> None:
+    """A source accepts the connection and never answers: it is asked once, and the error is a TimeoutError and a
+    RuntimeError.
     """
     asked = []
     target: HTTPTransport[object] = HTTPTransport(timedelta(seconds=10), num_chunks=0)

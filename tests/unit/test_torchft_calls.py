@@ -53,8 +53,8 @@ def test_threads_vote_for_several_ranks_over_one_client(client: ManagerClient) -
         sys.setswitchinterval(interval)
 
 
-def test_nothing_is_posted_without_something_prepared(client: ManagerClient) -> None:
-    """As for a client that another thread shuts down: such a call would never end."""
+def test_nothing_is_posted_without_a_prepared_call(client: ManagerClient) -> None:
+    """This happens if another thread shuts the client down: a posted call would never end."""
     with pytest.raises(RuntimeError, match="this object is shut down"):
         client._go.post(0, 1)
 
@@ -76,8 +76,8 @@ def begin(client: ManagerClient) -> Any:
     return client._begin_round(QuorumRequest(0, 0, "", False, 0), SOON, first=True)
 
 
-def test_a_result_is_handed_out_once() -> None:
-    """In a process of its own, which it would end."""
+def test_a_result_is_returned_once() -> None:
+    """In a separate process, because the mistake would end it."""
     code = """
 from torchft._torchft import _load
 go = _load()
@@ -92,7 +92,7 @@ for _ in range(2):
     assert done.stdout.splitlines() == ["this object is shut down", "collect(call): the result was handed out already"]
 
 
-def test_a_count_that_no_server_knows_is_refused_by_name(client: ManagerClient) -> None:
+def test_an_unknown_counter_is_refused_by_name(client: ManagerClient) -> None:
     client._say_counted(0, "nonfinite_syncs", 2)
     with pytest.raises(ValueError, match=r'no counter of a rank is named "nonfinite_steps", only: .*nonfinite_syncs'):
         client._say_counted(0, "nonfinite_steps", 1)

@@ -54,7 +54,7 @@ def test_it_serves_until_a_signal(stop: signal.Signals) -> None:
 
 
 def fixed_port() -> int:
-    """Returns a free port below the ephemeral ones: no outgoing connection takes it while nothing listens on it."""
+    """Returns a free port below the ephemeral range, so that no outgoing connection takes it in the meantime."""
     for port in random.sample(range(20000, 29000), 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))

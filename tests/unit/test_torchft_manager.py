@@ -161,7 +161,7 @@ def test_a_group_behind_heals(groups: Callable[..., Groups]) -> None:
     assert ahead.max_world_size == 1
 
 
-def test_handles_come_back_when_every_rank_sent_one(groups: Callable[..., Groups]) -> None:
+def test_handles_are_returned_when_every_rank_sent_one(groups: Callable[..., Groups]) -> None:
     job = groups(2)
     clients = [job.client(0), job.client(1)]
     calls = (lambda i=i, c=c: ask(c, reconfigure_handle=f"handle{i}") for i, c in enumerate(clients))
@@ -205,14 +205,14 @@ def test_votes_on_different_steps_never_mix(groups: Callable[..., Groups]) -> No
     ranks = [job.client(0) for _ in range(2)]
     stale = job.threads.submit(ranks[0].should_commit, 0, 3, True, SOON)
     newer = job.threads.submit(ranks[1].should_commit, 1, 4, True, timedelta(seconds=2))
-    # In either order, the two never agree. The rank with the older step gets an error, the other one waits.
+    # In either order, the rank with the older step gets an error, and the other one waits.
     with pytest.raises(RuntimeError, match="step 3"):
         stale.result(timeout=60)
     with pytest.raises(TimeoutError):
         newer.result(timeout=60)
 
 
-def test_a_rank_that_gives_up_ends_the_wait_of_its_sibling(groups: Callable[..., Groups]) -> None:
+def test_a_rank_whose_wait_ends_also_ends_that_of_its_sibling(groups: Callable[..., Groups]) -> None:
     job = groups(1, 3)
     long = job.threads.submit(ask, job.client(0), rank=0)
     short = job.threads.submit(ask, job.client(0), rank=1, timeout=timedelta(seconds=1))
@@ -238,7 +238,7 @@ def test_another_world_size_is_refused_naming_both(groups: Callable[..., Groups]
         ({"unheard_of": 1}, TypeError, "unheard_of"),
     ],
 )
-def test_a_request_that_cannot_be_is_refused(
+def test_an_invalid_request_is_refused(
     groups: Callable[..., Groups], said: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     request: dict[str, Any] = dict(
@@ -254,7 +254,7 @@ def test_the_core_refuses_a_field_that_it_does_not_know(groups: Callable[..., Gr
         client._go.pyapi_ManagerRoundPrepare(client._handle, '{"unheard_of": 1}')
 
 
-def test_a_round_is_prepared_again_where_more_than_the_step_changed(groups: Callable[..., Groups]) -> None:
+def test_a_round_is_prepared_again_if_more_than_the_step_changed(groups: Callable[..., Groups]) -> None:
     client = groups(1).client(0)
     prepared = []
     for step, committed in ((0, -1), (1, 3), (2, 3), (3, 3), (4, 5)):
@@ -283,9 +283,9 @@ def test_a_lighthouse_that_is_not_there_is_named_with_the_time_tried(groups: Cal
         job.server("late", connect_timeout=timedelta(milliseconds=100))
 
 
-def test_text_of_any_kind_arrives_as_it_is(groups: Callable[..., Groups]) -> None:
+def test_any_text_arrives_unchanged(groups: Callable[..., Groups]) -> None:
     job = groups(1)
-    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)  # it does not know of the job's group
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)  # the server does not report the job's group
     text = 'ü "quoted" \\ </script> \u2028 \U0001f600'
     server = job.server(text, lighthouse_addr=lighthouse.address())
     try:
@@ -340,10 +340,10 @@ def test_a_bad_argument_of_a_call_is_named(
         ask(client, **arguments)
 
 
-def test_the_job_is_what_the_environment_says_now(
+def test_the_job_is_read_from_the_current_environment(
     groups: Callable[..., Groups], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also after the native library was loaded, which only sees the environment of that moment."""
+    """Also if it changes after the native library was loaded, which copies the environment."""
     job = groups(1)
     for name in ("red", "blue", ""):
         monkeypatch.setenv("TORCHFT_JOB_ID", name)
@@ -373,7 +373,7 @@ def test_the_longest_timedelta_is_a_timeout(groups: Callable[..., Groups]) -> No
         ((7, 9), [True, False]),
         ((9, 9), [False, False]),
         ((-1, 9), [True, False]),  # the first group begins with a checkpoint on disk
-        ((0, 9), [False, False]),  # it does not report it, like upstream's
+        ((0, 9), [False, False]),  # like upstream, it does not report its quorum
     ],
 )
 def test_an_equal_step_of_an_older_quorum_is_behind(
@@ -388,7 +388,7 @@ def test_an_equal_step_of_an_older_quorum_is_behind(
 
 
 @pytest.mark.parametrize(("announced", "replay"), [((True, True), True), ((True, False), False)])
-def test_a_step_is_replayed_where_all_groups_announce_it(
+def test_a_step_is_replayed_if_all_groups_announce_it(
     groups: Callable[..., Groups], announced: tuple[bool, bool], replay: bool
 ) -> None:
     two = groups(2)

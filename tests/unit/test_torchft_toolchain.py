@@ -1,4 +1,4 @@
-"""Building without a required tool: the first line of the error says what to install, and which version."""
+"""Building without a required tool: the first line of the error names the tool to install and its version."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOOLCHAIN = ROOT / "python" / "build" / "toolchain.py"
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A directory of commands that is the whole PATH: Python and a shell, but no go and no gcc."""
+    """A directory with the only commands in PATH: Python and a shell, but no go and no gcc."""
     for command in ("sh", "bash", "make", "find", "sed"):
         found = shutil.which(command)
         assert found is not None, command

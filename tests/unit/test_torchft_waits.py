@@ -39,7 +39,7 @@ class Cluster:
     silent: str
 
     def waits(self, timeout: timedelta) -> dict[str, Callable[[], object]]:
-        """Returns every call that can wait. None of the awaited events happens."""
+        """Returns every call that can wait, each for an event that never happens."""
         return {
             "LighthouseClient.quorum": lambda: self.lighthouse_client.quorum("me", timeout),
             "LighthouseClient": lambda: LighthouseClient(self.silent, timeout),
@@ -111,7 +111,7 @@ def probe(outcome: str, delay_us: int = 0, timeout_us: int = MINUTE_US) -> objec
 
 
 def present_handles() -> int:
-    """Returns the number of live handles, without those that other tests dropped and that are not collected yet."""
+    """Returns the number of live handles, after a garbage collection for those that other tests dropped."""
     gc.collect()
     return native().pyapi_Handles()
 
@@ -128,7 +128,7 @@ def settled_handles(expected: int) -> int:
 @pytest.mark.parametrize("name", WAITS)
 def test_ctrl_c_ends_a_wait(cluster: Cluster, name: str) -> None:
     with pytest.raises((TimeoutError, RuntimeError)):
-        cluster.waits(timedelta(milliseconds=20))[name]()  # requests that stay prepared for the next call are no leak
+        cluster.waits(timedelta(milliseconds=20))[name]()  # requests that are prepared for the next call are no leak
     handles = present_handles()
     sent: list[float] = []
 
@@ -175,7 +175,7 @@ def test_ctrl_c_ends_a_process_that_waits(cluster: Cluster) -> None:
     assert errors.rstrip().endswith("KeyboardInterrupt")
 
 
-def test_a_signal_handler_that_returns_lets_the_wait_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_continues_after_a_signal_handler_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     previous = signal.signal(signal.SIGUSR1, lambda number, frame: seen.append(number))
     try:
@@ -208,7 +208,7 @@ def test_other_threads_run_during_a_wait(cluster: Cluster, name: str) -> None:
     assert len(ticks) >= 5, "some 90 on an idle machine; with the GIL held there would be one or two"
 
 
-def test_a_panic_is_a_runtime_error_and_the_library_works_on() -> None:
+def test_a_panic_is_a_runtime_error_and_the_library_still_works() -> None:
     for outcome in ("panic", "nil-dereference"):
         with pytest.raises(RuntimeError, match="bug in torchft's native library"):
             probe(outcome)
@@ -217,7 +217,7 @@ def test_a_panic_is_a_runtime_error_and_the_library_works_on() -> None:
     assert probe("value") == "value"
 
 
-def test_the_class_of_an_error_is_python_s() -> None:
+def test_errors_have_classes_of_python() -> None:
     with pytest.raises(TimeoutError):
         probe("value", delay_us=MINUTE_US, timeout_us=1000)
     with pytest.raises(RuntimeError, match=r"^probe: something else$"):
@@ -290,7 +290,7 @@ def test_calls_from_many_threads_get_their_own_answers(cluster: Cluster) -> None
     other.shutdown()
 
 
-def test_the_last_reference_ends_what_is_behind_it(cluster: Cluster) -> None:
+def test_dropping_the_last_reference_ends_the_native_object(cluster: Cluster) -> None:
     handles = present_handles()
     server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
     client = LighthouseClient(server.address(), LONG)
@@ -301,7 +301,7 @@ def test_the_last_reference_ends_what_is_behind_it(cluster: Cluster) -> None:
     LighthouseServer(bind=f"127.0.0.1:{port}", min_replicas=1).shutdown()
 
 
-def test_a_call_after_shutdown_says_so(cluster: Cluster) -> None:
+def test_a_call_after_shutdown_is_an_error(cluster: Cluster) -> None:
     cluster.client._release()
     with pytest.raises(RuntimeError, match="shut down"):
         cluster.client.should_commit(0, 0, True, LONG)
@@ -451,7 +451,7 @@ def test_an_operation_that_outlives_the_thread_that_waits_for_it() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "last", "")
 
 
-def test_a_data_loader_with_forked_workers_works_beside_it(cluster: Cluster) -> None:
+def test_a_data_loader_with_forked_workers_works(cluster: Cluster) -> None:
     torch_data = pytest.importorskip("torch.utils.data")
 
     class Numbers(torch_data.Dataset):
@@ -475,7 +475,8 @@ def test_a_data_loader_with_forked_workers_works_beside_it(cluster: Cluster) -> 
         assert load(Numbers()) == list(range(8))
         with pytest.raises(RuntimeError, match="was forked") as raised:
             load(Misuse())
-    # The error and its frames hold one another, and the frames hold the loader. The garbage collector would end its
-    # queues before its workers, which then hear nothing: the loader waits 5 s for each, in whatever test that happens.
+    # The error and its frames refer to each other, and the frames refer to the loader. If the garbage collector
+    # destroyed the loader, it might destroy the queues before the workers; then the loader would wait 5 s for each
+    # worker, in a later test.
     traceback.clear_frames(raised.tb)
     cluster.lighthouse_client.heartbeat("the parent goes on")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torchft.work import _DummyWork
 
 
-def test_it_is_done() -> None:
+def test_the_work_is_complete() -> None:
     tensor = torch.ones(2)
     work = _DummyWork([tensor])
     assert isinstance(work, dist.Work)
@@ -24,8 +24,8 @@ def test_it_is_done() -> None:
     assert work.get_future() is work.get_future()
 
 
-def test_pytorch_sees_it_too() -> None:
-    """By the C++ interface, as DDP's reducer uses it."""
+def test_pytorchs_cpp_code_sees_the_work_as_complete() -> None:
+    """Through the C++ interface that DDP's reducer uses."""
 
     class Group(dist.ProcessGroup):
         def allreduce(self, tensors: list[torch.Tensor], opts: object) -> dist.Work:

@@ -7,22 +7,23 @@ Before the first step:
 
 A step:
     rounds: requests quorums and waits for them. plan: computes from a quorum what this rank does (without torch).
-    step: the data and states of one step. stepping: the questions that a training loop may ask about it. connection:
+    step: the data and states of one step. stepping: the methods that return properties of the current step. connection:
     connects the process group with the members of a quorum. layout: checks that all groups reduce the same tensors.
     loader: checks that they train on the same batch. collectives: the collectives of a step. work: the futures that an
     allreduce returns.
 
 Heals:
     state: the state of a group, and the user's functions for it. recovery: serves, fetches and loads it. transfers:
-    when these happen in a step. phases: how long each phase takes. background: the CUDA stream of a heal.
-    Piece by piece: joining does it at the target, by the decisions of along and sources (without torch), giving at the
-    source; tracked: pieces of parameters and optimizer state; together: lets the ranks of a group end the heal in the
-    same step.
+    calls recovery at the right moments of a step. phases: how long each phase takes. background: the CUDA stream of a
+    heal.
+    Heals in pieces: joining is the target's side, giving the source's side. along, sources and pace make the target's
+    decisions (without importing torch). tracked: cuts parameters and optimizer state into pieces. together: lets the
+    ranks of a group end the heal in the same step.
 
 Failures:
     errors: the errors of a step. failures: failures of peers. incident: how long a failure lasts. replayer: reduces a
     failed step again, by the decisions of replay and with the copies that inputs keeps. replicas: compares the weights
-    of the groups, by the decisions of divergence and the sums of digest. signals: the signals on which a group leaves.
+    of the groups, by the decisions of divergence and the sums of digest. signals: the signals that drain a group.
 
 Records:
     log: log lines and events. reports: figures for metrics and dashboard. trace: a trace of each step. exporters: which

@@ -1,7 +1,7 @@
 """The CUDA stream of a heal, separate from that of the training thread, which continues to compute.
 
-The device is the training thread's current one when the step begins: a training loop may choose it after the Manager is
-made, and the thread that follows a quorum has another one. Where nothing uses a device, nothing is made there.
+The device is the current device of the training thread when the step begins: a training loop may set it after the
+Manager is made, and each thread has a current device of its own. No stream is made in a process that uses no device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchft.utils import Mark, get_stream_context, poll
 
 
 class Background:
-    """The stream of a heal, and how its work is ordered with respect to the training thread's streams."""
+    """The stream of a heal, ordered behind the work that the training thread had queued when the step began."""
 
     def __init__(self) -> None:
         self._stream: Optional[torch.Stream] = None
@@ -37,8 +37,8 @@ class Background:
             self._before = Mark([self._device])
 
     def enter_thread(self) -> None:
-        """Called on the thread that follows a quorum: makes the training thread's device current there. Does nothing on
-        the training thread itself.
+        """Called on the thread that acts on a new quorum: makes the training thread's device the current one there.
+        Does nothing on the training thread itself.
         """
         if self._device is not None and threading.get_ident() != self._trainer:
             torch.accelerator.set_device_index(self._device.index)
@@ -67,7 +67,7 @@ class Background:
         """Blocks the host until the device has finished the work queued on this stream.
 
         Args:
-            state: was made there; its memory is not used again before the current stream is done with it.
+            state: a state made on this stream. Its memory is not reused before the current stream is done with it.
 
         Raises:
             TimeoutError: it has not finished within the timeout.
@@ -88,7 +88,9 @@ def _in_use() -> bool:
 
 
 def _share(leaf: Any, device: torch.device) -> None:
-    """Records for the allocator that the current stream uses these tensors: else their memory is reused too early."""
+    """Informs the allocator that the current stream uses these tensors, so that it does not reuse their memory
+    early.
+    """
     if isinstance(leaf, torch.Tensor):
         tensor = getattr(leaf, "_local_tensor", leaf)  # the local shard of a DTensor
         if tensor.device == device:

@@ -1,4 +1,4 @@
-"""The collectives of one step, and those of earlier steps that still run in the backend after an abort.
+"""The collectives of one step, and the aborted collectives of earlier steps that the backend has not ended.
 
 On a device a collective has ended when the device has finished it, but `wait` only orders the current stream behind it.
 So a `wait` leaves an event on that stream (a :class:`Mark`) here until the vote. The tensors are not kept: the training
@@ -53,7 +53,7 @@ class Collectives:
         report: called with the error of a failed collective and with this object.
         backlog: keeps the collectives that the backend has not ended after an abort.
         place: holds the rank's current step, and the timeout of its collectives.
-        logger: of the Manager.
+        logger: the Manager's logger.
 
     Attributes:
         usable: whether the step may run further collectives. True also after a failed heal: the step is then not
@@ -140,11 +140,11 @@ class Collectives:
                 flight.wait()
 
     def end(self, timeout: timedelta) -> bool:
-        """As :meth:`wait`, then waits until devices have finished, and after an abort until the backend has ended the
-        operations that were in flight: before that they may write into memory that the next step uses.
+        """Does the same as :meth:`wait`, then waits until devices have finished, and after an abort until the backend
+        has ended the operations that were in flight: before that they may write into memory that the next step uses.
 
         Args:
-            timeout: for the devices; after it the process group is aborted.
+            timeout: limit for the devices; when it expires, the process group is aborted.
 
         Returns:
             False if an operation has still not ended.
@@ -159,7 +159,7 @@ class Collectives:
         deadline = time.monotonic() + _DRAIN_SEC
         works = [flight for flight in flights.values() if not isinstance(flight, Mark)]
         left = [work for work in works if not work.drain(timedelta(seconds=max(0.0, deadline - time.monotonic())))]
-        self._backlog.add([work for work in works if not work.ended()])  # one that sleeps still has its thread
+        self._backlog.add([work for work in works if not work.ended()])  # a sleeping one still occupies a thread
         return not left and all(_waited(mark, deadline - time.monotonic()) for mark in marks)
 
     def _await_devices(self, marks: list[Mark], timeout: timedelta) -> None:
@@ -184,7 +184,7 @@ class Backlog:
     Args:
         at_once: the number of threads that the process group has for collectives and keeps when its peers change; None
             if a group with new peers has new threads.
-        logger: of the Manager.
+        logger: the Manager's logger.
     """
 
     def __init__(self, at_once: Optional[int], logger: _ManagerLogger) -> None:
@@ -193,7 +193,7 @@ class Backlog:
         self._left: list[_ManagedWork] = []
 
     def add(self, left: list[_ManagedWork]) -> None:
-        """Adds collectives whose step ends before them."""
+        """Adds collectives that outlast their step."""
         if self._at_once is not None:
             self._left += left
 

@@ -1,4 +1,4 @@
-"""How the process group gets the peers of a new quorum."""
+"""Connects the process group with the peers of a new quorum."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ class Connection:
 
     Args:
         peers: the process group.
-        replica_id: of this group.
-        settings: of the Manager.
-        layout: what this rank reduces, compared before it connects.
-        failures: may end the connecting, when a peer is known to have failed.
-        errors: take the errors of connecting.
-        logger: of the Manager.
+        replica_id: replica id of this group.
+        settings: the Manager's settings.
+        layout: the tensors that this rank reduces, compared with those of the peers before it connects.
+        failures: ends the connecting when a peer has failed.
+        errors: gets the errors of connecting.
+        logger: the Manager's logger.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Connection:
         Args:
             plan: the plan of this rank.
             new_here: whether this group has committed no step since its process began.
-            reconfigure: hands the process group the quorum's id and the handles of its groups.
+            reconfigure: passes the quorum's id and the handles of its groups to the process group.
 
         Raises:
             LayoutDiffers: this group does not fit into the job.
@@ -84,7 +84,7 @@ class Connection:
         except LayoutDiffers as e:
             if e.ours_to_mend:
                 raise
-            # the other groups fit together: they continue, and the next quorum does not contain this group
+            # only this group differs: the others continue, and the next quorum does not contain it
             self._errors.reported(e)
         except Exception as e:
             self._logger.exception(f"the process group could not be made for quorum {plan.quorum_id}: {e}")

@@ -58,7 +58,7 @@ def digest(tensor: torch.Tensor, begin: int = 0, end: Optional[int] = None) -> t
     It is computed on the tensor's device, on the current stream; every device computes the same number.
 
     Args:
-        tensor: of any dtype and shape; for a DTensor, this rank's shard is used.
+        tensor: a tensor of any dtype and shape; for a DTensor, this rank's shard is used.
         begin, end: offsets into the bytes of :func:`memory_of`; default: all of them.
     """
     return digest_bytes(memory_of(tensor)[begin:end])
@@ -110,7 +110,7 @@ def _on_cpu(chunk: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
 
 
 def _on_device(words: torch.Tensor) -> list[torch.Tensor]:
-    """The digests of all whole chunks as one tensor, computed by few kernels, and that of the remaining words."""
+    """The digests of all whole chunks as one tensor, computed by few kernels, and the digest of the remaining words."""
     weights = _weights(words.device)
     whole = words.numel() // _CHUNK * _CHUNK
     sums = []
@@ -130,13 +130,13 @@ def _sum(chunks: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     if sums.numel() == 1:
         return sums[0]
     total = torch.zeros((), dtype=torch.int64, device=device)
-    for number, part in enumerate(sums.split(_CHUNK)):  # of more than 4 GiB there are several
+    for number, part in enumerate(sums.split(_CHUNK)):  # several only above 4 GiB
         total += (part * _weights(device)[: part.numel()]).sum() * (2 * number + 1)
     return total
 
 
 @lru_cache(maxsize=16)
 def _weights(device: torch.device) -> torch.Tensor:
-    """The weights of the words of a chunk, which are also those of the chunks of a tensor."""
+    """The weights of the words of a chunk; the chunks of a tensor have the same weights."""
     odd = bytearray(random.Random(20).randbytes(8 * _CHUNK))
     return (torch.frombuffer(odd, dtype=torch.int64) | 1).to(device)

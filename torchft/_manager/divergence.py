@@ -1,4 +1,4 @@
-"""Which part of the weights is digested in which step, and whether the digests of the groups agree. Free of torch.
+"""Which part of the weights is digested in which step, and whether the digests agree. Does not import torch.
 
 All weights and optimizer state of a rank form one sequence of 32-bit words. A *sweep* of n commits digests each word
 once. Which words belong to a step depends on the step's number and the tensor sizes only, so all groups digest the same
@@ -49,7 +49,7 @@ class OnDivergence(Enum):
 class Span(NamedTuple):
     """Bytes of a tensor."""
 
-    tensor: int  # its index
+    tensor: int  # index of the tensor
     begin: int
     end: int
 
@@ -59,7 +59,7 @@ class Difference:
     """A difference between groups whose weights should be equal.
 
     Attributes:
-        step: in which the weights were digested.
+        step: step in which the weights were digested.
         buckets: the indices of the digests that differ.
         diverged: the replica ranks of the groups that differ from the largest class of equal groups; of two classes of
             the same size, the one with the lowest replica rank counts as the largest.
@@ -75,11 +75,11 @@ class Difference:
 
 
 def sweep_commits(setting: Optional[int], total_bytes: int, on_device: bool) -> int:
-    """The commits of a sweep.
+    """Returns the number of commits in a sweep.
 
     Args:
-        setting: the user's; None: the total divided by :data:`CPU_PIECE` or :data:`DEVICE_PIECE`.
-        total_bytes: of weights and optimizer state.
+        setting: the user's setting; None: the total divided by :data:`CPU_PIECE` or :data:`DEVICE_PIECE`.
+        total_bytes: size of the weights and the optimizer state.
         on_device: whether they are on another device than the CPU.
     """
     if setting is not None:
@@ -96,8 +96,8 @@ class Sweep:
     """Cuts tensors into the parts of a sweep.
 
     Args:
-        sizes: bytes of each tensor.
-        commits: of a sweep.
+        sizes: size of each tensor in bytes.
+        commits: number of commits in a sweep.
     """
 
     def __init__(self, sizes: Sequence[int], commits: int) -> None:
@@ -133,18 +133,18 @@ def header(lines: Sequence[str], commits: int) -> int:
 
     Args:
         lines: name, dtype, shape and strides of each tensor.
-        commits: of a sweep.
+        commits: number of commits in a sweep.
     """
     text = "\n".join([str(commits), *lines])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1 | 1
 
 
 def compare(step: int, entries: Mapping[int, Entry]) -> Optional[Difference]:
-    """Compares the entries of the groups for a step. None: they are equal, or there is nothing to compare.
+    """Compares the entries of the groups for a step. Returns None if they are equal or there is nothing to compare.
 
     Args:
-        step: of the entries.
-        entries: by replica rank.
+        step: step of the entries.
+        entries: the entries of the groups, by replica rank.
     """
     alike = {rank: tuple(entries[rank]) for rank in comparable(entries)}
     classes = Counter(alike.values())  # in the order of ranks, so a tie goes to the class with the lowest rank
@@ -161,7 +161,7 @@ def compare(step: int, entries: Mapping[int, Entry]) -> Optional[Difference]:
 
 
 def acts(action: OnDivergence, difference: Difference, rank: int, groups: int) -> bool:
-    """Whether a group does more about a difference than to report it.
+    """Whether a group heals or ends because of a difference, and does not only report it.
 
     Without a majority of equal groups it is not known which of them is right, so no group is evicted. A heal makes them
     equal, though possibly wrong; it is done only if all groups of the quorum were compared. Otherwise the
@@ -169,9 +169,9 @@ def acts(action: OnDivergence, difference: Difference, rank: int, groups: int) -
 
     Args:
         action: the setting of the group.
-        difference: the one that was found.
-        rank: of the group.
-        groups: in the quorum.
+        difference: the difference found.
+        rank: replica rank of the group.
+        groups: number of groups in the quorum.
     """
     if rank not in difference.diverged or action is OnDivergence.REPORT:
         return False

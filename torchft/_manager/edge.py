@@ -1,7 +1,7 @@
 """Adapters for clients, transports, process groups and works that may come from another project.
 
-Such an object may have upstream's methods only. Its further abilities are detected here, once, when the Manager is
-made; the rest of the Manager calls the adapters, which do without what the object lacks.
+Such an object may have only upstream's methods. Its further abilities are detected here, once, when the Manager is
+made. The rest of the Manager calls the adapters, which work without the methods that the object lacks.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Server:
         group_rank: the number of this rank in its group.
 
     Attributes:
-        client: the same; assigning another one detects its abilities again.
+        client: the client in use; assigning another one detects its abilities again.
     """
 
     def __init__(self, client: Any, group_rank: int) -> None:
@@ -177,7 +177,9 @@ def as_server(client: Any, group_rank: int) -> Server:
 
 
 def _whole(result: Any) -> QuorumResult:
-    """A quorum's result with all fields. A result of another class has upstream's; the others get their defaults."""
+    """A quorum's result with all fields. In a result of another class, fields that upstream lacks get their
+    defaults.
+    """
     if type(result) is QuorumResult:
         return result
     return QuorumResult(**{name: getattr(result, name) for name in _UPSTREAM_FIELDS if hasattr(result, name)})
@@ -193,7 +195,7 @@ class Transport:
         transport: has at least the methods of upstream's ``CheckpointTransport``.
 
     Attributes:
-        several_sources, takes_target, in_place: as those of :class:`CheckpointTransport`.
+        several_sources, takes_target, in_place: as in :class:`CheckpointTransport`.
         gives_pieces: whether it can give a state in pieces, by ``offer_pieces``.
     """
 
@@ -231,7 +233,7 @@ class Transport:
         self._transport.note_step(step, head)
 
     def note_decision(self, step: int, quorum_id: int, committed: bool) -> None:
-        """Of a transport that gives pieces."""
+        """Passed on to a transport that gives pieces."""
         self._transport.note_decision(step, quorum_id, committed)
 
     def offer_pieces(self, step: int, giver: Giver) -> None:
@@ -303,7 +305,7 @@ class Peers:
         """The reconfigure handle by which peers connect with this rank.
 
         Args:
-            compares: added to the handle: how weights are compared; empty: they are not.
+            compares: how weights are compared, added to the handle; empty if they are not compared.
         """
         handle = self.pg.get_reconfigure_handle()
         return announce_comparison(handle, compares) if compares else handle
@@ -403,9 +405,9 @@ def as_peers(pg: dist.ProcessGroup) -> Peers:
 
 
 class WorkKind(NamedTuple):
-    """What the works of a class can do."""
+    """The abilities of the works of a class."""
 
-    drains: bool  # they have ``drain`` and ``ended``: an abort ends their waits, whatever the backend still does
+    drains: bool  # has ``drain`` and ``ended``: an abort ends a wait before the backend ends the operation
     polls: bool  # a wait with a timeout may block the host until the device has finished, as with PyTorch's NCCL
     order: Optional[Callable[[Any, Optional[timedelta]], object]]  # makes the current stream wait for a work
     # the future of a work; None for a test double, whose operation counts as never finished
@@ -457,6 +459,6 @@ def _future_if_any(work: Any) -> Optional[torch.futures.Future[Any]]:
 
 
 def timeout_of(manager: Any) -> Optional[timedelta]:
-    """The timeout of the Manager that began a work; None for a test double without one."""
+    """The timeout of the Manager that began a work; None if that is a test double without a timeout."""
     timeout = getattr(manager, "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else None

@@ -1,4 +1,4 @@
-"""Errors of the current step: which of them is kept, and which collectives it ends."""
+"""Errors of the current step: decides which of them is kept, and which collectives an error ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class ExceptionWithTraceback(Exception):
-    """An exception with its traceback as text, so that it says where it came from on another thread."""
+    """An exception with its traceback as text, so that another thread can show where it was raised."""
 
     def __init__(self, e: Exception) -> None:
         super().__init__(e)
@@ -36,13 +36,13 @@ class Errors:
     """Handles the errors of a rank's steps, on any thread. After an error the group does not commit the step.
 
     Args:
-        replica_id: of this group.
+        replica_id: replica id of this group.
         incidents: measures what the error costs.
-        server: hears that a collective failed.
-        logger: of the Manager.
+        server: gets the report of a failed collective.
+        logger: the Manager's logger.
 
     Attributes:
-        step: the one in progress; set before the first error.
+        step: the step in progress; set before the first error.
     """
 
     step: Step
@@ -60,11 +60,11 @@ class Errors:
         self._logger = logger
 
     def keep(self, e: Exception, step: Optional[Step] = None) -> None:
-        """Keeps an error, but runs the step's further collectives, because peers still count on this rank in them: an
-        error of a heal.
+        """Keeps an error of a heal. The step's further collectives run nevertheless, because the peers need this rank
+        in them.
 
         Args:
-            step: that it belongs to; default: the one that runs.
+            step: step of the error; default: the step in progress.
         """
         (step or self.step).failed(e)
         self._incidents.noticed(e)
@@ -92,8 +92,8 @@ class Errors:
         Only the neighbours of a failed group see its connection break. Their abort lets the others see it too.
 
         Args:
-            of: those of the step that it belongs to; default: the current one. A late failure of an earlier step is
-                only logged: an abort would end the collectives of the current one, with other peers.
+            of: the collectives of the step in which the error occurred; default: the current step. A late failure of an
+                earlier step is only logged: an abort would end the current collectives, whose peers differ.
         """
         step = self.step  # read once: the training thread may begin the next step in the meantime
         if of is not None and of is not step.collectives:
@@ -123,7 +123,7 @@ class Errors:
     def swallow(self, future: torch.futures.Future[T], default: T) -> torch.futures.Future[T]:
         """Returns a future that has the value ``default`` if the given one fails.
 
-        The error is one of the step that runs now, each attempt at it; in a later step it is only logged.
+        The error counts for the step in progress, including its replays; in a later step it is only logged.
         """
         inputs = self.step.inputs
 

@@ -1,4 +1,4 @@
-"""Failures of peers that the lighthouse reports, and the end of collectives that would wait for those peers."""
+"""Failures of peers that the lighthouse reports. They end the collectives that would wait for those peers."""
 
 from __future__ import annotations
 
@@ -107,12 +107,12 @@ class Failures:
 
     Args:
         enabled: whether failures end anything (``enable_error_bus``).
-        step: the placeholder before the first step.
+        step: a placeholder until the first step begins.
         abort: aborts the process group.
-        report: called with the error and the running collectives that it ends.
+        report: called with the error and with the running collectives that the error ends.
         fetching: returns whether this rank waits for the state of a peer.
-        transferring: returns whether a device has still to send or receive a state.
-        logger: of the Manager.
+        transferring: returns whether a device still has to send or receive a state.
+        logger: the Manager's logger.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Failures:
         # quorum could end the collectives of a step that has just begun with other peers.
         self._lock = threading.Lock()
         self._quorum_id = -1  # the quorum that the process group is connected with, or connects with
-        self._connecting = False  # whether it connects with that quorum now
+        self._connecting = False  # whether the process group is connecting now
         # The first failed member by quorum, for this quorum and later ones: a notice may arrive before its quorum does.
         self._reported: dict[int, MemberFailure] = {}
         self._callbacks: list[FailureCallback] = []
@@ -186,7 +186,7 @@ class Failures:
         rank and the failure changes nothing: the step may be committed.
         """
         with self._lock:
-            if failure.quorum_id >= self._quorum_id:  # `check` finds that of a later quorum when this rank joins it
+            if failure.quorum_id >= self._quorum_id:  # one of a later quorum: `check` finds it there
                 self._reported.setdefault(failure.quorum_id, failure)
             mine = failure.quorum_id == self._quorum_id
             collectives = self._step.collectives

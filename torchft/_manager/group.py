@@ -15,7 +15,7 @@ from torchft.addresses import announced_host, announced_store_host
 
 
 class Group(NamedTuple):
-    """What a rank knows about its own group."""
+    """A rank's view of its own group."""
 
     store: dist.Store
     replica_id: str
@@ -24,11 +24,11 @@ class Group(NamedTuple):
     relay: str = ""  # address of the relay that this rank asks through; empty: it asks the manager server itself
 
     def connect(self, settings: Settings, hostname: str, make_client: Callable[..., ManagerClient]) -> ManagerClient:
-        """Connects with the manager server, and serves other ranks as their relay if this rank is to.
+        """Connects with the manager server. If this rank is to be a relay, it then also serves other ranks.
 
         Args:
             settings: the settings of this rank.
-            hostname: as of :func:`join_group`.
+            hostname: as in :func:`join_group`.
             make_client: makes the client.
         """
         if settings.relay != settings.group_rank:
@@ -54,15 +54,16 @@ def join_group(
     hostname: str,
     start_server: Callable[..., ManagerServer],
 ) -> Group:
-    """Starts the manager server, on rank 0, and waits until it is known where it is.
+    """Starts the manager server on rank 0, and waits until its address is known.
 
     Args:
         settings: the settings of this rank.
-        replica_id: the name that the group was given.
-        hostname: under which the server is announced; this machine's own name: ``torchft.addresses`` decides.
+        replica_id: the name given to the group.
+        hostname: host name under which the server is announced. If it is this machine's own name,
+        |            ``torchft.addresses`` chooses the address.
         start_server: makes the server.
     """
-    # Started before the store is used, which may have to be waited for.
+    # The server is started before the store is used, because the store may have to be waited for.
     lighthouse_addr = settings.require_lighthouse() if settings.group_rank == 0 else ""
     store = _open_store(settings)
     server = None

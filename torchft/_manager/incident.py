@@ -15,8 +15,8 @@ class Incident:
 
     Args:
         cause: the error that was noticed, as text.
-        step: in which it was noticed.
-        quorum_id: in which it was noticed.
+        step: step in which it was noticed.
+        quorum_id: id of the quorum in which it was noticed.
     """
 
     def __init__(self, cause: str, step: int, quorum_id: int) -> None:
@@ -28,7 +28,7 @@ class Incident:
         self._phases: dict[str, float] = {}
 
     def ended(self, phase: str) -> None:
-        """Ends a phase, which began when the previous one ended, or when the failure was noticed."""
+        """Ends a phase. The phase began at the end of the previous one, or when the failure was noticed."""
         now = time.monotonic()
         self._phases[phase] = self._phases.get(phase, 0.0) + now - self._last
         self._last = now

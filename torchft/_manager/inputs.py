@@ -43,7 +43,7 @@ class Inputs:
         copies: buffers that are reused in each step; together they grow to the size of all tensors that a step reduces.
 
     Attributes:
-        refused: an action of this rank because of which the step cannot be replayed; None: there was none.
+        refused: the action of this rank that rules out a replay of the step; None if there was none.
     """
 
     def __init__(self, copies: list[torch.Tensor]) -> None:
@@ -98,7 +98,7 @@ class Inputs:
             kept.settle()
 
     def changed(self) -> Optional[str]:
-        """Describes a change of the results that a replay would lose (gradient clipping, for example); None: there is
+        """Describes a change of the results that a replay would lose (gradient clipping, for example); None if there is
         none.
         """
         for kept in self._kept:
@@ -110,8 +110,8 @@ class Inputs:
         return None
 
     def twice(self) -> Optional[str]:
-        """Says that some memory was reduced twice; None if not. Its content before the second reduction is no local
-        input.
+        """Returns a reason if some memory was reduced twice, else None. The input of the second reduction is then a
+        result of the first, which other groups took part in: it cannot be reduced again with other groups.
         """
         ends: dict[torch.device, list[tuple[int, int]]] = {}
         for kept in self._kept:

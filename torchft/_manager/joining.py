@@ -22,6 +22,7 @@ import torch
 
 from torchft._manager.along import Advance, Ask, Fate, Heal, Kind, cut
 from torchft._manager.giving import Giver, ReadState, head
+from torchft._manager.pace import Pace
 from torchft._manager.sources import MAX_FAILURES, Sources
 from torchft._manager.together import Progress, Ranks
 from torchft._manager.tracked import Parameters, Unfit
@@ -202,6 +203,12 @@ class Along:
         self._say(step, Progress.WHOLE)
         self._logger.warn(f"the state is transferred as a whole, and the other groups wait for it: {reason}")
 
+    def reduces(self) -> None:
+        """The training thread reduces a tensor."""
+        target = self._target
+        if target is not None:
+            target.pace.reduces(time.monotonic())
+
     def peer_failed(self, quorum_id: int, replica_id: str) -> None:
         """A group of a quorum is reported to have failed. On any thread."""
         target = self._target
@@ -223,11 +230,17 @@ class Along:
             target.stop()
 
 
+def _hurries(want: Ask | int) -> bool:
+    """Whether a step of all groups may wait for this request: for hyperparameters, or for the rest of the state."""
+    return isinstance(want, int) or want.kind is Kind.REST
+
+
 class _Target:
     """One heal of this rank.
 
     Attributes:
         wrote: whether it has changed weights.
+        pace: of the requests for pieces and digests.
     """
 
     wrote = False
@@ -241,6 +254,7 @@ class _Target:
         self._additional = additional
         self._logger = logger
         self.sources = Sources()
+        self.pace = Pace()
         self.heal = Heal(cut(parameters.sizes(), _PIECE))
         self._cond = threading.Condition()  # of all below, but for the tensors, which are the training thread's
         self._plan: Optional[Plan] = None
@@ -279,6 +293,7 @@ class _Target:
                 self._abort()
             fate = self.heal.quorum(plan.max_step, plan.quorum_id, plan.committed_quorum_id, together)
             self._ended = None
+            self.pace.quorum()
             if fate is Fate.MISSED:
                 self._logger.warn(f"step {plan.max_step - 1} was committed without this group: its heal starts over")
             if before is None:
@@ -472,11 +487,16 @@ class _Target:
     def _run(self) -> None:
         while (found := self._next()) is not None:
             want, source = found
+            began = time.monotonic()
             try:
                 self._ask(want, source)
             except Exception as e:
                 with self._cond:
                     self._failed(want, source, e)
+            else:
+                if not _hurries(want):
+                    with self._cond:
+                        self.pace.spent(began, time.monotonic())
         with self._cond:
             for source in list(self._askers):
                 self._close(source)
@@ -509,18 +529,21 @@ class _Target:
             while not self._stopped():
                 if self._gives_way:
                     self._cond.wait(_GIVE_WAY_SEC)
+                began = time.monotonic()
                 if self._work():
+                    self.pace.spent(began, time.monotonic())
                     continue
                 pause: Optional[float] = None
                 if (want := self._wanted()) is not None:
                     any_source, now = isinstance(want, Ask) and want.kind is Kind.PIECE, time.monotonic()
-                    source = self.sources.pick(any_source, now)
+                    pause = 0.0 if _hurries(want) else self.pace.pause(now)
+                    source = self.sources.pick(any_source, now) if pause <= 0 else None
                     if source is not None:
                         if isinstance(want, Ask) and want.number >= 0:
                             self._asked.add(want.number)
                         self._talks = source
                         return want, source
-                    pause = self.sources.pause(any_source, now)
+                    pause = max(pause, self.sources.pause(any_source, now))
                 self._cond.wait(pause)
             return None
 

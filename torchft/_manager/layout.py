@@ -36,7 +36,7 @@ class LayoutDiffers(ValueError):
     """Another group reduces different tensors, or trains on different data.
 
     Attributes:
-        ours_to_mend: whether this group is the one that has to change, so that its process must end.
+        ours_to_mend: whether this group has to change, so that its process must end.
     """
 
     def __init__(self, message: str, ours_to_mend: bool) -> None:
@@ -64,7 +64,7 @@ def announce_comparison(handle: str, compares: str) -> str:
 
     Args:
         handle: torchft's own, or a native one; any other kind stays as it is.
-        compares: what is announced, in characters that a URL may contain.
+        compares: the announcement, in characters that a URL may contain.
     """
     if handle.startswith("{") and handle.endswith("}"):
         return f'{handle[:-1]}, "{_COMPARES}": "{compares}"}}'
@@ -72,7 +72,7 @@ def announce_comparison(handle: str, compares: str) -> str:
 
 
 def announce_native_comparison(handle: str, compares: str) -> str:
-    """Does the same for a native handle, as PyTorch made it."""
+    """Does the same for a native handle made by PyTorch."""
     return f"{handle} {_COMPARES}={compares}"
 
 
@@ -122,7 +122,7 @@ def check_layouts(
         plan: the plan of this rank.
         ours: lines, None if nothing was registered.
         new_here: whether this group has committed no step since its process began.
-        read: gives the lines of a group, None if they cannot be had.
+        read: returns the lines of a group, None if they cannot be read.
     """
     mine = None if ours is None else digest(ours)
     if _has_loader(mine) and not plan.handles and plan.replica_world_size > 1:

@@ -42,11 +42,11 @@ class LocalSteps(Protocol):
 
 
 class Loader(Protocol):
-    """What the Manager asks of a loader."""
+    """The methods of a loader that the Manager calls."""
 
     @property
     def stamp(self) -> Stamp:
-        """Its settings and position. After a heal it has the position of the job."""
+        """The loader's settings and position. After a heal the position is that of the job."""
         ...
 
     @property
@@ -62,7 +62,7 @@ class Loader(Protocol):
 
     @property
     def digest(self) -> str:
-        """A digest of 64 bits, in hex, of what must be equal in all groups: the stamp and the state of its sums."""
+        """A digest of 64 bits, in hex, of the stamp and the state of the sums, which must be equal in all groups."""
         ...
 
     def units_added(self) -> bool:
@@ -72,19 +72,21 @@ class Loader(Protocol):
         ...
 
     def send_samples(self) -> int:
-        """A comparison begins. Returns how many samples of this rank are in the tensors that are reduced."""
+        """Called when a comparison begins. Returns the number of this rank's samples in the tensors that are
+        reduced.
+        """
         ...
 
     def samples_averaged(self, counted: int) -> None:
-        """LocalSGD and DiLoCo: the average holds ``counted`` samples, if it is committed."""
+        """Called by LocalSGD and DiLoCo: if the average is committed, it holds ``counted`` samples."""
         ...
 
     def steps_by_itself(self, local_steps: LocalSteps) -> None:
-        """Groups train on their own between two averages."""
+        """Called if groups train on their own between two averages."""
         ...
 
     def inner_step_ended(self) -> None:
-        """This group has done a step of its optimizer between two averages."""
+        """Called after a step of this group's optimizer between two averages."""
         ...
 
     def verify(self) -> None:
@@ -93,20 +95,20 @@ class Loader(Protocol):
 
 
 class BatchDiffers(RuntimeError):
-    """The groups of a quorum do not train on the same batch, or not on all of it: the step is not committed.
+    """The groups of a quorum train on different batches, or not on all of a batch: the step is not committed.
 
     If their batches differ, the first group that is up to date counts as right, and groups that differ from it heal.
     """
 
 
 class BatchCheck:
-    """Compares once per quorum which batch its groups train on.
+    """Compares, once per quorum, the batches on which its groups train.
 
     Args:
         loader: the loader of this rank.
 
     Attributes:
-        verdict: of the last comparison, on this group.
+        verdict: result of the last comparison, for this group.
     """
 
     verdict = Verdict.ALIKE
@@ -119,8 +121,8 @@ class BatchCheck:
         self._work: Optional[_ManagedWork] = None
 
     def reduces(self, step: Step) -> None:
-        """A tensor is about to be reduced, perhaps gradients. Each rank checks in every step that its units are
-        complete, because peers compare sample counts in the first step of a quorum only.
+        """Called before a tensor is reduced, which may hold gradients. Each rank checks in every step that its units
+        are complete, because peers compare sample counts in the first step of a quorum only.
 
         Raises:
             UnitsSkipped: this rank has left out some of its units.
@@ -129,20 +131,22 @@ class BatchCheck:
             self._whole = step
 
     def is_due(self, step: Step) -> bool:
-        """Whether the groups of this quorum have still to be compared."""
+        """Whether the groups of this quorum still have to be compared."""
         return step.plan is not None and self._checked != step.plan.quorum_id
 
     def words(self, plan: Plan, device: torch.device) -> torch.Tensor:
-        """What this rank adds to the reduction. In a group that does not participate, the Manager sends zeros."""
+        """The values that this rank adds to the reduction. In a group that does not participate, the Manager sends
+        zeros.
+        """
         self._checked = plan.quorum_id
         return torch.tensor(entry(self._loader.send_samples(), self._loader.digest), dtype=torch.int64, device=device)
 
     def begun(self, sums: torch.Tensor, work: Optional[_ManagedWork]) -> None:
-        """The reduction was begun. ``work`` is None if that failed; the step has failed then, too."""
+        """Called after the reduction was begun. ``work`` is None if that failed; the step has failed then, too."""
         self._sums, self._work = (sums, work) if work is not None else (None, None)
 
     def verify(self, step: Step) -> None:
-        """Compares the sums, when the collectives of the step have ended and a heal has been loaded.
+        """Compares the sums, after the collectives of the step have ended and a heal has been loaded.
 
         Raises:
             BatchDiffers: the step must not be committed.
@@ -153,7 +157,7 @@ class BatchCheck:
             try:
                 self._loader.verify()
             except Exception:
-                step.collectives.abort()  # other groups may wait for what this rank did not reduce
+                step.collectives.abort()  # other groups may wait for a tensor that this rank did not reduce
                 raise
 
     def _compare(self, step: Step) -> None:
@@ -187,8 +191,8 @@ class BatchCheck:
 
 
 class AverageCheck(BatchCheck):
-    """The same for LocalSGD and DiLoCo, in each of their averages: how many samples are in it, and whether groups are
-    at the same position.
+    """The comparison for LocalSGD and DiLoCo, in each of their averages: the number of samples in it, and whether
+    groups are at the same position.
     """
 
     def __init__(self, loader: Loader) -> None:
@@ -215,8 +219,8 @@ class Data:
     Args:
         layout: announces the settings that must be equal in all groups.
         planner: its ``heal_first`` is set when a loader is attached.
-        settings: of the Manager.
-        init_sync: of the Manager.
+        settings: the Manager's settings.
+        init_sync: the Manager's argument of that name.
     """
 
     def __init__(self, layout: Layout, planner: Planner, settings: Settings, init_sync: bool) -> None:
@@ -258,7 +262,9 @@ class Data:
         self._layout.add(NAME, [*loader.settings, f"reproducible_reduction={self._reproducible}"])
 
     def attach_local_steps(self, local_steps: LocalSteps) -> None:
-        """LocalSGD or DiLoCo: each group trains alone between two steps of the Manager, and a step averages weights."""
+        """Called by LocalSGD and DiLoCo: each group trains alone between two steps of the Manager, which average
+        weights.
+        """
         self._local_steps = local_steps
         self._choose_check()
 
@@ -312,7 +318,7 @@ class Data:
         return self.adds_gradients and step.undecided and not len(step.collectives)
 
     def inner_step_ended(self) -> None:
-        """LocalSGD or DiLoCo: this group has done a step of its optimizer between two averages."""
+        """Called by LocalSGD and DiLoCo after a step of this group's optimizer between two averages."""
         if self._loader is not None:
             self._loader.inner_step_ended()
 

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 import torch
 import torch.utils._pytree as pytree
 
-# In chronological order: the group waits for a quorum, its process group connects with the peers, and the state is
-# transferred and loaded.
+# In chronological order: wait for a quorum, connect the process group with its peers, transfer the state, load it.
 NAMES = ("quorum", "reconfigure", "transfer", "load")
 
 

@@ -24,7 +24,7 @@ class WorldSizeMode(Enum):
 
 @dataclass(frozen=True)
 class Plan:
-    """What one rank does about a quorum."""
+    """The part of one rank in a quorum: whether it participates, heals, or serves its state."""
 
     quorum_id: int
     replica_rank: int
@@ -32,7 +32,7 @@ class Plan:
     replica_ids: list[str]
     store_address: str
     handles: list[str]
-    without_handles: list[str]  # replica_ids of the groups that announced no handle, as far as the manager server says
+    without_handles: list[str]  # replica ids of the groups without a handle, as reported by the manager server
     max_step: int
     committed_quorum_id: int  # the quorum in which the weights of max_step were committed; -1: none, 0: not known
     # None: this group contributes zeros (it is a spare, or behind the others)
@@ -42,11 +42,11 @@ class Plan:
     up_to_date: bool  # at max_step, before any heal
     # Whether this quorum replays a step that failed, here or in another group at max_step: see replay.py
     replay: bool
-    source: Optional[Source]  # to heal from, None if this group need not
+    source: Optional[Source]  # the assigned source; None if this group does not heal
     additional_sources: list[str]  # manager servers of further groups that offer the same step
     recover_dst: list[int]  # groups that heal from this one
-    help_dst: list[int]  # groups that heal from another one, and may ask this one
-    draining: bool = False  # whether this is the group's last step, because it was asked to leave
+    help_dst: list[int]  # groups whose assigned source is another one, and that may also use this one
+    draining: bool = False  # whether the group drains: this is its last step
     # whether a heal runs while the model computes; otherwise it ends before the forward pass
     in_background: bool = True
     leads: bool = False  # whether this group is the first of those at max_step
@@ -63,7 +63,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Source:
-    """A group that serves its state to one that heals."""
+    """A group that serves its state to a healing group."""
 
     replica_rank: int
     manager_address: str
@@ -81,9 +81,9 @@ def make_plan(
 ) -> Plan:
     """Computes the plan of one rank from a quorum.
 
-    While a group heals in the background (async), or may not heal at all, only the groups at max_step take part;
-    with a synchronous quorum it has healed before the step begins, and all take part. With ``heal_first`` that is so at
-    step 0 in any case: there all groups but one may heal, and hold a participating rank.
+    If heals run in the background (asynchronous quorum), or are not allowed, only the groups at max_step participate.
+    With a synchronous quorum a group has healed before the step begins, so all participate. ``heal_first`` makes step 0
+    synchronous in any case: all groups but one may heal there, and they participate too.
     """
     in_background = use_async_quorum and not (heal_first and result.max_step == 0)
     only_up_to_date = in_background or not allow_heal
@@ -124,13 +124,13 @@ def make_plan(
 
 
 class Planner:
-    """Computes plans of one rank. While nothing changes, successive rounds return the same result object, and this the
-    same plan.
+    """Computes plans of one rank. While nothing changes, successive rounds return the same result object; the planner
+    then returns the same plan.
 
-    Args: as those of :func:`make_plan`.
+    Args: the same as those of :func:`make_plan`.
 
     Attributes:
-        heal_first: as that argument; set before the first quorum.
+        heal_first: the argument of that name; set before the first quorum.
     """
 
     heal_first = False
@@ -145,7 +145,7 @@ class Planner:
         self._last: Optional[tuple[QuorumResult, bool, Plan]] = None
 
     def plan(self, result: QuorumResult, allow_heal: bool) -> Plan:
-        """What this rank does about a quorum."""
+        """Returns this rank's plan for a quorum."""
         last = self._last
         if last is not None and last[0] is result and last[1] == allow_heal:
             return last[2]

@@ -25,8 +25,8 @@ class Attempt:
 
     replays: int  # earlier replays of the step
     kept: int  # the number of allreduces whose inputs were kept
-    refused: Optional[str] = None  # an action of this rank in the step that cannot be repeated
-    changed: Optional[str] = None  # how the reduced results were changed since
+    refused: Optional[str] = None  # an action of this rank in the step that rules out a replay
+    changed: Optional[str] = None  # how the results were changed after their reduction
 
 
 def why_not(attempt: Attempt) -> Optional[str]:

@@ -26,8 +26,8 @@ class Replayer:
 
     Args:
         enabled: whether steps are replayed; if not, nothing is kept.
-        errors: take the errors of the further attempts.
-        logger: of the Manager.
+        errors: gets the errors of the further attempts.
+        logger: the Manager's logger.
     """
 
     def __init__(self, enabled: bool, errors: Errors, logger: _ManagerLogger) -> None:
@@ -62,7 +62,7 @@ class Replayer:
 
         Args:
             step: the attempt in progress, whose quorum is known.
-            tensor, reduce_op, should_quantize: as of ``Manager.allreduce``.
+            tensor, reduce_op, should_quantize: as in ``Manager.allreduce``.
             local_steps: whether groups train on their own between two quorums.
         """
         if not self.enabled:

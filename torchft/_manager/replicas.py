@@ -77,7 +77,7 @@ class State:
     """The parameters and optimizer state that must be equal in all groups, in the same order in each.
 
     Attributes:
-        optimizers: those whose parameters and state are compared.
+        optimizers: the optimizers whose parameters and state are compared.
     """
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class State:
         self._parameters.append(named)
 
     def counts(self) -> list[int]:
-        """Sizes that change when parameters or optimizer state are added: most optimizers create their state in the
+        """Counts that change when parameters or optimizer state are added: most optimizers create their state in the
         first step.
         """
         return [
@@ -221,7 +221,7 @@ class Digester:
 
 
 class _Sent(NamedTuple):
-    """A message on its way."""
+    """A message that was sent and not yet evaluated."""
 
     number: int  # the step in which it was sent
     plan: Plan
@@ -235,12 +235,12 @@ class Replicas:
 
     Args:
         setting: commits in a sweep; 0: off; None: chosen by the size of the state.
-        action: what a group does if it differs.
+        action: the reaction of a group that differs.
         counted: adds to a counter of the manager server, by name.
         by_default: whether the setting is the default. Then nothing is compared if weights are on a device, because the
             cost there is not measured.
         errors: takes the error if this group loses a step.
-        logger: of the Manager.
+        logger: the Manager's logger.
 
     Attributes:
         state: the values that are compared.
@@ -325,8 +325,8 @@ class Replicas:
 
         Args:
             step: the attempt, whose quorum is known.
-            number: of the step.
-            device: of the tensors that the step reduces.
+            number: step number.
+            device: device of the tensors that the step reduces.
             reduce: begins a reduction; returns None after an error.
         """
         plan = step.plan
@@ -359,8 +359,8 @@ class Replicas:
         return table
 
     def check(self, step: Step, number: int) -> None:
-        """Looks at the digests that have arrived, and makes those of this step: when its collectives have ended, before
-        the vote. A group that has to heal, or to go, loses the step.
+        """Evaluates the digests that have arrived, and computes those of this step. Called after the step's collectives
+        and before the vote. A group that has to heal or to end votes against the step.
         """
         try:
             self._verify(step)
@@ -410,7 +410,7 @@ class Replicas:
             self._mark = Mark(devices_of(words)) if isinstance(words, torch.Tensor) else None
         except Exception as e:
             self._logger.exception(f"the weights cannot be compared with those of other groups: {e}")
-            # From now on it sends zeros instead of stopping, because the other groups expect this group in these
+            # It sends zeros from now on. It must not stop sending, because the other groups wait for it in these
             # reductions.
             self._off = True
             self._forget()
@@ -475,7 +475,7 @@ class Replicas:
         return [", ".join(bucket[:_SHOWN]) + (" …" if len(bucket) > _SHOWN else "") for bucket in names]
 
     def _may_act(self, number: int) -> bool:
-        """Limits how often this group acts on the same difference."""
+        """Counts an action on a difference. Returns False after too many actions on the same one."""
         times = self._acted[1] + 1 if self._acted[0] == number else 1
         self._acted = number, times
         return times <= _ATTEMPTS

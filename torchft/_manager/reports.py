@@ -1,4 +1,4 @@
-"""What a rank reports to its manager server for display: the progress of heals, the duration of recoveries, and counts.
+"""The reports of a rank to its manager server: the progress of heals, the duration of recoveries, and counts.
 
 The server shows it in its metrics and the lighthouse on its dashboard. Training does not depend on it, and a normal
 step reports nothing.
@@ -33,7 +33,7 @@ class Reports:
         self._say("_say_healing", received, total)
 
     def healed(self, step: int, phases: Phases) -> None:
-        """Reports that a peer's state was loaded, and the step it is of."""
+        """Reports that a peer's state was loaded, and its step."""
         self._say(
             "_say_recovered",
             healed=True,

@@ -1,9 +1,9 @@
-"""SIGTERM drains the group: it leaves at the end of a step. A process that exceeds the deadline is ended.
+"""SIGTERM drains the group: it leaves at the end of a step. A process that exceeds the grace period is ended.
 
 The handler sets a flag and does nothing else; the next request for a quorum carries it to the manager server, which
 lets all ranks of the group leave after the same step. Python runs handlers on the main thread, between two of its
-instructions: not while that thread hangs in a collective. So a thread of its own keeps the grace period. It hears of a
-signal by the file descriptor that Python's C handler writes to where the signal arrives (signal.set_wakeup_fd).
+instructions: not while that thread hangs in a collective. So a separate thread enforces the grace period. It learns of
+a signal from a file descriptor, to which Python's C handler writes at once (signal.set_wakeup_fd).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ LEAVE_ON_ENV = "TORCHFT_LEAVE_ON"
 GRACE_SEC_ENV = "TORCHFT_GRACE_S"
 # Below the 30 s after which torchrun and Kubernetes send SIGKILL.
 _GRACE = timedelta(seconds=25)
-# Two signals may be one request to leave: Slurm signals every process of a job step, and torchrun forwards the signal
+# Two signals may be one request to drain: Slurm signals every process of a job step, and torchrun forwards the signal
 # that it receives to its workers.
 SAME_ORDER_SEC = 5.0
 
 
 def grace_from_env() -> timedelta:
-    """Returns the grace period: how long a process may run after it was asked to leave."""
+    """Returns the grace period: how long a process may run after the signal."""
     return duration_from_env(GRACE_SEC_ENV, _GRACE)
 
 
 def leave_on_from_env() -> tuple[int, ...]:
-    """Returns the signals on which a group leaves by default, if its script asks whether the group drains.
+    """Returns the signals that drain a group by default, if its script calls ``draining()``.
 
     Raises:
         ValueError: one is unknown or cannot be handled, or TORCHFT_GRACE_S is malformed.
@@ -56,7 +56,7 @@ def leave_on_from_env() -> tuple[int, ...]:
 
 
 class Deadline:
-    """The time by which a process that was asked to leave must have ended. Times are arguments, in seconds.
+    """The time by which a draining process must have ended. Times are arguments, in seconds.
 
     Args:
         grace: seconds from the first signal.
@@ -83,7 +83,7 @@ class Deadline:
         return None if self._asked is None else max(0.0, self._asked + self._grace - now)
 
     def over(self, now: float) -> str:
-        """Why the process has to end now; empty if it may go on."""
+        """Why the process has to end now; empty if it may continue."""
         if self._again:
             return "it came again"
         if self.left(now) == 0.0:
@@ -92,11 +92,11 @@ class Deadline:
 
 
 class Signals:
-    """The signals on which a rank makes its group leave.
+    """The signals on which a rank drains its group.
 
     Args:
-        default: signals whose handlers are installed when the script first asks whether its group drains, which shows
-            that it leaves on request.
+        default: signals whose handlers are installed at the script's first call of ``draining()``: a script that never
+            calls it would not react to them.
 
     Attributes:
         wanted: whether one of them has arrived.
@@ -146,13 +146,15 @@ class Signals:
                 signal.signal(number, self._handle)
 
     def heed_default(self) -> None:
-        """Called when the script asks whether its group drains. Handlers can be installed on the main thread only."""
+        """Called by the script's ``draining()``. Handlers can be installed on the main thread only."""
         if self._default and _on_main_thread():
             numbers, self._default = self._default, ()
             self.heed(numbers)
 
     def says(self, log: Callable[[str], None]) -> bool:
-        """Whether the quorum request must say that this rank was asked to leave. Logs it: a handler must not log."""
+        """Whether the quorum request must carry this rank's request to drain. Logs it, because a handler must not
+        log.
+        """
         if self.wanted and not self._said:
             self._said = True
             log("asked to leave by a signal: the step that begins is the last one of this group")
@@ -161,11 +163,11 @@ class Signals:
     def close(self, leaving: Callable[[], bool]) -> None:
         """Restores the previous handlers.
 
-        A process that was asked to leave keeps its handlers: while it writes its last checkpoint, for example, a second
+        A draining process keeps its handlers: while it writes its last checkpoint, for example, a second
         signal must not end it before the grace period is over.
 
         Args:
-            leaving: returns whether the group leaves, also if another rank was asked.
+            leaving: returns whether the group drains, also if only another rank got the signal.
         """
         self._default = ()
         if self not in _heeding or self.wanted or leaving():

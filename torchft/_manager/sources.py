@@ -1,8 +1,8 @@
-"""Decides which source the next piece of a state is requested from. Pure code.
+"""Decides from which source the next piece of a state is requested. Pure code.
 
 A quorum names one group that is up to date as the assigned source, and others as additional sources. The pieces come
-from all of them in turn. What must come from a single group (hyperparameters, digests, the rest of the state) comes
-from the assigned source. If a source fails to send a piece, the piece is requested from another source at once.
+from all of them in turn. Data that must come from a single group (hyperparameters, digests, the rest of the state)
+come from the assigned source. If a source fails to send a piece, the piece is requested from another source at once.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 2.0
 
 @dataclass
 class _Record:
-    failures: int = 0  # consecutive ones
+    failures: int = 0  # number of consecutive failures
     again_at: float = 0.0  # the end of its pause, in seconds of the caller's clock
-    turn: int = 0  # of the last request for a piece
+    turn: int = 0  # number of its last request for a piece
     dropped: bool = False  # no further pieces are requested from it in this heal
 
 

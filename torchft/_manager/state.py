@@ -32,7 +32,7 @@ class Place:
     Attributes:
         step: number of the step in progress, which is the number of committed steps.
         quorum_id: number of the quorum for which the process group is configured; -1 before the first.
-        timeout: the argument; tests of other projects replace it.
+        timeout: the value of the argument; tests of other projects replace it.
     """
 
     def __init__(self, timeout: timedelta) -> None:

@@ -28,7 +28,7 @@ class StepTrace:
         """Ends the trace of the latest attempt; further calls do nothing.
 
         Args:
-            number: of the step; if this rank healed, the step that it healed to.
+            number: step number; if this rank healed, the step that it healed to.
             step: the attempt, with its outcome.
         """
 
@@ -67,7 +67,7 @@ def step_trace(replica_id: str, group_rank: int) -> StepTrace:
     """Traces of a rank's steps, if the environment asks for them.
 
     Args:
-        replica_id, group_rank: of the rank.
+        replica_id, group_rank: identity of the rank.
 
     Raises:
         ValueError: OTEL_TRACES_EXPORTER names an unknown exporter.

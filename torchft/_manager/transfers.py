@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 
 class Transfers:
-    """Serves this group's state and fetches a peer's. An error costs the step.
+    """Serves this group's state and fetches a peer's. After an error the group does not commit the step.
 
     Args:
         recovery: sends, fetches and loads.
-        transport: the one that ``recovery`` uses.
+        transport: the transport that ``recovery`` uses.
         background: the CUDA stream of the transfers.
         place: has the rank's step, and the timeout of a device.
         errors: takes the errors of transfers.
-        logger: of the Manager.
+        logger: the Manager's logger.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class Transfers:
         return None
 
     def arrived(self) -> bool:
-        """Waits until the device has sent the state that this group serves, and holds the one that it fetched. Returns
-        False on a timeout.
+        """Waits until the device has sent the state that this group serves, and received the state that it fetched.
+        Returns False on a timeout.
         """
         try:
             self._background.join(self._place.timeout, self._recovery.pending)
@@ -114,7 +114,7 @@ class Transfers:
             step.joined()
 
     def decided(self, step: Step, committed: bool) -> None:
-        """The group has voted."""
+        """Called after the group's vote."""
         if step.plan is not None:
             self._recovery.decided(step.plan, committed)
 
@@ -129,7 +129,7 @@ class Transfers:
             step.collectives.abort()  # a transfer by the process group must not continue while the state changes
 
     def end_in_step(self, step: Step) -> None:
-        """As :meth:`end_serving`, but during the step."""
+        """Does the same as :meth:`end_serving`, but during the step."""
         plan = step.plan
         if plan is not None and (plan.recover_dst or plan.help_dst):
             step.collectives.wait()

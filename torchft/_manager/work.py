@@ -58,7 +58,7 @@ class _ManagedWork(dist._Work):
     Args:
         manager: gets the error of a failed collective, and has the timeout; named as in upstream. A Manager passes the
             collectives of its step.
-        work: the process group's.
+        work: the process group's work.
         value: the future's value; after a failure, with its content at that time.
     """
 
@@ -93,8 +93,8 @@ class _ManagedWork(dist._Work):
         self._on_end = notice
 
     def belongs_to(self, flights: dict[int, Union[_ManagedWork, Mark]], number: int) -> None:
-        """Sets the table in which this collective is listed. It is removed there when it has ended well, or replaced by
-        a mark when only the device has to finish. Call it before the first wait.
+        """Sets the table in which this collective is listed. Its entry is removed when the collective has succeeded, or
+        replaced by a mark when only the device has to finish. Call it before the first wait.
         """
         self._flights, self._number = flights, number
 
@@ -126,13 +126,15 @@ class _ManagedWork(dist._Work):
         return self._end(None)
 
     def over(self) -> bool:
-        """Whether the collective has ended, well or not. On a device: whether the device has finished it."""
+        """Whether the collective has ended, with or without an error. On a device: whether the device has finished
+        it.
+        """
         if self._succeeded is None:
             return self._work.is_completed()
         return self._mark is None or self._mark.reached()
 
     def drain(self, timeout: timedelta) -> bool:
-        """Waits until the collective writes nothing any more. False: it may still, after that time."""
+        """Waits until the collective writes nothing any more. Returns False if it may still write after the timeout."""
         if self._kind.drains:
             return self._work.drain(timeout)  # type: ignore[attr-defined]
         if self._devices():

@@ -2,10 +2,10 @@
 
 On a device (NCCL, XCCL) collectives are queued on a stream: both exchanges are queued at once, and the host continues.
 
-With Gloo the host waits for the first exchange before it starts the second one. A thread of its own does so, while the
-training thread may start other collectives. Gloo matches the collectives of the ranks by the order in which each rank
-starts them, and with two threads that order would be undefined. So the thread only sends and receives, and has tags of
-its own.
+With Gloo the host waits for the first exchange before it starts the second one. It does so on a separate thread, while
+the training thread may start other collectives. Gloo matches the collectives of the ranks by the order in which each
+rank starts them, and with two threads that order would be undefined. So the separate thread only sends and receives,
+with tags that nothing else uses.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DESCRIPTION_BYTES = 512
 
 
 class Ranks:
-    """An adapter for process groups: torchft's, PyTorch's own, or another project's, which may lack torchft's methods.
+    """An adapter for process groups of torchft, of PyTorch, or of another project, which may lack torchft's methods.
 
     Args:
         pg: the group.
@@ -80,10 +80,10 @@ def start(
     Args:
         run: the function.
         what: a description of the operation, which must be equal on all ranks.
-        tensors: the tensors that it reads and writes.
+        tensors: the tensors that ``run`` reads and writes.
         result: the value of the work's future.
-        ranks: of the group.
-        stream: for the work on a device; None: a new one.
+        ranks: number of ranks in the group.
+        stream: the stream for the work on a device; None: a new one.
     """
     device = tensors[0].device
     if device.type == "cpu" or ranks.on_host:
@@ -135,7 +135,7 @@ class _StreamWork(Work):
                 tensor.record_stream(own)
             self._end = Mark([device])
             self._future: Future[object] = Future(devices=[device])
-            self._future.set_result(result)  # completes it for callers whose stream waits for this one
+            self._future.set_result(result)  # sets the result now: callers' streams wait for this stream
 
     def _over(self) -> bool:
         """Whether the group was aborted, or got new peers, since this work began: then its outputs are undefined."""
@@ -241,14 +241,14 @@ def _decode(text: torch.Tensor) -> str:
     return bytes(text.tolist()).decode(errors="replace").rstrip()
 
 
-# By set of peers, the work that was started last: works among the same peers run one after the other, because all use
-# the same tags.
+# For each set of peers, the work that was started last. Works among the same peers run one after the other, because
+# they use the same tags.
 _last: weakref.WeakKeyDictionary[Any, _HostWork] = weakref.WeakKeyDictionary()
 _last_lock = threading.Lock()
 
 
 def _enqueue(work: _HostWork, peers: Any) -> Optional[_HostWork]:
-    """Makes this the last work among these peers. Returns the work that has to end before it, if any."""
+    """Registers this as the last work among these peers. Returns the previous one, which has to end first; or None."""
     with _last_lock:
         previous = _last.get(peers)
         _last[peers] = work
@@ -258,7 +258,9 @@ def _enqueue(work: _HostWork, peers: Any) -> Optional[_HostWork]:
 def _on_stream(
     run: Callable[[Exchange], None], device: torch.device, stream: Optional[torch.Stream]
 ) -> Callable[[Exchange], None]:
-    """Wraps `run`: it begins behind the work now queued on the current stream, and returns when the device is done."""
+    """Wraps `run`: it begins behind the work now queued on the current stream, and returns when the device is
+    finished.
+    """
     before = Mark([device])
     own = torch.Stream(device) if stream is None else stream
 
@@ -293,8 +295,8 @@ class _HostWork(Work):
     """The work of a thread that exchanges and computes; the thread ends with it.
 
     Args:
-        device: of the tensors.
-        result: the value of the future.
+        device: device of the tensors.
+        result: value of the future.
     """
 
     def __init__(self, device: torch.device, result: object) -> None:
@@ -307,7 +309,7 @@ class _HostWork(Work):
         self._device = device
 
     def run(self, run: Callable[[Exchange], None], exchange: Exchange, previous: Optional[_HostWork]) -> None:
-        """The thread's function: waits for the previous work, then does this one."""
+        """The function of the thread: waits for the previous work, then does this work."""
         try:
             if previous is not None:
                 previous._ended.wait()  # returns in time, because its sends and receives have deadlines
@@ -338,7 +340,7 @@ class _HostWork(Work):
 
         Raises:
             TimeoutError: there is no result in time.
-            Exception: the work failed with it.
+            Exception: the error of the work.
         """
         seconds = None if timeout is None or timeout <= timedelta(0) else timeout.total_seconds()
         if not self._ended.wait(seconds):

@@ -26,9 +26,9 @@ class Format(Enum):
     does not overflow.
 
     Attributes:
-        exponent: of the largest code: it is ``mantissa * 2**exponent`` with ``1 <= mantissa < 2``.
-        mantissa_bits: those of float32 for that mantissa. A block whose largest value has a larger one needs the next
-            scale.
+        exponent: exponent of the largest code, which is ``mantissa * 2**exponent`` with ``1 <= mantissa < 2``.
+        mantissa_bits: the float32 bits of that mantissa. A block whose largest value has a larger mantissa needs the
+            next scale.
     """
 
     FP8 = "fp8"  # float8_e4m3fn: sign, 4 bits of exponent, 3 of mantissa; at most 448 = 1.75 * 2**8
@@ -65,9 +65,9 @@ class Part:
     """The place of one tensor in each slice.
 
     Attributes:
-        chunk: elements of the tensor in a slice; the last slices may have fewer of them, and zeros instead.
-        codes: byte in the slice at which they begin.
-        scales: number, counted in float32 from the beginning of the slice, of their first scale.
+        chunk: number of elements of the tensor in a slice; the last slices may have fewer, padded with zeros.
+        codes: offset of the codes in the slice, in bytes.
+        scales: offset of the first scale in the slice, in float32 elements.
     """
 
     numel: int
@@ -116,7 +116,7 @@ def check_tensors(name: str, tensors: Sequence[torch.Tensor]) -> None:
     """Refuses tensors that cannot be quantized.
 
     Raises:
-        ValueError: naming the tensor, and what is allowed.
+        ValueError: the tensor cannot be quantized; the message names it.
     """
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor):

@@ -1,4 +1,4 @@
-"""When an offer (`_offer.py`: the state of one step, which targets read) copies the caller's tensors: pure.
+"""Decides when an offer (`_offer.py`: the state of one step, which targets read) copies the caller's tensors. Pure.
 
 Both `Phase` and `Readers` only increase, and may skip values.
 """
@@ -30,8 +30,8 @@ class Copying:
     """The state of an offer.
 
     Attributes:
-        phase: only an event changes it.
-        readers: the same.
+        phase: the phase; only the events below change it.
+        readers: the kinds of readers so far; only the events below change it.
     """
 
     def __init__(self) -> None:

@@ -4,12 +4,12 @@ Plain scalars are JSON values. Everything else is a list whose first item is its
 names. Values of other types are sent as a pickle, which PyTorch's restricted unpickler reads with its own list of
 allowed types and the user's.
 
-| item | what |
+| item | value |
 |---|---|
 | `["l", ...]`, `["t", ...]`, `["s", ...]` | list, tuple, torch.Size |
 | `["d", key, value, ...]`, `["o", key, value, ...]` | dict, OrderedDict |
 | `["i", hex]`, `["c", real, imaginary]`, `["b", base64]` | an int of more than 64 bits, complex, bytes |
-| `["dtype", name]`, `["device", name]` | of PyTorch |
+| `["dtype", name]`, `["device", name]` | dtype and device of PyTorch |
 | `["T", region, dtype, offset, shape, strides, flags]` | a tensor; flags: 1 requires grad, 2 is a Parameter |
 | `["D", local tensor, spec, flags]` | a DTensor; see `_dtensor.py`, or a `P` where that cannot describe the spec |
 | `["n", dtype, shape, base64 or region]`, `["ns", dtype, base64]` | array and scalar of numpy |
@@ -154,7 +154,7 @@ def decode(
     Args:
         tree: the structure, decoded from JSON
         flats: the memory of each region, as flat tensors of bytes
-        what: names the state in errors
+        what: name of the state in errors
         replace: returns existing tensors to be used instead
         trusted: whether this process made the tree itself, so that its pickles may hold any type
 
@@ -268,7 +268,7 @@ def tensor_at(flat: torch.Tensor, node: List[Any]) -> torch.Tensor:
     """The tensor that a `T` item describes, in the memory of its region."""
     _, _, dtype_name, offset, shape, strides, _ = node
     dtype = dtype_of(dtype_name)
-    if dtype_name.startswith("q"):  # qint8, quint4x2, ...: is_plain leaves these out, they have a quantizer besides
+    if dtype_name.startswith("q"):  # qint8, quint4x2, ...: is_plain rejects these, because they also have a quantizer
         raise ValueError(f"a tensor of dtype {dtype_name!r} is more than its memory")
     numbers = [offset, *shape, *strides]
     if len(shape) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
@@ -306,8 +306,8 @@ def flat_storage(nbytes: int, what: str, device: torch.device, memory: HostMemor
 
     Args:
         nbytes: size of the region
-        what: names the state in errors
-        device: of the memory
+        what: name of the state in errors
+        device: device of the memory
         memory: allocator for host memory
 
     Raises:

@@ -1,9 +1,9 @@
-"""How two transports of torchft agree on the native data plane, within an ordinary HTTP request for a checkpoint.
+"""The handshake by which two transports agree on the native data plane, within an HTTP request for a checkpoint.
 
 The target's request has the header `Upgrade: torchft-heal/1`. An upstream source ignores it and sends its stream. A
 source of torchft answers with status 101 and two frames of JSON: a ticket, with the port and the secret of the data
 connections, and the state's structure. The data is then sent on separate connections, while this one stays open: the
-target writes `done` on it when it has everything, and each side notices the end of the other.
+target writes `done` on it when it has everything, and each side notices if the other ends.
 
 A frame begins with magic bytes, its length and the CRC32 of its body, so that a damaged frame is detected.
 """
@@ -40,7 +40,7 @@ class Ticket:
 
     port: int
     secret: str
-    session: str  # equal for as long as the same bytes are offered
+    session: str  # constant while the same bytes are offered
     block_size: int
 
     def frame(self) -> bytes:
@@ -72,9 +72,9 @@ def pack_structure(sizes: List[int], structure: bytes, devices: Optional[Dict[in
 class Structure(NamedTuple):
     """The content of the second frame."""
 
-    sizes: List[int]  # of the regions, in bytes
+    sizes: List[int]  # sizes of the regions in bytes
     tree: Any
-    devices: Dict[int, str]  # of regions that are not on the CPU
+    devices: Dict[int, str]  # devices of regions that are not on the CPU
 
 
 def parse_structure(raw: bytes, what: str) -> Structure:

@@ -53,7 +53,7 @@ def ask(
     """Gets `{metadata}{step}/{key}` from a source.
 
     Args:
-        metadata: of the source, see `_metadata`
+        metadata: the source's metadata, see `_metadata`
         step: the requested step
         key: `full`, `metadata` or the number of a chunk
         deadline: in seconds of time.monotonic()
@@ -93,7 +93,7 @@ def _answer(response: http.client.HTTPResponse, sock: _DeadlineSocket, upgrade: 
     if response.status != http.client.OK:
         raise Refused(f"{what}: refused with {response.status}: {_reason(response)}")
     if upgrade and offered:
-        # with a complete request it would have agreed, so the request was garbled
+        # it agrees to each complete request, so the request was garbled
         raise Garbled(f"{what}: the request was garbled on its way")
     return Answer(body=io.BufferedReader(_Body(response), _BUFFER), length=response.length)
 
@@ -154,6 +154,6 @@ def _connect(hosts: Sequence[str], port: int, deadline: float) -> socket.socket:
 
 
 def _reason(response: http.client.HTTPResponse) -> str:
-    """The source's error text: the body if that is plain text, else the status line, as of upstream servers."""
+    """The source's error text: the body if that is plain text, else (upstream servers) the status line."""
     plain = (response.getheader("Content-Type") or "").startswith("text/plain")
     return (plain and response.read(_ERROR_BODY).decode("utf-8", "replace").strip()) or response.reason

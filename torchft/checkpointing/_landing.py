@@ -1,4 +1,4 @@
-"""Receives tensors of a device, window by window, through two blocks of host memory; see go/heal/windows.go."""
+"""Receives tensors for a device, window by window, through two blocks of host memory; see go/heal/windows.go."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Landing:
 
     Args:
         regions: all regions of the transfer, as flat tensors of bytes
-        block_size: of the network's blocks
+        block_size: size of a block on the network, in bytes
         what: names the transfer in errors
     """
 
@@ -71,7 +71,7 @@ class Landing:
                 self._at[window] = block
 
     def _start(self, begin: int, block: torch.Tensor) -> None:
-        """Queues the copies of a block's content, which is the transfer's bytes from `begin` on."""
+        """Queues the copies of a block, which contains the transfer's bytes from `begin` on."""
         for start, region in self._regions:
             first, end = max(start, begin), min(start + region.numel(), begin + self._nbytes)
             if first < end:
@@ -90,5 +90,5 @@ class Landing:
 
 
 def is_staged(region: torch.Tensor) -> bool:
-    """Whether a region is received by way of host memory."""
+    """Whether a region is received through blocks of host memory."""
     return copies_for(region.device.type) is not None and region.numel() > 0

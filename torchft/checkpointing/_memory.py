@@ -13,7 +13,7 @@ import torch
 from torchft.checkpointing.transport import CheckpointError
 
 _OWN = 128 << 10  # bytes; smaller tensors are allocated on the heap
-_AREA = 64 << 20  # bytes that tensors share; one that is larger has its own
+_AREA = 64 << 20  # bytes of an area that tensors share; a larger tensor has an area of its own
 _ALIGNED = 64  # bytes
 _HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
 
@@ -52,7 +52,7 @@ class HostMemory:
 
 
 def check_room(nbytes: int, what: str) -> None:
-    """Checks that a state of devices fits into host memory that was not reserved for it.
+    """Checks that a state that is on devices at the source fits into the free host memory.
 
     Raises:
         CheckpointError: it does not fit

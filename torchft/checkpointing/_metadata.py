@@ -1,8 +1,8 @@
 """The metadata by which a peer finds a checkpoint server.
 
 With one address it is `http://{host}:{port}/checkpoint/`, as in upstream. Further ones are a part of the
-path, `http://{host}:{port}/checkpoint/also={host},{host}/`: an upstream peer puts its request after it, uses the first
-address, and our server passes over that part.
+path, `http://{host}:{port}/checkpoint/also={host},{host}/`: an upstream peer appends its request to that path and uses
+the first address; our server ignores that part.
 """
 
 from __future__ import annotations

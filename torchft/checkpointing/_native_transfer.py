@@ -21,13 +21,13 @@ ON_DEVICE = -1  # stands for the address of memory on a device, which is copied 
 _US = 1_000_000
 _REVOKE_TIMEOUT = 10  # seconds within which a cut stream must end
 
-# Owners of memory that a transfer may still write to. Only the end of the transfer removes them: an interrupted wait
+# Owners of memory that a transfer may still write to. They stay here until the transfer has ended: an interrupted wait
 # must not free memory that a stream is writing to.
 _registered: Dict[int, object] = {}
 
 
 def native() -> Any:
-    """Returns the native library; None if it cannot be used: not built, or loaded before this process was forked."""
+    """Returns the native library; None if it is not built, or was loaded before this process was forked."""
     try:
         from torchft._torchft import _load
 
@@ -43,7 +43,7 @@ def _pairs(regions: Sequence[Tuple[int, int]]) -> bytes:
 
 
 class _Handle:
-    """An object in the native core. It ends by `end`, or when its last Python reference is dropped."""
+    """An object in the native core. It is ended by `end`, or when its last Python reference is dropped."""
 
     _handle = 0
     _end = ""  # name of the function that ends the object
@@ -149,7 +149,7 @@ class Status:
     received: int  # bytes
     total: int
     digest: str
-    failure: str  # why the transfer failed, if another source cannot complete it either
+    failure: str  # why the transfer failed, if no other source can complete it
     full: List[int]  # windows that are ready to be copied to their device
     failed: List[str]  # errors of the sources that ended early
 
@@ -207,7 +207,7 @@ class Fetch(_Handle):
 
 
 class ServerSlot:
-    """The native server of a transport, started when the first target asks."""
+    """The native server of a transport, started at the first request of a target."""
 
     def __init__(self, piece_timeout: float, bytes_per_second: int, background: bool) -> None:
         self._settings = piece_timeout, bytes_per_second, background
@@ -216,7 +216,7 @@ class ServerSlot:
         self._closed = False
 
     def get(self) -> Optional[Server]:
-        """Returns the server; None if there can be none."""
+        """Returns the server; None if it cannot be started."""
         with self._lock:
             if self._server is None and not self._closed:
                 go = native()

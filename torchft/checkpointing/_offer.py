@@ -20,16 +20,16 @@ from torchft.checkpointing._stream import Pickled, storage_bytes, tensor_memory
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-# Bytes sent by one call, without the GIL. Pieces of the caller's own memory are smaller, because the caller waits for
-# one such piece when it needs its memory back. Device memory is staged in pieces.
+# Bytes sent by one call, without the GIL. Pieces of the caller's own memory are smaller: when the caller needs its
+# memory back, it waits until such a piece is sent. Device memory is staged in pieces.
 _COPY_PIECE = 32 << 20
 _DIRECT_PIECE = 4 << 20
 # Bytes. Tensors of at most this size are copied at once, up to this total (5 ms).
 _SMALL_TENSOR = 1 << 20
 _SMALL_TENSORS = 16 << 20
 # Seconds in which a target must begin to read. While it reads, the large tensors are not copied: the target
-# participates in the step, so it has finished before the source changes its state. The copy would take
-# memory for nothing.
+# participates in the step, so it has finished before the source changes its state, and a copy would only waste
+# memory.
 _COPY_DELAY = 1.0
 _PIECE_GRACE = 0.1  # seconds that `close` grants a reader for its current piece
 _CUT_OFF_TIMEOUT = 10.0  # seconds within which a reader must end after its connection was cut
@@ -208,7 +208,7 @@ class Offer:
                 self._cond.notify_all()
 
     def abort_copy(self) -> None:
-        """Stops a copy that nobody will need, after the current tensor."""
+        """Stops a copy that is not needed any more, after the current tensor."""
         with self._cond:
             self._copying.unneeded()
             self._cond.notify_all()
@@ -267,7 +267,7 @@ class Offer:
 
 
 class _After:
-    """Orders copies, by any thread, behind the work that was queued on a device when this object was made."""
+    """Orders copies, made on any thread, behind the work that was queued on a device when this object was created."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = None
@@ -289,8 +289,8 @@ class _Block:
         self.nbytes = storage.nbytes()
         self.cdata = storage._cdata
         self.mine: Optional[torch.Tensor] = None  # the copy, once it is complete
-        self.coming: Optional[torch.Tensor] = None  # the same, also while it is incomplete
-        self.ready = 0  # bytes of it that are complete
+        self.coming: Optional[torch.Tensor] = None  # the copy, also while it is incomplete
+        self.ready = 0  # bytes of the copy that are complete
         self._source = storage_bytes(storage)
         self._after = after
         self.staged = Staged(self._source, copies) if copies is not None and self.nbytes else None
@@ -298,7 +298,7 @@ class _Block:
         self.address = self._source.data_ptr() if self.on_host else ON_DEVICE
 
     def copy(self, memory: HostMemory) -> Iterator[None]:
-        """Copies the storage, and yields whenever more of the copy is complete."""
+        """Copies the storage in parts, and yields after each part."""
         self.coming = mine = memory.take(self.nbytes)
         if self.staged is None:
             with self._after.context():

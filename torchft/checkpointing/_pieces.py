@@ -1,9 +1,9 @@
-"""Small parts of a state over HTTP, each as it is between two steps of the source's optimizer.
+"""Serves small parts of a state over HTTP, each with its content between two steps of the source's optimizer.
 
-A source opens its *window* when a step begins, and closes it before its weights change. Requests are answered from
-what is there while it is open; others wait for the next window. A copy holds the window open, so it must be small.
-The *head* of a step, which says what its pieces are of, can be asked for later as well, and its *decision*, whether
-the source has committed it, as soon as that is known.
+A source opens its *window* when a step begins, and closes it before its weights change. While the window is open,
+requests are answered from the present state; otherwise they wait for the next window. A copy in progress keeps the
+window open, so parts must be small. The *head* of a step describes its pieces; it can also be requested later. The
+*decision*, whether the source has committed the step, can be requested as soon as it is known.
 
     GET /checkpoint/along/{kind}/{argument}      kind: head, piece, digest, decision, or rest
     200   lengths and CRC32 (3 * 4 bytes), JSON, memory
@@ -31,13 +31,13 @@ from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout
 from torchft.http import _DeadlineSocket
 
 PART = "along"
-REST = "rest"  # of the step that is the argument
-DECISION = "decision"  # on STEP-QUORUM_ID
+REST = "rest"  # the argument is the step
+DECISION = "decision"  # the argument is STEP-QUORUM_ID
 _FRAME = struct.Struct(">III")  # bytes of the JSON, bytes of the memory, CRC32 of both
 _LARGEST = 1 << 30  # bytes of an answer
 # Heads of earlier steps that a source keeps: a target applies a gradient in the step after.
 _HEADS = 64
-# Seconds until a source must have accepted a connection: its host may have vanished, and another source be named.
+# Seconds in which a source must accept a connection: its host may have vanished, and the next quorum names another one.
 _CONNECT_SEC = 5.0
 
 
@@ -48,7 +48,7 @@ class Giver(Protocol):
         """A copy of a part: JSON, and flat tensors of bytes.
 
         Raises:
-            ValueError: there is none such.
+            ValueError: there is no such part.
         """
         ...
 
@@ -58,13 +58,13 @@ class Giver(Protocol):
 
 
 class Window:
-    """When a source's state may be read.
+    """The times at which a source's state may be read.
 
     Args:
-        limit: bytes a second that all targets get together; 0: no limit.
+        limit: bytes per second for all targets together; 0: no limit.
 
     Attributes:
-        used: whether this source ever opens it; if not, requests are refused at once.
+        used: whether this source opens the window at all; if not, requests are refused at once.
     """
 
     used = False
@@ -73,13 +73,13 @@ class Window:
         self._limit = limit
         self._cond = threading.Condition()
         self._giver: Optional[Giver] = None  # None: not open
-        self._step = -1  # of the state that is read
+        self._step = -1  # the step whose state can be read
         self._noted = -1
         self._closed = -1  # the step whose state was read last
         self._heads: dict[int, Any] = {}
-        self._decided: Optional[tuple[int, int]] = None  # the attempt that was decided on last: step and quorum
-        self._committed = False  # whether that was committed
-        self._wants_whole: Optional[int] = None  # the step that was asked for as a whole, and could not be offered
+        self._decided: Optional[tuple[int, int]] = None  # step and quorum of the attempt that was decided last
+        self._committed = False  # whether that attempt was committed
+        self._wants_whole: Optional[int] = None  # the step whose whole state was requested and could not be offered
         self._offered_whole = False
         self._closing = False
         self._ended = False
@@ -87,11 +87,11 @@ class Window:
         self._free_at = 0.0  # when the next bytes may be sent
 
     def note(self, step: int, head: Any) -> None:
-        """A step begins.
+        """Called when a step begins.
 
         Args:
-            step: its number.
-            head: what targets need of it, as JSON.
+            step: step number.
+            head: the description that targets need, as JSON.
         """
         with self._cond:
             self._noted = step
@@ -101,11 +101,11 @@ class Window:
             self._cond.notify_all()
 
     def open(self, step: int, giver: Giver) -> None:
-        """The state of a step may be read."""
+        """Opens the window: the state of a step may be read."""
         with self._cond:
             self._step, self._giver, self._closing = step, giver, False
             self._offered_whole = False
-            # A target that asked for the whole, and came too late for its step, heals in this one.
+            # A target that requested the whole state too late for its step heals in this step.
             if self._wants_whole is not None and step - self._wants_whole <= 2:
                 self._offer_whole(giver)
             self._cond.notify_all()
@@ -115,7 +115,7 @@ class Window:
         giver.whole()
 
     def close(self) -> None:
-        """The state is about to change: from the return on it is not read."""
+        """Closes the window: after this call the state is not read."""
         self._closing = True  # without the lock, so that no request that waits for the lock reads first
         with self._cond:
             if self._giver is not None:
@@ -123,7 +123,7 @@ class Window:
                 self._cond.notify_all()
 
     def decide(self, step: int, quorum_id: int, committed: bool) -> None:
-        """An attempt at a step was decided on."""
+        """Called when an attempt at a step was decided."""
         with self._cond:
             self._decided, self._committed = (step, quorum_id), committed
             self._cond.notify_all()
@@ -135,7 +135,7 @@ class Window:
             self._cond.notify_all()
 
     def want_whole(self, step: int) -> None:
-        """A target asks for the state of a step as a whole."""
+        """Called when a target requests the whole state of a step."""
         with self._cond:
             if self._giver is None or self._step != step or self._closing:
                 self._wants_whole = step
@@ -146,7 +146,7 @@ class Window:
         """The answer to a request.
 
         Args:
-            path: of it, after `along/`
+            path: its path, after `along/`
             timeout: seconds until the window must have opened
 
         Raises:
@@ -161,7 +161,7 @@ class Window:
             with self._cond:
                 step = int(argument)
                 self._wait(lambda: step <= self._noted, timeout)
-                # None of a step that this source was not in: the target must not wait for it.
+                # This source was not in that step, so it has no decision, and the target must not wait for one.
                 return _framed({"step": step, "value": self._heads.get(step)}, [])
         if kind == DECISION:
             attempt, value = (int(argument.partition("-")[0]), int(argument.partition("-")[2])), None
@@ -171,8 +171,8 @@ class Window:
                     value = self._committed
             return _framed({"step": attempt[0], "value": value}, [])
         with self._cond:
-            # The rest is of use in one step only. Its target ends the step after the answer, and the next window opens
-            # after that: an answer that waited for the next window would wait for itself.
+            # The rest is needed in this step only. The next window opens after the step, which the target ends only
+            # after it has the answer: a request that waited for the next window would be a deadlock.
             missed = int(argument) if kind == REST else None
             self._wait(lambda: self._is_open() or (missed is not None and missed <= self._closed), timeout)
             if not self._is_open():
@@ -212,12 +212,12 @@ class Answer(NamedTuple):
 
 
 class Asker:
-    """Asks one source for parts, on one connection.
+    """Requests parts from one source, on one connection.
 
     Args:
-        metadata: of its transport
-        token: what it wants to see, if anything
-        timeout: of each request, in seconds
+        metadata: metadata of its transport
+        token: the proof that the source requires, if any
+        timeout: timeout of each request, in seconds
     """
 
     def __init__(self, metadata: str, token: str, timeout: float) -> None:
@@ -228,7 +228,7 @@ class Asker:
         self._connection: Optional[tuple[HTTPConnection, _DeadlineSocket]] = None
 
     def ask(self, kind: str, argument: str) -> Answer:
-        """Asks for a part.
+        """Requests a part.
 
         Raises:
             Refused: the source has no such part, or does not give parts
@@ -242,7 +242,7 @@ class Asker:
             connection.request("GET", f"{self._path}{PART}/{kind}/{argument}", headers=headers)
             response = connection.getresponse()
             if response.status != HTTPStatus.OK:
-                # A source that is shut down, or gives nothing now, may be another one with the next quorum.
+                # The source is shut down or gives nothing now; the next quorum may name another one.
                 error = CheckpointError if response.status == HTTPStatus.SERVICE_UNAVAILABLE else Refused
                 raise error(f"{what}: refused with {response.status}: {_reason(response)}")
             lengths = _FRAME.unpack(_exactly(response, _FRAME.size))

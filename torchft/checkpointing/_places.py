@@ -26,7 +26,7 @@ from torchft.checkpointing.transport import CheckpointError
 
 
 class Places:
-    """Compares the structure that a source announces with the local state, and finds a place for each region.
+    """Compares the structure announced by a source with the local state, and finds memory for each region.
 
     A local tensor under the same path is filled: directly by the network if it has a region of its own with the same
     memory layout, else by a copy afterwards. Other tensors are allocated.
@@ -36,9 +36,9 @@ class Places:
 
     Args:
         tree: the structure that the source announces
-        sizes: its regions, in bytes
+        sizes: sizes of its regions in bytes
         own: the local tensors by path
-        what: names the transfer in errors
+        what: name of the transfer in errors
         fills: whether tensors on a device can be filled by the network
         strict: whether a state that differs is refused; otherwise only equal tensors are filled
 
@@ -113,7 +113,7 @@ def moved_into(own: object, state: object, what: str) -> Any:
     """Copies a state that was received into other memory to the local tensors. Returns it with those tensors.
 
     Raises:
-        CheckpointError: as `Places`; no tensor has changed then
+        CheckpointError: raised by `Places`; no tensor has changed then
     """
     encoded = Encoded(state)
     tree = json.loads(encoded.structure)
@@ -194,7 +194,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _same_strides(tensor: torch.Tensor, strides: List[int]) -> bool:
-    """Compares strides, except those of dimensions with one element, which mean nothing."""
+    """Compares strides, except those of dimensions with one element, which have no effect."""
     return all(size == 1 or a == b for size, a, b in zip(tensor.shape, tensor.stride(), strides))
 
 

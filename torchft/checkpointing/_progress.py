@@ -33,7 +33,7 @@ def watched_by(watcher: Watcher) -> Iterator[None]:
 
 
 class Progress:
-    """Receives the progress of a transfer, and shows some of it.
+    """Receives the progress of a transfer, and shows it from time to time.
 
     Args:
         what: names the transfer
@@ -61,7 +61,7 @@ class Progress:
         self._reported = float("-inf")
 
     def update(self, received: int, total: int) -> None:
-        """Shows the progress if it is time to: bytes that have arrived, and the total."""
+        """Called with the bytes that have arrived and the total. Shows them unless it did so just before."""
         now = self._clock()
         if self._watcher is not None and now - self._reported >= _REPORT_EVERY:
             self._reported = now

@@ -28,7 +28,7 @@ from torchft.http import _DeadlineSocket
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-_SLICE = 0.5  # seconds between two looks at the progress
+_SLICE = 0.5  # seconds between two checks of the progress
 _HELP_AFTER = 0.1  # seconds; for a shorter transfer additional sources are not worth asking
 _SOURCE_CONNECT = 3.0  # seconds within which an additional source must answer
 _SOURCE_END = 1.0  # seconds for a thread of an additional source to end, after its connection was cut
@@ -69,8 +69,8 @@ class Transfer:
 
     Args:
         go: the native library
-        ticket, said: what the source said
-        own: the local state, to be filled in place; it must equal the received one in structure
+        ticket, said: the source's two frames of the handshake
+        own: the local state, to be filled in place; its structure must equal that of the received one
         target: chooses the devices of tensors if there is no ``own``
         checked: whether blocks carry checksums
         what: names the transfer in errors
@@ -100,7 +100,7 @@ class Transfer:
         if target is not None and own is None and not target.writable:
             target.devices = devices
             check_room(sum(said.sizes[i] for i in said.devices if i < len(said.sizes)), what)
-        # No tensor may be written to in this case, so everything is received in host memory.
+        # No tensor may be written to in this case, so everything is received into host memory.
         home = partial(_same_kind, what) if own is None and target is None else Homes(mine, devices).of
         memory = HostMemory()
         self._flats = [
@@ -165,7 +165,7 @@ class Transfer:
 
 
 class AdditionalSources:
-    """Additional sources of a transfer. Each is asked by a thread of its own, for as long as the block lasts.
+    """Additional sources of a transfer. A separate thread fetches from each of them until the block ends.
 
     None of them is required: an error of one is logged, and the transfer continues with the others.
     """
@@ -197,7 +197,8 @@ class AdditionalSources:
             for sock in self._sockets:
                 sock.abort()
             talking = [thread for thread in self._threads if thread.ident in self._talking]
-        # Threads without a connection end by themselves and do nothing more, so that nobody waits for a failed group.
+        # Threads without a connection end by themselves and do nothing more; they are not waited for, because their
+        # group may have failed.
         for thread in talking:
             thread.join(_SOURCE_END)
 
@@ -259,7 +260,7 @@ def receive(
         own: returns the local state, to be filled in place; it must equal the received one in structure
         target: chooses the devices of tensors if there is no ``own``
         upstream: reads an answer in the upstream format
-        helpers: return the metadata of additional sources
+        helpers: functions that return the metadata of additional sources
         abandon: aborts the transfer before the deadline
 
     Raises:
@@ -378,7 +379,7 @@ class UpstreamHomes:
 
 
 def _say_done(answer: Answer) -> None:
-    """Allows the source to forget the state. The end of the connection has the same effect."""
+    """Reports to the source that the transfer is complete. The end of the connection has the same effect."""
     assert answer.sock is not None
     try:
         answer.sock.sendall(DONE)

@@ -1,4 +1,4 @@
-"""When a target retries a request for a checkpoint, in either format: pure.
+"""Decides when a target retries a request for a checkpoint, in either format. Pure.
 
 The native core reconnects its data connections by itself (go/heal/retry.go). If it cannot, the target asks the source
 here for a new ticket. A stream of the upstream format starts again from the beginning.
@@ -21,7 +21,7 @@ class Attempts:
 
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
-        self._failed = 0  # consecutive ones
+        self._failed = 0  # consecutive attempts without progress
 
     def failed(self, progress: bool, now: float) -> Optional[float]:
         """Called when an attempt was interrupted.
@@ -31,7 +31,7 @@ class Attempts:
             now: in seconds of the same clock
 
         Returns:
-            seconds until the next attempt; None if there must be none
+            seconds until the next attempt; None if there is none
         """
         self._failed = 1 if progress else self._failed + 1
         pause = PAUSE * 2 ** (self._failed - 1)

@@ -44,7 +44,7 @@ def _structure_types() -> List[_Global]:
     types: List[_Global] = [dict, list, tuple, bytes, frozenset, collections.defaultdict, collections.deque]
     types.append(pytree.TreeSpec)
     if hasattr(pytree, "treespec_leaf"):
-        # a copy of its own: PyTorch's default is one object for the whole process, which a forged pickle could change
+        # a new object: PyTorch's default is one object for the whole process, which a forged pickle could change
         types.append((_fresh_leaf, "torch.utils._pytree.treespec_leaf"))
         # this is how PyTorch up to 2.11 pickles a leaf, here or at a peer
         types.append((_LeafOfAClass, "torch.utils._pytree.LeafSpec"))
@@ -86,7 +86,7 @@ _ALLOWED: List[_Global] = [_Entry, *_structure_types(), *_numpy_types(), datetim
 
 
 def pickle_allowed() -> bool:
-    """Whether the user accepts any pickle from the network. Then a process that poses as a source can run code here.
+    """Whether the user accepts any pickle from the network, so that a process that poses as a source can run code here.
 
     Raises:
         ValueError: TORCHFT_ALLOW_PICKLE is neither 0 nor 1

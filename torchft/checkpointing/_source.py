@@ -56,12 +56,12 @@ class Source:
         """Offers a checkpoint in place of the previous one.
 
         Args:
-            step: its step
+            step: step of the checkpoint
             checkpoint: the checkpoint
             receivers: number of replica groups that will fetch it
             copy: whether to copy it. An additional source copies only tensors on a device, when a target requests them
-            role: the role of this source. The readers of an additional source have another one too, so `disallow`
-                closes their connections at once
+            role: the role of this source. Readers of an additional source also read from the assigned one, so
+                `disallow` closes their connections at once
         """
         if self._offer is not None:
             # the caller did not disallow the previous one, and may change its tensors now
@@ -110,7 +110,7 @@ class Source:
         self._cond.notify_all()
 
     def disallow(self, timeout: float) -> None:
-        """Returns the tensors to the caller: after this call nobody reads them.
+        """Returns the tensors to the caller: after this call no reader uses them.
 
         If they are copied, it waits for the copy, unless every receiver has the state already. Otherwise it waits
         until no reader is left or every receiver has the state, at most `timeout` seconds. Then it closes the
@@ -158,7 +158,7 @@ class Source:
 
     @contextmanager
     def reading(self, step: int, timeout: float) -> Iterator[Offer]:
-        """Yields the checkpoint of a step, and keeps it readable in the block. Waits while nothing is offered.
+        """Yields the checkpoint of a step, which stays readable in the block. Waits while nothing is offered.
 
         Args:
             step: the requested step

@@ -19,7 +19,7 @@ Wait = Callable[[], None]
 
 
 class Copies(Protocol):
-    """Copies from and to one device, in an order of their own."""
+    """Copies from and to one device, in the order in which they are queued."""
 
     def __init__(self, device: torch.device) -> None:
         """Orders the copies behind the work that was queued on the device before."""
@@ -34,7 +34,7 @@ class Copies(Protocol):
 
 
 class StreamCopies:
-    """Copies on a stream of their own, for CUDA and backends with the same interface."""
+    """Copies on a separate stream, for CUDA and backends with the same interface."""
 
     def __init__(self, device: torch.device) -> None:
         self._backend: Any = getattr(torch, device.type)
@@ -58,7 +58,7 @@ KINDS: Dict[str, Type[Copies]] = {"cuda": StreamCopies, "xpu": StreamCopies}
 
 
 def copies_for(kind: str) -> Optional[Type[Copies]]:
-    """Returns the copies for a device type, such as "cuda"; None for a type on which they were never tested."""
+    """Returns the copies for a device type, such as "cuda"; None for a type on which they are not tested."""
     if kind == torch._C._get_privateuse1_backend_name() and hasattr(getattr(torch, kind, None), "Stream"):
         return StreamCopies  # an accelerator that registers itself has CUDA's interface
     return KINDS.get(kind)
@@ -70,7 +70,7 @@ _free: Dict[str, List[torch.Tensor]] = {}
 
 @contextmanager
 def two_blocks(kind: str, copies: Copies, nbytes: int = 0) -> Iterator[List[torch.Tensor]]:
-    """Two blocks for one user, who must return them without a copy in progress.
+    """Two blocks for one reader. No copy may be in progress when the context ends.
 
     Args:
         kind: device type
@@ -93,7 +93,7 @@ class Staged:
 
     Args:
         source: a flat tensor of bytes
-        copies: those of its device
+        copies: the copies for its device
     """
 
     def __init__(self, source: torch.Tensor, copies: Copies) -> None:
@@ -104,7 +104,7 @@ class Staged:
         self._closed = False
 
     def close(self) -> None:
-        """After this call nobody reads the device memory. It waits for the copies in progress."""
+        """Waits for the copies in progress. After this call the device memory is not read any more."""
         with self._lock:
             self._closed = True
             under_way = list(self._under_way)

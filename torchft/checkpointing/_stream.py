@@ -1,4 +1,4 @@
-"""Writes and reads PyTorch's streaming format without copying a tensor on the way.
+"""Writes and reads PyTorch's streaming format without extra copies of tensors.
 
 A stream is a pickled list of records (name, whether it is a storage, length), then the records' bytes: the pickled
 structure, the byte order, and each storage. PyTorch's own writer and reader of this format read a storage into a
@@ -57,7 +57,7 @@ class Pickled:
         return len(self.prefix) + sum(storage.nbytes() for storage in self.storages)
 
 
-# The restricted unpickler fills lists and dicts only; items passed to the constructor get through.
+# The restricted unpickler appends items to lists and dicts only, so items are passed to the constructor.
 _REDUCERS: Dict[type, Any] = {
     collections.deque: lambda d: (collections.deque, (list(d), d.maxlen)),
     collections.defaultdict: lambda d: (collections.defaultdict, (d.default_factory, dict(d))),
@@ -140,14 +140,14 @@ def read_object(
     """Reads one stream to its end and returns the object.
 
     Args:
-        file: where the stream comes from; its buffer serves the many small reads, large ones pass it by
+        file: file to read the stream from; its buffer serves the many small reads, large reads bypass it
         what: names the stream in errors
         size: length of the stream in bytes, if it is known
-        storages: the memory of its storages, in their order, where that does not follow in the stream
+        storages: the storages in their order, if their content is not part of the stream
         trusted: whether this process wrote the stream itself, so that it may hold any type
         meter: counts the bytes that the stream announces, and those that have arrived
-        home: says where a storage goes; it is given the storage, and the name of the device that the source has it on.
-            Default: the storage that it is given
+        home: chooses the storage to receive into, given a storage and the name of its device at the source. Default:
+            the given storage
 
     Raises:
         CheckpointError: the stream is cut short or malformed, or contains a type that is not allowed
@@ -208,7 +208,7 @@ class _EntriesUnpickler(pickle.Unpickler):
 
     def __init__(self, file: io.BufferedIOBase) -> None:
         super().__init__(file)
-        # A forged pickle can set attributes of the class itself, so each call gets a class of its own.
+        # A forged pickle can set attributes of the class itself, so each call creates a new class.
         self._record = type("_Record", (), {})
 
     def find_class(self, module: str, name: str) -> type:

@@ -20,7 +20,7 @@ class Target:
     """The state that a healing group already has.
 
     Args:
-        read: returns its state, structured as the received one
+        read: returns the group's state, with the structure of the received one
         writable: whether its tensors may be written during the transfer, because nothing reads them and they are not
             needed if the transfer fails. Otherwise received tensors stay in host memory until `settle`.
     """
@@ -32,7 +32,7 @@ class Target:
         self.devices: Dict[Path, str] = {}
 
     def own(self) -> Dict[Path, torch.Tensor]:
-        """The local tensors by path. A group whose state cannot be read heals as well: then all tensors are new."""
+        """The local tensors by path. Empty if the group's state cannot be read: the heal then uses new tensors."""
         try:
             return tensors_by_path(self._read())
         except Exception as error:
@@ -44,7 +44,7 @@ class Target:
         else into new ones. Call it on the training thread while nothing else reads the tensors.
 
         Returns:
-            the state with the tensors on their devices. Tensors that belong into host memory are unchanged.
+            the state with the tensors on their devices. Tensors that belong in host memory are unchanged.
         """
         if not self.devices:
             return state
@@ -55,12 +55,12 @@ class Target:
 class Homes:
     """Chooses the device for a tensor that a group does not have yet.
 
-    The device is the one on which the group has the source's other tensors of the same device, because device indices
-    of the source mean nothing here. Only devices that the group's own tensors use are chosen.
+    Device indices of the source have no meaning here. So the device is the one that holds this group's counterparts of
+    the source's tensors on the same device. Only devices that the group's own tensors use are chosen.
 
     Args:
         own: the group's tensors
-        devices: on which the source has tensors
+        devices: the source's devices of its tensors, by path
     """
 
     def __init__(self, own: Mapping[Path, torch.Tensor], devices: Mapping[Path, str]) -> None:
@@ -106,7 +106,7 @@ class _Settling:
 
 
 def alike(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Whether one tensor can be filled with the other."""
+    """Whether one tensor can be filled with the content of the other."""
     if is_dtensor(mine) != is_dtensor(theirs):
         return False
     a, b = local_part(mine), local_part(theirs)

@@ -26,7 +26,7 @@ def accepts(shown: str) -> bool:
     """Whether a source accepts the proof that a target shows.
 
     Raises:
-        ValueError: as `checkpoint_token`
+        ValueError: raised by `checkpoint_token`
     """
     known = [_derived(token).encode() for token in tokens()]
     # compares with all of them, so that the time reveals nothing

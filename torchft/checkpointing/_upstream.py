@@ -1,4 +1,4 @@
-"""Heals in the upstream format: one stream, or several that each carry a part of the leaves."""
+"""Transfers in the upstream format: one stream, or several that each carry a part of the state's leaves."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ FULL = "full"
 METADATA = "metadata"
 _MAX_STREAMS = 16  # chunks fetched at the same time
 
-# Names of the main part of the user's state: the constructor's, and what upstream (measured: 0.2.0 and a
-# nightly of 2026-10-26) calls it where set_state_dict_fns set it.
+# Names of the main part of the user's state: the name if the constructor set it, and upstream's name (measured: 0.2.0
+# and a nightly of 2026-10-26) if set_state_dict_fns set it.
 MAIN_PARTS = ("default", "set_state_dict_fns")
 _AFTER = "after "  # prefix of the keys that hold the padding after a main part
 

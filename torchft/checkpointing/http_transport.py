@@ -40,10 +40,10 @@ _REQUEST_TIMEOUT = 30.0  # seconds for a peer to write its request
 class HTTPTransport(CheckpointTransport[T]):
     """Serves the state of this replica group to the groups that heal from it, and fetches theirs.
 
-    The source must not wait for its readers. Usually they have finished before it changes its state. In case they have
-    not, a copy is made in the background if the state fits into half of the free memory, and `disallow_checkpoint`
-    waits for the copy only. Without a copy, `disallow_checkpoint` waits for the readers, at most `timeout`, and then
-    cuts them off.
+    The source should not have to wait for its readers. Usually they have finished before it changes its state. In case
+    they have not, the state is copied in the background if it fits into half of the free memory; `disallow_checkpoint`
+    then waits for the copy only. Without a copy, `disallow_checkpoint` waits for the readers, at most `timeout`, and
+    then closes their connections.
 
     Between two transports of this class the native core moves the tensors' memory, in blocks with checksums, on several
     connections at once. A transfer that loses its connections continues where it was. State on a GPU goes through
@@ -55,8 +55,9 @@ class HTTPTransport(CheckpointTransport[T]):
     token, and only targets that prove to know it can fetch a checkpoint.
 
     Args:
-        timeout: limit for each wait at the source: of a request for a checkpoint, of `disallow_checkpoint` for readers,
-            of a peer that takes no data. Also how long a copy is kept for stragglers after `disallow_checkpoint`.
+        timeout: limit for each wait at the source: for a checkpoint that a peer requests, for readers in
+            `disallow_checkpoint`, for a peer that takes no data. Also how long a copy is kept for slow targets after
+            `disallow_checkpoint`.
         num_chunks: for upstream peers: 0 sends the state in one stream, n in n streams at once. Must be the same in
             every replica group.
         snapshot: True always copies, False never; None decides by the free memory
@@ -69,8 +70,8 @@ class HTTPTransport(CheckpointTransport[T]):
         background: whether serving has the lowest priority on this host. By default only additional sources do that,
             because the whole job waits for the assigned source. Set it where sources train on while a group heals, as
             with LocalSGD and DiLoCo: their steps stay fast, and the heal uses the remaining processor time.
-        hosts: the addresses of this host to announce, the best first. A target uses the first that answers, an upstream
-            target only the first one. Default: that of `torchft.addresses.announced_host`
+        hosts: the addresses of this host to announce, the best one first. A target uses the first one that answers, an
+            upstream target only the first one. Default: `torchft.addresses.announced_host`
 
     Raises:
         ValueError: a timeout that is not positive, a negative number of chunks or bandwidth
@@ -122,7 +123,8 @@ class HTTPTransport(CheckpointTransport[T]):
     def address(self) -> str:
         """Where peers find this server: `http://{host}:{port}/checkpoint/`."""
         if not self._address:
-            # Not earlier: a Manager that is made after this transport may set the lighthouse, and so the route.
+            # Determined late, because a Manager that is made after this transport may set the lighthouse, and so the
+            # route.
             self._address = announce(self._hosts or [announced_host()], self._server.server_port)
         return self._address
 
@@ -171,7 +173,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._window.used = True
 
     def note_step(self, step: int, head: Any) -> None:
-        """Keeps for some steps what targets need of each step, as JSON, before they request parts."""
+        """Keeps the heads of the last steps, as JSON: targets need them before they request parts."""
         self._window.note(step, head)
 
     def offer_pieces(self, step: int, giver: Giver) -> None:
@@ -179,7 +181,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._window.open(step, giver)
 
     def note_decision(self, step: int, quorum_id: int, committed: bool) -> None:
-        """Tells targets that ask for it whether an attempt at a step was committed."""
+        """Keeps the decision on an attempt at a step for targets that request it."""
         self._window.decide(step, quorum_id, committed)
 
     def disallow_checkpoint(self) -> None:
@@ -198,10 +200,10 @@ class HTTPTransport(CheckpointTransport[T]):
         """See `CheckpointTransport.recv_checkpoint`.
 
         Args:
-            additional_sources: give the metadata of further groups that offer this step. What they have byte for
-                byte as the source has it may come from them.
-            target: where tensors go if this transport has no `state_dict`. Without either a tensor that the source has
-                on a device goes to this process's current device of that kind.
+            additional_sources: functions that return the metadata of further groups that offer this step. Blocks that
+                equal those of the source may come from them.
+            target: chooses the memory of tensors if this transport has no `state_dict`. Without both, a tensor that is
+                on a device at the source is received on this process's current device of that type.
         """
         deadline = time.monotonic() + timeout.total_seconds()
         token = checkpoint_token()
@@ -414,8 +416,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _parse(path: str) -> Optional[Tuple[Optional[int], str]]:
-    """Step and part of `/checkpoint/{step}/{part}`. For `/checkpoint/along/...` there is no step, and the
-    part is the rest.
+    """Step and part of `/checkpoint/{step}/{part}`. For `/checkpoint/along/...` the step is None, and the part is the
+    rest of the path.
     """
     path = strip(path)
     if path.startswith(f"{PREFIX}{PART}/"):

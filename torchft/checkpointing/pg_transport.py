@@ -34,8 +34,8 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Bytes of the largest message, the same on both ends. A tensor that is not received in its place goes through one such
-# piece, the only device memory that a transfer allocates.
+# Bytes of the largest message, the same on both ends. A tensor that is not received in place is received through a
+# buffer of this size, the only device memory that a transfer allocates.
 _PIECE = 32 << 20
 _LEAST_PIECE = 256 << 10
 _PIECES = 64
@@ -62,7 +62,7 @@ class PGTransport(CheckpointTransport[T]):
         pg: the process group; replica ranks are its ranks
         timeout: limit for a transfer if the call has none. Both replace the process group's own timeout, except with
             NCCL in another process or in a native group, where only the group's timeout applies.
-        device: on which the process group needs tensors: `cpu` for Gloo, a GPU for NCCL
+        device: device on which the process group needs tensors: `cpu` for Gloo, a GPU for NCCL
         state_dict: returns the target's own state. A tensor under the same path there, with the same shape and dtype,
             is received in place; otherwise memory is allocated. After a failed transfer, such tensors may be partly
             old and partly new; they are consistent again after the next successful one.
@@ -182,7 +182,7 @@ class PGTransport(CheckpointTransport[T]):
         except Exception:
             if not channel.broken and not (receiving and channel.discard()):
                 logger.info("%s: the process group is aborted in the middle of it", channel.what)
-                with suppress(Exception):  # the error that led here is the one to report
+                with suppress(Exception):  # the error in progress is the one to report
                     abort_group(self._pg)
             raise
 
@@ -233,7 +233,7 @@ class PGTransport(CheckpointTransport[T]):
                 channel.recv(local)
                 return mine
         if of_dtensor:
-            return None  # it is made of its local part, which comes next
+            return None  # made from its local part, which comes next
         fresh = places.new(node, channel.what)
         channel.recv(fresh)
         return with_flags(fresh, flags)
@@ -263,14 +263,14 @@ class _Places:
 
 @dataclass
 class _Channel:
-    """Messages to some ranks, or from one, with one deadline for all. Both ends cut data into the same pieces."""
+    """Messages to one or more ranks, or from one, with a common deadline. Both ends cut data into the same pieces."""
 
     pg: ProcessGroup
     error: Callable[[], Optional[Exception]]  # returns the error of the process group
     ranks: List[int]
     what: str
     timeout: timedelta
-    device: torch.device  # on which the process group needs tensors
+    device: torch.device  # device on which the process group needs tensors
     meter: Optional[Meter] = None  # counts the received bytes
 
     def __post_init__(self) -> None:
@@ -312,8 +312,8 @@ class _Channel:
             self._left.popleft()
 
     def discard(self) -> bool:
-        """Receives the rest of the state and drops it, so that the other end does not wait. Returns False if
-        that is impossible.
+        """Receives the rest of the state and discards it, so that the other end does not wait. Returns False if that is
+        impossible.
         """
         if self._left is None:
             return False
@@ -362,7 +362,7 @@ class _Channel:
         return CheckpointTimeout(f"{self.what}: timed out after {self.timeout.total_seconds():g} seconds{why}")
 
     def queued(self) -> Optional[_Queued]:
-        """The operations so far: on a device the process group returns when they are queued."""
+        """The operations so far; on a device they may still be queued."""
         return None if self.device.type == "cpu" else _Queued(self)
 
 
@@ -376,7 +376,7 @@ class _Queued:
         self._end.record(backend.current_stream(channel.device))
 
     def wait(self) -> None:
-        """Polls until the device has finished them: if a peer has failed, the device may never do so.
+        """Polls until the device has finished the operations, which may never happen if a peer has failed.
 
         Raises:
             CheckpointTimeout: it has not finished by the deadline

@@ -25,8 +25,8 @@ AdditionalSource = Callable[[], str]
 class CheckpointError(RuntimeError):
     """A checkpoint could not be sent or received.
 
-    The message says from where, of which step, and why. A partly received state is
-    discarded: `recv_checkpoint` returns all of it or raises. A timeout raises CheckpointTimeout instead.
+    The message names the source, the step and the cause. A partly received state is discarded: `recv_checkpoint`
+    returns all of it or raises. A timeout raises CheckpointTimeout instead.
     """
 
 
@@ -83,14 +83,14 @@ class CheckpointTransport(Generic[T], ABC):
 
     @abstractmethod
     def metadata(self) -> str:
-        """What a peer passes to its `recv_checkpoint`, such as an address.
+        """The value that a peer passes to its `recv_checkpoint`, such as an address.
 
         Must not change while the transport lives.
         """
 
     @abstractmethod
     def send_checkpoint(self, dst_ranks: List[int], step: int, state_dict: T, timeout: timedelta) -> None:
-        """Sends the state, or makes it available; it may go on in the background.
+        """Sends the state or makes it available; this may continue in the background.
 
         Args:
             dst_ranks: the replica ranks that will receive it
@@ -104,10 +104,10 @@ class CheckpointTransport(Generic[T], ABC):
         """
 
     def refuse_checkpoint(self, dst_ranks: List[int], step: int, reason: str, timeout: timedelta) -> None:
-        """Called in place of `send_checkpoint` if there is no state to send, so that the targets need not wait for it.
+        """Called instead of `send_checkpoint` if there is no state to send, so that the targets need not wait for it.
 
         Args:
-            dst_ranks, step, timeout: as of `send_checkpoint`
+            dst_ranks, step, timeout: as in `send_checkpoint`
             reason: sent to the targets
         """
 
@@ -121,9 +121,9 @@ class CheckpointTransport(Generic[T], ABC):
         raise NotImplementedError(f"{type(self).__name__} takes no additional sources")
 
     def disallow_checkpoint(self) -> None:
-        """Called before the state changes: after this call nobody reads the tensors that were sent.
+        """Called before the state changes: after this call the tensors that were sent are not read any more.
 
-        Waits as long as reads of them are in flight.
+        Waits while they are being read.
         """
 
     @abstractmethod
@@ -132,12 +132,12 @@ class CheckpointTransport(Generic[T], ABC):
 
         Args:
             src_rank: the replica rank of the source
-            metadata: what the source's `metadata` returned
-            step: the step that is asked for; a source at another step is an error
+            metadata: the result of the source's `metadata`
+            step: the requested step; a source at another step is an error
             timeout: limit for the whole transfer
 
         Returns:
-            the state, as the source had it when it called `send_checkpoint` with this step
+            the state of the source at the time of its `send_checkpoint` with this step
 
         Raises:
             CheckpointError: the source has ended, is at another step, or sent something that cannot be read

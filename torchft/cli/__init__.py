@@ -1,6 +1,6 @@
 """The ``torchft`` command: runs a job on this machine, shows the state of any job, and diagnoses problems.
 
-Nothing here imports torch, so that every command starts at once; only ``torchft doctor`` looks whether it loads.
+Nothing here imports torch, so that every command starts at once; ``torchft doctor`` imports it in another process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``torchft doctor``: checks this machine and its connections to the lighthouse and other groups; names remedies."""
+"""``torchft doctor``: checks this machine and its connections to the lighthouse and to other groups."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchft.cli.arguments import Parser, ask_of
 from torchft.cli.status import groups, printable
 
 _CONNECT_SEC = 3.0
-_LOCAL_SEC = 1.0  # a lighthouse on this machine answers within milliseconds
+_LOCAL_SEC = 1.0  # seconds; a lighthouse on this machine answers within milliseconds
 _MOST_SKEW_SEC = 1.0
 _FEW_FILES = 4096
 _SMALL_SHM = 1 << 30  # bytes
@@ -235,7 +235,7 @@ def _clock(address: str) -> Iterator[Finding]:
         answered = time.time()
     except (OSError, TypeError, ValueError):
         return
-    # The answer was written between `asked` and `answered`, within the second that its Date header names.
+    # The answer was written between `asked` and `answered`, and within the second of its Date header.
     skew = max(0.0, asked - (there + 1)) or min(0.0, answered - there)
     if abs(skew) > _MOST_SKEW_SEC:
         yield Finding(

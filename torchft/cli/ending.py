@@ -15,7 +15,7 @@ _LOOK_SEC = 0.2
 
 
 def kill(arguments: Sequence[str]) -> int:
-    parser = _parser("kill", "Ends one replica group at once. The others lose the step that they are in, and go on.")
+    parser = _parser("kill", "Ends one replica group at once. The others lose the step in progress, and continue.")
     args = parser.parse_args(arguments)
     return _end("kill", args, None)
 
@@ -24,10 +24,15 @@ def drain(arguments: Sequence[str]) -> int:
     parser = _parser(
         "drain",
         "Lets one replica group leave at the end of a step, without a loss for the others. Its script must end when "
-        "Manager.draining() says so, as train_ddp.py does.",
+        "Manager.draining() returns True, as in train_ddp.py.",
     )
     parser.add_argument(
-        "--wait", type=duration, nargs="?", const=600.0, metavar="TIME", help="until it has left, this long (10m)"
+        "--wait",
+        type=duration,
+        nargs="?",
+        const=600.0,
+        metavar="TIME",
+        help="wait until it has left, at most TIME (10m)",
     )
     args = parser.parse_args(arguments)
     return _end("drain", args, args.wait)
@@ -36,7 +41,7 @@ def drain(arguments: Sequence[str]) -> int:
 def _parser(command: str, about: str) -> Parser:
     parser = Parser(prog=f"torchft {command}", description=about)
     ask_of(parser)
-    parser.add_argument("replica_id", help="as `torchft status` shows it, or the beginning of it")
+    parser.add_argument("replica_id", help="replica id as in `torchft status`, or the beginning of it")
     return parser
 
 

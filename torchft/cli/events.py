@@ -19,8 +19,8 @@ _AGAIN_SEC = 1.0
 def main(arguments: Sequence[str]) -> int:
     parser = Parser(prog="torchft events", description="Changes of the quorum, failures and kills, the oldest first.")
     ask_of(parser)
-    parser.add_argument("--follow", action="store_true", help="go on with those that happen from now on")
-    parser.add_argument("--json", action="store_true", help="one JSON object a line")
+    parser.add_argument("--follow", action="store_true", help="continue with new events as they happen")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per line")
     args = parser.parse_args(arguments)
     try:
         lighthouse = Lighthouse(args.lighthouse, args.job)

@@ -14,13 +14,13 @@ Per-step fault tolerance for PyTorch training.
 commands:
 {commands}
 
-`torchft COMMAND --help` says more of each.
+`torchft COMMAND --help` describes each command.
 """
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs a command; returns the exit status: 0, 1 when it failed, 2 when it was not understood, 130 after Ctrl-C
-    (143: `run`, after SIGTERM)."""
+    """Runs a command. Returns the exit status: 0, 1 if it failed, 2 if it was not understood, 130 after Ctrl-C
+    (`run` also 143, after SIGTERM)."""
     names = list(_COMMANDS)
     about = _ABOUT.format(commands="\n".join(f"  {name:12}{text}" for name, (text, _) in _COMMANDS.items()))
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -60,8 +60,8 @@ def _scale(arguments: Sequence[str]) -> int:
     from torchft.launch import control
 
     parser = Parser(prog="torchft scale", description="Adds groups to a job of `torchft run`, or drains its last ones.")
-    parser.add_argument("replicas", type=positive, help="how many groups there should be")
-    parser.add_argument("--pid", type=int, help="of the job's `torchft run`; needed where several run")
+    parser.add_argument("replicas", type=positive, help="the new number of groups")
+    parser.add_argument("--pid", type=int, help="process id of the job's `torchft run`; needed if several run")
     args = parser.parse_args(arguments)
     try:
         print(control.scale(args.replicas, args.pid))
@@ -112,9 +112,9 @@ _COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "scale": ("change the number of groups of a running `torchft run`", _scale),
     "lighthouse": ("the lighthouse alone (as torchft_lighthouse)", _lighthouse),
     "status": ("the groups of a job, and why there is no quorum", _status),
-    "events": ("what happened in a job: who joined, who failed, and when", _events),
+    "events": ("the events of a job: groups that joined, left or failed, and when", _events),
     "drain": ("let one replica group leave at the end of a step", _drain),
     "kill": ("end one replica group at once", _kill),
-    "waive": ("go on without groups whose votes are missing, with several lighthouses", _waive),
-    "doctor": ("what is wrong with this machine or with the way to the lighthouse", _doctor),
+    "waive": ("with several lighthouses: continue without groups whose votes are missing", _waive),
+    "doctor": ("find problems of this machine and of its connection to the lighthouse", _doctor),
 }

@@ -20,12 +20,12 @@ from torchft.launch.lighthouse import LaunchError, lighthouse, usual_bind
 from torchft.launch.progress import Progress
 
 _ABOUT = """\
-Starts a lighthouse and replica groups of a script, each a torchrun of its own; restarts what fails; shows one line
-for each group, and ends when all groups have finished. Ctrl-C or SIGTERM ends all of it, and leaves nothing behind:
-scripts that ask Manager.draining() end their step first, for which they have TORCHFT_GRACE_S (25 s).
+Starts a lighthouse and replica groups of a script, each a separate torchrun; restarts groups that fail; shows one line
+for each group, and ends when all groups have finished. Ctrl-C or SIGTERM ends all processes of the job: scripts that
+call Manager.draining() end their step first, within TORCHFT_GRACE_S (25 s).
 
-The script finds REPLICA_GROUP_ID and NUM_REPLICA_GROUPS (how many there may be: MAX) in its environment, and all that
-torchrun sets.
+The environment of the script has REPLICA_GROUP_ID, NUM_REPLICA_GROUPS (the largest number, MAX), and torchrun's
+variables.
 
   torchft run --replicas 2 --kill-every 30s train_ddp.py --steps 5000
   torchft run --replicas 2:8 train.py        # and later, in another terminal: torchft scale 4
@@ -97,17 +97,17 @@ def _parse(arguments: Sequence[str]) -> Any:
         metavar="TIME",
         help="how long to wait for groups that start (10s)",
     )
-    parser.add_argument("--kill-every", type=duration, metavar="TIME", help="kill a random group every so often")
-    parser.add_argument("--seed", type=int, help="of the choice of who is killed")
+    parser.add_argument("--kill-every", type=duration, metavar="TIME", help="kill a random group at this interval")
+    parser.add_argument("--seed", type=int, help="seed for the choice of the groups to kill")
     parser.add_argument(
         "--bind",
         metavar="HOST:PORT",
-        help=f"of the lighthouse (127.0.0.1:{DEFAULT_PORT}, or a free port)",
+        help=f"address of the lighthouse (127.0.0.1:{DEFAULT_PORT}, or a free port)",
     )
     parser.add_argument(
-        "--log-dir", type=Path, default=None, metavar="DIR", help="for the logs (torchft-logs/ and the time)"
+        "--log-dir", type=Path, default=None, metavar="DIR", help="folder for the logs (torchft-logs/ and the time)"
     )
-    parser.add_argument("script", type=Path, help="what each rank runs")
+    parser.add_argument("script", type=Path, help="program that each rank runs")
     script_args = parser.add_argument("script_args", nargs="...", metavar="...", help="its arguments")
     script_args.required = False  # otherwise older Pythons report the missing script together with its arguments
     args = parser.parse_args(arguments)

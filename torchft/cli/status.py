@@ -16,9 +16,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = Parser(prog="torchft status", description="The replica groups that a lighthouse knows.")
     ask_of(parser)
     parser.add_argument(
-        "--watch", type=duration, nargs="?", const=1.0, metavar="TIME", help="again every so often (1s)"
+        "--watch", type=duration, nargs="?", const=1.0, metavar="TIME", help="show it again at this interval (1s)"
     )
-    parser.add_argument("--json", action="store_true", help="as the lighthouse says it")
+    parser.add_argument("--json", action="store_true", help="print the lighthouse's JSON")
     args = parser.parse_args(arguments)
     try:
         lighthouse = Lighthouse(args.lighthouse, args.job)
@@ -82,7 +82,5 @@ def state(member: dict[str, Any]) -> str:
 
 
 def printable(text: str) -> str:
-    """Removes control characters from a name that a stranger may have chosen, so that it cannot move the
-    terminal's cursor.
-    """
+    """Removes control characters from a name, which any client may have chosen to control the terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)

@@ -28,7 +28,9 @@ Status = Mapping[str, Any]  # a lighthouse's answer at /status
 
 @dataclass(frozen=True)
 class Other:
-    """Another lighthouse of the list: its status, or why it did not answer; neither if it does not know the job."""
+    """Another lighthouse of the list: its status, or why it did not answer. It has neither if it does not know the
+    job.
+    """
 
     address: str
     status: Status | None = None
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
         "of them contradicts, or a lighthouse does not answer. `torchft status` shows whose votes are missing.",
     )
     ask_of(parser)
-    parser.add_argument("replica_id", nargs="+", help="as `torchft status` shows it, or the beginning of it")
+    parser.add_argument("replica_id", nargs="+", help="replica id as in `torchft status`, or the beginning of it")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.add_argument(
         _FORCE,
@@ -77,7 +79,7 @@ def objections(status: Status, others: Sequence[Other], accepts: Callable[[str],
     """Evidence that a missing group has not ended, or that a group of the job may be at another lighthouse.
 
     Args:
-        status: of the lighthouse that misses votes.
+        status: status of the lighthouse that lacks votes.
         others: all others of the list.
         accepts: whether a process accepts connections at the address of a group's manager. A host that does not
             answer, or an unknown address, is no evidence in either direction; the operator has to know.
@@ -104,12 +106,12 @@ def objections(status: Status, others: Sequence[Other], accepts: Callable[[str],
 
 
 def _look(args: Namespace) -> tuple[Lighthouse, Status, list[Other]]:
-    """Returns the first lighthouse that misses votes, its status, and all others.
+    """Returns the first lighthouse that lacks votes, its status, and all others.
 
-    Only one lighthouse gets it: a vote given at two lighthouses would count in two histories.
+    Votes are waived at one lighthouse only: a vote given at two lighthouses would count in two histories.
 
     Raises:
-        Unanswered: none answers, or none misses a vote.
+        Unanswered: none answers, or none lacks a vote.
     """
     chosen: Lighthouse | None = None
     chosen_status: Status = {}
@@ -143,6 +145,6 @@ def _accepts(address: str) -> bool:
 
 def _agreed() -> bool:
     try:
-        return input("Type yes to go on: ").strip() == "yes"
+        return input("Type yes to continue: ").strip() == "yes"
     except EOFError:
         return False

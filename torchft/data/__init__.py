@@ -1,9 +1,9 @@
-"""Which rank reads which part of the data.
+"""Data loading: divides the samples of a job among the ranks of its groups.
 
-``loader``: :class:`ElasticDataLoader`, each sample once an epoch, in batches that do not depend on the groups
+``loader``: :class:`ElasticDataLoader`: each sample counts once per epoch, in batches that do not depend on the groups
 ``sampler``: :class:`DistributedSampler`, a fixed part for each rank of each group
 ``position``: the samples of each step, and the part of each rank in them
-``workers``: worker processes that survive the SIGTERM which drains their group
+``workers``: worker processes that survive the SIGTERM that drains their group
 ``agreement``: whether the groups of a quorum are at the same position
 ``permutation``: the order of an epoch
 ``local_steps``: the samples of LocalSGD's and DiLoCo's inner steps

@@ -1,8 +1,8 @@
 """Reads units ahead with PyTorch's DataLoader, although the rank that computes a unit may change at any step.
 
-The DataLoader takes its batches from a forecast: the units that this rank computes if membership stays the same. If the
-forecast turns out wrong, a new one is made. Units in both forecasts that are being read are not read again; the others
-are dropped when they arrive.
+The DataLoader takes its batches from a forecast: the units that this rank computes if membership does not change. If it
+does, a new forecast is made. Units of the old forecast that are being read are kept if the new one contains them, and
+otherwise dropped when they arrive.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _Failed:
 
 
 class ReadFailed(RuntimeError):
-    """The dataset, the collate function or a worker process raised."""
+    """The dataset, the collate function or a worker process raised an error."""
 
 
 class Prefetcher:
@@ -45,7 +45,7 @@ class Prefetcher:
 
     Args:
         start: begins to read, given an iterator over tasks; returns an iterator over the units in the same order. It
-            may ask for many tasks before it gives the first result. An iterator that has ended may give more later.
+            may take many tasks before it returns the first unit. An iterator that has ended may continue later.
     """
 
     def __init__(self, start: Callable[[Iterator[Task]], Iterator[Any]]) -> None:
@@ -54,10 +54,10 @@ class Prefetcher:
         self._results: Optional[Iterator[Any]] = None
         self._under_way: deque[Optional[Key]] = deque()  # None for a unit that is no longer needed
         self._ready: dict[Key, list[Any]] = {}
-        self.dropped = 0  # units that were read in vain
+        self.dropped = 0  # units that were read and not needed
 
     def expect(self, forecast: Iterable[Task]) -> None:
-        """Sets the units that will be taken. The iterator is consumed gradually, since it may reach to
+        """Sets the units that will be taken. The iterator is consumed gradually, because it may contain all units up to
         the end of the job.
         """
         tasks = iter(forecast)
@@ -108,7 +108,7 @@ class Prefetcher:
         return data
 
     def close(self) -> None:
-        """Ends the reading and its worker processes; a later :meth:`take` restarts both."""
+        """Ends reading and the worker processes; a later :meth:`take` restarts both."""
         self._results = None
         self._under_way.clear()
         self._ready.clear()
@@ -120,7 +120,7 @@ class Prefetcher:
                 self._results = self._start(_Feed(self))
             data = next(self._results)
         except StopIteration:
-            # The iterator had ended because there were no more tasks; now there are.
+            # The iterator ended because there were no tasks; now there are new ones.
             self._results = None
             if self._under_way:
                 raise ReadFailed("the DataLoader ended before it gave all that it was asked for") from None
@@ -128,7 +128,7 @@ class Prefetcher:
                 raise KeyError(f"{wanted} is not in the forecast") from None
             return
         except Exception as e:
-            data = _Failed(e)  # raised where this unit is taken
+            data = _Failed(e)  # raised when this unit is taken
         key = self._under_way.popleft() if self._under_way else wanted
         if key is None:
             self.dropped += 1
@@ -148,7 +148,7 @@ class Prefetcher:
 
 
 class _Feed(Iterator[Task]):
-    """The sampler of the DataLoader. Not a generator, because it may have more batches after its end."""
+    """The sampler of the DataLoader. Not a generator, because it may continue after its end."""
 
     def __init__(self, prefetcher: Prefetcher) -> None:
         self._prefetcher = prefetcher

@@ -1,8 +1,8 @@
 """The gradients of a step as exact sums: the loader's part of ``Manager(reproducible_reduction=True)``.
 
-:mod:`torchft.data.exact_sum` has the arithmetic, the Manager the reduction between groups. A *pass* goes over all units
-of a step. It ends with the reduction, whose result is the same on all ranks of all groups, and shows whether the
-scaled gradients fit into integers. If not, all ranks make another pass over the same units, at scales that fit.
+:mod:`torchft.data.exact_sum` has the arithmetic; the Manager reduces between groups. A *pass* computes all units of a
+step. It ends with the reduction, whose result is the same on all ranks of all groups, and shows whether the scaled
+gradients fit into integers. If not, all ranks make another pass over the same units, with scales that fit.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _ACCUMULATE = "each unit of a step belongs into `with unit.accumulate(model)`, w
 
 
 class Outcome(IntEnum):
-    """The result of a pass. For a group, it is the largest of its ranks' results."""
+    """The result of a pass. The result of a group is the largest value among its ranks."""
 
-    DONE = 0  # parameters have their gradients
+    DONE = 0  # the parameters have their gradients
     REPEAT = 1
     FAILED = 2  # there is no sum, and the step is not committed
 
@@ -48,7 +48,7 @@ class ReproducibleSum:
     Args:
         manager: the Manager of this rank.
         max_units: number of units of the largest batch.
-        group: process group of the ranks of this replica group; None: the rank is alone in it.
+        group: process group of the ranks of this replica group; None if it has a single rank.
 
     Attributes:
         passes: number of passes of the step that have ended.
@@ -60,21 +60,21 @@ class ReproducibleSum:
         self._group = group
         self._total: Optional[ExactSum] = None  # None until the models are known
         self._models: tuple[Any, ...] = ()
-        self._saved: Optional[Mapping[str, Any]] = None  # scales that were loaded before the models are known
+        self._saved: Optional[Mapping[str, Any]] = None  # scales that were loaded before the models were known
         self._new: Optional[Mapping[str, Any]] = None  # the scales of a new sum
         self.begin_step()
 
     # State
 
     def state_dict(self) -> Optional[Mapping[str, Any]]:
-        """The scales that the next step begins with; None before the first one."""
+        """The scales with which the next step begins; None before the first step."""
         return self._saved if self._total is None else self._total.state_dict()
 
     def load_state_dict(self, state: Optional[Mapping[str, Any]]) -> None:
-        """Takes the scales of a peer or a checkpoint.
+        """Takes over the scales of a peer or a checkpoint.
 
         Raises:
-            ValueError: they are of another model.
+            ValueError: they belong to another model.
         """
         self._saved = state
         if self._total is not None:
@@ -83,7 +83,7 @@ class ReproducibleSum:
 
     @property
     def digest(self) -> str:
-        """A digest of the scales. Scales that no step has changed are left out, so it is the same
+        """A digest of the scales. It does not include scales that no step has changed, so it is the same in all groups
         before the first step.
         """
         exponents = (self.state_dict() or {}).get("exponents", {})
@@ -121,8 +121,8 @@ class ReproducibleSum:
             self._outcome = self._agree(self._reduce(total))
 
     def repeats(self) -> bool:
-        """Whether another pass over the units follows. The answer is the same on all ranks of all groups
-        with the same sum.
+        """Whether another pass over the units follows. The result is the same on all ranks of all groups with the same
+        sum.
         """
         return self._outcome is Outcome.REPEAT
 
@@ -142,7 +142,7 @@ class ReproducibleSum:
         if self._total is not None and self._outcome is Outcome.DONE:
             self._total.commit()
 
-    # Parts of it
+    # Parts of the above
 
     def _of(self, models: tuple[Any, ...]) -> ExactSum:
         if self._total is None:
@@ -196,7 +196,7 @@ class ReproducibleSum:
         return Outcome.FAILED
 
     def _agree(self, outcome: Outcome) -> Outcome:
-        """Makes all ranks of the group repeat the pass or none, because a pass needs all of them."""
+        """Makes either all ranks of the group repeat the pass or none, because a pass needs all of them."""
         if self._group is None:
             return outcome
         assert self._total is not None
@@ -229,10 +229,10 @@ def _is_dtensor(parameter: torch.Tensor) -> bool:
 def group_of_ranks(
     manager: Manager, data_world_size: int, given: Optional[dist.ProcessGroup]
 ) -> Optional[dist.ProcessGroup]:
-    """The process group in which the ranks of a replica group add their integers; None for a rank that is alone.
+    """The process group in which the ranks of a replica group add their integers; None if the group has a single rank.
 
     Raises:
-        ValueError: there is none, it has another size, or the group uses model parallelism.
+        ValueError: there is no process group, it has another size, or the ranks use model parallelism.
     """
     world_size = manager._settings.group_world_size
     if data_world_size != world_size:

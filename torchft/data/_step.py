@@ -1,7 +1,7 @@
 """The items of an ElasticDataLoader: an optimizer step, and the units that this rank computes in it.
 
-A step is correct only if the gradients of all its units are in the reduction. So each unit notes that it went through
-:meth:`Unit.accumulate`, and :meth:`Step.check` is asked before gradients are reduced, and before the group votes.
+A step is correct only if the gradients of all its units are in the reduction. So each unit records its
+:meth:`Unit.accumulate`, and :meth:`Step.check` is called before gradients are reduced and before the group votes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SHOWN = 4  # indices of a unit shown in an error
 
 
 class UnitsSkipped(ValueError):
-    """The gradients lack units of the step. It is not committed, since their samples would be lost."""
+    """The gradients lack units of the step, which is not committed because the samples of these units would be lost."""
 
 
 class StepEnded(RuntimeError):
@@ -40,11 +40,12 @@ class Unit:
 
     Attributes:
         data: the samples, as the collate function returned them.
-        indices: of the samples in the dataset.
+        indices: indices of the samples in the dataset.
         weight: factor for the mean loss of the samples; 0 if this group heals or is a spare, or if another
             rank counts them.
         last: whether this is the unit in which gradients are reduced.
-        repeated: whether it came before in this step, with gradients that did not fit: ``reproducible_reduction``.
+        repeated: whether this is a further pass of the step, because gradients did not fit
+        |            (``reproducible_reduction``).
     """
 
     def __init__(self, step: Step, place: int, data: Any, weight: float, seed: Optional[int]) -> None:
@@ -62,20 +63,21 @@ class Unit:
 
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
-        """Surrounds the forward and backward pass: gradients are accumulated, and reduced with the last unit
-        of the step only.
+        """Surrounds the forward and backward pass: gradients are accumulated, and reduced only with the last unit of
+        the step.
 
-        Every unit of a step goes through it, those of weight 0 too, with whatever models.
+        Every unit of a step must be accumulated, including units of weight 0.
 
         Args:
-            models: those that the passes go through: wrapped by DistributedDataParallel (of torchft or PyTorch), made
+            models: the models used in the passes: wrapped by DistributedDataParallel (of torchft or PyTorch), made
                 FSDP2 modules by ``fully_shard``, or plain ones, which reduce nothing by themselves. With
-                ``reproducible_reduction`` all whose gradients the optimizer reads, plain or DistributedDataParallel:
-                after the last unit their gradients are those of the batch, and nothing else has to be reduced.
+                ``reproducible_reduction``, all models whose gradients the optimizer reads, plain or
+                DistributedDataParallel: after the last unit their gradients are those of the batch, and nothing
+                else has to be reduced.
 
         Raises:
             StepEnded: the step of this unit has ended.
-            ValueError: with ``reproducible_reduction``: other models than before, or such that it cannot sum.
+            ValueError: with ``reproducible_reduction``: the models differ from the last call's, or cannot be summed.
         """
         self._step.check_runs()
         if self._seed is not None:
@@ -104,10 +106,11 @@ class Unit:
 class Step:
     """The work of one rank in one optimizer step: iterate once over its units.
 
-    With ``reproducible_reduction`` all of them may come again (``unit.repeated``), and their gradients are then new.
+    With ``reproducible_reduction`` the iteration may yield all units a second time (``unit.repeated``); their gradients
+    are then computed from scratch.
 
     Attributes:
-        position: of the step: epoch, and batch of that epoch.
+        position: position of the step: epoch, and batch of that epoch.
         participants: groups whose gradients count.
     """
 
@@ -117,7 +120,7 @@ class Step:
         self._membership = membership
         self._attempt = loader._manager._current  # the Manager's attempt, whose quorum determines the units
         self._iterated = False
-        self._added: set[int] = set()  # places of the units that accumulate() was called for
+        self._added: set[int] = set()  # indices of the accumulated units
         self.position = share.position
         self.participants = membership.participants
 
@@ -125,7 +128,7 @@ class Step:
         return len(self._share.units)
 
     def __iter__(self) -> Iterator[Unit]:
-        """Yields its units.
+        """Yields the units of the step.
 
         Raises:
             StepEnded: it was iterated before, or has ended.
@@ -157,7 +160,7 @@ class Step:
         return f"the step of batch {self.position.batch} of epoch {self.position.epoch}"
 
     def check_runs(self) -> None:
-        """Raises StepEnded unless its units can still be reduced."""
+        """Raises StepEnded unless the units of this step can still be reduced."""
         loader = self._loader
         other_quorum = loader._local_steps is None and loader._manager._current is not self._attempt
         if other_quorum or loader._step is not self:
@@ -168,7 +171,7 @@ class Step:
             )
 
     def _check_first(self, units: int) -> None:
-        """Called before the last unit is reduced: a unit that is accumulated later would be in no reduction."""
+        """Called before the last unit is reduced: a unit that is accumulated later would miss the reduction."""
         try:
             self.check(units)
         except UnitsSkipped as e:
@@ -177,27 +180,29 @@ class Step:
 
     @property
     def begun(self) -> bool:
-        """Whether any of its units has been accumulated."""
+        """Whether any unit of the step has been accumulated."""
         return bool(self._added)
 
     @property
     def samples(self) -> int:
-        """This rank's samples in the accumulated units that count."""
+        """The number of this rank's samples in accumulated units that count."""
         units = (self._share.units[place] for place in self._added)
         return sum(len(unit.indices) for unit in units if unit.weight)
 
     @property
     def planned_samples(self) -> int:
-        """This rank's samples, if none of its units is left out."""
+        """The number of this rank's samples, if none of its units is left out."""
         return self._share.samples
 
     @property
     def expected(self) -> int:
-        """The samples of this data rank, summed over all groups."""
+        """The number of samples of this data rank, summed over all groups."""
         return self._share.expected
 
     def check(self, units: Optional[int] = None) -> None:
-        """Raises UnitsSkipped unless accumulate() was called for its first units; default: for all of them."""
+        """Raises UnitsSkipped unless accumulate() was called for the first units of the step; default: for all of
+        them.
+        """
         skipped = [place for place in range(len(self) if units is None else units) if place not in self._added]
         if not skipped:
             return

@@ -1,10 +1,11 @@
-"""Whether the groups of a quorum train on the same batch, which of them heal if not, and when they end. Pure; no torch.
+"""Decides whether the groups of a quorum train on the same batch, which of them heal if not, and when they end. Pure.
 
-In the first reduction of a quorum each participant adds an :func:`entry`: its samples, and a digest of its settings and
-position. All get the same sum, and each judges alone. If all digests are alike, their sum is a multiple of each: by the
-number of participants, or by fewer if entries are missing. If not, the first group that is up to date is right, and
-each other one says in the next quorum that it is a step behind, so that it heals. The manager
-(``torchft/_manager/loader.py``), the loader, and the random histories of the tests call these functions.
+In the first reduction of a quorum each participant adds an :func:`entry`: its number of samples, and a digest of its
+settings and position. All participants get the same sum, and each one evaluates it by itself. If all digests are equal,
+the sum is the digest times the number of entries, which is the number of participants unless entries are missing. If
+digests differ, the first group that is up to date counts as right. Each group that differs from it announces in the
+next quorum a step less than it has, so that it heals. The manager (``torchft/_manager/loader.py``), the loader, and
+the random histories of the tests call these functions.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ class Turn(Enum):
     """The action of a group in a quorum."""
 
     TRAINS = "reduces gradients, or zeros in their place"
-    ENDS = "is at the end like all others, as far as it knows: it compares, and leaves"
-    PASSES = "is at the end, and leaves out the step, in which others heal"
+    ENDS = "is at the end, and believes that all others are, too: it compares, and ends"
+    PASSES = "is at the end, and skips the step, in which others heal"
 
 
 class Verdict(Enum):
     """The result of a group's comparison, from the sum of the entries."""
 
-    ALIKE = "all participants are where this group is"
-    INCOMPLETE = "the step is not committed: others are where this group is, and some are missing in the sum"
+    ALIKE = "all participants are at the position of this group"
+    INCOMPLETE = "the step is not committed: entries are missing in the sum; the others equal this group's"
     DIFFERS = "the step is not committed"
     GIVES_WAY = "the step is not committed, and this group heals"
 
@@ -34,9 +35,9 @@ def turn(*, at_end: bool, heals_in_background: bool, all_up_to_date: bool) -> Tu
     """Decides the action of a group in a quorum.
 
     Args:
-        at_end: whether this group is at the end of the data, after a heal that precedes the step.
-        heals_in_background: whether it takes over another position within the step.
-        all_up_to_date: whether all groups of the quorum have its newest step, the same on all of them.
+        at_end: whether this group is at the end of the data; if it heals before the step, after that heal.
+        heals_in_background: whether it takes over another position during the step.
+        all_up_to_date: whether all groups of the quorum are at its newest step. All groups get the same value.
     """
     if not at_end or heals_in_background:
         return Turn.TRAINS
@@ -44,11 +45,11 @@ def turn(*, at_end: bool, heals_in_background: bool, all_up_to_date: bool) -> Tu
 
 
 def entry(samples: int, digest: str) -> tuple[int, int, int]:
-    """The entry of a participant: its samples, and its digest as two numbers of 32 bits, so that sums over any number
-    of groups fit into 64 bits.
+    """The entry of a participant: its number of samples, and its digest as two numbers of 32 bits, so that sums over
+    any number of groups fit into 64 bits.
 
     Args:
-        samples: this rank's samples in the reduced tensors.
+        samples: number of this rank's samples in the reduced tensors.
         digest: 64 bits in hex, equal in all groups with the same settings and position.
     """
     return samples, int(digest[:8], 16), int(digest[8:], 16)
@@ -57,13 +58,13 @@ def entry(samples: int, digest: str) -> tuple[int, int, int]:
 def judge(sums: Sequence[int], digest: str, *, participants: int, leads: bool, heals: bool) -> Verdict:
     """Compares the sum with the group's own entry. :meth:`torchft.data.position.Share.check` finds missing samples.
 
-    Entries are missing if a group could not heal before the step, and added zeros. That is no reason to give way: at
-    step 0 it would take groups to step -1, where init_sync heals none, and they could train on different weights.
+    Entries are missing if a group could not heal before the step, and added zeros. That is no reason to heal: at step 0
+    a group would have to announce step -1, where init_sync heals no group, and groups could train on different weights.
 
     Args:
-        sums: of the entries.
-        digest: of this group: after its heal, if it heals in this step.
-        participants: whose entries are in the sums.
+        sums: sums of the entries.
+        digest: digest of this group: after its heal, if it heals in this step.
+        participants: number of groups that add an entry.
         leads: whether this group is the first one that is up to date.
         heals: whether it takes over another state anyway.
     """

@@ -1,8 +1,8 @@
-"""Sums of gradients whose bits depend neither on the order of the additions nor on which rank computed which part.
+"""Sums of gradients whose bits do not depend on the order of the additions or on the ranks that compute the parts.
 
 A float sum depends on the order of its terms; a sum of integers does not. :class:`ExactSum` turns the gradients of each
-unit into integers at a scale per tensor, adds these into int64 buffers, and turns the sum over all units of all ranks
-and groups back into gradients. There are no process groups here: the caller reduces :attr:`ExactSum.buffers`.
+unit into integers with a scale per tensor, adds them up in int64 buffers, and turns the sum over all units of all ranks
+and groups back into gradients. It uses no process groups: the caller reduces :attr:`ExactSum.buffers`.
 
 One attempt at a step::
 
@@ -13,44 +13,45 @@ One attempt at a step::
     for buffer in total.buffers:
         ...                                 # SUM over the ranks of the group, then over the participating groups
     if not total.read(units_of_the_batch):  # equal on all ranks
-        ...                                 # repeat from begin(): the next attempt has the scales that fit
+        ...                                 # repeat from begin(): the next attempt has scales that fit
     optimizer.step()
     total.commit()                          # after the vote; abandon() if the step is not committed
 
 Scales
-    The scale of a tensor is an exponent ``c`` on a grid of 8: a gradient below ``2**c`` fits, and its last bit is
-    ``2**(c - bits)``. A unit asks for the exponent that leaves 8 to 15 bits above its largest gradient. How many units
-    asked for which one is counted in the buffers too, so every rank knows the largest from the sum. With it,
+    The scale of a tensor is an exponent ``c``, a multiple of 8: a gradient below ``2**c`` fits, and its
+    last bit is ``2**(c - bits)``. Each unit asks for the exponent that leaves 8 to 15 bits above its largest gradient.
+    The buffers also count how many units asked for each exponent, so every rank learns the largest one from the sum:
 
-    - a step is repeated if it lies more than one grid step above the scale (such a unit may not have fit), or
-      more than two below it (too little of the gradients is left); the repetition has the scale that was asked for;
-    - a committed step sets the next scale to it, or one grid step below the last scale if that is larger.
+    - a step is repeated if the largest exponent is more than 8 above the scale (a unit may not have fit), or more than
+      16 below it (too few bits of the gradients are left); the repetition uses the largest exponent as its scale;
+    - a committed step sets the next scale to the largest exponent, or to the last scale minus 8 if that is larger.
 
-    Both depend on the units of the batch and on the committed scales alone, hence the scales are those of a run in one
-    process, whichever attempts failed. The first step starts with the finest scale and is repeated once: that finds
-    the scales with neither a guess nor a reduction of another kind. No step is repeated more than once if backward
-    passes are deterministic, and none is if the largest gradients change by a factor of up to 2**8 from step to step.
+    Both depend only on the units of the batch and on the committed scales. So the scales equal those of a run in one
+    process, even if attempts failed. The first step starts with the finest scale and is repeated once, which finds the
+    scales without a guess and without another kind of reduction. With deterministic backward passes no step is repeated
+    more than once, and none is if the largest gradients change by a factor of at most 2**8 from step to step.
 
 Bits
-    ``bits`` is 63 less the bits of ``max_units``: a unit is at most ``2**bits`` in magnitude, and so many units at most
-    ``2**63 - 2**bits``. That is 55 bits for up to 255 units, and 42 for up to 2**20 of them, the most allowed.
+    ``bits`` is 63 minus the number of bits of ``max_units``: a unit is at most ``2**bits`` in magnitude, and
+    ``max_units`` of them at most ``2**63 - 2**bits``. That is 55 bits for up to 255 units, and 42 for up to 2**20, the
+    largest number allowed.
 
 Error
     With n units, each element differs from the exact sum by at most ``n * 2**(c - bits - 1)``, before it is rounded to
     the type of the parameter. Let m be the largest magnitude in the tensor's gradients of the units of this step, or
     2**-136 if all are below. Then the error is at most ``n * m * 2**(31 - bits)``, and ``n * m * 2**(15 - bits)`` if
     the step has the scale that its units ask for, as in a repetition. With up to 255 units, these are 2**-24 and 2**-40
-    of m a unit. A plain sum in float32 may lose 2**-24 of the partial sum in each addition. Float32, bfloat16 and
+    of m per unit. A plain sum in float32 may lose 2**-24 of the partial sum in each addition. Float32, bfloat16 and
     float16 keep their precision in elements near m. Float64 does not: about 40 of its 53 bits are left. Elements far
-    below m lose more: what is under half of the last bit counts as zero. A sum of more than 53 bits is rounded to these
-    before the type of the parameter.
+    below m lose more: a value below half of the last bit counts as zero. A sum of more than 53 bits is rounded to 53
+    bits before it is rounded to the type of the parameter.
 
 Special values
     A tensor with NaN or infinity in any unit is NaN in all its elements on all ranks. Nothing is repeated for it, and
-    its scale follows the other units, if any. A tensor for which no unit of any rank has a gradient has none after the
-    sum. If only some units lack one, they count as zero.
+    its scale follows the other units, if any. If no unit of any rank has a gradient for a tensor, the tensor has none
+    after the sum. If only some units lack one, they count as zero.
 
-What it cannot do: the gradients of one unit must have the same bits wherever they are computed. This needs
+Requirement: the gradients of a unit must have the same bits on every rank that may compute them. This needs
 deterministic kernels, the same kind of device, versions and number of threads, random numbers (dropout) that depend on
 the unit and not on the rank, no buffers that units change (BatchNorm), and the same ``torch.set_flush_denormal``.
 """
@@ -68,8 +69,8 @@ _FORMAT = 1  # version of the saved state
 _MOST_UNITS = 2**20
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# Scales are numbered: scale k is the exponent FINEST + k * _GRID. The bits of headroom are one step of the grid, so a
-# unit that asks for scale k + 1 still fits at scale k.
+# Scales are numbered: scale k is the exponent FINEST + k * _GRID. There are _GRID bits of headroom, so a unit that asks
+# for scale k + 1 still fits at scale k.
 FINEST = -128
 _GRID = 8
 _ABOVE = 1
@@ -89,14 +90,14 @@ class ScalesDiffer(RuntimeError):
 
 
 class ExactSum:
-    """The sum of the gradients of one model over the units of a batch. See the module for what it guarantees.
+    """The sum of the gradients of one model over the units of a batch. The module's docstring has its guarantees.
 
     It takes eight bytes for each element of a parameter. Not thread-safe.
 
     Args:
-        parameters: ``model.named_parameters()``; those that require a gradient are summed. Names are those of the
-            state, equal in all groups.
-        max_units: units of the largest batch, over all ranks and groups.
+        parameters: ``model.named_parameters()``; those that require a gradient are summed. The saved state contains
+            their names, which must be equal in all groups.
+        max_units: number of units of the largest batch, over all ranks and groups.
 
     Raises:
         ValueError: ``max_units`` is out of range, or no parameter requires a gradient.
@@ -127,7 +128,7 @@ class ExactSum:
         self._attempt = dict(self._committed)
         self._next: Optional[dict[str, int]] = None
         self._adding = False
-        self.units = 0  # in the sum that was read last
+        self.units = 0  # number of units in the sum that was read last
 
     @property
     def buffers(self) -> list[torch.Tensor]:
@@ -135,10 +136,10 @@ class ExactSum:
         return [part.buffer for part in self._parts]
 
     def begin(self) -> None:
-        """Starts an attempt: nothing is added, and no parameter has a gradient.
+        """Starts an attempt: clears the sum and the gradients of all parameters.
 
         Raises:
-            RuntimeError: other parameters require a gradient than at construction.
+            RuntimeError: the parameters that require a gradient are not those at construction.
         """
         now = {name for name, parameter in self._all if parameter.requires_grad}
         if now != self._names:
@@ -155,7 +156,7 @@ class ExactSum:
         """Adds the gradients of one unit, and clears them. Does not wait for the device.
 
         Args:
-            counted: False for a unit of weight 0, which another rank counts: its gradients are cleared only.
+            counted: False for a unit of weight 0, which another rank counts: its gradients are only cleared.
 
         Raises:
             RuntimeError: there was no ``begin()`` since the last ``read()``.
@@ -171,14 +172,15 @@ class ExactSum:
     def read(self, units: Optional[int] = None) -> bool:
         """Turns the reduced buffers into gradients.
 
-        All that is needed is in the buffers. A rank that heals adds nothing and gets the same gradients.
+        The buffers contain all that is needed, so a healing rank, which adds nothing, gets the same gradients.
 
         Args:
-            units: of the batch, over all ranks and groups; None: to be compared with :attr:`units` before the commit.
+            units: number of units of the batch, over all ranks and groups; None: to be compared with :attr:`units`
+                before the commit.
 
         Returns:
-            Whether the gradients are set. False: the step is to be repeated from ``begin()``, with other scales. It is
-            the same on all ranks that read the same sum.
+            Whether the gradients are set. If not, the step has to be repeated from ``begin()``, with other scales. All
+            ranks that read the same sum get the same value.
 
         Raises:
             ValueError: ``units`` is more than ``max_units``.
@@ -201,7 +203,7 @@ class ExactSum:
         return True
 
     def commit(self) -> None:
-        """The step is committed: the next one begins with the scales that follow from it.
+        """Called when the step is committed: sets the scales of the next step.
 
         Raises:
             RuntimeError: no ``read()`` has set the gradients.
@@ -212,9 +214,9 @@ class ExactSum:
         self._attempt = dict(self._committed)
 
     def abandon(self) -> None:
-        """The step is not committed, because of an error or a vote: the next attempt is a first one.
+        """Called when the step is not committed, because of an error or a vote: the next attempt counts as a first one.
 
-        Every rank must call it, whatever it has seen of the failed attempt; else the scales of the ranks may differ.
+        Every rank must call it, even if it saw no failure; otherwise the scales of the ranks may differ.
         """
         self._attempt = dict(self._committed)
         self._next = None
@@ -227,10 +229,11 @@ class ExactSum:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the scales from ``state_dict()``. What ``read()`` has set for ``commit()`` stays.
+        """Takes the scales from ``state_dict()``. Does not change the scales that ``commit()`` will set after a
+        ``read()``.
 
         Raises:
-            ValueError: it has another format, is of other parameters, or has an impossible scale.
+            ValueError: it has another format, belongs to other parameters, or has an impossible scale.
         """
         if state.get("format") != _FORMAT:
             raise ValueError(f"the saved scales have format {state.get('format')}: this version reads {_FORMAT}")
@@ -257,7 +260,7 @@ class _Found:
     def __init__(self, names: Sequence[str], counts: torch.Tensor, units: int) -> None:
         self.units = units
         scales, bad = counts[:, _SCALE], counts[:, _NOT_FINITE] > 0
-        # Equal terms, and no others: n times the sum of their squares is the square of their sum.
+        # n times the sum of squares equals the square of the sum only if all terms are equal.
         differ = units * counts[:, _SQUARE] != scales * scales
         if differ.any():
             which = [name for name, differs in zip(names, differ.tolist()) if differs]
@@ -316,7 +319,7 @@ class _Part:
         self._units += 1
         self._counts[:, :_NOT_FINITE] += self._scales_on_device
         peaks = torch.stack([self._peak(gradient) for gradient in gradients])
-        # By comparison: a scatter is refused on some devices under torch.use_deterministic_algorithms.
+        # Not by a scatter, which some devices refuse under torch.use_deterministic_algorithms.
         columns = _columns(peaks, len(self._numbers))[:, None]
         self._counts += (self._numbers == columns) & (peaks != self._missing)[:, None]
         for gradient, values, scale in zip(gradients, self._values, self._scales):
@@ -324,7 +327,8 @@ class _Part:
                 factor = 2.0 ** (self._bits - FINEST - _GRID * scale)
                 flat = gradient.reshape(-1)
                 for piece, sums in zip(flat.split(self._piece), values.split(self._piece)):
-                    # A value that does not fit or is not finite becomes any number: it is counted, the sum not used.
+                    # A value that does not fit or is not finite becomes an arbitrary number. That is safe, because the
+                    # counts show it and the sum is not used.
                     sums += piece.to(torch.float64, copy=True).mul_(factor).round_().to(torch.int64)
 
     def _peak(self, gradient: Optional[torch.Tensor]) -> torch.Tensor:
@@ -337,7 +341,7 @@ class _Part:
         return torch.maximum(high, -low).double()
 
     def find(self, units: Optional[int]) -> _Found:
-        """Reads the counts; the one time that the device is waited for."""
+        """Reads the counts. Only this call waits for the device."""
         head = self.buffer[: 1 + self._counts.numel()].cpu()
         if units is not None and head[0] != units:
             raise SamplesDiffer(
@@ -357,7 +361,7 @@ class _Part:
                 parameter.grad = gradient.fill_(float("nan"))
                 continue
             factor = 2.0 ** (FINEST + _GRID * found.used[name] - self._bits)
-            # Elements are in the order of the shape, which is that of the memory unless the parameter is transposed.
+            # Elements are in the order of the shape. The order in memory differs only if the parameter is transposed.
             flat = gradient.view(-1) if gradient.is_contiguous() else gradient.new_empty(gradient.numel())
             for piece, sums in zip(flat.split(self._piece), values.split(self._piece)):
                 piece.copy_(sums.to(torch.float64).mul_(factor))
@@ -370,12 +374,12 @@ def _exponent(number: float) -> int:
 
 
 def _asked(exponent: int) -> int:
-    """The scale that a unit asks for whose largest gradient is below 2**exponent, and no less than half of that."""
+    """The scale for a unit whose largest gradient is below 2**exponent and at least half of that."""
     return max(0, -((FINEST - _GRID - exponent) // _GRID))
 
 
 def _columns(peaks: torch.Tensor, width: int) -> torch.Tensor:
-    """Where each tensor is counted, by its largest magnitude; see ``_asked``."""
+    """The column in which each tensor is counted, by its largest magnitude; see ``_asked``."""
     exponents = torch.frexp(peaks).exponent.long()
     asked = -((FINEST - _GRID - exponents).div(_GRID, rounding_mode="floor"))
     columns = asked.clamp(0, width - _ASKED - 1) + _ASKED

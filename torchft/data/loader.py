@@ -39,7 +39,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 STATE_KEY = "torchft.data"  # key of the position in the state of a heal
 
-# Arguments of PyTorch's DataLoader that are refused because the job's plan decides on them.
+# Arguments of PyTorch's DataLoader that are refused because the job's plan determines them.
 _DECIDED = {
     "batch_size": "give global_batch_size and micro_batch_size",
     "sampler": "the order is that of shuffle and seed",
@@ -53,8 +53,8 @@ class ElasticDataLoader:
     """Yields the units of this rank for each step, for any number of participating groups.
 
     An iteration begins a step of the Manager, and waits until its quorum is known. A step that is not committed is
-    repeated, divided among the groups of the next quorum. All groups of a job have such a loader, with equal settings.
-    The gradients of a step are the sum over groups, which is not divided, because each loss is multiplied by
+    repeated, divided among the groups of the next quorum. All groups of a job must have such a loader, with equal
+    settings. The gradients of a step are the sum over groups, which is not divided, because each loss is multiplied by
     ``unit.weight``.
 
     Make it before the first step. With ``replay_failed_step`` it is refused: a replay lacks samples. With LocalSGD and
@@ -63,25 +63,25 @@ class ElasticDataLoader:
 
     Args:
         manager: the Manager of this rank.
-        dataset: with a length, and samples by index; the same in all groups.
-        global_batch_size: samples of a step, whatever the number of groups.
+        dataset: map-style dataset with a length; the same in all groups.
+        global_batch_size: samples of a step, over all groups; their number does not matter.
         micro_batch_size: samples of a unit; divides ``global_batch_size``.
-        shuffle: a new order in each epoch.
-        seed: of the orders.
-        epochs: the number after which the iteration ends, in all groups at once.
-        data_rank: of this rank, among the ranks of its group that read different data; default: its rank in the group.
-            Ranks that are parallel by model have the same one.
+        shuffle: whether each epoch has a new order.
+        seed: seed of the epochs' orders.
+        epochs: number of epochs, after which the iteration ends in all groups at once.
+        data_rank: number of this rank among the ranks of its group that read different data; default: its rank in the
+            group. Ranks of one data rank (tensor or pipeline parallelism) pass the same number.
         data_world_size: the number of different data ranks in a group; default: the number of its ranks.
         reduction_in_group: how gradients are reduced over those ranks: "mean", as FSDP2 does, or "sum". With the
             Manager's ``reproducible_reduction`` this is ignored, and they are added.
         data_group: process group of the ranks of this replica group, in which ``reproducible_reduction`` adds; default:
             PyTorch's default one.
-        reproducible_rng: random numbers depend on seed, epoch and unit alone, not on the rank: those of the dataset
-            (torch, random, and numpy if it is imported), and torch's in :meth:`Unit.accumulate`.
+        reproducible_rng: whether random numbers depend only on seed, epoch and unit, and not on the rank: those of the
+            dataset (torch, random, and numpy if it is imported), and torch's in :meth:`Unit.accumulate`.
         dataloader: further arguments of PyTorch's DataLoader: ``num_workers``, ``collate_fn``, ``pin_memory``, …
 
     Raises:
-        TypeError: an IterableDataset, or an argument of DataLoader on which the plan decides.
+        TypeError: an IterableDataset, or an argument of DataLoader that the plan determines.
         ValueError: a setting is out of range, or the Manager has a setting that excludes a loader.
     """
 
@@ -160,7 +160,7 @@ class ElasticDataLoader:
 
     @property
     def settings(self) -> list[str]:
-        """The settings that must be equal in all groups, one per line: with others gradients have no common mean."""
+        """The settings that must be equal in all groups, one per line; otherwise gradients have no common mean."""
         return [
             *(f"{name}={value}" for name, value in self.stamp._asdict().items() if name not in ("epoch", "batch")),
             f"data_world_size={self._data_world_size}",
@@ -176,7 +176,7 @@ class ElasticDataLoader:
         return hashlib.sha256(f"{self.stamp.digest} {self._exact.digest}".encode()).hexdigest()[:16]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, for a checkpoint. It belongs to the weights after the optimizer's step, so take both then. It
+        """The position, for a checkpoint. It belongs to the weights after the optimizer's step, so save both then. It
         is the same in all groups, and a job may resume from it with any number of groups.
         """
         state: dict[str, Any] = dict(self._plan.save(self._position))
@@ -190,8 +190,8 @@ class ElasticDataLoader:
         """Continues at the position of a :meth:`state_dict`.
 
         Raises:
-            PositionDiffers: it was taken with another dataset, seed or global batch size.
-            ValueError: with ``reproducible_reduction``: it is of another model.
+            PositionDiffers: it was saved with another dataset, seed or global batch size.
+            ValueError: with ``reproducible_reduction``: it belongs to another model.
         """
         position = self._plan.load(state_dict)
         if "samples" in state_dict:
@@ -205,15 +205,15 @@ class ElasticDataLoader:
         return self._plan.batches_per_epoch * self._plan.epochs
 
     def share(self, rank: Optional[int], participants: int) -> Share:
-        """The units of this rank at its position. At the end of the job, the units of the first step with weight 0.
+        """The units of this rank at its position; at the end of the job, those of the first step, with weight 0.
 
         Args:
-            rank: of this group among the participants, None if it is not one.
+            rank: rank of this group among the participants, None if it is not one.
             participants: groups whose gradients count.
         """
         position = self._position
         if rank is None and self._at_end:
-            position = Position()  # any position will do, because the weight is 0
+            position = Position()  # any position is valid, because the weight is 0
         return self._plan.share(position, rank, participants, self._data_rank, self._data_world_size)
 
     def check_samples(self, counted: int, participants: int) -> None:
@@ -317,10 +317,10 @@ class ElasticDataLoader:
         return self._step
 
     def _check_ranks_alike(self, before: Position) -> None:
-        """Raises PositionDiffers if ranks of this group may have different positions.
+        """Raises PositionDiffers if ranks of this group may have got different positions.
 
-        At step 0 (init_sync) each rank takes over the state of a rank of another group, and the ranks of this group
-        perhaps from different ones. No comparison would find that: ranks compare with their counterparts only.
+        At step 0 (init_sync) each rank takes over the state of a rank of another group; ranks of this group may heal
+        from different groups. No comparison would detect that, because ranks compare with their counterparts only.
         """
         manager = self._manager
         now = self._position
@@ -340,8 +340,8 @@ class ElasticDataLoader:
         """Ends the DataLoader's worker processes. Reading starts again with the next step."""
         self._prefetcher.close()
         if hasattr(self._reader, "_shutdown_workers"):
-            # The iterator does so itself when its last reference is dropped. That may be late, because
-            # persistent_workers and the traceback of an error keep references, or happen in a worker forked later.
+            # The iterator does so itself when its last reference is dropped. But that may happen late, because
+            # persistent_workers and the traceback of an error keep references, or in a worker that is forked later.
             with contextlib.suppress(RuntimeError):  # from PyTorch's handler of SIGCHLD, for a worker that was killed
                 self._reader._shutdown_workers()
         self._reader = self._dataloader._iterator = None
@@ -351,14 +351,14 @@ class ElasticDataLoader:
 
     @property
     def lost(self) -> int:
-        """With LocalSGD and DiLoCo: the samples of past batches that are in no committed average. Of this data rank,
-        summed over all groups.
+        """With LocalSGD and DiLoCo: number of samples of past batches that are in no committed average, for this data
+        rank, summed over all groups.
         """
         return self._account.lost
 
     @property
     def committed(self) -> int:
-        """With LocalSGD and DiLoCo: the samples of past batches that are in committed averages."""
+        """With LocalSGD and DiLoCo: number of samples of past batches that are in committed averages."""
         return self._account.committed
 
     def steps_by_itself(self, local_steps: LocalSteps) -> None:
@@ -371,7 +371,8 @@ class ElasticDataLoader:
             return self._account.send()
         if self._step is None:
             return 0
-        # A reduction before the first unit contains no gradients of units (units_added() checks it): all are planned.
+        # A reduction before the first unit contains no gradients of units (units_added() checks that): the planned
+        # number is returned.
         return self._step.samples if self._step.begun else self._step.planned_samples
 
     def samples_averaged(self, counted: int) -> None:
@@ -407,7 +408,7 @@ class ElasticDataLoader:
         plan = manager._current.plan
         assert plan is not None
         if manager.draining() or self._position == self._plan.end:
-            self._account.failed(kept=False)  # samples since the last average will be in none
+            self._account.failed(kept=False)  # the samples since the last average will be in no average
             self._end()
         membership = Membership(plan.replica_rank, plan.replica_world_size)
         share = self.share(*membership)
@@ -415,7 +416,7 @@ class ElasticDataLoader:
             self._plan.share(share.position, *membership, rank, self._data_world_size).samples
             for rank in range(self._data_world_size)
         )
-        # With this factor the losses of a group sum up to the mean over its own samples.
+        # With this factor, the losses of a group add up to the mean over its own samples.
         self._scale = self._plan.batch_size(share.position) / max(1, of_group)
         self._expect(membership, share)
         self._step = Step(self, share, membership)
@@ -431,8 +432,8 @@ class ElasticDataLoader:
         self._forecast = None if membership.rank is None else (membership, following)
 
     def _foresee(self, membership: Membership, share: Share) -> Iterator[Task]:
-        """Yields the units from this step on, for an unchanged membership; only this step's if the group does
-        not participate.
+        """Yields the units from this step on, for an unchanged membership. If the group does not participate, only
+        those of this step.
         """
         while True:
             position = share.position
@@ -505,7 +506,7 @@ class _Batches(Iterator[list[int]]):
 
 @dataclass(frozen=True)
 class _Seeded:
-    """A dataset whose random numbers depend on the unit alone."""
+    """A dataset whose random numbers depend only on the unit."""
 
     dataset: Any
 

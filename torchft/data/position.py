@@ -1,15 +1,14 @@
 """The samples of each step of a job, independent of its participants. Pure, and free of torch.
 
 An epoch is a permutation of the dataset. A *batch* is a slice of it, and a *unit* a slice of a batch: so units depend
-only on the :class:`Plan` and the :class:`Position`. The groups of a quorum divide the units of one batch
+only on the :class:`Plan` and the :class:`Position`. The groups of a quorum share the units of one batch
 (:meth:`Plan.share`); a step that is not committed is divided again in the next quorum, from the same units.
 The position is state like the weights: it advances when a step is committed, it arrives with a heal, and a checkpoint
-holds both. This is what makes each sample part of exactly one step of the weights that a job ends with, once an
-epoch.
+holds both. So each sample is, once per epoch, in exactly one step of the job's final weights.
 
-A batch never reaches over the end of an epoch. The last one of an epoch holds the remainder, and its weights are of
-its own size: each step is the mean over its samples. The job has ended at the position after the last batch of the
-last epoch.
+A batch never extends over the end of an epoch. The last batch of an epoch holds the remainder, and its weights are
+computed from its actual size: each step is the mean over its samples. The job has ended at the position after the last
+batch of the last epoch.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class PositionDiffers(ValueError):
 
 
 class SamplesDiffer(RuntimeError):
-    """A reduction holds more or fewer samples than the batch: the step must not be committed."""
+    """A reduction contains more or fewer samples than the batch: the step must not be committed."""
 
 
 @dataclass(frozen=True, order=True)
@@ -39,8 +38,8 @@ class Position:
     """The position of a job in its data. It belongs to the weights that contain all batches before it.
 
     Attributes:
-        epoch: of the next step, from 0.
-        batch: of the next step within the epoch, from 0; the number of committed batches of the epoch.
+        epoch: epoch of the next step, from 0.
+        batch: batch of the next step within the epoch, from 0; equal to the number of committed batches of the epoch.
     """
 
     epoch: int = 0
@@ -52,11 +51,12 @@ class Unit:
     """The samples of one backward pass.
 
     Attributes:
-        indices: of the dataset; never empty.
-        weight: factor of the mean loss over ``indices``: the samples in it divided by those of the batch; 0 if another
-            rank counts them. The weights of a batch, over all ranks and groups, have the sum 1: gradients are added.
-        last: whether it is the last one of this rank in this step.
-        number: of the unit in its batch, from 0.
+        indices: indices into the dataset; never empty.
+        weight: factor for the mean loss over ``indices``: the number of its samples divided by that of the batch; 0 if
+            another rank counts them. The weights of a batch, over all ranks and groups, add up to 1, because gradients
+            are added.
+        last: whether it is the last unit of this rank in this step.
+        number: index of the unit in its batch, from 0.
     """
 
     indices: Sequence[int]
@@ -70,10 +70,10 @@ class Share:
     """The part of one rank in one step.
 
     Attributes:
-        position: of the step.
-        units: at least one. All ranks of a group have equally many.
-        samples: the samples of this rank that count.
-        expected: samples that count in a reduction over all participants, among ranks with this ``data_rank``.
+        position: position of the step.
+        units: the units, at least one. All ranks of a group have the same number.
+        samples: number of this rank's samples that count.
+        expected: number of samples in a reduction over all participants, among ranks with this ``data_rank``.
     """
 
     position: Position
@@ -121,14 +121,14 @@ class Stamp(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings that determine what a job trains on. Equal in all groups.
+    """The settings that determine the samples of each step. Must be equal in all groups.
 
     Args:
-        length: samples in the dataset.
-        global_batch_size: samples of a step, whatever the number of groups.
+        length: number of samples in the dataset.
+        global_batch_size: samples of a step, over all groups; their number does not matter.
         micro_batch_size: samples of a unit; divides ``global_batch_size``.
-        shuffle: a new order in each epoch; False: the dataset's own.
-        seed: of the orders.
+        shuffle: whether each epoch has a new order; otherwise the dataset's own.
+        seed: seed of the epochs' orders.
         epochs: number of epochs of the job.
 
     Raises:
@@ -196,7 +196,7 @@ class Plan:
         same.
 
         Raises:
-            PositionDiffers: it is of another dataset, of other batches, or after the end of this plan.
+            PositionDiffers: it belongs to another dataset or other batches, or is after the end of this plan.
         """
         missing = [name for name in ("format", *Stamp._fields) if name not in state]
         if missing:
@@ -229,12 +229,12 @@ class Plan:
     # Units
 
     def batch_size(self, position: Position) -> int:
-        """The samples in the batch: the global batch size, or the rest of the epoch."""
+        """The number of samples in the batch: the global batch size, or the rest of the epoch."""
         self._check_inside(position)
         return min(self.global_batch_size, self.length - position.batch * self.global_batch_size)
 
     def num_units(self, position: Position) -> int:
-        """The units in the batch. Only the last one may be smaller than ``micro_batch_size``."""
+        """The number of units in the batch. Only the last one may be smaller than ``micro_batch_size``."""
         return -(-self.batch_size(position) // self.micro_batch_size)
 
     def indices(self, position: Position, unit: int) -> Sequence[int]:
@@ -255,23 +255,22 @@ class Plan:
     ) -> Share:
         """Computes the part of a rank at a position.
 
-        The units are cut over the data ranks first: whatever the quorum, data rank r of the groups reduces the same
-        units, so that it can check its own reduction (:meth:`Share.check`). Each such part is then cut over
-        the participants. All parts are contiguous, and differ by one unit at most.
+        The units are divided among the data ranks first. So data rank r of the groups reduces the same units in every
+        quorum, and can check its own reduction (:meth:`Share.check`). The part of a data rank is then divided among the
+        participants. All parts are contiguous, and their sizes differ by at most one unit.
 
-        The ranks of a group do collectives with each other in each unit, so all ranks have the same number of units as
-        the one with most. A group that does not participate has one unit per rank. The added units have weight 0 and
-        are copies of the batch's first unit: if the loss of a copy is not finite, neither is the loss of the batch.
-        unit: if its loss is not finite, so is that of the batch.
+        The ranks of a group run collectives with each other in each unit, so all get as many units as the rank with the
+        most. A group that does not participate has one unit per rank. The added units have weight 0 and are copies of
+        the batch's first unit: if the loss of a copy is not finite, the loss of the batch is not finite either.
 
         Args:
-            position: of the job in this step: of a group that heals, where it will be after the heal.
-            participating_rank: of the group, among those whose gradients count in this step; None: they do not, because
+            position: position of the job in this step; for a healing group, its position after the heal.
+            participating_rank: rank of the group among the participants of this step; None: it is not one, because
                 it heals or is a spare.
-            num_participants: groups whose gradients count.
-            data_rank: of this rank, among the ranks of its group that read different data. Ranks that are parallel by
-                model (tensor, pipeline) give the same one.
-            data_world_size: how many different parts the ranks of a group read; equal in all groups.
+            num_participants: number of participants.
+            data_rank: number of this rank among the ranks of its group that read different data. With tensor or
+                pipeline parallelism, all ranks that work on the same samples pass the same number.
+            data_world_size: number of data ranks in a group; equal in all groups.
 
         Raises:
             ValueError: a rank or size is out of range.
@@ -307,7 +306,7 @@ class Plan:
         return min(stop * self.micro_batch_size, size) - min(start * self.micro_batch_size, size)
 
 
-# A unit is requested when it is read ahead, and again in its step.
+# Cached, because a unit is requested when it is read ahead, and again in its step.
 @lru_cache(maxsize=1024)
 def _shuffled(length: int, seed: int, epoch: int, places: range) -> tuple[int, ...]:
     order = _order(length, seed, epoch)

@@ -1,10 +1,10 @@
-"""Worker processes of a data loader that survive the SIGTERM which drains their group.
+"""Worker processes of a data loader that survive the SIGTERM that drains their group.
 
-torchrun and Slurm send SIGTERM to all processes of a rank, its workers included. PyTorch's workers end then, and the
-rank with them, before it has read what its last steps need.
+torchrun and Slurm send SIGTERM to all processes of a rank, including its workers. PyTorch's workers would then end, and
+the rank with them, before it has read the data of its last step.
 
-A worker that was forked has the objects of its rank, but none of the rank's threads: to collect one of them there, a
-process group with its threads say, can end the worker by a segmentation fault.
+A forked worker has copies of its rank's objects, but none of the rank's threads. If the garbage collector destroys one
+of these objects there, such as a process group with threads, the worker may end with a segmentation fault.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, Optional
 
 
 class WorkerInit:
-    """A ``worker_init_fn``. The worker collects no object of its rank, and ignores these signals from anyone but the
-    loader, which ends its workers by SIGTERM.
+    """A ``worker_init_fn``. The worker does not garbage-collect objects of its rank, and ignores these signals unless
+    they come from the loader, which ends its workers by SIGTERM.
 
     Args:
         ignored: numbers of the signals.

@@ -1,4 +1,4 @@
-"""DLRover's interfaces for elastic training, over torchft's parts.
+"""DLRover's interfaces for elastic training, implemented with torchft.
 
 ``dataset``: :class:`ElasticDataset` and :class:`DataShardService`, over the position of ElasticDataLoader
 ``optimizer``: :class:`DistributedOptimizer`, a fixed global batch with any number of workers

@@ -20,8 +20,9 @@ class DataShardService:
 
     Args:
         manager: the Manager of this rank.
-        num_samples: in the dataset.
-        settings: of :class:`torchft.data.ElasticDataLoader`: ``global_batch_size``, ``micro_batch_size``, ``epochs``, …
+        num_samples: number of samples in the dataset.
+        settings: settings of :class:`torchft.data.ElasticDataLoader`: ``global_batch_size``, ``micro_batch_size``,
+            ``epochs``, …
 
     Attributes:
         loader: has the position; it takes part in heals, and its ``state_dict`` saves the position.
@@ -53,9 +54,9 @@ class DataShardService:
             self._begin_unit()
 
     def __iter__(self) -> Iterator[list[int]]:
-        """A list for each micro-batch, as long as that is: the ``batch_sampler`` of a DataLoader without workers.
+        """Yields a list of the length of each micro-batch: the ``batch_sampler`` of a DataLoader without workers.
 
-        Its content does not matter, since the dataset fetches its indices.
+        The content of the list does not matter, because the dataset gets its indices from the service.
         """
         while True:
             try:
@@ -75,13 +76,13 @@ class DataShardService:
 
 
 class ElasticDataset(Dataset, ABC):
-    """A map-style dataset for jobs whose groups come and go. Subclasses read samples.
+    """A map-style dataset for jobs whose groups may join and fail at any time. Subclasses read samples.
 
     With worker processes, give it to :class:`torchft.data.ElasticDataLoader`, without a service: the loader sends its
     workers the indices. With a service it is for a DataLoader without workers, ``batch_sampler=service``.
 
-    ``shuffle=True`` of a DataLoader over it is wrong with a service: the order is that of the service, which shuffles
-    already, and PyTorch would draw a permutation of ``len(dataset)`` numbers first, which no memory holds.
+    With a service, do not set ``shuffle=True`` in a DataLoader: the service shuffles already, and PyTorch would first
+    create a permutation of ``len(dataset)`` numbers, for which no memory suffices.
 
     Args:
         data_shard_service: decides which samples are read; None: the caller's index does.
@@ -92,7 +93,7 @@ class ElasticDataset(Dataset, ABC):
 
     @abstractmethod
     def read_sample(self, index: int) -> Any:
-        """Returns the sample with this index. It may run in a worker process, and calls nothing of torchft."""
+        """Returns the sample with this index. It may run in a worker process, so it must not call torchft."""
 
     @abstractmethod
     def num_samples(self) -> int:

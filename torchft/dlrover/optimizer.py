@@ -1,4 +1,4 @@
-"""An optimizer whose steps are means over a batch of the same size, with any number of workers."""
+"""An optimizer whose steps average over a batch of a fixed size, for any number of workers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_WORKER_NUM_ENV = "MAX_WORKER_NUM"
 
 
 def backward_passes(max_workers: int, workers: int) -> int:
-    """Backward passes of each worker in a step: all workers together do as many as ``max_workers`` with one pass each.
+    """Number of backward passes of each worker in a step, so that all workers together do ``max_workers`` passes.
 
     Raises:
         ValueError: the workers cannot share the passes equally.
@@ -36,17 +36,17 @@ def backward_passes(max_workers: int, workers: int) -> int:
 class DistributedOptimizer(WrappedOptimizer):
     """Steps once in ``backward_passes_per_step`` calls of ``step``, with the mean gradient over all passes and workers.
 
-    Gradients add up meanwhile, and are reduced in the last pass only. Each pass calls ``zero_grad`` and ``step``.
+    Gradients are accumulated, and reduced in the last pass only. Call ``zero_grad`` and ``step`` in each pass.
 
     Args:
-        optimizer: whose parameters are reduced.
+        optimizer: the optimizer, whose parameters' gradients are reduced.
         fixed_global_batch_size: whether a step has MAX_WORKER_NUM passes over all workers; else each worker does one.
-        manager: decides who takes part: workers are its participants, and ``step`` steps if the step is committed.
-            Without one, WORKER_NUM says how many there are, and gradients are reduced in ``process_group``.
-        process_group: of all workers; default: PyTorch's default one.
+        manager: the Manager: the workers are its participants, and ``step`` steps only if the step is committed.
+            Without one, WORKER_NUM is the number of workers, and gradients are reduced in ``process_group``.
+        process_group: process group of all workers; default: PyTorch's default group.
 
     Attributes:
-        backward_passes_per_step: of the present step.
+        backward_passes_per_step: number of backward passes in the present step.
 
     Raises:
         ValueError: a variable is missing or no positive whole number, or their ratio is no integer.
@@ -73,8 +73,8 @@ class DistributedOptimizer(WrappedOptimizer):
             _from_env(MAX_WORKER_NUM_ENV)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Before the first pass of a step: begins the step, and clears the gradients. Before other passes
-        it does nothing.
+        """Before the first pass of a step: begins the step and clears the gradients. Before other passes it does
+        nothing.
         """
         if self._passes:
             return
@@ -89,8 +89,8 @@ class DistributedOptimizer(WrappedOptimizer):
         self.optim.zero_grad(set_to_none)
 
     def step(self, closure: Optional[object] = None) -> None:  # type: ignore[override]
-        """Call it after each backward pass. In the last pass of a step, gradients are reduced and the
-        optimizer steps.
+        """Call it after each backward pass. In the last pass of a step it reduces the gradients and steps the
+        optimizer.
         """
         if closure is not None:
             raise ValueError("closure: step() takes none, since it would compute a part of the batch again")

@@ -1,4 +1,4 @@
-"""torchrun's rendezvous through the lighthouse, which decides in ``go/rendezvous``.
+"""torchrun's rendezvous through the lighthouse, whose decisions are in ``go/rendezvous``.
 
 Nodes send JSON over HTTP with the job's token: nothing from the network is unpickled.
 """
@@ -39,9 +39,9 @@ BACKEND = "torchft"
 # The lighthouse answers a request within 2.5 s; a busy one takes longer.
 _ANSWER_SEC = 15.0
 _RETRY_SEC = 0.2
-# Timeout for the nodes of a round to meet at the store of rank 0: a node that ended after the release never arrives.
+# How long the nodes of a round wait for each other at the store of rank 0: a node may have ended since the release.
 _MEET_SEC = 15.0
-# Timeout of torchrun's agents at that store, as with c10d.
+# Timeout of torchrun's agents at that store; c10d has the same.
 _STORE_SEC = 60.0
 
 
@@ -50,8 +50,8 @@ class Round:
     """A round of a rendezvous, for one node of it.
 
     Attributes:
-        number: grows by one with each round of the group.
-        rank: of this node.
+        number: number of the round, which increases by one with each round of the group.
+        rank: rank of this node.
         size: number of nodes.
         store: ``host:port`` of rank 0's store.
     """
@@ -63,7 +63,7 @@ class Round:
 
 
 class TorchRendezvousService:
-    """One node at the rendezvous of its group. It reports to the lighthouse from its construction until ``close``.
+    """A node in the rendezvous of its group. It reports to the lighthouse from its construction until ``close``.
 
     Until its first :meth:`set_state` the lighthouse counts it as starting.
 
@@ -72,7 +72,7 @@ class TorchRendezvousService:
         run_id: ``JOB/GROUP``, or ``GROUP`` alone, which is then the job's name too.
         store: ``host:port`` of the store that this node offers, should it become rank 0.
         min_nodes: least number of nodes of a round.
-        max_nodes: largest number.
+        max_nodes: largest number of nodes.
         sizes: allowed numbers between them: ``"all"``, ``"powers_of_two"``, or a list such as ``"1/2/4"``.
         last_call_timeout: seconds to wait for further nodes once a round could be released.
         connect_timeout: seconds to wait for the lighthouse's first answer.
@@ -125,8 +125,8 @@ class TorchRendezvousService:
 
     @property
     def waiting(self) -> int:
-        """The number of waiting nodes for which this one should end its round. Unchanged while the lighthouse
-        does not answer.
+        """The number of waiting nodes for which this node should end its round; the last known value while the
+        lighthouse does not answer.
         """
         view = self._view
         return int(view.get("waiting", 0)) if view.get("ask") == self._ask else 0
@@ -137,7 +137,7 @@ class TorchRendezvousService:
         return str(self._trouble) if self._trouble is not None else self._reason
 
     def set_state(self) -> None:
-        """Requests the next round, which ends a round that this node was in.
+        """Requests the next round. That ends the round in which this node is.
 
         Raises:
             RendezvousError: the lighthouse refuses this node.
@@ -145,7 +145,7 @@ class TorchRendezvousService:
         with self._changed:
             self._ask += 1
         try:
-            self._once(self._view)  # not waited for: the thread receives later answers, in order
+            self._once(self._view)  # no wait: the thread receives later answers, in order
         except Unanswered as error:
             self._note(error)  # the thread retries
             if error.refused:
@@ -157,7 +157,7 @@ class TorchRendezvousService:
         """Returns the round requested by ``set_state``; None if it is not released within ``timeout`` seconds.
 
         Raises:
-            RendezvousClosedError: there will be none.
+            RendezvousClosedError: no further round follows.
             RendezvousError: the lighthouse refuses this node.
         """
         deadline = time.monotonic() + timeout
@@ -187,7 +187,7 @@ class TorchRendezvousService:
                 line.post(self._path, {**self._says, "leave": True, "close": finished})
         except Unanswered as error:
             logger.warning("the rendezvous is left without a word: %s", error)
-        self._thread.join(1.0)  # its request has been answered because the node left
+        self._thread.join(1.0)  # ends: the lighthouse answers the pending request when the node leaves
 
     def set_closed(self) -> None:
         """Closes the rendezvous for all nodes."""
@@ -259,11 +259,11 @@ def _refused(error: Unanswered) -> Exception:
 
 
 class DlroverRendezvousBackend(RendezvousBackend):
-    """The rendezvous of a group under PyTorch's backend interface: the state is the round as JSON, the
-    token its number.
+    """The rendezvous of a group as a ``RendezvousBackend`` of PyTorch: the state is the round as JSON, the token its
+    number.
 
-    It is for code that drives a rendezvous by itself. PyTorch's dynamic handler unpickles the state of a backend, and
-    cannot use this one: torchrun uses :class:`LighthouseRendezvousHandler`.
+    It is for code that calls a backend directly. PyTorch's dynamic handler unpickles the state of a backend and cannot
+    use this one; torchrun uses :class:`LighthouseRendezvousHandler`.
     """
 
     def __init__(self, service: TorchRendezvousService) -> None:
@@ -283,10 +283,10 @@ class DlroverRendezvousBackend(RendezvousBackend):
 
         Args:
             state: ignored, because the lighthouse decides on the members of a round.
-            token: of the round known to this node.
+            token: token of the round known to this node.
 
         Returns:
-            the round that is known, its token, and whether a new one was asked for; None if none is known.
+            the known round, its token, and whether a new round was requested; None if no round is known.
         """
         known = self.get_state()
         fits = token == (known[1] if known else None)
@@ -300,9 +300,9 @@ class LighthouseRendezvousHandler(RendezvousHandler):
 
     Args:
         service: this node at the lighthouse.
-        run_id: torchrun's.
-        store: the one that ``service`` offers.
-        host: under which others reach this node.
+        run_id: torchrun's run id.
+        store: the store that ``service`` offers.
+        host: host name under which others reach this node.
         join_timeout: seconds to wait for a round.
     """
 
@@ -324,7 +324,7 @@ class LighthouseRendezvousHandler(RendezvousHandler):
         Raises:
             ValueError: a setting is not known or not allowed.
         """
-        conf = {k: v for k, v in parameters.config.items() if k not in ("timeout", "rank")}  # torchrun's own
+        conf = {k: v for k, v in parameters.config.items() if k not in ("timeout", "rank")}  # settings of torchrun
         numbers = {}
         for name, default in (("last_call_timeout", 30.0), ("connect_timeout", 60.0), ("join_timeout", 600.0)):
             text = conf.pop(name, default)
@@ -390,7 +390,7 @@ class LighthouseRendezvousHandler(RendezvousHandler):
                 logger.warning("rendezvous: %s; asking again", missed)
 
     def _meet(self, released: Round) -> RendezvousInfo:
-        """Waits until all nodes of a round are at its store: one of them may have ended since the release."""
+        """Waits until all nodes of a round are connected to its store: one of them may have ended since the release."""
         store: dist.Store = self._own_store
         if released.rank:
             host, _, port = released.store.rpartition(":")
@@ -415,7 +415,7 @@ class LighthouseRendezvousHandler(RendezvousHandler):
         self._service.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """The number of nodes for which the workers of this one should restart. Does not wait for the network."""
+        """The number of nodes for which this node's workers should restart. Does not wait for the network."""
         return self._service.waiting
 
     def get_run_id(self) -> str:
@@ -423,13 +423,13 @@ class LighthouseRendezvousHandler(RendezvousHandler):
         return self._run_id.replace("/", "_")
 
     def shutdown(self) -> bool:
-        """Leaves the group. Its work is done if this node is in a round; else the others go on. torchrun calls it after
-        each error, also of ``next_rendezvous``, but not after a signal.
+        """Leaves the group. If this node is in a round, this reports the work as finished; otherwise the others
+        continue. torchrun calls it after each error, including errors of ``next_rendezvous``, but not after a signal.
         """
         self._service.close(finished=self._in_round)
         return True
 
 
 def _serve_store() -> dist.TCPStore:
-    # This node connects to its own host, under whatever name other nodes use.
+    # "localhost" is only for this process's own connection; other nodes may use any name of this host.
     return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, multi_tenant=False)

@@ -1,12 +1,12 @@
-"""FTLib's interface over torchft's parts: averages over members that come and go.
+"""FTLib's interface, implemented with torchft: averages over members that may join and fail at any time.
 
-``api``: :class:`FTLib`, what a training loop calls
-``consensus``: the abstract class of a consensus, its answers, and the statuses of a call
+``api``: :class:`FTLib`, the interface for a training loop
+``consensus``: the abstract class of a consensus, and the statuses that it and an average return
 ``framework``: the abstract class of a communication library, and the one over torchft's process groups
 ``lighthouse``: consensus by the lighthouse; active
 ``shared_storage``: consensus by a directory that all members see; passive
-``gossip``: consensus by the members alone; passive
-``flag``, ``views``, ``storage_rules``: what is decided; pure, and free of torch
+``gossip``: consensus among the members, without a server; passive
+``flag``, ``views``, ``storage_rules``: the decisions; pure, without torch
 
 Names are resolved on first use.
 """

@@ -1,6 +1,8 @@
-"""FTLib: averages over members that come and go, decided by a consensus, moved by a communication library."""
+"""FTLib: averages over members that may join and fail. A consensus lists them; a communication library connects
+them.
+"""
 
-# No postponed annotations here: PyTorch compares those of communication hooks with real types.
+# No postponed annotations here: PyTorch compares annotations of communication hooks with types.
 
 import contextlib
 import io
@@ -31,20 +33,20 @@ _logger = logging.getLogger(__name__)
 
 
 class RebuildFailed(RuntimeError):
-    """The communicator could not be rebuilt; the cause says why. The next call retries."""
+    """The communicator could not be rebuilt; ``__cause__`` is the reason. The next call retries."""
 
 
 class FTLib:
-    """The interface for a training loop. Made by :meth:`init`; one thread uses it at a time.
+    """The interface for a training loop. Made by :meth:`init`; only one thread at a time may use it.
 
-    With ``state_dict`` and ``load_state_dict`` each rebuild ends with equal states in all members, those of the member
-    that is furthest; :attr:`step` belongs to the state.
+    With ``state_dict`` and ``load_state_dict``, all members have the state of the most advanced member after each
+    rebuild; :attr:`step` belongs to the state.
 
     Attributes:
-        rank: of this member in the last communicator.
-        size: its number of members.
+        rank: rank of this member in the last communicator.
+        size: number of members of the last communicator.
         step: number of gradient averages in the state, see :meth:`wait_gradients_ready`.
-        error: why the last call failed.
+        error: the error of the last call; None if it succeeded.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class FTLib:
         self._load_state_dict = load_state_dict
         self._made_in = -1  # the view of the last step
         self._view: Optional[View] = None
-        self._ended = (-1, "")  # the latest view of which a member failed, and the reason
+        self._ended = (-1, "")  # the latest view in which a member failed, and the reason
         self._flag = Flag()
         self._flag_lock = threading.Lock()
         self._collective = threading.Lock()  # held during each collective
@@ -86,12 +88,12 @@ class FTLib:
     ) -> "FTLib":
         """
         Args:
-            consensus: "gossip", "lighthouse", "shared_storage", or an own :class:`~torchft.ftlib.Consensus`.
+            consensus: "gossip", "lighthouse", "shared_storage", or a :class:`~torchft.ftlib.Consensus` of your own.
             framework: a process group of torchft without peers, or a :class:`~torchft.ftlib.Framework` of your own.
             state_dict: returns the state that all members must share: weights, the optimizer's state.
             load_state_dict: loads this state.
             rebuild_timeout: timeout for connecting a process group with its new peers.
-            settings: those of the consensus: arguments of :class:`torchft.ftlib.gossip.Gossip`,
+            settings: settings of the consensus: arguments of :class:`torchft.ftlib.gossip.Gossip`,
                 :class:`torchft.ftlib.lighthouse.Lighthouse` or :class:`torchft.ftlib.shared_storage.SharedStorage`.
 
         Raises:
@@ -115,7 +117,7 @@ class FTLib:
     def initialized(self) -> bool:
         """Whether the communicator connects all members."""
         if self._consensus.active and self._flag.initialized and self.confirm() is ConsensusStatus.FAIL:
-            self._advance(Event.JOINED)  # or a member has failed: the consensus knows which
+            self._advance(Event.JOINED)  # or a member has failed: the consensus reports which one
         return self._flag.initialized
 
     def skip_allreduce(self) -> bool:
@@ -143,18 +145,18 @@ class FTLib:
         return self._answer
 
     def get_member_list(self) -> View:
-        """Waits until the members agree on a view, and confirms it. ``execute`` and the averages call it."""
+        """Waits until the members agree on a view, and confirms it. Called by ``execute`` and the averages."""
         view = self._view = self._consensus.get_member_list()
         ended, reason = self._ended
-        if ended == view.number:  # the report came before the view
+        if ended == view.number:  # the report of its end came before the view
             raise RuntimeError(f"view {ended} does not hold any more: {reason}")
         alone = len(view.members) == 1
         self._answer = ConsensusStatus.SKIP_ALLREDUCE if alone else ConsensusStatus.SUCCESS
         return view
 
     def new_member_join(self) -> None:
-        """Called when a process wants to become a member. The communicator is rebuilt after the collective in
-        progress, if any.
+        """Called when a process wants to become a member. The communicator is rebuilt after the collective in progress,
+        if any.
         """
         self._advance(Event.JOINED)
 
@@ -167,18 +169,18 @@ class FTLib:
             self._advance(Event.MEMBER_FAILED)
             try:
                 self._framework.abort()
-            # an error must not end the thread of the consensus, which may have to renew a record
+            # an error must not end the calling thread of the consensus, which may also renew this member's record
             except Exception as e:
                 _logger.warning("view %d: the communicator could not be aborted: %s", view, e)
 
     # Collectives
 
     def execute(self, func: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Calls a function that does collectives, with a communicator of all members; alone, if there is no other one.
+        """Calls a function that runs collectives, with a communicator of all members, which may be this member alone.
 
         Raises:
             RebuildFailed: the function was not called.
-            Exception: what the function raised; the communicator is then rebuilt before the next call.
+            Exception: the function's error; the communicator is then rebuilt before the next call.
         """
         status = self._prepare()
         if status is FTAllReduceStatus.FAIL:
@@ -189,7 +191,9 @@ class FTLib:
             return func(*args, **kwargs)
 
     def allreduce_average(self, tensors: list[torch.Tensor]) -> FTAllReduceStatus:
-        """Averages each tensor over all members, in place. It raises only for mistakes of the caller."""
+        """Averages each tensor over all members, in place. It raises only for mistakes of the caller; other errors are
+        returned as a status.
+        """
         status = self._prepare()
         if status is not None:
             return status
@@ -201,10 +205,10 @@ class FTLib:
         return FTAllReduceStatus.SUCCESS
 
     def wait_gradients_ready(self, model: nn.Module) -> FTAllReduceStatus:
-        """The mean of every gradient over all members; where :func:`allreduce_hook` has begun, waits for its averages.
-        A gradient that this member does not have counts as zero.
+        """Averages every gradient over all members, or waits for the averages that :func:`allreduce_hook` has begun. A
+        gradient that this member does not have counts as zero.
 
-        After SUCCESS and NO_NEED this is a step of the state: step the optimizer before the next call.
+        After SUCCESS and NO_NEED, :attr:`step` has grown by one: step the optimizer before the next call.
         """
         overlapped, self._overlapped = self._overlapped, None
         status = overlapped.end() if overlapped else self.allreduce_average(_gradients(model))
@@ -214,13 +218,13 @@ class FTLib:
         return status
 
     def close(self) -> None:
-        """Leaves; the other members go on. The process group is the caller's."""
+        """Leaves the job; the other members continue. The process group still belongs to the caller."""
         self._consensus.close()
         self._framework.abort()
 
     def _prepare(self) -> Optional[FTAllReduceStatus]:
-        """Prepares a collective. Returns a status if there must be none."""
-        # the averages were never waited for, perhaps because the backward pass raised an error
+        """Prepares a collective. Returns a status if it must not begin, else None."""
+        # averages that were not waited for, perhaps because the backward pass raised an error
         if self._overlapped is not None:
             self._overlapped.end()
         if not self.initialized():
@@ -300,8 +304,8 @@ def allreduce_hook(ftlib: FTLib, bucket: dist.GradBucket) -> torch.futures.Futur
     """A communication hook of PyTorch's DistributedDataParallel: averages overlap with the backward pass.
 
     ``ddp = DistributedDataParallel(model, process_group=ProcessGroupDummy(0, 1), find_unused_parameters=True)``, then
-    ``ddp.register_comm_hook(ftlib, allreduce_hook)``: buckets are then equal in all members. Each backward pass is
-    followed by ``wait_gradients_ready``, which has the status; the hook never raises.
+    ``ddp.register_comm_hook(ftlib, allreduce_hook)``: buckets are then equal in all members. Call
+    ``wait_gradients_ready`` after each backward pass: it returns the status, because the hook never raises.
     """
     if ftlib._overlapped is None or ftlib._overlapped.over(bucket):
         ftlib._overlapped = _Overlapped(ftlib)
@@ -323,7 +327,9 @@ class _Overlapped:
             self._open.enter_context(ftlib._in_collective())
 
     def over(self, bucket: dist.GradBucket) -> bool:
-        """Whether the bucket belongs to a later pass: this one was ended, or its backward pass raised an error."""
+        """Whether the bucket belongs to a later pass, because this one was ended or its backward pass raised an
+        error.
+        """
         return self._ended or (not self._whole and bucket.index() == 0)
 
     def add(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -333,7 +339,7 @@ class _Overlapped:
                 work = self._ftlib._framework.start_average(buffer)
                 self._works.append(work)
                 if work is not None:
-                    return work.get_future().then(lambda _: buffer)  # also if the work failed: the status says so
+                    return work.get_future().then(lambda _: buffer)  # also if the work failed: the status then shows it
             except Exception as e:
                 self._error = e
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -341,7 +347,9 @@ class _Overlapped:
         return done
 
     def end(self) -> FTAllReduceStatus:
-        """Waits for the averages. Those of an incomplete pass are invalid: peers wait for its last bucket."""
+        """Waits for the averages. If the pass is incomplete they are invalid, because peers wait for its last
+        bucket.
+        """
         if self._status is None:
             self._status = self._wait()
         self._ended = True

@@ -10,11 +10,11 @@ from torchft.ftlib.views import Identity, View
 
 
 class ConsensusStatus(Enum):
-    """The answers of ``confirm``."""
+    """The results of ``confirm``."""
 
     SUCCESS = "success"  # the last list of members still holds
-    FAIL = "fail"  # it does not hold: a member joined or failed
-    SKIP_ALLREDUCE = "skip_allreduce"  # it holds, and this member is the only one
+    FAIL = "fail"  # the list does not hold: a member joined or failed
+    SKIP_ALLREDUCE = "skip_allreduce"  # the list holds, and this member is the only one
 
 
 class FTAllReduceStatus(Enum):
@@ -23,7 +23,7 @@ class FTAllReduceStatus(Enum):
     NO_NEED = "no_need"  # this member is the only one, so its values are the average
     SUCCESS = "success"
     FAIL = "fail"  # a collective or a rebuild failed, and the values are invalid; see ``FTLib.error``
-    # nothing was averaged, because there are new members and perhaps another state; compute the values again
+    # nothing was averaged, because members and perhaps the state have changed; compute the values again
     ABORT = "abort"
 
 
@@ -40,8 +40,8 @@ class Listener(Protocol):
 class Consensus(ABC):
     """Agrees with the other members on the list of members.
 
-    An active one is asked: FTLib calls ``confirm`` at most once between two collectives. A passive one is never asked
-    whether its list holds; it notifies its listener.
+    FTLib calls ``confirm`` of an active consensus, at most once between two collectives. A passive consensus notifies
+    its listener instead, and its ``confirm`` is never called.
     """
 
     active: bool = False
@@ -49,17 +49,17 @@ class Consensus(ABC):
 
     @abstractmethod
     def get_member_list(self) -> View:
-        """Waits until all members of a view have asked for it, and gives that view.
+        """Waits until all members of a view have called this, and returns that view.
 
-        It confirms the view. Its number is a new one, even if the members are those of the last view.
+        This confirms the view. Its number is new, even if the members are those of the last view.
 
         Raises:
-            TimeoutError: there was none within the timeout of the consensus; the text says what is waited for.
+            TimeoutError: there was none within the timeout of the consensus; the text names what is missing.
         """
 
     def confirm(self) -> ConsensusStatus:
-        """Whether the last list of members still holds. If not, ``get_member_list`` is called next.
-        Active ones only.
+        """Whether the last list of members still holds; for active consensuses. If it does not, FTLib calls
+        ``get_member_list`` next.
         """
         raise NotImplementedError(f"{type(self).__name__}.confirm: a passive consensus is not asked")
 

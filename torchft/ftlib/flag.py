@@ -1,8 +1,8 @@
-"""Whether the communicator may be used: FTLib's ``initialized`` flag, as a pure machine.
+"""FTLib's ``initialized`` flag, which shows whether the communicator may be used, as a pure state machine.
 
-Three things reset it: a member joins, a collective fails (a timeout is such a failure), a member fails. A join during
-a collective takes effect after it, and one during a rebuild after that: its list of members may be older than the join.
-The failure of a member takes effect at once, because the collective cannot succeed any more.
+Three events reset it: a member joins, a collective fails (a timeout is a failure), a member fails. A join during a
+collective or a rebuild takes effect at its end; a rebuild then has to be repeated, because its list of members may be
+older than the join. The failure of a member takes effect at once, because the collective cannot succeed any more.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Event(Enum):
 class Flag:
     """
     Attributes:
-        initialized: the communicator connects all members of the last list.
-        busy: a collective or a rebuild runs.
-        pending: a member joined meanwhile, or failed during a rebuild.
+        initialized: whether the communicator connects all members of the last list.
+        busy: whether a collective or a rebuild runs.
+        pending: whether a member joined meanwhile, or failed during a rebuild.
     """
 
     initialized: bool = False

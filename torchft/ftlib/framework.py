@@ -1,4 +1,4 @@
-"""The interface of a communication library for FTLib, and its implementation by torchft's process groups."""
+"""The interface of a communication library for FTLib, and its implementation with torchft's process groups."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Framework(ABC):
 
     @property
     def device(self) -> torch.device:
-        """The device of the tensors that FTLib makes for it."""
+        """The device of tensors that FTLib makes for collectives."""
         return torch.device("cpu")
 
     @abstractmethod
@@ -28,7 +28,7 @@ class Framework(ABC):
         """Connects with the peers; each of them calls this.
 
         Args:
-            rank: of this member.
+            rank: rank of this member.
             size: number of members.
             address: "host:port/prefix" of a TCPStore that is known to all, with a prefix for each rebuild.
 
@@ -69,8 +69,8 @@ class ProcessGroupFramework(Framework):
     """A process group of torchft, or a native one that can be reconfigured.
 
     Args:
-        pg: the group; it has no peers yet, and belongs to the caller.
-        timeout: for connecting with new peers.
+        pg: the group; it has no peers yet, and still belongs to the caller.
+        timeout: timeout of connecting to new peers.
     """
 
     def __init__(self, pg: dist.ProcessGroup, timeout: timedelta = timedelta(seconds=60)) -> None:

@@ -1,7 +1,7 @@
-"""Consensus by the members alone: they find each other by gossip (hashicorp/memberlist, in the Go core).
+"""Consensus without a server: the members find each other by gossip (hashicorp/memberlist, in the Go core).
 
-It is passive: a thread waits for what the core reports about the own view. ``go/gossip/agree`` decides which view that
-is, and says why at most one is live.
+It is passive: a thread waits for the core's reports about this member's view. ``go/gossip/agree`` decides on the views,
+and explains why at most one is live.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _LONGEST_WAIT = timedelta(hours=1)
 class Gossip(Consensus):
     """
     Args:
-        seeds: "host:port" of members, as a list or separated by commas: this process joins a job where one of them is.
-            Without seeds it founds the job. The first view of a job holds more than half of the seeds, so that all
-            processes can have the same list, this one among it.
-        name: of this member, unique in the job; default: a random one. A process that is started again under the name
-            of a failed one takes its place.
-        port: for TCP and UDP; 0: any.
+        seeds: "host:port" of members, as a list or separated by commas: this process joins the job of the first one
+            that it reaches. Without seeds it founds the job. The first view of a job contains more than half of the
+            seeds, so that all processes can have the same list of seeds, which may include themselves.
+        name: name of this member, unique in the job; default: a random one. A process that starts under the name of a
+            failed member replaces it.
+        port: port for TCP and UDP; 0: any.
         min_members: the smallest list of members.
-        timeout: for a list of members.
-        connect_timeout: for reaching a seed.
+        timeout: timeout of waiting for a list of members.
+        connect_timeout: timeout of reaching a seed.
 
     Raises:
         ValueError: a setting is not allowed.
@@ -56,7 +56,7 @@ class Gossip(Consensus):
         self.identity = Identity(checked_name(name), time.time_ns())
         listed = seeds.split(",") if isinstance(seeds, str) else seeds
         named = [seed for seed in (str(each).strip() for each in listed) if seed]
-        host = announced_host(f"http://{named[0]}" if named else None)  # the host's address on the route towards a seed
+        host = announced_host(f"http://{named[0]}" if named else None)  # this host's address on the route to a seed
         self._timeout = timeout
         self._listener: Optional[Listener] = None
         self._closed = threading.Event()
@@ -77,7 +77,7 @@ class Gossip(Consensus):
 
     @property
     def address(self) -> str:
-        """ "host:port", by which other processes name this one as a seed."""
+        """ "host:port", under which other processes can use this one as a seed."""
         return self._node.address()
 
     def attach(self, listener: Listener) -> None:
@@ -121,14 +121,16 @@ class _Node(_Server):
         self._serve("pyapi_GossipStart", text, _micros("connect_timeout", connect_timeout), security())
 
     def view(self, name: str, timeout: timedelta) -> tuple[Identity, View]:
-        """Returns a view, and this member's incarnation in it, which is higher than the clock's if a
-        higher one was known.
+        """Returns a view and this member's incarnation in it. The incarnation is the time, or more if a higher one was
+        known.
         """
         said = json.loads(self._go.run(self._go.pyapi_GossipViewStart, self._handle, _micros("timeout", timeout)))
         members = (Member(Identity(m["name"], m["incarnation"]), m["address"]) for m in said["members"])
         return Identity(name, said["incarnation"]), View(said["number"], tuple(members))
 
     def news(self, timeout: timedelta) -> tuple[int, str, list[str]]:
-        """Waits for a report: the number of the view, why it ended (empty: it has not), and the joining processes."""
+        """Waits for a report: number of the view, the reason if it has ended (else empty), and the joining
+        processes.
+        """
         said = json.loads(self._go.run(self._go.pyapi_GossipNewsStart, self._handle, _micros("timeout", timeout)))
         return said["view"], said["ended"], said["joining"] or []

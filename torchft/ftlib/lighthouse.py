@@ -1,7 +1,7 @@
 """Consensus by the lighthouse: the members are the groups of its quorum, and each process is a group of one rank.
 
-It is active: before each collective it asks once whether a process has joined, and all members are answered when all
-have asked, as at each step of a Manager. The lighthouse reports failures.
+It is active. Before each collective every member requests a quorum, as at each step of a Manager: the lighthouse
+answers when all members have asked, and the answer shows whether a process has joined. It also reports failures.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _MINUTE = timedelta(seconds=60)
 class Lighthouse(Consensus):
     """
     Args:
-        name: of this member, unique in the job; default: a random one.
+        name: name of this member, unique in the job; default: a random one.
         lighthouse_addr: ``http://host:port``; default: TORCHFT_LIGHTHOUSE.
-        timeout: for a list of members.
-        connect_timeout: for reaching the lighthouse.
+        timeout: timeout of waiting for a list of members.
+        connect_timeout: timeout of reaching the lighthouse.
 
     Raises:
-        ValueError: no address, or a name that the lighthouse could not separate from the number behind it.
+        ValueError: there is no address, or the name contains characters that separate it from the incarnation.
         RuntimeError: the lighthouse is not reached in time.
     """
 

@@ -2,11 +2,11 @@
 
 There is no server. A thread renews this member's record, reads the others' records, and reports changes to FTLib. A
 record expires when its content has not changed for ``expiry``, measured by the observer's own monotonic clock. A member
-that cannot renew its own record for six tenths of that time counts itself as failed, so that it has left before the
+that cannot renew its own record for six tenths of that time considers itself failed, so that it has stopped before the
 others continue without it.
 
-If the file server is down, calls do not return. All of them run on threads that are never joined, and each is waited
-for until a deadline.
+If the file server is down, file operations hang. So all of them run on threads that are never joined, and waits for
+them have a deadline.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ _KEPT_EXPIRIES = 10  # multiples of ``expiry`` until the record of a killed memb
 class SharedStorage(Consensus):
     """
     Args:
-        directory: shared by all members; each job (TORCHFT_JOB_ID) uses a subdirectory. The file system must support
-            hard links and atomic renames.
+        directory: directory shared by all members; each job (TORCHFT_JOB_ID) uses a subdirectory. The file system must
+            support hard links and atomic renames.
         name: name of this member, unique in the job; default: a random one. A restarted process with the name of a
             failed one replaces it without waiting for ``expiry``.
         min_members: the smallest allowed number of members.
-        expiry: a member counts as failed if its record has not changed for this time. It is renewed ten times as often.
+        expiry: time after which a member counts as failed if its record has not changed. Records are renewed ten times
+        |            as often.
         timeout: limit for `get_member_list`, and for the first access to the directory.
 
     Raises:
@@ -79,7 +80,7 @@ class SharedStorage(Consensus):
             before = self._call(self._until(), partial(self._files.check, name))
         except TimeoutError as e:
             raise RuntimeError(str(e)) from None
-        # Larger than all earlier incarnations, even if one of them ran on a host whose clock is ahead.
+        # Larger than all earlier incarnations, even if the clock of an earlier host is ahead.
         self.identity = Identity(name, max(time.time_ns(), before + 1))
         self._store, address = host_store(timeout)
         self._record = Record(address)
@@ -104,7 +105,7 @@ class SharedStorage(Consensus):
         while True:
             latest, alive = self._call(deadline, self._look)
             if self.identity not in alive:
-                raise RuntimeError(f"{self.identity} is no member any more: a later life of it has taken its place")
+                raise RuntimeError(f"{self.identity} is no member any more: a later incarnation has replaced it")
             action = decide(self.identity, alive, latest, self._min_members)
             if isinstance(action, Take):
                 self._view = action.view
@@ -138,8 +139,8 @@ class SharedStorage(Consensus):
         return time.monotonic() + self._timeout.total_seconds()
 
     def _call(self, deadline: float, function: Callable[[], T]) -> T:
-        """Calls a function that uses the directory. One call at a time: a write that hangs must not
-        replace a later one.
+        """Calls a function that uses the directory. One call at a time: otherwise a hanging write could complete after
+        a later one and overwrite it.
 
         Raises:
             TimeoutError: the directory does not answer before the deadline, or hangs in another call.
@@ -162,7 +163,7 @@ class SharedStorage(Consensus):
 
             try:
                 threading.Thread(target=run, name="torchft_ftlib_directory", daemon=True).start()
-            except BaseException:  # for example, no thread could be started: later calls must not wait for this one
+            except BaseException:  # no thread could be started, for example: later calls must not wait for this one
                 self._idle.release()
                 raise
             wait([result], max(0.0, deadline - time.monotonic()))
@@ -211,7 +212,7 @@ class SharedStorage(Consensus):
         troubled = False
         while not self._closed.wait(every):
             view = self._view
-            # The others continue without this member after ``expiry``: it must have left by then, even if the
+            # The others continue without this member after ``expiry``: it must have stopped by then, even if the
             # directory hangs.
             deadline = max(self._renewed + 5 * every, time.monotonic() + every)
             try:

@@ -1,9 +1,9 @@
-"""What a member does next when a directory holds the members' records and the views. Pure, and free of torch.
+"""Decides a member's next action from the records and views in a shared directory. Pure, without torch.
 
-Views are numbered, and the directory lets one process create each number. A member that needs a view *wants* a number
-above that of the latest view. When all live members want one, the first of them in order creates the next view; each
-of its members confirms its digest, and takes the view when all have confirmed. A member that wants a higher number has
-left all views below it.
+Views are numbered, and each number can be created by only one process. A member that needs a view *wants* a number
+above that of the latest view. When all live members want one, the first of them in order creates the next view. Each
+member of the view confirms its digest, and uses the view when all have confirmed. A member that wants a number has
+left all views with smaller numbers.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torchft.ftlib.views import Identity, Member, View, newest
 
 
 class Record(NamedTuple):
-    """What a member writes about itself.
+    """The record that a member writes about itself.
 
     Attributes:
-        address: of its store.
-        wants: smallest number of a view that it may still take.
+        address: address of its store.
+        wants: smallest number of a view that it may still use.
         confirmed: digest of the last view that it confirmed.
     """
 
@@ -31,14 +31,14 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class Want:
-    """Action: write that views below this number are left."""
+    """Action: write in the record that this member has left all views below this number."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class Confirm:
-    """Action: write that the view is confirmed."""
+    """Action: write in the record that this member confirms the view."""
 
     view: View
 
@@ -59,7 +59,7 @@ class Take:
 
 @dataclass(frozen=True)
 class Wait:
-    """Action: wait for these members; if there are none, for further members."""
+    """Action: wait for these members; if the list is empty, for further members."""
 
     members: tuple[Identity, ...]
 
@@ -79,7 +79,7 @@ def decide(me: Identity, alive: Mapping[Identity, Record], latest: Optional[View
         me: this member; it is in ``alive``.
         alive: records of live members, one incarnation of each name.
         latest: the view with the largest number.
-        min_members: the smallest view that is created.
+        min_members: smallest number of members of a view.
     """
     number = latest.number if latest else 0
     mine = alive[me]
@@ -105,7 +105,7 @@ class News(NamedTuple):
 
     Attributes:
         joining: processes that want to become members.
-        ended: why the view does not hold any more; empty as long as it does.
+        ended: the reason why the view does not hold any more; empty while it holds.
     """
 
     joining: tuple[Identity, ...]
@@ -115,10 +115,10 @@ class News(NamedTuple):
 def news(me: Identity, alive: Mapping[Identity, Record], view: View, latest: int) -> News:
     """
     Args:
-        me: a member of the view.
+        me: this member, which is in the view.
         alive: as in ``decide``; this member may be absent, if its own record expired.
-        view: that this member took.
-        latest: the largest number of a view.
+        view: the view that this member adopted.
+        latest: number of the latest view.
     """
     ended = ""
     if latest > view.number:

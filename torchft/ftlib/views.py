@@ -14,7 +14,7 @@ class Identity(NamedTuple):
     """One incarnation of a member.
 
     Attributes:
-        name: unique in the job at a time.
+        name: name, unique among the members of the job at any time.
         incarnation: increases with each start of a process of this name.
     """
 
@@ -36,7 +36,7 @@ def checked_name(name: Optional[str]) -> str:
 class Member(NamedTuple):
     """
     Attributes:
-        identity: of the member.
+        identity: identity of the member.
         address: "host:port" of the store that it hosts.
     """
 
@@ -49,8 +49,8 @@ class View:
     """A list of members that all of them have agreed on.
 
     Attributes:
-        number: names the agreement; no other view of the job has it, and later ones have larger numbers.
-        members: in any order.
+        number: number of the view, unique in the job; later views have larger numbers.
+        members: the members, in any order.
     """
 
     number: int
@@ -83,25 +83,25 @@ def newest(identities: Iterable[Identity]) -> list[Identity]:
 
 
 class RankAssignScheme:
-    """Computes ranks from a list of members, equally in each member and without communication."""
+    """Computes ranks from a list of members. All members get the same result, without communication."""
 
     @staticmethod
     def get_rank_rand_size(member_list: Iterable[Identity], identity: Identity) -> tuple[int, int]:
         """Returns rank and size.
 
-        Ranks follow the order of the names; of several incarnations of one name the latest one counts.
+        Ranks follow the order of the names. If a name has several incarnations, only the latest one counts.
 
         Args:
-            member_list: in any order.
-            identity: of the member whose rank is returned.
+            member_list: the members, in any order.
+            identity: identity of the member whose rank is returned.
 
         Raises:
-            ValueError: it is not in the list, or is not the latest incarnation of its name.
+            ValueError: ``identity`` is not in the list, or is not the latest incarnation of its name.
         """
         members = newest(member_list)
         if identity not in members:
             later = next((other for other in members if other.name == identity.name), None)
-            why = f"a later life of it, {later.incarnation}, has taken its place" if later else f"allowed: {members}"
+            why = f"a later incarnation, {later.incarnation}, has replaced it" if later else f"allowed: {members}"
             raise ValueError(f"{identity} is no member: {why}")
         return members.index(identity), len(members)
 
@@ -112,7 +112,7 @@ class Progress(NamedTuple):
     """The progress of a member's state.
 
     Attributes:
-        view: the one in which its last step was made; -1: it has made none.
+        view: number of the view of its last step; -1: it has made no step.
         step: number of steps in the state.
     """
 
@@ -123,8 +123,9 @@ class Progress(NamedTuple):
 def source(progress: Sequence[Progress]) -> tuple[int, list[int]]:
     """Returns the rank whose state the others take over, and the ranks that take it over.
 
-    Members that made their last step in one view have equal states at equal steps. Those of a later view count, since
-    its members left the others behind. States without a step are initial weights, which may differ.
+    Members whose last step was in the same view and has the same number have equal states. The members with the latest
+    view count as most advanced, because that view continued without the others. States without a step are initial
+    weights, which may differ.
     """
     best = max(progress)
     root = progress.index(best)

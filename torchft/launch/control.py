@@ -15,16 +15,16 @@ from pathlib import Path
 
 from torchft.launch.job import LocalJob
 
-_ANSWER_SEC = 20.0  # the job looks ten times per second, but may wait for its lighthouse in between
+_ANSWER_SEC = 20.0  # seconds; the job calls `look` ten times per second, but may wait for its lighthouse in between
 _LONGEST = 4096  # bytes of a request
 
 
 class Control:
-    """Answers requests of other processes. The loop of the job calls `look`, and closes it."""
+    """Answers requests of other processes. The loop of the job calls `look` repeatedly."""
 
     def __init__(self) -> None:
         self.path = _folder() / f"{os.getpid()}.sock"
-        self.path.unlink(missing_ok=True)  # left by an earlier process with the same number
+        self.path.unlink(missing_ok=True)  # left by an earlier process with the same process id
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(str(self.path))
         self._socket.listen()

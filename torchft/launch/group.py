@@ -47,10 +47,10 @@ class ReplicaGroup:
 
         Args:
             lighthouse: address of the lighthouse, ``TORCHFT_LIGHTHOUSE`` for the group.
-            env: further environment variables, also in place of those that this class sets.
+            env: further environment variables, which override those that this class sets.
         """
-        # Groups on one host need rendezvous ports of their own: --standalone picks a free port, while older releases of
-        # torchrun otherwise use a fixed one.
+        # --standalone picks a free port for the rendezvous. Otherwise older releases of torchrun use a fixed port,
+        # which several groups on one host cannot share.
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(self.nproc)]
         own = {
             "REPLICA_GROUP_ID": str(self.number),

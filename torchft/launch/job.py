@@ -24,9 +24,9 @@ _ANSWER_SEC = 1.0
 # The timeout of a drain request is longer, because a group that does not receive it is ended in mid-step.
 _REQUEST_SEC = 4.0
 _ASK_EVERY_SEC = 0.5
-# A group that got SIGTERM ends after TORCHFT_GRACE_S at the latest. This much later it is killed.
+# A group ends at the latest TORCHFT_GRACE_S after SIGTERM. It is killed if it still runs this many seconds later.
 _AFTER_GRACE_SEC = 2.0
-# How long a drained group may take to leave, before SIGTERM: its script may never ask for `draining()`.
+# How long a drained group may take to leave before it gets SIGTERM: its script may never call `draining()`.
 _DRAIN_SEC = 30.0
 _RATE_OVER_SEC = 5.0
 
@@ -36,16 +36,16 @@ class Member:
     """The state of one group."""
 
     group: ReplicaGroup
-    port: int = 0  # of its manager server, which identifies the group among the lighthouse's members
+    port: int = 0  # address of its manager server, which identifies the group among the lighthouse's members
     state: str = "starting"
     step: int = 0
-    fruitless: int = 0  # incarnations in a row that took part in no step
+    fruitless: int = 0  # consecutive incarnations that took part in no step
     took_part: bool = False  # whether this incarnation participated in a step
     restart_at: float | None = None
     leaving: bool = False
     abandoned: str = ""  # why it is not restarted; empty if it is
-    end_by: float | None = None  # time of its SIGTERM, unless it has left before
-    replica_id: str = ""  # as the lighthouse knows it
+    end_by: float | None = None  # time at which it gets SIGTERM if it has not left
+    replica_id: str = ""  # the lighthouse's record of it
     history: deque[tuple[float, int]] = field(default_factory=deque)  # (seconds, step)
 
     @property
@@ -54,7 +54,7 @@ class Member:
 
     @property
     def rate(self) -> float:
-        """Steps per second, over the last seconds."""
+        """Steps per second, averaged over the last seconds."""
         if len(self.history) < 2:
             return 0.0
         (began, first), (now, last) = self.history[0], self.history[-1]
@@ -66,11 +66,11 @@ class LocalJob:
 
     Args:
         make_group: makes group ``number``, without starting it.
-        replicas: the number of groups at first.
-        most: the largest number for ``scale``.
-        lighthouse: its address.
+        replicas: initial number of groups.
+        most: largest number of groups for ``scale``.
+        lighthouse: address of the lighthouse.
         kill_every: seconds between two kills of a group chosen at random; None: no kills.
-        seed: of the random choice.
+        seed: seed of the random choice.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class LocalJob:
     def scale(self, replicas: int) -> None:
         """Adds groups, or drains the last ones, which leave at the end of a step, so that the others lose none.
 
-        A group that is no longer restarted is started again.
+        Groups that were no longer restarted are started again.
 
         Raises:
-            ValueError: fewer than one, or more than ``most``.
+            ValueError: ``replicas`` is below one or above ``most``.
         """
         if not 1 <= replicas <= self.most:
             raise ValueError(f"{replicas} replica groups are not allowed; allowed: 1 to {self.most}")
@@ -148,10 +148,11 @@ class LocalJob:
         show(self)
 
     def end(self, grace: float) -> None:
-        """Sends SIGTERM to all groups, on which a script may leave between two steps, and kills those that do not end.
+        """Sends SIGTERM to all groups, so that their scripts can end between two steps, and kills those that do not
+        end.
 
         Args:
-            grace: the seconds that they may take, the value of TORCHFT_GRACE_S.
+            grace: seconds that they may take, the value of TORCHFT_GRACE_S.
         """
         for member in self.members:
             member.group.terminate()
@@ -166,7 +167,7 @@ class LocalJob:
             member.group.kill()
 
     def _drain(self, member: Member) -> None:
-        """Drains a group that the lighthouse knows; any other gets SIGTERM now."""
+        """Drains a group that the lighthouse knows. Any other group gets SIGTERM at once."""
         if member.running and member.replica_id and drain(self._lighthouse, member.replica_id):
             member.end_by = time.monotonic() + _DRAIN_SEC
         else:
@@ -178,7 +179,7 @@ class LocalJob:
         member.took_part, member.restart_at, member.step = False, None, 0
         member.replica_id, member.end_by = "", None
         member.history.clear()
-        # SIGTERM drains a group whose script asks `draining()`. Other scripts handle it as before.
+        # SIGTERM drains a group whose script calls `draining()`. It ends other scripts, unless they handle it.
         leave_on = {LEAVE_ON_ENV: os.environ.get(LEAVE_ON_ENV, signal.SIGTERM.name)}
         member.group.start(self._lighthouse, {"TORCHFT_MANAGER_PORT": str(member.port), **leave_on})
 
@@ -209,7 +210,9 @@ class LocalJob:
             member.restart_at = now + delay
 
     def _stop_restarting(self, member: Member, status: int) -> None:
-        """Stops restarting a group. The job ends if no group has ever taken part: then the script itself fails."""
+        """Stops restarting a group. The job ends if no group has ever taken part in a step: then the script is at
+        fault.
+        """
         member.abandoned = (
             f"group {member.group.number} ended {FRUITLESS_LIVES} times before it took part in a step, the last time "
             f"with status {status}"
@@ -251,7 +254,7 @@ def status(lighthouse: str) -> list[dict[str, Any]]:
 
 
 def drain(lighthouse: str, replica_id: str) -> bool:
-    """Asks a group to leave at the end of a step. False if the lighthouse could not pass that on."""
+    """Drains a group through the lighthouse. Returns False if the lighthouse could not pass the request on."""
     try:
         Lighthouse(lighthouse, timeout=_REQUEST_SEC).ask("drain", replica_id)
     except (Unanswered, ValueError):
@@ -259,7 +262,7 @@ def drain(lighthouse: str, replica_id: str) -> bool:
     return True
 
 
-# The first line that torchrun's agent logs when a worker has failed. Dozens of lines follow, and none has the cause.
+# The first line that torchrun's agent logs when a worker has failed. Dozens of lines follow, without the cause.
 _OF_TORCHRUN = re.compile(r"torch/distributed/elastic/\S+ failed \(exitcode: ")
 
 

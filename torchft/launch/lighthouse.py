@@ -38,7 +38,7 @@ def lighthouse(log: Path, options: list[str], bind: str = "127.0.0.1:0") -> Iter
     Raises:
         LaunchError: it did not start; the message says why, for example that the address is in use.
     """
-    # not the installed command, which may be missing from PATH or belong to another environment
+    # not the installed command, which may not be in PATH or may belong to another environment
     main = "from torchft._torchft import lighthouse_main; lighthouse_main()"
     # No state on disk: the lighthouse ends with the job, and no later one continues it.
     command = [sys.executable, "-c", main, "--bind", bind, "--state_dir", "", *options]
@@ -54,10 +54,10 @@ def lighthouse(log: Path, options: list[str], bind: str = "127.0.0.1:0") -> Iter
 
 
 def _port_of(process: subprocess.Popen[bytes], bind: str, log: Path, before: int) -> int:
-    """The port on which it listens, read from its log: on the requested port another process may listen."""
+    """The port of the lighthouse, read from its log. The requested port may belong to another process."""
     deadline = time.monotonic() + _START_SEC
     while True:
-        ended = process.poll() is not None  # checked before the log is read, which then has its last line
+        ended = process.poll() is not None  # checked before the log is read, so that the log is complete
         with log.open("rb") as lines:
             lines.seek(before)
             said = lines.read().decode(errors="replace")

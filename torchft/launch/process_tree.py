@@ -13,7 +13,7 @@ from pathlib import Path
 def start(
     command: list[str], log: Path, env: dict[str, str] | None = None, cwd: Path | None = None
 ) -> subprocess.Popen[bytes]:
-    """Starts a command in a session of its own, its output appended to `log`."""
+    """Starts a command in a new session; its output is appended to `log`."""
     with log.open("ab") as output:
         return subprocess.Popen(
             command,
@@ -32,7 +32,7 @@ def _end_with_parent() -> None:
     _libc.prctl(1, signal.SIGKILL)
 
 
-_libc = ctypes.CDLL(None)  # before the fork: nothing is imported or loaded in the child
+_libc = ctypes.CDLL(None)  # before the fork, so that nothing is imported or loaded in the child
 
 
 def tree(pid: int) -> list[int]:
@@ -47,13 +47,13 @@ def tree(pid: int) -> list[int]:
 def kill_tree(process: subprocess.Popen[bytes]) -> list[int]:
     """Sends SIGKILL to a process and all of its descendants, as if their host had failed.
 
-    Returns their pids. torchrun gives each worker a session of its own, so a signal to the process
-    group of the agent would miss them.
+    Returns their pids. torchrun starts each worker in a new session, so a signal to the process group of the agent
+    would not reach them.
     """
     if process.poll() is not None:
         return []
     pids = [process.pid]
-    while True:  # until no new process is found: a stopped process cannot fork
+    while True:  # all are stopped first, until no new process is found, because a stopped process cannot fork
         for pid in pids:
             _signal(pid, signal.SIGSTOP)
         found = tree(process.pid)
@@ -67,7 +67,7 @@ def kill_tree(process: subprocess.Popen[bytes]) -> list[int]:
 
 
 def alive(pids: list[int]) -> list[int]:
-    """The processes that still run, without zombies."""
+    """Those of the processes that still run; zombies do not count."""
     return [pid for pid, _, state in _processes() if pid in pids and state not in "ZX"]
 
 
@@ -78,7 +78,7 @@ def _processes() -> list[tuple[int, int, str]]:
         try:
             # The name, in parentheses, may itself hold spaces and parentheses.
             state, parent = path.read_text().rpartition(")")[2].split()[:2]
-        except OSError:  # it ended meanwhile
+        except OSError:  # the process has ended meanwhile
             continue
         found.append((int(path.parent.name), int(parent), state))
     return found

@@ -3,8 +3,8 @@
 | file | what it holds |
 |---|---|
 | ``local_sgd`` | parameters are averaged every so many steps |
-| ``diloco`` | when which fragment of a model is synchronised; the checks of the arguments |
-| ``fragment`` | one fragment: its last global parameters, what it sends, the outer step |
+| ``diloco`` | the schedule: which fragment of a model is synchronised when; the checks of the arguments |
+| ``fragment`` | one fragment: its last global parameters, the values it sends, the outer step |
 | ``buckets`` | the buffers of the collectives |
 | ``inner_steps`` | hooks that run after each step of the inner optimizer |
 | ``parameters`` | which parameters take part, and their local parts (DTensor) |

@@ -1,7 +1,7 @@
 """The buffers of the collectives: each parameter alone, or all of one dtype concatenated and cut into buckets.
 
-A collective costs some tenths of a millisecond whatever its size, so that a model of many small parameters is faster
-in buckets. Where a piece begins depends on the sizes alone: all groups cut alike.
+A collective of any size costs some tenths of a millisecond, so a model of many small parameters is faster in buckets.
+The boundaries of the pieces depend only on the sizes of the parameters, so all groups have the same pieces.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Buffers:
     """Memory for sending and receiving.
 
     Attributes:
-        views: one tensor for each requested one, with its shape and type.
-        pieces: the same memory as it is sent, one collective for each piece.
+        views: a tensor for each requested one, with its shape and type.
+        pieces: the same memory, cut for sending: each piece is sent by one collective.
     """
 
     views: list[torch.Tensor]
@@ -35,8 +35,8 @@ def bucket_bytes(use_bucketization: bool, bucket_cap_mb: Optional[int]) -> Optio
     """The size of a piece in bytes; None if each tensor is sent by itself.
 
     Args:
-        use_bucketization: TORCHFT_USE_BUCKETIZATION=True does the same.
-        bucket_cap_mb: in MiB; default: 1024.
+        use_bucketization: whether there are buckets; TORCHFT_USE_BUCKETIZATION=True does the same.
+        bucket_cap_mb: largest size of a piece in MiB; default: 1024.
 
     Raises:
         ValueError: the cap is no positive whole number, or the variable is neither True nor False.
@@ -56,7 +56,7 @@ def allocate(like: Sequence[torch.Tensor], cap: Optional[int]) -> Buffers:
 
     Args:
         like: the tensors; nothing is read from them.
-        cap: of a piece in bytes, None: no buckets.
+        cap: largest size of a piece in bytes; None: no buckets.
     """
     if cap is None:
         own = [torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in like]

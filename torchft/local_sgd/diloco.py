@@ -1,4 +1,4 @@
-"""DiLoCo and its streamed form: when which fragment of a model is synchronised."""
+"""DiLoCo and its streamed form: the schedule by which the fragments of a model are synchronised."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ class Due(NamedTuple):
 def due(local_step: int, period: int, delay: int, in_flight: bool) -> Due:
     """Decides whether a synchronisation starts now, and whether one ends.
 
-    "At least", not "equal": one that could not start, because there was no quorum, starts after a later step.
+    The counts are compared by "at least", not "equal": a synchronisation that could not start, because there was no
+    |    quorum, starts after a later step.
 
     Args:
         local_step: inner steps since the last synchronisation ended.
-        period: inner steps from the end of one to the end of the next.
-        delay: inner steps from the start of one to its end.
-        in_flight: whether one has started and not ended.
+        period: inner steps from the end of one synchronisation to the end of the next.
+        delay: inner steps from the start of a synchronisation to its end.
+        in_flight: whether a synchronisation has started and not ended.
     """
     start = not in_flight and local_step >= period - delay
     return Due(start, finish=(start or in_flight) and local_step >= period)
@@ -48,9 +49,9 @@ class DiLoCo(InnerSteps):
 
     The algorithm is that of Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023
     (arXiv:2311.08105), with fragments, delay and mixing of Douillard et al., "Streaming DiLoCo with overlapping
-    communication", 2025 (arXiv:2501.18512). A synchronisation is a step of the Manager: step s is about fragment
-    ``s mod n``, so that all groups have the same order, also one that joins. One that fails puts the fragment's last
-    global parameters back, and the fragment is tried again.
+    communication", 2025 (arXiv:2501.18512). A synchronisation is a step of the Manager. Step s synchronises fragment
+    ``s mod n``, so all groups have the same order, including a group that joins. If a synchronisation fails, the
+    fragment gets its last global parameters back, and the next synchronisation is of the same fragment.
 
         with DiLoCo(manager, [model], inner_optimizer=adamw, outer_optimizer=sgd, sync_every=100):
             for batch in data:
@@ -68,14 +69,14 @@ class DiLoCo(InnerSteps):
         sync_every: inner steps in which every fragment is synchronised once; a multiple of their number.
         backup_device: device of the copy of the last global parameters; default: the CPU.
         pin_memory: whether that copy is in pinned memory, if the model is not on the backup device.
-        use_bucketization: send parameters laid end to end; also with TORCHFT_USE_BUCKETIZATION=True. All groups must
-            agree.
+        use_bucketization: concatenate parameters before they are sent; TORCHFT_USE_BUCKETIZATION=True does the same.
+            Must be equal in all groups.
         bucket_cap_mb: size of a piece in MiB; default: 1024.
         should_quantize: send 8 bits per value.
         fragment_sync_delay: inner steps that run while a fragment is being averaged; less than
             ``sync_every / len(model_fragments)``.
-        fragment_update_alpha: share of a group's own parameters in those with which it continues, the rest being the
-            global ones; 0 to 1.
+        fragment_update_alpha: weight of a group's own parameters in the mean with the global ones, with which it
+            continues; 0 to 1.
 
     Attributes:
         nonfinite_syncs: number of synchronisations whose average contained NaN or Inf. It is used nevertheless.
@@ -142,8 +143,8 @@ class DiLoCo(InnerSteps):
     def restore_global_parameters(self) -> None:
         """Copies the last global parameters of all fragments into the model.
 
-        Groups have the same global parameters, while those that they train on differ: so this comes before an
-        evaluation, and at the end of the training.
+        The parameters in training differ between groups, the global ones are equal. So call this before an evaluation
+        and at the end of the training.
         """
         for fragment in self._fragments:
             fragment.restore()
@@ -162,7 +163,7 @@ class DiLoCo(InnerSteps):
             self._finish()
 
     def _start(self) -> None:
-        self._manager.start_quorum()  # when this returns, a group that is behind has healed and knows the step
+        self._manager.start_quorum()  # when this returns, a group that was behind has healed and knows the step
         for fragment in self._fragments:
             if fragment.refused is not None:
                 self._manager.report_error(fragment.refused)

@@ -1,8 +1,8 @@
-"""One fragment of a model: the parameters that DiLoCo's groups agreed on last, what a group sends, the outer step.
+"""One fragment of a model: DiLoCo's last global parameters, the values that a group sends, and the outer step.
 
 Memory on the model's device, for a fragment of size F: none between two synchronisations (the backup is on
-``backup_device``); F from the start of a synchronisation to its end, which takes the place of the gradients if both are
-in the same inner step; another F during the outer step if ``alpha`` is not 0.
+``backup_device``); F from the start of a synchronisation to its end, in place of the gradients if start and end are in
+the same inner step; another F during the outer step if ``alpha`` is not 0.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ class Fragment:
     Args:
         name: used in errors.
         module: contains the parameters.
-        outer_optimizer: steps these parameters, and leaves its other ones unchanged.
+        outer_optimizer: steps these parameters, and no other parameters that it has.
         manager: the Manager of this rank.
         backup_device: device of the copy of the last global parameters.
         pin_memory: whether a backup of device memory is in pinned memory.
         bucket_bytes: see :func:`torchft.local_sgd.buckets.bucket_bytes`.
         should_quantize: whether the sent values are quantized.
-        free_gradients: whether a start frees the gradients, which nothing needs any more.
-        alpha: share of a group's own parameters in those with which it continues.
+        free_gradients: whether the start of a synchronisation frees the gradients, which are not needed any more.
+        alpha: weight of a group's own parameters in the mean with which it continues.
 
     Attributes:
-        refused: why a peer's state could not be loaded (it is of another model); None if there was no such error.
+        refused: the reason if a peer's state could not be loaded because it is of another model; else None.
 
     Raises:
         ValueError: there are no parameters, or some cannot be sent in the requested way.
@@ -78,7 +78,7 @@ class Fragment:
         self._should_quantize = should_quantize
         self._free_gradients = free_gradients
         self._alpha = alpha
-        # The parameters of the last synchronisation, equal in all groups, by name; of a DTensor the local shard.
+        # The parameters of the last synchronisation, equal in all groups, by name; for a DTensor, the local shard.
         self._global = {n: _backup(local_part(p), backup_device, pin_memory) for n, p in self.parameters.items()}
         self._buffers: Optional[Buffers] = None
         self._works: list[dist._Work] = []
@@ -106,7 +106,7 @@ class Fragment:
         ]
 
     def wait(self) -> None:
-        """Waits until the average has arrived or has failed; the Manager knows which."""
+        """Waits until the average has arrived or failed. The Manager keeps the error."""
         for work in self._works:
             work.wait()
         self._works = []
@@ -116,14 +116,15 @@ class Fragment:
         assert self._buffers is not None
         if all_finite(self._buffers.pieces):
             return None
-        # The average has replaced the values that were sent. The global parameters are finite, or all groups know
-        # that they are not; so values that were not finite are still in this group's own parameters.
+        # The average has overwritten the sent values, but those were the difference of this group's own parameters
+        # and the global ones. Unless all groups were warned before, the global ones are finite; so the own ones
+        # show whether the sent values were.
         own = all_finite(local_part(p) for p in self.parameters.values())
         return f"{self.name}: the average holds NaN or Inf; what this group sent was {'finite' if own else 'not'}"
 
     def commit(self) -> None:
-        """Applies the outer step: from the last global parameters, along the average, to the next ones. The group
-        continues with those.
+        """Applies the outer step, which makes the next global parameters from the last ones and the average. The group
+        continues with them.
 
         Raises:
             Exception: whatever the outer optimizer raises. The fragment then has the last global parameters.
@@ -171,7 +172,7 @@ class Fragment:
     # State for a joining group
 
     def state_dict(self) -> dict[str, Any]:
-        """The outer optimizer's state, and the last global parameters by name (of a DTensor the local shard).
+        """The outer optimizer's state, and the last global parameters by name (for a DTensor, the local shard).
 
         The tensors are the fragment's own, not copies.
         """

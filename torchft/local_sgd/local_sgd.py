@@ -1,4 +1,4 @@
-"""LocalSGD: every group trains on its own, and after every so many steps the parameters are averaged."""
+"""LocalSGD: every group trains on its own, and the parameters are averaged at regular intervals."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class LocalSGD(InnerSteps):
     A synchronisation is a step of the Manager. One that fails leaves each group with its own parameters, and the next
     averages those.
 
-    The averages need memory for one copy of the parameters on their device while a synchronisation runs: until all
-    groups have voted, a group may have to go on with its own.
+    While a synchronisation runs, the averages need memory for one copy of the parameters on their device: until the
+    vote, a group may have to continue with its own.
 
         with LocalSGD(manager, model, optimizer, sync_every=100):
             for batch in data:
@@ -72,14 +72,14 @@ class LocalSGD(InnerSteps):
         """Averages the parameters now.
 
         Raises:
-            RuntimeError, TimeoutError: as :meth:`Manager.start_quorum` and :meth:`Manager.should_commit`.
+            RuntimeError, TimeoutError: raised by :meth:`Manager.start_quorum` or :meth:`Manager.should_commit`.
         """
         self._manager.start_quorum()
         averages = [extract_local_tensor(p) for p in self._parameters.values()]
         for work in [self._manager.allreduce(average) for average in averages]:
             work.wait()
-        # Counted from here, where the groups have met, whatever the vote decides: so all of them start the next
-        # synchronisation in the same step.
+        # All groups reach this point together, so they start the next synchronisation in the same step. The result of
+        # the vote does not matter here.
         self._local_step = 0
         if not self._manager.should_commit():
             return

@@ -42,7 +42,7 @@ def synchronised(module: nn.Module, what: str) -> dict[str, nn.Parameter]:
 
     Args:
         module: the model or fragment.
-        what: its name in errors.
+        what: name of the module in errors.
 
     Raises:
         ValueError: there are none, or a trained parameter cannot be averaged.
@@ -67,9 +67,9 @@ def describe(t: torch.Tensor) -> str:
 
 
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether no value is NaN or Inf. Waits for the device once; nothing of the tensors' size is allocated.
+    """Whether no value is NaN or Inf. Waits for the device once, and allocates only scalars.
 
-    By the smallest and the largest value, which are NaN if any is: five times as fast as a norm on a CPU.
+    It reads the smallest and the largest value, which are NaN if any value is: on a CPU five times as fast as a norm.
     """
     ends = [end.isfinite() for t in tensors if t.numel() > 0 for end in t.aminmax()]
     return not ends or bool(torch.stack(ends).all())

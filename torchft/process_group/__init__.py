@@ -1,6 +1,6 @@
 """Process groups whose peers change from quorum to quorum.
 
-- `base`: the interface, and how new peers are given to a group; `reconfigure`: how they find each other
+- `base`: the interface, with the methods that give a group new peers; `reconfigure`: how the peers find each other
 - `gloo`, `nccl`, `xccl`: groups in this process, which `wrapper` creates for each set of peers; `accelerator`: the
   common part of the last two; `nccl2`: PyTorch's newer NCCL backend
 - `native`, `torchcomms`: groups that stay the same object: PyTorch's own, and torchcomms' communicators
@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-# Some names are read from here when they are used, so that a replacement put here takes effect:
+# torchft reads these names from this module at each use, so that replacing them here (in a test, say) takes effect:
 # context_timeout, stream_timeout, _ErrorSwallowingWork, _WorkAcceleratorTimeout, _BabyWork.
 from torchft.futures import context_timeout, stream_timeout
 from torchft.process_group.accelerator import _WorkAcceleratorTimeout

@@ -1,4 +1,4 @@
-"""Connecting with new peers in a way that an abort can end.
+"""A connection attempt that an abort can end.
 
 PyTorch's stores and Gloo wait in C++ for missing peers until a timeout, and offer no way to end that wait. A peer that
 fails between the quorum and the connection would delay the others until that timeout.
@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 class Attempt(Generic[T]):
-    """A call on a thread of its own, whose result is discarded after `abandon`.
+    """A call on a separate thread; after `abandon`, its result is discarded.
 
-    The thread starts with `result`, so the attempt can be registered for an abort before.
+    `result` starts the thread, so the attempt can be registered for an abort before that.
 
     Args:
         call: may wait for peers.
-        discard: gets what `call` made after `abandon`.
+        discard: gets the result of `call` if that returns after `abandon`.
     """
 
     def __init__(self, call: Callable[[], T], discard: Callable[[T], None]) -> None:
@@ -37,7 +37,7 @@ class Attempt(Generic[T]):
         """Makes the call, once, and waits for its end.
 
         Raises:
-            BaseException: what the call raised, or what `abandon` was given.
+            BaseException: the error of the call, or the one passed to `abandon`.
         """
         threading.Thread(target=self._run, name="torchft_connect", daemon=True).start()
         self._ended.wait()

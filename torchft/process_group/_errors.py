@@ -10,22 +10,23 @@ import torch
 # Operations between two ranks.
 POINT_TO_POINT = ("send", "recv", "recv_anysource")
 
-# What PyTorch's backends say about an operation, option or dtype that they do not support.
+# Texts in the errors of PyTorch's backends for an operation, option or dtype that they do not support.
 _UNSUPPORTED = re.compile(
     r"does not support|not supported|unsupported|invalid scalar type|not implemented|cannot use", re.IGNORECASE
 )
 
 
-# Gloo says "Timed out waiting" or "Application timeout caused pair closure" of a timeout, a store "wait timeout after".
+# Texts of timeouts: Gloo's "Timed out waiting" and "Application timeout caused pair closure", a store's "wait timeout
+# after".
 _TIMEOUT = re.compile(r"timed? ?out", re.IGNORECASE)
 _TIMED_OUT = "timed out"  # the text that scripts look for
 
 
 def explained(group: str, name: str, args: tuple[Any, ...], error: Exception) -> Exception:
-    """Returns the error for the caller: the backend's, with process group and operation added if the operation
-    is not supported.
+    """Returns the error for the caller: the backend's. If the operation is not supported, process group and operation
+    are added to its text.
 
-    PyTorch says of a dtype nothing but "Invalid scalar type".
+    For a dtype PyTorch's text is only "Invalid scalar type".
     """
     text = str(error)
     if not isinstance(error, RuntimeError) or _UNSUPPORTED.search(text) is None:
@@ -49,20 +50,20 @@ def named_timeout(error: Exception) -> Exception:
 def copied(error: Exception) -> Exception:
     """Returns a copy of an error, for another caller to raise.
 
-    A raised exception refers to the frames that it passed, and so to their variables: an exception that is kept would
-    keep a group alive to which nothing else refers.
+    A raised exception refers to the frames that it passed, and so to their variables. A stored exception would keep
+    alive a group that nothing else refers to.
     """
     return type(error)(*error.args)
 
 
 def refuse_meta(group: Callable[[], str], name: str, args: object) -> None:
-    """Refuses tensors on the meta device: PyTorch pretends to reduce them without calling a backend, so
-    that peers wait.
+    """Refuses tensors on the meta device. PyTorch would return without calling a backend, and the peers would wait for
+    this rank.
 
     Args:
-        group: gives its name.
-        name: of the operation.
-        args: of the operation, to find its tensors in.
+        group: returns the name of the group.
+        name: name of the operation.
+        args: arguments of the operation, to find its tensors in.
 
     Raises:
         ValueError: an argument is such a tensor.

@@ -1,12 +1,11 @@
 """The common part of NCCL and XCCL, whose operations run on a device, where a wait has no deadline.
 
-"Done" has two meanings there. `wait` returns once the current stream will wait for the operation, which
-may still hang on the device. So the deadline is watched from the timer thread: when the stream has not
-got past the operation in time, the group is aborted. That ends the operation, and every later one
-fails until there are new peers.
+`wait` only makes the current stream wait for the operation, which may still hang on the device afterwards. So the timer
+thread watches the deadline: if the stream has not passed the operation by then, the group is aborted. That ends the
+operation, and every later one fails until there are new peers.
 
 An abort destroys the communicator, which may take long: it frees device memory, and NCCL itself may hang in it.
-Operations end at the beginning of the abort, so nothing waits for its end.
+Operations end at the beginning of the abort, so no thread waits for its end.
 """
 
 from __future__ import annotations
@@ -73,7 +72,7 @@ class _Deadline:
 
     def __call__(self) -> None:
         pg = self._pg()
-        # A deadline of the old peers must not abort the new ones.
+        # A deadline that was set with the old peers must not abort operations with the new ones.
         if pg is not None and not self.over:
             pg.abort()
 
@@ -84,7 +83,7 @@ class _WorkAcceleratorTimeout(Work):
     Args:
         pg: the group to abort when the deadline has passed.
         work: the operation.
-        timeout: counts from the first wait.
+        timeout: timeout of the operation, which begins with the first wait.
     """
 
     def __init__(self, pg: ProcessGroup, work: Work, timeout: timedelta) -> None:
@@ -179,7 +178,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
     """A group whose operations have torchft's deadlines instead of PyTorch's.
 
     Args:
-        timeout: of operations without one of their own, and of connecting with new peers.
+        timeout: default timeout of operations, and timeout of connecting to new peers.
     """
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60.0)) -> None:
@@ -238,7 +237,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
             self._connecting = None
 
     def reconfigure(self, opts: ReconfigureOptions) -> Work:
-        # Handles are torchft's own; upstream peers get theirs through `configure`.
+        # Only torchft's own groups have handles; upstream peers connect through `configure`.
         self._peers_are_ours = True
         try:
             return super().reconfigure(opts)
@@ -292,7 +291,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         return work
 
     def errored(self) -> Optional[Exception]:
-        """The error known now, without waiting for the device. An operation's own error is known when it has ended.
+        """The error known at present, without waiting for the device. An operation's error is known after its end.
 
         PyTorch's backend handles some failures itself, by aborting its communicator: the operation then ends as if it
         had succeeded. So the backend is asked as well.

@@ -1,11 +1,11 @@
-"""The base of all groups: PyTorch's interface plus what makes a group fault tolerant.
+"""The base of all groups: PyTorch's interface, and the methods that make a group fault tolerant.
 
-A group of PyTorch has its peers for life. One of torchft gets new ones for every quorum, through
-`configure` (a store to meet at) or `reconfigure` (the handles of all peers); see `reconfigure.py`.
-Either is enough for a subclass: `reconfigure` of this class ends in a call of `configure`.
+The peers of a PyTorch group never change. A group of torchft gets new peers for every quorum, through `configure` (a
+store to meet at) or `reconfigure` (the handles of all peers); see `reconfigure.py`. A subclass needs only `configure`,
+because `reconfigure` of this class calls it.
 """
 
-# Parameters have the names and the order that users of torchft write, not PyTorch's.
+# Parameters have the names and the order of the published torchft, not PyTorch's.
 # pyrefly: ignore-errors[bad-override, bad-override-param-name]
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ProcessGroup(BaseProcessGroup):
     """A process group whose peers can change.
 
     Operations are not implemented here. They either return a Work or raise; where the backend is
-    asynchronous, a peer's failure shows when that Work is waited for.
+    asynchronous, a peer's failure is raised by the wait for that Work.
     """
 
     # Class attributes, so that a subclass may read or set them before this class is initialised.
@@ -62,7 +62,7 @@ class ProcessGroup(BaseProcessGroup):
     _handle_id: Optional[str] = None
     _handle_store: Optional[tuple[TCPStore, str]] = None
     _layout: Optional[tuple[str, str]] = None  # digest and text
-    _announced_implementation: Optional[str] = None  # implementation of NCCL, unless it is the usual one
+    _announced_implementation: Optional[str] = None  # implementation of NCCL, unless it is the default
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -82,18 +82,18 @@ class ProcessGroup(BaseProcessGroup):
     ) -> None:
         """Gives the group new peers; each of them calls this.
 
-        Operations in flight in the old group end with an error or are forgotten. After an error here the
-        group has no peers until a later call succeeds.
+        Operations in flight with the old peers end with an error, or their results are discarded. If this call fails,
+        the group has no peers until a later call succeeds.
 
         Args:
             store_addr: "host:port/prefix" of a TCPStore, a prefix for each call.
-            replica_id: of the replica group of this process.
-            rank: among the peers.
+            replica_id: replica id of the replica group of this process.
+            rank: rank of this process among the peers.
             world_size: number of peers, this one included.
-            quorum_id: of the quorum the peers belong to.
-            group_rank: of this process inside its replica group.
+            quorum_id: id of the quorum the peers belong to.
+            group_rank: rank of this process inside its replica group.
             group_world_size: number of processes in a replica group.
-            global_ranks: of the peers in the whole job, in the order of their ranks.
+            global_ranks: ranks of the peers in the whole job, in the order of their ranks here.
         """
         raise NotImplementedError(f"{type(self).__name__}.configure")
 
@@ -104,7 +104,7 @@ class ProcessGroup(BaseProcessGroup):
         group_world_size: int,
         global_rank: Optional[int] = None,
     ) -> None:
-        """Sets replica and ranks of this process. The Manager calls it before the first quorum."""
+        """Sets the replica id and the ranks of this process. The Manager calls it before the first quorum."""
         self._replica_id = replica_id
         self._group_rank = group_rank
         self._group_world_size = group_world_size
@@ -189,14 +189,14 @@ class ProcessGroup(BaseProcessGroup):
         """Moves a buffer to memory where this group's operations need not copy it; does nothing in a group
         that never copies.
 
-        Only for memory that belongs to the caller alone: tensors on the same storage follow, but what else points
-        into it, a numpy array say, keeps the old memory. It may be called again for the same buffer.
+        Only for memory that belongs to the caller alone. Tensors on the same storage then use the new memory, but other
+        objects that point into it, such as numpy arrays, keep the old one. May be called again for the same buffer.
 
         Args:
             tensor: any part of the buffer; all of its storage is moved.
 
         Returns:
-            Whether the buffer now lies there. False is no error: operations are then only slower.
+            Whether the buffer was moved. False is no error: operations are then only slower.
         """
         return False
 
@@ -232,8 +232,8 @@ class ProcessGroup(BaseProcessGroup):
             return self
 
         dist.Backend.register_backend(backend, create_pg, devices=["cpu", "cuda", "xpu"])
-        # PyTorch takes the group as it is, and believes that it has one rank: its peers change, and those in other
-        # replica groups are no ranks of this torch.distributed.
+        # The group is registered with one rank: its peers change, and peers in other replica groups are no ranks of
+        # this process's torch.distributed.
         dist.new_group(
             ranks=[dist.get_rank()],
             backend=backend,
@@ -332,7 +332,7 @@ class ProcessGroup(BaseProcessGroup):
         input_tensors: List[List[torch.Tensor]],
         opts: ReduceScatterOptions,
     ) -> Work:
-        """Reduces, and leaves the i-th result with rank i."""
+        """Reduces; rank i gets the i-th result."""
         raise NotImplementedError(f"{type(self).__name__}.reduce_scatter")
 
     def reduce_scatter_tensor_coalesced(

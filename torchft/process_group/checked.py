@@ -1,9 +1,10 @@
-"""TORCHFT_CHECK_COLLECTIVES=1: ranks compare their next operation, and report the one that differs instead of hanging.
+"""TORCHFT_CHECK_COLLECTIVES=1: ranks compare their next collective, and raise an error if it differs instead of
+hanging.
 
-Before each collective every rank writes a description of it to the store of the group, and reads those of the others.
-If they differ, all ranks raise the same error in that call, before the backend sees it: Gloo ends the process if sizes
-differ, and waits without end if operations do. So in this mode a call returns only when all ranks have made it, and
-takes a millisecond or more. Sends and receives concern two ranks and are not compared.
+Before each collective every rank writes a description of it to the store of the group, and reads the others'. If they
+differ, all ranks raise the same error in that call. The backend is not called then: Gloo would end the process if sizes
+differ, and wait until its timeout if operations differ. So in this mode a call returns only when all ranks have made
+it, and takes a millisecond or more. Sends and receives concern two ranks and are not compared.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _caller() -> str:
 
 def first_difference(views: list[str]) -> Optional[int]:
     """The first rank whose description of a collective differs from rank 0's."""
-    # The place of the call, which follows the description, may differ.
+    # The place of the call, at the end of the description, may differ.
     said = [view.partition(")")[0] for view in views]
     return next((rank for rank, view in enumerate(said) if view != said[0]), None)
 
@@ -100,9 +101,9 @@ class Checker:
     """Compares the collectives of one set of peers.
 
     Args:
-        name: of the group, for errors.
-        store: that all ranks have, with a prefix for this set of peers.
-        rank: of this process.
+        name: name of the group, for errors.
+        store: store that all ranks share, with a prefix for this set of peers.
+        rank: rank of this process.
         world_size: number of peers.
         timeout: how long to wait until the other ranks make the same call.
     """
@@ -119,7 +120,7 @@ class Checker:
         self._closed = threading.Event()
 
     def close(self, error: Exception) -> None:
-        """Makes present and later waits for the other ranks raise `error`."""
+        """Makes current and later waits for the other ranks raise `error`."""
         self._error = self._error or error
         self._closed.set()
 
@@ -151,7 +152,7 @@ class Checker:
             assert self._error is not None
             raise self._error
         if number > 0:
-            # The writer of this one has read all of the previous one.
+            # A rank that has written this description has read all previous ones.
             self._store.delete_key(f"{number - 1}/{self._rank}")
 
     def _await(self, number: int, keys: list[str], what: str) -> None:

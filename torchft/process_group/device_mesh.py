@@ -29,11 +29,11 @@ def ft_init_device_mesh(
     number of participating groups, and its allreduce is the Manager's.
 
     Args:
-        device_type: such as "cuda".
-        mesh_shape: the size of every dimension; that of `replicate_dim` is not used.
+        device_type: device type, such as "cuda".
+        mesh_shape: the size of every dimension; the size of `replicate_dim` is ignored.
         mesh_dim_names: a name for every dimension.
         replicate_dim: the index of the dimension whose entries are the replica groups.
-        manager: of this replica group.
+        manager: Manager of this replica group.
 
     Raises:
         ValueError: the dimensions do not fit together.
@@ -63,7 +63,7 @@ def ft_init_device_mesh(
 
 
 class _Ranks(List[int]):
-    """The ranks of a group whose size changes: as many as it has now.
+    """The list of ranks of a group whose size changes; its length is always the present size.
 
     Older releases of PyTorch (2.7) look up the group of a mesh dimension by its tag and a list of its ranks, whose
     length must be the size of the group.

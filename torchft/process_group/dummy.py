@@ -22,7 +22,7 @@ from torchft.work import _DummyWork
 
 
 class ProcessGroupDummy(ProcessGroup):
-    """Does nothing and succeeds, as if there were one rank only, whatever `size` returns.
+    """Every operation succeeds without doing anything, as with a single rank, even if `size` returns more.
 
     Args:
         rank: value that `rank` returns.

@@ -15,7 +15,7 @@ from torchft.work import _DummyWork
 
 
 class _ErrorSwallowingWork(Work):
-    """Succeeds whatever happens to `work`; an error is reported to `pg`.
+    """Always succeeds; an error of `work` is reported to `pg`.
 
     Args:
         pg: the wrapper, to which errors are reported.
@@ -87,6 +87,6 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
         except Exception as e:
             self.report_error(e)
             return _DummyWork(tensors)
-        if work is None:  # a native NCCL group, asked for no work (`asyncOp=False`), queued it on the current stream
+        if work is None:  # `asyncOp=False`: queued on the current stream, without a work
             return _DummyWork(tensors)
         return process_group._ErrorSwallowingWork(self, work, tensors)

@@ -18,7 +18,7 @@ class ProcessGroupGloo(ProcessGroupWrapper):
     """A reconfigurable Gloo group. An abort cuts its connections, so that every wait gets an error.
 
     Args:
-        timeout: of operations without one of their own, and of connecting with new peers.
+        timeout: default timeout of operations, and timeout of connecting to new peers.
         pg: a group to wrap, instead of creating one.
     """
 
@@ -32,7 +32,7 @@ class ProcessGroupGloo(ProcessGroupWrapper):
         for device in devices:
             pg._register_backend(torch.device(device), BaseProcessGroup.BackendType.GLOO, backend)
         if self._connect_timeout != self._timeout:
-            # For all operations but recv, whose deadline PyTorch leaves at that of the connection.
+            # Applies to all operations except recv, for which PyTorch always uses the connection's timeout.
             _set_timeout(pg, self._timeout)
         return pg
 

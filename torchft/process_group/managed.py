@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 class ManagedProcessGroup(ProcessGroupWrapper):
     """The Manager's process group for code that only knows process groups, such as PyTorch's own DDP.
 
-    An allreduce is the manager's: a failed one is recorded and the step not committed. The size is the
-    number of participants of the step. Everything else goes to the manager's group as it is. All of it
-    waits for the quorum. Before the first one this replica group is alone: PyTorch's DDP, say, compares and
-    broadcasts parameters when it is made, while groups that started earlier are in the middle of a step.
+    An allreduce calls `Manager.allreduce`: if it fails, the Manager keeps the error and does not commit the step. The
+    size is the number of participants of the step. Other operations go to the manager's group unchanged. All of them
+    wait for the quorum. Before the first quorum this group has no peers: PyTorch's DDP, for example, compares and
+    broadcasts parameters when it is constructed, while groups that started earlier are in the middle of a step.
 
-    PyTorch's DDP needs `find_unused_parameters=True`: without, it broadcasts new buckets after its second
-    backward pass, in which no group that started at another time takes part.
+    PyTorch's DDP needs `find_unused_parameters=True`. Without it, DDP broadcasts new buckets after its second backward
+    pass, and groups that started at another time do not take part in that broadcast.
     """
 
     def __init__(self, manager: Manager) -> None:
@@ -58,7 +58,7 @@ class ManagedProcessGroup(ProcessGroupWrapper):
 
     def size(self) -> int:
         if self._extras.adds_gradients:
-            return 1  # code that divides by the size must not: a loader has weighted the losses
+            return 1  # the loader has weighted the losses, so a division by the size must have no effect
         try:
             return self._manager.num_participants()
         except RuntimeError:  # no quorum

@@ -2,11 +2,11 @@
 
 A native group stays the same object while its peers change, and belongs to its creator. This module adds an abort that
 ends all operations: Gloo's own does not affect operations in flight. Such an operation would occupy one of the group's
-two threads until its timeout, and operations among the next peers would wait behind it. So an abort, and every
+two threads until its timeout, and operations with the next peers would wait behind it. So an abort, and every
 reconfiguration, first cuts the previous connections.
 
-Gloo groups meet in the store that they were made with: all replica groups must share it. And Gloo names a
-group that had no peers yet by the rank that it was made with: every replica group needs one of its own.
+Gloo groups meet in the store with which they were created: all replica groups must share it. The handle of a group that
+had no peers yet contains the rank with which it was created: every replica group needs a different one.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 # The connections of every native group that has peers.
 _connections: weakref.WeakKeyDictionary[dist.ProcessGroup, Connections] = weakref.WeakKeyDictionary()
 
-# The aborts of native groups that have not got new peers since.
+# The aborts of native groups that have not been given new peers since.
 _aborts: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Thread] = weakref.WeakKeyDictionary()
 
-# How long an abort is waited for. Most have ended by then; others continue in the background.
+# The longest wait for an abort. Most aborts end earlier; others continue in the background.
 ABORT_TIMEOUT_SEC = 0.05
-# How long the next peers wait for it if their options have no timeout.
+# How long a reconfiguration waits for the previous abort if its options have no timeout.
 _LONGEST_ABORT_SEC = 60.0
 
 _logger: logging.Logger = logging.getLogger(__name__)
@@ -70,8 +70,8 @@ def errors_of(pg: Any) -> Callable[[], Optional[Exception]]:
     """Returns the error of a group since its creation, if it has noticed one.
 
     Args:
-        pg: native, torchft's, or a stand-in, which may lack ``errored``, or answer with a stand-in. This is detected
-            once, in this call.
+        pg: a native group, one of torchft, or a test double, which may lack ``errored`` or return another test double
+            from it. This is detected once, in this call.
     """
     if is_native(pg):
         return lambda: error_of_native(pg)
@@ -126,7 +126,7 @@ def reconfigure_native(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
 
 
 def reconfigure_and_wait(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
-    """Calls the group's own ``reconfigure``. A timeout gets a message that says so."""
+    """Calls the group's own ``reconfigure``. The error of a timeout gets "timed out" in its text."""
     try:
         work: Optional[Work] = pg.reconfigure(opts)
         if work is not None:  # some groups have finished when they return
@@ -151,15 +151,15 @@ def abort_native(pg: dist.ProcessGroup) -> None:
     _cut(pg)
     last = _aborts.get(pg)
     if last is None or not last.is_alive():
-        # Recorded before it ends anything, because a wait that it ends may read it at once.
+        # Recorded before the abort begins, because a wait that it ends may read the error at once.
         last = _aborts[pg] = _abort_thread(pg.name(), pg)
         last.start()
     last.join(ABORT_TIMEOUT_SEC)
 
 
 def abort_elsewhere(name: str, pg: Any) -> threading.Thread:
-    """Aborts a group or a backend on a thread of its own: NCCL may hang in it, and the caller may be
-    the timer thread.
+    """Aborts a group or a backend on a separate thread, because NCCL may hang in it, and the caller may be the timer
+    thread.
     """
     thread = _abort_thread(name, pg)
     thread.start()
@@ -189,16 +189,16 @@ def connections_of(pg: dist.ProcessGroup) -> Optional[Connections]:
 
 
 def collectives_at_once(pg: dist.ProcessGroup) -> Optional[int]:
-    """The number of collectives that block all threads of a native group, also for its next peers;
-    None: no number does.
+    """The number of hanging collectives that occupy all threads of a native group, so that operations with its next
+    peers have to wait; None if no number does.
     """
     backends = [pg._get_backend(device) for device in pg._device_types]
-    # pyrefly: ignore [missing-attribute]  # Gloo's options have it
+    # pyrefly: ignore [missing-attribute]  # Gloo's options have this attribute
     return min((b.options._threads for b in backends if b.name() == "gloo"), default=None)
 
 
 def _cut(pg: dist.ProcessGroup) -> None:
-    # after an abort the connections are kept: operations that begin then cannot succeed either
+    # kept after an abort: the connections are cut, so operations that begin later fail too
     connections = _connections.get(pg)
     if connections is not None:
         connections.shutdown()

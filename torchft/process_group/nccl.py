@@ -1,4 +1,4 @@
-"""NCCL in this process: fast, but a GPU that hangs in NCCL for good can only be freed by ending the process."""
+"""NCCL in this process: fast, but if a GPU hangs in NCCL forever, only the end of the process frees it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def trigger_nccl_fr_trace_through_pipe(rank: int) -> bool:
     PyTorch listens on a named pipe, `TORCH_NCCL_DEBUG_INFO_PIPE_FILE` followed by "{rank}.pipe".
 
     Args:
-        rank: of this process in the whole job.
+        rank: rank of this process in the whole job.
 
     Returns:
         Whether a process listens on the pipe.
@@ -67,7 +67,7 @@ def _errors_handled_by_abort() -> Iterator[None]:
     On an error in NCCL (a peer failed) PyTorch by default ends the process; with 2 it only aborts the communicator. The
     user's value is kept, except a 1 under torchrun: that is torchrun's own default, and ends the process, too.
 
-    It is reset afterwards, because other groups, which torchft does not ask for errors, need PyTorch's default.
+    It is reset afterwards, because other groups, whose errors torchft does not check, need PyTorch's default.
     """
     with _environment:
         before = os.environ.get(_ERROR_HANDLING)
@@ -91,10 +91,10 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
     `configure`, not by the first operation.
 
     Args:
-        timeout: of operations that have none of their own, and of connecting to new peers.
-        implementation: "legacy", or "nccl2" for the one that PyTorch's own groups use since 2.15, whose communicators
-            are revoked instead of aborted. The same in all groups of a job. None: TORCHFT_NCCL_IMPLEMENTATION, by
-            default "legacy". See docs/gpu.md.
+        timeout: default timeout of operations, and timeout of connecting to new peers.
+        implementation: "legacy", or "nccl2" for the backend of PyTorch's own groups since 2.15, which revokes
+            communicators instead of aborting them. Must be equal in all groups of a job. None:
+            TORCHFT_NCCL_IMPLEMENTATION, by default "legacy". See docs/gpu.md.
 
     Raises:
         ValueError: the implementation is unknown.
@@ -109,8 +109,8 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         self._implementation = nccl2.chosen(implementation)
         if self._implementation != LEGACY:
             self._announced_implementation = self._implementation
-        # How long a non-blocking communicator may take to connect; PyTorch's default is half an hour. It reads this
-        # once in a process.
+        # How long a non-blocking communicator may take to connect. PyTorch's default is half an hour, and it reads the
+        # variable once per process.
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, int(timeout.total_seconds()))))
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
@@ -153,7 +153,8 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         """
         pg = self._pg
         if errored and pg is not None and _trigger_on_abort():
-            # PyTorch names the pipe by the rank in the first NCCL group of the process, which may be any of these.
+            # PyTorch names the pipe after the rank in the first NCCL group of the process; that may be any of these
+            # ranks.
             ranks = (self._global_rank, int(os.environ.get("RANK", "0")), pg.rank())
             any(trigger_nccl_fr_trace_through_pipe(rank) for rank in dict.fromkeys(ranks) if rank is not None)
         super().abort(errored=errored)

@@ -43,9 +43,9 @@ else:
 
             Attributes:
                 uuid: identifies this reconfiguration; never used before.
-                handles: of all peers, in the order of their ranks.
-                timeout: for the whole reconfiguration; None is the group's own.
-                hints: for the backend.
+                handles: handles of all peers, in the order of their ranks.
+                timeout: timeout of the whole reconfiguration; None: the group's own.
+                hints: hints for the backend.
             """
 
             uuid: int = 0
@@ -56,13 +56,14 @@ else:
 
 _logger: logging.Logger = logging.getLogger(__name__)
 
-# Connecting with a store takes some milliseconds, unless the name server answers late: the log says so from here on.
+# Connecting with a store takes some milliseconds, unless the name server answers late. Connections that take longer
+# than this are logged.
 _SLOW_SEC = 1.0
 
 # PyTorch's uuid is a signed 64 bit integer.
 MAX_UUID = 2**63 - 1
 
-# Implementations of PyTorch's NCCL backend. A handle without one is of the legacy backend, or not of NCCL.
+# Implementations of PyTorch's NCCL backend. A handle without one belongs to the legacy backend, or not to NCCL.
 LEGACY, NCCL2 = "legacy", "nccl2"
 
 
@@ -176,8 +177,8 @@ def _host_of(peers: list[Handle], group_rank: int) -> int:
     """The index of the handle whose store all peers use, the same on every peer."""
     if not all(peer.spread for peer in peers):
         return 0
-    # Such groups are not ranks of one quorum (they are configured by hand): with different group ranks they would wait
-    # for each other at different stores.
+    # Groups with different group ranks are not connected by a quorum, but by hand: each would wait for the others at a
+    # different store.
     if any(peer.group_rank not in (None, group_rank) for peer in peers):
         return 0
     return group_rank % len(peers)
@@ -201,7 +202,7 @@ def meeting_store(store_addr: str, world_size: int, timeout: timedelta) -> Store
     name server at each connection, and the last group of a job would wait for a lost answer.
 
     Args:
-        store_addr, timeout: as of create_store_client.
+        store_addr, timeout: as in create_store_client.
         world_size: number of peers, this one included.
 
     Raises:
@@ -221,7 +222,7 @@ def create_store_client(store_addr: str, timeout: timedelta) -> Store:
     Args:
         store_addr: "host:port/prefix"; the prefix may be missing or have several parts, an IPv6
             address stands in brackets.
-        timeout: for connecting, and for every operation that waits for a key.
+        timeout: timeout of connecting, and of every operation that waits for a key.
 
     Raises:
         ValueError: `store_addr` is malformed.
@@ -244,7 +245,7 @@ def create_store_client(store_addr: str, timeout: timedelta) -> Store:
         )
     if prefix:
         store = PrefixStore(prefix, store)
-    # A PrefixStore starts with the default timeout of five minutes, whatever the underlying store has.
+    # A PrefixStore starts with the default timeout of five minutes; it does not take over that of the underlying store.
     store.set_timeout(timeout)
     return store
 
@@ -284,7 +285,7 @@ def reconfigure_with_store(
 
     Args:
         store_addr: "host:port/prefix"; the prefix must not have been used for this before.
-        timeout: for the whole call.
+        timeout: timeout of the whole call.
 
     Raises:
         ValueError: `pg` cannot be reconfigured, or the rank is not one of `world_size`.

@@ -1,7 +1,7 @@
 """A group over a communicator of torchcomms, which is not part of PyTorch: importing this needs it installed.
 
-A communicator stays the same object while its peers change, as a native group does: `comm` is what
-`torchcomms.new_comm(..., enable_reconfigure=True)` made, and its handles travel with the quorum.
+Like a native group, a communicator stays the same object while its peers change: `comm` is the result of
+`torchcomms.new_comm(..., enable_reconfigure=True)`, and its handles travel with the quorum.
 """
 
 # pyrefly: ignore-errors[bad-override, bad-override-param-name]
@@ -51,12 +51,12 @@ _REDUCE_OP_MAP: dict[ReduceOp, object] = {
 class ProcessGroupTorchComms(ProcessGroup):
     """Forwards every operation to a torchcomms communicator.
 
-    After an abort, or a wait that exceeds its timeout, the group cannot be used until it is reconfigured. The
-    communicator's own operations end then, or at once if it has an `abort`.
+    After an abort, or a wait that exceeds its timeout, the group cannot be used until it is reconfigured. If the
+    communicator has an `abort`, its own operations end at once, otherwise at the reconfiguration.
 
     Args:
         comm: a communicator that can be reconfigured. This group takes ownership: `shutdown` finalizes it.
-        timeout: of waiting for an operation, and of connecting with new peers.
+        timeout: timeout of waiting for an operation, and of connecting to new peers.
     """
 
     def __init__(self, comm: torchcomms.TorchComm, timeout: timedelta = timedelta(seconds=60)) -> None:
@@ -193,10 +193,10 @@ class ProcessGroupTorchComms(ProcessGroup):
     # Operations
 
     def _start(self, name: str, args: tuple[Any, ...], opts: Any, *operations: Callable[[Any], Any]) -> Work:
-        """Starts the communicator's operations that make up one of PyTorch's.
+        """Starts the operations of the communicator that implement one operation of PyTorch.
 
         Args:
-            name: of PyTorch's operation.
+            name: name of PyTorch's operation.
             args: its arguments; the first one is its future's value.
             opts: its options, or None.
             operations: functions that start them, given the communicator.
@@ -209,7 +209,7 @@ class ProcessGroupTorchComms(ProcessGroup):
         if self._checker is not None:
             self._checker.check(name, args, opts)
         works = [operation(comm) for operation in operations]
-        # PyTorch's options have a negative timeout if none was given.
+        # PyTorch's options have a negative timeout if the caller gave none.
         timeout = getattr(opts, "timeout", self._timeout)
         value = args[0] if args else None
         work = _TorchCommsWork(self, works, value, timeout if timeout > timedelta(0) else self._timeout)
@@ -217,7 +217,7 @@ class ProcessGroupTorchComms(ProcessGroup):
         return work
 
     def _op(self, op: Any) -> object:
-        # Options contain an object of ReduceOp; the map's keys are members of its enumeration.
+        # Options contain a ReduceOp object; the keys of the map are members of its enumeration.
         known = _REDUCE_OP_MAP.get(getattr(op, "op", op))
         if known is None:
             raise RuntimeError(f"{self.getBackendName()} does not support the reduction {op}")
@@ -333,8 +333,8 @@ class ProcessGroupTorchComms(ProcessGroup):
 
 
 def _deadline(pg: ProcessGroupTorchComms) -> Callable[[], None]:
-    """Aborts a group, unless it has new peers by then. It keeps no object alive, because a timer
-    refers to it for long.
+    """Aborts a group when called, unless it has new peers by then. It keeps no object alive, because a timer refers to
+    it long after the operation has ended.
     """
     group, peers = weakref.ref(pg), weakref.ref(pg._in_flight)
 
@@ -349,8 +349,8 @@ def _deadline(pg: ProcessGroupTorchComms) -> Callable[[], None]:
 class _TorchCommsWork(Work):
     """Operations of a communicator whose result is `value`.
 
-    A torchcomms work can only be waited for. On a device that orders the current stream behind it. On a CPU it blocks,
-    so that a thread does so: an abort ends the wait of everybody else, whatever becomes of the operation.
+    The only method of a torchcomms work is `wait`. On a device it orders the current stream behind the operation. On a
+    CPU it blocks, so a separate thread calls it; an abort can then end all other waits, even if the operation hangs.
     """
 
     def __init__(self, pg: ProcessGroupTorchComms, works: List[Any], value: object, timeout: timedelta) -> None:

@@ -43,7 +43,7 @@ _logger: logging.Logger = logging.getLogger(__name__)
 
 _NO_CONTEXT = nullcontext()
 
-# Groups whose parent was created by themselves, or is a native group.
+# Groups that created their parent themselves, or whose parent is a native group.
 _owners: weakref.WeakSet[ProcessGroupWrapper] = weakref.WeakSet()
 # For each native group, shared by all wrappers of it: an object that identifies its present peers, the operations in
 # flight among them, and the checker of these operations.
@@ -51,7 +51,7 @@ _in_flight: weakref.WeakKeyDictionary[BaseProcessGroup, tuple[object, Optional[O
     weakref.WeakKeyDictionary()
 )
 _in_flight_lock = threading.Lock()
-# Stands for the options of operations that have none.
+# The options of operations that have none.
 _NO_OPTIONS: Any = object()
 
 
@@ -64,7 +64,7 @@ class ProcessGroupWrapper(ProcessGroup):
     Subclasses may override `_create_pg`, `_opts_hook`, `_run_context` and `_wrap_work`.
 
     Args:
-        timeout: of operations that have none of their own, and of connecting to new peers.
+        timeout: default timeout of operations, and timeout of connecting to new peers.
         pg: the group to wrap, one of torchft or a native one.
     """
 
@@ -117,7 +117,7 @@ class ProcessGroupWrapper(ProcessGroup):
         self._aborted = None
 
     def _interrupt(self, pg: BaseProcessGroup) -> None:
-        """Makes the operations in flight in `pg` end, without waiting for them."""
+        """Ends the operations in flight in `pg`, without waiting for them."""
         pg.abort()
 
     def _watch(self, pg: BaseProcessGroup, store: Store, rank: int, world_size: int) -> Optional[Operations]:
@@ -258,7 +258,7 @@ class ProcessGroupWrapper(ProcessGroup):
         return self.getRank()
 
     def getRank(self) -> int:
-        # PyTorch asks for the rank before there are peers. Its own groups then return 0.
+        # PyTorch calls this before there are peers. Its own groups then return 0.
         pg = self._pg
         return 0 if pg is None else pg.rank()
 
@@ -330,7 +330,7 @@ class ProcessGroupWrapper(ProcessGroup):
             self._release(RuntimeError("nobody holds the process group any more"))
 
     def _leave(self) -> None:
-        """Drops the reference to a native group, without an abort; by `reap`, since it may be the last one."""
+        """Drops the reference to a native group, without an abort. Calls `reap`, since it may be the last reference."""
         pg, self._pg = self._pg, None
         if pg is not None and not isinstance(pg, ProcessGroup):
             box: list[object] = [pg]
@@ -338,7 +338,7 @@ class ProcessGroupWrapper(ProcessGroup):
             reap(box)
 
     def _release(self, error: Exception) -> None:
-        """Drops the parent: threads that wait in it get its error or `error`. The caller does not wait."""
+        """Drops the parent: threads that wait in it get its own error, or `error`. The caller does not wait."""
         if self._pg is None:
             return
         box: list[BaseProcessGroup] = [self._pg]
@@ -368,7 +368,7 @@ class ProcessGroupWrapper(ProcessGroup):
                 gloo = all(pg._get_backend(device).name() == "gloo" for device in pg._device_types)
                 self._operations = Operations(pg.name(), connections_of(pg)) if gloo else None
                 if enabled():
-                    # The handle of a group that has peers names their meeting: backend:rank:uuid:…
+                    # The handle of a group with peers contains the uuid of their reconfiguration: backend:rank:uuid:…
                     uuid = pg.get_reconfigure_handle().split(":")[2]
                     store = PrefixStore(f"check/{uuid}", pg.get_group_store())
                     self._checker = Checker(pg.name(), store, pg.rank(), pg.size(), self._timeout)
@@ -380,7 +380,7 @@ class ProcessGroupWrapper(ProcessGroup):
 
     def _run(self, name: str, *args: Any, opts: Any = _NO_OPTIONS) -> Any:
         """Forwards an operation to the parent."""
-        # Read before the parent: if a reconfiguration ends these operations from here on, it ends this one too.
+        # Read before the parent, so that a reconfiguration in between ends this operation too.
         operations = self._operations_in_flight() if self._given else self._operations
         checker = self._checker
         with self._run_context():
@@ -455,7 +455,7 @@ class ProcessGroupWrapper(ProcessGroup):
         """Waits until all ranks have called it; otherwise raises an error that names the missing ranks.
 
         Args:
-            timeout: the group's, if None.
+            timeout: timeout of the wait; None: the group's.
             wait_all_ranks: whether rank 0 names all missing ranks, not only the first.
         """
         timeout = self._timeout if timeout is None else timeout
@@ -504,8 +504,9 @@ def _meeting(pg: BaseProcessGroup) -> object:
 def abortable(pg: BaseProcessGroup) -> BaseProcessGroup:
     """The group whose operations to call, so that an abort of `pg` ends all waits for them.
 
-    That is a group of torchft itself. Of a native one Gloo may lose an operation in the moment in which its connections
-    are cut, above all in a process that was stopped meanwhile.
+    A group of torchft is returned itself. In a native Gloo group an operation may hang if its connections are cut at
+    the wrong moment, above all in a process that was stopped meanwhile; so a wrapper with its own end for waits is
+    returned.
     """
     return ProcessGroupWrapper(pg=pg) if is_native(pg) else pg
 
@@ -543,8 +544,8 @@ for _name in (
 
 @atexit.register
 def _release_all() -> None:
-    """Called at the end of the process, while threads can still be started: see `_gloo.reaper`, which
-    then waits a little.
+    """Called at the end of the process, while threads can still be started; `_gloo.reaper` then waits a moment for
+    them.
     """
     for group in list(_owners):
         if group._given:

@@ -13,7 +13,7 @@ class ProcessGroupXCCL(AcceleratorProcessGroup):
     """A reconfigurable XCCL group on the current XPU device.
 
     Args:
-        timeout: of operations that have none of their own, and of connecting to new peers.
+        timeout: default timeout of operations, and timeout of connecting to new peers.
     """
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:

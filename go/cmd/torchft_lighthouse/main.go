@@ -16,14 +16,14 @@ import (
 
 func main() {
 	lines := logging.To(os.Stderr)
-	log.SetOutput(lines) // slog's default goes there
+	log.SetOutput(lines) // slog's default logger writes there
 	lighthouse.OwnProcess()
 	status := run(os.Args[1:], os.Stdout, os.Stderr)
 	lines.Flush(logging.LastLines)
 	os.Exit(status)
 }
 
-// run is main with the arguments and the output as parameters; it returns the exit status.
+// run is main with arguments and output as parameters; it returns the exit status.
 func run(args []string, stdout, stderr io.Writer) int {
 	// Before the server starts: a signal during the start must end it, too.
 	stop := make(chan os.Signal, 1)

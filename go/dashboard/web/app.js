@@ -34,10 +34,10 @@ function clock(ms) {
   return `${then.toLocaleDateString([], { day: "numeric", month: "short" })} ${time}`;
 }
 
-// A replica_id ends in a UUID, whose beginning is enough to name it. `torchft kill` takes the beginning of a name.
+// A replica_id ends in a UUID, whose beginning is enough to identify it. `torchft kill` accepts the beginning of a name.
 const short = (text) => text.replace(/(:[0-9a-f]{8})-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}/g, "$1…");
 
-// Messages of the lighthouse
+// Messages from the lighthouse
 
 function takeWhole(data) {
   state.rows = new Map(data.rows.map((row) => [row.id, row]));
@@ -241,7 +241,7 @@ function drawEvents() {
   }
 }
 
-// Times written today are those of yesterday after midnight.
+// After midnight, times that were drawn without a date need one.
 function redate() {
   for (const when of at("events").querySelectorAll("time")) when.textContent = clock(Date.parse(when.dateTime));
 }
@@ -251,8 +251,8 @@ function redate() {
 const job = new URLSearchParams(location.search).get("job");
 
 async function drawJobs() {
-  if (document.activeElement === at("jobs")) return; // somebody chooses
-  const answer = await fetch("jobs").catch(() => null); // the connection below reports a lighthouse that is away
+  if (document.activeElement === at("jobs")) return; // the user is choosing a job
+  const answer = await fetch("jobs").catch(() => null); // if the lighthouse is unreachable, the connection below reports it
   if (!answer || !answer.ok) return;
   const all = await answer.json();
   at("jobs").hidden = all.length < 2;
@@ -302,7 +302,7 @@ setInterval(() => draw(true), 5000); // ages grow without news
 setInterval(redate, 60000);
 setInterval(drawJobs, 10000);
 
-// The connection: the browser reconnects when it breaks, but not where it was refused
+// The connection: the browser reconnects when it breaks, but not if it was refused
 
 const AGAIN_MS = 5000;
 

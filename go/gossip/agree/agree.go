@@ -1,30 +1,31 @@
-// Package agree decides which members of a gossiping job train together. It is pure: the inputs of a Machine are the list of
+// Package agree decides which members of a job without a server train together. It is pure: the inputs of a Machine are the list of
 // live members and the notes and proposals of the others; its outputs are this member's own note and proposal.
 //
-// A member that needs a view announces in its note the smallest number that the view may have: one above all numbers that the
-// member knows. When all live members have done so, the first of them (by name) proposes a view of all live members. Each
-// member of the proposal confirms it in its own note, and takes it, that is, enters the view, when all have confirmed. A view
-// that all of its members have confirmed is formed. The list of live members is only a hint: it may differ from member to
-// member. That costs time, but never makes two views live at once.
+// A view is a numbered list of members. A member that needs one announces in its note the smallest number that the view may have:
+// one above all numbers that the member knows. When all live members have done so, the first of them (by name) proposes a view of
+// all live members. Each member of the proposal confirms it in its own note. When all have confirmed it, each one takes it, that
+// is, enters the view. A view that all of its members have confirmed is formed. The list of live members is only a hint: it may
+// differ from member to member. That costs time, but never makes two views live at once.
 //
 // # Why at most one view is live
 //
-// A view is live while all of its members are in it. A member confirms a view only if the view's number is larger than that of
-// any view that it confirmed before, and if the view holds more than half of the members of
+// A view is live while all of its members are in it. A member confirms a view only if the view's number is larger than that of any
+// view that it confirmed before, and if the view contains more than half of the members of
 //
 //   - the last formed view that this member knows, and
 //   - each later view that it has confirmed itself, which may have been formed without its knowledge.
 //
-// So of two consecutive formed views, the later one holds more than half of the members of the earlier one. Each of these has
-// confirmed a larger number, and is therefore no longer in the earlier view: it is not live any more. (The rule for later views
-// that may have been formed is that of Yeger Lotem, Keidar and Dolev, "Dynamic voting for consistent primary components", 1997.)
+// So of two consecutive formed views, the later one contains more than half of the members of the earlier one. Each of these
+// members has confirmed a larger number, and is therefore no longer in the earlier view: that view is not live any more. (The rule
+// for later views that may have been formed is from Yeger Lotem, Keidar and Dolev, "Dynamic voting for consistent primary
+// components", 1997.)
 //
 // Two exceptions concern members that have ended. If the last view that such a member confirmed is not later than view f, the
-// member is not counted among the members of f: it is in no view later than f. And exactly half of f is enough where the whole
-// other half has ended: a second view with the other half would need members that have ended.
+// member is not counted among the members of f: it is in no view later than f. And exactly half of f is enough if the whole other
+// half has ended: a second view with the other half would need members that have ended.
 //
-// A later life of a name counts as the end of the earlier one. A job in which two processes have one name at the same time has
-// no such guarantee.
+// A later incarnation of a name counts as the end of the earlier one. In a job in which two processes have one name at the same
+// time, two views may be live.
 package agree
 
 import (
@@ -39,10 +40,10 @@ import (
 	"time"
 )
 
-// ID is one life of a member.
+// ID identifies one incarnation of a member.
 type ID struct {
 	Name        string `json:"name"`        // unique in the job at a time
-	Incarnation int64  `json:"incarnation"` // grows with each life of this name
+	Incarnation int64  `json:"incarnation"` // grows with each start under this name
 }
 
 func compare(a, b ID) int {
@@ -58,7 +59,7 @@ type Member struct {
 // View is a list of members. Number and digest identify it.
 type View struct {
 	Number  int64    `json:"number"`
-	Members []Member `json:"members"` // in order of their names, one life of each
+	Members []Member `json:"members"` // in order of their names, one incarnation of each
 
 	digest string // empty until Digest has computed it
 }
@@ -68,14 +69,14 @@ func (v *View) Digest() string {
 	if v.digest == "" {
 		text, err := json.Marshal(v)
 		if err != nil {
-			panic(err) // cannot be: a view holds strings and numbers only
+			panic(err) // impossible: a view consists of strings and numbers only
 		}
 		v.digest = fmt.Sprintf("%x", sha256.Sum256(text))[:16]
 	}
 	return v.digest
 }
 
-// Has reports whether this life of a member is in the view.
+// Has reports whether this incarnation of a member is in the view.
 func (v *View) Has(id ID) bool {
 	return slices.ContainsFunc(v.Members, func(m Member) bool { return m.ID == id })
 }
@@ -96,13 +97,13 @@ func (v *View) number() int64 {
 	return v.Number
 }
 
-// Note is what a member announces of itself to all others.
+// Note is the state that a member announces to all others.
 type Note struct {
 	Address   string `json:"address"`
 	Wants     int64  `json:"wants"`          // smallest number of a view that it may still confirm, or be in
 	Confirmed int64  `json:"confirmed"`      // number of the last view that it confirmed, 0 if none
 	Digest    string `json:"digest"`         // of that view
-	Left      bool   `json:"left,omitempty"` // it ends, and confirms nothing more
+	Left      bool   `json:"left,omitempty"` // it ends, and confirms no further view
 }
 
 // hasLeft reports whether the member has left view v, or will never enter it.
@@ -121,7 +122,7 @@ type Peer struct {
 	At string // its "host:port" for gossip: an address in Config.Seeds, if the member is a seed
 }
 
-// Final says that a member has ended.
+// Final reports that a member has ended.
 type Final struct {
 	ID
 	Confirmed int64 `json:"confirmed"` // number of the last view that it confirmed
@@ -131,37 +132,37 @@ type Final struct {
 // largest number, since such a member may have confirmed any view.
 const unknown = math.MaxInt64
 
-// Proposal is a view that is to be confirmed, with facts that its members need for that and may lack.
+// Proposal is a view to be confirmed, with facts that its members need for that and may not have.
 type Proposal struct {
 	View  View    `json:"view"`
 	Base  *View   `json:"base,omitempty"`  // the last formed view that the sender knows
 	Ended []Final `json:"ended,omitempty"` // members of Base that have ended
 }
 
-// Config has the constants of a Machine.
+// Config has the settings of a Machine.
 type Config struct {
 	Me      ID
 	Address string // of the own store
 	At      string // this member's "host:port" for gossip
-	// Seeds are the members that found the job, each with all of its addresses: a view without a predecessor holds more
-	// than half of them.
+	// Seeds are the members that found the job, each with all of its addresses: a view without a predecessor contains more than
+	// half of them.
 	Seeds      [][]string
 	MinMembers int // smallest size of a view
 }
 
-// Machine is one member.
+// Machine is the state of one member.
 type Machine struct {
 	cfg      Config
 	note     Note
-	alive    map[ID]Peer      // the others, the latest life of each name
-	ended    map[ID]int64     // members that have ended, and the number of the last view that they confirmed
+	alive    map[ID]Peer      // the others, the latest incarnation of each name
+	ended    map[ID]int64     // for each member that has ended: the number of the last view that it confirmed
 	latest   *View            // the proposal with the largest number
-	base     *View            // the last view that is known to be formed
+	base     *View            // the last view that this member knows to be formed
 	attempts []*View          // views after base that this member confirmed, and that may have been formed
 	asked    bool             // Ask was called, and no view is taken yet
 	taken    *View            // the view that this member is in
 	waits    string           // why no view is taken yet
-	lives    map[string]int64 // the latest life of each name
+	lives    map[string]int64 // the latest incarnation of each name
 }
 
 // New returns a member that has not asked for a view.
@@ -171,22 +172,22 @@ func New(cfg Config) *Machine {
 	}
 }
 
-// Note is what this member announces of itself.
+// Note returns the state that this member announces.
 func (m *Machine) Note() Note { return m.note }
 
-// Taken is the view that this member is in, nil if it is in none.
+// Taken returns the view that this member is in, nil if it is in none.
 func (m *Machine) Taken() *View { return m.taken }
 
-// Waits is the reason why Ask has led to no view yet.
+// Waits returns the reason why Ask has not led to a view yet.
 func (m *Machine) Waits() string { return m.waits }
 
-// Replaced reports whether a later life of this member's name has taken its place.
+// Replaced reports whether a later incarnation of this member's name has taken its place.
 func (m *Machine) Replaced() bool { return m.lives[m.cfg.Me.Name] > m.cfg.Me.Incarnation }
 
-// Lives are the latest lives of all names that this member has heard of.
+// Lives returns the latest known incarnation of each name.
 func (m *Machine) Lives() map[string]int64 { return maps.Clone(m.lives) }
 
-// Learn adds the latest lives that another member knows.
+// Learn adds the latest incarnations that another member knows.
 func (m *Machine) Learn(lives map[string]int64) {
 	for name, life := range lives {
 		m.lives[name] = max(m.lives[name], life)
@@ -195,10 +196,10 @@ func (m *Machine) Learn(lives map[string]int64) {
 	m.act()
 }
 
-// Rise raises this member's incarnation above all that are known of its name. It is called before the first Ask. The incarnation
-// comes from the clock, which may be behind that of the host where an earlier life ran. The clock's fraction of a second is added:
-// two lives that rise above the same earlier one must not get the same ID, since the others would count confirmations of the
-// first one for the second one.
+// Rise raises this member's incarnation above all known ones of its name. It is called before the first Ask. The incarnation is
+// taken from the clock, which may be behind the clock of the host where an earlier incarnation ran. The clock's fraction of a
+// second is added: two processes that rise above the same earlier incarnation must not get the same ID, since the others would
+// count confirmations of the first one for the second one.
 func (m *Machine) Rise() ID {
 	if m.Replaced() {
 		m.cfg.Me.Incarnation = m.lives[m.cfg.Me.Name] + 1 + m.cfg.Me.Incarnation%int64(time.Second)
@@ -208,7 +209,8 @@ func (m *Machine) Rise() ID {
 	return m.cfg.Me
 }
 
-// Proposal is what the others should know: the latest proposal and the last formed view. It is false if there is no proposal.
+// Proposal returns the message for the others: the latest proposal and the last formed view. It returns false if there is no
+// proposal.
 func (m *Machine) Proposal() (Proposal, bool) {
 	if m.latest == nil {
 		return Proposal{}, false
@@ -224,7 +226,7 @@ func (m *Machine) Proposal() (Proposal, bool) {
 	return p, true
 }
 
-// Proposed is the number of the latest proposal if it is this member's, else 0.
+// Proposed returns the number of the latest proposal if it is this member's own, otherwise 0.
 func (m *Machine) Proposed() int64 {
 	if m.latest == nil || m.latest.Members[0].ID != m.cfg.Me {
 		return 0
@@ -232,8 +234,8 @@ func (m *Machine) Proposed() int64 {
 	return m.latest.Number
 }
 
-// Missing are the live members that have not confirmed the latest proposal, if this member has proposed it. It then sends them
-// the proposal again.
+// Missing returns the live members that have not confirmed the latest proposal, if this member proposed it. They are sent the
+// proposal again.
 func (m *Machine) Missing() (missing []ID) {
 	if !m.asked || m.Proposed() == 0 {
 		return nil
@@ -246,7 +248,7 @@ func (m *Machine) Missing() (missing []ID) {
 	return missing
 }
 
-// Ask wants a new view. A member that has left gets none: the others count on it to confirm nothing more.
+// Ask requests a new view. A member that has left gets none: the others rely on its promise to confirm no further view.
 func (m *Machine) Ask() {
 	if m.note.Left {
 		return
@@ -262,10 +264,10 @@ func (m *Machine) Cancel() {
 		return
 	}
 	m.asked = false
-	m.want(m.number() + 1) // the others see from it that this member takes no view up to that number, and do not wait for it there
+	m.want(m.number() + 1) // tells the others that this member takes no view up to that number, so that they do not wait for it
 }
 
-// Leave ends this member: from here on it confirms nothing.
+// Leave ends this member: from here on it confirms no view.
 func (m *Machine) Leave() {
 	m.asked, m.taken, m.note.Left = false, nil, true
 }
@@ -283,12 +285,12 @@ func (m *Machine) See(peers map[ID]Peer) {
 	m.act()
 }
 
-// without drops members from the live ones that are known to have ended.
+// without drops the live members that are known to have ended.
 func (m *Machine) without() {
 	maps.DeleteFunc(m.alive, func(id ID, _ Peer) bool { _, over := m.over(id); return over })
 }
 
-// over reports whether a member has ended, and the number of the last view that it confirmed, or unknown.
+// over reports whether a member has ended, and returns the number of the last view that it confirmed, or unknown.
 func (m *Machine) over(id ID) (confirmed int64, over bool) {
 	if confirmed, over = m.ended[id]; over {
 		return confirmed, true
@@ -303,7 +305,7 @@ func (m *Machine) Bury(id ID, last Note) {
 	m.act()
 }
 
-// Hear takes another member's proposal. It is false if the proposal is not valid.
+// Hear handles another member's proposal. It returns false if the proposal is invalid.
 func (m *Machine) Hear(p Proposal) bool {
 	if !p.View.valid() || p.Base != nil && (!p.Base.valid() || p.Base.Number > p.View.Number) {
 		return false
@@ -324,24 +326,25 @@ func (m *Machine) Hear(p Proposal) bool {
 	return true
 }
 
-// form records that all members of a view have confirmed it. Earlier attempts are dropped: those of them that were formed are
-// followed by v, so that a view that follows v comes after them, too.
+// form records that all members of a view have confirmed it. Earlier attempts are dropped: if one of them was formed, v follows it,
+// so a view that follows v comes after that attempt, too.
 func (m *Machine) form(v *View) {
 	m.base = v
 	m.attempts = slices.DeleteFunc(m.attempts, func(a *View) bool { return a.Number <= v.Number })
 }
 
-// act repeats turn until it changes nothing. The loop ends, since each turn that is followed by another one raises the number that
-// this member wants, has confirmed or has proposed.
+// act repeats turn until nothing changes. The loop ends, since each turn but the last raises the number that this member wants, has
+// confirmed or has proposed.
 func (m *Machine) act() {
 	for m.notice(); m.asked && !m.Replaced() && m.turn(); m.notice() {
 	}
 }
 
-// notice finds attempts that have been formed, and drops those that never can be. It does so at each input: the note that shows it
-// may be absent at the next one, when its sender has ended. A view counts as formed once all of its members were seen to confirm
-// it, even if some of them have left it since. That is safe, since a confirmation cannot be withdrawn. Without it, the view would stay
-// an attempt, which is never known to be formed: where half of its members end without a last note, no later view could follow it.
+// notice finds attempts that have been formed, and drops those that can never be formed. It does so at each input: the note that
+// shows it may be missing at the next input, if its sender has ended. A view counts as formed once all of its members were seen to
+// confirm it, even if some of them have left it since. That is safe, since a confirmation cannot be withdrawn. Otherwise the view
+// would remain an attempt that is never known to be formed: if half of its members ended without a last note, no later view could
+// follow it.
 func (m *Machine) notice() {
 	for _, v := range slices.Backward(m.attempts) {
 		if len(m.unconfirmed(v)) == 0 {
@@ -352,7 +355,7 @@ func (m *Machine) notice() {
 	m.attempts = slices.DeleteFunc(m.attempts, m.impossible)
 }
 
-// unconfirmed are the other members of a view that are not seen to have confirmed it.
+// unconfirmed returns the other members of a view whose notes do not confirm it.
 func (m *Machine) unconfirmed(v *View) (missing []string) {
 	digest := v.Digest()
 	for _, q := range v.Members {
@@ -363,10 +366,10 @@ func (m *Machine) unconfirmed(v *View) (missing []string) {
 	return missing
 }
 
-// turn goes one step on the way to a view, and reports whether another one may follow.
+// turn makes one step towards a view, and reports whether another step may follow.
 func (m *Machine) turn() (again bool) {
 	number := m.number()
-	if number > m.latest.number() { // its proposer sends it again until all of its members have confirmed it
+	if number > m.latest.number() { // this member waits for that view: its proposer sends it again until all of its members have confirmed it
 		m.waits = fmt.Sprintf("view %d, which others have confirmed, has not been received", number)
 		return false
 	}
@@ -412,7 +415,7 @@ func (m *Machine) judge() (again bool) {
 		peer, ok := m.alive[q.ID]
 		over = over || !ok || peer.hasLeft(v, digest)
 	}
-	if over { // no member can take it any more, or this one is not in it: wait for the next proposal
+	if over { // no member can take the view any more, or this member is not in it: wait for the next proposal
 		m.want(v.Number + 1)
 		return true
 	}
@@ -420,14 +423,15 @@ func (m *Machine) judge() (again bool) {
 		why := m.objection(v)
 		if why == "" {
 			m.note.Confirmed, m.note.Digest = v.Number, digest
-			// An earlier attempt is kept even if it has the same members: it may have been formed, and must stay remembered when the new
-			// one turns out to be impossible. Otherwise a view could be confirmed that does not follow the earlier attempt.
+			// An earlier attempt is kept even if it has the same members: it may have been formed, and must not be forgotten if the
+			// new one turns out to be impossible. Otherwise this member could confirm a view that does not follow the earlier
+			// attempt.
 			m.attempts = append(m.attempts, v)
 			return true
 		}
 		m.waits = why
-		// A view of the members that are alive now could be confirmed: leave the proposal, so that it is replaced. Where it could not,
-		// leaving would only raise the numbers.
+		// A view of the present live members could be confirmed: abandon the proposal, so that it is replaced. If it could not,
+		// abandoning would only raise the numbers.
 		if next := m.candidate(); m.objection(&next) == "" {
 			m.want(v.Number + 1)
 			return true
@@ -442,7 +446,7 @@ func (m *Machine) judge() (again bool) {
 	return false
 }
 
-// objection is the reason why this member must not confirm a view, or empty if it may: the rules in the comment of the package.
+// objection returns the reason why this member must not confirm a view, empty if it may: the rules in the package comment.
 func (m *Machine) objection(v *View) string {
 	if v.Number <= m.note.Confirmed {
 		return fmt.Sprintf("view %d was confirmed already", m.note.Confirmed)
@@ -462,7 +466,7 @@ func (m *Machine) objection(v *View) string {
 	return ""
 }
 
-// follows is the reason why view v must not follow f, which has been formed or may have been; empty if it may.
+// follows returns the reason why view v must not follow f, which has been or may have been formed; empty if it may.
 func (m *Machine) follows(v, f *View) string {
 	here, all := 0, 0
 	var missing []string
@@ -472,8 +476,8 @@ func (m *Machine) follows(v, f *View) string {
 		case v.Has(q.ID):
 			here++
 		case over && last <= f.Number:
-			continue // in no view after f: it need not be outvoted
-		case over: // it may have confirmed a view after f, and is counted, but it can confirm no other one
+			continue // it has confirmed no view after f: it need not be counted
+		case over: // it may have confirmed a view after f, so it counts as a member of f, but it cannot confirm v
 		default:
 			missing = append(missing, q.Name)
 		}
@@ -487,7 +491,7 @@ func (m *Machine) follows(v, f *View) string {
 }
 
 // impossible reports whether a view that this member confirmed can never be formed: one of its members has not confirmed it, and
-// has continued with a later number, or has ended.
+// wants a later number or has ended.
 func (m *Machine) impossible(v *View) bool {
 	digest := v.Digest()
 	for _, q := range v.Members {
@@ -501,7 +505,7 @@ func (m *Machine) impossible(v *View) bool {
 	return false
 }
 
-// founds is the reason why a view must not be the first one of the job; empty if it may.
+// founds returns the reason why a view must not be the first one of the job; empty if it may.
 func (m *Machine) founds(v *View) string {
 	here := map[string]bool{}
 	for _, q := range v.Members {
@@ -523,7 +527,7 @@ func (m *Machine) founds(v *View) string {
 	return fmt.Sprintf("%d of the %d seeds are here, and the first view must hold more than half of them", count, len(m.cfg.Seeds))
 }
 
-// candidate is the view of all live members.
+// candidate returns the view of all live members.
 func (m *Machine) candidate() View {
 	next := View{Number: max(m.number()+1, m.note.Wants), Members: []Member{{m.cfg.Me, m.note.Address}}}
 	for id, peer := range m.alive {
@@ -534,7 +538,8 @@ func (m *Machine) candidate() View {
 	return next
 }
 
-// number is the largest number of all views that this member has heard of: it has the proposal, or a note says that it was confirmed.
+// number returns the largest number of all views that this member knows of: it has the proposal, or a note shows that the view was
+// confirmed.
 func (m *Machine) number() int64 {
 	largest := max(m.latest.number(), m.note.Confirmed)
 	for _, peer := range m.alive {
@@ -547,10 +552,10 @@ func (m *Machine) want(number int64) { m.note.Wants = max(m.note.Wants, number) 
 
 func (m *Machine) others() []ID { return slices.SortedFunc(maps.Keys(m.alive), compare) }
 
-// News is what has happened to the view that a member is in.
+// News describes what has happened to the view that a member is in.
 type News struct {
 	View    int64    `json:"view"`
-	Ended   string   `json:"ended"`   // why the view is not live any more; empty as long as it is
+	Ended   string   `json:"ended"`   // why the view is not live any more; empty while it is live
 	Joining []string `json:"joining"` // names of processes that want to become members
 }
 
@@ -576,7 +581,7 @@ func (m *Machine) News() News {
 		}
 	}
 	if m.Replaced() {
-		news.Ended = "a later life of " + m.cfg.Me.Name + " has taken its place"
+		news.Ended = "a later incarnation of " + m.cfg.Me.Name + " has taken its place"
 	}
 	for _, id := range m.others() {
 		if !m.taken.Has(id) && m.alive[id].Wants > m.taken.Number {

@@ -9,7 +9,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// job has members on a network without faults: the note of each is seen by all others at once.
+// job has members on a network without faults: all others receive a member's note at once.
 type job struct {
 	t        *testing.T
 	machines map[string]*Machine
@@ -60,7 +60,7 @@ func (j *job) settle() {
 			return
 		}
 	}
-	j.t.Fatal("the members do not come to rest")
+	j.t.Fatal("the members keep changing")
 }
 
 func (j *job) meet(name string) {
@@ -86,7 +86,7 @@ func (j *job) ask(names ...string) {
 	j.settle()
 }
 
-// in returns the members of the view of one of them.
+// in returns the members of the view that a member is in.
 func (j *job) in(name string) (members []string) {
 	if v := j.machines[name].Taken(); v != nil {
 		for _, q := range v.Members {
@@ -159,7 +159,7 @@ func TestHalfIsNotEnough(t *testing.T) {
 	for _, name := range j.names() {
 		require.Empty(t, j.in(name))
 	}
-	j.start("c") // c was restarted, and d is still away: only the end of one of them is known
+	j.start("c") // c was restarted, and d is still away: only the end of c is known
 	j.ask("c")
 	require.Empty(t, j.in("c"))
 	j.away = nil
@@ -167,14 +167,14 @@ func TestHalfIsNotEnough(t *testing.T) {
 	require.Equal(t, j.names(), j.in("c"))
 }
 
-// Half is enough if the other half was restarted under the same names: its earlier lives cannot continue elsewhere.
-func TestHalfIsEnoughWhereTheOtherHalfHasEnded(t *testing.T) {
+// Half is enough if the other half was restarted under the same names: its earlier incarnations cannot continue elsewhere.
+func TestHalfIsEnoughIfTheOtherHalfHasEnded(t *testing.T) {
 	j := newJob(t, "a", "b")
 	j.ask("a", "b")
 	delete(j.machines, "b")
 	j.settle()
 	j.ask("a")
-	require.Empty(t, j.in("a"), "b may be elsewhere")
+	require.Empty(t, j.in("a"), "b may be in another view")
 	j.start("b")
 	j.ask("b")
 	require.Equal(t, []string{"a", "b"}, j.in("a"))
@@ -203,15 +203,15 @@ func TestAMemberThatHasLeftIsNotCounted(t *testing.T) {
 				j.ask(j.names()...)
 				require.Equal(t, j.names(), j.in("c"))
 			}
-			j.start("d") // it has not seen the ends itself, and learns them from c
+			j.start("d") // it learns from c which members have ended
 			j.ask("c", "d")
 			require.Equal(t, []string{"c", "d"}, j.in("d"))
 		})
 	}
 }
 
-// Members of the last view that have ended may have formed a later view before, without this member.
-func TestAMemberThatWentOnElsewhereIsCounted(t *testing.T) {
+// Before they ended, members of the last view may have formed a later view without this member.
+func TestAMemberThatMayHaveContinuedElsewhereIsCounted(t *testing.T) {
 	for _, how := range []string{"left", "started again"} {
 		t.Run(how, func(t *testing.T) {
 			j := newJob(t, "a", "b", "c")
@@ -248,8 +248,8 @@ func TestAMemberThatWentOnElsewhereIsCounted(t *testing.T) {
 	}
 }
 
-// A view that some members have confirmed may have been formed. For those members, the next view must follow it, and not only the last view
-// that is known to be formed.
+// A view that some members have confirmed may have been formed. For those members, the next view must follow it as well as the last
+// view that is known to be formed.
 func TestAViewThatMayHaveBeenFormed(t *testing.T) {
 	j := newJob(t, "a", "b", "c", "d", "e")
 	j.ask(j.names()...)
@@ -267,18 +267,18 @@ func TestAViewThatMayHaveBeenFormed(t *testing.T) {
 	j.ask("c", "d", "e")
 	require.Equal(t, []string{"c", "d", "e"}, j.in("c"))
 	j.ask("a", "b")
-	require.Empty(t, j.in("a"), "a and b are more than half of a, b and c, and less of the view before")
+	require.Empty(t, j.in("a"), "a and b are more than half of a, b and c, but not of the previous view")
 	j.away = nil
 	j.settle()
 	j.ask(j.names()...)
-	require.Equal(t, j.names(), j.in("a"), "c never confirmed the view of a, b and c, and a sees it")
+	require.Equal(t, j.names(), j.in("a"), "c never confirmed the view of a, b and c, and a knows that")
 }
 
 // A later attempt with the same members is impossible; the earlier one was formed, and one of its members does not know that.
 func TestAnEarlierAttemptIsRememberedWhenALaterOneIsImpossible(t *testing.T) {
 	j := newJob(t, "a", "b", "c", "d", "e")
 	j.ask(j.names()...)
-	sees := func(name string, others ...string) { // their notes, and no proposals
+	sees := func(name string, others ...string) { // delivers their notes, but no proposals
 		peers := map[ID]Peer{}
 		for _, other := range others {
 			o := j.machines[other]
@@ -300,7 +300,7 @@ func TestAnEarlierAttemptIsRememberedWhenALaterOneIsImpossible(t *testing.T) {
 	j.machines["b"].Ask()
 	j.machines["c"].Ask()
 	sees("a", "b", "c")
-	require.Equal(t, int64(3), j.machines["a"].Note().Confirmed, "its second attempt with b and c, who do not hear of it")
+	require.Equal(t, int64(3), j.machines["a"].Note().Confirmed, "its second attempt with b and c, which do not receive it")
 	j.away = map[string]bool{"b": true, "c": true}
 	for _, name := range []string{"b", "c", "b"} {
 		j.meet(name)
@@ -318,7 +318,7 @@ func TestAnEarlierAttemptIsRememberedWhenALaterOneIsImpossible(t *testing.T) {
 	require.Equal(t, j.names(), j.in("a"))
 }
 
-func TestALaterLifeReplacesTheEarlierOne(t *testing.T) {
+func TestALaterIncarnationReplacesTheEarlierOne(t *testing.T) {
 	j := newJob(t, "a", "b")
 	j.ask("a", "b")
 	old := j.machines["b"]
@@ -327,18 +327,18 @@ func TestALaterLifeReplacesTheEarlierOne(t *testing.T) {
 	require.Equal(t, "b was started again", j.machines["a"].News().Ended)
 	old.See(map[ID]Peer{j.machines["b"].cfg.Me: {}})
 	require.True(t, old.Replaced())
-	require.Equal(t, "a later life of b has taken its place", old.News().Ended)
+	require.Equal(t, "a later incarnation of b has taken its place", old.News().Ended)
 	old.Ask()
 	require.Nil(t, old.Taken())
 }
 
-// The clock of a life may be behind that of an earlier one.
-func TestAMemberRisesAboveKnownLives(t *testing.T) {
+// The clock of a restarted process may be behind the clock of its earlier incarnation.
+func TestAMemberRisesAboveKnownIncarnations(t *testing.T) {
 	j := newJob(t, "a", "b")
 	j.ask("a", "b")
 	j.lives = 0
 	m := j.start("b")
-	require.Equal(t, int64(1), m.Rise().Incarnation, "it has heard of none")
+	require.Equal(t, int64(1), m.Rise().Incarnation, "it knows of no earlier incarnation")
 	m.Learn(j.machines["a"].Lives())
 	require.True(t, m.Replaced())
 	risen := m.Rise()
@@ -350,9 +350,9 @@ func TestAMemberRisesAboveKnownLives(t *testing.T) {
 	require.True(t, j.machines["a"].Taken().Has(risen))
 }
 
-// Two lives that know of the same earlier one, and not of each other, must not have the same number: confirmations of one of them would be
-// counted for the other.
-func TestLivesThatRiseDiffer(t *testing.T) {
+// Two incarnations that know the same earlier one, but not each other, must not have the same number: otherwise confirmations by
+// one would be counted for the other.
+func TestIncarnationsThatRiseDiffer(t *testing.T) {
 	known := map[string]int64{"b": 7_000_000_000}
 	risen := map[int64]bool{}
 	for _, clock := range []int64{1_000_000_005, 1_000_000_006, 2_999_999_999, 3_000_000_000} {
@@ -375,7 +375,7 @@ func TestAMemberCancels(t *testing.T) {
 	require.Equal(t, "a has left the view", j.machines["b"].News().Ended)
 	j.machines["a"].Cancel()
 	j.ask("b")
-	require.Empty(t, j.in("b"), "a confirms nothing")
+	require.Empty(t, j.in("b"), "a confirms no view after it has left")
 	j.ask("a")
 	require.Equal(t, []string{"a", "b"}, j.in("b"))
 }
@@ -389,7 +389,7 @@ func TestTooFewMembers(t *testing.T) {
 	require.Equal(t, "2 of 3 members", j.machines["a"].Waits())
 }
 
-func TestWhatCannotBeIsRefused(t *testing.T) {
+func TestInvalidProposalsAreRefused(t *testing.T) {
 	a, b := Member{ID{"a", 1}, ""}, Member{ID{"b", 1}, ""}
 	m := New(Config{Me: a.ID, MinMembers: 1})
 	for _, p := range []Proposal{
@@ -418,19 +418,19 @@ func TestOnlyTheProposerRemindsMembers(t *testing.T) {
 	require.Equal(t, []string{"a", "b"}, j.in("b"))
 }
 
-func TestAMemberThatHasLeftConfirmsNothingMore(t *testing.T) {
+func TestAMemberThatHasLeftConfirmsNoView(t *testing.T) {
 	j := newJob(t, "a")
 	a := j.machines["a"]
 	a.Leave()
 	last := a.Note()
 	a.Ask()
 	a.Cancel()
-	require.Equal(t, last, a.Note(), "what it says now would be another thing than it has said")
+	require.Equal(t, last, a.Note(), "its note must not change after the last one was sent")
 	require.Nil(t, a.Taken())
 }
 
-// All members confirm a view, and all leave it before they see that the others have confirmed it. The view is still formed, so that the next
-// one needs more than half of its members, and not more than half of the larger view before it.
+// All members confirm a view, and leave it before they learn that the others have confirmed it. The view is formed all the same, so
+// the next one needs more than half of its members, instead of more than half of the larger view before it.
 func TestAViewThatWasLeftIsFormed(t *testing.T) {
 	j := newJob(t, "a", "b", "c", "d", "e")
 	j.ask(j.names()...)
@@ -458,7 +458,7 @@ func TestAViewThatWasLeftIsFormed(t *testing.T) {
 	require.Empty(t, j.in("c"))
 }
 
-// A name must be unique in a job at a time. If it is not, a second process counts as a later life of the first one.
+// A name must be unique in a job at a time. If it is not, a second process counts as a later incarnation of the first one.
 func TestOneNameOnBothSidesOfACut(t *testing.T) {
 	// beyond cuts a member off, and frees its name for another process.
 	beyond := func(j *job, name string) {
@@ -490,12 +490,12 @@ func TestOneNameOnBothSidesOfACut(t *testing.T) {
 		j.start("c")
 		j.start("d")
 		j.ask("c", "d")
-		require.Empty(t, j.in("c"), "they know of no member that trains")
+		require.Empty(t, j.in("c"), "they know no member that trains")
 		require.Equal(t, []string{"a", "b", "c"}, j.in("other c"))
 		j.away = nil
 		j.settle()
 		require.Equal(t, "c was started again", j.machines["other a"].News().Ended)
-		require.Equal(t, "a later life of c has taken its place", j.machines["other c"].News().Ended)
+		require.Equal(t, "a later incarnation of c has taken its place", j.machines["other c"].News().Ended)
 		delete(j.machines, "other c")
 		j.ask(j.names()...)
 		require.Equal(t, []string{"a", "b", "c", "d"}, j.in("c"))
@@ -510,7 +510,7 @@ func TestOneNameOnBothSidesOfACut(t *testing.T) {
 		require.Equal(t, []string{"a", "b"}, j.in("a"))
 		require.Empty(t, j.in("other b"), "a is away, and has not ended")
 
-		// Two views are live: docs/ftlib.md says that a name must be unique.
+		// Two views are live: names must be unique (docs/ftlib.md).
 		a := j.machines["a"]
 		a.Leave()
 		delete(j.machines, "a")
@@ -519,7 +519,7 @@ func TestOneNameOnBothSidesOfACut(t *testing.T) {
 		}
 		j.ask("b")
 		require.Equal(t, []string{"b"}, j.in("b"))
-		require.Equal(t, []string{"b"}, j.in("other b"), "it has not heard that it counts as ended")
+		require.Equal(t, []string{"b"}, j.in("other b"), "it does not know that it counts as ended")
 	})
 	t.Run("each half has a second one of all names of the other half", func(t *testing.T) {
 		j := newJob(t, "a", "b")
@@ -533,7 +533,7 @@ func TestOneNameOnBothSidesOfACut(t *testing.T) {
 		j.machines["a"] = first
 		j.ask(j.names()...)
 		require.Equal(t, []string{"a", "b"}, j.in("a"))
-		require.Equal(t, []string{"a", "b"}, j.in("other a"), "each takes the other half for ended")
+		require.Equal(t, []string{"a", "b"}, j.in("other a"), "for each half, the other half has ended")
 		j.away = nil
 		j.settle()
 		require.True(t, first.Replaced())
@@ -541,7 +541,7 @@ func TestOneNameOnBothSidesOfACut(t *testing.T) {
 		delete(j.machines, "a")
 		delete(j.machines, "other b")
 		j.ask(j.names()...)
-		require.Equal(t, []string{"a", "b"}, j.in("b"), "the later ones go on together")
+		require.Equal(t, []string{"a", "b"}, j.in("b"), "the later incarnations continue together")
 		require.Equal(t, j.in("b"), j.in("other a"))
 	})
 }

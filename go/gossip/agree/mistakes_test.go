@@ -19,8 +19,8 @@ var (
 // safety has the rules that are checked against two live views. A mistake that allows two live views may break any of them first.
 var safety = []string{ruleLive, ruleShared, ruleFollows, ruleRemembered}
 
-// mistakes are planted in the machine. Each edit is a text of agree.go and its replacement; found are the rules of which the history must
-// break one. The compiler reads the changed file in place of agree.go (go test -overlay).
+// mistakes are planted in the machine. Each edit is a text of agree.go and its replacement. found has rules; a history must break
+// one of them. The compiler reads the changed file instead of agree.go (go test -overlay).
 var mistakes = []struct {
 	name  string
 	edits [][2]string
@@ -37,8 +37,8 @@ var mistakes = []struct {
 		safety,
 	},
 	{
-		// This was a rule of the machine, with the reason: the earlier attempt is of no use, since members that confirmed the later one
-		// do not confirm an earlier one. It is wrong.
+		// An earlier version of the machine did this, because members that have confirmed the later attempt do not confirm an
+		// earlier one. That is wrong: the earlier attempt may have been formed already.
 		"an attempt takes the place of an earlier one with the same members",
 		[][2]string{
 			{"m.attempts = append(m.attempts, v)", "m.attempts = append(slices.DeleteFunc(m.attempts, func(a *View) bool { return slices.Equal(a.Members, v.Members) }), v)"},
@@ -125,7 +125,7 @@ var mistakes = []struct {
 		[]string{ruleTogether},
 	},
 	{
-		"newcomers do not hear who has left",
+		"newcomers do not learn which members have left",
 		[][2]string{{"p.Ended = append(p.Ended, Final{q.ID, confirmed})", "_ = confirmed"}},
 		[]string{ruleTogether},
 	},
@@ -141,7 +141,7 @@ var mistakes = []struct {
 	},
 }
 
-// mistaken is the source of the machine with the mistake of this number in it.
+// mistaken returns the source of the machine with the mistake of this number.
 func mistaken(t *testing.T, number int) string {
 	t.Helper()
 	text, err := os.ReadFile("agree.go")
@@ -161,7 +161,7 @@ func TestTheMistakesFitTheMachine(t *testing.T) {
 	}
 }
 
-// TestMistakesInTheMachineAreFound compiles each of them, which takes a while: go test ./gossip/agree -agree.mistakes
+// TestMistakesInTheMachineAreFound compiles agree.go with each mistake, which takes a while: go test ./gossip/agree -agree.mistakes
 func TestMistakesInTheMachineAreFound(t *testing.T) {
 	if !*mistakesFlag {
 		t.Skip("-agree.mistakes looks for them")

@@ -17,7 +17,7 @@ var (
 	eventsFlag = flag.Int("agree.events", 0, "of all histories together; 0: 200,000, or 6,000,000 with FULL=1")
 )
 
-// dated is the seed of the histories: the flag's, or SEED of the environment, which make test-all sets to the date.
+// dated returns the seed of the histories: SEED of the environment, which make test-all sets to the date, or the flag's value.
 func dated() uint64 {
 	if number, err := strconv.ParseUint(os.Getenv("SEED"), 10, 64); err == nil {
 		return number
@@ -42,7 +42,7 @@ func history(seed, number uint64) (w *world, together bool) {
 
 func TestRandomHistoriesKeepTheRules(t *testing.T) {
 	want := 200_000
-	if testmain.Full() && !testmain.Race() { // a single goroutine: the race detector would find nothing, and take its time
+	if testmain.Full() && !testmain.Race() { // the histories have a single goroutine: the race detector would only slow them down
 		want = 6_000_000
 	}
 	if *eventsFlag > 0 {

@@ -5,16 +5,17 @@ import (
 	"slices"
 )
 
-// The rules of every history. The oracle sees which views members confirm and take, and which members run; for ruleRemembered it reads
-// the state of the machine. Most rules are lemmas of the proof: a mistake breaks one of them long before two views are live.
+// The rules that every history must keep. The oracle knows which views members confirm and take, and which members run; for
+// ruleRemembered it reads the state of the machine. Most rules are lemmas of the proof: a mistake breaks one of them long before
+// two views are live.
 const (
 	ruleLive       = "at most one view is live"
 	ruleTaken      = "a member takes a view that all of its members have confirmed"
 	ruleShared     = "a formed view shares a member with the one before"
 	ruleConfirmed  = "a member confirms growing numbers, and none after it has left"
 	ruleFollows    = "a member of the last formed view confirms a view that holds more than half of it"
-	ruleRemembered = "a member remembers a formed view of its own as the last one, or as an attempt"
-	ruleHeard      = "a member says what can be"
+	ruleRemembered = "a member that was in a formed view has it as the last one, or as an attempt"
+	ruleHeard      = "every proposal that a member sends is valid"
 	ruleTogether   = "members that reach each other get a view of all"
 )
 
@@ -27,7 +28,7 @@ func (w *world) fails(rule, how string, arguments ...any) {
 	}
 }
 
-// does changes a process, and then checks its note and its view.
+// does runs an action of a process, and then checks its note and its view.
 func (w *world) does(p *process, happens func()) {
 	happens()
 	id, note, in := p.id(), p.Note(), p.Taken()

@@ -7,12 +7,14 @@ import (
 	"slices"
 )
 
-// names are the names of processes. Each has a place of its own on the network. One more place is for a second process with one of the names.
+// names are the names of processes. Each name has its own place on the network. One more place is for a second process with one of
+// the names.
 var names = []string{"a", "b", "c", "d", "e"}
 
 var twin = len(names)
 
-// The two channels of a link, which lose messages independently: notes are in packets that other members forward, proposals in connections.
+// The two channels of a link, which lose messages independently: notes travel in packets that other members forward, proposals on
+// connections.
 const (
 	notes = iota
 	proposals
@@ -23,7 +25,7 @@ const (
 type process struct {
 	*Machine
 	place   int
-	seen    map[ID]Peer // the live members and their notes, as it sees them
+	seen    map[ID]Peer // its list of live members, with their last received notes
 	version map[ID]int  // of the notes in seen
 	in      *View       // the view that it took
 	leaving bool        // it has announced that it leaves, and ends soon
@@ -31,23 +33,23 @@ type process struct {
 
 func (p *process) id() ID { return p.cfg.Me }
 
-// world has processes on a network that loses, delays and repeats messages of each kind, in each direction. Sometimes their lists of live
-// members are wrong.
+// world has processes on a network that loses, delays and repeats messages of each kind in each direction. Sometimes their lists of
+// live members are wrong.
 type world struct {
 	*rand.Rand
 	running  []*process
-	said     map[ID][]Peer          // all notes of a life
+	said     map[ID][]Peer          // all notes of each incarnation
 	old      []Proposal             // earlier messages, which may be repeated
 	left     []*process             // processes that have left; others may learn it late
 	stirred  *process               // the process that has just confirmed a view
 	latest   *View                  // the latest view that was confirmed by any member
 	link     [][][kinds]int         // from, to, kind: percent that arrive
-	pace     int                    // one in so many rounds has the end of a process
+	pace     int                    // in one of so many rounds, a process ends
 	names    int                    // number of names in use
 	seeds    int                    // number of seeds, which are the first names
 	doubled  string                 // the name that two processes may have at a time; empty: none
 	late     bool                   // processes start with clocks that are behind
-	lives    int64                  // number of lives so far
+	lives    int64                  // number of processes started so far
 	views    map[string]*View       // views that any member has confirmed, by digest
 	by       map[string]map[ID]bool // the members that have confirmed a view, by its digest
 	formed   []*View                // in order of their numbers
@@ -73,7 +75,7 @@ func newWorld(random *rand.Rand) *world {
 	return w
 }
 
-// find returns the process of a life, nil if it has ended.
+// find returns the process of an incarnation, nil if it has ended.
 func (w *world) find(id ID) *process {
 	for _, p := range w.running {
 		if p.id() == id {
@@ -83,7 +85,7 @@ func (w *world) find(id ID) *process {
 	return nil
 }
 
-// named returns the latest life of a name, nil if there is none.
+// named returns the latest incarnation of a name, nil if there is none.
 func (w *world) named(name string) (latest *process) {
 	for _, p := range w.running {
 		if p.id().Name == name && (latest == nil || latest.id().Incarnation < p.id().Incarnation) {
@@ -102,12 +104,12 @@ func (w *world) start(name string) {
 	for _, seed := range names[:w.seeds] {
 		seeds = append(seeds, []string{seed})
 	}
-	if w.lives++; w.lives > int64(w.seeds) { // the first lives of seeds found the job; later ones join
+	if w.lives++; w.lives > int64(w.seeds) { // the first processes of the seeds found the job; later ones join
 		at = fmt.Sprint(name, w.lives)
 	}
 	life := 2 * w.lives
 	if w.late {
-		life -= 1 + 2*w.Int64N(w.lives) // by a clock that is behind
+		life -= 1 + 2*w.Int64N(w.lives) // its clock is behind
 	}
 	p := &process{
 		Machine: New(Config{Me: ID{name, life}, At: at, Seeds: seeds, MinMembers: 1}), place: place, seen: map[ID]Peer{}, version: map[ID]int{},
@@ -117,7 +119,7 @@ func (w *world) start(name string) {
 		p.Rise()
 	}
 	if w.said[p.id()] != nil {
-		return // two lives with the same number, which clocks of nanoseconds and Rise prevent
+		return // two incarnations with the same number: clocks with nanoseconds, and Rise, prevent that
 	}
 	w.said[p.id()] = []Peer{{p.Note(), at}}
 	w.running = append(w.running, p)
@@ -127,7 +129,7 @@ func (w *world) end(p *process) {
 	w.running = slices.DeleteFunc(w.running, func(o *process) bool { return o == p })
 }
 
-// connect ends all losses of messages.
+// connect makes all links reliable.
 func (w *world) connect() {
 	w.split(make([]int, len(w.link)), [kinds]int{100, 100}, [kinds]int{})
 }
@@ -179,7 +181,7 @@ func (w *world) arrives(from, to *process, kind int) bool {
 	return from != to && w.IntN(100) < w.link[from.place][to.place][kind]
 }
 
-// hear delivers a note of a life to a process, unless that has a later one.
+// hear delivers a note to a process, unless the process has a later one of the same sender.
 func (w *world) hear(p *process, id ID, version int) {
 	if known, found := p.version[id]; id == p.id() || found && known >= version {
 		return
@@ -233,8 +235,8 @@ func (w *world) exchange(p, other *process) {
 
 func (w *world) pick() *process { return w.running[w.IntN(len(w.running))] }
 
-// play plays this many events; processes end if ends is set. The events come in rounds, in which members agree if the network allows it, and
-// one by one, so that members are left between two views.
+// play plays this many events; processes end if ends is set. Some events come in rounds, in which members agree if the network
+// allows it. Others come one by one, which leaves members between two views.
 func (w *world) play(events int, ends bool) {
 	for end := w.events + events; w.events < end && w.broken == ""; {
 		if w.IntN(3) == 0 {
@@ -306,7 +308,7 @@ func (w *world) round(ends bool) {
 	}
 }
 
-// episode delivers some messages among some of the processes, and none of others: many views may be confirmed of which few members know.
+// episode delivers some messages among some of the processes only, so that views may be confirmed that few members know of.
 func (w *world) episode(ends bool) {
 	within := map[*process]bool{}
 	for _, p := range w.running {
@@ -363,14 +365,14 @@ func (w *world) leaves(p *process) {
 	}
 }
 
-// buries delivers to a process that another one has left.
+// buries delivers to a process the message that another one has left.
 func (w *world) buries(p, left *process) {
 	if p != left {
 		w.does(p, func() { p.Bury(left.id(), left.Note()) })
 	}
 }
 
-// miss makes a process count those as failed whose notes do not reach it.
+// miss makes a process count the members whose notes do not reach it as failed.
 func (w *world) miss(p *process) {
 	for _, id := range slices.SortedFunc(maps.Keys(p.seen), compare) {
 		if other := w.find(id); other == nil || w.link[other.place][p.place][notes] == 0 {
@@ -410,7 +412,7 @@ func (w *world) step(p *process) {
 	}
 }
 
-// train is a step of the training: the process asks for another view if its view is not live any more, or if others want to join.
+// train plays a training step: the process asks for another view if its view is not live any more, or if others want to join.
 func (w *world) train(p *process) {
 	if news := p.News(); !p.asked && !p.leaving && (p.Taken() == nil || news.Ended != "" || len(news.Joining) > 0) {
 		w.does(p, p.Ask)
@@ -466,8 +468,8 @@ func (w *world) calm() {
 	w.mustRest()
 }
 
-// supervised is a history in which one process at a time ends: it is killed, one of three or more in a view or one that is started
-// again under its name, or some leave and all others learn of it.
+// supervised is a history in which at most one process at a time ends unannounced: one of a view with at least three, or one that
+// is restarted under its name. Or some processes leave, and all others learn of it.
 func (w *world) supervised() {
 	w.calm()
 	for range 1 + w.IntN(4) {
@@ -479,7 +481,7 @@ func (w *world) supervised() {
 			for _, p := range w.running[:1+w.IntN(n-1)] {
 				w.leaves(p)
 			}
-			if w.IntN(2) == 0 { // they end, so that new members do not learn it from them
+			if w.IntN(2) == 0 { // the members that know it end, so that new members do not learn it from them
 				w.running = slices.DeleteFunc(w.running, func(p *process) bool { return p.leaving })
 			}
 			w.play(w.IntN(100), false)
@@ -499,8 +501,8 @@ func (w *world) supervised() {
 	}
 }
 
-// alone reports whether a process may be the only one that knows the job's latest view: since all had a view, it has confirmed a view of
-// which it is the only member.
+// alone reports whether a process may be the only one that knows the job's latest view: since the last view of all processes, it
+// has confirmed a view with itself as the only member.
 func (w *world) alone(p *process) bool {
 	for digest, by := range w.by {
 		if v := w.views[digest]; v.Number >= w.together && len(v.Members) == 1 && by[p.id()] {

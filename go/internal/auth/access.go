@@ -16,11 +16,11 @@ import (
 // Ending describes a request that ends a process: a kill or a drain.
 type Ending struct {
 	Token       TokenCheck
-	Loopback    bool // it comes from this host, and not through a proxy
+	Loopback    bool // the request comes from this host, and not through a proxy
 	AllowRemote bool // the operator allows it from all hosts, without a token
 }
 
-// Refusal is the reason why the request is refused; empty if it is not.
+// Refusal returns the reason why the request is refused; empty if it is accepted.
 func (e Ending) Refusal() string {
 	switch e.Token {
 	case TokenOK:
@@ -83,7 +83,7 @@ func IsOwnHost(header string, names ...string) bool {
 	return false
 }
 
-// HostOf is the host of host:port, or of a host alone.
+// HostOf returns the host of host:port, or of a host alone.
 func HostOf(address string) string {
 	if host, _, err := net.SplitHostPort(address); err == nil {
 		return host

@@ -25,7 +25,7 @@ type Watched[T any] struct {
 	failed bool
 }
 
-// watch reads the files for the first time. If that fails, the error says why.
+// watch reads the files for the first time, and returns an error if that fails.
 func watch[T any](log *slog.Logger, paths []string, read func() (T, error)) (*Watched[T], error) {
 	w := &Watched[T]{log: log, paths: paths, read: read, seen: stat(paths), looked: time.Now()}
 	var err error
@@ -33,7 +33,7 @@ func watch[T any](log *slog.Logger, paths []string, read func() (T, error)) (*Wa
 	return w, err
 }
 
-// Get returns the value. It checks the files for changes once in statEvery.
+// Get returns the value. It checks the files for changes at most once per statEvery.
 func (w *Watched[T]) Get() T {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -58,7 +58,7 @@ func (w *Watched[T]) Get() T {
 	return w.value
 }
 
-// stat returns nil in the place of a file that does not exist.
+// stat returns nil for a file that does not exist.
 func stat(paths []string) []os.FileInfo {
 	found := make([]os.FileInfo, len(paths))
 	for i, path := range paths {

@@ -11,15 +11,17 @@ import (
 
 // Security names the files that protect a job's connections. Without a file, that protection is off.
 type Security struct {
-	// TokenFile holds the job's tokens, one a line (Tokens). A server with it refuses calls without one of them.
+	// TokenFile contains the job's tokens, one per line (Tokens). A server with it refuses calls without one of them.
 	TokenFile string `json:"token_file"`
-	// TLSCert and TLSKey are the certificate and the key of this end, PEM. With them a server uses TLS, and a client can answer a server that
-	// requires a certificate.
+	// TLSCert and TLSKey are the certificate and the key of this process, in PEM. With them a server uses TLS, and a client can
+	// present a certificate to a server that requires one.
 	TLSCert string `json:"tls_cert"`
 	TLSKey  string `json:"tls_key"`
-	// TLSCA holds the authorities whose server certificates are trusted, PEM; empty means the system's. With it, http:// is refused.
+	// TLSCA contains the authorities whose server certificates are trusted, in PEM; empty means the system's. With it, http:// is
+	// refused.
 	TLSCA string `json:"tls_ca"`
-	// TLSClientCA holds the authorities of client certificates, PEM. A server with it refuses clients without such a certificate.
+	// TLSClientCA contains the authorities of client certificates, in PEM. A server with it refuses clients without such a
+	// certificate.
 	TLSClientCA string `json:"tls_client_ca"`
 }
 
@@ -32,7 +34,7 @@ const (
 	TLSClientCAEnv = "TORCHFT_TLS_CLIENT_CA"
 )
 
-// SecurityFromEnv is what the environment names.
+// SecurityFromEnv returns the files named in the environment.
 func SecurityFromEnv() Security {
 	return Security{
 		TokenFile: os.Getenv(TokenFileEnv), TLSCert: os.Getenv(TLSCertEnv), TLSKey: os.Getenv(TLSKeyEnv),
@@ -40,21 +42,21 @@ func SecurityFromEnv() Security {
 	}
 }
 
-// bad names a setting, its value, and what is allowed.
+// bad returns an error that names a setting, its value, and what is allowed.
 func bad(setting, env, path string, why any) error {
 	return fmt.Errorf("%s (%s) is %q: %v", setting, env, path, why)
 }
 
-// Validate reads every file.
+// Validate reads every file, and returns an error if one of them is invalid.
 func (s Security) Validate() error {
 	_, err := s.Open(slog.New(slog.DiscardHandler))
 	return err
 }
 
-// ServesTLS reports whether a server of this end is reached at https://.
+// ServesTLS reports whether a server with these settings is reached at https://.
 func (s Security) ServesTLS() bool { return s.TLSCert != "" }
 
-// HasTokens reports whether a server of this end wants a token.
+// HasTokens reports whether a server with these settings requires a token.
 func (s Security) HasTokens() bool { return s.TokenFile != "" }
 
 // Protection is a Security with its files read. A nil field means that this protection is off.
@@ -107,7 +109,7 @@ func (Security) files(paths ...string) []string {
 	return named
 }
 
-// maxSecret bounds what is read of a file, in bytes: a bundle of all public authorities has a quarter of a megabyte.
+// maxSecret bounds the size of a file in bytes: a bundle of all public authorities has a quarter of a megabyte.
 const maxSecret = 4 << 20
 
 func (s Security) readTokens() (Tokens, error) {
@@ -138,7 +140,8 @@ func readFile(path string) ([]byte, error) {
 	return content, nil
 }
 
-// serverTLS is for the one port of gRPC and HTTP. A client that can speak both, a browser, is to speak HTTP/1.1.
+// serverTLS returns the TLS settings of the port that serves gRPC and HTTP. A client that supports both protocols, such as a
+// browser, has to use HTTP/1.1.
 func (s Security) serverTLS() (*tls.Config, error) {
 	cert, err := s.certificate()
 	if err != nil {
@@ -172,7 +175,8 @@ func (s Security) clientTLS() (*tls.Config, error) {
 		if err != nil {
 			return nil, err
 		}
-		// Also if the server does not name this certificate's authority: its refusal then has a reason, which that of no certificate has not.
+		// The certificate is presented even if the server does not name its authority: the server's refusal then contains a reason,
+		// unlike the refusal of a client without a certificate.
 		config.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &cert, nil }
 	}
 	return config, nil
@@ -215,5 +219,6 @@ func (c Credentials) GetRequestMetadata(context.Context, ...string) (map[string]
 	return map[string]string{"authorization": Bearer(c.Tokens.Get()[0])}, nil
 }
 
-// RequireTransportSecurity is false: networks that encrypt by themselves are common, and TLSCA refuses all others.
+// RequireTransportSecurity returns false: networks that encrypt by themselves are common. With TLSCA set, plain connections are
+// refused in any case.
 func (Credentials) RequireTransportSecurity() bool { return false }

@@ -87,7 +87,7 @@ func TestTokens(t *testing.T) {
 	}
 }
 
-func TestWhoMayEndAProcess(t *testing.T) {
+func TestWhichRequestsMayEndAProcess(t *testing.T) {
 	for _, tc := range []struct {
 		ending  auth.Ending
 		refused string

@@ -1,5 +1,5 @@
-// Package auth decides which requests are allowed at a server of a job: tokens, the files with tokens and certificates, and which requests
-// may end a process.
+// Package auth decides which requests the servers of a job accept: it checks tokens, reads the files with tokens and certificates,
+// and decides which requests may end a process.
 package auth
 
 import (
@@ -9,9 +9,9 @@ import (
 	"strings"
 )
 
-// Tokens are the secrets of a job, one per line of its token file. The first one is sent to others, and each of them is accepted. So a token
-// can be replaced while the job runs: add the new one as the last line on all hosts, move it to the top on all hosts, and then remove
-// the old one.
+// Tokens are the secrets of a job, one per line of its token file. A process sends the first one, and accepts each of them. So a
+// token can be replaced while the job runs: add the new one as the last line on all hosts, move it to the top on all hosts, and
+// then remove the old one.
 type Tokens []string
 
 // ParseTokens reads the content of a token file.
@@ -33,7 +33,7 @@ func ParseTokens(content []byte) (Tokens, error) {
 	return tokens, nil
 }
 
-// Bearer is the value of the authorization header, or of gRPC's metadata, that carries a token.
+// Bearer returns the value of the authorization header, or of gRPC's metadata, for a token.
 func Bearer(token string) string { return "Bearer " + token }
 
 // TokenCheck is the result of checking the token of a request.
@@ -41,7 +41,7 @@ type TokenCheck int
 
 const (
 	TokenOK      TokenCheck = iota
-	TokenNone               // this server has no tokens, and asks for none
+	TokenNone               // this server has no tokens, and requires none
 	TokenMissing            // the request has none
 	TokenWrong
 )
@@ -55,7 +55,7 @@ func (t Tokens) Check(authorization []string) TokenCheck {
 		return TokenMissing
 	}
 	given, ok := strings.CutPrefix(authorization[0], "Bearer ")
-	digest := sha256.Sum256([]byte(given)) // has the same length for any token
+	digest := sha256.Sum256([]byte(given)) // the digest has the same length for any token
 	found := 0
 	for _, token := range t {
 		want := sha256.Sum256([]byte(token))
@@ -67,7 +67,7 @@ func (t Tokens) Check(authorization []string) TokenCheck {
 	return TokenOK
 }
 
-// String is the reason why a request is refused, and the remedy.
+// String returns the reason why a request is refused, and the remedy.
 func (c TokenCheck) String() string {
 	switch c {
 	case TokenMissing:

@@ -18,7 +18,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// CA signs certificates for one test. File is its own, in PEM.
+// CA signs certificates for one test. File contains its own certificate, in PEM.
 type CA struct {
 	File string
 
@@ -28,7 +28,7 @@ type CA struct {
 	key  *ecdsa.PrivateKey
 }
 
-// NewCA makes a new authority.
+// NewCA returns a new authority.
 func NewCA(t *testing.T) *CA {
 	ca := &CA{t: t, dir: t.TempDir(), key: newKey(t)}
 	ca.File = filepath.Join(ca.dir, "ca.pem")
@@ -45,13 +45,13 @@ func NewCA(t *testing.T) *CA {
 	return ca
 }
 
-// Certificates are valid now and in a bubble of testing/synctest, whose clock begins in 2000.
+// Certificates are valid both now and in a bubble of testing/synctest, whose clock begins in 2000.
 var (
 	validFrom = time.Date(1999, 1, 1, 0, 0, 0, 0, time.UTC)
 	validTo   = time.Date(2099, 1, 1, 0, 0, 0, 0, time.UTC)
 )
 
-// Issue makes a certificate and a key, for a server and a client of these hosts.
+// Issue issues a certificate, for a server and a client on these hosts, and its key.
 func (ca *CA) Issue(hosts ...string) (certFile, keyFile string) { return ca.issue(validTo, hosts) }
 
 // IssueExpired is Issue for a certificate that has expired.
@@ -96,14 +96,14 @@ func write(t *testing.T, path, kind string, der []byte) {
 	require.NoError(t, os.WriteFile(path, pem.EncodeToMemory(&pem.Block{Type: kind, Bytes: der}), 0o600))
 }
 
-// File makes a file that only its owner can read.
+// File creates a file that only its owner can read.
 func File(t testing.TB, content string) string {
 	path := filepath.Join(t.TempDir(), "file")
 	require.NoError(t, os.WriteFile(path, []byte(content), 0o600))
 	return path
 }
 
-// Trusting is the configuration of a client that trusts an authority.
+// Trusting returns the configuration of a client that trusts an authority.
 func Trusting(t *testing.T, caFile string) *tls.Config {
 	content, err := os.ReadFile(caFile)
 	require.NoError(t, err)

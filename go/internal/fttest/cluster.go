@@ -21,7 +21,7 @@ import (
 	"github.com/torchft/torchft/go/recovery"
 )
 
-// LighthouseAddr is where a cluster's lighthouse is, before and after a restart.
+// LighthouseAddr is the address of a cluster's lighthouse, before and after a restart.
 const LighthouseAddr = "http://lighthouse:29510"
 
 // Cluster is a lighthouse and replica groups in one network.
@@ -33,8 +33,8 @@ type Cluster struct {
 	Lighthouse *lighthouse.Server
 }
 
-// NewCluster starts a lighthouse with the defaults of the command, except a join timeout of 10 s and the changes.
-// Everything is shut down at the end of the test.
+// NewCluster starts a lighthouse with the defaults of the command, except for a join timeout of 10 s and the given changes. It is
+// shut down at the end of the test.
 func NewCluster(t *testing.T, minReplicas int, change ...func(*lighthouse.Config)) *Cluster {
 	c := &Cluster{T: t, Net: NewNetwork(), Log: &Log{}}
 	c.StartLighthouse(minReplicas, change...)
@@ -42,12 +42,12 @@ func NewCluster(t *testing.T, minReplicas int, change ...func(*lighthouse.Config
 	return c
 }
 
-// StartLighthouse starts a lighthouse at LighthouseAddr. Shut down the previous one, or kill its host, before.
+// StartLighthouse starts a lighthouse at LighthouseAddr. The caller must have shut down the previous one, or killed its host.
 func (c *Cluster) StartLighthouse(minReplicas int, change ...func(*lighthouse.Config)) {
 	c.Lighthouse = c.LighthouseOn("lighthouse", minReplicas, change...)
 }
 
-// LighthouseOn starts one on some host, at port 29510. The caller shuts it down.
+// LighthouseOn starts a lighthouse on a host, at port 29510. The caller shuts it down.
 func (c *Cluster) LighthouseOn(host string, minReplicas int, change ...func(*lighthouse.Config)) *lighthouse.Server {
 	c.Net.Host(host).revive()
 	cfg := lighthouse.DefaultConfig()
@@ -64,8 +64,8 @@ func (c *Cluster) LighthouseOn(host string, minReplicas int, change ...func(*lig
 	return server
 }
 
-// Group is one replica group: its server on the host of its name, and a client per rank, each on a host
-// "name/rank" of its own.
+// Group is one replica group: its server on the host with the group's name, and one client per rank, each on its own host
+// "name/rank".
 type Group struct {
 	c      *Cluster
 	Server *manager.Server
@@ -75,7 +75,7 @@ type Group struct {
 	security auth.Security
 }
 
-// ServerConfig is a valid one for a group of this cluster.
+// ServerConfig returns a valid configuration for a group of this cluster.
 func (c *Cluster) ServerConfig(name string, worldSize int64) manager.ServerConfig {
 	return manager.ServerConfig{
 		ReplicaID:         name,
@@ -91,7 +91,7 @@ func (c *Cluster) ServerConfig(name string, worldSize int64) manager.ServerConfi
 	}
 }
 
-// StartGroup starts a group, in a bubble of testing/synctest. Everything is shut down at the end of the test.
+// StartGroup starts a group, in a bubble of testing/synctest. It is shut down at the end of the test.
 func (c *Cluster) StartGroup(name string, worldSize int64, change ...func(*manager.ServerConfig)) *Group {
 	c.Net.Host(name).revive()
 	cfg := c.ServerConfig(name, worldSize)
@@ -109,7 +109,7 @@ func (c *Cluster) StartGroup(name string, worldSize int64, change ...func(*manag
 	return g
 }
 
-// Dial makes one more client of the group's server, on a host.
+// Dial returns another client of the group's server, on a host.
 func (g *Group) Dial(host string) *rankclient.Client {
 	g.c.Net.Host(host).revive()
 	client, err := rankclient.Dial(context.Background(), g.Server.Address(), 10*time.Second, rankclient.WithNetwork(g.c.Net.Host(host)), rankclient.WithSecurity(g.security))
@@ -118,7 +118,7 @@ func (g *Group) Dial(host string) *rankclient.Client {
 	return client
 }
 
-// Host is the host of one rank, or of the server for rank -1.
+// Host returns the host of one rank; for rank -1, that of the server.
 func (g *Group) Host(rank int) *Host {
 	if rank < 0 {
 		return g.c.Net.Host(g.name)
@@ -133,7 +133,7 @@ type Answer[T any] struct {
 	Took  time.Duration
 }
 
-// Start runs a call on a goroutine of its own. The channel gets its answer.
+// Start runs a call on a new goroutine. The channel receives its answer.
 func Start[T any](call func() (T, error)) <-chan Answer[T] {
 	answer := make(chan Answer[T], 1)
 	go func() {
@@ -144,12 +144,12 @@ func Start[T any](call func() (T, error)) <-chan Answer[T] {
 	return answer
 }
 
-// Quorum asks for a quorum on behalf of one rank.
+// Quorum requests a quorum for one rank.
 func (g *Group) Quorum(rank int, step int64, timeout time.Duration) <-chan Answer[recovery.Result] {
 	return g.QuorumWith(rankclient.Request{GroupRank: int64(rank), Step: step}, timeout)
 }
 
-// QuorumWith asks with any request, as the rank that it names.
+// QuorumWith requests a quorum with a given request, for the rank that it names.
 func (g *Group) QuorumWith(req rankclient.Request, timeout time.Duration) <-chan Answer[recovery.Result] {
 	return g.QuorumBelow("", req, timeout)
 }
@@ -164,7 +164,7 @@ func (g *Group) QuorumBelow(traceparent string, req rankclient.Request, timeout 
 	})
 }
 
-// QuorumOfAll asks on behalf of every rank.
+// QuorumOfAll requests a quorum for every rank.
 func (g *Group) QuorumOfAll(step int64, timeout time.Duration) []<-chan Answer[recovery.Result] {
 	var answers []<-chan Answer[recovery.Result]
 	for rank := range g.Ranks {
@@ -173,7 +173,7 @@ func (g *Group) QuorumOfAll(step int64, timeout time.Duration) []<-chan Answer[r
 	return answers
 }
 
-// Vote votes on behalf of one rank.
+// Vote votes for one rank.
 func (g *Group) Vote(rank int, step int64, vote bool, timeout time.Duration) <-chan Answer[bool] {
 	return Start(func() (bool, error) {
 		ctx, cancel := context.WithTimeout(context.Background(), timeout)
@@ -182,7 +182,7 @@ func (g *Group) Vote(rank int, step int64, vote bool, timeout time.Duration) <-c
 	})
 }
 
-// Log keeps what servers log, for tests to look at.
+// Log collects the log of servers for tests.
 type Log struct {
 	mu   sync.Mutex
 	text strings.Builder
@@ -194,7 +194,7 @@ func (l *Log) Write(p []byte) (int, error) {
 	return l.text.Write(p)
 }
 
-// Count is how many lines contain the text.
+// Count returns how many lines contain the text.
 func (l *Log) Count(text string) int {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -207,7 +207,7 @@ func (l *Log) Count(text string) int {
 	return n
 }
 
-// Drain returns what was logged since the last call, and forgets it: a fuzz target reads it after each input.
+// Drain returns the lines logged since the last call, and removes them: a fuzz target reads them after each input.
 func (l *Log) Drain() string {
 	l.mu.Lock()
 	defer l.mu.Unlock()

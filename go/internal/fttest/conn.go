@@ -21,7 +21,7 @@ func (c *conn) Write(p []byte) (int, error) { return c.out.write(p) }
 func (c *conn) LocalAddr() net.Addr         { return c.local }
 func (c *conn) RemoteAddr() net.Addr        { return c.remote }
 
-// Close ends both directions. Bytes that were written before still arrive, and then the end.
+// Close ends both directions. Bytes that were written before still arrive, followed by the end.
 func (c *conn) Close() error {
 	c.in.leave()
 	c.out.close()
@@ -33,7 +33,7 @@ func (c *conn) Close() error {
 	return nil
 }
 
-// CloseWrite ends the direction to the other end, which can still answer.
+// CloseWrite ends the direction to the other side, which can still answer.
 func (c *conn) CloseWrite() error { c.out.close(); return nil }
 
 func (c *conn) SetDeadline(t time.Time) error     { return c.SetReadDeadline(t) }
@@ -42,25 +42,25 @@ func (c *conn) SetReadDeadline(t time.Time) error { c.in.setDeadline(t); return 
 // SetWriteDeadline does nothing: a write never blocks.
 func (c *conn) SetWriteDeadline(time.Time) error { return nil }
 
-// pipe is one direction of a connection. It holds as much as is written; a reader waits until something has arrived, the
-// end, or its deadline.
+// pipe is one direction of a connection. Its buffer is unlimited. A reader waits until data or the end has arrived, or until its
+// deadline.
 type pipe struct {
-	delay func() time.Duration // of the next write; nil: none
+	delay func() time.Duration // delay of the next write; nil: no delay
 
 	mu       sync.Mutex
 	changed  *sync.Cond
 	chunks   []chunk
 	back     *pipe
 	closed   bool // by the writer
-	unknown  bool // the reader's host has restarted, and does not know the connection
+	unknown  bool // the reader's host was restarted, and does not know the connection
 	left     bool // by the reader
-	frozen   bool // data on its way is dropped, and all that is written later
-	held     int  // reasons for which nothing arrives for a while, not even the end
+	frozen   bool // data on its way and all later data is dropped
+	held     int  // number of present reasons why nothing arrives, not even the end
 	deadline time.Time
 	timer    *time.Timer
 }
 
-// chunk is what one write wrote, or, without data, the end.
+// chunk is the data of one write or, without data, the end.
 type chunk struct {
 	data    []byte
 	arrives time.Time
@@ -95,7 +95,8 @@ func (p *pipe) read(to []byte) (int, error) {
 	}
 }
 
-// arrived reports whether there is something to read. If a chunk is still on its way, a timer wakes the reader when it arrives.
+// arrived reports whether there is data or the end to read. If a chunk is still on its way, a timer wakes the reader when it
+// arrives.
 func (p *pipe) arrived() bool {
 	if len(p.chunks) == 0 || p.held > 0 {
 		return false
@@ -137,7 +138,7 @@ func (p *pipe) send(data []byte) {
 	p.changed.Broadcast()
 }
 
-// close is the writer's end.
+// close ends the pipe on the writer's side.
 func (p *pipe) close() {
 	p.change(func() {
 		if !p.closed {
@@ -147,7 +148,7 @@ func (p *pipe) close() {
 	})
 }
 
-// leave is the reader's end.
+// leave ends the pipe on the reader's side.
 func (p *pipe) leave() { p.change(func() { p.left, p.chunks = true, nil }) }
 
 func (p *pipe) freeze() {
@@ -159,7 +160,7 @@ func (p *pipe) freeze() {
 	})
 }
 
-// reset ends a connection whose other side has forgotten it: what the writer would get from that host is a TCP reset.
+// reset ends a connection that the other host does not know any more: on a real network the writer would get a TCP reset.
 func (p *pipe) reset() {
 	p.change(func() {
 		if p.held >= off {

@@ -11,8 +11,8 @@ import (
 	"google.golang.org/protobuf/proto"
 )
 
-// FuzzStream sends messages of any kind on streams of a method, and looks for internal errors in the server's log. A seed is
-// the messages of one stream; in the corpus each has its length before it.
+// FuzzStream sends messages of any kind on streams of a method, and looks for internal errors in the server's log. A seed has the
+// messages of one stream; in the corpus each message is preceded by its length.
 func FuzzStream[M proto.Message](f *testing.F, conn *grpc.ClientConn, log *Log, method string, seeds [][]M) {
 	for _, messages := range seeds {
 		var all []byte
@@ -49,7 +49,7 @@ func FuzzStream[M proto.Message](f *testing.F, conn *grpc.ClientConn, log *Log, 
 	})
 }
 
-// bytesCodec sends bytes as they are.
+// bytesCodec sends bytes unchanged.
 type bytesCodec struct{}
 
 func (bytesCodec) Marshal(v any) ([]byte, error)      { return *v.(*[]byte), nil }

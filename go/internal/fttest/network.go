@@ -30,11 +30,11 @@ type Network struct {
 	cuts   map[direction]int
 	paused map[string]int
 	silent map[string]bool // hosts that do not even refuse a connection
-	healed chan struct{}   // closed and replaced whenever a cut is over
+	healed chan struct{}   // closed and replaced whenever a cut ends
 	delay  func(from, to string) time.Duration
 }
 
-// NewNetwork makes a network without hosts.
+// NewNetwork returns a network without hosts.
 func NewNetwork() *Network {
 	return &Network{
 		hosts: map[string]*Host{}, listeners: map[string]*listener{}, conns: map[*conn]struct{}{}, blocked: map[[2]string]bool{}, nextPort: 40000,
@@ -43,7 +43,7 @@ func NewNetwork() *Network {
 	}
 }
 
-// Host is one machine, or one process, in a network. It is what servers and clients get as their network.
+// Host is one machine, or one process, in a Network. Servers and clients use it as their rpc.Network.
 type Host struct {
 	net  *Network
 	name string
@@ -51,7 +51,7 @@ type Host struct {
 
 var _ rpc.Network = (*Host)(nil)
 
-// Host gives a name to a machine. The same name twice is the same machine: a client on its server's host is in the same process.
+// Host returns the host with a name. The same name is the same machine: a client on its server's host is in the same process.
 func (n *Network) Host(name string) *Host {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -61,7 +61,7 @@ func (n *Network) Host(name string) *Host {
 	return n.hosts[name]
 }
 
-// Listen listens at name:port of the host, whatever host the address names.
+// Listen listens at the host's own name and the port of the address.
 func (h *Host) Listen(address string) (net.Listener, error) {
 	_, port, err := net.SplitHostPort(address)
 	if err != nil {
@@ -82,7 +82,7 @@ func (h *Host) Listen(address string) (net.Listener, error) {
 	return l, nil
 }
 
-// Dial connects to name:port of some host, or fails at once when nothing listens there.
+// Dial connects to name:port of any host, or fails at once if nothing listens there.
 func (h *Host) Dial(ctx context.Context, address string) (net.Conn, error) {
 	to, _, _ := net.SplitHostPort(address)
 	if h.net.isBlocked(h.name, to) {
@@ -137,7 +137,7 @@ func (h *Host) revive() {
 	h.net.answer(h.name)
 }
 
-// Cut breaks the open connections of the host. New ones can be made.
+// Cut breaks the open connections of the host. New ones succeed.
 func (h *Host) Cut() {
 	for _, c := range h.net.connsOf(h.name) {
 		_ = c.Close()
@@ -182,7 +182,7 @@ func (n *Network) breakBetween(a, b string) {
 	}
 }
 
-// Unblock is the end of Block.
+// Unblock ends a Block.
 func (n *Network) Unblock(a, b string) {
 	n.mu.Lock()
 	defer n.mu.Unlock()

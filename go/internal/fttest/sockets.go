@@ -11,10 +11,10 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Quiet is a logger that discards everything.
+// Quiet returns a logger that discards everything.
 var Quiet = slog.New(slog.DiscardHandler)
 
-// SendGarbage sends to http://host:port, over real sockets, what a port scanner or a broken client would send, and closes the
+// SendGarbage sends to http://host:port, over real sockets, data like that of a port scanner or a broken client, and closes the
 // connection.
 func SendGarbage(t testing.TB, address string) {
 	t.Helper()

@@ -7,20 +7,20 @@ import (
 	"time"
 )
 
-// This file delays and holds connections without breaking them. TCP retransmits lost data: after a cut, or after a machine
-// stood still, everything arrives late, unless one end has closed the connection meanwhile.
+// This file delays and holds connections without breaking them. TCP retransmits lost data: after a cut, or after a pause of a
+// machine, everything arrives late, unless one side has closed the connection meanwhile.
 
-// direction is from one machine to another.
+// direction is the direction from one machine to another.
 type direction struct{ from, to string }
 
-// machineOf is a host's machine: its name up to the first dot. So "a.1" and "a.2" are two processes on a.
+// machineOf returns a host's machine: its name up to the first dot. So "a.1" and "a.2" are two processes on a.
 func machineOf(host string) string {
 	machine, _, _ := strings.Cut(host, ".")
 	return machine
 }
 
-// Delays sets the one-way delay between hosts, for new connections; making one takes a delay each way. delay may be called at
-// any time, from many goroutines.
+// Delays sets the one-way delay between hosts for new connections. Connecting takes one delay in each direction. delay may be
+// called at any time, from many goroutines.
 func (n *Network) Delays(delay func(from, to string) time.Duration) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -44,8 +44,8 @@ func isBetween(from, to string) func(direction) bool {
 	return func(d direction) bool { return d == direction{from, to} }
 }
 
-// Pause stops a machine as seen from outside, until Resume was called as often: its kernel accepts connections, but nothing is
-// read or sent. Timers of its processes go on.
+// Pause stops a machine as seen from outside, until Resume was called as often: its kernel accepts connections, but nothing is read
+// or sent. Timers of its processes continue.
 func (n *Network) Pause(machine string) { n.hold(1, func() { n.paused[machine]++ }, isAt(machine)) }
 
 // Resume undoes one Pause.
@@ -55,7 +55,7 @@ func isAt(machine string) func(direction) bool {
 	return func(d direction) bool { return d.from != d.to && (d.from == machine || d.to == machine) }
 }
 
-// hold changes how often the existing pipes are held; change does the same for pipes made later.
+// hold changes how often the existing pipes are held; change does the same for later pipes.
 func (n *Network) hold(by int, change func(), which func(direction) bool) {
 	n.mu.Lock()
 	change()
@@ -71,11 +71,10 @@ func (n *Network) hold(by int, change func(), which func(direction) bool) {
 	}
 }
 
-// off is how often the pipes of a host without power are held: more than any number of Heal and Resume releases.
+// off is how often the pipes of a host without power are held: so often that no number of Heal and Resume releases them.
 const off = 1 << 30
 
-// Vanish is a power cut of a host: it sends nothing any more, not even the end of a connection, and answers nothing until
-// Refuse.
+// Vanish cuts the power of a host: it sends nothing any more, not even the end of a connection, and answers nothing until Refuse.
 func (h *Host) Vanish() {
 	n := h.net
 	n.mu.Lock()
@@ -136,7 +135,7 @@ func (n *Network) Reset(a, b string) {
 	}
 }
 
-// handshake returns once a connection can begin: neither host is silent, no direction is cut, and both delays have passed.
+// handshake returns when a connection can begin: neither host is silent, no direction is cut, and both delays have passed.
 func (n *Network) handshake(ctx context.Context, from, to string) error {
 	d := direction{machineOf(from), machineOf(to)}
 	for {
@@ -163,7 +162,7 @@ func (n *Network) handshake(ctx context.Context, from, to string) error {
 	}
 }
 
-// pipe makes one direction of a connection. The caller holds mu.
+// pipe returns one direction of a new connection. The caller holds mu.
 func (n *Network) pipe(from, to string) *pipe {
 	var delay func() time.Duration
 	if of := n.delay; of != nil {

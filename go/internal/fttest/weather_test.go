@@ -13,7 +13,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// connect makes a connection between two machines, in both ends.
+// connect returns both ends of a new connection between two machines.
 func connect(t *testing.T, n *Network, from, to string) (client, server net.Conn) {
 	t.Helper()
 	l, err := n.Host(to).Listen(to + ":0")
@@ -114,7 +114,7 @@ func TestAHostThatVanishedSendsNothing(t *testing.T) {
 	})
 }
 
-func TestWhatIsWrittenArrivesLaterAndInOrder(t *testing.T) {
+func TestWrittenBytesArriveLaterAndInOrder(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		n := NewNetwork()
 		next := 10 * time.Millisecond

@@ -1,5 +1,5 @@
-// Package lobby limits the connections that have not been authorized yet, so that other clients cannot use up the connections that a server
-// allows.
+// Package lobby limits the connections that have not been authorized yet, so that unauthorized clients cannot use up all
+// connections of a server.
 package lobby
 
 import (
@@ -8,9 +8,9 @@ import (
 	"sync"
 )
 
-// Lobby has room for a number of connections, and for a smaller number of each address. If it is full, the oldest connection is
-// closed, of that address or of all: a client of the job sends its first message at once, so an old connection is most likely
-// none of the job's.
+// Lobby has room for a limited number of connections, and for a smaller number from each address. If one of these limits is
+// exceeded, the oldest connection of all, or from that address, is closed: a client of the job sends its first message at once, so
+// an old connection most likely does not belong to the job.
 type Lobby struct {
 	most, ofOne int
 
@@ -19,7 +19,7 @@ type Lobby struct {
 	hosts map[string]*list.List // the same by address
 }
 
-// New makes a Lobby with room for most connections, and for ofOne of one address.
+// New returns a Lobby with room for most connections in total, and for ofOne from one address.
 func New(most, ofOne int) *Lobby {
 	return &Lobby{most: most, ofOne: ofOne, all: list.New(), hosts: map[string]*list.List{}}
 }
@@ -29,7 +29,7 @@ type Guest struct {
 	lobby  *Lobby
 	host   string
 	cut    func()
-	all    *list.Element // nil: it has left
+	all    *list.Element // nil if it has left
 	ofHost *list.Element
 }
 
@@ -72,8 +72,8 @@ func (l *Lobby) remove(g *Guest) {
 	g.all = nil
 }
 
-// Leave frees the place of a connection that has been authorized or has ended. It reports whether the connection had a place: one that was
-// closed or has left has none.
+// Leave removes a connection that has been authorized or has ended. It reports whether the connection was in the lobby: it is not
+// if it was closed by the lobby or has left before.
 func (g *Guest) Leave() bool {
 	g.lobby.mu.Lock()
 	defer g.lobby.mu.Unlock()
@@ -84,7 +84,7 @@ func (g *Guest) Leave() bool {
 	return true
 }
 
-// Len is the number of connections in the lobby.
+// Len returns the number of connections in the lobby.
 func (l *Lobby) Len() int {
 	l.mu.Lock()
 	defer l.mu.Unlock()

@@ -20,9 +20,9 @@ func TestTheOldestGoesFirst(t *testing.T) {
 	enter(4, "10.0.0.2")
 	assert.Empty(t, cut)
 	enter(5, "10.0.0.2")
-	assert.Equal(t, []int{2}, cut, "an address that has its share takes it from itself")
+	assert.Equal(t, []int{2}, cut, "above the limit of one address, its own oldest connection is closed")
 	enter(6, "10.0.0.3")
-	assert.Equal(t, []int{2, 1}, cut, "the oldest of all")
+	assert.Equal(t, []int{2, 1}, cut, "above the total limit, the oldest connection is closed")
 
 	assert.False(t, guests[1].Leave(), "it was cut")
 	assert.True(t, guests[3].Leave())

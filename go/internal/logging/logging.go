@@ -1,4 +1,4 @@
-// Package logging writes the log without blocking: a reader of the log that stops reading must not stop a server.
+// Package logging writes the log without blocking: if the reader of the log stops reading, the server must continue.
 package logging
 
 import (
@@ -14,7 +14,7 @@ import (
 // mostBytes limits the memory of the pending lines: some thousand of them.
 const mostBytes = 1 << 20
 
-// LastLines is how long an ending process waits until its last lines are written.
+// LastLines is how long an ending process waits for its last lines to be written.
 const LastLines = time.Second
 
 var dropped atomic.Int64
@@ -26,8 +26,8 @@ func Metric() prometheus.Collector {
 	}, func() float64 { return float64(dropped.Load()) })
 }
 
-// Writer passes lines on to another writer that may block, such as a pipe without a reader. It keeps up to mostBytes; further
-// lines are dropped, and their number is logged once the other writer accepts lines again.
+// Writer forwards lines to another writer that may block, such as a pipe without a reader. It queues up to mostBytes. Further lines
+// are dropped, and their number is logged once the other writer accepts lines again.
 type Writer struct {
 	out io.Writer
 
@@ -35,10 +35,10 @@ type Writer struct {
 	pending    []byte
 	dropped    int             // lines dropped since their number was logged last
 	idle       chan struct{}   // closed when all pending lines are written; nil while there are none
-	logDropped func(lines int) // logs to out how many lines were dropped
+	logDropped func(lines int) // logs the number of dropped lines to out
 }
 
-// To makes a Writer for out.
+// To returns a Writer that forwards to out.
 func To(out io.Writer) *Writer {
 	log := slog.New(slog.NewTextHandler(out, nil))
 	return &Writer{out: out, logDropped: func(lines int) {
@@ -58,12 +58,12 @@ func (w *Writer) Write(line []byte) (int, error) {
 	w.pending = append(w.pending, line...)
 	if w.idle == nil {
 		w.idle = make(chan struct{})
-		go w.writePending() // returns when nothing is pending; blocks for as long as the reader does not read
+		go w.writePending() // returns when nothing is pending; blocks while the reader does not read
 	}
 	return len(line), nil
 }
 
-// writePending writes the pending lines, and those that come meanwhile.
+// writePending writes the pending lines, and those that are added meanwhile.
 func (w *Writer) writePending() {
 	var lines []byte
 	for {

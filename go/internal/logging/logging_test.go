@@ -27,15 +27,15 @@ func TestAReaderThatDoesNotReadBlocksNoWriter(t *testing.T) {
 	w := To(writer)
 	log := slog.New(slog.NewTextHandler(w, nil))
 	before := testutil.ToFloat64(Metric())
-	const lines = 20_000 // of some 200 bytes: more than the pipe and the writer take
+	const lines = 20_000 // each of some 200 bytes: together more than the pipe and the writer can buffer
 	for i := range lines {
 		log.Info("a line of the log", "number", i, "text", strings.Repeat("x", 120))
 	}
-	w.Flush(time.Millisecond) // returns, too
+	w.Flush(time.Millisecond) // returns after its timeout
 	lost := testutil.ToFloat64(Metric()) - before
 	assert.Positive(t, lost)
 
-	// What gets through is whole and in order, and what is missing is counted.
+	// The written lines are complete and in order, and the dropped ones are counted.
 	found, dropped := 0, 0
 	text := bufio.NewScanner(reader)
 	for found+dropped < lines && text.Scan() {

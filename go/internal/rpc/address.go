@@ -11,7 +11,7 @@ import (
 	"github.com/torchft/torchft/go/internal/auth"
 )
 
-// Address is the address of a server, ours or upstream's.
+// Address is the address of a server, ours or an upstream one.
 type Address struct {
 	HostPort string
 	TLS      bool // https://
@@ -43,7 +43,7 @@ func ParseAddress(setting, address string) (Address, error) {
 	return Address{HostPort: u.Host, TLS: u.Scheme == "https"}, nil
 }
 
-// MaxLighthouses is how many lighthouses a list may have. More than a few only make a failover slower.
+// MaxLighthouses is how many lighthouses a list may have. A longer list would only make a failover slower.
 const MaxLighthouses = 16
 
 // ParseAddresses parses addresses separated by commas. Members try them in this order.
@@ -64,7 +64,7 @@ func ParseAddresses(setting, addresses string) (list []string, err error) {
 	return list, nil
 }
 
-// Announce is the address under which others reach the server that listens at bound. It puts IPv6 addresses in brackets.
+// Announce returns the address under which others reach the server that listens at bound. It puts IPv6 addresses in brackets.
 func Announce(hostname string, bound net.Addr, security auth.Security) string {
 	_, port, err := net.SplitHostPort(bound.String())
 	if err != nil { // a network without ports

@@ -9,11 +9,11 @@ import (
 	"google.golang.org/protobuf/encoding/protowire"
 )
 
-// Encoded is a message that is encoded already. A quorum is encoded once, and the same bytes are sent to every waiter: to encode it for
-// each of n waiters would take O(n²) work and memory in each step.
+// Encoded is a message that has been encoded already. A quorum is encoded once, and the same bytes are sent to every waiter:
+// encoding it for each of n waiters would take O(n²) time and memory in each step.
 type Encoded []byte
 
-// Numbered is a message of which all but the first field, a number, is encoded already.
+// Numbered is an encoded message except for its first field, a number.
 type Numbered struct {
 	Number  uint64
 	Message Encoded

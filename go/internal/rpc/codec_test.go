@@ -15,7 +15,7 @@ func TestEncodedIsSentAsItIs(t *testing.T) {
 	raw, err := proto.Marshal(want)
 	require.NoError(t, err)
 	c := newCodec()
-	for range 3 { // as for many waiters
+	for range 3 { // one for each waiter
 		sent, err := c.Marshal(Encoded(raw))
 		require.NoError(t, err)
 		require.Len(t, sent, 1)

@@ -25,10 +25,10 @@ func IsTimeout(err error) bool {
 // IsUnavailable reports whether the peer was not reached, is shutting down, or went away during the call.
 func IsUnavailable(err error) bool { return status.Code(err) == codes.Unavailable }
 
-// Message is the text of an error for people, without gRPC's "rpc error: code = …", and without the code that CallError adds:
-// an error that quotes the message has a code of its own.
+// Message returns the text of an error without gRPC's "rpc error: code = …", and without the code that CallError adds: an error
+// that quotes the message has its own code.
 func Message(err error) string {
-	if call, ok := err.(*CallError); ok { //nolint:errorlint // an error around it has more to say, and its own text
+	if call, ok := err.(*CallError); ok { //nolint:errorlint // a wrapping error has its own text, which must be kept
 		return call.message()
 	}
 	if s, ok := status.FromError(err); ok {
@@ -37,7 +37,7 @@ func Message(err error) string {
 	return err.Error()
 }
 
-// CallError says which call failed, and to which server. IsTimeout and status.Code still find the status code in it.
+// CallError names the failed call and its server. IsTimeout and status.Code still find the status code in it.
 type CallError struct {
 	Call string // such as "quorum"
 	Peer string // such as "manager at http://host:1234"

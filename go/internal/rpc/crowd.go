@@ -10,25 +10,25 @@ import (
 	"github.com/torchft/torchft/go/internal/lobby"
 )
 
-// Bounds for connections that are not known to be those of members. A member's connection is one of them only until its first call. The
+// Bounds for connections that are not known to belong to members. A member's connection counts here until its first call. The
 // bounds are large because all groups of a large job may reconnect at the same moment, from one address.
 const (
 	mostStrangers  = 20_000
 	strangersOfOne = 10_000
-	mostReaders    = 4096 // connections of HTTP: browsers, scrapers of metrics and others
+	mostReaders    = 4096 // HTTP connections: browsers, scrapers of metrics and others
 )
 
-// shown is the kind of a connection, which its first request shows; zero before that.
+// shown is the kind of a connection, which follows from its first request; zero before that.
 type shown int
 
 const (
-	reader shown = iota + 1 // a request of HTTP
-	member                  // a call of gRPC, with the token where there is one
+	reader shown = iota + 1 // an HTTP request
+	member                  // a gRPC call, with the token if the server has one
 )
 
-// crowd bounds the connections of a listener by kind. Each kind has its own limit, so that other connections never take the places of
-// members. Above the limit for members, a new connection is closed. Above that for connections without a request, or for those of HTTP,
-// whose pages need no token, the oldest one is closed.
+// crowd bounds the connections of a listener by kind. Each kind has its own limit, so that other connections never take the places
+// of members. Above the limit for members, a new connection is closed. Above the limits for connections without a request and for
+// HTTP connections, whose pages need no token, the oldest one is closed.
 type crowd struct {
 	net.Listener
 	most               int
@@ -80,12 +80,13 @@ type counted struct {
 	address *address
 
 	mu    sync.Mutex
-	guest *lobby.Guest // nil for a member's
+	guest *lobby.Guest // nil for a member's connection
 	is    shown
 	ended bool
 }
 
-// address is the address of the other side, with a reference to the connection: a handler gets only the address of its connection.
+// address is the address of the other side with a reference to the connection, since handlers get only the address of their
+// connection.
 type address struct {
 	net.Addr
 	conn *counted
@@ -94,7 +95,7 @@ type address struct {
 // RemoteAddr returns an *address: TLS, gRPC and HTTP pass it on to their handlers unchanged.
 func (c *counted) RemoteAddr() net.Addr { return c.address }
 
-// show records the kind of the connection from an address. It is false if there is no place for the connection.
+// show records the kind of the connection from an address. It returns false if the limit for this kind is reached.
 func show(from net.Addr, what shown) bool {
 	a, counts := from.(*address)
 	return !counts || a.conn.show(what)
@@ -125,23 +126,23 @@ func (c *counted) show(what shown) bool {
 
 type addressKey struct{}
 
-// withAddress adds the address of its connection to a request of HTTP.
+// withAddress adds the address of its connection to an HTTP request.
 func withAddress(ctx context.Context, conn net.Conn) context.Context {
 	return context.WithValue(ctx, addressKey{}, conn.RemoteAddr())
 }
 
-// AsMember counts the connection of a request as that of a member, for a route whose callers send the token. It is false if there is no place
-// for it.
+// AsMember counts the connection of an HTTP request as a member's, for routes whose callers send the token. It returns false if the
+// limit is reached.
 func AsMember(r *http.Request) bool {
 	from, ok := r.Context().Value(addressKey{}).(net.Addr)
 	return !ok || show(from, member)
 }
 
-// reading counts the connection of each request as that of a reader, and serves the request.
+// reading counts the connection of each request as a reader's, and serves the request.
 func reading(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if from, ok := r.Context().Value(addressKey{}).(net.Addr); ok && !show(from, reader) {
-			return // there is no place for the connection, which is closed
+			return // the limit is reached: the connection is closed
 		}
 		h.ServeHTTP(w, r)
 	})

@@ -16,7 +16,7 @@ import (
 	"github.com/torchft/torchft/go/internal/auth"
 )
 
-// DialSecurely connects to a server of kind what ("lighthouse", "manager") and returns once it is connected. It retries until
+// DialSecurely connects to a server of kind what ("lighthouse", "manager"), and returns when it is connected. It retries until
 // connectTimeout is over; the error then names the address and the timeout. If the connection breaks later, gRPC reconnects it.
 func DialSecurely(ctx context.Context, s auth.Security, network Network, what, address string, connectTimeout time.Duration) (*grpc.ClientConn, error) {
 	if connectTimeout <= 0 {
@@ -46,13 +46,13 @@ func DialSecurely(ctx context.Context, s auth.Security, network Network, what, a
 	return conn, nil
 }
 
-// DialLater returns a connection as DialSecurely does, but makes it only when it is used.
+// DialLater is like DialSecurely, but connects only when the connection is first used.
 func DialLater(s auth.Security, network Network, what, address string) (*grpc.ClientConn, error) {
 	conn, _, err := prepare(s, network, what, address)
 	return conn, err
 }
 
-// prepare returns a connection that is not made yet, and the last reason why it could not be made.
+// prepare returns a connection that is not established yet, and a record of the last reason why connecting failed.
 func prepare(s auth.Security, network Network, what, address string) (*grpc.ClientConn, *atomic.Pointer[error], error) {
 	addr, err := ParseAddress(what+" address", address)
 	if err != nil {
@@ -97,7 +97,7 @@ func Dial(ctx context.Context, network Network, what, address string, connectTim
 	return DialSecurely(ctx, auth.Security{}, network, what, address, connectTimeout)
 }
 
-// WithDefaultDeadline gives a call without a deadline one of MaxWait from now.
+// WithDefaultDeadline sets the deadline of a call without one to MaxWait from now.
 func WithDefaultDeadline(ctx context.Context) (context.Context, context.CancelFunc) {
 	if _, ok := ctx.Deadline(); ok {
 		return ctx, func() {}
@@ -105,8 +105,8 @@ func WithDefaultDeadline(ctx context.Context) (context.Context, context.CancelFu
 	return context.WithTimeout(ctx, MaxWait)
 }
 
-// Sooner is a time before a caller's deadline, earlier by the given time or by a twentieth of the remaining time, whichever is
-// less. A server that answers at the deadline itself answers too late: the caller's own timer ends the call first.
+// Sooner returns a time before a caller's deadline: earlier by the given time or by a twentieth of the remaining time, whichever is
+// less. An answer at the deadline itself would be too late: the caller's own timer ends the call first.
 func Sooner(deadline time.Time, most time.Duration) time.Time {
 	return deadline.Add(-max(0, min(most, time.Until(deadline)/20)))
 }
@@ -117,12 +117,12 @@ type Backoff struct {
 	Most  time.Duration
 }
 
-// RetryBackoff is for calls to a lighthouse that is away: quick enough that a restart of it costs a job less
-// than a second, slow enough that thousands of groups do not hammer it.
+// RetryBackoff is for calls to a lighthouse that cannot be reached: short enough that its restart costs a job less than a second,
+// long enough that thousands of groups do not overload it.
 var RetryBackoff = Backoff{First: 20 * time.Millisecond, Most: 500 * time.Millisecond}
 
-// Wait is the pause after the given number of failed attempts. spread, in [0, 1), shortens it by up to
-// half, so that groups that failed together do not come back together.
+// Wait returns the pause after the given number of failed attempts. spread, in [0, 1), shortens it by up to half, so that groups
+// whose attempts failed at the same time do not retry at the same time.
 func (b Backoff) Wait(failed int, spread float64) time.Duration {
 	wait := b.First
 	for i := 1; i < failed && wait < b.Most; i++ {

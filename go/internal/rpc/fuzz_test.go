@@ -18,10 +18,10 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// Bytes from other processes must be refused or understood, and never end the process. `go test` runs the seeds;
-// `go test ./internal/rpc -fuzz FuzzPort` goes on from there.
+// Bytes from other processes must be refused or understood, and never end the process. `go test` runs the seeds; `go test
+// ./internal/rpc -fuzz FuzzPort` continues with mutations of them.
 
-// FuzzPort sends anything to the one port of gRPC and HTTP.
+// FuzzPort sends arbitrary bytes to the port that serves gRPC and HTTP.
 func FuzzPort(f *testing.F) {
 	var frames bytes.Buffer
 	frames.WriteString(http2.ClientPreface)
@@ -51,7 +51,7 @@ func FuzzPort(f *testing.F) {
 		require.NoError(t, err)
 		_, err = conn.Write(sent)
 		require.NoError(t, err)
-		// What is not whole ends here. Without it the server would wait for the rest, and each input would take the deadline.
+		// This ends an incomplete request. Otherwise the server would wait for the rest until its deadline, with each input.
 		require.NoError(t, conn.(interface{ CloseWrite() error }).CloseWrite())
 		_ = conn.SetReadDeadline(time.Now().Add(20 * time.Millisecond))
 		_, _ = io.Copy(io.Discard, conn)

@@ -20,11 +20,11 @@ import (
 // Limits bound the load that clients can cause at a server. Zero is no limit.
 type Limits struct {
 	// MaxConnections bounds the open connections that have made an authorized call; a further one is closed. Other connections have
-	// limits of their own (crowd).
+	// separate limits (crowd).
 	MaxConnections int
 	// MaxJoins bounds the calls from one address in a second for which IsJoin is true. A further one is refused, and the client retries it.
 	MaxJoins int
-	// IsJoin reports whether a method joins a job: whether MaxJoins counts its calls.
+	// IsJoin reports whether MaxJoins counts the calls of a method: those that join a job.
 	IsJoin func(method string) bool
 }
 
@@ -36,7 +36,7 @@ type Gate struct {
 	refused    refusals
 }
 
-// NewGate reads the files of a server's security.
+// NewGate returns a gate, after reading the files of a server's security.
 func NewGate(security auth.Security, limits Limits, log *slog.Logger) (*Gate, error) {
 	p, err := security.Open(log)
 	if err != nil {
@@ -53,7 +53,7 @@ func (g *Gate) CheckToken(authorization []string) auth.TokenCheck {
 	return g.protection.Tokens.Get().Check(authorization)
 }
 
-// listen guards the connections of a listener.
+// listen returns a listener that checks the connections of another one.
 func (g *Gate) listen(lis net.Listener) net.Listener {
 	if g.limits.MaxConnections > 0 {
 		lis = newCrowd(lis, g.limits.MaxConnections, &g.refused)
@@ -64,7 +64,8 @@ func (g *Gate) listen(lis net.Listener) net.Listener {
 	return lis
 }
 
-// option guards the calls. It is a tap, which runs before the message of a call is read: an unauthorized call costs almost nothing.
+// option returns the server option that checks calls. It is a tap, which runs before the message of a call is read: so an
+// unauthorized call costs almost nothing.
 func (g *Gate) option() grpc.ServerOption { return grpc.InTapHandle(g.enter) }
 
 func (g *Gate) enter(ctx context.Context, call *tap.Info) (_ context.Context, err error) {

@@ -12,15 +12,15 @@ import (
 const (
 	// JobEnv is the environment variable with the job's id.
 	JobEnv = "TORCHFT_JOB_ID"
-	// DefaultJob is the one of members that name none, as those of upstream.
+	// DefaultJob is the job of members that name none, such as upstream ones.
 	DefaultJob = "default"
-	// jobKey is the metadata of each call to a lighthouse that names the job.
+	// jobKey is the metadata key that names the job in each call to a lighthouse.
 	jobKey = "torchft-job"
 	// maxJob is the largest length of a job's id, which also names a file.
 	maxJob = 128
 )
 
-// ValidateJob reports whether a job can have this id. setting names, in the error, what the user set.
+// ValidateJob returns an error if a job cannot have this id. The error names the setting.
 func ValidateJob(setting, job string) error {
 	ok := len(job) > 0 && len(job) <= maxJob && job[0] != '.' && job[0] != '-'
 	for i := range len(job) {
@@ -41,7 +41,7 @@ func WithJob(ctx context.Context, job string) context.Context {
 	return metadata.AppendToOutgoingContext(ctx, jobKey, job)
 }
 
-// JobOf is the job that a call names.
+// JobOf returns the job that a call names.
 func JobOf(ctx context.Context) (string, error) {
 	md, _ := metadata.FromIncomingContext(ctx)
 	values := md.Get(jobKey)

@@ -9,19 +9,19 @@ import (
 )
 
 const (
-	// MaxMessage is the largest answer that a client takes, in bytes. gRPC's default, 4 MiB, is enough for some 4,000 groups
-	// with 8 handles each.
+	// MaxMessage is the largest answer that a client accepts, in bytes. gRPC's default, 4 MiB, is enough for some 4,000 groups with
+	// 8 handles each.
 	MaxMessage = 256 << 20
 	// MaxRequest is the largest message that a server accepts: the record of one group, which is sent to every other group. Upstream servers have
 	// the same limit.
 	MaxRequest = 4 << 20
-	// maxHeader bounds the headers of a request, HTTP's and gRPC's.
+	// maxHeader bounds the headers of a request, in HTTP and gRPC.
 	maxHeader = 64 << 10
-	// maxStreams bounds the calls that wait at once on one connection. A rank has two or three.
+	// maxStreams bounds the concurrent calls on one connection. A rank has two or three.
 	maxStreams = 1000
 	// MaxReplicaID is the longest name of a replica group, in bytes.
 	MaxReplicaID = 1 << 10
-	// MaxWait bounds a call that came without a deadline, so that no wait is for ever.
+	// MaxWait bounds a call without a deadline, so that no call waits for ever.
 	MaxWait = 10 * time.Minute
 
 	// A silent peer is pinged after pingAfter, and its connection is closed pingTimeout later. This
@@ -33,20 +33,20 @@ const (
 	// clientPingAfter is gRPC's lower bound.
 	clientPingAfter = 10 * time.Second
 
-	// sniffTimeout bounds how long a new connection may leave open whether it speaks gRPC or HTTP.
+	// sniffTimeout bounds the time until the first bytes of a new connection show whether it uses gRPC or HTTP.
 	sniffTimeout = 5 * time.Second
-	// window is the flow control window of a stream and a connection. A fixed one spares the pings with which
-	// gRPC would estimate it, and lets the quorum of a large job travel without waiting for the receiver.
+	// window is the flow control window of a stream and a connection. With a fixed window gRPC sends no pings to estimate one, and
+	// the quorum of a large job is sent without waiting for acknowledgements.
 	window = 4 << 20
-	// readBuffer is that of a server's connection: requests are small. gRPC's default, 32 KiB, takes 320 MB for 10,000
-	// groups.
+	// readBuffer is the size of a server's read buffer for each connection: requests are small. gRPC's default, 32 KiB, takes 320
+	// MB for 10,000 groups.
 	readBuffer = 2 << 10
 	// writeBuffer is the size of a server's buffers for writing. They come from a pool: a connection has one only while it writes. But
 	// gRPC delays the flush of a buffer that holds little, so during a message to all groups each connection has one: at gRPC's default
 	// of 32 KiB, 320 MB for 10,000 groups. Below 16 KiB, the size of an HTTP/2 frame, the long answers to upstream's managers take more
 	// time.
 	writeBuffer = 16 << 10
-	// stopGrace is how long a stopping server waits for peers to take the answers it already gave.
+	// stopGrace is how long a stopping server waits for peers to receive the answers that it has sent.
 	stopGrace = time.Second
 )
 
@@ -73,7 +73,7 @@ func clientLimits() []grpc.DialOption {
 		grpc.WithStaticStreamWindowSize(window),
 		grpc.WithStaticConnWindowSize(window),
 		grpc.WithKeepaliveParams(keepalive.ClientParameters{Time: clientPingAfter, Timeout: pingTimeout, PermitWithoutStream: true}),
-		// A connection stays up between steps however long they take.
+		// A connection stays open between steps, however long these take.
 		grpc.WithIdleTimeout(0),
 		// gRPC's default backoff grows to two minutes. A client should reconnect to a restarted lighthouse within a second,
 		// including RetryBackoff, which is added to this one. And after an interruption of 100 ms, groups must reconnect before

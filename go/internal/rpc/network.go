@@ -10,7 +10,8 @@ import (
 	"time"
 )
 
-// Network is how servers listen and clients connect. TCP is the real one; tests have an in-memory twin.
+// Network is the interface through which servers listen and clients connect. TCP is the real one; tests have an in-memory
+// implementation.
 type Network interface {
 	// Listen takes host:port; an empty or unspecified host means every interface, port 0 a free port.
 	Listen(address string) (net.Listener, error)
@@ -21,8 +22,8 @@ type Network interface {
 // TCP is the operating system's network.
 var TCP Network = tcp{}
 
-// tcp sets TCP_USER_TIMEOUT on the connections that it makes: the kernel breaks one on which sent data stays unacknowledged for so
-// long. 0 leaves the kernel's default of about a quarter of an hour.
+// tcp sets TCP_USER_TIMEOUT on the connections that it dials: the kernel breaks a connection on which sent data stays
+// unacknowledged for this time. 0 leaves the kernel's default of about a quarter of an hour.
 type tcp struct{ userTimeout time.Duration }
 
 func (tcp) Listen(address string) (net.Listener, error) {
@@ -56,9 +57,9 @@ func (t tcp) Dial(ctx context.Context, address string) (net.Conn, error) {
 	return tcpConn{conn}, nil
 }
 
-// WithUserTimeout is a network whose connections break when the other host acknowledges nothing for the timeout, where the system
-// supports that. It is for clients that can connect to another server. For other clients it is cheaper to keep the connection through
-// a longer interruption of the network.
+// WithUserTimeout returns a network whose connections break when the other host acknowledges nothing for the timeout, if the system
+// supports that. It is for clients that can connect to another server. For other clients it is cheaper to keep the connection
+// through a longer interruption of the network.
 func WithUserTimeout(network Network, timeout time.Duration) Network {
 	if t, isTCP := network.(tcp); isTCP {
 		t.userTimeout = timeout
@@ -67,7 +68,7 @@ func WithUserTimeout(network Network, timeout time.Duration) Network {
 	return network
 }
 
-// Resolve finds the addresses that a host:port stands for.
+// Resolve returns the addresses that a host:port stands for.
 func (tcp) Resolve(ctx context.Context, address string) ([]string, error) {
 	host, port, err := net.SplitHostPort(address)
 	if err != nil {
@@ -109,7 +110,7 @@ func Refuses(ctx context.Context, network Network, address string) bool {
 	return true
 }
 
-// PreferLoopback is a network whose connections to this host's own addresses use the loopback one.
+// PreferLoopback returns a network that connects to this host's own addresses through the loopback interface.
 func PreferLoopback(network Network) Network {
 	if _, isTCP := network.(tcp); isTCP {
 		return loopbackFirst{network}
@@ -143,9 +144,8 @@ func isThisHost(ctx context.Context, host string) bool {
 	})
 }
 
-// tcpListener and tcpConn end a socket with shutdown(2) before they close it. A forked child (a data loader's
-// worker) holds copies of the descriptors: without shutdown the port would stay taken and peers would not
-// notice the end for as long as that child lives.
+// tcpListener and tcpConn end a socket with shutdown(2) before they close it. A forked child (a data loader's worker) holds copies
+// of the descriptors: without shutdown the port would stay in use, and peers would not notice the end, until that child ends.
 type tcpListener struct{ *net.TCPListener }
 
 func (l tcpListener) Accept() (net.Conn, error) {
@@ -158,7 +158,7 @@ func (l tcpListener) Accept() (net.Conn, error) {
 
 func (l tcpListener) Close() error {
 	if raw, err := l.SyscallConn(); err == nil {
-		// Control fails if the listener is closed already; then nothing is left to do.
+		// Control fails if the listener is closed already; then there is nothing to do.
 		_ = raw.Control(func(fd uintptr) { _ = syscall.Shutdown(int(fd), syscall.SHUT_RDWR) })
 	}
 	return l.TCPListener.Close()

@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// A forked child has copies of all descriptors; here a duplicate stands for one.
+// A forked child has copies of all descriptors; here a duplicated descriptor replaces the child.
 func TestSocketsEndAlthoughAForkedChildHoldsThem(t *testing.T) {
 	lis, err := TCP.Listen("127.0.0.1:0")
 	require.NoError(t, err)

@@ -17,7 +17,7 @@ import (
 // The core runs inside the user's Python process, where a panic must never end the training. So each goroutine that it starts
 // recovers from panics.
 
-// Go runs f on a goroutine of the group, and logs a panic.
+// Go runs f on a goroutine of the wait group, and logs a panic of f.
 func Go(group *sync.WaitGroup, log *slog.Logger, name string, f func()) {
 	group.Add(1)
 	go func() {
@@ -31,7 +31,7 @@ func Go(group *sync.WaitGroup, log *slog.Logger, name string, f func()) {
 	}()
 }
 
-// AfterFunc is time.AfterFunc with panics of f logged. The timer is returned stopped: Reset starts it.
+// AfterFunc is time.AfterFunc, but logs panics of f. The returned timer is stopped: Reset starts it.
 func AfterFunc(log *slog.Logger, name string, f func()) *time.Timer {
 	timer := time.AfterFunc(time.Hour, func() {
 		var err error // Recovered has logged it

@@ -18,7 +18,7 @@ type hosts map[string]error
 func (hosts) Listen(string) (net.Listener, error) { return nil, errors.ErrUnsupported }
 
 func (h hosts) Dial(_ context.Context, address string) (net.Conn, error) {
-	if address == "name:1" { // as a dialer that tries one after the other: it returns the first error
+	if address == "name:1" { // like a dialer that tries all addresses: it returns the first error
 		address = "a:1"
 	}
 	if err := h[address]; err != nil {

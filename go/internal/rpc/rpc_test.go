@@ -152,7 +152,7 @@ func TestDialToAServerOfAnotherProtocol(t *testing.T) {
 }
 
 func TestTCP(t *testing.T) {
-	lis, err := rpc.TCP.Listen("[::]:0") // where there is no IPv6 this is 0.0.0.0
+	lis, err := rpc.TCP.Listen("[::]:0") // without IPv6 this means 0.0.0.0
 	require.NoError(t, err)
 	_, port, err := net.SplitHostPort(lis.Addr().String())
 	require.NoError(t, err)

@@ -90,18 +90,18 @@ func TestWhichCallsAreAccepted(t *testing.T) {
 		says           string
 	}{
 		{name: "open", scheme: "http"},
-		{name: "a token that nobody wants", client: auth.Security{TokenFile: token}, scheme: "http"},
+		{name: "a token that is not required", client: auth.Security{TokenFile: token}, scheme: "http"},
 		{name: "the token", server: auth.Security{TokenFile: token}, client: auth.Security{TokenFile: token}, scheme: "http"},
 		{name: "a token that is being replaced", server: auth.Security{TokenFile: both}, client: auth.Security{TokenFile: token}, scheme: "http"},
 		{name: "no token", server: auth.Security{TokenFile: token}, scheme: "http", want: codes.Unauthenticated, says: "wants the job's token: set TORCHFT_TOKEN_FILE"},
 		{name: "wrong token", server: auth.Security{TokenFile: token}, client: auth.Security{TokenFile: other}, scheme: "http", want: codes.Unauthenticated, says: "the token is not the job's"},
-		{name: "a token of later", server: auth.Security{TokenFile: token}, client: auth.Security{TokenFile: both}, scheme: "http", want: codes.Unauthenticated, says: "the token is not the job's"},
+		{name: "a later token", server: auth.Security{TokenFile: token}, client: auth.Security{TokenFile: both}, scheme: "http", want: codes.Unauthenticated, says: "the token is not the job's"},
 		{name: "tls", server: tls, client: auth.Security{TLSCA: ca.File}, scheme: "https"},
 		{name: "both certificates", server: mutual, client: withCA(mutual, ca.File), scheme: "https"},
 		{name: "everything", server: all, client: all, scheme: "https"},
 		{name: "everything but the token", server: all, client: withCA(mutual, ca.File), scheme: "https", want: codes.Unauthenticated, says: "wants the job's token"},
 		{name: "the server's authority is unknown", server: tls, client: auth.Security{TLSCA: strangers.File}, scheme: "https", want: codes.Unavailable, says: "certificate signed by unknown authority"},
-		{name: "and no private one was named", server: tls, scheme: "https", want: codes.Unavailable, says: "certificate signed by unknown authority"},
+		{name: "the server's authority is unknown, and the client names no private one", server: tls, scheme: "https", want: codes.Unavailable, says: "certificate signed by unknown authority"},
 		{name: "the server's certificate has expired", server: auth.Security{TLSCert: expired, TLSKey: keyOfExpired}, client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, says: "certificate has expired"},
 		{name: "the server's certificate is another host's", server: auth.Security{TLSCert: elsewhere, TLSKey: keyOfElsewhere}, client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, says: "127.0.0.1"},
 		{name: "no certificate", server: mutual, client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, says: "certificate required"},
@@ -109,7 +109,7 @@ func TestWhichCallsAreAccepted(t *testing.T) {
 		{name: "an expired certificate", server: mutual, client: auth.Security{TLSCA: ca.File, TLSCert: expired, TLSKey: keyOfExpired}, scheme: "https", want: codes.Unavailable, says: "expired"},
 		{name: "plain to tls", server: tls, scheme: "http", want: codes.Unavailable, says: "does it speak TLS? If it does, its address must begin with https://"},
 		{name: "tls to plain", client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, says: "does it speak no TLS? Then its address must begin with http://"},
-		{name: "plain, where TLS was said", client: auth.Security{TLSCA: ca.File}, scheme: "http", want: codes.InvalidArgument, says: "with tls_ca (TORCHFT_TLS_CA) it must begin with https://"},
+		{name: "plain, although the client has tls_ca", client: auth.Security{TLSCA: ca.File}, scheme: "http", want: codes.InvalidArgument, says: "with tls_ca (TORCHFT_TLS_CA) it must begin with https://"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
@@ -131,7 +131,7 @@ func TestHTTPOverTLS(t *testing.T) {
 	cert, key := ca.Issue("127.0.0.1")
 	port, log := serveSecurely(t, auth.Security{TLSCert: cert, TLSKey: key}, rpc.Limits{})
 
-	// Like a browser, which could use HTTP/2: on this port that is gRPC only.
+	// Like a browser, which could use HTTP/2: on this port HTTP/2 is used for gRPC only.
 	transport := &http.Transport{TLSClientConfig: fttest.Trusting(t, ca.File), ForceAttemptHTTP2: true}
 	defer transport.CloseIdleConnections()
 	resp, err := (&http.Client{Transport: transport, Timeout: 10 * time.Second}).Get("https://127.0.0.1:" + port + "/")
@@ -154,7 +154,7 @@ func TestHTTPOverTLS(t *testing.T) {
 	assert.Equal(t, 1, log.Count("a connection was refused"))
 }
 
-// All files are read again when they change. A file that cannot be used changes nothing.
+// All files are read again when they change. An invalid file has no effect.
 func TestFilesAreReadAgain(t *testing.T) {
 	ca := fttest.NewCA(t)
 	cert, key := ca.Issue("127.0.0.1")
@@ -214,7 +214,7 @@ func TestJoinsOfOneAddress(t *testing.T) {
 			assert.ErrorContains(t, err, "too many joins: 1 in one second from 127.0.0.1 (max_joins_per_second)")
 		}
 		return got[codes.Unavailable] > 0 && got[codes.Unimplemented] > 1
-	}, time.Minute, time.Millisecond, "refused, and then let in again")
+	}, time.Minute, time.Millisecond, "refused, and then accepted again")
 	_, err = stub.Heartbeat(t.Context(), &torchftpb.LighthouseHeartbeatRequest{})
 	assert.NoError(t, err, "no join")
 }
@@ -255,7 +255,7 @@ func TestUnauthorizedConnectionsTakeNoPlaceOfAMember(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
 			security := tc.members
-			// One for the member, one for each beat, and two for the case that the server has not noticed the end of earlier ones.
+			// One connection for the member, one for each beat, and two in case the server has not noticed the end of earlier ones.
 			port, log := serveSecurely(t, security, rpc.Limits{MaxConnections: 4})
 			address := "http://127.0.0.1:" + port
 			if security.TLSCert != "" {
@@ -283,12 +283,12 @@ func TestUnauthorizedConnectionsTakeNoPlaceOfAMember(t *testing.T) {
 				require.NoError(t, beat(t, security, address, "a"))
 			}
 			assert.Zero(t, log.Count("max_connections"))
-			assert.EqualValues(t, 1, dialed.n.Load(), "a member that is there stays")
+			assert.EqualValues(t, 1, dialed.n.Load(), "the connected member stays")
 		})
 	}
 }
 
-// dials counts the connections that are made.
+// dials is a network that counts the connections it makes.
 type dials struct {
 	rpc.Network
 	n atomic.Int64
@@ -314,7 +314,7 @@ func TestRequestsAreLimited(t *testing.T) {
 	err := beat(t, auth.Security{}, address, strings.Repeat("x", 4<<20))
 	assert.Equal(t, codes.ResourceExhausted, status.Code(err))
 	assert.ErrorContains(t, err, fmt.Sprint(4<<20))
-	assert.NoError(t, beat(t, auth.Security{}, address, "a"), "the server lives")
+	assert.NoError(t, beat(t, auth.Security{}, address, "a"), "the server is alive")
 
 	// A header that is too large ends only its own connection.
 	raw, err := net.Dial("tcp", "127.0.0.1:"+port)

@@ -22,13 +22,13 @@ type Server struct {
 	stopping atomic.Bool
 }
 
-// NewGRPC makes a gRPC server with our limits behind a gate. Register services on it, then Serve it.
+// NewGRPC returns a gRPC server with our limits behind a gate. Register services on it, then call Serve.
 func NewGRPC(gate *Gate, log *slog.Logger, options ...grpc.ServerOption) *grpc.Server {
 	all := append(serverLimits(), grpc.ForceServerCodecV2(newCodec()), grpc.ChainUnaryInterceptor(recoverUnary(log)), grpc.ChainStreamInterceptor(recoverStream(log)), gate.option())
 	return grpc.NewServer(append(all, options...)...)
 }
 
-// Serve takes over lis and serves g, and handler unless it is nil, until Stop.
+// Serve serves g, and handler unless it is nil, on lis until Stop, which closes lis.
 func Serve(lis net.Listener, gate *Gate, g *grpc.Server, handler http.Handler, log *slog.Logger) *Server {
 	s := &Server{grpc: g}
 	lis = gate.listen(lis)
@@ -59,7 +59,7 @@ func Serve(lis net.Listener, gate *Gate, g *grpc.Server, handler http.Handler, l
 }
 
 // Stop closes the port, waits at most stopGrace until the calls have ended, ends the others, and returns when no goroutine is left.
-// The caller answers the pending calls before: an answer that was given by then is still sent.
+// The caller must have answered the pending calls: these answers are still sent.
 func (s *Server) Stop() {
 	s.stop.Do(func() {
 		s.stopping.Store(true)

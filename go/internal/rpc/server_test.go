@@ -70,7 +70,7 @@ func TestOnePortServesGRPCAndHTTP(t *testing.T) {
 		defer transport.CloseIdleConnections()
 		web := &http.Client{Transport: transport}
 
-		for range 2 { // again after a panic of each: the server still serves both
+		for range 2 { // the second time after a panic in each: the server must still serve both
 			for _, method := range []string{"POST", "PUT", "PATCH", "GET"} { // three of them begin with P, like HTTP/2's preface
 				req, err := http.NewRequest(method, "http://server:1/", nil)
 				require.NoError(t, err)

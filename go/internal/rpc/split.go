@@ -7,11 +7,11 @@ import (
 	"time"
 )
 
-// preface is how every HTTP/2 client begins, and so every gRPC one.
+// preface is the beginning of every HTTP/2 connection, and so of every gRPC connection.
 const preface = "PRI * HTTP/2.0"
 
-// splitter hands the connections of one port to the gRPC server or to the HTTP/1.1 server, by their first bytes. It reads those of each
-// connection on a goroutine of its own and for at most sniffTimeout, so a silent connection delays no other one.
+// splitter passes the connections of one port to the gRPC server or to the HTTP/1.1 server, depending on their first bytes. It
+// reads these on a separate goroutine for each connection, for at most sniffTimeout. So a silent connection delays no other one.
 type splitter struct {
 	lis        net.Listener
 	grpc, http *queue

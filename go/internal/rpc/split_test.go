@@ -10,7 +10,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// oneSided is a connection from which something can be read.
+// oneSided is a connection that can only be read from.
 type oneSided struct {
 	net.Conn
 	io.Reader

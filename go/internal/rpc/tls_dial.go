@@ -16,8 +16,8 @@ import (
 	"github.com/torchft/torchft/go/internal/auth"
 )
 
-// handshakes are the credentials of a client. Each handshake uses the certificates that are in the files at that time, and the reason of
-// a failed handshake is kept, because gRPC does not report it.
+// handshakes are the credentials of a client. Each handshake uses the present certificates in the files. The reason of a failed
+// handshake is recorded, because gRPC does not report it.
 type handshakes struct {
 	config *auth.Watched[*tls.Config] // nil: no TLS
 	why    *atomic.Pointer[error]
@@ -50,8 +50,8 @@ func (h handshakes) note(err error) {
 	if errors.Is(err, context.Canceled) || errors.Is(err, net.ErrClosed) {
 		return // this side closed it
 	}
-	// Before a server closes the connection, it sends an alert with the reason. If the alert is lost, the error says nothing, and the
-	// reason of an earlier attempt is kept.
+	// Before a server closes the connection, it sends an alert with the reason. If the alert is lost, the error contains no reason,
+	// and the reason of an earlier attempt is kept.
 	mute := errors.Is(err, io.EOF) || errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE)
 	if before := h.why.Load(); mute && before != nil {
 		if _, hasHint := errors.AsType[*hinted](*before); hasHint {

@@ -12,7 +12,7 @@ import (
 	"github.com/torchft/torchft/go/internal/auth"
 )
 
-// secureListener hands out connections that begin with a TLS handshake when they are first read.
+// secureListener returns connections that perform the TLS handshake when they are first read.
 type secureListener struct {
 	net.Listener
 	config  *auth.Watched[*tls.Config]
@@ -51,7 +51,7 @@ func (c *secureConn) complain(err error) {
 		err = errors.New("it does not speak TLS, which this server requires: the address must begin with https://")
 		switch string(plain.RecordHeader[:]) {
 		case "GET /", "HEAD ", "POST ", "PUT /", "OPTIO":
-			// Best effort: the connection is closed next.
+			// An error is ignored: the connection is closed next.
 			_, _ = io.WriteString(plain.Conn, "HTTP/1.0 400 Bad Request\r\nContent-Type: text/plain\r\n\r\nThis port speaks TLS: use https://\n")
 		}
 	}
@@ -62,7 +62,7 @@ func (c *secureConn) complain(err error) {
 }
 
 // linger waits up to a second for the other side to close. If this side closed while unread data arrives, the kernel would send a
-// reset, and the client might not read the TLS alert that says why it was refused.
+// reset, and the client might not read the TLS alert with the reason of the refusal.
 func (c *secureConn) linger() {
 	raw := c.NetConn()
 	_ = raw.SetDeadline(time.Now().Add(time.Second))

@@ -15,7 +15,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// alone runs a test once more, in a network of its own, whose loopback interface is down. There it returns true.
+// alone runs the test in a second process with its own network namespace, in which the loopback interface is down. In that process
+// it returns true.
 func alone(t *testing.T) bool {
 	const name = "TORCHFT_TEST_ALONE"
 	if os.Getenv(name) != "" {
@@ -36,7 +37,7 @@ func alone(t *testing.T) bool {
 	return false
 }
 
-// loopback is up or down from now on.
+// loopback turns the loopback interface up or down.
 func loopback(t *testing.T, up bool) {
 	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
 	require.NoError(t, err)
@@ -49,7 +50,7 @@ func loopback(t *testing.T, up bool) {
 	require.NoError(t, unix.IoctlIfreq(fd, unix.SIOCSIFFLAGS, request))
 }
 
-// A host that vanishes acknowledges nothing, and has no kernel that could reset the connection.
+// A vanished host acknowledges nothing, and does not reset the connection either.
 func TestAConnectionToAVanishedHostIsClosed(t *testing.T) {
 	if !alone(t) {
 		return

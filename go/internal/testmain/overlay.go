@@ -10,8 +10,8 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// RunWith runs one test of the package in the working folder, compiled with this source in place of a file, and requires that the
-// test passes. The file is relative to that folder. GO names the go command, default: go.
+// RunWith runs one test of the package in the working folder, compiled with this source instead of a file, and requires that the
+// test passes. The file is relative to that folder. The environment variable GO names the go command; default: go.
 func RunWith(t *testing.T, file, source, test string, flags ...string) {
 	t.Helper()
 	folder := t.TempDir()

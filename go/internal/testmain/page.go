@@ -7,8 +7,8 @@ import (
 	"testing"
 )
 
-// Row is what a page of docs lists of a file: the second cell of the row that begins with it, split at a separator. A test holds it
-// against the code, so that the page does not rot.
+// Row returns the list that a page of docs has for a file: the second cell of the row that begins with the file, split at a
+// separator. Tests compare it with the code, so that the page stays correct.
 func Row(t testing.TB, page, file, separator string) []string {
 	t.Helper()
 	for _, line := range lines(t, page) {
@@ -20,7 +20,7 @@ func Row(t testing.TB, page, file, separator string) []string {
 	return nil
 }
 
-// Table is the first and the second cell of each row of the page's tables that have a first column of this name.
+// Table returns the first and the second cell of each row, in those tables of a page whose first column has this name.
 func Table(t testing.TB, page, name string) (rows [][2]string) {
 	t.Helper()
 	in := false
@@ -39,7 +39,7 @@ func Table(t testing.TB, page, name string) (rows [][2]string) {
 	return rows
 }
 
-// lines are those of a page. The folder of the docs is beside one of those above.
+// lines returns the lines of a page. The folder docs is in one of the parent folders.
 func lines(t testing.TB, page string) []string {
 	t.Helper()
 	dir, err := os.Getwd()

@@ -11,15 +11,15 @@ import (
 	"go.uber.org/goleak"
 )
 
-// Run is the TestMain of a package with synctest bubbles.
+// Run is the body of TestMain for a package with synctest bubbles.
 //
-// With the race detector the tests share one processor. In a synctest bubble all timers use one race context, and Go 1.26
-// runs a timer on the thread of the goroutine that polls its channel: two threads at once corrupt the context, and
-// the detector crashes (TestTimersOfABubbleDoNotCrashTheRaceDetector). It finds races by what happens before what, so it needs no
-// second processor.
+// With the race detector the tests share one processor. In a synctest bubble all timers use one race context, and Go 1.26 runs a
+// timer on the thread of the goroutine that polls its channel: two threads at once corrupt the context, and the detector crashes
+// (TestTimersOfABubbleDoNotCrashTheRaceDetector). The detector finds races by the happens-before relation, so it needs no second
+// processor.
 func Run(m *testing.M, options ...goleak.Option) {
-	// Go reuses the result of a test while the files it read are the same, but only those of this module. Some tests read
-	// docs/: `make test` puts its checksum here, and Go also compares the variables that a test asked for.
+	// Go reuses the result of a test while the files it read are the same, but only those of this module. Some tests read docs/:
+	// `make test` puts the checksum of docs/ into this variable, and Go also compares the variables that a test has read.
 	_ = os.Getenv("DOCS_SUM")
 	if raceEnabled {
 		runtime.GOMAXPROCS(1)
@@ -27,13 +27,13 @@ func Run(m *testing.M, options ...goleak.Option) {
 	NoGoroutineIsLeft(m, options...)
 }
 
-// Full reports whether tests play all that they can, for as long as it takes: `make test-all` sets FULL.
+// Full reports whether tests run at full size, however long that takes: `make test-all` sets FULL.
 func Full() bool { return os.Getenv("FULL") != "" }
 
-// Race reports whether the race detector is on, which makes all that computes ten times slower.
+// Race reports whether the race detector is on, which makes computations ten times slower.
 func Race() bool { return raceEnabled }
 
-// NoGoroutineIsLeft is the TestMain of a package without synctest bubbles.
+// NoGoroutineIsLeft is the body of TestMain for a package without synctest bubbles.
 //
 // A process of the fuzzer is not checked: it is ended while its server still serves.
 func NoGoroutineIsLeft(m *testing.M, options ...goleak.Option) {
@@ -44,7 +44,7 @@ func NoGoroutineIsLeft(m *testing.M, options ...goleak.Option) {
 	goleak.VerifyTestMain(m, options...)
 }
 
-// fuzzing reports whether this process fuzzes (-fuzz), or works for one that does.
+// fuzzing reports whether this process fuzzes (-fuzz), or is a worker of one that does.
 func fuzzing() bool {
 	for name, off := range map[string]string{"test.fuzz": "", "test.fuzzworker": "false"} {
 		if f := flag.Lookup(name); f != nil && f.Value.String() != off {
@@ -54,8 +54,8 @@ func fuzzing() bool {
 	return false
 }
 
-// Skip leaves a test out, because the host lacks something. `go test` does not say so. Under CI=true, where all that can be installed is
-// there, it is a failure, as in tests/policy.py.
+// Skip skips a test because the host lacks something that it needs. `go test` does not report skips. Under CI=true, where
+// everything that can be installed is installed, a skip is a failure, as in tests/policy.py.
 func Skip(t testing.TB, why ...any) {
 	t.Helper()
 	if slices.Contains([]string{"1", "true"}, os.Getenv("CI")) {

@@ -21,7 +21,7 @@ func TestTimersOfABubbleDoNotCrashTheRaceDetector(t *testing.T) {
 					select {
 					case <-timer.C:
 					default:
-						t.Error("a timer that is due has not fired")
+						t.Error("a due timer has not fired")
 					}
 				}
 			})

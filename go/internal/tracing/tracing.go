@@ -1,6 +1,6 @@
 // Package tracing makes OpenTelemetry spans for work that is part of a traced step: the parent span comes from the rank.
 //
-// It is off, and costs a comparison, unless the standard OTEL variables of this process ask for it.
+// It is off, and costs one comparison, unless the standard OTEL variables of this process turn it on.
 package tracing
 
 import (
@@ -36,7 +36,7 @@ var (
 	w3c      propagation.TraceContext
 )
 
-// Setup reads the environment, once in a process. If it is invalid, that is logged, and tracing stays off.
+// Setup reads the environment, once in a process. If a variable is invalid, that is logged, and tracing stays off.
 func Setup(log *slog.Logger) {
 	setup.Do(func() {
 		kinds, err := Exporters(os.Getenv)
@@ -96,7 +96,7 @@ func begin(kinds []string) error {
 	return nil
 }
 
-// Use gives all spans to a processor until restore is called, for tests.
+// Use passes all spans to a processor until restore is called, for tests.
 func Use(processor sdktrace.SpanProcessor) (restore func()) {
 	before := provider.Swap(sdktrace.NewTracerProvider(sdktrace.WithSpanProcessor(processor)))
 	return func() { provider.Store(before) }
@@ -114,7 +114,7 @@ func Flush() {
 // Span is a piece of work at a step. It is nil if the work is not traced; methods of a nil Span do nothing.
 type Span struct{ span trace.Span }
 
-// Continue begins a span below the one with the trace context parent. It returns nil if tracing is off, or parent is invalid.
+// Continue begins a child of the span with the trace context parent. It returns nil if tracing is off, or parent is invalid.
 func Continue(parent, name string, step int64, attributes ...attribute.KeyValue) *Span {
 	if parent == "" {
 		return nil
@@ -132,7 +132,7 @@ func Continue(parent, name string, step int64, attributes ...attribute.KeyValue)
 	return &Span{span}
 }
 
-// Parent is the trace context for spans below this one; empty if there is none.
+// Parent returns the trace context for children of this span; empty for a nil Span.
 func (s *Span) Parent() string {
 	if s == nil {
 		return ""
@@ -149,7 +149,7 @@ func (s *Span) Set(attributes ...attribute.KeyValue) {
 	}
 }
 
-// End ends the span; err, unless nil, is why the work failed.
+// End ends the span. err is the reason why the work failed, nil if it succeeded.
 func (s *Span) End(err error) {
 	if s == nil {
 		return
@@ -162,8 +162,8 @@ func (s *Span) End(err error) {
 
 type contextKey struct{}
 
-// WithParent makes the spans of calls with the returned context children of s. Calls that carry the trace context in a message get it
-// from ParentOf; all others carry it in gRPC's metadata.
+// WithParent makes the spans of calls with the returned context children of s. Calls whose message has a field for the trace
+// context get it from ParentOf; all others carry it in gRPC's metadata.
 func WithParent(ctx context.Context, s *Span) context.Context { return Below(ctx, s.Parent()) }
 
 // Below is WithParent for a trace context; an empty one changes nothing.
@@ -174,13 +174,13 @@ func Below(ctx context.Context, parent string) context.Context {
 	return metadata.AppendToOutgoingContext(context.WithValue(ctx, contextKey{}, parent), parentKey, parent)
 }
 
-// ParentOf is the trace context that WithParent or Below has added.
+// ParentOf returns the trace context that WithParent or Below has added.
 func ParentOf(ctx context.Context) string {
 	parent, _ := ctx.Value(contextKey{}).(string)
 	return parent
 }
 
-// Incoming is the trace context of the caller, from gRPC's metadata.
+// Incoming returns the trace context of the caller, from gRPC's metadata.
 func Incoming(ctx context.Context) string {
 	if provider.Load() == nil {
 		return ""

@@ -17,8 +17,8 @@ import (
 
 var update = flag.Bool("update", false, "write what the machine does into the transcripts")
 
-// Test plays each file of testdata. begin makes what runs the commands of one: it gets a command's words, and returns the
-// answers, a line each.
+// Test runs each file of testdata. For each file, begin returns a function that runs a command, given as words, and returns the
+// resulting actions, one per line.
 func Test(t *testing.T, begin func(t *testing.T) func(words []string) []string) {
 	paths, err := filepath.Glob("testdata/*.txt")
 	require.NoError(t, err)
@@ -37,12 +37,12 @@ func Test(t *testing.T, begin func(t *testing.T) func(words []string) []string) 
 	}
 }
 
-// play returns the text with the answers that the machine gives now.
+// play returns the text with the machine's present answers.
 func play(text string, run func(words []string) []string) string {
 	var out strings.Builder
 	for line := range strings.Lines(text) {
 		switch command := strings.TrimRight(line, "\n"); {
-		case strings.HasPrefix(line, " "): // an answer of before
+		case strings.HasPrefix(line, " "): // an earlier answer
 		case command == "" || strings.HasPrefix(command, "#"):
 			out.WriteString(line)
 		default:
@@ -55,7 +55,7 @@ func play(text string, run func(words []string) []string) string {
 	return out.String()
 }
 
-// Option is the value of name=value among the words of a command, empty without one.
+// Option returns the value of name=value among the words of a command, empty if there is none.
 func Option(words []string, name string) string {
 	for _, w := range words {
 		if value, ok := strings.CutPrefix(w, name+"="); ok {
@@ -65,7 +65,7 @@ func Option(words []string, name string) string {
 	return ""
 }
 
-// Number reads a whole number; nothing is 0.
+// Number parses a whole number; an empty text is 0.
 func Number(t *testing.T, s string) int64 {
 	t.Helper()
 	if s == "" {
@@ -76,7 +76,7 @@ func Number(t *testing.T, s string) int64 {
 	return n
 }
 
-// Duration reads a duration such as 200ms.
+// Duration parses a duration such as 200ms.
 func Duration(t *testing.T, s string) time.Duration {
 	t.Helper()
 	d, err := time.ParseDuration(s)

@@ -54,7 +54,7 @@ func MemberToProto(m quorum.Member) *torchftpb.QuorumMember {
 	return p
 }
 
-// CheckRequest returns an error for a request that every server would refuse, because its member is too large.
+// CheckRequest returns an error if the member of a request is so large that every server would refuse it.
 func CheckRequest(request proto.Message, m *torchftpb.QuorumMember) error {
 	n := proto.Size(request)
 	if n <= rpc.MaxRequest {
@@ -68,7 +68,7 @@ func CheckRequest(request proto.Message, m *torchftpb.QuorumMember) error {
 		m.GetReplicaId(), n, len(m.GetData()), handles, rpc.MaxRequest)
 }
 
-// QuorumToProto is the wire form of a quorum.
+// QuorumToProto returns the wire form of a quorum.
 func QuorumToProto(q *quorum.Quorum) *torchftpb.Quorum {
 	p := &torchftpb.Quorum{QuorumId: q.ID, Created: timestamppb.New(q.Created)}
 	p.Participants = make([]*torchftpb.QuorumMember, len(q.Members))
@@ -95,7 +95,7 @@ type state interface {
 	GetCommitFailures() int64
 }
 
-// StateFromProto is the state in a message.
+// StateFromProto returns the state in a message.
 func StateFromProto(p state) quorum.State {
 	return quorum.State{Step: p.GetStep(), CommittedQuorumID: p.GetCommittedQuorumId(), CommitFailures: p.GetCommitFailures()}
 }
@@ -105,7 +105,7 @@ func AskToProto(s quorum.State) *torchftpb.Ask {
 	return &torchftpb.Ask{Step: s.Step, CommittedQuorumId: s.CommittedQuorumID, CommitFailures: s.CommitFailures}
 }
 
-// statesToProto is the most common state of a list, and the states of members that differ from it.
+// statesToProto returns the wire form of the states of a list: the most common one, and those of members that differ from it.
 func statesToProto(s quorum.States) *torchftpb.QuorumStates {
 	p := &torchftpb.QuorumStates{
 		Step: s.Common.Step, CommittedQuorumId: s.Common.CommittedQuorumID, CommitFailures: s.Common.CommitFailures,
@@ -121,7 +121,7 @@ func statesToProto(s quorum.States) *torchftpb.QuorumStates {
 	return p
 }
 
-// RequestToProto is the wire form of a rank's request.
+// RequestToProto returns the wire form of a rank's request.
 func RequestToProto(r round.Request) *torchftpb.ManagerQuorumRequest {
 	return &torchftpb.ManagerQuorumRequest{
 		GroupRank:          r.GroupRank,
@@ -155,7 +155,7 @@ func RequestFromProto(p *torchftpb.ManagerQuorumRequest) round.Request {
 	}
 }
 
-// ResultToProto is the wire form of a result. The wire has room for one source: the first.
+// ResultToProto returns the wire form of a result. The wire has room for one source: the first.
 func ResultToProto(r recovery.Result) *torchftpb.ManagerQuorumResponse {
 	p := &torchftpb.ManagerQuorumResponse{
 		QuorumId:                  r.QuorumID,
@@ -184,7 +184,7 @@ func ResultToProto(r recovery.Result) *torchftpb.ManagerQuorumResponse {
 	return p
 }
 
-// ResultFromProto is the inverse of ResultToProto, but for the sources after the first.
+// ResultFromProto is the inverse of ResultToProto, except for the sources after the first.
 func ResultFromProto(p *torchftpb.ManagerQuorumResponse) recovery.Result {
 	r := recovery.Result{
 		QuorumID:              p.GetQuorumId(),

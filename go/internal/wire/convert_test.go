@@ -25,7 +25,7 @@ func full[T any](t *testing.T) T {
 	return value
 }
 
-// next returns another value at each call, so that a conversion that mixes up two fields fails the test.
+// next returns a different value at each call, so that a conversion that mixes up two fields fails the test.
 func next() int64 {
 	filled++
 	return filled
@@ -60,7 +60,7 @@ func fill(t *testing.T, v reflect.Value) {
 	}
 }
 
-// sent returns a message as its receiver gets it.
+// sent returns a message as its receiver decodes it.
 func sent[M proto.Message](t *testing.T, message, into M) M {
 	t.Helper()
 	raw, err := proto.Marshal(message)

@@ -19,7 +19,7 @@ import (
 // parts cost more wakeups.
 const partSize = 512 << 10
 
-// ChangeToProto is the wire form of a change: no part if it is empty.
+// ChangeToProto returns the wire form of a change as a list of parts, which is empty if nothing has changed.
 func ChangeToProto(c quorum.Change) (parts []*torchftpb.ListChange) {
 	if c.Empty() {
 		return nil
@@ -104,7 +104,7 @@ func AddPart(c *quorum.Change, part *torchftpb.ListChange) error {
 	return nil
 }
 
-// StatesToProto is the wire form of a quorum for a peer that holds its list of members.
+// StatesToProto returns the wire form of a quorum for a peer that holds its list of members.
 func StatesToProto(q *quorum.Quorum) *torchftpb.QuorumStates {
 	p := statesToProto(quorum.StatesOf(q.Members))
 	p.QuorumId, p.Created, p.Revision = q.ID, timestamppb.New(q.Created), uint64(q.Revision)
@@ -112,7 +112,7 @@ func StatesToProto(q *quorum.Quorum) *torchftpb.QuorumStates {
 	return p
 }
 
-// PastToProto is the wire form of a past quorum.
+// PastToProto returns the wire form of a past quorum.
 func PastToProto(p quorum.Past) *torchftpb.PastQuorum {
 	return &torchftpb.PastQuorum{QuorumId: p.ID, Step: p.Step, Members: votersToProto(p.Members), Base: baseToProto(p.Base)}
 }
@@ -136,7 +136,7 @@ func votersFromProto(p []*torchftpb.Voter) (voters []quorum.Voter) {
 	return voters
 }
 
-// baseToProto makes one list of a base: Place of each voter is the index of its set in the base.
+// baseToProto returns one list with all voters of a base: Place of each voter is the index of its set in the base.
 func baseToProto(base [][]quorum.Voter) (p []*torchftpb.Voter) {
 	for i, set := range base {
 		for _, v := range votersToProto(set) {

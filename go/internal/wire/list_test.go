@@ -40,7 +40,7 @@ func TestAListTravelsInParts(t *testing.T) {
 		assert.Equal(t, quorum.RevisionOf(change.Set), quorum.RevisionOf(got.Set))
 		assert.Len(t, got.Set, n)
 		if n > 1000 {
-			assert.Less(t, total, 20*n, "members are much alike")
+			assert.Less(t, total, 20*n, "the records of members differ little")
 		}
 	}
 	assert.Empty(t, ChangeToProto(quorum.Change{}))

@@ -5,7 +5,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// HealProgressToProto is the wire form of the progress of a heal.
+// HealProgressToProto returns the wire form of the progress of a heal.
 func HealProgressToProto(p membership.HealProgress) *torchftpb.HealProgress {
 	return &torchftpb.HealProgress{GroupRank: p.GroupRank, Received: p.Received, Total: p.Total}
 }
@@ -15,10 +15,10 @@ func HealProgressFromProto(p *torchftpb.HealProgress) membership.HealProgress {
 	return membership.HealProgress{GroupRank: p.GetGroupRank(), Received: p.GetReceived(), Total: p.GetTotal()}
 }
 
-// mostPhases bounds what a rank can make a server remember.
+// mostPhases bounds the memory that a rank's report can use in a server.
 const mostPhases = 16
 
-// RecoveredToProto is the wire form of the cost of a recovery.
+// RecoveredToProto returns the wire form of the cost of a recovery.
 func RecoveredToProto(r membership.Recovered) *torchftpb.Recovered {
 	p := &torchftpb.Recovered{
 		GroupRank: r.GroupRank, Healed: r.Healed, QuorumId: r.QuorumID, Step: r.Step, Bytes: r.Bytes, StepsLost: r.StepsLost,
@@ -41,7 +41,7 @@ func RecoveredFromProto(p *torchftpb.Recovered) membership.Recovered {
 	return r
 }
 
-// NoticeToRank is the message that passes a notice on to a rank.
+// NoticeToRank returns the message that forwards a notice to a rank.
 func NoticeToRank(n membership.Notice) *torchftpb.RankResponse {
 	switch n.Kind {
 	case membership.Stalled:

@@ -10,15 +10,15 @@ import (
 	"google.golang.org/grpc/status"
 )
 
-// A stream on which the lighthouse has answered may have bound the member, also if it broke since, or if its time was over
-// meanwhile. So that lighthouse is the one that was asked: else the member would try the next one of its list while it is bound.
+// A stream on which the lighthouse has answered may have bound the member, even if the stream broke since, or the deadline passed.
+// So begun must succeed: on an error the member would try the next lighthouse of its list while it is bound.
 func TestAStreamThatWasWelcomedHasBegun(t *testing.T) {
 	over, cancel := context.WithCancel(t.Context())
 	cancel()
 	stream := func() *memberStream {
 		return &memberStream{welcomed: make(chan struct{}), ended: make(chan struct{}), err: status.Error(codes.Unavailable, "it broke")}
 	}
-	for range 64 { // of several cases that hold, select takes any
+	for range 64 { // if several cases are ready, select takes a random one
 		s := stream()
 		close(s.welcomed)
 		close(s.ended)

@@ -20,9 +20,9 @@ func TestWhichLighthouseIsTried(t *testing.T) {
 		{"one serves", func(c *choice) { c.arrived(1) }, []int{1}},
 		{"its stream broke just now", func(c *choice) { c.arrived(1); c.broke = now.Add(-failoverAfter / 2) }, []int{1}},
 		{"its stream broke long ago", func(c *choice) { c.arrived(1); c.broke = now.Add(-failoverAfter) }, []int{0, 1, 2}},
-		{"it refused for want of members", func(c *choice) { c.arrived(0); c.shun(0, now) }, []int{1, 2, 0}},
+		{"it refused because it has too few members", func(c *choice) { c.arrived(0); c.shun(0, now) }, []int{1, 2, 0}},
 		{"it refused long ago", func(c *choice) { c.arrived(0); c.shun(0, now.Add(-avoidFor)) }, []int{0}},
-		{"all refused for want of members", func(c *choice) { c.shun(1, now); c.shun(0, now); c.shun(2, now) }, []int{0, 1, 2}},
+		{"all refused because they have too few members", func(c *choice) { c.shun(1, now); c.shun(0, now); c.shun(2, now) }, []int{0, 1, 2}},
 		{"all members fail back", func(c *choice) { c.arrived(2); c.failBack(1) }, []int{1, 0, 2}},
 		{"all members fail back to one that refused", func(c *choice) { c.arrived(2); c.shun(0, now); c.failBack(0) }, []int{0, 1, 2}},
 		{"the target of a failback cannot be reached", func(c *choice) {
@@ -40,7 +40,7 @@ func TestWhichLighthouseIsTried(t *testing.T) {
 		}, []int{1, 2, 0}},
 		{"the serving one accepted an attempt and did not answer", func(c *choice) { c.arrived(0); c.broke = now; c.failed(0, now, true) }, []int{1, 2, 0}},
 		{"the serving one and another one did not answer", func(c *choice) { c.arrived(0); c.broke = now; c.failed(0, now, true); c.failed(1, now, true) }, []int{1, 2, 0}},
-		{"it did not answer, and the others refused for want of members", func(c *choice) {
+		{"it did not answer, and the others refused because they have too few members", func(c *choice) {
 			c.arrived(1)
 			c.shun(0, now)
 			c.shun(2, now)
@@ -67,7 +67,7 @@ func TestWhichEarlierLighthousesAMemberReaches(t *testing.T) {
 	assert.Equal(t, []int{0}, places(c.looked(quorum.PlacesOf(0, 1))))
 	assert.Equal(t, []int{0, 1}, places(c.looked(quorum.PlacesOf(0, 1, 2, 3))), "later lighthouses of the list are ignored")
 	c.shun(0, now)
-	assert.Equal(t, []int{1}, c.lookAt(now), "one that refused for want of members is not probed")
+	assert.Equal(t, []int{1}, c.lookAt(now), "a lighthouse that refused because it has too few members is not probed")
 	c.arrived(1)
 	assert.Empty(t, places(c.looked(quorum.PlacesOf(0))), "probes are forgotten when the member has come from another lighthouse")
 	c.arrived(1)

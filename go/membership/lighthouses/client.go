@@ -27,10 +27,10 @@ type Client struct {
 	job  string
 	conn *grpc.ClientConn
 	stub torchftpb.LighthouseServiceClient
-	of   int // length of the lighthouse list of the member that uses it; 0 if none does
+	of   int // length of the lighthouse list of the member that uses the client; 0 if none does
 
-	// number is that of the latest request: the lighthouse drops requests with smaller ones, which were delayed. It starts at the
-	// clock, so that the requests of a later client with the same replica_id have larger numbers.
+	// number is the number of the latest request: the lighthouse refuses requests with smaller ones, which were delayed. It starts
+	// at the clock's nanoseconds, so that the requests of a later client with the same replica_id have larger numbers.
 	number atomic.Uint64
 }
 
@@ -85,7 +85,7 @@ func WithSecurity(security auth.Security) DialOption {
 	return func(s *settings) { s.security = security }
 }
 
-// WithJob sets the id of the job, in place of the environment (TORCHFT_JOB_ID).
+// WithJob sets the id of the job. Without it, TORCHFT_JOB_ID of the environment is used.
 func WithJob(job string) DialOption { return func(s *settings) { s.job = job } }
 
 func dialOne(ctx context.Context, addr string, connectTimeout time.Duration, options []DialOption) (*Client, error) {
@@ -116,7 +116,7 @@ func (c *Client) Quorum(ctx context.Context, m quorum.Member, knownQuorumID int6
 	return c.quorum(ctx, m, knownQuorumID, nil)
 }
 
-// quorum is Quorum with the list of members of the member's last quorum, from which a restarted lighthouse restores it; nil: not sent.
+// quorum is Quorum with a record of the member's last quorum, from which a restarted lighthouse restores it; nil: not sent.
 func (c *Client) quorum(ctx context.Context, m quorum.Member, knownQuorumID int64, last *quorum.Quorum) (*quorum.Quorum, error) {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
@@ -150,7 +150,7 @@ func (c *Client) Heartbeat(ctx context.Context, replicaID string) error {
 	return rpc.Wrap("heartbeat", c.peer, err)
 }
 
-// reconnects waits until a broken connection is connected again, and reports whether it was in time.
+// reconnects waits until a broken connection is open again, and reports whether that succeeded in time.
 func (c *Client) reconnects(ctx context.Context, until time.Time) bool {
 	ctx, cancel := context.WithDeadline(ctx, until)
 	defer cancel()

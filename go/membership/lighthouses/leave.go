@@ -19,7 +19,7 @@ func (m *Member) Finish() { m.finished.Store(true) }
 func (m *Member) Leave(ctx context.Context) error {
 	for failed := 1; ; failed++ {
 		err := m.leaveOnce(ctx)
-		if !rpc.IsUnavailable(err) { // UNAVAILABLE is retried: without this message the lighthouse would count the end as a failure
+		if !rpc.IsUnavailable(err) { // UNAVAILABLE is retried: if the lighthouse never gets this message, it counts the end of the group as a failure
 			return err
 		}
 		select {
@@ -36,7 +36,7 @@ func (m *Member) Leave(ctx context.Context) error {
 func (m *Member) leaveOnce(ctx context.Context) error {
 	stream, client, _, err := m.connect(ctx)
 	if status.Code(err) == codes.Unimplemented {
-		return nil // an upstream lighthouse has no such request: it removes the group when its heartbeats end
+		return nil // an upstream lighthouse does not know this message: it removes the group when its heartbeats end
 	}
 	if err != nil {
 		return err

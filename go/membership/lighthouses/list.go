@@ -20,24 +20,24 @@ import (
 const (
 	// attemptTimeout is how long one of several lighthouses may take to answer before the next one is tried.
 	attemptTimeout = time.Second
-	// unacknowledged is the time after which the connection to one of several lighthouses is closed whose host acknowledges
-	// nothing. A bound member sends a message each 0.54 s, so a host that vanished is noticed within 1.74 s, before the bond to it
-	// runs out (at least 1.89 s after: quorum.BondTime less one and a half of these intervals). gRPC's pings take 20 s.
+	// unacknowledged is the time without a TCP acknowledgement after which the connection to one of several lighthouses is closed.
+	// A bound member sends a message each 0.54 s, so a host that vanished is noticed within 1.74 s, before the bond to it runs out
+	// (at least 1.89 s after: quorum.BondTime less one and a half of these intervals). gRPC's pings take 20 s.
 	unacknowledged = 1200 * time.Millisecond
 	// openTimeout bounds opening a stream that no call waits for.
 	openTimeout = 10 * time.Second
-	// failoverAfter is for how long only the lighthouse that served last is tried: its restart is no reason for a failover.
+	// failoverAfter is how long only the lighthouse that served last is tried: its restart is no reason for a failover.
 	failoverAfter = time.Second
 	// probeEvery is how often a member of a later lighthouse probes the earlier ones of the list. It reports those that were reached
 	// twice in a row, and its lighthouse decides when all members fail back.
 	probeEvery = time.Second
-	// avoidFor is how long a lighthouse is not tried after it refused for want of members, or was connected and did not answer. The
-	// time doubles with each of these in a row, at most avoidDoublings times.
+	// avoidFor is how long a lighthouse is not tried after it refused because it has too few members, or accepted a connection and
+	// did not answer. The time doubles with each of these in a row, at most avoidDoublings times.
 	avoidFor       = 10 * time.Second
 	avoidDoublings = 5
 )
 
-// lighthouses is a job's list, in order, with the clients of those that have been reached.
+// lighthouses is a job's list of lighthouses, in order, with a client for each that has been reached.
 type lighthouses struct {
 	addresses []string
 	options   []DialOption
@@ -47,7 +47,7 @@ type lighthouses struct {
 	closed  bool
 }
 
-// dialLighthouses connects to the first of a list that it reaches; at is its place.
+// dialLighthouses connects to the first lighthouse of a list that it reaches, and returns its place.
 func dialLighthouses(ctx context.Context, addresses string, connectTimeout time.Duration, options []DialOption) (l *lighthouses, at int, err error) {
 	list, err := rpc.ParseAddresses("lighthouse address", addresses)
 	if err != nil {
@@ -66,7 +66,7 @@ func dialLighthouses(ctx context.Context, addresses string, connectTimeout time.
 	return l, at, nil
 }
 
-// reach returns the client of one of them. It connects first if there is none yet.
+// reach returns the client of lighthouse i, and connects first if there is none yet.
 func (l *lighthouses) reach(ctx context.Context, i int) (*Client, error) {
 	if c := l.client(i); c != nil {
 		return c, nil
@@ -94,7 +94,7 @@ func (l *lighthouses) client(i int) *Client {
 	return l.clients[i]
 }
 
-// isBack reports whether one of them is connected. If not, it starts to connect, for the next call.
+// isBack reports whether lighthouse i is connected. If not, it starts to connect, for the next call.
 func (l *lighthouses) isBack(ctx context.Context, i int) bool {
 	c, err := l.reach(ctx, i)
 	if err != nil {
@@ -104,7 +104,7 @@ func (l *lighthouses) isBack(ctx context.Context, i int) bool {
 	return c.conn.GetState() == connectivity.Ready
 }
 
-// there returns those of some lighthouses that are connected.
+// there returns which of the given lighthouses are connected.
 func (l *lighthouses) there(ctx context.Context, places []int) (there quorum.Places) {
 	ctx, cancel := context.WithTimeout(ctx, attemptTimeout)
 	defer cancel()
@@ -147,13 +147,13 @@ func (l *lighthouses) close() (err error) {
 
 // choice decides which lighthouse of a list is asked. It does no IO, and takes the time as an argument.
 type choice struct {
-	at      int           // place of the one that served last, or was tried last
-	broke   time.Time     // when its stream broke; zero: it has not
-	silent  bool          // an attempt, or the member's bond to it, has run out since without an answer
-	back    int           // place of an earlier one that all members fail back to, -1: none
-	sees    quorum.Places // earlier ones that the last probe has reached
-	avoid   []time.Time   // until when each is not tried; zero: it is
-	refused []int         // how often in a row each has refused for want of members, or has not answered
+	at      int           // place of the lighthouse that served last, or was tried last
+	broke   time.Time     // when its stream broke; zero: it is open
+	silent  bool          // since then an attempt to reach it, or the member's bond to it, has run out without an answer
+	back    int           // place of the earlier lighthouse that all members fail back to; -1: none
+	sees    quorum.Places // earlier lighthouses that the last probe has reached
+	avoid   []time.Time   // until when each lighthouse is avoided; zero: not avoided
+	refused []int         // how often in a row each has refused because it has too few members, or has not answered
 	served  bool          // at has served since the start
 }
 
@@ -161,7 +161,7 @@ func newChoice(at, of int) choice {
 	return choice{at: at, back: -1, avoid: make([]time.Time, of), refused: make([]int, of), served: of == 1}
 }
 
-// outlasted reports whether the lighthouse that served last has been away for so long that others are tried.
+// outlasted reports whether the lighthouse that served last has been away for so long that others may be tried.
 func (c *choice) outlasted(now time.Time) bool {
 	return !c.broke.IsZero() && now.Sub(c.broke) >= failoverAfter
 }
@@ -177,7 +177,7 @@ func (c *choice) order(now time.Time, bound bool) []int {
 		switch {
 		case i == c.back:
 			first = append(first, i)
-		case c.silent && i == c.at: // Only if silent: one whose process has ended refuses at once, and may have been restarted.
+		case c.silent && i == c.at: // Only a silent one is tried after the others: if its process had ended, its host would refuse at once, and it may be back.
 			silent = append(silent, i)
 		case c.avoided(i, now):
 			avoided = append(avoided, i)
@@ -185,7 +185,7 @@ func (c *choice) order(now time.Time, bound bool) []int {
 			order = append(order, i)
 		}
 	}
-	return slices.Concat(first, order, silent, avoided) // avoided ones last: they are better than none
+	return slices.Concat(first, order, silent, avoided) // avoided ones last, in case no other one answers
 }
 
 func (c *choice) avoided(i int, now time.Time) bool { return now.Before(c.avoid[i]) }
@@ -196,7 +196,7 @@ func (c *choice) shun(i int, now time.Time) {
 	c.refused[i]++
 }
 
-// arrived notes which lighthouse is asked from now on.
+// arrived records that the lighthouse i is asked from now on.
 func (c *choice) arrived(at int) {
 	if c.at != at {
 		c.sees = 0
@@ -204,13 +204,13 @@ func (c *choice) arrived(at int) {
 	c.at, c.back, c.served, c.broke, c.silent = at, -1, true, time.Time{}, false
 }
 
-// failBack notes that all members fail back to an earlier lighthouse. It is not avoided any more: it will have enough of them.
+// failBack records that all members fail back to an earlier lighthouse. It is not avoided any more: it will have enough members.
 func (c *choice) failBack(place int) { c.back, c.avoid[place] = place, time.Time{} }
 
-// failed notes a failed attempt. silent: it ended without any answer.
+// failed records a failed attempt. silent: it ended without any answer.
 func (c *choice) failed(i int, now time.Time, silent bool) {
 	c.silent = c.silent || silent && i == c.at
-	if i == c.back { // the members could connect, and it does not serve: avoid it, or they would be sent there again and again
+	if i == c.back { // the members could connect, but it does not serve: avoid it, or they would fail back to it over and over
 		c.back = -1
 		c.shun(i, now)
 	}
@@ -226,7 +226,7 @@ func (c *choice) lookAt(now time.Time) (places []int) {
 	return places
 }
 
-// looked takes the result of a probe, and returns the earlier lighthouses that this probe and the one before have reached.
+// looked handles the result of a probe, and returns the earlier lighthouses that both this probe and the previous one have reached.
 func (c *choice) looked(there quorum.Places) quorum.Places {
 	there &= quorum.Before(c.at) // the member may have moved since lookAt
 	twice := there & c.sees
@@ -234,10 +234,10 @@ func (c *choice) looked(there quorum.Places) quorum.Places {
 	return twice
 }
 
-// attempts are the errors of lighthouses that were tried one after the other.
+// attempts has the errors of lighthouses that were tried one after the other.
 type attempts []error
 
-// err joins them. Its code is that of a refusal if there is one: it says more than that another lighthouse was not reached.
+// err joins the errors. If one of them is a refusal, its code is used: it is more specific than that of a failed connection.
 func (a attempts) err() error {
 	code := codes.Unavailable
 	var texts []string

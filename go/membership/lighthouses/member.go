@@ -23,7 +23,7 @@ import (
 )
 
 // Member is the membership of a replica group at a lighthouse: over one stream, which carries only changes, or by a call for each
-// quorum and each heartbeat if the lighthouse (upstream's) has no such streams. Of a list of lighthouses it asks one at a time.
+// quorum and each heartbeat if the lighthouse has no such streams (upstream's). Of a list of lighthouses it asks one at a time.
 type Member struct {
 	lighthouses *lighthouses
 	replicaID   string
@@ -33,10 +33,10 @@ type Member struct {
 	heard       membership.Broadcast
 	notices     <-chan membership.Notice
 	silence
-	present atomic.Pointer[memberStream] // the same as stream, for calls that must not wait for opening
+	present atomic.Pointer[memberStream] // the value of stream, for calls that must not wait for opening
 
-	last atomic.Pointer[quorum.Quorum] // that the member was in: a restarted lighthouse restores its state from it
-	term atomic.Int64                  // highest term of a lighthouse that the member has heard of
+	last atomic.Pointer[quorum.Quorum] // the last quorum of the member: a restarted lighthouse restores its state from it
+	term atomic.Int64                  // the highest term that a lighthouse has sent
 	promise
 
 	opening chan struct{} // a lock for the fields below, as a channel so that a call waits for it no longer than its deadline
@@ -44,7 +44,7 @@ type Member struct {
 	unary   []bool        // which lighthouses have no streams
 	stream  *memberStream // nil before the first
 
-	// Only the open stream uses it: the next one begins after it has ended.
+	// Only the open stream uses held: the next one begins after it has ended.
 	list heldList
 }
 
@@ -92,8 +92,8 @@ func (m *Member) Quorum(ctx context.Context, who quorum.Member, knownQuorumID in
 		m.setUnary(at, true)
 		q, err := client.Quorum(ctx, who, knownQuorumID)
 		if last := m.last.Load(); last != nil && status.Code(err) == codes.InvalidArgument {
-			// The id of the known quorum is ahead of the lighthouse's clock. It accepts such an id only with the members of that
-			// quorum; on a stream it would have asked for them (Recall).
+			// The id of the known quorum is ahead of the lighthouse's clock. The lighthouse accepts such an id only with the list
+			// of that quorum's members; on a stream it would have asked for the list (Recall).
 			q, err = client.quorum(ctx, who, knownQuorumID, last)
 		}
 		m.mayBeAnother(at, err)
@@ -103,8 +103,8 @@ func (m *Member) Quorum(ctx context.Context, who quorum.Member, knownQuorumID in
 		}
 		return q, err
 	case codes.OutOfRange:
-		// The lighthouse has too few of the members, or lacks a quorum that this one knows, and has ended the bond. Another lighthouse
-		// of the list may have more: UNAVAILABLE makes the server ask again.
+		// The lighthouse has too few of the members, or lacks a quorum that this one knows, and has ended the bond. Another
+		// lighthouse of the list may have more: with UNAVAILABLE the manager server asks again.
 		err = status.Error(codes.Unavailable, rpc.Message(err))
 		m.avoid(at)
 	case codes.OK:
@@ -118,7 +118,7 @@ func (m *Member) Quorum(ctx context.Context, who quorum.Member, knownQuorumID in
 	return q, rpc.Wrap("quorum", client.peer, err)
 }
 
-// known is the id of the last quorum that the member was in, 0 if there is none.
+// known returns the id of the last quorum that the member was in, 0 if there is none.
 func (m *Member) known() int64 {
 	if last := m.last.Load(); last != nil {
 		return last.ID
@@ -161,8 +161,8 @@ func (m *Member) Attend(ctx context.Context, interval time.Duration, reached fun
 	}
 }
 
-// reconnectTime is for how long a broken stream is reopened as soon as there is a connection. After it Attend returns the error, and
-// the caller's backoff applies. It is longer than the grace of 200 ms in which a lighthouse waits for a member by default.
+// reconnectTime is how long Attend reopens a broken stream without backoff. Then it returns the error, and the caller's backoff
+// applies. It is longer than the default grace, 200 ms, for which a lighthouse waits for a member to come back.
 const reconnectTime = 300 * time.Millisecond
 
 // beat makes a heartbeat call at each interval, until the member moves to another lighthouse.
@@ -213,10 +213,10 @@ func (m *Member) SayProgress(p round.Progress) {
 	}}})
 }
 
-// say sends a message that has no answer. While disconnected it is dropped: the lighthouse has seen the disconnect itself.
+// say sends a message that is not answered. It is dropped while there is no stream: the lighthouse has seen the disconnect itself.
 func (m *Member) say(message *torchftpb.MemberMessage) {
 	if stream := m.present.Load(); stream != nil && !stream.broken() {
-		go stream.send(message) // The caller must not wait for a lighthouse that does not read.
+		go stream.send(message) // a goroutine, since the caller must not wait for a lighthouse that does not read
 	}
 }
 
@@ -244,7 +244,7 @@ func (m *Member) Close() error {
 // farewellTime is how long Close may wait until the lighthouse knows that the end is no failure.
 const farewellTime = 200 * time.Millisecond
 
-// sayEnd announces to the lighthouse that the group ends. Otherwise the end of the stream would count as a failure.
+// sayEnd announces to the lighthouse that the group ends. Without it the end of the stream would count as a failure.
 func (m *Member) sayEnd() {
 	stream := m.present.Load()
 	if stream == nil || stream.broken() || !stream.greeted() {
@@ -278,7 +278,7 @@ func (m *Member) SayRecovered(r membership.Recovered) {
 	m.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Recovered{Recovered: wire.RecoveredToProto(r)}})
 }
 
-// locked runs do while no stream is being opened: under it the choice and the stream may be changed.
+// locked runs do while no stream is being opened, so that do may change the choice and the stream.
 func (m *Member) locked(do func()) {
 	m.opening <- struct{}{}
 	defer func() { <-m.opening }()
@@ -307,14 +307,14 @@ func (m *Member) avoid(at int) {
 	})
 }
 
-// servedWell notes that a lighthouse has delivered a quorum: the next refusal counts as the first one again.
+// servedWell records that a lighthouse has delivered a quorum: its next refusal counts as the first one in a row.
 func (m *Member) servedWell(at int) {
 	if len(m.unary) > 1 {
 		m.locked(func() { m.choice.refused[at] = 0 })
 	}
 }
 
-// connect returns the stream, a new one if the last one broke. If the lighthouse has no streams, the error is UNIMPLEMENTED.
+// connect returns the open stream, or opens a new one. If the lighthouse has no streams, the error is UNIMPLEMENTED.
 //
 // Invariant: a member that is bound to a lighthouse asks no other one. If it fails while bound, its vote counts there, and must count
 // nowhere else. The bond is checked before each round of attempts, and the round ends when the bond does. No bond can begin in between:
@@ -340,7 +340,7 @@ func (m *Member) connect(ctx context.Context) (*memberStream, *Client, int, erro
 		}
 		if place, sent := m.stream.sentBack(); sent {
 			c.failBack(place)
-			m.stream = nil // Its request to fail back is done. Otherwise each later reconnect would follow it again.
+			m.stream = nil // The failback that this stream requested is handled now: a later reconnect must not handle it again.
 		}
 	}
 	for {
@@ -355,7 +355,7 @@ func (m *Member) connect(ctx context.Context) (*memberStream, *Client, int, erro
 		if err == nil || !outOfTime || status.Code(err) == codes.Unimplemented {
 			return stream, client, at, err
 		}
-		// The bond has run out, so that lighthouse has sent nothing for all of its time. Now the others may be asked.
+		// The bond has run out, so that lighthouse has sent nothing for BondTime. From now on the others may be asked.
 		c.silent = true
 	}
 }
@@ -364,8 +364,8 @@ func (m *Member) connect(ctx context.Context) (*memberStream, *Client, int, erro
 func (m *Member) attempt(ctx context.Context, now time.Time, bound bool) (*memberStream, *Client, int, error) {
 	c := &m.choice
 	if bound && c.outlasted(now) && m.lighthouses.ended(ctx, c.at) {
-		// The lighthouse's process has ended. Bonds are not kept on disk: after a restart it does not count this member's vote, so that the
-		// bond may end now.
+		// The lighthouse's process has ended. Bonds are not kept on disk: after a restart it does not count the end of this member
+		// as its vote. So the bond may end now.
 		m.unbind()
 		bound = false
 	}
@@ -393,7 +393,7 @@ func (m *Member) attempt(ctx context.Context, now time.Time, bound bool) (*membe
 		}
 		c.failed(i, now, time.Since(began) >= attemptTimeout)
 	}
-	if c.broke.IsZero() { // No stream broke, since the lighthouse was asked by calls. Its outage counts from this attempt.
+	if c.broke.IsZero() { // The lighthouse was asked by calls, so no stream broke: its outage counts from this attempt.
 		c.broke = now
 	}
 	return nil, nil, order[0], failures.err()
@@ -415,7 +415,7 @@ func (m *Member) open(ctx context.Context, i int) (*memberStream, *Client, error
 		return nil, client, status.Error(codes.Unimplemented, "the lighthouse knows no streams")
 	}
 	streamCtx, cancel := context.WithCancel(rpc.WithJob(m.ctx, client.job))
-	inTime := context.AfterFunc(ctx, cancel) // until Attend has returned; the stream itself outlives ctx
+	inTime := context.AfterFunc(ctx, cancel) // ctx bounds the call of Attend only; the stream itself outlives it
 	wire, err := torchftpb.NewMemberServiceClient(client.conn).Attend(streamCtx)
 	if !inTime() {
 		cancel()
@@ -450,7 +450,7 @@ func (m *Member) open(ctx context.Context, i int) (*memberStream, *Client, error
 	return stream, client, nil
 }
 
-// probeEarlier probes the lighthouses before the one that serves, again and again, and reports to that one which are reached.
+// probeEarlier regularly probes the lighthouses before the serving one, and reports to the serving one which of them are reached.
 func (m *Member) probeEarlier() {
 	for {
 		select {

@@ -15,14 +15,14 @@ import (
 // relies on the promise: the member has voted nowhere else, so its vote counts there (quorum/bond.go). Therefore a message carries a
 // stamp only after the promise was made.
 
-// promise is the state of a member's bond, and of its end.
+// promise is the state of a member's bond, and of its leaving.
 type promise struct {
 	birth time.Time
-	until atomic.Int64 // until when it asks no other lighthouse, in nanoseconds after birth
+	until atomic.Int64 // when the promise ends, in nanoseconds after birth
 	left  atomic.Int64 // 1 plus the place of the lighthouse to which the group has announced that it leaves for good; 0: none
 	ends  atomic.Bool  // Close was called: no lighthouse is asked any more
 
-	finished atomic.Bool // its training has ended on purpose
+	finished atomic.Bool // the training is complete
 }
 
 // bind promises to ask no other lighthouse for the time of a bond from now.
@@ -31,14 +31,14 @@ func (p *promise) bind(bond time.Duration) { p.until.Store(int64(time.Since(p.bi
 // bound reports whether a promise holds.
 func (p *promise) bound() bool { return int64(time.Since(p.birth)) < p.until.Load() }
 
-// boundUntil is when the promise ends, or ended.
+// boundUntil returns when the promise ends, or ended.
 func (p *promise) boundUntil() time.Time { return p.birth.Add(time.Duration(p.until.Load())) }
 
 // unbind ends the promise. The caller has made sure that no earlier stamp is answered after it: the answer would bind the member again.
 func (p *promise) unbind() { p.until.Store(0) }
 
-// leaves notes the lighthouse to which the group announces that it leaves for good. Its vote counts there from then on, so no other
-// lighthouse may get the announcement or a request for a quorum: the vote would count twice.
+// leaves records the lighthouse to which the group announces that it leaves for good. Its vote counts there from then on. So the
+// group sends no other lighthouse the announcement or a request for a quorum: the vote would count twice.
 func (p *promise) leaves(place int) { p.left.CompareAndSwap(0, int64(place)+1) }
 
 func (p *promise) leftElsewhere(place int) bool {
@@ -48,8 +48,8 @@ func (p *promise) leftElsewhere(place int) bool {
 
 var errLeft = status.Error(codes.FailedPrecondition, "the group has announced to another lighthouse of the list that it leaves")
 
-// stamped binds the member by a stamp of the lighthouse. The first stamp of a stream is answered at once, later ones with the next
-// message.
+// stamped handles a stamp of the lighthouse: it binds the member. The first stamp of a stream is answered at once, later ones with
+// the next message.
 func (s *memberStream) stamped(number uint64) {
 	if number == 0 || s.bond <= 0 || s.unbound || s.member.leftElsewhere(s.place) {
 		return

@@ -5,13 +5,13 @@ import (
 	"time"
 )
 
-// silence is how long a member has sent nothing, on any stream. A new stream does not reset it before something is sent on it: the
-// lighthouse may have counted the member as failed meanwhile, and the other groups may have continued without it.
+// silence measures how long a member has sent nothing, on any stream. A new stream does not reset it until a message is sent on it:
+// the lighthouse may have counted the member as failed meanwhile, and the other groups may have continued without it.
 type silence struct {
 	since  time.Time
-	spoke  atomic.Int64 // when something was sent last, in nanoseconds after since
+	spoke  atomic.Int64 // when the last message was sent, in nanoseconds after since
 	most   atomic.Int64 // the silence after which the lighthouse may count the member as failed; 0: unknown, or there is no stream
-	fenced atomic.Bool  // the silence was longer than that, and the member has been in no quorum since
+	fenced atomic.Bool  // the silence was longer than most, and the member has received no quorum since
 }
 
 // alivesInTimeout is the lighthouse's heartbeat timeout divided by the interval between heartbeats that it asks for.
@@ -22,7 +22,7 @@ func (s *silence) heardEvery(interval time.Duration) {
 	s.most.Store(int64(interval * (2*alivesInTimeout - 1) / 2)) // the timeout less half an interval, which allows for a message's delay
 }
 
-// silent is the time since the last message.
+// silent returns the time since the last message.
 func (s *silence) silent() time.Duration { return time.Since(s.since) - time.Duration(s.spoke.Load()) }
 
 // noteSilence fences the member if the silence is too long.
@@ -32,7 +32,7 @@ func (s *silence) noteSilence() {
 	}
 }
 
-// speaks records that a message is sent now.
+// speaks records the time of a message that is sent now.
 func (s *silence) speaks() {
 	s.noteSilence()
 	s.spoke.Store(int64(time.Since(s.since)))

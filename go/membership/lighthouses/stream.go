@@ -21,7 +21,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// heldList is the list of members that the lighthouse sent last, and the changes to it that have arrived so far.
+// heldList has the list of members that the lighthouse sent last, and the changes to it that have arrived since.
 type heldList struct {
 	members  []quorum.Member
 	revision quorum.Revision
@@ -54,7 +54,7 @@ func (l *heldList) quorum(states *torchftpb.QuorumStates) (*quorum.Quorum, error
 
 var errMoved = status.Error(codes.Unavailable, "the member moves to another lighthouse of its list")
 
-// asked is the answer to a request.
+// asked is the outcome of a request.
 type asked struct {
 	quorum *quorum.Quorum
 	err    error
@@ -72,13 +72,13 @@ type memberStream struct {
 
 	welcomed chan struct{} // closed by the lighthouse's first answer
 	interval time.Duration // the longest time between two messages of the member, valid once welcomed
-	bond     time.Duration // for how long a stamp binds; only receive uses this field and the next
+	bond     time.Duration // how long a stamp binds the member; only receive uses this field and the next
 	unbound  bool          // the lighthouse has ended the bond: its later stamps are ignored
 	place    int           // of the lighthouse in the list
-	first    int64         // id of the first quorum that was sent on it, 0: none was; only receive uses it
-	stamp    atomic.Uint64 // the newest that binds the member; each message carries it
+	first    int64         // id of the first quorum that was sent on the stream, 0: none; only receive uses it
+	stamp    atomic.Uint64 // the newest stamp that binds the member; each message carries it
 	ended    chan struct{} // closed when the stream has broken
-	free     chan struct{} // closed when the group has left, and its peers do not need its data any more
+	free     chan struct{} // closed when the group has left and its peers no longer need its data
 	released sync.Once     // closes free
 	err      error         // why the stream has broken; valid once ended is closed
 

@@ -6,14 +6,14 @@ import (
 	"time"
 )
 
-// Numbers is how many arguments a prepared call can have. All of them are numbers.
+// Numbers is how many numbers are passed at each start of a prepared call.
 const Numbers = 3
 
-// Prepared is a call whose other arguments are known. With the numbers, it returns the timeout of the work and the work itself, and does
-// not block.
+// Prepared is a call whose other arguments are fixed. Given the numbers, it returns the timeout of the work and the work itself. It
+// does not block.
 type Prepared func(numbers [Numbers]int64) (time.Duration, func(context.Context) (any, error))
 
-// Calls are the prepared calls in progress. The caller identifies each by a K.
+// Calls has the prepared calls in progress. The caller identifies each by a K.
 type Calls[K comparable] struct {
 	end func(call K, value any, err error)
 
@@ -26,7 +26,7 @@ func NewCalls[K comparable](end func(call K, value any, err error)) *Calls[K] {
 	return &Calls[K]{end: end, cancel: map[K]context.CancelFunc{}}
 }
 
-// Start runs the prepared call with this handle on a goroutine of its own.
+// Start runs the prepared call with this handle on a new goroutine.
 func (c *Calls[K]) Start(call K, prepared int64, numbers [Numbers]int64) {
 	do, err := Get[Prepared](prepared)
 	if err != nil {
@@ -52,7 +52,7 @@ func (c *Calls[K]) Start(call K, prepared int64, numbers [Numbers]int64) {
 	}()
 }
 
-// Cancel cancels a call that has not ended. It still ends by a call of end.
+// Cancel cancels a call that has not ended. Its end is still reported by a call of end.
 func (c *Calls[K]) Cancel(call K) {
 	c.mu.Lock()
 	cancel := c.cancel[call]

@@ -78,12 +78,12 @@ func TestACallEndsAtItsDeadlineOrWhenCanceled(t *testing.T) {
 		started.Cancel("canceled")
 		require.Equal(t, ended{call: "canceled", err: "T:context canceled"}, <-ends)
 		require.Equal(t, time.Second, time.Since(began))
-		started.Cancel("canceled") // nothing happens
+		started.Cancel("canceled") // no effect
 		started.Cancel("never begun")
 	})
 }
 
-// One goroutine starts every call of the process: what it runs must not end it.
+// One goroutine starts every call of the process: a panic in a call must not end it.
 func TestAPanicBeforeACallBegins(t *testing.T) {
 	started, ends := calls(t)
 	bad := ops.Put(ops.Prepared(func([ops.Numbers]int64) (time.Duration, func(context.Context) (any, error)) { panic("boom") }))

@@ -7,8 +7,8 @@ import (
 	"runtime/debug"
 )
 
-// Class says which Python exception an error becomes. It travels as a prefix of the message, because
-// gopy hands on nothing but the text; csrc/errors.c takes it off again.
+// Class determines which Python exception an error becomes. It is passed as a prefix of the message, because gopy passes only the
+// text; csrc/errors.c removes it.
 type Class string
 
 const (
@@ -25,7 +25,7 @@ type classed struct {
 func (e *classed) Error() string { return string(e.class) + e.err.Error() }
 func (e *classed) Unwrap() error { return e.err }
 
-// As gives err a class, which replaces one it already has. A nil error stays nil.
+// As returns err with a class, which replaces an earlier one. A nil error stays nil.
 func As(class Class, err error) error {
 	if err == nil {
 		return nil
@@ -36,7 +36,7 @@ func As(class Class, err error) error {
 	return &classed{class, err}
 }
 
-// Guard is deferred by everything that Python calls: a panic becomes an error, and every error has a class.
+// Guard is deferred by all functions that Python calls: a panic becomes an error, and every error has a class.
 func Guard(err *error) {
 	if p := recover(); p != nil {
 		*err = panicked(p)

@@ -15,10 +15,10 @@ var table = struct {
 	objects map[int64]any
 }{objects: map[int64]any{}}
 
-// ErrClosed is what every call on a released handle reports.
+// ErrClosed is returned by every call on a released handle.
 var ErrClosed = errors.New("this object is shut down")
 
-// Put keeps v until Remove and returns its handle, which is above zero.
+// Put stores v until Remove, and returns its handle, which is above zero.
 func Put(v any) int64 {
 	table.Lock()
 	defer table.Unlock()
@@ -39,8 +39,8 @@ func Get[T any](handle int64) (T, error) {
 	return t, nil
 }
 
-// Remove forgets a handle and returns what it stood for, nil if it was removed already: of two callers that
-// release the same handle, one gets the object.
+// Remove removes a handle and returns its object, nil if it was removed already: of two callers that release the same handle, one
+// gets the object.
 func Remove(handle int64) any {
 	table.Lock()
 	defer table.Unlock()

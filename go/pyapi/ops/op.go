@@ -8,20 +8,20 @@ import (
 	"time"
 )
 
-// An op is one call in progress: Python starts it, waits outside of Go so that it can look for signals in
-// between, and takes the result or cancels.
+// op is one call in progress. Python starts it, waits for it outside of Go, where it can check for signals, and takes the result or
+// cancels the call.
 type op struct {
 	cancel context.CancelFunc
 	done   chan struct{}
-	value  any // valid once done is closed, as err is
+	value  any // value and err are valid once done is closed
 	err    error
 
 	mu     sync.Mutex
 	notify func() // called once, under mu, when the operation ends
 }
 
-// Start runs work on its own goroutine and returns the handle of the operation. A result that nobody
-// takes is closed if it can be, so that a cancelled constructor leaves nothing behind.
+// Start runs work on its own goroutine and returns the handle of the operation. A result that is not taken is closed if it has a
+// Close, so that a cancelled constructor leaves nothing behind.
 func Start(timeout time.Duration, work func(context.Context) (any, error)) int64 {
 	ctx, cancel := context.WithTimeout(context.Background(), timeout)
 	o := &op{done: make(chan struct{}), cancel: cancel}
@@ -32,7 +32,7 @@ func Start(timeout time.Duration, work func(context.Context) (any, error)) int64
 		defer Guard(&o.err)
 		value, err := work(ctx)
 		if err != nil {
-			value = nil // often a typed nil, which Close would take for an object
+			value = nil // it may be a typed nil, which Close would treat as an object
 		}
 		o.value, o.err = value, err
 	}()
@@ -48,8 +48,8 @@ func (o *op) end() {
 	}
 }
 
-// watch reports whether the operation has ended; if not, notify will be called when it does, unless another
-// notify takes its place before.
+// watch reports whether the operation has ended. If not, notify will be called when it ends, unless it is replaced by another
+// notify before.
 func (o *op) watch(notify func()) (ended bool) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -62,9 +62,9 @@ func (o *op) watch(notify func()) (ended bool) {
 	}
 }
 
-// Take forgets the handle of an operation that has ended and returns its result; an error has a class. While
-// the operation runs on, done is false, and notify will be called when it ends. Take never waits: a thread
-// of Python's that waits inside of Go costs two more switches between threads.
+// Take removes the handle of an operation that has ended, and returns its result; an error has a class. If the operation is still
+// running, done is false, and notify will be called when it ends. Take never waits: if a Python thread waited inside of Go, that
+// would cost two more thread switches.
 func Take(handle int64, notify func()) (value any, done bool, err error) {
 	o, err := Get[*op](handle)
 	if err != nil {
@@ -77,7 +77,7 @@ func Take(handle int64, notify func()) (value any, done bool, err error) {
 	return o.value, true, o.err
 }
 
-// Cancel gives an operation up: notify is not called any more. It does not wait for the operation to end.
+// Cancel cancels an operation: notify is not called any more. It does not wait for the operation to end.
 func Cancel(handle int64) {
 	o, ok := Remove(handle).(*op)
 	if !ok {
@@ -86,12 +86,12 @@ func Cancel(handle int64) {
 	o.watch(nil)
 	o.cancel()
 	go func() {
-		<-o.done // work was asked to stop, and ends within its timeout at the latest
+		<-o.done // the work's context is cancelled, and it ends within its timeout at the latest
 		Close(o.value)
 	}()
 }
 
-// Close ends whatever v is, if it is something that can be ended.
+// Close closes v, if it has a method for that.
 func Close(v any) {
 	defer func() {
 		if p := recover(); p != nil {

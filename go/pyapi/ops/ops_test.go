@@ -61,7 +61,7 @@ func TestAnOperationEndsAtItsTimeout(t *testing.T) {
 	})
 }
 
-// A constructor that was cancelled after it had made its object leaves nothing behind.
+// If a constructor is cancelled after it has created its object, the object is closed.
 func TestCancelClosesAResultThatIsNotTaken(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		before := ops.Count()
@@ -70,7 +70,7 @@ func TestCancelClosesAResultThatIsNotTaken(t *testing.T) {
 			<-ctx.Done()
 			return made, nil
 		})
-		_, done, _ := ops.Take(op, func() { t.Error("nobody waits any more") })
+		_, done, _ := ops.Take(op, func() { t.Error("the operation was cancelled") })
 		require.False(t, done)
 		ops.Cancel(op)
 		ops.Cancel(op)

@@ -7,8 +7,8 @@ import (
 )
 
 // The Go code in a training process waits on sockets and computes little: one processor is enough. With more, Go's scheduler wakes
-// idle threads at each event to look for work, which was a third of the processor time that Go took beside a training. Code that
-// computes or moves much data calls Busy meanwhile.
+// idle threads at each event to look for work, which took a third of Go's processor time in a training process. Code that computes
+// or moves much data calls Busy meanwhile.
 
 // most is how many processors Go uses while it is busy: the rest is for the training.
 const most = 4
@@ -19,7 +19,7 @@ var processors = struct {
 	busy  int  // calls of Busy that are not done
 }{fixed: os.Getenv("GOMAXPROCS") != ""}
 
-// Quiet leaves Go one processor, unless the user chose with GOMAXPROCS.
+// Quiet limits Go to one processor, unless the user has set GOMAXPROCS.
 func Quiet() {
 	processors.Lock()
 	defer processors.Unlock()
@@ -28,7 +28,7 @@ func Quiet() {
 	}
 }
 
-// Busy gives Go up to most processors until done is called. done may be called more than once.
+// Busy allows Go up to most processors until done is called. done may be called more than once.
 func Busy() (done func()) {
 	processors.Lock()
 	defer processors.Unlock()
@@ -43,7 +43,7 @@ func Busy() (done func()) {
 	})
 }
 
-// BusyServer is a server that has more processors for as long as it runs.
+// BusyServer is a server that is allowed more processors while it runs.
 type BusyServer struct {
 	server
 	done func()
@@ -54,7 +54,7 @@ type server interface {
 	Shutdown()
 }
 
-// NewBusyServer takes a server over.
+// NewBusyServer wraps a server, and shuts it down at Shutdown.
 func NewBusyServer(s server) *BusyServer { return &BusyServer{s, Busy()} }
 
 // Shutdown ends the server.

@@ -28,7 +28,7 @@ func TestProcessorsFollowTheWork(t *testing.T) {
 	require.Equal(t, many, runtime.GOMAXPROCS(0))
 	first()
 	first()
-	require.Equal(t, many, runtime.GOMAXPROCS(0), "the second is busy still")
+	require.Equal(t, many, runtime.GOMAXPROCS(0), "the second one is still busy")
 	second()
 	require.Equal(t, 1, runtime.GOMAXPROCS(0))
 

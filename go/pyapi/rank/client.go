@@ -1,5 +1,4 @@
-// Package rank is the client of one rank. It remembers the last request and answer, so that a step that changes nothing is
-// cheap.
+// Package rank is the client of one rank. It keeps the last request and answer, so that a step without a change is cheap.
 package rank
 
 import (
@@ -19,16 +18,16 @@ type Client struct {
 	*rankclient.Client
 	// Closed is closed by Close.
 	Closed chan struct{}
-	// Change holds a value while a changed quorum has not been read.
+	// Change contains a value while a changed quorum has not been read.
 	Change chan struct{}
 
 	// Trace is the trace context of the step, from its quorum on; nil unless the rank traces.
 	Trace atomic.Pointer[string]
 
-	relay *relay.Relay // of other ranks; nil if this rank is none
+	relay *relay.Relay // the relay that this rank runs for others; nil if it runs none
 
 	mu   sync.Mutex
-	last *recovery.Result // of the last round
+	last *recovery.Result // result of the last round
 }
 
 // New returns a client over a connection, which it owns, and owns the relay, nil if there is none.
@@ -46,7 +45,7 @@ func (c *Client) Close() error {
 	return err
 }
 
-// Address is that of this rank as a relay; empty if it is none.
+// Address returns the address of this rank's relay; empty if it runs none.
 func (c *Client) Address() string {
 	if c.relay == nil {
 		return ""
@@ -54,15 +53,15 @@ func (c *Client) Address() string {
 	return c.relay.Address()
 }
 
-// Notify ends a wait of Change, with a value.
+// Notify ends a wait for Change.
 func (c *Client) Notify() {
 	select {
 	case c.Change <- struct{}{}:
-	default: // one is waiting already
+	default: // Change contains a value already
 	}
 }
 
-// Below lets a call go on below the step, if that is traced.
+// Below makes the spans of a call children of the step's span, if the step is traced.
 func (c *Client) Below(ctx context.Context) context.Context {
 	if parent := c.Trace.Load(); parent != nil {
 		return tracing.Below(ctx, *parent)
@@ -70,7 +69,7 @@ func (c *Client) Below(ctx context.Context) context.Context {
 	return ctx
 }
 
-// Changed remembers a round's result and reports whether it asks for more than one more step.
+// Changed records a round's result, and reports whether it differs from the previous one in more than the step.
 func (c *Client) Changed(r recovery.Result) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()

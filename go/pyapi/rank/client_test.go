@@ -19,7 +19,7 @@ func steady() recovery.Result {
 
 func TestANewQuorumIsAChange(t *testing.T) {
 	c := New(nil, nil)
-	require.True(t, c.Changed(steady()), "the first one")
+	require.True(t, c.Changed(steady()), "the first result")
 	require.False(t, c.Changed(steady()))
 	after := steady()
 	after.QuorumID++

@@ -13,7 +13,7 @@ type averageKey struct {
 	plane    int
 }
 
-// average is a process group with its sequence of averages. The job's mu guards it.
+// average is a process group, with its present average. The job's mu guards it.
 type average struct {
 	key     averageKey
 	members []string
@@ -42,7 +42,7 @@ func (r *rank) joinAverage(res *recovery.Result) {
 	r.average = averages[key]
 }
 
-// leaveAverage breaks the connections of a rank. Its peers notice that, unless its host vanished.
+// leaveAverage breaks the connections of a rank. Its peers notice that, unless its host has vanished.
 func (r *rank) leaveAverage(silent bool) {
 	a := r.average
 	if a == nil {

@@ -25,7 +25,7 @@ func (j *job) schedule() {
 	j.running.Add(-1)
 }
 
-// strike carries out a fault, from its begin to its end. All clocks are that of the bubble, so that none can jump.
+// strike carries out a fault, from its begin to its end. All processes share the clock of the bubble, so no clock can jump.
 func (j *job) strike(f *sim.Fault) {
 	if f.Kind == sim.ClockJump || f.Kind == sim.ClockLighthouse {
 		return
@@ -56,7 +56,7 @@ func (j *job) strike(f *sim.Fault) {
 	j.note(func(judge *sim.Judge) { judge.Ends(f) })
 }
 
-// struck returns the lighthouses that a fault is about.
+// struck returns the lighthouses that a fault affects.
 func (j *job) struck(f *sim.Fault) (hosts []*lighthouseHost) {
 	for i, h := range j.hosts {
 		if f.Of == 0 || f.Of>>i&1 == 1 {
@@ -114,7 +114,7 @@ func (j *job) disturb(f *sim.Fault) (end func()) {
 		j.net.Sever(from, to)
 		ends = append(ends, func() { j.net.Heal(from, to) })
 	}
-	resets := f.After%2 == 1 // a device on the way resets the connections
+	resets := f.After%2 == 1 // a device between the hosts resets the connections
 	both := func(a, b string, there, back bool) {
 		if resets {
 			j.net.Reset(a, b)

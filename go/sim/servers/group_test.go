@@ -14,7 +14,7 @@ import (
 	"github.com/torchft/torchft/go/sim"
 )
 
-// group is one life of a replica group: a real manager server, and ranks.
+// group is one incarnation of a replica group: a real manager server, and ranks.
 type group struct {
 	j      *job
 	slot   int
@@ -58,14 +58,14 @@ func (j *job) begin(slot int) {
 		g.cancel()
 		return
 	}
-	if j.lives[slot] > 1 { // the host may have vanished: it is there again
+	if j.lives[slot] > 1 { // the host may have vanished: it is up again
 		j.net.Host(fmt.Sprintf("%s.%d", machineOf(slot), j.lives[slot]-1)).Refuse()
 	}
 	g.host = j.net.Host(g.name)
 	j.tasks.Go(g.run)
 }
 
-// run runs the process with the manager server. The process is restarted until it reaches a lighthouse.
+// run plays the process with the manager server. The process is restarted until it reaches a lighthouse.
 func (g *group) run() {
 	defer g.cancel()
 	var server *manager.Server
@@ -110,7 +110,7 @@ func (g *group) serve() (*manager.Server, error) {
 	return manager.NewServer(g.ctx, cfg)
 }
 
-// overheard reports to the judge what a member receives from its lighthouse.
+// overheard reports the messages that a member receives from its lighthouse to the judge.
 type overheard struct {
 	*lighthouses.Member
 	g     *group
@@ -149,7 +149,8 @@ func (o overheard) Quorum(ctx context.Context, m quorum.Member, known int64) (*q
 	return q, err
 }
 
-// note reports to the judge (job.note), unless the group has failed: what its processes do until they end has no effect on others.
+// note reports to the judge (job.note), unless the group has failed: the actions of its processes until they end have no effect on
+// others.
 func (g *group) note(what func(*sim.Judge)) (alive bool) {
 	g.j.note(func(judge *sim.Judge) {
 		if alive = !g.killed; alive {
@@ -159,8 +160,8 @@ func (g *group) note(what func(*sim.Judge)) (alive bool) {
 	return alive
 }
 
-// end ends a group, and starts another one in its slot. The connections of a process that ends break, those of a host that vanishes do
-// not, and a group that shuts down reports it.
+// end ends a group, and starts another one in its slot. The connections break if its processes end, but not if its host vanishes. A
+// group that shuts down reports it.
 func (g *group) end(how sim.FaultKind, why string, down time.Duration) {
 	j := g.j
 	if !g.note(func(judge *sim.Judge) {
@@ -177,7 +178,7 @@ func (g *group) end(how sim.FaultKind, why string, down time.Duration) {
 		switch host := j.net.Host(r.host); {
 		case how == sim.Vanish:
 			host.Vanish()
-		case how == sim.Leave && r.index == 0: // its server still has to report that
+		case how == sim.Leave && r.index == 0: // its server still has to report the end
 		default:
 			host.Kill()
 		}
@@ -186,7 +187,7 @@ func (g *group) end(how sim.FaultKind, why string, down time.Duration) {
 	j.after(down, func() { j.begin(g.slot) })
 }
 
-// sleep reports whether the time has passed before the context ended.
+// sleep waits, and reports whether the time has passed before the context ended.
 func sleep(ctx context.Context, d time.Duration) bool {
 	select {
 	case <-time.After(d):

@@ -30,12 +30,12 @@ type job struct {
 
 	mu       sync.Mutex // guards these, the judge, the averages, and other fields that name it
 	judge    *sim.Judge
-	groups   []*group // of each slot, nil while there is none
+	groups   []*group // by slot, nil while there is none
 	lives    []int
 	averages map[averageKey]*average
 	running  atomic.Int64 // goroutines of faults, and of their schedule
 	lines    []string
-	waived   map[string]*lighthouse.Server // groups, and where; only the operator uses it
+	waived   map[string]*lighthouse.Server // waived groups, and the server of each waiver; only the operator uses it
 
 	weather sync.Mutex // guards these
 	rng     *rand.Rand
@@ -66,7 +66,7 @@ func newJob(t *testing.T, s sim.Setup) *job {
 	return j
 }
 
-// note calls a function with the judge. The function must not block.
+// note calls a function with the judge under the lock. The function must not block.
 func (j *job) note(what func(*sim.Judge)) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
@@ -74,7 +74,7 @@ func (j *job) note(what func(*sim.Judge)) {
 	what(j.judge)
 }
 
-// after calls a function later, unless the history is over by then.
+// after calls a function after a time, unless the history is over by then.
 func (j *job) after(d time.Duration, do func()) {
 	j.tasks.Go(func() {
 		select {
@@ -85,7 +85,7 @@ func (j *job) after(d time.Duration, do func()) {
 	})
 }
 
-// delay is how long a message takes.
+// delay returns how long a message takes.
 func (j *job) delay(from, to string) time.Duration {
 	j.weather.Lock()
 	defer j.weather.Unlock()
@@ -106,7 +106,7 @@ func machine(host string) string {
 
 func machineOf(slot int) string { return fmt.Sprintf("g%02d", slot) }
 
-// lighthouseHost is the host of a lighthouse of the list, over all lives of that.
+// lighthouseHost is the host of a lighthouse of the list, across its restarts.
 type lighthouseHost struct {
 	j      *job
 	index  int
@@ -116,7 +116,8 @@ type lighthouseHost struct {
 	life   lock // held while the lighthouse starts or ends
 }
 
-// lock is a mutex that may be held while time passes. In a bubble, time does not pass while a goroutine waits for a sync.Mutex.
+// lock is a mutex that may be held while time passes. In a synctest bubble, time does not advance while a goroutine waits for a
+// sync.Mutex.
 type lock chan struct{}
 
 func (l lock) Lock()   { l <- struct{}{} }
@@ -137,7 +138,7 @@ func (h *lighthouseHost) begin() {
 	h.j.note(func(judge *sim.Judge) { judge.Lighthouse(h.index, true) })
 }
 
-// crash ends the lighthouse as SIGKILL or a power cut does, and restarts it.
+// crash ends the lighthouse, like SIGKILL or a power cut, and restarts it.
 func (h *lighthouseHost) crash(silent bool, down time.Duration) {
 	h.life.Lock()
 	server := h.server
@@ -157,7 +158,7 @@ func (h *lighthouseHost) crash(silent bool, down time.Duration) {
 	}
 }
 
-// end shuts the lighthouse down properly, and checks that it has forgotten ended groups.
+// end shuts the lighthouse down in order, and checks that it does not list ended groups as healthy.
 func (h *lighthouseHost) end() {
 	h.life.Lock()
 	defer h.life.Unlock()

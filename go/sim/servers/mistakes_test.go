@@ -20,12 +20,12 @@ import (
 
 var mistakesFlag = flag.Bool("mistakes", false, "look for planted mistakes (TestMistakesInTheShellsAreFound): half a minute each")
 
-// Planted mistakes in the shells: the compiler reads a file with another text in one place (go test -overlay), so that production code
-// needs no switch for them.
+// Planted mistakes in the shells: the compiler reads a file in which one text is replaced (go test -overlay), so that production
+// code needs no switches.
 var mistakes = []struct {
 	name, file string
 	from, to   string
-	rules      []string // the rules of which one finds it, each by the beginning of its text
+	rules      []string // one of these rules must find it; each is given by the beginning of its text
 }{
 	{
 		"no greeting on a new stream", "membership/lighthouses/member.go",
@@ -38,7 +38,7 @@ var mistakes = []struct {
 		"failures not passed on", "membership/lighthouses/stream.go",
 		"		s.member.heard.Notify(membership.Notice{\n			Kind: membership.MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason(),\n			Elsewhere: len(s.member.unary) > 1 && (s.first == 0 || f.GetQuorumId() < s.first),\n		})\n",
 		"		_ = f\n",
-		[]string{"a failure reaches everybody in its quorum"},
+		[]string{"a failure reaches all members of its quorum"},
 	},
 	{
 		"failback alone", "membership/lighthouses/member.go",
@@ -68,8 +68,8 @@ var mistakes = []struct {
 		[]string{"a call ends before its deadline"},
 	},
 	{
-		// With one lighthouse, the others wait for the heartbeat timeout; mostly a collective of theirs fails before, and the check of the
-		// suspect finds it. With several, the end is no vote.
+		// With one lighthouse, the others wait for the heartbeat timeout, unless one of their collectives fails before, and the
+		// check of the suspect finds the failure. With several, the end is no vote.
 		"a stream's end unnoticed", "lighthouse/member.go",
 		"if job.streams.remove(s) && !job.closed {", "if job.streams.remove(s) && job.closed {",
 		[]string{"after a failure the others have a quorum", "processes that end while nothing else happens need no operator"},
@@ -96,7 +96,7 @@ var mistakes = []struct {
 	},
 }
 
-// spoil is the source of a file, by its path, with a mistake in it.
+// spoil returns the source of a file with a mistake in it.
 func spoil(t *testing.T, file, from, to string) (path, code string) {
 	t.Helper()
 	path, err := filepath.Abs(filepath.Join("../..", file))
@@ -107,7 +107,7 @@ func spoil(t *testing.T, file, from, to string) (path, code string) {
 	return path, strings.Replace(string(source), from, to, 1)
 }
 
-// The sources still have the text that the mistakes replace, and the page has the number of mistakes.
+// The sources still contain the texts that the mistakes replace, and the page has the number of mistakes.
 func TestTheMistakesFitTheShells(t *testing.T) {
 	for _, m := range mistakes {
 		spoil(t, m.file, m.from, m.to)

@@ -9,15 +9,15 @@ import (
 	"github.com/torchft/torchft/go/sim"
 )
 
-// operate waives the votes of missing groups, as an operator does who knows that these conditions hold: the groups have ended, no live
-// group and no other lighthouse knows of a quorum later than the latest one here, and all live members have a pending request here.
-// Each group is waived at one lighthouse only, in one life of that. Quorums of an abandoned branch do not count.
+// operate waives the votes of missing groups. Like a careful operator, it does so only if the groups have ended, no live group and
+// no other lighthouse knows a quorum later than the latest one here, and all live members have a pending request here. Each group
+// is waived at one lighthouse only, and only in one incarnation of it. Quorums of an abandoned branch do not count.
 func (j *job) operate() {
 	if len(j.hosts) == 1 {
 		return
 	}
 	var latest *lighthouseHost
-	var s quorum.Status // of the latest
+	var s quorum.Status // of the lighthouse with the latest quorum
 	serves := map[*lighthouse.Server]bool{}
 	for _, h := range j.hosts {
 		h.life.Lock()
@@ -59,10 +59,10 @@ func (j *job) operate() {
 	}
 }
 
-// By a waiver, a job continues at the first lighthouse while the lighthouse of its last quorum is away. Then the hosts of all of its groups
-// vanish. The other lighthouse is back by then, with a higher id than those of the branch that continued. The operator has to waive
-// the groups of that branch, and not those of the abandoned one.
-func TestAnOperatorStaysWithTheBranchThatGoesOn(t *testing.T) {
+// After a waiver, a job continues at the first lighthouse while the lighthouse of its last quorum is down. Then the hosts of all of
+// its groups vanish. By then the other lighthouse is back, with a higher id than the branch that continued. The operator has to
+// waive the groups of the branch that continued, not those of the abandoned one.
+func TestAnOperatorStaysWithTheBranchThatContinued(t *testing.T) {
 	s := draw(28, 60)
 	crash := slices.IndexFunc(s.Faults, func(f sim.Fault) bool { return f.Kind == sim.Crash })
 	s.Faults[crash].Kind = sim.Vanish

@@ -13,7 +13,7 @@ import (
 	"github.com/torchft/torchft/go/sim"
 )
 
-// rank is one rank of a group: the simulation's model, in a training loop that does its waiting.
+// rank is one rank of a group: the simulation's model, in a training loop that does the waiting.
 type rank struct {
 	g      *group
 	index  int
@@ -65,11 +65,11 @@ func (r *rank) run(address string) {
 	}
 }
 
-// callError is the error of a call to the manager server.
+// callError is an error of a call to the manager server.
 type callError struct {
 	error
 	vote  bool
-	early time.Duration // before its deadline
+	early time.Duration // how long before its deadline the call ended
 }
 
 // note reports to the judge (group.note), unless the rank has failed.
@@ -81,7 +81,7 @@ func (r *rank) note(what func(*sim.Judge)) (alive bool) {
 	}) && alive
 }
 
-// failed handles the error of a call, as training loops do: some continue, and in others the process ends.
+// failed handles the error of a call like training loops: some continue, in others the process ends.
 func (r *rank) failed(err *callError) {
 	s := r.g.j.setup
 	count := 0
@@ -117,7 +117,7 @@ func (r *rank) hear() {
 	}
 }
 
-// left ends a group that was requested to leave, between two steps. It reports whether it did.
+// left ends a group that was asked to leave, between two steps. It reports whether it did.
 func (r *rank) left() bool {
 	leaves := false
 	r.note(func(*sim.Judge) { leaves = r.g.leaves })
@@ -222,7 +222,7 @@ func (r *rank) standStill() {
 
 func (r *rank) metadata(id string) string { return fmt.Sprintf("http://%s/%d", id, r.index) }
 
-// onlyPeer is the one other group in its quorum, if there is just one.
+// onlyPeer returns the other group in the rank's quorum, if there is exactly one.
 func (r *rank) onlyPeer(res *recovery.Result) string {
 	if len(res.ReplicaIDs) != 2 {
 		return ""

@@ -23,7 +23,7 @@ var (
 	soakFlag   = flag.Duration("soak", 0, "play histories for so long (TestSoak)")
 )
 
-// draw makes the setup of a seed: the simulation's setup, with times that include the constants of the servers.
+// draw returns the setup of a seed: the simulation's setup, with times adapted to the constants of the servers.
 func draw(seed uint64, rounds int) sim.Setup {
 	s := sim.Draw(seed, 2+int(seed%4), rounds)
 	r := rand.New(rand.NewPCG(seed, 6))
@@ -58,7 +58,8 @@ func draw(seed uint64, rounds int) sim.Setup {
 	return s
 }
 
-// processesEnd makes a schedule whose faults are all ends of processes, of any number of groups at once, with time to settle in between.
+// processesEnd returns a schedule in which all faults are ends of processes, of any number of groups at once, with time to settle
+// in between.
 func processesEnd(r *rand.Rand, s *sim.Setup) (faults []sim.Fault) {
 	for round := 5; round < s.Rounds; round += 6 + r.IntN(6) {
 		faults = append(faults, sim.Fault{
@@ -69,8 +70,8 @@ func processesEnd(r *rand.Rand, s *sim.Setup) (faults []sim.Fault) {
 	return faults
 }
 
-// aroundLighthouses makes a schedule of long cuts from single lighthouses, and of ends of lighthouses, with time to settle in between: the
-// job moves to the next lighthouse and back.
+// aroundLighthouses returns a schedule of long cuts from single lighthouses and of ends of lighthouses, with time to settle in
+// between: the job moves to the next lighthouse and back.
 func aroundLighthouses(r *rand.Rand, s *sim.Setup) (faults []sim.Fault) {
 	kinds := []sim.FaultKind{
 		sim.KillLighthouse, sim.VanishLighthouse, sim.CutLighthouse, sim.CutLighthouse, sim.CutLighthouse, sim.CutUp, sim.CutDown, sim.Vanish,
@@ -124,10 +125,10 @@ func play(t *testing.T, s sim.Setup) (st story) {
 	return st
 }
 
-// longest is more time than any history takes.
+// longest bounds the duration of a history.
 const longest = 30 * time.Minute
 
-// untilSettled waits until all faults are over and the job has settled, or a rule is broken.
+// untilSettled waits until all faults are over and the job has settled, or until a rule is broken.
 func (j *job) untilSettled() {
 	for calm := 0; calm < 8; {
 		time.Sleep(500 * time.Millisecond)
@@ -149,7 +150,7 @@ func (j *job) untilSettled() {
 	}
 }
 
-// end shuts all groups and lighthouses down properly.
+// end shuts all groups and lighthouses down in order.
 func (j *job) end() {
 	var groups []*group
 	j.note(func(judge *sim.Judge) { groups = append(groups, j.groups...) })

@@ -1,4 +1,4 @@
-"""A TCP proxy that damages its traffic, determined by a seed."""
+"""A TCP proxy that damages its traffic; a seed determines the faults."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Fault:
     """A fault of one connection.
 
     Args:
-        kind: drop (closed), reset, truncate (closed in the middle of what passes), flip (one bit), delay (nothing
-            passes for a while)
-        after: bytes that pass before
-        from_source: the direction that is counted, and that a flip or truncation concerns
+        kind: drop (the connection is closed), reset, truncate (closed in the middle of some data), flip (one bit),
+            delay (no data is forwarded for a while)
+        after: number of bytes that are forwarded before the fault
+        from_source: direction in which bytes are counted, and in which a flip or truncation occurs
     """
 
     kind: str
@@ -36,8 +36,8 @@ class Proxy:
     """Forwards a port. Each of the first connections gets one fault, later ones none.
 
     Args:
-        port: where the source listens on this host
-        faults: for the first connections, in their order
+        port: port of the source on this host
+        faults: faults of the first connections, in their order
     """
 
     def __init__(self, port: int, faults: list[Fault]) -> None:
@@ -117,7 +117,7 @@ def random_faults(rng: random.Random, kinds: list[str], size: int, most: int) ->
     return [
         Fault(
             rng.choice(kinds),
-            # near the start, where the structure of the messages is, or anywhere
+            # near the start, which contains the structure of the messages, or anywhere
             rng.randrange(200) if rng.random() < 0.3 else rng.randrange(size),
             from_source=rng.random() < 0.8,
             bit=rng.randrange(8),

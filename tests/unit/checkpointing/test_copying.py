@@ -1,4 +1,4 @@
-"""The states of an offer, as a table, and a check that no event leads back."""
+"""The states of an offer, as a table, and a check that no event leads to an earlier state."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from torchft.checkpointing._copying import Copying, Phase, Readers
 
-# For each phase: whether a copy hurries, whether a reader may start one of device tensors, whether the caller may
-# change the tensors.
+# For each phase: whether a copy starts without delay, whether a reader may start a copy of device tensors, whether the
+# caller may change the tensors.
 PHASES = {
     Phase.UNCHANGED: (False, True, False),
     Phase.DUE: (True, True, False),
@@ -27,13 +27,13 @@ def at(phase: Phase, readers: Readers = Readers.NONE) -> Copying:
 
 
 @pytest.mark.parametrize("phase", list(Phase))
-def test_what_holds_in_a_phase(phase: Phase) -> None:
+def test_properties_of_a_phase(phase: Phase) -> None:
     copying = at(phase)
     assert (copying.hurries, copying.starts_device(), copying.closed) == PHASES[phase]
 
 
 @pytest.mark.parametrize(("phase", "event"), list(itertools.product(Phase, EVENTS)))
-def test_no_event_leads_back(phase: Phase, event: str) -> None:
+def test_no_event_leads_to_an_earlier_state(phase: Phase, event: str) -> None:
     copying = at(phase)
     getattr(copying, event)()
     assert copying.phase is max(phase, EVENTS[event])
@@ -47,7 +47,7 @@ def test_no_event_leads_back(phase: Phase, event: str) -> None:
         (Readers.NATIVE, True, False),  # it gets device tensors from the copy
     ],
 )
-def test_what_is_copied_before_the_tensors_change(readers: Readers, device: bool, host: bool) -> None:
+def test_copies_before_the_tensors_change(readers: Readers, device: bool, host: bool) -> None:
     copying = at(Phase.UNCHANGED, readers)
     assert (copying.copies_device(), copying.copies_host()) == (device, host)
     copying.due()
@@ -60,7 +60,7 @@ def test_what_is_copied_before_the_tensors_change(readers: Readers, device: bool
         *((phase, readers, False, False) for phase in (Phase.UNCHANGED, Phase.DUE) for readers in Readers),
         (Phase.UNNEEDED, Readers.NONE, True, True),
         (Phase.UNNEEDED, Readers.SOME, True, True),
-        (Phase.UNNEEDED, Readers.NATIVE, False, True),  # it has only the copy
+        (Phase.UNNEEDED, Readers.NATIVE, False, True),  # it can only read the copy
         *((phase, readers, True, True) for phase in (Phase.ABORTED, Phase.CLOSED) for readers in Readers),
     ],
 )
@@ -69,7 +69,7 @@ def test_when_a_copy_ends_early(phase: Phase, readers: Readers, device: bool, ho
     assert (copying.skips(on_device=True), copying.skips(on_device=False)) == (device, host)
 
 
-def test_a_reader_of_the_stream_does_not_undo_one_of_the_native_core() -> None:
+def test_a_stream_reader_does_not_replace_a_native_reader() -> None:
     copying = Copying()
     copying.read(Readers.NATIVE)
     copying.read(Readers.SOME)

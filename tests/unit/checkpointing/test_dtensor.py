@@ -1,4 +1,4 @@
-"""DTensors: the local shard is sent, together with the data to make a DTensor of it again."""
+"""DTensors: the local shard is sent, with the data from which the target makes a DTensor of it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check(got: Any, want: Any) -> None:
     assert got.placements == want.placements and got.shape == want.shape
     assert torch.equal(got.to_local(), want.to_local())
     assert got.device_mesh.mesh_dim_names == want.device_mesh.mesh_dim_names
-    assert torch.equal((got + 1).to_local(), want.to_local() + 1)  # it works in a computation
+    assert torch.equal((got + 1).to_local(), want.to_local() + 1)  # the tensor can be used in a computation
 
 
 @pytest.mark.parametrize("num_chunks", [0, 2])
@@ -83,8 +83,8 @@ def test_over_a_process_group(mesh: Any, in_place: bool) -> None:
 
 @pytest.fixture
 def four_ranks() -> Iterator[None]:
-    """This process is rank 1 of a process group whose collectives do nothing, which is enough to make
-    DTensors of any mesh.
+    """Makes this process rank 1 of a process group whose collectives do nothing, which suffices to make DTensors of any
+    mesh.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -168,7 +168,7 @@ def test_placements_of_other_types_are_pickled_and_refused(four_ranks: None) -> 
         sent(state)
 
 
-def test_without_torch_distributed_the_error_says_so(mesh: Any) -> None:
+def test_without_torch_distributed_the_error_names_it(mesh: Any) -> None:
     encoded = Encoded({"w": sharded(mesh, 1.0)})
     flats = [storage_bytes(storage) for storage in encoded.storages]
     dist.destroy_process_group()

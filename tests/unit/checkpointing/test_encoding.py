@@ -1,6 +1,4 @@
-"""The safe encoding: everything is received unchanged, and nothing that a peer sends runs code or reads
-beyond its memory.
-"""
+"""The safe encoding: states are received unchanged, and no data from a peer runs code or reads beyond its memory."""
 
 from __future__ import annotations
 
@@ -88,7 +86,7 @@ def test_a_state_that_refers_to_itself() -> None:
         Encoded(state)
 
 
-def test_what_cannot_be_pickled_is_named() -> None:
+def test_unpicklable_objects_are_named() -> None:
     with pytest.raises(CheckpointError, match=r"\['a'\]\[1\], a builtins.function, cannot be sent"):
         Encoded({"a": [1, lambda: 0]})
 

@@ -111,7 +111,7 @@ def check(tree: Any, regions: list[torch.Tensor], why: str) -> bool:
 
 
 def touch(value: Any) -> None:
-    """Reads every tensor, because one that reaches beyond its memory would end the process."""
+    """Reads every tensor: one that extends beyond its memory would end the process."""
     if isinstance(value, torch.Tensor):
         if value.numel() <= 1 << 20:  # an expanded tensor may have any size
             value.detach().clone()
@@ -145,7 +145,7 @@ def test_changed_bytes(encoded: Encoded) -> None:
         try:
             tree = json.loads(bytes(raw))
         except ValueError:
-            continue  # its caller reports that
+            continue  # its caller reports that error
         check(tree, flats(encoded), f"random.Random({seed + i})")
 
 

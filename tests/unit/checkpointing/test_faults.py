@@ -85,7 +85,7 @@ def test_random_transfers(source: HTTPTransport[Any], transfers: int) -> None:
         rng = random.Random(seed + number)
         state = random_state(rng)
         nbytes = sum(t.numel() for t in state.values())
-        # A garbled request on the first connection may ask for something else and be refused; then an error is correct.
+        # A garbled request may name another step or part and be refused; then an error is correct.
         flips = rng.random() < 0.2
         http = random_faults(rng, ["drop", "reset", "truncate", "delay"] + ["flip"] * flips, 2000, 2)
         data = random_faults(rng, ["drop", "reset", "truncate", "delay", "flip"], max(1, nbytes // 2), 6)
@@ -104,7 +104,7 @@ def test_random_transfers(source: HTTPTransport[Any], transfers: int) -> None:
             wire.close()
             target.shutdown()
             source.disallow_checkpoint()
-    assert struck > transfers / 2, f"seed {seed}: hardly any fault came to pass"
+    assert struck > transfers / 2, f"seed {seed}: too few faults occurred"
     assert failed < transfers / 2, f"seed {seed}"
 
 
@@ -113,7 +113,7 @@ def test_random_transfers(source: HTTPTransport[Any], transfers: int) -> None:
 def test_random_transfers_with_an_additional_source(
     source: HTTPTransport[Any], monkeypatch: pytest.MonkeyPatch, transfers: int
 ) -> None:
-    """An additional source has some equal data, behind a network of its own, and sometimes fails half-way."""
+    """An additional source has partly equal data, behind another faulty network, and sometimes fails half-way."""
     monkeypatch.setattr(_receive, "_HELP_AFTER", 0.0)
     seed = random.randrange(2**32)
     for number in range(transfers // 4):
@@ -146,8 +146,10 @@ def test_random_transfers_with_an_additional_source(
             source.disallow_checkpoint()
 
 
-def test_a_source_that_turned_to_another_step(target: Any) -> None:
-    """It needed its memory during the transfer, had made no copy, and is at a later step when the target retries."""
+def test_a_source_that_continued_with_another_step(target: Any) -> None:
+    """The source needed its memory during the transfer and had no copy, so it has a later step when the target
+    retries.
+    """
     state = large_state()
     later = {"w0": state["w0"][:1000]}
     # slow enough that most data is missing when its step changes
@@ -187,7 +189,7 @@ def large_state() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["drop", "reset", "truncate"])
-def test_a_lost_connection_goes_on_where_it_was(source: Any, target: Any, wire: Any, kind: str) -> None:
+def test_a_transfer_continues_after_a_lost_connection(source: Any, target: Any, wire: Any, kind: str) -> None:
     state = large_state()
     source.send_checkpoint([1], 1, state, TIMEOUT)
     through = wire(data=[Fault(kind, 2 * MB, True), Fault(kind, 2 * MB, True)])
@@ -200,7 +202,7 @@ def test_a_lost_connection_goes_on_where_it_was(source: Any, target: Any, wire: 
 def test_a_stream_of_the_upstream_format_restarts(
     source: Any, target: Any, wire: Any, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Without the native library; whether the connection ended orderly or not."""
+    """Without the native library, and for both a closed and a reset connection."""
     state = large_state()
     source.send_checkpoint([1], 1, state, TIMEOUT)
     through = wire(http=[Fault(kind, 2 * MB, True)])
@@ -210,7 +212,7 @@ def test_a_stream_of_the_upstream_format_restarts(
 
 
 def test_the_control_connection_is_lost(source: Any, target: Any, wire: Any, monkeypatch: Any) -> None:
-    """Data connections end with it. The transfer continues with a new ticket, and is not restarted."""
+    """The data connections end with it. The transfer continues with a new ticket, and is not restarted."""
     import torchft.checkpointing._receive as receive
 
     made = []
@@ -256,7 +258,7 @@ def test_a_source_that_fails_half_way_is_named(source: Any, target: Any, wire: A
 
 
 def test_a_source_whose_memory_changes_is_noticed(source: Any, target: Any) -> None:
-    """For example a training loop that writes before disallow_checkpoint: a second reading differs from the first."""
+    """For example, a training loop writes before disallow_checkpoint, so that two reads of the memory differ."""
     state = {"w": torch.zeros(8 * MB)}
     source._snapshot = False
     source.send_checkpoint([1, 2], 1, state, TIMEOUT)
@@ -266,9 +268,9 @@ def test_a_source_whose_memory_changes_is_noticed(source: Any, target: Any) -> N
         target.recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
 
 
-def test_a_source_that_keeps_silent_can_be_abandoned(source: HTTPTransport[Any], target: HTTPTransport[Any]) -> None:
-    """A stopped host keeps its connections, so only others can know that it has failed."""
-    silent = socket.create_server(("localhost", 0))  # accepts connections, and never answers
+def test_a_transfer_from_a_silent_source_can_be_aborted(source: HTTPTransport[Any], target: HTTPTransport[Any]) -> None:
+    """The connections of a stopped host stay open, so the transfer has to be aborted from outside."""
+    silent = socket.create_server(("localhost", 0))  # the kernel accepts connections, and no answer follows
     raised: list[BaseException] = []
 
     def receive() -> None:

@@ -1,4 +1,4 @@
-"""A source's answers as a target reads them: correct, cut short, malformed, slow."""
+"""A target's reading of answers that are correct, cut short, malformed or slow."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OK = b"HTTP/1.1 200 OK\r\n"
     ],
 )
 @pytest.mark.usefixtures("at_once_again")
-def test_what_the_target_says_of_a_bad_source(make: Any, answer: bytes, error: str) -> None:
+def test_errors_of_bad_sources(make: Any, answer: bytes, error: str) -> None:
     with server_that_says(answer) as metadata:
         with pytest.raises(CheckpointError, match=error) as raised:
             make().recv_checkpoint(0, metadata, 7, TIMEOUT)
@@ -56,7 +56,7 @@ def test_every_framing_is_read(make: Any, head: bytes) -> None:
         assert make().recv_checkpoint(0, metadata, 7, TIMEOUT) == {"a": 1}
 
 
-def test_a_source_that_drips_is_abandoned_in_time(make: Any) -> None:
+def test_a_slow_answer_ends_at_the_deadline(make: Any) -> None:
     listener = socket.create_server(("localhost", 0))
     stop = threading.Event()
 

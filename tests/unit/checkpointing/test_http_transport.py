@@ -51,7 +51,7 @@ def fill(state: dict[str, torch.Tensor], value: float) -> None:
 
 
 def large_state(value: float = 1.0) -> dict[str, torch.Tensor]:
-    """Tensors that are copied in the background, and small ones."""
+    """A state with tensors that are copied in the background, and with small ones."""
     return {f"w{i}": torch.full((MB,), value) for i in range(4)} | {"mean": torch.full((10,), value)}
 
 
@@ -125,7 +125,7 @@ def test_a_request_waits_until_it_is_allowed(make: Any, snapshot: bool) -> None:
         source.disallow_checkpoint()
 
 
-def test_allow_offers_the_last_one_again(make: Any) -> None:
+def test_allow_offers_the_last_checkpoint_again(make: Any) -> None:
     source, target = make(snapshot=False), make()
     with pytest.raises(RuntimeError, match="send_checkpoint comes first"):
         source.allow_checkpoint(1)
@@ -138,7 +138,7 @@ def test_allow_offers_the_last_one_again(make: Any) -> None:
     assert target.recv_checkpoint(0, source.metadata(), 2, TIMEOUT) == {"a": 1}
 
 
-def test_a_request_that_nobody_answers_ends_with_503(make: Any) -> None:
+def test_a_request_without_a_checkpoint_ends_with_503(make: Any) -> None:
     source = make(timeout=timedelta(seconds=0.1))
     with pytest.raises(CheckpointError, match=r"refused with 503: no checkpoint of step 1: none was allowed for 0.1 s"):
         make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
@@ -167,7 +167,7 @@ def test_shutdown_leaves_no_thread_and_no_socket(make: Any) -> None:
     for transport in (source, target):
         transport.shutdown()
         transport.shutdown()  # a second call has no effect
-    with contextlib.suppress(ConnectionResetError):  # in case it was not accepted yet
+    with contextlib.suppress(ConnectionResetError):  # the connection may not have been accepted yet
         assert idle.recv(1) == b""
     idle.close()
     # Connections of other tests may begin and end at any time.
@@ -198,7 +198,7 @@ def open_sockets() -> set[str]:
     return found
 
 
-# A source serves the state of its own step
+# The state that is served
 
 
 @pytest.mark.parametrize("num_chunks", [0, 3])
@@ -212,7 +212,7 @@ def test_the_state_may_change_after_disallow(make: Any, num_chunks: int) -> None
         assert_same(target.recv_checkpoint(0, source.metadata(), 5, TIMEOUT), large_state(1.0))
 
 
-def test_what_a_forward_pass_changes_is_copied_at_once(make: Any) -> None:
+def test_small_tensors_are_copied_at_once(make: Any) -> None:
     source = make()
     model = torch.nn.BatchNorm1d(3)
     want = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -228,8 +228,8 @@ def test_what_a_forward_pass_changes_is_copied_at_once(make: Any) -> None:
 
 @pytest.mark.parametrize("snapshot", [True, False])
 def test_heals_while_the_source_trains(make: Any, snapshot: bool) -> None:
-    """Targets read all the time, and the source changes everything between disallow and send. No target
-    reads a mixture.
+    """Targets read all the time, and the source changes all tensors between disallow and send. No target reads a
+    mixture of two steps.
     """
     source, target = make(snapshot=snapshot), make()
     state = large_state(0.0)
@@ -285,7 +285,7 @@ def test_a_copy_is_dropped_by_age(make: Any) -> None:
     source.disallow_checkpoint()
 
     def dropped() -> bool:
-        source.disallow_checkpoint()  # every step of a training loop does this; the copy must still expire
+        source.disallow_checkpoint()  # a training loop does this in every step; the copy must expire nevertheless
         return source._source._offer is None
 
     wait_until(dropped)
@@ -294,7 +294,7 @@ def test_a_copy_is_dropped_by_age(make: Any) -> None:
 # Memory
 
 
-def test_a_state_that_does_not_fit_is_served_as_it_lies(make: Any, monkeypatch: Any, caplog: Any) -> None:
+def test_a_state_that_does_not_fit_is_served_without_a_copy(make: Any, monkeypatch: Any, caplog: Any) -> None:
     state = large_state()
     nbytes = sum(t.numel() * 4 for t in state.values())
     for free, copied in ((2 * nbytes, True), (2 * nbytes - 2, False), (None, False)):
@@ -354,7 +354,7 @@ def test_a_long_heal_is_copied_meanwhile(make: Any, monkeypatch: Any) -> None:
 
 
 def test_a_long_heal_is_not_copied_while_its_target_reads(make: Any, monkeypatch: Any) -> None:
-    """The source meets that target in the step, before its state changes."""
+    """The source waits for that target in the step's collectives, before its state changes."""
     monkeypatch.setattr("torchft.checkpointing._offer._COPY_DELAY", 0.05)
     source = make()
     state = large_state()
@@ -364,7 +364,7 @@ def test_a_long_heal_is_not_copied_while_its_target_reads(make: Any, monkeypatch
     time.sleep(0.3)
     large = [block for block in offer._blocks.values() if block.nbytes > MB]
     assert len(large) == 4 and all(block.coming is None for block in large)
-    source.disallow_checkpoint()  # it is about to change nevertheless
+    source.disallow_checkpoint()  # the state is about to change nevertheless
     fill(state, 3.0)
     assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), large_state())
 
@@ -387,7 +387,7 @@ def slow_reader(source: HTTPTransport[Any], step: int) -> socket.socket:
     return sock
 
 
-def test_a_slow_reader_does_not_hold_up_a_copy(make: Any) -> None:
+def test_a_slow_reader_does_not_delay_a_copy(make: Any) -> None:
     source = make()
     source.send_checkpoint([1], 1, large_state(), TIMEOUT)
     with slow_reader(source, 1):
@@ -414,7 +414,7 @@ def test_without_a_copy_a_slow_reader_is_cut_off(make: Any) -> None:
         assert received < sum(t.numel() * 4 for t in large_state().values())
 
 
-def test_without_a_copy_a_stranger_is_not_waited_for_when_the_targets_have_all(make: Any) -> None:
+def test_without_a_copy_other_readers_are_cut_off_when_all_targets_have_the_state(make: Any) -> None:
     source = make(snapshot=False)
     source.send_checkpoint([1], 1, large_state(), TIMEOUT)
     with slow_reader(source, 1):
@@ -448,7 +448,7 @@ def test_a_target_that_is_cut_off_gets_an_error(make: Any) -> None:
         b"",
     ],
 )
-def test_garbage_does_no_harm(make: Any, data: bytes) -> None:
+def test_invalid_requests_have_no_effect(make: Any, data: bytes) -> None:
     source = make()
     source.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
     with connect(source) as sock:
@@ -523,12 +523,12 @@ def test_chunk_numbers_that_differ(make: Any, monkeypatch: pytest.MonkeyPatch) -
     assert make(num_chunks=0).recv_checkpoint(0, source.metadata(), 1, TIMEOUT) == state
 
 
-def test_more_connections_than_there_is_room_for(make: Any, monkeypatch: Any) -> None:
+def test_more_connections_than_the_limit(make: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(_IPv6HTTPServer, "max_connections", 2)
     source = make()
     source.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
     idle = [connect(source) for _ in range(2)]
-    for sock in idle:  # they keep their places when they are served
+    for sock in idle:  # connections that are being served still count
         sock.sendall(b"GET /checkpoint/1/full HTTP/1.1\r\n\r\n")
         assert sock.recv(9) == b"HTTP/1.1 "
     with pytest.raises(CheckpointError):

@@ -57,8 +57,8 @@ def in_huge_pages() -> int:
 
 @pytest.mark.skipif(not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="here are no huge pages")
 @pytest.mark.parametrize("sizes", [[65 << 20], [1 << 20] * 70, [1000, (5 << 20) + 1, 200_001] * 12])
-def test_what_arrives_lies_in_huge_pages(sizes: list[int]) -> None:
-    """Large tensors, and neighbours smaller than a page of 2 MB. The first access to pages of 4 KB is slow."""
+def test_received_tensors_are_in_huge_pages(sizes: list[int]) -> None:
+    """This holds for large tensors and for consecutive ones smaller than a page of 2 MB."""
     before, memory = in_huge_pages(), HostMemory()
     taken = [memory.take(size) for size in sizes]
     for i, flat in enumerate(taken):

@@ -88,8 +88,8 @@ def test_keys_of_any_kind_name_a_place(make: Any) -> None:
     assert got[b"x"][2**70] is own[b"x"][2**70]
 
 
-def test_what_lies_otherwise_is_copied_to_its_place(make: Any) -> None:
-    """Other strides, shared memory, a part of a larger tensor."""
+def test_tensors_with_another_layout_are_copied_to_their_place(make: Any) -> None:
+    """Local tensors with other strides, with shared memory, or that are part of a larger tensor."""
     base = torch.zeros(10, 10)
     own = {"a": torch.zeros(4, 6).T, "b": base[2:4], "c": base[5:], "d": torch.zeros(3)}
     big = torch.arange(30.0)
@@ -107,7 +107,7 @@ def test_what_lies_otherwise_is_copied_to_its_place(make: Any) -> None:
     assert base[:2].sum() == 0 and base[4].sum() == 0
 
 
-def test_what_is_not_here_is_allocated(make: Any) -> None:
+def test_tensors_that_are_not_here_are_allocated(make: Any) -> None:
     source, own = make(), {"model": {"w": torch.zeros(3)}}
     source.send_checkpoint([1], 1, {"model": {"w": torch.ones(3)}, "optim": {0: torch.ones(2)}}, TIMEOUT)
     got = make(state_dict=lambda: own).recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
@@ -137,7 +137,7 @@ def test_a_state_that_differs_is_refused(make: Any, own: Any, error: str) -> Non
 
 
 @pytest.mark.parametrize("num_chunks", [0, 2])
-def test_the_upstream_format_is_put_in_place_too(num_chunks: int) -> None:
+def test_the_upstream_format_is_received_in_place_too(num_chunks: int) -> None:
     source: HTTPTransport[Any] = HTTPTransport(TIMEOUT, num_chunks)
     own, other = model(0.0), model(0.0)
     other["t"] = torch.zeros(3, 5)
@@ -226,7 +226,7 @@ def test_an_upstream_peer_uses_the_first_address(make: Any) -> None:
 # Tokens
 
 
-def test_a_token_must_be_shown(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_token_is_required(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ours = tmp_path / "ours"
     ours.write_text("secret\n")
     monkeypatch.setenv("TORCHFT_TOKEN_FILE", str(ours))
@@ -238,12 +238,12 @@ def test_a_token_must_be_shown(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_p
         with socket.create_connection(("localhost", source._server.server_port), timeout=10) as sock:
             sock.sendall(request.encode())
             assert sock.recv(100).startswith(b"HTTP/1.1 401"), token
-    # the data port requires a secret that is part of the ticket, so a target without the token has none
+    # the data port requires the secret of the ticket, and without the token a target gets no ticket
     with monkeypatch.context() as patch:
         patch.setattr(http_transport, "checkpoint_token", lambda: "guess")
         with pytest.raises(CheckpointError, match="refused with 401: a request for a checkpoint must prove"):
             make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
-    # a new token is first added to the accepted ones, and then used
+    # to replace the token, the new one is first accepted in addition, and then used
     shown = checkpoint_token()
     ours.write_text("new\nsecret\n")
     assert checkpoint_token() != shown
@@ -261,7 +261,7 @@ def test_a_token_must_be_shown(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_p
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Additional sources are asked from the beginning, not only in long transfers."""
+    """Makes targets ask additional sources from the beginning, not only in long transfers."""
     monkeypatch.setattr(_receive, "_HELP_AFTER", 0.0)
 
 
@@ -286,12 +286,15 @@ def test_several_groups_serve(make: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     got = make().recv_checkpoint(0, assigned.metadata(), 1, TIMEOUT, additional_sources=[additional.metadata])
     assert_same(got, state)
     wait_until(lambda: len(served) == 2)
-    assert sorted(done for done, _ in served) == [False, True]  # only the assigned source may forget the state
+    assert sorted(done for done, _ in served) == [
+        False,
+        True,
+    ]  # only the assigned source gets `done`
     assert all(n > 0 for _, n in served) and sum(n for _, n in served) >= 16 * MB
 
 
 def test_an_additional_source_takes_its_memory_back_at_once(make: Any, at_once: None) -> None:
-    """Its training goes on while the target still reads; the target has the rest from the assigned source."""
+    """Its training continues while the target still reads; the target gets the rest from the assigned source."""
     state = {"w": torch.randn(4 * MB)}
     assigned, additional = (make(bandwidth_limit=10 * MB) for _ in range(2))
     assigned.send_checkpoint([1], 1, {"w": state["w"].clone()}, TIMEOUT)
@@ -305,7 +308,7 @@ def test_an_additional_source_takes_its_memory_back_at_once(make: Any, at_once: 
         time.sleep(0.2)
         begin = time.monotonic()
         additional.disallow_checkpoint()
-        assert time.monotonic() - begin < within(ABORT_S)  # a source waits for those who need it, until its timeout
+        assert time.monotonic() - begin < within(ABORT_S)  # a source waits for its targets until its timeout
         weights.fill_(0)
         assert_same(got.result(60), state)
 
@@ -323,7 +326,7 @@ def test_an_additional_source_that_cannot_be_reached_is_not_waited_for(make: Any
 
 
 @pytest.mark.parametrize("additional", ["another structure", "another step", "nobody", "garbage"])
-def test_an_additional_source_that_is_of_no_use(make: Any, additional: str, at_once: None) -> None:
+def test_useless_additional_sources(make: Any, additional: str, at_once: None) -> None:
     state = {"w": torch.randn(MB)}
     source, other = make(bandwidth_limit=16 * MB), make()
     source.send_checkpoint([1], 1, state, TIMEOUT)
@@ -340,7 +343,7 @@ def test_an_additional_source_that_is_of_no_use(make: Any, additional: str, at_o
     assert_same(got, state)
 
 
-def test_an_additional_source_that_differs_gives_only_what_is_alike(make: Any, at_once: None) -> None:
+def test_an_additional_source_that_differs_sends_only_equal_blocks(make: Any, at_once: None) -> None:
     source, other = make(bandwidth_limit=30 * MB), make()
     state = {f"w{i}": torch.randn(MB) for i in range(3)}
     source.send_checkpoint([1], 1, state, TIMEOUT)
@@ -349,7 +352,7 @@ def test_an_additional_source_that_differs_gives_only_what_is_alike(make: Any, a
     assert_same(got, state)
 
 
-def test_what_only_the_assigned_source_has_is_asked_for_again(
+def test_data_of_the_assigned_source_only_is_requested_again(
     make: Any, at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its connections are cut when the additional source has sent all data that is equal on both."""
@@ -380,8 +383,8 @@ def test_what_only_the_assigned_source_has_is_asked_for_again(
 
 
 @pytest.mark.parametrize("snapshot", [True, False])
-def test_the_source_trains_on(make: Any, snapshot: bool) -> None:
-    """Every step changes everything. No target reads a mixture of two steps."""
+def test_the_source_continues_to_train(make: Any, snapshot: bool) -> None:
+    """Every step changes all tensors. No target reads a mixture of two steps."""
     source = make(snapshot=snapshot)
     state = {f"w{i}": torch.zeros(MB) for i in range(4)}
     done, steps, healed = threading.Event(), [0], []
@@ -418,7 +421,7 @@ def test_the_source_trains_on(make: Any, snapshot: bool) -> None:
 # Memory and threads
 
 
-def test_nothing_is_left(make: Any) -> None:
+def test_no_memory_and_threads_are_left(make: Any) -> None:
     go = _load()
     gc.collect()
     before = go.pyapi_Handles()
@@ -450,7 +453,7 @@ def test_no_memory_at_the_target(make: Any, monkeypatch: pytest.MonkeyPatch) -> 
     )  # the source still works
 
 
-def test_ctrl_c_ends_a_transfer_before_its_memory_goes(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_a_transfer_before_its_memory_is_freed(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make(bandwidth_limit=4 * MB)
     source.send_checkpoint([1], 1, {"w": torch.ones(4 * MB)}, TIMEOUT)
 

@@ -58,7 +58,7 @@ def test_several_targets_at_once(groups: list[Any]) -> None:
         assert_same(got, state)
 
 
-def test_nobody_to_send_to(groups: list[Any]) -> None:
+def test_no_targets(groups: list[Any]) -> None:
     PGTransport(groups[0], TIMEOUT, CPU).send_checkpoint([], 4, {"a": 1})
 
 
@@ -76,7 +76,7 @@ def test_in_place(groups: list[Any]) -> None:
     assert got["user"]["tensors"]["transposed"] is transposed and not transposed.is_contiguous()
 
 
-def test_large_tensors_go_in_pieces(groups: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_tensors_are_sent_in_pieces(groups: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pg_transport, "_PIECE", 1000)
     source, target = (PGTransport(group, TIMEOUT, CPU) for group in groups[:2])
     state = {"a": torch.randn(777), "b": torch.randn(10)}
@@ -85,7 +85,7 @@ def test_large_tensors_go_in_pieces(groups: list[Any], monkeypatch: pytest.Monke
 
 
 def test_keys_of_any_kind(groups: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ends cut a state into pieces of the same size, and find the existing tensors."""
+    """Both ends cut a state into pieces of the same size, and the target finds its existing tensors."""
     monkeypatch.setattr(pg_transport, "_LEAST_PIECE", 64)
     state = {(1, "a"): torch.arange(30_000.0), torch.float16: torch.ones(5), b"x": {2**70: torch.full((7,), 3.0)}}
     own = {(1, "a"): torch.zeros(30_000), torch.float16: torch.zeros(5), b"x": {2**70: torch.zeros(7)}}
@@ -112,13 +112,13 @@ def test_no_target_and_no_source(groups: list[Any]) -> None:
     transport = PGTransport(groups[0], short, CPU)
     with pytest.raises(TimeoutError, match=r"checkpoint of step 4 from rank 1: timed out after 0.2 seconds") as caught:
         transport.recv_checkpoint(1, "", 4)
-    assert isinstance(caught.value, RuntimeError), "what the upstream transport raises"
+    assert isinstance(caught.value, RuntimeError), "the error of the upstream transport"
     transport = PGTransport(groups[2], short, CPU)
     with pytest.raises((TimeoutError, CheckpointError), match="checkpoint of step 4 to"):
         transport.send_checkpoint([1], 4, {"a": torch.ones(1 << 22)})
 
 
-def test_a_malicious_header_does_not_run(groups: list[Any], tmp_path: Any) -> None:
+def test_a_malicious_header_runs_no_code(groups: list[Any], tmp_path: Any) -> None:
     source, target = (PGTransport(group, TIMEOUT, CPU) for group in groups[:2])
     state = {"a": Evil(str(tmp_path / "proof"))}
     _, got = run(lambda: source.send_checkpoint([1], 4, state), lambda: target.recv_checkpoint(0, "", 4))
@@ -159,10 +159,10 @@ def test_bad_settings(timeout: timedelta) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("isolated_rank", [0, 1], ids=["source", "target"])
 def test_the_timeout_of_a_call_wins_when_it_is_longer(isolated_rank: int) -> None:
-    """Longer than the transport's and the process group's timeout. The worker of an isolated group applies
-    the latter itself.
+    """The call's timeout is longer than those of the transport and the process group. The worker of an isolated group
+    applies the group's timeout itself.
     """
-    late_sec = 2.0  # delay of the other end
+    late_sec = 2.0  # seconds by which the other end is late
     short = timedelta(seconds=1.5)  # also the timeout of connecting
     groups: list[Any] = [ProcessGroupGloo(TIMEOUT), ProcessGroupGloo(TIMEOUT)]
     groups[isolated_rank] = ProcessGroupBabyGloo(short)
@@ -217,8 +217,8 @@ def native(store: dist.TCPStore, timeout: timedelta) -> list[Any]:
     ],
 )
 def test_the_timeout_of_a_call_wins_over_that_of_gloo(make: Callable[..., list[Any]]) -> None:
-    """Longer than the transport's and the process group's timeout, in both directions: the peer is late by
-    more than these.
+    """The call's timeout is longer than those of the transport and the process group, in both directions; the peer is
+    late by more than these.
     """
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     short, late = timedelta(seconds=1), threading.Event()

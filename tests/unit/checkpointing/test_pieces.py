@@ -1,4 +1,4 @@
-"""Parts of a state over HTTP: a source's answers in and between its steps, and the target's reactions."""
+"""Parts of a state over HTTP: a source's answers during and between its steps, and the target's reactions."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def asker(source: HTTPTransport[Any]) -> Iterator[Asker]:
     asker.close()
 
 
-def test_parts_are_marked_with_the_step_that_they_are_of(source: HTTPTransport[Any], asker: Asker) -> None:
+def test_parts_are_marked_with_their_step(source: HTTPTransport[Any], asker: Asker) -> None:
     for step in (7, 8):
         source.note_step(step, {"lr": step})
         source.offer_pieces(step, Source(step))
@@ -81,8 +81,10 @@ def test_between_two_steps_nothing_is_read(source: HTTPTransport[Any], asker: As
         assert answer.result(20).step == 8
 
 
-def test_the_rest_of_a_step_that_is_over_is_none_at_once(source: HTTPTransport[Any], asker: Asker) -> None:
-    """Its target waits for the answer within the step, and the next step begins after that."""
+def test_the_rest_of_a_past_step_is_none_at_once(source: HTTPTransport[Any], asker: Asker) -> None:
+    """The target waits for the answer within the step, and the next step begins after that, so waiting would
+    deadlock.
+    """
     source.offer_pieces(7, Source(7))
     assert asker.ask("rest", "7").memory.tolist() == [7] * 5
     source.disallow_checkpoint()
@@ -106,10 +108,10 @@ def test_the_head_of_a_step_that_a_source_was_not_in_is_none_at_once(source: HTT
 @pytest.mark.parametrize(
     ("decided", "value"), [((7, 3, True), True), ((7, 3, False), False), ((7, 4, True), None), ((8, 4, True), None)]
 )
-def test_a_decision_is_told_once_it_is_known(
+def test_a_decision_is_returned_once_it_is_known(
     source: HTTPTransport[Any], asker: Asker, decided: tuple[int, int, bool], value: Any
 ) -> None:
-    """None: only a later attempt is known."""
+    """None means that only a later attempt is known."""
     source.note_decision(6, 3, True)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(asker.ask, "decision", "7-3")
@@ -117,7 +119,7 @@ def test_a_decision_is_told_once_it_is_known(
         assert answer.result(20).value is value
 
 
-def test_heads_of_long_ago_are_forgotten(source: HTTPTransport[Any], asker: Asker) -> None:
+def test_old_heads_are_dropped(source: HTTPTransport[Any], asker: Asker) -> None:
     for step in range(100):
         source.note_step(step, step)
     assert asker.ask("head", "99").value == 99
@@ -127,7 +129,7 @@ def test_heads_of_long_ago_are_forgotten(source: HTTPTransport[Any], asker: Aske
 @pytest.mark.parametrize(
     ("kind", "argument", "reason"), [("digits", "1", "kind 'digits'"), ("head", "x", "no such part: head/x")]
 )
-def test_what_is_no_part_is_refused(
+def test_invalid_parts_are_refused(
     source: HTTPTransport[Any], asker: Asker, kind: str, argument: str, reason: str
 ) -> None:
     source.offer_pieces(7, Source(7))
@@ -146,7 +148,7 @@ def test_a_source_without_the_setting_refuses_at_once() -> None:
         transport.shutdown()
 
 
-def test_a_source_that_is_shut_down_ends_what_waits_for_it(source: HTTPTransport[Any], asker: Asker) -> None:
+def test_shutdown_of_a_source_ends_waiting_requests(source: HTTPTransport[Any], asker: Asker) -> None:
     source.note_step(1, {})
     asker.ask("head", "1")  # opens the connection
     with ThreadPoolExecutor(1) as pool:
@@ -170,7 +172,7 @@ def test_a_request_ends_at_its_timeout_and_by_an_abort(source: HTTPTransport[Any
             answer.result(20)
 
 
-def test_the_whole_is_offered_when_a_target_asks_for_it() -> None:
+def test_the_whole_state_is_offered_when_a_target_requests_it() -> None:
     window, giver = Window(), Source(7)
     window.open(7, giver)
     window.want_whole(6)
@@ -181,9 +183,9 @@ def test_the_whole_is_offered_when_a_target_asks_for_it() -> None:
     window.close()
     after = [Source(step) for step in range(8, 11)]
     window.open(8, after[0])
-    assert after[0].wholes == 0, "nobody asked for this step: a copy of the state would be in vain"
+    assert after[0].wholes == 0, "no target asked for this step: a copy of the state would be useless"
     window.close()
-    window.want_whole(8)  # too late: it comes with the next step, once
+    window.want_whole(8)  # too late: it is offered with the next step, once
     for step, later in enumerate(after[1:], start=9):
         window.open(step, later)
         window.close()
@@ -209,9 +211,7 @@ def test_an_answer_that_is_damaged_is_an_error(damage: str) -> None:
             asker.ask("piece", "0-0-5")
 
 
-def test_a_target_that_takes_nothing_holds_up_neither_the_training_nor_another_target(
-    source: HTTPTransport[Any], asker: Asker
-) -> None:
+def test_a_slow_target_delays_neither_the_training_nor_another_target(source: HTTPTransport[Any], asker: Asker) -> None:
     """No lock is held while an answer is sent."""
     sends = threading.Event()
 
@@ -233,7 +233,7 @@ def test_a_target_that_takes_nothing_holds_up_neither_the_training_nor_another_t
         assert asker.ask("piece", "0-0-5").step == 8
 
 
-def test_the_limit_is_that_of_all_targets_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_applies_to_all_targets_together(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, sleep = MagicMock(return_value=100.0), MagicMock()
     monkeypatch.setattr("torchft.checkpointing._pieces.time", MagicMock(monotonic=clock, sleep=sleep))
     window = Window(limit=10)

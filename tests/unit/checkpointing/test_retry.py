@@ -1,4 +1,4 @@
-"""When a source is asked again, as a table, and the errors after which it is."""
+"""The pauses before retries, as a table, and the errors after which there is a retry."""
 
 from __future__ import annotations
 

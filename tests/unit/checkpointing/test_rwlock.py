@@ -36,7 +36,7 @@ def test_which_holders_are_compatible(held: list[str], wanted: str, works: bool)
             acquire[wanted]()
     for kind in held:
         release[kind]()
-    with lock.w_lock():  # no failed attempt has left anything behind
+    with lock.w_lock():  # failed attempts have not changed the lock
         assert lock.w_locked()
     assert not lock.w_locked()
 
@@ -54,7 +54,7 @@ def test_a_timeout_names_the_holder_of_the_lock() -> None:
 
 
 @pytest.mark.parametrize("first", ["r", "w"])
-def test_a_waiter_goes_on_when_the_holder_leaves(first: str) -> None:
+def test_a_waiter_continues_when_the_holder_releases(first: str) -> None:
     lock = RWLock(timeout=10)
     (lock.r_acquire if first == "r" else lock.w_acquire)()
     waiting, got = threading.Event(), threading.Event()
@@ -76,7 +76,7 @@ def test_a_waiter_goes_on_when_the_holder_leaves(first: str) -> None:
     other.join(10)
 
 
-def test_a_block_that_raises_lets_go() -> None:
+def test_a_block_that_raises_releases_the_lock() -> None:
     lock = RWLock(timeout=0)
     for block in (lock.r_lock, lock.w_lock):
         with pytest.raises(KeyError), block():

@@ -1,4 +1,4 @@
-"""Readers while a source takes its memory back."""
+"""Readers that arrive while a source takes its memory back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchft.checkpointing._offer import Offer
 from torchft.checkpointing._source import Source
 
 
-def test_reader_that_comes_while_the_copy_is_made_gets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reader_that_arrives_during_the_copy_gets_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is woken when the copy is complete, and does not wait for its own timeout."""
     closing, go_on = threading.Event(), threading.Event()
     close = Offer.close

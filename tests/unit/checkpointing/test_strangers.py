@@ -1,4 +1,4 @@
-"""Connections without a valid request do not use up those that a checkpoint server accepts from peers."""
+"""Connections without a valid request do not count against a checkpoint server's limit for peers."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def make() -> Iterator[Callable[[], HTTPTransport]]:
 
 @contextlib.contextmanager
 def strangers(port: int, says: bytes) -> Iterator[None]:
-    """Opens more connections than a server accepts, and then 200 per second, and closes none."""
+    """Opens more connections than a server accepts, then 200 more per second, and closes none."""
     kept: list[socket.socket] = []
     over = threading.Event()
 
     def come() -> None:
-        with contextlib.suppress(OSError):  # the server has closed it already
+        with contextlib.suppress(OSError):  # the server has closed the connection already
             kept.append(socket.create_connection(("localhost", port), timeout=5))
             kept[-1].sendall(says)
 
@@ -88,4 +88,4 @@ def test_strangers_do_not_delay_a_heal_with_a_token(
     source.send_checkpoint([1], 1, {"step": 1}, TIMEOUT)
     with strangers(source._server.server_port, b"GET /checkpoint/1/full HTTP/1.1\r\n\r\n"):
         assert make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT) == {"step": 1}
-        assert len(source._server._admitted) <= 1, "the target, which may be about to close"
+        assert len(source._server._admitted) <= 1, "only the target's connection, which may be about to close"

@@ -73,7 +73,7 @@ def test_one_storage_under_two_dtypes() -> None:
     assert_same(read(written(state)), state)
 
 
-def test_tensors_are_read_where_they_will_stay() -> None:
+def test_tensors_are_read_into_their_own_storage() -> None:
     got = read(written({"a": torch.arange(6.0), "b": torch.ones(2)}))
     assert got["a"].is_contiguous() and got["a"].data_ptr() % got["a"].element_size() == 0
     got["a"].mul_(2)  # writable
@@ -99,7 +99,7 @@ def test_tree_spec(tree: Any) -> None:
 
 @pytest.mark.skipif(not hasattr(pytree.TreeSpec, "__setstate__"), reason="this PyTorch has another state of a TreeSpec")
 def test_a_spec_that_pytorch_2_11_has_pickled() -> None:
-    """Its leaves are objects of a class; later versions have calls of a function instead."""
+    """In it leaves are objects of a class; later versions pickle calls of a function instead."""
     pickled = (
         b"\x80\x02ctorch.utils._pytree\nTreeSpec\n)\x81](c__builtin__\nlist\nN]ctorch.utils._pytree\nLeafSpec\n)\x81]"
         b"(NN]K\x01K\x01K\x00ebaK\x02K\x01K\x01eb."
@@ -129,7 +129,7 @@ def test_a_forged_list_of_records_cannot_change_the_class_that_all_share(name: s
             read(forged)
         assert dict(vars(_Entry)) == before
     finally:
-        if dict(vars(_Entry)) != before:  # otherwise later checks would mean nothing
+        if dict(vars(_Entry)) != before:  # otherwise later checks would be meaningless
             setattr(_Entry, name, before[name]) if name in before else delattr(_Entry, name)
     assert_same(read(written(training_state())), training_state())
 
@@ -145,7 +145,7 @@ def test_values_keep_their_types() -> None:
 
 
 @pytest.mark.parametrize("where", ["structure", "records", "chunk", "spec"])
-def test_a_malicious_pickle_does_not_run(where: str, tmp_path: Any) -> None:
+def test_a_malicious_pickle_runs_no_code(where: str, tmp_path: Any) -> None:
     proof = tmp_path / "proof"
     evil = Evil(str(proof))
     data = {
@@ -179,7 +179,7 @@ class Point(NamedTuple):
     x: int
 
 
-def test_a_users_type_is_refused_with_what_to_do_and_then_allowed() -> None:
+def test_a_users_type_is_refused_with_a_remedy_and_then_allowed() -> None:
     data = written({"settings": Settings(3)})
     with pytest.raises(CheckpointError) as refused:
         read(data)
@@ -270,7 +270,7 @@ def test_garbage(data: bytes) -> None:
         read(data)
 
 
-def test_lengths_are_believed_only_within_the_body() -> None:
+def test_lengths_beyond_the_body_are_refused() -> None:
     huge = stream_of([_Entry("data/0", True, 1 << 60)])
     with pytest.raises(CheckpointError, match=r"announces 1152921504606846976 bytes .* and has"):
         read(huge, len(huge))
@@ -288,7 +288,7 @@ def test_a_tensor_that_is_larger_than_its_record() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_flipped_bytes_never_escape(seed: int) -> None:
+def test_flipped_bytes_never_raise_other_errors(seed: int) -> None:
     """Damage results in an error of torchft or in other numbers, never in another exception."""
     data = written({"a": torch.arange(4.0), "b": [1, {"c": "text"}]})
     generator = torch.Generator().manual_seed(seed)

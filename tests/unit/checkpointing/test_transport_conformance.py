@@ -91,24 +91,24 @@ def test_small_and_odd_states(pair: Pair, state: Any) -> None:
     assert_same(pair.transfer(state), state)
 
 
-def test_what_arrives_is_the_targets_own(pair: Pair) -> None:
+def test_the_received_state_is_the_targets_own(pair: Pair) -> None:
     state = {"w": torch.ones(4)}
     got = pair.transfer(state)
     got["w"].add_(1)
     assert state["w"].tolist() == [1, 1, 1, 1]
 
 
-def test_one_after_the_other(pair: Pair) -> None:
+def test_successive_transfers(pair: Pair) -> None:
     for step in (1, 2, 7):
         assert_same(pair.transfer(training_state(seed=step), step), training_state(seed=step))
 
 
-def test_nobody_sends(pair: Pair) -> None:
+def test_no_source(pair: Pair) -> None:
     with pytest.raises(TimeoutError, match="step 3"):
         pair.target.recv_checkpoint(0, pair.source.metadata(), 3, SHORT)
 
 
-def test_a_state_that_is_loaded_goes_on_alike(pair: Pair) -> None:
+def test_a_loaded_state_continues_equally(pair: Pair) -> None:
     torch.manual_seed(0)
     a, b = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
     opt_a, opt_b = (torch.optim.Adam(m.parameters()) for m in (a, b))
@@ -127,14 +127,14 @@ def test_a_state_that_is_loaded_goes_on_alike(pair: Pair) -> None:
     assert_same(b.state_dict(), a.state_dict())
 
 
-def test_the_target_says_how_far_it_is(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_target_reports_its_progress(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     state = {f"w{i}": torch.ones(1 << 20) for i in range(3)}
     seen: list[tuple[int, int]] = []
     with watched_by(lambda received, total: seen.append((received, total))):
         assert_same(pair.transfer(state), state)
     assert seen and all(0 <= received <= total for received, total in seen)
-    if not getattr(pair.target, "_num_chunks", 0):  # each chunk tells its size only when it arrives
+    if not getattr(pair.target, "_num_chunks", 0):  # the size of a chunk is known only when it arrives
         assert 0 <= seen[0][1] - 3 * 4 * (1 << 20) < 1 << 16  # the tensors, and their description
     assert re.search(r"checkpoint of step 3 .*: 0\.013 GB in [\d.]+ s, [\d.]+ GB/s", caplog.text)
 

@@ -35,7 +35,7 @@ def read(data: bytes) -> Any:
 
 
 @pytest.mark.parametrize(("given", "other"), ORDER)
-def test_the_main_part_has_all_names_and_travels_once(given: str, other: str) -> None:
+def test_the_main_part_has_all_names_and_is_sent_once(given: str, other: str) -> None:
     sent = stream(Checkpoint(state(**{given: weights(), "data": torch.ones(3)}), 0), FULL)
     plain = stream(Checkpoint(state(model=weights(), data=torch.ones(3)), 0), FULL)
     assert len(sent) < len(plain) + 2000, "tensors have 20,000 bytes"
@@ -60,7 +60,7 @@ def test_in_chunks_too(num_chunks: int) -> None:
 
 
 @pytest.mark.parametrize("other", [{"user": {"model": 1}, "torchft": {}}, {"weights": 1}, [1, 2], state()])
-def test_another_state_is_as_it_was(other: Any) -> None:
+def test_another_state_is_unchanged(other: Any) -> None:
     assert read(stream(Checkpoint(other, 0), FULL)) == other
 
 

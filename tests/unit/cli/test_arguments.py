@@ -19,24 +19,24 @@ def test_a_duration(text: str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "0s", "-1s", "10 s", "ten", "1d", "1e3s", "inf", "nan"])
-def test_what_is_no_duration(text: str) -> None:
+def test_invalid_durations(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="allowed: a time above 0"):
         duration(text)
 
 
 @pytest.mark.parametrize(("text", "counts"), [("1", (1, 1)), ("2", (2, 2)), ("2:8", (2, 8)), ("3:3", (3, 3))])
-def test_how_many_replicas(text: str, counts: tuple[int, int]) -> None:
+def test_numbers_of_replicas(text: str, counts: tuple[int, int]) -> None:
     assert replicas(text) == counts
 
 
 @pytest.mark.parametrize("text", ["0", "", "-1", "2:", ":2", "8:2", "0:3", "two", "1:2:3"])
-def test_what_is_no_number_of_replicas(text: str) -> None:
+def test_invalid_numbers_of_replicas(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="N:MAX"):
         replicas(text)
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "1.5", "x", ""])
-def test_what_is_not_positive(text: str) -> None:
+def test_values_that_are_not_positive(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="at least 1"):
         positive(text)
 
@@ -72,16 +72,14 @@ def exits(arguments: list[str]) -> int:
         (["status", "--lighthous", "x"], "(did you mean --lighthouse?)"),
     ],
 )
-def test_what_is_not_understood_ends_with_2_and_says_why(
+def test_invalid_arguments_end_with_2_and_a_reason(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exits(arguments) == 2
     assert said in capsys.readouterr().err
 
 
-def test_a_script_that_is_not_there_is_answered_with_its_neighbour(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_missing_script_gets_a_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "train_mine.py").touch()
     assert exits(["run", str(tmp_path / "train_mien.py")]) == 2
     assert "did you mean train_mine.py?" in capsys.readouterr().err
@@ -105,7 +103,7 @@ def test_a_script_that_is_not_there_is_answered_with_its_neighbour(
         (["kill", "--lighthouse", "http://127.0.0.1:9,http://127.0.0.1:7", "a"], "http://127.0.0.1:7: "),
     ],
 )
-def test_a_lighthouse_that_is_not_there_ends_with_1_and_says_what_was_tried(
+def test_a_missing_lighthouse_ends_with_1_and_names_the_addresses_tried(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exits(arguments) == 1
@@ -121,7 +119,9 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert command in capsys.readouterr().out
 
 
-def test_underscores_are_hyphens_and_the_rest_belongs_to_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_underscores_count_as_hyphens_and_arguments_after_the_script_are_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from torchft.cli import run
 
     seen = []

@@ -21,7 +21,7 @@ def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     return status, capsys.readouterr().out
 
 
-def test_a_machine_in_order(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_problems(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFT_HOST", "127.0.0.1")
     status, said = doctor(capsys)
     assert "the native library loads" in said and "announces itself as 127.0.0.1" in said
@@ -61,7 +61,7 @@ def test_a_host_name_with_a_loopback_address(
         pytest.param(b"HTTP/1.0 404 Not Found\r\n\r\n", id="an error"),
     ],
 )
-def test_a_port_that_another_program_has(
+def test_a_port_that_another_program_uses(
     answer: bytes, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with socket.create_server(("", 0)) as other:
@@ -69,7 +69,7 @@ def test_a_port_that_another_program_has(
         monkeypatch.setattr("torchft.cli.doctor.DEFAULT_PORT", port)
 
         def serve() -> None:
-            with contextlib.suppress(OSError):  # the connecting side may have closed it
+            with contextlib.suppress(OSError):  # the client may have closed the connection
                 connection, _ = other.accept()
                 with connection:
                     connection.recv(1000)
@@ -83,7 +83,7 @@ def test_a_port_that_another_program_has(
     assert f"port {port}, the lighthouse's default, is not free" in said and "--bind" in said
 
 
-def test_a_port_that_a_lighthouse_has(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_a_lighthouse_uses(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFT_HOST", "127.0.0.1")
     server = LighthouseServer("127.0.0.1:0", min_replicas=1)
     try:

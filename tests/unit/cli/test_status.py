@@ -33,7 +33,7 @@ def ask(server: LighthouseServer, name: str, step: int) -> None:
     client.quorum(name, timeout=10 * SEC, address="http://localhost:1", step=step)
 
 
-def test_nobody_and_then_two_groups(lighthouse: LighthouseServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_group_and_then_two_groups(lighthouse: LighthouseServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status"]) == 0
     assert capsys.readouterr().out.startswith("no quorum yet\n")
 
@@ -57,7 +57,7 @@ def test_nobody_and_then_two_groups(lighthouse: LighthouseServer, capsys: pytest
     assert json.loads(capsys.readouterr().out)["joined"] == ["left", "right\x1b[2J"]
 
 
-def test_events_that_are_followed_come_at_once(lighthouse: LighthouseServer) -> None:
+def test_followed_events_arrive_at_once(lighthouse: LighthouseServer) -> None:
     command = [sys.executable, "-m", "torchft.cli", "events", "--follow", "--lighthouse", lighthouse.address()]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as follower:
         try:
@@ -68,24 +68,24 @@ def test_events_that_are_followed_come_at_once(lighthouse: LighthouseServer) -> 
                     thread.start()
                 for thread in threads:
                     thread.join()
-                # On a slow machine, the member that stopped requesting may be reported as failed first.
+                # On a slow machine, the member that stopped requesting quorums may be reported as failed first.
                 assert any(f"{names[1]} joined" in line for line in follower.stdout)
         finally:
             follower.kill()
 
 
-def test_kill_names_those_that_there_are(lighthouse: LighthouseServer, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kill_names_the_known_groups(lighthouse: LighthouseServer, capsys: pytest.CaptureFixture[str]) -> None:
     LighthouseClient(lighthouse.address(), 10 * SEC).heartbeat("group_1:abc")
     assert main(["kill", "group_2"]) == 1
     assert "'group_2' is no group (did you mean group_1:abc?); there are: group_1:abc" in capsys.readouterr().err
-    # It is one, and the lighthouse says why it does not end it.
+    # The group is known, and the lighthouse reports why it does not end it.
     assert main(["kill", "group_1"]) == 1
     assert "answered 404: member 'group_1" in capsys.readouterr().err.replace('"', "'"), "as the lighthouse's JSON says"
     assert main(["drain", "group_1"]) == 1
     assert "answered 409: " in (said := capsys.readouterr().err) and "it has no stream to this lighthouse" in said
 
 
-def test_names_of_strangers_move_no_cursor_when_one_is_ended(
+def test_kill_and_drain_remove_control_characters_from_names(
     lighthouse: LighthouseServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     LighthouseClient(lighthouse.address(), 10 * SEC).heartbeat("evil\x1b[2J")
@@ -96,7 +96,7 @@ def test_names_of_strangers_move_no_cursor_when_one_is_ended(
             assert "[2J" in said and "\x1b" not in said, said
 
 
-def test_a_watch_goes_on_when_the_lighthouse_does_not_answer(
+def test_a_watch_continues_when_the_lighthouse_does_not_answer(
     lighthouse: LighthouseServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lighthouse may be restarting."""
@@ -117,7 +117,7 @@ def test_a_watch_goes_on_when_the_lighthouse_does_not_answer(
     assert main(["status", "--watch"]) == 1, "one that was never there is an error"
 
 
-def test_the_job_is_the_one_that_is_named(
+def test_the_named_job_is_shown(
     lighthouse: LighthouseServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as environment:
@@ -152,7 +152,7 @@ def test_a_failed_member_and_a_waiting_one() -> None:
     shown = table({"quorum_id": 4, "quorum": ["a"], "max_step": 3, "reason": "b waits for a", "members": members})
     assert "next: b waits for a" in shown
     trains = {"quorum_id": 4, "quorum": ["c"], "max_step": 3, "members": [{**alive, "replica_id": "c"}]}
-    assert "next" not in table({**trains, "reason": "no member asks for a quorum"}), "nobody waits for anything"
+    assert "next" not in table({**trains, "reason": "no member asks for a quorum"}), "no member waits"
     states = ["failed", "waiting", "healing", "stalled", "suspect", "draining", "draining"]
     assert [line.split()[:2] for line in shown.splitlines()[-7:]] == [[n, s] for n, s in zip("abcdefg", states)]
 

@@ -1,4 +1,4 @@
-"""`torchft waive` asks one lighthouse of a list, after it has checked whether the operator's claim is plausible."""
+"""`torchft waive` sends its request to one lighthouse of a list, after it has checked the operator's claim."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def idle(**status: Any) -> Other:
         ),
     ],
 )
-def test_what_speaks_against_it(others: list[Other], accepts: list[str], against: list[str]) -> None:
+def test_evidence_against_a_waiver(others: list[Other], accepts: list[str], against: list[str]) -> None:
     assert objections(WAITS, others, lambda address: address in accepts) == against
 
 
 @contextmanager
 def lighthouse(status: Mapping[str, Any] | None, received: list[tuple[str, str]]) -> Iterator[str]:
-    """One that answers with a status, or does not know the job."""
+    """A lighthouse that answers with a status, or does not know the job."""
 
     class Answer(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -89,7 +89,7 @@ def lighthouse(status: Mapping[str, Any] | None, received: list[tuple[str, str]]
         server.shutdown()
 
 
-def test_it_asks_the_one_lighthouse_that_misses_a_vote(
+def test_only_the_lighthouse_that_lacks_a_vote_gets_the_waiver(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     received: list[tuple[str, str]] = []
@@ -114,7 +114,7 @@ def test_it_asks_the_one_lighthouse_that_misses_a_vote(
         assert "no lighthouse that answers misses a vote" in capsys.readouterr().err
 
 
-def test_it_refuses_unless_the_risk_is_named(
+def test_a_waiver_is_refused_unless_the_risk_is_accepted(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     received: list[tuple[str, str]] = []

@@ -1,8 +1,8 @@
 """A simulated job: groups that fail, join, heal, and restore from checkpoints, with the real plan of their data.
 
-It is adversarial: any groups make a quorum, a failed collective succeeds for any of its members, and any checkpoint
-is restored. Weights are their own ancestry: one :class:`Batch` for each step. :func:`check` is the oracle, which
-knows nothing of units and positions, only what the weights must have been made of.
+It is adversarial: any set of groups may form a quorum, a failed collective may succeed for some of its members, and any
+checkpoint may be restored. Simulated weights are the list of their steps, a :class:`Batch` each. :func:`check` is the
+oracle: it does not use units and positions, but only compares these batches with those of one process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Optional
 from torchft.data.agreement import Turn, Verdict, entry, judge, step_to_say, turn
 from torchft.data.position import Plan, Position, SamplesDiffer, Share
 
-# The sum of one step: the weight of each sample. Rounded, because it is a sum of quotients.
+# The sum of one step: the weight of each sample, rounded, because it is a sum of quotients.
 Batch = tuple[tuple[int, float], ...]
 Weights = tuple[Batch, ...]
 
@@ -100,7 +100,7 @@ class Group:
         self.step += 1
 
     def abandon(self) -> None:
-        """The step was not committed."""
+        """Called when the step was not committed."""
 
     def checkpoint(self, batch: Batch) -> State:
         """Returns a checkpoint, taken after the optimizer has stepped with a batch."""
@@ -121,10 +121,10 @@ class Quorum:
 
 
 class Job:
-    """One random history. Equal seeds give equal ones.
+    """One random history, which the seed determines.
 
     Attributes:
-        likelier: events that happen so many times as often.
+        likelier: factors for the frequency of some events.
     """
 
     likelier: dict[str, float] = {}  # noqa: RUF012 (a constant)
@@ -235,7 +235,7 @@ class Job:
         up_to_date = len(quorum.up_to_date) == len(groups)
         turns = {group.name: group.turn(in_background and group in behind, up_to_date) for group in groups}
         healed = {group.name for group in trains} | (set() if in_background else set(states))
-        if Turn.PASSES in turns.values():  # it ends the collectives of the healing groups
+        if Turn.PASSES in turns.values():  # the group ends the collectives of the healing groups
             self._heal(quorum, states)
             self.seen["healed at the end"] += len(states)
             self.compared = []
@@ -376,7 +376,7 @@ def check(plan: Plan, weights: Weights) -> None:
 
 
 class RestlessStart(Job):
-    """Several faults in the first steps of a job whose groups begin with weights of their own."""
+    """Several faults in the first steps of a job whose groups begin with different weights."""
 
     likelier = {  # noqa: RUF012
         "a heal failed": 2,

@@ -21,7 +21,7 @@ def test_an_entry_fits_into_three_times_64_bits_for_any_number_of_groups() -> No
 @pytest.mark.parametrize("digests", [(A,), (A, A), (A,) * 1000])
 @pytest.mark.parametrize("leads", [True, False])
 @pytest.mark.parametrize("heals", [True, False])
-def test_participants_alike(digests: tuple[str, ...], leads: bool, heals: bool) -> None:
+def test_equal_participants(digests: tuple[str, ...], leads: bool, heals: bool) -> None:
     assert judged(*digests, leads=leads, heals=heals) is Verdict.ALIKE
 
 
@@ -34,22 +34,22 @@ def test_participants_alike(digests: tuple[str, ...], leads: bool, heals: bool) 
     ],
 )
 @pytest.mark.parametrize("digests", [(A, B), (B, A), (A, A, B), (B,), (B, B)])
-def test_of_participants_that_differ_the_first_one_is_right(
+def test_of_different_participants_the_first_one_counts(
     digests: tuple[str, ...], leads: bool, heals: bool, verdict: Verdict
 ) -> None:
-    """Also for a spare, which adds nothing."""
+    """This also holds for a spare, which adds nothing."""
     assert judged(*digests, leads=leads, heals=heals) is verdict
 
 
 @pytest.mark.parametrize("found", [(), (A,), (A, A)])
 @pytest.mark.parametrize("leads", [True, False])
 @pytest.mark.parametrize("heals", [True, False])
-def test_missing_entries_are_no_reason_to_give_way(found: tuple[str, ...], leads: bool, heals: bool) -> None:
+def test_missing_entries_are_no_reason_to_heal(found: tuple[str, ...], leads: bool, heals: bool) -> None:
     sums = [sum(column) for column in zip(*(entry(2, digest) for digest in found))] or [0, 0, 0]
     assert judge(sums, A, participants=3, leads=leads, heals=heals) is Verdict.INCOMPLETE
 
 
-def test_a_group_that_gives_way_says_an_older_step() -> None:
+def test_a_group_that_has_to_heal_announces_an_older_step() -> None:
     assert {verdict: step_to_say(5, verdict) for verdict in Verdict} == {
         Verdict.ALIKE: 5,
         Verdict.INCOMPLETE: 5,

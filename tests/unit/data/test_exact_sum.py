@@ -16,7 +16,7 @@ Gradients = dict[str, Optional[torch.Tensor]]
 
 
 class Rank:
-    """A rank with parameters of its own."""
+    """A rank with its own parameters."""
 
     def __init__(self, shapes: dict[str, Sequence[int]], max_units: int, dtype: torch.dtype = torch.float32) -> None:
         self.parameters = {
@@ -146,7 +146,7 @@ def train(kill: bool) -> list[torch.Tensor]:
                 (models[rank](samples).square().mean() * unit.weight).backward()
                 sums[rank].add(counted=unit.weight > 0)
         total = torch.stack([sums[rank].buffers[0] for rank in range(groups)]).sum(0)
-        if kill and number in (2, 7):  # the last group does not get the sum, which the others learn later
+        if kill and number in (2, 7):  # the last group does not get the sum; the others learn that later
             for rank in range(groups - 1):
                 sums[rank].buffers[0].copy_(total)
                 sums[rank].read(plan.num_units(position))
@@ -167,7 +167,7 @@ def train(kill: bool) -> list[torch.Tensor]:
     return [parameter.detach() for parameter in models[0].parameters()]
 
 
-def test_weights_are_those_of_one_process_whatever_fails() -> None:
+def test_weights_are_those_of_one_process_with_any_failures() -> None:
     torch.manual_seed(0)
     for ours, alone, start in zip(train(kill=True), train(kill=False), torch.nn.Linear(6, 9).parameters()):
         assert torch.equal(ours, alone)
@@ -180,8 +180,10 @@ def test_weights_are_those_of_one_process_whatever_fails() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 @pytest.mark.parametrize("max_units", [8, 255, 2**20])
 @pytest.mark.parametrize("shrinks", [0, 7, 15])
-def test_the_error_is_within_what_is_documented(dtype: torch.dtype, max_units: int, shrinks: int) -> None:
-    """Beside exact fractions, in a first step and after the gradients have shrunk as far as needs no repetition."""
+def test_the_error_is_within_the_documented_bound(dtype: torch.dtype, max_units: int, shrinks: int) -> None:
+    """Compared with exact fractions, in a first step, and after the largest decrease of gradients without a
+    repetition.
+    """
     rank, generator = Rank({"a": [200]}, max_units, dtype), torch.Generator().manual_seed(0)
     numbers = [torch.randn(200, generator=generator).mul_(3.0).to(dtype) for _ in range(8)]
     step([rank], [[{"a": each} for each in numbers]])
@@ -296,7 +298,7 @@ def test_a_unit_that_does_not_fit_on_one_rank_is_noticed_by_all() -> None:
     assert step(ranks, [units(1.0), units(2.0**40), []]) == 0
 
 
-def test_how_many_units_were_summed_may_be_compared_later() -> None:
+def test_the_number_of_units_may_be_compared_later() -> None:
     """A healing rank does not know the expected number yet."""
     ranks = [one(1.0), one(1.0)]
     for rank, share in zip(ranks, [units(1.0, 2.0), units(4.0)]):
@@ -401,7 +403,7 @@ def test_a_unit_that_another_rank_counts_leaves_nothing() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_a_gradient_that_somebody_holds_is_not_changed(dtype: torch.dtype) -> None:
+def test_a_gradient_that_is_referenced_elsewhere_is_not_changed(dtype: torch.dtype) -> None:
     rank, held = Rank({"a": [1]}, 4, dtype), torch.tensor([3.0], dtype=dtype)
     rank.sum.begin()
     rank.parameters["a"].grad = held
@@ -446,7 +448,7 @@ def test_any_shape_and_layout(make: Callable[[], torch.Tensor]) -> None:
     assert parameter.grad.stride() == torch.empty_like(parameter).stride()
 
 
-def test_parameters_that_need_no_gradient_are_left_alone() -> None:
+def test_parameters_that_need_no_gradient_are_not_changed() -> None:
     model = torch.nn.Linear(2, 2)
     model.bias.requires_grad_(False)
     total = ExactSum(model.named_parameters(), max_units=1)
@@ -467,7 +469,7 @@ def test_a_number_of_units_that_is_out_of_range(max_units: int) -> None:
 
 
 @pytest.mark.parametrize("units_", [0, 5])
-def test_a_batch_with_more_units_than_was_said(units_: int) -> None:
+def test_a_batch_with_more_units_than_max_units(units_: int) -> None:
     rank = one(1.0)
     with pytest.raises(ValueError, match=f"units is {units_}: allowed are whole numbers from 1 to max_units, 4"):
         rank.sum.read(units_)
@@ -484,7 +486,7 @@ def test_a_sum_with_other_units_than_the_batch(expected: int) -> None:
 
 
 @pytest.mark.parametrize("then", [ExactSum.begin, ExactSum.abandon])
-def test_a_commit_of_what_is_no_longer_there(then: Callable[[ExactSum], None]) -> None:
+def test_a_commit_without_gradients(then: Callable[[ExactSum], None]) -> None:
     rank = one(1.0)
     rank.compute(units(1.0))
     assert rank.sum.read(1)
@@ -532,7 +534,7 @@ def test_state_is_the_committed_scales() -> None:
         ({"format": 1, "exponents": {"a": 144}}, "the exponent of a is 144: allowed are -128 to 136 in steps of 8"),
     ],
 )
-def test_state_that_is_none_of_this_model(state: dict[str, object], message: str) -> None:
+def test_state_of_another_model(state: dict[str, object], message: str) -> None:
     rank = one(1.0)
     with pytest.raises(ValueError, match=message):
         rank.sum.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Each sample is part of exactly one step of the final weights, once an epoch, whatever fails."""
+"""With any failures, each sample is once per epoch in exactly one step of the final weights."""
 
 from __future__ import annotations
 
@@ -121,8 +121,8 @@ class CutsOverTheQuorum(Group):
     """A mistake: divides batches among all groups of the quorum, including healing ones, for which the
     Manager sends zeros.
 
-    The count of samples refuses each such step. So the weights are correct, but the job stands still
-    while a group heals.
+    The count of samples refuses each such step. So the weights are correct, but the job makes no progress while a group
+    heals.
     """
 
     def shares(self, quorum: Quorum) -> list[Share]:
@@ -147,7 +147,7 @@ class IsInTheReductionTwice(Uncounted):
 
 
 class ComparesNoPositions(Group):
-    """A mistake: groups at the newest step train, whatever their position in the data."""
+    """A mistake: groups at the newest step train, even if their positions in the data differ."""
 
     def judge(self, sums: list[int], quorum: Quorum, heals: bool) -> Verdict:
         return Verdict.ALIKE
@@ -231,7 +231,7 @@ def drops_the_rest(units: range, rank: int, of: int) -> range:
 
 
 def weighs_copies(share: Callable[..., Share]) -> Callable[..., Share]:
-    """A mistake: units that are added so that all ranks have equally many count like any other."""
+    """A mistake: units that are added to give all ranks the same number count like others."""
 
     def mistaken(plan: Plan, position: Position, *args: Any) -> Share:
         got = share(plan, position, *args)
@@ -259,9 +259,7 @@ def weighs_by_the_global_batch_size(share: Callable[..., Share]) -> Callable[...
 
 
 def cuts_other_units_for_each_number_of_groups(share: Callable[..., Share]) -> Callable[..., Share]:
-    """A mistake, as of a sampler with batches per group: the number of groups decides which samples
-    a step trains on.
-    """
+    """A mistake, as with a sampler with batches per group: the samples of a step depend on the number of groups."""
 
     def mistaken(plan: Plan, position: Position, rank: Optional[int], participants: int, *args: Any) -> Share:
         got = share(plan, position, rank, participants, *args)
@@ -316,7 +314,7 @@ def is_found(mistake: type[Group] = Group, job: type[Job] = Job) -> bool:
 # The oracle itself
 
 
-def test_the_oracle_accepts_what_one_process_trains() -> None:
+def test_the_oracle_accepts_one_process() -> None:
     plan = Plan(length=7, global_batch_size=4, micro_batch_size=2, shuffle=False, epochs=2)
     first = ((0, 0.25), (1, 0.25), (2, 0.25), (3, 0.25))
     rest = tuple((index, round(1 / 3, 9)) for index in (4, 5, 6))
@@ -340,7 +338,7 @@ def test_the_oracle_refuses(weights: list[list[int]], says: str) -> None:
         check(plan, tuple(tuple((index, 1 / len(batch)) for index in batch) for batch in weights))
 
 
-def test_the_oracle_wants_the_mean() -> None:
+def test_the_oracle_requires_the_mean() -> None:
     plan = Plan(length=3, global_batch_size=2, micro_batch_size=1, shuffle=False)
     with pytest.raises(Broken, match="the weights of a batch are not those of a mean"):
         check(plan, (((0, 0.5), (1, 0.25)), ((2, 1.0),)))

@@ -1,4 +1,4 @@
-"""The loader of one rank without peers: its units, its errors, and how it reads."""
+"""The loader of one rank without peers: its units, its errors, and its reading."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_each_sample_once_an_epoch_in_the_order_of_the_plan(num_workers: int) ->
     assert multiprocessing.active_children() == []
 
 
-def test_a_lost_step_comes_again() -> None:
+def test_a_lost_step_is_repeated() -> None:
     steps = train(make(shuffle=False))
     _, first = next(steps)
     _, again = steps.send(False)
@@ -133,7 +133,7 @@ def test_a_lost_step_comes_again() -> None:
     assert [unit.data[0].tolist() for unit in second] == [[4, 5], [6, 7]]
 
 
-def test_a_saved_position_goes_on_where_it_was() -> None:
+def test_a_job_resumes_at_a_saved_position() -> None:
     loader = make(epochs=2)
     steps = train(loader)
     for _ in range(3):
@@ -149,7 +149,7 @@ def test_a_saved_position_goes_on_where_it_was() -> None:
     assert list(unit.indices) == [index for unit in next(train(loader))[1] for index in unit.indices]
 
 
-def test_of_other_data_a_position_is_refused() -> None:
+def test_a_position_of_other_data_is_refused() -> None:
     with pytest.raises(PositionDiffers, match="seed is 0, and the saved position is of a run in which it was 1"):
         make().load_state_dict(make(seed=1).state_dict())
 
@@ -166,7 +166,7 @@ def test_the_weight_has_the_factor_of_the_reduction_in_the_group(reduction: str,
     assert sum(weights) == factor
 
 
-def test_ranks_that_are_parallel_by_model_read_the_same() -> None:
+def test_ranks_with_the_same_data_rank_read_the_same_units() -> None:
     indices = [
         [unit.indices for unit in next(train(make(manager=Alone(rank, 2), data_rank=0, data_world_size=1)))[1]]
         for rank in range(2)
@@ -191,7 +191,7 @@ def test_at_the_end_a_group_waits_for_those_that_heal() -> None:
     assert manager.passed == 2
 
 
-def test_groups_that_do_not_heal_are_waited_for_no_longer_than_for_a_quorum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wait_for_groups_that_do_not_heal_ends_at_the_quorum_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     manager = Alone()
     loader = make(manager=manager)
     loader.load_state_dict({**loader.state_dict(), "epoch": 1})
@@ -285,7 +285,7 @@ def test_only_its_loader_ends_such_a_worker() -> None:
 
 
 class OfTheRank:
-    """Garbage that only a collection frees, like a process group whose error refers to frames that refer to it."""
+    """An object that only a garbage collection frees, like a process group in a cycle with the frames of its error."""
 
     ended: ClassVar[list[int]] = []
 
@@ -303,7 +303,7 @@ def collect(pipe: Any) -> None:
 
 
 def test_a_worker_collects_nothing_of_its_rank() -> None:
-    """The threads of a process group do not exist there, and its destruction can be a segmentation fault."""
+    """The threads of a process group do not exist in the worker, where its destruction may be a segmentation fault."""
     fork = multiprocessing.get_context("fork")
     here, there = fork.Pipe()
     gc.disable()
@@ -487,7 +487,7 @@ def test_a_step_is_iterated_once() -> None:
 
 
 class Steps:
-    """LocalSGD or DiLoCo, as a loader sees it."""
+    """LocalSGD's or DiLoCo's interface for a loader."""
 
     entered = True
 
@@ -507,7 +507,7 @@ class Steps:
         (False, False, 0, "WARNING", "0 samples committed, 8 lost"),
     ],
 )
-def test_the_log_says_at_each_average_which_samples_count(
+def test_the_log_has_the_samples_of_each_average(
     committed: bool, keeps_own_weights: bool, counted: int, level: str, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "torchft.data.loader")
@@ -578,7 +578,7 @@ def test_bad_settings_are_named(dataset: Any, settings: dict[str, Any], error: t
         make(dataset, **settings)
 
 
-def test_what_is_announced_is_all_but_the_position() -> None:
+def test_the_announcement_has_all_settings_but_the_position() -> None:
     loader = make()
     announced = loader.settings
     loader.load_state_dict({**loader.state_dict(), "batch": 1})

@@ -1,4 +1,4 @@
-"""How the loader reads: the DataLoader's arguments, reading ahead, and random numbers."""
+"""Reading by the loader: the DataLoader's arguments, reading ahead, and random numbers."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def samples_of(step: int, rank: int, participants: int) -> list[int]:
     return [index for unit in PLAN.share(Position(0, step), rank, participants).units for index in unit.indices]
 
 
-# Read ahead at the end of a step: nothing, less than the share of a step, and more than one of the job.
+# Units read ahead at the end of a step: none, less than the share of a step, and more than the whole job has.
 AHEAD = [{"num_workers": 0}, {"num_workers": 1, "prefetch_factor": 2}, {"num_workers": 2, "prefetch_factor": 4}]
 
 
@@ -101,7 +101,7 @@ def test_without_a_change_each_sample_is_read_once(settings: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("settings", AHEAD)
-def test_what_stays_after_a_failure_is_read_once(settings: dict[str, Any]) -> None:
+def test_units_that_stay_after_a_failure_are_read_once(settings: dict[str, Any]) -> None:
     """The first of two groups is alone from step 2 on, and units that it has read ahead are part of its new share."""
     steps, reads = trained_after_changes({0: (0, 2), 2: (0, 1)}, **settings)
     assert steps == [samples_of(step, 0, 2 if step < 2 else 1) for step in range(5)]
@@ -110,9 +110,7 @@ def test_what_stays_after_a_failure_is_read_once(settings: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(("settings", "ahead"), list(zip(AHEAD, (0, 2, 8))))
-def test_what_goes_to_another_group_is_dropped_and_what_stays_is_read_once(
-    settings: dict[str, Any], ahead: int
-) -> None:
+def test_units_of_another_group_are_dropped_and_others_are_read_once(settings: dict[str, Any], ahead: int) -> None:
     """A group that was alone is the second of two from step 1 on."""
     steps, reads = trained_after_changes({1: (1, 2)}, **settings)
     assert steps == [samples_of(step, 1 if step else 0, 2 if step else 1) for step in range(5)]
@@ -197,7 +195,7 @@ class Told(Raises):
 
 
 @pytest.mark.parametrize("prefetch_factor", [1, 3])
-def test_so_many_units_are_read_ahead_as_prefetch_factor_says(prefetch_factor: int) -> None:
+def test_prefetch_factor_is_the_number_of_units_read_ahead(prefetch_factor: int) -> None:
     data = Told()
     loader = make(data, global_batch_size=2, num_workers=1, prefetch_factor=prefetch_factor)
     steps = iter(loader)
@@ -266,7 +264,7 @@ def killed() -> None:
     ("fail", "says"),
     [(disk_is_busy, "OSError: .*the disk is busy"), (killed, "DataLoader worker .*(killed by signal|exited)")],
 )
-def test_a_loop_may_go_on_after_a_sample_that_could_not_be_read(
+def test_a_loop_may_continue_after_a_sample_that_could_not_be_read(
     fail: Callable[[], None], says: str, persistent: bool
 ) -> None:
     manager = Alone()

@@ -11,7 +11,7 @@ def trained(account: Account, *steps: int, expected: int = 12) -> Account:
     return account
 
 
-def test_an_average_commits_what_is_in_it_and_the_rest_is_lost() -> None:
+def test_an_average_commits_its_samples_and_the_rest_is_lost() -> None:
     account = trained(Account(), 6, 6)
     assert account.send() == 12
     account.averaged(24)
@@ -23,7 +23,7 @@ def test_an_average_commits_what_is_in_it_and_the_rest_is_lost() -> None:
     assert (account.committed, account.lost) == (36, 12)
 
 
-def test_what_is_trained_while_an_average_runs_is_in_the_next() -> None:
+def test_samples_during_an_average_are_in_the_next_one() -> None:
     account = trained(Account(), 6)
     account.send()
     trained(account, 6)
@@ -32,7 +32,7 @@ def test_what_is_trained_while_an_average_runs_is_in_the_next() -> None:
     assert account.send() == 6
 
 
-def test_an_average_that_fails_loses_what_it_puts_back() -> None:
+def test_a_failed_average_loses_the_samples_of_restored_weights() -> None:
     account = trained(Account(), 6)
     account.send()
     trained(account, 6)
@@ -40,7 +40,7 @@ def test_an_average_that_fails_loses_what_it_puts_back() -> None:
     assert (account.committed, account.lost, account.open, account.own) == (0, 24, 0, 0)
 
 
-def test_what_a_group_keeps_is_in_the_next_average() -> None:
+def test_samples_in_kept_weights_are_in_the_next_average() -> None:
     account = trained(Account(), 6)
     account.send()
     account.failed(kept=True)
@@ -50,7 +50,7 @@ def test_what_a_group_keeps_is_in_the_next_average() -> None:
     assert (account.committed, account.lost) == (24, 0)
 
 
-def test_a_heal_brings_what_the_groups_have_and_drops_ones_own() -> None:
+def test_a_heal_takes_over_the_account_and_drops_ones_own_samples() -> None:
     source = trained(Account(committed=24, lost=12), 6, 6)
     target = trained(Account(), 6)
     target.load(source.save())

@@ -31,8 +31,8 @@ def test_a_part_of_a_large_dataset(length: int) -> None:
 
 
 def test_the_order_is_the_same_for_ever() -> None:
-    """A saved position must identify the same samples in later versions. Another order needs another
-    format of positions.
+    """A saved position must identify the same samples in later versions. A new order would need a new format of
+    positions.
     """
     assert order(10) == [0, 9, 6, 1, 7, 8, 2, 3, 5, 4]
     assert order(16) == [4, 15, 12, 0, 5, 10, 11, 14, 7, 6, 2, 3, 1, 9, 13, 8]
@@ -42,14 +42,14 @@ def test_the_order_is_the_same_for_ever() -> None:
     )
 
 
-def test_seeds_epochs_and_lengths_have_orders_of_their_own() -> None:
+def test_seeds_epochs_and_lengths_have_different_orders() -> None:
     """With the sum of seed and epoch, as in PyTorch's sampler, (0, 1) and (1, 0) would be the same."""
     orders = {tuple(order(100, seed, epoch)) for seed in range(10) for epoch in range(10)}
     assert len(orders) == 100
     assert order(101)[:100] != order(100)
 
 
-def test_all_orders_of_five_come_up_alike() -> None:
+def test_all_orders_of_five_are_equally_frequent() -> None:
     """Pearson's test: of 119 degrees of freedom, 176 is exceeded once in 2,000 times."""
     seeds = 6000
     counts = Counter(tuple(order(5, seed)) for seed in range(seeds))

@@ -64,7 +64,7 @@ def test_one_process_reads_the_epoch_in_units() -> None:
     ] * 2
 
 
-def test_a_unit_says_what_it_weighs_and_whether_it_is_the_last() -> None:
+def test_a_unit_has_a_weight_and_knows_whether_it_is_the_last() -> None:
     plan = replace(PLAN, length=7)  # the last batch has 3 samples, and weights for that size
     assert plan.share(Position(1, 0), 0, 1).units == (Unit((0, 1), 0.5, False), Unit((2, 3), 0.5, True))
     assert plan.share(Position(1, 1), 0, 1).units == (Unit((4, 5), 2 / 3, False), Unit((6,), 1 / 3, True))
@@ -136,7 +136,7 @@ def test_a_group_that_does_not_take_part_runs_one_unit_and_checks_like_the_other
     assert (share.samples, share.expected) == (0, 2)
 
 
-def test_an_epoch_has_an_order_of_its_own() -> None:
+def test_each_epoch_has_its_own_order() -> None:
     plan = Plan(length=100, global_batch_size=100, micro_batch_size=100, epochs=2, seed=1)
     first, second = (plan.share(position, 0, 1).units[0].indices for position in positions(plan))
     other = replace(plan, seed=2).share(Position(), 0, 1).units[0].indices
@@ -144,7 +144,7 @@ def test_an_epoch_has_an_order_of_its_own() -> None:
     assert len({tuple(first), tuple(second), tuple(other), tuple(range(100))}) == 4
 
 
-def test_nothing_of_the_size_of_the_dataset_is_made() -> None:
+def test_no_memory_of_the_size_of_the_dataset_is_allocated() -> None:
     plan = Plan(length=2**62, global_batch_size=2**40, micro_batch_size=4, seed=3)
     share = plan.share(Position(0, 2**21), 2**30 - 1, 2**30, 1, 2)
     assert len(share.units) == 2**7 and share.samples == 2**9 and share.expected == 2**39
@@ -221,7 +221,7 @@ def test_a_position_is_saved_and_loaded() -> None:
 
 
 @pytest.mark.parametrize("change", [{"micro_batch_size": 1}, {"epochs": 5}])
-def test_a_run_that_goes_on_may_have_other_units_and_more_epochs(change: dict[str, Any]) -> None:
+def test_a_resumed_run_may_have_other_units_and_more_epochs(change: dict[str, Any]) -> None:
     assert replace(PLAN, **change).load(PLAN.save(PLAN.end)) == Position(2, 0)
 
 

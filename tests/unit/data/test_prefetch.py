@@ -84,7 +84,7 @@ def test_units_are_read_once_and_in_order_while_nothing_changes(ahead: int) -> N
     assert reading.read == taken and reading.starts == 1 and reading.prefetcher.dropped == 0
 
 
-def test_what_stays_with_this_rank_is_kept() -> None:
+def test_units_that_stay_with_this_rank_are_kept() -> None:
     reading = Reading(ahead=5)
     reading.step(Position(), 0, 2)  # units 0 to 2 of each batch
     before = len(reading.read)
@@ -95,7 +95,7 @@ def test_what_stays_with_this_rank_is_kept() -> None:
     assert len(set(reading.read)) == len(reading.read), "a unit was read twice"
 
 
-def test_what_goes_to_another_rank_is_dropped() -> None:
+def test_units_of_another_rank_are_dropped() -> None:
     reading = Reading(ahead=5)
     reading.step(Position(), 0, 1)
     assert len(reading.read) == 11
@@ -114,7 +114,7 @@ def test_a_step_that_is_lost_is_read_again() -> None:
 
 
 def test_more_after_the_end_of_a_forecast() -> None:
-    """The last step is lost with another group: this one has to read its units, although nothing is being read."""
+    """The last step is lost because a group failed: this one has to read its units, after its reading has ended."""
     reading = Reading(ahead=3)
     last = Position(1, 3)
     reading.step(last, 0, 2)
@@ -159,7 +159,7 @@ def test_a_reader_that_ends_early_is_named() -> None:
         prefetcher.take(Key(Position(), 2))
 
 
-def test_what_is_not_expected_is_not_waited_for() -> None:
+def test_a_unit_outside_of_the_forecast_is_an_error() -> None:
     prefetcher = Prefetcher(lambda tasks: iter(()))
     with pytest.raises(KeyError, match="not in the forecast"):
         prefetcher.take(Key(Position(), 0))

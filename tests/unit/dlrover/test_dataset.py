@@ -1,4 +1,4 @@
-"""ElasticDataset: lengths, and the processes that may request an index."""
+"""ElasticDataset: its length, and the processes that may request an index."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Squares(ElasticDataset):
 
 
 class Step:
-    """A step as ElasticDataLoader yields it: an iterable of units."""
+    """A step like ElasticDataLoader's: an iterable of units."""
 
     def __init__(self, *units: list[int]) -> None:
         self._units = units

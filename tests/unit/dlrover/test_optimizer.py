@@ -86,7 +86,7 @@ class Sums:
         self._given: list[list[torch.Tensor]] = [[] for _ in range(size)]
 
     def of(self, rank: int) -> SimpleNamespace:
-        """Returns an object with the part of a process group's interface that a DistributedOptimizer uses."""
+        """Returns an object with the methods of a process group that a DistributedOptimizer uses."""
 
         def allreduce(tensors: list[torch.Tensor], opts: object) -> SimpleNamespace:
             self._given[rank].append(tensors[0].clone())

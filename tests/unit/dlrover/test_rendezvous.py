@@ -87,7 +87,7 @@ def test_two_nodes_meet_at_the_store_of_rank_0(make: Make) -> None:
     assert a.get_backend() == "torchft" and a.get_run_id() == "job_0" and a.use_agent_store
     assert a.num_nodes_waiting() == 0
 
-    # The workers of a failed. b is told, and both meet again, at another store for the workers.
+    # The workers of a failed. b is notified, and both meet again; their workers get another store.
     with ThreadPoolExecutor(1) as thread:
         again = thread.submit(a.next_rendezvous)
         wait_until(lambda: b.num_nodes_waiting() > 0)
@@ -97,7 +97,7 @@ def test_two_nodes_meet_at_the_store_of_rank_0(make: Make) -> None:
     assert not joined.store.check(["key"])
 
 
-def test_the_workers_of_a_node_train_on_until_a_larger_size_is_reached(make: Make) -> None:
+def test_the_workers_of_a_node_continue_until_a_larger_size_is_reached(make: Make) -> None:
     conf = {"nodes": (1, 4), "sizes": "powers_of_two", "last_call_timeout": 0.5}
     a = make(**conf)
     (info,) = meet(a)
@@ -120,7 +120,7 @@ def test_the_workers_of_a_node_train_on_until_a_larger_size_is_reached(make: Mak
         assert sorted(info.result(60).rank for info in infos) == [0, 1, 2, 3]
 
 
-def test_a_node_that_ends_right_after_the_release_is_not_waited_for_long(
+def test_the_wait_for_a_node_that_ends_right_after_the_release_is_short(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torchft.dlrover.rendezvous._MEET_SEC", 0.5)
@@ -135,7 +135,7 @@ def test_a_node_that_ends_right_after_the_release_is_not_waited_for_long(
         assert info.result(60).world_size == 1
 
 
-def test_a_node_that_is_done_closes_the_rendezvous(make: Make) -> None:
+def test_a_node_that_has_finished_closes_the_rendezvous(make: Make) -> None:
     a, b = make(), make()
     meet(a, b)
     assert not b.is_closed()
@@ -148,8 +148,8 @@ def test_a_node_that_is_done_closes_the_rendezvous(make: Make) -> None:
     assert info.world_size == 1
 
 
-def test_a_spare_node_that_gives_up_does_not_close_it_for_the_others(make: Make) -> None:
-    """torchrun calls shutdown after any error, even if a node was in no round."""
+def test_a_spare_node_that_leaves_does_not_close_the_rendezvous_for_the_others(make: Make) -> None:
+    """torchrun calls shutdown after any error, also on a node that was in no round."""
     a, spare = make((1, 1)), make((1, 1), join_timeout=0.2)
     meet(a)
     with pytest.raises(RendezvousTimeoutError, match="round 1 trains with 1 node, and 1 more asked"):
@@ -166,7 +166,7 @@ def test_set_closed_closes_it_for_all(make: Make) -> None:
     wait_until(b.is_closed)
 
 
-def test_a_round_goes_on_without_the_lighthouse(make: Make) -> None:
+def test_a_round_continues_without_the_lighthouse(make: Make) -> None:
     # A restarted lighthouse without state waits for the nodes of the round for a heartbeat timeout.
     server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=1000)
     address = server.address()
@@ -188,7 +188,7 @@ def test_a_round_goes_on_without_the_lighthouse(make: Make) -> None:
         server.shutdown()
 
 
-def test_the_backend_gives_a_round_when_it_is_released(lighthouse: str) -> None:
+def test_the_backend_returns_a_round_when_it_is_released(lighthouse: str) -> None:
     services = [
         TorchRendezvousService(lighthouse, "job/0", store=f"node{i}:1", min_nodes=2, max_nodes=2) for i in range(2)
     ]
@@ -238,7 +238,7 @@ def test_a_setting_that_is_not_allowed_is_named(make: Make, conf: dict[str, Any]
 
 
 @pytest.mark.parametrize("name", ["CA", "CERT"])
-def test_certificates_that_are_not_there(make: Make, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_missing_certificates(make: Make, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(f"TORCHFT_TLS_{name}", "/nowhere")
     with pytest.raises(
         ValueError, match=rf"TORCHFT_TLS_{name}='/nowhere'.*: No such file or directory; allowed: files"
@@ -246,13 +246,13 @@ def test_certificates_that_are_not_there(make: Make, monkeypatch: pytest.MonkeyP
         make(endpoint="127.0.0.1:1")
 
 
-def test_a_server_that_is_no_lighthouse(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_is_not_a_lighthouse(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchft.dlrover.rendezvous.Line.post", lambda *_: ["hello"])
     with pytest.raises(RendezvousError, match=r"answered \"\['hello'\]\": is it a lighthouse\?"):
         make()
 
 
-def test_nobody_answers(make: Make) -> None:
+def test_no_answer_of_a_lighthouse(make: Make) -> None:
     says = r"timed out after connect_timeout=0\.5 s"
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(RendezvousConnectionError, match=says):
         make(endpoint=f"127.0.0.1:{silent.getsockname()[1]}", connect_timeout=0.5)
@@ -272,14 +272,14 @@ def test_a_group_that_cannot_have_the_size_of_the_others(make: Make) -> None:
         make((3, 3), "job/1")
 
 
-def test_nodes_that_never_come(make: Make) -> None:
+def test_nodes_that_never_join(make: Make) -> None:
     says = r"timed out after join_timeout=0\.2 s: 1 of at least 2 nodes asked"
     with pytest.raises(RendezvousTimeoutError, match=says):
         make((2, 2), join_timeout=0.2).next_rendezvous()
 
 
 def test_a_store_that_is_not_reached(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Like the store of a node whose host has no address for the others: the error names the final cause."""
+    """This happens if the other nodes cannot reach the host of the store: the error names the final cause."""
     monkeypatch.setattr("torchft.dlrover.rendezvous._MEET_SEC", 0.2)
     monkeypatch.setattr("torchft.dlrover.rendezvous.host_port", lambda *_: "127.0.0.1:1")
     a, b = make((2, 2), join_timeout=1), make((2, 2), join_timeout=1)

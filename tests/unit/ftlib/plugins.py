@@ -18,7 +18,7 @@ SOON_SEC = 30.0
 
 
 class Heard:
-    """A listener that keeps what its consensus reports."""
+    """A listener that keeps the reports of its consensus."""
 
     def __init__(self) -> None:
         self.failed: list[tuple[int, str]] = []

@@ -1,4 +1,4 @@
-"""FTLib with a consensus and a communication library that are scripted, and with own ones in threads."""
+"""FTLib with a scripted consensus and communication library, and with custom ones in threads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SUCCESS, FAIL, ABORT, NO_NEED = (FTAllReduceStatus[name] for name in ("SUCCESS",
 
 
 class Scripted(Consensus):
-    """Answers what a test says, and counts the questions."""
+    """A consensus that gives the test's answers, and counts the questions."""
 
     def __init__(self, size: int = 2, active: bool = False) -> None:
         self.identity = Identity("m0", 1)
@@ -196,7 +196,7 @@ def test_a_failed_member_ends_the_collective() -> None:
 def test_a_framework_that_cannot_abort_does_not_end_the_thread_of_the_consensus(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Without the thread of the consensus a member would never learn of its own loss."""
+    """Without the thread of the consensus a member would never learn that it counts as failed."""
     consensus = Scripted()
     ftlib, framework = made(consensus)
     ftlib.allreduce_average([])
@@ -208,7 +208,7 @@ def test_a_framework_that_cannot_abort_does_not_end_the_thread_of_the_consensus(
 
 
 def test_a_member_fails_before_the_view_with_it_has_arrived() -> None:
-    """The news comes on another thread than the view, and once."""
+    """The report comes once, on another thread than the view."""
     consensus = Scripted()
     ftlib, framework = made(consensus)
     get_member_list = consensus.get_member_list
@@ -234,7 +234,7 @@ def test_a_failed_collective_is_a_status() -> None:
     assert not ftlib.initialized() and str(ftlib.error) == "connection closed"
 
 
-def test_a_rebuild_that_gives_false_or_raises_failed() -> None:
+def test_a_rebuild_that_returns_false_or_raises_has_failed() -> None:
     consensus = Scripted()
     ftlib, framework = made(consensus)
     framework.connects = False
@@ -247,7 +247,7 @@ def test_a_rebuild_that_gives_false_or_raises_failed() -> None:
     assert ftlib.error is consensus.error and not ftlib.initialized()
 
 
-def test_execute_rebuilds_and_passes_on_what_the_function_gives_or_raises() -> None:
+def test_execute_rebuilds_and_passes_on_the_functions_result_or_error() -> None:
     ftlib, framework = made(Scripted())
     assert ftlib.execute(lambda a, b: a + b, 1, b=2) == 3
     assert framework.calls == ["abort", (0, 2, "host0:1")]
@@ -420,7 +420,7 @@ def test_a_group_of_torchft_is_a_framework() -> None:
 
 
 def test_a_member_joins_at_each_line_of_a_rebuild() -> None:
-    """Each time all three end with equal weights: a rebuild that was too early for the join is followed by another."""
+    """All three end with equal weights each time: a rebuild that was too early for the join is followed by another."""
     source = inspect.getsource(FTLib._rebuild)
     for line in range(1, source[: source.index("except")].count("\n") - 1):
         assert len(set(_weights_of_three(line))) == 1, f"line {line}"

@@ -65,7 +65,7 @@ def test_a_native_group_is_rebuilt_after_an_abort(members: list[ProcessGroupFram
     assert [tensor.tolist() for tensor in tensors] == [[2.0], [2.0]]
 
 
-def test_what_a_native_group_noticed_is_raised(
+def test_an_error_of_a_native_group_is_raised(
     members: list[ProcessGroupFramework], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Like a process group on a device, whose wait ends when an operation is queued."""

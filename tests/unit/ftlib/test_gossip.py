@@ -70,14 +70,14 @@ def test_members_agree_join_and_leave() -> None:
 
 
 def test_a_later_incarnation_replaces_a_failed_one_at_once() -> None:
-    """Of two members, one that is killed stops the other one until it is started again."""
+    """With two members, a kill of one stops the other until the first is restarted."""
     a = Gossip(name="a", timeout=SOON)
     killed = Gossip(seeds=a.address, name="b", timeout=SOON)
     assert names(together(a, killed)) == ["a", "b"]  # and no word of it after this
     again = Gossip(seeds=[a.address], name="b", timeout=SOON)
     view = together(a, again)
     assert again.identity in view.identities and killed.identity not in view.identities
-    with pytest.raises(RuntimeError, match="b is no member any more: a later life of it has taken its place"):
+    with pytest.raises(RuntimeError, match="b is no member any more: a later incarnation of it has taken its place"):
         killed.get_member_list()
     for member in (killed, again, a):
         member.close()
@@ -137,7 +137,7 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def test_a_seed_that_nobody_answers() -> None:
+def test_a_seed_that_does_not_answer() -> None:
     (port,) = free_ports(1)
     began = time.monotonic()
     with pytest.raises(RuntimeError, match=rf"none of the seeds localhost:{port} answered within 300ms: .*refused"):
@@ -199,7 +199,7 @@ class Counted(Gossip):
 
 
 def test_initialized_is_reset_by_a_join_a_failed_collective_and_a_failed_member() -> None:
-    """FTLib never asks; get_member_list confirms; execute rebuilds first, and passes errors on."""
+    """FTLib never calls confirm; get_member_list confirms; execute rebuilds first, and passes on errors."""
     store = shared_store()
     a = Counted(name="a", timeout=SOON)
     ftlib = FTLib.init(a, StoreFramework(store))

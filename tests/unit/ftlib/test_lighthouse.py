@@ -101,7 +101,7 @@ def test_two_jobs_on_one_port(address: str, monkeypatch: pytest.MonkeyPatch) -> 
         member.close()
 
 
-def test_a_setting_that_is_refused_leaves_nothing_behind(address: str) -> None:
+def test_a_refused_setting_leaves_no_resources(address: str) -> None:
     with pytest.raises(ValueError, match="state_dict and load_state_dict belong together"):
         FTLib.init("lighthouse", ProcessGroupGloo(), state_dict=dict, lighthouse_addr=address)
 

@@ -55,7 +55,7 @@ def test_a_later_incarnation_replaces_a_failed_one_at_once(tmp_path: Path) -> No
     killed.get_member_list()  # then it stops without leaving
     again = SharedStorage(tmp_path, name="a", timeout=SOON, expiry=timedelta(hours=1))
     assert again.get_member_list().identities == [again.identity]
-    with pytest.raises(RuntimeError, match="a later life of it has taken its place"):
+    with pytest.raises(RuntimeError, match="a later incarnation has replaced it"):
         killed.get_member_list()
     again.close()
     killed.close()
@@ -84,7 +84,7 @@ class FileServer:
         self._back = threading.Event()
 
     def stop(self, call: str, of: str = "") -> None:
-        """From now on in this call; of the member with this name, or of all."""
+        """Makes this call hang from now on, for the member with this name or for all."""
         original = getattr(Files, call)
         self._back.clear()
 
@@ -131,7 +131,7 @@ def test_a_directory_that_hangs(tmp_path: Path, server: FileServer, call: str) -
     assert directory_threads() == 1, "the call that hangs; later ones wait for its end"
 
 
-def test_a_member_whose_directory_hangs_comes_back(tmp_path: Path, server: FileServer) -> None:
+def test_a_member_whose_directory_hangs_returns(tmp_path: Path, server: FileServer) -> None:
     heard = {name: Heard() for name in "ab"}
     members = {name: SharedStorage(tmp_path, name=name, timeout=SOON, expiry=timedelta(seconds=2)) for name in "ab"}
 
@@ -178,7 +178,7 @@ def test_a_thread_that_cannot_be_started_does_not_block_later_calls(
     member.close()
 
 
-def test_incarnations_are_ordered_whatever_the_clocks_of_their_hosts(tmp_path: Path) -> None:
+def test_incarnations_are_ordered_with_any_clocks_of_their_hosts(tmp_path: Path) -> None:
     ahead = Identity("a", 2**62)
     Files(tmp_path / "default").check("a")
     Files(tmp_path / "default").write(ahead, {"address": "host:1", "wants": 0, "confirmed": ""})
@@ -250,7 +250,7 @@ def test_each_number_is_created_once(tmp_path: Path) -> None:
         files.latest()
 
 
-def test_jobs_have_directories_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_job_has_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = SharedStorage(tmp_path, name="a", timeout=SOON)
     first.get_member_list()
     monkeypatch.setenv("TORCHFT_JOB_ID", "other")

@@ -118,7 +118,7 @@ class Directory:
         self.records[identity] = old._replace(wants=number + 1)
 
     def alive(self, observer: Process) -> dict[Identity, Record]:
-        """What does not hang, and sometimes what ended a moment ago."""
+        """The live members; sometimes also those that ended a moment ago."""
         stopped = {p.identity for p in self.processes.values() if p.hangs and p is not observer}
         kept = {i: r for i, r in self.records.items() if i not in stopped}
         return living({**kept, observer.identity: self.records[observer.identity]})

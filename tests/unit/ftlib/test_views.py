@@ -1,4 +1,4 @@
-"""Ranks, meeting places and the state that counts: tables, and random lists beside slow and obvious rules."""
+"""Ranks, meeting places and the state that counts: tables, and random lists compared with slow and obvious rules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_rank_and_size(members: list[Identity], identity: Identity, expected: tu
 
 @pytest.mark.parametrize(
     ("members", "identity", "says"),
-    [([], A, "is no member"), ([B], A, "allowed: .*'b'"), ([A, A2], A, "a later life of it, 2, has taken its place")],
+    [([], A, "is no member"), ([B], A, "allowed: .*'b'"), ([A, A2], A, "a later incarnation, 2, has replaced it")],
 )
 def test_no_member(members: list[Identity], identity: Identity, says: str) -> None:
     with pytest.raises(ValueError, match=says):
@@ -50,7 +50,7 @@ def test_random_lists_of_members() -> None:
         assert sorted(ranks.values()) == list(range(len(alive)))
         assert [one.name for one in sorted(ranks, key=ranks.__getitem__)] == sorted(one.name for one in alive)
         for one in listed - set(alive):
-            with pytest.raises(ValueError, match="later life"):
+            with pytest.raises(ValueError, match="later incarnation"):
                 RankAssignScheme.get_rank_rand_size(listed, one)
 
 

@@ -42,13 +42,13 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJob]:
     assert control.running() == {}
 
 
-def test_the_only_job_is_meant(job: FakeJob) -> None:
+def test_the_only_job_needs_no_pid(job: FakeJob) -> None:
     assert control.running().keys() == {os.getpid()}
     assert control.scale(4) == "4 replica groups"
     assert job.replicas == 4
 
 
-def test_what_the_job_refuses_reaches_the_caller(job: FakeJob) -> None:
+def test_a_refusal_of_the_job_reaches_the_caller(job: FakeJob) -> None:
     with pytest.raises(ValueError, match="9 replica groups are not allowed; allowed: 1 to 4"):
         control.scale(9, os.getpid())
     with pytest.raises(ValueError, match="no job of yours runs as process 1;"):

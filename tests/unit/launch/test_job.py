@@ -1,4 +1,4 @@
-"""How a job manages its groups: which are restarted, when it fails, how it grows and shrinks."""
+"""A job's management of its groups: restarts, the failure of the job, more and fewer groups."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Cluster:
 
 
 @pytest.mark.parametrize(("fruitless", "delay"), [(0, 0.0), (1, 1.0), (2, 5.0), (FRUITLESS_LIVES, None)])
-def test_how_long_until_a_restart(fruitless: int, delay: float | None) -> None:
+def test_the_delay_of_a_restart(fruitless: int, delay: float | None) -> None:
     assert restart_delay(fruitless) == delay
 
 
@@ -86,8 +86,8 @@ def test_a_group_that_fails_in_training_is_restarted_at_once(monkeypatch: pytest
 
 
 @pytest.mark.parametrize(("env", "told"), [(None, "SIGTERM"), ("", "")])
-def test_groups_are_told_to_leave_on_sigterm(monkeypatch: pytest.MonkeyPatch, env: str | None, told: str) -> None:
-    if env is not None:  # of a user who does not want it
+def test_groups_drain_on_sigterm(monkeypatch: pytest.MonkeyPatch, env: str | None, told: str) -> None:
+    if env is not None:  # of another process group: not to be ended
         monkeypatch.setenv("TORCHFT_LEAVE_ON", env)
     cluster = Cluster(monkeypatch, 1, 1)
     cluster.pass_time(1)
@@ -109,7 +109,7 @@ def test_a_group_that_never_reaches_a_step_is_not_restarted(monkeypatch: pytest.
         cluster.pass_time(0)
 
 
-def test_a_group_that_never_reaches_a_step_is_not_restarted_and_the_others_train_on(
+def test_a_group_that_never_reaches_a_step_is_not_restarted_and_the_others_continue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     cluster = Cluster(monkeypatch, 2, 2)
@@ -123,12 +123,12 @@ def test_a_group_that_never_reaches_a_step_is_not_restarted_and_the_others_train
     assert cluster.states() == ["training", "not restarted: ended with status 1 and never took part, see group-1.log"]
     assert cluster.groups[0].status is None and cluster.groups[0].starts == 1
 
-    cluster.job.scale(2)  # somebody repaired it
+    cluster.job.scale(2)  # the script was repaired
     assert cluster.groups[1].starts == FRUITLESS_LIVES + 1 and cluster.states()[1] == "starting again"
     cluster.groups[1].status = 1
     cluster.pass_time(0)
     cluster.pass_time(6)
-    assert cluster.groups[1].starts == FRUITLESS_LIVES + 2, "it has as many lives as at first"
+    assert cluster.groups[1].starts == FRUITLESS_LIVES + 2, "it has as many attempts as at first"
 
     for _ in range(FRUITLESS_LIVES):
         cluster.groups[1].status = 1
@@ -142,7 +142,7 @@ def test_a_group_that_never_reaches_a_step_is_not_restarted_and_the_others_train
     assert cluster.states()[0] == "done", "the others have finished"
 
 
-def test_what_the_end_of_a_log_shows(tmp_path: Path) -> None:
+def test_the_end_of_a_log(tmp_path: Path) -> None:
     log = tmp_path / "group-0.log"
     log.write_text("".join(f"line {i}\n" for i in range(30)))
     assert module.tail(log).splitlines() == [f"line {i}" for i in range(10, 30)]
@@ -154,7 +154,7 @@ def test_what_the_end_of_a_log_shows(tmp_path: Path) -> None:
     log.write_text(f"an earlier life\n{of_torchrun}{script}{of_torchrun}")
     assert module.tail(log).endswith(script.strip()), "what the script says, and not what torchrun says of that"
     log.write_text(of_torchrun)
-    assert module.tail(log).endswith("what torchrun says of it"), "where there is nothing else"
+    assert module.tail(log).endswith("what torchrun says of it"), "if there is nothing else"
 
 
 def test_the_job_is_over_when_all_have_finished(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +166,7 @@ def test_the_job_is_over_when_all_have_finished(monkeypatch: pytest.MonkeyPatch)
     assert cluster.states() == ["done", "done"] and [group.starts for group in cluster.groups] == [1, 1]
 
 
-def test_kills_spare_the_last_one_and_repeat_with_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kills_spare_the_last_group_and_are_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
     killed = []
     for _ in range(2):
         cluster = Cluster(monkeypatch, 3, 3, kill_every=10.0, seed=7)
@@ -185,7 +185,7 @@ def test_kills_spare_the_last_one_and_repeat_with_the_seed(monkeypatch: pytest.M
     assert alone.job.kills == 0
 
 
-def test_growing_and_shrinking(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adding_and_draining_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch, 1, 3)
     cluster.job.scale(3)
     assert [group.starts for group in cluster.groups] == [1, 1, 1]
@@ -208,13 +208,13 @@ def test_growing_and_shrinking(monkeypatch: pytest.MonkeyPatch) -> None:
             cluster.job.scale(wrong)
 
 
-def test_shrinking_drains_those_that_train(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fewer_groups_drain_training_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch, 3, 3)
     cluster.training = {0: 5, 1: 5, 2: 5}
     cluster.pass_time(1)
     cluster.job.scale(1)
     assert cluster.drained == ["g1", "g2"] and [group.terminated for group in cluster.groups] == [0, 0, 0]
-    cluster.groups[1].status = 0  # it heeds it
+    cluster.groups[1].status = 0  # its script drains on request
     cluster.pass_time(1)
     assert cluster.states()[1:] == ["left", "leaving"]
     cluster.pass_time(module._DRAIN_SEC)
@@ -223,7 +223,7 @@ def test_shrinking_drains_those_that_train(monkeypatch: pytest.MonkeyPatch) -> N
     assert cluster.groups[2].terminated == 1, "once is enough"
 
 
-def test_a_group_that_cannot_be_told_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_that_cannot_be_drained_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch, 2, 2)
     cluster.training = {0: 5, 1: 5}
     cluster.tells = False

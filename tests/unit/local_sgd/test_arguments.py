@@ -20,7 +20,7 @@ def test_public_names() -> None:
     assert USE_BUCKETIZATION_ENV == "TORCHFT_USE_BUCKETIZATION"
 
 
-def test_the_stand_in_has_what_the_manager_has() -> None:
+def test_the_stand_in_has_the_methods_of_the_manager() -> None:
     """Otherwise the tests in this folder would not notice a method that Manager lacks."""
     for name in vars(OneGroup):
         if not name.startswith("_") and name != "taken":
@@ -75,11 +75,11 @@ def test_diloco_refuses(given: dict[str, Any], message: str) -> None:
         diloco(**given)
 
 
-def test_whole_numbers_of_other_types_will_do() -> None:
+def test_whole_numbers_of_other_types_are_accepted() -> None:
     assert diloco(sync_every=4.0, fragment_sync_delay=np.int64(1))._fragment_sync_delay == 1
 
 
-def test_what_cannot_be_quantized_is_refused_before_the_training() -> None:
+def test_parameters_that_cannot_be_quantized_are_refused_before_the_training() -> None:
     layers = [nn.Linear(2, 2), nn.Linear(2, 2).double()]
     outer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.7)
     says = r"model_fragments\[1\]: parameter 'weight' of shape \(2, 2\) is torch.float64, which cannot be quantized"
@@ -155,7 +155,7 @@ def test_a_type_that_cannot_be_averaged_is_refused_if_it_is_trained() -> None:
         LocalSGD(OneGroup(), model, inner, 1)  # type: ignore[arg-type]
 
 
-def test_frozen_weights_of_whole_numbers_are_left_alone() -> None:
+def test_frozen_integer_weights_are_not_averaged() -> None:
     model = Trained(torch.int8, trained=False)
     inner = torch.optim.SGD([model.scale], lr=0.1)
     manager = OneGroup()

@@ -1,4 +1,4 @@
-"""How tensors are packed into buckets for allreduce: as in upstream, so that one job can have groups of both."""
+"""Tensors are packed into buckets for allreduce as in upstream, so that one job can have groups of both."""
 
 from __future__ import annotations
 

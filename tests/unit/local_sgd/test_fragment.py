@@ -1,4 +1,4 @@
-"""What a synchronisation changes in a fragment, what it sends, and the state of a healing peer."""
+"""The effects of a synchronisation on a fragment, the values that it sends, and the state for a healing peer."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def test_alpha_is_the_share_of_ones_own(alpha: float, expected: float) -> None:
         step(model, inner)
         assert values(model) == [expected]
         (_, read) = manager.state_fns["StreamingDiLoCoFragment_0"]
-        assert read()["original_parameters"]["0"].tolist() == [torch.tensor(0.95)] * 2  # whatever alpha
+        assert read()["original_parameters"]["0"].tolist() == [torch.tensor(0.95)] * 2  # with any alpha
         diloco.restore_global_parameters()
         assert values(model) == [0.95]
 
 
-def test_frozen_parameters_travel_and_stay() -> None:
+def test_frozen_parameters_are_sent_and_unchanged() -> None:
     """They are sent, because upstream sends them, too. The outer step's weight decay does not apply to them."""
     model = numbers(1, 2)
     model[1].requires_grad_(False)
@@ -101,7 +101,7 @@ def test_a_gradient_that_the_caller_keeps_is_not_written_to() -> None:
 
 
 @pytest.mark.parametrize("bucketed", [False, True])
-def test_what_travels(bucketed: bool) -> None:
+def test_the_values_that_are_sent(bucketed: bool) -> None:
     model = nn.Linear(3, 2)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     manager = OneGroup()
@@ -165,7 +165,7 @@ def test_another_model_is_refused_before_anything_is_sent(change: Any, message: 
     assert isinstance(manager.reported, ValueError)
     assert values(numbers(1, 2)) == [round(t[0].item(), 5) for t in read()["original_parameters"].values()]
 
-    # A later heal from a group with the same model makes it good.
+    # After a later heal from a group with the same model there is no error.
     state = copy.deepcopy(trained()[0].state_fns["StreamingDiLoCoFragment_0"][1]())
     manager.on_quorum = lambda: load(state)
     with diloco:
@@ -178,8 +178,8 @@ def test_another_model_is_refused_before_anything_is_sent(change: Any, message: 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("ours", [True, False])
-def test_nan_and_inf_are_counted_and_said(bad: float, ours: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """They are averaged nevertheless, as in upstream: all groups have them then."""
+def test_nan_and_inf_are_counted_and_logged(bad: float, ours: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """They are averaged nevertheless, as in upstream, so all groups get them."""
     model = numbers(1, 2)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
 

@@ -129,7 +129,7 @@ def test_local_sgd_needs_one_copy_for_the_averages() -> None:
         assert LAYERS * LAYER <= allocated.most <= LAYERS * LAYER + SMALL and allocated.now <= SMALL
 
 
-def test_what_heals_a_peer_is_no_copy() -> None:
+def test_the_state_for_a_peer_is_not_a_copy() -> None:
     model = model_of_layers()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     manager = OneGroup()

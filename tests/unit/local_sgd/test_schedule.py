@@ -1,4 +1,4 @@
-"""When a fragment is synchronised, which one, and with which calls to the Manager."""
+"""The schedule of the fragments' synchronisations, and the calls to the Manager."""
 
 from __future__ import annotations
 

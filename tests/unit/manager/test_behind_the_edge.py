@@ -1,5 +1,5 @@
-"""Behind the edge nobody asks whose object it is, or what it can do: edge.py has asked, for clients, transports,
-process groups and their works, and _extras.py for a Manager."""
+"""Only edge.py detects the classes and abilities of clients, transports, process groups and works, and _extras.py those
+of a Manager; code behind the edge must not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torchft
 
 ROOT = Path(torchft.__file__).parent
 
-# The code that receives such objects from the edge. Process groups and transports themselves are in front of it.
+# The code behind the edge. The implementations of process groups and transports do not count.
 BEHIND = [
     *(ROOT / "_manager").glob("*.py"),
     *(ROOT / "_quantization").glob("*.py"),
@@ -20,7 +20,7 @@ BEHIND = [
 ]
 EDGE = ROOT / "_manager" / "edge.py"
 
-# Patterns of questions about an object's class or abilities.
+# Patterns of code that asks for an object's class or abilities.
 FOREIGN = {"ProcessGroup", "Work", "_Work", "Future", "Manager", "ManagerClient", "CheckpointTransport", "Mock"}
 
 # Exceptions: file, code, reason.
@@ -38,7 +38,7 @@ ALLOWED = {
 
 
 def questions(file: Path) -> list[tuple[str, str]]:
-    """Finds such questions in a file, given by its path in the package and its code."""
+    """Finds such code in a file, given by its path in the package and its text."""
     found = [node for node in ast.walk(ast.parse(file.read_text())) if asks(node)]
     return [(file.relative_to(ROOT).as_posix(), ast.unparse(node)) for node in found]
 
@@ -57,14 +57,14 @@ def asks(node: ast.AST) -> bool:
     return False
 
 
-def test_nobody_asks_behind_the_edge() -> None:
+def test_code_behind_the_edge_detects_no_abilities() -> None:
     asked = {question for file in BEHIND if file != EDGE for question in questions(file)}
     assert asked - ALLOWED.keys() == set(), "ask it in _manager/edge.py, where the Manager is made"
     assert ALLOWED.keys() - asked == set(), "these are no longer asked"
 
 
-def test_the_edge_asks_where_an_object_comes_in() -> None:
-    """In a constructor, or in a function that makes an adapter. A `hasattr` in a method would be
+def test_the_edge_detects_abilities_when_it_gets_an_object() -> None:
+    """Abilities are detected in a constructor, or in a function that makes an adapter. A `hasattr` in a method would be
     evaluated at each call.
     """
     tree = ast.parse(EDGE.read_text())
@@ -75,5 +75,5 @@ def test_the_edge_asks_where_an_object_comes_in() -> None:
         for method in kind.body
         if isinstance(method, ast.FunctionDef) and any(asks(node) for node in ast.walk(method))
     }
-    # The client may be replaced, its methods for people are called by their names, and a result is of each quorum.
+    # Exceptions: the client may be replaced, its reports are called by name, and each quorum has a new result.
     assert methods == {"Server.client", "Transport.__init__", "Peers.__init__", "_NativeServer.say"}

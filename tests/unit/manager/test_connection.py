@@ -1,4 +1,4 @@
-"""How a Manager's process group is connected with the peers of a quorum."""
+"""The connection of a Manager's process group with the peers of a quorum."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_flight_recorder_is_reset_for_each_quorum(
     fixture: Fixture, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     resets: list[int] = []
-    # Only PyTorch with NCCL has it.
+    # Only PyTorch with NCCL has a flight recorder.
     recorder = torch._C._distributed_c10d
     monkeypatch.setattr(recorder, "_reset_fr_recording_nccl", lambda: resets.append(1), raising=False)
     manager = fixture.manager()
@@ -59,7 +59,7 @@ def test_the_flight_recorder_is_reset_for_each_quorum(
         assert len(resets) == expected
 
 
-def test_configure_gets_what_0_2_0_gave(fixture: Fixture) -> None:
+def test_configure_gets_the_arguments_of_0_2_0(fixture: Fixture) -> None:
     configure = MagicMock()
     fixture.pg.configure = configure  # type: ignore[method-assign]
     manager = fixture.manager()
@@ -77,7 +77,7 @@ def test_configure_gets_what_0_2_0_gave(fixture: Fixture) -> None:
     )
 
 
-def test_handles_reach_the_group_in_one_place(fixture: Fixture, make_quorum: Quorum) -> None:
+def test_handles_are_passed_to_the_group_once(fixture: Fixture, make_quorum: Quorum) -> None:
     manager = fixture.manager()
     manager._reconfigure_pg = MagicMock()  # type: ignore[method-assign]
     fixture.client._quorum.return_value = make_quorum(reconfigure_handles=["a", "b"])

@@ -23,7 +23,7 @@ def flip(tensor: torch.Tensor, bit: int) -> None:
 
 
 def on_device(tensor: torch.Tensor) -> int:
-    """The digest as computed on a device, but on the CPU."""
+    """Computes the digest on the CPU with the code for devices."""
     words = _words(memory_of(tensor))
     chunks = [sums for part in words.split(_AT_ONCE * _CHUNK) for sums in _on_device(part)]
     return _sum(chunks, words.device).item()
@@ -51,7 +51,7 @@ def test_each_bit_of_the_last_and_the_first_word_of_each_chunk_counts() -> None:
 
 
 def test_pairs_of_flipped_bits_change_the_digest() -> None:
-    """Above all sign bits: with words of 64 bits any two of them would cancel each other."""
+    """Pairs of sign bits are the critical case: with words of 64 bits any two of them would cancel each other."""
     tensor = torch.randn(1000)
     before = digest(tensor).item()
     choose = random.Random(0)
@@ -74,7 +74,7 @@ def test_swapped_words_and_swapped_chunks_change_the_digest() -> None:
 
 
 @pytest.mark.parametrize("words", [0, 1, 5, _CHUNK - 1, _CHUNK, _CHUNK + 1, 3 * _CHUNK + 7])
-def test_devices_come_to_the_same_number(words: int) -> None:
+def test_devices_compute_the_same_digest(words: int) -> None:
     tensor = torch.randn(words)
     assert on_device(tensor) == digest(tensor).item()
 
@@ -92,7 +92,7 @@ def test_devices_come_to_the_same_number(words: int) -> None:
         lambda: torch.randn(4, dtype=torch.complex64),
     ],
 )
-def test_any_layout_is_digested_and_the_tensor_stays_as_it_is(laid_out: Callable[[], torch.Tensor]) -> None:
+def test_any_layout_is_digested_and_the_tensor_is_unchanged(laid_out: Callable[[], torch.Tensor]) -> None:
     tensor = laid_out()
     before = tensor.detach().clone()
     first = digest(tensor)
@@ -101,12 +101,12 @@ def test_any_layout_is_digested_and_the_tensor_stays_as_it_is(laid_out: Callable
     assert torch.equal(tensor, before)
 
 
-def test_memory_is_not_copied_where_elements_lie_side_by_side() -> None:
+def test_memory_without_gaps_is_not_copied() -> None:
     for tensor in (torch.randn(6, 5), torch.randn(6, 5).t(), torch.randn(2, 3, 4, 5).permute(0, 2, 3, 1)):
         assert memory_of(tensor).untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
 
 
-def test_a_part_is_that_of_its_bytes() -> None:
+def test_the_digest_of_a_part_is_that_of_its_bytes() -> None:
     tensor = torch.randn(1000)
     assert digest(tensor, 400, 804).item() == digest(tensor[100:201]).item()
     assert digest(tensor, 3996).item() == digest(tensor[999:]).item()
@@ -119,7 +119,7 @@ def test_the_order_of_several_tensors_counts() -> None:
     assert digest_all([]) == 0
 
 
-def test_the_numbers_are_those_of_every_process_and_version() -> None:
+def test_digests_are_the_same_in_every_process_and_version() -> None:
     """Groups on other hosts, with another Python or PyTorch, must compute the same numbers."""
     assert digest(torch.arange(1000, dtype=torch.int32)).item() == KNOWN
 

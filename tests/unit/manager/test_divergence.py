@@ -1,4 +1,4 @@
-"""What is digested in which step, and what the digests of several groups say."""
+"""The parts of the weights that each step digests, and the comparison of the digests of several groups."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_length_of_a_sweep(setting: Optional[int], total: int, on_device: bo
 
 
 @pytest.mark.parametrize(("setting", "steps"), [(None, 10), (1000, 10), (10, 10), (3, 3), (1, 1)])
-def test_how_often_digests_travel(setting: Optional[int], steps: int) -> None:
+def test_how_often_digests_are_sent(setting: Optional[int], steps: int) -> None:
     assert exchange_steps(setting) == steps
 
 
@@ -67,7 +67,7 @@ def test_how_often_digests_travel(setting: Optional[int], steps: int) -> None:
         ([], 2, [[], []]),
     ],
 )
-def test_what_a_step_digests(sizes: list[int], commits: int, spans: list[list[tuple[int, int, int]]]) -> None:
+def test_the_bytes_that_a_step_digests(sizes: list[int], commits: int, spans: list[list[tuple[int, int, int]]]) -> None:
     sweep = Sweep(sizes, commits)
     assert [[tuple(span) for span in sweep.spans(step)] for step in range(commits)] == spans
     assert sweep.spans(commits) == sweep.spans(0)
@@ -88,13 +88,13 @@ def test_a_sweep_covers_each_byte_once_in_equal_parts(seed: int) -> None:
     assert max(words) - min(words) <= 1
 
 
-def test_a_span_has_a_bucket_of_its_own_where_there_are_enough() -> None:
+def test_each_span_has_its_own_bucket_if_there_are_enough() -> None:
     assert [bucket_of(i, BUCKETS) for i in range(BUCKETS)] == list(range(BUCKETS))
     shared = [bucket_of(i, 1000) for i in range(1000)]
     assert shared == sorted(shared) and set(shared) == set(range(BUCKETS))
 
 
-def test_a_header_is_that_of_its_lines_and_never_0() -> None:
+def test_a_header_depends_on_its_lines_and_is_never_0() -> None:
     lines = ["weight torch.float32 (3,) (1,)"]
     assert header(lines, 5) == header(lines, 5) != header(lines, 6)
     assert header(lines, 5) != header([*lines, "bias torch.float32 (3,) (1,)"], 5)
@@ -138,7 +138,7 @@ def test_which_groups_differ(
         [entry(1), entry(2, head=2)],
     ],
 )
-def test_nobody_differs(entries: list[tuple[int, ...]]) -> None:
+def test_equal_groups_do_not_differ(entries: list[tuple[int, ...]]) -> None:
     assert compare(3, dict(enumerate(entries))) is None
 
 
@@ -154,10 +154,10 @@ def test_groups_with_other_tensors_are_named() -> None:
         (OnDivergence.REPORT, [entry(1), entry(2), entry(1)], []),
         (OnDivergence.HEAL, [entry(1), entry(2), entry(1)], [1]),
         (OnDivergence.EVICT, [entry(1), entry(2), entry(1)], [1]),
-        # nobody knows which is right: equal bits matter more, but no group goes for it
+        # it is not known which group is right: groups may heal, so that bits are equal, but none is evicted
         (OnDivergence.HEAL, [entry(1), entry(2)], [1]),
         (OnDivergence.EVICT, [entry(1), entry(2)], []),
-        # a third group, which has just healed, will tell in the next sweep
+        # a third group has just healed: with it the next sweep can find a majority
         (OnDivergence.HEAL, [entry(2), entry(1), NOTHING], []),
         (OnDivergence.HEAL, [entry(1), entry(2), entry(1), NOTHING], [1]),
     ],
@@ -169,7 +169,7 @@ def test_which_groups_act(action: OnDivergence, entries: list[tuple[int, ...]], 
 
 
 class Job:
-    """Groups with bits in a simple model: which bytes of which group differ, and since which step."""
+    """A model of groups whose weights differ: for each group, the bytes that differ, and the step since when."""
 
     def __init__(self, choose: random.Random) -> None:
         self.groups = choose.randrange(3, 7)
@@ -190,7 +190,7 @@ class Job:
         self.healing.add(group)
 
     def exchange(self, step: int) -> None:
-        """Returns the groups that are told that they differ. They heal."""
+        """Returns the groups for which a difference is reported. They heal."""
         for digested in range(step - self.every, step):
             told = compare(digested, {rank: each.get(digested, NOTHING) for rank, each in enumerate(self.entries)})
             if told is None:
@@ -212,8 +212,8 @@ class Job:
 
 @pytest.mark.parametrize("seed", range(200))
 def test_random_histories(seed: int) -> None:
-    """Bits flip, groups heal for other reasons and steps are lost: a group that differs is told in time, and
-    no other group is.
+    """Bits flip, groups heal for other reasons and steps are lost: a difference is reported in time for the group that
+    differs, and for no other group.
     """
     choose = random.Random(todays(seed))
     job, flips, step = Job(choose), 0, 0
@@ -226,9 +226,9 @@ def test_random_histories(seed: int) -> None:
         for group in range(job.groups):
             latest = step - job.commits - job.every
             late = {byte: since for byte, since in job.wrong[group].items() if since <= latest}
-            assert not late, f"step {step}: bytes {late} of group {group} are other ones, and nothing was reported"
+            assert not late, f"step {step}: bytes {late} of group {group} differ, and nothing was reported"
         if not any(job.wrong) and choose.random() < 0.1:
             job.heal(*choose.sample(range(job.groups), 2))
         job.digest(step)
-        step += choose.random() > 0.1  # otherwise it is lost and repeated
+        step += choose.random() > 0.1  # otherwise the step is lost and repeated
     assert job.found >= flips - 1 > 0

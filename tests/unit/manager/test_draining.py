@@ -1,4 +1,4 @@
-"""A group that was asked to leave: its last step is an ordinary one, and it leaves between two steps."""
+"""A draining group: its last step is a normal one, and it leaves between two steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchft._torchft import QuorumResult
 Quorum = Callable[..., QuorumResult]
 
 
-def test_the_step_in_which_it_hears_of_it_is_its_last(fixture: Any, make_quorum: Quorum) -> None:
+def test_the_step_in_which_a_group_drains_is_its_last(fixture: Any, make_quorum: Quorum) -> None:
     manager = fixture.manager()
     assert not manager.draining(), "before the first step"
     manager.start_quorum()
@@ -35,7 +35,7 @@ def test_the_step_in_which_it_hears_of_it_is_its_last(fixture: Any, make_quorum:
     fixture.client._leave.assert_called_once()
 
 
-def test_a_step_that_was_lost_ends_too(fixture: Any, make_quorum: Quorum) -> None:
+def test_a_draining_group_also_leaves_after_a_lost_step(fixture: Any, make_quorum: Quorum) -> None:
     fixture.client._quorum.return_value = make_quorum(draining=True)
     manager = fixture.manager()
     manager.start_quorum()
@@ -45,7 +45,7 @@ def test_a_step_that_was_lost_ends_too(fixture: Any, make_quorum: Quorum) -> Non
 
 @pytest.mark.parametrize("draining", [True, False])
 def test_a_group_that_ends_in_a_step_does_not_leave(fixture: Any, make_quorum: Quorum, draining: bool) -> None:
-    """The peers wait in its collectives, so it is a failure, and they must be told."""
+    """The peers wait for it in their collectives, so this counts as a failure and must be reported to them."""
     fixture.client._quorum.return_value = make_quorum(draining=draining)
     manager = fixture.manager()
     manager.start_quorum()

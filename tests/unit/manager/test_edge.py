@@ -38,13 +38,13 @@ def server() -> Server:
     return as_server(UpstreamClient("http://m:1", connect_timeout=SOON), 2)
 
 
-def test_a_client_with_the_methods_of_upstream_is_enough(server: Server) -> None:
+def test_a_client_with_the_methods_of_upstream_suffices(server: Server) -> None:
     followed = Followed()
     rounds = server.rounds()
     rounds.begin(followed, REQUEST, LONG).result()
     assert followed.by[0][0].quorum_id == 3
     assert server.vote(5, True, SOON) and server.client.votes == [(2, 5, True, SOON)]
-    server.listen(*[lambda *_: pytest.fail("nothing can be heard")] * 3)  # type: ignore[arg-type]
+    server.listen(*[lambda *_: pytest.fail("no notices can be received")] * 3)  # type: ignore[arg-type]
     server.suspect(3, ["b"])
     server.say("_say_counted", "nonfinite_syncs", 1)
     server.leave(SOON)
@@ -54,7 +54,7 @@ def test_a_client_with_the_methods_of_upstream_is_enough(server: Server) -> None
 
 
 @pytest.mark.parametrize("stand_in", [SimpleNamespace(quorum_id=3, max_step=5), MagicMock(quorum_id=3, max_step=5)])
-def test_a_result_of_another_class_has_our_fields_too(server: Server, stand_in: Any) -> None:
+def test_a_result_of_another_class_gets_all_fields(server: Server, stand_in: Any) -> None:
     server.client.result = stand_in
     followed = Followed()
     rounds = server.rounds()
@@ -64,10 +64,10 @@ def test_a_result_of_another_class_has_our_fields_too(server: Server, stand_in: 
     rounds.shutdown(wait=False)
 
 
-def test_a_double_of_our_client_is_asked_for_what_it_has() -> None:
+def test_a_double_of_our_client_is_used_by_its_methods() -> None:
     double = MagicMock(spec=ManagerClient)
     server = as_server(double, 0)
-    assert type(server) is Server, "a notice of a double would come at once, for ever"
+    assert type(server) is Server, "a test double would return notices at once and without end"
     server.leave(SOON)
     server.close()
     double._leave.assert_called_once_with(SOON)
@@ -75,11 +75,11 @@ def test_a_double_of_our_client_is_asked_for_what_it_has() -> None:
 
 
 @pytest.mark.parametrize(("yes", "committed"), [(True, True), (True, False), (False, False)])
-def test_our_manager_servers_decision_is_taken(yes: bool, committed: bool) -> None:
+def test_the_decision_of_our_manager_server_counts(yes: bool, committed: bool) -> None:
     assert _NativeServer(MagicMock(should_commit=lambda *_, **__: committed), 0).vote(5, yes, SOON) is committed
 
 
-def test_our_manager_server_cannot_commit_what_this_rank_voted_against() -> None:
+def test_a_commit_against_this_ranks_vote_is_an_error() -> None:
     server = _NativeServer(MagicMock(should_commit=lambda *_, **__: True), 0)
     with pytest.raises(RuntimeError, match="committed step 5, which this rank voted against"):
         server.vote(5, False, SOON)
@@ -95,7 +95,7 @@ class UpstreamTransport:
         return what
 
 
-def test_a_transport_with_the_methods_of_upstream_is_enough() -> None:
+def test_a_transport_with_the_methods_of_upstream_suffices() -> None:
     transport = Transport(UpstreamTransport())  # type: ignore[arg-type]
     assert transport.metadata() == "where" and transport.recv_checkpoint(step=3) == {"step": 3}
     assert not (transport.several_sources or transport.takes_target or transport.in_place)
@@ -103,18 +103,18 @@ def test_a_transport_with_the_methods_of_upstream_is_enough() -> None:
     assert not transport.abandon_receiving(RuntimeError("its source failed"))
 
 
-def test_a_double_of_a_transport_can_what_that_of_upstream_can() -> None:
+def test_a_double_of_a_transport_has_the_abilities_of_upstreams() -> None:
     double = create_autospec(CheckpointTransport, instance=True)
     transport = Transport(double)
     assert not (transport.several_sources or transport.takes_target or transport.in_place)
-    double.abandon_receiving = MagicMock()  # some transports have it
+    double.abandon_receiving = MagicMock()  # some transports have this method
     transport = Transport(double)
     error = RuntimeError("its source failed")
     assert transport.abandon_receiving(error)
     double.abandon_receiving.assert_called_once_with(error)
 
 
-def test_a_process_group_with_what_a_native_one_has_is_enough() -> None:
+def test_a_process_group_with_the_methods_of_a_native_one_suffices() -> None:
     group = SimpleNamespace(supports_reconfigure=True, get_reconfigure_handle=lambda: "handle", errored=lambda: None)
     peers = as_peers(group)  # type: ignore[arg-type]
     peers.set_rank_info("g:uuid", 0, 1)

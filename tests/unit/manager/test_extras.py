@@ -1,4 +1,4 @@
-"""What torchft's wrappers use of a Manager besides its public interface; a stand-in for a Manager may lack it."""
+"""The methods of a Manager that torchft's wrappers use besides the public ones; a stand-in may lack them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def test_the_extras_of_a_manager(fixture: Fixture) -> None:
     manager.start_quorum()
     manager.wait_quorum()
     assert extras.had_quorum
-    extras.refuse_replay("it cannot be done again")
-    assert manager._current.inputs.refused == "it cannot be done again"
+    extras.refuse_replay("it cannot be repeated")
+    assert manager._current.inputs.refused == "it cannot be repeated"
     fixture.pg.share_buffer = MagicMock()  # type: ignore[method-assign]
     extras.share_buffer(buffer := torch.ones(1))
     fixture.pg.share_buffer.assert_called_once_with(buffer)
@@ -36,7 +36,7 @@ def test_a_manager_implements_all_extras() -> None:
 def test_the_extras_of_a_stand_in(stand_in: object) -> None:
     extras = extras_of(stand_in)
     assert extras.had_quorum and not extras.adds_gradients
-    extras.refuse_replay("it cannot be done again")
+    extras.refuse_replay("it cannot be repeated")
     extras.register_gradients(list)
     extras.steps_by_itself(object())
     extras.inner_step_ended()

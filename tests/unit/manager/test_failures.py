@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class PendingWork(Work):
-    """An operation that ends only when its group is aborted."""
+    """An operation that only an abort of its group ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class PendingWork(Work):
 
 
 class PendingGroup(ProcessGroupDummy):
-    """Its abort ends operations in flight before it returns, on the calling thread."""
+    """A group whose abort ends operations in flight before it returns, on the calling thread."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
@@ -80,7 +80,7 @@ def failure(quorum_id: int = 1) -> MemberFailure:
     return MemberFailure(quorum_id, "group_0:uuid", "its connection broke")
 
 
-def test_a_failure_ends_what_is_in_flight(fixture: Fixture) -> None:
+def test_a_failure_ends_operations_in_flight(fixture: Fixture) -> None:
     manager, group = started(fixture)
     work = manager.allreduce(torch.ones(1))
     manager._failures.member_failed(failure())
@@ -89,10 +89,10 @@ def test_a_failure_ends_what_is_in_flight(fixture: Fixture) -> None:
     assert "group_0:uuid of quorum 1 failed" in str(manager.errored())
 
 
-def test_a_late_failure_of_an_earlier_step_is_not_the_next_ones(
+def test_a_late_failure_of_an_earlier_step_does_not_fail_the_next_one(
     fixture: Fixture, make_quorum: Callable[..., QuorumResult]
 ) -> None:
-    """For example a loss that is reduced after the commit, without a wait: it fails in the next quorum."""
+    """For example, a loss is reduced after the commit without a wait, and the reduction fails in the next quorum."""
     manager, group = started(fixture)
     assert manager.should_commit()
     loss = manager.allreduce(torch.ones(1))
@@ -109,7 +109,7 @@ def test_a_late_failure_of_an_earlier_step_is_not_the_next_ones(
     assert gradients.wait() and manager.should_commit()
 
 
-def test_a_device_that_is_late_fails_only_its_own_step(fixture: Fixture) -> None:
+def test_a_late_device_fails_only_its_own_step(fixture: Fixture) -> None:
     manager, group = started(fixture)
     earlier = manager._current.collectives
     assert manager.should_commit()
@@ -129,8 +129,8 @@ def test_a_device_that_is_late_fails_only_its_own_step(fixture: Fixture) -> None
     assert manager.should_commit()
 
 
-def test_a_failure_told_while_the_first_collective_begins(fixture: Fixture) -> None:
-    """The thread that receives the report finds no work in flight yet."""
+def test_a_failure_reported_while_the_first_collective_begins(fixture: Fixture) -> None:
+    """The thread that receives the report finds no work in flight, because the collective has only begun."""
     manager, group = started(fixture)
     group.meanwhile = lambda: manager._failures.member_failed(failure())
     manager.allreduce(torch.ones(1)).wait()
@@ -147,14 +147,14 @@ def test_a_failure_in_another_quorum_does_nothing(fixture: Fixture) -> None:
     assert work.wait() and manager.should_commit() and group.aborts == 0
 
 
-def test_a_failure_in_a_quorum_that_is_not_followed_yet(
+def test_a_failure_in_a_quorum_that_this_rank_does_not_have_yet(
     fixture: Fixture, make_quorum: Callable[..., QuorumResult]
 ) -> None:
-    """The lighthouse may report a failure in the next quorum before this rank has that quorum."""
+    """The lighthouse may report a failure in the next quorum before this rank gets that quorum."""
     manager, group = started(fixture)
     work = manager.allreduce(torch.ones(1))
     manager._failures.member_failed(failure(quorum_id=2))
-    manager._failures.member_failed(failure(quorum_id=0))  # a late report must not replace it
+    manager._failures.member_failed(failure(quorum_id=0))  # a late report must not replace the first one
     group.works[0].future.set_result(None)
     assert work.wait() and manager.should_commit() and group.aborts == 0
     fixture.client._quorum.return_value = make_quorum(quorum_id=2)
@@ -190,7 +190,7 @@ def test_a_failure_while_the_group_connects(fixture: Fixture) -> None:
     assert not manager.should_commit() and not group.works
 
 
-def test_all_callbacks_hear_of_a_failure_whatever_one_raises(fixture: Fixture) -> None:
+def test_all_callbacks_get_a_failure_even_if_one_raises(fixture: Fixture) -> None:
     manager, _ = started(fixture)
     heard: list[MemberFailure] = []
 
@@ -203,7 +203,7 @@ def test_all_callbacks_hear_of_a_failure_whatever_one_raises(fixture: Fixture) -
     assert heard == [failure()]
 
 
-def test_callbacks_hear_of_a_failure_when_the_group_cannot_be_aborted(fixture: Fixture) -> None:
+def test_callbacks_get_a_failure_when_the_group_cannot_be_aborted(fixture: Fixture) -> None:
     group = PendingGroup()
     heard: list[MemberFailure] = []
 
@@ -271,8 +271,8 @@ def test_a_failure_is_recorded_with_its_phases(fixture: Fixture, make_quorum: Ca
     assert "group_0:uuid of quorum 1 failed" in record.getMessage()
 
 
-def test_what_a_rank_says_it_does(fixture: Fixture) -> None:
-    """Whether a rank waits for other groups decides which group is blamed for a step that takes too long."""
+def test_the_activity_that_a_rank_reports(fixture: Fixture) -> None:
+    """If a step takes too long, the groups that wait for others are not the cause: reports of the ranks show that."""
     manager, group = started(fixture)
     assert manager._failures.progress() == (False, "computes, after 0 collectives of this step")
     manager.allreduce(torch.ones(1))
@@ -284,7 +284,7 @@ def test_what_a_rank_says_it_does(fixture: Fixture) -> None:
 
 
 class Notices:
-    """A client with these notices; an error among them is raised."""
+    """A client that returns these notices, or raises them if they are errors."""
 
     def __init__(self, *notices: Any) -> None:
         self._notices = iter(notices)

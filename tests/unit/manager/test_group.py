@@ -1,4 +1,4 @@
-"""How the ranks of a group find their manager server."""
+"""The start of a group: how its ranks find their manager server."""
 
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +52,7 @@ def join(rank: int, server: Any, clients: Any = None) -> group.Group:
 def started(opened: List[CountingStore], server: Any, clients: Any = None) -> dict[int, group.Group]:
     """Starts all ranks of a group in parallel; with `clients`, a factory, also their clients."""
 
-    # Rank 0 is last, so that the others ask before there is an answer.
+    # Rank 0 starts last, so that the others ask before the store has the answer.
     with ThreadPoolExecutor(RANKS) as pool:
         ranks = list(reversed(range(RANKS)))
         return dict(zip(ranks, pool.map(lambda rank: join(rank, server, clients), ranks)))
@@ -72,7 +72,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[List[CountingStore]]:
     stores: List[CountingStore] = [CountingStore(master.port) for _ in range(RANKS)]
     monkeypatch.setattr(group, "_open_store", lambda settings: stores[settings.group_rank])
     yield stores
-    del master  # it serves until here
+    del master  # the server is needed until here
 
 
 def test_a_start_costs_a_rank_two_store_operations(opened: List[CountingStore], server: Any) -> None:
@@ -102,7 +102,7 @@ def test_a_start_with_relays_costs_a_rank_two_store_operations(
         assert 1 <= store.operations.total() <= 2, f"rank {rank}: {store.operations}"
 
 
-def test_a_rank_whose_relay_is_none(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_whose_relay_did_not_start_as_one(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     master = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     master.set("manager_addr", "http://host:1")
     master.set("replica_id", "g")

@@ -1,4 +1,4 @@
-"""What a Manager allows a transport to do with a healing group's tensors, and a source that cannot serve."""
+"""Whether a transport may write into a healing group's tensors, and a source that cannot serve."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def heal(fixture: Fixture, quorum: Any, step: int, asynchronous: bool, **setting
     ("step", "max_step", "up_to_date", "asynchronous", "writable"),
     [
         (3, 20, 2, False, True),  # there is another source if this one fails
-        (3, 20, 1, False, False),  # its own weights may be the only ones left
+        (3, 20, 1, False, False),  # its own weights may be the only copy
         (0, 20, 1, False, True),  # its own weights are not needed: the job is ahead of them
         (0, 0, 1, False, False),  # at the beginning of a job these weights may be needed
         (3, 20, 2, True, False),  # the training thread may read them
@@ -48,13 +48,13 @@ def test_when_the_state_may_be_received_in_place(
     assert heal(fixture, quorum, step, asynchronous).writable == writable
 
 
-def test_a_target_is_built_as_what_is_served(fixture: Fixture, make_quorum: Quorum) -> None:
+def test_a_target_has_the_structure_of_the_served_state(fixture: Fixture, make_quorum: Quorum) -> None:
     target = heal(fixture, healing(make_quorum), 0, False, state_dict=lambda: {"w": 1})
     assert target._read() == {"user": {"default": {"w": 1}}}
 
 
-def test_a_transfer_in_place_that_fails_leaves_weights_of_no_step(fixture: Fixture, make_quorum: Quorum) -> None:
-    """Half of them may be the peer's: the group commits nothing until it has healed."""
+def test_a_failed_transfer_in_place_leaves_weights_of_no_step(fixture: Fixture, make_quorum: Quorum) -> None:
+    """Some of the weights may be the peer's: the group commits nothing until it has healed."""
     fixture.transport.takes_target = True
     manager = fixture.manager(use_async_quorum=False)
     fixture.client._quorum.return_value = healing(make_quorum)
@@ -66,7 +66,7 @@ def test_a_transfer_in_place_that_fails_leaves_weights_of_no_step(fixture: Fixtu
         manager.start_quorum()
 
 
-def test_what_was_received_is_settled_by_the_thread_that_trains(fixture: Fixture, make_quorum: Quorum) -> None:
+def test_the_training_thread_settles_the_received_state(fixture: Fixture, make_quorum: Quorum) -> None:
     fixture.transport.takes_target = True
     manager = fixture.manager()
     fixture.client._quorum.return_value = healing(make_quorum)
@@ -84,7 +84,7 @@ def test_what_was_received_is_settled_by_the_thread_that_trains(fixture: Fixture
 
 
 def test_a_state_that_cannot_be_sent_costs_the_source_nothing(fixture: Fixture, make_quorum: Quorum) -> None:
-    """The target is told why. The source keeps its state, and trains on."""
+    """The target gets the reason. The source keeps its state and continues."""
     manager = fixture.manager()
     fixture.client._quorum.return_value = make_quorum(max_step=0, recover_dst_replica_ranks=[0])
     fixture.transport.send_checkpoint.side_effect = Unsendable("['w'] is on the meta device")

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.unit.manager.conftest import Fixture
 from torchft._manager import joining, sources
-from torchft._manager.joining import _Target
+from torchft._manager.joining import Along, _Target
 from torchft._manager.recovery import Recovery
 from torchft._manager.tracked import Parameters
 from torchft._records import MemberFailure
@@ -376,3 +377,62 @@ def test_a_heal_hears_of_failures() -> None:
     recovery.along = MagicMock()
     recovery.peer_failed(MemberFailure(3, "source/0", "its connection broke"))
     recovery.along.peer_failed.assert_called_once_with(3, "source/0")
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_at_step_0_the_state_is_transferred_as_a_whole(step: int) -> None:
+    """All groups wait for it there: their weights differ, and nobody has trained yet."""
+    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+    transport = MagicMock(gives_pieces=True)
+    along = Along(
+        transport, [optimizer], dict, str, lambda: None, MagicMock(), DEADLINE_SEC, additional=3, logger=MagicMock()
+    )
+    of_source = cast(Any, SimpleNamespace(max_step=step, in_background=True))
+    assert along.offer(of_source, whole=lambda: None) == (step > 0)
+    assert transport.offer_pieces.called == (step > 0)
+    try:
+        assert along.join(plan(step, "source"), may_write=True) == along.joining == (step > 0)
+    finally:
+        along.stop()
+
+
+def test_pieces_wait_for_the_end_of_a_pause_and_heads_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = Parameters([torch.optim.SGD(nn.Linear(2, 2).parameters())])
+    asked, paused = queue.SimpleQueue[str](), threading.Event()
+
+    def ask(kind: str, argument: str) -> Answer:
+        asked.put(kind)
+        return Said(parameters, 7).ask(kind, argument)
+
+    def pause(now: float) -> float:
+        paused.set()
+        return 1e6
+
+    monkeypatch.setattr(joining, "Asker", lambda *_: SimpleNamespace(ask=ask, abort=lambda: None, close=lambda: None))
+    target = target_of(parameters, lambda address: address)
+    target.pace = MagicMock(pause=pause)
+    try:
+        target.quorum(plan(7, "source"))
+        target.pace.quorum.assert_called_once_with()
+        assert paused.wait(DEADLINE_SEC)
+        assert asked.get(timeout=DEADLINE_SEC) == "head" and asked.empty()
+        target.pace.spent.assert_not_called()
+        with target._cond:
+            target.pace.pause = lambda now: 0.0
+            target._cond.notify_all()
+        assert asked.get(timeout=DEADLINE_SEC) == "piece"
+        assert asked.get(timeout=DEADLINE_SEC) == "piece"
+        target.pace.spent.assert_called()
+    finally:
+        target.stop()
+        target._thread.join(DEADLINE_SEC)
+
+
+def test_the_first_reduction_ends_a_pass(fixture: Fixture) -> None:
+    manager = fixture.manager(heal_along=True)
+    assert manager._along is not None
+    manager.start_quorum()
+    manager.wait_quorum()
+    manager._along._target = target = MagicMock()
+    manager.allreduce(torch.ones(2)).wait()
+    target.pace.reduces.assert_called_once()

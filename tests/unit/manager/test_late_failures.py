@@ -1,4 +1,4 @@
-"""A late failure belongs to the step in which the operation began: the next step has other peers or tensors."""
+"""A late failure belongs to the step in which its operation began; the next step may have other peers and tensors."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def aborts(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_a_future_that_fails_in_the_next_step_is_no_error_of_that(fixture: Fixture) -> None:
+def test_a_future_that_fails_in_the_next_step_is_not_its_error(fixture: Fixture) -> None:
     manager = fixture.manager()
     manager.start_quorum()
     late: torch.futures.Future[int] = torch.futures.Future()
     wrapped = manager.wrap_future(late, 2)
     assert manager.should_commit()
     manager.start_quorum()
-    late.set_exception(RuntimeError("of the step before"))
+    late.set_exception(RuntimeError("of the previous step"))
     assert wrapped.wait() == 2
     assert manager.errored() is None and manager.should_commit()
 
@@ -64,7 +64,7 @@ def test_the_next_step_that_begins_while_a_failure_is_noticed_is_not_aborted(
     assert aborts == [] and manager.errored() is None and manager.should_commit()
 
 
-def test_the_next_step_begins_when_the_abort_of_the_last_one_is_over(
+def test_the_next_step_begins_after_the_abort_of_the_last_one(
     fixture: Fixture, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = fixture.manager()
@@ -96,7 +96,7 @@ def test_the_next_step_begins_when_the_abort_of_the_last_one_is_over(
 
 
 def test_two_failures_of_a_step_do_not_wait_for_each_other(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An abort ends other collectives of the step on some thread, and each of them reports its failure."""
+    """An abort ends other collectives of the step, on any thread, and each of them reports its failure."""
     manager = fixture.manager()
     manager.start_quorum()
     manager.wait_quorum()

@@ -1,4 +1,4 @@
-"""Groups that reduce different tensors are found before anything is sent, and the group that must change ends."""
+"""Groups that reduce different tensors are detected before tensors are sent, and the group that has to change ends."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def outcome(the_plan: Plan, ours: Optional[list[str]], new_here: bool) -> str:
     [
         ([OURS, OURS], 0, None, 7, False, "alike"),
         ([OURS, None], 0, None, 7, False, "alike"),  # an upstream peer announces nothing
-        ([OURS, THEIRS], 0, None, 7, False, "theirs"),  # the other one came and heals
+        ([OURS, THEIRS], 0, None, 7, False, "theirs"),  # the other one has joined, and heals
         ([LOADER, LOADER], 0, None, 7, False, "alike"),
         ([LOADER, None], 0, None, 7, False, "theirs"),  # all have a loader, or none
         ([LOADER, None], 1, 0, 7, True, "mine to mend"),
@@ -60,10 +60,10 @@ def outcome(the_plan: Plan, ours: Optional[list[str]], new_here: bool) -> str:
         ([LOADER, OURS], 0, None, 7, False, "theirs"),
         ([LOADER, OTHER_LOADER], 1, 0, 7, True, "mine to mend"),
         ([OURS, THEIRS], 1, 0, 7, True, "mine to mend"),  # and gets the error
-        ([THEIRS, OURS, OURS], 0, 2, 7, True, "mine to mend"),  # whatever its rank
+        ([THEIRS, OURS, OURS], 0, 2, 7, True, "mine to mend"),  # with any rank
         ([THEIRS, OURS, OURS], 1, None, 7, False, "theirs"),
-        ([THEIRS, OURS, OURS], 1, 2, 7, True, "theirs"),  # heals from one that is like it
-        ([OURS, THEIRS], 0, None, 0, True, "theirs"),  # all groups begin, so the first one is right
+        ([THEIRS, OURS, OURS], 1, 2, 7, True, "theirs"),  # heals from a group that equals it
+        ([OURS, THEIRS], 0, None, 0, True, "theirs"),  # all groups begin, so the first one counts
         ([OURS, THEIRS], 1, 0, 0, True, "mine to mend"),
         ([OURS, THEIRS], 0, 1, 0, True, "theirs"),  # rank 1 of a group takes its weights from another group
         ([OURS, THEIRS], 1, None, 0, True, "mine to mend"),  # as with init_sync=False
@@ -90,7 +90,7 @@ def test_a_group_that_announces_nothing_is_not_compared() -> None:
         (None, "could not be read"),
     ],
 )
-def test_what_differs_is_named(theirs: Optional[list[str]], said: str) -> None:
+def test_differences_are_named(theirs: Optional[list[str]], said: str) -> None:
     read: Callable[[Handle], Optional[list[str]]] = lambda peer: theirs  # noqa: E731
     with pytest.raises(LayoutDiffers, match="other tensors than group1: .*" + said):
         check_layouts(plan([OURS, THEIRS], 0), OURS, new_here=False, read=read)
@@ -123,7 +123,7 @@ def differing(me: int) -> Any:
 
 @pytest.fixture
 def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shortens the wait for a peer's store that does not exist."""
+    """Shortens the wait for a store that does not exist."""
     monkeypatch.setattr(layout, "_FETCH_TIMEOUT", SHORT)
 
 
@@ -140,7 +140,7 @@ def test_a_group_that_fits_loses_the_step_and_is_not_connected(fixture: Fixture)
 
 
 @pytest.mark.usefixtures("short_timeout")
-def test_a_group_that_does_not_fit_is_told_by_start_quorum(fixture: Fixture) -> None:
+def test_start_quorum_raises_in_a_group_that_does_not_fit(fixture: Fixture) -> None:
     manager = fixture.manager(use_async_quorum=False)
     manager.register_layout("model", [line.removeprefix("model: ") for line in THEIRS])
     fixture.client._quorum.return_value = differing(1)
@@ -159,7 +159,7 @@ def test_a_group_without_handles_cannot_be_in_a_job_with_a_loader(new_here: bool
     check_layouts(the_plan, OURS, new_here=new_here, read=lambda peer: None)
 
 
-def test_what_differs_between_loaders_is_named() -> None:
+def test_differences_between_loaders_are_named() -> None:
     with pytest.raises(LayoutDiffers, match="trains on other data than group0: here ElasticDataLoader: seed=1; there"):
         check_layouts(plan([LOADER, OTHER_LOADER], 1, 0), OTHER_LOADER, new_here=True, read=lambda peer: LOADER)
     for groups, me, who in [([LOADER, None], 1, "group0"), ([None, LOADER], 1, "this group")]:

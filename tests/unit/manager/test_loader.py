@@ -1,4 +1,4 @@
-"""How a loader changes a Manager's behaviour, and the settings that it excludes."""
+"""The effects of a loader on a Manager, and the settings that it excludes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torchft.work import _DummyWork
 
 @pytest.fixture
 def native(fixture: Fixture) -> Fixture:
-    """The peers have native handles, which announce nothing."""
+    """Makes the peers' handles native ones, which announce nothing."""
     fixture.client._quorum.return_value = quorum(reconfigure_handles=["native 0", "native 1"])
     fixture.pg = Native(0, 1)
     return fixture
@@ -68,8 +68,8 @@ def test_an_average_is_the_sum_of_weighted_gradients(native: Fixture, with_loade
     assert manager.num_participants() == 2
 
 
-def test_a_batch_that_is_not_whole_is_not_committed(native: Fixture) -> None:
-    """The dummy group reduces nothing, so the other group's samples are missing. That is no reason to heal."""
+def test_an_incomplete_batch_is_not_committed(native: Fixture) -> None:
+    """The dummy group reduces nothing, so the samples of the other group are missing. That is no reason to heal."""
     manager = native.manager()
     loader = attach(manager, native)
     before = loader.position
@@ -86,7 +86,7 @@ def test_a_step_is_begun_once(native: Fixture) -> None:
     manager = native.manager()
     loader = attach(manager, native)
     next(loader)
-    manager.start_quorum()  # as the optimizer's zero_grad does
+    manager.start_quorum()  # like the optimizer's zero_grad
     next(loader)
     assert native.client._quorum.call_count == 1
 
@@ -108,7 +108,7 @@ def train(manager: Manager, step: Any, model: nn.Module) -> None:
 
 @pytest.mark.parametrize("zero_grad_last", [False, True])
 def test_a_drain_ends_the_loop_between_two_steps(native: Fixture, zero_grad_last: bool) -> None:
-    """Also if the loop clears gradients after the optimizer has stepped, which begins a step without a loader."""
+    """Also if the loop calls zero_grad after the optimizer has stepped, which would begin a step without a loader."""
     manager, model = native.manager(), nn.Linear(1, 1)
     loader = attach(manager)
     assert manager._layout.lines is not None
@@ -126,7 +126,7 @@ def test_a_drain_ends_the_loop_between_two_steps(native: Fixture, zero_grad_last
     assert manager.draining()
 
 
-def test_24_bytes_are_reduced_more_in_the_first_step_of_a_quorum_only(native: Fixture) -> None:
+def test_only_the_first_step_of_a_quorum_reduces_24_more_bytes(native: Fixture) -> None:
     reduced: list[int] = []
 
     class Counts(Native):
@@ -153,13 +153,15 @@ def test_24_bytes_are_reduced_more_in_the_first_step_of_a_quorum_only(native: Fi
     assert reduced == [], "the end is in the quorum of the last step"
 
 
-def test_what_is_reduced_before_the_units_begins_no_other_step(native: Fixture) -> None:
-    """For example a number of tokens. In another quorum the units would be those of other groups, too, or of none."""
+def test_a_reduction_before_the_units_begins_no_other_step(native: Fixture) -> None:
+    """For example, a number of tokens is reduced. If that began another step, the units would belong to another
+    quorum.
+    """
     manager = native.manager()
     loader = attach(manager, native)
     step = next(loader)
     manager.allreduce(torch.ones(1)).wait()
-    manager.start_quorum()  # as the optimizer's zero_grad does
+    manager.start_quorum()  # like the optimizer's zero_grad
     assert len(list(step)) == 1
     assert native.client._quorum.call_count == 1
 
@@ -259,7 +261,7 @@ def leaves_units_out(manager: Manager, peers: Fixture) -> None:
 
 
 def has_a_group_that_failed(manager: Manager, peers: Fixture) -> None:
-    """Its other rank has ended, so an addition between the ranks ends with an error."""
+    """A process group whose other rank has ended, so that an addition over the ranks raises an error."""
     group = GroupOfRanks(1, 2)
     loader = ElasticDataLoader(manager, list(range(10)), global_batch_size=4, micro_batch_size=2, data_group=group)
     announce_the_same(manager, peers)
@@ -318,7 +320,7 @@ def test_a_loader_after_the_first_step_began_is_refused(fixture: Fixture) -> Non
         attach(manager)
 
 
-def test_something_else_that_is_averaged_is_refused(fixture: Fixture) -> None:
+def test_other_averages_are_refused(fixture: Fixture) -> None:
     before, after = fixture.manager(), fixture.manager()
     before.register_layout("mine", ["weight float32[2]"])
     with pytest.raises(ValueError, match="what is averaged was registered before; with an ElasticDataLoader gradients"):
@@ -329,7 +331,7 @@ def test_something_else_that_is_averaged_is_refused(fixture: Fixture) -> None:
 
 
 class Steps:
-    """LocalSGD, as a Manager sees it."""
+    """LocalSGD's interface for a Manager."""
 
     keeps_own_weights = True
     entered = True
@@ -408,7 +410,7 @@ class InQuorum:
 
 
 def verdicts(first: Fake, second: Fake, lost: int = 0) -> list[tuple[str, bool]]:
-    """Returns the verdicts of two groups, and whether each has to heal, if this number of samples was not reduced."""
+    """Returns the verdicts of two groups, and whether each has to heal, if this number of samples is missing."""
     first.rank, second.rank = 0, 1
     checks, steps = [BatchCheck(first), BatchCheck(second)], [InQuorum(0), InQuorum(1)]
     assert all(check.is_due(step) for check, step in zip(checks, steps))  # type: ignore[arg-type]
@@ -430,11 +432,11 @@ def verdicts(first: Fake, second: Fake, lost: int = 0) -> list[tuple[str, bool]]
 PLAN = Plan(length=10, global_batch_size=4, micro_batch_size=2)
 
 
-def test_groups_alike_pass() -> None:
+def test_equal_groups_pass() -> None:
     assert verdicts(Fake(PLAN, Position(0, 2)), Fake(PLAN, Position(0, 2))) == [("", False)] * 2
 
 
-def test_samples_that_are_missing_cost_the_step() -> None:
+def test_missing_samples_cost_the_step() -> None:
     found = verdicts(Fake(PLAN, Position()), Fake(PLAN, Position()), lost=2)
     said = "batch 0 of epoch 0: 2 samples were reduced, 4 belong to it; the step must not be committed"
     assert found == [(said, False)] * 2
@@ -456,7 +458,7 @@ def test_samples_that_are_missing_cost_the_step() -> None:
         ),
     ],
 )
-def test_groups_that_differ_lose_the_step_and_the_first_one_is_right(other: Fake) -> None:
+def test_groups_that_differ_lose_the_step_and_the_first_one_counts(other: Fake) -> None:
     first, second = verdicts(Fake(PLAN, Position()), other)
     assert "the 2 groups that take part do not train on the same batch" in first[0]
     assert [first[1], second[1]] == [False, True]

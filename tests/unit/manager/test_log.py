@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tests.unit.manager.conftest import Fixture
 
 
-def test_says_where_the_seconds_of_a_recovery_went(
+def test_the_log_of_a_heal_has_the_duration_of_each_phase(
     fixture: Fixture, make_quorum: Quorum, caplog: pytest.LogCaptureFixture
 ) -> None:
     def slow(result: Any, seconds: float = 0.05) -> Callable[..., Any]:
@@ -63,8 +63,8 @@ def test_records_of_quorums_commits_and_errors(
     assert vars(records["torchft_errors"])["error"] == records["torchft_errors"].getMessage() == "bad gradient"
 
 
-def test_a_step_like_the_one_before_says_nothing(fixture: Fixture, caplog: pytest.LogCaptureFixture) -> None:
-    """There is a line when the quorum changes. Records for exporters have loggers of their own."""
+def test_a_step_in_an_unchanged_quorum_logs_nothing(fixture: Fixture, caplog: pytest.LogCaptureFixture) -> None:
+    """A line is logged when the quorum changes. Records for exporters have separate loggers."""
     caplog.set_level("INFO")
     manager = fixture.manager()
     said = []

@@ -62,7 +62,7 @@ def test_step_is_committed(fixture: Fixture) -> None:
     fixture.transport.disallow_checkpoint.assert_called_once()
 
 
-def test_quorum_request_says_all(fixture: Fixture, make_quorum: Quorum) -> None:
+def test_the_quorum_request_has_all_fields(fixture: Fixture, make_quorum: Quorum) -> None:
     manager = fixture.manager(init_sync=False, quorum_timeout=timedelta(seconds=7))
     manager.load_state_dict({"step": 5, "batches_committed": 9})
     fixture.client.should_commit.side_effect = [False]
@@ -135,7 +135,7 @@ def test_chain_of_futures_sees_the_average_and_runs_once(fixture: Fixture) -> No
     assert calls == ["first", "second"]
 
 
-def test_commit_waits_for_collectives_nobody_waited_for(fixture: Fixture) -> None:
+def test_commit_waits_for_collectives_without_a_wait(fixture: Fixture) -> None:
     fixture.pg = FailingGroup(0, 1)
     manager = fixture.manager()
     manager.start_quorum()
@@ -224,7 +224,7 @@ def test_no_quorum_does_not_raise_into_the_model(fixture: Fixture) -> None:
 
 @pytest.mark.parametrize("where", ["metadata", "handle", "begin"])
 def test_a_step_that_cannot_begin_has_no_quorum(fixture: Fixture, where: str) -> None:
-    """Not the one of the step before either."""
+    """It does not have the quorum of the previous step either."""
     manager = fixture.manager()
     manager.start_quorum()
     assert manager.should_commit()
@@ -275,7 +275,7 @@ def test_start_quorum_first(fixture: Fixture) -> None:
             call()
 
 
-def test_nobody_takes_part_before_the_first_quorum(fixture: Fixture) -> None:
+def test_there_are_no_participants_before_the_first_quorum(fixture: Fixture) -> None:
     manager = fixture.manager()
     assert manager.num_participants() == 0
     assert manager.participating_rank() is None
@@ -310,7 +310,7 @@ def test_a_profile_shows_the_ranges_of_upstream(
         ranges.append(name)
         return record_function(name)
 
-    # For threads other than its own, a profile shows no ranges.
+    # A profile shows only the ranges of its own thread.
     monkeypatch.setattr("torchft._manager.ranges.record_function", noted)
     fixture.client._quorum.return_value = healing(make_quorum) if heals else make_quorum(recover_dst_replica_ranks=[0])
     fixture.transport.recv_checkpoint.return_value = peer_state()
@@ -354,7 +354,7 @@ def test_other_projects_read_the_state_by_name(fixture: Fixture, make_quorum: Qu
         pass
 
 
-def test_what_other_projects_replace_has_an_effect(fixture: Fixture, make_quorum: Quorum) -> None:
+def test_replacements_by_other_projects_have_an_effect(fixture: Fixture, make_quorum: Quorum) -> None:
     manager = fixture.manager()
     manager._client = client = create_autospec(ManagerClient, instance=True)
     client._quorum.return_value = make_quorum(quorum_id=3)
@@ -467,13 +467,13 @@ def test_reported_error_aborts_when_something_is_skipped(fixture: Fixture) -> No
     manager.start_quorum()
     manager.allreduce(torch.ones(1)).wait()
     manager.report_error(RuntimeError("bad gradient"))
-    fixture.pg.abort.assert_not_called()  # the peers have all they wait for so far
+    fixture.pg.abort.assert_not_called()  # the peers do not wait for this rank yet
     manager.allreduce(torch.ones(1)).wait()
     fixture.pg.abort.assert_called_once_with()
 
 
 def test_load_that_fails_half_way(fixture: Fixture, make_quorum: Quorum) -> None:
-    """Then some of the weights are the peer's: nothing is committed until a heal succeeds."""
+    """Some of the weights are then the peer's, so nothing is committed until a heal succeeds."""
     fails = [True, False]
 
     def load_optimizer(_: Any) -> None:
@@ -513,7 +513,7 @@ def test_shutdown_leaves_no_thread(fixture: Fixture) -> None:
     fixture.transport.shutdown.assert_called_with(wait=True)
 
 
-def test_shutdown_ends_all_parts_whatever_one_raises(fixture: Fixture) -> None:
+def test_shutdown_ends_all_parts_even_if_one_raises(fixture: Fixture) -> None:
     manager = fixture.manager()
     manager._manager = server = MagicMock()
     fixture.transport.shutdown.side_effect = OSError("transport")
@@ -529,7 +529,9 @@ def test_shutdown_ends_all_parts_whatever_one_raises(fixture: Fixture) -> None:
 
 
 def test_finish_serving_waits_for_the_step_and_then_for_the_readers(fixture: Fixture, make_quorum: Quorum) -> None:
-    """Streaming DiLoCo changes its state while a step is open: a group that heals must not read half of that."""
+    """Streaming DiLoCo changes its state while a step is in progress. A healing group must not read a partial
+    change.
+    """
     manager = fixture.manager(use_async_quorum=False)
     manager.start_quorum()
     manager.finish_serving()
@@ -547,10 +549,10 @@ def test_finish_serving_waits_for_the_step_and_then_for_the_readers(fixture: Fix
 
 
 @pytest.mark.parametrize("in_mid_step", [False, True])
-def test_a_source_trains_on_when_its_target_has_failed(
+def test_a_source_continues_when_its_target_has_failed(
     fixture: Fixture, make_quorum: Quorum, in_mid_step: bool
 ) -> None:
-    """A transfer by a process group on a device is known to have failed only when its end is waited for."""
+    """With a process group on a device, only the wait for the end of a transfer shows that it has failed."""
     fixture.pg.abort = MagicMock()  # type: ignore[method-assign]
     manager = fixture.manager(use_async_quorum=False)
     fixture.client._quorum.return_value = make_quorum(recover_dst_replica_ranks=[0])
@@ -559,4 +561,4 @@ def test_a_source_trains_on_when_its_target_has_failed(
     if in_mid_step:
         manager.finish_serving()
     assert manager.should_commit()
-    fixture.pg.abort.assert_called_once()  # it must not end with a state that changes meanwhile
+    fixture.pg.abort.assert_called_once()  # the transfer must not complete with a state that changes meanwhile

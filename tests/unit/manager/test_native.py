@@ -39,7 +39,7 @@ def asks_for_the_future(work: dist._Work) -> None:
 
 
 def forget(self: Connections) -> None:
-    """Replaces `Connections.shutdown`, as if Gloo had lost an operation at the moment when its connection broke."""
+    """Replaces `Connections.shutdown`, to simulate an operation that Gloo does not wake when its connection breaks."""
     self.cut = True
 
 
@@ -70,15 +70,15 @@ def connected(fixture: Fixture, quorum: Callable[..., QuorumResult]) -> tuple[Ma
     [(waits, {}), (asks_for_the_future, {}), (waits, {"should_quantize": True})],
     ids=["wait", "future", "quantized"],
 )
-def test_a_failure_ends_a_collective_that_gloo_forgets(
+def test_a_failure_ends_a_collective_that_gloo_does_not_wake(
     fixture: Fixture,
     make_quorum: Callable[..., QuorumResult],
     monkeypatch: pytest.MonkeyPatch,
     end: Callable[[dist._Work], None],
     how: dict[str, Any],
 ) -> None:
-    """Gloo may lose an operation in the moment in which its connection breaks, above all in a process that was stopped
-    meanwhile: that one sleeps until its timeout, here as if it had not heard of the abort at all.
+    """Gloo may not wake an operation whose connection breaks, above all in a process that was stopped meanwhile. The
+    operation then sleeps until its timeout. Here this is simulated by an abort without effect.
     """
     manager, peer = connected(fixture, make_quorum)
     work = manager.allreduce(torch.ones(64), **how)
@@ -90,7 +90,7 @@ def test_a_failure_ends_a_collective_that_gloo_forgets(
         assert time.monotonic() - began < within(ABORT_S), "it waited for Gloo"
     assert not manager.should_commit()
     assert "group_0:uuid of quorum 1 failed" in str(manager.errored())
-    abort_group(peer)  # which is what Gloo waits for here
+    abort_group(peer)  # ends Gloo's operation
 
 
 def test_a_group_that_could_not_be_reconfigured_trains_in_the_next_quorum(
@@ -123,11 +123,11 @@ def test_a_group_that_could_not_be_reconfigured_trains_in_the_next_quorum(
 
 
 @pytest.mark.parametrize("lost", [1, 2])
-def test_a_group_whose_threads_are_all_held_joins_no_quorum(
+def test_a_group_whose_threads_are_all_occupied_joins_no_quorum(
     fixture: Fixture, make_quorum: Callable[..., QuorumResult], monkeypatch: pytest.MonkeyPatch, lost: int
 ) -> None:
-    """Gloo's two threads outlive the peers of a native group. Operations among the next peers would wait
-    behind the lost ones.
+    """The two Gloo threads of a native group remain when its peers change. Operations with the next peers would wait
+    behind the hanging ones.
     """
     manager, peer = connected(fixture, make_quorum)
     for _ in range(lost):
@@ -141,7 +141,7 @@ def test_a_group_whose_threads_are_all_held_joins_no_quorum(
         with pytest.raises(TimeoutError, match="aborted collectives occupy all 2 threads"):
             manager.start_quorum(timeout=timedelta(milliseconds=50))
         assert fixture.client._quorum.call_count == 1
-        threading.Timer(0.1, abort_group, [peer]).start()  # which is what Gloo waits for
+        threading.Timer(0.1, abort_group, [peer]).start()  # ends Gloo's operation
     manager.start_quorum()
     with pytest.raises(RuntimeError, match="asked"):
         manager.wait_quorum()

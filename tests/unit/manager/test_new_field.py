@@ -1,4 +1,4 @@
-"""A new field of the quorum request, or of its answer, is passed on everywhere: CONTRIBUTING lists the files."""
+"""All code passes on each field of the quorum request and of its answer: CONTRIBUTING lists the files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchft._torchft import QuorumRequest, QuorumResult
 NOT_PLANNED = {"commit_failures": "each group counts its own"}
 
 
-def test_the_manager_says_each_field_of_the_request(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_manager_sends_each_field_of_the_request(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[dict[str, Any]] = []
 
     def request(**given: Any) -> QuorumRequest:

@@ -46,7 +46,7 @@ def plan(quorum: Any, **settings: Any) -> Plan:
 def test_participants(use_async: bool, allow_heal: bool, rank: Optional[int], participants: int) -> None:
     got = plan(result(), use_async_quorum=use_async, allow_heal=allow_heal)
     assert (got.participating_rank, got.participants, got.divisor) == (rank, participants, participants)
-    assert got.num_up_to_date == 2  # in any case, so that groups can use it to decide alike
+    assert got.num_up_to_date == 2  # the same in all groups, so that they can base equal decisions on it
     assert got.heal is allow_heal
 
 
@@ -63,7 +63,7 @@ def test_spares_do_not_take_part(max_rank: int, expected: Optional[int]) -> None
     assert (got.participating_rank, got.participants) == (expected, 2)
 
 
-def test_too_few_groups_are_not_made_up_by_spares() -> None:
+def test_spares_do_not_replace_missing_groups() -> None:
     got = plan(
         result(max_replica_rank=0, max_world_size=1),
         world_size_mode=WorldSizeMode.FIXED_WITH_SPARES,
@@ -84,7 +84,7 @@ def test_sources_and_destinations() -> None:
     assert plan(result(heal=False, recover_dst_replica_ranks=[2]), allow_heal=False).recover_dst == []
 
 
-def test_init_sync_counts_everybody() -> None:
+def test_with_init_sync_all_groups_count() -> None:
     # At step 0 all groups are at max_step; those that heal contribute zeros and still count.
     got = plan(result(max_step=0, max_replica_rank=1, max_world_size=3))
     assert (got.participating_rank, got.participants, got.heal) == (1, 3, True)

@@ -135,7 +135,7 @@ def test_heal_from_several_sources(fixture: Fixture, make_quorum: Quorum) -> Non
     assert manager.should_commit()
     fixture.client_class.assert_called_with("http://source:1", connect_timeout=timedelta(seconds=0.5))
     additional_sources = fixture.transport.recv_checkpoint.call_args.kwargs["additional_sources"]
-    # The transport asks them when it has a use for them, and each attempt ends soon.
+    # The transport asks them when it needs them, and each attempt ends soon.
     for additional, address in zip(additional_sources, ["http://b:1", "http://c:1"]):
         assert additional() == "where"
         fixture.client_class.assert_called_with(address, connect_timeout=timedelta(seconds=3))
@@ -162,7 +162,7 @@ def test_a_source_that_helps_as_well_offers_its_state_once(fixture: Fixture, mak
     fixture.transport.help_checkpoint.assert_not_called()
 
 
-def test_help_that_fails_costs_nothing(fixture: Fixture, make_quorum: Quorum) -> None:
+def test_a_failed_additional_source_costs_nothing(fixture: Fixture, make_quorum: Quorum) -> None:
     fixture.transport.several_sources = True
     fixture.transport.help_checkpoint.side_effect = RuntimeError("no memory")
     manager = fixture.manager()
@@ -198,10 +198,10 @@ def test_number_of_sources_is_checked(fixture: Fixture, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("where", ["transfer", "never loaded"])
-def test_a_heal_in_place_that_does_not_end_leaves_weights_of_no_step(
+def test_an_unfinished_heal_in_place_leaves_weights_of_no_step(
     fixture: Fixture, make_quorum: Quorum, where: str
 ) -> None:
-    """They may be partly the peer's: the group commits nothing until it has healed."""
+    """Some of the weights may be the peer's: the group commits nothing until it has healed."""
     fixture.transport.in_place = True
     load = MagicMock(side_effect=[None] if where == "transfer" else [ValueError("no"), None])
     manager = fixture.manager(use_async_quorum=False, load_state_dict=load)
@@ -222,7 +222,7 @@ def test_a_heal_in_place_that_does_not_end_leaves_weights_of_no_step(
     assert manager.should_commit()
 
 
-def test_in_place_and_a_quorum_in_the_background_do_not_fit(fixture: Fixture) -> None:
+def test_a_transfer_in_place_excludes_an_asynchronous_quorum(fixture: Fixture) -> None:
     fixture.transport.in_place = True
     with pytest.warns(UserWarning, match="use_async_quorum=False"):
         fixture.manager(use_async_quorum=True)
@@ -249,7 +249,7 @@ def test_heal_not_allowed(fixture: Fixture, make_quorum: Quorum) -> None:
 
 
 def test_peers_meet_a_healing_group_after_its_heal(fixture: Fixture, make_quorum: Quorum) -> None:
-    """The first allreduce waits for the state: the source has then served it before its weights change."""
+    """The first allreduce waits for the state, so that the source has served it before its weights change."""
     manager = fixture.manager()
     fixture.client._quorum.return_value = healing(make_quorum)
     order: list[str] = []
@@ -263,7 +263,7 @@ def test_peers_meet_a_healing_group_after_its_heal(fixture: Fixture, make_quorum
 
 @pytest.mark.parametrize("use_async_quorum", [True, False])
 @pytest.mark.parametrize("where", ["transfer", "load", "metadata", "wrong step", "missing part"])
-def test_failed_heal_keeps_its_peers_going(
+def test_a_failed_heal_does_not_block_its_peers(
     fixture: Fixture, make_quorum: Quorum, where: str, use_async_quorum: bool
 ) -> None:
     load = MagicMock(side_effect=ValueError("shape mismatch") if where == "load" else None)
@@ -285,12 +285,14 @@ def test_failed_heal_keeps_its_peers_going(
     assert tensor.tolist() == [0.0, 0.0]
     assert not manager.should_commit() and fixture.votes() == [False]
     assert manager.errored() is not None
-    # It still has the weights of step 3, and reports that: it heals again in the next quorum.
+    # It still has the weights of step 3 and reports that step, so it heals in the next quorum.
     assert manager.state_dict() == {"step": 3, "batches_committed": 6}
 
 
 def test_heal_that_times_out_is_a_timeout_and_a_runtime_error(fixture: Fixture, make_quorum: Quorum) -> None:
-    """With any transport. A source whose answer is late is asked again."""
+    """With any transport, the error is a TimeoutError and a RuntimeError. A source whose answer is late is asked
+    again.
+    """
     manager = fixture.manager()
     fixture.client._quorum.return_value = healing(make_quorum)
     fixture.client._checkpoint_metadata.side_effect = [TimeoutError("late"), "where"]
@@ -310,13 +312,13 @@ def test_heal_that_was_never_loaded_is_forgotten(fixture: Fixture, make_quorum: 
     fixture.client._quorum.return_value = healing(make_quorum)
     fixture.transport.recv_checkpoint.return_value = peer_state()
     manager.start_quorum()
-    manager.wait_quorum()  # then the forward pass raises an error, and the script retries
+    manager.wait_quorum()  # the forward pass raises an error, and the script retries
     manager.start_quorum()
     manager.wait_quorum()
     assert [call.kwargs["step"] for call in fixture.client._quorum.call_args_list] == [0, 0]
 
 
-def test_says_in_which_quorum_its_weights_were_made(
+def test_the_request_names_the_quorum_of_the_weights(
     fixture: Fixture, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[int] = []
@@ -343,7 +345,7 @@ def test_says_in_which_quorum_its_weights_were_made(
     manager.report_error(RuntimeError("not committed"))
     assert not manager.should_commit()
 
-    result = healing(make_quorum, committed_quorum_id=30)  # to what was made in quorum 30, in a quorum of its own
+    result = healing(make_quorum, committed_quorum_id=30)  # heals to weights of quorum 30
     fixture.transport.recv_checkpoint.side_effect = RuntimeError("source failed")
     assert not step()
     fixture.transport.recv_checkpoint.side_effect = None

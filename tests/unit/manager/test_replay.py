@@ -1,4 +1,4 @@
-"""Whether a step is replayed, and the inputs that are kept for that."""
+"""Decisions whether a step is replayed, and the inputs that are kept for a replay."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_which_attempts_can_be_replayed(attempt: Attempt, reason: Optional[str])
         (dict(heal=False, max_replica_rank=1), "not all groups replay steps"),
     ],
 )
-def test_what_a_quorum_says(quorum: dict[str, Any], reason: Optional[str]) -> None:
+def test_whether_a_quorum_permits_a_replay(quorum: dict[str, Any], reason: Optional[str]) -> None:
     assert (why_recomputed(plan(result(**quorum))) or "").startswith(reason or "")
     assert (why_recomputed(plan(result(**quorum))) is None) == (reason is None)
 
@@ -98,7 +98,7 @@ def test_the_memory_of_the_copies_serves_all_steps() -> None:
     reduced(inputs, *tensors)
     assert [kept.copy.data_ptr() for kept in inputs.restore()] == before
     inputs = Inputs(copies)
-    reduced(inputs, torch.ones(5, dtype=torch.float64))  # another one in its place
+    reduced(inputs, torch.ones(5, dtype=torch.float64))  # replaced by another one
     assert inputs.restore()[0].copy.dtype == torch.float64
 
 
@@ -125,7 +125,7 @@ def test_memory_that_is_reduced_twice(pick: Callable[[torch.Tensor], Any], twice
     assert (inputs.twice() is not None) is twice
 
 
-def test_gradients_that_are_elsewhere() -> None:
+def test_gradients_in_other_memory() -> None:
     inputs = Inputs([])
     bucket = torch.ones(8)
     reduced(inputs, bucket)
@@ -133,7 +133,7 @@ def test_gradients_that_are_elsewhere() -> None:
     assert "shape (3,) is not in the memory that was reduced" in str(inputs.elsewhere([bucket, torch.ones(3)]))
 
 
-def test_what_cannot_be_done_again_is_not_kept() -> None:
+def test_inputs_that_cannot_be_replayed_are_not_kept() -> None:
     inputs = Inputs([])
     inputs.refuse("no")
     inputs.refuse("later")
@@ -165,10 +165,10 @@ def test_a_step_is_lost_after_so_many_replays(fixture: Fixture, make_quorum: Cal
     assert not manager.should_commit()
     assert said == [0, 1, 2, 3, 4, 5], "each attempt needs a new quorum"
     assert steps == [(0, False, 2)]
-    assert manager._commit_failures == 1, "one step was lost, however often it was tried"
+    assert manager._commit_failures == 1, "one step was lost, with any number of attempts"
 
 
-def test_off_it_votes_once_and_keeps_nothing(fixture: Fixture) -> None:
+def test_without_replay_a_rank_votes_once_and_keeps_nothing(fixture: Fixture) -> None:
     manager = fixture.manager()
     lose(manager)
     assert not manager.should_commit()
@@ -197,7 +197,7 @@ def test_without_a_quorum_the_step_is_lost(fixture: Fixture, make_quorum: Callab
 
 
 @pytest.mark.parametrize(("allow_heal", "quorums"), [(True, 2), (False, 3)])
-def test_the_quorum_of_a_replay_that_is_none_is_that_of_the_next_step(
+def test_the_quorum_of_an_impossible_replay_is_used_by_the_next_step(
     fixture: Fixture, make_quorum: Callable[..., QuorumResult], allow_heal: bool, quorums: int
 ) -> None:
     manager = fixture.manager(replay_failed_step=True)
@@ -205,7 +205,7 @@ def test_the_quorum_of_a_replay_that_is_none_is_that_of_the_next_step(
     lose(manager)
     fixture.client._quorum.return_value = make_quorum(replay=False, quorum_id=2)
     assert not manager.should_commit()
-    manager.start_quorum(allow_heal=allow_heal)  # unless the next step asks for something else
+    manager.start_quorum(allow_heal=allow_heal)  # unless the next step's request differs
     manager.wait_quorum()
     assert fixture.client._quorum.call_count == quorums
 

@@ -95,7 +95,7 @@ class Job:
         for group in self.groups:
             group.healing = group.replicas.gives_way(group.step)
             if group not in committing:
-                group.heal(committing[0])  # its weights are those of the same step
+                group.heal(committing[0])  # its weights belong to the same step
         generator = torch.Generator().manual_seed(self.number)
         gradients = [torch.randn(p.shape, generator=generator) for p in self.groups[0].model.parameters()]
         for group in self.groups:
@@ -116,7 +116,7 @@ class Job:
             return SimpleNamespace(wait=lambda: True)
 
         group.replicas.send(group.step, self.number, torch.device("cpu"), reduce)
-        group.replicas.send(group.step, self.number, torch.device("cpu"), reduce)  # called a second time in the step
+        group.replicas.send(group.step, self.number, torch.device("cpu"), reduce)  # a second call in the same step
         assert len(sent) <= 1
         return sent
 
@@ -267,7 +267,7 @@ def test_groups_with_other_tensors_are_reported_once() -> None:
 
 
 def test_a_group_without_a_source_votes_yes_after_three_failed_steps() -> None:
-    """If no group commits, a group that differs has no source to heal from: after three attempts it trains on."""
+    """If no group commits, a group that differs has no source to heal from: after three attempts it continues."""
     job = Job([Group(rank, 1) for rank in range(GROUPS)])
     for _ in range(3):
         job.step()

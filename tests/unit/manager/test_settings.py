@@ -73,7 +73,7 @@ def test_missing_lighthouse_is_named() -> None:
 
 
 def test_missing_lighthouse_is_named_before_anything_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store of MASTER_ADDR may not be there, and is waited for a minute."""
+    """Otherwise a missing store at MASTER_ADDR would be waited for, for a minute."""
 
     def open_store(settings: Settings) -> None:
         raise AssertionError("it was waited for")
@@ -153,7 +153,7 @@ def test_global_rank_reads_the_name_not_the_uuid() -> None:
     ("given", "variable", "commits"),
     [(None, None, None), (0, None, 0), (7, "9", 7), ("auto", None, None), (None, "auto", None), (None, "250", 250)],
 )
-def test_in_how_many_commits_weights_are_compared(
+def test_the_number_of_commits_in_which_weights_are_compared(
     given: Any, variable: str | None, commits: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if variable is not None:
@@ -176,7 +176,7 @@ def test_a_bad_number_of_commits_in_the_environment_is_refused(bad: str, monkeyp
         make()
 
 
-def test_what_a_group_does_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_action_of_a_group_that_differs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert make().on_divergence.value == "report"
     assert make(on_divergence="evict").on_divergence.value == "evict"
     monkeypatch.setenv("TORCHFT_ON_DIVERGENCE", "heal")

@@ -1,4 +1,4 @@
-"""A signal makes the group leave: the handler sets a flag, and a thread enforces the grace period."""
+"""A signal drains the group: the handler sets a flag, and a thread enforces the grace period."""
 
 from __future__ import annotations
 
@@ -45,11 +45,16 @@ def handlers() -> Iterator[None]:
         ([10.0], 10.0, 25.0, ""),
         ([10.0], 34.9, 0.1, ""),
         ([10.0], 35.0, 0.0, "the process has not ended within TORCHFT_GRACE_S=25 s"),
-        ([10.0, 10.1, 10.0 + SAME_ORDER_SEC - 0.1], 16.0, 19.0, ""),  # of torchrun and of Slurm: one order
+        (
+            [10.0, 10.1, 10.0 + SAME_ORDER_SEC - 0.1],
+            16.0,
+            19.0,
+            "",
+        ),  # from torchrun and from Slurm: one request
         ([10.0, 10.0 + SAME_ORDER_SEC], 16.0, 19.0, "it came again"),
     ],
 )
-def test_when_it_ends_at_once(at: list[float], now: float, left: Optional[float], over: str) -> None:
+def test_when_the_process_ends_at_once(at: list[float], now: float, left: Optional[float], over: str) -> None:
     deadline = Deadline(25.0)
     for arrived in at:
         deadline.asked(arrived)
@@ -64,11 +69,11 @@ def test_the_handler_sets_a_flag_and_the_next_request_carries_it(fixture: Any, m
     signal.raise_signal(USR2)
     assert manager._signals.wanted
     manager.wait_quorum()
-    assert manager.should_commit() and not manager.draining(), "the server has not heard of it"
+    assert manager.should_commit() and not manager.draining(), "the server does not know of it"
     assert fixture.client._quorum.call_count == 1
 
 
-def test_what_a_rank_says(fixture: Any, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reports_its_signal(fixture: Any, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = fixture.manager()
     said: list[bool] = []
     begin = manager._rounds.begin
@@ -81,16 +86,16 @@ def test_what_a_rank_says(fixture: Any, make_quorum: Quorum, monkeypatch: pytest
     monkeypatch.setattr(manager._rounds, "begin", record)
     manager.leave_on(USR1)
     manager.start_quorum()
-    signal.raise_signal(USR1)  # during the step, so it is too late for its quorum
+    signal.raise_signal(USR1)  # during the step, so too late for its quorum
     assert manager.should_commit() and not manager.draining()
     manager.start_quorum()
     assert manager.should_commit() and manager.draining()
     assert said == [False, True]
     manager.shutdown()
-    assert signal.getsignal(USR1) == manager._signals._handle, "its last checkpoint must not end by the same signal"
+    assert signal.getsignal(USR1) == manager._signals._handle, "the signal must not end its last checkpoint"
 
 
-def test_the_handler_of_the_script_is_called_and_comes_back(fixture: Any) -> None:
+def test_the_handler_of_the_script_is_called_and_restored(fixture: Any) -> None:
     calls: list[int] = []
 
     def scripts(number: int, frame: Optional[FrameType]) -> None:
@@ -114,13 +119,13 @@ def test_the_handler_of_the_script_is_called_and_comes_back(fixture: Any) -> Non
     assert calls == [USR1, USR1] and manager._signals.wanted
 
 
-def test_a_process_of_torchft_run_leaves_on_a_signal_if_its_script_asks(
+def test_a_process_of_torchft_run_drains_on_a_signal_if_its_script_calls_draining(
     fixture: Any, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHFT_LEAVE_ON", "SIGUSR1, SIGUSR2")
     manager = fixture.manager()
     manager.start_quorum()
-    assert manager.should_commit() and module.heeded() == [], "a script that never asks would never leave"
+    assert manager.should_commit() and module.heeded() == [], "a script that never calls draining() would never leave"
     assert on_another_thread(manager.draining) is None and module.heeded() == []
     assert not manager.draining() and module.heeded() == [USR1, USR2]
     signal.raise_signal(USR2)
@@ -132,13 +137,13 @@ def test_a_process_of_torchft_run_leaves_on_a_signal_if_its_script_asks(
 
 
 @pytest.mark.parametrize("text", ["SIGKILL", "TERM", "SIGTERM SIGINT", "15"])
-def test_signals_that_cannot_be_by_default(fixture: Any, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_invalid_default_signals(fixture: Any, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("TORCHFT_LEAVE_ON", text)
     with pytest.raises(ValueError, match=f"TORCHFT_LEAVE_ON='{text}' is not allowed; allowed: names of signals"):
         fixture.manager()
 
 
-def test_two_managers_of_a_process_both_hear_of_it(fixture: Any) -> None:
+def test_two_managers_of_a_process_both_get_a_signal(fixture: Any) -> None:
     first, second = fixture.manager(), fixture.manager()
     first.leave_on(USR1)
     second.leave_on(USR1)
@@ -152,7 +157,7 @@ def test_two_managers_of_a_process_both_hear_of_it(fixture: Any) -> None:
     assert module.heeded() == [USR1]
 
 
-def test_ctrl_c_does_not_interrupt_one_that_is_to_leave(fixture: Any) -> None:
+def test_ctrl_c_does_not_interrupt_a_draining_process(fixture: Any) -> None:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         manager = fixture.manager()
@@ -170,7 +175,7 @@ def wait_until_heard() -> None:
         time.sleep(0.001)
 
 
-def test_a_second_signal_ends_it(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_second_signal_ends_the_process(capfd: pytest.CaptureFixture[str]) -> None:
     times, ended = [0.0], queue.SimpleQueue[int]()
     heeding = Signals()
     heeding.heed((USR1,), ended.put, lambda: times[-1])
@@ -197,7 +202,7 @@ def test_a_handler_that_the_script_installs_later_decides() -> None:
         signal.raise_signal(number)
 
     twice(USR1)
-    while module._watch is not None and module._watch._deadline.left(0.0) is not None:  # until it is forgotten
+    while module._watch is not None and module._watch._deadline.left(0.0) is not None:  # until the signal is reset
         assert ended.empty()
         time.sleep(0.001)
     twice(USR2)
@@ -205,7 +210,7 @@ def test_a_handler_that_the_script_installs_later_decides() -> None:
     assert heeding.wanted
 
 
-def test_another_ones_file_descriptor_hears_of_all_signals() -> None:
+def test_the_previous_wakeup_file_descriptor_gets_all_signals() -> None:
     """asyncio has one."""
     read, write = os.pipe()
     os.set_blocking(write, False)
@@ -235,15 +240,15 @@ def on_another_thread(call: Callable[[], object]) -> Optional[BaseException]:
     return raised[0] if raised else None
 
 
-def test_only_the_main_thread(fixture: Any) -> None:
+def test_leave_on_works_on_the_main_thread_only(fixture: Any) -> None:
     manager = fixture.manager()
     error = on_another_thread(lambda: manager.leave_on(USR1))
     assert isinstance(error, RuntimeError)
     assert str(error).startswith("leave_on() was called on the thread 'a loader': Python lets only the main thread")
     assert signal.getsignal(USR1) is signal.SIG_DFL
 
-    # A Manager that is shut down on another thread cannot restore handlers: the handler does so at the first signal,
-    # and passes that on.
+    # A Manager that is shut down on another thread cannot restore handlers. So the handler does that itself at the next
+    # signal, and passes the signal on.
     calls: list[int] = []
     signal.signal(USR1, lambda number, frame: calls.append(number))
     manager.leave_on(USR1)
@@ -262,7 +267,7 @@ def test_only_the_main_thread(fixture: Any) -> None:
         ((4711,), r"leave_on\(4711\): no such signal"),
     ],
 )
-def test_signals_that_cannot_be(fixture: Any, numbers: tuple[int, ...], said: str) -> None:
+def test_invalid_signals(fixture: Any, numbers: tuple[int, ...], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         fixture.manager().leave_on(*numbers)
 
@@ -314,7 +319,7 @@ libc.pthread_mutex_lock(mutex)  # for ever, and no handler runs meanwhile
 """
 
 
-def test_one_that_hangs_outside_of_python_ends() -> None:
+def test_a_process_that_hangs_outside_of_python_ends() -> None:
     env = {**os.environ, "TORCHFT_GRACE_S": "1"}
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", HANGS], env=env, text=True, **pipes) as child:

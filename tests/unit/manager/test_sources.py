@@ -1,4 +1,4 @@
-"""Which source is asked next: a table, and what each event does."""
+"""The choice of the next source: a table, and the effect of each event."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def test_before_a_quorum_there_is_none() -> None:
     assert sources.pick(True, 0.0) is None and "a" not in sources and not sources.failing
 
 
-def test_pieces_come_from_all_in_turn_and_the_rest_from_the_assigned_one() -> None:
+def test_pieces_come_from_all_sources_in_turn_and_the_rest_from_the_assigned_one() -> None:
     sources = named("a", "b", "c")
     assert [sources.pick(True, 0.0) for _ in range(6)] == ["a", "b", "c"] * 2
     assert [sources.pick(False, 0.0) for _ in range(2)] == ["a", "a"]
-    assert sources.pick(True, 0.0) == "a", "what only it gives takes no turn"
+    assert sources.pick(True, 0.0) == "a", "data that only the assigned source has takes no turn"
 
 
-def test_a_piece_of_a_source_that_fails_comes_from_another_at_once() -> None:
+def test_a_piece_of_a_failed_source_is_requested_from_another_at_once() -> None:
     sources = named("a", "b")
     assert sources.pick(True, 0.0) == "a"
     assert sources.failed("a", 0.0)
@@ -46,7 +46,7 @@ def test_pauses_double_and_the_assigned_source_ends_the_heal() -> None:
     assert pauses == [min(LONGEST_PAUSE, FIRST_PAUSE * 2**n) for n in range(MAX_FAILURES - 1)]
 
 
-def test_an_additional_source_that_fails_too_often_or_refuses_is_left_out() -> None:
+def test_an_additional_source_that_fails_too_often_or_refuses_is_dropped() -> None:
     sources = named("a", "b", "c")
     assert all(sources.failed("b", 0.0) for _ in range(MAX_FAILURES))
     assert sources.drop("c")
@@ -55,7 +55,7 @@ def test_an_additional_source_that_fails_too_often_or_refuses_is_left_out() -> N
     assert [sources.pick(True, 0.0) for _ in range(2)] == ["a", "a"]
 
 
-def test_a_new_quorum_ends_the_assigned_pause_and_what_it_does_not_name_is_forgotten() -> None:
+def test_a_new_quorum_ends_the_assigned_pause_and_drops_sources_that_it_does_not_name() -> None:
     sources = named("a", "b")
     sources.failed("a", 0.0)
     sources.failed("b", 0.0)
@@ -68,7 +68,7 @@ def test_a_new_quorum_ends_the_assigned_pause_and_what_it_does_not_name_is_forgo
     assert sources.pick(True, 0.0) == "b"
 
 
-def test_a_source_that_was_left_out_may_be_assigned() -> None:
+def test_a_source_that_was_dropped_may_be_assigned() -> None:
     sources = named("a", "b")
     sources.drop("b")
     sources.quorum("b", ["a"])

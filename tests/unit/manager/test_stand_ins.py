@@ -1,6 +1,6 @@
-"""A Manager with mocks of `unittest.mock`, as other projects make them to test their code.
+"""A Manager with mocks of `unittest.mock`, which other projects use in their tests.
 
-Only attributes of upstream's classes are set on them.
+Only attributes of upstream's classes are set on the mocks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchft.work import _DummyWork
 
 
 def upstream_quorum(**fields: Any) -> QuorumResult:
-    """A quorum of two groups with some of upstream's fields, set individually; it names no groups."""
+    """A mock of a quorum of two groups with some of upstream's fields; it has no replica ids."""
     result = QuorumResult()
     two = dict(quorum_id=123, replica_rank=1, replica_world_size=2, max_world_size=2)
     for name, value in {**two, **fields}.items():
@@ -46,8 +46,8 @@ class StandIns:
     """The mocks of a Manager.
 
     Attributes:
-        client, pg, transport: stand-ins.
-        loaded: what was loaded.
+        client, pg, transport: the mocks.
+        loaded: states that were loaded.
     """
 
     def __init__(self, client: MagicMock, store: TCPStore) -> None:
@@ -108,7 +108,7 @@ def test_the_class_is_callable_without_arguments() -> None:
     ("given", "missing"),
     [({}, "addr and connect_timeout"), ({"addr": "http://m:1"}, "connect_timeout")],
 )
-def test_a_real_client_says_what_is_missing(given: dict[str, Any], missing: str) -> None:
+def test_a_real_client_names_missing_arguments(given: dict[str, Any], missing: str) -> None:
     with pytest.raises(TypeError, match=f"ManagerClient: missing {missing}"):
         ManagerClient(**given)
 
@@ -127,7 +127,9 @@ def test_steps_with_a_stand_in_of_a_client(stand_ins: StandIns, use_async_quorum
 
 
 @pytest.mark.parametrize(("how", "said"), [({}, 0), ({"wait": False}, 0), ({"finished": True}, 1)])
-def test_only_a_training_that_ended_on_purpose_says_so(stand_ins: StandIns, how: dict[str, bool], said: int) -> None:
+def test_only_a_training_that_ended_on_purpose_reports_its_end(
+    stand_ins: StandIns, how: dict[str, bool], said: int
+) -> None:
     manager = stand_ins.manager()
     manager._manager = server = create_autospec(ManagerServer, instance=True)
     manager.shutdown(**how)
@@ -207,7 +209,7 @@ def test_an_allreduce_that_cannot_be_queued_costs_one_step(stand_ins: StandIns) 
     assert stand_ins.pg.allreduce.call_count == 3 and manager.errored() is None
 
 
-def test_the_future_of_an_allreduce_is_asked_for_once(stand_ins: StandIns) -> None:
+def test_the_future_of_an_allreduce_is_requested_once(stand_ins: StandIns) -> None:
     work, ended = create_autospec(dist._Work, instance=True), torch.futures.Future[None]()
     work.get_future.side_effect = [ended]  # a second call is an error
     stand_ins.pg.allreduce.side_effect = [work]
@@ -290,8 +292,8 @@ def test_a_work_that_fails_is_reported(reporting: MagicMock) -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_hook_on_a_work_that_fails_gives_a_finished_future(reporting: MagicMock, waits: bool) -> None:
-    # Never completed: only a wait reveals that the work has failed.
+def test_a_hook_on_a_work_that_fails_returns_a_finished_future(reporting: MagicMock, waits: bool) -> None:
+    # Its future never completes: only a wait shows that the work has failed.
     work = failing(torch.futures.Future[Any]() if waits else MagicMock())
     futures = []
 
@@ -311,7 +313,7 @@ def test_a_hook_on_a_work_that_fails_gives_a_finished_future(reporting: MagicMoc
 
 
 class Later(dist._Work):
-    """A work that completes when a test says so. Streams can be ordered behind it before."""
+    """A work that a test completes. Streams can be ordered behind it before that."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -369,7 +371,7 @@ def test_a_callback_runs_once_with_the_value(reporting: MagicMock, work: Callabl
     assert managed.wait() is not fails and reporting.report_error.call_count == fails
 
 
-def test_what_is_finished_before_the_future_is_asked_for(reporting: MagicMock) -> None:
+def test_a_work_that_is_finished_before_its_future_is_requested(reporting: MagicMock) -> None:
     later, value, seen = Later(), torch.ones(1), []
     managed = _ManagedWork(reporting, as_double(later), value)
     managed.block_current_stream()

@@ -1,4 +1,4 @@
-"""The states of a step: the transitions of each event, and those that are errors."""
+"""The states of a step: the transition for each event, and the events that are errors."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ PATHS: dict[str, Path] = {
 
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
-def test_what_happens_to_a_step(path: Path) -> None:
+def test_transitions_of_a_step(path: Path) -> None:
     state = State.ASKED
     for event, expected in path:
         if expected is None:
@@ -187,7 +187,7 @@ def test_before_the_first_step_there_are_errors_only() -> None:
     assert after(State.UNASKED, Event.ERROR) is State.UNASKED
 
 
-def test_what_holds_for_all_rows() -> None:
+def test_invariants_of_all_rows() -> None:
     for (state, event), to in TRANSITIONS.items():
         if to is State.COMMITTED and state is not State.COMMITTED:
             assert event is Event.COMMIT and state in (State.VOTED_YES, State.VOTED_NO), "only after this rank's vote"
@@ -278,7 +278,7 @@ def test_an_error_is_not_lost_among_other_events(during: Event, monkeypatch: pyt
 # The same in a Manager
 
 
-def test_a_step_goes_with_the_next(fixture: Fixture) -> None:
+def test_a_step_ends_when_the_next_one_begins(fixture: Fixture) -> None:
     manager = fixture.manager()
     assert manager._current.state is State.UNASKED
     manager.start_quorum()
@@ -312,7 +312,7 @@ def test_voted_twice(fixture: Fixture) -> None:
     assert [call.args[1] for call in fixture.client.should_commit.call_args_list] == [0, 1]
 
 
-def test_a_vote_that_nobody_answers_may_be_repeated(fixture: Fixture) -> None:
+def test_an_unanswered_vote_may_be_repeated(fixture: Fixture) -> None:
     manager = fixture.manager()
     manager.start_quorum()
     fixture.client.should_commit.side_effect = [TimeoutError("a rank did not vote"), True]
@@ -330,7 +330,7 @@ def test_an_error_after_the_vote_counts_when_it_is_asked_again() -> None:
     assert step.vote(least=1) is False
 
 
-def test_a_stand_in_that_commits_against_this_ranks_vote_is_followed(fixture: Fixture) -> None:
+def test_a_stand_ins_commit_against_this_ranks_vote_counts(fixture: Fixture) -> None:
     manager = fixture.manager()
     fixture.client.should_commit.side_effect = [True]
     manager.start_quorum()
@@ -349,7 +349,7 @@ def test_a_replay_without_a_quorum_leaves_no_step_open(fixture: Fixture, make_qu
     assert manager._current.state is State.DROPPED and manager.draining()
 
 
-def test_each_attempt_has_a_trace_that_says_what_came_of_it(fixture: Fixture, make_quorum: Quorum) -> None:
+def test_each_attempt_has_a_trace_with_its_outcome(fixture: Fixture, make_quorum: Quorum) -> None:
     spans: list[MagicMock] = []
 
     def start(name: str, attributes: dict[str, Any]) -> MagicMock:

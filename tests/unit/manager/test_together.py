@@ -1,4 +1,4 @@
-"""The messages of a heal among the ranks of a group. Random histories of such heals are in test_along.py."""
+"""The messages between the ranks of a group during a heal. Random histories of such heals are in test_along.py."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_progress_is_what_all_ranks_of_a_group_have_reported() -> None:
 
 @pytest.mark.parametrize("arrives", [False, True])
 def test_a_report_that_the_store_did_not_acknowledge_is_repeated_and_counts_once(arrives: bool) -> None:
-    """The second attempt at a step repeats the report. The store may have the first one, with its answer lost."""
+    """The second attempt at a step repeats the report. The store may already have it, if only its answer was lost."""
 
     class Unreliable(Store):
         calls = 0

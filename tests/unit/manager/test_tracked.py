@@ -152,6 +152,15 @@ def test_what_falls_back_by_name(make: Callable[[nn.Module], optim.Optimizer], r
         Parameters([make(_model())]).check()
 
 
+@pytest.mark.parametrize("name", ["LARS", "LAMB", "Shampoo", "Lion", "Muon", "Adafactor"])
+def test_optimizers_that_step_by_norms_or_matrices_fall_back(name: str) -> None:
+    """PyTorch has some of them; scripts have classes of their own for the others."""
+    weight = nn.Parameter(torch.ones(2, 2))
+    make = getattr(optim, name, None) or type(name, (optim.SGD,), {})
+    with pytest.raises(Unfit, match=f"the optimizer is {name}: known to step each element by itself are SGD, Adam"):
+        Parameters([make([weight], lr=0.1)]).check()
+
+
 def test_parameters_in_another_order_are_found() -> None:
     """Those of one shape: the layouts of source and target are the same."""
     one, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))

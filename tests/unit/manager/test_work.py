@@ -24,7 +24,7 @@ class Reports:
 
 
 class Pending(dist._Work):
-    """A collective that ends when the test says so."""
+    """A collective that the test ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def test_work_is_freed() -> None:
 
 
 @pytest.mark.parametrize("method", ["synchronize", "block_current_stream"])
-def test_on_a_cpu_all_waits_are_one(method: str) -> None:
+def test_on_a_cpu_all_waits_are_the_same(method: str) -> None:
     work, pending, _, tensor = make()
     pending.future.set_result(None)
     getattr(work, method)()
@@ -146,11 +146,11 @@ class Aborted(Pending):
         return self.over
 
 
-def test_an_aborted_collective_is_through_when_the_backend_says_so() -> None:
+def test_an_aborted_collective_has_ended_when_the_backend_reports_it() -> None:
     pending, reports = Aborted(), Reports()
     work = _ManagedWork(reports, pending, torch.zeros(1))  # type: ignore[arg-type]
     assert not work.wait() and len(reports.errors) == 1
-    assert not work.ended(), "that its waits end says nothing, nor that it writes nothing"
+    assert not work.ended(), "the end of its waits does not suffice, nor that it writes nothing"
     assert work.drain(timedelta(seconds=1))
     pending.over = True
     assert work.ended()

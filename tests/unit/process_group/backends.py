@@ -65,11 +65,11 @@ class Backend:
     """The properties of a group that tests depend on.
 
     Attributes:
-        make: given a store and a rank.
+        make: makes a group, given a store and a rank.
         swallows: whether a failed allreduce does not raise.
-        wraps: whether another group, which runs the suite itself, does the work.
+        wraps: whether it wraps another group, which runs the suite itself.
         checked: whether it has TORCHFT_CHECK_COLLECTIVES.
-        missing: why it cannot run here.
+        missing: the reason why it cannot run here; empty if it can.
     """
 
     name: str
@@ -117,12 +117,12 @@ BACKENDS = [
 
 
 def backends(*, alone: bool = True, native: bool = True, wrappers: Sequence[str] | None = None) -> list[Any]:
-    """The groups that a test is for, as parameters of it.
+    """The groups to which a test applies, as pytest parameters.
 
     Args:
-        alone: whether it is for those of one rank, too.
-        native: whether it is for native ones, too.
-        wrappers: those that can break what the test looks at; with the others it is slow. None: all.
+        alone: whether it also applies to groups of one rank.
+        native: whether it also applies to native groups.
+        wrappers: wrappers that can break the tested behaviour; with other wrappers the test is marked slow. None: all.
     """
     found = []
     for backend in BACKENDS:
@@ -132,6 +132,6 @@ def backends(*, alone: bool = True, native: bool = True, wrappers: Sequence[str]
         if backend.device == "cuda":
             marks.append(pytest.mark.device)
         if backend.wraps and wrappers is not None and backend.name not in wrappers:
-            marks.append(pytest.mark.slow)  # the group in it has the same test
+            marks.append(pytest.mark.slow)  # the wrapped group runs the same test
         found.append(pytest.param(backend, id=backend.name, marks=marks))
     return found

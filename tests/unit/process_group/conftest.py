@@ -1,4 +1,4 @@
-"""A store for the tests to meet at, and groups of each kind."""
+"""A store for the groups to meet at, and groups of each kind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed import TCPStore
 from tests.unit.process_group.backends import backends
 from tests.unit.process_group.peers import Peers
 
-# PyTorch's TCPStore looks up the name of every peer in the DNS. A lost answer costs 5 s, which is no fault of a test.
+# PyTorch's TCPStore looks up the name of every peer in the DNS, which would cost a test 5 s if an answer is lost.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 

@@ -16,9 +16,9 @@ from torchft.process_group import ProcessGroup, ProcessGroupGloo
 from torchft.process_group._gloo.connections import Connections
 
 HERE = Path(__file__).parent
-# The promised bound of an abort; the operations would otherwise wait for TIMEOUT.
+# The promised bound of an abort, without which operations would wait for TIMEOUT.
 SOON = within(ABORT_S)
-# A bound for times that are not promised.
+# A bound for durations that are not promised.
 DEADLINE_S = 10.0
 # Errors of Gloo for a peer that has ended; the kernel decides which of the two occurs.
 GONE = r"(Connection closed by peer|Read error .*: Connection reset by peer)"

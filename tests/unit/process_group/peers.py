@@ -1,4 +1,4 @@
-"""The ranks of one group, and a reduction among them, for tests of every group."""
+"""The ranks of one group, and a reduction among them, for tests of all groups."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Peers:
 
 
 def runs_with(fixture: str, **which: Any) -> pytest.MarkDecorator:
-    """Selects the groups of a test, if it is not for all: see `backends`."""
+    """Selects the groups of a test that does not apply to all: see `backends`."""
     return pytest.mark.parametrize(fixture, backends(**which), indirect=True)
 
 

@@ -60,8 +60,8 @@ def connect(groups: Sequence[dist.ProcessGroup], store: TCPStore) -> None:
 
 
 def natives(store: TCPStore, n: int) -> list[dist.ProcessGroup]:
-    """Makes process groups as init_process_group(..., enable_reconfigure=True) does in n ranks of a job, without
-    its global state.
+    """Makes process groups like init_process_group(..., enable_reconfigure=True) in n ranks of a job, without its
+    global state.
     """
     where = meeting(store)
     return [native(create_store_client(where, TIMEOUT), rank, n) for rank in range(n)]

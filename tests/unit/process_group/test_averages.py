@@ -16,7 +16,7 @@ __all__ = ["fixture"]
 
 
 class Sums(ProcessGroupDummy):
-    """Adds the others' values, as Gloo does with real peers."""
+    """Adds the values of the other groups, like Gloo with real peers."""
 
     def __init__(self, store: TCPStore, others: list[torch.Tensor]) -> None:
         super().__init__(0, 1)
@@ -60,8 +60,8 @@ def test_an_average_in_16_bits_is_within_its_bounds(
     assert error.max() > 0, "it tests nothing"
 
 
-def test_a_sum_beyond_float16_is_seen(fixture: Fixture, store: TCPStore) -> None:
-    """The result is not a wrong number: gradient scalers skip the step, and LocalSGD counts it."""
+def test_a_sum_beyond_float16_is_not_finite(fixture: Fixture, store: TCPStore) -> None:
+    """The result is not finite, rather than wrong: gradient scalers skip the step, and LocalSGD counts it."""
     values = [torch.full((2,), 20000.0, dtype=torch.float16) for _ in range(4)]
     assert average(fixture, store, values).isinf().all()
     assert average(fixture, store, [value.bfloat16() for value in values]).tolist() == [19968.0] * 2

@@ -30,7 +30,7 @@ def test_fewer_and_more_and_other_ranks(fresh: Peers) -> None:
         on_ranks(len(groups), lambda rank, groups=groups: check(groups[rank], rank, len(groups)))
 
 
-@runs_with("fresh", native=False)  # a native group has none
+@runs_with("fresh", native=False)  # a native group has no configure
 def test_configure(fresh: Peers) -> None:
     for _ in range(2):
         where = meeting(fresh.store)
@@ -93,10 +93,10 @@ def test_a_peer_that_leaves_is_an_error_for_the_rest(fresh: Peers) -> None:
 
 
 @runs_with("fresh", alone=False)
-def test_an_abort_ends_what_is_in_flight(fresh: Peers) -> None:
-    """At this rank and at its peers. With new peers the group works again."""
+def test_an_abort_ends_operations_in_flight(fresh: Peers) -> None:
+    """An abort ends operations at this rank and at its peers. With new peers the group works again."""
     fresh.connect()
-    # Rank 1 waits for rank 0, whose connection breaks. A wait for rank 2 would continue.
+    # Rank 1 waits for rank 0, whose connection breaks; a wait for rank 2 would not end.
     pending = [fresh.groups[rank].recv([values(rank)], source, 0) for rank, source in ((0, 2), (1, 0))]
     assert not any(work.is_completed() for work in pending)
     fresh.groups[0].abort()
@@ -111,7 +111,7 @@ def test_an_abort_ends_what_is_in_flight(fresh: Peers) -> None:
 
 @runs_with("fresh", alone=False, wrappers=("managed",))
 def test_timeouts(fresh: Peers) -> None:
-    """The group's timeout, that of an operation's options, and that of a wait; no peer ever joins."""
+    """The timeouts of the group, of an operation's options, and of a wait; no peer ever joins."""
     short = timedelta(milliseconds=100)
 
     def of_the_group(group: ProcessGroup) -> None:
@@ -135,7 +135,7 @@ def test_timeouts(fresh: Peers) -> None:
 # A native group's receive keeps the deadline with which it was created.
 @runs_with("fresh", alone=False, native=False, wrappers=())
 def test_a_timeout_holds_for_the_next_peers_too(fresh: Peers) -> None:
-    # also the timeout of connecting: if the DNS loses an answer, that takes 1 s
+    # also the timeout of connecting, which takes 1 s if a DNS answer is lost
     fresh.groups[0].set_timeout(timedelta(seconds=2))
     fresh.connect()
     with pytest.raises(RuntimeError, match=r"(?i)time"):

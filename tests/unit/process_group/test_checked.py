@@ -1,4 +1,4 @@
-"""TORCHFT_CHECK_COLLECTIVES=1: if ranks call different collectives, all ranks report the one that differs."""
+"""TORCHFT_CHECK_COLLECTIVES=1: if ranks call different collectives, all ranks report the rank that differs."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_collective_that_differs_is_named_on_all_ranks(groups: list[ProcessGro
 
 @pytest.mark.parametrize("groups", checked(wrappers=()), indirect=True)
 @pytest.mark.parametrize("what", [what for what in DIFFERENCES if what != "operation"])
-def test_all_of_a_collective_is_compared(groups: list[ProcessGroup], what: str) -> None:
+def test_all_properties_of_a_collective_are_compared(groups: list[ProcessGroup], what: str) -> None:
     check_difference(groups, what)
 
 
@@ -115,7 +115,7 @@ def check_difference(groups: list[ProcessGroup], what: str) -> None:
     assert [str(result) for result in again] == [str(results[0])] * len(groups)
 
 
-def test_what_fits_passes(groups: list[ProcessGroup], store: TCPStore) -> None:
+def test_equal_collectives_pass(groups: list[ProcessGroup], store: TCPStore) -> None:
     def call(rank: int) -> None:
         group: Any = groups[rank]
         for _ in range(3):

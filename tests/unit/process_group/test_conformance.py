@@ -1,7 +1,7 @@
 """Requirements for every process group; `backends` lists the groups.
 
-The peers are made once per backend and used by all tests here, which must not break them; tests that do are in
-test_base.py. For a wrapper, tests of the operations of the wrapped group are marked slow.
+The peers are made once per backend and shared by all tests here, which must not break them; tests that break peers are
+in test_base.py. For a wrapper, tests of the wrapped group's operations are marked slow.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchft.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGro
 
 
 def finish(work: Work) -> Any:
-    """Waits for an operation in both ways. Returns the future's value."""
+    """Waits for an operation and for its future. Returns the future's value."""
     work.wait()
     return work.get_future().wait()
 
@@ -62,7 +62,7 @@ def test_it_is_a_process_group_of_pytorch(peers: Peers) -> None:
         assert isinstance(group, dist.ProcessGroup)
         assert isinstance(group.getBackendName(), str) and group.getBackendName()
         assert (group.size(), group.rank()) == (peers.n, rank)
-        # As PyTorch's C++ code calls it
+        # Called like PyTorch's C++ code does
         assert dist.ProcessGroup.size(group) == peers.n
         assert dist.ProcessGroup.rank(group) == rank
         assert group.errored() is None
@@ -102,7 +102,7 @@ def test_allreduce_of_all_kinds(peers: Peers, dtype: torch.dtype, shape: tuple[i
 
 
 def test_allreduce_through_pytorch(peers: Peers) -> None:
-    """As DDP's reducer calls it, from C++."""
+    """Called from C++, like by DDP's reducer."""
 
     def call(group: ProcessGroup, rank: int) -> None:
         tensor = values(rank)
@@ -190,8 +190,8 @@ SHAPES = [(1,), (3, 5), (2, 3, 4), (10_000,), (0,)]
 
 @runs_with("peers", alone=False, wrappers=())
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.bool])
-def test_what_moves_tensors_moves_all_kinds(peers: Peers, dtype: torch.dtype) -> None:
-    """Compared with plain copies."""
+def test_operations_that_move_tensors_move_all_dtypes(peers: Peers, dtype: torch.dtype) -> None:
+    """The results are compared with plain copies."""
 
     def call(group: Any, rank: int) -> None:
         for shape in SHAPES:
@@ -255,7 +255,7 @@ def test_reduce_scatter(peers: Peers) -> None:
         if not peers.backend.reduces_and_scatters:
             with pytest.raises(RuntimeError, match="does not support reduce_scatter"):
                 calls[0]()
-            return  # Gloo of PyTorch 2.7 only has the other one
+            return  # Gloo of PyTorch 2.7 has no single-tensor form
         for run in calls:
             finish(run())
         torch.testing.assert_close([output, several], [peers.n * values(rank)] * 2)
@@ -264,7 +264,7 @@ def test_reduce_scatter(peers: Peers) -> None:
 
 
 @runs_with("peers", alone=False)  # a dummy has only torchft's operations
-def test_what_pytorch_calls_besides(peers: Peers) -> None:
+def test_further_operations_of_pytorch(peers: Peers) -> None:
     def call(group: Any, rank: int) -> None:
         everything = [values(r) for r in range(peers.n)]
 
@@ -342,8 +342,8 @@ def test_futures_can_be_chained(peers: Peers) -> None:
 # Bad input
 
 
-@runs_with("peers", alone=False)  # a group that does nothing refuses nothing
-def test_what_is_not_supported_is_named_at_once_on_every_rank(peers: Peers) -> None:
+@runs_with("peers", alone=False)  # a dummy group refuses nothing
+def test_unsupported_operations_are_named_at_once_on_every_rank(peers: Peers) -> None:
     """Operations in flight, before and after it, are not affected."""
 
     def call(group: ProcessGroup, rank: int) -> str:
@@ -366,7 +366,7 @@ def test_what_is_not_supported_is_named_at_once_on_every_rank(peers: Peers) -> N
 
 @runs_with("peers", alone=False)
 def test_a_tensor_without_memory_is_refused_on_every_rank(peers: Peers) -> None:
-    """PyTorch's groups pretend to reduce it, while the peers of such a rank wait."""
+    """PyTorch's groups return without reducing it, while the peers of such a rank wait."""
 
     def call(group: ProcessGroup, rank: int) -> None:
         with pytest.raises((ValueError, RuntimeError), match="meta"):
@@ -399,9 +399,9 @@ MISTAKES: dict[str, Callable[[Any, int], Work]] = {
         [[torch.zeros(2, dtype=torch.int32) for _ in range(n)]], [torch.ones(2)], AllgatherOptions()
     ),
     "bits of floats": lambda group, n: group.allreduce_coalesced([torch.ones(2)], ReduceOp.BAND),
-    "gaps in what is sent": lambda group, n: group.send([torch.ones(2, 3)[:, ::2]], (group.rank() + 1) % n, 9),
-    "gaps in what is received": lambda group, n: group.recv([torch.ones(2, 3)[:, ::2]], (group.rank() + 1) % n, 9),
-    "a root that is none": lambda group, n: group.broadcast([torch.ones(2)], _rooted(99)),
+    "gaps in the input": lambda group, n: group.send([torch.ones(2, 3)[:, ::2]], (group.rank() + 1) % n, 9),
+    "gaps in the output": lambda group, n: group.recv([torch.ones(2, 3)[:, ::2]], (group.rank() + 1) % n, 9),
+    "an invalid root": lambda group, n: group.broadcast([torch.ones(2)], _rooted(99)),
     "slices that do not fit": lambda group, n: group.alltoall_base(
         torch.ones(5), torch.ones(4), [4, 0, 0], [4, 0, 0], AllToAllOptions()
     ),

@@ -50,7 +50,7 @@ def test_only_the_connections_of_this_group_are_cut(store: TCPStore) -> None:
         group.shutdown()
 
 
-def test_ranks_of_one_process_have_connections_of_their_own(store: TCPStore) -> None:
+def test_ranks_of_one_process_have_separate_connections(store: TCPStore) -> None:
     """They share a table of descriptors, and connect to the same addresses."""
     groups = [gloo() for _ in range(5)]
     connect(groups, store)
@@ -66,11 +66,11 @@ def test_ranks_of_one_process_have_connections_of_their_own(store: TCPStore) -> 
         group.shutdown()
 
 
-def test_a_descriptor_that_was_given_to_somebody_else_is_left_alone(store: TCPStore) -> None:
+def test_a_reused_descriptor_is_not_cut(store: TCPStore) -> None:
     groups = pair(store)
     connections = connections_of(groups[0])
     assert len(connections) > 0
-    # As if the connections had been closed, and their descriptors' numbers reused for these.
+    # Simulates that the connections were closed, and the numbers of their descriptors were reused for these.
     pairs = [socket.socketpair() for _ in range(len(connections))]
     connections._connections = {
         ours.fileno(): connection for (ours, _), connection in zip(pairs, connections._connections.values())
@@ -89,7 +89,7 @@ def test_a_descriptor_that_was_given_to_somebody_else_is_left_alone(store: TCPSt
 
 @pytest.mark.parametrize("interfaces", ["lo", "lo,lo"])
 def test_every_context_of_gloo_is_cut(store: TCPStore, interfaces: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operations alternate between the contexts: the first of these uses one of them, the second the other."""
+    """Operations alternate between the contexts, so these two operations use one context each."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", interfaces)
     groups = pair(store)
     assert len(connections_of(groups[0])) == len(interfaces.split(","))
@@ -137,7 +137,7 @@ def published(address: bytes, host: bytes = b"host") -> bytes:
     return struct.pack("=Q", len(host)) + host + struct.pack("=Q", 136) + storage + bytes(8) + struct.pack("=Q", 1)
 
 
-def test_an_address_is_read_from_what_a_rank_publishes() -> None:
+def test_the_address_is_read_from_a_ranks_published_bytes() -> None:
     four = _raw(socket.AF_INET, ("1.2.3.4", 258))[0]
     six = _raw(socket.AF_INET6, ("fe80::1", 258, 0, 0))[0]
     assert _listening(published(four)) == four
@@ -171,6 +171,6 @@ def test_without_published_addresses_nothing_is_cut() -> None:
         (socket.AF_UNSPEC, (1, 2), []),
     ],
 )
-def test_addresses_as_they_stand_in_memory(family: int, address: object, raw: list[bytes]) -> None:
+def test_the_layout_of_addresses_in_memory(family: int, address: object, raw: list[bytes]) -> None:
     # The first two bytes are the family, in this machine's byte order.
     assert [text[2:] for text in _raw(family, address)] == raw

@@ -1,4 +1,4 @@
-"""Gloo with peers that fail, hang or leave: no wait is longer than necessary, nothing is left behind."""
+"""Gloo with peers that fail, hang or leave: no wait is longer than necessary, and no resources leak."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from torchft.process_group._gloo import reaper
 
 @pytest.mark.parametrize("make", [gloo, lambda: ProcessGroupBabyGloo(timeout=TIMEOUT)], ids=["gloo", "isolated"])
 def test_a_group_without_peers_opens_no_connection(make: Callable[[], ProcessGroup]) -> None:
-    """If all others failed, the last rank would wait for PyTorch's DNS query."""
+    """Otherwise, if all others failed, the last rank would wait for PyTorch's DNS query."""
     group = make()
     with socket.socket() as closed:
         closed.bind(("localhost", 0))  # a port without a listener
@@ -57,11 +57,15 @@ def test_an_abort_ends_connecting_with_a_failed_peer(store: TCPStore) -> None:
     tensors = [torch.ones(1) for _ in groups]
     on_ranks(2, lambda rank: groups[rank].allreduce([tensors[rank]], ReduceOp.SUM).wait())
     assert [tensor.item() for tensor in tensors] == [2.0, 2.0]
-    # Its peer connects after all: the group that is made too late is destroyed.
+    # The peer connects after all: the group that results too late is destroyed, as soon as the survivor's side exists.
     late = gloo()
-    late.configure(where, "late", 1, 2)
-    with pytest.raises(RuntimeError):
+
+    def connect_and_reduce() -> None:
+        late.configure(where, "late", 1, 2)
         late.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
+
+    with pytest.raises(RuntimeError):
+        connect_and_reduce()
     for made in [*groups, late]:
         made.shutdown()
 
@@ -127,7 +131,7 @@ def test_a_failed_peer_is_the_same_error_for_an_isolated_group(store: TCPStore) 
 
 
 @pytest.mark.processes
-def test_a_silent_peer_holds_up_nobody_after_an_abort(peer: Peer, store: TCPStore) -> None:
+def test_no_wait_for_a_silent_peer_after_an_abort(peer: Peer, store: TCPStore) -> None:
     peer.signal(signal.SIGSTOP)
     work = peer.group.allreduce([torch.ones(1)], ReduceOp.SUM)
     fut = work.get_future()
@@ -159,12 +163,12 @@ def test_a_silent_peer_holds_up_nobody_after_an_abort(peer: Peer, store: TCPStor
     peer.group.configure(meeting(store), "self", 0, 1)
     peer.group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
     assert reaper.drain(SOON)
-    assert time.monotonic() - started < SOON + 5  # includes a lost answer of the DNS
+    assert time.monotonic() - started < SOON + 5  # includes the time of a lost DNS answer
 
 
 @pytest.mark.processes
-def test_new_peers_end_what_is_in_flight(peer: Peer, store: TCPStore) -> None:
-    """Without an abort: `configure` does not wait for the old operation, which ends."""
+def test_new_peers_end_operations_in_flight(peer: Peer, store: TCPStore) -> None:
+    """Without an abort: `configure` ends the old operation and does not wait for it."""
     peer.signal(signal.SIGSTOP)
     work = peer.group.allreduce([torch.ones(1)], ReduceOp.SUM)
     peer.group.configure(meeting(store), "self", 0, 1)
@@ -273,7 +277,7 @@ def test_subclasses_change_options_context_and_work(store: TCPStore) -> None:
     group.shutdown()
 
 
-def test_what_pytorch_refuses_is_refused_the_same_way(store: TCPStore) -> None:
+def test_refusals_of_pytorch_are_passed_on(store: TCPStore) -> None:
     group = gloo()
     group.configure(meeting(store), "replica", 0, 1)
     mistakes: list[Callable[[Any], dist.Work]] = [

@@ -53,7 +53,7 @@ def test_nothing_spins_after_an_abort(store: TCPStore) -> None:
     groups[0].recv([torch.zeros(16)], 1, 0)
     sent = groups[1].send([torch.ones(16)], 0, 0)
     if not spins(others):
-        pytest.skip("this Gloo can do without")
+        pytest.skip("this Gloo does not need the workaround")
     for group in groups:
         group.abort()
     deadline = time.monotonic() + DEADLINE_S

@@ -104,11 +104,11 @@ def test_constants() -> None:
     assert process_group.TORCHFT_TRIGGER_FR_ON_ABORT == "TORCHFT_TRIGGER_FR_ON_ABORT"
 
 
-def test_the_mesh_is_the_same_in_both_places() -> None:
+def test_device_mesh_is_the_same_function_in_both_modules() -> None:
     assert process_group.ft_init_device_mesh is device_mesh.ft_init_device_mesh
 
 
-def test_what_others_replace_is_there() -> None:
+def test_names_that_others_replace_exist() -> None:
     for name in ("stream_timeout", "context_timeout", "_ErrorSwallowingWork"):
         assert name in process_group.__all__
 

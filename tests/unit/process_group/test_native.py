@@ -59,7 +59,7 @@ def world(store: TCPStore) -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def test_what_manager_asks(world: dist.ProcessGroup) -> None:
+def test_properties_that_the_manager_reads(world: dist.ProcessGroup) -> None:
     assert supports_reconfigure(world)
     assert is_native(world)
     assert native_error(world) is None
@@ -83,8 +83,8 @@ def test_fewer_and_more_and_other_ranks(store: TCPStore) -> None:
 
 
 def test_dropping_a_wrapper_does_not_wait_for_its_operations(store: TCPStore) -> None:
-    """Neither does the thread on which the garbage collector runs. Gloo may lose an operation whose connection breaks,
-    and the destruction of the group then takes until the timeout.
+    """The thread on which the garbage collector runs must not wait. Gloo may not wake an operation whose connection
+    breaks; the destruction of the group then takes until the timeout.
     """
     parents = natives(store, 2)
     groups = [ProcessGroupWrapper(pg=pg) for pg in parents]
@@ -102,7 +102,7 @@ def test_dropping_a_wrapper_does_not_wait_for_its_operations(store: TCPStore) ->
         work.wait()
 
 
-def test_what_begins_after_an_abort_ends_though_gloo_forgets_it(
+def test_an_operation_after_an_abort_ends_although_gloo_does_not_wake_it(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread may start an operation while another one aborts the group."""
@@ -120,7 +120,7 @@ def test_what_begins_after_an_abort_ends_though_gloo_forgets_it(
     on_ranks(2, lambda rank: check(parents[rank], rank, 2))
 
 
-def test_a_wrapper_passes_new_peers_on(store: TCPStore) -> None:
+def test_a_wrapper_passes_on_new_peers(store: TCPStore) -> None:
     parents = natives(store, 2)
     groups: list[ProcessGroup] = [ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper(pg=pg)) for pg in parents]
     for group, parent in zip(groups, parents):
@@ -216,11 +216,11 @@ def ended(threads: list[threading.Thread]) -> None:
         assert not thread.is_alive(), "still waits in a collective"
 
 
-def test_an_abort_ends_what_is_in_flight_here_and_at_the_peers(store: TCPStore) -> None:
+def test_an_abort_ends_operations_in_flight_here_and_at_the_peers(store: TCPStore) -> None:
     groups = natives(store, 3)
     connect(groups, store)
     here, errors_here = stuck(groups[:1], each=4)
-    # In an allreduce, the peer might already wait for the third rank only, to which it is still connected.
+    # Not an allreduce, in which the peer might already wait only for the third rank, to which it is still connected.
     there, errors_there = stuck(groups[1:2], each=4, start=broadcast_of_the_first)
     abort_group(groups[0])
     ended(here + there)
@@ -245,8 +245,8 @@ def test_an_abort_cuts_the_world(world: dist.ProcessGroup, store: TCPStore) -> N
     on_ranks(2, lambda rank: check([world, peer][rank], rank, 2))
 
 
-def test_an_abort_cuts_a_group_whose_store_is_gloos_own(store: TCPStore) -> None:
-    """As for groups that are created without init_process_group."""
+def test_an_abort_cuts_a_group_with_its_own_store(store: TCPStore) -> None:
+    """This applies to groups that are created without init_process_group."""
     where = meeting(store)
     groups = [native(create_store_client(where, TIMEOUT), rank, 2, prefix="") for rank in range(2)]
     connect(groups, store)
@@ -267,7 +267,7 @@ def test_new_peers_do_not_wait_for_the_old_ones(store: TCPStore) -> None:
     on_ranks(2, lambda rank: check(groups[rank], rank, 2), TIMEOUT / 2)
 
 
-def test_groups_made_with_the_same_rank_are_told_so(store: TCPStore) -> None:
+def test_groups_made_with_the_same_rank_are_refused(store: TCPStore) -> None:
     groups = [natives(store, 1)[0] for _ in range(2)]
     opts = ReconfigureOptions()
     opts.uuid = 1

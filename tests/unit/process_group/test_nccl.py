@@ -70,7 +70,7 @@ def listener(pipe: Path) -> Iterator[int]:
     os.close(descriptor)
 
 
-def test_the_trace_is_asked_for_through_the_pipe(listener: int) -> None:
+def test_the_trace_is_requested_through_the_pipe(listener: int) -> None:
     assert trigger_nccl_fr_trace_through_pipe(3)
     assert os.read(listener, 128) == b"1\n"
 
@@ -79,7 +79,7 @@ def test_without_the_setting_there_is_no_trace() -> None:
     assert not trigger_nccl_fr_trace_through_pipe(3)
 
 
-def test_without_a_listener_nobody_waits(pipe: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_a_listener_there_is_no_wait(pipe: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert not trigger_nccl_fr_trace_through_pipe(3)  # without a reader
     assert not trigger_nccl_fr_trace_through_pipe(4)  # without a pipe
     assert "trace_3.pipe" in caplog.text and "trace_4.pipe" in caplog.text
@@ -88,13 +88,13 @@ def test_without_a_listener_nobody_waits(pipe: Path, caplog: pytest.LogCaptureFi
 @pytest.mark.parametrize(
     ("value", "errored", "told"), [("true", True, True), ("1", True, True), ("0", True, False), ("true", False, False)]
 )
-def test_an_abort_asks_for_the_trace(
+def test_an_abort_requests_the_trace(
     listener: int, monkeypatch: pytest.MonkeyPatch, value: str, errored: bool, told: bool
 ) -> None:
     monkeypatch.setenv(TORCHFT_TRIGGER_FR_ON_ABORT, value)
     group = ProcessGroupNCCL()
     group.set_rank_info("replica", 1, 2, 3)
-    group.abort(errored=errored)  # nothing to abort and no error to report
+    group.abort(errored=errored)  # there is no communicator to abort
     group._pg = MagicMock(rank=lambda: 0)
     group.abort(errored=errored)
     if told:
@@ -104,10 +104,10 @@ def test_an_abort_asks_for_the_trace(
 
 
 @pytest.mark.parametrize(("global_rank", "rank_env"), [(None, "3"), (7, "3"), (7, "8")])
-def test_the_pipe_is_that_of_whichever_group_was_first(
+def test_the_pipe_is_that_of_the_first_group(
     listener: int, monkeypatch: pytest.MonkeyPatch, global_rank: Optional[int], rank_env: str
 ) -> None:
-    """PyTorch has one pipe per process, named after the rank in the process' first NCCL group."""
+    """PyTorch has one pipe per process, named after the rank in the process's first NCCL group."""
     monkeypatch.setenv(TORCHFT_TRIGGER_FR_ON_ABORT, "true")
     monkeypatch.setenv("RANK", rank_env)
     group = ProcessGroupNCCL()
@@ -120,10 +120,10 @@ def test_the_pipe_is_that_of_whichever_group_was_first(
 # The groups
 
 
-def test_they_can_be_made_without_a_device() -> None:
+def test_groups_can_be_made_without_a_device() -> None:
     assert ProcessGroupNCCL(timedelta(seconds=90)).getBackendName() == "torchft-nccl"
     assert ProcessGroupXCCL().getBackendName() == "torchft-xccl"
-    # PyTorch's default would wait half an hour for a connection.
+    # PyTorch's default is half an hour.
     assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "90"
 
 
@@ -176,7 +176,7 @@ class Parent(dist.ProcessGroup):
 
 @pytest.fixture
 def watched() -> Iterator[MagicMock]:
-    """Every watch of a stream: the callback, and its timeout."""
+    """Records the watches of streams: callback and timeout of each."""
     with patch.object(process_group, "stream_timeout") as watch:
         yield watch
 
@@ -199,7 +199,7 @@ def test_an_operation_is_watched_from_the_wait_on(watched: MagicMock) -> None:
     assert parent.aborts == 1 and isinstance(group._aborted, RuntimeError)
 
 
-def test_the_deadline_is_the_waits_the_options_or_the_groups(watched: MagicMock) -> None:
+def test_the_deadline_is_that_of_the_wait_else_the_options_else_the_group(watched: MagicMock) -> None:
     group, parent = accelerated()
     opts = AllreduceOptions()
     opts.timeout = timedelta(seconds=7)
@@ -222,8 +222,8 @@ def test_a_future_is_watched_once_it_is_done_on_the_host(watched: MagicMock) -> 
     assert watched.call_count == 1
 
 
-def test_a_host_that_is_stuck_gets_an_abort() -> None:
-    """In the call itself, and in the wait."""
+def test_a_blocked_host_thread_leads_to_an_abort() -> None:
+    """The host may block in the call itself, or in the wait."""
     aborted = threading.Event()
 
     class Stuck(Parent):
@@ -252,8 +252,8 @@ def test_a_host_that_is_stuck_gets_an_abort() -> None:
     assert _WorkAcceleratorTimeout(Group(), WaitsForEver(), timedelta(milliseconds=20)).wait()  # type: ignore[arg-type]
 
 
-def test_nobody_waits_for_an_abort_that_hangs() -> None:
-    """NCCL frees device memory in it, and may wait forever; the caller, the next peers and the timers must not."""
+def test_no_thread_waits_for_an_abort_that_hangs() -> None:
+    """NCCL frees device memory in an abort, and may hang in it; the caller, the next peers and the timers must not."""
     may_end, in_it = threading.Event(), threading.Event()
 
     class Hangs(Parent):
@@ -270,7 +270,7 @@ def test_nobody_waits_for_an_abort_that_hangs() -> None:
     may_end.set()
 
 
-def test_an_operation_of_an_aborted_group_says_so(watched: MagicMock) -> None:
+def test_an_operation_of_an_aborted_group_is_an_error(watched: MagicMock) -> None:
     group, _ = accelerated()
     before = group.allreduce([torch.ones(1)], ReduceOp.SUM)
     group.abort()
@@ -282,7 +282,7 @@ def test_an_operation_of_an_aborted_group_says_so(watched: MagicMock) -> None:
     group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
 
 
-def test_a_deadline_of_the_old_peers_does_not_strike_the_new(watched: MagicMock) -> None:
+def test_a_deadline_of_the_old_peers_does_not_affect_the_new_ones(watched: MagicMock) -> None:
     group, old = accelerated()
     group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
     (deadline, _), _ = watched.call_args
@@ -292,7 +292,7 @@ def test_a_deadline_of_the_old_peers_does_not_strike_the_new(watched: MagicMock)
     assert old.aborts == new.aborts == 0
 
 
-def test_pytorchs_own_deadline_stays_out_of_the_way() -> None:
+def test_pytorchs_own_deadline_never_precedes_torchfts() -> None:
     group, parent = accelerated()
     with patch.object(type(parent), "set_timeout", create=True) as theirs:
         group.set_timeout(timedelta(seconds=5))
@@ -378,7 +378,7 @@ def test_nccl_connects_at_once_without_blocking(nccl: type[Nccl]) -> None:
     [
         (None, False, "2"),
         ("1", False, "1"),  # the user's value
-        ("1", True, "2"),  # torchrun sets it in all its workers
+        ("1", True, "2"),  # set by torchrun in all its workers
         ("3", True, "3"),
         ("0", True, "0"),
     ],
@@ -392,7 +392,7 @@ def test_only_our_backend_aborts_on_an_error_instead_of_ending_the_process(
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     ProcessGroupNCCL()._create_pg(dist.HashStore(), 0, 2)
     assert nccl.made[0].error_handling == expected
-    assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == there, "groups made later are not ours"
+    assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == there, "groups made later are not torchft's"
 
 
 def test_nccl_in_a_worker_too(nccl: type[Nccl], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,10 +406,10 @@ def test_nccl_in_a_worker_too(nccl: type[Nccl], monkeypatch: pytest.MonkeyPatch)
     assert made.connected == [torch.device("cuda", 1)]
 
 
-def test_a_worker_can_be_asked_for_its_error_whatever_its_trainer_has_set(
+def test_a_worker_reports_its_error_with_any_setting_of_its_trainer(
     nccl: type[Nccl], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the worker ends with the error, and its events tell nothing about it."""
+    """Otherwise the worker would end with the error, and its events would not show it."""
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     process_group.ProcessGroupBabyNCCL._create_pg(dist.HashStore(), 0, 2)
     assert nccl.made[0].error_handling == "2"
@@ -438,7 +438,7 @@ def test_xccl_connects_at_once(isolated: bool, monkeypatch: pytest.MonkeyPatch) 
     assert made.connected == [device]
 
 
-@pytest.mark.skipif(torch.xpu.is_available(), reason="it is about a host without an XPU")
+@pytest.mark.skipif(torch.xpu.is_available(), reason="needs a host without an XPU")
 def test_a_worker_for_xccl_asks_for_no_other_device(store: TCPStore) -> None:
     """A host with XPUs has no CUDA device."""
     group = process_group.ProcessGroupBabyXCCL(timedelta(seconds=60))

@@ -135,7 +135,7 @@ def test_without_a_device_no_backend_is_made(store: TCPStore, monkeypatch: pytes
 
 
 def test_only_handles_of_the_newer_backend_name_it() -> None:
-    """Handles of the older backend equal those of upstream, which has only that one."""
+    """Handles of the older backend equal those of upstream, which has only that backend."""
     for group, expected in (
         (ProcessGroupNCCL(implementation="nccl2"), "nccl2"),
         (ProcessGroupNCCL(), None),
@@ -197,7 +197,7 @@ def test_over_a_store_earlier_ranks_name_the_difference_when_they_cannot_connect
         assert isinstance(error, ValueError) and f"{names[rank]!r} here, {names[1 - rank]!r}" in str(error), error
 
 
-def test_another_error_stays_as_it_is(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_error_is_unchanged(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*_: object) -> Any:
         raise RuntimeError("no route")
 

@@ -28,7 +28,7 @@ def blind(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("blind")
-def test_without_known_connections_waiters_return_and_nobody_waits_for_the_rest(store: TCPStore) -> None:
+def test_without_known_connections_waits_end_and_operations_are_left(store: TCPStore) -> None:
     groups = pair(store)
     assert len(connections_of(groups[0])) == 0
     works = [groups[0].broadcast_one(torch.zeros(1), 1), groups[0].recv([torch.zeros(1)], 1, 7)]
@@ -44,12 +44,12 @@ def test_without_known_connections_waiters_return_and_nobody_waits_for_the_rest(
     groups[0].allreduce([torch.ones(1)], ReduceOp.SUM).wait()
     assert took < SOON
     assert works[0].is_completed() and not works[0].is_success() and works[0].exception() is not None
-    # The reaper still has the old group, which ends now that its peer joins the operation.
+    # The reaper still has the old group. Its operation ends when the peer joins it here.
     groups[1].shutdown()
     assert fut.done()
 
 
-def test_a_receive_from_anybody_ends_with_an_abort(store: TCPStore) -> None:
+def test_a_receive_from_any_source_ends_with_an_abort(store: TCPStore) -> None:
     groups = pair(store)
     work = groups[0].recv_anysource([torch.zeros(1)], 0)
     groups[0].abort()
@@ -57,7 +57,7 @@ def test_a_receive_from_anybody_ends_with_an_abort(store: TCPStore) -> None:
     groups[1].shutdown()
 
 
-def test_a_receive_from_anybody_names_its_source(store: TCPStore) -> None:
+def test_a_receive_from_any_source_returns_the_source(store: TCPStore) -> None:
     groups = pair(store)
     tensor = torch.zeros(1)
     work = groups[0].recv_anysource([tensor], 3)
@@ -96,7 +96,7 @@ def test_an_operation_that_misses_the_end_of_all_connections_ends(store: TCPStor
     results = in_threads([guarded.wait, promised.wait], timedelta(seconds=SOON))
     assert ["connections with all peers are broken" in str(result) for result in results] == [True, True]
     assert ["Connection closed by peer: torchft-gloo: " in str(result) for result in results] == [True, True]
-    other.future.set_result(None)  # too late to have an effect
+    other.future.set_result(None)  # a later end has no effect
     groups[0].shutdown()
 
 
@@ -120,7 +120,7 @@ def test_a_drain_waits_for_the_real_end(store: TCPStore) -> None:
 
 
 def test_a_collective_without_one_of_its_peers_ends(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other peers may be stuck too, and abort nothing. Operations between two healthy peers continue."""
+    """The other peers may hang too, and abort nothing. Operations between two healthy peers continue."""
     monkeypatch.setattr(operations_module, "_DAMAGED_SEC", 0.05)
     groups = [gloo() for _ in range(3)]
     connect(groups, store)
@@ -143,7 +143,7 @@ def test_a_collective_without_one_of_its_peers_ends(store: TCPStore, monkeypatch
         group.shutdown()
 
 
-def test_a_wait_has_the_deadline_that_it_is_given(store: TCPStore) -> None:
+def test_a_wait_ends_at_its_own_deadline(store: TCPStore) -> None:
     groups = pair(store)
     work = groups[0].broadcast_one(torch.zeros(1), 1)
     for timeout in (timedelta(milliseconds=1), timedelta(milliseconds=70)):

@@ -8,7 +8,7 @@ from tests.unit.children import run_python
 from tests.unit.process_group.gloo_peers import DEADLINE_S
 from torchft.process_group._gloo import reaper
 
-# In a process of its own: if the destruction kept the GIL, no timeout would fire here.
+# In a separate process: if the destruction kept the GIL, no timeout could fire here.
 _SCRIPT = """
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -55,7 +55,7 @@ def test_the_garbage_collector_may_destroy_a_group_on_any_thread() -> None:
     assert not thread.is_alive()
 
 
-def test_a_slow_destruction_delays_nobody() -> None:
+def test_a_slow_destruction_causes_no_delay() -> None:
     exiting, end = threading.Event(), threading.Event()
 
     class Slow:

@@ -47,7 +47,7 @@ def options(handles: Any, uuid: int = 1) -> ReconfigureOptions:
 # Handles
 
 
-def test_a_handle_is_json_and_survives_the_way() -> None:
+def test_a_handle_is_json_and_can_be_parsed() -> None:
     sent = Handle(id="a", store="[::1]:1", global_rank=3, spread=True, group_rank=2)
     assert json.loads(sent.encode()) == {
         "id": "a",
@@ -83,10 +83,10 @@ def test_a_bad_handle_is_named(text: str, complaint: str) -> None:
     assert repr(text) in str(caught.value)
 
 
-# The plan
+# Rank and store
 
 
-def test_the_rank_is_the_index_of_the_own_handle() -> None:
+def test_the_rank_is_the_index_of_ones_own_handle() -> None:
     handles = [handle(i, global_rank=10 + i) for i in range(3)]
     plan = plan_rendezvous(handles, handles[1], 0)
     assert (plan.rank, plan.world_size, plan.store, plan.global_ranks) == (1, 3, "host0:1", [10, 11, 12])
@@ -97,7 +97,7 @@ def test_global_ranks_are_known_only_when_all_are() -> None:
     assert plan_rendezvous([handle(0, global_rank=0), handle(1)], handle(1), 0).global_ranks is None
 
 
-def test_the_own_handle_is_known_by_its_id() -> None:
+def test_ones_own_handle_is_recognised_by_its_id() -> None:
     assert plan_rendezvous([handle(0), handle(1)], handle(1, global_rank=5), 0).rank == 1
 
 
@@ -128,16 +128,16 @@ def test_the_stores_of_all_replica_groups_share_the_load() -> None:
     assert [spread_store(r, *peers(r)) for r in range(4)] == ["host0:1", "host1:1", "host2:1", "host0:1"]
 
 
-def test_without_the_mark_of_all_the_first_store_is_used() -> None:
+def test_unless_all_handles_are_marked_the_first_store_is_used() -> None:
     assert spread_store(1, handle(0, spread=True), handle(1)) == "host0:1"
     assert spread_store(1, handle(0), handle(1, spread=True)) == "host0:1"
     assert spread_store(None, handle(0, spread=True), handle(1, spread=True)) == "host0:1"
-    # Marked, but by an implementation that does not tell its group rank
+    # Marked, by an implementation whose handles have no group rank
     assert spread_store(1, handle(0, spread=True), handle(1, spread=True)) == "host1:1"
 
 
 def test_peers_of_different_group_ranks_still_meet() -> None:
-    """Groups configured by hand, with one process per rank and the rank as group rank."""
+    """Groups are configured by hand, with one process per rank and the rank as group rank."""
     handles = [handle(i, spread=True, group_rank=i) for i in range(2)]
     assert {plan_rendezvous(handles, handles[i], i).store for i in range(2)} == {"host0:1"}
 
@@ -165,7 +165,7 @@ def test_the_handle_names_a_store_of_this_host(monkeypatch: pytest.MonkeyPatch) 
 
 
 class ByConfigure(ProcessGroup):
-    """A subclass as written for upstream 0.2.0."""
+    """A subclass written for upstream 0.2.0."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
@@ -188,7 +188,7 @@ class ByConfigure(ProcessGroup):
 
 
 class ByReconfigure(ProcessGroup):
-    """A subclass as written for the upstream nightly."""
+    """A subclass written for the upstream nightly."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
@@ -229,7 +229,7 @@ def test_a_subclass_with_only_configure() -> None:
         ]
 
 
-def test_a_wrapper_with_only_configure_is_asked_too() -> None:
+def test_a_wrapper_with_only_configure_is_called_too() -> None:
     class Counting(ErrorSwallowingProcessGroupWrapper):
         configured = 0
 
@@ -253,14 +253,14 @@ def test_a_subclass_with_only_reconfigure() -> None:
     assert inner.uuids == [0, 1, 2]
 
 
-def test_new_peers_make_the_wrappers_forget() -> None:
+def test_new_peers_reset_the_wrappers() -> None:
     group = ErrorSwallowingProcessGroupWrapper(ByReconfigure())
     group.report_error(KeyError())
     group.reconfigure(options(["its own kind", "another"])).wait()
     assert group.error() is None
 
 
-def test_a_group_without_either_says_so() -> None:
+def test_a_group_without_either_is_an_error() -> None:
     group = ProcessGroup(0, 1)
     with pytest.raises(NotImplementedError, match=r"ProcessGroup\.configure"):
         group.reconfigure(options([group.get_reconfigure_handle()]))
@@ -274,8 +274,8 @@ def test_dummy_counts() -> None:
     assert (group.configure_count, group.reconfigure_count) == (2, 1)
 
 
-def test_an_error_leaves_the_peers_as_they_were(store: TCPStore) -> None:
-    """A bad handle is found before anything is released."""
+def test_after_an_error_the_peers_are_unchanged(store: TCPStore) -> None:
+    """A bad handle is detected before any resource is released."""
     groups = [ProcessGroupGloo(timeout=TIMEOUT) for _ in range(2)]
     connect(groups, store)
     with pytest.raises(ValueError, match="got a set"):
@@ -285,7 +285,7 @@ def test_an_error_leaves_the_peers_as_they_were(store: TCPStore) -> None:
         group.shutdown()
 
 
-def test_a_peer_that_stays_away_is_a_timeout_and_the_next_try_works(store: TCPStore) -> None:
+def test_an_absent_peer_is_a_timeout_and_the_next_attempt_succeeds(store: TCPStore) -> None:
     groups = [ProcessGroupGloo(timeout=TIMEOUT) for _ in range(2)]
     handles = [group.get_reconfigure_handle() for group in groups]
     opts = options(handles, uuid=1)
@@ -316,7 +316,7 @@ def test_reconfigure_with_store_exchanges_handles(store: TCPStore) -> None:
     assert [group.reconfigure_count for group in groups] == [1, 1]
 
 
-def test_reconfigure_with_store_refuses_what_cannot_work(store: TCPStore) -> None:
+def test_reconfigure_with_store_refuses_invalid_arguments(store: TCPStore) -> None:
     with pytest.raises(ValueError, match=r"ProcessGroup does not support .*enable_reconfigure=True"):
         reconfigure_with_store(dist.ProcessGroup(0, 1), meeting(store), 0, 1)
     for rank in (-1, 2):
@@ -349,7 +349,7 @@ def test_create_store_client_takes_ipv6(store: TCPStore) -> None:
 
 def test_create_store_client_applies_the_timeout(store: TCPStore) -> None:
     for address in (f"localhost:{store.port}/nobody", f"localhost:{store.port}"):
-        client = create_store_client(address, timedelta(seconds=1))  # it connects within it, too
+        client = create_store_client(address, timedelta(seconds=1))  # the timeout also limits connecting
         with pytest.raises(RuntimeError, match=r"(?i)timeout"):
             client.get("is here")
 
@@ -363,16 +363,16 @@ def test_a_bad_store_address_is_named(address: str) -> None:
     assert repr(address) in str(caught.value)
 
 
-def test_a_store_that_is_not_there_is_an_error_in_time() -> None:
+def test_a_missing_store_is_an_error_in_time() -> None:
     result = in_threads([lambda: create_store_client("localhost:1/p", timedelta(milliseconds=500))])[0]
     assert isinstance(result, RuntimeError)
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(0.1, 0), (5.0, 1)])
-def test_a_store_that_is_reached_late_is_told(
+def test_a_slow_connection_to_a_store_is_logged(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seconds: float, told: int
 ) -> None:
-    """The name server's answer was lost, mostly: a new quorum without any other line in the log would be a riddle."""
+    """The usual cause is a lost DNS answer. Without this line, the log would not explain the slow quorum."""
     clock = iter([100.0, 100.0 + seconds])
     monkeypatch.setattr(reconfigure, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     create_store_client(f"localhost:{store.port}/late", TIMEOUT)
@@ -380,10 +380,10 @@ def test_a_store_that_is_reached_late_is_told(
     assert len(said) == told and all(f"localhost:{store.port}/late took 5.0 s" in one for one in said)
 
 
-# Questions of the Manager
+# Methods that the Manager calls
 
 
-def test_what_manager_asks_about_a_group() -> None:
+def test_properties_of_a_group_that_the_manager_reads() -> None:
     plain = dist.ProcessGroup(0, 1)  # no backend
     assert not supports_reconfigure(plain)
     assert not supports_reconfigure(object())

@@ -1,7 +1,7 @@
-"""torch.distributed's own functions over two ranks of a registered group, synchronous and not, and
+"""torch.distributed's own functions over two ranks of a registered group, synchronous and asynchronous, and
 functional collectives.
 
-torch.distributed believes that a registered group has one rank: peers come and go. So ranks of the group are given as
+For torch.distributed a registered group has one rank, because its peers change. So ranks of the group are passed as
 `group_src` and `group_dst`.
 """
 
@@ -34,7 +34,7 @@ all_gather_tensor = getattr(functional, "all_gather_single", None) or functional
 
 
 class Manager:
-    """The part of a Manager that a managed group uses."""
+    """The methods of a Manager that a managed group calls."""
 
     def __init__(self, pg: ProcessGroup) -> None:
         self._pg = pg

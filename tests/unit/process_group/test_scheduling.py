@@ -1,4 +1,4 @@
-"""How the threads of a worker are scheduled."""
+"""The scheduling policies of a worker's threads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchft.process_group import ProcessGroupBabyGloo
 from torchft.process_group._gloo.scheduling import _LOOP
 
 
-def test_only_the_loop_of_gloo_does_not_interrupt(store: TCPStore) -> None:
+def test_only_gloos_event_loop_does_not_preempt(store: TCPStore) -> None:
     # Two ranks, so that the loops have work before there are peers.
     groups = [ProcessGroupBabyGloo(TIMEOUT, standby=False) for _ in range(2)]
     connect(groups, store)

@@ -28,7 +28,7 @@ NEVER = timedelta(seconds=3 * module._STILL_SEC)
 
 @contextmanager
 def thread(name: str, turn: Callable[[threading.Event], object]) -> Iterator[None]:
-    """A thread with that name in the system, which alternates between running and sleeping until the end."""
+    """A thread with a given name, which alternates between running and sleeping until it is ended."""
     ended, begun = threading.Event(), threading.Event()
 
     def run() -> None:
@@ -82,8 +82,8 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     ("runner", "loop", "still"),
     [
         pytest.param(sleep, sleep, True, id="all sleep"),
-        pytest.param(sleep, wake_often, True, id="an event loop looks around"),
-        pytest.param(wake_often, sleep, False, id="an operation goes on now and then"),
+        pytest.param(sleep, wake_often, True, id="an event loop wakes"),
+        pytest.param(wake_often, sleep, False, id="an operation wakes now and then"),
         pytest.param(spin, sleep, False, id="an operation computes"),
         pytest.param(sleep, spin, False, id="an event loop takes in data"),
     ],
@@ -137,7 +137,7 @@ def test_an_operation_that_sleeps_without_connections_is_not_waited_for(store: T
 
 
 @pytest.mark.usefixtures("alone")
-def test_one_whose_connections_are_unknown_is(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operation_with_unknown_connections_is_waited_for(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections_module, "_DESCRIPTORS", "/nonexistent")
     _, guarded = stuck(store)
     with thread("test_runner", sleep):
@@ -145,14 +145,14 @@ def test_one_whose_connections_are_unknown_is(store: TCPStore, monkeypatch: pyte
 
 
 @pytest.mark.usefixtures("alone")
-def test_one_that_may_write_before_it_sends_is(store: TCPStore) -> None:
+def test_an_operation_that_may_write_before_it_sends_is_waited_for(store: TCPStore) -> None:
     _, guarded = stuck(store, "allgather")
     with thread("test_runner", sleep):
         assert not guarded.drain(NEVER)
 
 
 @pytest.mark.usefixtures("alone")
-def test_one_with_a_connection_that_could_not_be_cut_is(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operation_with_an_uncut_connection_is_waited_for(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def no_descriptor_left(descriptor: int) -> int:
         raise OSError(errno.EMFILE, "Too many open files")
 

@@ -47,7 +47,7 @@ def groups(request: pytest.FixtureRequest, store: TCPStore) -> Iterator[list[Any
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("groups", [p for p in GROUPS if not p.values[0].swallows], indirect=True)
-def test_an_operation_whose_peer_does_not_come(groups: list[Any], operation: str) -> None:
+def test_an_operation_whose_peer_does_not_join(groups: list[Any], operation: str) -> None:
     groups[0].set_timeout(SHORT)
     work = OPERATIONS[operation](groups[0])
     with pytest.raises(RuntimeError, match="timed out"):
@@ -63,7 +63,7 @@ def test_the_future_of_such_an_operation(groups: list[Any]) -> None:
         work.get_future().wait()
 
 
-def test_what_an_error_swallowing_group_keeps(store: TCPStore) -> None:
+def test_the_error_that_an_error_swallowing_group_keeps(store: TCPStore) -> None:
     group, peer = ErrorSwallowingProcessGroupWrapper(gloo()), gloo()
     connect([group, peer], store)
     group.set_timeout(SHORT)
@@ -73,7 +73,7 @@ def test_what_an_error_swallowing_group_keeps(store: TCPStore) -> None:
     peer.shutdown()
 
 
-def test_a_peer_that_never_comes_to_the_meeting(store: TCPStore) -> None:
+def test_a_peer_that_never_connects(store: TCPStore) -> None:
     group = ProcessGroupGloo(timeout=SHORT)
     with pytest.raises(RuntimeError, match=r"^wait timeout after 100ms, .*timed out"):
         group.configure(meeting(store), "alone", 0, 2)
@@ -82,7 +82,7 @@ def test_a_peer_that_never_comes_to_the_meeting(store: TCPStore) -> None:
 
 
 @pytest.mark.skipif(not NATIVE, reason="needs PyTorch >= 2.14, whose groups can be reconfigured")
-def test_a_peer_that_never_comes_to_a_native_group(store: TCPStore) -> None:
+def test_a_peer_that_never_connects_to_a_native_group(store: TCPStore) -> None:
     first, other = natives(store, 2)
     opts = ReconfigureOptions()
     opts.handles, opts.uuid = [group.get_reconfigure_handle() for group in (first, other)], 1
@@ -105,11 +105,11 @@ def test_a_peer_that_never_comes_to_a_native_group(store: TCPStore) -> None:
         ("Connection closed by peer", "Connection closed by peer"),
     ],
 )
-def test_the_words_of_pytorch_stay_in_front(said: str, expected: str) -> None:
+def test_pytorchs_text_comes_first(said: str, expected: str) -> None:
     error = named_timeout(DistStoreError(said))
     assert (type(error), str(error)) == (DistStoreError, expected)
 
 
-def test_an_error_of_another_kind_is_as_it_was() -> None:
+def test_an_error_of_another_kind_is_unchanged() -> None:
     error = ValueError("timeout=0: a timedelta above zero is needed")
     assert named_timeout(error) is error

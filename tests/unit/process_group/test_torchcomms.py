@@ -67,7 +67,7 @@ def reduced(op: str, tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 class Comm:
-    """A communicator on a CPU. An operation begins at its wait."""
+    """A communicator on a CPU. An operation begins when it is waited for."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -163,14 +163,14 @@ def groups(module: Any, store: TCPStore) -> list[Any]:
     return made
 
 
-def test_nothing_else_needs_it() -> None:
+def test_only_this_module_imports_torchcomms() -> None:
     if importlib.util.find_spec("torchcomms") is not None:
         pytest.skip("torchcomms is installed")
     with pytest.raises(ModuleNotFoundError, match="torchcomms"):
         importlib.import_module("torchft.torchcomms")
 
 
-def test_the_group(module: Any) -> None:
+def test_properties_of_the_group(module: Any) -> None:
     comm = Comm("a")
     group = module.ProcessGroupTorchComms(comm)
     assert isinstance(group, ProcessGroup) and group.comm is comm
@@ -238,7 +238,7 @@ def test_every_operation(groups: list[Any]) -> None:
     on_ranks(2, on_rank)
 
 
-def test_a_reduction_it_does_not_have(groups: list[Any]) -> None:
+def test_an_unsupported_reduction(groups: list[Any]) -> None:
     opts = AllreduceOptions()
     opts.reduceOp = torch.distributed._make_nccl_premul_sum(2.0)
     with pytest.raises(RuntimeError, match="torchcomms:stand-in does not support the reduction"):
@@ -290,14 +290,14 @@ def test_an_abort_ends_every_wait(groups: list[Any], store: TCPStore) -> None:
     on_ranks(2, lambda rank: groups[rank].barrier().wait())
 
 
-def test_a_wait_that_lasts_too_long(groups: list[Any]) -> None:
+def test_a_wait_that_exceeds_its_timeout(groups: list[Any]) -> None:
     work = groups[0].allreduce([torch.ones(1)], ReduceOp.SUM)
     with pytest.raises(TimeoutError, match=r"did not end within 0:00:00\.05"):
         work.wait(timedelta(milliseconds=50))
     assert groups[0].errored() is not None
 
 
-def test_shutdown_is_for_good_and_safe_to_repeat(groups: list[Any]) -> None:
+def test_shutdown_is_final_and_can_be_repeated(groups: list[Any]) -> None:
     comm = groups[0].comm
     for _ in range(2):
         groups[0].shutdown()

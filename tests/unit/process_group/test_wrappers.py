@@ -1,4 +1,4 @@
-"""The wrappers that change allreduce: those that swallow or simulate errors, and the Manager's."""
+"""The wrappers that change allreduce: ErrorSwallowing, Fake, and the Manager's."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torchft.work import _DummyWork
 
 
 class Broken(ProcessGroupDummy):
-    """A group that fails in the call, or later."""
+    """A group whose operations fail in the call, or later."""
 
     def __init__(self, at_once: bool) -> None:
         super().__init__(0, 1)
@@ -76,8 +76,8 @@ def test_the_first_error_is_swallowed_and_kept(at_once: bool, how: str) -> None:
     assert tensor.tolist() == [1.0, 1.0]
 
     assert group.allreduce([tensor], ReduceOp.SUM).wait()
-    assert inner.calls == 1  # no further operation is tried
-    assert group.errored() is None  # the Manager sees no error
+    assert inner.calls == 1  # no further operation is started
+    assert group.errored() is None  # there is no error for the Manager
 
 
 def test_new_peers_clear_the_error() -> None:
@@ -128,7 +128,7 @@ def test_a_fake_fails_the_next_allreduce_and_no_other() -> None:
 
 
 def test_a_fake_still_takes_part(store: TCPStore) -> None:
-    """The peers of a failing rank get their result."""
+    """The peers of a rank with a simulated failure get their result."""
     groups = [FakeProcessGroupWrapper(ProcessGroupGloo(timeout=TIMEOUT)) for _ in range(2)]
     connect(groups, store)
     groups[0].report_future_error(KeyError("made"))
@@ -148,7 +148,7 @@ def test_a_fake_still_takes_part(store: TCPStore) -> None:
         group.shutdown()
 
 
-def test_new_peers_clear_the_error_that_was_asked_for() -> None:
+def test_new_peers_clear_a_requested_error() -> None:
     group = FakeProcessGroupWrapper(ProcessGroupDummy(0, 1))
     group.report_future_error(KeyError())
     group.configure("nowhere", "replica", 0, 1)
@@ -159,7 +159,7 @@ def test_new_peers_clear_the_error_that_was_asked_for() -> None:
 
 
 class Manager:
-    """The part of a Manager that the group uses. It averages like one."""
+    """The methods of a Manager that the group calls. It averages like a Manager."""
 
     def __init__(self, pg: ProcessGroup) -> None:
         self._pg = pg
@@ -202,7 +202,7 @@ def test_the_size_is_the_number_of_participants() -> None:
     assert group.getBackendName() == "torchft-dummy"
 
 
-def test_everything_else_goes_to_the_managers_group() -> None:
+def test_other_operations_go_to_the_managers_group() -> None:
     class Seen(ProcessGroupDummy):
         def barrier(self, opts: object = None) -> Work:
             return _DummyWork("the manager's group")
@@ -212,7 +212,7 @@ def test_everything_else_goes_to_the_managers_group() -> None:
 
 
 def test_pytorchs_ddp_over_a_managed_group(store: TCPStore) -> None:
-    """Both replicas have the same gradients, the mean of theirs."""
+    """Both ranks end with the same gradients, the mean of their own."""
     groups = [ProcessGroupGloo(timeout=TIMEOUT) for _ in range(2)]
     connect(groups, store)
     managers = [managed(group) for group in groups]
@@ -240,7 +240,7 @@ def test_pytorchs_ddp_over_a_managed_group(store: TCPStore) -> None:
 # repr
 
 
-def test_repr_names_the_class_and_what_is_behind_it() -> None:
+def test_repr_names_the_class_and_the_wrapped_group() -> None:
     dummy = ProcessGroupDummy(0, 1)
     assert repr(dummy) == "ProcessGroupDummy()"
     assert repr(ProcessGroupWrapper(pg=dummy)) == "ProcessGroupWrapper(pg=ProcessGroupDummy())"

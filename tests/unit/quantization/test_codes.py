@@ -95,6 +95,6 @@ def test_error_is_within_the_stated_bound(fmt: Format, name: str) -> None:
 
 
 @pytest.mark.parametrize("fmt", Format)
-def test_what_was_decoded_is_coded_without_error(fmt: Format) -> None:
+def test_decoded_values_are_coded_without_error(fmt: Format) -> None:
     once = decode(*encode(INPUTS["wide"], fmt), fmt)
     assert torch.equal(decode(*encode(once, fmt), fmt), once)

@@ -57,7 +57,7 @@ def groups(request: pytest.FixtureRequest, store: TCPStore) -> Iterator[list[Any
 
 @pytest.fixture
 def pair(store: TCPStore) -> Iterator[list[Any]]:
-    """Two ranks that a test may break. A rank that waits in vain gets an error after 2 s."""
+    """Two ranks that a test may break. A wait of theirs times out after 2 s."""
     made = [ProcessGroupGloo(timeout=timedelta(seconds=2)) for _ in range(2)]
     connect(made, store)
     yield made
@@ -138,7 +138,7 @@ def test_future_ends_later(groups: list[Any]) -> None:
     assert on_ranks(3, run) == [3, 3, 3]
 
 
-def test_what_is_not_finite_is_nan_at_its_place_alone(groups: list[Any]) -> None:
+def test_values_that_are_not_finite_become_nan_at_their_place_only(groups: list[Any]) -> None:
     tensors = [torch.ones(8) for _ in range(3)]
     tensors[0][1], tensors[1][2], tensors[2][2] = float("nan"), float("inf"), float("-inf")
     on_ranks(3, lambda rank: allreduce_quantized([tensors[rank]], ReduceOp.SUM, groups[rank]).wait())
@@ -189,7 +189,7 @@ class CountingGroup(ProcessGroupWrapper):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_quarter_of_the_bytes_travels(store: TCPStore, dtype: torch.dtype) -> None:
+def test_a_quarter_of_the_bytes_is_sent(store: TCPStore, dtype: torch.dtype) -> None:
     """A quarter for float32, half for 16-bit numbers; compared with a ring, which sends the minimum."""
     inner = [ProcessGroupGloo(timeout=TIMEOUT) for _ in range(3)]
     connect(inner, store)
@@ -225,7 +225,7 @@ def test_difference_at_the_end_of_many_tensors_is_noticed(pair: list[Any]) -> No
     assert all(isinstance(error, ValueError) and "different things" in str(error) for error in errors)
 
 
-def test_peer_that_does_not_come(pair: list[Any]) -> None:
+def test_an_absent_peer(pair: list[Any]) -> None:
     tensor = torch.ones(10)
     work = allreduce_quantized([tensor], ReduceOp.SUM, pair[0])
     with pytest.raises(TimeoutError, match="did not complete within"):
@@ -255,7 +255,7 @@ def test_abort_ends_all_of_them_and_their_threads(pair: list[Any]) -> None:
             assert not thread.is_alive()
 
 
-def test_new_peers_are_not_held_up_by_the_old_ones(pair: list[Any], store: TCPStore) -> None:
+def test_new_peers_are_not_delayed_by_the_old_ones(pair: list[Any], store: TCPStore) -> None:
     """An operation that waits for a peer that has ended fails, and is dropped when the group gets new peers."""
     pair[0].set_timeout(TIMEOUT)
     stuck = allreduce_quantized([torch.ones(10)], ReduceOp.SUM, pair[0])
@@ -268,10 +268,8 @@ def test_new_peers_are_not_held_up_by_the_old_ones(pair: list[Any], store: TCPSt
         stuck.wait(TIMEOUT / 2)
 
 
-def test_a_group_that_has_no_peers_for_a_moment_has_got_others(
-    pair: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another thread is just giving it the new peers."""
+def test_a_group_without_peers_for_a_moment_gets_other_peers(pair: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread is connecting it with the new peers."""
     began = threading.Event()
     recv = type(pair[0]).recv
 

@@ -55,7 +55,7 @@ def test_several_tensors_come_back(slices: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", flat_inputs())
-def test_what_is_not_finite_stays_so_and_leaves_the_rest_finite(name: str, dtype: torch.dtype) -> None:
+def test_values_that_are_not_finite_stay_so_and_others_stay_finite(name: str, dtype: torch.dtype) -> None:
     values = flat_inputs()[name].to(dtype)
     (got,) = roundtrip([values], 3)
     small = values.isfinite() & (values.float().abs() < torch.finfo(dtype).max / 2)
@@ -63,7 +63,7 @@ def test_what_is_not_finite_stays_so_and_leaves_the_rest_finite(name: str, dtype
     assert got[small].isfinite().all()
 
 
-def test_input_stays_as_it_is() -> None:
+def test_the_input_is_unchanged() -> None:
     tensors = several()
     before = [tensor.detach().clone() for tensor in tensors]
     fused_quantize_into_fp8(tensors, 3)
@@ -80,7 +80,7 @@ def test_a_quarter_of_the_bytes() -> None:
 @pytest.mark.parametrize("fmt", Format)
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
 def test_reduction_adds_up_the_slices(op: Any, fmt: Format) -> None:
-    """As after an exchange: slice i is rank i's value of one third of the tensors."""
+    """The buffer is one after an exchange: slice i has rank i's values of one third of the tensors."""
     tensors = [torch.randn(30, 7), torch.randn(9)]
     buffer = fused_quantize_into_fp8(tensors, 3, fmt)
     coded = [torch.empty_like(tensor) for tensor in tensors]
@@ -185,7 +185,7 @@ def test_names_of_triton() -> None:
 
 @pytest.mark.slow  # ten seconds of Triton's interpreter; test_codes.py has the formulas in plain PyTorch
 def test_kernels_give_the_same_bits() -> None:
-    """On a CPU in Triton's interpreter, which must be chosen before Triton is imported, so in a process of its own."""
+    """On a CPU this uses Triton's interpreter, in a separate process: it must be chosen before Triton is imported."""
     pytest.importorskip("triton", reason="needs Triton")
     script = "from tests.unit.quantization.interpreted import main; main()"
     done = subprocess.run(

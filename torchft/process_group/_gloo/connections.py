@@ -1,11 +1,11 @@
 """The TCP connections of one Gloo group, so that an abort can cut them.
 
-Gloo's own abort does not touch an operation in flight. Shutting its sockets down does: every operation
-in the group fails within milliseconds, here and at the peers. Which sockets are the group's is known for
-sure: each connection leads from or to an address at which a rank of the group listens, as these published
-in the store; and it is in the event loop of this rank's listening socket, since other ranks of the same process
-connect to the same addresses. Where that is not known (another version of Gloo, connections made on first
-use, no /proc), nothing is cut, and the operations run on, without anybody who waits for them (`operations`).
+Gloo's own abort does not end operations in flight. Shutting the sockets down does: every operation in the group fails
+within milliseconds, here and at the peers. A socket belongs to the group if two conditions hold. It connects from or to
+an address at which a rank of the group listens (the ranks publish these addresses in the store). And it is in the event
+loop of this rank's listening socket, because other ranks of the same process connect to the same addresses. If this
+cannot be determined (another version of Gloo, connections made on first use, no /proc), nothing is cut; the operations
+then continue in the background, and only the waits for them end (`operations`).
 """
 
 from __future__ import annotations
@@ -39,13 +39,14 @@ class Connections:
     """The established connections of a group.
 
     Args:
-        store: the one with which the group was created.
-        rank: of this process in the group.
-        world_size: of the group.
+        store: the store with which the group was created.
+        rank: rank of this process in the group.
+        world_size: number of ranks in the group.
 
     Attributes:
         cut: whether `shutdown` was called.
-        severed: whether that cut a connection to each peer on each interface: nothing arrives any more.
+        severed: whether `shutdown` cut the connections to all peers on all interfaces, so that nothing arrives any
+            more.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
@@ -98,7 +99,7 @@ class Connections:
             if found is None:
                 self._complete = self._complete and not is_open(descriptor, connection.inode)
                 continue
-            # A duplicate descriptor, so that the socket which was checked is the one that is cut.
+            # A duplicate descriptor, so that it is the checked socket that is cut, even if its descriptor was closed.
             with found[0] as duplicate:
                 if found[1] == connection:
                     with contextlib.suppress(OSError):  # the peer has closed it already
@@ -109,8 +110,8 @@ class Connections:
 
 @atexit.register
 def _shutdown_all() -> None:
-    """Called at the end of the process: the destruction of a Gloo group waits for its operations,
-    until their timeout.
+    """Cuts all connections at the end of the process. Otherwise the destruction of a Gloo group would wait for its
+    operations, until their timeout.
     """
     for connections in list(_all):
         connections.shutdown()
@@ -148,7 +149,7 @@ def _of_loops(own: set[Optional[bytes]]) -> Optional[list[int]]:
 
 
 def _bound(descriptor: int) -> tuple[bytes, ...]:
-    """The address at which a socket listens; empty if it is connected, or no socket."""
+    """The address at which a socket listens; empty if it is connected, or is no socket."""
     try:
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             return ()
@@ -163,8 +164,8 @@ def _listening(published: bytes) -> Optional[bytes]:
     """Extracts the address from the bytes that a rank of Gloo publishes, as `_raw` formats it; None if it
     is not understood.
 
-    That is: length and text of the host name, length and memory of a sockaddr_storage, and more. Most of
-    the sockaddr_storage was never written and holds whatever lay there, addresses of others included.
+    The bytes are: length and text of the host name, length and memory of a sockaddr_storage, and more. Most of the
+    sockaddr_storage is uninitialised memory, which may contain other addresses.
     """
     try:
         (length,) = struct.unpack_from("=Q", published)

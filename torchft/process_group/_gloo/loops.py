@@ -19,7 +19,7 @@ import time
 from typing import Iterator, NamedTuple
 
 # How long to wait until Gloo has closed cut connections itself, which usually takes milliseconds. Waits for operations
-# have got their error by then.
+# have ended with an error by then.
 _CLOSE_SEC = 0.5
 _LOOK_SEC = 0.02
 

@@ -1,13 +1,12 @@
 """The operations in flight among one set of peers, and an end for all of them at once.
 
-Cutting Gloo's connections ends nearly all of its operations within a millisecond. It does not end a
-receive from any source; nor a send that Gloo takes off its list in the moment in which the connection
-breaks (seen in one of a hundred failures of a peer): that one sleeps until its timeout, at a rank whose
-connections have all ended. And it ends nothing where the connections are not known. So each wait
-here has an end of its own: after an abort, or when every connection is broken, Gloo has `_GRACE_SEC` to
-raise its own error, and then the wait ends; that for a collective also when one connection has been
-broken for `_DAMAGED_SEC`. An operation that still runs is left to its timeout, on a thread of the reaper;
-unless its threads sleep (`stillness`), it may write to its tensors until then.
+Cutting Gloo's connections ends nearly all of its operations within a millisecond. There are exceptions: a receive from
+any source; and a send that Gloo takes off its list at the moment when the connection breaks (seen in one of a hundred
+failures of a peer), which sleeps until its timeout although all connections of its rank have ended. If the connections
+are not known, no operation ends. So each wait here is ended separately. After an abort, or when every connection is
+broken, Gloo has `_GRACE_SEC` to raise its own error; then the wait ends. A wait for a collective also ends when one
+connection has been broken for `_DAMAGED_SEC`. An operation that still runs then ends at its timeout, on a thread of the
+reaper. Until then it may write to its tensors, unless its threads sleep (`stillness`).
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from torchft.process_group._errors import POINT_TO_POINT, copied, explained, ten
 from torchft.process_group._gloo.connections import Connections
 from torchft.process_group._gloo.stillness import Stillness
 
-# The sum is the longest wait after an abort, for which 100 ms are promised.
+# The sum of these two is the longest wait after an abort; 100 ms are promised.
 _GRACE_SEC = 0.04
 _SLICE = timedelta(milliseconds=20)
 _SLICE_SEC = _SLICE.total_seconds()
-# The interval between two looks at the connections, which cost 1 µs each.
+# The interval between two checks of the connections, which cost 1 µs each.
 _LOOK_SEC = 0.1
-# A collective may still end well where a peer that is through with it has left. It has so long for it. (In a
-# ring only the neighbours of a rank that aborts have something to wait for on its connection.)
+# How long a collective may run on after a connection broke: the peer may have finished it before it left, and then the
+# collective can still succeed. (In a ring only the neighbours of an aborting rank wait for its data.)
 _DAMAGED_SEC = 1.0
 # The interval at which an aborted operation is checked for its real end.
 _DRAIN_LOOK_SEC = 0.001
 # Seconds for which the thread that watches futures stays idle before it ends.
 _IDLE_SEC = 1.0
 
-# The beginning of Gloo's own error after the end of a peer, which scripts look for; used where Gloo gives none.
+# The beginning of Gloo's own error after the end of a peer, which scripts look for; used if Gloo raises none.
 _CLOSED = "Connection closed by peer"
 
 
@@ -48,8 +47,8 @@ class Operations:
     """The operations in flight among one set of peers.
 
     Args:
-        name: of the group, for errors.
-        connections: of the group; without them only `end` ends anything.
+        name: name of the group, for errors.
+        connections: the group's connections; without them only `end` ends operations.
     """
 
     def __init__(self, name: str, connections: Optional[Connections] = None) -> None:
@@ -71,7 +70,7 @@ class Operations:
             self.connections.shutdown()
 
     def over(self, collective: bool = True) -> Optional[Exception]:
-        """Returns why no operation will end by itself any more; None as long as one may.
+        """Returns the reason why no operation will end by itself any more; None if one still may.
 
         Args:
             collective: whether the end of one peer suffices, as it does for all operations except send and recv.
@@ -108,9 +107,9 @@ class Operations:
         """Wraps an operation, so that a wait for it returns after `end`.
 
         Args:
-            work: the backend's.
-            name: of the operation.
-            args: of the operation, to find its tensors in.
+            work: the backend's work.
+            name: name of the operation.
+            args: arguments of the operation, to find its tensors in.
         """
         return _GuardedWork(self, work, name, args)
 
@@ -122,7 +121,7 @@ class Operations:
     def promise(
         self, real: Future[Any], devices: Optional[list[torch.device]], own: Callable[[Exception], Exception]
     ) -> Future[Any]:
-        """Returns a future that ends as `real` does, its error changed by `own`, or when the operations end."""
+        """Returns a future that ends with `real`, whose error is passed through `own`, or when the operations end."""
         promise = _Promise(devices)
         with self._lock:
             self._promises.add(promise)
@@ -144,12 +143,12 @@ class Operations:
         return promise.future
 
     def fail_promises(self) -> bool:
-        """Fails the futures that will not complete any more. Returns whether some remain that may."""
+        """Fails the futures that will not complete any more. Returns whether any are left."""
         if self._promises and (error := self.over()) is not None:
             with self._lock:
                 promises, self._promises = self._promises, set()
             if promises:
-                # Completed on another thread than the one that watches, because callbacks of other code run here.
+                # Not on the watching thread, because completing a future runs callbacks of other code.
                 threading.Thread(
                     target=lambda: [promise.fail(error) for promise in promises], name="torchft_abort", daemon=True
                 ).start()
@@ -157,7 +156,7 @@ class Operations:
 
 
 class _Promise:
-    """A future with a result or an error. The error is one for C++ too, which that of `set_exception` is not."""
+    """A future with a result or an error. C++ code sees the error too, unlike one that was set by `set_exception`."""
 
     def __init__(self, devices: Optional[list[torch.device]]) -> None:
         self._error: Optional[Exception] = None
@@ -178,7 +177,7 @@ class _Promise:
 
 
 class _Outcome:
-    """Runs a function on a thread of its own, and keeps its result or error."""
+    """Runs a function on a separate thread, and keeps its result or error."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._done = threading.Event()
@@ -213,8 +212,8 @@ class _GuardedWork(Work):
         self._work = work
         self._name = name
         self._point_to_point = name in POINT_TO_POINT
-        # One that is still queued behind a send that is not woken begins at that one's timeout, and fails at its first
-        # send. Of those that copy to their results before it, nobody knows.
+        # A collective that is queued behind a send that was not woken begins when that send times out, and fails at its
+        # own first send. Some copy data to their results before it.
         self._in_place = name == "allreduce"
         self._args = args
         self._future: Optional[Future[Any]] = None
@@ -245,7 +244,7 @@ class _GuardedWork(Work):
             try:
                 return self._work.wait(step)
             except Exception:
-                if self._work.is_completed():  # the deadline may have passed at the same moment
+                if self._work.is_completed():  # it may have ended just when the deadline passed
                     return self._work.wait()
                 error = self._operations.over()
                 if error is not None:
@@ -254,11 +253,11 @@ class _GuardedWork(Work):
                     raise
 
     def drain(self, timeout: timedelta) -> bool:
-        """Waits until nothing is written any more, also after `Operations.end`. The operation may still sleep on one of
+        """Waits until the operation does not write any more, also after `Operations.end`. It may still sleep on one of
         Gloo's threads: see :meth:`ended`.
 
         Returns:
-            False if it may still be after that time.
+            False if it may still write after the timeout.
         """
         deadline = time.monotonic() + timeout.total_seconds()
         connections, stillness = self._operations.connections, Stillness()
@@ -271,7 +270,7 @@ class _GuardedWork(Work):
         return True
 
     def ended(self) -> bool:
-        """Whether Gloo has ended it, so that its thread is free: also after `Operations.end` this is not at once."""
+        """Whether Gloo has ended the operation, so that its thread is free; this may be long after `Operations.end`."""
         return self._work.is_completed()
 
     def _own(self, error: Exception) -> Exception:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-# The garbage collector calls `reap` wherever it likes, also on a thread that is in here.
+# The garbage collector may call `reap` on any thread at any time, also on a thread that holds this lock.
 _lock = threading.RLock()
 _pending: set[threading.Thread] = set()
 
@@ -37,7 +37,7 @@ def reap(box: list[Any]) -> None:
 def _destroy(box: list[Any]) -> None:
     try:
         # PyTorch 2.7 keeps the GIL while it destroys a ProcessGroup, whose backend joins threads that may
-        # need it. A backend is destroyed without: it goes last.
+        # need it. It does not keep the GIL while it destroys a backend, so the backend is destroyed last.
         backends = _backends(box[0])
         box.clear()
         backends.clear()
@@ -66,7 +66,7 @@ def drain(timeout_sec: float) -> bool:
 
 def _end() -> None:
     drain(_EXIT_TIMEOUT_SEC)
-    # Not above: it is in a package that needs this module.
+    # Not imported above: its package imports this module.
     from torchft.process_group.isolated._native import stop_threads_that_come_back
 
     stop_threads_that_come_back()

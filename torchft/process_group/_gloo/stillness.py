@@ -16,14 +16,15 @@ import time
 from typing import Optional
 
 _TASKS = "/proc/self/task"
-# As PyTorch and Gloo name their threads. One that runs operations waits without end; an event loop wakes every 10 ms.
+# The names of the threads of PyTorch and Gloo. A thread that runs operations waits without a timeout; an event loop
+# wakes every 10 ms.
 _RUNNER = "pt_gloo_runloop"
 _LOOP = "gloo_tcp_loop"
-# How long the threads have to sleep, and the pause between two looks.
+# How long the threads have to sleep, and the pause between two checks.
 _STILL_SEC = 0.1
 _LOOK_SEC = 0.02
 
-# By thread: how often it has gone to sleep.
+# For each thread, the number of times that it fell asleep.
 _Switches = dict[str, str]
 
 
@@ -36,7 +37,7 @@ class Stillness:
         self._switches: Optional[_Switches] = None
 
     def reached(self) -> bool:
-        """Whether all threads have slept for `_STILL_SEC`, as far as the calls up to now show.
+        """Whether all threads have slept for `_STILL_SEC`, judging by this call and earlier ones.
         Cheap to call often.
         """
         now = time.monotonic()
@@ -50,8 +51,8 @@ class Stillness:
 
 
 def _asleep() -> Optional[_Switches]:
-    """A value that changes if a thread that runs operations has been awake in between. None if a thread is awake, or if
-    no thread is found: another version of PyTorch may use other names.
+    """A value that differs between two calls if a thread that runs operations was awake in between. None if a thread is
+    awake, or if no thread is found: another version of PyTorch may use other names.
     """
     switches: _Switches = {}
     with contextlib.suppress(FileNotFoundError):  # no /proc

@@ -1,9 +1,9 @@
-"""Isolated groups: the real group, Gloo or NCCL, lives in a worker, a process that can be killed.
+"""Isolated groups: the actual group, Gloo or NCCL, runs in a worker, a process that can be killed.
 
     parent     the process group in the trainer; `groups`: one class per backend; `call`, `work`: a request, its result
     channel    the trainer's end of one worker: operations in flight; `leader`: the thread that reads the answers for
                all; `completer`: futures; `devices`: shared memory and events; `wire`: socket and pipe; `messages`:
-               what goes through the socket
+               the messages of the socket
     standby    hands out workers and keeps a spare one; `server`: the process that forks them
     worker     runs the operations
     protocol   the messages between trainer and worker
@@ -14,8 +14,8 @@ When an operation is *done*, that is when its `wait` returns and its future has 
 - on a CPU it has finished, and the result is in the caller's tensor;
 - on a device the stream that waits, or on which the future's callback runs, sees the result.
 
-The trainer never blocks longer than the operation's timeout for a worker that hangs: a worker that does not answer in
-time is killed, and all waits for it fail. A worker ends with its trainer, however the trainer ends.
+If a worker hangs, the trainer does not block longer than the operation's timeout: a worker that does not answer in time
+is killed, and all waits for it fail. A worker ends with its trainer, even if the trainer is killed.
 """
 
 from __future__ import annotations

@@ -21,9 +21,9 @@ class Call:
     Attributes:
         parts: the bytes that the worker reads.
         registrations: (device, registration) of every tensor.
-        result: value of its future.
-        seconds: its timeout.
-        stream: the current one; None if there are only CPU tensors.
+        result: value of the operation's future.
+        seconds: timeout of the operation.
+        stream: the current stream; None if there are only CPU tensors.
     """
 
     __slots__ = ("_devices", "on_device", "parts", "registrations", "result", "seconds", "stream")
@@ -90,12 +90,12 @@ def made_call(
     """Encodes an operation to be sent.
 
     Args:
-        devices: register the tensors.
-        group: its name, for errors.
-        name: of the operation, see `protocol.OPERATIONS`.
-        arguments: as PyTorch's group takes them.
-        access: to the tensors, if it differs from the table's.
-        timeout: of the group.
+        devices: the devices that register the tensors.
+        group: name of the group, for errors.
+        name: name of the operation, see `protocol.OPERATIONS`.
+        arguments: the arguments of PyTorch's method of that name.
+        access: which tensors the operation reads and writes, if that differs from the table.
+        timeout: the group's timeout.
 
     Raises:
         Exception: the operation cannot be sent; no tensor is registered then.
@@ -123,18 +123,18 @@ def made_call(
 
 
 def flat(outputs: Any) -> list[torch.Tensor]:
-    """The value of an operation's future, as with Gloo: its outputs, one after another."""
+    """The value of an operation's future, the same as with Gloo: its outputs, one after another."""
     if isinstance(outputs, torch.Tensor):
         return [outputs]
     return [tensor for item in outputs for tensor in (item if isinstance(item, (list, tuple)) else (item,))]
 
 
-# Encoded options that have only an operation. ReduceOp.SUM and the other constants are never freed.
+# Encoded options whose only field is the reduction. ReduceOp.SUM and the other constants are never freed.
 _BARE: dict[tuple[int, type], tuple[bytes, float]] = {}
 
 
 def reduction(opts: Any, kind: type) -> Any:
-    """Returns options that have only an operation, given other options or an operation."""
+    """Returns options whose only field is the reduction, given other options or a reduction."""
     if type(opts) is kind:
         return opts
     made: Any = kind()

@@ -1,4 +1,4 @@
-"""The trainer's end of one worker: requests out, answers in, and threads that wait for them.
+"""The trainer's end of one worker: sends requests, reads answers, and lets threads wait for these.
 
 One of the waiting threads is the leader: it reads the answers for all of them until its own operation has ended, and
 then hands the lead over (`leader`). So a thread that waits alone reads its own answer, and a further thread is needed
@@ -32,7 +32,7 @@ from torchft.utils import poll
 _PING_EVERY_SEC = 2.0
 _UNRESPONSIVE_SEC = 5.0
 
-# The longest time from a request that could not be sent because the worker ended until that end is read.
+# A request could not be sent because the worker ended: the longest wait until its end can be read, too.
 _LAST_WORDS_SEC = 1.0
 
 # With this many operations in flight, answers are read before the next one is sent, so that they never fill
@@ -41,16 +41,16 @@ _READ_ABOVE = 64
 
 
 class Channel:
-    """The trainer's end.
+    """The trainer's end of one worker.
 
     Args:
-        name: of the group, for errors.
+        name: name of the group, for errors.
         sharings: makes the sharing of each device.
         on_broken: called once, with no lock held, when the worker can no longer be used. It has to call `devices.close`
             when the worker has ended.
 
     Attributes:
-        wire: what connects the two; `wire.theirs` is for the worker.
+        wire: socket and pipe between trainer and worker; `wire.theirs` are the worker's ends.
         devices: the memory and events that trainer and worker share.
         asks: whether the worker's backend may fail after it has answered that an operation is queued.
     """
@@ -137,7 +137,7 @@ class Channel:
     # Waiting
 
     def wait(self, op: _OpMetadata, timeout: Optional[float]) -> bool:
-        """Waits until an operation has ended; False when that takes longer than `timeout` seconds."""
+        """Waits until an operation has ended; False if that takes longer than `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while not op.done:
             with self._lock:
@@ -191,7 +191,7 @@ class Channel:
                     pinged = now
                     try:
                         self.notify(protocol.PING)
-                    except Exception:  # it is in _broken
+                    except Exception:  # the error is in _broken
                         return
                 elif now >= pinged + _UNRESPONSIVE_SEC:
                     self.close(RuntimeError(f"{self._name}: the worker does not respond; it is ended"))
@@ -257,14 +257,14 @@ class Channel:
                 registration.fetch()
         except Exception as e:
             op.error = e
-        except BaseException as e:  # such as KeyboardInterrupt: the leader's, not that of the operation's thread
+        except BaseException as e:  # such as KeyboardInterrupt: meant for the leader's thread, not for the operation's
             op.error = RuntimeError(f"{self._name}: interrupted while a result was copied: {e!r}")
             raise
         finally:
             self._end(op)
 
     def _end(self, op: _OpMetadata) -> None:
-        """Ends an operation that the caller has removed from `_ops`, and so is called once for each."""
+        """Ends an operation that the caller has removed from `_ops`; so it is called once for each operation."""
         try:
             if op.marks:
                 self.devices.hold(op)
@@ -303,13 +303,15 @@ class Channel:
         return poll(ended, deadline - time.monotonic())
 
     def check(self, timeout: Optional[float] = None) -> None:
-        """Asks the worker's backend for its error: after the device has finished an operation, also for that one's.
+        """Asks the worker's backend for its error. After the device has finished an operation, that includes the
+        operation's error.
 
         Args:
             timeout: in seconds.
 
         Raises:
-            Exception: the backend's error, why the worker cannot be used, or TimeoutError.
+            Exception: the backend's error, or the reason why the worker cannot be used.
+            TimeoutError: the worker did not answer in time.
         """
         if not self.asks:
             return

@@ -16,9 +16,9 @@ class Completer:
     """Callbacks run on its thread, one after another.
 
     Args:
-        name: of the group.
-        devices: of the group's worker.
-        lock: of the channel. `begin`, `wake` and `ended` are called with it.
+        name: name of the group.
+        devices: devices of the group's worker.
+        lock: the channel's lock. `begin`, `wake` and `ended` are called with it.
         lead: reads answers until its argument is true; False at once if another thread reads, or no future is open.
         broken: whether the channel is closed, after which no operation ends.
         check: raises if the worker's backend has failed.
@@ -46,7 +46,7 @@ class Completer:
         self._idle = threading.Lock()
 
     def begin(self) -> None:
-        """There is a future to wait for."""
+        """Called when there is a future to wait for."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="torchft_isolated_futures", daemon=True)
             self._thread.start()
@@ -58,7 +58,7 @@ class Completer:
             self._idle.release()
 
     def ended(self, op: _OpMetadata) -> None:
-        """An operation with a future has ended."""
+        """Called when an operation with a future has ended."""
         self._ended.append(op)
         # Restarts the thread, which may have ended if the worker failed at this moment.
         self.begin()

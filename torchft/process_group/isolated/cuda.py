@@ -1,14 +1,14 @@
 """CUDA: a worker uses the trainer's device memory directly, and CUDA events order the work that the two queue.
 
-**Memory.** A storage is shared once in the life of the process, however many workers it has one after the other, and
-is identified by weak reference, never by address. PyTorch frees shared memory when a counter of its users reaches 0,
+**Memory.** A storage is shared once in the life of the process, even if several workers follow one another. It is
+identified by weak reference, never by address. PyTorch frees shared memory when a counter of its users reaches 0,
 which a killed worker would never decrement. So the trainer alone counts. When the user frees a storage, the trainer
 asks the worker to drop it; the worker confirms that with its next mark. Only then, or when the worker has ended, is
 the memory returned to PyTorch, because CUDA forbids to free memory that another process maps.
 
 **Order.** A mark is an interprocess event, recorded on the current stream; both ends send marks. An event is reused
-only after the device has passed it. So an end that looks at an old mark may wait for a later recording of the same
-event, which is too long but safe. There is no deadlock, because the work before a mark never waits for that mark.
+only after the device has passed it. So an end that reads an old mark may wait for a later recording of the same event:
+longer than necessary, but safe. There is no deadlock, because the work before a mark never waits for that mark.
 
 **Done** means finished on the device, not queued: the trainer's `follow` waits on the host. If a stream of the trainer
 waited for an event of a worker that is then killed, it would never continue, and the trainer would hang, which isolated
@@ -43,14 +43,14 @@ _CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 # export, device, dtype, dimensions; offset in the storage; the storage's size and its offset in the allocation
 _REF = struct.Struct("<QHBBqQQ")
-# event, how often it was recorded, how many notes of the other end were read
+# event, number of its recordings, number of notes read from the other end
 _MARK = struct.Struct("<IQQ")
 _ID = struct.Struct("<Q")
 
 # Notes to the worker, by their first byte: the device to work on, storages to drop, nothing.
 _USE, _DROP, _NOTHING = b"U", b"D", b"N"
 
-# The streams a worker's operations take turns on; PyTorch has as many.
+# The number of streams that a worker's operations use in turn; PyTorch has as many.
 _STREAMS = 32
 
 # Pauses between two queries of an event by the host: the first one, and the longest.
@@ -68,7 +68,7 @@ _NO_COUNTER = b"/torchft-counts-itself"
 
 
 class _Export:
-    """A storage of this process that others may map; `holders` are the ends whose worker may have done so."""
+    """A storage of this process that others may map; `holders` are the ends whose worker may have mapped it."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.id = next(_ids)
@@ -116,7 +116,7 @@ class _Returns:
     """
 
     def __init__(self) -> None:
-        # The garbage collector may call `put` on a thread that is in `put`: a SimpleQueue is reentrant.
+        # Reentrant, because the garbage collector may call `put` on a thread that is in `put`.
         self._freed: queue.SimpleQueue[_Export] = queue.SimpleQueue()
         self._started = False
 
@@ -210,7 +210,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 class _Marks:
-    """Events of this process to send, and those of the other end."""
+    """The events that this process sends, and those that it receives from the other end."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -270,8 +270,8 @@ class _Registration:
     def __init__(self, tensor: torch.Tensor, ref: bytes, all_: set[_Registration]) -> None:
         self._tensor: Optional[torch.Tensor] = tensor
         self.ref = ref
-        # Its end refers to it too. So the memory stays even if the caller drops the registration of a killed worker,
-        # whose kernels may still run.
+        # The trainer's end refers to the registration too: if a worker was killed, its kernels may still run, so the
+        # memory must stay even if the caller drops the registration.
         self._all = all_
         all_.add(self)
 
@@ -284,7 +284,7 @@ class _Registration:
 
 
 class TrainerEnd:
-    """Call `close` only when the worker has been reaped: until then its kernels may still write.
+    """The trainer's end. Call `close` only when the worker has been reaped: until then its kernels may still write.
 
     Args:
         notify: sends a note to the worker's end.
@@ -343,7 +343,7 @@ class TrainerEnd:
         self._notify(note, None)
 
     def _dropped(self, notes: int) -> None:
-        """The worker has read `notes` notes, and unmapped the storages that they name."""
+        """Called when the worker has read `notes` notes and unmapped the storages that they name."""
         freed: list[_Export] = []
         with self._lock:
             while self._announced and next(iter(self._announced)) <= notes:
@@ -368,8 +368,8 @@ class TrainerEnd:
             return
         pause = _PAUSE_SEC
         look_at = time.monotonic() + _LOOK_SEC
-        # No deadline of its own: at the operation's deadline the worker is ended. A note to an ended worker fails,
-        # which sets `_closed`.
+        # No deadline is needed here: at the operation's deadline the worker is ended. A note to an ended worker
+        # fails, which sets `_closed`.
         while not event.query():
             if self._closed:
                 raise RuntimeError("the worker of this group ended before its operation did")
@@ -405,10 +405,12 @@ class TrainerEnd:
 
 
 class WorkerEnd:
-    """Operations use the streams in turn, so that one that waits for a silent peer does not delay the next."""
+    """The worker's end. Operations use the streams in turn, so an operation that waits for a silent peer does not delay
+    the next one.
+    """
 
     def __init__(self) -> None:
-        # The trainer sets it. It is kept here because the current device of another thread may differ.
+        # Set by the trainer, and kept here because each thread has a current device of its own.
         self._device = torch.device(_DEVICE, 0)
         self._marks = _Marks()
         self._imports: dict[int, torch.UntypedStorage] = {}
@@ -428,7 +430,7 @@ class WorkerEnd:
         with self._lock:
             storage = self._imports.get(export)
             if storage is None:
-                # Without an event to wait for: marks keep the order.
+                # Without an event to wait for, because marks order the work.
                 storage = torch.UntypedStorage._new_shared_cuda(
                     device.index, handle, size, at, _NO_COUNTER, 0, b"", False
                 )
@@ -458,7 +460,7 @@ class WorkerEnd:
         return self._marks.mark(self._device, notes)
 
     def follow(self, mark: bytes) -> None:
-        """Makes the next stream the current one, and makes it wait for the trainer's mark: an operation begins."""
+        """Begins an operation: makes the next stream the current one, and makes it wait for the trainer's mark."""
         if not self._streams:
             self._streams = [torch.cuda.Stream(self._device) for _ in range(_STREAMS)]
         stream = self._streams[self._turn]

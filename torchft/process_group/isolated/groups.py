@@ -1,4 +1,4 @@
-"""The isolated groups by backend: what their workers run."""
+"""The isolated groups, one class per backend, which creates the group in the worker."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
 
 
 def _check_reduce_scatter(name: str) -> None:
-    # Gloo has them since PyTorch's groups can be reconfigured.
+    # Gloo has these operations only in versions of PyTorch whose groups can be reconfigured.
     if not hasattr(BaseProcessGroup, "reconfigure"):
         raise RuntimeError(f"ProcessGroupBabyGloo does not support {name}.")
 
@@ -75,9 +75,10 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
     def _create_pg(cls, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
         from torch.distributed import ProcessGroupNCCL as BaseProcessGroupNCCL
 
-        # After an error PyTorch aborts the communicator, and what is in flight ends as if it had succeeded: so the
-        # trainer asks when its events have passed, and the worker ends as soon as it has reported that. (PyTorch would
-        # end it without a report.) What the trainer has set is for its own group, and came with its environment.
+        # After an error PyTorch aborts the communicator, and operations in flight end as if they had succeeded. So the
+        # trainer asks for errors when its events have passed, and the worker ends as soon as it has reported one.
+        # (PyTorch would end it without a report.) The variable in the trainer's environment is meant for the trainer's
+        # own groups, so it is overridden here.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "2"
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, int(cls._worker_timeout.total_seconds()))))
         opts = BaseProcessGroupNCCL.Options()
@@ -112,7 +113,7 @@ class ProcessGroupBabyXCCL(ProcessGroupBaby):
 def _on_device(
     kind: str, backend_class: Any, name: str, store: Store, rank: int, world_size: int, opts: Any
 ) -> BaseProcessGroup:
-    """A group with one backend on the current device, which connects now and not in the first operation."""
+    """A group with one backend on the current device, which connects at once and not in the first operation."""
     backend_type = getattr(BaseProcessGroup.BackendType, name)
     pg = BaseProcessGroup(store, rank, world_size)
     pg._set_default_backend(backend_type)

@@ -1,8 +1,8 @@
 """Sharing of CPU memory.
 
 A caller's storage cannot be moved: other views of it, for example in NumPy, must see the results. So a tensor is copied
-into memory that both processes map, and back. That memory is kept and reused: its pages are allocated, and the worker
-has it mapped. A tensor in shared memory of PyTorch (`share_memory_()`) is registered without a copy.
+into memory that both processes map, and back. That memory is kept and reused, because its pages are allocated and
+mapped by the worker already. A tensor in shared memory of PyTorch (`share_memory_()`) is registered without a copy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(_DTYPES)}
 _SMALLEST = 1 << 10
 _REGION = 1 << 20
 
-# Below this size a copy is cheaper than to find out where a tensor lies.
+# Below this size a copy is cheaper than a look-up of the tensor's memory.
 _ASK_ABOVE = 1 << 16
 
 # Storages of these types are plain memory.
@@ -43,7 +43,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # Where PyTorch creates shared memory; containers often have little of it.
 _SHARED_MEMORY = "/dev/shm"
 
-# Number of imported shared storages from which on freed ones are looked for.
+# With this many imported shared storages, freed ones are searched for and removed.
 _SWEEP_AT = 64
 
 
@@ -90,8 +90,8 @@ class _Staged:
     """A registration of a copy.
 
     Args:
-        tensor: the caller's.
-        size: of the copy in bytes, which begins with the tensor's first element.
+        tensor: the caller's tensor.
+        size: size of the copy in bytes, which begins with the tensor's first element.
     """
 
     __slots__ = ("_free", "_size", "_slot", "_tensor", "_write", "ref")
@@ -295,7 +295,7 @@ class _Worker(_Host):
 
 
 def _descriptor(storage: torch.UntypedStorage) -> Optional[int]:
-    """The file of which a storage is a mapping; None if there is none, or if PyTorch has not kept it open."""
+    """The file that a storage maps; None if there is none, or if PyTorch has not kept it open."""
     if not storage.is_shared():
         return None
     try:

@@ -1,4 +1,4 @@
-"""Leader/follower: one of the threads that wait for a worker's answers reads the answers of all."""
+"""Leader/follower: one of the threads that wait for a worker's answers reads the answers for all."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ class Leadership:
     4. When the last thread leaves, the reserve is woken.
     5. After `close` no thread becomes the leader. `Channel.close` ends all operations, which wakes all followers.
 
-    A new thread may take the lead before the follower that was woken for it; that one then joins as a follower again.
-    So a thread that waits for many operations in turn reads its own answers, without waiting for a thread to wake up.
+    A new thread may take the lead before the follower that was woken to lead; that follower then joins as a follower
+    again. So a thread that waits for many operations in turn reads its own answers, without waiting for a thread to
+    wake up.
 
     Args:
         wake_reserve: wakes the thread that leads only if no other thread waits; it uses `lead`.
@@ -77,7 +78,7 @@ class Leadership:
     def leave(self, signal: threading.Lock) -> None:
         """A follower that was not woken stops waiting."""
         if self._followers.pop(signal, None) is None:
-            # It was woken in the meantime, perhaps to lead: another thread has to.
+            # It was woken in the meantime, perhaps to lead, so another thread has to lead.
             self._pass_on()
 
     def ended(self, operation: object) -> None:

@@ -7,7 +7,7 @@ import os
 import socket
 from typing import Iterable, Sequence
 
-# Longer than this a message does not fit into a socket.
+# A longer message does not fit into a socket.
 LONG = 1 << 15
 _MEMORY = b"\xff"
 _FLAGS = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
@@ -43,7 +43,7 @@ def receive(source: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def unpack(data: bytes, descriptors: Sequence[int]) -> tuple[bytes, list[int]]:
-    """A message as it was sent, given what came through the socket."""
+    """The message that was sent, given the bytes and descriptors from the socket."""
     if data != _MEMORY:
         return data, list(descriptors)
     memory, *rest = descriptors

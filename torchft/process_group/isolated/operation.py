@@ -15,7 +15,7 @@ from torchft.utils import get_stream_context
 
 
 class WorkerFailed(RuntimeError):
-    """The worker's process ended and sent no error."""
+    """The worker's process ended without sending an error."""
 
 
 @dataclass
@@ -36,9 +36,9 @@ class _OpMetadata:
     """An operation that the trainer sent to the worker.
 
     Args:
-        op_id: its number.
+        op_id: number of the operation.
         registrations: (device, registration) of every tensor.
-        result: the value of its future: the caller's tensors.
+        result: value of the operation's future: the caller's tensors.
         timeout_sec: seconds without an answer after which the worker is checked.
         stream: the current stream at the call.
     """

@@ -1,6 +1,6 @@
 """The trainer's side of an isolated group: a process group of PyTorch whose operations run in a worker."""
 
-# Parameters have the names and the order that users of torchft write, not PyTorch's.
+# Parameters have the names and the order of the published torchft, not PyTorch's.
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ _GRACE_SEC = 1.0
 class ProcessGroupBaby(ProcessGroup):
     """A group whose operations run in a worker, a process that can be killed without harm to this one.
 
-    A subclass says by `_create_pg` what the worker runs. The worker imports its module, so it must not be defined
-    in `__main__`.
+    A subclass overrides `_create_pg`, which creates the group in the worker. The worker imports the module of the
+    subclass, so it must not be defined in `__main__`.
 
     Args:
-        timeout: of operations without one of their own, and of connecting with new peers; in seconds, if a number.
+        timeout: default timeout of operations, and timeout of connecting to new peers; in seconds, if a number.
         standby: whether the next worker is started in advance, so that reconfiguring does not wait for it. It costs
-            some 50 MB. None: as TORCHFT_ISOLATED_STANDBY says ("1" or "0"), else yes.
-        standby_context: whether that worker makes the device's context ahead, too, which costs device memory. None: as
-            TORCHFT_ISOLATED_STANDBY_CONTEXT says, else no.
+            some 50 MB. None: TORCHFT_ISOLATED_STANDBY ("1" or "0"), by default yes.
+        standby_context: whether that worker also creates the device's context in advance, which costs device memory.
+            None: TORCHFT_ISOLATED_STANDBY_CONTEXT, by default no.
     """
 
     # Attributes that subclasses set
@@ -101,7 +101,7 @@ class ProcessGroupBaby(ProcessGroup):
         self._shut_down: Optional[Exception] = None
         self._checker: Optional[Checker] = None
         self._starting: dict[int, tuple[Channel, _OpMetadata]] = {}
-        # It must not refer to this object, which it would keep alive.
+        # The launcher must not refer to this object, because it would keep it alive.
         self._workers = Workers(_maker(type(self), self._context), _setting(STANDBY_ENV, standby, default=True))
         self._finalizer = weakref.finalize(self, Workers.close, self._workers)
         self._workers.prepare()
@@ -160,7 +160,7 @@ class ProcessGroupBaby(ProcessGroup):
         self._warm = True
 
     def _take(self) -> Worker:
-        # Set before the worker has answered, so that an abort ends it, too.
+        # Set before the worker has answered, so that an abort also ends a worker that is still connecting.
         self._worker = worker = self._workers.take()
         return worker
 
@@ -171,7 +171,7 @@ class ProcessGroupBaby(ProcessGroup):
         not have to wait for the start of an interpreter.
 
         Raises:
-            Exception: why there is no worker.
+            Exception: the reason why there is no worker.
         """
         if not self._warm:
             started(self._workers.first)
@@ -254,7 +254,7 @@ class ProcessGroupBaby(ProcessGroup):
     def shutdown(self) -> None:
         """Kills the worker and the standby worker. `configure` starts new ones.
 
-        Until then operations raise OSError, as those of upstream do at their closed pipe.
+        Until then operations raise OSError, the same error as with upstream's closed pipe.
         """
         super().shutdown()
         self._shut_down = OSError(
@@ -279,9 +279,9 @@ class ProcessGroupBaby(ProcessGroup):
         """Sends an operation to the worker.
 
         Args:
-            name: of the operation, see `protocol.OPERATIONS`.
-            arguments: as PyTorch's group takes them.
-            access: to the tensors, if it differs from the table's.
+            name: name of the operation, see `protocol.OPERATIONS`.
+            arguments: the arguments of PyTorch's method of that name.
+            access: which tensors the operation reads and writes, if that differs from the table.
         """
         channel = self._connected().channel
         if self._checker is not None:

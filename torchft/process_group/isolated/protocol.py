@@ -6,7 +6,7 @@ without its number and marks (`body`) has the same bytes each time it is repeate
 
     request  kind u8, operation u64, rest
     answer   kind u8, operation u64, length of the rest u32, rest
-    body     code of the operation u8, then arguments, each a tag u8 and what the tag says
+    body     code of the operation u8, then arguments, each a tag u8 and a value in the tag's format
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ FAILED = 2  # name of the exception's class, a line feed, its text
 FATAL = 3  # the same; the worker ends
 PONG = 4
 
-# What PyTorch's group is called for, with its arguments: "r" is read by the operation, "w" written. A worker calls
-# nothing else. What is sent is the place in this table. The last integer of send and recv is their timeout in
+# The methods of PyTorch's group that a worker may call, with their arguments: "r" is read by the operation, "w"
+# written. A request contains the index in this table. The last integer of send and recv is their timeout in
 # milliseconds, 0 for the group's.
 _OUT, _IN, _OUT_LISTS, _IN_LISTS = ("tensors", "w"), ("tensors", "r"), ("lists", "w"), ("lists", "r")
 _BOTH, _OUT_ONE, _IN_ONE = ("tensors", "rw"), ("tensor", "w"), ("tensor", "r")
@@ -119,7 +119,7 @@ def read_answers(data: bytes) -> tuple[list[Answer], bytes]:
     answers = []
     at = 0
     if len(data) == _ANSWER.size:
-        # The most frequent content: one operation that is done.
+        # The most frequent case: a single answer, of an operation that has succeeded.
         kind, operation, length = _ANSWER.unpack(data)
         return ([Answer(kind, operation, b"")], b"") if not length else ([], data)
     while len(data) - at >= _ANSWER.size:
@@ -176,7 +176,7 @@ def _read_item(data: bytes, at: int) -> tuple[Item, int]:
 
 
 def code(name: str) -> bytes:
-    """The beginning of an operation's body. Its arguments follow, in the order in which PyTorch's group takes them."""
+    """The beginning of an operation's body. The arguments follow, in the order of PyTorch's method."""
     return _CODES[name]
 
 
@@ -448,12 +448,12 @@ _ERRORS: dict[str, type[Exception]] = {
 
 
 def encode_error(error: BaseException) -> bytes:
-    # The text begins with what happened and ends with where; the end is truncated.
+    # The text begins with the error and ends with its place in the code; the end is truncated.
     return f"{type(error).__name__}\n{error}".encode(errors="replace")
 
 
 def decode_error(data: bytes) -> Exception:
-    """Returns the worker's error, with its class there if that is one of Python's or torch.distributed's."""
+    """Returns the worker's error, of the same class if that is one of Python's or torch.distributed's."""
     name, _, text = data.decode(errors="replace").partition("\n")
     kind = _ERRORS.get(name) or getattr(dist, name, None)
     if not (isinstance(kind, type) and issubclass(kind, Exception)):

@@ -1,11 +1,11 @@
 """The fork server: a process that has imported PyTorch once, and forks a worker in milliseconds.
 
 It runs one thread, holds no device and no connection, and never imports the trainer's `__main__`. It ends with its
-trainer, also if that is killed, and its workers end with it. Only the server reaps its workers, so the number of a
-worker's process is not reused before the server has removed it from its table, and no signal reaches another process.
+trainer, even if that is killed, and its workers end with it. Only the server reaps its workers. So the process id of a
+worker is not reused before the server has removed it from its table, and no signal reaches another process.
 
     spawn  JSON; with the worker's ends of its channel, and a pipe that is closed when the worker has been reaped
-    kill   number of the worker
+    kill   process id of the worker
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from typing import Any, Callable
 
 _PR_SET_PDEATHSIG = 1
 
-# Without pidfd_open (Linux < 5.3) the end of the trainer is polled for this often.
+# The interval at which the server checks whether its trainer has ended, without pidfd_open (Linux < 5.3).
 _LOOK_EVERY_MS = 500
 
 
 def main(control: int, trainer: int) -> None:
-    """Serves until the trainer, the process with number `trainer`, has ended or closes its end. It does not return."""
+    """Serves until the trainer, the process with id `trainer`, has ended or closes its end. Does not return."""
     # Ctrl-C and SIGTERM reach the whole process group. Only the trainer acts on them; this process ends with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -43,7 +43,7 @@ def main(control: int, trainer: int) -> None:
     try:
         _Server(socket.socket(fileno=control), trainer, worker, error).serve()
     finally:
-        # The kernel then kills the workers (PR_SET_PDEATHSIG).
+        # The kernel kills the workers when this process ends (PR_SET_PDEATHSIG).
         os._exit(0)
 
 
@@ -53,7 +53,7 @@ class _Server:
         self._trainer = trainer
         self._worker = worker
         self._error = error
-        # Process number, and the pipe that is closed when the worker has been reaped.
+        # By process id: the pipe that is closed when the worker has been reaped.
         self._workers: dict[int, tuple[int, int]] = {}
         self._wake, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -68,7 +68,7 @@ class _Server:
         poll.register(self._control, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
         try:
-            # The socket alone is not enough: a child of the trainer may have inherited its end and keep it open.
+            # The end of the socket alone is not enough: a child of the trainer may have inherited the trainer's end.
             poll.register(os.pidfd_open(self._trainer), select.POLLIN)
             timeout = None
         except OSError:
@@ -115,7 +115,7 @@ class _Server:
         os.close(answers)
 
     def _run(self, message: dict[str, Any], requests: int, answers: int, ended: int) -> None:
-        """Runs in the worker's process. It does not return."""
+        """Runs in the worker's process. Does not return."""
         status = 1
         try:
             server = os.getppid()

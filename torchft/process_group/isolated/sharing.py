@@ -6,7 +6,7 @@ functions:
 
     def trainer(notify: Notify) -> Sharing: ...   # the trainer's end, one for each worker
     def worker() -> Sharing: ...              # the worker's end
-    def prepare(device) -> None: ...          # optional; worker: this is the current device, and has a context
+    def prepare(device) -> None: ...          # optional; worker: makes the device current and creates its context
     def share(tensor) -> bool: ...            # optional; trainer: see `ProcessGroup.share_buffer`
 
 `ProcessGroupBaby._sharing` names the module for each `tensor.device.type`. The course of an operation:
@@ -18,8 +18,8 @@ functions:
               release() of every registration as soon as reached(mark)
 
 If the operation fails, fetch is left out. If the worker fails, only close() follows, after the worker has been reaped:
-a device may write on behalf of a process until that process has ended. Until then, registrations that were not released
-keep their memory, even if nothing refers to them: memory that was freed earlier could be overwritten.
+a device may write for a process until that process has ended. Until then, registrations that were not released keep
+their memory, even if nothing refers to them; otherwise a later user of the memory could see it overwritten.
 
 A stream that waits for a killed process may never continue. So the trainer's `follow` may block on the host, and raises
 an error when this end is closed meanwhile. A caller with a deadline polls `reached` until the deadline, and calls
@@ -32,9 +32,9 @@ from typing import Callable, Optional, Protocol
 
 import torch
 
-# Sends a note of this device's trainer end to the worker's, in order with the operations, and with it a file
-# descriptor, which stays the caller's. The worker's end gets it by its method `notified(note, descriptor)`; that
-# one is optional, and the descriptor is the worker's to close.
+# Sends a note from the trainer's end of this device type to the worker's end, in order with the operations, optionally
+# with a file descriptor, which the caller still has to close. The worker's end gets it by its method
+# `notified(note, descriptor)`, which is optional and has to close its copy of the descriptor.
 Notify = Callable[[bytes, Optional[int]], None]
 
 
@@ -48,7 +48,7 @@ class Registration(Protocol):
         """Trainer: copies the results into the caller's tensor, if its memory is not shared."""
 
     def release(self) -> None:
-        """Trainer: the worker no longer uses it."""
+        """Trainer: called when the worker no longer uses the tensor."""
 
 
 class Sharing(Protocol):
@@ -64,7 +64,7 @@ class Sharing(Protocol):
         """Trainer: makes the tensor visible to the worker.
 
         Args:
-            tensor: the caller's; its storage is not moved.
+            tensor: the caller's tensor; its storage is not moved.
             read: whether the worker reads it.
             write: whether the worker writes it.
         """
@@ -83,11 +83,11 @@ class Sharing(Protocol):
     def follow(self, mark: bytes) -> None:
         """Makes the current stream wait for the other end's mark; the host continues if that is safe.
 
-        There is no deadline in it: a `wait` that has one asks `reached` until then.
+        It has no deadline: a `wait` with a deadline polls `reached` until then.
 
         Raises:
-            RuntimeError: the worker has ended, and its device never got there. That fails the operation: its `wait`
-                raises it, and its future must end with it, or a wait for the future never ends.
+            RuntimeError: the worker has ended before its device reached the mark. The operation fails with this
+                error: its `wait` raises it, and its future must end with it, so that a wait for the future ends.
         """
         ...
 
@@ -98,7 +98,7 @@ class Sharing(Protocol):
     def close(self) -> None:
         """Releases everything. Safe if the other end was killed, and safe to call twice.
 
-        Trainer: when the worker has been reaped.
+        Trainer: to be called only after the worker has been reaped.
         """
 
 

@@ -1,7 +1,7 @@
-"""The trainer's side of the fork server: one server for a process, and standby workers.
+"""The trainer's side of the fork server: one server per trainer process, and standby workers.
 
 Server    the server process: started with the first group, shared by all groups, ended some seconds after the last one
-Worker    a worker process: its channel, and its end
+Worker    a worker process: its channel, and how it is ended
 Workers   the workers of one group: hands out the standby worker, and starts the next one
 """
 
@@ -29,7 +29,7 @@ from torchft.process_group.isolated.devices import MakeSharing
 from torchft.process_group.isolated.messages import send
 from torchft.process_group.isolated.operation import WorkerFailed
 
-# For the first worker the server imports PyTorch first, so this is long.
+# Long, because the server imports PyTorch before it forks the first worker.
 _START_SEC = 60.0
 
 # How many workers in a row may end before they answer.
@@ -41,7 +41,7 @@ _LINGER = timedelta(seconds=10)
 # How long a server may take to end, usually a few milliseconds, before it is killed.
 _END_SEC = 1.0
 
-# The memory that a worker shares stays allocated for good if it has not ended by then, because a driver hangs.
+# A worker that has not ended by then hangs in a driver; the memory that it shares then stays allocated forever.
 _REAP_SEC = 30.0
 
 # How long an abort waits for the end of the worker, which takes some ten milliseconds.
@@ -54,7 +54,7 @@ _START = (
 
 
 class WorkerTimedOut(TimeoutError, RuntimeError):
-    """The worker's process did not answer in time."""
+    """The worker process did not answer in time."""
 
 
 class Server:
@@ -86,7 +86,7 @@ class Server:
         """Asks for a worker.
 
         Returns:
-            Its number, and a descriptor that is at its end of file when the worker has ended.
+            The worker's process id, and a descriptor that reaches end of file when the worker has ended.
         """
         number = next(self._numbers)
         ended, theirs = os.pipe()
@@ -169,7 +169,7 @@ class _Servers:
             return self._alive()
 
     def retire(self, server: Server) -> None:
-        """Takes no more workers from a server. It ends when no group needs a worker: its workers may be in use."""
+        """Takes no more workers from a server. It is not ended yet, because its workers may be in use."""
         with self._lock:
             if self._server is server:
                 self._server = None
@@ -218,8 +218,8 @@ class Worker:
     """One worker's process.
 
     Args:
-        message: its settings; see `worker.main`.
-        name: of the group, for errors.
+        message: settings of the worker; see `worker.main`.
+        name: name of the group, for errors.
         sharings: see `Channel`.
     """
 
@@ -261,7 +261,7 @@ class Worker:
 
         Args:
             timeout: in seconds.
-            what: the action of the worker, for the error.
+            what: the requested action, for the error.
             meanwhile: called after the request was sent.
 
         Raises:
@@ -277,7 +277,7 @@ class Worker:
             raise copied(op.error)
 
     def blame_server(self) -> None:
-        """Makes the next worker come from a new server: this one may be what hangs."""
+        """Makes the next worker come from a new server, because it may be this server that hangs."""
         servers.retire(self._server)
 
     def _broken(self) -> None:
@@ -326,7 +326,7 @@ class Workers:
         self._used = False
 
     def prepare(self) -> None:
-        """Starts a server and a standby worker, unless there are."""
+        """Starts a server and a standby worker if there are none."""
         with self._lock:
             if not self._used:
                 self._used = True
@@ -374,11 +374,11 @@ class Workers:
 def started(get: Callable[[], Worker]) -> Worker:
     """A worker that has answered. One that ends before it answers is replaced.
 
-    Standby workers end with their server, but the trainer does not notice that at once. A worker that answers has not
-    ended so.
+    Standby workers end with their server, and the trainer does not notice that at once. Only an answer shows that a
+    worker is alive.
 
     Args:
-        get: returns a worker, a new one in each call after the previous has ended.
+        get: returns a worker; each call after the end of the previous worker returns a new one.
 
     Raises:
         Exception: the worker's own error; or too many workers have ended, or 60 s have passed.

@@ -22,10 +22,10 @@ _SHORT = LONG - 64
 
 
 class Wire:
-    """Sends requests from any thread, and reads answers for one at a time.
+    """Sends requests from any thread; only one thread at a time may read answers.
 
     Attributes:
-        theirs: the worker's ends, of requests and answers; the trainer closes them when the worker has its copies.
+        theirs: the worker's ends for requests and answers; the trainer closes them when the worker has its copies.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Wire:
             os.close(self._wake)
 
     def forget(self) -> None:
-        """In a forked child: closes its copies of the descriptors, so that the worker notices the parent's end."""
+        """In a forked child: closes its copies of the descriptors, so that the worker notices when the parent ends."""
         if self.closed:
             return
         self.closed = True

@@ -21,8 +21,8 @@ class _BabyWork(Work):
 
     Args:
         pg: the group on which it was called.
-        op_id: its number in that group.
-        stream: the current one at the call; None if there are only CPU tensors.
+        op_id: number of the operation in that group.
+        stream: the current stream of the call; None if there are only CPU tensors.
     """
 
     def __init__(self, pg: ProcessGroupBaby, op_id: int, stream: Optional[torch.Stream]) -> None:
@@ -55,7 +55,7 @@ class _BabyWork(Work):
                     self._channel.close(error)
                 raise error
             self._channel.devices.follow(op)
-            # On a device an operation also ends, apparently well, when the backend has failed.
+            # On a device an operation that the backend failed also ends, as if it had succeeded.
             self._channel.check()
         return True
 

@@ -38,7 +38,7 @@ _REMEMBERED = 512
 # Operations that every backend has, with the same arguments as a process group.
 _OF_BACKENDS = ("allgather", "allreduce", "allreduce_coalesced", "broadcast", "reduce", "reduce_scatter")
 
-# Name, function, arguments, whether all tensors are plain memory of the host, timeout unless it is the group's.
+# Name, function, arguments, whether all tensors are plain memory of the host, and the timeout if it is not the group's.
 _Call = tuple[str, Callable[..., Work], list[Any], bool, timedelta | None]
 
 
@@ -78,7 +78,7 @@ class Worker:
         try:
             os.write(self._answers, protocol.answer(kind, operation, rest))
         except BrokenPipeError:
-            # The trainer has closed its end.
+            # The trainer has closed its end of the socket.
             os._exit(0)
 
     def load(self, group: str, path: list[str], sharing: dict[str, str], prepare: int | None, **_: Any) -> None:
@@ -91,7 +91,7 @@ class Worker:
             found = getattr(found, part)
         self._group = found
         self._modules = sharing
-        # The trainer's threads compute; this process only transfers data.
+        # One thread, because this process only transfers data, and the trainer's threads need the processors.
         torch.set_num_threads(1)
         if prepare is not None and found._device != "cpu":
             self._prepare(found._device, prepare)
@@ -108,7 +108,7 @@ class Worker:
     def _sharing(self, device: int) -> Sharing:
         if device not in self._sharings:
             name = protocol.DEVICES[device]
-            # Tensors of a device may be given to a group of host memory, too.
+            # A host backend also accepts tensors on a device, which is prepared when the first one arrives.
             if name != "cpu" and name != self._group._device:
                 self._prepare(name, self._index)
             self._sharings[device] = self._module(name).worker()
@@ -130,7 +130,7 @@ class Worker:
                     self.answer(protocol.FAILED, operation, protocol.encode_error(e))
             elif kind == protocol.NOTIFY:
                 self._calls.clear()
-                # pyrefly: ignore [missing-attribute]  # optional: a sender of notes has it
+                # pyrefly: ignore [missing-attribute]  # optional method: only ends that get notes have it
                 self._sharing(operation).notified(rest, descriptors[0] if descriptors else None)
             elif kind == protocol.PING:
                 self.answer(protocol.PONG, operation)
@@ -182,7 +182,8 @@ class Worker:
                 threading.Thread(target=self._watch, args=(operations,), daemon=True).start()
 
     def _watch(self, operations: Operations) -> None:
-        """Reports a fatal error when operations in flight can no longer end, since only some peers' connections break.
+        """Reports a fatal error when operations in flight cannot end any more, because the connection with a peer
+        broke.
 
         The trainer then kills this process, so that no operation writes to tensors that were returned to the user.
         """
@@ -218,7 +219,7 @@ class Worker:
             self._answer_when_finished(operation, work, call)
         elif self._group._queues:
             if work is not None:  # None if NCCL queued it on the current stream itself (`asyncOp=False`)
-                # Makes the current stream wait, not this thread.
+                # The current stream waits, not this thread.
                 work.wait()
             self.answer(protocol.DONE, operation, self._marks([d for d, _ in marks]))
         else:

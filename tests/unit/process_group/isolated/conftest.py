@@ -17,12 +17,12 @@ from torchft.process_group.isolated import standby
 def all_workers_end() -> Iterator[None]:
     yield
     if standby.servers._server is not None:
-        wait_until(lambda: not workers(), "what the test has started ends")
+        wait_until(lambda: not workers(), "the processes of the test end")
 
 
 @pytest.fixture
 def alone(store: TCPStore) -> Iterator[ProcessGroupBabyGloo]:
-    """A group of one rank, whose operations still go to the worker and back."""
+    """A group of one rank, whose operations are sent to its worker nevertheless."""
     group = ProcessGroupBabyGloo(TIMEOUT)
     group.configure(meeting(store), "replica", 0, 1)
     yield group

@@ -1,4 +1,4 @@
-"""A group whose worker ends without an error message, as if the kernel had killed it for lack of memory."""
+"""A group whose worker ends without an error message, as if the kernel had killed it when memory ran out."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from torchft.process_group import ProcessGroupBabyGloo
 
-# The fork server runs `python -c`, and its workers are its children.
+# The fork server runs `python -c`, and workers are its children.
 if sys.argv[0] == "-c":
     os._exit(1)
 

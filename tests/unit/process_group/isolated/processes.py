@@ -1,4 +1,4 @@
-"""The processes of isolated groups, as /proc shows them to a test."""
+"""Finds the processes of isolated groups in /proc."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def workers() -> set[int]:
     return set(children(server()))
 
 
-# Each costs another server, which imports PyTorch. With a standby there is more that can fail or hang.
+# Without a standby, because each would cost another server, which imports PyTorch.
 STANDBY_TOO = [pytest.param(False, marks=pytest.mark.slow), True]
 
 
@@ -50,7 +50,7 @@ def wait_until(condition: Callable[[], object], what: str, seconds: float = 60.0
 
 
 def processes() -> str:
-    """For failure messages: each worker, its age and threads, and the user of one in this process."""
+    """For failure messages: each worker, its age and threads, and the groups of this process that use it."""
     lines = []
     for pid in workers() if standby.servers._server is not None else ():
         with contextlib.suppress(OSError):
@@ -72,7 +72,9 @@ def ready_worker() -> int:
 
 
 def stop(pid: int) -> None:
-    """Returns when the process is stopped: until then a server may still fork a worker, and a worker answer."""
+    """Waits until the process is stopped: before that a server may still fork a worker, and a worker may still
+    answer.
+    """
     os.kill(pid, signal.SIGSTOP)
     stat = Path(f"/proc/{pid}/stat")
     wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it is stopped")

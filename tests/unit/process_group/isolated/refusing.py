@@ -1,4 +1,4 @@
-"""Groups that fail in their worker, in a module of their own, because a worker imports them by name."""
+"""Groups that fail in their worker; a separate module, because a worker imports them by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class ProcessGroupBabyRefusing(ProcessGroupBabyGloo):
 
 
 class ProcessGroupBabyReporting(ProcessGroupBabyGloo):
-    """Reports what the worker has loaded, by an error, which is the only way."""
+    """Reports the modules that the worker has loaded, in an error."""
 
     _name: ClassVar[str] = "telling"
 

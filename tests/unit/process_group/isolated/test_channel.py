@@ -1,4 +1,4 @@
-"""The trainer's end of a worker at the moments when the worker is lost. The test plays the worker's end."""
+"""The trainer's end of a worker when the worker fails at different moments. The test acts as the worker's end."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.001)
 
 
-def test_nobody_is_woken_through_a_closed_descriptor(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reading thread may notice the worker's end, and close the descriptors, while another thread closes the
-    channel. The numbers may be reused by then.
+def test_closed_descriptors_are_not_used_to_wake_a_thread(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reading thread may notice the worker's end and close the descriptors while another thread closes the channel.
+    The descriptors' numbers may be in use for other files by then.
     """
     op = channel.start(protocol.PING, (), [], None, 60.0)
     woken: list[bool] = []
@@ -59,7 +59,7 @@ def test_nobody_is_woken_through_a_closed_descriptor(channel: Channel, monkeypat
 
 
 def test_a_future_whose_operation_ends_while_the_worker_is_lost(channel: Channel) -> None:
-    """Its answer was read just before: the thread for futures has nothing left to do, and ends."""
+    """Its answer was read just before, and the thread for futures ends because it has nothing left to do."""
     op = channel.start(protocol.PING, (), [], ["the result"], 60.0)
     future = channel.get_future(op, [], None)
     read = channel._ops.pop(op.op_id)
@@ -89,8 +89,8 @@ class Interrupted:
         pass
 
 
-def test_an_interrupted_wait_is_not_handed_the_lead(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When the leader has finished, the next thread that still waits reads."""
+def test_an_interrupted_thread_does_not_become_the_leader(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the leader has finished, the lead goes to the next thread that still waits."""
     first, second, third = (channel.start(protocol.PING, (), [], None, 60.0) for _ in range(3))
     answers = channel.wire.theirs[1]
     leader = threading.Thread(target=channel.wait, args=(first, None), daemon=True)
@@ -146,7 +146,7 @@ def test_an_operation_ends_when_its_leader_is_interrupted(channel: Channel) -> N
     os.close(channel.wire.theirs[1])
 
 
-def test_an_operation_ends_when_its_memory_cannot_be_given_back(channel: Channel) -> None:
+def test_an_operation_ends_when_its_memory_cannot_be_released(channel: Channel) -> None:
     op = channel.start(protocol.PING, (), [(0, Broken(release=OSError("no device")))], None, 60.0)
     channel._done(op.op_id, b"")
     assert channel.wait(op, 0.0)
@@ -155,7 +155,7 @@ def test_an_operation_ends_when_its_memory_cannot_be_given_back(channel: Channel
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no thread"), KeyboardInterrupt()])
-def test_all_operations_end_with_the_channel_whatever_one_raises(
+def test_all_operations_end_with_the_channel_even_if_one_raises(
     channel: Channel, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     first, second = (channel.start(protocol.PING, (), [], None, 60.0) for _ in range(2))

@@ -1,5 +1,4 @@
-"""CUDA's implementation of sharing without CUDA: its counters, references and notes, with a replacement of
-PyTorch's calls.
+"""CUDA's implementation of sharing, without CUDA: its counters, references and notes, with PyTorch's calls replaced.
 
 tests/gpu/test_sharing.py tests it on a device.
 """
@@ -21,7 +20,7 @@ from torchft.process_group.isolated import cuda
 
 
 class Cuda:
-    """Memory and events visible to both ends, which here are in one process."""
+    """Replaces CUDA memory and events for both ends, which are in one process here."""
 
     def __init__(self) -> None:
         self.addresses: dict[bytes, int] = {}
@@ -54,7 +53,7 @@ class Cuda:
 
 
 class Event:
-    """Passed only when a test says so."""
+    """An event that passes only when a test makes it pass."""
 
     def __init__(self, fake: Cuda, interprocess: bool) -> None:
         assert interprocess
@@ -133,7 +132,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
 
 
 def ends() -> tuple[cuda.TrainerEnd, cuda.WorkerEnd, list[bytes]]:
-    """Returns a trainer's end, its worker's, and the notes between them, which a test delivers or not."""
+    """Returns the trainer's end, the worker's end, and the notes between them, which the test delivers."""
     notes: list[bytes] = []
 
     def notify(note: bytes, descriptor: Optional[int]) -> None:
@@ -185,7 +184,7 @@ def test_a_storage_is_shared_and_imported_once(fake: Cuda) -> None:
     assert len(fake.imported) == 2
 
 
-def test_memory_is_known_by_its_storage_not_by_its_address(fake: Cuda) -> None:
+def test_memory_is_identified_by_its_storage_not_by_its_address(fake: Cuda) -> None:
     trainer, worker, notes = ends()
     refs = []
     for value in range(20):
@@ -215,7 +214,7 @@ def test_a_registration_keeps_the_memory(fake: Cuda) -> None:
     assert freed
 
 
-def test_a_forgotten_registration_keeps_the_memory_until_the_worker_is_reaped(fake: Cuda) -> None:
+def test_a_dropped_registration_keeps_the_memory_until_the_worker_is_reaped(fake: Cuda) -> None:
     trainer, _, _ = ends()
     tensor = torch.ones(4)
     freed: list[int] = []
@@ -227,14 +226,14 @@ def test_a_forgotten_registration_keeps_the_memory_until_the_worker_is_reaped(fa
     assert freed
 
 
-def test_memory_goes_back_when_the_worker_has_dropped_it(fake: Cuda) -> None:
+def test_memory_is_returned_when_the_worker_has_dropped_it(fake: Cuda) -> None:
     trainer, worker, notes = ends()
     tensor, other = torch.ones(4), torch.ones(5)
     registration = trainer.register(tensor, True, True)
     worker.borrow(registration.ref)
     registration.release()
     del tensor
-    assert not notes, "nobody is notified from within the garbage collector"
+    assert not notes, "no note is sent from within the garbage collector"
     worker.borrow(trainer.register(other, True, True).ref)
     assert len(notes) == 1 and not fake.released
     assert trainer.reached(worker.mark()) is False
@@ -284,7 +283,7 @@ def test_memory_waits_for_all_workers_that_use_it(fake: Cuda) -> None:
     assert fake.released == [(b"counters", 0)]
 
 
-def test_memory_goes_back_when_all_streams_are_done_with_it(fake: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_returned_when_all_streams_are_done_with_it(fake: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """The allocator ignores a shared storage: `record_stream` for a stream that still reads it had no effect."""
     monkeypatch.setattr(cuda, "_returns", cuda._Returns())
     trainer, _, _ = ends()
@@ -315,7 +314,7 @@ def test_a_storage_may_be_freed_while_the_table_is_locked(fake: Cuda) -> None:
     assert fake.released == [(b"counters", 0)]
 
 
-def test_a_forked_child_leaves_the_counters_alone(fake: Cuda) -> None:
+def test_a_forked_child_does_not_change_the_counters(fake: Cuda) -> None:
     trainer, _, _ = ends()
     tensor = torch.ones(4)
     trainer.register(tensor, True, True)
@@ -372,7 +371,7 @@ def test_a_worker_has_one_device(fake: Cuda) -> None:
 # Order
 
 
-def test_marks_go_both_ways(fake: Cuda) -> None:
+def test_both_ends_send_marks(fake: Cuda) -> None:
     trainer, worker, _ = ends()
     mark = trainer.mark()
     worker.follow(mark)
@@ -394,7 +393,7 @@ def test_operations_take_turns_on_streams(fake: Cuda) -> None:
     assert [stream for stream, _ in fake.waited] == ["stream 1", "stream 2", "stream 3"]
 
 
-def test_an_event_is_used_again_once_the_device_has_passed_it(fake: Cuda) -> None:
+def test_an_event_is_reused_once_the_device_has_passed_it(fake: Cuda) -> None:
     trainer, worker, _ = ends()
     first, second = trainer.mark(), trainer.mark()
     assert len(fake.events) == 2, "the first one may still be waited for"
@@ -404,7 +403,7 @@ def test_an_event_is_used_again_once_the_device_has_passed_it(fake: Cuda) -> Non
     third = trainer.mark()
     assert len(fake.events) == 2
     assert not worker.reached(third)
-    assert worker.reached(first), "it was passed, or its event would not have been used again"
+    assert worker.reached(first), "it was passed, otherwise its event would not have been reused"
     assert worker.reached(second)
 
 
@@ -427,7 +426,7 @@ def test_the_trainer_waits_on_the_host_and_not_for_a_killed_worker(fake: Cuda) -
     waiting.join(10)
     assert not waiting.is_alive() and "ended before its operation" in str(failed[0])
 
-    # The end of the worker is not noticed yet: sending it a message fails.
+    # The end of the worker was not noticed yet; sending it a message fails.
     def notify(note: bytes, descriptor: Optional[int]) -> None:
         raise RuntimeError("the worker process has ended")
 

@@ -66,7 +66,7 @@ def test_shared_memory_is_registered_as_it_is(pair: list[ProcessGroup]) -> None:
     [lambda t: t.t(), lambda t: t[:, ::2], lambda t: t[1:, 1:3], lambda t: t[0].expand(2, 4)],
     ids=["transposed", "every other", "inner", "expanded"],
 )
-def test_gaps_in_memory_are_treated_as_gloo_does(
+def test_gaps_in_memory_are_treated_as_by_gloo(
     store: TCPStore, alone: ProcessGroup, view: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     plain = ProcessGroupGloo(TIMEOUT)
@@ -86,8 +86,8 @@ def test_gaps_in_memory_are_treated_as_gloo_does(
 
 
 @pytest.mark.parametrize("size", [3, 1 << 16], ids=["small", "large"])
-def test_a_tensor_whose_memory_is_not_what_it_says(alone: ProcessGroup, size: int) -> None:
-    """A tensor with a pending negation, and one of a subclass with its own behaviour."""
+def test_a_tensor_whose_memory_differs_from_its_values(alone: ProcessGroup, size: int) -> None:
+    """Tensors with a pending negation, or of a subclass that overrides operations."""
 
     class Loud(torch.Tensor):
         pass

@@ -1,4 +1,4 @@
-"""Behaviour that only isolated groups have. The conformance suite covers what all process groups share."""
+"""Behaviour that only isolated groups have. The conformance suite covers the behaviour of all groups."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_an_abort_ends_all_waits(pair: list[ProcessGroup]) -> None:
 def test_shared_memory_is_released_only_after_the_worker_has_ended(
     alone: ProcessGroupBabyGloo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until then the worker may still write to it. Here its kill is delayed: the process that sends it is stopped."""
+    """Until then the worker may still write to it. The kill is delayed here: the process that sends it is stopped."""
     alone.allreduce([torch.ones(4)], ReduceOp.SUM).wait()
     assert alone._worker is not None
     closed = threading.Event()

@@ -112,7 +112,7 @@ class Waiter(Thread):
 
     @property
     def is_on_its_way(self) -> bool:
-        """Whether it was woken, and has neither joined nor left since."""
+        """Whether it was woken and has neither joined nor left since then."""
         return self.signal is not None and self.signal.woken and self.state in ("sleeps", "begins", "stops")
 
 
@@ -200,7 +200,7 @@ class Closer(Thread):
 
 
 class World:
-    """All threads, the last of which is the reserve, and what they share."""
+    """All threads, the last of which is the reserve, and their shared state."""
 
     def __init__(self, kind: type[Leadership], *threads: Thread, futures: Sequence[str] = ()) -> None:
         reserve = Reserve(futures)
@@ -238,7 +238,7 @@ class World:
         return world
 
     def key(self) -> object:
-        """Equal for equivalent states."""
+        """A key that is equal for equivalent states."""
         number = {waiter.signal: i for i, waiter in enumerate(self.waiters)}
         threads = [
             tuple(sorted((k, v.woken if isinstance(v, Signal) else v) for k, v in vars(each).items()))
@@ -264,7 +264,7 @@ class World:
         assert not before.closed or before.leadership.taken or not leaders, "5: somebody begins to lead after the close"
 
     def check_end(self) -> None:
-        """Checks a state in which no thread can do anything any more."""
+        """Checks a state in which no thread has a possible step."""
         assert all(waiter.state == "is done" for waiter in self.waiters), "a waiter sleeps for ever"
         assert not self.threads[-1].open, "4: a future is never completed"
         assert not self.leadership.taken

@@ -1,4 +1,4 @@
-"""The training process' side of an isolated group: operations in flight, lifecycle, settings."""
+"""The trainer's side of an isolated group: operations in flight, lifecycle, settings."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_two_threads_wait_and_a_third_for_a_future(pair: list[ProcessGroup]) -> 
 
 
 def test_threads_use_one_group(pair: list[ProcessGroup]) -> None:
-    """Each pair of threads has a tag of its own, and receives only messages with this tag."""
+    """Each pair of threads has its own tag, and receives only messages with this tag."""
 
     def talk(rank: int, tag: int) -> None:
         for i in range(20):

@@ -40,7 +40,7 @@ def options() -> list[Any]:
 
 
 @pytest.mark.parametrize("opts", options(), ids=lambda opts: type(opts).__name__)
-def test_options_arrive_as_they_were(opts: Any) -> None:
+def test_options_arrive_unchanged(opts: Any) -> None:
     assert fields(protocol.decode_options(protocol.encode_options(opts))) == fields(opts)
     safe = pickle.loads(pickle.dumps(_PickleSafeOptions.safe_args((1, [opts], "x"))))
     number, (back,), text = _PickleSafeOptions.unsafe_args(safe)
@@ -64,7 +64,7 @@ def sent(opts: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", [c10d.AllreduceOptions, c10d.AllreduceCoalescedOptions, c10d.ReduceOptions])
-def test_options_that_are_encoded_once_are_told_apart(kind: Any) -> None:
+def test_options_that_are_encoded_once_are_distinguished(kind: Any) -> None:
     given = []
     for name in ("reduceOp", "timeout", "asyncOp", "rootRank", "rootTensor"):
         opts = kind()
@@ -77,19 +77,19 @@ def test_options_that_are_encoded_once_are_told_apart(kind: Any) -> None:
 
 
 @pytest.mark.skipif(not dist.is_nccl_available(), reason="PyTorch was built without NCCL, which alone has factors")
-def test_factors_are_told_apart() -> None:
+def test_factors_are_distinguished() -> None:
     opts = c10d.AllreduceOptions()
     for factor in (0.25, 0.5):
         opts.reduceOp = dist._make_nccl_premul_sum(factor)
         assert sent(opts) == fields(opts)
 
 
-def test_what_are_no_options_is_named() -> None:
+def test_invalid_options_are_named() -> None:
     with pytest.raises(TypeError, match=r"dict: options of torch\.distributed are needed"):
         protocol.encode_options({})
 
 
-def test_arguments_arrive_as_they_were() -> None:
+def test_arguments_arrive_unchanged() -> None:
     body = b"".join(
         [
             protocol.code("alltoall_base"),
@@ -115,12 +115,12 @@ def test_arguments_arrive_as_they_were() -> None:
     assert isinstance(arguments[-1], c10d.AllToAllOptions)
 
 
-def test_marks_precede_what_follows() -> None:
+def test_marks_precede_the_body() -> None:
     for items in ([], [(1, b"mark")], [(0, b""), (2, b"m" * 100)]):
         assert protocol.read_marks(protocol.marks(items) + b"body") == (items, b"body")
 
 
-def test_answers_are_told_apart_wherever_the_pipe_cuts_them() -> None:
+def test_answers_are_separated_wherever_the_pipe_cuts_them() -> None:
     sent = [protocol.Answer(kind, 1 << 40 | kind, b"x" * (7 * kind)) for kind in range(5)]
     data = b"".join(protocol.answer(*answer) for answer in sent)
     for size in (1, 5, 13, 14, len(data)):
@@ -148,12 +148,12 @@ def test_an_answer_is_written_in_one_piece() -> None:
     ],
     ids=str,
 )
-def test_errors_keep_their_class_where_everybody_knows_it(error: Any, kind: type, text: str) -> None:
+def test_errors_keep_a_class_that_both_ends_know(error: Any, kind: type, text: str) -> None:
     decoded = protocol.decode_error(protocol.encode_error(error))
     assert type(decoded) is kind and str(decoded).startswith(text)
 
 
-def test_long_messages_travel_too() -> None:
+def test_long_messages_are_sent_too() -> None:
     left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with left, right:
         for data in (b"x", b"\xff" * 2, b"y" * 1_000_000):

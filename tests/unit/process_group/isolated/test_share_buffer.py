@@ -57,7 +57,7 @@ def test_all_views_follow_a_buffer(group: ProcessGroupBabyGloo) -> None:
     assert part[0] == -1
 
 
-def test_a_plain_group_leaves_a_buffer_where_it_is(store: TCPStore) -> None:
+def test_a_plain_group_does_not_move_a_buffer(store: TCPStore) -> None:
     groups: list[ProcessGroup] = [ProcessGroupDummy(0, 1), ProcessGroupGloo(TIMEOUT)]
     for group in groups:
         buffer = torch.ones(100_000)
@@ -75,7 +75,7 @@ def test_a_plain_group_leaves_a_buffer_where_it_is(store: TCPStore) -> None:
     ],
     ids=["wrapper", "fake over error swallowing", "managed"],
 )
-def test_wrappers_pass_a_buffer_on(
+def test_wrappers_pass_on_a_buffer(
     group: ProcessGroupBabyGloo, wrapped: Callable[[ProcessGroup], ProcessGroup]
 ) -> None:
     buffer = torch.ones(100_000)
@@ -83,7 +83,7 @@ def test_wrappers_pass_a_buffer_on(
     assert buffer.is_shared()
 
 
-def test_a_buffer_stays_where_shared_memory_is_short(
+def test_a_buffer_is_not_moved_when_shared_memory_is_short(
     group: ProcessGroupBabyGloo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host.os, "statvfs", lambda path: SimpleNamespace(f_bavail=10, f_frsize=4096))
@@ -95,7 +95,7 @@ def test_a_buffer_stays_where_shared_memory_is_short(
 
 
 class Trainer:
-    """The part of a Manager that DistributedDataParallel needs."""
+    """The methods of a Manager that DistributedDataParallel calls."""
 
     def __init__(self, group: ProcessGroup) -> None:
         self._pg = group
@@ -135,7 +135,7 @@ def test_buckets_are_not_copied(group: ProcessGroupBabyGloo, view: bool, static:
     assert static or staged(group) == 0
 
 
-def test_shared_buckets_are_given_back(group: ProcessGroupBabyGloo) -> None:
+def test_shared_buckets_are_freed(group: ProcessGroupBabyGloo) -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         buffer = torch.ones(100_000)

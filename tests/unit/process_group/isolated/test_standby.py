@@ -1,4 +1,4 @@
-"""The fork server and standby workers: start, replacement, and that nothing is left behind."""
+"""The fork server and standby workers: start, replacement, and the absence of leaks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from torchft.process_group.isolated import standby
 pytestmark = pytest.mark.processes
 
 
-def test_reconfigurations_leave_nothing_behind(store: TCPStore) -> None:
+def test_reconfigurations_leak_nothing(store: TCPStore) -> None:
     group = ProcessGroupBabyGloo(TIMEOUT)
 
     def configure() -> None:
@@ -44,7 +44,7 @@ def test_reconfigurations_leave_nothing_behind(store: TCPStore) -> None:
         group.allreduce([torch.ones(4)], ReduceOp.SUM).wait()
 
     def leftovers() -> tuple[int, int, int, int]:
-        # The latest one's standby has yet to start, and the last but one has yet to end.
+        # The latest standby may not have started yet, and the previous worker may not have ended yet.
         wait_until(lambda: len(children(server())) == 2 and "Z" not in children(server()).values(), "two workers")
         gc.collect()
         maps = Path("/proc/self/maps").read_text()
@@ -91,8 +91,8 @@ time.sleep(60)
 """
 
 
-def test_a_killed_trainer_takes_everything_along(tmp_path: Path) -> None:
-    """Also while one of its children still runs, which has inherited all descriptors."""
+def test_all_processes_end_with_a_killed_trainer(tmp_path: Path) -> None:
+    """Also while a child of the trainer still runs, which has inherited all descriptors."""
     (tmp_path / "trainer.py").write_text(TRAINER)
     with Job() as job:
         trainer = job.python("trainer", tmp_path / "trainer.py", path=ours_path())
@@ -105,7 +105,7 @@ def test_a_killed_trainer_takes_everything_along(tmp_path: Path) -> None:
         wait_until(lambda: not any(Path(f"/proc/{p}").exists() for p in everything), "all have ended")
 
 
-def test_the_worker_that_stands_by_becomes_the_next(store: TCPStore) -> None:
+def test_the_standby_worker_becomes_the_next_worker(store: TCPStore) -> None:
     group = ProcessGroupBabyGloo(TIMEOUT)
     ready = ready_worker()
     group.configure(meeting(store), "replica", 0, 1)
@@ -150,7 +150,7 @@ def test_a_server_that_ended_is_replaced(store: TCPStore) -> None:
 
 
 def test_a_standby_whose_end_is_not_noticed_yet_is_replaced(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends with its server, a moment before or after a look at it."""
+    """It ends with its server, a moment before or after it is checked."""
     group = ProcessGroupBabyGloo(TIMEOUT)
     ready = ready_worker()
     monkeypatch.setattr(channel_module.Channel, "has_failed", lambda channel: channel.broken is not None)
@@ -230,9 +230,9 @@ def test_a_server_that_hangs_is_replaced(store: TCPStore, monkeypatch: pytest.Mo
         assert server() != old
         group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
         group.shutdown()
-        # As at the end of the process; groups that a failed test has left do not count
+        # Like the end of the process; groups that a failed test has left do not count
         standby.servers.close()
-        # On a busy machine, the caller of kill does not wait until it can be reaped
+        # On a busy machine, kill may return before the process can be reaped
         wait_until(lambda: children(os.getpid()).get(old, "Z") == "Z", "it is killed")
     finally:
         if children(os.getpid()).get(old) == "T":  # otherwise the next tests would wait for it
@@ -240,7 +240,7 @@ def test_a_server_that_hangs_is_replaced(store: TCPStore, monkeypatch: pytest.Mo
 
 
 def test_workers_that_end_repeatedly_are_an_error(store: TCPStore) -> None:
-    # Not above: workers import this module for other tests.
+    # Not imported above, because workers import this module in other tests.
     from tests.unit.process_group.isolated.exiting import ProcessGroupBabyExiting
 
     group = ProcessGroupBabyExiting(TIMEOUT)
@@ -269,7 +269,7 @@ def test_an_abort_while_the_worker_starts(store: TCPStore) -> None:
 
 
 def test_a_group_that_is_collected_while_its_thread_holds_the_locks(store: TCPStore) -> None:
-    """The garbage collector runs anywhere, and there ends groups without references."""
+    """The garbage collector may run on any thread, where it ends groups without references."""
     group: Any = ProcessGroupBabyGloo(TIMEOUT)
     group.configure(meeting(store), "replica", 0, 1)
     channel, shared = group._worker.channel, standby.servers._server
@@ -316,12 +316,12 @@ def test_the_workers_own_error_reaches_the_caller(store: TCPStore) -> None:
     group.shutdown()
 
 
-def test_a_worker_that_cannot_be_forked_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_a_worker_that_cannot_be_forked_names_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
     def fork() -> int:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(os, "fork", fork)
-    # The server unchanged, except for its process.
+    # The real server, with a replaced fork.
     forking = object.__new__(server_module._Server)
     forking._error, forking._workers = "", {}
     channel = channel_module.Channel("a group", lambda *_: None, lambda: None)  # type: ignore[arg-type,return-value]
@@ -343,8 +343,8 @@ def test_a_class_that_the_worker_cannot_find(store: TCPStore) -> None:
     group.shutdown()
 
 
-def test_the_last_words_of_a_worker_are_read_first(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request that cannot be sent reveals the end of the worker before its answers do."""
+def test_the_last_error_of_a_worker_is_read_first(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request cannot be sent because the worker has ended, while its last answers have not been read."""
     monkeypatch.setattr(channel_module.Channel, "has_failed", lambda channel: channel.broken is not None)
 
     class Local(ProcessGroupBabyGloo):
@@ -384,7 +384,7 @@ def test_operations_after_a_shutdown_say_that_the_handle_is_closed(store: TCPSto
 
 
 def test_the_end_of_the_process_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """There the server ends first, and then its users. A thread that starts so late may not finish."""
+    """At exit the server ends first, and then its users. A thread that starts so late may not finish."""
     servers = standby._Servers()
     monkeypatch.setattr(standby, "_TIMEOUT_MANAGER", None)
     servers.acquire()

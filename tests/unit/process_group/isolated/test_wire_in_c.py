@@ -1,4 +1,4 @@
-"""csrc/isolated.c behaves like protocol.py and messages.py, which implement the same in Python."""
+"""csrc/isolated.c behaves like the Python implementation in protocol.py and messages.py."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_copy(size: int) -> None:
         assert to[:at].eq(255).all() and to[at + size :].eq(255).all()
 
 
-def test_a_request_arrives_as_protocol_says(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_a_request_arrives_in_the_format_of_protocol(pair: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = pair
     assert _native.send(ours.fileno(), protocol.RUN, 2**62, b"ab", b"", b"c")
     assert protocol.read_request(theirs.recv(100)) == (protocol.RUN, 2**62, b"abc")
@@ -80,7 +80,7 @@ def test_the_end_of_the_other_side(pair: tuple[socket.socket, socket.socket]) ->
         _native.send(theirs.fileno(), protocol.RUN, 1, b"")
 
 
-def test_what_does_not_fit(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_messages_that_do_not_fit(pair: tuple[socket.socket, socket.socket]) -> None:
     fd = pair[0].fileno()
     with pytest.raises(ValueError, match="too long"):
         _native.send(fd, protocol.RUN, 1, bytes(1 << 15))
@@ -122,7 +122,7 @@ def test_the_end_of_the_worker(pipe: tuple[int, int, int]) -> None:
     assert _native.read(reading, wake, MINUTE_MS) == b""
 
 
-def test_a_signal_ends_the_wait_where_its_handler_raises(pipe: tuple[int, int, int]) -> None:
+def test_a_signal_ends_the_wait_if_its_handler_raises(pipe: tuple[int, int, int]) -> None:
     class Signalled(Exception):
         pass
 

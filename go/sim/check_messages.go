@@ -8,18 +8,19 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// expire forgets a group whose signs of life are too old. Of a member of the latest quorum, it forgets only that it was out.
+// expire drops the view of a group whose signs of life are too old. For a member of the latest quorum, it only resets out.
 func (c *watch) expire(g *group) {
 	switch v := c.of(g); {
 	case c.beating(g):
 	case v.waits == 0 && !v.previous:
-		*v = view{number: v.number, listed: v.listed, words: v.words}
+		*v = view{number: v.number, listed: v.listed, messages: v.messages}
 	case !v.buried:
 		v.out = false
 	}
 }
 
-// slept makes all signs of life younger by the time for which the lighthouse was stopped, except those that were too old before.
+// slept reduces the age of all signs of life by the time for which the lighthouse was stopped, except for those that were too old
+// before.
 func (c *watch) slept(span time.Duration) {
 	for _, g := range c.known {
 		if v := c.of(g); c.beating(g) {
@@ -30,7 +31,7 @@ func (c *watch) slept(span time.Duration) {
 	c.began += span
 }
 
-// newQuorum forgets what members reported about the previous quorum.
+// newQuorum drops the reports of members about the previous quorum.
 func (c *watch) newQuorum() {
 	for _, g := range c.known {
 		v := c.of(g)
@@ -38,18 +39,18 @@ func (c *watch) newQuorum() {
 	}
 }
 
-// asksAll forgets the members' earlier answers: they are asked again what they do.
+// asksAll drops the members' earlier answers: they are asked for their progress again.
 func (c *watch) asksAll() {
 	for _, g := range c.known {
 		c.of(g).says = nil
 	}
 }
 
-// word records an event about a group before the lighthouse handles it.
-func (c *watch) word(g *group, word quorum.Event) {
+// message records an event about a group before the lighthouse handles it.
+func (c *watch) message(g *group, message quorum.Event) {
 	c.move()
 	v := c.of(g)
-	switch e := word.(type) {
+	switch e := message.(type) {
 	case quorum.Incomplete:
 		if c.healthy(g) && v.waits == 0 {
 			v.out, v.missing, v.suspect = true, true, false
@@ -72,8 +73,8 @@ func (c *watch) word(g *group, word quorum.Event) {
 	}
 }
 
-// finish forgets the past if all members of the latest quorum have reported that their training is complete, and there is no other
-// lighthouse, which may know more.
+// finish drops the past if all members of the latest quorum have reported that their training is complete, and no other lighthouse
+// may know a later quorum.
 func (c *watch) finish() {
 	if c.latest == 0 || c.l.w.Lighthouses > 1 {
 		return
@@ -103,7 +104,7 @@ func (c *watch) checked(g *group, e quorum.Checked) {
 	c.of(g).silent = e.QuorumID == c.latest && !e.Reached
 }
 
-// lostBy counts the members of the latest quorum, and those of them whose reports make a group a suspect.
+// lostBy returns the number of members of the latest quorum, and of those whose reports make a group a suspect.
 func (c *watch) lostBy(g *group) (members, lost int) {
 	for _, x := range c.known {
 		v := c.of(x)
@@ -117,7 +118,7 @@ func (c *watch) lostBy(g *group) (members, lost int) {
 	return members, lost
 }
 
-// looks checks that more than half of the others suspect a group before the lighthouse checks on it.
+// looks checks that more than half of the other members suspect a group when the lighthouse checks on it.
 func (c *watch) looks(a *quorum.Check) {
 	g := c.l.w.byID[a.ReplicaID]
 	if members, lost := c.lostBy(g); 2*lost <= members-1 {
@@ -130,8 +131,8 @@ func (c *checker) reported(a *quorum.Failed) {
 	c.w.byID[a.ReplicaID].eviction = eviction{quorumID: a.QuorumID, at: c.w.now}
 }
 
-// forwards: a group hears that another one counts as failed, and has to notify it if it is one of the three that follow it in a quorum
-// that it still knows.
+// forwards handles the report to a group that another one counts as failed. The group has to notify that one if it is among the
+// three that follow it in a quorum that the group still knows.
 func (c *checker) forwards(by *group, f *round.MemberFailed) {
 	w, g := c.w, c.w.byID[f.ReplicaID]
 	e, q := &g.eviction, c.quorums[f.QuorumID]
@@ -175,7 +176,7 @@ func (c *watch) failed(a *quorum.Failed) {
 		members, lost := c.lostBy(g)
 		so = v.silent && 2*lost > members-1 && !v.reported && v.waits == 0
 	case quorum.NoProgress:
-		so = p.EjectStalledAfter > 0 && c.clock-c.began >= p.EjectStalledAfter && v.waits == 0 && (v.says == nil || !v.says.Waits) && c.somebodyWaits()
+		so = p.EjectStalledAfter > 0 && c.clock-c.began >= p.EjectStalledAfter && v.waits == 0 && (v.says == nil || !v.says.Waits) && c.anyWaits()
 	case quorum.ProcessEnded:
 		so = v.ended
 	case quorum.Doubtful:
@@ -191,7 +192,7 @@ func (c *watch) failed(a *quorum.Failed) {
 	}
 }
 
-func (c *watch) somebodyWaits() bool {
+func (c *watch) anyWaits() bool {
 	for _, g := range c.known {
 		if v := c.of(g); v.previous && c.healthy(g) && (v.waits > 0 || v.says != nil && v.says.Waits) {
 			return true

@@ -4,8 +4,10 @@ pyproject.toml.)
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
+import signal
 
 import pytest
 
@@ -14,6 +16,14 @@ pytest_plugins = ["tests.bounded", "tests.policy"]
 # PyTorch's TCPStore looks up the name of every address that connects, even of loopback, and waits 5 s if the DNS does
 # not answer. Tests that create dozens of stores meet this even if answers are rarely lost.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+
+def pytest_configure() -> None:
+    """SIGQUIT writes the stacks of all threads to stderr, also while a test's output is captured.
+
+    python/build/lanes.py sends it to a run that takes too long: a test has a limit, the end of the process has none.
+    """
+    faulthandler.register(signal.SIGQUIT, file=os.dup(2), all_threads=True)
 
 
 def pytest_collection_finish() -> None:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "python" / "build"
 sys.path.insert(0, str(BUILD))
 from durations import table  # noqa: E402
-from lanes import Part, Result, clock, parts_of_test, report, run, second_runs, tail  # noqa: E402
+from lanes import Part, Result, Running, clock, parts_of_test, report, run, second_runs, tail  # noqa: E402
 
 PYTEST = """\
 collected 3 items
@@ -91,6 +91,37 @@ def test_a_part_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -
     assert result.failed
     (pid,) = ids((tmp_path / "a.log").read_text().splitlines()[0])
     assert not alive(pid)
+
+
+def test_a_part_that_takes_too_long_writes_its_stacks_first(tmp_path: Path) -> None:
+    """As a run of pytest does that hangs after its last test."""
+    test = tmp_path / "test_hangs_at_exit.py"
+    test.write_text(
+        "import atexit, time\n\ndef test_passes():\n    atexit.register(hangs)\n\n"
+        "def hangs():\n    print('waits', flush=True)\n    time.sleep(600)\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "-p", "tests.conftest"]
+    part = Part("a", [*command, str(test)], env={"PYTHONPATH": str(ROOT)})
+    log = tmp_path / "a.log"
+    running = Running(part, log, 0, float("inf"))
+    until = time.monotonic() + 60
+    while "waits" not in log.read_text():
+        assert time.monotonic() < until, log.read_text()
+        assert running.poll() is None, log.read_text()
+        time.sleep(0.05)
+    running.until = 0
+    result = running.poll()
+    assert result is not None
+    assert result.failed
+    assert "1 passed" in log.read_text()
+    stacks = log.read_text().partition("most recent call first")[2]  # of faulthandler, before the SIGINT
+    assert "in hangs" in stacks.splitlines()[1]
+
+
+def test_a_part_that_was_left_out_fails_make_test(tmp_path: Path) -> None:
+    out = io.StringIO()
+    assert report([Result(python("a", ""), (), 0.0, None)], [], tmp_path, out) == 1
+    assert out.getvalue().endswith("failed: a\n")
 
 
 def test_a_part_that_does_not_start_has_failed(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def kill_tree(process: subprocess.Popen[bytes]) -> list[int]:
 
 
 def alive(pids: list[int]) -> list[int]:
-    """Those of the processes that still run; zombies do not count."""
+    """Returns the ids of the processes that still run. Zombies do not count."""
     return [pid for pid, _, state in _processes() if pid in pids and state not in "ZX"]
 
 

@@ -29,9 +29,9 @@ from torchft._manager.errors import Errors, ExceptionWithTraceback
 from torchft._manager.extras import OwnExtras
 from torchft._manager.failures import FailureCallback, Failures
 from torchft._manager.group import join_group
+from torchft._manager.heal_along import Along, StillHealing
 from torchft._manager.incident import Incidents
 from torchft._manager.inputs import Inputs
-from torchft._manager.joining import Along, StillHealing
 from torchft._manager.layout import Layout
 from torchft._manager.loader import Data, Loader, device_of
 from torchft._manager.log import _ManagerLogger

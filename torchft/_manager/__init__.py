@@ -16,9 +16,9 @@ Heals:
     state: the state of a group, and the user's functions for it. recovery: serves, fetches and loads it. transfers:
     calls recovery at the right moments of a step. phases: how long each phase takes. background: the CUDA stream of a
     heal.
-    Heals in pieces: joining is the target's side, giving the source's side. along, sources and pace make the target's
-    decisions (without importing torch). tracked: cuts parameters and optimizer state into pieces. together: lets the
-    ranks of a group end the heal in the same step.
+    Heals in pieces: heal_along decides whether they are possible. joining is the target's side, giving the source's.
+    along, sources and pace make the target's decisions (without importing torch). tracked: cuts parameters and
+    optimizer state into pieces. together: lets the ranks of a group end the heal in the same step.
 
 Failures:
     errors: the errors of a step. failures: failures of peers. incident: how long a failure lasts. replayer: reduces a

@@ -1,4 +1,4 @@
-"""What a source gives to groups that train along while its state arrives in pieces: see joining.py."""
+"""What a source gives to groups that train along while its state arrives in pieces: see heal_along.py."""
 
 from __future__ import annotations
 

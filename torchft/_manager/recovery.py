@@ -23,7 +23,7 @@ from torchft.checkpointing.transport import Unsendable, bounded
 
 if TYPE_CHECKING:
     from torchft._manager.edge import Transport
-    from torchft._manager.joining import Along
+    from torchft._manager.heal_along import Along
     from torchft._manager.log import _ManagerLogger
     from torchft._torchft import ManagerClient, MemberFailure
 

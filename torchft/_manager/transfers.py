@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Optional
 
-from torchft._manager.joining import StillHealing
+from torchft._manager.heal_along import StillHealing
 
 if TYPE_CHECKING:
     from torchft._manager.background import Background

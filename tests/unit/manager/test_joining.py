@@ -15,9 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.manager.conftest import Fixture
 from torchft._manager import joining, sources
-from torchft._manager.joining import Along, _Target
+from torchft._manager.joining import Target
 from torchft._manager.recovery import Recovery
 from torchft._manager.tracked import Parameters
 from torchft._records import MemberFailure
@@ -38,8 +37,8 @@ def plan(step: int, source: str, *additional: str) -> Any:
     )
 
 
-def target_of(parameters: Parameters, locate: Callable[[str], str]) -> _Target:
-    return _Target(parameters, locate, timeout=DEADLINE_SEC, additional=3, logger=MagicMock())
+def target_of(parameters: Parameters, locate: Callable[[str], str]) -> Target:
+    return Target(parameters, locate, timeout=DEADLINE_SEC, additional=3, logger=MagicMock())
 
 
 def test_a_source_that_fails_is_left_for_that_of_the_next_quorum() -> None:
@@ -254,7 +253,7 @@ def test_the_last_gradient_is_applied_before_the_vote(monkeypatch: pytest.Monkey
         return Said(source, step).ask(kind, argument)
 
     monkeypatch.setattr(joining, "Asker", lambda *_: SimpleNamespace(ask=ask, abort=lambda: None, close=lambda: None))
-    monkeypatch.setattr(_Target, "_state", lambda *_: {"whole": True})
+    monkeypatch.setattr(Target, "_state", lambda *_: {"whole": True})
     applied: queue.SimpleQueue[str] = queue.SimpleQueue()
     of_class = Parameters.step
 
@@ -379,23 +378,6 @@ def test_a_heal_hears_of_failures() -> None:
     recovery.along.peer_failed.assert_called_once_with(3, "source/0")
 
 
-@pytest.mark.parametrize("step", [0, 1])
-def test_at_step_0_the_state_is_transferred_as_a_whole(step: int) -> None:
-    """All groups wait for it there: their weights differ, and nobody has trained yet."""
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    transport = MagicMock(gives_pieces=True)
-    along = Along(
-        transport, [optimizer], dict, str, lambda: None, MagicMock(), DEADLINE_SEC, additional=3, logger=MagicMock()
-    )
-    of_source = cast(Any, SimpleNamespace(max_step=step, in_background=True))
-    assert along.offer(of_source, whole=lambda: None) == (step > 0)
-    assert transport.offer_pieces.called == (step > 0)
-    try:
-        assert along.join(plan(step, "source"), may_write=True) == along.joining == (step > 0)
-    finally:
-        along.stop()
-
-
 def test_pieces_wait_for_the_end_of_a_pause_and_heads_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = Parameters([torch.optim.SGD(nn.Linear(2, 2).parameters())])
     asked, paused = queue.SimpleQueue[str](), threading.Event()
@@ -426,13 +408,3 @@ def test_pieces_wait_for_the_end_of_a_pause_and_heads_do_not(monkeypatch: pytest
     finally:
         target.stop()
         target._thread.join(DEADLINE_SEC)
-
-
-def test_the_first_reduction_ends_a_pass(fixture: Fixture) -> None:
-    manager = fixture.manager(heal_along=True)
-    assert manager._along is not None
-    manager.start_quorum()
-    manager.wait_quorum()
-    manager._along._target = target = MagicMock()
-    manager.allreduce(torch.ones(2)).wait()
-    target.pace.reduces.assert_called_once()

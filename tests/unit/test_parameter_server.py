@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import http.client
+import json
 import threading
 import time
 import urllib.parse
@@ -76,6 +77,10 @@ def session_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name in ("torchft_session_watch", "torchft-http-request")]
 
 
+def connecting() -> bool:
+    return any(t.name == "torchft_connect" for t in threading.enumerate())
+
+
 def test_each_client_has_its_own_session(server: Sums) -> None:
     first, second = Sums.new_session(server.address()), Sums.new_session(server.address())
     assert first.rank() == 1 and first.size() == 2
@@ -125,12 +130,17 @@ def test_session_of_a_client_that_never_connects_ends(server: Sums) -> None:
     parts = urllib.parse.urlsplit(server.address())
     connection = http.client.HTTPConnection("localhost", parts.port or 0, timeout=10)
     connection.request("POST", parts.path)
-    response = connection.getresponse()
-    response.read()
+    asked = json.loads(connection.getresponse().read())
     until(lambda: len(server.sessions()) == 1)
     connection.close()
     until(lambda: server.sessions() == [])
     assert server.served == []
+    assert connecting()  # so it did not end by its timeout
+    # PyTorch's wait for the client goes on; it must not last until the end of the process.
+    client = Sums.new_process_group()
+    client.configure(f"{asked['store_addr']}/session/{asked['session_id']}", "client", 1, 2)
+    until(lambda: not connecting())
+    client.shutdown()
 
 
 def test_forward_that_raises_ends_only_its_own_session(server: Sums, monkeypatch: pytest.MonkeyPatch) -> None:

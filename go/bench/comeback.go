@@ -220,7 +220,7 @@ func startLighthouse(ctx context.Context, command, bind string, groups int) (*ru
 	line, err := bufio.NewReader(out).ReadString('\n')
 	if err != nil || !strings.Contains(line, "listening") {
 		_ = c.Process.Kill()
-		return nil, errors.Join(fmt.Errorf("%q does not listen: it said %q", command, line), err, c.Wait())
+		return nil, errors.Join(fmt.Errorf("%q does not listen: its output was %q", command, line), err, c.Wait())
 	}
 	return &running{command: c}, nil
 }

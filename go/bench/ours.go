@@ -103,7 +103,7 @@ func (o *ours) greet() error {
 func (o *ours) begin(step int64) error {
 	ask := &torchftpb.Ask{Number: uint64(time.Now().UnixNano()), TimeoutUs: requestTimeout.Microseconds(), Step: step, Member: o.member}
 	o.member = nil
-	return o.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: ask}})
+	return o.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: ask}})
 }
 
 func (o *ours) wait() (received int, err error) {
@@ -119,7 +119,7 @@ func (o *ours) listen() {
 		received += message.size
 		field := protowire.Number(0)
 		if err == nil {
-			field, err = o.heard(message.bytes)
+			field, err = o.handle(message.bytes)
 		}
 		if err == nil && field != quorumField {
 			continue
@@ -141,8 +141,8 @@ func (o *ours) receive() (message raw, err error) {
 	return message, err
 }
 
-// heard handles a message and returns its field number.
-func (o *ours) heard(message []byte) (protowire.Number, error) {
+// handle handles a message and returns its field number.
+func (o *ours) handle(message []byte) (protowire.Number, error) {
 	field, err := kindOf(message)
 	if err != nil {
 		return 0, err
@@ -155,7 +155,7 @@ func (o *ours) heard(message []byte) (protowire.Number, error) {
 	case quorumField:
 		o.states = message
 	case progressAskedField: // always the same answer: a simulated group computes nothing, it only waits for quorums
-		return field, o.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Progress{
+		return field, o.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Progress{
 			Progress: &torchftpb.GroupProgress{Phase: "waits for the other groups", Waits: true},
 		}})
 	case memberFailedField, memberStalledField: // ignored: the group asks again in the next round
@@ -165,7 +165,7 @@ func (o *ours) heard(message []byte) (protowire.Number, error) {
 	return field, nil
 }
 
-func (o *ours) say(m *torchftpb.MemberMessage) error {
+func (o *ours) send(m *torchftpb.MemberMessage) error {
 	o.sending.Lock()
 	defer o.sending.Unlock()
 	o.spoke = time.Now()

@@ -235,8 +235,8 @@ func TestAnErrorIsJSONWithAReason(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := serve(t, &job{})
 		for path, want := range map[string]struct {
-			code int
-			says string
+			code      int
+			wantError string
 		}{
 			"/api/v1/history?after=-1":  {400, `after="-1" is not allowed; allowed: a whole number of at least 0`},
 			"/api/v1/history?after=1e3": {400, `after="1e3" is not allowed`},
@@ -247,7 +247,7 @@ func TestAnErrorIsJSONWithAReason(t *testing.T) {
 			var answer struct{ Error string }
 			require.NoError(t, json.Unmarshal([]byte(body), &answer), body)
 			assert.Equal(t, want.code, code, path)
-			assert.Contains(t, answer.Error, want.says)
+			assert.Contains(t, answer.Error, want.wantError)
 			assert.Equal(t, "application/json", header.Get("Content-Type"))
 		}
 	})

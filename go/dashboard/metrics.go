@@ -144,13 +144,13 @@ func (m *meters) event(e Event) {
 
 // The label is not named job: Prometheus uses that name for the scraped target.
 var (
-	membersDesc = prometheus.NewDesc("torchft_members", "Members by state.", []string{"training_job", "state"}, nil)
-	quorumDesc  = prometheus.NewDesc("torchft_quorum_id", "Id of the latest quorum.", []string{"training_job"}, nil)
-	inDesc      = prometheus.NewDesc("torchft_quorum_members", "Members of the latest quorum.", []string{"training_job"}, nil)
-	stepDesc    = prometheus.NewDesc("torchft_step", "Largest step of the latest quorum.", []string{"training_job"}, nil)
-	viewersDesc = prometheus.NewDesc("torchft_dashboard_viewers", "Browsers that look at the page.", []string{"training_job"}, nil)
-	unkeptDesc  = prometheus.NewDesc("torchft_state_unkept_seconds", "For how long the latest state of the job is not on disk, since that fails or hangs; 0: it is, or none is kept.", []string{"training_job"}, nil)
-	heardDesc   = prometheus.NewDesc("torchft_oldest_sign_of_life_seconds", "Age of the oldest sign of life of a member that counts as alive.", []string{"training_job"}, nil)
+	membersDesc    = prometheus.NewDesc("torchft_members", "Members by state.", []string{"training_job", "state"}, nil)
+	quorumDesc     = prometheus.NewDesc("torchft_quorum_id", "Id of the latest quorum.", []string{"training_job"}, nil)
+	inDesc         = prometheus.NewDesc("torchft_quorum_members", "Members of the latest quorum.", []string{"training_job"}, nil)
+	stepDesc       = prometheus.NewDesc("torchft_step", "Largest step of the latest quorum.", []string{"training_job"}, nil)
+	viewersDesc    = prometheus.NewDesc("torchft_dashboard_viewers", "Browsers that look at the page.", []string{"training_job"}, nil)
+	unkeptDesc     = prometheus.NewDesc("torchft_state_unkept_seconds", "For how long the latest state of the job is not on disk, since that fails or hangs; 0: it is, or none is kept.", []string{"training_job"}, nil)
+	signOfLifeDesc = prometheus.NewDesc("torchft_oldest_sign_of_life_seconds", "Age of the oldest sign of life of a member that counts as alive.", []string{"training_job"}, nil)
 )
 
 // collect computes the gauges of a job at each scrape, and sends them with its counters.
@@ -174,7 +174,7 @@ func (f *Feed) collect(out chan<- prometheus.Metric) {
 	gauge(inDesc, float64(len(status.Quorum)))
 	gauge(stepDesc, float64(status.MaxStep))
 	gauge(unkeptDesc, float64(status.UnkeptMS)/1000)
-	gauge(heardDesc, float64(oldest)/1000)
+	gauge(signOfLifeDesc, float64(oldest)/1000)
 	f.mu.Lock()
 	viewers := len(f.viewers)
 	f.mu.Unlock()

@@ -157,12 +157,12 @@ func TestMemoryIsBoundedForABrowserConnectedForADay(t *testing.T) {
 		j := &job{}
 		s := serve(t, j)
 		viewer := s.watch(t, "/api/v1/events", "")
-		heard := 0
+		received := 0
 		done := make(chan struct{})
 		go func() {
 			defer close(done)
 			n, _ := io.Copy(io.Discard, viewer.lines)
-			heard = int(n)
+			received = int(n)
 		}()
 		var settled int64
 		hours, mostGrown := 10, int64(2<<20)
@@ -194,6 +194,6 @@ func TestMemoryIsBoundedForABrowserConnectedForADay(t *testing.T) {
 		s.mu.Unlock()
 		s.close()
 		<-done
-		assert.Greater(t, heard, hours*3600*100, "the viewer got a message for each second")
+		assert.Greater(t, received, hours*3600*100, "the viewer got a message for each second")
 	})
 }

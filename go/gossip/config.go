@@ -66,13 +66,13 @@ func (c Config) Validate() error {
 
 func (c Config) id() agree.ID { return agree.ID{Name: c.Name, Incarnation: c.Incarnation} }
 
-// said is the metadata of a node.
-type said struct {
+// nodeMetadata is the metadata of a node.
+type nodeMetadata struct {
 	agree.ID
 	agree.Note
 }
 
-func metadata(id agree.ID, note agree.Note) []byte { return encoded(said{id, note}) }
+func metadata(id agree.ID, note agree.Note) []byte { return encoded(nodeMetadata{id, note}) }
 
 // settings returns the settings of memberlist. A member that stops answering counts as failed after a probe and a suspicion: up to
 // 4 seconds in a job of ten members, less if several of them suspect it.

@@ -15,7 +15,7 @@ import (
 // message is any message between members except a note. It has one of the fields, or Proposal and Lives.
 type message struct {
 	Proposal *agree.Proposal  `json:"proposal,omitempty"`
-	Left     *said            `json:"left,omitempty"`
+	Left     *nodeMetadata    `json:"left,omitempty"`
 	Lives    map[string]int64 `json:"lives,omitempty"` // sent to a joining member, and by it
 }
 
@@ -118,15 +118,15 @@ func (d delegate) MergeRemoteState(text []byte, _ bool) {
 // events implements memberlist.EventDelegate: memberlist reports other nodes, and this one, while it holds a lock.
 type events struct{ n *Node }
 
-func (e events) NotifyJoin(node *memberlist.Node)   { e.heard(node, true) }
-func (e events) NotifyUpdate(node *memberlist.Node) { e.heard(node, true) }
-func (e events) NotifyLeave(node *memberlist.Node)  { e.heard(node, false) }
+func (e events) NotifyJoin(node *memberlist.Node)   { e.handle(node, true) }
+func (e events) NotifyUpdate(node *memberlist.Node) { e.handle(node, true) }
+func (e events) NotifyLeave(node *memberlist.Node)  { e.handle(node, false) }
 
-func (e events) heard(node *memberlist.Node, alive bool) {
+func (e events) handle(node *memberlist.Node, alive bool) {
 	n := e.n
 	var err error // set by a panic, and logged then
 	defer rpc.Recovered(n.log, "gossip event", &err)
-	var s said
+	var s nodeMetadata
 	if node.Name == n.name || json.Unmarshal(node.Meta, &s) != nil {
 		return // this node itself, or a node that is no member
 	}

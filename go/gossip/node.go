@@ -239,7 +239,7 @@ func (n *Node) bid() {
 	n.mu.Lock()
 	last := n.machine.Note()
 	n.mu.Unlock()
-	sent := n.send(message{Left: &said{n.id, last}}, n.nodes(nil))
+	sent := n.send(message{Left: &nodeMetadata{n.id, last}}, n.nodes(nil))
 	select {
 	case <-sent:
 	case <-time.After(farewell):
@@ -282,7 +282,7 @@ func (n *Node) background() {
 			return
 		}
 		if err := n.keys.refresh(); err != nil {
-			n.log.Error("torchft: gossip goes on with the keys that it has", "error", err)
+			n.log.Error("torchft: the gossip keys were not updated; gossip continues with the previous ones", "error", err)
 		}
 		n.mu.Lock()
 		announce, propose := n.announce, n.propose

@@ -403,8 +403,8 @@ func TestBadSeeds(t *testing.T) {
 		m := newMesh(t, 0)
 		first := train(m.open(1))
 		for name, test := range map[string]struct {
-			change func(cfg *Config, seeds *[][]string)
-			says   string
+			change    func(cfg *Config, seeds *[][]string)
+			wantError string
 		}{
 			"no seed answers": {func(_ *Config, seeds *[][]string) { *seeds = [][]string{{at(9)}, {at(8)}} }, "timed out"},
 			"another job":     {func(cfg *Config, _ *[][]string) { cfg.Job = "another" }, "its job (TORCHFT_JOB_ID)"},
@@ -416,7 +416,7 @@ func TestBadSeeds(t *testing.T) {
 			began := time.Now()
 			_, err := m.try(cfg, settings, seeds)
 			require.ErrorContains(t, err, "none of the seeds", name)
-			require.ErrorContains(t, err, test.says, name)
+			require.ErrorContains(t, err, test.wantError, name)
 			require.LessOrEqual(t, time.Since(began), cfg.ConnectTimeout+5*time.Second, name)
 		}
 		first.end()
@@ -513,7 +513,7 @@ func TestAListOfMembersThatDoesNotCome(t *testing.T) {
 func TestSettingsThatAreNotAllowed(t *testing.T) {
 	good := Config{Name: "a", StoreAddress: "host:1", MinMembers: 1, Seeds: []string{"host:1", "[::1]:2"}}
 	require.NoError(t, good.Validate())
-	for says, change := range map[string]func(c *Config){
+	for wantError, change := range map[string]func(c *Config){
 		"port=-1 is not allowed":                func(c *Config) { c.Port = -1 },
 		"min_members=0 is not allowed":          func(c *Config) { c.MinMembers = 0 },
 		"job id (TORCHFT_JOB_ID) has 256 bytes": func(c *Config) { c.Job = strings.Repeat("j", 256) },
@@ -524,7 +524,7 @@ func TestSettingsThatAreNotAllowed(t *testing.T) {
 	} {
 		bad := good
 		change(&bad)
-		require.ErrorContains(t, bad.Validate(), says)
+		require.ErrorContains(t, bad.Validate(), wantError)
 	}
 }
 

@@ -39,7 +39,7 @@ func TestTheAPIRefusesBadRequests(t *testing.T) {
 		for _, tc := range []struct {
 			name, method, path, body string
 			code                     int
-			says                     string
+			wantError                string
 		}{
 			{"no body", "POST", "/kill", "", 400, "there is no body"},
 			{"no JSON", "POST", "/kill", "a", 400, "the body is not understood: invalid character 'a'"},
@@ -61,7 +61,7 @@ func TestTheAPIRefusesBadRequests(t *testing.T) {
 		} {
 			code, answer := call(t, c, tc.method, "/api/v1"+tc.path, tc.body, nil)
 			assert.Equal(t, tc.code, code, tc.name)
-			assert.Contains(t, answer["error"], tc.says, tc.name)
+			assert.Contains(t, answer["error"], tc.wantError, tc.name)
 		}
 		time.Sleep(time.Second) // net/http closes the connection of a body that it did not read after a while
 	})

@@ -30,31 +30,31 @@ func ParseArgs(args []string) (Config, error) {
 	bind := flags.String("bind", def.Bind, "host:port to listen on, for gRPC and the status page alike")
 	minReplicas := flags.Int("min_replicas", 0, "least number of replica groups in a quorum (required)")
 	join := flags.Int64("join_timeout_ms", def.JoinTimeout.Milliseconds(), "how long to wait for replica groups that are alive and have not asked yet")
-	tick := flags.Int64("quorum_tick_ms", def.QuorumTick.Milliseconds(), "how often to decide again without a request")
+	tick := flags.Int64("quorum_tick_ms", def.QuorumTick.Milliseconds(), "how often to check for a quorum when no request arrives")
 	heartbeat := flags.Int64("heartbeat_timeout_ms", def.HeartbeatTimeout.Milliseconds(), "age of a heartbeat from which a replica group counts as failed")
 	grace := flags.Int64("suspect_grace_ms", def.SuspectGrace.Milliseconds(), "how long a replica group whose connection broke may take to come back before it counts as failed")
-	stalled := flags.Int64("stalled_after_ms", def.StalledAfter.Milliseconds(), "how long a replica group may make no progress while others wait for it, before it is named (0: ten median steps, at least 5 s, and 1 ms a group)")
-	eject := flags.Int64("eject_stalled_after_ms", def.EjectStalledAfter.Milliseconds(), "how long, before it is evicted from the quorum (0: never)")
+	stalled := flags.Int64("stalled_after_ms", def.StalledAfter.Milliseconds(), "how long a replica group may make no progress while others wait for it, before it is reported as stalled (0: ten median steps, at least 5 s, and 1 ms a group)")
+	eject := flags.Int64("eject_stalled_after_ms", def.EjectStalledAfter.Milliseconds(), "how long a replica group may make no progress while others wait for it, before it is evicted from the quorum (0: never)")
 	security := auth.SecurityFromEnv()
 	for _, file := range []struct {
 		to               *string
 		name, env, usage string
 	}{
-		{&security.TokenFile, "token_file", auth.TokenFileEnv, "file with the job's token: who does not show it is refused"},
-		{&security.TLSCert, "tls_cert", auth.TLSCertEnv, "certificate of this server in PEM, which makes it speak TLS"},
+		{&security.TokenFile, "token_file", auth.TokenFileEnv, "file with the job's token: requests without it are refused"},
+		{&security.TLSCert, "tls_cert", auth.TLSCertEnv, "certificate of this server in PEM; with it the server uses TLS"},
 		{&security.TLSKey, "tls_key", auth.TLSKeyEnv, "key of tls_cert in PEM"},
-		{&security.TLSClientCA, "tls_client_ca", auth.TLSClientCAEnv, "certificates in PEM that sign clients: who has none of theirs is refused"},
-		{&security.TLSCA, "tls_ca", auth.TLSCAEnv, "certificates in PEM that sign managers, to reach them for a kill; default: the system's"},
+		{&security.TLSClientCA, "tls_client_ca", auth.TLSClientCAEnv, "certificates in PEM of the authorities that sign the clients' certificates: clients without such a certificate are refused"},
+		{&security.TLSCA, "tls_ca", auth.TLSCAEnv, "certificates in PEM of the authorities that sign the managers' certificates, to connect to managers for a kill; default: the system's"},
 	} {
 		flags.StringVar(file.to, file.name, *file.to, file.usage+" (environment: "+file.env+")")
 	}
-	allowRemoteKill := flags.Bool("allow_remote_kill", def.AllowRemoteKill, "without a token_file, let other hosts end replica groups too, and not only this one")
+	allowRemoteKill := flags.Bool("allow_remote_kill", def.AllowRemoteKill, "without a token_file, allow requests from other hosts, too, to end replica groups")
 	maxConnections := flags.Int("max_connections", def.MaxConnections, "how many connections may be open at once")
 	maxJoins := flags.Int("max_joins_per_second", def.MaxJoinsPerSecond, "how often one address may ask to join in a second")
-	forbid := flags.Bool("forbid_regression", false, "refuse groups that would go on below the step that the job had reached, in place of a warning")
+	forbid := flags.Bool("forbid_regression", false, "refuse a quorum whose groups are all below the step that the job has reached, instead of logging a warning")
 	maxJobs := flags.Int("max_jobs", def.MaxJobs, "how many jobs (TORCHFT_JOB_ID) there may be at once")
 	maxCalls := flags.Int("max_calls_per_job", def.MaxCallsPerJob, "how many streams of members and calls one job may have open at once; a group has one")
-	stateDir := flags.String("state_dir", "", "directory for the last quorum of each job, which a restart goes on after; \"\": none (default: ~/.local/state/torchft/lighthouse-HOST-PORT, none with port 0)")
+	stateDir := flags.String("state_dir", "", "directory for the last quorum of each job, from which a restarted lighthouse continues; \"\": none (default: ~/.local/state/torchft/lighthouse-HOST-PORT, none with port 0)")
 
 	usage := func() string {
 		return "Serves the quorum of a torchft job.\n\nUsage: torchft_lighthouse --min_replicas N [flags]\n\n" + flags.FlagUsages() +
@@ -68,7 +68,7 @@ func ParseArgs(args []string) (Config, error) {
 		return Config{}, fmt.Errorf("%w; see --help", err)
 	}
 	if flags.NArg() > 0 {
-		return Config{}, fmt.Errorf("%q is not understood: only flags are, see --help", flags.Arg(0))
+		return Config{}, fmt.Errorf("unexpected argument %q: only flags are allowed, see --help", flags.Arg(0))
 	}
 	if !flags.Changed("min_replicas") {
 		return Config{}, errors.New("min_replicas is missing: give --min_replicas N with N of at least 1, see --help")

@@ -44,8 +44,8 @@ func TestHelpIsUsage(t *testing.T) {
 
 func TestBadArgsAreNamed(t *testing.T) {
 	for _, tc := range []struct {
-		args []string
-		says string
+		args      []string
+		wantError string
 	}{
 		{nil, "min_replicas is missing"},
 		{[]string{"--min_replicas", "0"}, "min_replicas is 0: it must be at least 1"},
@@ -75,7 +75,7 @@ func TestBadArgsAreNamed(t *testing.T) {
 		{[]string{"--min_replicas", "1", "now"}, `"now" is not understood`},
 	} {
 		_, err := lighthouse.ParseArgs(tc.args)
-		assert.ErrorContains(t, err, tc.says)
+		assert.ErrorContains(t, err, tc.wantError)
 	}
 	cfg := lighthouse.DefaultConfig()
 	cfg.MinReplicas, cfg.Hostname = 1, "a b"

@@ -131,38 +131,38 @@ func kill(t *testing.T, c *fttest.Cluster, host, replica string, headers map[str
 func TestKill(t *testing.T) {
 	const bearer = "Bearer secret"
 	for _, tc := range []struct {
-		name    string
-		open    bool // there is no token
-		remote  bool // --allow_remote_kill
-		from    string
-		group   string // the host of the group; empty: "far"
-		headers map[string]string
-		form    url.Values
-		replica string
-		want    int
-		says    string
+		name     string
+		open     bool // there is no token
+		remote   bool // --allow_remote_kill
+		from     string
+		group    string // the host of the group; empty: "far"
+		headers  map[string]string
+		form     url.Values
+		replica  string
+		want     int
+		wantBody string
 	}{
-		{name: "no token", from: "far", want: 401, says: "wants the job's token"},
-		{name: "no token, from here", from: "lighthouse", want: 401, says: "wants the job's token"},
-		{name: "wrong token", from: "far", headers: map[string]string{"Authorization": "Bearer guess"}, want: 401, says: "not the job's"},
-		{name: "not a bearer", from: "far", headers: map[string]string{"Authorization": "secret"}, want: 401, says: "not the job's"},
-		{name: "another site", from: "lighthouse", headers: map[string]string{"Authorization": bearer, "Origin": "http://evil.example"}, want: 403, says: "another site"},
-		{name: "another site, by Sec-Fetch-Site", from: "lighthouse", headers: map[string]string{"Authorization": bearer, "Sec-Fetch-Site": "cross-site"}, want: 403, says: "another site"},
-		{name: "unknown member", from: "far", headers: map[string]string{"Authorization": bearer}, replica: "b", want: 404, says: `"b"`},
+		{name: "no token", from: "far", want: 401, wantBody: "wants the job's token"},
+		{name: "no token, from here", from: "lighthouse", want: 401, wantBody: "wants the job's token"},
+		{name: "wrong token", from: "far", headers: map[string]string{"Authorization": "Bearer guess"}, want: 401, wantBody: "not the job's"},
+		{name: "not a bearer", from: "far", headers: map[string]string{"Authorization": "secret"}, want: 401, wantBody: "not the job's"},
+		{name: "another site", from: "lighthouse", headers: map[string]string{"Authorization": bearer, "Origin": "http://evil.example"}, want: 403, wantBody: "another site"},
+		{name: "another site, by Sec-Fetch-Site", from: "lighthouse", headers: map[string]string{"Authorization": bearer, "Sec-Fetch-Site": "cross-site"}, want: 403, wantBody: "another site"},
+		{name: "unknown member", from: "far", headers: map[string]string{"Authorization": bearer}, replica: "b", want: 404, wantBody: `"b"`},
 		{name: "by header", from: "far", headers: map[string]string{"Authorization": bearer}, want: 200},
 		{name: "by header, under any name", from: "far", headers: map[string]string{"Authorization": bearer, "Host": "alias.example"}, want: 200},
 		{name: "by the page's form", from: "far", headers: map[string]string{"Origin": fttest.LighthouseAddr}, form: url.Values{"token": {"secret"}}, want: 200},
 
-		{name: "open, from elsewhere", open: true, from: "far", group: "lighthouse", want: 403, says: "--allow_remote_kill"},
-		{name: "open, from elsewhere with any token", open: true, from: "far", group: "lighthouse", headers: map[string]string{"Authorization": bearer}, want: 403, says: "another host"},
-		{name: "open, by a proxy here", open: true, from: "lighthouse", group: "lighthouse", headers: map[string]string{"X-Forwarded-For": "10.0.0.1"}, want: 403, says: "another host"},
-		{name: "open, another site", open: true, from: "lighthouse", group: "lighthouse", headers: map[string]string{"Origin": "http://evil.example"}, want: 403, says: "another site"},
-		{name: "open, another site's name for this host", open: true, from: "lighthouse", group: "lighthouse", headers: map[string]string{"Host": "evil.example:29510", "Origin": "http://evil.example:29510"}, want: 403, says: `"evil.example:29510", is no name of this server`},
+		{name: "open, from elsewhere", open: true, from: "far", group: "lighthouse", want: 403, wantBody: "--allow_remote_kill"},
+		{name: "open, from elsewhere with any token", open: true, from: "far", group: "lighthouse", headers: map[string]string{"Authorization": bearer}, want: 403, wantBody: "another host"},
+		{name: "open, by a proxy here", open: true, from: "lighthouse", group: "lighthouse", headers: map[string]string{"X-Forwarded-For": "10.0.0.1"}, want: 403, wantBody: "another host"},
+		{name: "open, another site", open: true, from: "lighthouse", group: "lighthouse", headers: map[string]string{"Origin": "http://evil.example"}, want: 403, wantBody: "another site"},
+		{name: "open, another site's name for this host", open: true, from: "lighthouse", group: "lighthouse", headers: map[string]string{"Host": "evil.example:29510", "Origin": "http://evil.example:29510"}, want: 403, wantBody: `"evil.example:29510", is no name of this server`},
 		{name: "open, from here", open: true, from: "lighthouse", group: "lighthouse", want: 200},
 		{name: "open, by the page's form", open: true, from: "lighthouse", group: "lighthouse", headers: map[string]string{"Origin": fttest.LighthouseAddr}, want: 200},
-		{name: "open, a manager elsewhere", open: true, from: "lighthouse", want: 502, says: "it comes from another host, and this server has no token"},
+		{name: "open, a manager elsewhere", open: true, from: "lighthouse", want: 502, wantBody: "it comes from another host, and this server has no token"},
 		{name: "remote kill", open: true, remote: true, from: "far", group: "lighthouse", want: 200},
-		{name: "remote kill, another site", open: true, remote: true, from: "far", group: "lighthouse", headers: map[string]string{"Origin": "null"}, want: 403, says: "another site"},
+		{name: "remote kill, another site", open: true, remote: true, from: "far", group: "lighthouse", headers: map[string]string{"Origin": "null"}, want: 403, wantBody: "another site"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			var security auth.Security
@@ -187,7 +187,7 @@ func TestKill(t *testing.T) {
 				}
 				code, body := kill(t, c, tc.from, replica, tc.headers, tc.form)
 				assert.Equal(t, tc.want, code, body)
-				assert.Contains(t, body, tc.says)
+				assert.Contains(t, body, tc.wantBody)
 				time.Sleep(time.Second)
 				assert.Len(t, exited, map[bool]int{true: 1}[tc.want == 200])
 			})

@@ -207,7 +207,7 @@ func (j *job) step(event quorum.Event) error {
 		if slept := now.Sub(j.stepped); slept > j.cfg.HeartbeatTimeout/2+j.cfg.QuorumTick {
 			// Ticks come at a fixed interval, so this process was stopped, or its host slept. Heartbeats that arrived meanwhile
 			// have not been read yet, so silence during this time must not count.
-			j.log.Warn("torchft: the lighthouse stood still", "for", slept)
+			j.log.Warn("torchft: the lighthouse's process was stopped for some time", "for", slept)
 			j.do(quorum.Slept{For: slept}, now)
 		}
 		j.stepped = now

@@ -54,7 +54,7 @@ func (s *Server) enter(name string) (*job, error) {
 		s.jobs[name] = j
 	}
 	if j.users >= s.cfg.MaxCallsPerJob {
-		return nil, status.Errorf(codes.ResourceExhausted, "job %q has %d streams and calls open, as many as it may (max_calls_per_job)", name, j.users)
+		return nil, status.Errorf(codes.ResourceExhausted, "job %q has %d streams and calls open, which is the limit (max_calls_per_job)", name, j.users)
 	}
 	j.users++
 	return j, nil

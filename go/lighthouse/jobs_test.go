@@ -182,7 +182,7 @@ func TestAJobThatRunsWildLeavesRoomForOthers(t *testing.T) {
 		synctest.Wait()
 		_, err := wild.Quorum(t.Context(), quorum.Member{ReplicaID: "c"}, 0)
 		assert.Equal(t, codes.ResourceExhausted, status.Code(err))
-		assert.ErrorContains(t, err, `job "wild" has 2 streams and calls open, as many as it may (max_calls_per_job)`)
+		assert.ErrorContains(t, err, `job "wild" has 2 streams and calls open, which is the limit (max_calls_per_job)`)
 
 		other := ask(dialJob(t, c, "o", "other"), quorum.Member{ReplicaID: "a"}, time.Second)
 		got := <-other

@@ -83,7 +83,7 @@ func (j *job) recallFrom(path string, text []byte, err error) {
 			return
 		}
 		if !s.ended() {
-			j.log.Info("torchft: the job goes on", "quorum_id", s.Past.ID, "step", s.Past.Step, "members", len(s.Past.Members))
+			j.log.Info("torchft: the job continues from its state on disk", "quorum_id", s.Past.ID, "step", s.Past.Step, "members", len(s.Past.Members))
 		}
 		j.goOn(s)
 		if s.Highest > 0 { // the job has had a quorum

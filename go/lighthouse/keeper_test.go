@@ -70,8 +70,8 @@ func (f *faulty) last() state {
 
 // asOf returns the context of a call of a job.
 func asOf(ctx context.Context, job string) context.Context {
-	said, _ := metadata.FromOutgoingContext(rpc.WithJob(ctx, job))
-	return metadata.NewIncomingContext(ctx, said)
+	outgoing, _ := metadata.FromOutgoingContext(rpc.WithJob(ctx, job))
+	return metadata.NewIncomingContext(ctx, outgoing)
 }
 
 // kept returns a job with one member whose state is kept on that disk, and the log.

@@ -48,8 +48,8 @@ type stream struct {
 	wire       grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage]
 	replicaID  string
 	recallable bool          // it can answer a Recall
-	said       quorum.Member // the last record that the member sent; only receive uses it
-	heard      atomic.Int64  // messages of the member
+	latest     quorum.Member // the last record that the member sent; only receive uses it
+	received   atomic.Int64  // number of messages from the member
 	ended      atomic.Bool
 	held       quorum.Revision // of the list that the member holds after all messages sent so far; only send uses it
 
@@ -211,7 +211,7 @@ func (s *stream) end() {
 }
 
 func (s *stream) receive(message *torchftpb.MemberMessage) error {
-	s.heard.Add(1)
+	s.received.Add(1)
 	if err := s.answered(message.GetStamp()); err != nil {
 		return err
 	}
@@ -290,14 +290,14 @@ func (s *stream) ask(ask *torchftpb.Ask) error {
 		if m.GetReplicaId() != s.replicaID {
 			return status.Errorf(codes.InvalidArgument, "replica_id is %q: the stream is that of %q", m.GetReplicaId(), s.replicaID)
 		}
-		s.said = wire.MemberFromProto(m)
-	} else if s.said.ReplicaID == "" {
+		s.latest = wire.MemberFromProto(m)
+	} else if s.latest.ReplicaID == "" {
 		return status.Error(codes.InvalidArgument, "the first request of a stream has no member")
 	}
 	if ask.GetTimeoutUs() <= 0 {
 		return status.Errorf(codes.InvalidArgument, "timeout_us is %d: an ask needs a deadline, above 0", ask.GetTimeoutUs())
 	}
-	member := s.said
+	member := s.latest
 	member.SetState(wire.StateFromProto(ask))
 	timeout := rpc.MaxWait
 	if us := ask.GetTimeoutUs(); us < rpc.MaxWait.Microseconds() {

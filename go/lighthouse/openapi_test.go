@@ -79,7 +79,7 @@ func TestTheServerAnswersAsOpenAPISays(t *testing.T) {
 			cfg.Hostname, cfg.Network, cfg.Exit = "lighthouse", c.Net.Host("lighthouse"), func(int) {}
 		})
 		require.NoError(t, (<-g.Quorum(0, 1, time.Minute)).Err)
-		g.Ranks[0].SayHealing(membership.HealProgress{Received: 1, Total: 2})
+		g.Ranks[0].ReportHealing(membership.HealProgress{Received: 1, Total: 2})
 		synctest.Wait()
 		seen := map[string]bool{}
 		ask := func(method, path, body string, want int, headers ...string) {
@@ -120,7 +120,7 @@ func TestTheServerAnswersAsOpenAPISays(t *testing.T) {
 				ask("POST", path, `{"replica_id": "a"}`, 200)
 			}
 		}
-		g.Ranks[0].SayRecovered(membership.Recovered{Healed: true, Bytes: 5, Phases: []membership.PhaseTime{{Phase: "load", Seconds: 1}}})
+		g.Ranks[0].ReportRecovered(membership.Recovered{Healed: true, Bytes: 5, Phases: []membership.PhaseTime{{Phase: "load", Seconds: 1}}})
 		synctest.Wait()
 		ask("GET", "/api/v1/history", "", 200)
 		g.Server.Shutdown()
@@ -148,11 +148,11 @@ func TestTheExampleOfABodyIsAccepted(t *testing.T) {
 // The JSON answers of the server have exactly the fields that the document names.
 func TestOpenAPINamesEachField(t *testing.T) {
 	o := readOpenAPI(t)
-	for schema, said := range map[string]any{
+	for schema, value := range map[string]any{
 		"Status": quorum.Status{}, "Member": quorum.MemberStatus{}, "Event": dashboard.Event{}, "Point": dashboard.Point{},
 	} {
 		var fields, named []string
-		for field := range reflect.TypeOf(said).Fields() {
+		for field := range reflect.TypeOf(value).Fields() {
 			name, _, _ := strings.Cut(field.Tag.Get("json"), ",")
 			fields = append(fields, name)
 		}

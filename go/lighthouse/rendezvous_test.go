@@ -30,7 +30,7 @@ type agent struct {
 
 // poll sends one request, and returns the status code and the error of the answer.
 func (a *agent) poll(ctx context.Context) (int, string) {
-	said, err := json.Marshal(rendezvous.Request{
+	body, err := json.Marshal(rendezvous.Request{
 		Group: "0", Node: a.name, Store: a.name + ":1", Ask: a.ask, Seen: a.view,
 		Settings: rendezvous.Settings{Min: 1, Max: 2, Sizes: "all", LastCallMS: 5000},
 	})
@@ -38,7 +38,7 @@ func (a *agent) poll(ctx context.Context) (int, string) {
 	transport := &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, addr string) (net.Conn, error) {
 		return a.c.Net.Host(a.name).Dial(ctx, addr)
 	}}
-	req, err := http.NewRequestWithContext(ctx, http.MethodPost, fttest.LighthouseAddr+"/rendezvous?job=red", strings.NewReader(string(said)))
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, fttest.LighthouseAddr+"/rendezvous?job=red", strings.NewReader(string(body)))
 	require.NoError(a.t, err)
 	resp, err := transport.RoundTrip(req)
 	if err != nil {
@@ -131,7 +131,7 @@ func TestWhichRequestsTheRendezvousAccepts(t *testing.T) {
 			name, path, body string
 			headers          map[string]string
 			code             int
-			says             string
+			wantError        string
 		}{
 			{"no token", "/rendezvous", good, nil, 401, "wants the job's token"},
 			{"another token", "/rendezvous", good, map[string]string{"Authorization": "Bearer guess"}, 401, "not the job's"},
@@ -146,7 +146,7 @@ func TestWhichRequestsTheRendezvousAccepts(t *testing.T) {
 		} {
 			code, answer := call(t, c, "POST", tc.path, tc.body, tc.headers)
 			assert.Equal(t, tc.code, code, tc.name)
-			assert.Contains(t, fmt.Sprint(answer["error"]), tc.says, tc.name)
+			assert.Contains(t, fmt.Sprint(answer["error"]), tc.wantError, tc.name)
 		}
 		time.Sleep(time.Second) // net/http closes the connection of a body that it did not read after a while
 	})

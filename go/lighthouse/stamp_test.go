@@ -24,11 +24,11 @@ func TestTheNewestAnsweredStampIsAtMostTwoAndAHalfIntervalsOld(t *testing.T) {
 	for range 100_000 {
 		now = now.Add(1 + time.Duration(rng.Int64N(int64(interval)))) // a bound member sends a message in each interval
 		oldest = max(oldest, now.Sub(answered))                       // its process ends just before it sends that message
-		said := held
+		carried := held
 		if one.due(now) {
 			held = one.next(now)
 		}
-		if sent, news := one.answer(said); news {
+		if sent, news := one.answer(carried); news {
 			answered = sent
 		}
 	}

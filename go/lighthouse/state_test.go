@@ -100,7 +100,7 @@ func TestALighthouseContinuesAfterTheQuorumOnDisk(t *testing.T) {
 	status := again.Status()
 	assert.Equal(t, before.ID, status.QuorumID)
 	assert.Equal(t, []string{"a"}, status.Quorum)
-	assert.Contains(t, log.String(), "the job goes on")
+	assert.Contains(t, log.String(), "the job continues from its state on disk")
 	after := again.testAsk(t, "a", 8)
 	assert.GreaterOrEqual(t, after.ID, before.ID+stateAhead)
 	again.Shutdown()
@@ -132,7 +132,7 @@ func TestNoQuorumIsKeptOnDiskOfACompleteTraining(t *testing.T) {
 
 	again, log := startOn(t, dir)
 	assert.Empty(t, again.Status().Quorum)
-	assert.NotContains(t, log.String(), "the job goes on")
+	assert.NotContains(t, log.String(), "the job continues from its state on disk")
 	after := again.testAsk(t, "b", 0)
 	assert.GreaterOrEqual(t, after.ID, before.ID+stateAhead, "a quorum id was used twice")
 	assert.Equal(t, int64(3), quorum.TermOf(after.ID))

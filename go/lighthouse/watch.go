@@ -28,7 +28,7 @@ func (j *job) check(p quorum.Check) {
 	var streams []*stream
 	var before []int64
 	for one := range j.streams.each(p.ReplicaID) {
-		streams, before = append(streams, one), append(before, one.heard.Load())
+		streams, before = append(streams, one), append(before, one.received.Load())
 		one.post(outgoing{news: encodeNews(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Probe{Probe: true}})})
 	}
 	rpc.Go(&j.server.tasks, j.log, "check", func() {
@@ -59,7 +59,7 @@ func (j *job) spoke(streams []*stream, before []int64) bool {
 	defer look.Stop()
 	for {
 		for i, one := range streams {
-			if one.heard.Load() != before[i] {
+			if one.received.Load() != before[i] {
 				return true
 			}
 		}

@@ -16,16 +16,16 @@ import (
 
 // direct calls a server in the same process.
 type direct struct {
-	server *Server
-	conn   *connection
-	closed atomic.Bool
-	heard  <-chan membership.Notice
-	deaf   func()
+	server      *Server
+	conn        *connection
+	closed      atomic.Bool
+	notices     <-chan membership.Notice
+	unsubscribe func()
 }
 
 func (s *Server) direct() *direct {
 	d := &direct{server: s, conn: &connection{}}
-	d.heard, d.deaf = s.notices.Listen()
+	d.notices, d.unsubscribe = s.notices.Listen()
 	return d
 }
 
@@ -72,24 +72,24 @@ func (d *direct) Leave(ctx context.Context) error {
 	return d.server.leave(ctx)
 }
 
-func (d *direct) Notices() <-chan membership.Notice { return d.heard }
+func (d *direct) Notices() <-chan membership.Notice { return d.notices }
 
 func (d *direct) Suspect(quorumID int64, replicaID string) { d.server.suspect(quorumID, replicaID) }
 
-func (d *direct) SayProgress(groupRank int64, waits bool, what string) {
+func (d *direct) ReportProgress(groupRank int64, waits bool, what string) {
 	d.server.feed(round.RankProgressed{GroupRank: groupRank, Waits: waits, What: what})
 }
 
-func (d *direct) SayHealing(p membership.HealProgress) { d.server.healing(p) }
+func (d *direct) ReportHealing(p membership.HealProgress) { d.server.healing(p) }
 
-func (d *direct) SayRecovered(r membership.Recovered) { d.server.recovered(r) }
+func (d *direct) ReportRecovered(r membership.Recovered) { d.server.recovered(r) }
 
-func (d *direct) SayCounted(c rankclient.Counted) { d.server.counted(c) }
+func (d *direct) ReportCount(c rankclient.Counted) { d.server.counted(c) }
 
 // Close ends the pending calls, as the end of a connection does.
 func (d *direct) Close() error {
 	if !d.closed.Swap(true) {
-		d.deaf()
+		d.unsubscribe()
 		d.server.connectionEnded(d.conn)
 	}
 	return nil

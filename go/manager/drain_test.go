@@ -44,9 +44,9 @@ func history(t *testing.T, c *fttest.Cluster) []map[string]any {
 	resp, err := (&http.Client{Transport: transport}).Get(fttest.LighthouseAddr + "/api/v1/history")
 	require.NoError(t, err)
 	defer func() { require.NoError(t, resp.Body.Close()) }()
-	var said struct{ Events []map[string]any }
-	require.NoError(t, json.NewDecoder(resp.Body).Decode(&said))
-	return said.Events
+	var history struct{ Events []map[string]any }
+	require.NoError(t, json.NewDecoder(resp.Body).Decode(&history))
+	return history.Events
 }
 
 func leave(g *fttest.Group, rank int, timeout time.Duration) <-chan fttest.Answer[bool] {
@@ -211,7 +211,7 @@ func TestTheEndOfARunIsNoFailure(t *testing.T) {
 		a.Server.Shutdown()
 		assert.Less(t, time.Since(began), 10*time.Millisecond)
 		// If a ended too early, b would wait for it until its timeout.
-		notice := heard(t, b, 0)
+		notice := nextFailure(t, b, 0)
 		assert.Equal(t, membership.Notice{Kind: membership.MemberFailed, QuorumID: notice.QuorumID, ReplicaID: "a", Reason: "its manager server was shut down"}, notice)
 		assert.InDelta(t, grace, time.Since(began), float64(10*time.Millisecond))
 

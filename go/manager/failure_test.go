@@ -16,8 +16,8 @@ import (
 
 const grace = 200 * time.Millisecond
 
-// heard returns the next failure that a rank is notified of.
-func heard(t *testing.T, g *fttest.Group, rank int) membership.Notice {
+// nextFailure returns the next failure that a rank is notified of.
+func nextFailure(t *testing.T, g *fttest.Group, rank int) membership.Notice {
 	t.Helper()
 	deadline := time.After(time.Minute)
 	for {
@@ -43,13 +43,13 @@ func TestAFailureIsReportedToAllAndEndsTheirWait(t *testing.T) {
 
 		failedAt := time.Now()
 		groups[2].Host(-1).Kill()
-		failure := heard(t, groups[0], 1)
+		failure := nextFailure(t, groups[0], 1)
 		assert.InDelta(t, grace, time.Since(failedAt), float64(atOnce))
 		assert.Equal(t, before[0].QuorumID, failure.QuorumID)
 		assert.Equal(t, "c", failure.ReplicaID)
 		assert.Contains(t, failure.Reason, "its connection broke")
-		assert.Equal(t, failure, heard(t, groups[0], 0))
-		assert.Equal(t, failure, heard(t, groups[1], 0))
+		assert.Equal(t, failure, nextFailure(t, groups[0], 0))
+		assert.Equal(t, failure, nextFailure(t, groups[1], 0))
 
 		after := append(answers{first, groups[0].Quorum(1, 1, time.Minute)}, groups[1].QuorumOfAll(1, time.Minute)...).results(t)
 		assert.Equal(t, []string{"a", "b"}, after[0].ReplicaIDs)
@@ -67,7 +67,7 @@ func TestAllButOneFailAtOnceAndTheLastOneContinues(t *testing.T) {
 			failed.Host(-1).Kill()
 			failed.Server.Shutdown()
 		}
-		heard(t, a, 0)
+		nextFailure(t, a, 0)
 		assert.Equal(t, []string{"a"}, round(t, 1, a)[0].ReplicaIDs)
 		assert.Less(t, time.Since(failedAt), 2*grace)
 	})
@@ -80,7 +80,7 @@ func TestASilentHostIsReportedWhenItsHeartbeatIsTooOld(t *testing.T) {
 		round(t, 0, a, b)
 		silent := time.Now()
 		b.Host(-1).Freeze()
-		failure := heard(t, a, 0)
+		failure := nextFailure(t, a, 0)
 		assert.Equal(t, "b", failure.ReplicaID)
 		assert.Contains(t, failure.Reason, "no sign of life")
 		assert.InDelta(t, 5*time.Second, time.Since(silent), float64(200*time.Millisecond))
@@ -147,7 +147,7 @@ func TestARankThatEndsIsTheFailureOfItsGroup(t *testing.T) {
 		round(t, 0, a, b)
 		failedAt := time.Now()
 		b.Host(1).Kill() // the manager server of b, in another process, stays alive
-		assert.Contains(t, heard(t, a, 0).Reason, "rank 1 of replica group b has failed")
+		assert.Contains(t, nextFailure(t, a, 0).Reason, "rank 1 of replica group b has failed")
 		assert.InDelta(t, grace, time.Since(failedAt), float64(atOnce))
 		after := answers(a.QuorumOfAll(1, time.Minute)).results(t)
 		assert.Equal(t, []string{"a"}, after[0].ReplicaIDs)
@@ -175,7 +175,7 @@ func TestPeersThatLostACollectiveNeedNotWaitForTheHeartbeat(t *testing.T) {
 		time.Sleep(2 * time.Second)
 		assert.Zero(t, c.Log.Count("a member failed"), "one report is not enough")
 		b.Ranks[0].Suspect(before[0].QuorumID, "d")
-		failure := heard(t, a, 0)
+		failure := nextFailure(t, a, 0)
 		assert.Equal(t, "d", failure.ReplicaID)
 		assert.Contains(t, failure.Reason, "its peers lost the connection with it")
 		assert.InDelta(t, 3*time.Second, time.Since(at), float64(100*time.Millisecond))
@@ -211,7 +211,7 @@ func TestALighthouseThatFailsBetweenItsAnswersDoesNotHoldUpItsMembersForLong(t *
 		for reported := false; !reported; {
 			switch notice := <-a.Ranks[0].Notices(); notice.Kind {
 			case membership.ProgressAsked:
-				a.Ranks[0].SayProgress(0, true, "waits in allreduce")
+				a.Ranks[0].ReportProgress(0, true, "waits in allreduce")
 			case membership.MemberFailed:
 				assert.Equal(t, before.QuorumID, notice.QuorumID)
 				assert.Equal(t, "b", notice.ReplicaID)
@@ -245,7 +245,7 @@ func TestAStalledMemberIsNamedAndEvicted(t *testing.T) {
 					select {
 					case notice := <-r.g.Ranks[r.rank].Notices():
 						if notice.Kind == membership.ProgressAsked {
-							r.g.Ranks[r.rank].SayProgress(r.rank, true, "waits in allreduce")
+							r.g.Ranks[r.rank].ReportProgress(r.rank, true, "waits in allreduce")
 						}
 					case <-done:
 						return

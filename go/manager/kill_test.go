@@ -54,11 +54,11 @@ func TestAKillThroughAProxyOnThisHostNeedsTheToken(t *testing.T) {
 		name, configured, sent string
 		direct                 bool
 		want                   codes.Code
-		says                   string
+		wantError              string
 	}{
 		{name: "from this host", direct: true, want: codes.OK},
-		{name: "through a proxy", want: codes.PermissionDenied, says: "it comes from another host"},
-		{name: "through a proxy, without the token", configured: "secret", want: codes.Unauthenticated, says: "wants the job's token"},
+		{name: "through a proxy", want: codes.PermissionDenied, wantError: "it comes from another host"},
+		{name: "through a proxy, without the token", configured: "secret", want: codes.Unauthenticated, wantError: "wants the job's token"},
 		{name: "through a proxy, with the token", configured: "secret", sent: "secret", want: codes.OK},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
@@ -82,7 +82,7 @@ func TestAKillThroughAProxyOnThisHostNeedsTheToken(t *testing.T) {
 			if tc.want == codes.OK {
 				assert.Equal(t, 1, <-exited)
 			} else {
-				assert.ErrorContains(t, err, tc.says)
+				assert.ErrorContains(t, err, tc.wantError)
 				assert.Empty(t, exited)
 			}
 		})

@@ -173,7 +173,7 @@ func TestGroupsWithDifferentListsAreRefused(t *testing.T) {
 
 func TestAListOfAddressesIsChecked(t *testing.T) {
 	c := &fttest.Cluster{T: t, Net: fttest.NewNetwork(), Log: &fttest.Log{}}
-	for list, says := range map[string]string{
+	for list, wantError := range map[string]string{
 		"http://a:1,":           `lighthouse_addr is "": it must be http://host:port`,
 		"http://a:1,b:2":        `lighthouse_addr is "b:2"`,
 		"http://a:1,http://a:1": "http://a:1 is in it twice",
@@ -181,7 +181,7 @@ func TestAListOfAddressesIsChecked(t *testing.T) {
 		cfg := c.ServerConfig("g", 1)
 		cfg.LighthouseAddr = list
 		_, err := manager.NewServer(context.Background(), cfg)
-		assert.ErrorContains(t, err, says)
+		assert.ErrorContains(t, err, wantError)
 	}
 	cfg := c.ServerConfig("g", 1)
 	cfg.LighthouseAddr, cfg.ConnectTimeout = theList, 100*time.Millisecond

@@ -57,14 +57,14 @@ func TestTheMetricsOfAGroup(t *testing.T) {
 			require.NoError(t, (<-vote).Err)
 		}
 		phases := []membership.PhaseTime{{Phase: "transfer", Seconds: 2}, {Phase: "load", Seconds: 0.5}, {Phase: "a stranger's", Seconds: 1}}
-		a.Ranks[0].SayRecovered(membership.Recovered{Healed: true, Bytes: 1000, Phases: phases})
-		a.Ranks[1].SayRecovered(membership.Recovered{GroupRank: 1, StepsLost: 2, Phases: []membership.PhaseTime{{Phase: "abort", Seconds: 0.25}}})
+		a.Ranks[0].ReportRecovered(membership.Recovered{Healed: true, Bytes: 1000, Phases: phases})
+		a.Ranks[1].ReportRecovered(membership.Recovered{GroupRank: 1, StepsLost: 2, Phases: []membership.PhaseTime{{Phase: "abort", Seconds: 0.25}}})
 		for name := range rankclient.Counters {
-			a.Ranks[1].SayCounted(rankclient.Counted{GroupRank: 1, Name: name, Number: 3})
-			a.Ranks[1].SayCounted(rankclient.Counted{GroupRank: 1, Name: name, Number: -1})
-			a.Ranks[1].SayCounted(rankclient.Counted{GroupRank: 2, Name: name, Number: 1}) // the group has no rank 2
+			a.Ranks[1].ReportCount(rankclient.Counted{GroupRank: 1, Name: name, Number: 3})
+			a.Ranks[1].ReportCount(rankclient.Counted{GroupRank: 1, Name: name, Number: -1})
+			a.Ranks[1].ReportCount(rankclient.Counted{GroupRank: 2, Name: name, Number: 1}) // the group has no rank 2
 		}
-		a.Ranks[1].SayCounted(rankclient.Counted{GroupRank: 1, Name: "a_strangers", Number: 1})
+		a.Ranks[1].ReportCount(rankclient.Counted{GroupRank: 1, Name: "a_strangers", Number: 1})
 		synctest.Wait()
 		code, body := scrape(t, c, a, "")
 		require.Equal(t, http.StatusOK, code)

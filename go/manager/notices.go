@@ -11,22 +11,22 @@ import (
 // answerTime is how long ranks may take to answer ProgressAsked. The lighthouse waits a second for the manager server.
 const answerTime = 500 * time.Millisecond
 
-// hearNotices forwards the notices of the membership to the machine and the ranks.
-func (s *Server) hearNotices(source membership.NoticeSource) {
+// handleNotices forwards the notices of the membership to the machine and the ranks.
+func (s *Server) handleNotices(source membership.NoticeSource) {
 	for {
 		select {
 		case notice, open := <-source.Notices():
 			if !open {
 				return
 			}
-			s.hear(notice)
+			s.handleNotice(notice)
 		case <-s.ctx.Done():
 			return
 		}
 	}
 }
 
-func (s *Server) hear(notice membership.Notice) {
+func (s *Server) handleNotice(notice membership.Notice) {
 	switch notice.Kind {
 	case membership.MemberFailed:
 		own := notice.ReplicaID == s.cfg.ReplicaID
@@ -67,13 +67,13 @@ func (s *Server) answerProgress() {
 		p, complete := s.machine.Progress(time.Now())
 		s.mu.Unlock()
 		if complete {
-			witness.SayProgress(p)
+			witness.ReportProgress(p)
 			return
 		}
 		select {
 		case <-look.C:
 		case <-deadline.C:
-			witness.SayProgress(p)
+			witness.ReportProgress(p)
 			return
 		case <-s.ctx.Done():
 			return

@@ -142,7 +142,7 @@ func TestARequestHasTheSameAnswerOnEachPath(t *testing.T) {
 			t.Run(fmt.Sprintf("%s, traced %t", name, traceparent != ""), func(t *testing.T) {
 				all := map[string]outcome{}
 				for way, dial := range ways {
-					all[way] = hears(t, dial, test.call, test.while, traceparent)
+					all[way] = outcomeOf(t, dial, test.call, test.while, traceparent)
 				}
 				got := all["unary"]
 				assert.Equal(t, test.code, got.code, got.err)
@@ -156,7 +156,7 @@ func TestARequestHasTheSameAnswerOnEachPath(t *testing.T) {
 	}
 }
 
-func hears(t *testing.T, dial func(*fttest.Cluster, *fttest.Group) asker, call func(context.Context, asker) (any, error),
+func outcomeOf(t *testing.T, dial func(*fttest.Cluster, *fttest.Group) asker, call func(context.Context, asker) (any, error),
 	while func(*fttest.Group, func()), traceparent string,
 ) (h outcome) {
 	t.Helper()
@@ -181,11 +181,11 @@ func hears(t *testing.T, dial func(*fttest.Cluster, *fttest.Group) asker, call f
 			h.err = strings.ReplaceAll(got.Err.Error(), g.Server.Address(), "ADDRESS")
 		}
 		for _, span := range spans.GetSpans() {
-			var said []string
+			var attributes []string
 			for _, attribute := range span.Attributes {
-				said = append(said, fmt.Sprintf("%s=%s", attribute.Key, attribute.Value.String()))
+				attributes = append(attributes, fmt.Sprintf("%s=%s", attribute.Key, attribute.Value.String()))
 			}
-			h.spans = append(h.spans, fmt.Sprint(span.Name, span.Parent.TraceID(), said, span.Status, span.EndTime.Sub(span.StartTime)))
+			h.spans = append(h.spans, fmt.Sprint(span.Name, span.Parent.TraceID(), attributes, span.Status, span.EndTime.Sub(span.StartTime)))
 		}
 		slices.Sort(h.spans)
 	})

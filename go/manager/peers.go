@@ -62,7 +62,7 @@ func (p peers) NotifyFailed(_ context.Context, failed *torchftpb.MemberFailed) (
 	if own := p.server.cfg.ReplicaID; failed.GetReplicaId() != own {
 		return nil, status.Errorf(codes.InvalidArgument, "replica_id is %q: this is the manager server of %s", failed.GetReplicaId(), own)
 	}
-	p.server.hear(membership.Notice{
+	p.server.handleNotice(membership.Notice{
 		Kind: membership.MemberFailed, QuorumID: failed.GetQuorumId(), ReplicaID: failed.GetReplicaId(), Reason: failed.GetReason(),
 	})
 	return &torchftpb.NotifyFailedResponse{}, nil

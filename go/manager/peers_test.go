@@ -45,11 +45,11 @@ func TestAnEvictedGroupThatReachesOnlyItsPeersCommitsNothing(t *testing.T) {
 				c.Net.Sever("a", "lighthouse")
 				c.Net.Sever("lighthouse", "a")
 
-				failure := heard(t, cut, 0)
+				failure := nextFailure(t, cut, 0)
 				assert.Equal(t, membership.Notice{
 					Kind: membership.MemberFailed, QuorumID: before[0].QuorumID, ReplicaID: "a", Reason: failure.Reason,
 				}, failure)
-				assert.Equal(t, failure, heard(t, others[0], 0), "at the same moment as the others")
+				assert.Equal(t, failure, nextFailure(t, others[0], 0), "at the same moment as the others")
 				got := <-cut.Vote(0, 1, true, time.Minute)
 				require.NoError(t, got.Err)
 				assert.False(t, got.Value)
@@ -91,7 +91,7 @@ func TestAnEvictionThatCompletesTheNextQuorumIsForwarded(t *testing.T) {
 		next := round(t, 1, b, d)[0]
 		require.Equal(t, []string{"b", "d"}, next.ReplicaIDs)
 
-		assert.Equal(t, before.QuorumID, heard(t, cut, 0).QuorumID)
+		assert.Equal(t, before.QuorumID, nextFailure(t, cut, 0).QuorumID)
 		got := <-cut.Vote(0, 1, true, time.Minute)
 		require.NoError(t, got.Err)
 		assert.False(t, got.Value)
@@ -120,10 +120,10 @@ func TestAGroupOfARackThatIsCutOffFromItsLighthouseIsNotified(t *testing.T) {
 			c.Net.Sever(name, "lighthouse")
 			c.Net.Sever("lighthouse", name)
 		}
-		failure := heard(t, groups[7], 0)
+		failure := nextFailure(t, groups[7], 0)
 		require.Equal(t, "a", failure.ReplicaID)
 		start := time.Now()
-		assert.Equal(t, failure, heard(t, groups[0], 0))
+		assert.Equal(t, failure, nextFailure(t, groups[0], 0))
 		assert.Zero(t, time.Since(start), "when the others are notified, and not when its neighbours are evicted")
 		assert.Equal(t, before.QuorumID, failure.QuorumID)
 	})
@@ -145,7 +145,7 @@ func TestReportsOfARestartedLighthouseAreNotForwarded(t *testing.T) {
 		}
 		c.StartLighthouse(1)
 
-		failure := heard(t, b, 0)
+		failure := nextFailure(t, b, 0)
 		require.Contains(t, []string{"a", "d"}, failure.ReplicaID)
 		require.Equal(t, before.QuorumID, failure.QuorumID)
 		time.Sleep(2 * time.Second)

@@ -121,8 +121,8 @@ const ranksEnv, ranksOf, ranksPerRelay = "TORCHFT_TEST_RANKS_SERVER", "TORCHFT_T
 
 // load is the process of the ranks. It takes a step for each line that it reads.
 type load struct {
-	lines io.Writer
-	said  *json.Decoder
+	lines   io.Writer
+	results *json.Decoder
 }
 
 func startRanks(b *testing.B, address string, ranks, perRelay int) *load {
@@ -132,19 +132,19 @@ func startRanks(b *testing.B, address string, ranks, perRelay int) *load {
 	cmd.Stderr = os.Stderr
 	lines, err := cmd.StdinPipe()
 	require.NoError(b, err)
-	said, err := cmd.StdoutPipe()
+	output, err := cmd.StdoutPipe()
 	require.NoError(b, err)
 	require.NoError(b, cmd.Start())
 	b.Cleanup(func() {
 		_ = lines.Close() // the process ends with its input
 		_ = cmd.Wait()
 	})
-	return &load{lines, json.NewDecoder(said)}
+	return &load{lines, json.NewDecoder(output)}
 }
 
 func (l *load) next(b *testing.B) (did stepTaken) {
 	b.Helper()
-	require.NoError(b, l.said.Decode(&did))
+	require.NoError(b, l.results.Decode(&did))
 	require.Empty(b, did.Err)
 	return did
 }
@@ -169,29 +169,29 @@ const mostConnected = 2048
 // played is the stream of a simulated rank at its relay.
 type played struct {
 	grpc.ServerStream
-	said chan *torchftpb.RankRequest
-	sent chan *torchftpb.RankResponse
+	requests  chan *torchftpb.RankRequest
+	responses chan *torchftpb.RankResponse
 }
 
 func play(r *relay.Relay) *played {
-	p := &played{said: make(chan *torchftpb.RankRequest, 1), sent: make(chan *torchftpb.RankResponse, 1)}
+	p := &played{requests: make(chan *torchftpb.RankRequest, 1), responses: make(chan *torchftpb.RankResponse, 1)}
 	go func() { _ = r.Session(p) }()
 	return p
 }
 
 func (p *played) SendHeader(metadata.MD) error { return nil }
 
-func (p *played) Recv() (*torchftpb.RankRequest, error) { return <-p.said, nil }
+func (p *played) Recv() (*torchftpb.RankRequest, error) { return <-p.requests, nil }
 
 func (p *played) Send(resp *torchftpb.RankResponse) error {
-	p.sent <- resp
+	p.responses <- resp
 	return nil
 }
 
 func (p *played) call(req *torchftpb.RankRequest) *torchftpb.RankResponse {
 	req.Call, req.TimeoutUs = 1, time.Minute.Microseconds()
-	p.said <- req
-	return <-p.sent
+	p.requests <- req
+	return <-p.responses
 }
 
 func (p *played) Quorum(_ context.Context, req rankclient.Request) (recovery.Result, error) {
@@ -214,7 +214,7 @@ func (p *played) ShouldCommit(_ context.Context, groupRank, step int64, vote boo
 
 // simulateRanks is the main function of that process.
 func simulateRanks() {
-	say := json.NewEncoder(os.Stdout)
+	results := json.NewEncoder(os.Stdout)
 	n, _ := strconv.Atoi(os.Getenv(ranksOf))
 	perRelay, err := strconv.Atoi(os.Getenv(ranksPerRelay)) // 0: no relays
 	server := os.Getenv(ranksEnv)
@@ -244,7 +244,7 @@ func simulateRanks() {
 	}
 	did := stepTaken{Connect: time.Since(start)}
 	lines := bufio.NewScanner(os.Stdin)
-	for step := int64(1); err == nil && say.Encode(did) == nil && lines.Scan(); step++ {
+	for step := int64(1); err == nil && results.Encode(did) == nil && lines.Scan(); step++ {
 		before := processorTime()
 		did = stepTaken{}
 		did.Quorum, err = ofAll(n, func(rank int) error {
@@ -263,7 +263,7 @@ func simulateRanks() {
 		did.Processor = processorTime() - before
 	}
 	if err != nil {
-		_ = say.Encode(stepTaken{Err: err.Error()})
+		_ = results.Encode(stepTaken{Err: err.Error()})
 	}
 }
 

@@ -37,7 +37,7 @@ func (s *Server) healing(p membership.HealProgress) {
 	group := s.heals.group
 	s.mu.Unlock()
 	if reporter, ok := s.membership.(membership.Reporter); ok {
-		reporter.SayHealing(group)
+		reporter.ReportHealing(group)
 	}
 }
 
@@ -53,7 +53,7 @@ func (s *Server) recovered(r membership.Recovered) {
 	}
 	s.mu.Unlock()
 	if reporter, ok := s.membership.(membership.Reporter); ok && r.GroupRank == 0 {
-		reporter.SayRecovered(r)
+		reporter.ReportRecovered(r)
 	}
 }
 

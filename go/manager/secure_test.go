@@ -40,7 +40,7 @@ func TestAJobWithTokenAndCertificates(t *testing.T) {
 		assert.ErrorContains(t, (<-g.Quorum(0, 1, time.Minute)).Err, "this server wants the job's token")
 		g.Server.Shutdown()
 
-		for says, change := range map[string]func(*auth.Security){
+		for wantError, change := range map[string]func(*auth.Security){
 			"certificate required": func(s *auth.Security) { s.TLSCert, s.TLSKey, s.TLSClientCA = "", "", "" },
 			"tls: ":                func(s *auth.Security) { s.TLSCert, s.TLSKey = strangers.Issue("far") },
 			"certificate signed by unknown authority": func(s *auth.Security) { s.TLSCA = strangers.File },
@@ -51,11 +51,11 @@ func TestAJobWithTokenAndCertificates(t *testing.T) {
 			cfg := c.ServerConfig("far", 1)
 			secure(wrong)(&cfg)
 			_, err := manager.NewServer(t.Context(), cfg)
-			assert.ErrorContains(t, err, says)
+			assert.ErrorContains(t, err, wantError)
 			assert.ErrorContains(t, err, "could not connect to lighthouse at https://lighthouse:29510: timed out after 1s")
 		}
 		for _, r := range round(t, 2, a, b) {
-			assert.EqualValues(t, 2, r.ReplicaWorldSize, "the job goes on")
+			assert.EqualValues(t, 2, r.ReplicaWorldSize, "the job continues")
 		}
 	})
 }

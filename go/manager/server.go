@@ -98,7 +98,7 @@ func NewServer(ctx context.Context, cfg ServerConfig) (*Server, error) {
 	s.rpc = rpc.Serve(lis, gate, g, s.handler(gate), s.log)
 	rpc.Go(&s.tasks, s.log, "heartbeat", s.attend)
 	if source, ok := joined.(membership.NoticeSource); ok {
-		rpc.Go(&s.tasks, s.log, "notices", func() { s.hearNotices(source) })
+		rpc.Go(&s.tasks, s.log, "notices", func() { s.handleNotices(source) })
 	}
 	s.unregister = rankclient.Register(cfg.Network, s.address, func() rankclient.Calls { return s.direct() })
 	return s, nil

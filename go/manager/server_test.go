@@ -129,7 +129,7 @@ func TestKillNeedsThisHostOrTheToken(t *testing.T) {
 	for _, tc := range []struct {
 		name, configured, sent, from string
 		want                         codes.Code
-		says                         string
+		wantError                    string
 	}{
 		{"from elsewhere", "", "", "x", codes.PermissionDenied, "it comes from another host"},
 		{"from elsewhere, with any token", "", "secret", "x", codes.PermissionDenied, "it comes from another host"},
@@ -153,7 +153,7 @@ func TestKillNeedsThisHostOrTheToken(t *testing.T) {
 				_, err = torchftpb.NewManagerServiceClient(conn).Kill(t.Context(), &torchftpb.KillRequest{Msg: "test"})
 				assert.Equal(t, tc.want, status.Code(err), "%v", err)
 				if tc.want != codes.OK {
-					assert.ErrorContains(t, err, tc.says)
+					assert.ErrorContains(t, err, tc.wantError)
 				}
 				time.Sleep(time.Second)
 				assert.Len(t, exited, map[bool]int{true: 1}[tc.want == codes.OK])

@@ -148,12 +148,12 @@ func TestTheVotesOfAStepAreInItsTrace(t *testing.T) {
 		for rank := range votes {
 			span := found[fmt.Sprint("manager.should_commit", rank)]
 			assert.Equal(t, []string{"b7ad6b7169203331", "c7ad6b7169203331"}[rank%2], span.Parent.SpanID().String())
-			said := attributesOf(span)
-			assert.EqualValues(t, 7, said["torchft.step"].AsInt64())
-			assert.Equal(t, "a", said["torchft.replica_id"].AsString())
-			assert.Equal(t, rank != 2, said["torchft.vote"].AsBool())
-			require.Contains(t, said, attribute.Key("torchft.committed"))
-			assert.False(t, said["torchft.committed"].AsBool())
+			attributes := attributesOf(span)
+			assert.EqualValues(t, 7, attributes["torchft.step"].AsInt64())
+			assert.Equal(t, "a", attributes["torchft.replica_id"].AsString())
+			assert.Equal(t, rank != 2, attributes["torchft.vote"].AsBool())
+			require.Contains(t, attributes, attribute.Key("torchft.committed"))
+			assert.False(t, attributes["torchft.committed"].AsBool())
 			assert.Equal(t, time.Duration(2-rank)*time.Second, span.EndTime.Sub(span.StartTime), "the span of a vote ends when the last rank has voted")
 		}
 	})

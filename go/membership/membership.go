@@ -33,8 +33,8 @@ type Witness interface {
 	Suspect(quorumID int64, replicaID string)
 	// Incomplete reports that a rank of the group has failed: the group counts as failed until it asks again.
 	Incomplete(reason string)
-	// SayProgress answers ProgressAsked.
-	SayProgress(p round.Progress)
+	// ReportProgress answers ProgressAsked.
+	ReportProgress(p round.Progress)
 	// Fenced reports whether the group has sent nothing for so long that it may count as failed.
 	Fenced() bool
 }
@@ -54,8 +54,8 @@ type Finisher interface {
 
 // Reporter is a Membership that displays the progress and the cost of its group's recoveries. Its methods do not block.
 type Reporter interface {
-	SayHealing(p HealProgress)
-	SayRecovered(r Recovered)
+	ReportHealing(p HealProgress)
+	ReportRecovered(r Recovered)
 }
 
 // HealProgress is how much of a peer's state has arrived, at one rank or, in a report to the lighthouse, at the whole group. It and

@@ -32,7 +32,7 @@ type Broadcast struct {
 const backlog = 64
 
 // Listen returns a channel of all notices from now on, and a function that ends the subscription.
-func (b *Broadcast) Listen() (heard <-chan Notice, stop func()) {
+func (b *Broadcast) Listen() (notices <-chan Notice, stop func()) {
 	c := make(chan Notice, backlog)
 	b.mu.Lock()
 	defer b.mu.Unlock()

@@ -124,7 +124,7 @@ func ManagerSayProgress(handle, groupRank int64, waits bool, what string) (found
 	if err != nil {
 		return false, err
 	}
-	go client.SayProgress(groupRank, waits, what)
+	go client.ReportProgress(groupRank, waits, what)
 	return true, nil
 }
 
@@ -135,7 +135,7 @@ func ManagerSayHealing(handle, groupRank, received, total int64) (found bool, er
 	if err != nil {
 		return false, err
 	}
-	go client.SayHealing(membership.HealProgress{GroupRank: groupRank, Received: received, Total: total})
+	go client.ReportHealing(membership.HealProgress{GroupRank: groupRank, Received: received, Total: total})
 	return true, nil
 }
 
@@ -157,7 +157,7 @@ func ManagerSayRecovered(handle, groupRank int64, healed bool, quorumID, step, b
 		seconds, _ := pair[1].(float64)
 		r.Phases = append(r.Phases, membership.PhaseTime{Phase: name, Seconds: seconds})
 	}
-	go client.SayRecovered(r)
+	go client.ReportRecovered(r)
 	return true, nil
 }
 
@@ -172,7 +172,7 @@ func ManagerSayCounted(handle, groupRank int64, name string, number int64) (foun
 	if err := c.Validate(); err != nil {
 		return false, ops.As(ops.Value, err)
 	}
-	go client.SayCounted(c)
+	go client.ReportCount(c)
 	return true, nil
 }
 

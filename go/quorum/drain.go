@@ -44,7 +44,7 @@ func (d *drains) leaving(id string) (known bool) {
 		d.do(Release{id})
 		return false
 	}
-	d.refuseAll(r, Left, "member "+id+" said that it leaves") // with a pending request it would be in a quorum that it does not train in
+	d.refuseAll(r, Left, "member "+id+" has announced that it leaves") // with a pending request it would be in a quorum that it does not train in
 	if r.alive() {
 		d.roster.markFailed(r, "", "it left, as it was asked to", d.now) // no failure is reported: its peers are not to abort the step
 	}

@@ -15,20 +15,20 @@ import (
 // listHistory drives the machines of two lighthouses of a list through random events, with members that follow the protocol. It
 // checks them against a second, independent implementation of the rule of succession.go.
 type listHistory struct {
-	t       *testing.T
-	rng     *rand.Rand
-	policy  Policy
-	now     time.Time
-	houses  [2]ledger
-	members []*listMember
-	lives   int
-	waiters map[WaiterID]*listMember
-	waiter  WaiterID
-	after   map[int64]int64    // by quorum_id: the quorum after which it was formed
-	heard   map[int64][]string // by quorum_id: the members that have received it
-	of      map[int64][]string // by quorum_id: its members
-	chain   []int64            // quorums that all of their members have received
-	wakeAt  [2]time.Time       // when each lighthouse asked to be woken; zero if it did not
+	t          *testing.T
+	rng        *rand.Rand
+	policy     Policy
+	now        time.Time
+	houses     [2]ledger
+	members    []*listMember
+	lives      int
+	waiters    map[WaiterID]*listMember
+	waiter     WaiterID
+	after      map[int64]int64    // by quorum_id: the quorum after which it was formed
+	receivedBy map[int64][]string // by quorum_id: the members that have received it
+	of         map[int64][]string // by quorum_id: its members
+	chain      []int64            // quorums that all of their members have received
+	wakeAt     [2]time.Time       // when each lighthouse asked to be woken; zero if it did not
 
 	delivered, changed, based, refused, sentBack int
 }
@@ -63,7 +63,7 @@ func newListHistory(t *testing.T, seed uint64) *listHistory {
 	h := &listHistory{
 		t: t, rng: rand.New(rand.NewPCG(seed, 1)), now: epoch, waiters: map[WaiterID]*listMember{},
 		policy: Policy{MinReplicas: 1, JoinTimeout: 100 * time.Millisecond, HeartbeatTimeout: 3 * time.Second, SuspectGrace: 50 * time.Millisecond},
-		after:  map[int64]int64{}, heard: map[int64][]string{}, of: map[int64][]string{},
+		after:  map[int64]int64{}, receivedBy: map[int64][]string{}, of: map[int64][]string{},
 	}
 	for i := range h.houses {
 		h.houses[i] = ledger{machine: NewMachine(h.policy, h.now), gave: map[string]bool{}}
@@ -319,7 +319,7 @@ func (h *listHistory) step(at int, e Event) {
 				}
 			}
 		case Redeliver:
-			h.hears(h.waiters[a.Waiter], a.Waiter, a.Quorum)
+			h.receive(h.waiters[a.Waiter], a.Waiter, a.Quorum)
 		case Keep:
 			l.keeps = append(l.keeps, Recalled{Past: a.Past, Highest: a.Highest + 10, Seat: a.Seat})
 		case Deliver:
@@ -377,7 +377,7 @@ func (h *listHistory) deliver(at int, a Deliver) {
 	for _, w := range a.Waiters {
 		m := h.waiters[w]
 		if h.rng.IntN(6) > 0 {
-			h.hears(m, w, q)
+			h.receive(m, w, q)
 		} else { // the member's stream breaks, and it does not receive the quorum
 			m.asks = 0
 			delete(h.waiters, w)
@@ -386,16 +386,16 @@ func (h *listHistory) deliver(at int, a Deliver) {
 	}
 }
 
-// hears delivers a quorum to a member. Once all of its members have received it, the quorum may commit steps: only quorums of one
+// receive delivers a quorum to a member. Once all of its members have received it, the quorum may commit steps: only quorums of one
 // branch may.
-func (h *listHistory) hears(m *listMember, w WaiterID, q *Quorum) {
+func (h *listHistory) receive(m *listMember, w WaiterID, q *Quorum) {
 	p := q.Past()
 	m.past, m.asks, m.step = &p, 0, m.step+1
 	delete(h.waiters, w)
-	if !slices.Contains(h.heard[q.ID], m.id) {
-		h.heard[q.ID] = append(h.heard[q.ID], m.id)
+	if !slices.Contains(h.receivedBy[q.ID], m.id) {
+		h.receivedBy[q.ID] = append(h.receivedBy[q.ID], m.id)
 	}
-	if len(h.heard[q.ID]) < len(h.of[q.ID]) || slices.Contains(h.chain, q.ID) {
+	if len(h.receivedBy[q.ID]) < len(h.of[q.ID]) || slices.Contains(h.chain, q.ID) {
 		return
 	}
 	for _, other := range h.chain {

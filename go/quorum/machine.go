@@ -195,7 +195,7 @@ func (m *Machine) asked(e Asked) bool {
 		m.past.behind = time.Time{} // this member has the job's step: the wait for such a member is over
 	}
 	if e.Recallable {
-		m.search.heard(m.roster.members[id], e.KnownQuorumID)
+		m.search.claimed(m.roster.members[id], e.KnownQuorumID)
 	}
 	return true
 }
@@ -222,7 +222,7 @@ func (m *Machine) greeted(e Greeted) {
 	}
 	m.failback.cameBack(e.KnownQuorumID)
 	m.terms.greeted(r, e)
-	m.search.heard(r, e.KnownQuorumID)
+	m.search.claimed(r, e.KnownQuorumID)
 }
 
 // disconnected makes a member a suspect. It counts as alive until its grace is over, so that a short interruption of the network costs

@@ -51,8 +51,8 @@ func (m *model) tooLong(now time.Time) {
 	}
 	all := true
 	for _, id := range m.members() {
-		_, said := m.said[id]
-		all = all && (said || !m.healthy(id, now) || m.waits(id))
+		_, answered := m.answers[id]
+		all = all && (answered || !m.healthy(id, now) || m.waits(id))
 	}
 	if age >= timeout && !m.askedAt.IsZero() && (now.Sub(m.askedAt) >= answers || all) {
 		m.nameStalled(now, age, timeout)
@@ -66,7 +66,7 @@ func (m *model) tooLong(now time.Time) {
 			}
 		}
 		if len(ask) > 0 {
-			m.askedAt, m.said, m.heard = now, map[string]Progressed{}, map[string]time.Time{}
+			m.askedAt, m.answers, m.answeredAt = now, map[string]Progressed{}, map[string]time.Time{}
 			m.does("ask", ask)
 		}
 	}
@@ -76,13 +76,13 @@ func (m *model) tooLong(now time.Time) {
 func (m *model) nameStalled(now time.Time, age, timeout time.Duration) {
 	held := false
 	for _, id := range m.members() {
-		held = held || m.healthy(id, now) && (m.waits(id) || m.said[id].Progress.Waits)
+		held = held || m.healthy(id, now) && (m.waits(id) || m.answers[id].Progress.Waits)
 	}
 	for _, id := range m.members() {
-		p, said := m.said[id]
+		p, answered := m.answers[id]
 		still := age
-		if said {
-			still = min(age, p.Progress.For+now.Sub(m.heard[id]))
+		if answered {
+			still = min(age, p.Progress.For+now.Sub(m.answeredAt[id]))
 		}
 		if !held || !m.healthy(id, now) || m.waits(id) || p.Progress.Waits || still < timeout {
 			continue
@@ -104,8 +104,8 @@ func (m *model) part(now time.Time) {
 	}
 	for _, id := range m.members() {
 		for _, peer := range m.members() {
-			p, said := m.said[peer]
-			if m.waits(id) && said && p.Progress.Waits && p.Progress.Step >= m.newest(id).Step && m.healthy(peer, now) && !m.waits(peer) {
+			p, answered := m.answers[peer]
+			if m.waits(id) && answered && p.Progress.Waits && p.Progress.Step >= m.newest(id).Step && m.healthy(peer, now) && !m.waits(peer) {
 				m.ends(id, Parted)
 				return
 			}

@@ -29,12 +29,12 @@ type model struct {
 	reports map[string]string // in the latest quorum: the suspect of each reporting member
 	checked map[string]bool
 
-	steps   []time.Duration // durations of steps after which the members stayed the same
-	began   time.Time       // when the latest quorum was formed
-	askedAt time.Time
-	said    map[string]Progressed
-	heard   map[string]time.Time
-	named   map[string]bool
+	steps      []time.Duration // durations of steps after which the members stayed the same
+	began      time.Time       // when the latest quorum was formed
+	askedAt    time.Time
+	answers    map[string]Progressed
+	answeredAt map[string]time.Time
+	named      map[string]bool
 
 	did []string // in this call of step: the actions other than quorums and failures, in words
 }
@@ -105,8 +105,8 @@ func (m *model) take(e Event, now time.Time) bool {
 			m.markFailed(e.ReplicaID, Unreachable)
 		}
 	case Progressed:
-		if m.said != nil {
-			m.said[e.ReplicaID], m.heard[e.ReplicaID] = e, now
+		if m.answers != nil {
+			m.answers[e.ReplicaID], m.answeredAt[e.ReplicaID] = e, now
 		}
 	case Drained:
 		if m.healthy(e.ReplicaID, now) {
@@ -291,7 +291,7 @@ func (m *model) next(now time.Time, sameMembers bool) {
 		m.steps = append(m.steps, now.Sub(m.began))
 	}
 	m.began, m.askedAt = now, time.Time{}
-	m.said, m.heard, m.named = nil, nil, map[string]bool{}
+	m.answers, m.answeredAt, m.named = nil, nil, map[string]bool{}
 	m.reports, m.checked = map[string]string{}, map[string]bool{}
 }
 

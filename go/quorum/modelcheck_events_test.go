@@ -125,7 +125,7 @@ func (x *explorer) forget(w *world, place int) {
 }
 
 // forms makes a lighthouse form a quorum of some of the asking members, which some of them receive.
-func (x *explorer) forms(w *world, place int, in, hear set) bool {
+func (x *explorer) forms(w *world, place int, in, receivers set) bool {
 	h := &w.lighthouses[place]
 	before := w.branches[h.last]
 	last := w.past(h.last)
@@ -157,7 +157,7 @@ func (x *explorer) forms(w *world, place int, in, hear set) bool {
 	} else if q.base == before.base {
 		return false // the same quorum again
 	}
-	if hear == in {
+	if receivers == in {
 		if !q.alive {
 			x.broken = true
 		}
@@ -178,7 +178,7 @@ func (x *explorer) forms(w *world, place int, in, hear set) bool {
 		x.put(w, place)
 	}
 	for i := range mostMembers {
-		if hear.has(i) {
+		if receivers.has(i) {
 			w.members[i].knows = n
 			x.asks(w, i, place)
 		}
@@ -268,12 +268,12 @@ func (x *explorer) formAll(w *world, place int) {
 		if !x.mayForm(w, place, in) {
 			continue
 		}
-		for hear := in & listens; ; hear = (hear - 1) & in & listens {
+		for receivers := in & listens; ; receivers = (receivers - 1) & in & listens {
 			next := *w
-			if x.forms(&next, place, in, hear) {
+			if x.forms(&next, place, in, receivers) {
 				x.add(&next)
 			}
-			if hear == 0 {
+			if receivers == 0 {
 				break
 			}
 		}

@@ -52,11 +52,11 @@ type pace struct {
 
 // step is the state of the latest quorum's step.
 type step struct {
-	began   time.Time            // when the quorum was delivered
-	askedAt time.Time            // when its members were asked last, zero if they were not
-	said    map[string]Progress  // the answers since then, by member
-	heard   map[string]time.Time // when each answer arrived: the time since then is added to For
-	stalled map[string]string    // the members that were reported as stalled, and why
+	began      time.Time            // when the quorum was delivered
+	askedAt    time.Time            // when its members were asked last, zero if they were not
+	answers    map[string]Progress  // the answers since then, by member
+	answeredAt map[string]time.Time // when each answer arrived: the time since then is added to For
+	stalled    map[string]string    // the members that were reported as stalled, and why
 }
 
 // next begins a step. The duration of the previous one is recorded only if the members stay the same: a failure or a joining member may
@@ -96,16 +96,16 @@ func (w *watch) timeout() time.Duration {
 
 // progressed records an answer. An answer after the end of its step is dropped (invariant 3).
 func (w *watch) progressed(e Progressed) {
-	if w.said != nil {
-		w.said[e.ReplicaID], w.heard[e.ReplicaID] = e.Progress, w.now
+	if w.answers != nil {
+		w.answers[e.ReplicaID], w.answeredAt[e.ReplicaID] = e.Progress, w.now
 	}
 }
 
 // answer returns a member's answer since it was last asked.
-func (w *watch) answer(r *record) (p Progress, said bool) {
+func (w *watch) answer(r *record) (p Progress, found bool) {
 	r.looks++
-	p, said = w.said[r.id]
-	return p, said
+	p, found = w.answers[r.id]
+	return p, found
 }
 
 // tick checks whether the step takes too long.
@@ -122,7 +122,7 @@ func (w *watch) tick() {
 	if age < timeout-answers {
 		return
 	}
-	if age >= timeout && !w.askedAt.IsZero() && (w.now.Sub(w.askedAt) >= answers || w.allSaid()) {
+	if age >= timeout && !w.askedAt.IsZero() && (w.now.Sub(w.askedAt) >= answers || w.allAnswered()) {
 		w.name(age, timeout)
 		if w.reconnect.failed == "" { // after a failure, the members have been notified already, and abort the step
 			w.parted()
@@ -142,7 +142,7 @@ func (w *watch) ask() {
 		}
 	}
 	if len(ids) > 0 {
-		w.askedAt, w.said, w.heard = w.now, map[string]Progress{}, map[string]time.Time{}
+		w.askedAt, w.answers, w.answeredAt = w.now, map[string]Progress{}, map[string]time.Time{}
 		w.do(AskProgress{ids})
 	}
 }
@@ -154,7 +154,7 @@ func (w *watch) ask() {
 func (w *watch) parted() {
 	reached := int64(math.MinInt64) // the latest step in which a peer waits
 	for _, peer := range w.past.members {
-		if p, said := w.answer(peer); said && p.Waits && peer.alive() && !peer.waiting() {
+		if p, answered := w.answer(peer); answered && p.Waits && peer.alive() && !peer.waiting() {
 			reached = max(reached, p.Step)
 		}
 	}
@@ -167,9 +167,9 @@ func (w *watch) parted() {
 	}
 }
 
-func (w *watch) allSaid() bool {
+func (w *watch) allAnswered() bool {
 	for _, r := range w.past.members {
-		if _, said := w.answer(r); !said && r.alive() && !r.waiting() {
+		if _, answered := w.answer(r); !answered && r.alive() && !r.waiting() {
 			return false
 		}
 	}
@@ -180,7 +180,7 @@ func (w *watch) allSaid() bool {
 func (w *watch) name(age, timeout time.Duration) {
 	waiting := 0
 	for _, r := range w.past.members {
-		if said, _ := w.answer(r); r.alive() && (r.waiting() || said.Waits) {
+		if p, _ := w.answer(r); r.alive() && (r.waiting() || p.Waits) {
 			waiting++
 		}
 	}
@@ -188,15 +188,15 @@ func (w *watch) name(age, timeout time.Duration) {
 		return // no member waits (invariant 2)
 	}
 	for _, r := range w.past.members {
-		said, answered := w.answer(r)
-		if !r.alive() || r.waiting() || said.Waits {
+		p, answered := w.answer(r)
+		if !r.alive() || r.waiting() || p.Waits {
 			continue
 		}
 		still := age
-		reason := "none of its ranks says what it does"
+		reason := "none of its ranks has reported its activity"
 		if answered {
-			still = min(age, said.For+w.now.Sub(w.heard[r.id]))
-			reason = fmt.Sprintf("rank %d, step %d: %s", said.Rank, said.Step, said.Phase)
+			still = min(age, p.For+w.now.Sub(w.answeredAt[r.id]))
+			reason = fmt.Sprintf("rank %d, step %d: %s", p.Rank, p.Step, p.Phase)
 		}
 		if still < timeout {
 			continue

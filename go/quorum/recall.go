@@ -102,9 +102,9 @@ func (s *search) doubt(e Asked) string {
 		e.Member.ReplicaID, e.KnownQuorumID, s.now.UnixMilli())
 }
 
-// heard handles the quorum id that a member claims to know: if it is later than the latest here, the member is asked for that
+// claimed handles the quorum id that a member claims to know: if it is later than the latest here, the member is asked for that
 // quorum, unless a member is already being asked for it or for a later one.
-func (s *search) heard(r *record, known int64) {
+func (s *search) claimed(r *record, known int64) {
 	if known <= s.past.latestID() {
 		// A claim that is still open stays. Otherwise a member that repeats it in every other message would have its count of recalls
 		// reset each time, and delay each quorum of the others.

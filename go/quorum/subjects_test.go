@@ -238,7 +238,7 @@ func TestFailbackAlone(t *testing.T) {
 func TestSearchAlone(t *testing.T) {
 	s := newStage(Seat{0, 2}, "a", "b")
 	one := search{core: &s.core, past: &s.past, list: &s.list, terms: &terms{core: &s.core, past: &s.past, list: &s.list}}
-	actions, _ := s.take(0, func() { one.heard(s.roster.members["a"], 1001) })
+	actions, _ := s.take(0, func() { one.claimed(s.roster.members["a"], 1001) })
 	require.Equal(t, []Action{Recall{"a", 1001}}, actions)
 	require.True(t, one.pending(s.now))
 	shows := func(from string, members ...Voter) (actions []Action, adopted bool) {

@@ -31,7 +31,7 @@ import (
 //	suspects a [b]   a collective of the latest quorum failed in a, which suspects b, or no member in particular
 //	reached a        a check has reached it
 //	unreached a      a check has not reached it
-//	says a computes|waits [for=3s] [rank=1]   its answer to AskProgress
+//	reports a computes|waits [for=3s] [rank=1]   its answer to AskProgress
 //	shutdown a       its manager server ends
 //	drain a          an operator requests that it leaves
 //	leaving a        it leaves
@@ -174,7 +174,7 @@ func (r *scribe) run(words []string) []string {
 		return r.step(Suspected{Reporter: args[0], Suspect: suspect, QuorumID: r.machine.past.latest.ID})
 	case "reached", "unreached":
 		return r.step(Checked{ReplicaID: args[0], QuorumID: r.machine.past.latest.ID, Reached: words[0] == "reached", Reason: "connection refused"})
-	case "says":
+	case "reports":
 		return r.step(Progressed{ReplicaID: args[0], Progress: Progress{
 			Step: 1, Rank: transcript.Number(r.t, transcript.Option(args, "rank")), Phase: args[1], Waits: args[1] == "waits",
 			For: transcript.Duration(r.t, cmp.Or(transcript.Option(args, "for"), "1h")),

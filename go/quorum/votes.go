@@ -140,8 +140,8 @@ func (v *votes) lack(reason string, missing []Voter, in []*record) {
 
 // missing returns the members whose votes would be missing even if all members with evidence of life asked.
 func (v *votes) missing() (ids []string) {
-	heard := slices.DeleteFunc(v.roster.alive(), func(r *record) bool { return r.presumed })
-	_, missing := v.lacking(decision{}, heard)
+	live := slices.DeleteFunc(v.roster.alive(), func(r *record) bool { return r.presumed })
+	_, missing := v.lacking(decision{}, live)
 	for _, voter := range missing {
 		ids = append(ids, voter.ReplicaID)
 	}

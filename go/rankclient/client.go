@@ -38,13 +38,13 @@ type Calls interface {
 	ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error)
 	// Suspect reports a failed collective of a quorum, and the suspected member; empty if it is not known.
 	Suspect(quorumID int64, replicaID string)
-	// SayProgress answers ProgressAsked: whether the rank waits for other groups, and its activity in words.
-	SayProgress(groupRank int64, waits bool, what string)
-	// SayHealing reports the progress of a heal, SayRecovered the cost of a recovery. They do not block.
-	SayHealing(p membership.HealProgress)
-	SayRecovered(r membership.Recovered)
-	// SayCounted adds to a counter of the server. It does not block.
-	SayCounted(c Counted)
+	// ReportProgress answers ProgressAsked: whether the rank waits for other groups, and its activity in words.
+	ReportProgress(groupRank int64, waits bool, what string)
+	// ReportHealing reports the progress of a heal, ReportRecovered the cost of a recovery. They do not block.
+	ReportHealing(p membership.HealProgress)
+	ReportRecovered(r membership.Recovered)
+	// ReportCount adds to a counter of the server. It does not block.
+	ReportCount(c Counted)
 	// Leave announces that the group has completed its last step, and waits until its peers no longer need its data. Each rank
 	// calls it.
 	Leave(ctx context.Context) error
@@ -189,10 +189,10 @@ func (r *remote) Leave(context.Context) error { return nil }
 func (r *remote) Notices() <-chan membership.Notice { return nil }
 
 // An upstream server does not accept these reports.
-func (r *remote) Suspect(int64, string)              {}
-func (r *remote) SayProgress(int64, bool, string)    {}
-func (r *remote) SayHealing(membership.HealProgress) {}
-func (r *remote) SayRecovered(membership.Recovered)  {}
-func (r *remote) SayCounted(Counted)                 {}
+func (r *remote) Suspect(int64, string)                 {}
+func (r *remote) ReportProgress(int64, bool, string)    {}
+func (r *remote) ReportHealing(membership.HealProgress) {}
+func (r *remote) ReportRecovered(membership.Recovered)  {}
+func (r *remote) ReportCount(Counted)                   {}
 
 func (r *remote) Close() error { return r.conn.Close() }

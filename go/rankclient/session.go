@@ -25,14 +25,14 @@ import (
 // makes unary calls.
 type session struct {
 	remote
-	ctx     context.Context // ends with Close
-	cancel  context.CancelFunc
-	stub    torchftpb.RankServiceClient
-	relay   *grpc.ClientConn // nil without a relay
-	manager string           // address of the server; only with a relay
-	unary   atomic.Bool      // the server has no sessions
-	heard   membership.Broadcast
-	notices <-chan membership.Notice
+	ctx       context.Context // ends with Close
+	cancel    context.CancelFunc
+	stub      torchftpb.RankServiceClient
+	relay     *grpc.ClientConn // nil without a relay
+	manager   string           // address of the server; only with a relay
+	unary     atomic.Bool      // the server has no sessions
+	broadcast membership.Broadcast
+	notices   <-chan membership.Notice
 
 	opening chan struct{} // a lock for stream; waiting for it ends with a call's deadline
 	stream  *clientStream // nil before the first call
@@ -47,7 +47,7 @@ func newSession(conn *grpc.ClientConn) *session {
 	}
 	s.rank.Store(-1)
 	s.ctx, s.cancel = context.WithCancel(context.Background())
-	s.notices, _ = s.heard.Listen()
+	s.notices, _ = s.broadcast.Listen()
 	return s
 }
 
@@ -88,33 +88,33 @@ func (s *session) Leave(ctx context.Context) error {
 func (s *session) Notices() <-chan membership.Notice { return s.notices }
 
 func (s *session) Suspect(quorumID int64, replicaID string) {
-	s.say(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Suspected{
+	s.report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Suspected{
 		Suspected: &torchftpb.PeerSuspected{QuorumId: quorumID, ReplicaId: replicaID},
 	}})
 }
 
-func (s *session) SayProgress(groupRank int64, waits bool, what string) {
-	s.say(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Progress{
+func (s *session) ReportProgress(groupRank int64, waits bool, what string) {
+	s.report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Progress{
 		Progress: &torchftpb.RankProgress{GroupRank: groupRank, Waits: waits, What: what},
 	}})
 }
 
-func (s *session) SayHealing(p membership.HealProgress) {
-	s.say(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Healing{Healing: wire.HealProgressToProto(p)}})
+func (s *session) ReportHealing(p membership.HealProgress) {
+	s.report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Healing{Healing: wire.HealProgressToProto(p)}})
 }
 
-func (s *session) SayRecovered(r membership.Recovered) {
-	s.say(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Recovered{Recovered: wire.RecoveredToProto(r)}})
+func (s *session) ReportRecovered(r membership.Recovered) {
+	s.report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Recovered{Recovered: wire.RecoveredToProto(r)}})
 }
 
-func (s *session) SayCounted(c Counted) {
-	s.say(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Counted{
+func (s *session) ReportCount(c Counted) {
+	s.report(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Counted{
 		Counted: &torchftpb.Counted{GroupRank: c.GroupRank, Name: c.Name, Number: c.Number},
 	}})
 }
 
-// say sends a report if the session is open, and drops it otherwise. A report is not answered.
-func (s *session) say(req *torchftpb.RankRequest) {
+// report sends a report if the session is open, and drops it otherwise. A report is not answered.
+func (s *session) report(req *torchftpb.RankRequest) {
 	select {
 	case s.opening <- struct{}{}:
 	default: // another stream is being opened
@@ -179,7 +179,7 @@ func (s *session) connect(ctx context.Context) (*clientStream, error) {
 	}
 	s.stream = &clientStream{
 		wire:    wire,
-		notice:  s.heard.Notify,
+		notice:  s.broadcast.Notify,
 		waiting: map[uint64]chan *torchftpb.RankResponse{},
 		ended:   make(chan struct{}),
 	}

@@ -38,7 +38,7 @@ func leave() *torchftpb.RankRequest {
 func TestWhenABatchIsSent(t *testing.T) {
 	const hold = 50 * time.Millisecond
 	type events = []func(b *batch, now time.Time)
-	says := func(session uint64, req *torchftpb.RankRequest) func(*batch, time.Time) {
+	request := func(session uint64, req *torchftpb.RankRequest) func(*batch, time.Time) {
 		return func(b *batch, now time.Time) { b.add(session, req, now) }
 	}
 	ends := func(session uint64) func(*batch, time.Time) {
@@ -54,29 +54,29 @@ func TestWhenABatchIsSent(t *testing.T) {
 		empty   bool
 	}{
 		"nothing":                         {nil, 0, true},
-		"the first asks":                  {events{says(1, quorum(time.Minute))}, hold, false},
-		"the second asks":                 {events{says(1, quorum(time.Minute)), says(2, vote())}, hold - time.Millisecond, false},
-		"all have asked":                  {events{says(1, vote()), says(2, vote()), says(3, vote())}, 0, false},
-		"one asks twice":                  {events{says(1, vote()), says(1, quorum(time.Minute)), says(2, vote())}, hold - 2*time.Millisecond, false},
-		"a short timeout":                 {events{says(1, quorum(100*time.Millisecond))}, 5 * time.Millisecond, false},
-		"a shorter one comes later":       {events{says(1, vote()), says(2, quorum(100*time.Millisecond))}, 5 * time.Millisecond, false},
-		"no timeout":                      {events{says(1, quorum(0))}, 0, false},
-		"one cancels its call":            {events{says(1, vote()), says(1, cancelled())}, 0, false},
-		"one leaves":                      {events{says(1, leave())}, 0, false},
-		"one has failed":                  {events{says(1, vote()), ends(3)}, 0, false},
-		"one ended before the others ask": {events{ends(3), sent, says(1, vote()), says(2, vote())}, 0, false},
-		"the last asks late":              {events{says(1, vote()), says(2, vote()), sent, says(3, vote())}, 0, false},
+		"the first asks":                  {events{request(1, quorum(time.Minute))}, hold, false},
+		"the second asks":                 {events{request(1, quorum(time.Minute)), request(2, vote())}, hold - time.Millisecond, false},
+		"all have asked":                  {events{request(1, vote()), request(2, vote()), request(3, vote())}, 0, false},
+		"one asks twice":                  {events{request(1, vote()), request(1, quorum(time.Minute)), request(2, vote())}, hold - 2*time.Millisecond, false},
+		"a short timeout":                 {events{request(1, quorum(100*time.Millisecond))}, 5 * time.Millisecond, false},
+		"a shorter one comes later":       {events{request(1, vote()), request(2, quorum(100*time.Millisecond))}, 5 * time.Millisecond, false},
+		"no timeout":                      {events{request(1, quorum(0))}, 0, false},
+		"one cancels its call":            {events{request(1, vote()), request(1, cancelled())}, 0, false},
+		"one leaves":                      {events{request(1, leave())}, 0, false},
+		"one has failed":                  {events{request(1, vote()), ends(3)}, 0, false},
+		"one ended before the others ask": {events{ends(3), sent, request(1, vote()), request(2, vote())}, 0, false},
+		"the last asks late":              {events{request(1, vote()), request(2, vote()), sent, request(3, vote())}, 0, false},
 		"one leaves, all others ask": {
-			events{says(1, leave()), sent, says(2, vote()), says(3, vote())}, 0, false,
+			events{request(1, leave()), sent, request(2, vote()), request(3, vote())}, 0, false,
 		},
 		"the next round": {
-			events{says(1, vote()), says(2, vote()), says(3, vote()), sent, answered(1), answered(2), answered(3), says(1, vote())}, hold, false,
+			events{request(1, vote()), request(2, vote()), request(3, vote()), sent, answered(1), answered(2), answered(3), request(1, vote())}, hold, false,
 		},
 		"one is not answered yet": {
-			events{says(1, vote()), says(2, vote()), says(3, vote()), sent, answered(1), answered(2), says(1, vote()), says(2, vote())}, 0, false,
+			events{request(1, vote()), request(2, vote()), request(3, vote()), sent, answered(1), answered(2), request(1, vote()), request(2, vote())}, 0, false,
 		},
-		"an answer to no call": {events{answered(1), says(1, vote())}, hold, false},
-		"all is sent":          {events{says(1, vote()), sent}, 0, true},
+		"an answer to no call": {events{answered(1), request(1, vote())}, hold, false},
+		"all is sent":          {events{request(1, vote()), sent}, 0, true},
 	} {
 		t.Run(name, func(t *testing.T) {
 			b := newBatch(hold)

@@ -88,7 +88,7 @@ func TestTranscripts(t *testing.T) {
 						}
 					}
 				}) {
-					w.say("%s", w.m.groups[g].reason)
+					w.printf("%s", w.m.groups[g].reason)
 				}
 			default:
 				require.Fail(t, "there is no command", words[0])

@@ -46,7 +46,9 @@ func newWorld() *world {
 	return &world{m: NewMachine(timing, State{}, epoch), now: epoch, agents: map[string]*agent{}, of: map[WaiterID]*agent{}, released: func(Released) {}}
 }
 
-func (w *world) say(format string, args ...any) { w.out = append(w.out, fmt.Sprintf(format, args...)) }
+func (w *world) printf(format string, args ...any) {
+	w.out = append(w.out, fmt.Sprintf(format, args...))
+}
 
 // sorted returns the agents in the order of their names.
 func (w *world) sorted() []*agent {
@@ -92,9 +94,9 @@ func (w *world) feed(event Event) {
 			a := w.of[action.Waiter]
 			a.open, a.refused = 0, action.Reason
 			delete(w.of, action.Waiter)
-			w.say("%s is refused: %s", a.name, action.Reason)
+			w.printf("%s is refused: %s", a.name, action.Reason)
 		case Released:
-			w.say("%sround %d: %s", action.Group, action.Round, strings.Join(action.Nodes, " "))
+			w.printf("%sround %d: %s", action.Group, action.Round, strings.Join(action.Nodes, " "))
 			w.released(action)
 		case Keep:
 			w.kept = action.State
@@ -108,10 +110,10 @@ func (w *world) answered(a *agent, answer Answer) {
 	a.open = 0
 	v := answer.View
 	if v.Waiting > 0 && v.Waiting != a.view.Waiting {
-		w.say("%s: %d waiting", a.name, v.Waiting)
+		w.printf("%s: %d waiting", a.name, v.Waiting)
 	}
 	if v.Closed && !a.view.Closed {
-		w.say("%s: closed", a.name)
+		w.printf("%s: closed", a.name)
 	}
 	a.view = v
 	a.was = max(a.was, v.Round)

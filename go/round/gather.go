@@ -141,7 +141,7 @@ func (m *Machine) quorumKnown(e QuorumKnown) []Action {
 
 	// All ranks have asked for this quorum, so none will vote on the attempt before it. A vote can be pending here only if the rank
 	// that cast it had asked before it voted.
-	actions := m.endBallot(Failure{KindAborted, "the ranks went on to the next quorum before all had voted"})
+	actions := m.endBallot(Failure{KindAborted, "the ranks asked for the next quorum before all of them had voted"})
 	actions = slices.Grow(actions, len(g.asked))
 	for r, a := range g.asked {
 		m.looks++
@@ -161,7 +161,7 @@ func (m *Machine) disagreement() string {
 			return fmt.Sprintf("the step (rank 0 is at %d, rank %d at %d)", first.Step, a.GroupRank, a.Step)
 		}
 		if a.CommittedQuorumID != first.CommittedQuorumID {
-			return fmt.Sprintf("the quorum of the last commit (rank 0 says %d, rank %d says %d)",
+			return fmt.Sprintf("the quorum of the last commit (rank 0 reports %d, rank %d reports %d)",
 				first.CommittedQuorumID, a.GroupRank, a.CommittedQuorumID)
 		}
 	}

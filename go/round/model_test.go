@@ -39,8 +39,8 @@ type model struct {
 
 // modelRank is a rank's progress.
 type modelRank struct {
-	phase       phase
-	said, waits bool
+	phase           phase
+	answered, waits bool
 }
 
 type modelVote struct {
@@ -104,12 +104,12 @@ func (m *model) step(e Event) outcome {
 		m.draining = true
 	case ProgressAsked:
 		for _, r := range m.does {
-			r.said = false
+			r.answered = false
 		}
 	case RankProgressed:
 		if e.GroupRank >= 0 && e.GroupRank < m.size {
 			r := m.rank(e.GroupRank)
-			r.said, r.waits = true, e.Waits
+			r.answered, r.waits = true, e.Waits
 		}
 	case StillDisconnected:
 		if _, absent := m.absent[e.GroupRank]; absent && !m.closed {
@@ -145,8 +145,8 @@ func (m *model) progress() (waits, complete bool) {
 	waits, complete = true, true
 	for rank := range m.size {
 		r := m.rank(rank)
-		complete = complete && (r.phase != inStep || r.said)
-		waits = waits && (r.phase == inQuorum || r.phase == inVote || r.phase == inStep && r.said && r.waits)
+		complete = complete && (r.phase != inStep || r.answered)
+		waits = waits && (r.phase == inQuorum || r.phase == inVote || r.phase == inStep && r.answered && r.waits)
 	}
 	return waits, complete
 }

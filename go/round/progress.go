@@ -27,9 +27,9 @@ type activity struct {
 	step  int64
 	since time.Time
 
-	said  bool // it has answered the latest ProgressAsked, with waits and what
-	waits bool
-	what  string
+	answered bool // it has answered the latest ProgressAsked, with waits and what
+	waits    bool
+	what     string
 }
 
 func (a *activity) begin(p phase, step int64, now time.Time) {
@@ -48,14 +48,14 @@ type Progress struct {
 
 func (m *Machine) forgetProgress() {
 	for r := range m.ranks {
-		m.ranks[r].said = false
+		m.ranks[r].answered = false
 	}
 }
 
 func (m *Machine) rankProgressed(e RankProgressed) {
 	if e.GroupRank >= 0 && e.GroupRank < m.group.WorldSize {
 		a := &m.ranks[e.GroupRank].activity
-		a.said, a.waits, a.what = true, e.Waits, e.What
+		a.answered, a.waits, a.what = true, e.Waits, e.What
 	}
 }
 
@@ -65,7 +65,7 @@ func (m *Machine) Progress(now time.Time) (p Progress, complete bool) {
 	worst := -1
 	for r := range m.ranks {
 		a := &m.ranks[r].activity
-		if a.phase == inStep && !a.said {
+		if a.phase == inStep && !a.answered {
 			complete = false
 		}
 		if !a.idle() && (worst < 0 || m.ranks[worst].since.After(a.since)) {
@@ -76,7 +76,7 @@ func (m *Machine) Progress(now time.Time) (p Progress, complete bool) {
 	a := &m.ranks[max(worst, 0)].activity
 	p.Step, p.GroupRank, p.For, p.Phase = a.step, int64(max(worst, 0)), now.Sub(a.since), a.phase.String()
 	switch {
-	case a.phase == inStep && a.said:
+	case a.phase == inStep && a.answered:
 		p.Phase = a.what
 	case a.phase == inStep:
 		p.Phase = "does not answer"
@@ -95,7 +95,7 @@ func (a *activity) idle() bool {
 	case inQuorum, inVote:
 		return true
 	case inStep:
-		return a.said && a.waits
+		return a.answered && a.waits
 	default:
 		return false
 	}

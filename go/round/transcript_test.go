@@ -28,7 +28,7 @@ import (
 //	drained                  the lighthouse asks the group to leave
 //	evicted 7 [member=x]     the group, or another member, counts as failed in quorum 7
 //	asked                    the lighthouse asks for the progress of the group
-//	says 0 computes|waits    a rank reports its progress
+//	reports 0 computes|waits    a rank reports its progress
 //	progress                 prints the progress that the group would report
 //	wait 3s
 //	close
@@ -83,7 +83,7 @@ func (r *scribe) run(words []string) []string {
 		return r.step(QuorumKnown{Round: uint64(r.number(args[0])), Quorum: q})
 	case "failed":
 		kinds := map[string]Kind{"timeout": KindTimeout, "unavailable": KindUnavailable, "internal": KindInternal}
-		return r.step(QuorumKnown{Round: uint64(r.number(args[0])), Failure: &Failure{kinds[args[1]], "the lighthouse said so"}})
+		return r.step(QuorumKnown{Round: uint64(r.number(args[0])), Failure: &Failure{kinds[args[1]], "the lighthouse reported it"}})
 	case "vote":
 		return r.step(Voted{
 			Waiter: r.waiter(args), GroupRank: r.number(args[0]), Step: r.number(transcript.Option(args, "step")), ShouldCommit: args[1] == "yes",
@@ -105,7 +105,7 @@ func (r *scribe) run(words []string) []string {
 		return r.step(Drained{})
 	case "asked":
 		return r.step(ProgressAsked{})
-	case "says":
+	case "reports":
 		return r.step(RankProgressed{GroupRank: r.number(args[0]), What: args[1], Waits: args[1] == "waits"})
 	case "progress":
 		p, complete := r.machine.Progress(r.now)

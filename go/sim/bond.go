@@ -25,11 +25,11 @@ func (l *lighthouse) answered(k *link, stamp time.Duration) {
 	l.step(quorum.Bound{ReplicaID: k.g.id, Since: epoch.Add(stamp)})
 }
 
-// stampSays returns the answer to the newest stamp, which any message of the group on a link carries; false if there is none.
-func (k *link) stampSays() (e event, says bool) {
-	says = k.stamp != 0 && k.stamp != k.answers
+// takeStampAnswer returns the answer to the newest stamp, which any message of the group on a link carries; false if there is none.
+func (k *link) takeStampAnswer() (e event, found bool) {
+	found = k.stamp != 0 && k.stamp != k.answers
 	k.answers = k.stamp
-	return event{kind: lhStamp, id: uint64(k.stamp), link: k}, says
+	return event{kind: lhStamp, id: uint64(k.stamp), link: k}, found
 }
 
 // stampedBy binds the group.
@@ -90,7 +90,7 @@ func (l *lighthouse) operator() {
 				w.changed = w.now
 			}
 		}
-		w.say("an operator waives %v at %s", ended, l.name())
+		w.logf("an operator waives %v at %s", ended, l.name())
 		w.check.waived = true
 		l.step(quorum.VotesWaived{ReplicaIDs: ended, By: "an operator"})
 	}

@@ -57,8 +57,8 @@ type seen struct {
 // eviction records when a lighthouse reported to the members that a group counts as failed, and the time by which a peer has
 // notified the group if the network does not change; 0: it may never be notified.
 type eviction struct {
-	quorumID    int64
-	at, heardBy time.Duration
+	quorumID       int64
+	at, receivedBy time.Duration
 }
 
 // checker checks the rules that are about the whole job.
@@ -324,11 +324,11 @@ func (c *checker) decided(r *rank, commit bool) {
 	}
 	switch g, w := r.g, c.w; {
 	case g.evicted == r.plan.QuorumID:
-		w.broken(ruleEvicted, "%s commits step %d of quorum %d, and has heard that it counts as failed in it", g.id, r.step, r.plan.QuorumID)
-	case g.eviction.quorumID == r.plan.QuorumID && g.eviction.heardBy > 0 && w.now > g.eviction.heardBy && w.changed <= g.eviction.at:
+		w.broken(ruleEvicted, "%s commits step %d of quorum %d, after it was notified that it counts as failed in it", g.id, r.step, r.plan.QuorumID)
+	case g.eviction.quorumID == r.plan.QuorumID && g.eviction.receivedBy > 0 && w.now > g.eviction.receivedBy && w.changed <= g.eviction.at:
 		w.broken(ruleEvicted, "%s commits step %d of quorum %d, in which it counts as failed since %s", g.id, r.step, r.plan.QuorumID, g.eviction.at)
 	case g.quiet > w.Policy.HeartbeatTimeout && !w.calls(g.slot):
-		w.broken(ruleEvicted, "%s commits step %d of quorum %d, and said nothing for %s", g.id, r.step, r.plan.QuorumID, g.quiet)
+		w.broken(ruleEvicted, "%s commits step %d of quorum %d, and had sent no message for %s", g.id, r.step, r.plan.QuorumID, g.quiet)
 	}
 	for i := range r.g.ranks {
 		if v := r.g.ranks[i].cast; !v.yes || v.step != r.step || v.attempt != r.attempt {

@@ -39,7 +39,7 @@ type view struct {
 	suspects string           // the peer that it suspects of that, empty if it does not know
 	silent   bool             // a check of the lighthouse did not reach it, in the latest quorum
 	tooOld   time.Duration    // time of the last event about it after its signs of life had become too old
-	says     *quorum.Progress // its answer to AskProgress since the latest quorum
+	progress *quorum.Progress // its answer to AskProgress since the latest quorum
 	recalled int              // how often the lighthouse asked it to show a quorum
 }
 
@@ -412,7 +412,7 @@ func (c *watch) notBehind(q *quorum.Quorum, t tally) {
 		waited = max(waited, c.clock-c.behind+c.l.w.QuorumTick)
 	}
 	if step < c.reached && lives != "" && waited < c.l.w.Policy.HeartbeatTimeout {
-		c.l.w.broken(ruleBehind, "quorum %d goes on at step %d, %s of the one before, which was at step %d, is alive", q.ID, step, lives, c.reached)
+		c.l.w.broken(ruleBehind, "quorum %d continues at step %d, %s of the one before, which was at step %d, is alive", q.ID, step, lives, c.reached)
 	}
 }
 

@@ -35,14 +35,14 @@ func (c *watch) slept(span time.Duration) {
 func (c *watch) newQuorum() {
 	for _, g := range c.known {
 		v := c.of(g)
-		v.reported, v.silent, v.says = false, false, nil
+		v.reported, v.silent, v.progress = false, false, nil
 	}
 }
 
 // asksAll drops the members' earlier answers: they are asked for their progress again.
 func (c *watch) asksAll() {
 	for _, g := range c.known {
-		c.of(g).says = nil
+		c.of(g).progress = nil
 	}
 }
 
@@ -60,7 +60,7 @@ func (c *watch) message(g *group, message quorum.Event) {
 			v.reported, v.suspects = true, e.Suspect
 		}
 	case quorum.Progressed:
-		v.says = &e.Progress
+		v.progress = &e.Progress
 	case quorum.Drained:
 		v.draining = v.draining || c.healthy(g)
 	case quorum.Leaving:
@@ -94,7 +94,7 @@ func (c *watch) finish() {
 // regressed checks a warning of the lighthouse that the job regresses.
 func (c *watch) regressed(a *quorum.Regressed) {
 	if c.stepWas == 0 {
-		c.l.w.broken(ruleFinished, "quorum %d regresses, it is said, behind a job of which nothing is left: %s", a.Quorum.ID, a.Reason)
+		c.l.w.broken(ruleFinished, "quorum %d is reported to regress behind a job of which nothing is left: %s", a.Quorum.ID, a.Reason)
 	}
 }
 
@@ -137,7 +137,7 @@ func (c *checker) forwards(by *group, f *round.MemberFailed) {
 	w, g := c.w, c.w.byID[f.ReplicaID]
 	e, q := &g.eviction, c.quorums[f.QuorumID]
 	knows := by.quorum != nil && by.quorum.ID == f.QuorumID || by.before == f.QuorumID
-	if !knows || q == nil || e.quorumID != f.QuorumID || e.heardBy > 0 || w.Upstream.has(g.slot) {
+	if !knows || q == nil || e.quorumID != f.QuorumID || e.receivedBy > 0 || w.Upstream.has(g.slot) {
 		return
 	}
 	if !w.sends(by.slot, g.slot) || g.pausedUntil > w.now || w.Loss > 0 || w.noise > 0 {
@@ -154,7 +154,7 @@ func (c *checker) forwards(by *group, f *round.MemberFailed) {
 	if slices.ContainsFunc(w.slots, func(s slot) bool { return s.slow > 0 }) {
 		hop *= 15
 	}
-	e.heardBy = w.now + hop
+	e.receivedBy = w.now + hop
 }
 
 // failed checks that the reason why a group counts as failed is true.
@@ -176,7 +176,7 @@ func (c *watch) failed(a *quorum.Failed) {
 		members, lost := c.lostBy(g)
 		so = v.silent && 2*lost > members-1 && !v.reported && v.waits == 0
 	case quorum.NoProgress:
-		so = p.EjectStalledAfter > 0 && c.clock-c.began >= p.EjectStalledAfter && v.waits == 0 && (v.says == nil || !v.says.Waits) && c.anyWaits()
+		so = p.EjectStalledAfter > 0 && c.clock-c.began >= p.EjectStalledAfter && v.waits == 0 && (v.progress == nil || !v.progress.Waits) && c.anyWaits()
 	case quorum.ProcessEnded:
 		so = v.ended
 	case quorum.Doubtful:
@@ -194,7 +194,7 @@ func (c *watch) failed(a *quorum.Failed) {
 
 func (c *watch) anyWaits() bool {
 	for _, g := range c.known {
-		if v := c.of(g); v.previous && c.healthy(g) && (v.waits > 0 || v.says != nil && v.says.Waits) {
+		if v := c.of(g); v.previous && c.healthy(g) && (v.waits > 0 || v.progress != nil && v.progress.Waits) {
 			return true
 		}
 	}
@@ -204,7 +204,7 @@ func (c *watch) anyWaits() bool {
 // peersWait reports whether members of the latest quorum wait in this step or in a later one.
 func (c *watch) peersWait(step int64) bool {
 	for _, g := range c.known {
-		if v := c.of(g); v.previous && v.waits == 0 && v.says != nil && v.says.Waits && v.says.Step >= step {
+		if v := c.of(g); v.previous && v.waits == 0 && v.progress != nil && v.progress.Waits && v.progress.Step >= step {
 			return true
 		}
 	}

@@ -124,7 +124,7 @@ func (c *comm) arrive(r *rank) {
 func (c *comm) complete(w *world) {
 	for i := range c.members {
 		p := &c.members[i]
-		if w.cuts > 0 && !c.hears(w, p.r.g.slot) {
+		if w.cuts > 0 && !c.allReach(w, p.r.g.slot) {
 			continue
 		}
 		p.r.sum = c.total
@@ -138,8 +138,8 @@ func (c *comm) complete(w *world) {
 	}
 }
 
-// hears reports whether the data of all members reaches a slot.
-func (c *comm) hears(w *world, slot int) bool {
+// allReach reports whether the data of all members reaches a slot.
+func (c *comm) allReach(w *world, slot int) bool {
 	for i := range c.members {
 		if !w.sends(c.members[i].r.g.slot, slot) {
 			return false

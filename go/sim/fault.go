@@ -186,7 +186,7 @@ func (w *world) beginFault(f *Fault) {
 	if w.trace != nil {
 		what := *f
 		what.Round, what.After = w.result.Rounds, 0
-		w.say("FAULT %s", what)
+		w.logf("FAULT %s", what)
 	}
 	switch f.Kind {
 	case KillLighthouse, VanishLighthouse:
@@ -379,7 +379,7 @@ func (w *world) endFault(f *Fault) {
 	switch f.Kind {
 	case Partition, CutLighthouse, CutUp, CutDown, CutPeers, CutPeersOneWay, Pause, PauseLighthouse, Slow, Noise, Stall, Claim, Withhold:
 		if w.trace != nil {
-			w.say("over: %s (%s)", faultWords[f.Kind], f.Slots)
+			w.logf("over: %s (%s)", faultWords[f.Kind], f.Slots)
 		}
 	}
 }

@@ -94,7 +94,7 @@ func (w *world) startGroup(i int) {
 	g.back = -1
 	s.g, s.hostDown = g, false
 	w.byID[g.id] = g
-	w.say("%s starts", g.id)
+	w.logf("%s starts", g.id)
 	w.after(w.upTo(w.HeartbeatInterval), event{kind: beatDue, g: g})
 	if !w.calls(i) {
 		g.connect()
@@ -121,7 +121,7 @@ func (g *group) crash(silent bool, why string) {
 		}
 	}
 	w.slots[g.slot].g, w.slots[g.slot].hostDown = nil, silent
-	w.say("%s ends: %s", g.id, why)
+	w.logf("%s ends: %s", g.id, why)
 	if k := g.link; k != nil {
 		k.close(silent)
 	}
@@ -204,7 +204,7 @@ func (g *group) handle(e *event) {
 		g.step(round.StillDisconnected{GroupRank: int64(e.rank)})
 	case rankBack:
 		g.step(round.RankBack{GroupRank: int64(e.rank)})
-	case rankSays:
+	case rankProgress:
 		g.step(round.RankProgressed{GroupRank: int64(e.rank), Waits: e.ok, What: "in the step"})
 		g.progress(false)
 	case progressEnd:
@@ -240,7 +240,7 @@ func (g *group) managerAsk(r *rank, number uint64) {
 		ShrinkOnly:         g.shrink > 0,
 		InitSync:           w.InitSync,
 		CommitFailures:     r.failures,
-		CommittedQuorumID:  r.says(),
+		CommittedQuorumID:  r.reportedQuorum(),
 		Handle:             "h",
 		GroupWorldSize:     int64(len(g.ranks)),
 		ReplaysFailedSteps: w.replays(g.slot),
@@ -298,7 +298,7 @@ func (g *group) step(input round.Event) {
 				w.check.decided(r, a.ShouldCommit)
 				if r.loseVote {
 					r.loseVote = false
-					w.say("%s rank %d does not hear the decision", g.id, r.index)
+					w.logf("%s rank %d does not receive the decision", g.id, r.index)
 					continue
 				}
 				g.answer(r, event{kind: rankVoted, id: c.number, ok: a.ShouldCommit})
@@ -315,7 +315,7 @@ func (g *group) step(input round.Event) {
 					w.broken(ruleUnshown, "%s has no quorum: %s", g.id, a.Failure.Reason)
 				}
 				if w.trace != nil {
-					w.say("%s rank %d: %s", g.id, c.rank, a.Failure.Reason)
+					w.logf("%s rank %d: %s", g.id, c.rank, a.Failure.Reason)
 				}
 				g.answer(&g.ranks[c.rank], event{kind: rankFailed, id: c.number})
 			}

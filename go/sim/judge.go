@@ -25,7 +25,7 @@ type Judge struct {
 	failover time.Duration // the latest time of the first quorum after the failure of the job's lighthouse; 0: there is no bound
 
 	ends      time.Duration // when a group failed last while the job was calm
-	heard     []int64       // quorums that groups have received, in that order
+	delivered []int64       // quorums that groups have received, in that order
 	abandoned []int64       // those of them that an operator abandoned by a waiver
 }
 
@@ -72,8 +72,8 @@ func (j *Judge) At(now time.Duration) { j.w.now = max(j.w.now, now) }
 // Result returns the result of the history so far.
 func (j *Judge) Result() Result { return j.w.result }
 
-// Say adds a line to the history.
-func (j *Judge) Say(format string, args ...any) { j.w.say(format, args...) }
+// Logf adds a line to the history.
+func (j *Judge) Logf(format string, args ...any) { j.w.logf(format, args...) }
 
 // Break reports that a rule about waiting is broken: a wait did not end by its deadline.
 func (j *Judge) Break(format string, args ...any) { j.w.broken(ruleWaiters, format, args...) }
@@ -117,7 +117,7 @@ func (j *Judge) Lighthouse(i int, up bool) {
 func (j *Judge) Begins(f *Fault) {
 	w := j.w
 	w.result.FaultsHit++
-	w.say("FAULT %s", *f)
+	w.logf("FAULT %s", *f)
 	switch f.Kind {
 	case Crash, Vanish, Leave, Finish, KillLighthouse, VanishLighthouse: // reported by Fails and Lighthouse
 		w.changed = w.now
@@ -172,7 +172,7 @@ func (j *Judge) Starts(slot int) string {
 	s.g = g
 	w.byID[g.id] = g
 	j.lives = append(j.lives, &life{group: g})
-	w.say("%s starts", g.id)
+	w.logf("%s starts", g.id)
 	return g.id
 }
 
@@ -196,7 +196,7 @@ func (j *Judge) Fails(id, why string, silent bool) {
 		}
 	}
 	j.w.slots[l.slot].g = nil
-	j.w.say("%s ends: %s", id, why)
+	j.w.logf("%s ends: %s", id, why)
 }
 
 func (j *Judge) life(id string) *life {
@@ -227,14 +227,14 @@ func (j *Judge) Known() (id int64) {
 // Waives reports that an operator waives votes of groups at a lighthouse, so that the job continues there after the given quorum.
 // Later quorums, which no live group knows, are abandoned.
 func (j *Judge) Waives(ids []string, lighthouse int, quorumID int64) {
-	j.w.say("an operator waives %v at lighthouse %d, after quorum %d", ids, lighthouse, quorumID)
+	j.w.logf("an operator waives %v at lighthouse %d, after quorum %d", ids, lighthouse, quorumID)
 	for _, id := range ids {
 		if l := j.life(id); l.voted {
 			j.w.broken(ruleOperator, "an operator waives the vote of %s at lighthouse %d, although the end of its process %s before, while the job was calm, counts as its vote",
 				id, lighthouse, j.w.now-l.ended)
 		}
 	}
-	for _, id := range j.heard {
+	for _, id := range j.delivered {
 		if id > quorumID {
 			j.abandoned = append(j.abandoned, id)
 		}
@@ -264,10 +264,10 @@ func (j *Judge) Learned(id string, q *quorum.Quorum) {
 		}
 		w.result.Rounds++
 		if w.check.quorums[q.ID] == nil {
-			j.heard = append(j.heard, q.ID)
+			j.delivered = append(j.delivered, q.ID)
 		}
 		if w.trace != nil {
-			w.say("quorum %d: %s", q.ID, describe(q))
+			w.logf("quorum %d: %s", q.ID, describe(q))
 		}
 		j.formed(q)
 	}
@@ -282,5 +282,5 @@ func (j *Judge) Learned(id string, q *quorum.Quorum) {
 func (j *Judge) Evicted(id string, quorumID int64) {
 	l := j.life(id)
 	l.evicted, l.evictedAt = max(l.evicted, quorumID), j.w.now
-	j.w.say("%s is notified that it counts as failed in quorum %d", id, quorumID)
+	j.w.logf("%s is notified that it counts as failed in quorum %d", id, quorumID)
 }

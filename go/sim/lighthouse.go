@@ -83,7 +83,7 @@ func (l *lighthouse) start() {
 		l.machine = w.mistake.lighthouse(machine)
 	}
 	l.check.begins()
-	w.say("%s starts", l.name())
+	w.logf("%s starts", l.name())
 	if l.disk != nil {
 		l.remember(*l.disk)
 	}
@@ -105,7 +105,7 @@ func (l *lighthouse) crash(silent bool, down time.Duration) {
 		return
 	}
 	l.up = false
-	w.say("%s is killed", l.name())
+	w.logf("%s is killed", l.name())
 	for i := range w.slots {
 		g := w.slots[i].g
 		if g == nil {
@@ -268,7 +268,7 @@ func (l *lighthouse) linkEnded(k *link) {
 // remember passes the quorum that a member shows, or that is on disk, to the machine.
 func (l *lighthouse) remember(r quorum.Recalled) {
 	if l.w.trace != nil {
-		l.w.say("%s learns of quorum %d", l.name(), r.Past.ID)
+		l.w.logf("%s learns of quorum %d", l.name(), r.Past.ID)
 	}
 	l.step(r)
 }
@@ -327,18 +327,18 @@ func (l *lighthouse) do(input quorum.Event) {
 			w.hash(uint64(a.Quorum.ID), uint64(len(a.Waiters)))
 			l.check.delivered(a)
 			if w.trace != nil {
-				w.say("quorum %d: %s", a.Quorum.ID, describe(a.Quorum))
+				w.logf("quorum %d: %s", a.Quorum.ID, describe(a.Quorum))
 			}
 			l.answer(a)
 			w.served(a.Quorum)
 		case quorum.Keep:
 			l.keep(a)
 		case quorum.Redeliver:
-			w.say("quorum %d is sent once more", a.Quorum.ID)
+			w.logf("quorum %d is sent once more", a.Quorum.ID)
 			l.again(a)
 		case quorum.Refuse:
 			l.refused = a.Waiter
-			w.say("a request is refused: %s", a.Reason)
+			w.logf("a request is refused: %s", a.Reason)
 			l.refuse(a)
 		case quorum.Welcome:
 			l.greeting.down(event{kind: welcomed, id: uint64(a.Term)})
@@ -347,7 +347,7 @@ func (l *lighthouse) do(input quorum.Event) {
 				l.greeting.down(event{kind: drained})
 			}
 		case quorum.Renew:
-			w.say("%s: %s", l.name(), a.Reason)
+			w.logf("%s: %s", l.name(), a.Reason)
 			greeted, _ := input.(quorum.Greeted)
 			for _, k := range l.links {
 				if k.g.id == greeted.ReplicaID {
@@ -359,7 +359,7 @@ func (l *lighthouse) do(input quorum.Event) {
 				}
 			}
 		case quorum.FailBack:
-			w.say("%s: %s", l.name(), a.Reason)
+			w.logf("%s: %s", l.name(), a.Reason)
 			l.check.failsBack()
 			for _, k := range l.links {
 				k.stale = true
@@ -376,7 +376,7 @@ func (l *lighthouse) do(input quorum.Event) {
 			l.probe(w.byID[a.ReplicaID])
 		case quorum.Failed:
 			if w.trace != nil {
-				w.say("%s of quorum %d has failed: %s", a.ReplicaID, a.QuorumID, a.Reason)
+				w.logf("%s of quorum %d has failed: %s", a.ReplicaID, a.QuorumID, a.Reason)
 			}
 			for _, k := range l.links {
 				k.down(event{kind: memberFailed, x: &a})
@@ -388,7 +388,7 @@ func (l *lighthouse) do(input quorum.Event) {
 		case quorum.AskProgress:
 			l.askProgress(a.ReplicaIDs)
 		case quorum.Stalled:
-			w.say("%s makes no progress: %s", a.ReplicaID, a.Reason)
+			w.logf("%s makes no progress: %s", a.ReplicaID, a.Reason)
 		case quorum.Drain:
 			for _, k := range l.links {
 				if k.g.id == a.ReplicaID {
@@ -401,14 +401,14 @@ func (l *lighthouse) do(input quorum.Event) {
 			w.push(event{at: a.At.Sub(epoch) - l.skew, kind: lhWake, lh: uint8(l.index), life: l.life})
 		case quorum.Regressed:
 			l.check.regressed(&a)
-			w.say("  it regresses: %s", a.Reason)
+			w.logf("  it regresses: %s", a.Reason)
 		case quorum.Changed:
 			if w.trace != nil {
-				w.say("  because %s", a.Reason)
+				w.logf("  because %s", a.Reason)
 			}
 		case quorum.Waiting:
 			if w.trace != nil {
-				w.say("no quorum: %s", a.Reason)
+				w.logf("no quorum: %s", a.Reason)
 			}
 		}
 	}

@@ -40,7 +40,7 @@ func (k *link) up(e event) {
 		k.jam(&k.lostUp)
 	default:
 		k.upAt = max(k.upAt, w.now+w.delay(k.g.slot))
-		if s, says := k.stampSays(); says {
+		if s, found := k.takeStampAnswer(); found {
 			s.at, s.lh, s.life, s.g = k.upAt, uint8(k.lh), k.life, k.g
 			w.push(s)
 		}

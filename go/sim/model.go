@@ -66,7 +66,7 @@ func (m *Model) Serves(quorumID int64) (digest uint64, ok bool) {
 func (m *Model) Healed(digest uint64, ok bool) {
 	m.r.heal.arrived, m.r.heal.digest = ok, digest
 	if !ok {
-		m.j.Say("%s: its heal failed", m)
+		m.j.Logf("%s: its heal failed", m)
 		m.r.errored = true
 	}
 }
@@ -129,7 +129,7 @@ func (m *Model) Reduced(sum uint64, ok bool) bool {
 	if h := r.heal; h != nil && h.arrived {
 		r.digest, r.committed = h.digest, r.plan.CommittedQuorumID
 		w.result.Heals++
-		w.say("%s has healed to step %d", m, r.step)
+		w.logf("%s has healed to step %d", m, r.step)
 		h.before.step, h.before.committed = r.step, r.committed
 	}
 	r.phase = voting
@@ -145,7 +145,7 @@ func (m *Model) Decided(commit bool) {
 	r.phase = idle
 	if !commit {
 		m.j.disturbed("%s loses step %d", m, r.step)
-		w.say("%s loses step %d", m, r.step)
+		w.logf("%s loses step %d", m, r.step)
 		w.result.Lost++
 		r.failures++
 		r.undoHeal()
@@ -153,7 +153,7 @@ func (m *Model) Decided(commit bool) {
 	}
 	if r.index == 0 { // rank 0 receives the decision at once
 		if m.l.evicted == r.plan.QuorumID && w.now > m.l.evictedAt {
-			w.broken(ruleEvicted, "%s commits step %d of quorum %d, and has heard that it counts as failed in it", m, r.step, m.l.evicted)
+			w.broken(ruleEvicted, "%s commits step %d of quorum %d, after it was notified that it counts as failed in it", m, r.step, m.l.evicted)
 		}
 		if m.l.in != r.plan.QuorumID {
 			m.l.in, m.l.steps = r.plan.QuorumID, 0
@@ -162,7 +162,7 @@ func (m *Model) Decided(commit bool) {
 	}
 	r.digest = mix(mix(r.digest, r.sum), uint64(r.plan.MaxWorldSize))
 	w.check.committed(r)
-	w.say("%s commits step %d", m, r.step)
+	w.logf("%s commits step %d", m, r.step)
 	r.step++
 	r.committed, r.failures, r.errors = r.plan.QuorumID, 0, 0
 	m.l.lastCommit = w.now
@@ -176,7 +176,7 @@ func (m *Model) Failed(err error, early time.Duration) (errors int) {
 		m.j.w.broken(ruleEarly, "%s, %s before its deadline: %v", m, early, err)
 	}
 	m.j.disturbed("%s: %v", m, err)
-	m.j.Say("%s: %v", m, err)
+	m.j.Logf("%s: %v", m, err)
 	r.undoHeal()
 	r.phase = idle
 	r.errors++

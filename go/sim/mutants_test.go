@@ -89,7 +89,7 @@ var mutants = []struct {
 		many(6), []string{ruleCause, ruleMajority, ruleForms, ruleMemory}, false,
 	},
 	{
-		"waiting members named as stalled", "quorum/progress.go", "if !r.alive() || r.waiting() || said.Waits {", "if !r.alive() || r.waiting() {",
+		"waiting members named as stalled", "quorum/progress.go", "if !r.alive() || r.waiting() || p.Waits {", "if !r.alive() || r.waiting() {",
 		many(6, Stall, Slow, CutPeers), []string{ruleCause}, false,
 	},
 	{

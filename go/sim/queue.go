@@ -38,7 +38,7 @@ const (
 	noticed          // the machine of g is notified of a failure (of g itself: by another group); x is the *round.MemberFailed; ok: by a lighthouse that may not have formed the quorum
 	probed           // the lighthouse checks on g
 	progressDue      // the lighthouse asks for the progress of g
-	rankSays         // a rank reports its progress; ok: it waits for other groups
+	rankProgress     // a rank reports its progress; ok: it waits for other groups
 	progressEnd      // the time for these answers is over; id
 	drained          // the lighthouse requests that g leaves
 	released         // the lighthouse lets g, which has left, end

@@ -161,13 +161,13 @@ func (r *rank) due() {
 		number := r.number
 		r.g.withdraw(r, number, true)
 		if r.number == number {
-			w.say("%s rank %d: its call timed out", r.g.id, r.index)
+			w.logf("%s rank %d: its call timed out", r.g.id, r.index)
 			r.failed()
 		}
 	case working: // only while it heals
 		r.healed(false)
 	case reducing:
-		w.say("%s rank %d: its collective timed out", r.g.id, r.index)
+		w.logf("%s rank %d: its collective timed out", r.g.id, r.index)
 		r.reduced(false)
 	}
 }
@@ -204,8 +204,8 @@ func (r *rank) stepTime() time.Duration {
 	return d
 }
 
-// says returns the quorum that the rank reports for its last commit.
-func (r *rank) says() int64 {
+// reportedQuorum returns the quorum that the rank reports for its last commit.
+func (r *rank) reportedQuorum() int64 {
 	if r.g.w.Upstream.has(r.g.slot) {
 		return 0
 	}
@@ -225,7 +225,7 @@ func (r *rank) toManager(k kind) {
 	w := r.g.w
 	if r.dropsConns {
 		r.dropsConns = false
-		w.say("the connection of %s rank %d breaks", r.g.id, r.index)
+		w.logf("the connection of %s rank %d breaks", r.g.id, r.index)
 		w.after(w.delay(r.g.slot), event{kind: rankDisconnected, g: r.g, rank: int16(r.index)})
 		w.after(w.delay(r.g.slot), event{kind: rankFailed, g: r.g, rank: int16(r.index), id: r.number})
 		if back := w.delay(r.g.slot) + w.upTo(2*w.rankGrace()+1); w.chance(0.7) { // otherwise the rank reconnects with its next call
@@ -312,7 +312,7 @@ func (r *rank) healed(ok bool) {
 	r.deadline = 0
 	r.heal.arrived = ok
 	if !ok {
-		w.say("%s rank %d: its heal failed", r.g.id, r.index)
+		w.logf("%s rank %d: its heal failed", r.g.id, r.index)
 		r.heal.number = 0
 		r.errored = true
 		if r.leaves { // between two steps, no step is lost: the rank asks for another quorum
@@ -342,7 +342,7 @@ func (r *rank) reduced(ok bool) {
 	w := r.g.w
 	if r.flaky {
 		r.flaky, ok = false, false
-		w.say("%s rank %d: its collective fails at the end", r.g.id, r.index)
+		w.logf("%s rank %d: its collective fails at the end", r.g.id, r.index)
 	}
 	if !ok {
 		r.errored = true
@@ -356,7 +356,7 @@ func (r *rank) reduced(ok bool) {
 		r.committed = r.plan.CommittedQuorumID
 		w.result.Heals++
 		if w.trace != nil {
-			w.say("%s rank %d has healed to step %d from %s", r.g.id, r.index, r.step, h.source.id)
+			w.logf("%s rank %d has healed to step %d from %s", r.g.id, r.index, r.step, h.source.id)
 		}
 		h.before.step, h.before.committed = r.step, r.committed
 	}
@@ -372,7 +372,7 @@ func (r *rank) decided(commit bool) {
 		r.digest = mix(mix(r.digest, r.sum), uint64(r.plan.MaxWorldSize))
 		w.check.committed(r)
 		if w.trace != nil {
-			w.say("%s rank %d commits step %d", g.id, r.index, r.step)
+			w.logf("%s rank %d commits step %d", g.id, r.index, r.step)
 		}
 		r.step++
 		r.committed = r.plan.QuorumID
@@ -380,7 +380,7 @@ func (r *rank) decided(commit bool) {
 		g.lastCommit = w.now
 		w.result.Commits++
 	} else {
-		w.say("%s rank %d loses step %d", g.id, r.index, r.step)
+		w.logf("%s rank %d loses step %d", g.id, r.index, r.step)
 		w.result.Lost++
 		r.lostSteps++
 		w.check.loses(r)

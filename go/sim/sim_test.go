@@ -275,7 +275,7 @@ func TestSoak(t *testing.T) {
 	if *seedFlag >= 0 {
 		first = uint64(*seedFlag)
 	}
-	start, said := time.Now(), time.Now()
+	start, reportedAt := time.Now(), time.Now()
 	var rounds, faults int
 	var heals, seed uint64
 	report := func() {
@@ -285,8 +285,8 @@ func TestSoak(t *testing.T) {
 	for ; time.Since(start) < *soakFlag; seed++ {
 		r := hold(t, Draw(first+seed, *slotsFlag, *roundsFlag))
 		rounds, faults, heals = rounds+r.Rounds, faults+r.FaultsHit, heals+r.Heals
-		if time.Since(said) > 10*time.Second {
-			said = time.Now()
+		if time.Since(reportedAt) > 10*time.Second {
+			reportedAt = time.Now()
 			report()
 		}
 	}

@@ -23,16 +23,16 @@ func (w *world) rankGrace() time.Duration { return w.Policy.SuspectGrace }
 
 // aliveInterval returns the longest time between two messages of a group to its lighthouse.
 func (w *world) aliveInterval() time.Duration {
-	interval := w.heardEvery()
+	interval := w.messageInterval()
 	if w.Lighthouses > 1 {
 		interval = min(interval, quorum.BondTime/quorum.StampsInBond)
 	}
 	return interval
 }
 
-// heardEvery returns the interval at which a lighthouse expects messages. A group that sends none for two and a half intervals is
+// messageInterval returns the interval at which a lighthouse expects messages. A group that sends none for two and a half intervals is
 // fenced.
-func (w *world) heardEvery() time.Duration { return w.Policy.HeartbeatTimeout / 3 }
+func (w *world) messageInterval() time.Duration { return w.Policy.HeartbeatTimeout / 3 }
 
 // sends sends an event to the lighthouse. It is dropped while there is no stream: the lighthouse has seen the disconnect itself.
 func (g *group) sends(message quorum.Event) {
@@ -50,7 +50,7 @@ func (g *group) speaks() {
 
 func (g *group) noteSilence() {
 	silent := g.w.now - g.spoke
-	g.fenced = g.fenced || g.served && silent > g.w.heardEvery()*5/2
+	g.fenced = g.fenced || g.served && silent > g.w.messageInterval()*5/2
 	g.quiet = max(g.quiet, silent)
 }
 
@@ -109,7 +109,7 @@ func (g *group) accuse() {
 	}
 	for i := range c.members {
 		if id := c.members[(i+g.slot)%len(c.members)].id; id != g.id {
-			g.w.say("%s reports that %s failed, which is not so", g.id, id)
+			g.w.logf("%s reports that %s failed, which is not so", g.id, id)
 			g.sends(quorum.Suspected{Reporter: g.id, Suspect: id, QuorumID: c.key.quorumID})
 			return
 		}
@@ -132,7 +132,7 @@ func (g *group) askRanks() {
 	g.step(round.ProgressAsked{})
 	for i := range g.ranks {
 		if r := &g.ranks[i]; r.phase != killed && w.now >= r.hangsUntil {
-			g.answer(r, event{kind: rankSays, ok: r.phase == reducing})
+			g.answer(r, event{kind: rankProgress, ok: r.phase == reducing})
 		}
 	}
 	w.after(w.answerTime(), event{kind: progressEnd, g: g})
@@ -164,7 +164,7 @@ func (r *rank) endsLastStep() {
 			return
 		}
 	}
-	w.say("%s has ended its last step", g.id)
+	w.logf("%s has ended its last step", g.id)
 	g.leaving = true
 	g.sends(quorum.Leaving{ReplicaID: g.id})
 	w.after(2*w.Timeout, event{kind: leaveDue, g: g})
@@ -180,8 +180,8 @@ func (g *group) goes() {
 
 // look is a check of a suspected member that is in progress.
 type look struct {
-	of    quorum.Check
-	heard int // messages that the member had sent before
+	of         quorum.Check
+	sentBefore int // messages that the member had sent before the check
 }
 
 // lookAt checks on a member: a group with a stream has to answer on it; for a group without one, its host has to accept a
@@ -201,7 +201,7 @@ func (l *lighthouse) lookAt(a quorum.Check) {
 }
 
 func (l *lighthouse) checked(g *group, c *look) {
-	e := quorum.Checked{ReplicaID: g.id, QuorumID: c.of.QuorumID, Reached: g.views[l.index].messages != c.heard}
+	e := quorum.Checked{ReplicaID: g.id, QuorumID: c.of.QuorumID, Reached: g.views[l.index].messages != c.sentBefore}
 	if !e.Reached {
 		e.Reason = fmt.Sprintf("no answer within %s", l.w.checkTime())
 		if !l.hasLink(g) {

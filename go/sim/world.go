@@ -230,7 +230,7 @@ func (w *world) over() bool {
 func (w *world) broken(rule, format string, args ...any) {
 	if w.result.Broken == nil {
 		w.result.Broken = &Violation{Rule: rule, Detail: fmt.Sprintf(format, args...), At: w.now, Round: w.result.Rounds}
-		w.say("BROKEN: %s: %s", rule, w.result.Broken.Detail)
+		w.logf("BROKEN: %s: %s", rule, w.result.Broken.Detail)
 	}
 }
 
@@ -274,7 +274,7 @@ func (w *world) connected(i, j int) bool { return w.sends(i, j) && w.sends(j, i)
 // Tracer receives the lines of a history.
 type Tracer func(at time.Duration, line string)
 
-func (w *world) say(format string, args ...any) {
+func (w *world) logf(format string, args ...any) {
 	if w.trace != nil {
 		w.trace(w.now, fmt.Sprintf(format, args...))
 	}

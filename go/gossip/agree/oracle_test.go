@@ -15,7 +15,7 @@ const (
 	ruleConfirmed  = "a member confirms growing numbers, and none after it has left"
 	ruleFollows    = "a member of the last formed view confirms a view that holds more than half of it"
 	ruleRemembered = "a member that was in a formed view has it as the last one, or as an attempt"
-	ruleHeard      = "every proposal that a member sends is valid"
+	ruleProposal   = "every proposal that a member sends is valid"
 	ruleTogether   = "members that reach each other get a view of all"
 )
 
@@ -32,9 +32,9 @@ func (w *world) fails(rule, how string, arguments ...any) {
 func (w *world) does(p *process, happens func()) {
 	happens()
 	id, note, in := p.id(), p.Note(), p.Taken()
-	said := w.said[id]
-	if last := said[len(said)-1].Note; note != last {
-		w.said[id] = append(said, Peer{note, p.cfg.At})
+	notes := w.notes[id]
+	if last := notes[len(notes)-1].Note; note != last {
+		w.notes[id] = append(notes, Peer{note, p.cfg.At})
 		if note.Confirmed != last.Confirmed || note.Digest != last.Digest {
 			w.confirmed(p, last, note)
 		}
@@ -94,8 +94,8 @@ func (w *world) follows(p *process, v *View) {
 	}
 	here, all, run := 0, 0, 0
 	for _, q := range last.Members {
-		said := w.said[q.ID]
-		note, other := said[len(said)-1], w.find(q.ID)
+		notes := w.notes[q.ID]
+		note, other := notes[len(notes)-1], w.find(q.ID)
 		switch {
 		case v.Has(q.ID):
 			here++

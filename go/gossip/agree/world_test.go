@@ -38,7 +38,7 @@ func (p *process) id() ID { return p.cfg.Me }
 type world struct {
 	*rand.Rand
 	running  []*process
-	said     map[ID][]Peer          // all notes of each incarnation
+	notes    map[ID][]Peer          // all notes of each incarnation
 	old      []Proposal             // earlier messages, which may be repeated
 	left     []*process             // processes that have left; others may learn it late
 	stirred  *process               // the process that has just confirmed a view
@@ -62,7 +62,7 @@ type world struct {
 
 func newWorld(random *rand.Rand) *world {
 	w := &world{
-		Rand: random, said: map[ID][]Peer{}, views: map[string]*View{}, by: map[string]map[ID]bool{}, made: map[string]bool{},
+		Rand: random, notes: map[ID][]Peer{}, views: map[string]*View{}, by: map[string]map[ID]bool{}, made: map[string]bool{},
 		pace: []int{3, 10, 40}[random.IntN(3)], names: []int{2, 3, 4, 5, 5}[random.IntN(5)], seeds: 1 + random.IntN(2), link: make([][][kinds]int, len(names)+1),
 	}
 	for i := range w.link {
@@ -118,10 +118,10 @@ func (w *world) start(name string) {
 		p.Learn(w.pick().Lives())
 		p.Rise()
 	}
-	if w.said[p.id()] != nil {
+	if w.notes[p.id()] != nil {
 		return // two incarnations with the same number: clocks with nanoseconds, and Rise, prevent that
 	}
-	w.said[p.id()] = []Peer{{p.Note(), at}}
+	w.notes[p.id()] = []Peer{{p.Note(), at}}
 	w.running = append(w.running, p)
 }
 
@@ -181,12 +181,12 @@ func (w *world) arrives(from, to *process, kind int) bool {
 	return from != to && w.IntN(100) < w.link[from.place][to.place][kind]
 }
 
-// hear delivers a note to a process, unless the process has a later one of the same sender.
-func (w *world) hear(p *process, id ID, version int) {
+// deliver delivers a note to a process, unless the process has a later one of the same sender.
+func (w *world) deliver(p *process, id ID, version int) {
 	if known, found := p.version[id]; id == p.id() || found && known >= version {
 		return
 	}
-	p.seen[id], p.version[id] = w.said[id][version], version
+	p.seen[id], p.version[id] = w.notes[id][version], version
 	w.does(p, func() { p.See(p.seen) })
 }
 
@@ -211,7 +211,7 @@ func (w *world) pull(p, other *process) {
 func (w *world) delivered(p *process, proposal Proposal) {
 	w.does(p, func() {
 		if !p.Hear(proposal) {
-			w.fails(ruleHeard, "%+v", proposal)
+			w.fails(ruleProposal, "%+v", proposal)
 		}
 	})
 }
@@ -223,12 +223,12 @@ func (w *world) exchange(p, other *process) {
 	case kind == proposals:
 		w.pull(p, other)
 	case w.IntN(4) > 0:
-		w.hear(p, other.id(), len(w.said[other.id()])-1)
+		w.deliver(p, other.id(), len(w.notes[other.id()])-1)
 	default: // a delayed note, and the notes that the other one has seen
 		id := other.id()
-		w.hear(p, id, w.IntN(len(w.said[id])))
+		w.deliver(p, id, w.IntN(len(w.notes[id])))
 		for _, id := range slices.SortedFunc(maps.Keys(other.seen), compare) {
-			w.hear(p, id, other.version[id])
+			w.deliver(p, id, other.version[id])
 		}
 	}
 }
@@ -297,7 +297,7 @@ func (w *world) round(ends bool) {
 				continue
 			}
 			if w.arrives(other, p, notes) {
-				w.hear(p, other.id(), len(w.said[other.id()])-1)
+				w.deliver(p, other.id(), len(w.notes[other.id()])-1)
 			}
 			if w.arrives(other, p, proposals) {
 				w.pull(p, other)
@@ -336,7 +336,7 @@ func (w *world) episode(ends bool) {
 				w.pull(p, other)
 			}
 			if kind != proposals {
-				w.hear(p, other.id(), len(w.said[other.id()])-1)
+				w.deliver(p, other.id(), len(w.notes[other.id()])-1)
 			}
 		}
 		w.train(p)
@@ -435,7 +435,7 @@ func (w *world) rest() bool {
 			}
 			for _, other := range w.running {
 				if other != p {
-					w.hear(p, other.id(), len(w.said[other.id()])-1)
+					w.deliver(p, other.id(), len(w.notes[other.id()])-1)
 					w.pull(p, other)
 				}
 			}

@@ -26,7 +26,7 @@ func TestFilesThatCannotBeUsed(t *testing.T) {
 	_, otherKey := ca.Issue("b")
 	empty, junk := fttest.File(t, " \n\n"), fttest.File(t, "no pem")
 	missing := filepath.Join(t.TempDir(), "missing")
-	for says, security := range map[string]auth.Security{
+	for wantError, security := range map[string]auth.Security{
 		`token_file (TORCHFT_TOKEN_FILE) is "` + missing + `": it cannot be read`:                        {TokenFile: missing},
 		`token_file (TORCHFT_TOKEN_FILE) is "` + empty + `": it is empty: it must hold a token`:          {TokenFile: empty},
 		`token_file (TORCHFT_TOKEN_FILE) is "` + junk + `": allowed are lines of printable ASCII`:        {TokenFile: junk},
@@ -40,9 +40,9 @@ func TestFilesThatCannotBeUsed(t *testing.T) {
 		`tls_client_ca (TORCHFT_TLS_CLIENT_CA) is "` + junk + `": it must hold at least one certificate`: {TLSCert: cert, TLSKey: key, TLSClientCA: junk},
 		`tls_ca (TORCHFT_TLS_CA) is "` + junk + `": it must hold at least one certificate`:               {TLSCA: junk},
 	} {
-		assert.ErrorContains(t, security.Validate(), says)
+		assert.ErrorContains(t, security.Validate(), wantError)
 		_, err := rpc.NewGate(security, rpc.Limits{}, fttest.Quiet)
-		assert.ErrorContains(t, err, says)
+		assert.ErrorContains(t, err, wantError)
 		_, err = rpc.DialSecurely(t.Context(), security, nil, "lighthouse", "http://127.0.0.1:1", time.Second)
 		assert.Equal(t, codes.InvalidArgument, status.Code(err))
 	}

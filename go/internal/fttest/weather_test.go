@@ -25,8 +25,8 @@ func connect(t *testing.T, n *Network, from, to string) (client, server net.Conn
 	return client, server
 }
 
-// hears returns the bytes that arrive, and when.
-func hears(t *testing.T, c net.Conn) (text string, after time.Duration, err error) {
+// receive returns the bytes that arrive, and when.
+func receive(t *testing.T, c net.Conn) (text string, after time.Duration, err error) {
 	t.Helper()
 	start := time.Now()
 	buffer := make([]byte, 100)
@@ -34,7 +34,7 @@ func hears(t *testing.T, c net.Conn) (text string, after time.Duration, err erro
 	return string(buffer[:n]), time.Since(start), err
 }
 
-func say(t *testing.T, c net.Conn, text string) {
+func send(t *testing.T, c net.Conn, text string) {
 	t.Helper()
 	_, err := io.WriteString(c, text)
 	require.NoError(t, err)
@@ -45,20 +45,20 @@ func TestACutHoldsOneDirectionUntilItIsHealed(t *testing.T) {
 		n := NewNetwork()
 		client, server := connect(t, n, "a.1", "b.1")
 		n.Sever("a", "b")
-		say(t, client, "late")
+		send(t, client, "late")
 		require.NoError(t, client.Close())
 		time.AfterFunc(time.Second, func() { n.Heal("a", "b") })
-		text, after, err := hears(t, server)
+		text, after, err := receive(t, server)
 		require.NoError(t, err)
 		assert.Equal(t, "late", text)
 		assert.Equal(t, time.Second, after)
-		_, _, err = hears(t, server)
+		_, _, err = receive(t, server)
 		assert.Equal(t, io.EOF, err)
 
 		client, server = connect(t, n, "a.1", "b.1")
 		n.Sever("a", "b")
-		say(t, server, "the other way")
-		text, after, err = hears(t, client)
+		send(t, server, "the other way")
+		text, after, err = receive(t, client)
 		require.NoError(t, err)
 		assert.Equal(t, "the other way", text)
 		assert.Zero(t, after)
@@ -77,9 +77,9 @@ func TestAPausedMachineTakesConnectionsAndReadsNothing(t *testing.T) {
 		n := NewNetwork()
 		n.Pause("b")
 		client, server := connect(t, n, "a.1", "b.1")
-		say(t, client, "hello")
+		send(t, client, "hello")
 		time.AfterFunc(time.Second, func() { n.Resume("b") })
-		text, after, err := hears(t, server)
+		text, after, err := receive(t, server)
 		require.NoError(t, err)
 		assert.Equal(t, "hello", text)
 		assert.Equal(t, time.Second, after)
@@ -91,9 +91,9 @@ func TestAHostThatVanishedSendsNothing(t *testing.T) {
 		n := NewNetwork()
 		client, server := connect(t, n, "a.1", "b.1")
 		n.Host("b.1").Vanish()
-		say(t, client, "into the void")
+		send(t, client, "into the void")
 		require.NoError(t, client.SetReadDeadline(time.Now().Add(time.Minute)))
-		_, after, err := hears(t, client)
+		_, after, err := receive(t, client)
 		require.Error(t, err)
 		assert.Equal(t, time.Minute, after)
 		_, err = server.Write([]byte("x"))
@@ -105,8 +105,8 @@ func TestAHostThatVanishedSendsNothing(t *testing.T) {
 		require.ErrorIs(t, err, context.DeadlineExceeded)
 		n.Host("b.1").Refuse()
 		require.NoError(t, client.SetReadDeadline(time.Time{}))
-		say(t, client, "who is there?")
-		_, after, err = hears(t, client)
+		send(t, client, "who is there?")
+		_, after, err = receive(t, client)
 		require.Equal(t, io.EOF, err)
 		assert.Zero(t, after)
 		_, err = n.Host("a.1").Dial(t.Context(), server.LocalAddr().String())
@@ -125,11 +125,11 @@ func TestWrittenBytesArriveLaterAndInOrder(t *testing.T) {
 			return 0
 		})
 		client, server := connect(t, n, "a.1", "b.1")
-		say(t, client, "x")
+		send(t, client, "x")
 		next = time.Millisecond
-		say(t, client, "y")
+		send(t, client, "y")
 		for _, want := range []string{"x", "y"} {
-			text, _, err := hears(t, server)
+			text, _, err := receive(t, server)
 			require.NoError(t, err)
 			assert.Equal(t, want, text)
 		}

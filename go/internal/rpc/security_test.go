@@ -87,29 +87,29 @@ func TestWhichCallsAreAccepted(t *testing.T) {
 		server, client auth.Security
 		scheme         string
 		want           codes.Code
-		says           string
+		wantError      string
 	}{
 		{name: "open", scheme: "http"},
 		{name: "a token that is not required", client: auth.Security{TokenFile: token}, scheme: "http"},
 		{name: "the token", server: auth.Security{TokenFile: token}, client: auth.Security{TokenFile: token}, scheme: "http"},
 		{name: "a token that is being replaced", server: auth.Security{TokenFile: both}, client: auth.Security{TokenFile: token}, scheme: "http"},
-		{name: "no token", server: auth.Security{TokenFile: token}, scheme: "http", want: codes.Unauthenticated, says: "wants the job's token: set TORCHFT_TOKEN_FILE"},
-		{name: "wrong token", server: auth.Security{TokenFile: token}, client: auth.Security{TokenFile: other}, scheme: "http", want: codes.Unauthenticated, says: "the token is not the job's"},
-		{name: "a later token", server: auth.Security{TokenFile: token}, client: auth.Security{TokenFile: both}, scheme: "http", want: codes.Unauthenticated, says: "the token is not the job's"},
+		{name: "no token", server: auth.Security{TokenFile: token}, scheme: "http", want: codes.Unauthenticated, wantError: "wants the job's token: set TORCHFT_TOKEN_FILE"},
+		{name: "wrong token", server: auth.Security{TokenFile: token}, client: auth.Security{TokenFile: other}, scheme: "http", want: codes.Unauthenticated, wantError: "the token is not the job's"},
+		{name: "a later token", server: auth.Security{TokenFile: token}, client: auth.Security{TokenFile: both}, scheme: "http", want: codes.Unauthenticated, wantError: "the token is not the job's"},
 		{name: "tls", server: tls, client: auth.Security{TLSCA: ca.File}, scheme: "https"},
 		{name: "both certificates", server: mutual, client: withCA(mutual, ca.File), scheme: "https"},
 		{name: "everything", server: all, client: all, scheme: "https"},
-		{name: "everything but the token", server: all, client: withCA(mutual, ca.File), scheme: "https", want: codes.Unauthenticated, says: "wants the job's token"},
-		{name: "the server's authority is unknown", server: tls, client: auth.Security{TLSCA: strangers.File}, scheme: "https", want: codes.Unavailable, says: "certificate signed by unknown authority"},
-		{name: "the server's authority is unknown, and the client names no private one", server: tls, scheme: "https", want: codes.Unavailable, says: "certificate signed by unknown authority"},
-		{name: "the server's certificate has expired", server: auth.Security{TLSCert: expired, TLSKey: keyOfExpired}, client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, says: "certificate has expired"},
-		{name: "the server's certificate is another host's", server: auth.Security{TLSCert: elsewhere, TLSKey: keyOfElsewhere}, client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, says: "127.0.0.1"},
-		{name: "no certificate", server: mutual, client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, says: "certificate required"},
-		{name: "a stranger's certificate", server: mutual, client: auth.Security{TLSCA: ca.File, TLSCert: ofStranger, TLSKey: keyOfStranger}, scheme: "https", want: codes.Unavailable, says: "tls: "},
-		{name: "an expired certificate", server: mutual, client: auth.Security{TLSCA: ca.File, TLSCert: expired, TLSKey: keyOfExpired}, scheme: "https", want: codes.Unavailable, says: "expired"},
-		{name: "plain to tls", server: tls, scheme: "http", want: codes.Unavailable, says: "does it speak TLS? If it does, its address must begin with https://"},
-		{name: "tls to plain", client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, says: "does it speak no TLS? Then its address must begin with http://"},
-		{name: "plain, although the client has tls_ca", client: auth.Security{TLSCA: ca.File}, scheme: "http", want: codes.InvalidArgument, says: "with tls_ca (TORCHFT_TLS_CA) it must begin with https://"},
+		{name: "everything but the token", server: all, client: withCA(mutual, ca.File), scheme: "https", want: codes.Unauthenticated, wantError: "wants the job's token"},
+		{name: "the server's authority is unknown", server: tls, client: auth.Security{TLSCA: strangers.File}, scheme: "https", want: codes.Unavailable, wantError: "certificate signed by unknown authority"},
+		{name: "the server's authority is unknown, and the client names no private one", server: tls, scheme: "https", want: codes.Unavailable, wantError: "certificate signed by unknown authority"},
+		{name: "the server's certificate has expired", server: auth.Security{TLSCert: expired, TLSKey: keyOfExpired}, client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, wantError: "certificate has expired"},
+		{name: "the server's certificate is another host's", server: auth.Security{TLSCert: elsewhere, TLSKey: keyOfElsewhere}, client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, wantError: "127.0.0.1"},
+		{name: "no certificate", server: mutual, client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, wantError: "certificate required"},
+		{name: "a stranger's certificate", server: mutual, client: auth.Security{TLSCA: ca.File, TLSCert: ofStranger, TLSKey: keyOfStranger}, scheme: "https", want: codes.Unavailable, wantError: "tls: "},
+		{name: "an expired certificate", server: mutual, client: auth.Security{TLSCA: ca.File, TLSCert: expired, TLSKey: keyOfExpired}, scheme: "https", want: codes.Unavailable, wantError: "expired"},
+		{name: "plain to tls", server: tls, scheme: "http", want: codes.Unavailable, wantError: "does it speak TLS? If it does, its address must begin with https://"},
+		{name: "tls to plain", client: auth.Security{TLSCA: ca.File}, scheme: "https", want: codes.Unavailable, wantError: "does it speak no TLS? Then its address must begin with http://"},
+		{name: "plain, although the client has tls_ca", client: auth.Security{TLSCA: ca.File}, scheme: "http", want: codes.InvalidArgument, wantError: "with tls_ca (TORCHFT_TLS_CA) it must begin with https://"},
 	} {
 		t.Run(tc.name, func(t *testing.T) {
 			t.Parallel()
@@ -117,7 +117,7 @@ func TestWhichCallsAreAccepted(t *testing.T) {
 			err := beat(t, tc.client, tc.scheme+"://127.0.0.1:"+port, "a")
 			require.Equal(t, tc.want, status.Code(err), "%v", err)
 			if tc.want != codes.OK {
-				assert.ErrorContains(t, err, tc.says)
+				assert.ErrorContains(t, err, tc.wantError)
 			}
 			if tc.want == codes.Unauthenticated {
 				assert.Equal(t, 1, log.Count("a call was refused"))

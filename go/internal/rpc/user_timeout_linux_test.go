@@ -29,11 +29,11 @@ func alone(t *testing.T) bool {
 		UidMappings: []syscall.SysProcIDMap{{ContainerID: 0, HostID: os.Getuid(), Size: 1}},
 		GidMappings: []syscall.SysProcIDMap{{ContainerID: 0, HostID: os.Getgid(), Size: 1}},
 	}
-	said, err := again.CombinedOutput()
+	output, err := again.CombinedOutput()
 	if _, ran := errors.AsType[*exec.ExitError](err); err != nil && !ran {
 		t.Skip("this system makes no network for a test:", err)
 	}
-	require.NoError(t, err, string(said))
+	require.NoError(t, err, string(output))
 	return false
 }
 

@@ -52,11 +52,11 @@ func FuzzListChange(f *testing.F) {
 		if err != nil {
 			return
 		}
-		var said torchftpb.QuorumStates
-		if proto.Unmarshal(states, &said) != nil {
+		var decoded torchftpb.QuorumStates
+		if proto.Unmarshal(states, &decoded) != nil {
 			return
 		}
-		if q, err := wire.QuorumFromStates(&said, list); err == nil {
+		if q, err := wire.QuorumFromStates(&decoded, list); err == nil {
 			require.Len(t, q.Members, len(list))
 			_, err := proto.Marshal(wire.QuorumToProto(q))
 			_ = err // a name that is not UTF-8 causes an error; only a panic would be a bug

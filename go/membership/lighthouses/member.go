@@ -30,7 +30,7 @@ type Member struct {
 	ctx         context.Context // ends with Close
 	cancel      context.CancelFunc
 	tasks       sync.WaitGroup
-	heard       membership.Broadcast
+	broadcast   membership.Broadcast
 	notices     <-chan membership.Notice
 	silence
 	present atomic.Pointer[memberStream] // the value of stream, for calls that must not wait for opening
@@ -69,7 +69,7 @@ func Join(ctx context.Context, addresses, replicaID string, connectTimeout time.
 		choice: newChoice(at, n), unary: make([]bool, n), promise: promise{birth: time.Now()}, silence: silence{since: time.Now()},
 	}
 	m.ctx, m.cancel = context.WithCancel(context.Background())
-	m.notices, _ = m.heard.Listen()
+	m.notices, _ = m.broadcast.Listen()
 	if n > 1 {
 		rpc.Go(&m.tasks, slog.Default(), "look for earlier lighthouses", m.probeEarlier)
 	}
@@ -198,23 +198,23 @@ func (m *Member) beat(ctx context.Context, client *Client, at int, interval time
 func (m *Member) Notices() <-chan membership.Notice { return m.notices }
 
 func (m *Member) Suspect(quorumID int64, replicaID string) {
-	m.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Suspected{
+	m.report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Suspected{
 		Suspected: &torchftpb.PeerSuspected{QuorumId: quorumID, ReplicaId: replicaID},
 	}})
 }
 
 func (m *Member) Incomplete(reason string) {
-	m.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Incomplete{Incomplete: reason}})
+	m.report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Incomplete{Incomplete: reason}})
 }
 
-func (m *Member) SayProgress(p round.Progress) {
-	m.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Progress{Progress: &torchftpb.GroupProgress{
+func (m *Member) ReportProgress(p round.Progress) {
+	m.report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Progress{Progress: &torchftpb.GroupProgress{
 		Step: p.Step, GroupRank: p.GroupRank, Phase: p.Phase, ForUs: p.For.Microseconds(), Waits: p.Waits,
 	}}})
 }
 
-// say sends a message that is not answered. It is dropped while there is no stream: the lighthouse has seen the disconnect itself.
-func (m *Member) say(message *torchftpb.MemberMessage) {
+// report sends a message that is not answered. It is dropped while there is no stream: the lighthouse has seen the disconnect itself.
+func (m *Member) report(message *torchftpb.MemberMessage) {
 	if stream := m.present.Load(); stream != nil && !stream.broken() {
 		go stream.send(message) // a goroutine, since the caller must not wait for a lighthouse that does not read
 	}
@@ -229,7 +229,7 @@ func (m *Member) Fenced() bool {
 
 func (m *Member) Close() error {
 	m.ends.Store(true)
-	m.sayEnd()
+	m.announceEnd()
 	m.cancel()
 	err := m.lighthouses.close()
 	m.locked(func() {
@@ -244,15 +244,15 @@ func (m *Member) Close() error {
 // farewellTime is how long Close may wait until the lighthouse knows that the end is no failure.
 const farewellTime = 200 * time.Millisecond
 
-// sayEnd announces to the lighthouse that the group ends. Without it the end of the stream would count as a failure.
-func (m *Member) sayEnd() {
+// announceEnd announces to the lighthouse that the group ends. Without it the end of the stream would count as a failure.
+func (m *Member) announceEnd() {
 	stream := m.present.Load()
 	if stream == nil || stream.broken() || !stream.greeted() {
 		return
 	}
-	said := make(chan struct{})
+	sent := make(chan struct{})
 	m.tasks.Go(func() {
-		defer close(said)
+		defer close(sent)
 		stream.send(&torchftpb.MemberMessage{
 			Finished: m.finished.Load(),
 			Message:  &torchftpb.MemberMessage_ShuttingDown{ShuttingDown: true},
@@ -263,19 +263,19 @@ func (m *Member) sayEnd() {
 		}
 	})
 	select {
-	case <-said:
+	case <-sent:
 	case <-time.After(farewellTime):
 	}
 }
 
-// SayHealing reports the progress of a heal.
-func (m *Member) SayHealing(p membership.HealProgress) {
-	m.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Healing{Healing: wire.HealProgressToProto(p)}})
+// ReportHealing reports the progress of a heal.
+func (m *Member) ReportHealing(p membership.HealProgress) {
+	m.report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Healing{Healing: wire.HealProgressToProto(p)}})
 }
 
-// SayRecovered reports the cost of a recovery.
-func (m *Member) SayRecovered(r membership.Recovered) {
-	m.say(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Recovered{Recovered: wire.RecoveredToProto(r)}})
+// ReportRecovered reports the cost of a recovery.
+func (m *Member) ReportRecovered(r membership.Recovered) {
+	m.report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Recovered{Recovered: wire.RecoveredToProto(r)}})
 }
 
 // locked runs do while no stream is being opened, so that do may change the choice and the stream.
@@ -380,7 +380,7 @@ func (m *Member) attempt(ctx context.Context, now time.Time, bound bool) (*membe
 				m.stream = stream
 				m.present.Store(stream)
 			} else {
-				m.heardEvery(0)
+				m.expectMessages(0)
 			}
 			return stream, client, i, err
 		}
@@ -473,7 +473,7 @@ func (m *Member) probeEarlier() {
 			}
 		})
 		if stream != nil {
-			stream.sayReaches(reaches)
+			stream.sendReaches(reaches)
 		}
 	}
 }

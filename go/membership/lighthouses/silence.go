@@ -17,8 +17,8 @@ type silence struct {
 // alivesInTimeout is the lighthouse's heartbeat timeout divided by the interval between heartbeats that it asks for.
 const alivesInTimeout = 3
 
-// heardEvery records the longest interval between messages that the lighthouse asks for; 0: it asks for none.
-func (s *silence) heardEvery(interval time.Duration) {
+// expectMessages records the longest interval between messages that the lighthouse asks for; 0: it asks for none.
+func (s *silence) expectMessages(interval time.Duration) {
 	s.most.Store(int64(interval * (2*alivesInTimeout - 1) / 2)) // the timeout less half an interval, which allows for a message's delay
 }
 

@@ -84,9 +84,9 @@ type memberStream struct {
 
 	failbackTo int // place of the lighthouse that all members fail back to, valid once ended is closed; -1: none
 
-	sending sync.Mutex
-	said    *quorum.Member // the last record of this group that was sent; nil: none on this stream
-	reaches quorum.Places  // the reachable earlier lighthouses, as last sent
+	sending  sync.Mutex
+	lastSent *quorum.Member // the last record of this group that was sent; nil: none on this stream
+	reaches  quorum.Places  // the reachable earlier lighthouses, as last sent
 
 	mu      sync.Mutex
 	waiting map[uint64]chan asked // by the number of the request
@@ -124,8 +124,8 @@ func (s *memberStream) leave() {
 // have ended.
 func (s *memberStream) sentBack() (place int, sent bool) { return s.failbackTo, s.failbackTo >= 0 }
 
-// sayReaches reports which earlier lighthouses the member can reach, if that has changed.
-func (s *memberStream) sayReaches(places quorum.Places) {
+// sendReaches tells the lighthouse which earlier lighthouses the member can reach, if that has changed.
+func (s *memberStream) sendReaches(places quorum.Places) {
 	s.sending.Lock()
 	defer s.sending.Unlock()
 	if s.reaches != places {
@@ -185,7 +185,7 @@ func (s *memberStream) takeNext() (err error) {
 			return nil
 		}
 		alive := max(time.Millisecond, time.Duration(m.Welcome.GetAliveIntervalUs())*time.Microsecond)
-		s.member.heardEvery(alive)
+		s.member.expectMessages(alive)
 		s.interval, s.bond = alive, time.Duration(m.Welcome.GetBondUs())*time.Microsecond
 		if s.bond > 0 {
 			s.interval = max(time.Millisecond, min(alive, s.bond/quorum.StampsInBond))
@@ -227,17 +227,17 @@ func (s *memberStream) takeNext() (err error) {
 		s.answer(message.GetNumber(), asked{err: status.Error(code, m.Failure.GetMessage())})
 	case *torchftpb.LighthouseMessage_MemberFailed:
 		f := m.MemberFailed
-		s.member.heard.Notify(membership.Notice{
+		s.member.broadcast.Notify(membership.Notice{
 			Kind: membership.MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason(),
 			Elsewhere: len(s.member.unary) > 1 && (s.first == 0 || f.GetQuorumId() < s.first),
 		})
 	case *torchftpb.LighthouseMessage_MemberStalled:
 		f := m.MemberStalled
-		s.member.heard.Notify(membership.Notice{Kind: membership.Stalled, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})
+		s.member.broadcast.Notify(membership.Notice{Kind: membership.Stalled, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})
 	case *torchftpb.LighthouseMessage_ProgressAsked:
-		s.member.heard.Notify(membership.Notice{Kind: membership.ProgressAsked})
+		s.member.broadcast.Notify(membership.Notice{Kind: membership.ProgressAsked})
 	case *torchftpb.LighthouseMessage_Drain:
-		s.member.heard.Notify(membership.Notice{Kind: membership.Drained, Reason: m.Drain})
+		s.member.broadcast.Notify(membership.Notice{Kind: membership.Drained, Reason: m.Drain})
 	case *torchftpb.LighthouseMessage_Released:
 		s.released.Do(func() { close(s.free) })
 	case *torchftpb.LighthouseMessage_Probe:
@@ -270,10 +270,10 @@ func (s *memberStream) ask(ctx context.Context, number uint64, who quorum.Member
 	}()
 
 	deadline, _ := ctx.Deadline()
-	said := wire.AskToProto(who.State())
-	said.Number, said.KnownQuorumId, said.Traceparent = number, knownQuorumID, tracing.ParentOf(ctx)
-	said.TimeoutUs = max(1, time.Until(deadline).Microseconds())
-	err := s.sendAsk(said, who)
+	ask := wire.AskToProto(who.State())
+	ask.Number, ask.KnownQuorumId, ask.Traceparent = number, knownQuorumID, tracing.ParentOf(ctx)
+	ask.TimeoutUs = max(1, time.Until(deadline).Microseconds())
+	err := s.sendAsk(ask, who)
 	if err != nil {
 		return nil, err
 	}
@@ -300,12 +300,12 @@ func (s *memberStream) sendAsk(ask *torchftpb.Ask, who quorum.Member) error {
 	defer s.sending.Unlock()
 	ask.Reaches = uint64(s.reaches)
 	message := &torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: ask}}
-	if s.said == nil || !s.said.SameButState(&who) {
+	if s.lastSent == nil || !s.lastSent.SameButState(&who) {
 		ask.Member = wire.MemberToProto(who)
 		if err := wire.CheckRequest(message, ask.GetMember()); err != nil {
 			return err
 		}
-		s.said = &who
+		s.lastSent = &who
 	}
 	s.sendLocked(message)
 	return nil

@@ -104,23 +104,23 @@ func (g *group) serve() (*manager.Server, error) {
 	if err != nil {
 		return nil, err
 	}
-	o := overheard{m.(*lighthouses.Member), g, make(chan membership.Notice)}
+	o := observedMember{m.(*lighthouses.Member), g, make(chan membership.Notice)}
 	g.j.tasks.Go(o.listen)
 	cfg.Membership = o
 	return manager.NewServer(g.ctx, cfg)
 }
 
-// overheard reports the messages that a member receives from its lighthouse to the judge.
-type overheard struct {
+// observedMember reports the messages that a member receives from its lighthouse to the judge.
+type observedMember struct {
 	*lighthouses.Member
-	g     *group
-	heard chan membership.Notice
+	g       *group
+	notices chan membership.Notice
 }
 
-func (o overheard) Notices() <-chan membership.Notice { return o.heard }
+func (o observedMember) Notices() <-chan membership.Notice { return o.notices }
 
 // listen reports and forwards the notices of the lighthouse.
-func (o overheard) listen() {
+func (o observedMember) listen() {
 	for {
 		select {
 		case n := <-o.Member.Notices():
@@ -130,7 +130,7 @@ func (o overheard) listen() {
 				}
 			})
 			select {
-			case o.heard <- n:
+			case o.notices <- n:
 			case <-o.g.ctx.Done():
 				return
 			}
@@ -140,7 +140,7 @@ func (o overheard) listen() {
 	}
 }
 
-func (o overheard) Quorum(ctx context.Context, m quorum.Member, known int64) (*quorum.Quorum, error) {
+func (o observedMember) Quorum(ctx context.Context, m quorum.Member, known int64) (*quorum.Quorum, error) {
 	o.g.note(func(judge *sim.Judge) { judge.Asks(o.g.id, m) })
 	q, err := o.Member.Quorum(ctx, m, known)
 	if err == nil {

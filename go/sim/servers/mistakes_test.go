@@ -36,7 +36,7 @@ var mistakes = []struct {
 	},
 	{
 		"failures not passed on", "membership/lighthouses/stream.go",
-		"		s.member.heard.Notify(membership.Notice{\n			Kind: membership.MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason(),\n			Elsewhere: len(s.member.unary) > 1 && (s.first == 0 || f.GetQuorumId() < s.first),\n		})\n",
+		"		s.member.broadcast.Notify(membership.Notice{\n			Kind: membership.MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason(),\n			Elsewhere: len(s.member.unary) > 1 && (s.first == 0 || f.GetQuorumId() < s.first),\n		})\n",
 		"		_ = f\n",
 		[]string{"a failure reaches all members of its quorum"},
 	},

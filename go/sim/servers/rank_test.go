@@ -56,7 +56,7 @@ func (r *rank) run(address string) {
 	}
 	defer func() { _ = client.Close() }()
 	r.client = client
-	r.g.j.tasks.Go(r.hear)
+	r.g.j.tasks.Go(r.handleNotices)
 	for sleep(r.ctx, r.upTo(r.g.j.setup.Compute/10)) && !r.left() {
 		var failed *callError
 		if err := r.attempt(); errors.As(err, &failed) && r.ctx.Err() == nil {
@@ -93,8 +93,8 @@ func (r *rank) failed(err *callError) {
 	sleep(r.ctx, s.Delay+r.upTo(s.Compute))
 }
 
-// hear handles the notices of the lighthouse, at any time.
-func (r *rank) hear() {
+// handleNotices handles the notices of the lighthouse, at any time.
+func (r *rank) handleNotices() {
 	for {
 		select {
 		case <-r.ctx.Done():
@@ -111,7 +111,7 @@ func (r *rank) hear() {
 			case membership.ProgressAsked:
 				waits := false
 				r.note(func(*sim.Judge) { waits = r.average != nil && r.average.waiting[r.g.id] != nil })
-				r.client.SayProgress(int64(r.index), waits, "train")
+				r.client.ReportProgress(int64(r.index), waits, "train")
 			}
 		}
 	}

@@ -68,7 +68,7 @@ func ParseArgs(args []string) (Config, error) {
 		return Config{}, fmt.Errorf("%w; see --help", err)
 	}
 	if flags.NArg() > 0 {
-		return Config{}, fmt.Errorf("unexpected argument %q: only flags are allowed, see --help", flags.Arg(0))
+		return Config{}, fmt.Errorf("%q is not understood: only flags are allowed, see --help", flags.Arg(0))
 	}
 	if !flags.Changed("min_replicas") {
 		return Config{}, errors.New("min_replicas is missing: give --min_replicas N with N of at least 1, see --help")

@@ -85,16 +85,16 @@ func (j *job) recallFrom(path string, text []byte, err error) {
 		if !s.ended() {
 			j.log.Info("torchft: the job continues from its state on disk", "quorum_id", s.Past.ID, "step", s.Past.Step, "members", len(s.Past.Members))
 		}
-		j.goOn(s)
+		j.restore(s)
 		if s.Highest > 0 { // the job has had a quorum
 			_ = j.feed(quorum.Recalled{Past: s.Past, Highest: s.Highest, Seat: s.Seat}) // step has logged an error
 		}
 	}
 }
 
-// goOn restores the parts of a state that do not belong to the quorum machine. If the disk answers late, nodes may have registered
+// restore restores the parts of a state that do not belong to the quorum machine. If the disk answers late, nodes may have registered
 // already: then their rendezvous is kept.
-func (j *job) goOn(s state) {
+func (j *job) restore(s state) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	if j.kept.Highest == 0 {

@@ -62,7 +62,7 @@ func (d decision) ready() bool { return d.cause >= fastPath }
 
 // unknown returns the decision to wait, because a member knows a later quorum.
 func (d decision) unknown(id int64) decision {
-	d.cause, d.detail = pastUnknown, fmt.Sprintf("a member knows of a later quorum, %d, and is asked for its list of members", id)
+	d.cause, d.detail = pastUnknown, fmt.Sprintf("a member knows of a later quorum, %d, and is asked for that quorum's members", id)
 	return d
 }
 

@@ -35,7 +35,7 @@ func (m *Machine) quorumAsked(e QuorumAsked) []Action {
 	g := &m.gathering
 	var actions []Action
 	if m.ballot.count > 0 {
-		actions = m.endBallot(wentOn(e.GroupRank, m.ballot.step))
+		actions = m.endBallot(abandonedBy(e.GroupRank, m.ballot.step))
 	}
 	if older := g.asked[e.GroupRank]; older != nil {
 		superseded := Failure{KindAborted, fmt.Sprintf("a newer request of rank %d replaced this one", e.GroupRank)}

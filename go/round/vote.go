@@ -8,7 +8,7 @@ import (
 // ballot holds the votes on one attempt of a step, from the first vote until all are answered.
 //
 // The step does not identify the attempt: after a failed commit the same step is tried again. Between two attempts all ranks ask for a
-// new quorum, and the first request ends the ballot (wentOn). So a vote on the first attempt never counts in the second one.
+// new quorum, and the first request ends the ballot (abandonedBy). So a vote on the first attempt never counts in the second one.
 type ballot struct {
 	step  int64
 	votes []*Voted // by rank
@@ -52,8 +52,8 @@ func (m *Machine) voted(e Voted) []Action {
 		if f := m.hopeless(b.has); f != nil {
 			return append(actions, m.endBallot(*f)...)
 		}
-		if r := m.wentOnBefore(e.GroupRank); r >= 0 {
-			return append(actions, m.endBallot(wentOn(int64(r), b.step))...)
+		if r := m.abandonedBefore(e.GroupRank); r >= 0 {
+			return append(actions, m.endBallot(abandonedBy(int64(r), b.step))...)
 		}
 		return actions
 	}
@@ -92,21 +92,21 @@ func (m *Machine) mayNotCommit(fenced bool) string {
 	return ""
 }
 
-// wentOn returns the failure of a ballot when a rank asks for the next quorum: that rank has abandoned the attempt, and will not
+// abandonedBy returns the failure of a ballot when a rank asks for the next quorum: that rank has abandoned the attempt, and will not
 // vote. If the ballot stayed open, this rank would wait in the quorum for a rank that waits for its vote: a deadlock until a
 // deadline.
 //
 // Without failures no ballot is open then: all ranks have voted before the first one receives the decision and continues.
-func wentOn(rank, step int64) Failure {
+func abandonedBy(rank, step int64) Failure {
 	return Failure{KindAborted, fmt.Sprintf(
 		"rank %d asked for the next quorum, and will not vote on step %d", rank, step)}
 }
 
-// wentOnBefore finds a rank that asked for the next quorum before this vote, -1 if there is none.
+// abandonedBefore finds a rank that asked for the next quorum before this vote, -1 if there is none.
 //
 // If the voter itself has a pending quorum request, it cancelled that request before it voted. The Withdrawn of that request, which
 // comes from another goroutine, has not been fed yet. It will end the gathering, so the vote may stay open.
-func (m *Machine) wentOnBefore(voter int64) int {
+func (m *Machine) abandonedBefore(voter int64) int {
 	g := &m.gathering
 	if g.count == 0 || g.asked[voter] != nil {
 		return -1

@@ -168,10 +168,10 @@ var mistakes = []struct {
 
 	{mistake{name: "a replay reduces sums", replaySums: true}, []string{ruleOwn}},
 
-	{mistake{name: "Slept ignored", lighthouse: deaf(to[quorum.Slept]),
+	{mistake{name: "Slept ignored", lighthouse: ignoring(to[quorum.Slept]),
 		setup: many(10, PauseLighthouse, ClockLighthouse)}, []string{ruleCause, ruleMemory, ruleMajority}},
 
-	{mistake{name: "evicted groups not notified", group: deafGroup[round.MemberFailed](), setup: many(6)}, []string{ruleEvicted}},
+	{mistake{name: "evicted groups not notified", group: groupIgnoring[round.MemberFailed](), setup: many(6)}, []string{ruleEvicted}},
 
 	{mistake{name: "evicted groups not notified by peers", group: spoilGroup(func(m *round.Machine, e round.Event, now time.Time) []round.Action {
 		return slices.DeleteFunc(m.Step(e, now), func(a round.Action) bool { _, notifies := a.(round.NotifyFailed); return notifies })
@@ -185,12 +185,12 @@ var mistakes = []struct {
 		return m.Step(e, now)
 	}), setup: many(6, Pause)}, []string{ruleEvicted}},
 
-	{mistake{name: "failed ranks not reported", anySize: true, lighthouse: deaf(to[quorum.Incomplete]),
+	{mistake{name: "failed ranks not reported", anySize: true, lighthouse: ignoring(to[quorum.Incomplete]),
 		setup: func(s *Setup) { s.Ranks = 2; many(6, DropRank, RankFails)(s) }}, []string{ruleForms, ruleMajority, ruleMemory, ruleCause}},
 
-	{mistake{name: "broken connections ignored", anySize: true, lighthouse: deaf(to[quorum.Disconnected])}, []string{ruleForms, ruleMajority}},
+	{mistake{name: "broken connections ignored", anySize: true, lighthouse: ignoring(to[quorum.Disconnected])}, []string{ruleForms, ruleMajority}},
 
-	{mistake{name: "leaving groups ignored", anySize: true, lighthouse: deaf(to[quorum.Leaving]), setup: many(6, Drain)},
+	{mistake{name: "leaving groups ignored", anySize: true, lighthouse: ignoring(to[quorum.Leaving]), setup: many(6, Drain)},
 		[]string{ruleForms, ruleMajority, ruleCause}},
 
 	{mistake{name: "groups that left released at once", lighthouse: spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
@@ -219,12 +219,12 @@ var mistakes = []struct {
 			return m.Step(e, now)
 		}), setup: many(6, Stall, Slow, CutPeers)}, []string{ruleCause}},
 
-	{mistake{name: "recalled quorums ignored", lighthouse: deaf(to[quorum.Recalled]),
+	{mistake{name: "recalled quorums ignored", lighthouse: ignoring(to[quorum.Recalled]),
 		setup: func(s *Setup) { s.Calls = 0; many(10, KillLighthouse)(s) }}, []string{ruleMemory, ruleForms, ruleOneSet, ruleIDs, ruleMajority}},
 
-	{mistake{name: "timed-out ranks not answered", group: deafGroup[round.Withdrawn](), setup: many(10)}, []string{ruleWaiters}},
+	{mistake{name: "timed-out ranks not answered", group: groupIgnoring[round.Withdrawn](), setup: many(10)}, []string{ruleWaiters}},
 
-	{mistake{name: "a closing server answers no call", group: deafGroup[round.Closed](), setup: many(10, Leave)}, []string{ruleWaiters}},
+	{mistake{name: "a closing server answers no call", group: groupIgnoring[round.Closed](), setup: many(10, Leave)}, []string{ruleWaiters}},
 
 	{mistake{name: "groups behind do not heal", group: results(func(a *round.AnswerQuorum) { a.Result.Heal = false })},
 		[]string{ruleHeal, ruleEqual}},

@@ -247,8 +247,8 @@ func steps(see func(members []quorum.Member) []int64) func(round.Group, *round.M
 	})
 }
 
-// deaf is a lighthouse whose machine never receives some events.
-func deaf(to func(quorum.Event) bool) func(*quorum.Machine) lighthouseMachine {
+// ignoring is a lighthouse whose machine never receives some events.
+func ignoring(to func(quorum.Event) bool) func(*quorum.Machine) lighthouseMachine {
 	return spoil(func(m *quorum.Machine, e quorum.Event, now time.Time) []quorum.Action {
 		if to(e) {
 			return nil
@@ -263,8 +263,8 @@ func to[T any](e quorum.Event) bool {
 	return ok
 }
 
-// deafGroup is a manager server whose machine never receives some events.
-func deafGroup[T any]() func(round.Group, *round.Machine) groupMachine {
+// groupIgnoring is a manager server whose machine never receives some events.
+func groupIgnoring[T any]() func(round.Group, *round.Machine) groupMachine {
 	return spoilGroup(func(m *round.Machine, e round.Event, now time.Time) []round.Action {
 		if _, ok := e.(T); ok {
 			return nil

@@ -205,6 +205,6 @@ def _tls(address: str) -> ssl.SSLContext | None:
         if cert:
             context.load_cert_chain(cert, key)
     except OSError as e:
-        said = f"TORCHFT_TLS_CA={ca!r}, {TLS_CERT_ENV}={cert!r}, TORCHFT_TLS_KEY={key!r}"
-        raise Unanswered(f"{said}: {e.strerror or e}; allowed: files of certificates and of a key", 400) from None
+        settings = f"TORCHFT_TLS_CA={ca!r}, {TLS_CERT_ENV}={cert!r}, TORCHFT_TLS_KEY={key!r}"
+        raise Unanswered(f"{settings}: {e.strerror or e}; allowed: files of certificates and of a key", 400) from None
     return context

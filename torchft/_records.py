@@ -111,7 +111,7 @@ class QuorumRequest:
         return {name: getattr(self, name) for name in _UPSTREAM_REQUEST}
 
     def _to_json(self) -> str:
-        said: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for named in fields(self):
             if named.name == "traceparent":  # it differs at each step, so a separate call sends it
                 continue
@@ -122,8 +122,8 @@ class QuorumRequest:
                 value = bool(value)
             elif not isinstance(value, str):
                 raise TypeError(f"{named.name}={value!r} is not allowed; allowed: a str")
-            said[named.name] = value
-        return json.dumps(said)
+            values[named.name] = value
+        return json.dumps(values)
 
 
 _UPSTREAM_REQUEST = (

@@ -266,8 +266,8 @@ class ManagerClient(_Native):
         """
         go = self._go
         timeout_us = _micros("timeout", timeout)
-        said, prepared = self._round  # read once: another thread may shut the client down
-        if said != request:
+        last_request, prepared = self._round  # read once: another thread may shut the client down
+        if last_request != request:
             go.pyapi_Forget(prepared)
             prepared = go.pyapi_ManagerRoundPrepare(self._handle, request._to_json())
             self._round = request, prepared
@@ -316,7 +316,7 @@ class ManagerClient(_Native):
         """Reports a failed collective to the lighthouse, with the suspected peer; empty if the peer is not known."""
         self._go.pyapi_ManagerSuspect(self._handle, quorum_id, replica_id)
 
-    def _say_progress(self, group_rank: int, waits: bool, what: str) -> None:
+    def _report_progress(self, group_rank: int, waits: bool, what: str) -> None:
         """Answers the lighthouse's ``progress``: whether this rank waits for other groups, and what it does."""
         self._go.pyapi_ManagerSayProgress(self._handle, group_rank, waits, what)
 
@@ -357,11 +357,11 @@ class ManagerClient(_Native):
         """Reports that this group has ended its last step, and waits until no other group needs it any more."""
         self._go.run(self._go.pyapi_ManagerLeaveStart, self._handle, _micros("timeout", timeout))
 
-    def _say_healing(self, group_rank: int, received: int, total: int) -> None:
+    def _report_healing(self, group_rank: int, received: int, total: int) -> None:
         """Reports the progress of a heal: the bytes of a peer's state that have arrived, and the total."""
         self._go.pyapi_ManagerSayHealing(self._handle, group_rank, received, total)
 
-    def _say_counted(self, group_rank: int, name: str, number: int) -> None:
+    def _report_count(self, group_rank: int, name: str, number: int) -> None:
         """Adds to a counter of the manager server the number of events in this rank since the last call.
 
         Raises:
@@ -369,7 +369,7 @@ class ManagerClient(_Native):
         """
         self._go.pyapi_ManagerSayCounted(self._handle, group_rank, name, number)
 
-    def _say_recovered(
+    def _report_recovered(
         self,
         group_rank: int,
         *,

@@ -246,7 +246,7 @@ class Manager(Stateful, Stepping):
         self._commit_failures = 0
         self._commit_hooks: List[CommitHook] = []
         self._has_left = False
-        reports = Reports(self._server.say)
+        reports = Reports(self._server.report)
         self._logger = _ManagerLogger(self._place, self._replica_id, self._group_rank, reports)
         self._planner = planner
         self._background = Background()
@@ -407,7 +407,7 @@ class Manager(Stateful, Stepping):
         self._current = self._errors.step = step
         self._failures.begin(step)
         self._background.begin()
-        said = QuorumRequest(
+        sent = QuorumRequest(
             group_rank=self._group_rank,
             step=self._step,
             checkpoint_metadata=self._transport.metadata(),
@@ -420,10 +420,10 @@ class Manager(Stateful, Stepping):
             group_world_size=self._settings.group_world_size,  # the server refuses a number that differs from rank 0's
             committed_quorum_id=self._committed_quorum_id,
             replays_failed_steps=self._replayer.enabled,
-            drain=self._signals.says(self._logger.info),
+            drain=self._signals.drain_request(self._logger.info),
             traceparent=self._trace.asks(self._step),
         )
-        begin = partial(self._rounds.begin, partial(self._follow, step), said, request.timeout)
+        begin = partial(self._rounds.begin, partial(self._follow, step), sent, request.timeout)
         # The first forward and backward pass takes longer than later ones: the others do not wait for it.
         self._round = LateRound(begin) if first and self._along is not None else begin()
 
@@ -636,9 +636,9 @@ class Manager(Stateful, Stepping):
         """Makes this group heal, because its data position differs from the first group's: it announces
         an earlier step.
         """
-        said = self._data.step_to_say(self._step)
-        if said != self._step:
-            self._position = Position(said, self._batches_committed, -1)
+        step = self._data.step_to_announce(self._step)
+        if step != self._step:
+            self._position = Position(step, self._batches_committed, -1)
 
     # Errors, and failures of peers
 

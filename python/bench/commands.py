@@ -64,6 +64,6 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     for side in (ours, upstream):
         for name, spread in result["seconds"][side].items():
             took = Spread(**spread)
-            said = f"{took.text()} {verdict(took.median < GOAL_S)}" if side == ours else took.text()
-            rows.append([name if side == ours else f"{name}, {upstream}", said])
+            cell = f"{took.text()} {verdict(took.median < GOAL_S)}" if side == ours else took.text()
+            rows.append([name if side == ours else f"{name}, {upstream}", cell])
     return markdown_table(["command", f"s (goal < {GOAL_S})"], rows)

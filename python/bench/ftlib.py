@@ -38,8 +38,8 @@ class Members:
             name, MEMBER, self._consensus, name, where, path=ours_path(), env={"TORCHFT_HOST": "localhost"}
         )
         all_have = self._agree()
-        heard = [child.of("joins")[before[other] :] for other, child in self._now.items() if other in before]
-        return all_have - min((each[0]["at"] for each in heard if each), default=all_have)
+        joins = [child.of("joins")[before[other] :] for other, child in self._now.items() if other in before]
+        return all_have - min((each[0]["at"] for each in joins if each), default=all_have)
 
     def kill(self, name: str) -> float:
         """Return the seconds from the kill until all other members have a view without the killed one."""

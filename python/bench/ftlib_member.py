@@ -11,7 +11,7 @@ from typing import Any
 _LONGEST_S = 3600.0
 
 
-def say(event: str, **fields: Any) -> None:
+def emit(event: str, **fields: Any) -> None:
     print(json.dumps({"event": event, "at": time.time(), **fields}), flush=True)
 
 
@@ -19,15 +19,15 @@ class Listener:
     """Wakes the member when it is notified."""
 
     def __init__(self) -> None:
-        self.heard = threading.Event()
+        self.notified = threading.Event()
 
     def new_member_join(self) -> None:
-        if not self.heard.is_set():
-            say("joins")
-        self.heard.set()
+        if not self.notified.is_set():
+            emit("joins")
+        self.notified.set()
 
     def member_failed(self, view: int, reason: str) -> None:
-        self.heard.set()
+        self.notified.set()
 
 
 def main(consensus: str, name: str, where: str) -> None:
@@ -36,7 +36,7 @@ def main(consensus: str, name: str, where: str) -> None:
         from torchft.ftlib.gossip import Gossip
 
         made = Gossip(seeds=where, name=name)
-        say("made", address=made.address)
+        emit("made", address=made.address)
     else:
         from torchft.ftlib.shared_storage import SharedStorage
 
@@ -44,10 +44,10 @@ def main(consensus: str, name: str, where: str) -> None:
     listener = Listener()
     made.attach(listener)
     while True:
-        listener.heard.clear()
+        listener.notified.clear()
         view = made.get_member_list()
-        say("view", number=view.number, names=sorted(identity.name for identity in view.identities))
-        listener.heard.wait(_LONGEST_S)
+        emit("view", number=view.number, names=sorted(identity.name for identity in view.identities))
+        listener.notified.wait(_LONGEST_S)
 
 
 if __name__ == "__main__":

@@ -147,8 +147,8 @@ def in_child(upstream: Path | None, *what: str) -> dict[str, Any]:
         return {"error": f"not ended after {CHILD_TIMEOUT_S} s"}
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
-        said = done.stderr.strip().splitlines()
-        return {"error": f"ended with {done.returncode}: {said[-1] if said else 'no output'}"}
+        errors = done.stderr.strip().splitlines()
+        return {"error": f"ended with {done.returncode}: {errors[-1] if errors else 'no output'}"}
     figures = json.loads(lines[-1])
     if "torchft" in figures and Path(figures["torchft"]).parent != first:
         return {"error": f"measured {figures['torchft']} and not {first}"}

@@ -60,8 +60,8 @@ def measure(ours: Side, upstream: Side, rounds: int) -> dict[str, Any]:
     for number in range(rounds):
         for side in rotated((ours, upstream), number):
             rows[side.name].append(_round(side))
-        said = [f"{n} {r[-1]['committed']:.2f} s, longest {r[-1]['longest']:.2f} s" for n, r in rows.items()]
-        print(f"round {number + 1}/{rounds}: {', '.join(said)}", flush=True)
+        latest = [f"{n} {r[-1]['committed']:.2f} s, longest {r[-1]['longest']:.2f} s" for n, r in rows.items()]
+        print(f"round {number + 1}/{rounds}: {', '.join(latest)}", flush=True)
     both = list(zip(rows[ours.name], rows[upstream.name]))
     return {
         "seconds": {

@@ -46,8 +46,8 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict
         rows: dict[int, dict[str, list[Row]]] = {ms: {ours.name: [], upstream.name: []} for ms in lengths}
 
         def show(number: int, of: dict[int, dict[str, list[Row]]] = rows, mb: int = mb) -> None:
-            said = [f"{name} {r[-1]['stall']:.0f} ms" for sides in of.values() for name, r in sides.items() if r]
-            progress(f"heal stall, {mb} MB, round {number + 1}: {', '.join(said)}")
+            latest = [f"{name} {r[-1]['stall']:.0f} ms" for sides in of.values() for name, r in sides.items() if r]
+            progress(f"heal stall, {mb} MB, round {number + 1}: {', '.join(latest)}")
 
         if mb < LARGE_MB:
             with Job() as job:
@@ -90,14 +90,14 @@ def _start(job: Job, side: Side, mb: int) -> tuple[str, Workers, Workers]:
 def _round(job: Job, address: str, survivor: Workers, newcomer: Workers, mb: int, compute_ms: float) -> Row:
     child = survivor.children[0]
     newcomer.do(COMMAND_TIMEOUT_S, do="state", mb=mb)
-    heard = len(child.of("surviving")), len(child.of("survive"))
+    before = len(child.of("surviving")), len(child.of("survive"))
     child.send(do="survive", compute_ms=compute_ms)
-    job.wait(lambda: len(child.of("surviving")) > heard[0], COMMAND_TIMEOUT_S, "the survivor trains")
+    job.wait(lambda: len(child.of("surviving")) > before[0], COMMAND_TIMEOUT_S, "the survivor trains")
     time.sleep(ALONE_S)
     joined = newcomer.do(COMMAND_TIMEOUT_S, do="join", lighthouse=address, settle=12, compute_ms=compute_ms)[0]
     newcomer.do(COMMAND_TIMEOUT_S, do="leave")
     child.send(do="stop")
-    job.wait(lambda: len(child.of("survive")) > heard[1], COMMAND_TIMEOUT_S, "the survivor stops")
+    job.wait(lambda: len(child.of("survive")) > before[1], COMMAND_TIMEOUT_S, "the survivor stops")
     steps = child.of("survive")[-1]["steps"]
 
     # Only the second half of the survivor's time alone: in the first half it may still wait for the group of the

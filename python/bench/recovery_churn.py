@@ -86,11 +86,11 @@ def _run(side: Side, join_timeout_ms: int) -> dict[str, Any]:
         answered = time.monotonic() + 90
         while time.monotonic() < answered and not all(child.of("survive") for child in groups):
             time.sleep(0.2)
-        told = [child.of("survive")[-1] for child in groups if child.of("survive")]
+        runs = [child.of("survive")[-1] for child in groups if child.of("survive")]
         commits = [
-            (step, number) for run in told for step, number in zip(run["steps"], run["numbers"], strict=True) if step[2]
+            (step, number) for run in runs for step, number in zip(run["steps"], run["numbers"], strict=True) if step[2]
         ]
-        first = told[0] if groups[0].of("survive") else {"steps": []}
+        first = runs[0] if groups[0].of("survive") else {"steps": []}
         batches = [(e, participants) for _, e, ok, participants in first["steps"] if ok]
         before = sum(n for e, n in batches if calm <= e < churn) / (churn - calm)
         kept = sum(n for e, n in batches if churn <= e < end) / (end - churn)

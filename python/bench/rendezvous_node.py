@@ -29,8 +29,8 @@ def main(backend: str, endpoint: str, nodes: int, conf: dict[str, object]) -> No
         asked = time.time()
         info = handler.next_rendezvous()
         failed.clear()
-        said = {"event": "round", "asked": asked, "began": time.time(), "size": info.world_size, "rank": info.rank}
-        print(json.dumps(said), flush=True)
+        record = {"event": "round", "asked": asked, "began": time.time(), "size": info.world_size, "rank": info.rank}
+        print(json.dumps(record), flush=True)
         while not failed.is_set() and not handler.num_nodes_waiting():
             time.sleep(_MONITOR_S)
 

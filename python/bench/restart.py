@@ -74,8 +74,8 @@ def _round(side: Side) -> dict[str, float]:
 
 def _wait_for_commit(job: Job, child: Child, participants: int) -> None:
     def committed() -> bool:
-        told = child.of("committed")
-        return bool(told) and told[-1]["participants"] == participants
+        commits = child.of("committed")
+        return bool(commits) and commits[-1]["participants"] == participants
 
     job.wait(committed, START_TIMEOUT_S, f"a commit of {participants} groups")
 
@@ -97,13 +97,13 @@ def _phases(began: float, ends: dict[str, Any]) -> dict[str, float]:
 
 def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
-    told = {
+    spreads = {
         name: {phase: Spread(**spread) for phase, spread in result["ms"][name].items()} for name in (ours, upstream)
     }
     rows = []
     for phase in PHASES:
-        medians = [spread[phase].median for spread in told.values()]
+        medians = [spread[phase].median for spread in spreads.values()]
         rows.append([phase, *(f"{median:.0f}" if median else "in the first step" for median in medians)])
-    rows.append(["after torch is imported", *(spread["torchft"].text(0) for spread in told.values())])
-    rows.append(["all", *(spread["all"].text(0) for spread in told.values())])
+    rows.append(["after torch is imported", *(spread["torchft"].text(0) for spread in spreads.values())])
+    rows.append(["all", *(spread["all"].text(0) for spread in spreads.values())])
     return markdown_table(["phase", f"{ours}, ms", f"{upstream}, ms"], rows)

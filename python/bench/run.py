@@ -174,11 +174,11 @@ def _rewrite(docs: Path, days: Mapping[str, str] = MappingProxyType({})) -> None
     places = {name: f"{figures['machine']}; against {figures['upstream']}" for name, figures in known.items()}
     usual = Counter(places.values()).most_common(1)[0][0]
     _put(page, "machine", f"{usual}.")
-    said = re.split("[,;] ", usual)
+    usual_parts = re.split("[,;] ", usual)
     for name, figures in known.items():
         above = page.read_text().partition(f"<!-- {name}: written by run.py -->\n")[2]
         day = days.get(name) or above.partition("\n")[0].rstrip(".").rpartition(", ")[2]
-        different = [part for part in re.split("[,;] ", places[name]) if part not in said]
+        different = [part for part in re.split("[,;] ", places[name]) if part not in usual_parts]
         _put(page, name, f"{', '.join([*different, day])}.\n\n{table(name, figures)}")
 
 

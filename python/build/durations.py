@@ -42,8 +42,8 @@ def table(folder: Path, most: int) -> str:
         for name, took in of_file.items():
             seconds[name] += took
     packages = of_go((folder / "go.log").read_text()) if (folder / "go.log").exists() else {}
-    for name, said in packages.items():
-        seconds[name] = 0.0 if said == "(cached)" else float(said)
+    for name, duration in packages.items():
+        seconds[name] = 0.0 if duration == "(cached)" else float(duration)
     lines = ["| seconds | tests | file or package |", "|---|---|---|"]
     shown = sorted(seconds.items(), key=lambda item: item[1], reverse=True)[:most]
     for name, took in shown:

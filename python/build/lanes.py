@@ -134,7 +134,7 @@ def run(
     parts: Sequence[Part],
     lanes: int,
     folder: Path,
-    say: Callable[[str], object],
+    report_line: Callable[[str], object],
     time_s: float = float("inf"),
     over_s: float = float("inf"),
 ) -> list[Result]:
@@ -144,20 +144,20 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + time_s
     waiting, running, done = list(parts), list[Running](), list[Result]()
-    told = time.monotonic()
+    reported_at = time.monotonic()
     try:
         while waiting or running:
             while waiting and len(running) < lanes:
                 part = waiting.pop(0)
                 seconds = part.seconds(until - time.monotonic())
                 if seconds is None:
-                    say(f"{part.name}: left out, no time")
+                    report_line(f"{part.name}: left out, no time")
                     done.append(Result(part, tuple(part.command), 0.0, None))
                 else:
                     try:
                         running.append(Running(part, folder / f"{part.name}.log", seconds, until + over_s))
                     except OSError as e:
-                        say(f"{part.name}: {e}")
+                        report_line(f"{part.name}: {e}")
                         (folder / f"{part.name}.log").write_text(f"{e}\n")
                         done.append(Result(part, tuple(part.command), 0.0, 127))
             time.sleep(0.1)
@@ -166,12 +166,12 @@ def run(
                     running.remove(r)
                     done.append(result)
                     how = "ended, it took too long" if r.ended else f"status {result.status}" if result.failed else "ok"
-                    say(f"{r.part.name}: {how}, {clock(result.seconds)}")
-            if running and time.monotonic() - told > PROGRESS_S:
-                told = time.monotonic()
-                say("   ".join(f"{r.part.name} {clock(r.seconds)}{progress(r.log)}" for r in running))
+                    report_line(f"{r.part.name}: {how}, {clock(result.seconds)}")
+            if running and time.monotonic() - reported_at > PROGRESS_S:
+                reported_at = time.monotonic()
+                report_line("   ".join(f"{r.part.name} {clock(r.seconds)}{progress(r.log)}" for r in running))
     except KeyboardInterrupt:
-        say("interrupted: everything ends")
+        report_line("interrupted: everything ends")
         done += [Result(r.part, r.command, r.seconds, 130) for r in running]
     finally:
         end(running)
@@ -205,10 +205,10 @@ def tail(text: str, failed: bool) -> str:
     else:
         dots = [i for i, line in enumerate(lines) if re.search(r"\[ *\d+%\]$", line)]
         begin, most = dots[-1] + 1 if dots else 0, SHOWN_PASSED
-    said = [line for line in lines[:begin] if line.startswith("deselected:")]
+    deselected = [line for line in lines[:begin] if line.startswith("deselected:")]
     shown = lines[begin:]
     left_out = [f"... {len(shown) - most} lines left out ..."] if len(shown) > most else []
-    return "\n".join(said + left_out + shown[-most:])
+    return "\n".join(deselected + left_out + shown[-most:])
 
 
 def pytest(name: str, *arguments: str, folder: Path = FOLDER) -> list[str]:

@@ -212,9 +212,9 @@ def page(results: Sequence[Result], logs: dict[str, str], title: str, seconds: f
         what = last(WHAT, logs.get(r.part.name, "")).replace("|", "\\|")
         lines.append(f"| {r.part.name} | {clock(r.seconds)} | {what} | {how} |")
     tests = [logs.get(name, "") for name in PYTEST]
-    said = re.findall(r"^(?:deselected|left for want of time|skipped under CI).*$", "\n".join(tests), re.MULTILINE)
-    if said:
-        lines += ["", *said]
+    not_run = re.findall(r"^(?:deselected|left for want of time|skipped under CI).*$", "\n".join(tests), re.MULTILINE)
+    if not_run:
+        lines += ["", *not_run]
     wrong = [f for r in results if r.failed for f in failures(r, logs.get(r.part.name, ""))]
     if wrong:
         lines += ["", "## Failed, and how to repeat it", ""]
@@ -262,10 +262,10 @@ def main() -> int:
     targets = fuzz_targets()
     parts = plan(time_s, args.seed, began + time_s, targets)
 
-    def say(line: str) -> None:
+    def report_line(line: str) -> None:
         print(f"[{clock(time.monotonic() - began)}] {line}", flush=True)
 
-    results = [*run(parts, 2, FOLDER, say, time_s, OVER_S), *unplanned(parts, args.seed, targets)]
+    results = [*run(parts, 2, FOLDER, report_line, time_s, OVER_S), *unplanned(parts, args.seed, targets)]
     ran = [r.part.name for r in results if r.status is not None]
     logs = {name: (FOLDER / f"{name}.log").read_text(errors="replace") for name in ran}
     text = page(results, logs, title, time.monotonic() - began)

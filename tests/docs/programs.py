@@ -96,12 +96,12 @@ def _torchrun(words: list[str]) -> None:
 def _torchft(words: list[str]) -> None:
     from torchft.cli import main
 
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
         if main([words[0], "--help"]) == 2:
             raise Unknown(f"torchft knows no {words[0]!r}")
     script = next((i for i, word in enumerate(words) if word.endswith(".py")), len(words))
-    _flags(f"torchft {words[0]}", said.getvalue(), words[1:script])
+    _flags(f"torchft {words[0]}", output.getvalue(), words[1:script])
     if script < len(words) and (ROOT / words[script]).is_file():
         _script(words[script:])
 
@@ -143,17 +143,17 @@ def _help_of_script(path: Path) -> str:
     if "parse_args" not in path.read_text():
         return ""
     absent = {name: mock.MagicMock() for name in OPTIONAL if find_spec("ray") is None}
-    said, before = io.StringIO(), (sys.argv, list(sys.path))
+    output, before = io.StringIO(), (sys.argv, list(sys.path))
     sys.argv, sys.path[:0] = [str(path), "--help"], [str(path.parent), str(ROOT)]
     sys.modules.update(absent)
     try:
-        with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
+        with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):
             runpy.run_path(str(path), run_name="__main__")
     finally:
         sys.argv, sys.path[:] = before
         for name in absent:
             del sys.modules[name]
-    return said.getvalue()
+    return output.getvalue()
 
 
 @lru_cache

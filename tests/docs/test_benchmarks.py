@@ -74,5 +74,5 @@ def test_each_part_names_the_version_it_was_measured_with(part: str) -> None:
     *different, day = re.split("[,;] ", written(part).strip().partition("\n")[0])
     assert re.fullmatch(r"20\d\d-\d\d-\d\d\.", day)
     place = re.split("[,;] ", f"{measured['machine']}; against {measured['upstream']}")
-    assert different == [said for said in place if said not in usual]
+    assert different == [piece for piece in place if piece not in usual]
     assert len(place) == len(usual)

@@ -165,9 +165,9 @@ def ends(folder: Path) -> list[dict[str, object]]:
     return [json.loads(lines[-1]) for lines in logs]
 
 
-def assert_equal_ends(said: str) -> None:
+def assert_equal_ends(output: str) -> None:
     """Checks that two groups ended at the same step and with the same weights."""
-    ends = re.findall(r"^group (\d) rank 0 ended at (step \d+, sha256 of the weights [0-9a-f]{64})$", said, re.M)
+    ends = re.findall(r"^group (\d) rank 0 ended at (step \d+, sha256 of the weights [0-9a-f]{64})$", output, re.M)
     (first, one), (second, other) = ends
     assert {first, second} == {"0", "1"} and one == other
 
@@ -186,8 +186,8 @@ def test_a_job_by_hand(terminal: dict[str, str], tmp_path: Path) -> None:
     assert script.count("--steps 20000") == 2 and script.count("--min_replicas 1") == 1
     # No group ends before the other has started.
     script = script.replace("--steps 20000", "--steps 20").replace("--min_replicas 1", "--min_replicas 2")
-    said = bash(f"{activate}{script}for group in $groups; do wait $group; done", tmp_path, terminal, 250)
-    assert_equal_ends(said)
+    output = bash(f"{activate}{script}for group in $groups; do wait $group; done", tmp_path, terminal, 250)
+    assert_equal_ends(output)
 
 
 @pytest.mark.slow  # test_torchft_run.py and tests/unit/cli have each of them
@@ -208,7 +208,7 @@ def test_a_job_of_torchft_run_and_its_status(terminal: dict[str, str], tmp_path:
         assert address
         if not address[1].endswith(":29510"):
             terminal["TORCHFT_LIGHTHOUSE"] = address[1]
-        said = {}
+        outputs = {}
         for command in block_commands(look):
             done = subprocess.run(
                 ["bash", "-c", activate + command],
@@ -218,12 +218,14 @@ def test_a_job_of_torchft_run_and_its_status(terminal: dict[str, str], tmp_path:
                 text=True,
                 timeout=100,
             )
-            said[command] = done.stdout + done.stderr
+            outputs[command] = done.stdout + done.stderr
             # The doctor exits with 1 if it finds a problem of this machine.
-            assert done.returncode == 0 or (command == "torchft doctor" and done.returncode == 1), said
-        assert re.search("group.*training|training", said["torchft status"]), said
-        assert "joined" in said["torchft events"] or "quorum" in said["torchft events"], said
-        assert "the lighthouse answers" in said["torchft doctor"] and "not free" not in said["torchft doctor"], said
+            assert done.returncode == 0 or (command == "torchft doctor" and done.returncode == 1), outputs
+        assert re.search("group.*training|training", outputs["torchft status"]), outputs
+        assert "joined" in outputs["torchft events"] or "quorum" in outputs["torchft events"], outputs
+        assert "the lighthouse answers" in outputs["torchft doctor"] and "not free" not in outputs["torchft doctor"], (
+            outputs
+        )
         job.send_signal(signal.SIGINT)
         assert job.wait(60) == 130, log.read_text()
     finally:
@@ -256,8 +258,8 @@ def test_ctrl_c_in_the_terminals_of_a_job(terminal: dict[str, str], tmp_path: Pa
         def until(condition: Callable[[], bool], seconds: float = 120) -> None:
             deadline = time.monotonic() + seconds
             while not condition():
-                said = "\n".join(f"{log}:\n{log.read_text()[-3000:]}" for log in logs)
-                assert time.monotonic() < deadline, said
+                tails = "\n".join(f"{log}:\n{log.read_text()[-3000:]}" for log in logs)
+                assert time.monotonic() < deadline, tails
                 time.sleep(0.05)
 
         def ctrl_c(process: subprocess.Popen[bytes], folder: Path) -> None:
@@ -287,9 +289,9 @@ def test_ctrl_c_in_the_terminals_of_a_job(terminal: dict[str, str], tmp_path: Pa
 def test_the_example_of_a_step(terminal: dict[str, str], tmp_path: Path) -> None:
     activate, *_ = section("README.md", "Run a job")
     (run,) = section("README.md", "What a step looks like")
-    said = bash(activate + run, tmp_path, terminal, 250)
-    assert "\ndone: 2 groups\n" in said
-    folder = tmp_path / re.findall(r"^logs: (\S+)$", said, re.M)[-1]
+    output = bash(activate + run, tmp_path, terminal, 250)
+    assert "\ndone: 2 groups\n" in output
+    folder = tmp_path / re.findall(r"^logs: (\S+)$", output, re.M)[-1]
     results = [re.findall(r"loss (\S+), weights (.*)", (folder / f"group-{i}.log").read_text()) for i in range(2)]
     ((first_loss, first_weights),), ((_, second_weights),) = results
     assert first_weights == second_weights and float(first_loss) < 0.01
@@ -302,17 +304,17 @@ def test_the_steps_that_protect_a_job(environment: dict[str, str], tmp_path: Pat
     script = with_ports_of_our_own("\n".join(section("docs/operating.md", "Security")), "29510", "29511", "29512")
     assert script.count(" --steps 50 ") == 2
     script = script.replace("train_ddp.py --steps 50 ", f"{FOLLOWED} --steps 20 ")
-    said = bash(script, tmp_path, environment, 250)
-    assert re.search(r"Lighthouse listening on: https://", said), said
+    output = bash(script, tmp_path, environment, 250)
+    assert re.search(r"Lighthouse listening on: https://", output), output
 
-    status, _ = json.JSONDecoder().raw_decode(said[said.index("{\n") :])
+    status, _ = json.JSONDecoder().raw_decode(output[output.index("{\n") :])
     assert status["members"] == [], "the training has ended, and both groups have printed that"
-    assert re.search(r'nobody\\?" is not known', said), said
+    assert re.search(r'nobody\\?" is not known', output), output
 
     first, second = ends(tmp_path)
     assert first["event"] == second["event"] == "end" and first["sha256"] == second["sha256"]
     # A group fetched its first weights from the other one, so both ends used the token.
-    assert re.search(r'msg="torchft: a member healed" member=train_ddp_\d\S* step=0 bytes=\d{4}', said), said
+    assert re.search(r'msg="torchft: a member healed" member=train_ddp_\d\S* step=0 bytes=\d{4}', output), output
 
 
 @pytest.mark.hosts

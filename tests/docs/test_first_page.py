@@ -31,9 +31,9 @@ def sentences(page: str) -> list[tuple[str, list[str]]]:
     for block in re.split(r"\n\s*\n|\n(?=[-*] )|\|", page):
         pieces = SHOWN.split(block)  # text, references, text, …
         for text, references in zip(pieces[::2], [*pieces[1::2], ""]):
-            said = LINK.sub(lambda link: "" if link[0].startswith("!") else link[1], text)
-            said = re.sub(r"<!--.*?-->", "", said, flags=re.DOTALL)
-            parts = [" ".join(part.split()) for part in END.split(said + " ")]
+            prose = LINK.sub(lambda link: "" if link[0].startswith("!") else link[1], text)
+            prose = re.sub(r"<!--.*?-->", "", prose, flags=re.DOTALL)
+            parts = [" ".join(part.split()) for part in END.split(prose + " ")]
             parts = [part for part in parts if re.search(r"\w", part)]
             found += [(part, []) for part in parts[:-1]]
             if parts:
@@ -100,19 +100,21 @@ def test_references(reference: str, why: str) -> None:
 def test_each_sentence_of_the_first_page_names_its_evidence() -> None:
     found = sentences(FIRST_PAGE)
     assert len(found) > 20
-    assert [said for said, references in found if not references] == []
+    assert [sentence for sentence, references in found if not references] == []
     assert {r: why for _, references in found for r in references if (why := missing(r))} == {}
 
 
 def test_its_figures_are_in_the_tables_that_it_names() -> None:
     checked, absent = 0, []
-    for said, references in sentences(FIRST_PAGE):
+    for sentence, references in sentences(FIRST_PAGE):
         tables = "".join(table(reference[6:]) for reference in references if reference.startswith("bench "))
         if tables:
-            figures = FIGURE.findall(said)
+            figures = FIGURE.findall(sentence)
             checked += len(figures)
             absent += [
-                f"{figure}: {said}" for figure in figures if not re.search(rf"(?<![\d.]){figure}(?![\d.]*\d)", tables)
+                f"{figure}: {sentence}"
+                for figure in figures
+                if not re.search(rf"(?<![\d.]){figure}(?![\d.]*\d)", tables)
             ]
     assert checked > 3
     assert absent == []

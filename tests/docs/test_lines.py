@@ -14,8 +14,8 @@ SAID = re.compile(r"`((?:torchft|go)/[\w/.]+)` has about ([\d,]+)")
 def test_lines(page: str) -> None:
     found = SAID.findall((ROOT / f"docs/{page}.md").read_text())
     assert len(found) >= 2
-    for path, said in found:
+    for path, stated in found:
         there = ROOT / path
         files = [there] if there.is_file() else [*there.rglob("*.py"), *there.rglob("*.go")]
         lines = sum(file.read_text().count("\n") for file in files if not file.name.endswith("_test.go"))
-        assert lines == pytest.approx(int(said.replace(",", "")), rel=0.1), path
+        assert lines == pytest.approx(int(stated.replace(",", "")), rel=0.1), path

@@ -37,8 +37,8 @@ class Row:
         self.reasons[why] = self.reasons.get(why, 0) + 1
 
     def note(self) -> str:
-        said = [f"failed: {', '.join(self.failures)}"] if self.failures else []
-        return "; ".join(said + [f"{count} {why}" for why, count in self.reasons.items()])
+        notes = [f"failed: {', '.join(self.failures)}"] if self.failures else []
+        return "; ".join(notes + [f"{count} {why}" for why, count in self.reasons.items()])
 
 
 def save(rows: Iterable[Row], path: Path) -> None:

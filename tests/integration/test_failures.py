@@ -79,12 +79,12 @@ def test_survivors_of_a_silent_failure_continue_at_once(cluster: Cluster, surviv
 
 
 def test_failures_are_reported_to_subscribers_only_with_the_error_bus(cluster: Cluster) -> None:
-    told: dict[int, list[MemberFailure]] = {0: [], 1: []}
+    received: dict[int, list[MemberFailure]] = {0: [], 1: []}
     ready, ended = Gate(), Gate()
 
     def listen(rank: Rank) -> None:
         manager = rank.start_manager(init_sync=False, enable_error_bus=rank.group == 0)
-        manager.subscribe_failures(told[rank.group].append)
+        manager.subscribe_failures(received[rank.group].append)
         manager.subscribe_failures(lambda failure: ready.open())
         cluster.wait_for_healthy(3)
         step(manager)
@@ -102,6 +102,6 @@ def test_failures_are_reported_to_subscribers_only_with_the_error_bus(cluster: C
     (who,) = results(cluster.start(leave, group=2))
     ready.wait()
     ended.open()
-    assert [failure.replica_id for failure in told[0]] == [who]
-    assert told[0][0].reason == "its manager server was shut down"
-    assert told[1] == []
+    assert [failure.replica_id for failure in received[0]] == [who]
+    assert received[0][0].reason == "its manager server was shut down"
+    assert received[1] == []

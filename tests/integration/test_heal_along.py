@@ -240,9 +240,9 @@ def test_the_ranks_of_a_group_end_a_heal_in_one_step(cluster: Cluster, caplog: p
 def test_if_one_rank_of_a_group_gives_up_all_of_them_do(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
     loop = TwoRanks(together=2, second={"make": lambda model: _Own(model.parameters())})
     _run(cluster, loop, first=1, later=1, ranks=2)
-    said = {r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()}
-    assert [one for one in said if "the optimizer is _Own" in one]
-    assert [one for one in said if "another rank of this group takes it over so" in one]
+    logged = {r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()}
+    assert [one for one in logged if "the optimizer is _Own" in one]
+    assert [one for one in logged if "another rank of this group takes it over so" in one]
 
 
 def test_weights_that_may_be_needed_are_kept(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
@@ -263,8 +263,8 @@ def test_weights_that_may_be_needed_are_kept(cluster: Cluster, caplog: pytest.Lo
     )
     _run(cluster, loop, first=2, later=0)
     assert failed and failed[0] > 0
-    said = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
-    assert len(said) == 1 and "one group alone has it" in said[0]
+    logged = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
+    assert len(logged) == 1 and "one group alone has it" in logged[0]
 
 
 def test_a_step_that_failed_meanwhile_is_not_applied(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
@@ -385,8 +385,8 @@ def test_an_additional_source_that_differs_is_left_out(
     monkeypatch.setattr(joining.Asker, "ask", flips)
     _run(cluster, Loop(together=3), first=2, later=1)
     assert len(set(flipped)) == 1 and len(flipped) > 1
-    said = [r for r in caplog.records if "differs from the assigned source's" in r.getMessage()]
-    assert said and len(flipped) < 13
+    logged = [r for r in caplog.records if "differs from the assigned source's" in r.getMessage()]
+    assert logged and len(flipped) < 13
     assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
 
 
@@ -440,8 +440,8 @@ def test_a_job_with_units_or_local_steps_is_healed_as_a_whole(
             rank.manager.register_layout("test", ["as DiLoCo"])
 
     _run(cluster, Loop(together=2, begun=registers), first=1, later=1)
-    said = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
-    assert len(said) == 1 and "units of a data loader, or on their own between two averages" in said[0]
+    logged = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
+    assert len(logged) == 1 and "units of a data loader, or on their own between two averages" in logged[0]
 
 
 def test_much_state_that_belongs_to_no_parameter(
@@ -450,9 +450,10 @@ def test_much_state_that_belongs_to_no_parameter(
     """Frozen weights that no optimizer has, for example; here the buffers of the BatchNorm."""
     monkeypatch.setattr(giving, "_REST", 100)
     _run(cluster, Loop(together=2), first=1, later=1)
-    said = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
+    logged = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
     assert (
-        len(said) == 1 and "bytes of the state belong to no parameter of an OptimizerWrapper, more than 100" in said[0]
+        len(logged) == 1
+        and "bytes of the state belong to no parameter of an OptimizerWrapper, more than 100" in logged[0]
     )
 
 
@@ -503,8 +504,8 @@ def test_an_optimizer_whose_groups_change_meanwhile(
     changed: set[int] = set()
     _run(cluster, Loop(together=2, begun=changes), first=1, later=1)
     assert changed == {0, 1}
-    said = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
-    assert len(said) == 1 and re.search(reason, said[0])
+    logged = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
+    assert len(logged) == 1 and re.search(reason, logged[0])
 
 
 def test_parameters_that_are_frozen_and_unfrozen_meanwhile(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
@@ -570,8 +571,8 @@ def test_one_group_has_it_and_the_other_has_not(cluster: Cluster, caplog: pytest
             return own(rank)
 
     _run(cluster, Mixed(together=2), first=1, later=1)
-    said = [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
-    assert len(said) == along, "only a target tries it"
+    logged = [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
+    assert len(logged) == along, "only a target tries it"
 
 
 def test_a_difference_is_found_and_healed_as_a_whole(
@@ -588,9 +589,9 @@ def test_a_difference_is_found_and_healed_as_a_whole(
 
     monkeypatch.setattr(joining.Parameters, "write", flip)
     _run(cluster, Loop(together=2), first=1, later=1)
-    said = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
-    assert len(said) == 1
-    assert "elements 64 to 128 of parameter 0, or of its optimizer state, differ from the source's" in said[0]
+    logged = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
+    assert len(logged) == 1
+    assert "elements 64 to 128 of parameter 0, or of its optimizer state, differ from the source's" in logged[0]
 
 
 def test_it_excludes_replay(cluster: Cluster) -> None:

@@ -37,8 +37,8 @@ def test_all_ranks_leave_after_the_same_step(cluster: Cluster) -> None:
 
     def loop(rank: Rank) -> list[tuple[int, bool, int]]:
         manager = rank.start_manager(load_state_dict=lambda state: None, state_dict=dict)
-        told = threading.current_thread() is threading.main_thread()
-        if told:
+        signalled = threading.current_thread() is threading.main_thread()
+        if signalled:
             manager.leave_on(signal.SIGTERM)
         ready.wait(60)
         cluster.wait_for_healthy(2)
@@ -47,7 +47,7 @@ def test_all_ranks_leave_after_the_same_step(cluster: Cluster) -> None:
             step = manager.current_step()
             manager.start_quorum()
             manager.allreduce(torch.ones(1)).wait()
-            if told and step == AT:
+            if signalled and step == AT:
                 signal.raise_signal(signal.SIGTERM)
             steps.append((step, manager.should_commit(), manager.num_participants()))
         over[rank.group].wait(60)

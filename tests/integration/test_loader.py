@@ -335,8 +335,8 @@ def refused(
 
     job.events[0, 0, 2] = await_it
     with Cluster(**cluster_settings) as cluster:
-        ended, (told,) = cluster.start(job, group=0), results(cluster.start(join, group=1))
-        return results(ended), told
+        ended, (refusal,) = cluster.start(job, group=0), results(cluster.start(join, group=1))
+        return results(ended), refusal
 
 
 @pytest.mark.parametrize(
@@ -350,10 +350,10 @@ def refused(
 )
 def test_a_group_with_another_dataset_is_refused_by_name(setting: str, ours: object, other: dict[str, Any]) -> None:
     job = Training()
-    ended, told = refused(job, Training(loader=other))
+    ended, refusal = refused(job, Training(loader=other))
     theirs = f"{setting}={other[setting]}"
-    assert "this group trains on other data than group_0:" in told
-    assert f"here ElasticDataLoader: {theirs}; there ElasticDataLoader: {setting}={ours}" in told
+    assert "this group trains on other data than group_0:" in refusal
+    assert f"here ElasticDataLoader: {theirs}; there ElasticDataLoader: {setting}={ours}" in refusal
     check(job, ended)
     assert job.lost and all(theirs in why for why in job.lost)
 
@@ -368,9 +368,9 @@ def without_loader(rank: Rank) -> None:
 
 def test_a_group_without_a_loader_is_refused_by_name() -> None:
     job = Training()
-    ended, told = refused(job, without_loader)
-    assert told.startswith("group_0:") and "trains with an ElasticDataLoader" in told
-    assert "this group without: it would divide their sum by the number of groups" in told
+    ended, refusal = refused(job, without_loader)
+    assert refusal.startswith("group_0:") and "trains with an ElasticDataLoader" in refusal
+    assert "this group without: it would divide their sum by the number of groups" in refusal
     check(job, ended)
     assert job.lost and all("and group_1:" in why for why in job.lost)
 

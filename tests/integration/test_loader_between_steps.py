@@ -107,8 +107,8 @@ def test_a_checkpoint_between_two_steps_is_consistent() -> None:
 
 
 def once(what: str) -> Callable[[Rank], Optional[str]]:
-    told = iter([what])
-    return lambda rank: next(told, None)
+    remaining = iter([what])
+    return lambda rank: next(remaining, None)
 
 
 @pytest.mark.parametrize("groups", [(0, 1), (1,)])

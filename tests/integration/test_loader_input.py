@@ -24,9 +24,9 @@ LAST = Position(1, PLAN.batches_per_epoch - 1)
 
 def test_a_group_whose_dataset_has_another_length_is_refused_by_name() -> None:
     job, shorter = Training(), TensorDataset(*(tensor[:-1] for tensor in dataset().tensors))
-    ended, told = refused(job, Training(data=shorter))
-    assert "this group trains on other data than group_0:" in told
-    assert "here ElasticDataLoader: length=40; there ElasticDataLoader: length=41" in told
+    ended, refusal = refused(job, Training(data=shorter))
+    assert "this group trains on other data than group_0:" in refusal
+    assert "here ElasticDataLoader: length=40; there ElasticDataLoader: length=41" in refusal
     check(job, ended)
     assert job.lost and all("length=40" in why for why in job.lost)
 
@@ -128,12 +128,12 @@ def test_ranks_of_a_group_that_would_begin_at_different_positions_are_refused_by
         return ""
 
     with Cluster(min_replicas=2) as cluster:
-        told = results(*(cluster.start(loop, group, world_size=2) for group in range(2)))
-    of_groups = told[:2], told[2:]
+        errors = results(*(cluster.start(loop, group, world_size=2) for group in range(2)))
+    of_groups = errors[:2], errors[2:]
     for number, (group, other) in enumerate([(1, 2), (2, 1)]):
-        (said,) = filter(None, of_groups[number])
-        assert f"this rank was at batch {group} of epoch 0, and took over batch {other} of epoch 0" in said
-        assert "load the Manager's state_dict, too" in said
+        (error,) = filter(None, of_groups[number])
+        assert f"this rank was at batch {group} of epoch 0, and took over batch {other} of epoch 0" in error
+        assert "load the Manager's state_dict, too" in error
 
 
 # Native groups, whose handles are PyTorch's own
@@ -156,7 +156,7 @@ def test_native_groups_all_have_a_loader_or_are_refused_by_name(with_loader: boo
         assert job.lost == []
         return
     job = Training()
-    ended, told = refused(job, without_loader, make_pg=make)
-    assert told.startswith("group_0:") and "trains with an ElasticDataLoader" in told
+    ended, refusal = refused(job, without_loader, make_pg=make)
+    assert refusal.startswith("group_0:") and "trains with an ElasticDataLoader" in refusal
     check(job, ended)
     assert job.lost and all("and group_1:" in why for why in job.lost)

@@ -23,19 +23,19 @@ def test_each_error_names_both_implementations(monkeypatch: pytest.MonkeyPatch) 
 
     def loop(rank: Rank) -> list[str]:
         manager = rank.start_manager(min_replica_size=2, init_sync=False)
-        said = []
+        errors = []
         for _ in range(2):
             manager.start_quorum()
             assert not manager.should_commit()
             error = manager.errored()
             assert error is not None
-            said.append(str(error.original_exception))
+            errors.append(str(error.original_exception))
         assert manager.current_step() == 0
-        return said
+        return errors
 
     with Cluster(min_replicas=2, make_pg=make_pg) as cluster:
-        said = results(*(cluster.start(loop, group) for group in range(2)))
-    for group, errors in enumerate(said):
+        of_groups = results(*(cluster.start(loop, group) for group in range(2)))
+    for group, errors in enumerate(of_groups):
         for error in errors:
             assert f"{names[group]!r} here, {names[1 - group]!r} in rank" in error
             assert "TORCHFT_NCCL_IMPLEMENTATION" in error

@@ -82,15 +82,15 @@ def test_up_to_date_groups_are_additional_sources(monkeypatch: pytest.MonkeyPatc
     """Each group that joins later is assigned one of two sources, and both serve a part of the state."""
     monkeypatch.setattr(_receive, "_HELP_AFTER", 0.0)
     served: dict[int, int] = {}
-    heard_done = http_transport._Handler._heard_done
+    receive_done = http_transport._Handler._receive_done
 
     def note(self: Any, grant: Any) -> bool:
         try:
-            return heard_done(self, grant)
+            return receive_done(self, grant)
         finally:
             served[self.server.server_port] = grant.served
 
-    monkeypatch.setattr(http_transport._Handler, "_heard_done", note)
+    monkeypatch.setattr(http_transport._Handler, "_receive_done", note)
     transports: list[HTTPTransport[Any]] = []
 
     def train(rank: Rank) -> int:

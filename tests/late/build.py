@@ -80,7 +80,7 @@ def _run(commands: Iterable[list[str]]) -> None:
         )
         for command in commands
     ]
-    said = [process.communicate()[1] for process in running]
-    for process, errors in zip(running, said):
+    outputs = [process.communicate()[1] for process in running]
+    for process, errors in zip(running, outputs):
         if process.returncode != 0:
             raise RuntimeError(f"late: {process.args[0]} failed with status {process.returncode}:\n{errors[-10000:]}")

@@ -253,16 +253,16 @@ def test_the_control_connection_is_lost(make: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(_receive, "Landing", lambda *args: made.append(Landing(*args)) or made[-1])
     source, state, cut = make(), {"w": numbers(30 * BLOCK)}, threading.Event()
     handler = source._server.RequestHandlerClass
-    heard_done = handler._heard_done
+    receive_done = handler._receive_done
 
     def cut_once(self: Any, grant: Any) -> bool:
         if cut.is_set():
-            return heard_done(self, grant)
+            return receive_done(self, grant)
         cut.set()
         until(lambda: grant.served > BLOCK)
         return False  # as if the connection had ended
 
-    monkeypatch.setattr(handler, "_heard_done", cut_once)
+    monkeypatch.setattr(handler, "_receive_done", cut_once)
     source.send_checkpoint([1], 1, state, TIMEOUT)
     assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)
     assert cut.is_set() and len(made) == 1

@@ -60,7 +60,7 @@ wrapped = DistributedDataParallel(manager, model)
 emit("ready")
 Commands().next()
 last = -1  # the step at which this group ends
-said = ""
+reported = ""
 while last < 0 or manager.current_step() < last:
     step = manager.current_step()
     optimizer.zero_grad()
@@ -74,9 +74,9 @@ while last < 0 or manager.current_step() < last:
         names = [replica_id.split(":")[0] for replica_id in plan.replica_ids]
         if last < 0 and args.joins in names and len(names) == manager.num_participants() == 2:
             last = manager.current_step() + args.steps
-    elif plan.source is not None and error is not None and str(error.original_exception) != said:
-        said = str(error.original_exception)
-        emit("heals", far=said, source=plan.source.replica_id)
+    elif plan.source is not None and error is not None and str(error.original_exception) != reported:
+        reported = str(error.original_exception)
+        emit("heals", far=reported, source=plan.source.replica_id)
 weights = [*model.parameters(), *(adam.state[p][key] for p in model.parameters() for key in ("exp_avg", "exp_avg_sq"))]
 emit("finished", step=manager.current_step(), digest=digest_all(weights))
 manager.shutdown()

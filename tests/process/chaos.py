@@ -381,10 +381,10 @@ class Chaos:
             for child, end in zip(children, ends, strict=True)
             if end
         ]
-        told = [e for child in children for e in child.of("failure") if e["received"] > at]
+        notices = [e for child in children for e in child.of("failure") if e["received"] > at]
         phases = (
-            {name.removesuffix("_seconds"): round(s, 3) for name, s in told[-1].items() if name.endswith("_seconds")}
-            if told
+            {name.removesuffix("_seconds"): round(s, 3) for name, s in notices[-1].items() if name.endswith("_seconds")}
+            if notices
             else {}
         )
         return Outcome(seconds, max(lost, default=0), phases)

@@ -92,8 +92,8 @@ def _check_rank(children: Sequence[tuple[int, Child]], last: int) -> None:
         assert torch.allclose(found, weights, rtol=1e-3, atol=1e-3), f"after step {step}: {found}, expected: {weights}"
         for event in by_step[step]:
             assert event["batches"] == batches, f"batches_committed after step {step}: {event['batches']}, {batches}"
-    told = [e["what"] for _, child in children for e in child.of("differs")]
-    assert not told, f"differences between groups were reported: {told}"
+    differences = [e["what"] for _, child in children for e in child.of("differs")]
+    assert not differences, f"differences between groups were reported: {differences}"
     # Parameters that never change equal those of the group with whose weights all began.
     states = {e["ballast"] for _, child in children for e in child.of("finished")}
     assert len(states) == 1, f"a part of the state differs: {states}"

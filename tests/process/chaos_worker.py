@@ -161,7 +161,7 @@ class Worker:
             heal_along=self.along,
             compare_commits=self.compare_commits,
         )
-        self.told = Optimizer(self.manager, self.optimizer)  # registers the parameters to compare and to heal
+        self.registered = Optimizer(self.manager, self.optimizer)  # registers the parameters to compare and to heal
 
     def save(self) -> dict[str, Any]:
         self.strike_soon("heals another")

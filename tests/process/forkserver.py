@@ -78,9 +78,9 @@ class Forked:
         return code
 
     def _next(self) -> tuple[bytes, int]:
-        said = os.read(self._status, STATUS.size)
+        record = os.read(self._status, STATUS.size)
         # If the server has ended, its children have, too.
-        return STATUS.unpack(said) if said else (EXIT, -signal.SIGKILL)
+        return STATUS.unpack(record) if record else (EXIT, -signal.SIGKILL)
 
 
 class ForkServer:
@@ -175,7 +175,7 @@ def serve(control: socket.socket, imports: Sequence[str]) -> dict[str, Any]:
                 pid, status = children.pop(ready)
                 poll.unregister(ready)
                 _, ended = os.waitpid(pid, 0)
-                _say(status, EXIT, os.waitstatus_to_exitcode(ended))
+                _report(status, EXIT, os.waitstatus_to_exitcode(ended))
                 os.close(status)
                 os.close(ready)
                 continue
@@ -204,7 +204,7 @@ def become(request: dict[str, Any], standard: Sequence[int], status: int) -> Non
     """Sets up a forked process like exec: session, descriptors, folder, environment, arguments and path."""
     os.setsid()
     # Sent only now, because its receiver may send a signal to the session.
-    _say(status, PID, os.getpid())
+    _report(status, PID, os.getpid())
     os.close(status)
     for number, descriptor in enumerate(standard):
         os.dup2(descriptor, number)
@@ -221,7 +221,7 @@ def become(request: dict[str, Any], standard: Sequence[int], status: int) -> Non
     importlib.invalidate_caches()
 
 
-def _say(status: int, kind: bytes, number: int) -> None:
+def _report(status: int, kind: bytes, number: int) -> None:
     with contextlib.suppress(BrokenPipeError):  # no process waits for this child any more
         os.write(status, STATUS.pack(kind, number))
 

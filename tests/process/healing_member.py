@@ -47,11 +47,11 @@ def main(megabytes: int, megabytes_a_second: int) -> None:
         replica_id=f"group_{os.environ['REPLICA_GROUP_ID']}",
         checkpoint_transport=transport,
     )
-    told: list[int] = []
-    signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
+    signals: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: signals.append(number))
     while not manager.draining():
         manager.start_quorum()
-        if told:
+        if signals:
             manager.wait_quorum()
             os._exit(9)
         time.sleep(0.05)

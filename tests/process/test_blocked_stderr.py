@@ -43,8 +43,8 @@ def test_a_lighthouse_serves_while_its_log_is_not_read() -> None:
 
             lighthouse.terminate()
             log = lighthouse.stderr.read()
-            told = [int(lines) for lines in re.findall(r"lines of the log were dropped.* lines=(\d+)", log)]
-            assert sum(told) >= float(dropped[1])
+            counts = [int(lines) for lines in re.findall(r"lines of the log were dropped.* lines=(\d+)", log)]
+            assert sum(counts) >= float(dropped[1])
             assert lighthouse.wait(WAIT.total_seconds()) == 0
         finally:
             lighthouse.kill()

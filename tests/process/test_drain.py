@@ -48,7 +48,7 @@ def test_a_drained_group_ends_and_the_other_one_loses_no_step(lighthouse: str, t
         wait_for(lambda: all(group.step() >= 10 for group in groups), "both train", *groups, seconds=200)
         before = lost(groups[0])
 
-        said = tmp_path / "said"
+        output = tmp_path / "output"
         drain = [
             sys.executable,
             "-m",
@@ -60,8 +60,8 @@ def test_a_drained_group_ends_and_the_other_one_loses_no_step(lighthouse: str, t
             "60s",
             "train_ddp_1",
         ]
-        assert process_tree.start(drain, said, {"PYTHONPATH": ours_path()}).wait(90) == 0, said.read_text()
-        assert "asked to leave at the end of a step" in said.read_text() and "has left" in said.read_text()
+        assert process_tree.start(drain, output, {"PYTHONPATH": ours_path()}).wait(90) == 0, output.read_text()
+        assert "asked to leave at the end of a step" in output.read_text() and "has left" in output.read_text()
         wait_for(lambda: groups[1].status == 0, "it ends well", *groups, seconds=100)
         assert len({end["step"] for end in groups[1].ends()}) == 1, "its ranks left at the same step"
 

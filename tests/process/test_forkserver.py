@@ -16,12 +16,12 @@ from upstream import upstream_path
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs pidfd_open")
 
-TELL = """
+LISTING = """
 import ctypes, json, os, sys
 getenv = ctypes.CDLL(None).getenv
 getenv.restype = ctypes.c_char_p
 print(json.dumps({
-    "event": "told",
+    "event": "listing",
     "argv": sys.argv,
     "name": __name__,
     "file": __file__,
@@ -70,21 +70,23 @@ def ended(job: Job, child: Child) -> int:
 
 
 def test_arguments_environment_and_descriptors_are_those_of_a_program(job: Job, tmp_path: Path) -> None:
-    child = run(job, tmp_path, TELL, "one", 2, SPECIAL="yes")
+    child = run(job, tmp_path, LISTING, "one", 2, SPECIAL="yes")
     child._process.stdin.close()  # type: ignore[union-attr]
     assert ended(job, child) == 0, job.report()
-    (told,) = child.of("told")
+    (listing,) = child.of("listing")
     script = str(tmp_path / "script.py")
-    assert told["argv"] == [script, "one", "2"] and told["file"] == script
-    assert told["name"] == "__main__" and told["main"]
-    assert told["path"][:2] == [str(tmp_path), str(ours_path())] and str(processes.HERE) not in told["path"]
-    assert told["cwd"] == job._folder.name and told["session"] and told["stdin"] == ""
-    assert told["environment"] == child_environment(ours_path(), {"SPECIAL": "yes"}) and told["in C"] == "yes"
-    assert told["descriptors"][:3] == [0, 1, 2] and len(told["descriptors"]) == 4, "the fourth is the listing's own"
+    assert listing["argv"] == [script, "one", "2"] and listing["file"] == script
+    assert listing["name"] == "__main__" and listing["main"]
+    assert listing["path"][:2] == [str(tmp_path), str(ours_path())] and str(processes.HERE) not in listing["path"]
+    assert listing["cwd"] == job._folder.name and listing["session"] and listing["stdin"] == ""
+    assert listing["environment"] == child_environment(ours_path(), {"SPECIAL": "yes"}) and listing["in C"] == "yes"
+    assert listing["descriptors"][:3] == [0, 1, 2] and len(listing["descriptors"]) == 4, (
+        "the fourth is the listing's own"
+    )
 
 
 @pytest.mark.parametrize(
-    ("text", "status", "said"),
+    ("text", "status", "expected"),
     [
         ("", 0, ""),
         ("import sys; sys.exit(3)", 3, ""),
@@ -96,10 +98,10 @@ def test_arguments_environment_and_descriptors_are_those_of_a_program(job: Job, 
         ("import threading\nthreading.Timer(0.1, lambda: open('late', 'w')).start()", 0, ""),
     ],
 )
-def test_a_child_ends_like_a_program(job: Job, tmp_path: Path, text: str, status: int, said: str) -> None:
+def test_a_child_ends_like_a_program(job: Job, tmp_path: Path, text: str, status: int, expected: str) -> None:
     child = run(job, tmp_path, text)
     assert ended(job, child) == status, job.report()
-    assert said in child.log_tail(20)
+    assert expected in child.log_tail(20)
     assert Path(job._folder.name, "late").exists() == ("late" in text), "the process waits for other threads"
 
 

@@ -35,17 +35,17 @@ MOUNT = 'mount -t tmpfs -o size=64k none "$PWD"; cd "$PWD"'
 
 
 @pytest.mark.parametrize(
-    ("prepare", "says"),
+    ("prepare", "reason"),
     [
         (f'{MOUNT}; mount -o remount,ro none "$PWD"', "Read-only file system"),
         (f"{MOUNT}; cat /dev/zero > filler 2> /dev/null || true", "No space left on device"),
     ],
     ids=["read-only", "full"],
 )
-def test_a_directory_without_space_or_write_access_is_refused(tmp_path: Path, prepare: str, says: str) -> None:
+def test_a_directory_without_space_or_write_access_is_refused(tmp_path: Path, prepare: str, reason: str) -> None:
     (refused,) = events(tmp_path / "shared", prepare)
     assert refused["event"] == "refused"
-    assert says in refused["error"] and "allowed: a directory with free space" in refused["error"]
+    assert reason in refused["error"] and "allowed: a directory with free space" in refused["error"]
 
 
 def test_a_member_counts_as_failed_while_its_directory_is_full(tmp_path: Path) -> None:

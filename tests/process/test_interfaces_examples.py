@@ -18,8 +18,8 @@ def test_the_page_shows_the_example(name: str) -> None:
     assert block == (ROOT / f"python/examples/{name}_loop.py").read_text()
 
 
-def weights(*said: str) -> set[str]:
-    return {found for text in said for found in re.findall(r"weights (\[\[.*?\]\])", text)}
+def weights(*outputs: str) -> set[str]:
+    return {found for text in outputs for found in re.findall(r"weights (\[\[.*?\]\])", text)}
 
 
 @pytest.mark.timeout(240)
@@ -38,14 +38,14 @@ def test_two_members_of_ftlib_end(consensus: str, tmp_path: Path) -> None:
         for each in arguments
     ]
     try:
-        said = [member.communicate(timeout=200)[0] for member in members]
+        outputs = [member.communicate(timeout=200)[0] for member in members]
     finally:
         for member in members:
             member.kill()
             member.wait()
     assert [member.returncode for member in members] == [0, 0]
     # Not compared: they differ if one ended before the other began. tests/process/test_ftlib.py compares weights.
-    assert [len(weights(each)) for each in said] == [1, 1]
+    assert [len(weights(each)) for each in outputs] == [1, 1]
 
 
 @pytest.mark.slow  # 20 s; tests/unit/dlrover/test_optimizer.py has the same in threads
@@ -56,5 +56,5 @@ def test_two_groups_with_distributed_optimizer_end_with_equal_weights(tmp_path: 
     env = child_environment(ours_path(), {"TORCHFT_HOST": "localhost", "MAX_WORKER_NUM": "2"})
     done = subprocess.run([*command, script], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    said = [log.read_text(errors="replace") for log in (tmp_path / "torchft-logs").rglob("*") if log.is_file()]
-    assert len(weights(*said)) == 1
+    logs = [log.read_text(errors="replace") for log in (tmp_path / "torchft-logs").rglob("*") if log.is_file()]
+    assert len(weights(*logs)) == 1

@@ -41,11 +41,11 @@ def where(pattern: str, lines: list[str]) -> int:
 
 def test_the_size_of_the_download_is_printed_before_it_starts(tmp_path: Path) -> None:
     lines = recipes(tmp_path / "venv", "train")
-    said = where(r"echo .* \d GB to download, .* GB on disk", lines)
-    (figures,) = re.findall(r"\S+ GB to download, \S+ GB on disk", lines[said])
+    printed_at = where(r"echo .* \d GB to download, .* GB on disk", lines)
+    (figures,) = re.findall(r"\S+ GB to download, \S+ GB on disk", lines[printed_at])
     assert figures in " ".join((ROOT / "README.md").read_text().split())
-    assert CPU_INDEX in lines[said], "and how to download less"
-    assert said < min(i for i, line in enumerate(lines) if "pip install" in line)
+    assert CPU_INDEX in lines[printed_at], "and how to download less"
+    assert printed_at < min(i for i, line in enumerate(lines) if "pip install" in line)
 
 
 def test_pytorch_comes_from_the_index_that_is_asked_for(tmp_path: Path) -> None:
@@ -83,11 +83,11 @@ def test_go_tests_that_lack_a_network_namespace_are_listed(status: int, venv: Pa
     command = ["make", "--no-print-directory", f"VENV={venv}", "GO_TEST=true", "test-go"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    said = re.findall(r"^deselected: (\w+) \(Go\) needs network namespaces$", done.stdout, re.MULTILINE)
-    assert len(said) == status
-    if said:
+    deselected = re.findall(r"^deselected: (\w+) \(Go\) needs network namespaces$", done.stdout, re.MULTILINE)
+    assert len(deselected) == status
+    if deselected:
         (source,) = (ROOT / "go").rglob("user_timeout_linux_test.go")
-        assert f"func {said[0]}(" in source.read_text()
+        assert f"func {deselected[0]}(" in source.read_text()
 
 
 @pytest.fixture
@@ -141,8 +141,8 @@ def test_ctrl_c_ends_everything(target: str, running: str, venv: Path, tmp_path:
         while left := processes_of(tmp_path):
             assert time.monotonic() < deadline, f"{left} are left\n{log.read_text()}"
             time.sleep(0.05)
-        said = log.read_text()
-        assert re.search("interrupted; the logs|SIGINT: ending the groups", said) and "Traceback" not in said
+        output = log.read_text()
+        assert re.search("interrupted; the logs|SIGINT: ending the groups", output) and "Traceback" not in output
     finally:
         process_tree.kill_tree(make)
         for folder in set(re.findall(r"^logs: (torchft-logs/\S+)$", log.read_text(), re.M)):

@@ -37,5 +37,5 @@ def test_a_state_that_is_set_after_the_manager_was_made_heals_in_both_directions
 def test_with_heals_in_pieces_an_upstream_group_transfers_its_state_as_a_whole() -> None:
     with Job() as job:
         run_mixed_job(job, (upstream_path("nightly"), ours_path()), ours_path(), ("--heal-along",))
-        said = [child.log_tail(1000).count("the state is transferred as a whole") for child in job.children]
-    assert sum(said) > 0, "our group says so when it heals"
+        counts = [child.log_tail(1000).count("the state is transferred as a whole") for child in job.children]
+    assert sum(counts) > 0, "our group says so when it heals"

@@ -85,16 +85,16 @@ def check_that_nothing_is_lost(events: list[list[Event]], until: int) -> None:
     assert all(len(samples) == BATCH and set(samples.values()) == {1} for samples in counted.values()), counted
 
 
-@pytest.mark.parametrize("told", ["rank 0", "rank 1", "torchrun"])
-def test_a_preempted_group_leaves(lighthouse: str, tmp_path: Path, told: str) -> None:
+@pytest.mark.parametrize("signalled", ["rank 0", "rank 1", "torchrun"])
+def test_a_preempted_group_leaves(lighthouse: str, tmp_path: Path, signalled: str) -> None:
     job = Job(tmp_path, lighthouse, 3)
     try:
         job.wait(job.all_train(10), "all train", 0, 1, 2, seconds=200)
-        pid = job.groups[1].pid if told == "torchrun" else job.of(1, int(told[-1]))[0]["pid"]
+        pid = job.groups[1].pid if signalled == "torchrun" else job.of(1, int(signalled[-1]))[0]["pid"]
         os.kill(pid, signal.SIGTERM)
         job.wait(lambda: job.groups[1].status is not None, "it leaves", 0, 2)
         # torchrun exits with 1 if it got a signal itself, with any status of its workers.
-        assert job.groups[1].status == (1 if told == "torchrun" else 0), job.groups[1].log.read_text()
+        assert job.groups[1].status == (1 if signalled == "torchrun" else 0), job.groups[1].log.read_text()
         ends = [job.of(1, rank)[-1] for rank in range(RANKS)]
         assert [end["event"] for end in ends] == ["left"] * RANKS, job.groups[1].log.read_text()
         assert len({end["step"] for end in ends}) == 1 and all(end["draining"] for end in ends)
@@ -116,10 +116,10 @@ def test_a_hanging_process_ends_after_the_grace_period(lighthouse: str, tmp_path
         job.wait(lambda: group.status is not None, "it ends")
     finally:
         group.kill()
-    said = group.log.read_text()
-    assert "SIGTERM: the process has not ended within TORCHFT_GRACE_S=2 s: it ends now, with status 143" in said
-    assert "preempted_job.py" in said[said.index("with status 143") :], "where it hangs"
-    assert "forcefully exiting via" not in said, "torchrun had to kill it"
+    output = group.log.read_text()
+    assert "SIGTERM: the process has not ended within TORCHFT_GRACE_S=2 s: it ends now, with status 143" in output
+    assert "preempted_job.py" in output[output.index("with status 143") :], "where it hangs"
+    assert "forcefully exiting via" not in output, "torchrun had to kill it"
     assert job.of(0, 1)[-1]["event"] == "hangs"
 
 

@@ -42,11 +42,11 @@ def run(script: str, env: dict[str, str], *args: str) -> subprocess.CompletedPro
 
 
 def test_group_finds_the_lighthouse_and_starts_torchrun_on_all_its_nodes(slurm: dict[str, str]) -> None:
-    said = run("lighthouse.sbatch", {**slurm, "MIN_REPLICAS": "3"})
-    assert said.stdout == "lighthouse --bind [::]:29510 --min_replicas 3\n", said.stderr
-    said = run("groups.sbatch", {**slurm, "NPROC": "8"}, "train_ddp.py", "--steps", "20")
-    assert said.returncode == 0, said.stderr
-    *env, command = said.stdout.splitlines()
+    done = run("lighthouse.sbatch", {**slurm, "MIN_REPLICAS": "3"})
+    assert done.stdout == "lighthouse --bind [::]:29510 --min_replicas 3\n", done.stderr
+    done = run("groups.sbatch", {**slurm, "NPROC": "8"}, "train_ddp.py", "--steps", "20")
+    assert done.returncode == 0, done.stderr
+    *env, command = done.stdout.splitlines()
     address = (Path(slurm["SHARED"]) / "lighthouse").read_text().strip()
     assert address.startswith("http://") and address.endswith(":29510")
     assert env == ["NUM_REPLICA_GROUPS=4", "REPLICA_GROUP_ID=2", "TORCHFT_GRACE_S=25", f"TORCHFT_LIGHTHOUSE={address}"]
@@ -57,10 +57,10 @@ def test_group_finds_the_lighthouse_and_starts_torchrun_on_all_its_nodes(slurm: 
 
 
 def test_errors_name_what_is_missing(slurm: dict[str, str]) -> None:
-    said = run("groups.sbatch", {**slurm, "LIGHTHOUSE_TIMEOUT": "1"}, "train_ddp.py")
-    assert said.returncode == 1 and "no lighthouse in" in said.stderr
-    said = run("groups.sbatch", slurm)
-    assert said.returncode == 2 and "usage: sbatch" in said.stderr
+    done = run("groups.sbatch", {**slurm, "LIGHTHOUSE_TIMEOUT": "1"}, "train_ddp.py")
+    assert done.returncode == 1 and "no lighthouse in" in done.stderr
+    done = run("groups.sbatch", slurm)
+    assert done.returncode == 2 and "usage: sbatch" in done.stderr
     without = {name: value for name, value in slurm.items() if name != "SLURM_ARRAY_TASK_ID"}
-    said = run("groups.sbatch", without, "train_ddp.py")
-    assert said.returncode == 2 and "submit this as an array" in said.stderr
+    done = run("groups.sbatch", without, "train_ddp.py")
+    assert done.returncode == 2 and "submit this as an array" in done.stderr

@@ -61,7 +61,7 @@ def end(run: Command, at_least: int) -> None:
     assert len(process_tree.tree(run.process.pid)) >= at_least
     run.process.send_signal(signal.SIGINT)
     assert run.process.wait(60) == 130, run.report()
-    says_where_the_logs_are(run)
+    assert_logs_are_named(run)
     deadline = time.monotonic() + 60
     while left := processes_of(run.folder):
         assert time.monotonic() < deadline, f"{left} are left"
@@ -69,7 +69,7 @@ def end(run: Command, at_least: int) -> None:
     assert os.listdir(run.folder / "torchft") == [], "its socket is removed"
 
 
-def says_where_the_logs_are(run: Command) -> None:
+def assert_logs_are_named(run: Command) -> None:
     """The path of the logs is printed again at the end, when the first line has scrolled away."""
     assert run.log.read_text().splitlines()[-1] == f"logs: {run.folder / 'logs'}"
 
@@ -82,14 +82,14 @@ def test_it_grows_shrinks_and_ends(tmp_path: Path) -> None:
     try:
         run.wait(lambda: run.shows(r"^group 0 .* training") and run.shows(r"^group 1 .* training"), "both train")
         scale = [sys.executable, "-m", "torchft.cli", "scale"]
-        said = tmp_path / "scale"
-        assert process_tree.start([*scale, "3"], said, run.env).wait(60) == 0, said.read_text()
+        output = tmp_path / "scale"
+        assert process_tree.start([*scale, "3"], output, run.env).wait(60) == 0, output.read_text()
         run.wait(lambda: run.shows(r"^group 2 .* training"), "a third one trains")
-        assert process_tree.start([*scale, "2"], said, run.env).wait(60) == 0, said.read_text()
+        assert process_tree.start([*scale, "2"], output, run.env).wait(60) == 0, output.read_text()
         run.wait(lambda: run.shows(r"^group 2 .* left"), "the third one has left")
         assert "left as asked (drain)" in (tmp_path / "logs" / "lighthouse.log").read_text()
-        assert process_tree.start([*scale, "4"], said, run.env).wait(60) == 1
-        assert "4 replica groups are not allowed; allowed: 1 to 3" in said.read_text()
+        assert process_tree.start([*scale, "4"], output, run.env).wait(60) == 1
+        assert "4 replica groups are not allowed; allowed: 1 to 3" in output.read_text()
 
         end(run, 6)  # the command itself, the lighthouse, two agents and their workers
     finally:
@@ -103,9 +103,9 @@ def test_more_groups_of_the_training_script_join(tmp_path: Path) -> None:
     run = Command(tmp_path, "--replicas", "1:2", str(ours_path() / "train_ddp.py"), "--steps", "1000000")
     try:
         run.wait(lambda: run.shows(r"^group 0 .* training"), "the first one trains", 120)
-        said = tmp_path / "scale"
+        output = tmp_path / "scale"
         scale = [sys.executable, "-m", "torchft.cli", "scale", "2"]
-        assert process_tree.start(scale, said, run.env).wait(60) == 0, said.read_text()
+        assert process_tree.start(scale, output, run.env).wait(60) == 0, output.read_text()
         run.wait(lambda: run.shows(r"^group 1 .* training"), "the second one trains", 120)
     finally:
         process_tree.kill_tree(run.process)
@@ -118,13 +118,13 @@ def test_it_ends_when_all_groups_have_finished(tmp_path: Path) -> None:
     try:
         assert run.process.wait(120) == 0, run.report()
         assert run.shows(r"^group 0 .* done") and run.shows(r"^group 1 .* done") and run.shows(r"^done: 2 groups")
-        says_where_the_logs_are(run)
+        assert_logs_are_named(run)
     finally:
         process_tree.kill_tree(run.process)
 
 
 @pytest.mark.parametrize(
-    ("bind", "said"),
+    ("bind", "expected"),
     [
         # The program on the port accepts connections; the command must not take it for the lighthouse.
         (
@@ -136,7 +136,9 @@ def test_it_ends_when_all_groups_have_finished(tmp_path: Path) -> None:
         ("192.0.2.1:0", 'bind is "192.0.2.1:0", which cannot be listened on'),
     ],
 )
-def test_the_error_names_an_address_on_which_the_lighthouse_cannot_listen(bind: str, said: str, tmp_path: Path) -> None:
+def test_the_error_names_an_address_on_which_the_lighthouse_cannot_listen(
+    bind: str, expected: str, tmp_path: Path
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         run = Command(tmp_path, "--bind", bind.replace("{taken}", port), str(MEMBER), FOREVER)
@@ -145,7 +147,7 @@ def test_the_error_names_an_address_on_which_the_lighthouse_cannot_listen(bind: 
         finally:
             process_tree.kill_tree(run.process)
     output = run.log.read_text()
-    assert f"torchft run: the lighthouse did not start: {said.replace('{taken}', port)}" in output
+    assert f"torchft run: the lighthouse did not start: {expected.replace('{taken}', port)}" in output
     assert "lighthouse: http" not in output and not list(tmp_path.glob("logs/group-*")), "no group was started"
     assert processes_of(tmp_path) == []
     assert not (tmp_path / "torchft").exists() or os.listdir(tmp_path / "torchft") == [], "nor a socket"

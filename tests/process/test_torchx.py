@@ -52,8 +52,8 @@ def test_groups_of_an_app_train_together(tmp_path: Path, monkeypatch: pytest.Mon
         lighthouse.shutdown()
     assert status is not None and status.state.name == "SUCCEEDED", status
     assert (tmp_path / "failed-0").exists() and (tmp_path / "failed-1").exists()
-    said = [json.loads((tmp_path / f"{group}-{rank}.json").read_text()) for group in range(2) for rank in range(2)]
-    assert said == [{"committed": True, "mean": 1.5, "visible": ""}] * 4
+    reports = [json.loads((tmp_path / f"{group}-{rank}.json").read_text()) for group in range(2) for rank in range(2)]
+    assert reports == [{"committed": True, "mean": 1.5, "visible": ""}] * 4
 
 
 def test_roles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,7 @@ def test_which_samples_count(
 
 
 @pytest.mark.parametrize(
-    ("counted", "equal", "reproducible", "says"),
+    ("counted", "equal", "reproducible", "message"),
     [
         ((8, 0, 0), False, False, None),
         ((8, 0, 0), True, True, None),
@@ -168,13 +168,13 @@ def test_which_samples_count(
     ],
 )
 def test_required_output_of_a_run(
-    counted: tuple[int, int, int], equal: bool, reproducible: bool, says: str | None
+    counted: tuple[int, int, int], equal: bool, reproducible: bool, message: str | None
 ) -> None:
     import demo
 
     proof = demo.Proof(demo.Samples(*counted), 1e-12, equal, reproducible)
     problem = proof.problem()
-    assert problem is None if says is None else says in str(problem)
+    assert problem is None if message is None else message in str(problem)
     assert dict(proof.rows())["weights, relative to one process"] == (
         "equal bit for bit" if reproducible and equal else "1.0e-12"
     )

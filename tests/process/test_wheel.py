@@ -71,10 +71,10 @@ def test_the_example_trains_with_the_wheel(commands: Path, tmp_path: Path) -> No
         status = job.wait(200)
     finally:
         process_tree.kill_tree(job)
-    said = "\n".join(path.read_text() for path in [log, *(tmp_path / "logs").iterdir()])
-    assert status == 0, said
-    used = re.findall(r"^used (.+)$", said, re.MULTILINE)
-    assert len(used) == 2 and all(Path(path).is_relative_to(commands.parent) for path in used), said
+    output = "\n".join(path.read_text() for path in [log, *(tmp_path / "logs").iterdir()])
+    assert status == 0, output
+    used = re.findall(r"^used (.+)$", output, re.MULTILINE)
+    assert len(used) == 2 and all(Path(path).is_relative_to(commands.parent) for path in used), output
 
 
 def test_its_lighthouse_serves_and_its_doctor_reaches_it(commands: Path, tmp_path: Path) -> None:
@@ -86,8 +86,8 @@ def test_its_lighthouse_serves_and_its_doctor_reaches_it(commands: Path, tmp_pat
         while not (found := re.search(r"listening on: (\S+)\n", log.read_text())):
             assert lighthouse.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.05)
-        said = run(commands / "torchft", "doctor", "--quick", "--lighthouse", found[1], cwd=tmp_path)
-        assert "the lighthouse answers" in said and "the native library loads" in said, said
+        output = run(commands / "torchft", "doctor", "--quick", "--lighthouse", found[1], cwd=tmp_path)
+        assert "the lighthouse answers" in output and "the native library loads" in output, output
         lighthouse.terminate()
         assert lighthouse.wait(20) == 0, log.read_text()
     finally:

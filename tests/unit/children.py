@@ -45,9 +45,9 @@ def run_python(
             too_long = threading.Timer(timeout, end)
             too_long.start()
             with child.stdout as stdout:
-                said = stdout.read().decode()
+                output = stdout.read().decode()
             code = child.wait(timeout)
             too_long.cancel()
             too_long.join()
             stderr.seek(0)
-            return subprocess.CompletedProcess(argv, code, said, stderr.read().decode())
+            return subprocess.CompletedProcess(argv, code, output, stderr.read().decode())

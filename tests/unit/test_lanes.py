@@ -61,11 +61,11 @@ def test_each_part_has_a_log_and_a_result(tmp_path: Path) -> None:
         python(name, f"import sys; print('this is {name}'); sys.exit({status})")
         for name, status in (("a", 0), ("b", 3))
     ]
-    said: list[str] = []
-    results = {r.part.name: r for r in run([*parts, python("c", "")], 2, tmp_path, said.append)}
+    reported: list[str] = []
+    results = {r.part.name: r for r in run([*parts, python("c", "")], 2, tmp_path, reported.append)}
     assert {name: r.status for name, r in results.items()} == {"a": 0, "b": 3, "c": 0}
     assert (tmp_path / "b.log").read_text() == "this is b\n"
-    assert any(line.startswith("b: status 3") for line in said)
+    assert any(line.startswith("b: status 3") for line in reported)
     out = io.StringIO()
     assert report(list(results.values()), [], tmp_path, out) == 1
     assert out.getvalue().endswith("failed: b\n")
@@ -148,8 +148,8 @@ def test_ctrl_c_ends_everything(tmp_path: Path, number: signal.Signals) -> None:
             time.sleep(0.05)
         pids = [ids(log.read_text())[0] for log in logs]
         os.kill(lanes.pid, number)
-        said, _ = lanes.communicate(timeout=60)
-    assert "[('a', 130), ('b', 130)]" in said
+        output, _ = lanes.communicate(timeout=60)
+    assert "[('a', 130), ('b', 130)]" in output
     assert not any(alive(pid) for pid in pids)
 
 

@@ -184,8 +184,8 @@ def test_the_command_prints_where_a_record_is_sent(otel: Any, monkeypatch: pytes
     assert capsys.readouterr().out.startswith("off: ")
     monkeypatch.setenv("OTEL_LOGS_EXPORTER", "console")
     otel.main()
-    said = capsys.readouterr()
-    assert "through console" in said.out and "to see whether it arrives" in said.err
+    output = capsys.readouterr()
+    assert "through console" in output.out and "to see whether it arrives" in output.err
 
 
 @pytest.mark.parametrize(
@@ -304,10 +304,10 @@ def test_a_trace_is_whole_from_the_rank_to_the_lighthouse(otel: Any) -> None:
                 assert span.name not in named
                 named[span.name] = span
 
-    def said(span: Any) -> dict[str, Any]:
+    def attributes(span: Any) -> dict[str, Any]:
         return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in span.attributes}
 
-    steps = sorted(traces.values(), key=lambda spans: said(spans["step"])["torchft.step"])
+    steps = sorted(traces.values(), key=lambda spans: attributes(spans["step"])["torchft.step"])
     assert len(steps) == 2, "each step has a trace of its own"
     below = {
         "manager.quorum": "step",
@@ -320,8 +320,8 @@ def test_a_trace_is_whole_from_the_rank_to_the_lighthouse(otel: Any) -> None:
         for name, parent in below.items():
             assert spans[name].parent_span_id == spans[parent].span_id, name
         for span in spans.values():
-            assert said(span)["torchft.step"] == number
-            assert said(span)["torchft.replica_id"].startswith("traced")
-        assert said(spans["manager.should_commit"])["torchft.vote"] is (number == 0)
+            assert attributes(span)["torchft.step"] == number
+            assert attributes(span)["torchft.replica_id"].startswith("traced")
+        assert attributes(spans["manager.should_commit"])["torchft.vote"] is (number == 0)
         for name in ("step", "manager.should_commit"):
-            assert said(spans[name])["torchft.committed"] is (number == 0), name
+            assert attributes(spans[name])["torchft.committed"] is (number == 0), name

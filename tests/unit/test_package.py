@@ -43,6 +43,6 @@ def test_the_logs_of_jobs_are_no_part_of_the_repository() -> None:
 def test_a_package_lists_its_modules(name: str) -> None:
     """The docstring of a package lists its modules."""
     folder = ROOT / "torchft" / name
-    said = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
     modules = {path.stem for path in folder.glob("[a-z]*.py")}
-    assert {module for module in modules if not re.search(rf"\b{module}\b", said)} == set()
+    assert {module for module in modules if not re.search(rf"\b{module}\b", docstring)} == set()

@@ -129,8 +129,11 @@ def test_a_test_states_the_number_of_devices_it_needs(
         """,
     )
     assert outcomes(done) == {"passed": there, "deselected": 3 - there}
-    said = ["*2 CUDA devices (there is one); 1 tests need 3*", "deselected: 1 tests need 3 CUDA devices (there are 2)"]
-    done.stdout.fnmatch_lines([said[there - 1]])
+    expected = [
+        "*2 CUDA devices (there is one); 1 tests need 3*",
+        "deselected: 1 tests need 3 CUDA devices (there are 2)",
+    ]
+    done.stdout.fnmatch_lines([expected[there - 1]])
 
 
 def test_tests_that_cannot_run_here_are_reported_in_one_line(

@@ -97,7 +97,7 @@ def differences(expected: list[tuple[str, str | None]], found: list[inspect.Para
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    ("line", "message"),
     [
         ("missing()", "there is none"),
         ("f(a, c=1)", "it takes ['a', 'b', 'c']"),
@@ -106,8 +106,8 @@ def differences(expected: list[tuple[str, str | None]], found: list[inspect.Para
         ("K = 2", "it is 1"),
     ],
 )
-def test_a_difference_is_found(line: str, says: str) -> None:
+def test_a_difference_is_found(line: str, message: str) -> None:
     module = ModuleType("m")
     module.__dict__.update(f=lambda a, b, c=1: None, K=1)
-    assert list(problems(line, module)) == [f"{line}: {says}"]
+    assert list(problems(line, module)) == [f"{line}: {message}"]
     assert not list(problems("f(a, b)", module))

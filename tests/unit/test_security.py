@@ -113,22 +113,22 @@ def test_token_and_certificates_together(
 
         guess = tmp_path / "guess"
         guess.write_text("guess")
-        for token, says in ((None, "this server wants the job's token"), (guess, "the token is not the job's")):
+        for token, message in ((None, "this server wants the job's token"), (guess, "the token is not the job's")):
             with monkeypatch.context() as patch:
                 setting(patch, TOKEN_FILE=token)
                 stranger = LighthouseClient(lighthouse.address(), TIMEOUT)
-                with pytest.raises(RuntimeError, match=says):
+                with pytest.raises(RuntimeError, match=message):
                     stranger.quorum("c", TIMEOUT)
-                with pytest.raises(RuntimeError, match=says):
+                with pytest.raises(RuntimeError, match=message):
                     stranger.heartbeat("c", TIMEOUT)
                 # A rank in the server's process calls it without a connection; the group still has to call the
                 # lighthouse.
                 unknown = manager_server(lighthouse.address())
-                with pytest.raises(RuntimeError, match=says):
+                with pytest.raises(RuntimeError, match=message):
                     ManagerClient(unknown.address(), TIMEOUT)._quorum(0, 1, "", False, TIMEOUT, 0)
                 unknown.shutdown()
 
-        for files, says in (
+        for files, message in (
             ({"TLS_CA": authority / "otherca.pem"}, "certificate signed by unknown authority"),
             ({"TLS_CERT": authority / "stranger.pem", "TLS_KEY": authority / "stranger.key"}, "tls: "),
             ({"TLS_CERT": authority / "expired.pem", "TLS_KEY": authority / "expired.key"}, "expired"),
@@ -141,7 +141,7 @@ def test_token_and_certificates_together(
                     lambda: manager_server(lighthouse.address()),
                 ]
                 for refused in in_threads(calls):  # each call retries until SOON
-                    assert isinstance(refused, RuntimeError) and re.search(says, str(refused))
+                    assert isinstance(refused, RuntimeError) and re.search(message, str(refused))
 
         plain = lighthouse.address().replace("https:", "http:")
         with pytest.raises(RuntimeError, match=r"with tls_ca \(TORCHFT_TLS_CA\) it must begin with https://"):
@@ -155,7 +155,7 @@ def test_token_and_certificates_together(
 
 
 @pytest.mark.parametrize(
-    ("files", "says"),
+    ("files", "message"),
     [
         ({"TOKEN_FILE": "/missing"}, r"token_file \(TORCHFT_TOKEN_FILE\) is \"/missing\": it cannot be read"),
         ({"TLS_CERT": "/missing"}, r"tls_key \(TORCHFT_TLS_KEY\) is \"\""),
@@ -163,7 +163,7 @@ def test_token_and_certificates_together(
     ],
 )
 def test_a_file_that_cannot_be_used_is_a_value_error(
-    monkeypatch: pytest.MonkeyPatch, files: dict[str, str], says: str
+    monkeypatch: pytest.MonkeyPatch, files: dict[str, str], message: str
 ) -> None:
     setting(monkeypatch, **files)
     for make in (
@@ -172,7 +172,7 @@ def test_a_file_that_cannot_be_used_is_a_value_error(
         lambda: ManagerClient("http://localhost:1", SOON),
         lambda: manager_server("http://localhost:1"),
     ):
-        with pytest.raises(ValueError, match=says):
+        with pytest.raises(ValueError, match=message):
             make()
 
 

@@ -93,8 +93,8 @@ for _ in range(2):
 
 
 def test_an_unknown_counter_is_refused_by_name(client: ManagerClient) -> None:
-    client._say_counted(0, "nonfinite_syncs", 2)
+    client._report_count(0, "nonfinite_syncs", 2)
     with pytest.raises(ValueError, match=r'no counter of a rank is named "nonfinite_steps", only: .*nonfinite_syncs'):
-        client._say_counted(0, "nonfinite_steps", 1)
+        client._report_count(0, "nonfinite_steps", 1)
     with pytest.raises(ValueError, match="number=-1 must be at least 0"):
-        client._say_counted(0, "nonfinite_syncs", -1)
+        client._report_count(0, "nonfinite_syncs", -1)

@@ -80,8 +80,8 @@ def groups() -> Iterator[Callable[..., Groups]]:
 
 
 def ask(client: ManagerClient, rank: int = 0, step: int = 0, timeout: timedelta = SOON, **more: Any) -> QuorumResult:
-    said: dict[str, Any] = dict(checkpoint_metadata=f"metadata{rank}", shrink_only=False, commit_failures=0, **more)
-    return client._quorum(group_rank=rank, step=step, timeout=timeout, **said)
+    request: dict[str, Any] = dict(checkpoint_metadata=f"metadata{rank}", shrink_only=False, commit_failures=0, **more)
+    return client._quorum(group_rank=rank, step=step, timeout=timeout, **request)
 
 
 def test_quorum_result_has_its_defaults_and_can_be_set() -> None:
@@ -191,8 +191,8 @@ def test_the_ranks_of_a_group_wait_for_each_other(groups: Callable[..., Groups])
     assert results[0].quorum_id == results[1].quorum_id
     assert ranks[0]._checkpoint_metadata(1, SOON) == "metadata1"
 
-    def votes(*said: bool, step: int) -> list[bool]:
-        calls = (lambda r=r, v=v: ranks[r].should_commit(r, step, v, SOON) for r, v in enumerate(said))
+    def votes(*ballots: bool, step: int) -> list[bool]:
+        calls = (lambda r=r, v=v: ranks[r].should_commit(r, step, v, SOON) for r, v in enumerate(ballots))
         return [f.result() for f in job.together(*calls)]
 
     assert votes(True, True, step=0) == [True, True]
@@ -230,7 +230,7 @@ def test_another_world_size_is_refused_naming_both(groups: Callable[..., Groups]
 
 
 @pytest.mark.parametrize(
-    ("said", "error", "text"),
+    ("changes", "error", "text"),
     [
         ({"step": "1"}, TypeError, "str"),
         ({"reconfigure_handle": None}, TypeError, "reconfigure_handle=None is not allowed; allowed: a str"),
@@ -239,13 +239,13 @@ def test_another_world_size_is_refused_naming_both(groups: Callable[..., Groups]
     ],
 )
 def test_an_invalid_request_is_refused(
-    groups: Callable[..., Groups], said: dict[str, Any], error: type[Exception], text: str
+    groups: Callable[..., Groups], changes: dict[str, Any], error: type[Exception], text: str
 ) -> None:
     request: dict[str, Any] = dict(
         group_rank=0, step=0, checkpoint_metadata="", shrink_only=False, timeout=SOON, commit_failures=0
     )
     with pytest.raises(error, match=text):
-        groups(1).client(0)._quorum(**{**request, **said})
+        groups(1).client(0)._quorum(**{**request, **changes})
 
 
 def test_the_core_refuses_a_field_that_it_does_not_know(groups: Callable[..., Groups]) -> None:

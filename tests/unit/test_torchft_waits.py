@@ -333,10 +333,10 @@ def in_child(work: Callable[[], object]) -> str:
         child = os.fork()
     if child == 0:
         try:
-            said = f"returned {work()!r}"
+            result = f"returned {work()!r}"
         except BaseException as e:
-            said = f"{type(e).__name__}: {e}"
-        os.write(write, said.encode())
+            result = f"{type(e).__name__}: {e}"
+        os.write(write, result.encode())
         os._exit(0)
     os.close(write)
     deadline = time.monotonic() + 30

@@ -118,7 +118,7 @@ class Server:
     def suspect(self, quorum_id: int, others: list[str]) -> None:
         """Reports that a collective with these groups failed. With several, the failed one is not known."""
 
-    def say(self, call: str, *args: Any, **kwargs: Any) -> None:
+    def report(self, call: str, *args: Any, **kwargs: Any) -> None:
         """Calls the named method of the client, which reports something for logs, dashboard or metrics."""
 
 
@@ -157,7 +157,7 @@ class _NativeServer(Server):
         if others:
             self._report(self.client._suspect, quorum_id, others[0] if len(others) == 1 else "")
 
-    def say(self, call: str, *args: Any, **kwargs: Any) -> None:
+    def report(self, call: str, *args: Any, **kwargs: Any) -> None:
         self._report(getattr(self.client, call), self._group_rank, *args, **kwargs)
 
     def _report(self, call: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -94,7 +94,7 @@ class FailureListener:
             kind, failure = notice
             try:
                 if kind == "progress":
-                    self._client._say_progress(self._group_rank, *self._progress())
+                    self._client._report_progress(self._group_rank, *self._progress())
                 else:
                     self._about[kind](failure)
             except Exception:

@@ -107,11 +107,11 @@ class Along:
         """
         if plan.max_step == 0:
             return False
-        progress = self._ranks.heard(plan.max_step)
+        progress = self._ranks.group_progress(plan.max_step)
         if progress is Progress.WHOLE and not self._abandoned:
             self._abandon("another rank of this group takes it over so", plan.max_step)
         if self._abandoned:
-            self._say(plan.max_step, Progress.WHOLE)
+            self._report(plan.max_step, Progress.WHOLE)
             return False
         if self._target is None:
             parameters = Parameters(self._optimizers)
@@ -157,19 +157,19 @@ class Along:
         if target.heal.abandoned is not None:
             self._abandon(target.heal.abandoned, target.heal.step)
         elif target.heal.unverified == 0:
-            self._say(target.heal.step, Progress.READY)
+            self._report(target.heal.step, Progress.READY)
         return state
 
-    def _say(self, step: int, progress: Progress) -> None:
+    def _report(self, step: int, progress: Progress) -> None:
         try:
-            self._ranks.say(step, progress)
+            self._ranks.report(step, progress)
         except Exception as e:
             self._logger.warn(f"the other ranks of the group do not know how far the heal of this one is: {e}")
 
     def _abandon(self, reason: str, step: int) -> None:
         self.stop()
         self._abandoned = True
-        self._say(step, Progress.WHOLE)
+        self._report(step, Progress.WHOLE)
         self._logger.warn(f"the state is transferred as a whole, and the other groups wait for it: {reason}")
 
     def reduces(self) -> None:

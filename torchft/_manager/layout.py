@@ -139,7 +139,7 @@ def check_layouts(
     judge = plan.source.replica_rank if plan.source is not None and plan.max_step > 0 else 0
     ours_to_mend = judge in differing and (plan.heal or new_here)
     other = judge if ours_to_mend else differing[0]
-    raise LayoutDiffers(_say(plan.replica_ids[other], ours, peers[other], read), ours_to_mend)
+    raise LayoutDiffers(_explain(plan.replica_ids[other], ours, peers[other], read), ours_to_mend)
 
 
 def _differ(one: Optional[str], other: Optional[str]) -> bool:
@@ -152,7 +152,9 @@ def _has_loader(layout: Optional[str]) -> bool:
     return layout is not None and layout.startswith(_WITH_LOADER)
 
 
-def _say(name: str, ours: Optional[Sequence[str]], peer: Handle, read: Callable[[Handle], Optional[list[str]]]) -> str:
+def _explain(
+    name: str, ours: Optional[Sequence[str]], peer: Handle, read: Callable[[Handle], Optional[list[str]]]
+) -> str:
     here = ours is not None and _has_loader(digest(ours))
     if here != _has_loader(peer.layout):
         who, other = ("this group", name) if here else (name, "this group")

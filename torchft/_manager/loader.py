@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Optional, Protocol
 import torch
 from torch.distributed import ReduceOp
 
-from torchft.data.agreement import Verdict, entry, judge, step_to_say
+from torchft.data.agreement import Verdict, entry, judge, step_to_announce
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -342,11 +342,11 @@ class Data:
         if self._batches is not None:
             self._batches.verify(step)
 
-    def step_to_say(self, step: int) -> int:
+    def step_to_announce(self, step: int) -> int:
         """The step that this group announces for the next quorum, after it has lost ``step``. A group with the wrong
         position announces a smaller one, so that it heals.
         """
-        return step if self._batches is None else step_to_say(step, self._batches.verdict)
+        return step if self._batches is None else step_to_announce(step, self._batches.verdict)
 
 
 # The device type of the tensors that a backend other than Gloo reduces.

@@ -457,7 +457,7 @@ class Replicas:
                 continue
             groups = [plan.replica_ids[rank] for rank in (found.diverged if found.certain else found.compared)]
             tensors = self._names(found)
-            texts[key] = _say(found, groups, tensors)
+            texts[key] = _describe(found, groups, tensors)
             self._logger.divergence_event(texts[key], found.step, groups, tensors, found.certain)
             if here in (found.diverged if found.certain else found.compared):
                 self._counted("divergences", 1)
@@ -495,7 +495,7 @@ def _on_host(table: torch.Tensor) -> torch.Tensor:
     return copy.copy_(table, non_blocking=True)
 
 
-def _say(found: Difference, groups: list[str], tensors: list[str]) -> str:
+def _describe(found: Difference, groups: list[str], tensors: list[str]) -> str:
     where = f"in {'; '.join(tensors)}, " if tensors else ""
     if found.certain:
         return f"step {found.step}: {where}{', '.join(groups)} has other bits than most of {len(found.compared)} groups"

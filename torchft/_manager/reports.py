@@ -18,24 +18,24 @@ class Reports:
     """Sends the reports.
 
     Args:
-        say: calls a method of the client, given its name and arguments.
+        report: calls a method of the client, given its name and arguments.
     """
 
-    def __init__(self, say: Callable[..., None]) -> None:
-        self._say = say
+    def __init__(self, report: Callable[..., None]) -> None:
+        self._report = report
 
     def counted(self, name: str, number: int = 1) -> None:
         """Adds to a counter; go/rankclient/counted.go lists the names (``Counters``)."""
-        self._say("_say_counted", name, number)
+        self._report("_report_count", name, number)
 
     def healing(self, received: int, total: int) -> None:
         """Reports the bytes of a peer's state that have arrived, and the total."""
-        self._say("_say_healing", received, total)
+        self._report("_report_healing", received, total)
 
     def healed(self, step: int, phases: Phases) -> None:
         """Reports that a peer's state was loaded, and its step."""
-        self._say(
-            "_say_recovered",
+        self._report(
+            "_report_recovered",
             healed=True,
             quorum_id=0,
             step=step,
@@ -47,8 +47,8 @@ class Reports:
     def recovered(self, step: int, incident: Incident) -> None:
         """Reports the duration of a failure, when the first step after it is committed."""
         phases = {name: seconds for name, seconds in incident.seconds().items() if name != "total"}
-        self._say(
-            "_say_recovered",
+        self._report(
+            "_report_recovered",
             healed=False,
             quorum_id=incident.quorum_id,
             step=step,

@@ -106,7 +106,7 @@ class Signals:
         self.wanted = False
         self._default = default
         self._previous: dict[int, Any] = {}  # the previous handler of each signal
-        self._said = False
+        self._logged = False
         self._over = False  # set if another thread closed this one: only the main thread can restore handlers
 
     def heed(
@@ -151,12 +151,12 @@ class Signals:
             numbers, self._default = self._default, ()
             self.heed(numbers)
 
-    def says(self, log: Callable[[str], None]) -> bool:
+    def drain_request(self, log: Callable[[str], None]) -> bool:
         """Whether the quorum request must carry this rank's request to drain. Logs it, because a handler must not
         log.
         """
-        if self.wanted and not self._said:
-            self._said = True
+        if self.wanted and not self._logged:
+            self._logged = True
             log("asked to leave by a signal: the step that begins is the last one of this group")
         return self.wanted
 
@@ -320,13 +320,13 @@ class _Watch:
         while True:
             left = self._deadline.left(self._clock())
             readable = poll.poll(None if left is None else math.ceil(1000 * left))
-            heard = os.read(self._read, 4096) if readable else b""
-            if 0 in heard:
+            received = os.read(self._read, 4096) if readable else b""
+            if 0 in received:
                 return
-            if heard and self._next != -1:
+            if received and self._next != -1:
                 with contextlib.suppress(OSError):
-                    os.write(self._next, heard)
-            for number in heard:
+                    os.write(self._next, received)
+            for number in received:
                 if number in heeded():
                     last = number
                     self._deadline.asked(self._clock())

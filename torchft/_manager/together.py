@@ -42,13 +42,13 @@ class Ranks:
         self._group_rank = group_rank
         self._group_world_size = group_world_size
 
-    def say(self, step: int, progress: Progress) -> None:
+    def report(self, step: int, progress: Progress) -> None:
         """Reports this rank's progress, before its vote on a step. A repeated call changes nothing."""
         if self._group_world_size == 1 or progress is Progress.ARRIVING:
             return
         self._store.set(self._whole(step) if progress is Progress.WHOLE else self._ready(step, self._group_rank), "")
 
-    def heard(self, step: int) -> Progress:
+    def group_progress(self, step: int) -> Progress:
         """The group's progress at the begin of a step.
 
         It depends on what was reported before the votes on the previous step. All ranks know that by now, so all of

@@ -253,9 +253,9 @@ class Asker:
             response.read()
             if zlib.crc32(body) != lengths[2]:
                 raise CheckpointError(f"{what}: the answer is damaged")
-            said = json.loads(body[: lengths[0]])
+            header = json.loads(body[: lengths[0]])
             memory = torch.frombuffer(body, dtype=torch.uint8)[lengths[0] :]
-            return Answer(int(said["step"]), said["value"], memory)
+            return Answer(int(header["step"]), header["value"], memory)
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:

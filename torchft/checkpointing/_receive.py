@@ -69,7 +69,7 @@ class Transfer:
 
     Args:
         go: the native library
-        ticket, said: the source's two frames of the handshake
+        ticket, structure: the source's two frames of the handshake
         own: the local state, to be filled in place; its structure must equal that of the received one
         target: chooses the devices of tensors if there is no ``own``
         checked: whether blocks carry checksums
@@ -80,32 +80,32 @@ class Transfer:
         self,
         go: Any,
         ticket: Ticket,
-        said: Structure,
+        structure: Structure,
         own: Optional[object],
         target: Optional[Target],
         checked: bool,
         what: str,
     ) -> None:
         self.session = ticket.session
-        self._tree = said.tree
-        self._sizes = said.sizes
+        self._tree = structure.tree
+        self._sizes = structure.sizes
         self._what = what
         mine: Dict[Path, torch.Tensor] = {}
         if own is not None:
             mine = tensors_by_path(own)
         elif target is not None and target.writable:
             mine = target.own()
-        devices = _devices(said)
-        self._places = Places(said.tree, said.sizes, mine, what, _can_fill, strict=own is not None)
+        devices = _devices(structure)
+        self._places = Places(structure.tree, structure.sizes, mine, what, _can_fill, strict=own is not None)
         if target is not None and own is None and not target.writable:
             target.devices = devices
-            check_room(sum(said.sizes[i] for i in said.devices if i < len(said.sizes)), what)
+            check_room(sum(structure.sizes[i] for i in structure.devices if i < len(structure.sizes)), what)
         # No tensor may be written to in this case, so everything is received into host memory.
         home = partial(_same_kind, what) if own is None and target is None else Homes(mine, devices).of
         memory = HostMemory()
         self._flats = [
-            flat_storage(0 if self._places.has(i) else size, what, self._home(i, said, home), memory)
-            for i, size in enumerate(said.sizes)
+            flat_storage(0 if self._places.has(i) else size, what, self._home(i, structure, home), memory)
+            for i, size in enumerate(structure.sizes)
         ]
         regions = [self._places.region(i) if self._places.has(i) else flat for i, flat in enumerate(self._flats)]
         self._landing = Landing(regions, ticket.block_size, what)
@@ -114,12 +114,12 @@ class Transfer:
         self._fetch = Fetch(go, pairs, keep, ticket.block_size, checked, stall=10.0, window=self._landing.window)
         self._landing.begin(self._fetch)
         self.received = 0
-        self.total = sum(said.sizes)
+        self.total = sum(structure.sizes)
 
-    def _home(self, region: int, said: Structure, home: Callable[[str], torch.device]) -> torch.device:
+    def _home(self, region: int, structure: Structure, home: Callable[[str], torch.device]) -> torch.device:
         """The device for a region that is not received into a local tensor."""
         staged = self._places.has(region) or region in self._places.copied
-        return CPU if staged else home(said.devices.get(region, "cpu"))
+        return CPU if staged else home(structure.devices.get(region, "cpu"))
 
     def run(self, address: str, secret: str, deadline: float, progress: Progress, abandon: Abandon) -> Status:
         """Fetches from a source until everything has arrived.
@@ -284,7 +284,7 @@ def receive(
                         status = transfer.run(
                             host_port(answer.host, ticket.port), ticket.secret, deadline, shown, abandon
                         )
-                    _say_done(answer)
+                    _send_done(answer)
                 logger.info("%s: %s, digest %s", what, summary(status.total, time.monotonic() - start), status.digest)
                 return transfer.state()
             except CheckpointError as error:
@@ -315,25 +315,25 @@ def _open(
     """Reads the two frames. A running transfer continues if the source still offers the same bytes."""
     assert answer.control is not None
     ticket = Ticket.parse(read_frame(answer.control, what), what)
-    said = parse_structure(read_frame(answer.control, what), what)
+    structure = parse_structure(read_frame(answer.control, what), what)
     if transfer is not None and transfer.session == ticket.session:
         return transfer, ticket
     if transfer is not None:
         transfer.close()
-    return Transfer(go, ticket, said, own() if own is not None else None, target, checked, what), ticket
+    return Transfer(go, ticket, structure, own() if own is not None else None, target, checked, what), ticket
 
 
 def _can_fill(device: torch.device) -> bool:
     return device.type == "cpu" or copies_for(device.type) is not None
 
 
-def _devices(said: Structure) -> Dict[Path, str]:
+def _devices(structure: Structure) -> Dict[Path, str]:
     """The source's devices for the tensors that it has on devices."""
     devices: Dict[Path, str] = {}
-    for path, node in tensor_nodes(said.tree, ()) if said.devices else ():
+    for path, node in tensor_nodes(structure.tree, ()) if structure.devices else ():
         region = (node[1] if node[0] == "D" else node)[1]
-        if type(region) is int and region in said.devices:
-            devices[path] = said.devices[region]
+        if type(region) is int and region in structure.devices:
+            devices[path] = structure.devices[region]
     return devices
 
 
@@ -378,7 +378,7 @@ class UpstreamHomes:
         return {path: self._devices[s.data_ptr()] for path, s in at.items() if s.data_ptr() in self._devices}
 
 
-def _say_done(answer: Answer) -> None:
+def _send_done(answer: Answer) -> None:
     """Reports to the source that the transfer is complete. The end of the connection has the same effect."""
     assert answer.sock is not None
     try:

@@ -376,12 +376,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.end_headers()
             ticket = Ticket(server.port, grant.secret, offer.session, native.block_size)
             self.connection.sendall(ticket.frame() + offer.checkpoint.structure_frame())
-            if self._heard_done(grant):
+            if self._receive_done(grant):
                 self.server.source.count_served(offer, FULL)
         finally:
             grant.end()
 
-    def _heard_done(self, grant: _native_transfer.Grant) -> bool:
+    def _receive_done(self, grant: _native_transfer.Grant) -> bool:
         """Whether the target reported that it has everything. Otherwise it has ended, or has read
         nothing for too long.
         """

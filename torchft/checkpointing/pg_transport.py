@@ -157,16 +157,18 @@ class PGTransport(CheckpointTransport[T]):
         what = f"checkpoint of step {step} from rank {src_rank}"
         channel = self._channel([src_rank], what, timeout)
         with self._released(channel, receiving=True):
-            sent, said, flats = self._recv_header(channel)
+            sent, structure, flats = self._recv_header(channel)
             with closing(Meter(what, logger)) as meter:
                 channel.meter = meter
-                sizes = _announced_sizes(said.tree)
+                sizes = _announced_sizes(structure.tree)
                 meter.expect(sum(sizes))
                 channel.announced(sizes)
                 if sent != step:
                     raise CheckpointError(f"{what}: the source sends step {sent}")
-                places = self._places(said, target)
-                got = decode(said.tree, flats, what, lambda path, node: self._recv_tensor(channel, places, path, node))
+                places = self._places(structure, target)
+                got = decode(
+                    structure.tree, flats, what, lambda path, node: self._recv_tensor(channel, places, path, node)
+                )
                 if (queued := channel.queued()) is not None:
                     queued.wait()
                 meter.done()
@@ -186,17 +188,17 @@ class PGTransport(CheckpointTransport[T]):
                     abort_group(self._pg)
             raise
 
-    def _places(self, said: Structure, target: Optional[Target]) -> _Places:
+    def _places(self, structure: Structure, target: Optional[Target]) -> _Places:
         if self._state_dict is None and target is not None:
-            devices = {path: _source_device(said, node) for path, node in tensor_nodes(said.tree, ())}
+            devices = {path: _source_device(structure, node) for path, node in tensor_nodes(structure.tree, ())}
             if target.writable:
                 own = target.own()
-                return _Places(said, own, Homes(own, devices).of)
+                return _Places(structure, own, Homes(own, devices).of)
             target.devices = {path: device for path, device in devices.items() if device != "cpu"}
-            check_room(sum(_announced_sizes(said.tree)) if target.devices else 0, "the state")
-            return _Places(said, {}, lambda device: CPU)
+            check_room(sum(_announced_sizes(structure.tree)) if target.devices else 0, "the state")
+            return _Places(structure, {}, lambda device: CPU)
         own = tensors_by_path(self._state_dict()) if self._state_dict is not None else {}
-        return _Places(said, own, lambda device: CPU if device == "cpu" else self._device)
+        return _Places(structure, own, lambda device: CPU if device == "cpu" else self._device)
 
     def _recv_header(self, channel: _Channel) -> Tuple[int, Structure, List[torch.Tensor]]:
         what = channel.what
@@ -214,12 +216,12 @@ class PGTransport(CheckpointTransport[T]):
         step = raw.read(_STEP.size)
         if len(step) < _STEP.size:
             raise CheckpointError(f"{what}: its header is cut short")
-        said = parse_structure(read_frame(raw, what), what)
+        structure = parse_structure(read_frame(raw, what), what)
         start = raw.tell()
-        if start + sum(said.sizes) != length:
-            raise CheckpointError(f"{what}: its header has {length} bytes and announces {start + sum(said.sizes)}")
+        if start + sum(structure.sizes) != length:
+            raise CheckpointError(f"{what}: its header has {length} bytes and announces {start + sum(structure.sizes)}")
         # clones, because a view may begin at an address that the dtype does not allow
-        return _STEP.unpack(step)[0], said, [part.clone() for part in body[start:].split(said.sizes)]
+        return _STEP.unpack(step)[0], structure, [part.clone() for part in body[start:].split(structure.sizes)]
 
     def _recv_tensor(self, channel: _Channel, places: _Places, path: Path, node: List[Any]) -> Optional[torch.Tensor]:
         """Receives the next tensor: into the local one if it is equal in layout, else into new memory."""
@@ -243,21 +245,23 @@ class _Places:
     """Chooses the memory for the tensors of one transfer.
 
     Args:
-        said: the source's description of its state
+        structure: the source's description of its state
         own: the local tensors, to be filled
         home: returns the device of other tensors, given their device at the source
     """
 
-    def __init__(self, said: Structure, own: Mapping[Path, torch.Tensor], home: Callable[[str], torch.device]) -> None:
+    def __init__(
+        self, structure: Structure, own: Mapping[Path, torch.Tensor], home: Callable[[str], torch.device]
+    ) -> None:
         self.own = own
-        self._said = said
+        self._structure = structure
         self._home = home
         self._memory = HostMemory()
 
     def new(self, node: List[Any], what: str) -> torch.Tensor:
         """Allocates memory for a tensor."""
         _, _, dtype_name, _, shape, _, _ = node
-        dtype, home = dtype_of(dtype_name), self._home(_source_device(self._said, node))
+        dtype, home = dtype_of(dtype_name), self._home(_source_device(self._structure, node))
         return _empty(torch.Size(shape), dtype, home, what, self._memory)
 
 
@@ -413,10 +417,10 @@ class _Header(Encoded):
         return ["T", place, dtype_name(tensor.dtype), 0, list(tensor.shape), [], flags]
 
 
-def _source_device(said: Structure, node: List[Any]) -> str:
+def _source_device(structure: Structure, node: List[Any]) -> str:
     """The source's device for a tensor. For a malformed node this raises nothing: `decode` does."""
     place = (node[1] if node[0] == "D" else node)[1]
-    return said.devices.get(_ON_DEVICE - place, "cpu") if type(place) is int else "cpu"
+    return structure.devices.get(_ON_DEVICE - place, "cpu") if type(place) is int else "cpu"
 
 
 def _empty(

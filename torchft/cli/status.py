@@ -57,9 +57,9 @@ def table(status: dict[str, Any]) -> str:
     width = max(len("group"), *(len(printable(member["replica_id"])) for member in members))
     lines += ["", f"{'group':{width}}  {'state':9}  {'step':>9}  {'heard of':>9}  address"]
     for member in members:
-        heard = f"{member['heartbeat_age_ms'] / 1000:.1f} s"
+        age = f"{member['heartbeat_age_ms'] / 1000:.1f} s"
         name, address = printable(member["replica_id"]), printable(member.get("address") or "")
-        lines.append(f"{name:{width}}  {state(member):9}  {member['step']:>9}  {heard:>9}  {address}")
+        lines.append(f"{name:{width}}  {state(member):9}  {member['step']:>9}  {age:>9}  {address}")
     return "\n".join(lines)
 
 

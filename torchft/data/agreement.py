@@ -75,7 +75,7 @@ def judge(sums: Sequence[int], digest: str, *, participants: int, leads: bool, h
     return Verdict.DIFFERS if leads or heals else Verdict.GIVES_WAY
 
 
-def step_to_say(step: int, verdict: Verdict) -> int:
+def step_to_announce(step: int, verdict: Verdict) -> int:
     """The step that a group announces for the next quorum. A group that must heal announces a smaller
     one than its peers.
     """

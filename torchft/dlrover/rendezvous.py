@@ -98,7 +98,7 @@ class TorchRendezvousService:
         job, _, group = run_id.partition("/")
         self._address = address_of(endpoint)
         self._path = f"/rendezvous?{urlencode({'job': job})}"
-        self._says = {
+        self._claim = {
             "group": group,
             "node": uuid.uuid4().hex,
             "store": store,
@@ -184,7 +184,7 @@ class TorchRendezvousService:
         self._ended.set()
         try:
             with closing(Line(self._address, 2.0)) as line:
-                line.post(self._path, {**self._says, "leave": True, "close": finished})
+                line.post(self._path, {**self._claim, "leave": True, "close": finished})
         except Unanswered as error:
             logger.warning("the rendezvous is left without a word: %s", error)
         self._thread.join(1.0)  # ends: the lighthouse answers the pending request when the node leaves
@@ -233,7 +233,7 @@ class TorchRendezvousService:
             return self._request(line, seen, close)
 
     def _request(self, line: Line, seen: dict[str, Any], close: bool = False) -> Any:
-        answer = line.post(self._path, {**self._says, "ask": self._ask, "seen": seen, "close": close})
+        answer = line.post(self._path, {**self._claim, "ask": self._ask, "seen": seen, "close": close})
         if not isinstance(answer, dict) or not isinstance(answer.get("view"), dict):
             raise Unanswered(f"{self._address} answered {str(answer)[:80]!r}: is it a lighthouse?", 404)
         return answer

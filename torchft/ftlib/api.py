@@ -270,8 +270,8 @@ class FTLib:
         if self._state_dict is None or self._load_state_dict is None or self.size == 1:
             return
         device = self._framework.device
-        said = self._framework.allgather(torch.tensor([self._made_in, self.step], dtype=torch.int64, device=device))
-        progress = [Progress(*each.tolist()) for each in said]
+        gathered = self._framework.allgather(torch.tensor([self._made_in, self.step], dtype=torch.int64, device=device))
+        progress = [Progress(*each.tolist()) for each in gathered]
         root, behind = source(progress)
         if not behind:
             return

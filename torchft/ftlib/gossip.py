@@ -124,13 +124,13 @@ class _Node(_Server):
         """Returns a view and this member's incarnation in it. The incarnation is the time, or more if a higher one was
         known.
         """
-        said = json.loads(self._go.run(self._go.pyapi_GossipViewStart, self._handle, _micros("timeout", timeout)))
-        members = (Member(Identity(m["name"], m["incarnation"]), m["address"]) for m in said["members"])
-        return Identity(name, said["incarnation"]), View(said["number"], tuple(members))
+        answer = json.loads(self._go.run(self._go.pyapi_GossipViewStart, self._handle, _micros("timeout", timeout)))
+        members = (Member(Identity(m["name"], m["incarnation"]), m["address"]) for m in answer["members"])
+        return Identity(name, answer["incarnation"]), View(answer["number"], tuple(members))
 
     def news(self, timeout: timedelta) -> tuple[int, str, list[str]]:
         """Waits for a report: number of the view, the reason if it has ended (else empty), and the joining
         processes.
         """
-        said = json.loads(self._go.run(self._go.pyapi_GossipNewsStart, self._handle, _micros("timeout", timeout)))
-        return said["view"], said["ended"], said["joining"] or []
+        answer = json.loads(self._go.run(self._go.pyapi_GossipNewsStart, self._handle, _micros("timeout", timeout)))
+        return answer["view"], answer["ended"], answer["joining"] or []

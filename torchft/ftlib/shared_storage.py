@@ -293,9 +293,9 @@ class Files:
         if not paths:
             return None
         try:
-            said = json.loads(paths[-1].read_bytes())
-            members = tuple(Member(Identity(str(n), int(i)), str(address)) for (n, i), address in said["members"])
-            return View(int(said["number"]), members)
+            record = json.loads(paths[-1].read_bytes())
+            members = tuple(Member(Identity(str(n), int(i)), str(address)) for (n, i), address in record["members"])
+            return View(int(record["number"]), members)
         except (KeyError, TypeError, ValueError) as e:
             raise ValueError(f"{paths[-1]} is no view of FTLib: {e}; remove it, or use another directory") from e
 
@@ -330,5 +330,5 @@ class Files:
             raise
 
 
-def _record(said: Mapping[str, Any]) -> Record:
-    return Record(str(said["address"]), int(said["wants"]), str(said["confirmed"]))
+def _record(record: Mapping[str, Any]) -> Record:
+    return Record(str(record["address"]), int(record["wants"]), str(record["confirmed"]))

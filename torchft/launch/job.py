@@ -232,14 +232,18 @@ class LocalJob:
 
     def _ask(self, now: float) -> None:
         """Updates the groups' states from the lighthouse, if it answers."""
-        members = {urlsplit(said["address"]).port: said for said in status(self._lighthouse) if said.get("address")}
+        members = {
+            urlsplit(reported["address"]).port: reported
+            for reported in status(self._lighthouse)
+            if reported.get("address")
+        }
         for member in self.members:
-            said = members.get(member.port)
-            if said is None or not member.running or member.leaving:
+            reported = members.get(member.port)
+            if reported is None or not member.running or member.leaving:
                 continue
-            member.step, member.replica_id = said["step"], said["replica_id"]
-            member.state = "training" if said["in_quorum"] else "waiting"
-            member.took_part = member.took_part or said["in_quorum"]
+            member.step, member.replica_id = reported["step"], reported["replica_id"]
+            member.state = "training" if reported["in_quorum"] else "waiting"
+            member.took_part = member.took_part or reported["in_quorum"]
             member.history.append((now, member.step))
             while now - member.history[0][0] > _RATE_OVER_SEC:
                 member.history.popleft()

@@ -60,11 +60,11 @@ def _port_of(process: subprocess.Popen[bytes], bind: str, log: Path, before: int
         ended = process.poll() is not None  # checked before the log is read, so that the log is complete
         with log.open("rb") as lines:
             lines.seek(before)
-            said = lines.read().decode(errors="replace")
-        if found := re.search(r"^Lighthouse listening on: .*:(\d+)$", said, re.MULTILINE):
+            output = lines.read().decode(errors="replace")
+        if found := re.search(r"^Lighthouse listening on: .*:(\d+)$", output, re.MULTILINE):
             return int(found[1])
         if ended:
-            why = (said.strip().splitlines() or ["it says nothing"])[-1].removeprefix("torchft_lighthouse: ")
+            why = (output.strip().splitlines() or ["it says nothing"])[-1].removeprefix("torchft_lighthouse: ")
             raise LaunchError(f"the lighthouse did not start: {why}", log)
         if time.monotonic() > deadline:
             raise LaunchError(f"the lighthouse did not start on {bind} within {_START_SEC:g} s", log)

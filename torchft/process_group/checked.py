@@ -93,8 +93,8 @@ def _caller() -> str:
 def first_difference(views: list[str]) -> Optional[int]:
     """The first rank whose description of a collective differs from rank 0's."""
     # The place of the call, at the end of the description, may differ.
-    said = [view.partition(")")[0] for view in views]
-    return next((rank for rank, view in enumerate(said) if view != said[0]), None)
+    calls = [view.partition(")")[0] for view in views]
+    return next((rank for rank, view in enumerate(calls) if view != calls[0]), None)
 
 
 class Checker:

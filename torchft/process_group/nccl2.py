@@ -26,8 +26,8 @@ from torchft.process_group.reconfigure import (
     MAX_UUID,
     NCCL2,
     ReconfigureOptions,
+    describe_implementations,
     host_store,
-    say_implementations,
 )
 
 IMPLEMENTATION_ENV = "TORCHFT_NCCL_IMPLEMENTATION"
@@ -40,16 +40,16 @@ def chosen(implementation: Optional[str]) -> str:
         ValueError: there is no implementation with this name.
         RuntimeError: this PyTorch does not have it.
     """
-    said = "implementation"
+    source = "implementation"
     if implementation is None:
-        said = IMPLEMENTATION_ENV
+        source = IMPLEMENTATION_ENV
         implementation = os.environ.get(IMPLEMENTATION_ENV) or LEGACY
     if implementation not in (LEGACY, NCCL2):
-        raise ValueError(f"{said}={implementation!r}: allowed are {LEGACY!r} and {NCCL2!r}")
+        raise ValueError(f"{source}={implementation!r}: allowed are {LEGACY!r} and {NCCL2!r}")
     if implementation == NCCL2 and not hasattr(dist, "ProcessGroupNCCL2"):
         raise RuntimeError(
-            f"{said}={NCCL2!r}: PyTorch {torch.__version__} has no ProcessGroupNCCL2; builds of PyTorch 2.15 with NCCL "
-            f"have it; use {LEGACY!r}"
+            f"{source}={NCCL2!r}: PyTorch {torch.__version__} has no ProcessGroupNCCL2; builds of PyTorch 2.15 with "
+            f"NCCL have it; use {LEGACY!r}"
         )
     return implementation
 
@@ -68,7 +68,7 @@ def announced(store: Store, rank: int, world_size: int, implementation: str) -> 
         others = [peer for peer in range(world_size) if peer != rank and store.check([str(peer)])]
         theirs = {peer: store.get(str(peer)).decode() for peer in others}
         if set(theirs.values()) - {implementation}:
-            raise ValueError(say_implementations(implementation, theirs)) from cause
+            raise ValueError(describe_implementations(implementation, theirs)) from cause
 
     if implementation == NCCL2:  # not for the older, usual one: the comparison would make its connecting slower
         compare()

@@ -152,7 +152,7 @@ def plan_rendezvous(handles: object, own_handle: str, group_rank: Optional[int])
         )
     if len({peer.implementation for peer in peers}) > 1:
         theirs = {rank: peer.implementation or LEGACY for rank, peer in enumerate(peers)}
-        raise ValueError(say_implementations(own.implementation or LEGACY, theirs))
+        raise ValueError(describe_implementations(own.implementation or LEGACY, theirs))
 
     global_ranks = [peer.global_rank for peer in peers if peer.global_rank is not None]
     return Rendezvous(
@@ -163,7 +163,7 @@ def plan_rendezvous(handles: object, own_handle: str, group_rank: Optional[int])
     )
 
 
-def say_implementations(ours: str, theirs: Mapping[int, str]) -> str:
+def describe_implementations(ours: str, theirs: Mapping[int, str]) -> str:
     """The error message for a group some of whose peers, given by rank, use another implementation of NCCL."""
     rank, other = next((rank, name) for rank, name in theirs.items() if name != ours)
     return (

@@ -223,18 +223,18 @@ def test_the_control_connection_is_lost(source: Any, target: Any, wire: Any, mon
     through = wire()
     cut = threading.Event()
     handler = source._server.RequestHandlerClass
-    heard_done = handler._heard_done
+    receive_done = handler._receive_done
 
     def cut_once(self: Any, grant: Any) -> bool:
         if cut.is_set():
-            return heard_done(self, grant)
+            return receive_done(self, grant)
         cut.set()
         deadline = time.monotonic() + 10
         while grant.served == 0:
             assert time.monotonic() < deadline
         return False  # as if the connection had ended
 
-    monkeypatch.setattr(handler, "_heard_done", cut_once)
+    monkeypatch.setattr(handler, "_receive_done", cut_once)
     assert_same(target.recv_checkpoint(0, through.metadata, 1, TIMEOUT), state)
     assert cut.is_set() and made == [1]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.checkpointing.forged_source import server_that_says
+from tests.unit.checkpointing.forged_source import server_that_sends
 from torchft.checkpointing import HTTPTransport, _native_transfer
 from torchft.checkpointing._handshake import Ticket, frame, pack_structure, parse_structure
 from torchft.checkpointing.transport import CheckpointError
@@ -56,7 +56,7 @@ def ticket(**changes: Any) -> bytes:
 def test_a_forged_handshake_is_an_error_that_names_the_source(frames: bytes, error: str) -> None:
     target: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0)
     try:
-        with server_that_says(AGREES + frames) as metadata, pytest.raises(CheckpointError, match=error) as raised:
+        with server_that_sends(AGREES + frames) as metadata, pytest.raises(CheckpointError, match=error) as raised:
             target.recv_checkpoint(0, metadata, 7, TIMEOUT)
         assert metadata in str(raised.value) and "step 7" in str(raised.value)
         assert not _native_transfer._registered

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.promises import within
-from tests.unit.checkpointing.forged_source import server_that_says
+from tests.unit.checkpointing.forged_source import server_that_sends
 from torchft.checkpointing._stream import pickle_object
 from torchft.checkpointing.transport import CheckpointError
 
@@ -37,7 +37,7 @@ OK = b"HTTP/1.1 200 OK\r\n"
 )
 @pytest.mark.usefixtures("at_once_again")
 def test_errors_of_bad_sources(make: Any, answer: bytes, error: str) -> None:
-    with server_that_says(answer) as metadata:
+    with server_that_sends(answer) as metadata:
         with pytest.raises(CheckpointError, match=error) as raised:
             make().recv_checkpoint(0, metadata, 7, TIMEOUT)
         assert metadata in str(raised.value) and "step 7" in str(raised.value)
@@ -52,7 +52,7 @@ def test_errors_of_bad_sources(make: Any, answer: bytes, error: str) -> None:
     ],
 )
 def test_every_framing_is_read(make: Any, head: bytes) -> None:
-    with server_that_says(head + BODY + (b"\r\n0\r\n\r\n" if b"chunked" in head else b"")) as metadata:
+    with server_that_sends(head + BODY + (b"\r\n0\r\n\r\n" if b"chunked" in head else b"")) as metadata:
         assert make().recv_checkpoint(0, metadata, 7, TIMEOUT) == {"a": 1}
 
 

@@ -272,17 +272,17 @@ def test_several_groups_serve(make: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     additional.help_checkpoint(1, {k: v.clone() for k, v in state.items()})
     served: list[tuple[bool, int]] = []
     handler = assigned._server.RequestHandlerClass
-    heard_done = handler._heard_done
+    receive_done = handler._receive_done
 
     def note(self: Any, grant: Any) -> bool:
         done = False
         try:
-            done = heard_done(self, grant)
+            done = receive_done(self, grant)
         finally:
             served.append((done, grant.served))
         return done
 
-    monkeypatch.setattr(handler, "_heard_done", note)
+    monkeypatch.setattr(handler, "_receive_done", note)
     got = make().recv_checkpoint(0, assigned.metadata(), 1, TIMEOUT, additional_sources=[additional.metadata])
     assert_same(got, state)
     wait_until(lambda: len(served) == 2)
@@ -364,16 +364,16 @@ def test_data_of_the_assigned_source_only_is_requested_again(
     grant = _native_transfer.NativeOffer.grant
     monkeypatch.setattr(_native_transfer.NativeOffer, "grant", lambda self: grants.append(grant(self)) or grants[-1])
     handler, cut = source._server.RequestHandlerClass, threading.Event()
-    heard_done = handler._heard_done
+    receive_done = handler._receive_done
 
     def cut_once(self: Any, grant: Any) -> bool:
         if cut.is_set() or self.server is not source._server:
-            return heard_done(self, grant)
+            return receive_done(self, grant)
         cut.set()
         wait_until(lambda: len(grants) == 2 and grants[1].served > MB)
         return False  # as if the connection had ended
 
-    monkeypatch.setattr(handler, "_heard_done", cut_once)
+    monkeypatch.setattr(handler, "_receive_done", cut_once)
     got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT, additional_sources=[other.metadata])
     assert cut.is_set()
     assert_same(got, state)

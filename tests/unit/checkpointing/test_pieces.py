@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from tests.unit.checkpointing.forged_source import server_that_says
+from tests.unit.checkpointing.forged_source import server_that_sends
 from torchft.checkpointing import HTTPTransport
 from torchft.checkpointing._http_client import Refused
 from torchft.checkpointing._pieces import Asker, Window
@@ -205,7 +205,7 @@ def test_an_answer_that_is_damaged_is_an_error(damage: str) -> None:
     else:
         body[0] = 0x7F  # the length of the JSON
     answer = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-    with server_that_says(bytes(answer)) as metadata:
+    with server_that_sends(bytes(answer)) as metadata:
         asker = Asker(metadata, "", 20.0)
         with pytest.raises(CheckpointError, match=r"damaged|ends early|an answer of"):
             asker.ask("piece", "0-0-5")

@@ -34,7 +34,7 @@ def make() -> Iterator[Callable[[], HTTPTransport]]:
 
 
 @contextlib.contextmanager
-def strangers(port: int, says: bytes) -> Iterator[None]:
+def strangers(port: int, data: bytes) -> Iterator[None]:
     """Opens more connections than a server accepts, then 200 more per second, and closes none."""
     kept: list[socket.socket] = []
     over = threading.Event()
@@ -42,7 +42,7 @@ def strangers(port: int, says: bytes) -> Iterator[None]:
     def come() -> None:
         with contextlib.suppress(OSError):  # the server has closed the connection already
             kept.append(socket.create_connection(("localhost", port), timeout=5))
-            kept[-1].sendall(says)
+            kept[-1].sendall(data)
 
     def go_on() -> None:
         while not over.wait(EACH_SEC):
@@ -62,16 +62,16 @@ def strangers(port: int, says: bytes) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "upstream"])
-@pytest.mark.parametrize("says", [b"", b"GET /checkpoint/1/full HTTP/1.1\r\n", b"GET / HTTP/1.1\r\n\r\n"])
+@pytest.mark.parametrize("data", [b"", b"GET /checkpoint/1/full HTTP/1.1\r\n", b"GET / HTTP/1.1\r\n\r\n"])
 def test_strangers_do_not_delay_a_heal(
-    says: bytes, native: bool, monkeypatch: pytest.MonkeyPatch, make: Callable[[], HTTPTransport]
+    data: bytes, native: bool, monkeypatch: pytest.MonkeyPatch, make: Callable[[], HTTPTransport]
 ) -> None:
     if not native:
         monkeypatch.setattr(_native_transfer, "native", lambda: None)
     source = make()
     state = {"weights": torch.randn(100_000)}
     source.send_checkpoint([1], 1, state, TIMEOUT)
-    with strangers(source._server.server_port, says):
+    with strangers(source._server.server_port, data):
         for _ in range(3):
             got = make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
             assert torch.equal(got["weights"], state["weights"])

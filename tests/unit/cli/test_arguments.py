@@ -49,7 +49,7 @@ def exits(arguments: list[str]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["statsu"], "'statsu' is no command (did you mean status?); there are run,"),
         (["drian"], "'drian' is no command (did you mean drain?)"),
@@ -73,10 +73,10 @@ def exits(arguments: list[str]) -> int:
     ],
 )
 def test_invalid_arguments_end_with_2_and_a_reason(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exits(arguments) == 2
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_a_missing_script_gets_a_suggestion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +86,7 @@ def test_a_missing_script_gets_a_suggestion(tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["status", "--lighthouse", "localhost:29510"], "'localhost:29510' is not allowed; allowed: http://host:port"),
         # The socket would take it modulo 65536.
@@ -104,10 +104,10 @@ def test_a_missing_script_gets_a_suggestion(tmp_path: Path, capsys: pytest.Captu
     ],
 )
 def test_a_missing_lighthouse_ends_with_1_and_names_the_addresses_tried(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exits(arguments) == 1
-    assert said in capsys.readouterr().err
+    assert expected in capsys.readouterr().err
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

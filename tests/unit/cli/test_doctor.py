@@ -23,15 +23,15 @@ def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
 
 def test_a_machine_without_problems(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFT_HOST", "127.0.0.1")
-    status, said = doctor(capsys)
-    assert "the native library loads" in said and "announces itself as 127.0.0.1" in said
-    assert status == 0 and "BAD" not in said
+    status, output = doctor(capsys)
+    assert "the native library loads" in output and "announces itself as 127.0.0.1" in output
+    assert status == 0 and "BAD" not in output
 
 
 def test_the_network_interface_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFT_HOST", "lo")
-    status, said = doctor(capsys)
-    assert "announces itself as 127.0.0.1 (interface lo)" in said and status == 0
+    status, output = doctor(capsys)
+    assert "announces itself as 127.0.0.1 (interface lo)" in output and status == 0
 
 
 def test_a_host_name_with_a_loopback_address(
@@ -41,10 +41,10 @@ def test_a_host_name_with_a_loopback_address(
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     monkeypatch.setattr("torchft.cli.doctor.socket.gethostname", lambda: "localhost")
     elsewhere = ("--lighthouse", "http://lighthouse.invalid:29510")
-    _, said = doctor(capsys, *elsewhere)
-    assert "localhost cannot be reached from other machines" in said and "set TORCHFT_HOST" in said
-    assert "Gloo announces this machine as localhost, which is a loopback address" in said
-    assert "GLOO_SOCKET_IFNAME" in said
+    _, output = doctor(capsys, *elsewhere)
+    assert "localhost cannot be reached from other machines" in output and "set TORCHFT_HOST" in output
+    assert "Gloo announces this machine as localhost, which is a loopback address" in output
+    assert "GLOO_SOCKET_IFNAME" in output
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     assert "Gloo announces" not in doctor(capsys, *elsewhere)[1]
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
@@ -77,10 +77,10 @@ def test_a_port_that_another_program_uses(
 
         server = threading.Thread(target=serve)
         server.start()
-        _, said = doctor(capsys)
+        _, output = doctor(capsys)
         server.join(10)
         assert not server.is_alive()
-    assert f"port {port}, the lighthouse's default, is not free" in said and "--bind" in said
+    assert f"port {port}, the lighthouse's default, is not free" in output and "--bind" in output
 
 
 def test_a_port_that_a_lighthouse_uses(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,29 +89,29 @@ def test_a_port_that_a_lighthouse_uses(capsys: pytest.CaptureFixture[str], monke
     try:
         port = int(server.address().rpartition(":")[2])
         monkeypatch.setattr("torchft.cli.doctor.DEFAULT_PORT", port)
-        status, said = doctor(capsys)
+        status, output = doctor(capsys)
     finally:
         server.shutdown()
-    assert f"a lighthouse of torchft listens on port {port}" in said and "the lighthouse answers" in said
-    assert status == 0 and "not free" not in said and "--bind" not in said
+    assert f"a lighthouse of torchft listens on port {port}" in output and "the lighthouse answers" in output
+    assert status == 0 and "not free" not in output and "--bind" not in output
 
 
 def test_a_host_setting_that_cannot_be_resolved(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHFT_HOST", "no-such-interface.invalid")
-    status, said = doctor(capsys)
-    assert status == 1 and "no-such-interface.invalid" in said
+    status, output = doctor(capsys)
+    assert status == 1 and "no-such-interface.invalid" in output
 
 
 def test_a_malformed_lighthouse_address(capsys: pytest.CaptureFixture[str]) -> None:
-    status, said = doctor(capsys, "--lighthouse", "http://[")
-    assert status == 1 and "the lighthouse address 'http://[' is not allowed; allowed: http://host:port" in said
+    status, output = doctor(capsys, "--lighthouse", "http://[")
+    assert status == 1 and "the lighthouse address 'http://[' is not allowed; allowed: http://host:port" in output
 
 
 def test_a_lighthouse_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    status, said = doctor(capsys, "--lighthouse", "http://127.0.0.1:9")
-    assert status == 1 and "no lighthouse answered" in said
+    status, output = doctor(capsys, "--lighthouse", "http://127.0.0.1:9")
+    assert status == 1 and "no lighthouse answered" in output
 
 
 def test_a_group_that_cannot_be_reached(capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,12 +121,12 @@ def test_a_group_that_cannot_be_reached(capsys: pytest.CaptureFixture[str]) -> N
         LighthouseClient(server.address(), 10 * second).quorum(
             "lost", timeout=10 * second, address="http://127.0.0.1:9"
         )
-        status, said = doctor(capsys, "--lighthouse", server.address())
+        status, output = doctor(capsys, "--lighthouse", server.address())
     finally:
         server.shutdown()
-    assert "the lighthouse answers" in said and "clock agrees" in said
-    assert status == 1 and "the manager of lost at http://127.0.0.1:9 cannot be reached" in said
-    assert "TORCHFT_HOST" in said
+    assert "the lighthouse answers" in output and "clock agrees" in output
+    assert status == 1 and "the manager of lost at http://127.0.0.1:9 cannot be reached" in output
+    assert "TORCHFT_HOST" in output
 
 
 def test_a_clock_that_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,21 +134,21 @@ def test_a_clock_that_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: 
     now = time.time
     monkeypatch.setattr("torchft.cli.doctor.time.time", lambda: now() + 3600)
     try:
-        _, said = doctor(capsys, "--lighthouse", server.address())
+        _, output = doctor(capsys, "--lighthouse", server.address())
     finally:
         server.shutdown()
-    assert re.search(r"this machine's clock is \+3(59\d|600) s off the lighthouse's", said), (
+    assert re.search(r"this machine's clock is \+3(59\d|600) s off the lighthouse's", output), (
         "its status has whole seconds"
     )
-    assert "NTP" in said
+    assert "NTP" in output
 
 
 def test_the_backends_that_pytorch_has(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
     main(["doctor"])
-    said = capsys.readouterr().out
-    assert "Gloo is available" in said and "no GPU: groups use Gloo" in said
+    output = capsys.readouterr().out
+    assert "Gloo is available" in output and "no GPU: groups use Gloo" in output
 
 
 def test_a_pytorch_that_does_not_start(

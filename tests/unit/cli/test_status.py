@@ -82,7 +82,7 @@ def test_kill_names_the_known_groups(lighthouse: LighthouseServer, capsys: pytes
     assert main(["kill", "group_1"]) == 1
     assert "answered 404: member 'group_1" in capsys.readouterr().err.replace('"', "'"), "as the lighthouse's JSON says"
     assert main(["drain", "group_1"]) == 1
-    assert "answered 409: " in (said := capsys.readouterr().err) and "it has no stream to this lighthouse" in said
+    assert "answered 409: " in (errors := capsys.readouterr().err) and "it has no stream to this lighthouse" in errors
 
 
 def test_kill_and_drain_remove_control_characters_from_names(
@@ -92,8 +92,8 @@ def test_kill_and_drain_remove_control_characters_from_names(
     for command in ("kill", "drain"):
         for name in ("nobody", "evil"):
             assert main([command, name]) == 1
-            said = capsys.readouterr().err
-            assert "[2J" in said and "\x1b" not in said, said
+            errors = capsys.readouterr().err
+            assert "[2J" in errors and "\x1b" not in errors, errors
 
 
 def test_a_watch_continues_when_the_lighthouse_does_not_answer(
@@ -138,11 +138,11 @@ def test_the_named_job_is_shown(
 
 
 def test_a_failed_member_and_a_waiting_one() -> None:
-    said = {"heartbeat_age_ms": 1500, "step": 3, "address": "", "in_quorum": False}
-    alive = {**said, "healthy": True, "waiting": False, "in_quorum": True}
+    common = {"heartbeat_age_ms": 1500, "step": 3, "address": "", "in_quorum": False}
+    alive = {**common, "healthy": True, "waiting": False, "in_quorum": True}
     members = [
-        {**said, "replica_id": "a", "healthy": False, "waiting": False},
-        {**said, "replica_id": "b", "healthy": True, "waiting": True},
+        {**common, "replica_id": "a", "healthy": False, "waiting": False},
+        {**common, "replica_id": "b", "healthy": True, "waiting": True},
         {**alive, "replica_id": "c", "healing": True},
         {**alive, "replica_id": "d", "stalled": "rank 0 computes"},
         {**alive, "replica_id": "e", "suspect": True},

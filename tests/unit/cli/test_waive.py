@@ -101,8 +101,8 @@ def test_only_the_lighthouse_that_lacks_a_vote_gets_the_waiver(
         monkeypatch.setenv("TORCHFT_LIGHTHOUSE", f"{first},{second},{third}")
         monkeypatch.setattr("builtins.input", lambda _: "no")
         assert main(["waive", "a"]) == 1
-        said = capsys.readouterr()
-        assert "nothing was done" in said.err and "the job has two histories" in said.out and received == []
+        output = capsys.readouterr()
+        assert "nothing was done" in output.err and "the job has two histories" in output.out and received == []
         monkeypatch.setattr("builtins.input", lambda _: "yes")
         assert main(["waive", "a"]) == 0
         assert main(["waive", "--yes", "a", "b"]) == 0
@@ -126,11 +126,11 @@ def test_a_waiver_is_refused_unless_the_risk_is_accepted(
         with lighthouse(status, received) as first:
             monkeypatch.setenv("TORCHFT_LIGHTHOUSE", f"{nobody},{first}")
             assert main(["waive", "--yes", "a"]) == 1
-            said = capsys.readouterr()
-            assert f"a:1 has not ended: its manager accepts connections at {address}" in said.err
-            assert f"groups may train at {nobody}, which does not answer" in said.err
-            assert "--risk-two-histories" in said.err and said.out == "" and received == []
+            output = capsys.readouterr()
+            assert f"a:1 has not ended: its manager accepts connections at {address}" in output.err
+            assert f"groups may train at {nobody}, which does not answer" in output.err
+            assert "--risk-two-histories" in output.err and output.out == "" and received == []
             assert main(["waive", "--yes", "--risk-two-histories", "a"]) == 0
-            said = capsys.readouterr()
-            assert "although a:1 has not ended" in said.out and "a:1: waived" in said.out
+            output = capsys.readouterr()
+            assert "although a:1 has not ended" in output.out and "a:1: waived" in output.out
             assert len(received) == 1

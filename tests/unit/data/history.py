@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Optional
 
-from torchft.data.agreement import Turn, Verdict, entry, judge, step_to_say, turn
+from torchft.data.agreement import Turn, Verdict, entry, judge, step_to_announce, turn
 from torchft.data.position import Plan, Position, SamplesDiffer, Share
 
 # The sum of one step: the weight of each sample, rounded, because it is a sum of quotients.
@@ -321,7 +321,7 @@ class Job:
                 continue
             self.seen["a step was not committed"] += 1
             group.abandon()
-            group.step = step_to_say(group.step, verdict)
+            group.step = step_to_announce(group.step, verdict)
         if left and any(turns[name] is Turn.TRAINS for name in counts):
             raise Broken("some groups left in a quorum in which others train on")
         self._finish(left)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchft.data.agreement import Turn, Verdict, entry, judge, step_to_say, turn
+from torchft.data.agreement import Turn, Verdict, entry, judge, step_to_announce, turn
 
 A, B = "ffffffff00000001", "00000001ffffffff"
 
@@ -50,7 +50,7 @@ def test_missing_entries_are_no_reason_to_heal(found: tuple[str, ...], leads: bo
 
 
 def test_a_group_that_has_to_heal_announces_an_older_step() -> None:
-    assert {verdict: step_to_say(5, verdict) for verdict in Verdict} == {
+    assert {verdict: step_to_announce(5, verdict) for verdict in Verdict} == {
         Verdict.ALIKE: 5,
         Verdict.INCOMPLETE: 5,
         Verdict.DIFFERS: 5,

@@ -323,7 +323,7 @@ def test_the_oracle_accepts_one_process() -> None:
 
 
 @pytest.mark.parametrize(
-    ("weights", "says"),
+    ("weights", "message"),
     [
         ([[0, 1], [2]], "2 steps, of 4"),
         ([[0, 1], [2], [0, 1], [1]], r"epoch 1 trained on \[0, 1, 1\], of range\(3\)"),
@@ -332,9 +332,9 @@ def test_the_oracle_accepts_one_process() -> None:
         ([[0, 2], [1], [0, 1], [2]], "one process trains on other batches"),
     ],
 )
-def test_the_oracle_refuses(weights: list[list[int]], says: str) -> None:
+def test_the_oracle_refuses(weights: list[list[int]], message: str) -> None:
     plan = Plan(length=3, global_batch_size=2, micro_batch_size=1, shuffle=False, epochs=2)
-    with pytest.raises(Broken, match=says):
+    with pytest.raises(Broken, match=message):
         check(plan, tuple(tuple((index, 1 / len(batch)) for index in batch) for batch in weights))
 
 

@@ -235,15 +235,15 @@ def test_a_worker_that_is_killed() -> None:
 class Preempted(Raises):
     """A dataset whose worker gets SIGTERM, which torchrun and Slurm send to all processes of a rank."""
 
-    told: Optional[int] = None
+    worker_id: Optional[int] = None
 
     def __getitem__(self, index: int) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
-        return Preempted.told
+        return Preempted.worker_id
 
 
 def tell(worker: int) -> None:
-    Preempted.told = worker
+    Preempted.worker_id = worker
 
 
 @pytest.fixture
@@ -275,9 +275,9 @@ def test_only_its_loader_ends_such_a_worker() -> None:
     here, there = fork.Pipe()
     worker = fork.Process(target=echo, args=(there,))
     worker.start()
-    for said in ("ready", "alive"):
-        here.send(said)
-        assert here.recv() == said
+    for message in ("ready", "alive"):
+        here.send(message)
+        assert here.recv() == message
         subprocess.run(["/bin/sh", "-c", f"kill -TERM {worker.pid}"], check=True)
     worker.terminate()
     worker.join(60)
@@ -382,13 +382,13 @@ def test_gradients_are_reduced_with_the_last_unit_only() -> None:
 
 def refused(loader: ElasticDataLoader) -> str:
     """Returns the errors about units that were left out: before a reduction, before the vote, and in the loop."""
-    told = []
+    messages = []
     for ask in (loader.units_added, loader.verify, lambda: next(loader)):
         with pytest.raises(UnitsSkipped) as raised:
             ask()
-        told.append(str(raised.value))
-    assert told[0] == told[1] == told[2]
-    return told[0]
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1] == messages[2]
+    return messages[0]
 
 
 def test_units_that_were_left_out_are_named() -> None:
@@ -499,7 +499,7 @@ class Steps:
 
 
 @pytest.mark.parametrize(
-    ("committed", "keeps_own_weights", "counted", "level", "says"),
+    ("committed", "keeps_own_weights", "counted", "level", "counts"),
     [
         (True, True, 8, "INFO", "8 samples committed, 0 lost"),
         (True, True, 6, "WARNING", "6 samples committed, 2 lost"),
@@ -508,7 +508,7 @@ class Steps:
     ],
 )
 def test_the_log_has_the_samples_of_each_average(
-    committed: bool, keeps_own_weights: bool, counted: int, level: str, says: str, caplog: pytest.LogCaptureFixture
+    committed: bool, keeps_own_weights: bool, counted: int, level: str, counts: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "torchft.data.loader")
     manager = Alone()
@@ -524,7 +524,7 @@ def test_the_log_has_the_samples_of_each_average(
     loader.samples_averaged(counted)
     manager.decide(committed)
     (record,) = caplog.records
-    assert (record.levelname, record.getMessage()) == (level, f"epoch 0, batch 2: inner steps so far: {says}")
+    assert (record.levelname, record.getMessage()) == (level, f"epoch 0, batch 2: inner steps so far: {counts}")
 
 
 def test_with_local_steps_a_unit_that_was_left_out_counts_as_lost() -> None:

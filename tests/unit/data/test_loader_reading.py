@@ -149,14 +149,14 @@ def test_the_collate_function_is_the_users() -> None:
 class Where(Raises):
     """Reports in which process a sample was read, and the arguments of its worker."""
 
-    told: list[int] = []  # noqa: RUF012 (of the process)
+    workers: list[int] = []  # noqa: RUF012 (of the process)
 
     def __getitem__(self, index: int) -> tuple[int, int, list[int]]:
-        return index, os.getpid(), list(Where.told)
+        return index, os.getpid(), list(Where.workers)
 
 
 def tell(worker: int) -> None:
-    Where.told.append(worker)
+    Where.workers.append(worker)
 
 
 def as_read(samples: list[Any]) -> list[Any]:
@@ -173,7 +173,7 @@ def test_workers_start_in_the_context_and_with_the_function_that_are_given(conte
     samples = read_by(num_workers=2, worker_init_fn=tell, multiprocessing_context=context)
     assert [index for index, _, _ in samples] == list(range(10))
     assert os.getpid() not in {pid for _, pid, _ in samples}
-    assert [told for _, _, told in samples] == [[unit % 2] for unit in range(5) for _ in range(2)], (
+    assert [workers for _, _, workers in samples] == [[unit % 2] for unit in range(5) for _ in range(2)], (
         "in turns, once each"
     )
 
@@ -261,16 +261,16 @@ def killed() -> None:
 
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize(
-    ("fail", "says"),
+    ("fail", "message"),
     [(disk_is_busy, "OSError: .*the disk is busy"), (killed, "DataLoader worker .*(killed by signal|exited)")],
 )
 def test_a_loop_may_continue_after_a_sample_that_could_not_be_read(
-    fail: Callable[[], None], says: str, persistent: bool
+    fail: Callable[[], None], message: str, persistent: bool
 ) -> None:
     manager = Alone()
     loader = make(Once(fail), manager, shuffle=False, num_workers=1, persistent_workers=persistent)
     step = next(loader)
-    with pytest.raises(ReadFailed, match=f"(?s)unit 0 of batch 0 of epoch 0 could not be read: .*{says}"):
+    with pytest.raises(ReadFailed, match=f"(?s)unit 0 of batch 0 of epoch 0 could not be read: .*{message}"):
         list(step)
     assert len(manager.errors) == 1, "the other groups are not told"
     assert processes() == set(), "the traceback of the error keeps them"

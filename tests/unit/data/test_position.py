@@ -44,12 +44,12 @@ def test_epochs_follow_each_other_and_end() -> None:
 
 
 def test_there_is_nothing_after_the_end() -> None:
-    says = "there is no batch 0 in epoch 2: there are 2 epochs of 3 batches, from 0"
-    with pytest.raises(PositionDiffers, match=says):
+    message = "there is no batch 0 in epoch 2: there are 2 epochs of 3 batches, from 0"
+    with pytest.raises(PositionDiffers, match=message):
         PLAN.advance(PLAN.end)
-    with pytest.raises(PositionDiffers, match=says):
+    with pytest.raises(PositionDiffers, match=message):
         PLAN.share(PLAN.end, 0, 1)
-    with pytest.raises(PositionDiffers, match=says):
+    with pytest.raises(PositionDiffers, match=message):
         PLAN.share(PLAN.end, None, 1)
 
 
@@ -163,7 +163,7 @@ def test_a_reduction_of_more_or_fewer_samples_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"length": 0}, "length is 0: allowed are whole numbers from 1 to"),
         ({"length": 2.5}, "length is 2.5: allowed are whole numbers"),
@@ -179,13 +179,13 @@ def test_a_reduction_of_more_or_fewer_samples_is_refused() -> None:
         ({"shuffle": 1}, "shuffle is 1: allowed are True and False"),
     ],
 )
-def test_settings_out_of_range(settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         replace(PLAN, **settings)
 
 
 @pytest.mark.parametrize(
-    ("place", "says"),
+    ("place", "message"),
     [
         ((0, 0), "num_participants is 0: allowed are whole numbers from 1 to"),
         ((2, 2), "participating_rank is 2: allowed are whole numbers from 0 to 1"),
@@ -195,8 +195,8 @@ def test_settings_out_of_range(settings: dict[str, Any], says: str) -> None:
         ((None, 1, -1, 2), "data_rank is -1"),
     ],
 )
-def test_places_out_of_range(place: tuple[Optional[int], int], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_places_out_of_range(place: tuple[Optional[int], int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         PLAN.share(Position(), *place)
 
 
@@ -226,7 +226,7 @@ def test_a_resumed_run_may_have_other_units_and_more_epochs(change: dict[str, An
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         (
             {"length": 11},
@@ -243,8 +243,8 @@ def test_a_resumed_run_may_have_other_units_and_more_epochs(change: dict[str, An
         ({"format": 2}, "the saved position has format 2: this version reads 1"),
     ],
 )
-def test_a_position_of_another_run(change: dict[str, int], says: str) -> None:
-    with pytest.raises(PositionDiffers, match=says):
+def test_a_position_of_another_run(change: dict[str, int], message: str) -> None:
+    with pytest.raises(PositionDiffers, match=message):
         PLAN.load({**PLAN.save(Position()), **change})
 
 

@@ -219,7 +219,7 @@ def _some(state: Optional[tuple[bytes, int]]) -> tuple[bytes, int]:
 
 
 @pytest.mark.parametrize(
-    ("conf", "says"),
+    ("conf", "message"),
     [
         ({"sizes": "3", "nodes": (1, 2)}, r"sizes is \"3\": 3 nodes are not within nnodes 1:2"),
         ({"sizes": "powers_of_two", "nodes": (5, 7)}, "none is within nnodes 5:7"),
@@ -232,8 +232,8 @@ def _some(state: Optional[tuple[bytes, int]]) -> tuple[bytes, int]:
         ({"endpoint": ""}, "endpoint '' is not allowed"),
     ],
 )
-def test_a_setting_that_is_not_allowed_is_named(make: Make, conf: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_a_setting_that_is_not_allowed_is_named(make: Make, conf: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         make(**conf)
 
 
@@ -253,10 +253,10 @@ def test_a_server_that_is_not_a_lighthouse(make: Make, monkeypatch: pytest.Monke
 
 
 def test_no_answer_of_a_lighthouse(make: Make) -> None:
-    says = r"timed out after connect_timeout=0\.5 s"
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(RendezvousConnectionError, match=says):
+    message = r"timed out after connect_timeout=0\.5 s"
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(RendezvousConnectionError, match=message):
         make(endpoint=f"127.0.0.1:{silent.getsockname()[1]}", connect_timeout=0.5)
-    with pytest.raises(RendezvousConnectionError, match=says):
+    with pytest.raises(RendezvousConnectionError, match=message):
         make(endpoint="127.0.0.1:1", connect_timeout=0.5)
 
 
@@ -273,8 +273,8 @@ def test_a_group_that_cannot_have_the_size_of_the_others(make: Make) -> None:
 
 
 def test_nodes_that_never_join(make: Make) -> None:
-    says = r"timed out after join_timeout=0\.2 s: 1 of at least 2 nodes asked"
-    with pytest.raises(RendezvousTimeoutError, match=says):
+    message = r"timed out after join_timeout=0\.2 s: 1 of at least 2 nodes asked"
+    with pytest.raises(RendezvousTimeoutError, match=message):
         make((2, 2), join_timeout=0.2).next_rendezvous()
 
 

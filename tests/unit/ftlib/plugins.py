@@ -17,7 +17,7 @@ from torchft.ftlib.consensus import Listener
 SOON_SEC = 30.0
 
 
-class Heard:
+class Recorder:
     """A listener that keeps the reports of its consensus."""
 
     def __init__(self) -> None:

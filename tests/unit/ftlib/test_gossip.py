@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.ftlib.plugins import Heard, StoreFramework, shared_store, wait_for
+from tests.unit.ftlib.plugins import Recorder, StoreFramework, shared_store, wait_for
 from torchft._torchft import _load
 from torchft.ftlib import ConsensusStatus, FTAllReduceStatus, FTLib, RebuildFailed, View
 from torchft.ftlib.gossip import Gossip
@@ -49,19 +49,19 @@ def together(*members: Gossip) -> View:
 
 def test_members_agree_join_and_leave() -> None:
     a = Gossip(name="a", timeout=SOON)
-    heard = Heard()
-    a.attach(heard)
+    recorder = Recorder()
+    a.attach(recorder)
     first = a.get_member_list()
     assert names(first) == ["a"]
     b = Gossip(seeds=a.address, name="b", timeout=SOON)
     with ThreadPoolExecutor(1) as threads:
         joined = threads.submit(b.get_member_list)
-        wait_for(lambda: heard.joins)
+        wait_for(lambda: recorder.joins)
         both = a.get_member_list()
         assert both == joined.result(60) and names(both) == ["a", "b"] and both.number > first.number
     b.close()
-    wait_for(lambda: heard.failed)
-    assert heard.failed[0] == (both.number, "b has left the view")
+    wait_for(lambda: recorder.failed)
+    assert recorder.failed[0] == (both.number, "b has left the view")
     assert names(a.get_member_list()) == ["a"]
     a.close()
     a.close()
@@ -169,7 +169,7 @@ def test_a_node_of_another_job_or_token_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"seeds": "host"}, 'seeds: "host" is not allowed; allowed: host:port'),
         ({"seeds": ["host:1", "host:99999"]}, 'seeds: "host:99999" is not allowed'),
@@ -180,8 +180,8 @@ def test_a_node_of_another_job_or_token_is_refused(
         ({"connect_timeout": timedelta(0)}, "connect_timeout=.* is not allowed"),
     ],
 )
-def test_bad_settings(settings: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_bad_settings(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         FTLib.init("gossip", ProcessGroupGloo(), **settings)
 
 

@@ -26,7 +26,7 @@ def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     server.shutdown()
 
 
-class Heard:
+class Recorder:
     def __init__(self) -> None:
         self.failed: list[int] = []
 
@@ -39,12 +39,12 @@ class Heard:
 
 def test_views_follow_joins_failures_and_failed_collectives(address: str) -> None:
     a = Lighthouse("a", address, timeout=SOON)
-    a.attach(Heard())
+    a.attach(Recorder())
     alone = a.get_member_list()
     assert alone.identities == [a.identity]
     assert a.confirm() is ConsensusStatus.SKIP_ALLREDUCE
     b = Lighthouse("b", address, timeout=SOON)
-    b.attach(Heard())
+    b.attach(Recorder())
     with ThreadPoolExecutor(1) as threads:
         joined = threads.submit(b.get_member_list)
         while a.confirm() is not ConsensusStatus.FAIL:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.ftlib.plugins import Heard, wait_for
+from tests.unit.ftlib.plugins import Recorder, wait_for
 from torchft.ftlib import FTLib
 from torchft.ftlib.shared_storage import Files, SharedStorage
 from torchft.ftlib.views import Identity, Member, View
@@ -28,20 +28,20 @@ def host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_members_agree_join_and_leave(tmp_path: Path) -> None:
-    heard = {name: Heard() for name in "ab"}
+    recorders = {name: Recorder() for name in "ab"}
     members = {name: SharedStorage(tmp_path, name=name, timeout=SOON, expiry=timedelta(seconds=2)) for name in "ab"}
     for name, member in members.items():
-        member.attach(heard[name])
+        member.attach(recorders[name])
     first = members["a"].get_member_list()
     assert [identity.name for identity in first.identities] == ["a"]
     with ThreadPoolExecutor(2) as threads:
         joined = threads.submit(members["b"].get_member_list)
-        wait_for(lambda: heard["a"].joins)
+        wait_for(lambda: recorders["a"].joins)
         both = members["a"].get_member_list()
         assert both == joined.result(30) and len(both.members) == 2 and both.number > first.number
     members["b"].close()
-    wait_for(lambda: heard["a"].failed)
-    assert heard["a"].failed[0] == (both.number, "b has not renewed its record")
+    wait_for(lambda: recorders["a"].failed)
+    assert recorders["a"].failed[0] == (both.number, "b has not renewed its record")
     assert [identity.name for identity in members["a"].get_member_list().identities] == ["a"]
     members["a"].close()
     members["a"].close()
@@ -62,17 +62,17 @@ def test_a_later_incarnation_replaces_a_failed_one_at_once(tmp_path: Path) -> No
 
 
 def test_a_member_that_cannot_renew_its_record_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    heard = Heard()
+    recorder = Recorder()
     member = SharedStorage(tmp_path, name="a", timeout=SOON, expiry=timedelta(seconds=0.5))
-    member.attach(heard)
+    member.attach(recorder)
     view = member.get_member_list()
 
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(Files, "write", full)
-    wait_for(lambda: heard.failed)
-    assert heard.failed[0][0] == view.number and "No space left on device" in heard.failed[0][1]
+    wait_for(lambda: recorder.failed)
+    assert recorder.failed[0][0] == view.number and "No space left on device" in recorder.failed[0][1]
     member.close()
 
 
@@ -114,14 +114,14 @@ def directory_threads() -> int:
 @pytest.mark.parametrize("call", ["write", "records", "latest"])
 def test_a_directory_that_hangs(tmp_path: Path, server: FileServer, call: str) -> None:
     """The member reports its own failure, a list of members is an error, and it can be closed."""
-    heard = Heard()
+    recorder = Recorder()
     member = SharedStorage(tmp_path, name="a", timeout=SOON, expiry=timedelta(seconds=1))
-    member.attach(heard)
+    member.attach(recorder)
     view = member.get_member_list()
     member._timeout = timedelta(seconds=0.2)
     server.stop(call)
-    wait_for(lambda: heard.failed)
-    number, why = heard.failed[0]
+    wait_for(lambda: recorder.failed)
+    number, why = recorder.failed[0]
     assert number == view.number and why.startswith("its own record could not be renewed for ")
     assert f"directory='{tmp_path}/default' has not answered within" in why
     for _ in range(3):
@@ -132,24 +132,24 @@ def test_a_directory_that_hangs(tmp_path: Path, server: FileServer, call: str) -
 
 
 def test_a_member_whose_directory_hangs_returns(tmp_path: Path, server: FileServer) -> None:
-    heard = {name: Heard() for name in "ab"}
+    recorders = {name: Recorder() for name in "ab"}
     members = {name: SharedStorage(tmp_path, name=name, timeout=SOON, expiry=timedelta(seconds=2)) for name in "ab"}
 
     for name, member in members.items():
-        member.attach(heard[name])
+        member.attach(recorders[name])
     members["a"].get_member_list()
     with ThreadPoolExecutor(1) as threads:
         joined = threads.submit(members["b"].get_member_list)
-        wait_for(lambda: heard["a"].joins)
+        wait_for(lambda: recorders["a"].joins)
         assert members["a"].get_member_list() == joined.result(60)
         server.stop("write", of="b")
-        wait_for(lambda: heard["a"].failed and heard["b"].failed)
-        assert heard["a"].failed[-1][1] == "b has not renewed its record"
+        wait_for(lambda: recorders["a"].failed and recorders["b"].failed)
+        assert recorders["a"].failed[-1][1] == "b has not renewed its record"
         back = threads.submit(members["b"].get_member_list)
         assert [identity.name for identity in members["a"].get_member_list().identities] == ["a"]
-        joins = heard["a"].joins
+        joins = recorders["a"].joins
         server.back()
-        wait_for(lambda: heard["a"].joins > joins)
+        wait_for(lambda: recorders["a"].joins > joins)
         assert members["a"].get_member_list() == back.result(60)
     for member in members.values():
         member.close()
@@ -193,7 +193,7 @@ def test_records_of_members_that_were_killed_are_removed(tmp_path: Path) -> None
     files.check("")
     files.write(Identity("killed", 1), {"address": "host:1", "wants": 0, "confirmed": ""})
     member = SharedStorage(tmp_path, name="a", timeout=SOON, expiry=timedelta(seconds=0.05))
-    member.attach(Heard())
+    member.attach(Recorder())
     while [identity.name for identity in files.records()] != ["a"]:
         assert member.get_member_list().number < 10_000
     member.close()

@@ -28,11 +28,11 @@ def test_rank_and_size(members: list[Identity], identity: Identity, expected: tu
 
 
 @pytest.mark.parametrize(
-    ("members", "identity", "says"),
+    ("members", "identity", "message"),
     [([], A, "is no member"), ([B], A, "allowed: .*'b'"), ([A, A2], A, "a later incarnation, 2, has replaced it")],
 )
-def test_no_member(members: list[Identity], identity: Identity, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
+def test_no_member(members: list[Identity], identity: Identity, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         RankAssignScheme.get_rank_rand_size(members, identity)
 
 

@@ -45,9 +45,9 @@ class Cluster:
         self.training: dict[int, int] = {}  # group: step
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
         self.drained: list[str] = []
-        self.tells = True  # whether the lighthouse can ask groups to leave
+        self.can_drain = True  # whether the lighthouse can ask groups to leave
         monkeypatch.setattr(module, "status", lambda lighthouse: self._status())
-        monkeypatch.setattr(module, "drain", lambda lighthouse, name: self.drained.append(name) or self.tells)
+        monkeypatch.setattr(module, "drain", lambda lighthouse, name: self.drained.append(name) or self.can_drain)
         self.job = LocalJob(self._make, replicas, most, "http://lighthouse", **options)  # type: ignore[arg-type]
 
     def _make(self, number: int) -> FakeGroup:
@@ -85,13 +85,13 @@ def test_a_group_that_fails_in_training_is_restarted_at_once(monkeypatch: pytest
     assert cluster.groups[1].starts == 2 and cluster.states()[1] == "starting again"
 
 
-@pytest.mark.parametrize(("env", "told"), [(None, "SIGTERM"), ("", "")])
-def test_groups_drain_on_sigterm(monkeypatch: pytest.MonkeyPatch, env: str | None, told: str) -> None:
+@pytest.mark.parametrize(("env", "leave_on"), [(None, "SIGTERM"), ("", "")])
+def test_groups_drain_on_sigterm(monkeypatch: pytest.MonkeyPatch, env: str | None, leave_on: str) -> None:
     if env is not None:  # of another process group: not to be ended
         monkeypatch.setenv("TORCHFT_LEAVE_ON", env)
     cluster = Cluster(monkeypatch, 1, 1)
     cluster.pass_time(1)
-    assert cluster.groups[0].leave_on == told
+    assert cluster.groups[0].leave_on == leave_on
 
 
 def test_a_group_that_never_reaches_a_step_is_not_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +226,7 @@ def test_fewer_groups_drain_training_groups(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_group_that_cannot_be_drained_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Cluster(monkeypatch, 2, 2)
     cluster.training = {0: 5, 1: 5}
-    cluster.tells = False
+    cluster.can_drain = False
     cluster.pass_time(1)
     cluster.job.scale(1)
     assert cluster.groups[1].terminated == 1

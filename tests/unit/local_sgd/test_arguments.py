@@ -82,8 +82,8 @@ def test_whole_numbers_of_other_types_are_accepted() -> None:
 def test_parameters_that_cannot_be_quantized_are_refused_before_the_training() -> None:
     layers = [nn.Linear(2, 2), nn.Linear(2, 2).double()]
     outer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.7)
-    says = r"model_fragments\[1\]: parameter 'weight' of shape \(2, 2\) is torch.float64, which cannot be quantized"
-    with pytest.raises(ValueError, match=says):
+    message = r"model_fragments\[1\]: parameter 'weight' of shape \(2, 2\) is torch.float64, which cannot be quantized"
+    with pytest.raises(ValueError, match=message):
         diloco(model_fragments=layers, outer_optimizer=outer, should_quantize=True)
     diloco(model_fragments=layers, outer_optimizer=outer)
 

@@ -232,7 +232,7 @@ class Target:
         self.asked: set[str] = set()  # sources
         self.differed = 0  # pieces
         self.early = 0  # gradients that were applied before the vote
-        self.told = 0  # gradients that were applied because the source had committed them
+        self.confirmed = 0  # gradients that were applied because the source had committed them
 
     def quorum(self, together: bool = True) -> None:
         job = self.job
@@ -327,7 +327,7 @@ class Target:
         if gradient is not None and committed and chance.random() < 0.6:
             assert heal.committed() <= self.keeps
             self.apply()
-            self.told += 1
+            self.confirmed += 1
         return False
 
 
@@ -335,7 +335,7 @@ class Target:
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 10))])
 def test_random_histories_end_with_the_state_that_all_committed_gradients_give(part: int) -> None:
     """Steps fail for all or are missed by the target, quorums change, sources fail or differ, a second group joins."""
-    healed = abandoned = smaller = several = differed = early = told = lied = 0
+    healed = abandoned = smaller = several = differed = early = confirmed = lied = 0
     for seed in range(1000 * part, 1000 * part + 1000):
         chance = random.Random(seed)
         trouble = chance.choice([0.0, 0.05, 0.2])
@@ -386,7 +386,7 @@ def test_random_histories_end_with_the_state_that_all_committed_gradients_give(p
                     several += len(target.asked) > 1
                     differed += target.differed
                     early += target.early
-                    told += target.told
+                    confirmed += target.confirmed
                     targets.remove(target)
             for target in list(targets):
                 if target.heal.abandoned is not None:
@@ -400,7 +400,7 @@ def test_random_histories_end_with_the_state_that_all_committed_gradients_give(p
             else:
                 job.commit(gradient)
     assert healed > 900
-    assert smaller > 0 and several > 100 and differed > 0 and early > 100 and told > 1000 and lied > 100
+    assert smaller > 0 and several > 100 and differed > 0 and early > 100 and confirmed > 1000 and lied > 100
     assert abandoned < healed
 
 
@@ -418,19 +418,19 @@ def test_random_histories_of_groups_of_several_ranks() -> None:
             job.quorum()
             job.attempt += 1
             gradient = f"{job.step}.{job.attempt}"
-            heard = [rank.heard(job.step) for rank in ranks]
+            reported = [rank.group_progress(job.step) for rank in ranks]
             fails = chance.random() < trouble
             votes = []
-            for target, rank, said in zip(targets, ranks, heard):
-                target.quorum(together=said is Progress.READY)
+            for target, rank, progress in zip(targets, ranks, reported):
+                target.quorum(together=progress is Progress.READY)
                 for _ in range(chance.randrange(4)):
                     target.ask()
                 if target.heal.ends and chance.random() > trouble:
                     target.rest = job.step  # it is waited for
                 votes.append(target.vote(gradient, not fails) and chance.random() > trouble)
                 if target.heal.unverified == 0:
-                    rank.say(job.step, Progress.READY)
-            assert len(set(heard)) == 1, "all come to the same"
+                    rank.report(job.step, Progress.READY)
+            assert len(set(reported)) == 1, "all come to the same"
             if all(votes):
                 for target in targets:
                     assert target.state == dict.fromkeys(range(len(target.heal.pieces)), job.committed), seed

@@ -76,4 +76,4 @@ def test_the_edge_detects_abilities_when_it_gets_an_object() -> None:
         if isinstance(method, ast.FunctionDef) and any(asks(node) for node in ast.walk(method))
     }
     # Exceptions: the client may be replaced, its reports are called by name, and each quorum has a new result.
-    assert methods == {"Server.client", "Transport.__init__", "Peers.__init__", "_NativeServer.say"}
+    assert methods == {"Server.client", "Transport.__init__", "Peers.__init__", "_NativeServer.report"}

@@ -192,14 +192,16 @@ class Job:
     def exchange(self, step: int) -> None:
         """Returns the groups for which a difference is reported. They heal."""
         for digested in range(step - self.every, step):
-            told = compare(digested, {rank: each.get(digested, NOTHING) for rank, each in enumerate(self.entries)})
-            if told is None:
+            difference = compare(
+                digested, {rank: each.get(digested, NOTHING) for rank, each in enumerate(self.entries)}
+            )
+            if difference is None:
                 continue
-            assert all(self.wrong[group] for group in told.diverged)
-            for group in told.diverged:
-                if acts(OnDivergence.HEAL, told, group, self.groups):
+            assert all(self.wrong[group] for group in difference.diverged)
+            for group in difference.diverged:
+                if acts(OnDivergence.HEAL, difference, group, self.groups):
                     self.found += 1
-                    self.heal(group, next(rank for rank in told.compared if rank not in told.diverged))
+                    self.heal(group, next(rank for rank in difference.compared if rank not in difference.diverged))
 
     def digest(self, step: int) -> None:
         for group in range(self.groups):

@@ -75,12 +75,12 @@ def test_a_transfer_reports_to_its_watcher() -> None:
     from torchft.checkpointing._progress import Progress, watched_by
 
     now = 0.0
-    told: list[tuple[int, int]] = []
-    with watched_by(lambda *bytes_: told.append(bytes_)):
+    reports: list[tuple[int, int]] = []
+    with watched_by(lambda *bytes_: reports.append(bytes_)):
         watched = Progress("it", logging.getLogger("x"), clock=lambda: now)
     alone = Progress("it", logging.getLogger("x"), clock=lambda: now)
     for second in range(4):
         now = second / 4
         watched.update(second, 9)
         alone.update(second, 9)
-    assert told == [(0, 9), (2, 9)], "twice a second"
+    assert reports == [(0, 9), (2, 9)], "twice a second"

@@ -46,7 +46,7 @@ def test_a_client_with_the_methods_of_upstream_suffices(server: Server) -> None:
     assert server.vote(5, True, SOON) and server.client.votes == [(2, 5, True, SOON)]
     server.listen(*[lambda *_: pytest.fail("no notices can be received")] * 3)  # type: ignore[arg-type]
     server.suspect(3, ["b"])
-    server.say("_say_counted", "nonfinite_syncs", 1)
+    server.report("_report_count", "nonfinite_syncs", 1)
     server.leave(SOON)
     server.close()
     server.join()

@@ -192,30 +192,30 @@ def test_a_failure_while_the_group_connects(fixture: Fixture) -> None:
 
 def test_all_callbacks_get_a_failure_even_if_one_raises(fixture: Fixture) -> None:
     manager, _ = started(fixture)
-    heard: list[MemberFailure] = []
+    received: list[MemberFailure] = []
 
     def broken(_: MemberFailure) -> None:
         raise ValueError("a mistake of the user's")
 
     manager.subscribe_failures(broken)
-    manager.subscribe_failures(heard.append)
+    manager.subscribe_failures(received.append)
     manager._failures.member_failed(failure())
-    assert heard == [failure()]
+    assert received == [failure()]
 
 
 def test_callbacks_get_a_failure_when_the_group_cannot_be_aborted(fixture: Fixture) -> None:
     group = PendingGroup()
-    heard: list[MemberFailure] = []
+    received: list[MemberFailure] = []
 
     def broken() -> None:
         raise RuntimeError("no abort")
 
     manager = fixture.manager(pg=group)
-    manager.subscribe_failures(heard.append)
+    manager.subscribe_failures(received.append)
     group.connecting, group.on_abort = lambda: manager._failures.member_failed(failure()), broken
     manager.start_quorum()
     manager.wait_quorum()
-    assert heard == [failure()]
+    assert received == [failure()]
 
 
 def test_a_failure_after_the_last_collective_costs_nothing(fixture: Fixture) -> None:
@@ -297,9 +297,9 @@ class Notices:
 
 
 def listen(*notices: Any) -> tuple[FailureListener, list[MemberFailure]]:
-    heard: list[MemberFailure] = []
+    received: list[MemberFailure] = []
     client: Any = Notices(*notices)
-    return FailureListener(client, 0, heard.append, heard.append, lambda: (False, "")), heard
+    return FailureListener(client, 0, received.append, received.append, lambda: (False, "")), received
 
 
 def test_a_notice_that_cannot_be_read_does_not_end_the_failure_bus(
@@ -307,9 +307,9 @@ def test_a_notice_that_cannot_be_read_does_not_end_the_failure_bus(
 ) -> None:
     monkeypatch.setattr(failures, "_LISTEN_AGAIN_SEC", 0.0)
     unread = TypeError("an unexpected field")
-    listener, heard = listen(unread, ("failed", failure()), RuntimeError("the client is closed"))
+    listener, received = listen(unread, ("failed", failure()), RuntimeError("the client is closed"))
     listener.join()
-    assert heard == [failure()]
+    assert received == [failure()]
     assert "could not be read" in caplog.text and "an unexpected field" in caplog.text
     assert "no more notices of the lighthouse are heard: the client is closed" in caplog.text
 

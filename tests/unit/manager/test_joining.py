@@ -108,7 +108,7 @@ def test_a_head_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         if kind == "head":
             for error in heads:
                 raise error
-            return Said(parameters, 7).ask(kind, argument)
+            return Peer(parameters, 7).ask(kind, argument)
         assert over.wait(DEADLINE_SEC)
         raise CheckpointError("the test is over")
 
@@ -125,7 +125,7 @@ def test_a_head_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
         target._thread.join(DEADLINE_SEC)
 
 
-class Said(NamedTuple):
+class Peer(NamedTuple):
     """An answer of a source that serves pieces."""
 
     parameters: Parameters
@@ -151,7 +151,7 @@ def test_a_piece_of_a_source_that_fails_comes_from_another_in_the_same_quorum(mo
     asked: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def make(source: str, *_: object) -> Any:
-        said = Said(theirs, 7)
+        peer = Peer(theirs, 7)
 
         def ask(kind: str, argument: str) -> Answer:
             asked.put(f"{source}: {kind}")
@@ -159,9 +159,9 @@ def test_a_piece_of_a_source_that_fails_comes_from_another_in_the_same_quorum(mo
                 raise Refused("it gives its state as a whole")
             if source == "fails" and kind != "head":
                 raise CheckpointError("its connection broke")
-            return said.ask(kind, argument)
+            return peer.ask(kind, argument)
 
-        return SimpleNamespace(ask=ask, abort=said.abort, close=said.close)
+        return SimpleNamespace(ask=ask, abort=peer.abort, close=peer.close)
 
     monkeypatch.setattr(joining, "Asker", make)
     target = target_of(parameters, lambda address: address)
@@ -194,7 +194,7 @@ def test_a_gradient_is_applied_once_the_source_says_that_it_has_committed(
 
     def ask(kind: str, argument: str) -> Answer:
         if kind != "decision":
-            return Said(source, 7).ask(kind, argument)
+            return Peer(source, 7).ask(kind, argument)
         asked.append(argument)
         if decision is None:
             raise CheckpointError("the source does not answer")
@@ -250,7 +250,7 @@ def test_the_last_gradient_is_applied_before_the_vote(monkeypatch: pytest.Monkey
             return Answer(step, {"structure": {}, "regions": []}, torch.empty(0, dtype=torch.uint8))
         if kind == "digest":
             return Answer(step, source.digest(*map(int, argument.split("-"))), torch.empty(0, dtype=torch.uint8))
-        return Said(source, step).ask(kind, argument)
+        return Peer(source, step).ask(kind, argument)
 
     monkeypatch.setattr(joining, "Asker", lambda *_: SimpleNamespace(ask=ask, abort=lambda: None, close=lambda: None))
     monkeypatch.setattr(Target, "_state", lambda *_: {"whole": True})
@@ -315,7 +315,7 @@ def test_a_source_that_is_reported_to_have_failed_is_not_waited_for(monkeypatch:
             raise CheckpointError("it was aborted")
         if kind == "digest":
             return Answer(step, source.digest(*map(int, argument.split("-"))), torch.empty(0, dtype=torch.uint8))
-        return Said(source, step).ask(kind, argument)
+        return Peer(source, step).ask(kind, argument)
 
     monkeypatch.setattr(joining, "Asker", lambda *_: SimpleNamespace(ask=ask, abort=aborted.set, close=lambda: None))
     target = target_of(parameters, lambda address: address)
@@ -371,7 +371,7 @@ def test_a_source_is_located_once_and_not_for_long() -> None:
     assert tried == [timedelta(seconds=3)]
 
 
-def test_a_heal_hears_of_failures() -> None:
+def test_a_heal_is_notified_of_failures() -> None:
     recovery = recovery_of(MagicMock())
     recovery.along = MagicMock()
     recovery.peer_failed(MemberFailure(3, "source/0", "its connection broke"))
@@ -384,7 +384,7 @@ def test_pieces_wait_for_the_end_of_a_pause_and_heads_do_not(monkeypatch: pytest
 
     def ask(kind: str, argument: str) -> Answer:
         asked.put(kind)
-        return Said(parameters, 7).ask(kind, argument)
+        return Peer(parameters, 7).ask(kind, argument)
 
     def pause(now: float) -> float:
         paused.set()

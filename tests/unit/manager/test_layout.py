@@ -81,7 +81,7 @@ def test_a_group_that_announces_nothing_is_not_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("theirs", "said"),
+    ("theirs", "expected"),
     [
         (THEIRS, r"here model: weight float32\[2\]; there model: weight float32\[3\]"),
         (OURS[:1], "here model: bias float32.*; there nothing"),
@@ -90,9 +90,9 @@ def test_a_group_that_announces_nothing_is_not_compared() -> None:
         (None, "could not be read"),
     ],
 )
-def test_differences_are_named(theirs: Optional[list[str]], said: str) -> None:
+def test_differences_are_named(theirs: Optional[list[str]], expected: str) -> None:
     read: Callable[[Handle], Optional[list[str]]] = lambda peer: theirs  # noqa: E731
-    with pytest.raises(LayoutDiffers, match="other tensors than group1: .*" + said):
+    with pytest.raises(LayoutDiffers, match="other tensors than group1: .*" + expected):
         check_layouts(plan([OURS, THEIRS], 0), OURS, new_here=False, read=read)
 
 

@@ -438,8 +438,8 @@ def test_equal_groups_pass() -> None:
 
 def test_missing_samples_cost_the_step() -> None:
     found = verdicts(Fake(PLAN, Position()), Fake(PLAN, Position()), lost=2)
-    said = "batch 0 of epoch 0: 2 samples were reduced, 4 belong to it; the step must not be committed"
-    assert found == [(said, False)] * 2
+    message = "batch 0 of epoch 0: 2 samples were reduced, 4 belong to it; the step must not be committed"
+    assert found == [(message, False)] * 2
 
 
 @pytest.mark.parametrize(

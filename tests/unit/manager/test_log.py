@@ -67,11 +67,11 @@ def test_a_step_in_an_unchanged_quorum_logs_nothing(fixture: Fixture, caplog: py
     """A line is logged when the quorum changes. Records for exporters have separate loggers."""
     caplog.set_level("INFO")
     manager = fixture.manager()
-    said = []
+    logged = []
     for _ in range(20):
         manager.start_quorum()
         manager.allreduce(torch.ones(2)).wait()
         assert manager.should_commit()
-        said.append([r.getMessage() for r in caplog.records if r.name.startswith("torchft.")])
-    assert len(said[0]) == 1 and "quorum 1: replica rank" in said[0][0]
-    assert said[-1] == said[0]
+        logged.append([r.getMessage() for r in caplog.records if r.name.startswith("torchft.")])
+    assert len(logged[0]) == 1 and "quorum 1: replica rank" in logged[0][0]
+    assert logged[-1] == logged[0]

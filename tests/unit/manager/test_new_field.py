@@ -16,17 +16,17 @@ NOT_PLANNED = {"commit_failures": "each group counts its own"}
 
 
 def test_the_manager_sends_each_field_of_the_request(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[dict[str, Any]] = []
+    requests: list[dict[str, Any]] = []
 
     def request(**given: Any) -> QuorumRequest:
-        said.append(given)
+        requests.append(given)
         return QuorumRequest(**given)
 
     monkeypatch.setattr("torchft.manager.QuorumRequest", request)
     manager = fixture.manager()
     manager.start_quorum()
     manager.wait_quorum()
-    assert {*said[0]} == {field.name for field in fields(QuorumRequest)}
+    assert {*requests[0]} == {field.name for field in fields(QuorumRequest)}
 
 
 def test_a_plan_uses_each_field_of_the_answer() -> None:

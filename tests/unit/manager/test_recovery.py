@@ -321,7 +321,7 @@ def test_heal_that_was_never_loaded_is_forgotten(fixture: Fixture, make_quorum: 
 def test_the_request_names_the_quorum_of_the_weights(
     fixture: Fixture, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[int] = []
+    sent: list[int] = []
     result = make_quorum(quorum_id=7)
 
     fixture.client._quorum.side_effect = lambda **_: result
@@ -330,7 +330,7 @@ def test_the_request_names_the_quorum_of_the_weights(
     begin = manager._rounds.begin
 
     def note(follow: Any, request: QuorumRequest, timeout: timedelta) -> Any:
-        said.append(request.committed_quorum_id)
+        sent.append(request.committed_quorum_id)
         return begin(follow, request, timeout)
 
     monkeypatch.setattr(manager._rounds, "begin", note)
@@ -340,7 +340,7 @@ def test_the_request_names_the_quorum_of_the_weights(
         return manager.should_commit()
 
     assert step() and step()
-    assert said == [-1, 7]  # none yet, then the first quorum's
+    assert sent == [-1, 7]  # none yet, then the first quorum's
     manager.start_quorum()
     manager.report_error(RuntimeError("not committed"))
     assert not manager.should_commit()
@@ -357,11 +357,11 @@ def test_the_request_names_the_quorum_of_the_weights(
     assert not manager.should_commit()  # but healed
     result = make_quorum(quorum_id=40)
     assert step() and step()
-    assert said == [-1, 7, 7, 7, 7, 7, 30, 40]
+    assert sent == [-1, 7, 7, 7, 7, 7, 30, 40]
 
     manager.load_state_dict({"step": 3, "batches_committed": 6})
     assert step()
-    assert said[-1] == -1, "weights of a checkpoint"
+    assert sent[-1] == -1, "weights of a checkpoint"
 
 
 def test_state_dict_functions_may_come_later(fixture: Fixture, make_quorum: Quorum) -> None:

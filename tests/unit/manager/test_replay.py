@@ -153,17 +153,17 @@ def lose(manager: Manager) -> None:
 def test_a_step_is_lost_after_so_many_replays(fixture: Fixture, make_quorum: Callable[..., QuorumResult]) -> None:
     manager = fixture.manager(replay_failed_step=True, max_retries=1)
     fixture.client._quorum.return_value = make_quorum(replay=True)
-    said: list[int] = []
+    sent: list[int] = []
     fixture.client._quorum.side_effect = lambda **asked: (
-        said.append(asked["commit_failures"]),
-        make_quorum(replay=True, quorum_id=len(said)),
+        sent.append(asked["commit_failures"]),
+        make_quorum(replay=True, quorum_id=len(sent)),
     )[1]
     steps: list[tuple[int, bool, int]] = []
     manager.register_commit_hook(lambda step, committed, participants: steps.append((step, committed, participants)))
     manager._replayer.reduce_again = lambda *_: manager._errors.of_collective(RuntimeError("again"))  # type: ignore
     lose(manager)
     assert not manager.should_commit()
-    assert said == [0, 1, 2, 3, 4, 5], "each attempt needs a new quorum"
+    assert sent == [0, 1, 2, 3, 4, 5], "each attempt needs a new quorum"
     assert steps == [(0, False, 2)]
     assert manager._commit_failures == 1, "one step was lost, with any number of attempts"
 

@@ -75,11 +75,11 @@ def test_the_handler_sets_a_flag_and_the_next_request_carries_it(fixture: Any, m
 
 def test_a_rank_reports_its_signal(fixture: Any, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = fixture.manager()
-    said: list[bool] = []
+    drains: list[bool] = []
     begin = manager._rounds.begin
 
     def record(follow: Any, request: Any, timeout: Any) -> Any:
-        said.append(request.drain)
+        drains.append(request.drain)
         fixture.client._quorum.return_value = make_quorum(draining=request.drain)
         return begin(follow, request, timeout)
 
@@ -90,7 +90,7 @@ def test_a_rank_reports_its_signal(fixture: Any, make_quorum: Quorum, monkeypatc
     assert manager.should_commit() and not manager.draining()
     manager.start_quorum()
     assert manager.should_commit() and manager.draining()
-    assert said == [False, True]
+    assert drains == [False, True]
     manager.shutdown()
     assert signal.getsignal(USR1) == manager._signals._handle, "the signal must not end its last checkpoint"
 
@@ -168,7 +168,7 @@ def test_ctrl_c_does_not_interrupt_a_draining_process(fixture: Any) -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def wait_until_heard() -> None:
+def wait_until_received() -> None:
     """Waits until the thread that enforces the grace period has received the signal."""
     assert module._watch is not None
     while module._watch._deadline.left(0.0) is None:
@@ -180,7 +180,7 @@ def test_a_second_signal_ends_the_process(capfd: pytest.CaptureFixture[str]) -> 
     heeding = Signals()
     heeding.heed((USR1,), ended.put, lambda: times[-1])
     signal.raise_signal(USR1)
-    wait_until_heard()
+    wait_until_received()
     times.append(SAME_ORDER_SEC)
     signal.raise_signal(USR1)
     assert ended.get(timeout=LONG_S) == 128 + USR1
@@ -197,7 +197,7 @@ def test_a_handler_that_the_script_installs_later_decides() -> None:
     def twice(number: int) -> None:
         """A second signal ends the process, like the end of the grace period."""
         signal.raise_signal(number)
-        wait_until_heard()
+        wait_until_received()
         times.append(times[-1] + SAME_ORDER_SEC)
         signal.raise_signal(number)
 
@@ -260,25 +260,25 @@ def test_leave_on_works_on_the_main_thread_only(fixture: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "said"),
+    ("numbers", "message"),
     [
         ((), r"leave_on\(\): no signal is given"),
         ((signal.SIGKILL,), r"leave_on\(SIGKILL\): no process can handle it"),
         ((4711,), r"leave_on\(4711\): no such signal"),
     ],
 )
-def test_invalid_signals(fixture: Any, numbers: tuple[int, ...], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_invalid_signals(fixture: Any, numbers: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         fixture.manager().leave_on(*numbers)
 
 
 @pytest.mark.parametrize(
-    ("grace", "said"),
+    ("grace", "message"),
     [("soon", "TORCHFT_GRACE_S='soon' is no integer"), ("0", "TORCHFT_GRACE_S=0s: must be longer than 0s")],
 )
-def test_a_bad_grace_period(fixture: Any, monkeypatch: pytest.MonkeyPatch, grace: str, said: str) -> None:
+def test_a_bad_grace_period(fixture: Any, monkeypatch: pytest.MonkeyPatch, grace: str, message: str) -> None:
     monkeypatch.setenv("TORCHFT_GRACE_S", grace)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         fixture.manager().leave_on(USR1)
     assert signal.getsignal(USR1) is signal.SIG_DFL
 
@@ -325,6 +325,6 @@ def test_a_process_that_hangs_outside_of_python_ends() -> None:
     with subprocess.Popen([sys.executable, "-c", HANGS], env=env, text=True, **pipes) as child:
         assert child.stdout.readline() == "ready\n"
         child.send_signal(signal.SIGTERM)
-        _, said = child.communicate(timeout=LONG_S)
+        _, errors = child.communicate(timeout=LONG_S)
     assert child.returncode == 128 + signal.SIGTERM
-    assert "SIGTERM: the process has not ended within TORCHFT_GRACE_S=1 s: it ends now, with status 143" in said
+    assert "SIGTERM: the process has not ended within TORCHFT_GRACE_S=1 s: it ends now, with status 143" in errors

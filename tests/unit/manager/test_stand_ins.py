@@ -126,14 +126,14 @@ def test_steps_with_a_stand_in_of_a_client(stand_ins: StandIns, use_async_quorum
         assert manager.current_step() == step + 1
 
 
-@pytest.mark.parametrize(("how", "said"), [({}, 0), ({"wait": False}, 0), ({"finished": True}, 1)])
+@pytest.mark.parametrize(("how", "reports"), [({}, 0), ({"wait": False}, 0), ({"finished": True}, 1)])
 def test_only_a_training_that_ended_on_purpose_reports_its_end(
-    stand_ins: StandIns, how: dict[str, bool], said: int
+    stand_ins: StandIns, how: dict[str, bool], reports: int
 ) -> None:
     manager = stand_ins.manager()
     manager._manager = server = create_autospec(ManagerServer, instance=True)
     manager.shutdown(**how)
-    assert server._finish.call_count == said
+    assert server._finish.call_count == reports
     server.shutdown.assert_called_once_with()
 
 

@@ -365,8 +365,8 @@ def test_each_attempt_has_a_trace_with_its_outcome(fixture: Fixture, make_quorum
     manager.allreduce(torch.ones(2)).wait()
     manager._errors.of_collective(error := RuntimeError("a peer failed"))
     assert manager.should_commit()
-    said = [dict(call.args for call in span.set_attribute.call_args_list) for span in spans]
-    assert [(of["torchft.quorum_id"], of["torchft.committed"]) for of in said[1:]] == [(2, False), (3, True)]
+    attributes = [dict(call.args for call in span.set_attribute.call_args_list) for span in spans]
+    assert [(of["torchft.quorum_id"], of["torchft.committed"]) for of in attributes[1:]] == [(2, False), (3, True)]
     assert [span.end.call_count for span in spans] == [1, 1, 1]
     spans[1].record_exception.assert_called_once_with(error)
     assert not spans[0].record_exception.called and not spans[2].record_exception.called

@@ -23,19 +23,23 @@ class Store(dict[str, str]):
 def test_progress_is_what_all_ranks_of_a_group_have_reported() -> None:
     store = Store()
     ranks = [Ranks(store, "group:uuid", number, 2) for number in range(2)]
-    assert Ranks(store, "alone:uuid", 0, 1).heard(7) is Progress.READY and not store
-    ranks[0].say(7, Progress.READY)
-    ranks[0].say(7, Progress.READY)  # in a second attempt
-    assert [rank.heard(8) for rank in ranks] == [Progress.ARRIVING] * 2
-    ranks[1].say(7, Progress.READY)
-    assert [rank.heard(8) for rank in ranks] == [Progress.READY] * 2
-    assert [rank.heard(9) for rank in ranks] == [Progress.ARRIVING] * 2, "a report counts for one step"
-    ranks[1].say(9, Progress.WHOLE)
-    assert [rank.heard(10) for rank in ranks] == [rank.heard(9) for rank in ranks] == [Progress.WHOLE] * 2
+    assert Ranks(store, "alone:uuid", 0, 1).group_progress(7) is Progress.READY and not store
+    ranks[0].report(7, Progress.READY)
+    ranks[0].report(7, Progress.READY)  # in a second attempt
+    assert [rank.group_progress(8) for rank in ranks] == [Progress.ARRIVING] * 2
+    ranks[1].report(7, Progress.READY)
+    assert [rank.group_progress(8) for rank in ranks] == [Progress.READY] * 2
+    assert [rank.group_progress(9) for rank in ranks] == [Progress.ARRIVING] * 2, "a report counts for one step"
+    ranks[1].report(9, Progress.WHOLE)
+    assert (
+        [rank.group_progress(10) for rank in ranks]
+        == [rank.group_progress(9) for rank in ranks]
+        == [Progress.WHOLE] * 2
+    )
     for step in range(10, 100):
         for rank in ranks:
-            rank.say(step, Progress.READY)
-            rank.heard(step)
+            rank.report(step, Progress.READY)
+            rank.group_progress(step)
     assert len(store) < 20, "keys of earlier steps are deleted"
 
 
@@ -56,8 +60,8 @@ def test_a_report_that_the_store_did_not_acknowledge_is_repeated_and_counts_once
     store = Unreliable()
     ranks = [Ranks(store, "group:uuid", number, 2) for number in range(2)]
     with pytest.raises(ConnectionError):
-        ranks[0].say(7, Progress.READY)
-    ranks[0].say(7, Progress.READY)
-    assert [rank.heard(8) for rank in ranks] == [Progress.ARRIVING] * 2
-    ranks[1].say(7, Progress.READY)
-    assert [rank.heard(8) for rank in ranks] == [Progress.READY] * 2
+        ranks[0].report(7, Progress.READY)
+    ranks[0].report(7, Progress.READY)
+    assert [rank.group_progress(8) for rank in ranks] == [Progress.ARRIVING] * 2
+    ranks[1].report(7, Progress.READY)
+    assert [rank.group_progress(8) for rank in ranks] == [Progress.READY] * 2

@@ -81,12 +81,12 @@ def test_pieces_that_come_one_by_one_end_equal(kind: Callable[..., optim.Optimiz
         ours.write(*piece, state, raw)
         tracked.add(piece.parameter)
         optimizers[0].param_groups[0]["lr"] = 0.1 / step
-        said = json.loads(json.dumps(theirs.hyperparameters()))
+        sent = json.loads(json.dumps(theirs.hyperparameters()))
         _gradients(source, step, at_once)
         _gradients(target, step, at_once)
         kept = ours.gradients(tracked, kept)
         own = [p.grad for p in target.parameters()]
-        ours.step(tracked, kept, said)
+        ours.step(tracked, kept, sent)
         assert all(a is b for a, b in zip(own, (p.grad for p in target.parameters())))
         optimizers[0].step()
         assert theirs.digest(*piece) == ours.digest(*piece)

@@ -427,14 +427,14 @@ def test_a_mistake_raises_the_error_of_pytorch(peers: Peers, mistake: str) -> No
 def _raises_the_error_of_pytorch(peers: Peers, mistake: str) -> None:
     plain = _plain_group(peers.store)
 
-    def said(group: Any) -> str:
+    def error_of(group: Any) -> str:
         with pytest.raises((RuntimeError, ValueError, TypeError)) as refused:
             MISTAKES[mistake](group, group.size()).wait()
         return str(refused.value).partition("\n")[0]
 
     # PyTorch's reduce_scatter and allreduce_coalesced require options; torchft's also accept a plain reduction.
-    expected = None if mistake == "bits of floats" else said(plain)
-    texts = peers.run(lambda group, rank: said(group))
+    expected = None if mistake == "bits of floats" else error_of(plain)
+    texts = peers.run(lambda group, rank: error_of(group))
     if expected is not None and peers.n == plain.size():
         assert all(_words(expected) in _words(text) for text in texts), (expected, texts)
     peers.run(lambda group, rank: check(group, rank, peers.n))

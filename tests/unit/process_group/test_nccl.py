@@ -86,10 +86,11 @@ def test_without_a_listener_there_is_no_wait(pipe: Path, caplog: pytest.LogCaptu
 
 
 @pytest.mark.parametrize(
-    ("value", "errored", "told"), [("true", True, True), ("1", True, True), ("0", True, False), ("true", False, False)]
+    ("value", "errored", "requested"),
+    [("true", True, True), ("1", True, True), ("0", True, False), ("true", False, False)],
 )
 def test_an_abort_requests_the_trace(
-    listener: int, monkeypatch: pytest.MonkeyPatch, value: str, errored: bool, told: bool
+    listener: int, monkeypatch: pytest.MonkeyPatch, value: str, errored: bool, requested: bool
 ) -> None:
     monkeypatch.setenv(TORCHFT_TRIGGER_FR_ON_ABORT, value)
     group = ProcessGroupNCCL()
@@ -97,7 +98,7 @@ def test_an_abort_requests_the_trace(
     group.abort(errored=errored)  # there is no communicator to abort
     group._pg = MagicMock(rank=lambda: 0)
     group.abort(errored=errored)
-    if told:
+    if requested:
         assert os.read(listener, 128) == b"1\n"
     else:
         assert os.read(listener, 128) == b""

@@ -27,14 +27,14 @@ class Nccl2:
 
     def __init__(self, store: object, rank: int, world_size: int, opts: Any) -> None:
         self.rank, self.opts = rank, opts
-        self.told: Any = None
+        self.reconfigured_with: Any = None
         self.made.append(self)
 
     def get_reconfigure_handle(self) -> str:
         return f"nccl2:{self.rank}:-1"
 
     def reconfigure(self, opts: Any) -> Any:
-        self.told = opts
+        self.reconfigured_with = opts
         return MagicMock()
 
 
@@ -106,9 +106,9 @@ def test_options_of_the_backend(store: TCPStore, world_size: int) -> None:
         assert backend.opts.enable_reconfigure, "an error ends the process otherwise"
         assert backend.opts._timeout >= timedelta(days=1), "torchft's own timeout applies"
         assert backend.opts.global_ranks_in_group == [4, 9, 2][:world_size]
-        assert list(backend.told.handles) == [f"nccl2:{rank}:-1" for rank in range(world_size)]
-        assert backend.told.uuid == made[0].told.uuid > 0
-        assert backend.told.timeout == TIMEOUT
+        assert list(backend.reconfigured_with.handles) == [f"nccl2:{rank}:-1" for rank in range(world_size)]
+        assert backend.reconfigured_with.uuid == made[0].reconfigured_with.uuid > 0
+        assert backend.reconfigured_with.timeout == TIMEOUT
 
 
 def test_an_nccl_that_cannot_revoke_is_named(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,10 +222,10 @@ handles = [backend.get_reconfigure_handle() for backend in backends]
 print([backend.supports_reconfigure for backend in backends], len(set(handles)))
 print([handle.split(":")[:2] for handle in handles], str(store.port) in handles[0])
 for given in ([handles[0], handles[0]], handles[1:]):
-    told = ReconfigureOptions()
-    told.handles, told.uuid = given, 7
+    options = ReconfigureOptions()
+    options.handles, options.uuid = given, 7
     try:
-        backends[0].reconfigure(told)
+        backends[0].reconfigure(options)
     except Exception as e:
         print(type(e).__name__, str(e).splitlines()[0])
 print(backends[0].get_error().name, flush=True)

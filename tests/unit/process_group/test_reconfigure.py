@@ -368,16 +368,16 @@ def test_a_missing_store_is_an_error_in_time() -> None:
     assert isinstance(result, RuntimeError)
 
 
-@pytest.mark.parametrize(("seconds", "told"), [(0.1, 0), (5.0, 1)])
+@pytest.mark.parametrize(("seconds", "count"), [(0.1, 0), (5.0, 1)])
 def test_a_slow_connection_to_a_store_is_logged(
-    store: TCPStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seconds: float, told: int
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, seconds: float, count: int
 ) -> None:
     """The usual cause is a lost DNS answer. Without this line, the log would not explain the slow quorum."""
     clock = iter([100.0, 100.0 + seconds])
     monkeypatch.setattr(reconfigure, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     create_store_client(f"localhost:{store.port}/late", TIMEOUT)
-    said = [r.getMessage() for r in caplog.records if "connecting to the store" in r.getMessage()]
-    assert len(said) == told and all(f"localhost:{store.port}/late took 5.0 s" in one for one in said)
+    warnings = [r.getMessage() for r in caplog.records if "connecting to the store" in r.getMessage()]
+    assert len(warnings) == count and all(f"localhost:{store.port}/late took 5.0 s" in one for one in warnings)
 
 
 # Methods that the Manager calls

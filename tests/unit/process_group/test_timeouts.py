@@ -92,7 +92,7 @@ def test_a_peer_that_never_connects_to_a_native_group(store: TCPStore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("text", "expected"),
     [
         ("[buffer.cc:78] Timed out waiting 5ms for recv", "[buffer.cc:78] Timed out waiting 5ms for recv (timed out)"),
         ("wait timeout after 5ms, keys: /0/1", "wait timeout after 5ms, keys: /0/1 (timed out)"),
@@ -105,8 +105,8 @@ def test_a_peer_that_never_connects_to_a_native_group(store: TCPStore) -> None:
         ("Connection closed by peer", "Connection closed by peer"),
     ],
 )
-def test_pytorchs_text_comes_first(said: str, expected: str) -> None:
-    error = named_timeout(DistStoreError(said))
+def test_pytorchs_text_comes_first(text: str, expected: str) -> None:
+    error = named_timeout(DistStoreError(text))
     assert (type(error), str(error)) == (DistStoreError, expected)
 
 

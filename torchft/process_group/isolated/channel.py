@@ -72,7 +72,7 @@ class Channel:
         self._ids = itertools.count(1)
         self._ops: dict[int, _OpMetadata] = {}
         self._broken: Optional[Exception] = None
-        self._heard = 0.0
+        self._received_at = 0.0
         self._completer = Completer(
             name, self.devices, self._lock, self._lead_for_futures, lambda: self._broken is not None, self.check
         )
@@ -187,7 +187,7 @@ class Channel:
                 return
             ping_at = self._ping_at(op)
             if now >= ping_at:
-                if pinged is None or self._heard > pinged:
+                if pinged is None or self._received_at > pinged:
                     pinged = now
                     try:
                         self.notify(protocol.PING)
@@ -202,11 +202,11 @@ class Channel:
 
     def _ping_at(self, op: Optional[_OpMetadata]) -> float:
         if op is not None:
-            return max(op.started + op.timeout_sec, self._heard) + _PING_EVERY_SEC
+            return max(op.started + op.timeout_sec, self._received_at) + _PING_EVERY_SEC
         # The thread that completes futures waits for all operations.
         with self._lock:
             first = min((o.started + o.timeout_sec for o in self._ops.values()), default=time.monotonic() + 3600.0)
-        return max(first, self._heard) + _PING_EVERY_SEC
+        return max(first, self._received_at) + _PING_EVERY_SEC
 
     def _read(self, timeout: float) -> bool:
         """Handles answers that arrive within `timeout` seconds. True if there were any. Only for the leader."""
@@ -235,7 +235,7 @@ class Channel:
 
     def _handle(self, answer: protocol.Answer) -> None:
         if answer.kind == protocol.PONG:
-            self._heard = time.monotonic()
+            self._received_at = time.monotonic()
         if answer.kind == protocol.FATAL:
             self.close(protocol.decode_error(answer.rest))
             return

@@ -312,7 +312,7 @@ class TrainerEnd:
         if self._device is None:
             with self._lock:
                 if self._device is None:
-                    self._say(_USE + _ID.pack(device.index or 0))
+                    self._send(_USE + _ID.pack(device.index or 0))
                     self._device = device
         if device != self._device:
             raise ValueError(f"tensor on {device}: the other operations of this group were on {self._device}")
@@ -336,9 +336,9 @@ class TrainerEnd:
             freed.append(self._freed_exports.popleft())
         if freed:
             self._announced[self._notes + 1] = freed
-            self._say(_DROP + b"".join(_ID.pack(export.id) for export in freed))
+            self._send(_DROP + b"".join(_ID.pack(export.id) for export in freed))
 
-    def _say(self, note: bytes) -> None:
+    def _send(self, note: bytes) -> None:
         self._notes += 1
         self._notify(note, None)
 
@@ -375,7 +375,7 @@ class TrainerEnd:
                 raise RuntimeError("the worker of this group ended before its operation did")
             if time.monotonic() >= look_at:
                 with self._lock:
-                    self._say(_NOTHING)
+                    self._send(_NOTHING)
                 look_at = time.monotonic() + _LOOK_SEC
             time.sleep(pause)
             pause = min(2 * pause, _MAX_PAUSE_SEC)

@@ -338,16 +338,16 @@ def test_a_worker_that_has_failed_may_be_noticed_while_exporting(fake: Cuda) -> 
 
 
 @pytest.mark.parametrize(
-    ("tensor", "error", "says"),
+    ("tensor", "error", "message"),
     [
         (lambda: torch.ones(2, device="meta"), RuntimeError, "tensor on meta.*cannot share memory of meta"),
         (lambda: torch.ones(2, 2).to_sparse(), RuntimeError, "layout torch.sparse_coo"),
         (lambda: torch.ones(2, dtype=torch.complex64).conj(), RuntimeError, "resolve_conj"),
     ],
 )
-def test_what_cannot_be_registered_is_refused(fake: Cuda, tensor: Any, error: type[Exception], says: str) -> None:
+def test_what_cannot_be_registered_is_refused(fake: Cuda, tensor: Any, error: type[Exception], message: str) -> None:
     trainer, _, _ = ends()
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         trainer.register(tensor(), True, True)
 
 

@@ -111,15 +111,15 @@ def test_a_tensor_that_requires_grad(alone: ProcessGroup) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tensor", "says"),
+    ("tensor", "message"),
     [
         (torch.zeros(2, device="meta"), "torchft-baby-gloo: allreduce: a tensor on meta is not supported"),
         (torch.eye(2).to_sparse(), "torchft-baby-gloo: allreduce: "),
     ],
     ids=["meta", "sparse"],
 )
-def test_what_cannot_be_registered_is_refused_by_name(alone: ProcessGroup, tensor: torch.Tensor, says: str) -> None:
-    with pytest.raises(RuntimeError, match=says):
+def test_what_cannot_be_registered_is_refused_by_name(alone: ProcessGroup, tensor: torch.Tensor, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
         alone.allreduce([tensor], ReduceOp.SUM)
     assert alone.errored() is None
 

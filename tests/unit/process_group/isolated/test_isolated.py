@@ -33,7 +33,7 @@ def pending(group: ProcessGroup) -> Any:
     return group.recv([torch.zeros(1)], 0, 99)
 
 
-def assert_all_end(group: ProcessGroup, end: Callable[[], None], says: str) -> None:
+def assert_all_end(group: ProcessGroup, end: Callable[[], None], message: str) -> None:
     """Two threads wait for operations and one for a future; `end` makes all of them fail, at once."""
     works = [pending(group) for _ in range(3)]
     future = works[2].get_future()
@@ -57,8 +57,8 @@ def assert_all_end(group: ProcessGroup, end: Callable[[], None], says: str) -> N
     calls = [lambda: wait(works[0].wait), lambda: wait(works[1].wait), lambda: wait(future.wait)]
     *errors, at = in_threads([*calls, kill])
     for error in errors:
-        assert isinstance(error, RuntimeError) and says in str(error)
-    print(f"{says}: all waits had ended after {1000 * (max(ended) - at):.1f} ms")
+        assert isinstance(error, RuntimeError) and message in str(error)
+    print(f"{message}: all waits had ended after {1000 * (max(ended) - at):.1f} ms")
     assert max(ended) - at < within(ABORT_S)
 
 

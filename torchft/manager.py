@@ -3,8 +3,8 @@
 A step of a rank is ``start_quorum``, a forward and a backward pass with ``allreduce``, and ``should_commit``. Errors of
 other groups are not raised in the training loop: the Manager keeps them, and does not commit the step.
 
-The file is long because it is one object: all methods for training loops, and the order of a step. Each part is an
-object of its own in ``_manager/``, whose ``__init__`` lists them; the state from step to step is in its base
+The file is long because it is one object: all methods for training loops, and the order of a step. Each part is a
+separate object in ``_manager/``, whose ``__init__`` lists them; the state from step to step is in its base
 ``Stateful``, the questions about the current step are in its base ``Stepping``.
 """
 
@@ -643,8 +643,8 @@ class Manager(Stateful, Stepping):
     # Errors, and failures of peers
 
     def subscribe_failures(self, callback: FailureCallback) -> None:
-        """Calls ``callback(failure)`` for each failed member of a quorum that the lighthouse reports, on a thread
-        of its own; never with ``enable_error_bus`` off.
+        """Calls ``callback(failure)`` for each failed member of a quorum that the lighthouse reports, on a separate
+        thread; never with ``enable_error_bus`` off.
         """
         self._failures.subscribe(callback)
 

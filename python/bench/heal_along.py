@@ -76,7 +76,7 @@ class Join:
     def row(self) -> Row:
         """The figures of the table."""
         last = self.newcomer["steps"][-2][1]
-        # Both end a step at about the same time: its middle says on which side of the join it is.
+        # Both end a step at about the same time: its middle decides on which side of the join it is.
         during = [b - a for a, b in self.steps if self.began < b and (a + b) / 2 <= self.joined]
         after = [b - a for a, b in self.steps if self.joined < a and b <= last]
         median = Spread.of(after).median

@@ -263,7 +263,7 @@ class Worker:
     # heal_stall.py, recovery.py
 
     def do_survive(self, compute_ms: float) -> dict[str, Any]:
-        """Run steps until the parent says stop. Return when each step began and ended, in time.monotonic(), which all
+        """Run steps until the parent sends stop. Return when each step began and ended, in time.monotonic(), which all
         processes share.
         """
         emit("surviving")
@@ -306,7 +306,7 @@ class Worker:
     def do_train_along(
         self, lighthouse: str, along: bool, rate: int, compute_ms: float, busy: bool, settle: int
     ) -> dict[str, Any]:
-        """Train the model of `do_adam` until the parent says stop, or until `settle` steps with two groups are done."""
+        """Train the model of `do_adam` until the parent sends stop, or until `settle` steps with two groups are done."""
         from torchft import Optimizer
         from torchft.checkpointing import HTTPTransport
 

@@ -56,7 +56,7 @@ class Step(TrainerCallback):
 
 
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-    os.environ.pop(name, None)  # the Manager has read them; with them the Trainer would make a process group of its own
+    os.environ.pop(name, None)  # the Manager has read them; with them the Trainer would make its own process group
 images = [{"x": torch.rand(8), "labels": 1} for _ in range(1000)]
 schedule = torch.optim.lr_scheduler.ConstantLR(adam, factor=1.0)
 arguments = TrainingArguments(

@@ -43,7 +43,7 @@ RUN = {
 }
 # Patterns of commands in shell blocks that no test can run unchanged, and the reason.
 CANNOT = {
-    r"make \S+( [A-Z]+=\S+)?": "installs into .venv and takes minutes; what the recipes start has tests of its own "
+    r"make \S+( [A-Z]+=\S+)?": "installs into .venv and takes minutes; what the recipes start has separate tests "
     "(test_train_*.py, test_torchft_toolchain.py, the suite itself)",
     r"pip install .*": "downloads, and builds for minutes; `make wheel` and test_torchft_toolchain.py do",
     r"python python/bench/.*": "takes minutes on an idle machine, and most parts install upstream",

@@ -42,7 +42,7 @@ def groups(request: pytest.FixtureRequest, store: TCPStore) -> Iterator[list[Pro
 
 
 def on_streams(call: Callable[[int], Any]) -> list[Any]:
-    """Calls a function for every rank, each on a stream of its own."""
+    """Calls a function for every rank, each on a separate stream."""
 
     def run(rank: int) -> Any:
         with torch.cuda.stream(torch.cuda.Stream()):

@@ -73,7 +73,7 @@ def started(fixture: Fixture, kind: str = "torchft", **given: Any) -> Iterator[t
 
 
 class Vote:
-    """Runs `should_commit` on a thread of its own."""
+    """Runs `should_commit` on a separate thread."""
 
     def __init__(self, manager: Manager) -> None:
         self._answers: list[bool] = []

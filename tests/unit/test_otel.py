@@ -252,7 +252,7 @@ def test_the_steps_of_a_manager_arrive_at_a_collector(otel: Any, monkeypatch: py
     body = b"".join(collector.bodies)
     for text in (b"torchft.step", b"torchft.quorum_id", b"torchft.committed", b"traced"):
         assert text in body
-    assert len(set(given)) == 2, "each step has a trace of its own"
+    assert len(set(given)) == 2, "each step has a separate trace"
     for context in given:
         version, trace_id, span_id, flags = context.split("-")
         assert (version, flags) == ("00", "01")
@@ -308,7 +308,7 @@ def test_a_trace_is_whole_from_the_rank_to_the_lighthouse(otel: Any) -> None:
         return {a.key: getattr(a.value, a.value.WhichOneof("value")) for a in span.attributes}
 
     steps = sorted(traces.values(), key=lambda spans: attributes(spans["step"])["torchft.step"])
-    assert len(steps) == 2, "each step has a trace of its own"
+    assert len(steps) == 2, "each step has a separate trace"
     below = {
         "manager.quorum": "step",
         "manager.ask_lighthouse": "manager.quorum",

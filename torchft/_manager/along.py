@@ -13,7 +13,7 @@ are those of one step, as the sources have them in that step:
     source says                                             8 is committed
                                                             apply 8
 
-The source may fail after it has said so, and the others may not have committed the step: then the next quorum has
+The source may fail after this report, and the others may not have committed the step: then the next quorum has
 another step than the pieces, and all of them are asked for again.
 
 A piece whose mark is the step of the pieces in place is put in place with them. Any other one came too late, and is

@@ -1,7 +1,7 @@
 """The CUDA stream of a heal, separate from that of the training thread, which continues to compute.
 
 The device is the current device of the training thread when the step begins: a training loop may set it after the
-Manager is made, and each thread has a current device of its own. No stream is made in a process that uses no device.
+Manager is made, and each thread has its own current device. No stream is made in a process that uses no device.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Connection:
             f"{plan.participants} up to date at step {plan.max_step}"
         )
         if self._dumps is not None:
-            # PyTorch's flight recorder appends the rank: each quorum's dump gets a file of its own
+            # PyTorch's flight recorder appends the rank: each quorum's dump gets a separate file
             os.environ[TORCH_FR_DUMP_TEMP_FILE_ENV] = f"{self._dumps}_quorum{plan.quorum_id}_"
         reset_flight_recorder()
         try:

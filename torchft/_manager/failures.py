@@ -38,7 +38,7 @@ class PeerFailed(RuntimeError):
 
 
 class FailureListener:
-    """Receives notices of the lighthouse on a thread of its own, until the client is shut down, and answers questions
+    """Receives notices of the lighthouse on a separate thread, until the client is shut down, and answers questions
     about progress.
 
     The thread is a daemon, like that of the quorum: it must not keep a process from ending.
@@ -148,7 +148,7 @@ class Failures:
             self._step = step
 
     def subscribe(self, callback: FailureCallback) -> None:
-        """Calls ``callback(failure)`` for each failure, on a thread of its own."""
+        """Calls ``callback(failure)`` for each failure, on a separate thread."""
         self._callbacks.append(callback)
 
     @contextmanager

@@ -88,7 +88,7 @@ class Target:
         self._askers: dict[str, Asker] = {}  # by source
         self._talks = ""  # the source of the request that runs
         self._decider: Optional[tuple[str, Asker]] = None  # the assigned source, asked by the training thread
-        self._silent = ""  # an assigned source that did not say how it decided
+        self._silent = ""  # an assigned source that did not report whether it committed
         self._ended: Optional[int] = None  # the step whose state was complete
         self._over = False
         self._gives_way = False  # another thread waits for the lock
@@ -205,7 +205,7 @@ class Target:
             return None
 
     def _source_committed(self) -> bool:
-        """Whether the assigned source says that it has committed the step that runs. On the training thread."""
+        """Whether the assigned source reports that it has committed the step that runs. On the training thread."""
         with self._cond:
             plan, source = self._plan, self.sources.assigned
             if plan is None or source == self._silent or self._heads.get(plan.max_step) is None:

@@ -265,7 +265,7 @@ class Parameters:
         """Steps these parameters with these gradients, and no others.
 
         Another thread may train meanwhile, with values of either kind: what is stepped are tensors with the parameters'
-        memory, but with gradients of their own and versions of their own, so that a backward pass does not fail.
+        memory, but with separate gradients and versions, so that a backward pass does not fail.
 
         Raises:
             Unfit: the optimizers have other parameters than at first.

@@ -13,7 +13,7 @@ import torch
 from torchft.checkpointing.transport import CheckpointError
 
 _OWN = 128 << 10  # bytes; smaller tensors are allocated on the heap
-_AREA = 64 << 20  # bytes of an area that tensors share; a larger tensor has an area of its own
+_AREA = 64 << 20  # bytes of an area that tensors share; a larger tensor has a separate area
 _ALIGNED = 64  # bytes
 _HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
 
@@ -31,7 +31,7 @@ class HostMemory:
         self._used = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Allocates a flat tensor of bytes, with a storage of its own.
+        """Allocates a flat tensor of bytes, with a separate storage.
 
         Raises:
             RuntimeError, MemoryError: there is not enough memory

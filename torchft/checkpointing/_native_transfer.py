@@ -62,7 +62,7 @@ class _Handle:
 
 
 class Server(_Handle):
-    """Serves offers on a port of its own.
+    """Serves offers on a separate port.
 
     Args:
         go: the native library

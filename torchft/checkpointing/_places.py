@@ -28,7 +28,7 @@ from torchft.checkpointing.transport import CheckpointError
 class Places:
     """Compares the structure announced by a source with the local state, and finds memory for each region.
 
-    A local tensor under the same path is filled: directly by the network if it has a region of its own with the same
+    A local tensor under the same path is filled: directly by the network if it has a separate region with the same
     memory layout, else by a copy afterwards. Other tensors are allocated.
 
     Attributes:

@@ -136,5 +136,5 @@ class ProcessGroupFramework(Framework):
 
 
 def _reconfigures_itself(pg: ProcessGroup) -> bool:
-    """Whether ``configure`` is not needed, because the innermost group has a ``reconfigure`` of its own."""
+    """Whether ``configure`` is not needed, because the innermost group has its own ``reconfigure``."""
     return isinstance(pg, ProcessGroupWrapper) and pg._reconfigures_itself()

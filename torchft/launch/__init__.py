@@ -1,1 +1,1 @@
-"""Running a whole job on this machine: a lighthouse and replica groups, each a torchrun of its own."""
+"""Running a whole job on this machine: a lighthouse and replica groups, each with a separate torchrun."""

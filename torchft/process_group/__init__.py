@@ -4,7 +4,7 @@
 - `gloo`, `nccl`, `xccl`: groups in this process, which `wrapper` creates for each set of peers; `accelerator`: the
   common part of the last two; `nccl2`: PyTorch's newer NCCL backend
 - `native`, `torchcomms`: groups that stay the same object: PyTorch's own, and torchcomms' communicators
-- `isolated`: groups in a process of their own, which can be killed
+- `isolated`: groups in a separate process, which can be killed
 - `managed`: the Manager's group for user code; `device_mesh`: a DeviceMesh for HSDP
 - `error_swallowing`: keeps errors instead of raising them; `fake`, `dummy`: for tests
 - `checked`: ranks compare their next operation

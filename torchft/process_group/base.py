@@ -175,7 +175,7 @@ class ProcessGroup(BaseProcessGroup):
         raise NotImplementedError(f"{type(self).__name__}.getBackendName")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of operations without one of their own."""
+        """Sets the timeout of operations that have none."""
         raise NotImplementedError(f"{type(self).__name__}.set_timeout")
 
     def abort(self) -> None:

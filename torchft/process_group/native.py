@@ -42,7 +42,7 @@ _logger: logging.Logger = logging.getLogger(__name__)
 
 
 def is_native(pg: object) -> bool:
-    """Whether `pg` is PyTorch's own: it has handles of its own kind and no `configure`."""
+    """Whether `pg` is PyTorch's own: it has its own kind of handles and no `configure`."""
     return isinstance(pg, dist.ProcessGroup) and not hasattr(pg, "configure")
 
 

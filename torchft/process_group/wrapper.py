@@ -223,7 +223,7 @@ class ProcessGroupWrapper(ProcessGroup):
             self._reconfigure_timeout = None
 
     def _reconfigures_itself(self) -> bool:
-        """Whether the innermost group has a `reconfigure` of its own, so that `configure` is not needed."""
+        """Whether the innermost group has its own `reconfigure`, so that `configure` is not needed."""
         pg = self._pg
         if not self._given or pg is None:
             return False

@@ -298,7 +298,7 @@ class Target:
 
         Args:
             gradient: None: a reduction has failed.
-            committed: what the assigned source says, if it is asked and answers.
+            committed: the assigned source's report, if it is asked and answers.
         """
         job, heal, chance = self.job, self.heal, self.job.random
         come = [item for item in self.flying if chance.random() < 0.7]

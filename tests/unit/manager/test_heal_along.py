@@ -1,4 +1,4 @@
-"""Whether a heal is in pieces, and what the Manager tells it."""
+"""Whether a heal is in pieces, and what the Manager reports to it."""
 
 from __future__ import annotations
 

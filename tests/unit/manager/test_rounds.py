@@ -29,7 +29,7 @@ REQUEST = QuorumRequest(
 
 
 class FakeClient:
-    """Ends rounds and reports changes when the test says so."""
+    """Ends rounds and reports changes when the test triggers it."""
 
     def __init__(self) -> None:
         self.results: queue.SimpleQueue[QuorumResult | BaseException | None] = queue.SimpleQueue()
@@ -167,7 +167,7 @@ def test_ctrl_c_is_raised_at_once_and_ends_the_round(client: FakeClient) -> None
 def test_a_client_that_is_shut_down_ends_the_round_that_nobody_will_follow(client: FakeClient) -> None:
     rounds = NativeRounds(client)
     begun = begin(rounds, Followed())
-    client.results.put(QuorumResult(quorum_id=1))  # a change, and the thread never hears of it
+    client.results.put(QuorumResult(quorum_id=1))  # a change, and the thread never learns of it
     client.changes.put(RuntimeError("the client is closed"))
     with pytest.raises(RuntimeError, match="closed"):
         begun.result()

@@ -101,7 +101,7 @@ def test_pieces_that_come_one_by_one_end_equal(kind: Callable[..., optim.Optimiz
 
 
 def test_a_step_does_not_disturb_a_backward_pass() -> None:
-    """The group trains along on another thread, with gradients of its own."""
+    """The group trains along on another thread, with its own gradients."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     optimizer = optim.Adam(model.parameters())
     loss = model(torch.ones(1, 2)).square().sum()  # its backward pass reads weights
@@ -154,7 +154,7 @@ def test_what_falls_back_by_name(make: Callable[[nn.Module], optim.Optimizer], r
 
 @pytest.mark.parametrize("name", ["LARS", "LAMB", "Shampoo", "Lion", "Muon", "Adafactor"])
 def test_optimizers_that_step_by_norms_or_matrices_fall_back(name: str) -> None:
-    """PyTorch has some of them; scripts have classes of their own for the others."""
+    """PyTorch has some of them; scripts have their own classes for the others."""
     weight = nn.Parameter(torch.ones(2, 2))
     make = getattr(optim, name, None) or type(name, (optim.SGD,), {})
     with pytest.raises(Unfit, match=f"the optimizer is {name}: known to step each element by itself are SGD, Adam"):

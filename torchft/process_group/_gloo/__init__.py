@@ -1,4 +1,4 @@
-"""Workarounds for Gloo and PyTorch's wrapper of it, each in a file of its own.
+"""Workarounds for Gloo and PyTorch's wrapper of it, each in a separate file.
 
 We know of no upstream issue for any of them. Each file describes the behaviour that was seen, with PyTorch 2.7 to 2.15.
 

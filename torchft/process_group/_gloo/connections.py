@@ -58,7 +58,7 @@ class Connections:
         _all.add(self)
         own: set[Optional[bytes]] = set()
         peers: set[Optional[bytes]] = set()
-        # For each interface in GLOO_SOCKET_IFNAME Gloo has a context with connections of its own.
+        # For each interface in GLOO_SOCKET_IFNAME Gloo has a context with separate connections.
         for context in itertools.count():
             keys = [f"{context}/{peer}" for peer in range(world_size)]
             if not store.check(keys):

@@ -1,4 +1,4 @@
-"""Destroys unused process groups on threads of their own.
+"""Destroys unused process groups on separate threads.
 
 Destroying a Gloo group joins its threads, which stay in an operation until its timeout if a peer is silent. The thread
 that creates the next group must not wait for that.

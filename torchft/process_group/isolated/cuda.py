@@ -410,7 +410,7 @@ class WorkerEnd:
     """
 
     def __init__(self) -> None:
-        # Set by the trainer, and kept here because each thread has a current device of its own.
+        # Set by the trainer, and kept here because each thread has its own current device.
         self._device = torch.device(_DEVICE, 0)
         self._marks = _Marks()
         self._imports: dict[int, torch.UntypedStorage] = {}

@@ -308,7 +308,7 @@ def _descriptor(storage: torch.UntypedStorage) -> Optional[int]:
 
 
 def _map(descriptor: int, size: int) -> torch.Tensor:
-    # The tensor keeps the mapping alive, and the mapping has a descriptor of its own.
+    # The tensor keeps the mapping alive, and the mapping has its own descriptor.
     return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
 
 

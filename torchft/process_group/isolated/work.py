@@ -46,7 +46,7 @@ class _BabyWork(Work):
         if op.error is not None:
             raise copied(op.error)
         if op.marks:
-            # NCCL knows the group's timeout only. A wait without a timeout of its own uses that of the operation, and
+            # NCCL knows the group's timeout only. A wait without its own timeout uses that of the operation, and
             # then the worker is ended.
             deadline = op.started + op.timeout_sec if seconds is None else began + seconds
             if not self._channel.reach(op, deadline):

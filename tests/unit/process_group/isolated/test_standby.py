@@ -352,7 +352,7 @@ def test_the_last_error_of_a_worker_is_read_first(store: TCPStore, monkeypatch: 
 
     group = Local(TIMEOUT)
     channel: Any = group._workers._next.channel  # type: ignore[union-attr]
-    wait_until(lambda: select.select([channel.wire._answers], [], [], 0)[0], "the worker has said why")
+    wait_until(lambda: select.select([channel.wire._answers], [], [], 0)[0], "the worker has reported the cause")
     wait_until(lambda: not workers(), "and has ended")
     with pytest.raises(RuntimeError, match="<locals>"):
         group.configure(meeting(store), "replica", 0, 1)

@@ -306,7 +306,7 @@ class Worker:
     def do_train_along(
         self, lighthouse: str, along: bool, rate: int, compute_ms: float, busy: bool, settle: int
     ) -> dict[str, Any]:
-        """Train the model of `do_adam` until the parent sends stop, or until `settle` steps with two groups are done."""
+        """Train the model of `do_adam` until the parent sends stop or `settle` steps with two groups are done."""
         from torchft import Optimizer
         from torchft.checkpointing import HTTPTransport
 

@@ -119,7 +119,7 @@ def local_sgd(
 
 
 def two_layers(worker: int, t: int, inner: int, theta: Parameters) -> Parameters:
-    """The gradient of the mean squared error of ``tanh(x W0') W1' ... `` on separate data for each worker, round and step.
+    """The gradient of the mean squared error of ``tanh(x W0') W1' ... `` on other data for each worker, round and step.
 
     Every fragment is the weight of a linear layer with a tanh behind it, so that each depends on all others.
     """

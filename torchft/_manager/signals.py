@@ -209,7 +209,7 @@ def heeded() -> list[int]:
 
 
 def replaced(number: int) -> bool:
-    """Whether the script has since installed its own handler, which does not call the Managers' handlers."""
+    """Whether the script has since installed a handler that does not call the Managers' handlers."""
     current = signal.getsignal(number)
     return not any(signals.wanted or current == signals._handle for signals in _heeding)
 

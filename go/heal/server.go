@@ -341,15 +341,17 @@ func (c *connection) send(g *Grant, r request) error {
 	summing := r.flags&flagChecksum != 0 && !known
 	c.out = response{statusOK, r.block, uint32(length)}.append(c.out[:0])
 	c.spans = o.layout.Spans(int(r.block), c.spans[:0])
+	begun := false
 	err := pieces(c.spans, largestPiece(summing || c.server.limit.bytesPerSecond > 0), func(piece []Span, n int64) (err error) {
 		c.server.limit.wait(n)
 		if c.memory, err = o.use(c, piece, c.memory[:0]); err != nil {
-			if len(c.out) == responseSize { // nothing was sent yet
-				return c.withdrawn(r, err)
+			if begun { // the target takes all that follows for the block's bytes
+				return err
 			}
-			return err
+			return c.withdrawn(r, err)
 		}
 		defer o.done(c)
+		begun = true
 		g.served.Add(n)
 		if err := c.write(c.memory); err != nil {
 			return err

@@ -1,7 +1,10 @@
 package heal
 
 import (
+	"bytes"
 	"fmt"
+	"io"
+	"net"
 	"slices"
 	"testing"
 	"time"
@@ -204,6 +207,27 @@ func TestWaitingForADeviceCopyEndsWithTheCopy(t *testing.T) {
 			require.Contains(t, status.Failed[0], c.error)
 		})
 	}
+}
+
+// A block of which a part was sent ends with the connection: the reason must not take the place of its bytes. The 16 bytes that are
+// packed when the copy fails are as long as a response.
+func TestAReasonNeverFollowsAPartOfABlock(t *testing.T) {
+	source := filled(newRand(t), packBelow, responseSize, packBelow)
+	s, o := listen(t, time.Minute, 0), offer(t, onDevices(source, 2).host, 1<<20)
+	conn, err := net.Dial("tcp", address(s))
+	require.NoError(t, err)
+	defer conn.Close()
+	g := s.Grant(o)
+	_, err = conn.Write(request{op: opBlock, block: 0}.append(append([]byte(magic), g.secret[:]...)))
+	require.NoError(t, err)
+	_ = conn.SetDeadline(time.Now().Add(time.Minute))
+	first := make([]byte, responseSize+packBelow)
+	_, err = io.ReadFull(conn, first)
+	require.NoError(t, err)
+	require.Equal(t, source.regions[0], first[responseSize:])
+	o.CopyFailed("out of memory")
+	rest, _ := io.ReadAll(conn)
+	require.True(t, bytes.HasPrefix(source.regions[1], rest), "%q follows", rest)
 }
 
 // Closing a server does not wait for requests that wait for a copy.

@@ -23,7 +23,7 @@ const (
 	reconnect     = 5 * time.Second        // between attempts to reach a member that failed
 	repeatAfter   = time.Second            // between two News with the same content
 	joinPause     = 200 * time.Millisecond // between attempts to reach the seeds
-	farewell      = time.Second            // bounds the announcement that this member leaves
+	farewell      = time.Second            // longest wait for the announcement that this member leaves
 	mostFailed    = 256                    // members that stopped answering and are tried again
 	announceBound = time.Millisecond       // UpdateNode queues its message before it waits, so a short wait suffices
 )
@@ -31,7 +31,7 @@ const (
 // ErrClosed is returned by calls on a closed node.
 var ErrClosed = errors.New("gossip: the node is closed")
 
-// TimeoutError is returned by View if the members did not agree in time. It has the reason.
+// TimeoutError is returned by View if the members did not agree in time. Waits is the reason.
 type TimeoutError struct {
 	After time.Duration
 	Waits string
@@ -44,7 +44,7 @@ func (e *TimeoutError) Error() string {
 // Node is one member of a job.
 type Node struct {
 	cfg     Config
-	id      agree.ID // its incarnation is known when open returns
+	id      agree.ID // open may raise its incarnation (Rise), and later nothing changes it
 	name    string   // of the node, in memberlist
 	log     *slog.Logger
 	list    *memberlist.Memberlist
@@ -78,7 +78,7 @@ type peer struct {
 	node memberlist.Node // a copy: memberlist changes the original
 }
 
-// replaces reports whether another node has certainly ended: this one is a later incarnation of it, or has its address.
+// replaces reports whether another node has certainly ended: p is a later incarnation of it, or has its address.
 func (p peer) replaces(_ string, other peer) bool {
 	return other.id.Name == p.id.Name && other.id.Incarnation < p.id.Incarnation || other.At == p.At
 }
@@ -144,6 +144,7 @@ func open(ctx context.Context, cfg Config, settings *memberlist.Config, seeds []
 		n.close(false)
 		return nil, err
 	}
+	// After join, in which the machine learned the earlier incarnations of this name.
 	n.step(func(m *agree.Machine) {
 		if id := m.Rise(); id != n.id {
 			n.id, n.announce = id, true
@@ -158,7 +159,7 @@ func (n *Node) ID() agree.ID { return n.id }
 // Address returns the "host:port" under which others can use this member as a seed.
 func (n *Node) Address() string { return n.address }
 
-// View waits until the members agree on a view with this one.
+// View waits until the members agree on a view that contains this one.
 func (n *Node) View(ctx context.Context) (*agree.View, error) {
 	began := time.Now()
 	n.step(func(m *agree.Machine) { m.Ask() })
@@ -183,8 +184,8 @@ func (n *Node) View(ctx context.Context) (*agree.View, error) {
 	}
 }
 
-// News waits until there is news about the view that this member is in: a member failed, or processes want to join. The same news
-// is returned again as long as it holds, in case the caller did not know the view yet.
+// News waits until there is news about the view that this member is in: a member failed, or processes want to join. While it
+// holds, the same news is returned again after repeatAfter: the caller may not have known the view at the first time.
 func (n *Node) News(ctx context.Context) (agree.News, error) {
 	for {
 		n.mu.Lock()
@@ -222,7 +223,7 @@ func (n *Node) close(leave bool) {
 
 func (n *Node) end(leave bool) {
 	n.cancel()
-	<-n.run // otherwise the background task could announce an earlier note after the last one
+	<-n.run // otherwise the background task could announce an earlier note after the last one of bid
 	if leave {
 		n.step(func(m *agree.Machine) { m.Leave() })
 		n.bid()
@@ -232,8 +233,8 @@ func (n *Node) end(leave bool) {
 	n.tasks.Wait()
 }
 
-// bid announces to all members that this one leaves, and waits for a bounded time. Members that receive it do not count this one
-// any more.
+// bid announces to all members that this one leaves, and waits for a bounded time. Its last note promises that it confirms no
+// further view, so members that receive it need not wait for this one.
 func (n *Node) bid() {
 	_ = n.list.UpdateNode(announceBound)
 	n.mu.Lock()
@@ -246,7 +247,8 @@ func (n *Node) bid() {
 	}
 }
 
-// step changes the machine, and sends the resulting messages.
+// step changes the machine, and wakes the background task if there are messages to send. It sends nothing itself: memberlist
+// holds a lock while it reports events.
 func (n *Node) step(happens func(m *agree.Machine)) {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -268,7 +270,7 @@ func (n *Node) step(happens func(m *agree.Machine)) {
 	}
 }
 
-// background is the only goroutine that announces this member's note and updates the keys.
+// background sends what is due. Until it has ended (end), no other goroutine announces this member's note; none updates the keys.
 func (n *Node) background() {
 	defer close(n.run)
 	ticker := time.NewTicker(tick)

@@ -49,7 +49,7 @@ type Grant struct {
 	secret [secretSize]byte
 
 	served atomic.Int64
-	steady bool // one of its connections is steady; server.mu guards it
+	steady bool // one of its connections has the flag steady; server.mu guards it
 }
 
 // Listen starts a server on every address of this host, on a free port. timeout is how long a target may take for one piece.
@@ -126,7 +126,7 @@ func (s *Server) accept() {
 				return
 			}
 			slog.Warn("checkpoint server: no connection accepted", "error", err)
-			time.Sleep(10 * time.Millisecond) // for example, too many open files: retry when some have been closed
+			time.Sleep(10 * time.Millisecond) // for example, too many files are open: retry when some have been closed
 			continue
 		}
 		c := &connection{Conn: conn, server: s, ended: make(chan struct{})}
@@ -173,8 +173,9 @@ func (s *Server) remove(c *connection) {
 	}
 }
 
-// enter returns the grant for a secret, nil if there is none, and counts the connection in maxConnections. The first connection of
-// each grant is steady, so that a background transfer makes progress even if no processor is ever idle.
+// enter returns the grant for a secret, nil if there is none, and counts the connection in maxConnections. full is true if there
+// are that many already, or if the lobby has closed this connection meanwhile. The first connection of each grant is steady, so
+// that a background transfer makes progress even if no processor is ever idle.
 func (s *Server) enter(c *connection, secret [secretSize]byte) (grant *Grant, full bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -234,7 +235,7 @@ func (c *connection) serve() (err error) {
 	if full {
 		return fmt.Errorf("%d targets' connections are open", maxConnections)
 	}
-	if grant == nil {
+	if grant == nil { // most likely the grant was closed, so the target gets that reason
 		c.out = make([]byte, 0, 2*responseSize)
 		return c.withdrawn(request{}, errEnded)
 	}
@@ -249,7 +250,8 @@ func (c *connection) serve() (err error) {
 	}
 	var b [requestSize]byte
 	for {
-		// A target sends requests ahead of the answers. So if none arrives for this long, it has failed or stopped reading.
+		// A target sends requests ahead of the answers. So if no request arrives within the timeout, the target has failed, or
+		// has stopped reading.
 		_ = c.SetDeadline(time.Now().Add(c.server.timeout))
 		if _, err := io.ReadFull(c, b[:]); err != nil {
 			if errors.Is(err, io.EOF) {
@@ -271,7 +273,7 @@ func (c *connection) answer(g *Grant, r request) error {
 			return fmt.Errorf("block %d of %d", r.block, o.layout.Blocks())
 		}
 		if r.op == opEqual {
-			if !c.helps { // opEqual is sent to additional sources only, and the target waits for its assigned source in any case
+			if !c.helps { // only additional sources get opEqual, and the target does not depend on them: lowest priority
 				c.helps = true
 				background()
 			}
@@ -308,7 +310,7 @@ func (c *connection) answer(g *Grant, r request) error {
 	return fmt.Errorf("no such request: %d", r.op)
 }
 
-// check returns the checksum of a block from the time when it was first read.
+// check returns the checksum that a block had when it was first read.
 func (c *connection) check(o *Offer, block int) (uint32, error) {
 	if crc, known := o.sum(block); known {
 		return crc, nil
@@ -356,7 +358,7 @@ func (c *connection) send(g *Grant, r request) error {
 		if err := c.write(c.memory); err != nil {
 			return err
 		}
-		if summing { // after the copy into the kernel, which reads memory faster and leaves the piece in the processor's cache
+		if summing { // after the write: the kernel's copy reads memory faster, and leaves the piece in the processor's cache
 			for _, part := range c.memory {
 				crc = updateChecksum(crc, part)
 			}
@@ -436,7 +438,7 @@ type limiter struct {
 	bytesPerSecond int64
 
 	mu   sync.Mutex
-	next time.Time
+	next time.Time // when the rate allows the next piece
 }
 
 func (l *limiter) wait(n int64) {

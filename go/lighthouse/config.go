@@ -23,18 +23,19 @@ type Config struct {
 	MinReplicas int
 	// JoinTimeout is how long a quorum waits for members that are alive and have not asked yet.
 	JoinTimeout time.Duration
-	// QuorumTick is the interval at which the machine decides without a request.
+	// QuorumTick is the interval at which the machine checks the conditions that depend on time alone, such as timeouts.
 	QuorumTick time.Duration
 	// HeartbeatTimeout: a member counts as failed when its last heartbeat is this old.
 	HeartbeatTimeout time.Duration
 	// SuspectGrace is how long a member whose connection broke may take to reconnect before it counts as failed.
 	SuspectGrace time.Duration
-	// StalledAfter is how long a member may make no progress while others wait for it before it is reported. 0: ten times the median
-	// duration of a step, but at least 5 s, and at least 1 ms for each member.
+	// StalledAfter: a member is reported as stalled when it has made no progress for this long while others wait for it. 0: ten
+	// times the median duration of a step, but at least 5 s, and at least 1 ms for each member.
 	StalledAfter time.Duration
-	// EjectStalledAfter is how long such a member may make no progress before it is evicted from the quorum; 0: never.
+	// EjectStalledAfter: a stalled member is evicted from the quorum when it has made no progress for this long; 0: never.
 	EjectStalledAfter time.Duration
-	// ForbidRegression refuses a quorum whose members are all below the step that the job had reached. Without it, such a quorum is logged.
+	// ForbidRegression refuses a quorum whose members are all below the step that the job had reached. Without it, such a quorum
+	// is formed, and logged.
 	ForbidRegression bool
 	// MaxJobs is how many jobs there may be at once.
 	MaxJobs int
@@ -47,7 +48,8 @@ type Config struct {
 	StateOptional bool
 	// Security names the files with the job's token and certificates.
 	Security auth.Security
-	// AllowRemoteKill allows a kill to every client that can connect, if there is no token.
+	// AllowRemoteKill lets every client that can connect end groups, if there is no token. Otherwise only clients on this host
+	// may, or clients with the token.
 	AllowRemoteKill bool
 	// MaxConnections is how many connections may be open at once.
 	MaxConnections int
@@ -58,7 +60,7 @@ type Config struct {
 	// Network is real TCP if nil.
 	Network rpc.Network
 
-	disk disk // nil: the operating system's
+	disk disk // zero: the operating system's
 }
 
 // DefaultConfig returns the defaults of the command. MinReplicas has no default: only the user knows it.

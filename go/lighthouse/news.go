@@ -12,12 +12,12 @@ import (
 )
 
 const (
-	// newsPause, multiplied by the number of streams, is the pause after news was sent to all members. Sending takes about half of
-	// it. So in a burst of failures (a rack loses power or hangs, a large job ends) the lighthouse has time for its other work.
-	// With 10,000 groups it is 20 ms.
+	// newsPause, multiplied by the number of streams, is the pause after news was sent to all members. Sending takes about half
+	// of it. So in a burst of failures (a rack loses power or hangs, a large job ends) the lighthouse has time for its other
+	// work. With 10,000 groups the pause is 20 ms.
 	newsPause = 2 * time.Microsecond
-	// mostNews bounds the failed and the stalled members that are reported to all members at once: one is enough to show that a
-	// quorum is broken or delayed.
+	// mostNews bounds, for each of failed, ended and stalled members, how many one report names to all members: one is enough to
+	// show that a quorum is broken or delayed.
 	mostNews = 32
 )
 
@@ -39,8 +39,8 @@ type trouble struct {
 
 func (n *news) pending() int { return len(n.failed) + len(n.ended) + len(n.stalled) }
 
-// announce reports the failures and stalls among the actions to every member: at once or, if the last report was less than newsPause
-// ago for each stream, together with those that follow until then. The caller holds mu.
+// announce reports the failures and stalls among the actions to every member: at once or, if the pause after the last report is
+// not over (newsPause), at its end, together with those that follow until then. The caller holds mu.
 func (j *job) announce(actions []quorum.Action, now time.Time) {
 	before := j.news.pending()
 	for _, action := range actions {

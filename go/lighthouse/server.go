@@ -69,6 +69,7 @@ func New(cfg Config) (*Server, error) {
 		jobs:    map[string]*job{},
 	}
 	s.jobs[rpc.DefaultJob] = newJob(s, rpc.DefaultJob)
+	// The state of the job on disk is read first, but a hanging disk delays the start by at most diskTime.
 	s.jobs[rpc.DefaultJob].keeper.await(context.Background())
 	g := rpc.NewGRPC(gate, s.log)
 	g.RegisterService(serviceDesc(), service{server: s})
@@ -101,7 +102,7 @@ func (s *Server) Shutdown() {
 	s.rpc.Stop()
 	s.tasks.Wait()
 	if first && s.lock != nil {
-		_ = s.lock.Close()
+		_ = s.lock.Close() // after the tasks, which write the last states: another lighthouse may use the directory now
 	}
 	tracing.Flush()
 }

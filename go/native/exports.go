@@ -12,7 +12,7 @@ import (
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
 
-// The states of an operation, with the numbers of csrc/wait.c.
+// The states of an operation. csrc/wait.c has the same numbers.
 const (
 	statePending = iota
 	stateNone
@@ -23,8 +23,8 @@ const (
 )
 
 // tft_op_take returns the result of an operation that has ended. If the operation is still running, it returns statePending, and
-// event is set when the operation ends; event must not be freed before that, or before the operation is cancelled. The caller frees
-// text.
+// event is set when the operation ends; the caller must not free event before that, or before tft_op_cancel has returned. The
+// caller frees text.
 //
 //export tft_op_take
 func tft_op_take(op C.int64_t, event *C.tft_event, number *C.int64_t, text **C.char, length *C.int64_t) (state C.int) {
@@ -58,5 +58,7 @@ func toC(value any, err error) (state C.int, number C.int64_t, text *C.char, len
 	}
 }
 
+// tft_op_cancel cancels an operation, and does not wait for its end. From then on the operation does not set its event.
+//
 //export tft_op_cancel
 func tft_op_cancel(op C.int64_t) { ops.Cancel(int64(op)) }

@@ -14,9 +14,9 @@ import (
 )
 
 // ManagerRoundPrepare prepares ManagerQuorumStart for a rank whose requests differ only in the step. The numbers of a call are
-// step, timeoutUs, and first, which is 1 if the caller does not know the last result. The result is the JSON of quorumResult or, if
-// only the step differs from the last round and no group heals, the number max_step. Every other result also ends
-// ManagerChangeStart.
+// step, timeoutUs, and first, which is 1 if the caller has no earlier result, and so needs the whole result. The result is the
+// JSON of quorumResult or, if only the step differs from the last round and no group heals, the number max_step. Every result in
+// JSON also ends a wait of ManagerChangeStart.
 func ManagerRoundPrepare(handle int64, request string) (prepared int64, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
@@ -61,13 +61,14 @@ func ManagerVotePrepare(handle, groupRank int64) (prepared int64, err error) {
 	})), nil
 }
 
-// Forget removes a prepared call; calls in progress continue.
+// Forget releases the handle of a prepared call. Calls that have started continue.
 func Forget(prepared int64) (found bool, err error) {
 	defer ops.Guard(&err)
 	return ops.Remove(prepared) != nil, nil
 }
 
-// ManagerChangeStart waits for a round with a change; the result is false if there was none in time.
+// ManagerChangeStart waits for a round whose result is more than a number (ManagerRoundPrepare). The result is true, or false if
+// there was no such round within the timeout.
 func ManagerChangeStart(handle, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
@@ -86,8 +87,8 @@ func ManagerChangeStart(handle, timeoutUs int64) (op int64, err error) {
 	}), nil
 }
 
-// ManagerNoticeStart waits until the lighthouse reports a member or asks for the progress of this rank; the result is the JSON of
-// notice, or empty if there was none in time.
+// ManagerNoticeStart waits for a notice of the lighthouse: a member failed or stalled, or the lighthouse asks for the progress of
+// this rank. The result is the JSON of notice, or nil if there was none within the timeout.
 func ManagerNoticeStart(handle, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
@@ -106,7 +107,8 @@ func ManagerNoticeStart(handle, timeoutUs int64) (op int64, err error) {
 	}), nil
 }
 
-// ManagerSuspect reports a failed collective of a quorum, and the suspected member; empty: not known.
+// ManagerSuspect reports that a collective of a quorum has failed. replicaID is the member that is suspected, or empty if none
+// is.
 func ManagerSuspect(handle, quorumID int64, replicaID string) (found bool, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
@@ -139,8 +141,8 @@ func ManagerSayHealing(handle, groupRank, received, total int64) (found bool, er
 	return true, nil
 }
 
-// ManagerSayRecovered reports the cost for this rank of a heal, or of a peer's failure in a quorum. phases is a JSON list of pairs
-// of a name and seconds.
+// ManagerSayRecovered reports what a recovery has cost this rank: a heal if healed is true, otherwise the failure of a peer in
+// the quorum. phases is a JSON list of pairs of a name and seconds.
 func ManagerSayRecovered(handle, groupRank int64, healed bool, quorumID, step, bytes, stepsLost int64, phases string) (found bool, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
@@ -161,7 +163,7 @@ func ManagerSayRecovered(handle, groupRank int64, healed bool, quorumID, step, b
 	return true, nil
 }
 
-// ManagerSayCounted adds to a counter of the manager server, by the counter's name.
+// ManagerSayCounted adds number to the counter of the manager server that has this name.
 func ManagerSayCounted(handle, groupRank int64, name string, number int64) (found bool, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
@@ -176,7 +178,8 @@ func ManagerSayCounted(handle, groupRank int64, name string, number int64) (foun
 	return true, nil
 }
 
-// notice has a kind, and the attributes of MemberFailure in torchft/_records.py with the same names.
+// notice is the JSON of a notice. The fields other than kind are the attributes of MemberFailure in torchft/_records.py, with the
+// same names.
 type notice struct {
 	Kind      string `json:"kind"`
 	QuorumID  int64  `json:"quorum_id"`

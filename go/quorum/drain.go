@@ -5,19 +5,21 @@ import (
 	"slices"
 )
 
-// drains keeps the members that left the latest quorum, and whose processes must not end yet.
+// drains holds the members that left the latest quorum, and whose processes must not end yet.
 //
-// A drained member leaves at the end of a step, so that no group loses a step: it is notified (Drain), takes part in one more step,
-// and reports that it leaves (Leaving). From then on the others do not wait for it, and its end is no failure. But its data of the
-// last collective may still be on the way to its peers. So its process stays until they have completed that step, too, or the next
-// quorum is formed (Release).
+// A drained member leaves at the end of a step, so that no group loses a step: it is notified (Drain), takes part in one more
+// step, and reports that it leaves (Leaving). From then on the others do not wait for it, and its end is no failure. But its
+// peers may still be receiving its data of the last collective. So its process must not end until they have completed that step,
+// too, or the next quorum is formed: then the member is released (Release).
 //
 // Invariants:
 //
-//  1. No member in drains counts as alive: it is in no quorum, and the others do not wait for it. A member that asks again is removed.
-//  2. Each is released once: when no member of the latest quorum can still be in the step after which it left, or when the next
-//     quorum is formed. Before that, its peers may still need the data that it sent last.
-//  3. While there is one, no member fails back (failback.go), and no answer is redelivered (redeliver.go): its last step is not over.
+//  1. No member in drains counts as alive: it is in no quorum, and the others do not wait for it. A member that asks for a quorum
+//     again is removed from drains.
+//  2. A member is released, and removed from drains, when no member of the latest quorum can still be in the step after which it
+//     left, or when the next quorum is formed. Before that, its peers may still need the data that it sent last.
+//  3. While drains holds a member, no member fails back (failback.go), and no answer is redelivered (redeliver.go): peers may
+//     still be in the last step of the member that left.
 type drains struct {
 	*core
 	past *memory
@@ -26,10 +28,11 @@ type drains struct {
 
 func (d *drains) any() bool { return len(d.left) > 0 }
 
-// drained asks a member to leave. If its stream breaks before the message arrives, the welcome of the next one repeats it.
+// drained asks a member to leave. If its stream breaks before the message arrives, the welcome on its next stream repeats the
+// request.
 func (d *drains) drained(e Drained) {
 	r := d.roster.members[e.ReplicaID]
-	if r == nil || !r.alive() { // it is in no step, so there is none at whose end it could leave
+	if r == nil || !r.alive() { // it takes part in no step, so it need not be asked to leave after one
 		return
 	}
 	r.draining = e.Reason
@@ -40,15 +43,17 @@ func (d *drains) drained(e Drained) {
 // member is known here.
 func (d *drains) leaving(id string) (known bool) {
 	r := d.roster.members[id]
-	if r == nil { // no member shares a step with it
+	if r == nil { // it shares no step with a member, so no peer needs its data
 		d.do(Release{id})
 		return false
 	}
-	d.refuseAll(r, Left, "member "+id+" has announced that it leaves") // with a pending request it would be in a quorum that it does not train in
+	// A pending request would put it into the next quorum, in which it does not train.
+	d.refuseAll(r, Left, "member "+id+" has announced that it leaves")
 	if r.alive() {
-		d.roster.markFailed(r, "", "it left, as it was asked to", d.now) // no failure is reported: its peers are not to abort the step
+		// Its failure is not reported: its peers must not abort the step, which they may still be completing.
+		d.roster.markFailed(r, "", "it left, as it was asked to", d.now)
 	}
-	if !r.previous {
+	if !r.previous { // it is not in the latest quorum, so no peer needs its data
 		d.do(Release{id})
 		return true
 	}
@@ -58,8 +63,9 @@ func (d *drains) leaving(id string) (known bool) {
 	return true
 }
 
-// shuttingDown records that a member's manager server ends. The member counts as alive until its connection has ended and the grace is
-// over: its peers may still be receiving its data of the step that it has completed, and its failure would abort that.
+// shuttingDown records that a member's manager server ends. The member counts as alive until its connection has ended and the
+// grace is over: its peers may still be receiving its data of the step that it has completed, and the report of its end would
+// make them abort that step. Release is the answer: the lighthouse has recorded that the end of the stream is no failure.
 func (d *drains) shuttingDown(e ShuttingDown) {
 	if r := d.roster.members[e.ReplicaID]; r != nil {
 		r.ending, r.finished = true, e.Finished
@@ -67,7 +73,8 @@ func (d *drains) shuttingDown(e ShuttingDown) {
 	d.do(Release{e.ReplicaID})
 }
 
-// stayed removes a member that asks for a quorum after it has left, and reports whether it had.
+// stayed handles a request from a member: if the member had left, it trains on, and is removed from drains. The result is whether
+// it had left.
 func (d *drains) stayed(id string) bool {
 	at, left := slices.BinarySearch(d.left, id)
 	if left {
@@ -76,7 +83,8 @@ func (d *drains) stayed(id string) bool {
 	return left
 }
 
-// disconnected drops a drained member whose connection ended after it had left: it is not a suspect.
+// disconnected drops a drained member whose connection ended after it had left: it must not become a suspect, since its end is no
+// failure.
 func (d *drains) disconnected(id string) {
 	if r := d.roster.members[id]; r != nil && r.pulse != nil && r.draining != "" && r.out != "" {
 		why := r.out
@@ -85,15 +93,15 @@ func (d *drains) disconnected(id string) {
 	}
 }
 
-// tick releases the members that left once all live members ask for the next quorum: none is in the last step of a released member
-// any more.
+// tick releases the members that left once all live members of the latest quorum have a pending request for the next one: a
+// member that asks has completed or aborted the step after which the others left.
 func (d *drains) tick() {
 	if d.any() && !slices.ContainsFunc(d.past.members, func(r *record) bool { return r.alive() && !r.waiting() }) {
 		d.release()
 	}
 }
 
-// release lets all members that left end.
+// release notifies all members that left that their processes may end.
 func (d *drains) release() {
 	for _, id := range d.left {
 		d.do(Release{id})

@@ -16,13 +16,14 @@ type Member struct {
 	ShrinkOnly     bool
 	Data           string // the user's JSON, forwarded unchanged
 	CommitFailures int64
-	// CommittedQuorumID is the id of the quorum in which the weights of Step were committed, by this group or by the source of its
-	// heal; -1 if they were committed in none since the group began, 0 if the group does not report it (upstream managers do not).
+	// CommittedQuorumID is the id of the quorum in which the weights of Step were committed, by this group or by the source of
+	// its heal. It is -1 if no quorum has committed them since the group started, and 0 if the group does not report the id
+	// (upstream managers do not).
 	CommittedQuorumID int64
-	// ReplaysFailedSteps: the ranks of the group keep the gradients that they reduce. When a peer fails, they reduce the same
-	// gradients again with the remaining groups.
+	// ReplaysFailedSteps: the ranks of the group keep the gradients that they reduce. When a peer fails, they need not compute
+	// the step again: they reduce the kept gradients with the remaining groups.
 	ReplaysFailedSteps bool
-	Handles            []string // reconfigure handles, one per group rank; empty for peers of 0.2.0
+	Handles            []string // reconfigure handles, one per group rank; empty if the group runs version 0.2.0
 	Unknown            []byte   // wire fields that this version does not know, forwarded unchanged
 }
 

@@ -11,8 +11,8 @@ import (
 // Compute returns the part of one rank of a replica group in a quorum: its index, its store, and the source or targets of its heal.
 // With initSync, all groups of a job at step 0 take over the state of one of them, so that they need not start with equal weights.
 //
-// Groups of other versions compute the same from the same quorum, so every index below is part of the
-// protocol. It fails if the group is not in the quorum, or if group_rank is negative.
+// Groups of other versions compute the same from the same quorum, so every index below is part of the protocol. Compute fails if
+// the group is not in the quorum, or if group_rank is negative.
 func Compute(replicaID string, groupRank int64, q *quorum.Quorum, initSync bool) (Result, error) {
 	view, err := NewView(replicaID, q)
 	if err != nil {
@@ -57,6 +57,8 @@ func NewView(replicaID string, q *quorum.Quorum) (*View, error) {
 	r.CommittedQuorumID = newest(members, r.MaxStep)
 	upToDate := make([]int, 0, len(members))
 	for i, m := range members {
+		// A member at MaxStep that committed the step in an older quorum may have other weights, so it is not up to date
+		// (newest).
 		if m.Step != r.MaxStep || r.CommittedQuorumID != 0 && m.CommittedQuorumID != r.CommittedQuorumID {
 			continue
 		}
@@ -90,8 +92,8 @@ func (v *View) Compute(groupRank int64, initSync bool) (Result, error) {
 // newest returns the latest quorum in which a member at this step has committed the step. Two groups can reach one step in different quorums, each
 // without the other, and then hold different weights: the group with the older quorum is behind.
 //
-// If a member does not announce its quorum, the result is 0, and steps alone decide: such a member (an upstream one) decides by
-// steps alone, and all members must compute the same plan.
+// If a member does not announce its quorum, as an upstream member, the result is 0, and only steps are compared: that member
+// compares only steps, and all members must compute the same plan.
 func newest(members []quorum.Member, step int64) int64 {
 	latest := int64(-1)
 	for i := range members {
@@ -119,14 +121,15 @@ func replays(members []quorum.Member, r Result, initSync bool) bool {
 	return r.MaxReplicaRank != nil && !r.Heal && !silent && !firstStep
 }
 
-// assign distributes the groups that must heal over the sources. All ranks of a group compute the same result, except at step 0,
-// where each rank has its own primary (fromPrimary).
+// assign distributes the groups that must heal over the sources. All ranks of a group agree on the groups that heal, except at
+// step 0 with initSync, where each rank has its own primary (fromPrimary). The group rank shifts the assignment, so that the
+// ranks of a target heal from different sources.
 func assign(r *Result, members []quorum.Member, sources []int, primary int, groupRank int64, fromPrimary bool) {
 	if fromPrimary {
 		sources = []int{primary}
 	}
-	healing := int64(0) // index among the groups that heal
-	next := 0           // sources before this group
+	healing := int64(0) // number of groups that heal, before group i
+	next := 0           // number of sources before group i
 	for i := range members {
 		if next < len(sources) && sources[next] == i {
 			next++
@@ -160,8 +163,8 @@ func assign(r *Result, members []quorum.Member, sources []int, primary int, grou
 // mostAdditional limits the additional sources of one target: with four sources its own network is the bottleneck.
 const mostAdditional = 3
 
-// additionalTo returns the additional sources of a target: those that follow the assigned one, in a ring, which spreads the load
-// evenly. Only members that announce a committed quorum support this; upstream members do not.
+// additionalTo returns the additional sources of a target: the sources after the assigned one, in a ring, so that the load is
+// spread evenly. A member that announces no committed quorum is an upstream one, and cannot be an additional source.
 func additionalTo(members []quorum.Member, sources []int, assigned int64) []int {
 	var additional []int
 	for j := 1; j < len(sources) && j <= mostAdditional; j++ {
@@ -173,9 +176,9 @@ func additionalTo(members []quorum.Member, sources []int, assigned int64) []int 
 	return additional
 }
 
-// handles returns the handles of one group rank, in the order of the members. If a member has none (0.2.0), the list is nil, and
-// all connect through the store: members with handles would wait forever for members that do not use them. missing names the
-// members without a handle.
+// handles returns the handles of one group rank, in the order of the members. If a member has none (version 0.2.0), the list is
+// nil, and all members connect through the store: otherwise the members with handles would wait forever for the members without.
+// missing names the members without a handle.
 func (v *View) handles(groupRank int64) (list, missing []string) {
 	list = make([]string, len(v.members))
 	for i := range v.members {

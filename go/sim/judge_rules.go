@@ -21,8 +21,8 @@ const (
 // failureSlack is how long messages and timers may delay the report of a failure.
 const failureSlack = time.Second
 
-// formed checks a quorum when the first of its members receives it: at that time the other members' requests are still recorded as
-// pending.
+// formed checks a quorum when the first of its members receives it: at that time, asked is for each member still the request that
+// this quorum answers.
 func (j *Judge) formed(q *quorum.Quorum) {
 	w := j.w
 	after := &quorum.Quorum{}
@@ -47,7 +47,7 @@ func (j *Judge) formed(q *quorum.Quorum) {
 	if after.ID != 0 {
 		d.Before = after
 	}
-	w.check.lastID = after.ID // other members may have received later quorums before
+	w.check.lastID = after.ID // not that of other groups, which may have received later quorums before
 	w.check.ids(&watch{latest: after.ID}, d)
 }
 
@@ -75,7 +75,8 @@ func (j *Judge) failedOver() {
 	}
 }
 
-// home returns the first lighthouse that any live group can reach, provided that all live groups can reach it and each other.
+// home returns the first lighthouse that any live group can reach. all is true if each slot has a live group, if all of them can
+// reach this lighthouse and each other, and if no fault is active during which no rule applies (Fault.rough).
 func (j *Judge) home() (lighthouse int, all bool) {
 	w := j.w
 	for lighthouse < w.Lighthouses-1 && !slices.ContainsFunc(j.lives, func(l *life) bool { return !l.killed && j.reached(l, lighthouse) }) {
@@ -102,7 +103,7 @@ func (j *Judge) reached(l *life, lighthouse int) bool {
 const termBits = 42
 
 // Settled reports whether all groups have trained for some steps in one quorum, at the first lighthouse that they can reach. It
-// must become true some time after the last fault.
+// must become true within a bounded time after the last fault, if there is a lighthouse that all groups can reach.
 func (j *Judge) Settled() bool {
 	w := j.w
 	why, _ := j.apart()
@@ -136,7 +137,8 @@ func (j *Judge) together() (why string) {
 	return why
 }
 
-// apart returns the reason why the groups are not in one quorum; empty if they are.
+// apart returns the reason why not every slot has a group that has committed at least three steps in one quorum; empty if so, and
+// then id is that quorum.
 func (j *Judge) apart() (why string, id int64) {
 	w := j.w
 	for i := range w.slots {
@@ -159,7 +161,7 @@ func (j *Judge) apart() (why string, id int64) {
 	return "", id
 }
 
-// disturbed handles an error of a call. While the job is calm, an error breaks a rule, since nothing can have caused it.
+// disturbed handles an error of a call. While the job is calm, an error breaks a rule, since no fault can have caused it.
 func (j *Judge) disturbed(format string, args ...any) {
 	if j.calmed {
 		j.w.broken(ruleCalm, format, args...)

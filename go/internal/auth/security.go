@@ -9,19 +9,20 @@ import (
 	"os"
 )
 
-// Security names the files that protect a job's connections. Without a file, that protection is off.
+// Security names the files that protect a job's connections. While the name of a file is empty, its protection is off.
 type Security struct {
-	// TokenFile contains the job's tokens, one per line (Tokens). A server with it refuses calls without one of them.
+	// TokenFile contains the job's tokens, one per line (Tokens). A server with this file refuses calls that contain none of its
+	// tokens.
 	TokenFile string `json:"token_file"`
 	// TLSCert and TLSKey are the certificate and the key of this process, in PEM. With them a server uses TLS, and a client can
 	// present a certificate to a server that requires one.
 	TLSCert string `json:"tls_cert"`
 	TLSKey  string `json:"tls_key"`
-	// TLSCA contains the authorities whose server certificates are trusted, in PEM; empty means the system's. With it, http:// is
-	// refused.
+	// TLSCA contains the authorities whose server certificates are trusted, in PEM; empty means the system's. If it is set, a
+	// client refuses addresses that begin with http://, since a plain connection proves nothing about the server.
 	TLSCA string `json:"tls_ca"`
-	// TLSClientCA contains the authorities of client certificates, in PEM. A server with it refuses clients without such a
-	// certificate.
+	// TLSClientCA contains the authorities of client certificates, in PEM. A server with this file refuses clients that present
+	// no certificate of one of them.
 	TLSClientCA string `json:"tls_client_ca"`
 }
 
@@ -59,7 +60,7 @@ func (s Security) ServesTLS() bool { return s.TLSCert != "" }
 // HasTokens reports whether a server with these settings requires a token.
 func (s Security) HasTokens() bool { return s.TokenFile != "" }
 
-// Protection is a Security with its files read. A nil field means that this protection is off.
+// Protection is a Security with its files read. A nil Tokens or Server means that this protection is off; Client is never nil.
 type Protection struct {
 	Tokens *Watched[Tokens]
 	Server *Watched[*tls.Config]
@@ -140,8 +141,8 @@ func readFile(path string) ([]byte, error) {
 	return content, nil
 }
 
-// serverTLS returns the TLS settings of the port that serves gRPC and HTTP. A client that supports both protocols, such as a
-// browser, has to use HTTP/1.1.
+// serverTLS returns the TLS settings of the port that serves gRPC and HTTP. HTTP/1.1 is the first of NextProtos, so a client that
+// supports both protocols, such as a browser, uses HTTP/1.1: on this port, HTTP/2 is served only as gRPC.
 func (s Security) serverTLS() (*tls.Config, error) {
 	cert, err := s.certificate()
 	if err != nil {
@@ -151,7 +152,7 @@ func (s Security) serverTLS() (*tls.Config, error) {
 		MinVersion:             tls.VersionTLS12,
 		Certificates:           []tls.Certificate{cert},
 		NextProtos:             []string{"http/1.1", "h2"},
-		SessionTicketsDisabled: true, // so that each connection presents its certificate
+		SessionTicketsDisabled: true, // a resumed session would present no certificate again
 	}
 	if s.TLSClientCA != "" {
 		if config.ClientCAs, err = readCA("tls_client_ca", TLSClientCAEnv, s.TLSClientCA); err != nil {
@@ -175,8 +176,8 @@ func (s Security) clientTLS() (*tls.Config, error) {
 		if err != nil {
 			return nil, err
 		}
-		// The certificate is presented even if the server does not name its authority: the server's refusal then contains a reason,
-		// unlike the refusal of a client without a certificate.
+		// Without this function, Go would present the certificate only if the server names its authority. It is presented in any
+		// case: the server's refusal of a certificate contains a reason, unlike the refusal of a client without one.
 		config.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &cert, nil }
 	}
 	return config, nil
@@ -219,6 +220,6 @@ func (c Credentials) GetRequestMetadata(context.Context, ...string) (map[string]
 	return map[string]string{"authorization": Bearer(c.Tokens.Get()[0])}, nil
 }
 
-// RequireTransportSecurity returns false: networks that encrypt by themselves are common. With TLSCA set, plain connections are
-// refused in any case.
+// RequireTransportSecurity returns false, so that tokens can be sent without TLS in networks that encrypt all traffic themselves,
+// which are common. If TLSCA is set, package rpc refuses plain connections in any case.
 func (Credentials) RequireTransportSecurity() bool { return false }

@@ -16,8 +16,8 @@ import (
 	"github.com/torchft/torchft/go/internal/auth"
 )
 
-// handshakes are the credentials of a client. Each handshake uses the present certificates in the files. The reason of a failed
-// handshake is recorded, because gRPC does not report it.
+// handshakes are the credentials of a client. Each handshake uses the certificates that the files contain at that time. The
+// reason of a failed handshake is recorded, because gRPC does not report it.
 type handshakes struct {
 	config *auth.Watched[*tls.Config] // nil: no TLS
 	why    *atomic.Pointer[error]
@@ -46,12 +46,14 @@ func (handshakes) ServerHandshake(net.Conn) (net.Conn, credentials.AuthInfo, err
 func (h handshakes) Info() credentials.ProtocolInfo          { return h.credentials().Info() }
 func (h handshakes) Clone() credentials.TransportCredentials { return h }
 func (handshakes) OverrideServerName(string) error           { return nil }
+
+// note records why a handshake, or the first read after it, has failed.
 func (h handshakes) note(err error) {
 	if errors.Is(err, context.Canceled) || errors.Is(err, net.ErrClosed) {
-		return // this side closed it
+		return // no reason: this side ended the attempt
 	}
-	// Before a server closes the connection, it sends an alert with the reason. If the alert is lost, the error contains no reason,
-	// and the reason of an earlier attempt is kept.
+	// Before a server closes a connection that it refuses, it sends an alert with the reason. If the alert is lost, the error
+	// contains no reason (mute): then the reason of an earlier attempt is kept.
 	mute := errors.Is(err, io.EOF) || errors.Is(err, syscall.ECONNRESET) || errors.Is(err, syscall.EPIPE)
 	if before := h.why.Load(); mute && before != nil {
 		if _, hasHint := errors.AsType[*hinted](*before); hasHint {
@@ -69,6 +71,7 @@ func (h handshakes) note(err error) {
 	h.why.Store(&err)
 }
 
+// hinted is an error with a hint, which is empty if the scheme of the address is not the likely cause.
 type hinted struct {
 	error
 	hint string
@@ -76,12 +79,13 @@ type hinted struct {
 
 func (h *hinted) Error() string { return h.error.Error() + h.hint }
 
-// beginning is a connection whose first bytes are inspected: a server that refuses a certificate sends an alert, and one that requires TLS
-// closes the connection.
+// beginning is a connection whose first read is inspected, since a refusal may arrive after ClientHandshake has succeeded: a
+// server that refuses the client's certificate sends an alert (in TLS 1.3, after the client's handshake), and a server that
+// requires TLS answers a client without it by an alert, or closes the connection.
 type beginning struct {
 	net.Conn
 	h    handshakes
-	read bool // only gRPC's one reader uses it
+	read bool // the first read is over; gRPC reads on one goroutine only, so there is no lock
 }
 
 func (b *beginning) Read(p []byte) (int, error) {

@@ -20,19 +20,21 @@ import (
 const (
 	// attemptTimeout is how long one of several lighthouses may take to answer before the next one is tried.
 	attemptTimeout = time.Second
-	// unacknowledged is the time without a TCP acknowledgement after which the connection to one of several lighthouses is closed.
-	// A bound member sends a message each 0.54 s, so a host that vanished is noticed within 1.74 s, before the bond to it runs out
-	// (at least 1.89 s after: quorum.BondTime less one and a half of these intervals). gRPC's pings take 20 s.
+	// unacknowledged is the time without a TCP acknowledgement after which the connection to one of several lighthouses is
+	// closed. A bound member sends a message every 0.54 s (quorum.BondTime / quorum.StampsInBond). So it notices within 0.54 s +
+	// 1.2 s = 1.74 s that a host has vanished. The bond to this host runs out later: after at least 1.89 s, which is
+	// quorum.BondTime less one and a half of these intervals. gRPC's pings would take 20 s.
 	unacknowledged = 1200 * time.Millisecond
 	// openTimeout bounds opening a stream that no call waits for.
 	openTimeout = 10 * time.Second
-	// failoverAfter is how long only the lighthouse that served last is tried: its restart is no reason for a failover.
+	// failoverAfter is how long after an outage began only the lighthouse that served last is tried: its restart must not cause a
+	// failover.
 	failoverAfter = time.Second
-	// probeEvery is how often a member of a later lighthouse probes the earlier ones of the list. It reports those that were reached
-	// twice in a row, and its lighthouse decides when all members fail back.
+	// probeEvery is how often a member of a later lighthouse probes the earlier ones of the list. The member reports the ones
+	// that it reached twice in a row to its lighthouse, which decides when all members fail back.
 	probeEvery = time.Second
-	// avoidFor is how long a lighthouse is not tried after it refused because it has too few members, or accepted a connection and
-	// did not answer. The time doubles with each of these in a row, at most avoidDoublings times.
+	// avoidFor is how long a lighthouse is not tried after it refused because it has too few members, or accepted a connection
+	// and did not answer. The time doubles with each such failure in a row, at most avoidDoublings times.
 	avoidFor       = 10 * time.Second
 	avoidDoublings = 5
 )
@@ -94,7 +96,7 @@ func (l *lighthouses) client(i int) *Client {
 	return l.clients[i]
 }
 
-// isBack reports whether lighthouse i is connected. If not, it starts to connect, for the next call.
+// isBack reports whether lighthouse i is connected. If not, it starts to connect, so that a later call may find it connected.
 func (l *lighthouses) isBack(ctx context.Context, i int) bool {
 	c, err := l.reach(ctx, i)
 	if err != nil {
@@ -148,26 +150,29 @@ func (l *lighthouses) close() (err error) {
 // choice decides which lighthouse of a list is asked. It does no IO, and takes the time as an argument.
 type choice struct {
 	at      int           // place of the lighthouse that served last, or was tried last
-	broke   time.Time     // when its stream broke; zero: it is open
+	broke   time.Time     // when its stream broke, or an attempt to reach it failed first; zero: it serves
 	silent  bool          // since then an attempt to reach it, or the member's bond to it, has run out without an answer
 	back    int           // place of the earlier lighthouse that all members fail back to; -1: none
 	sees    quorum.Places // earlier lighthouses that the last probe has reached
 	avoid   []time.Time   // until when each lighthouse is avoided; zero: not avoided
 	refused []int         // how often in a row each has refused because it has too few members, or has not answered
-	served  bool          // at has served since the start
+	served  bool          // a lighthouse has served since the start, or the list has only one
 }
 
 func newChoice(at, of int) choice {
 	return choice{at: at, back: -1, avoid: make([]time.Time, of), refused: make([]int, of), served: of == 1}
 }
 
-// outlasted reports whether the lighthouse that served last has been away for so long that others may be tried.
+// outlasted reports whether the lighthouse that served last has been unreachable for so long (failoverAfter) that others may be
+// tried.
 func (c *choice) outlasted(now time.Time) bool {
 	return !c.broke.IsZero() && now.Sub(c.broke) >= failoverAfter
 }
 
-// order returns the places to try, in order. A member that is bound to the lighthouse that served last asks no other one: its vote
-// counts there, and could count in a quorum of another one, too.
+// order returns the places to try, in order. A member that is bound to the lighthouse that served last asks no other one: if it
+// ends, its vote counts there, and must not count in a quorum of another lighthouse, too. Without a bond, too, only that
+// lighthouse is tried at first, unless the members fail back, it is avoided, it did not answer, or its outage has lasted for
+// failoverAfter.
 func (c *choice) order(now time.Time, bound bool) []int {
 	if bound || c.served && c.back < 0 && !c.avoided(c.at, now) && !c.silent && !c.outlasted(now) {
 		return []int{c.at}
@@ -177,7 +182,9 @@ func (c *choice) order(now time.Time, bound bool) []int {
 		switch {
 		case i == c.back:
 			first = append(first, i)
-		case c.silent && i == c.at: // Only a silent one is tried after the others: if its process had ended, its host would refuse at once, and it may be back.
+		case c.silent && i == c.at:
+			// A silent one is tried after the others, since it may take all of attemptTimeout again. One that was not silent keeps
+			// its place: if its process has ended, its host refuses at once, and a new process may serve there already.
 			silent = append(silent, i)
 		case c.avoided(i, now):
 			avoided = append(avoided, i)
@@ -196,7 +203,8 @@ func (c *choice) shun(i int, now time.Time) {
 	c.refused[i]++
 }
 
-// arrived records that the lighthouse i is asked from now on.
+// arrived records that the lighthouse at this place is asked from now on. The results of earlier probes are kept only if it was
+// asked before.
 func (c *choice) arrived(at int) {
 	if c.at != at {
 		c.sees = 0
@@ -228,7 +236,7 @@ func (c *choice) lookAt(now time.Time) (places []int) {
 
 // looked handles the result of a probe, and returns the earlier lighthouses that both this probe and the previous one have reached.
 func (c *choice) looked(there quorum.Places) quorum.Places {
-	there &= quorum.Before(c.at) // the member may have moved since lookAt
+	there &= quorum.Before(c.at) // since lookAt, the member may have moved to one of these places, or to an earlier one
 	twice := there & c.sees
 	c.sees = there
 	return twice

@@ -185,7 +185,7 @@ func (n *Node) View(ctx context.Context) (*agree.View, error) {
 }
 
 // News waits until there is news about the view that this member is in: a member failed, or processes want to join. While it
-// holds, the same news is returned again after repeatAfter: the caller may not have known the view at the first time.
+// holds, the same news is returned again after repeatAfter: the caller may not have known the view the first time.
 func (n *Node) News(ctx context.Context) (agree.News, error) {
 	for {
 		n.mu.Lock()

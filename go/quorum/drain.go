@@ -32,7 +32,7 @@ func (d *drains) any() bool { return len(d.left) > 0 }
 // request.
 func (d *drains) drained(e Drained) {
 	r := d.roster.members[e.ReplicaID]
-	if r == nil || !r.alive() { // it takes part in no step, so it need not be asked to leave after one
+	if r == nil || !r.alive() { // it takes part in no step, so it need not leave after one
 		return
 	}
 	r.draining = e.Reason
@@ -43,7 +43,7 @@ func (d *drains) drained(e Drained) {
 // member is known here.
 func (d *drains) leaving(id string) (known bool) {
 	r := d.roster.members[id]
-	if r == nil { // it shares no step with a member, so no peer needs its data
+	if r == nil { // no member shares a step with it, so no peer needs its data
 		d.do(Release{id})
 		return false
 	}

@@ -57,8 +57,7 @@ func NewView(replicaID string, q *quorum.Quorum) (*View, error) {
 	r.CommittedQuorumID = newest(members, r.MaxStep)
 	upToDate := make([]int, 0, len(members))
 	for i, m := range members {
-		// A member at MaxStep that committed the step in an older quorum may have other weights, so it is not up to date
-		// (newest).
+		// A member that committed MaxStep in an older quorum may have other weights, so it is not up to date (newest).
 		if m.Step != r.MaxStep || r.CommittedQuorumID != 0 && m.CommittedQuorumID != r.CommittedQuorumID {
 			continue
 		}
@@ -89,10 +88,10 @@ func (v *View) Compute(groupRank int64, initSync bool) (Result, error) {
 	return r, nil
 }
 
-// newest returns the latest quorum in which a member at this step has committed the step. Two groups can reach one step in different quorums, each
-// without the other, and then hold different weights: the group with the older quorum is behind.
+// newest returns the latest quorum in which a member at this step has committed the step. Two groups can reach one step in
+// different quorums, each without the other, and then hold different weights. So the group with the older quorum is behind.
 //
-// If a member does not announce its quorum, as an upstream member, the result is 0, and only steps are compared: that member
+// If a member does not announce its quorum (upstream members do not), the result is 0, and only steps are compared: that member
 // compares only steps, and all members must compute the same plan.
 func newest(members []quorum.Member, step int64) int64 {
 	latest := int64(-1)
@@ -164,7 +163,7 @@ func assign(r *Result, members []quorum.Member, sources []int, primary int, grou
 const mostAdditional = 3
 
 // additionalTo returns the additional sources of a target: the sources after the assigned one, in a ring, so that the load is
-// spread evenly. A member that announces no committed quorum is an upstream one, and cannot be an additional source.
+// spread evenly. Only a member that announces a committed quorum supports this; upstream members announce none.
 func additionalTo(members []quorum.Member, sources []int, assigned int64) []int {
 	var additional []int
 	for j := 1; j < len(sources) && j <= mostAdditional; j++ {

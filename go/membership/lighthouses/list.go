@@ -203,8 +203,8 @@ func (c *choice) shun(i int, now time.Time) {
 	c.refused[i]++
 }
 
-// arrived records that the lighthouse at this place is asked from now on. The results of earlier probes are kept only if it was
-// asked before.
+// arrived records that the lighthouse at this place is asked from now on. If it is another one than before, the result of the
+// last probe does not count any more.
 func (c *choice) arrived(at int) {
 	if c.at != at {
 		c.sees = 0

@@ -233,8 +233,8 @@ func (n *Node) end(leave bool) {
 	n.tasks.Wait()
 }
 
-// bid announces to all members that this one leaves, and waits for a bounded time. Its last note promises that it confirms no
-// further view, so members that receive it need not wait for this one.
+// bid announces to all members that this one leaves, and waits until that is sent, at most for farewell. Its last note promises
+// that it confirms no further view, so members that receive it need not wait for this one.
 func (n *Node) bid() {
 	_ = n.list.UpdateNode(announceBound)
 	n.mu.Lock()

@@ -102,7 +102,7 @@ func (s *Server) Shutdown() {
 	s.rpc.Stop()
 	s.tasks.Wait()
 	if first && s.lock != nil {
-		_ = s.lock.Close() // after the tasks, which write the last states: another lighthouse may use the directory now
+		_ = s.lock.Close() // after the tasks, which wait for the last writes: another lighthouse may use the directory now
 	}
 	tracing.Flush()
 }

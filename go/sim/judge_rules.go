@@ -64,8 +64,8 @@ func (j *Judge) soon(l *life, q *quorum.Quorum) {
 	j.failed = nil
 }
 
-// failoverTime bounds the time from the failure of a job's lighthouse until the first quorum at the next one: the members have to notice
-// that their connections have broken, and the next lighthouse has to learn the latest quorum.
+// failoverTime bounds the time from the failure of a job's lighthouse until the first quorum at the next one: the members have to
+// notice that their connections have broken, and the next lighthouse has to learn the latest quorum.
 const failoverTime = 35 * time.Second
 
 // failedOver checks that a job whose lighthouse has failed is served by another one in time, if all groups can reach that one.

@@ -55,7 +55,7 @@ func (t Tokens) Check(authorization []string) TokenCheck {
 		return TokenMissing
 	}
 	given, ok := strings.CutPrefix(authorization[0], "Bearer ")
-	digest := sha256.Sum256([]byte(given)) // digests have one length, without which ConstantTimeCompare would return early
+	digest := sha256.Sum256([]byte(given)) // ConstantTimeCompare returns early if lengths differ; digests have one length
 	found := 0
 	for _, token := range t {
 		want := sha256.Sum256([]byte(token))

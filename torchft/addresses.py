@@ -20,7 +20,7 @@ _lighthouse = ""
 
 
 def use_lighthouse(address: str) -> None:
-    """Sets the lighthouse address of this process. A Manager calls it, which may have got the address as an argument.
+    """Sets the lighthouse address of this process. Called by a Manager, which may have it from an argument.
 
     Process groups and checkpoint servers have no such argument; they announce the address on the route to the
     lighthouse.
@@ -88,7 +88,7 @@ def _host_of_setting(setting: str) -> str:
 def _route_towards(lighthouse_addr: str) -> str | None:
     """The source address of packets to the lighthouse; None if it is unknown or loopback."""
     try:
-        parts = urlsplit(lighthouse_addr.split(",")[0].strip())  # the first one of a list, which serves unless it fails
+        parts = urlsplit(lighthouse_addr.split(",")[0].strip())  # a list: its first lighthouse serves unless it fails
         if not parts.hostname:
             return None
         targets = socket.getaddrinfo(parts.hostname, parts.port or 80, type=socket.SOCK_DGRAM)

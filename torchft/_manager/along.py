@@ -1,23 +1,25 @@
-"""The decisions of a heal piece by piece: a group trains along with weight 0 while its state arrives. Pure.
+"""Decides the actions of a heal in pieces: the target trains along with weight 0 while its state arrives. Pure code.
 
-The state of a group is its parameters, each with its state in the optimizer; a *piece* is a range of elements of one.
-A source gives a piece between two steps of its optimizer, marked with the step that follows: all gradients of earlier
-steps are in it, whichever group that is up to date gives it (sources.py). The target is in the quorum, so it has every
-averaged gradient. It applies the gradient of a step once it knows that the step was committed: from the assigned source
-as soon as that has voted, or else from the next quorum, and until then it keeps the gradient. So its *current* pieces
-are those of one step, as the sources have them in that step:
+The state of a group is its parameters, each with its optimizer state. A *piece* is a range of elements of one
+parameter. A source reads a piece between two steps of its optimizer and marks it with the step that follows. The piece
+contains the gradients of all earlier steps, so any up-to-date group can send it (sources.py).
 
-    step          7                    8                    8 again              9
-    quorum says                        7 is committed       the first attempt failed
-    vote          keep gradient 7      apply 7, keep 8      drop 8
-    source says                                             8 is committed
-                                                            apply 8
+The target is in the quorum, so it receives every averaged gradient. It applies the gradient of a step only when it
+knows that the step was committed: from the assigned source as soon as the source has voted, or else from the next
+quorum. Until then it keeps the gradient. So all *current* pieces belong to the same step, and equal those of the
+sources in that step:
 
-The source may fail after this report, and the others may not have committed the step: then the next quorum has
-another step than the pieces, and all of them are asked for again.
+    step            7                  8                  8 again                   9
+    quorum shows                       7 was committed    the first attempt failed
+    before vote     keep gradient 7    apply 7, keep 8    drop 8, keep the new 8
+    source reports                                        8 was committed
+    target then                                           applies the new 8
 
-A piece whose mark is the step of the pieces in place is put in place with them. Any other one came too late, and is
-asked for again: in halves if it took longer than a step.
+The source may fail after this report, before the other groups have committed the step. If they do not commit it, the
+step of the next quorum differs from that of the pieces, and all pieces are requested again.
+
+A piece is put in place if its mark is the step of the pieces in place. A piece with a later mark waits for the next
+:meth:`Heal.advance`. A piece that came too late is requested again, in halves if the request took longer than a step.
 """
 
 from __future__ import annotations
@@ -27,16 +29,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Optional
 
-# Elements of a piece that is not cut further.
+# Elements of the smallest pieces that result from cutting.
 LEAST = 1 << 10
-# How often a heal may start over because a gradient was missed, before the state is transferred as a whole.
+# How often a heal may start over because it missed a gradient. After that the state is transferred as a whole.
 MAX_RESTARTS = 3
-# Seconds that may pass without a piece that came in time, or was compared.
+# The heal in pieces is abandoned after this many seconds in which no piece was put in place or compared.
 MAX_IDLE_SEC = 60.0
 
 
 class Piece(NamedTuple):
-    """A range of the elements of a parameter, and of those of its optimizer state."""
+    """A range of elements of a parameter, with the same range of its optimizer state."""
 
     parameter: int
     begin: int
@@ -44,22 +46,22 @@ class Piece(NamedTuple):
 
 
 class Kind(Enum):
-    """What a source is asked for."""
+    """The kind of data that a request asks for."""
 
     PIECE = "piece"
     DIGEST = "digest"
-    REST = "rest"  # of the state: all that belongs to no parameter
+    REST = "rest"  # the part of the state that belongs to no parameter
 
 
 class Ask(NamedTuple):
     """The next request to a source."""
 
     kind: Kind
-    number: int = -1  # of the piece
+    number: int = -1  # number of the piece; -1: the request is for no piece
 
 
 class Fate(Enum):
-    """What came of the step before, as a quorum shows."""
+    """The outcome of the previous step for this group, as a new quorum shows it."""
 
     NONE = "nothing is to be done"
     APPLY = "it was committed: its gradient is applied"
@@ -75,12 +77,12 @@ class _State(Enum):
 
 @dataclass
 class Advance:
-    """What a target does before it votes, in this order.
+    """The actions of a target before it votes, in this order.
 
     Attributes:
-        before: numbers of arrivals that are put in place first.
-        apply: whether the kept gradient is applied to all parameters of :attr:`parameters` then.
-        parameters: that have pieces in place before the gradient is applied.
+        before: indices of the arrivals that are put in place first.
+        apply: whether the kept gradient is then applied to all of :attr:`parameters`.
+        parameters: the parameters with pieces in place, including those of :attr:`before`.
     """
 
     before: list[int] = field(default_factory=list)
@@ -89,7 +91,7 @@ class Advance:
 
 
 def cut(sizes: Sequence[int], most: int) -> list[Piece]:
-    """The pieces of parameters with so many elements, of at most ``most`` elements each."""
+    """Divides parameters of these sizes, in elements, into pieces of at most ``most`` elements."""
     return [
         Piece(number, begin, min(size, begin + most))
         for number, size in enumerate(sizes)
@@ -101,29 +103,32 @@ class Heal:
     """One heal, as its target sees it.
 
     Args:
-        pieces: of the whole state.
-        least: elements of a piece that is not cut further.
+        pieces: the pieces of all parameters.
+        least: elements of the smallest pieces that result from cutting.
 
     Attributes:
-        pieces: as given, and those that came of cutting them.
-        step: that runs, by the latest quorum; None before the first.
-        abandoned: why the state is transferred as a whole; None: it is not.
+        pieces: the given pieces, and those that resulted from cutting them.
+        step: the current step, by the latest quorum; None before the first quorum.
+        abandoned: why the state is transferred as a whole; None while the heal continues in pieces.
     """
 
     def __init__(self, pieces: Sequence[Piece], least: int = LEAST) -> None:
         self.pieces = list(pieces)
         self._least = least
-        self._most = max((piece.end - piece.begin for piece in pieces), default=0)  # elements of the next one
+        # The most elements of the next requested piece.
+        self._most = max((piece.end - piece.begin for piece in pieces), default=0)
         self.step: Optional[int] = None
         self.abandoned: Optional[str] = None
         self._quorum_id = -1
-        self._in_place: Optional[int] = None  # the step that the pieces in place are of
+        self._in_place: Optional[int] = None  # the step of the pieces in place
         self._states = [_State.MISSING] * len(pieces)
         self._marks = [-1] * len(pieces)
-        self._kept: Optional[tuple[int, int]] = None  # step and quorum of the gradient that is kept
-        self._kept_of: set[int] = set()  # parameters
-        self._ahead: Optional[tuple[int, int]] = None  # step and quorum of the gradient that a source let it apply
-        self._late: list[int] = []  # pieces that came after the gradient of their step was applied, since the last step
+        self._kept: Optional[tuple[int, int]] = None  # step and quorum of the kept gradient
+        self._kept_of: set[int] = set()  # the parameters whose gradients are kept
+        # Step and quorum of the gradient that was applied after the source's report, before a quorum confirmed it.
+        self._ahead: Optional[tuple[int, int]] = None
+        # Pieces that arrived in this step, after the gradient of the step that they are marked with was applied.
+        self._late: list[int] = []
         self._fate = Fate.NONE
         self._restarts = 0
         self._idle_since: Optional[float] = None
@@ -133,14 +138,14 @@ class Heal:
     # Quorums
 
     def quorum(self, step: int, quorum_id: int, committed_quorum_id: int, together: bool = True) -> Fate:
-        """A quorum in which this group is behind.
+        """Takes over a quorum in which this group is behind.
 
         Args:
-            step: that runs.
-            quorum_id: of the quorum.
-            committed_quorum_id: in which the step before was committed.
-            together: whether the other ranks of the group have compared all of their pieces: a rank that has, and they
-                have not, trains along with them.
+            step: the current step.
+            quorum_id: the id of this quorum.
+            committed_quorum_id: the id of the quorum in which the previous step was committed.
+            together: whether all ranks of the group have compared all of their pieces. Until then a rank that has
+                compared its own trains along with the others.
         """
         before, self.step, self._quorum_id, self._together = self.step, step, quorum_id, together
         kept = self._kept
@@ -149,7 +154,7 @@ class Heal:
             return Fate.NONE
         if ahead is not None and (step, committed_quorum_id) == (ahead[0] + 1, ahead[1]):
             return Fate.NONE
-        if self._fate is Fate.APPLY:  # the last attempt ended without a vote
+        if self._fate is Fate.APPLY:  # not applied: the last attempt ended without a vote
             fate = Fate.APPLY if step == before else Fate.MISSED
         elif kept is not None and kept[0] == step - 1 and kept[1] == committed_quorum_id:
             fate = Fate.APPLY
@@ -166,7 +171,7 @@ class Heal:
         return fate
 
     def miss(self) -> None:
-        """A gradient that was committed cannot be applied: all pieces are asked for again."""
+        """Called when the gradient of a committed step cannot be applied: all pieces are requested again."""
         self._fate = Fate.NONE
         self._in_place = None
         had = any(state is not _State.MISSING for state in self._states)
@@ -176,11 +181,10 @@ class Heal:
             self.abandon(f"a committed step was missed {self._restarts} times")
 
     def committed(self) -> set[int]:
-        """The assigned source has committed the step whose gradient was kept last, and nothing was since: it is applied
-        now.
+        """Called when the assigned source has committed the current step, whose gradient is kept: it is applied now.
 
         Returns:
-            the parameters that it is applied to: those with pieces in place.
+            the parameters that the gradient is applied to: those with pieces in place.
         """
         assert self._kept is not None and self._in_place == self.step == self._kept[0]
         self._ahead, self._kept = self._kept, None
@@ -199,11 +203,11 @@ class Heal:
     # The end of a step
 
     def advance(self, arrivals: Sequence[tuple[int, int]], now: float) -> Advance:
-        """The actions for the pieces that have arrived, before the vote. Once for each quorum; before :meth:`keep` also
-        more often.
+        """Returns the actions before the vote. Called at least once for each quorum; repeated calls must precede
+        :meth:`keep`.
 
         Args:
-            arrivals: number and mark of each piece that has arrived and is of an earlier step than that which runs.
+            arrivals: number and mark of each arrived piece whose mark is earlier than the current step.
             now: in seconds, of any clock.
         """
         assert self.step is not None
@@ -234,22 +238,24 @@ class Heal:
         return todo
 
     def _shorten(self, slow: Sequence[int]) -> None:
-        """These pieces took longer than a step."""
+        """Halves the size of later requests, because these pieces arrived too late."""
         if slow:
             longest = max(self.pieces[number].end - self.pieces[number].begin for number in slow)
             self._most = min(self._most, max(self._least, longest // 2))
 
     def early(self, mark: int) -> bool:
-        """Whether what is of this step is taken only after the next :meth:`advance`."""
+        """Whether an answer with this mark has to wait for the next :meth:`advance`."""
         return self._in_place is None or mark > self._in_place
 
     def place(self, number: int, mark: int) -> bool:
-        """Whether a piece that is not :meth:`early` is put in place now, between two calls of :meth:`advance`.
+        """Whether to put a piece that is not :meth:`early` in place now, between two calls of :meth:`advance`.
 
-        It is if it is of the same step as the other pieces, and the gradient that is applied next is kept for it.
+        Its mark must be the step of the pieces in place. If a gradient is kept, it must include the gradient of this
+        parameter: else the piece would lack it when that gradient is applied to the others.
         """
         if mark != self._in_place:
-            # What was asked for shortly before a gradient is applied comes after it, whatever its size.
+            # A piece of any size arrives one step late if it was requested shortly before a gradient was applied. So a
+            # smaller size is chosen here only if it is later than that.
             self._late.append(number)
             if self._in_place is None or mark < self._in_place - 1:
                 self._shorten([number])
@@ -262,13 +268,14 @@ class Heal:
         return True
 
     def keep(self, asked: set[int]) -> set[int]:
-        """All of this attempt's reductions have succeeded.
+        """Keeps the gradient of this attempt, all of whose reductions have succeeded.
 
         Args:
-            asked: numbers of pieces whose answers have not been passed to :meth:`advance`.
+            asked: numbers of pieces that are requested, or have arrived and are not processed yet.
 
         Returns:
-            the parameters whose gradients are kept: with pieces in place, on their way, or asked for next.
+            the parameters whose gradients are kept: those with pieces that are in place, in ``asked``, or requested
+            next.
         """
         assert self.step is not None
         self._kept = self.step, self._quorum_id
@@ -281,10 +288,10 @@ class Heal:
     # Requests
 
     def next(self, asked: set[int]) -> Optional[Ask]:
-        """What to ask for next; None: nothing before the next step.
+        """The next request; None if there is none before the next step.
 
         Args:
-            asked: numbers of pieces whose answers have not been passed to :meth:`advance`, or compared.
+            asked: numbers of pieces with a request in progress, or with an answer that is not processed yet.
         """
         for number, state in enumerate(self._states):
             if state is _State.MISSING and number not in asked:
@@ -297,11 +304,11 @@ class Heal:
 
     @property
     def _newest(self) -> int:
-        """The step of the pieces in place, or that of the quorum: digests are made of it or of later ones."""
+        """The later of the steps of the pieces in place and of the quorum. New digests are of that step or a later one."""
         return max(-1 if step is None else step for step in (self.step, self._in_place))
 
     def _cut(self, number: int) -> None:
-        """Leaves so much of a missing piece as is asked for at once."""
+        """Shortens a missing piece to the size of one request; the remainder becomes another missing piece."""
         parameter, begin, end = self.pieces[number]
         middle = begin + max(self._most, 1)
         if middle < end:
@@ -311,16 +318,20 @@ class Heal:
             self._marks.append(-1)
 
     def comparable(self, number: int, mark: int) -> bool:
-        """Whether this group has the piece as the source had it when it made a digest."""
+        """Whether a digest with this mark can be compared: it must be of the step of the pieces in place.
+
+        The piece itself must have an earlier mark, so that the comparison covers at least one applied gradient.
+        """
         return self._states[number] is not _State.MISSING and self._marks[number] < mark == self._in_place
 
     def compared(self, number: int, equal: bool, from_assigned: bool = True) -> None:
-        """A digest was compared with that of the assigned source.
+        """Called when the digest of a piece was compared with that of the assigned source.
 
         Args:
-            number: of the piece.
-            equal: whether it is the same.
-            from_assigned: whether the piece came from the same source: else it is asked for again, there.
+            number: number of the piece.
+            equal: whether the digests are equal.
+            from_assigned: whether the piece came from the assigned source. If not, a piece that differs is requested
+                again; if so, the heal in pieces is abandoned.
         """
         if equal:
             self._states[number] = _State.VERIFIED
@@ -335,35 +346,35 @@ class Heal:
             )
 
     def abandon(self, reason: str) -> None:
-        """The state is transferred as a whole; the first reason counts."""
+        """Ends the heal in pieces: the state is transferred as a whole. Only the first reason is recorded."""
         self.abandoned = self.abandoned or reason
 
-    # How far it is
+    # Progress
 
     @property
     def missing(self) -> int:
-        """Pieces that are not in place."""
+        """Number of pieces that are not in place."""
         return self._states.count(_State.MISSING)
 
     @property
     def unverified(self) -> int:
-        """Pieces that were not compared."""
+        """Number of pieces whose digest was not compared, or that are not in place."""
         return len(self.pieces) - self._states.count(_State.VERIFIED)
 
     @property
     def ends(self) -> bool:
-        """Whether only the rest of the state is missing, in all ranks of the group."""
+        """Whether all ranks of the group lack only the rest of the state."""
         return self.unverified == 0 and self._together
 
     @property
     def waits(self) -> bool:
-        """Whether only other ranks of the group miss pieces."""
+        """Whether this rank has compared all of its pieces, and waits for other ranks of the group."""
         return self.unverified == 0 and not self._together
 
     def done(self, rest_mark: Optional[int]) -> bool:
-        """Whether this group has the state of the step that runs, after :meth:`advance`.
+        """Whether this rank has the complete state of the current step, after :meth:`advance`.
 
         Args:
-            rest_mark: the mark of the rest of the state; None: it is not here.
+            rest_mark: the mark of the rest of the state; None if it has not arrived.
         """
         return self.abandoned is None and self.ends and rest_mark is not None and rest_mark == self.step

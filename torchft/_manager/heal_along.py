@@ -1,7 +1,7 @@
-"""The heals of one rank with ``heal_along``, as a source and as a target: state in pieces, while all groups train.
+"""The heals of one rank with ``heal_along``, as source and as target: pieces are sent while all groups train.
 
-This module decides whether a heal can be in pieces. If not, the state is transferred as a whole, and the log says why.
-giving.py is the source's part, joining.py the target's.
+This module decides whether a heal can be done in pieces. If not, the state is transferred as a whole, and the log says
+why. giving.py implements the source, joining.py the target.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ if TYPE_CHECKING:
 
 
 class StillHealing(RuntimeError):
-    """A step that is not committed because the state of a peer has not come. It is no failure."""
+    """The step is not committed because not all of the state of a peer has arrived. It is no failure."""
 
 
 class Along:
     """Heals of one rank, as source and as target.
 
     Args:
-        transport: whose ``offer_pieces`` carries pieces.
-        optimizers: whose parameters, and state of them, are healed piece by piece. More may be added.
-        read: gives the state that a heal carries.
-        locate: gives where the rank's counterpart in a group, by the address of its manager server, offers its state.
-        refuses: why the groups cannot train along while they heal; None: they can.
-        ranks: of this group, which end a heal in one step.
-        timeout: of a request, in seconds: one may wait for the next step of its source.
-        additional: sources that a target asks beside the assigned one, at most.
-        logger: of the Manager.
+        transport: the transport, whose ``offer_pieces`` serves the pieces.
+        optimizers: their parameters, with optimizer state, are healed in pieces. More may be added to this sequence.
+        read: returns the state that a heal transfers.
+        locate: given the address of a group's manager server, returns where the same rank of that group offers its
+            state.
+        refuses: returns why a group cannot train along while it heals; None if it can.
+        ranks: the ranks of this group, which all end a heal in the same step.
+        timeout: timeout of a request in seconds; a request may wait for the source's next step.
+        additional: the most additional sources from which a target requests pieces.
+        logger: the Manager's logger.
 
     Attributes:
-        began: when the heal began that goes on, by time.monotonic().
-        wrote: whether that heal, or the last one, has changed weights.
+        began: when the present heal began, by time.monotonic().
+        wrote: whether the present heal, or the last one, has changed weights.
     """
 
     began = 0.0
@@ -75,14 +76,14 @@ class Along:
             transport.prepare_pieces()
 
     def follow(self, plan: Plan) -> None:
-        """A quorum. All groups that are up to date note its step for the others: each may be the next source."""
+        """Called for each quorum. Each up-to-date group announces the step to targets: it may be the next source."""
         if not plan.heal:
             self.stop()
         if plan.up_to_date and plan.num_up_to_date < plan.replica_world_size and self._can(plan):
             self._transport.note_step(plan.max_step, head(self._optimizers))
 
     def decided(self, plan: Plan, committed: bool) -> None:
-        """This group has decided on a step."""
+        """Called when this group has decided on a step; targets can request the decision."""
         if plan.up_to_date and plan.num_up_to_date < plan.replica_world_size and self._can(plan):
             self._transport.note_decision(plan.max_step, plan.quorum_id, committed)
 
@@ -90,8 +91,15 @@ class Along:
         return plan.max_step > 0 and plan.in_background and self._refuses() is None
 
     def offer(self, plan: Plan, whole: Callable[[], None]) -> bool:
-        """Gives the state of a step in pieces; ``whole`` offers it all, on another thread, if a target asks for it.
-        False: this group gives its state as a whole only, and :meth:`follow` said why.
+        """Offers the state of a step in pieces.
+
+        Args:
+            plan: the plan of the quorum.
+            whole: offers the whole state, on another thread; called if a target requests it.
+
+        Returns:
+            False if this group offers its state only as a whole. If the reason is an optimizer, the head that
+            :meth:`follow` announced contains it.
         """
         if not self._can(plan) or "unfit" in head(self._optimizers):
             return False
@@ -99,11 +107,11 @@ class Along:
         return True
 
     def join(self, plan: Plan, may_write: bool) -> bool:
-        """Follows a quorum in which this group heals. False: it needs the whole state at once.
+        """Begins or continues a heal in pieces. Returns False if this group needs the whole state at once.
 
         Args:
-            plan: of the quorum.
-            may_write: whether the group's own weights may be lost if the heal does not get to its end.
+            plan: the plan of a quorum in which this group heals.
+            may_write: whether the heal may overwrite this group's own weights, which are lost if it fails.
         """
         if plan.max_step == 0:
             return False
@@ -132,7 +140,7 @@ class Along:
 
     @property
     def joining(self) -> bool:
-        """Whether this group trains along."""
+        """Whether a heal in pieces is in progress, so that this group trains along."""
         return self._target is not None
 
     def advance(self, reduced: bool) -> Optional[dict[str, Any]]:
@@ -142,7 +150,7 @@ class Along:
             reduced: whether all of the step's reductions have succeeded.
 
         Returns:
-            The state of the step, once all of it is here.
+            The complete state of the step; None while parts of it are missing.
         """
         target = self._target
         if target is None:
@@ -173,27 +181,27 @@ class Along:
         self._logger.warn(f"the state is transferred as a whole, and the other groups wait for it: {reason}")
 
     def reduces(self) -> None:
-        """The training thread reduces a tensor."""
+        """Called by the training thread when it reduces a tensor."""
         target = self._target
         if target is not None:
             target.pace.reduces(time.monotonic())
 
     def peer_failed(self, quorum_id: int, replica_id: str) -> None:
-        """A group of a quorum is reported to have failed. On any thread."""
+        """Called on any thread when a group of a quorum is reported to have failed."""
         target = self._target
         if target is not None:
             target.peer_failed(quorum_id, replica_id)
 
     def how_far(self) -> str:
-        """For the log."""
+        """The progress of the heal, as text for logs and errors."""
         return self._target.how_far() if self._target is not None else "the state of a peer is transferred as a whole"
 
     def healed(self) -> None:
-        """A state was loaded: the next heal may be piece by piece."""
+        """Called when a state was loaded: the next heal may be in pieces."""
         self._abandoned = False
 
     def stop(self) -> None:
-        """Ends the thread that asks."""
+        """Ends the heal in pieces, and its request thread."""
         target, self._target = self._target, None
         if target is not None:
             target.stop()

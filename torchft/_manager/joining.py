@@ -1,12 +1,15 @@
 """The target's part of a heal in pieces: trains along while the state of a peer arrives.
 
-What to ask for and what to do with it is decided in along.py; tracked.py changes the tensors, and _pieces.py of
-checkpointing carries the pieces. A thread of the target sends one request after the other. It also puts in place and
-compares what arrives, between two votes, so that the others do not wait. Before its vote the training thread asks the
-source whether that has committed the step, and applies the gradient while the others step their optimizers. If the
-source does not answer, the gradient is kept until the next quorum, which shows whether the step was committed. In the
-last step the other thread applies it then, because this group steps its own optimizer after the vote. A forward or
-backward pass may run meanwhile: its results are not used yet.
+along.py decides what to request and how to use the answers. tracked.py changes the tensors. _pieces.py in checkpointing
+transfers the pieces.
+
+The *request thread* sends one request at a time. Between two votes it also puts the arrived pieces in place and
+compares digests, so that the other groups do not wait for this work. Before its vote the training thread asks the
+source whether it has committed the step. If so, it applies the gradient while the other groups step their optimizers.
+If the source does not answer, the gradient is kept until the next quorum, which shows whether the step was committed.
+Once all pieces are compared, the request thread applies a kept gradient after that quorum, because in the last step the
+training thread also steps this group's own optimizer after the vote. A forward or backward pass may run at the same
+time: its results are not used during a heal.
 """
 
 from __future__ import annotations
@@ -33,24 +36,27 @@ if TYPE_CHECKING:
     from torchft._manager.log import _ManagerLogger
     from torchft._manager.plan import Plan
 
-# Elements of a piece: of float32 with the state of Adam 3 MB, which a source copies in 1 ms.
+# Elements of a piece: 3 MB for float32 with the state of Adam, which a source copies in 1 ms.
 _PIECE = 1 << 18
-# Bytes that have arrived and wait for the end of a step.
+# No more pieces are requested while this many bytes have arrived and are not processed.
 _WAITING = 64 << 20
-# Seconds that a target's step takes up what has arrived: as a rule the thread that asks has done so.
+# Seconds before a vote in which the training thread processes answers: usually the request thread has done so already.
 _TAKE_SEC = 0.01
-# Seconds that a target's step waits for the hyperparameters of the step before.
+# The most seconds that a target's step waits for the hyperparameters of the previous step.
 _HEAD_SEC = 2.0
-# Seconds that a target waits for the source's decision on a step. The source votes when the target does.
+# The most seconds that a target waits for the source's decision. The source votes at the same time as the target.
 _DECISION_SEC = 1.0
-# Seconds that the thread that asks leaves the lock to another thread that waits for it, at most.
+# The most seconds for which the request thread leaves the lock to a thread that waits for it.
 _GIVE_WAY_SEC = 0.1
 
 Locate = Callable[[str], str]
 
 
 def _hurries(want: Ask | int) -> bool:
-    """Whether a step of all groups may wait for this request: for hyperparameters, or for the rest of the state."""
+    """Whether the request is sent without a pause, because a step of all groups may wait for its answer.
+
+    These are the requests for hyperparameters (a step number) and for the rest of the state.
+    """
     return isinstance(want, int) or want.kind is Kind.REST
 
 
@@ -58,8 +64,8 @@ class Target:
     """One heal of this rank.
 
     Attributes:
-        wrote: whether it has changed weights.
-        pace: of the requests for pieces and digests.
+        wrote: whether the heal has changed weights.
+        pace: the pauses between requests for pieces and digests.
     """
 
     wrote = False
@@ -75,35 +81,35 @@ class Target:
         self.sources = Sources()
         self.pace = Pace()
         self.heal = Heal(cut(parameters.sizes(), _PIECE))
-        self._cond = threading.Condition()  # of all below, but for the tensors, which are the training thread's
+        self._cond = threading.Condition()  # guards all below; the training thread uses the tensors without it
         self._plan: Optional[Plan] = None
-        self._asked: set[int] = set()  # pieces that are on their way, or wait for the end of a step
-        self._arrived: list[tuple[Ask, Answer]] = []  # pieces and digests that are not taken up
-        self._waiting = 0  # bytes of them
+        self._asked: set[int] = set()  # pieces with a request in progress, or an answer in _arrived
+        self._arrived: list[tuple[Ask, Answer]] = []  # pieces and digests that are not processed yet
+        self._waiting = 0  # number of bytes in _arrived
         self._rest: Optional[Answer] = None
         self._heads: dict[int, Any] = {}  # hyperparameters, by step; None: no source has them
         self._kept: dict[int, torch.Tensor] = {}
-        self._early = False  # whether the thread that asks has applied these since the last vote
-        self._given: dict[int, tuple[str, bool]] = {}  # which source gave a piece, and whether as the assigned one
+        self._early = False  # whether the request thread has applied _kept since the last vote
+        self._given: dict[int, tuple[str, bool]] = {}  # source of each piece, and whether it was the assigned one
         self._askers: dict[str, Asker] = {}  # by source
-        self._talks = ""  # the source of the request that runs
+        self._talks = ""  # the source of the request in progress
         self._decider: Optional[tuple[str, Asker]] = None  # the assigned source, asked by the training thread
         self._silent = ""  # an assigned source that did not report whether it committed
-        self._ended: Optional[int] = None  # the step whose state was complete
+        self._ended: Optional[int] = None  # the step in which the state was complete
         self._over = False
         self._gives_way = False  # another thread waits for the lock
         self._thread = threading.Thread(target=self._run, daemon=True, name="torchft_heal_along")
 
     @contextmanager
     def _soon(self) -> Iterator[None]:
-        """Takes the lock after what the thread that asks does now: that one would mostly get it again at once."""
+        """Takes the lock when the request thread next releases it: else that thread would mostly retake it at once."""
         self._gives_way = True
         with self._cond:
             self._gives_way = False
             yield
 
     def quorum(self, plan: Plan, together: bool = True) -> None:
-        """A quorum in which this group heals: see :meth:`Heal.quorum`."""
+        """Takes over a quorum in which this group heals, see :meth:`Heal.quorum`."""
         with self._soon():
             before, self._plan = self._plan, plan
             assert plan.source is not None
@@ -121,8 +127,8 @@ class Target:
             self._cond.notify_all()
 
     def peer_failed(self, quorum_id: int, replica_id: str) -> None:
-        """A group of a quorum has failed. If it is the assigned source of this one, the vote must not wait for it, and
-        the next quorum names another.
+        """Called when a group of a quorum has failed. If it is this group's assigned source, the vote must not wait for
+        it; the next quorum names another source.
         """
         with self._cond:
             plan = self._plan
@@ -134,7 +140,7 @@ class Target:
                     self._abort()
 
     def how_far(self) -> str:
-        """For the log."""
+        """The progress of the heal, as text for logs and errors."""
         total = len(self.heal.pieces)
         return f"{total - self.heal.missing} of {total} pieces of the state are here"
 
@@ -143,7 +149,7 @@ class Target:
             self.heal.abandon(reason)
 
     def stop(self) -> None:
-        """Ends the thread; it changes nothing any more."""
+        """Tells the request thread to end; no further answer is put in place."""
         with self._cond:
             self._over = True
             self._cond.notify_all()
@@ -152,14 +158,18 @@ class Target:
                 self._decider[1].abort()
 
     def _abort(self) -> None:
-        """Ends the request that runs."""
+        """Aborts the request in progress."""
         if self._talks in self._askers:
             self._askers[self._talks].abort()
 
     # The training thread
 
     def advance(self, reduced: bool) -> Optional[dict[str, Any]]:
-        """Puts in place what has come; the state, once it is all here."""
+        """Ends a step before the vote: puts arrived pieces in place, and applies or keeps the gradient.
+
+        Returns:
+            the complete state of the step; None while parts of it are missing.
+        """
         with self._soon():
             heal, parameters = self.heal, self._parameters
             assert heal.step is not None
@@ -168,8 +178,8 @@ class Target:
                 self._cond.wait_for(lambda: before in self._heads or self._stopped(), _HEAD_SEC)
             if heal.applies and self._heads.get(before) is None:
                 heal.miss()
-            # The rest counts in its own step only, which may be shorter than the request. A step that is lost anyway
-            # does not wait for it.
+            # The rest of the state can be used only in the step in which the source read it, so the step waits for the
+            # answer. A step whose reductions failed is not committed anyway, and does not wait.
             if reduced and heal.ends:
                 self._cond.wait_for(lambda: self._has_rest() or self._stopped() or self.sources.failing, self._timeout)
             if self._early and not self._unchanged():
@@ -196,7 +206,7 @@ class Target:
                 self._kept = parameters.gradients(set(), {})
                 numbers = heal.committed()
                 self._step(numbers, parameters.present_gradients(numbers), heal.step)
-            elif keeps:  # also in the last step: another rank may vote against it
+            elif keeps:  # also in the last step, which another rank may vote against
                 self._kept = parameters.gradients(kept, self._kept)
             if ends:
                 assert rest is not None
@@ -205,7 +215,7 @@ class Target:
             return None
 
     def _source_committed(self) -> bool:
-        """Whether the assigned source reports that it has committed the step that runs. On the training thread."""
+        """Whether the assigned source reports that it has committed the current step. Called on the training thread."""
         with self._cond:
             plan, source = self._plan, self.sources.assigned
             if plan is None or source == self._silent or self._heads.get(plan.max_step) is None:
@@ -234,7 +244,7 @@ class Target:
         return self._rest is not None and self._rest.step == self.heal.step
 
     def _apply(self, todo: Advance) -> bool:
-        """Applies the gradient of the step before. False: the training loop had changed it."""
+        """Applies the kept gradients of the previous step. Returns False if the training loop changed one in place."""
         assert self.heal.step is not None
         self._step(todo.parameters, self._kept, self.heal.step - 1)
         unchanged = self._unchanged()
@@ -243,8 +253,10 @@ class Target:
         return unchanged
 
     def _unchanged(self) -> bool:
-        """Whether the kept gradients are what they were. Looked at after they were applied; on the training thread
-        besides, because a tensor's version counts up at the end of a change, which another thread may have read from.
+        """Whether the kept gradients were not changed in place. Checked after they were applied.
+
+        If the request thread applied them, the training thread checks again: PyTorch increments a tensor's version at
+        the end of a change, so the request thread may have read a tensor in the middle of one.
         """
         unchanged = self._parameters.unchanged(self._kept)
         if not unchanged:
@@ -256,7 +268,7 @@ class Target:
         self._parameters.step(numbers, gradients, self._heads[step])
 
     def _take(self, which: Callable[[Ask, Answer], bool]) -> list[tuple[int, Answer]]:
-        """Takes the pieces and digests of this kind out of what has arrived."""
+        """Removes the pieces and digests that ``which`` selects from the arrived ones, and returns them."""
         found = [one for one in self._arrived if which(*one)]
         self._arrived = [one for one in self._arrived if not which(*one)]
         self._waiting -= sum(answer.memory.numel() for _, answer in found)
@@ -264,7 +276,7 @@ class Target:
         return [(ask.number, answer) for ask, answer in found]
 
     def _take_up(self) -> bool:
-        """Puts a piece in place, or compares a digest. False: there is none, or it is of a step yet to come."""
+        """Processes one answer: a piece or a digest. Returns False if there is none, or only of steps yet to come."""
         heal = self.heal
         one = next((one for one in self._arrived if not heal.early(one[1].step)), None)
         if one is None:
@@ -289,7 +301,7 @@ class Target:
         self._parameters.write(*self.heal.pieces[number], answer.value, answer.memory)
 
     def _state(self, rest: Answer) -> dict[str, Any]:
-        """The state as a whole: this group's own parameters, and the rest from the source."""
+        """The complete state: this group's parameters and optimizer state, and the rest from the source."""
         self._parameters.check_groups()
         flats: list[torch.Tensor] = []
         begin = 0
@@ -301,7 +313,7 @@ class Target:
                 flats.append(storage_bytes(self._parameters.storage(*region)))
         return decode(rest.value["structure"], flats, "the rest of the state")
 
-    # The thread that asks
+    # The request thread
 
     def _run(self) -> None:
         while (found := self._next()) is not None:
@@ -326,7 +338,7 @@ class Target:
         if isinstance(want, Ask):
             self._asked.discard(want.number)
         if self._over or source not in self.sources:
-            return  # it is not asked any more
+            return  # the heal does not use this source any more
         if isinstance(error, (Refused, Unfit)):
             if self.sources.drop(source):
                 self._logger.info(f"an additional source does not give pieces: {error}")
@@ -343,7 +355,7 @@ class Target:
         self._cond.notify_all()
 
     def _next(self) -> Optional[tuple[Ask | int, str]]:
-        """Waits until there is something to ask for, and a source to ask; None: nothing any more."""
+        """Waits for the next request and a source that can be asked now; None: the heal in pieces has ended."""
         with self._cond:
             while not self._stopped():
                 if self._gives_way:
@@ -367,7 +379,7 @@ class Target:
             return None
 
     def _work(self) -> bool:
-        """Does what the training thread need not do. False: there is nothing."""
+        """Does one piece of local work in place of the training thread. Returns False if there is none."""
         try:
             if self._take_up():
                 return True
@@ -380,11 +392,12 @@ class Target:
         return True
 
     def _wanted(self) -> Optional[Ask | int]:
-        """What to ask for now; a number: the head of that step."""
+        """The request that is due now; an integer stands for the head of that step, None for no request."""
         if self._plan is None or self._ended is not None:
             return None
         step = self._plan.max_step
-        if self.heal.ends and not self._has_rest():  # first: all ranks need it in one step, and heads can be had later
+        # The rest of the state comes first: all ranks need it in the same step, and heads can be requested later.
+        if self.heal.ends and not self._has_rest():
             return self.heal.next(self._asked)
         if self.heal.applies and step - 1 not in self._heads:
             return step - 1
@@ -413,7 +426,7 @@ class Target:
         return asker
 
     def _ask(self, want: Ask | int, source: str) -> None:
-        """Asks a source for one thing."""
+        """Sends one request to a source and stores its answer."""
         asker = self._asker(source)
         if isinstance(want, int):
             self._take_head(want, asker.ask("head", str(want)), source)

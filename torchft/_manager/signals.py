@@ -2,8 +2,8 @@
 
 The handler sets a flag and does nothing else; the next request for a quorum carries it to the manager server, which
 lets all ranks of the group leave after the same step. Python runs handlers on the main thread, between two of its
-instructions: not while that thread hangs in a collective. So a separate thread enforces the grace period. It learns of
-a signal from a file descriptor, to which Python's C handler writes at once (signal.set_wakeup_fd).
+instructions, so not while that thread hangs in a collective. A separate thread therefore enforces the grace period. It
+learns of a signal from a file descriptor, to which Python's C handler writes at once (signal.set_wakeup_fd).
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Signals:
         self._default = default
         self._previous: dict[int, Any] = {}  # the previous handler of each signal
         self._logged = False
-        self._over = False  # set if another thread closed this one: only the main thread can restore handlers
+        self._over = False  # closed by a thread that could not restore the handlers: only the main one can
 
     def heed(
         self,
@@ -182,7 +182,7 @@ class Signals:
 
     def _restore(self) -> None:
         for number, previous in list(self._previous.items()):
-            # otherwise a handler installed later calls this one, which passes the signal on
+            # Otherwise another handler was installed later, which may call this one; _handle passes the signal on.
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
                 del self._previous[number]
@@ -232,8 +232,8 @@ _forking = _Forking()
 
 
 def _before_fork() -> None:
-    """Blocks the signals during a fork, until the child has restored its handlers: until then a signal to the child
-    would be taken for one to its parent.
+    """Blocks the signals during a fork, until the child has restored its handlers. Before that, a signal to the child
+    would be handled as one to its parent.
     """
     if _heeding:
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, heeded())
@@ -290,8 +290,8 @@ class _Watch:
         self._thread.start()
 
     def close(self) -> bool:
-        """Ends the thread. Returns False if the wakeup file descriptor was replaced since: its new owner may forward to
-        this one.
+        """Ends the thread. Returns False, and leaves it running, if the wakeup file descriptor was replaced: the new
+        owner may forward signals to this one.
         """
         current = signal.set_wakeup_fd(self._next)
         if current != self._write:

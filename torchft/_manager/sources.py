@@ -21,7 +21,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 2.0
 class _Record:
     failures: int = 0  # number of consecutive failures
     again_at: float = 0.0  # the end of its pause, in seconds of the caller's clock
-    turn: int = 0  # number of its last request for a piece
+    turn: int = 0  # value of the request counter at its last request for a piece
     dropped: bool = False  # no further pieces are requested from it in this heal
 
 
@@ -68,7 +68,7 @@ class Sources:
         return source
 
     def pause(self, any_source: bool, now: float) -> float:
-        """Seconds until :meth:`pick` returns a source."""
+        """Seconds until the first pause of these sources ends, so that :meth:`pick` returns one."""
         times = (record.again_at for record in self._usable(any_source).values())
         return max(0.0, min(times, default=now) - now)
 

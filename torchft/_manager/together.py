@@ -49,10 +49,10 @@ class Ranks:
         self._store.set(self._whole(step) if progress is Progress.WHOLE else self._ready(step, self._group_rank), "")
 
     def group_progress(self, step: int) -> Progress:
-        """The group's progress at the begin of a step.
+        """The group's progress at the beginning of a step.
 
-        It depends on what was reported before the votes on the previous step. All ranks know that by now, so all of
-        them return the same.
+        It depends only on the reports before the votes on the previous step. All of these have been made by now, so all
+        ranks return the same value.
         """
         if self._group_world_size == 1:
             return Progress.READY

@@ -1,11 +1,13 @@
-"""Parameters with their optimizer state, in pieces: read at a source, put in place and stepped along at a target.
+"""Parameters with their optimizer state, in pieces: a source reads them, a target puts them in place and steps them.
 
 A piece is a range of elements of a parameter, in memory order, and the same range of each tensor of its optimizer state
-that has the parameter's layout. Small values of the state, such as Adam's count of steps, are part of each piece. Such
-pieces can be stepped one by one only if the optimizer computes each element from that element's own parameter, gradient
-and state and the hyperparameters of its group. That holds for :data:`ELEMENTWISE`, in each form (foreach, fused).
+that has the parameter's layout. Small values of the state, such as Adam's count of steps, are part of each piece. An
+optimizer can step such pieces independently only if it computes each element from that element's own parameter,
+gradient and state, and from the hyperparameters of its group. That holds for :data:`ELEMENTWISE`, in each form
+(foreach, fused).
 
-Of a DTensor (FSDP2) only the part of this rank is meant everywhere: it is healed from the same rank of another group.
+For a DTensor (FSDP2), this module handles only the shard of this rank, which is healed from the same rank of another
+group.
 """
 
 from __future__ import annotations
@@ -25,30 +27,31 @@ from torchft.checkpointing._encoding import dtype_name, dtype_of, is_dtensor
 from torchft.checkpointing._memory import HostMemory
 from torchft.checkpointing._places import local_part
 
-# By exact type: a subclass may do anything. Each is in the table of tests/unit/manager/test_tracked.py.
+# Compared by exact type, because a subclass may do anything. Each type is in the table of
+# tests/unit/manager/test_tracked.py.
 ELEMENTWISE = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop)
 
-_SMALL = 64  # the most bytes of a tensor that becomes part of each piece
+_SMALL = 64  # the largest tensor, in bytes, that becomes part of each piece
 
 Json = Any
 
 
 class Unfit(Exception):
-    """Why a heal piece by piece is not possible."""
+    """A heal in pieces is not possible, for the reason given."""
 
 
 class Parameters:
     """The parameters of some optimizers.
 
     Args:
-        optimizers: in the same order in each group.
+        optimizers: the optimizers, in the same order in each replica group.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = optimizers
         self._borrows = True
         self._memory = HostMemory()
-        self._versions: dict[int, int] = {}  # of borrowed gradients, when they were kept
+        self._versions: dict[int, int] = {}  # the borrowed gradients' versions when they were kept
         self.all: list[torch.Tensor] = []
         self._of: list[Optimizer] = []
         for optimizer in optimizers:
@@ -57,7 +60,7 @@ class Parameters:
                 self._of += [optimizer] * len(group["params"])
 
     def check(self) -> None:
-        """Raises Unfit with the reason if these cannot be healed piece by piece."""
+        """Raises Unfit with the reason if the parameters cannot be healed in pieces."""
         if not self.all:
             raise Unfit("no OptimizerWrapper of this Manager shows which tensors are parameters")
         for optimizer in self._optimizers:
@@ -77,25 +80,28 @@ class Parameters:
             if not local.is_cpu:
                 raise Unfit(f"parameter {number} is on {local.device}; only memory of the host is healed so")
             storage = local.untyped_storage()
-            padded = is_dtensor(parameter)  # FSDP2 lets the shards of all ranks take equal amounts of memory
+            padded = is_dtensor(parameter)  # FSDP2 pads the shards of all ranks to equal sizes
             if (storage.nbytes() != local.nbytes and not padded) or (storage.data_ptr() in seen and local.nbytes):
                 raise Unfit(f"parameter {number} shares its memory with another tensor")
             seen.add(storage.data_ptr())
 
     def check_groups(self) -> None:
-        """Raises Unfit if the optimizers have other parameters than at first, or the same in another order: a piece is
-        known by its parameter's number.
+        """Raises Unfit if the parameters of the optimizers, or their order, have changed since the start: a piece is
+        identified by its parameter's number.
         """
         present = [p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]]
         if len(present) != len(self.all) or any(one is not other for one, other in zip(present, self.all)):
             raise Unfit("the parameter groups of an optimizer were changed during the heal")
 
     def sizes(self) -> list[int]:
-        """Elements of each parameter."""
+        """Number of elements of each parameter."""
         return [local_part(parameter).numel() for parameter in self.all]
 
     def layout(self) -> str:
-        """A digest of the kinds of optimizers and the layout of parameters: pieces fit groups with the same digest."""
+        """A digest of the types of the optimizers and the layouts of the parameters.
+
+        Two groups can exchange pieces if their digests are equal.
+        """
         lines = [
             f"{type(optimizer).__name__} {[len(g['params']) for g in optimizer.param_groups]}"
             for optimizer in self._optimizers
@@ -113,7 +119,7 @@ class Parameters:
         ]
 
     def set_hyperparameters(self, given: Json) -> None:
-        """Sets what :meth:`hyperparameters` gave."""
+        """Sets the values that :meth:`hyperparameters` of a source returned."""
         for optimizer, groups in zip(self._optimizers, given, strict=True):
             for group, values in zip(optimizer.param_groups, groups, strict=True):
                 for key, value in values.items():
@@ -124,7 +130,7 @@ class Parameters:
     # Pieces
 
     def read(self, number: int, begin: int, end: int) -> tuple[Json, list[torch.Tensor]]:
-        """A copy of a piece: its description, and the memory of its ranges."""
+        """Copies a piece. Returns its description in JSON types, and the memory of its ranges."""
         parameter = self.all[number]
         parts = [_range(parameter, begin, end).clone()]
         state: dict[str, Json] = {}
@@ -140,7 +146,7 @@ class Parameters:
         """The lengths in bytes of the ranges of a piece with this description.
 
         Raises:
-            ValueError: it is malformed.
+            ValueError: the description is malformed.
         """
         if not isinstance(state, dict):
             raise ValueError(f"optimizer state that is {type(state).__name__}")
@@ -150,12 +156,12 @@ class Parameters:
 
     @torch.no_grad()
     def write(self, number: int, begin: int, end: int, state: Json, raw: torch.Tensor) -> None:
-        """Puts a piece in place. Another thread may train meanwhile, see :meth:`step`.
+        """Puts a piece in place. Another thread may train at the same time, see :meth:`step`.
 
         Args:
-            number, begin, end: of the piece.
-            state: its description.
-            raw: the memory of its ranges, one after the other.
+            number, begin, end: number of the parameter, and range of its elements.
+            state: the description of the piece.
+            raw: the memory of all ranges of the piece, one after the other.
         """
         parameter = self.all[number]
         ranges = list(raw.split(self.bytes_of(number, begin, end, state)))
@@ -172,8 +178,8 @@ class Parameters:
                 own[key] = _value(value)
 
     def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Memory for optimizer state, in huge pages where the system has them: the first use of small ones would take
-        as much processor time as the training of some steps.
+        """Allocates optimizer state in huge pages, if the system has them: the first access to as much memory in small
+        pages would take as much processor time as a few training steps.
         """
         if is_dtensor(parameter) or not parameter.is_contiguous() or not parameter.numel():
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -181,7 +187,7 @@ class Parameters:
         return flat.zero_().view(dtype).view(parameter.shape)
 
     def digest(self, number: int, begin: int, end: int) -> Json:
-        """The digests of a piece, to compare with another group's: equal if all bits are equal."""
+        """The digests of a piece. They are equal to those of another group if all bits of the pieces are equal."""
         parameter = self.all[number]
         found: dict[str, Json] = {"": _digest(parameter, begin, end)}
         for key, value in self._of[number].state.get(parameter, {}).items():
@@ -192,7 +198,10 @@ class Parameters:
         return found
 
     def storages(self) -> dict[int, tuple[int, str]]:
-        """By address of a tensor's memory: its parameter's number, and its key in the optimizer state ("": itself)."""
+        """Maps the address of each tensor's memory to its parameter's number and its key in the optimizer state.
+
+        The key of the parameter itself is "".
+        """
         found: dict[int, tuple[int, str]] = {}
         for number, parameter in enumerate(self.all):
             state = self._of[number].state.get(parameter, {})
@@ -205,7 +214,7 @@ class Parameters:
         """The memory of a parameter, or of a tensor of its optimizer state.
 
         Raises:
-            KeyError: there is none of this name.
+            KeyError: the optimizer state has no such key.
         """
         parameter = self.all[number]
         tensor = parameter if key == "" else self._of[number].state[parameter][key]
@@ -216,12 +225,12 @@ class Parameters:
     def gradients(self, numbers: set[int], into: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """The present gradients of these parameters, as the optimizers would read them.
 
-        They are borrowed where the training loop drops them (``zero_grad``), and copied where it was found to change
-        them (:meth:`unchanged`), or their memory is part of a buffer.
+        A gradient is borrowed as long as the training loop only drops gradients (``zero_grad``). It is copied if its
+        memory is part of a larger buffer, or once the loop was found to change gradients in place (:meth:`unchanged`).
 
         Args:
-            numbers: of the parameters.
-            into: what was kept before; the memory of copies is reused.
+            numbers: numbers of the parameters.
+            into: the gradients kept before; the memory of copies is reused.
 
         Raises:
             Unfit: a gradient is sparse.
@@ -245,7 +254,7 @@ class Parameters:
         return kept
 
     def present_gradients(self, numbers: set[int]) -> dict[int, torch.Tensor]:
-        """The present gradients of these parameters themselves, to be applied at once.
+        """The present gradients of these parameters, without copies, to be applied at once.
 
         Raises:
             Unfit: a gradient is sparse.
@@ -256,19 +265,20 @@ class Parameters:
         return found
 
     def unchanged(self, kept: dict[int, torch.Tensor]) -> bool:
-        """Whether what :meth:`gradients` gave is what it was. If not, gradients are copied from now on."""
+        """Whether the gradients that are borrowed are unchanged. If not, gradients are copied from now on."""
         same = all(kept[number]._version == version for number, version in self._versions.items())
         self._borrows = self._borrows and same
         return same
 
     def step(self, numbers: set[int], gradients: dict[int, torch.Tensor], hyperparameters: Json) -> None:
-        """Steps these parameters with these gradients, and no others.
+        """Steps only these parameters, with these gradients.
 
-        Another thread may train meanwhile, with values of either kind: what is stepped are tensors with the parameters'
-        memory, but with separate gradients and versions, so that a backward pass does not fail.
+        Another thread may train at the same time, and may read old or new values. The optimizer steps aliases: tensors
+        that share the parameters' memory, but have their own gradients and versions, so that a backward pass does not
+        fail.
 
         Raises:
-            Unfit: the optimizers have other parameters than at first.
+            Unfit: the parameters of the optimizers have changed since the start.
         """
         self.check_groups()
         self.set_hyperparameters(hyperparameters)
@@ -291,7 +301,7 @@ class Parameters:
                     if parameter in optimizer.state:
                         shadow.state[alias] = optimizer.state[parameter]
                 shadow.param_groups.append({**group, "params": aliases})
-            # The class's method, not the instance's: a learning rate scheduler wraps the latter to count its calls.
+            # The method of the class: a learning rate scheduler wraps that of the instance, to count its calls.
             type(optimizer).step(shadow)
             for parameter, alias in pairs:
                 if alias in shadow.state:
@@ -304,7 +314,7 @@ def _check_dense(number: int, gradient: torch.Tensor) -> None:
 
 
 def _line(parameter: torch.Tensor) -> str:
-    """The layout of a parameter; of a DTensor also how it is sharded, and the memory of this rank's part."""
+    """The layout of a parameter. For a DTensor also its placements, and the layout of this rank's shard."""
     line = f"{parameter.dtype} {list(parameter.shape)} {list(parameter.stride())}"
     if not is_dtensor(parameter):
         return line

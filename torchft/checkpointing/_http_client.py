@@ -93,7 +93,7 @@ def _answer(response: http.client.HTTPResponse, sock: _DeadlineSocket, upgrade: 
     if response.status != http.client.OK:
         raise Refused(f"{what}: refused with {response.status}: {_reason(response)}")
     if upgrade and offered:
-        # it agrees to each complete request, so the request was garbled
+        # the source accepts each complete upgrade request, so this one was garbled on its way
         raise Garbled(f"{what}: the request was garbled on its way")
     return Answer(body=io.BufferedReader(_Body(response), _BUFFER), length=response.length)
 

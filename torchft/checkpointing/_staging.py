@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, Generator, Iterator, List, Optional, Pro
 
 import torch
 
-BLOCK = 32 << 20  # bytes: a few of the network's blocks for each of its streams
+BLOCK = 32 << 20  # bytes: for each stream of the network, a few of its blocks
 _KEPT = 4  # blocks per device type kept for the next reader: page-locked memory is slow to allocate, and scarce
 
 Wait = Callable[[], None]
@@ -112,8 +112,8 @@ class Staged:
             wait()
 
     def read(self, start: int) -> Generator[torch.Tensor, None, None]:
-        """Yields the bytes from an offset on, in blocks; a block is valid until the next one. Ends
-        early after `close`.
+        """Yields the bytes from an offset on, in blocks. A block is valid until the next one is requested. Ends early
+        after `close`.
         """
         turn = 0
         with two_blocks(self._source.device.type, self._copies) as blocks:

@@ -80,8 +80,8 @@ class _Pickler(pickle.Pickler):
             kind = getattr(torch, obj._pickle_storage_type())
         else:
             storage, dtype, numel, kind = obj, torch.uint8, obj.nbytes(), torch.UntypedStorage
-        # Tensors that share a storage share it after loading too. One storage under two dtypes is two records:
-        # the format has one dtype for each.
+        # Tensors that share a storage share it after loading too. A storage used with two dtypes becomes two records,
+        # because the format has one dtype for each record.
         identity = (storage._cdata, dtype)
         key = self._keys.setdefault(identity, str(len(self._keys)))
         self.storages[identity] = storage
@@ -208,7 +208,7 @@ class _EntriesUnpickler(pickle.Unpickler):
 
     def __init__(self, file: io.BufferedIOBase) -> None:
         super().__init__(file)
-        # A forged pickle can set attributes of the class itself, so each call creates a new class.
+        # A forged pickle can set attributes of the class itself, so each unpickler has its own class.
         self._record = type("_Record", (), {})
 
     def find_class(self, module: str, name: str) -> type:

@@ -18,7 +18,8 @@ class Account:
     Attributes:
         committed: number of samples in the weights that the groups share.
         lost: number of samples of past batches that are not in these weights.
-        open: number of samples of batches since the last average that was committed or that restored the weights.
+        open: number of samples of batches since the last average that was committed, or that failed and restored the
+            weights.
         own: number of open samples that this rank has trained on and that are in its weights.
     """
 

@@ -63,7 +63,7 @@ class _OpMetadata:
         self.started = time.monotonic()
         self.done = False
         self.error: Optional[Exception] = None
-        # Events of the worker's device behind the operation, set when the worker has answered.
+        # Events on the worker's device that follow the operation; assigned when the worker has answered.
         self.marks: Sequence[protocol.Item] = ()
         self.future: Optional[_FutureMetadata] = None
 

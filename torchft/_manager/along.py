@@ -304,7 +304,7 @@ class Heal:
 
     @property
     def _newest(self) -> int:
-        """The later of the steps of the pieces in place and of the quorum. New digests are of that step or a later one."""
+        """The later of the steps of the pieces in place and of the quorum. New digests are of it or a later step."""
         return max(-1 if step is None else step for step in (self.step, self._in_place))
 
     def _cut(self, number: int) -> None:

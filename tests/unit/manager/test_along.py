@@ -263,7 +263,7 @@ class Target:
         return {number for kind, number, _, _ in (*self.flying, *self.arrived) if kind is not Kind.REST}
 
     def work(self) -> None:
-        """The thread that asks takes up what has arrived, and applies the last gradient, while the others train."""
+        """The request thread takes up what has arrived, and applies the last gradient, while the others train."""
         heal, chance = self.heal, self.job.random
         while chance.random() < 0.7 and self.take_up():
             pass
@@ -320,7 +320,7 @@ class Target:
         if gradient is not None:
             self.kept = gradient
             self.keeps = heal.keep(self.on_their_way())
-            for _ in range(chance.randrange(3)):  # the thread that asks does not wait for the next quorum
+            for _ in range(chance.randrange(3)):  # the request thread does not wait for the next quorum
                 self.ask()
         if heal.done(self.rest):
             return True

@@ -242,7 +242,7 @@ def test_if_one_rank_of_a_group_gives_up_all_of_them_do(cluster: Cluster, caplog
     _run(cluster, loop, first=1, later=1, ranks=2)
     logged = {r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()}
     assert [one for one in logged if "the optimizer is _Own" in one]
-    assert [one for one in logged if "another rank of this group takes it over so" in one]
+    assert [one for one in logged if "another rank of this group needs the whole state" in one]
 
 
 def test_weights_that_may_be_needed_are_kept(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:

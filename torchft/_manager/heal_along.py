@@ -117,7 +117,7 @@ class Along:
             return False
         progress = self._ranks.group_progress(plan.max_step)
         if progress is Progress.WHOLE and not self._abandoned:
-            self._abandon("another rank of this group takes it over so", plan.max_step)
+            self._abandon("another rank of this group needs the whole state", plan.max_step)
         if self._abandoned:
             self._report(plan.max_step, Progress.WHOLE)
             return False

@@ -294,7 +294,7 @@ class Target:
         self.heal.compared(number, equal, as_assigned and giver == self.sources.assigned)
         if not equal and self.heal.abandoned is None:
             self.sources.drop(giver)
-            self._logger.warn(f"a piece from {giver} differs from the assigned source's, and is asked for again there")
+            self._logger.warn(f"a piece from {giver} differs from the assigned source's, and is requested again")
 
     def _write(self, number: int, answer: Answer) -> None:
         self.wrote = True

@@ -53,7 +53,7 @@ def _end(what: str, args: Namespace, wait: float | None) -> int:
         deadline = time.monotonic() + (wait or 0.0)
         while wait is not None and replica_id in _known(lighthouse):
             if time.monotonic() > deadline:
-                raise Unanswered(f"{replica_id} is still there after {wait:g} s; does its script heed draining()?")
+                raise Unanswered(f"{replica_id} is still there after {wait:g} s; does its script check draining()?")
             time.sleep(_LOOK_SEC)
     except (Unanswered, ValueError) as e:
         print(printable(f"torchft {what}: {e}"), file=sys.stderr)

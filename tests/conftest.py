@@ -13,17 +13,27 @@ import pytest
 
 pytest_plugins = ["tests.bounded", "tests.policy"]
 
+# How long the process may take to end after its last test, in seconds. A test has `timeout` in pyproject.toml.
+EXIT_S = float(os.environ.get("EXIT_S", "120"))
+_STDERR = pytest.StashKey[int]()
+
 # PyTorch's TCPStore looks up the name of every address that connects, even of loopback, and waits 5 s if the DNS does
 # not answer. Tests that create dozens of stores meet this even if answers are rarely lost.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     """SIGQUIT writes the stacks of all threads to stderr, also while a test's output is captured.
 
-    python/build/lanes.py sends it to a run that takes too long: a test has a limit, the end of the process has none.
+    python/build/lanes.py sends it to a run that takes too long.
     """
-    faulthandler.register(signal.SIGQUIT, file=os.dup(2), all_threads=True)
+    config.stash[_STDERR] = os.dup(2)  # not captured
+    faulthandler.register(signal.SIGQUIT, file=config.stash[_STDERR], all_threads=True)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Limits the end of the process, which joins threads that a test has left behind: it fails with their stacks."""
+    faulthandler.dump_traceback_later(EXIT_S, exit=True, file=config.stash[_STDERR])
 
 
 def pytest_collection_finish() -> None:

@@ -93,15 +93,28 @@ def test_a_part_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -
     assert not alive(pid)
 
 
-def test_a_part_that_takes_too_long_writes_its_stacks_first(tmp_path: Path) -> None:
-    """As a run of pytest does that hangs after its last test."""
-    test = tmp_path / "test_hangs_at_exit.py"
+def hangs_at_its_end(tmp_path: Path, exit_s: str) -> Part:
+    """A run of pytest whose process hangs after its last test, and may do so for `exit_s` seconds."""
+    test = tmp_path / "test_hangs.py"
     test.write_text(
         "import atexit, time\n\ndef test_passes():\n    atexit.register(hangs)\n\n"
         "def hangs():\n    print('waits', flush=True)\n    time.sleep(600)\n"
     )
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", f"--rootdir={ROOT}", "-p", "tests.conftest"]
-    part = Part("a", [*command, str(test)], env={"PYTHONPATH": str(ROOT)})
+    return Part("a", [*command, str(test)], env={"PYTHONPATH": str(ROOT), "EXIT_S": exit_s})
+
+
+def test_a_run_of_pytest_that_does_not_end_fails_with_its_stacks(tmp_path: Path) -> None:
+    (result,) = run([hangs_at_its_end(tmp_path, "0.5")], 1, tmp_path, lambda line: None, time_s=60)
+    assert result.status == 1
+    assert not result.ended
+    log = (tmp_path / "a.log").read_text()
+    assert "1 passed" in log
+    assert "in hangs" in log
+
+
+def test_a_part_that_takes_too_long_writes_its_stacks_first(tmp_path: Path) -> None:
+    part = hangs_at_its_end(tmp_path, "600")
     log = tmp_path / "a.log"
     running = Running(part, log, 0, float("inf"))
     until = time.monotonic() + 60

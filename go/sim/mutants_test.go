@@ -64,7 +64,7 @@ var mutants = []struct {
 		many(6, Accuse, Flaky), []string{ruleCause}, false,
 	},
 	{
-		"released too early", "quorum/drain.go", "	if !r.previous {\n", "	if true {\n",
+		"released too early", "quorum/drain.go", "	if !r.previous {", "	if true {",
 		many(6, Drain), []string{ruleRelease}, false,
 	},
 	{

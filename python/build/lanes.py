@@ -27,7 +27,7 @@ PROGRESS_S = 15.0
 LIMIT_S = 1500.0
 # On a signal, pytest first stops the processes of its tests.
 END_S = 20.0
-# How long a part that took too long may write the stacks of its threads.
+# How long a run of pytest that took too long may write the stacks of its threads. Go's tests have their own -timeout.
 STACKS_S = 2.0
 # Numbers of lines shown of a log, for a part that failed and one that passed.
 SHOWN_FAILED, SHOWN_PASSED = 400, 40
@@ -94,9 +94,12 @@ class Running:
     def poll(self) -> Result | None:
         if self.process.poll() is None and time.monotonic() > self.until:
             self.ended = True
-            self._signal(signal.SIGQUIT)  # Go and tests/conftest.py write the stacks of all threads to the log
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(STACKS_S)
+            if "pytest" in self.command:
+                self.process.send_signal(
+                    signal.SIGQUIT
+                )  # tests/conftest.py writes the stacks of all threads to the log
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(STACKS_S)
             end([self])
             self.process.wait()
         if self.process.poll() is None:

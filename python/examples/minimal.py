@@ -36,5 +36,5 @@ while manager.current_step() < 1000 and not manager.draining():
     loss.backward()  # averages the gradients over these groups
     optimizer.step()  # if no error occurred; otherwise the step does not count
 
-manager.shutdown()  # says that the group leaves; a loop of `torchft run` also ends here on SIGTERM
+manager.shutdown()  # says that the group leaves; under `torchft run` SIGTERM ends the loop
 print(f"loss {loss.item():.4f}, weights {net.weight.tolist()}")

@@ -49,8 +49,8 @@ def test_both_sides_of_the_diff(tmp_path: Path) -> None:
 
 
 SCRIPTS = [ROOT / "python" / "examples" / name for name in ("huggingface_loop.py", "lightning_loop.py")]
-# The first example, in upstream's style, contains all that torchft adds to a loop. The others are slow, for example
-# those of Lightning and Transformers.
+# The first example is the shortest. The others are slow, for example those of Lightning and Transformers; a script in
+# upstream's style is in test_script_unchanged.py.
 EXAMPLES = [
     pytest.param(text, id=str(i), marks=[pytest.mark.slow] if i else [])
     for i, text in enumerate([*blocks(LOOPS, "python"), *(script.read_text() for script in SCRIPTS)])

@@ -12,6 +12,7 @@ from typing import Any, Callable, Iterator, Optional
 import pytest
 import torch
 from torch import nn, optim
+from torch.utils._pytree import tree_map_only
 
 from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
 from tests.integration.test_divergence import WITHIN, Flip, Training, names, run
@@ -69,6 +70,7 @@ class Loop:
     model: Callable[[], nn.Module] = lambda: nn.Sequential(
         nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 1)
     )
+    device_of: Callable[[Rank], torch.device] = lambda rank: torch.device("cpu")
     settings: dict[str, Any] = field(default_factory=dict)
     agreed: Callable[[nn.Module, int], None] = lambda model, step: None  # called in each round once its step is known
     begun: Callable[[Rank, int], None] = lambda rank, round: None  # called at the start of each round of the loop
@@ -83,6 +85,8 @@ class Loop:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=with_seed))
+        device = self.device_of(rank)
+        model.to(device)
         inner = self.make(model)
         schedule = optim.lr_scheduler.ExponentialLR(inner, 0.9)
 
@@ -99,9 +103,9 @@ class Loop:
         optimizer = OptimizerWrapper(manager, inner)
         log = self.histories[rank.group] = []
         manager.register_commit_hook(lambda *decision: log.append(decision))
-        final: Optional[int] = None
+        last: Optional[int] = None
         round = 0
-        while final is None or manager.current_step() < final:
+        while last is None or manager.current_step() < last:
             self.begun(rank, round)
             if rank.crashed:
                 return None
@@ -109,7 +113,7 @@ class Loop:
             manager.wait_quorum()
             self.agreed(model, manager.current_step())
             data = torch.randn(8, 16, generator=torch.Generator().manual_seed(1000 * rank.group + round))
-            model(data).square().mean().backward()
+            model(data.to(device)).square().mean().backward()
             works = [manager.allreduce(p.grad) for p in model.parameters() if p.grad is not None]
             for work in works:
                 work.wait()
@@ -120,12 +124,13 @@ class Loop:
             if manager.current_step() > before:
                 schedule.step()
                 self.joined.setdefault(rank.group, round)
-                if final is None and manager.num_participants() >= self.together and self.counts(manager):
-                    final = manager.current_step() + self.steps
+                if last is None and manager.num_participants() >= self.together and self.counts(manager):
+                    last = manager.current_step() + self.steps
             round += 1
             assert round < 20_000
         assert manager.recovery_seconds()["load"] > 0 or rank.group == 0 or manager.current_step() < 3
-        return manager.current_step(), {key: value for key, value in save().items() if key != "schedule"}
+        final = {key: value for key, value in save().items() if key != "schedule"}
+        return manager.current_step(), tree_map_only(torch.Tensor, lambda tensor: tensor.cpu(), final)
 
 
 def _same(ours: Any, theirs: Any, path: str = "") -> None:

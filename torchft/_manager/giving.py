@@ -28,11 +28,18 @@ class Giver:
     def __init__(self, optimizers: Sequence[Optimizer], read: ReadState, whole: Callable[[], None]) -> None:
         self._parameters = Parameters(optimizers)
         self._read = read
-        self.whole = whole
+        self._whole = whole
+
+    def whole(self) -> None:
+        """Offers the state as a whole; called as :meth:`give` is."""
+        with self._parameters.beside.running():
+            self._whole()
 
     def give(self, kind: str, argument: str) -> tuple[Any, list[torch.Tensor]]:
+        """Called on threads of the HTTP server, one at a time, until the training thread changes the weights."""
         try:
-            return self._give(kind, argument)
+            with self._parameters.beside.running():
+                return self._give(kind, argument)
         except (Unfit, Unsendable) as e:
             raise ValueError(str(e)) from e
 
@@ -56,8 +63,13 @@ class Giver:
         others: list[torch.UntypedStorage] = []
         for storage in encoded.storages:
             known = tracked.get(storage.data_ptr())
-            regions.append(storage.nbytes() if known is None else list(known))
-            if known is None and storage.nbytes():
+            if known is not None:
+                regions.append(list(known))
+                continue
+            if storage.device.type != "cpu" and storage.device != self._parameters.device:
+                raise Unfit(f"a tensor of the state is on {storage.device}, and the parameters on {self._parameters.device}")
+            regions.append(storage.nbytes() if storage.device.type == "cpu" else {"on device": storage.nbytes()})
+            if storage.nbytes():
                 others.append(storage)
         size = sum(storage.nbytes() for storage in others)
         if size > _REST:

@@ -200,6 +200,7 @@ class Target:
             ends = rest is not None and rest.value is not None and heal.done(rest.step)
             if ends:
                 self._ended = heal.step
+            parameters.beside.mark()
         committed = not ends and bool(kept) and self._source_committed()
         with self._cond:
             if committed and heal.abandoned is None:
@@ -208,6 +209,7 @@ class Target:
                 self._step(numbers, parameters.present_gradients(numbers), heal.step)
             elif keeps:  # also in the last step, which another rank may vote against
                 self._kept = parameters.gradients(kept, self._kept)
+            parameters.beside.mark()
             if ends:
                 assert rest is not None
                 return self._state(rest)
@@ -306,11 +308,12 @@ class Target:
         flats: list[torch.Tensor] = []
         begin = 0
         for region in rest.value["regions"]:
-            if isinstance(region, int):
-                flats.append(rest.memory[begin : begin + region].clone())
-                begin += region
-            else:
+            if isinstance(region, list):
                 flats.append(storage_bytes(self._parameters.storage(*region)))
+                continue
+            size, device = (region, "cpu") if isinstance(region, int) else (region["on device"], self._parameters.device)
+            flats.append(rest.memory[begin : begin + size].clone().to(device))
+            begin += size
         return decode(rest.value["structure"], flats, "the rest of the state")
 
     # The request thread
@@ -381,11 +384,14 @@ class Target:
     def _work(self) -> bool:
         """Does one piece of local work in place of the training thread. Returns False if there is none."""
         try:
-            if self._take_up():
-                return True
+            with self._parameters.beside.running():
+                if self._take_up():
+                    return True
             heal = self.heal
             if heal.unverified or not heal.applies or heal.step is None or self._heads.get(heal.step - 1) is None:
                 return False
+            if self._parameters.device.type != "cpu":
+                return False  # the training thread only queues that work, so the others do not wait for it
             self._early = self._apply(heal.advance([], time.monotonic()))
         except Exception as e:
             self.heal.abandon(str(e) if isinstance(e, Unfit) else repr(e))

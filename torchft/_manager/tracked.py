@@ -8,6 +8,9 @@ gradient and state, and from the hyperparameters of its group. That holds for :d
 
 For a DTensor (FSDP2), this module handles only the shard of this rank, which is healed from the same rank of another
 group.
+
+Pieces travel through host memory. If the parameters are on a device, threads other than the training thread read and
+write them within :attr:`Parameters.beside`.
 """
 
 from __future__ import annotations
@@ -22,16 +25,20 @@ import torch
 from torch import optim
 from torch.optim import Optimizer
 
+from torchft._manager.beside import Beside
 from torchft._manager.digest import digest, memory_of
 from torchft.checkpointing._encoding import dtype_name, dtype_of, is_dtensor
 from torchft.checkpointing._memory import HostMemory
 from torchft.checkpointing._places import local_part
+from torchft.checkpointing._staging import copies_for
 
 # Compared by exact type, because a subclass may do anything. Each type is in the table of
 # tests/unit/manager/test_tracked.py.
 ELEMENTWISE = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop)
 
 _SMALL = 64  # the largest tensor, in bytes, that becomes part of each piece
+_CPU = torch.device("cpu")
+_ON_DEVICE = "on device"  # ends the description of a small tensor that is on the device of the parameters
 
 Json = Any
 
@@ -45,6 +52,11 @@ class Parameters:
 
     Args:
         optimizers: the optimizers, in the same order in each replica group.
+
+    Attributes:
+        all: the parameters of all optimizers, which have numbers in this order.
+        device: the device of all of them, see :meth:`check`.
+        beside: orders the work of other threads on that device.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -58,6 +70,9 @@ class Parameters:
             for group in optimizer.param_groups:
                 self.all += group["params"]
                 self._of += [optimizer] * len(group["params"])
+        self.device = local_part(self.all[0]).device if self.all else _CPU
+        # Only a device that check() accepts has streams and events.
+        self.beside = Beside(self.device if copies_for(self.device.type) is not None else _CPU)
 
     def check(self) -> None:
         """Raises Unfit with the reason if the parameters cannot be healed in pieces."""
@@ -77,8 +92,10 @@ class Parameters:
                 raise Unfit(f"parameter {number} is a {type(parameter).__name__}, not a plain tensor")
             if local.layout != torch.strided:
                 raise Unfit(f"parameter {number} is not a dense tensor")
-            if not local.is_cpu:
-                raise Unfit(f"parameter {number} is on {local.device}; only memory of the host is healed so")
+            if not local.is_cpu and copies_for(local.device.type) is None:
+                raise Unfit(f"parameter {number} is on {local.device}, a kind of device on which this is not tested")
+            if local.device != self.device:
+                raise Unfit(f"parameter {number} is on {local.device}, and parameter 0 on {self.device}")
             storage = local.untyped_storage()
             padded = is_dtensor(parameter)  # FSDP2 pads the shards of all ranks to equal sizes
             if (storage.nbytes() != local.nbytes and not padded) or (storage.data_ptr() in seen and local.nbytes):
@@ -130,16 +147,16 @@ class Parameters:
     # Pieces
 
     def read(self, number: int, begin: int, end: int) -> tuple[Json, list[torch.Tensor]]:
-        """Copies a piece. Returns its description in JSON types, and the memory of its ranges."""
+        """Copies a piece to host memory. Returns its description in JSON types, and the memory of its ranges."""
         parameter = self.all[number]
-        parts = [_range(parameter, begin, end).clone()]
+        parts = [_copy(parameter, begin, end)]
         state: dict[str, Json] = {}
         for key, value in self._of[number].state.get(parameter, {}).items():
             if _alike(value, parameter):
                 state[key] = ["range", dtype_name(value.dtype)]
-                parts.append(_range(value, begin, end).clone())
+                parts.append(_copy(value, begin, end))
             else:
-                state[key] = _plain(key, value)
+                state[key] = _plain(key, value, self.device)
         return state, parts
 
     def bytes_of(self, number: int, begin: int, end: int, state: Json) -> list[int]:
@@ -175,12 +192,23 @@ class Parameters:
                     mine = own[key] = self._zeros_like(parameter, dtype)
                 _range(mine, begin, end).copy_(ranges.pop(0))
             else:
-                own[key] = _value(value)
+                own[key] = self._located(value)
+
+    def _located(self, plain: Json) -> Any:
+        """A small value of the optimizer state; a tensor that the source has on the device is on the device here, too."""
+        value = _value(plain)
+        if isinstance(plain, list) and plain[-1] == _ON_DEVICE and self.device != _CPU:
+            return self.beside.allocated(value.to(self.device))
+        return value
 
     def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Allocates optimizer state in huge pages, if the system has them: the first access to as much memory in small
-        pages would take as much processor time as a few training steps.
+        """Allocates optimizer state: in host memory in huge pages, if the system has them, because the first access to as
+        much memory in small pages would take as much processor time as a few training steps.
         """
+        if self.device != _CPU:
+            made = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            self.beside.allocated(local_part(made))
+            return made
         if is_dtensor(parameter) or not parameter.is_contiguous() or not parameter.numel():
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         flat = self._memory.take(parameter.numel() * dtype.itemsize)
@@ -194,7 +222,7 @@ class Parameters:
             if _alike(value, parameter):
                 found[key] = _digest(value, begin, end)
             else:
-                found[key] = _plain(key, value)
+                found[key] = _plain(key, value, self.device)
         return found
 
     def storages(self) -> dict[int, tuple[int, str]]:
@@ -341,20 +369,29 @@ def _range(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     return memory_of(tensor)[begin * size : end * size]
 
 
+def _copy(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """A range of a tensor, in new host memory."""
+    part = _range(tensor, begin, end)
+    return part.clone() if part.is_cpu else part.cpu()
+
+
 def _digest(tensor: torch.Tensor, begin: int, end: int) -> int:
     size = tensor.element_size()
     return int(digest(tensor, begin * size, end * size).item())
 
 
-def _plain(key: str, value: Any) -> Json:
-    """A small value of the optimizer state, in JSON's types."""
+def _plain(key: str, value: Any, device: torch.device = _CPU) -> Json:
+    """A small value of the optimizer state, in JSON's types. A tensor is in host memory or on this device."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, tuple) and all(isinstance(one, (int, float)) for one in value):
         return ["tuple", *value]
-    if isinstance(value, torch.Tensor) and value.nbytes <= _SMALL and value.is_cpu and not is_dtensor(value):
-        raw = memory_of(value).numpy().tobytes()
-        return ["tensor", dtype_name(value.dtype), list(value.shape), raw.hex()]
+    if isinstance(value, torch.Tensor) and not is_dtensor(value) and value.nbytes <= _SMALL:
+        plain = ["tensor", dtype_name(value.dtype), list(value.shape), memory_of(value.cpu()).numpy().tobytes().hex()]
+        if value.is_cpu:
+            return plain
+        if value.device == device:
+            return [*plain, _ON_DEVICE]
     if isinstance(value, list) and all(isinstance(one, str) for one in value):
         return ["names", *value]
     kind = f"tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
@@ -370,7 +407,7 @@ def _value(plain: Json) -> Any:
     if kind == "names":
         return rest
     if kind == "tensor":
-        name, shape, raw = rest
+        name, shape, raw, *_ = rest
         flat = torch.frombuffer(bytearray(bytes.fromhex(raw)), dtype=torch.uint8)
         return flat.view(dtype_of(name)).reshape(shape).clone()
     raise ValueError(f"a value of kind {kind!r}")

@@ -7,19 +7,19 @@ import (
 	"github.com/torchft/torchft/go/sim"
 )
 
-// averageKey identifies a process group: there is one for each quorum_id and group rank.
-type averageKey struct {
+// commKey identifies a process group: there is one for each quorum_id and group rank.
+type commKey struct {
 	quorumID int64
 	plane    int
 }
 
-// average is a process group, with its present average. The job's mu guards it.
-type average struct {
-	key     averageKey
+// comm is a process group, with its present collective. The job's mu guards it.
+type comm struct {
+	key     commKey
 	members []string
 	waiting map[string]*waiter
 	aborted bool
-	total   uint64
+	total   uint64 // sum of the contributions to the collective so far
 }
 
 type waiter struct {
@@ -28,49 +28,49 @@ type waiter struct {
 	sum      uint64
 }
 
-// joinAverage connects a rank to the members of a quorum, if its id is new.
-func (r *rank) joinAverage(res *recovery.Result) {
-	key := averageKey{res.QuorumID, r.index}
-	if r.average != nil && r.average.key == key {
+// joinComm connects a rank to the members of a quorum, if its id is new.
+func (r *rank) joinComm(res *recovery.Result) {
+	key := commKey{res.QuorumID, r.index}
+	if r.comm != nil && r.comm.key == key {
 		return
 	}
-	r.leaveAverage(false)
-	averages := r.g.j.averages
-	if averages[key] == nil {
-		averages[key] = &average{key: key, members: res.ReplicaIDs, waiting: map[string]*waiter{}}
+	r.leaveComm(false)
+	comms := r.g.j.comms
+	if comms[key] == nil {
+		comms[key] = &comm{key: key, members: res.ReplicaIDs, waiting: map[string]*waiter{}}
 	}
-	r.average = averages[key]
+	r.comm = comms[key]
 }
 
-// leaveAverage breaks the connections of a rank. Its peers notice that, unless its host has vanished.
-func (r *rank) leaveAverage(silent bool) {
-	a := r.average
-	if a == nil {
+// leaveComm breaks the connections of a rank. Its peers notice that, unless its host has vanished.
+func (r *rank) leaveComm(silent bool) {
+	c := r.comm
+	if c == nil {
 		return
 	}
-	delete(a.waiting, r.g.id)
+	delete(c.waiting, r.g.id)
 	if !silent {
-		a.abort(r)
+		c.abort(r)
 	}
-	r.average = nil
+	r.comm = nil
 }
 
-// reduce waits until all ranks have reached the average, one aborts it, or the timeout is over.
+// reduce waits until all ranks have reached the collective, one of them aborts the process group, or the timeout is over.
 func (r *rank) reduce() (sum uint64, ok bool) {
 	var w *waiter
-	var a *average
+	var c *comm
 	flaky := false
 	r.note(func(*sim.Judge) {
 		flaky, r.flaky = r.flaky, false
-		a = r.average
-		if a.aborted || r.model.Errored() && !r.model.Heals() {
-			a.abort(r)
+		c = r.comm
+		if c.aborted || r.model.Errored() && !r.model.Heals() {
+			c.abort(r)
 			return
 		}
 		w = &waiter{r: r, finished: make(chan bool, 1)}
-		a.waiting[r.g.id] = w
-		a.total += r.model.Contribute()
-		a.complete()
+		c.waiting[r.g.id] = w
+		c.total += r.model.Contribute()
+		c.complete()
 	})
 	if w == nil {
 		return 0, false
@@ -82,37 +82,38 @@ func (r *rank) reduce() (sum uint64, ok bool) {
 		r.note(func(*sim.Judge) { r.model.TimedOut() })
 	}
 	r.note(func(*sim.Judge) {
-		delete(a.waiting, r.g.id)
+		delete(c.waiting, r.g.id)
 		if ok = ok && !flaky; !ok {
-			a.abort(r)
+			c.abort(r)
 		}
 		sum = w.sum
 	})
 	return sum, ok
 }
 
-// complete ends the average for all ranks if all have reached it, and no link between them is cut.
-func (a *average) complete() {
-	for i, id := range a.members {
-		if a.waiting[id] == nil {
+// complete ends the collective for all ranks if all have reached it, and no link between them is cut.
+func (c *comm) complete() {
+	for i, id := range c.members {
+		if c.waiting[id] == nil {
 			return
 		}
-		for _, other := range a.members[:i] {
-			if !a.waiting[id].r.g.j.judge.Connected(id, other) {
+		for _, other := range c.members[:i] {
+			if !c.waiting[id].r.g.j.judge.Connected(id, other) {
 				return
 			}
 		}
 	}
-	for id, w := range a.waiting {
-		w.sum = a.total
-		a.end(w.r, true)
-		delete(a.waiting, id)
+	for id, w := range c.waiting {
+		w.sum = c.total
+		c.end(w.r, true)
+		delete(c.waiting, id)
 	}
-	a.total = 0
+	c.total = 0
 }
 
-func (a *average) end(r *rank, ok bool) {
-	if w := a.waiting[r.g.id]; w != nil {
+// end ends the collective for a rank that waits in it.
+func (c *comm) end(r *rank, ok bool) {
+	if w := c.waiting[r.g.id]; w != nil {
 		select {
 		case w.finished <- ok:
 		default:
@@ -120,15 +121,15 @@ func (a *average) end(r *rank, ok bool) {
 	}
 }
 
-// abort ends the average with an error for the ranks that the aborting one can reach.
-func (a *average) abort(by *rank) {
-	if a.aborted {
+// abort ends the process group, and its collective with an error for the ranks that the aborting rank can reach.
+func (c *comm) abort(by *rank) {
+	if c.aborted {
 		return
 	}
-	a.aborted = true
-	for id, w := range a.waiting {
+	c.aborted = true
+	for id, w := range c.waiting {
 		if id != by.g.id && by.g.j.judge.Connected(id, by.g.id) {
-			a.end(w.r, false)
+			c.end(w.r, false)
 		}
 	}
 }

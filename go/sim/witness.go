@@ -131,7 +131,7 @@ func (g *group) askRanks() {
 	g.asked = true
 	g.step(round.ProgressAsked{})
 	for i := range g.ranks {
-		if r := &g.ranks[i]; r.phase != killed && w.now >= r.hangsUntil {
+		if r := &g.ranks[i]; r.phase != killed && w.now >= r.stalledUntil {
 			g.answer(r, event{kind: rankProgress, ok: r.phase == reducing})
 		}
 	}

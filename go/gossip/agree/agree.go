@@ -264,7 +264,7 @@ func (m *Machine) Cancel() {
 		return
 	}
 	m.asked = false
-	m.want(m.number() + 1) // tells the others that this member takes no view up to that number, so that they do not wait for it
+	m.want(m.number() + 1) // the others do not wait for this member: it takes no view up to that number
 }
 
 // Leave ends this member: from here on it confirms no view.

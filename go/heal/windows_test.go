@@ -34,8 +34,8 @@ func stageOf(b []byte) (address, length int64) {
 	return int64(uintptr(unsafe.Pointer(&b[0]))), int64(len(b))
 }
 
-// load plays the target's part that is in Python: it copies full windows to the device, and releases their staging memory. It
-// checks that no more than two windows are in use.
+// load does what the target does in Python: it copies full windows to the device, and provides their staging memory for other windows.
+// It provides memory for two windows at a time.
 func (d device) load(t *testing.T, f *Fetch) Status {
 	t.Helper()
 	stages := map[int64][]byte{}
@@ -209,8 +209,8 @@ func TestWaitingForADeviceCopyEndsWithTheCopy(t *testing.T) {
 	}
 }
 
-// A block of which a part was sent ends with the connection: the reason must not take the place of its bytes. The 16 bytes that are
-// packed when the copy fails are as long as a response.
+// If an error occurs after a part of a block was sent, the connection ends: the target would take a response with the reason for the
+// rest of the block. The second region, which is yet to be sent when the copy fails, is as long as a response.
 func TestAReasonNeverFollowsAPartOfABlock(t *testing.T) {
 	source := filled(newRand(t), packBelow, responseSize, packBelow)
 	s, o := listen(t, time.Minute, 0), offer(t, onDevices(source, 2).host, 1<<20)

@@ -67,8 +67,8 @@ func (g *group) suspect(c *comm) {
 	g.sends(message)
 }
 
-// memberFailed handles the notice that a member, which may be this one, counts as failed. elsewhere: the lighthouse that
-// reports it may not have formed the quorum.
+// memberFailed handles the notice that a member, which may be this one, counts as failed. With elsewhere, the lighthouse that reports
+// it may not have formed the quorum: another lighthouse may serve the member, so the machine must not notify the member.
 func (g *group) memberFailed(f *round.MemberFailed, elsewhere bool) {
 	own := f.ReplicaID == g.id
 	switch {
@@ -120,7 +120,7 @@ func (g *group) accuse() {
 func (g *group) rankBroke(rank int16) {
 	g.step(round.RankDisconnected{GroupRank: int64(rank)})
 	if len(g.calls) > 0 {
-		g.w.broken(ruleWaiters, "rank %d of %s has failed, and %s waits on", rank, g.id, g.describeCalls())
+		g.w.broken(ruleWaiters, "rank %d of %s has failed, and %s still waits", rank, g.id, g.describeCalls())
 	}
 	g.w.after(g.w.rankGrace(), event{kind: rankStill, g: g, rank: rank})
 }
@@ -178,7 +178,7 @@ func (g *group) goes() {
 	}
 }
 
-// look is a check of a suspected member that is in progress.
+// look is a check of a suspected member whose result is not known yet.
 type look struct {
 	of         quorum.Check
 	sentBefore int // messages that the member had sent before the check

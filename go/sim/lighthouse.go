@@ -335,7 +335,7 @@ func (l *lighthouse) do(input quorum.Event) {
 			l.keep(a)
 		case quorum.Redeliver:
 			w.logf("quorum %d is sent once more", a.Quorum.ID)
-			l.again(a)
+			l.redeliver(a)
 		case quorum.Refuse:
 			l.refused = a.Waiter
 			w.logf("a request is refused: %s", a.Reason)
@@ -434,8 +434,8 @@ func (l *lighthouse) release(id string, input quorum.Event, delivered bool) {
 	}
 }
 
-// again redelivers the latest quorum.
-func (l *lighthouse) again(a quorum.Redeliver) {
+// redeliver sends the latest quorum to a member whose answer was lost.
+func (l *lighthouse) redeliver(a quorum.Redeliver) {
 	i := slices.IndexFunc(l.waiting, func(q waiting) bool { return q.id == a.Waiter })
 	q := l.waiting[i]
 	l.waiting = slices.Delete(l.waiting, i, i+1)

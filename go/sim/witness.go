@@ -109,7 +109,7 @@ func (g *group) accuse() {
 	}
 	for i := range c.members {
 		if id := c.members[(i+g.slot)%len(c.members)].id; id != g.id {
-			g.w.logf("%s reports that %s failed, which is not so", g.id, id)
+			g.w.logf("%s falsely reports that %s failed", g.id, id)
 			g.sends(quorum.Suspected{Reporter: g.id, Suspect: id, QuorumID: c.key.quorumID})
 			return
 		}

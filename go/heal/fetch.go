@@ -89,7 +89,7 @@ func (f *Fetch) Add(address, secret string, role Role) error {
 	f.running++
 	if role == Assigned {
 		f.assigned = s
-		f.queue.orphan(false)
+		f.queue.setSourceFailed(false)
 	}
 	f.lives.Add(1)
 	go s.run()
@@ -225,7 +225,7 @@ func (f *Fetch) ended(s *source, err error) {
 	defer f.mu.Unlock()
 	f.running--
 	if s == f.assigned {
-		f.queue.orphan(true)
+		f.queue.setSourceFailed(true)
 	}
 	if err != nil {
 		f.failed = append(f.failed, err)

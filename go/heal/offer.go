@@ -9,9 +9,9 @@ import (
 )
 
 // errRevoked is sent to a target if the source had to change its memory before there was a copy.
-var errRevoked = errors.New("the source trains on, and there is no copy of its state")
+var errRevoked = errors.New("the source has resumed training, and has no copy of its state")
 
-var errEnded = errors.New("the source offers this state no longer")
+var errEnded = errors.New("the source no longer offers this state")
 
 var errChanged = errors.New("the state changed while it was offered: two readings of a block differ")
 

@@ -298,8 +298,8 @@ func (m *Machine) over(id ID) (confirmed int64, over bool) {
 	return unknown, m.lives[id.Name] > id.Incarnation
 }
 
-// Bury records that a member has left, with its own last note.
-func (m *Machine) Bury(id ID, last Note) {
+// MemberLeft records that a member has left, with its own last note.
+func (m *Machine) MemberLeft(id ID, last Note) {
 	delete(m.alive, id)
 	m.ended[id] = last.Confirmed
 	m.act()

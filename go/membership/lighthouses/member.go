@@ -412,7 +412,7 @@ func (m *Member) open(ctx context.Context, i int) (*memberStream, *Client, error
 		return nil, nil, err
 	}
 	if m.unary[i] {
-		return nil, client, status.Error(codes.Unimplemented, "the lighthouse knows no streams")
+		return nil, client, status.Error(codes.Unimplemented, "the lighthouse does not support streams")
 	}
 	streamCtx, cancel := context.WithCancel(rpc.WithJob(m.ctx, client.job))
 	inTime := context.AfterFunc(ctx, cancel) // ctx bounds the call of Attend only; the stream itself outlives it

@@ -360,7 +360,7 @@ func (s *source) conclude(errs []error) (err error) {
 // recovered turns a panic into an error: it must not end the training.
 func recovered(err *error) {
 	if p := recover(); p != nil {
-		slog.Error("checkpoint transfer", "panic", p)
+		slog.Error("checkpoint transfer: internal error", "panic", p)
 		*err = fmt.Errorf("a bug in torchft (panic): %v", p)
 	}
 }

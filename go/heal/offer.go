@@ -75,14 +75,14 @@ func (o *Offer) Copied(index, address, ready int64) error {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if index < 0 || index >= int64(len(o.own)) {
-		return fmt.Errorf("region %d of %d", index, len(o.own))
+		return fmt.Errorf("copy of region %d: the offer has %d regions", index, len(o.own))
 	}
 	copied, err := region(address, o.layout.sizes[index])
 	if err != nil {
 		return err
 	}
 	if ready < 0 || ready > int64(len(copied)) {
-		return fmt.Errorf("%d bytes of a region of %d", ready, len(copied))
+		return fmt.Errorf("copy of region %d: it has %d bytes, and the region has %d", index, ready, len(copied))
 	}
 	o.copies[index] = partial{copied, ready}
 	o.wake()

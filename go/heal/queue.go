@@ -143,4 +143,4 @@ func (q *queue) complete() bool {
 	return q.left == 0
 }
 
-var errIncomplete = errors.New("not everything has arrived")
+var errIncomplete = errors.New("some blocks have not arrived")

@@ -178,7 +178,7 @@ func TestADeviceCopyIsServedAsItGrows(t *testing.T) {
 	}
 	require.True(t, wait(t, f).Done)
 	requireSame(t, source, target)
-	require.ErrorContains(t, o.Copied(0, at, 1<<20+1), "1048577 bytes of a region of 1048576")
+	require.ErrorContains(t, o.Copied(0, at, 1<<20+1), "it has 1048577 bytes, and the region has 1048576")
 }
 
 // A wait for a copy ends when the copy fails, when the source withdraws the offer or ends, or when the copy is too slow.

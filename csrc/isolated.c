@@ -45,7 +45,7 @@ enum { ANSWER_DONE = 1 };
 #define LONGEST (1 << 15)         /* bytes; messages.py passes longer messages as a file descriptor of memory */
 #define ANSWERS_AT_ONCE (1 << 14) /* bytes */
 #define DESCRIPTORS 4
-#define RELEASE_ABOVE (1 << 16) /* bytes: a larger copy takes longer than to release the GIL, so it does that */
+#define RELEASE_ABOVE (1 << 16) /* bytes: a larger copy releases the GIL, which costs less time than the copy */
 
 #define CACHE_LINE 64
 #define STREAM_ABOVE (1 << 21) /* bytes: more than the cache of a single core */

@@ -69,7 +69,7 @@ func (r *returning) wait(ctx context.Context, n int) error {
 		select {
 		case <-changed:
 		case <-ctx.Done():
-			return fmt.Errorf("%d groups are in, not %d: %w", in, n, ctx.Err())
+			return fmt.Errorf("%d groups are connected, not %d: %w", in, n, ctx.Err())
 		}
 	}
 }

@@ -112,7 +112,7 @@ func connect(ctx context.Context, s settings) ([]group, error) {
 	})
 }
 
-// inParallel calls f for each i below n, on several goroutines, and returns the first error.
+// inParallel calls do for each i below n, on several goroutines, and returns the first error.
 func inParallel(n int, do func(i int) error) error {
 	var next atomic.Int64
 	var all sync.WaitGroup
@@ -151,11 +151,11 @@ func round(groups []group, step int64) (took time.Duration, bytes int64, err err
 		})
 	}
 	if err := inParallel(len(groups), func(i int) error { return groups[i].begin(step) }); err != nil {
-		return 0, 0, err // waiting goroutines end with the process
+		return 0, 0, err // the goroutines above still wait; they end with the process
 	}
 	all.Wait()
 	took = time.Since(start)
-	errs <- nil
+	errs <- nil // received if there is no error
 	if err := <-errs; err != nil {
 		return 0, 0, err
 	}

@@ -42,7 +42,7 @@ const (
 	longestReason = 512
 	// mostPoints is how many points of the throughput are kept. With more, every other one is removed.
 	mostPoints = 2000
-	// pointEvery is the interval between two points until the first removal.
+	// pointEvery is the shortest interval between two points. Each removal doubles it.
 	pointEvery = time.Second
 )
 
@@ -57,14 +57,14 @@ type Event struct {
 	Joined   []string  `json:"joined,omitempty"`  // replica_ids
 	Left     []string  `json:"left,omitempty"`
 	Reason   string    `json:"reason,omitempty"`
-	// The other fields are for Healed and Recovered.
+	// The fields below are set for Healed and Recovered only.
 	Who       string  `json:"who,omitempty"`    // replica_id
 	Bytes     int64   `json:"bytes,omitempty"`  // of the received state
 	Phases    []Phase `json:"phases,omitempty"` // the parts of its duration, in order
 	StepsLost int64   `json:"steps_lost,omitempty"`
 }
 
-// took returns how long a recovery took, without the phases that are sums of others.
+// took returns how long a recovery took: the sum of its phases. The phase "total" is not added, since it is that sum already.
 func (e Event) took() (seconds float64) {
 	for _, p := range e.Phases {
 		if p.Name != "total" {
@@ -92,7 +92,7 @@ type History struct {
 	events []Event // a ring
 	next   int64   // id of the next event, from 1
 	points []Point
-	every  time.Duration
+	every  time.Duration // the shortest interval between two points; 0 (pointEvery) before the first removal
 }
 
 // Add stores an event, and returns it with its id and with shortened texts.
@@ -131,7 +131,7 @@ func (h *History) known(id int64) int64 {
 	return max(id, oldest)
 }
 
-// Round adds a point, if the last one is old enough.
+// Round adds a point for a round, unless the last point is too recent.
 func (h *History) Round(step int64, groups int, now time.Time) {
 	p := Point{At: now.UnixMilli(), Step: step, Groups: groups}
 	if n := len(h.points); n > 0 {

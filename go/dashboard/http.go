@@ -47,7 +47,7 @@ func (f *Feed) Register(mux *http.ServeMux) {
 		http.ServeFileFS(w, r, files, "openapi.json")
 	})
 	mux.HandleFunc("/api/v1/", func(w http.ResponseWriter, r *http.Request) {
-		Refuse(w, http.StatusNotFound, fmt.Errorf("there is no %s %s; GET /api/v1/openapi.json says what there is", r.Method, r.URL.Path))
+		Refuse(w, http.StatusNotFound, fmt.Errorf("there is no %s %s; GET /api/v1/openapi.json lists the routes", r.Method, r.URL.Path))
 	})
 }
 

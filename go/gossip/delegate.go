@@ -65,16 +65,16 @@ func (n *Node) receive(text []byte) {
 	defer rpc.Recovered(n.log, "gossip message", &err)
 	var m message
 	if err := json.Unmarshal(text, &m); err != nil {
-		n.log.Debug("torchft: gossip got a message that it does not know", "error", err)
+		n.log.Debug("torchft: gossip received an unknown message", "error", err)
 		return
 	}
 	n.step(func(machine *agree.Machine) {
 		machine.Learn(m.Lives)
 		if m.Proposal != nil && !machine.Hear(*m.Proposal) {
-			n.log.Debug("torchft: gossip got an invalid proposal", "number", m.Proposal.View.Number)
+			n.log.Debug("torchft: gossip received an invalid proposal", "number", m.Proposal.View.Number)
 		}
 		if m.Left != nil {
-			machine.Bury(m.Left.ID, m.Left.Note)
+			machine.MemberLeft(m.Left.ID, m.Left.Note)
 		}
 	})
 }

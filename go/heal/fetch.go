@@ -89,7 +89,7 @@ func (f *Fetch) Add(address, secret string, role Role) error {
 	f.running++
 	if role == Assigned {
 		f.assigned = s
-		f.queue.orphan(false)
+		f.queue.setSourceFailed(false)
 	}
 	f.lives.Add(1)
 	go s.run()
@@ -225,7 +225,7 @@ func (f *Fetch) ended(s *source, err error) {
 	defer f.mu.Unlock()
 	f.running--
 	if s == f.assigned {
-		f.queue.orphan(true)
+		f.queue.setSourceFailed(true)
 	}
 	if err != nil {
 		f.failed = append(f.failed, err)
@@ -360,7 +360,7 @@ func (s *source) conclude(errs []error) (err error) {
 // recovered turns a panic into an error: it must not end the training.
 func recovered(err *error) {
 	if p := recover(); p != nil {
-		slog.Error("checkpoint transfer", "panic", p)
+		slog.Error("checkpoint transfer: internal error", "panic", p)
 		*err = fmt.Errorf("a bug in torchft (panic): %v", p)
 	}
 }

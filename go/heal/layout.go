@@ -15,7 +15,7 @@ const (
 	blocksPerStream = 8
 )
 
-// Layout maps blocks to bytes of regions: the regions lie end to end, and are cut into blocks of one size.
+// Layout maps blocks to bytes of regions. The regions are laid end to end, and the whole is cut into blocks of one size.
 type Layout struct {
 	Total     int64
 	BlockSize int64

@@ -9,9 +9,9 @@ import (
 )
 
 // errRevoked is sent to a target if the source had to change its memory before there was a copy.
-var errRevoked = errors.New("the source trains on, and there is no copy of its state")
+var errRevoked = errors.New("the source has resumed training, and has no copy of its state")
 
-var errEnded = errors.New("the source offers this state no longer")
+var errEnded = errors.New("the source no longer offers this state")
 
 var errChanged = errors.New("the state changed while it was offered: two readings of a block differ")
 
@@ -75,14 +75,14 @@ func (o *Offer) Copied(index, address, ready int64) error {
 	o.mu.Lock()
 	defer o.mu.Unlock()
 	if index < 0 || index >= int64(len(o.own)) {
-		return fmt.Errorf("region %d of %d", index, len(o.own))
+		return fmt.Errorf("copy of region %d: the offer has %d regions", index, len(o.own))
 	}
 	copied, err := region(address, o.layout.sizes[index])
 	if err != nil {
 		return err
 	}
 	if ready < 0 || ready > int64(len(copied)) {
-		return fmt.Errorf("%d bytes of a region of %d", ready, len(copied))
+		return fmt.Errorf("copy of region %d: it has %d bytes, and the region has %d", index, ready, len(copied))
 	}
 	o.copies[index] = partial{copied, ready}
 	o.wake()

@@ -12,15 +12,15 @@ type queue struct {
 	mu      sync.Mutex
 	changed sync.Cond
 
-	todo     []int // blocks for any source; blocks that are held back (newQueue) are in neither list
-	assigned []int // blocks for the assigned source only
-	left     int   // blocks that have not arrived
-	out      int   // blocks that a stream is fetching
-	orphaned bool  // the assigned source has failed
-	closed   bool
-	garbled  map[int]int // by block: how often it arrived with a wrong checksum
-	waiting  [roles]int  // streams with nothing to do
-	crcs     []uint32
+	todo         []int // blocks for any source; blocks that are held back (newQueue) are in neither list
+	assigned     []int // blocks for the assigned source only
+	left         int   // blocks that have not arrived
+	out          int   // blocks that a stream is fetching
+	sourceFailed bool  // the assigned source has failed
+	closed       bool
+	garbled      map[int]int // by block: how often it arrived with a wrong checksum
+	waiting      [roles]int  // streams with nothing to do
+	crcs         []uint32
 }
 
 // newQueue returns a queue of all blocks except those that are held back until add is called for them.
@@ -46,14 +46,14 @@ func (q *queue) add(blocks []int) {
 
 // stuck reports whether only the assigned source could deliver the remaining blocks, and it has failed.
 func (q *queue) stuck() bool {
-	return q.orphaned && q.out == 0 && len(q.todo) == 0 && len(q.assigned) > 0
+	return q.sourceFailed && q.out == 0 && len(q.todo) == 0 && len(q.assigned) > 0
 }
 
-// orphan records whether the assigned source has failed; false when another source has been assigned.
-func (q *queue) orphan(failed bool) {
+// setSourceFailed records whether the assigned source has failed; failed is false when another source has been assigned.
+func (q *queue) setSourceFailed(failed bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
-	q.orphaned = failed
+	q.sourceFailed = failed
 	q.changed.Broadcast()
 }
 
@@ -143,4 +143,4 @@ func (q *queue) complete() bool {
 	return q.left == 0
 }
 
-var errIncomplete = errors.New("not everything has arrived")
+var errIncomplete = errors.New("some blocks have not arrived")

@@ -125,7 +125,7 @@ func (s *Server) accept() {
 			if errors.Is(err, net.ErrClosed) {
 				return
 			}
-			slog.Warn("checkpoint server: no connection accepted", "error", err)
+			slog.Warn("checkpoint server: a connection was not accepted", "error", err)
 			time.Sleep(10 * time.Millisecond) // for example, too many files are open: retry when some have been closed
 			continue
 		}
@@ -195,12 +195,12 @@ func (s *Server) enter(c *connection, secret [secretSize]byte) (grant *Grant, fu
 // connection is one stream to a target.
 type connection struct {
 	net.Conn
-	server *Server
-	guest  *lobby.Guest
-	grant  *Grant // server.mu guards grant, worked and steady
-	worked func() // ends Working; nil before enter
-	steady bool   // in a background transfer: it keeps a small share of a busy processor (leastShare)
-	helps  bool   // this server is an additional source of the target
+	server     *Server
+	guest      *lobby.Guest
+	grant      *Grant // server.mu guards grant, worked and steady
+	worked     func() // ends Working; nil before enter
+	steady     bool   // in a background transfer: it keeps a small share of a busy processor (leastShare)
+	additional bool   // this server is an additional source of the target
 
 	once  sync.Once
 	ended chan struct{} // closed by cut
@@ -220,7 +220,7 @@ func (c *connection) serve() (err error) {
 	defer func() {
 		if p := recover(); p != nil {
 			err = fmt.Errorf("a bug in torchft (panic): %v", p)
-			slog.Error("checkpoint server", "panic", p)
+			slog.Error("checkpoint server: internal error", "panic", p)
 		}
 	}()
 	var hello [helloSize]byte
@@ -229,11 +229,11 @@ func (c *connection) serve() (err error) {
 		return err
 	}
 	if string(hello[:len(magic)]) != magic {
-		return errors.New("no hello")
+		return errors.New("the connection does not begin with the hello of a target")
 	}
 	grant, full := c.server.enter(c, [secretSize]byte(hello[len(magic):]))
 	if full {
-		return fmt.Errorf("%d targets' connections are open", maxConnections)
+		return fmt.Errorf("too many connections: %d of targets are open", maxConnections)
 	}
 	if grant == nil { // most likely the grant was closed, so the target gets that reason
 		c.out = make([]byte, 0, 2*responseSize)
@@ -270,11 +270,11 @@ func (c *connection) answer(g *Grant, r request) error {
 	switch r.op {
 	case opBlock, opEqual:
 		if int64(r.block) >= int64(o.layout.Blocks()) {
-			return fmt.Errorf("block %d of %d", r.block, o.layout.Blocks())
+			return fmt.Errorf("request for block %d: the offer has %d blocks", r.block, o.layout.Blocks())
 		}
 		if r.op == opEqual {
-			if !c.helps { // only additional sources get opEqual, and the target does not depend on them: lowest priority
-				c.helps = true
+			if !c.additional { // only additional sources get opEqual, and the target does not depend on them: lowest priority
+				c.additional = true
 				background()
 			}
 			crc, err := c.check(o, int(r.block))
@@ -290,7 +290,7 @@ func (c *connection) answer(g *Grant, r request) error {
 		first, end := 0, o.layout.Blocks()
 		if r.op == opSums {
 			if int64(r.block)+int64(r.expected) > int64(end) {
-				return fmt.Errorf("checksums of %d blocks from %d of %d", r.expected, r.block, end)
+				return fmt.Errorf("request for the checksums of %d blocks from block %d: the offer has %d blocks", r.expected, r.block, end)
 			}
 			first, end = int(r.block), int(r.block+r.expected)
 		}
@@ -307,7 +307,7 @@ func (c *connection) answer(g *Grant, r request) error {
 		}
 		return c.reply(r, statusOK, appendSums(nil, crcs))
 	}
-	return fmt.Errorf("no such request: %d", r.op)
+	return fmt.Errorf("unknown request: %d", r.op)
 }
 
 // check returns the checksum that a block had when it was first read.

@@ -34,8 +34,8 @@ func stageOf(b []byte) (address, length int64) {
 	return int64(uintptr(unsafe.Pointer(&b[0]))), int64(len(b))
 }
 
-// load plays the target's part that is in Python: it copies full windows to the device, and releases their staging memory. It
-// checks that no more than two windows are in use.
+// load does what the target does in Python: it copies full windows to the device, and provides their staging memory for other windows.
+// It provides memory for two windows at a time.
 func (d device) load(t *testing.T, f *Fetch) Status {
 	t.Helper()
 	stages := map[int64][]byte{}
@@ -178,7 +178,7 @@ func TestADeviceCopyIsServedAsItGrows(t *testing.T) {
 	}
 	require.True(t, wait(t, f).Done)
 	requireSame(t, source, target)
-	require.ErrorContains(t, o.Copied(0, at, 1<<20+1), "1048577 bytes of a region of 1048576")
+	require.ErrorContains(t, o.Copied(0, at, 1<<20+1), "it has 1048577 bytes, and the region has 1048576")
 }
 
 // A wait for a copy ends when the copy fails, when the source withdraws the offer or ends, or when the copy is too slow.
@@ -209,8 +209,8 @@ func TestWaitingForADeviceCopyEndsWithTheCopy(t *testing.T) {
 	}
 }
 
-// A block of which a part was sent ends with the connection: the reason must not take the place of its bytes. The 16 bytes that are
-// packed when the copy fails are as long as a response.
+// If an error occurs after a part of a block was sent, the connection ends: the target would take a response with the reason for the
+// rest of the block. The second region, which is yet to be sent when the copy fails, is as long as a response.
 func TestAReasonNeverFollowsAPartOfABlock(t *testing.T) {
 	source := filled(newRand(t), packBelow, responseSize, packBelow)
 	s, o := listen(t, time.Minute, 0), offer(t, onDevices(source, 2).host, 1<<20)

@@ -33,48 +33,48 @@ type done struct {
 	Done      string `json:"done"`
 }
 
-func (s *Server) apiKill(w http.ResponseWriter, r *http.Request, who about) {
-	code, err := s.killFor(r, who.ReplicaID)
+func (s *Server) apiKill(w http.ResponseWriter, r *http.Request, body about) {
+	code, err := s.killFor(r, body.ReplicaID)
 	if err != nil {
 		dashboard.Refuse(w, code, err)
 		return
 	}
-	dashboard.Answer(w, done{who.ReplicaID, "asked to end"})
+	dashboard.Answer(w, done{body.ReplicaID, "asked to end"})
 }
 
-func (s *Server) apiDrain(w http.ResponseWriter, r *http.Request, who about) {
-	j, code, err := s.holder(r, who.ReplicaID, func(j *job) bool { return j.has(who.ReplicaID) })
+func (s *Server) apiDrain(w http.ResponseWriter, r *http.Request, body about) {
+	j, code, err := s.holder(r, body.ReplicaID, func(j *job) bool { return j.has(body.ReplicaID) })
 	if err != nil {
 		dashboard.Refuse(w, code, err)
 		return
 	}
-	err = j.drain(who.ReplicaID, "requested from "+r.RemoteAddr)
+	err = j.drain(body.ReplicaID, "requested from "+r.RemoteAddr)
 	switch {
 	case errors.Is(err, errNoStream):
-		dashboard.Refuse(w, http.StatusConflict, fmt.Errorf("member %q cannot be asked to leave: %w", who.ReplicaID, err))
+		dashboard.Refuse(w, http.StatusConflict, fmt.Errorf("member %q cannot be asked to leave: %w", body.ReplicaID, err))
 	case err != nil:
 		dashboard.Refuse(w, http.StatusServiceUnavailable, errors.New(rpc.Message(err)))
 	default:
-		j.log.Info("torchft: a replica group is asked to leave, on request", "replica_id", who.ReplicaID, "from", r.RemoteAddr)
-		dashboard.Answer(w, done{who.ReplicaID, "asked to leave at the end of a step"})
+		j.log.Info("torchft: a replica group is asked to leave, on request", "replica_id", body.ReplicaID, "from", r.RemoteAddr)
+		dashboard.Answer(w, done{body.ReplicaID, "asked to leave at the end of a step"})
 	}
 }
 
 // apiWaive counts a member with a missing vote as ended.
-func (s *Server) apiWaive(w http.ResponseWriter, r *http.Request, who about) {
-	j, code, err := s.holder(r, who.ReplicaID, func(j *job) bool { return j.misses(who.ReplicaID) })
+func (s *Server) apiWaive(w http.ResponseWriter, r *http.Request, body about) {
+	j, code, err := s.holder(r, body.ReplicaID, func(j *job) bool { return j.misses(body.ReplicaID) })
 	if err != nil {
 		if code == http.StatusNotFound && s.find(cmp.Or(r.URL.Query().Get("job"), rpc.DefaultJob)) != nil {
-			err = fmt.Errorf("the vote of member %q is not missing here; missing_votes of /status names those that are", who.ReplicaID)
+			err = fmt.Errorf("the vote of member %q is not missing here; missing_votes of /status names those that are", body.ReplicaID)
 		}
 		dashboard.Refuse(w, code, err)
 		return
 	}
-	if err := j.waive(who.ReplicaID, "an operator at "+r.RemoteAddr); err != nil {
+	if err := j.waive(body.ReplicaID, "an operator at "+r.RemoteAddr); err != nil {
 		dashboard.Refuse(w, http.StatusServiceUnavailable, errors.New(rpc.Message(err)))
 		return
 	}
-	dashboard.Answer(w, done{who.ReplicaID, "waived: " + risk})
+	dashboard.Answer(w, done{body.ReplicaID, "waived: " + risk})
 }
 
 // risk is the warning in the answer to waive.
@@ -133,35 +133,35 @@ func (s *Server) ask(what string, follow func(http.ResponseWriter, *http.Request
 			return
 		}
 		s.guarded(what, refuse, func(w http.ResponseWriter, r *http.Request) {
-			who, code, err := readAbout(w, r)
+			body, code, err := readAbout(w, r)
 			if err != nil {
 				dashboard.Refuse(w, code, err)
 				return
 			}
-			follow(w, r, who)
+			follow(w, r, body)
 		})(w, r)
 	}
 }
 
 // readAbout reads the body of a request. If it returns an error, code is the HTTP status of the refusal.
-func readAbout(w http.ResponseWriter, r *http.Request) (who about, code int, err error) {
+func readAbout(w http.ResponseWriter, r *http.Request) (body about, code int, err error) {
 	const want = `; wanted: {"replica_id": "..."}`
 	decoder := json.NewDecoder(http.MaxBytesReader(w, r.Body, mostBody))
 	decoder.DisallowUnknownFields()
-	err = decoder.Decode(&who)
+	err = decoder.Decode(&body)
 	if tooLarge := (*http.MaxBytesError)(nil); errors.As(err, &tooLarge) {
-		return who, http.StatusRequestEntityTooLarge, fmt.Errorf("the body has more than %d bytes%s", mostBody, want)
+		return body, http.StatusRequestEntityTooLarge, fmt.Errorf("the body has more than %d bytes%s", mostBody, want)
 	}
 	switch {
 	case errors.Is(err, io.EOF):
-		return who, http.StatusBadRequest, errors.New("there is no body" + want)
+		return body, http.StatusBadRequest, errors.New("there is no body" + want)
 	case err != nil:
-		return who, http.StatusBadRequest, fmt.Errorf("the body is not understood: %s%s", strings.TrimPrefix(err.Error(), "json: "), want)
+		return body, http.StatusBadRequest, fmt.Errorf("the body is not understood: %s%s", strings.TrimPrefix(err.Error(), "json: "), want)
 	case decoder.More():
-		return who, http.StatusBadRequest, errors.New("there is more than one value in the body" + want)
+		return body, http.StatusBadRequest, errors.New("there is more than one value in the body" + want)
 	}
-	if err := checkReplicaID(who.ReplicaID); err != nil {
-		return who, http.StatusBadRequest, errors.New(rpc.Message(err))
+	if err := checkReplicaID(body.ReplicaID); err != nil {
+		return body, http.StatusBadRequest, errors.New(rpc.Message(err))
 	}
-	return who, 0, nil
+	return body, 0, nil
 }

@@ -76,28 +76,28 @@ func TestKillAndDrainOverTheAPIWantTheToken(t *testing.T) {
 			cfg.Security.TokenFile, cfg.Exit = token, func(code int) { exited <- code }
 		})
 		require.NoError(t, (<-g.Quorum(0, 1, time.Minute)).Err)
-		const who = `{"replica_id": "a"}`
+		const body = `{"replica_id": "a"}`
 		right := map[string]string{"Authorization": "Bearer secret"}
 		for _, path := range []string{"/api/v1/kill", "/api/v1/drain"} {
-			code, answer := call(t, c, "POST", path, who, nil)
+			code, answer := call(t, c, "POST", path, body, nil)
 			assert.Equal(t, 401, code)
 			assert.Contains(t, answer["error"], "wants the job's token")
-			code, answer = call(t, c, "POST", path, who, map[string]string{"Authorization": "Bearer guess"})
+			code, answer = call(t, c, "POST", path, body, map[string]string{"Authorization": "Bearer guess"})
 			assert.Equal(t, 401, code)
 			assert.Contains(t, answer["error"], "not the job's")
-			code, answer = call(t, c, "POST", path, who, map[string]string{"Authorization": "Bearer secret", "Origin": "http://evil.example"})
+			code, answer = call(t, c, "POST", path, body, map[string]string{"Authorization": "Bearer secret", "Origin": "http://evil.example"})
 			assert.Equal(t, 403, code)
 			assert.Contains(t, answer["error"], "another site")
 			// A body in the format of the page's form needs the token, too.
 			code, _ = call(t, c, "POST", path, "token=secret", map[string]string{"Content-Type": "application/x-www-form-urlencoded"})
 			assert.Equal(t, 400, code)
 		}
-		code, answer := call(t, c, "POST", "/api/v1/drain", who, right)
+		code, answer := call(t, c, "POST", "/api/v1/drain", body, right)
 		assert.Equal(t, 200, code)
 		assert.Equal(t, map[string]any{"replica_id": "a", "done": "asked to leave at the end of a step"}, answer)
 		_, status := call(t, c, "GET", "/api/v1/status", "", nil)
 		assert.Contains(t, status["members"].([]any)[0].(map[string]any)["draining"], "requested from")
-		code, answer = call(t, c, "POST", "/api/v1/kill", who, right)
+		code, answer = call(t, c, "POST", "/api/v1/kill", body, right)
 		assert.Equal(t, 200, code)
 		assert.Equal(t, map[string]any{"replica_id": "a", "done": "asked to end"}, answer)
 		time.Sleep(time.Second)

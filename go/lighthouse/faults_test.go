@@ -19,7 +19,7 @@ import (
 // A panic of the machine ends the pending requests, and nothing else: the next quorum forms as usual, whichever event caused the
 // panic.
 func TestAPanicOfTheMachineEndsTheWaitsOnly(t *testing.T) {
-	for name, meet := range map[string]func(t *testing.T, c *fttest.Cluster, x *rawStream){
+	for name, cause := range map[string]func(t *testing.T, c *fttest.Cluster, x *rawStream){
 		"a call": func(t *testing.T, c *fttest.Cluster, x *rawStream) {
 			got := <-ask(dial(t, c, "y"), quorum.Member{ReplicaID: "y"}, time.Minute)
 			assert.Equal(t, codes.Internal, status.Code(got.Err))
@@ -38,13 +38,13 @@ func TestAPanicOfTheMachineEndsTheWaitsOnly(t *testing.T) {
 			w := open(t, c, "y")
 			w.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: "y"}}})
 			for err := error(nil); err == nil; {
-				_, err = w.stream.Recv() // its welcome may come before
+				_, err = w.stream.Recv() // the welcome may arrive before the error
 				if err != nil {
 					assert.Equal(t, codes.Internal, status.Code(err))
 				}
 			}
 			synctest.Wait()
-			assert.Equal(t, before, c.Lighthouse.Streams(), "it is forgotten")
+			assert.Equal(t, before, c.Lighthouse.Streams(), "the lighthouse has dropped the stream")
 		},
 		"the end of a stream": func(t *testing.T, c *fttest.Cluster, x *rawStream) {
 			x.hangUp()
@@ -72,7 +72,7 @@ func TestAPanicOfTheMachineEndsTheWaitsOnly(t *testing.T) {
 					x.ask(1, 10*time.Millisecond)
 				}
 				c.Lighthouse.BreakMachine()
-				meet(t, c, x)
+				cause(t, c, x)
 
 				got := <-called
 				assert.Equal(t, codes.Internal, status.Code(got.Err))
@@ -86,7 +86,7 @@ func TestAPanicOfTheMachineEndsTheWaitsOnly(t *testing.T) {
 				e := ask(dial(t, c, "e"), quorum.Member{ReplicaID: "e"}, time.Minute)
 				called = ask(dial(t, c, "a"), quorum.Member{ReplicaID: "a"}, time.Minute)
 				synctest.Wait()
-				b = attend(t, c, "b", 0) // the new machine does not have its greeting, and has ended its stream
+				b = attend(t, c, "b", 0) // the new machine has not received the greeting of b's first stream, and has ended that stream
 				b.ask(1, time.Minute)
 				for _, answer := range []<-chan result{d, e, called} {
 					got := <-answer

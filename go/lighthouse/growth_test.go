@@ -104,7 +104,7 @@ func TestNothingGrowsWithTheSquareOfTheStreams(t *testing.T) {
 // readers are the HTTP paths that show the status of a job.
 var readers = []string{"/status", "/jobs", "/api/v1/status"}
 
-// read answers a request.
+// read requests a path from the job's server, and returns the body of the answer.
 func (j *job) read(t testing.TB, path string) string {
 	answer := httptest.NewRecorder()
 	j.server.handler().ServeHTTP(answer, httptest.NewRequest(http.MethodGet, path, nil))

@@ -8,9 +8,9 @@ import (
 	"github.com/torchft/torchft/go/internal/auth"
 )
 
-// guarded serves a route that changes something. It refuses requests without permission. That includes requests that a page of
-// another site makes in a browser on this host: the browser sends the page's origin and the Host that the page used, and the page
-// does not know the token.
+// guarded wraps the handler of a route that changes the job. It refuses requests without permission, also those that a page of
+// another site makes through a browser on this host. Such requests are recognized because the browser sends the page's origin and
+// the host name that the page used; and the page does not know the token.
 func (s *Server) guarded(what string, refuse func(w http.ResponseWriter, code int, why string), serve http.HandlerFunc) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		if code, why := s.refusal(w, r); code != 0 {

@@ -247,7 +247,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			j.keeper.keep(j.kept)
 		case quorum.Renew:
 			if n := j.streams.renew(); n > 0 {
-				j.log.Info("torchft: the members begin again", "members", n, "reason", a.Reason)
+				j.log.Info("torchft: a new term begins, and all other members have to reconnect", "members", n, "reason", a.Reason)
 			}
 		case quorum.Recall:
 			j.streams.recall(a.ReplicaID, a.QuorumID)

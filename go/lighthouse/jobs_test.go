@@ -96,27 +96,27 @@ func TestAGroupIsEndedInTheJobThatWasNamed(t *testing.T) {
 			})
 			require.NoError(t, (<-g.Quorum(0, 1, time.Minute)).Err)
 		}
-		const who = `{"replica_id": "a"}`
+		const body = `{"replica_id": "a"}`
 		for _, what := range []string{"drain", "kill"} {
-			code, answer := call(t, c, "POST", "/api/v1/"+what, who, nil)
+			code, answer := call(t, c, "POST", "/api/v1/"+what, body, nil)
 			assert.Equal(t, http.StatusConflict, code)
 			assert.Equal(t, `member "a" is in the jobs blue, green and red: name one, /api/v1/`+what+`?job=ID`, answer["error"])
-			code, answer = call(t, c, "POST", "/api/v1/"+what+"?job=yellow", who, nil)
+			code, answer = call(t, c, "POST", "/api/v1/"+what+"?job=yellow", body, nil)
 			assert.Equal(t, http.StatusNotFound, code)
 			assert.Contains(t, answer["error"], `job "yellow" is not known`)
-			code, answer = call(t, c, "POST", "/api/v1/"+what+"?job=default", who, nil)
+			code, answer = call(t, c, "POST", "/api/v1/"+what+"?job=default", body, nil)
 			assert.Equal(t, http.StatusNotFound, code)
 			assert.Contains(t, answer["error"], `member "a" is not known`)
 		}
 		for range 3 {
-			code, _ := call(t, c, "POST", "/api/v1/drain?job=blue", who, nil)
+			code, _ := call(t, c, "POST", "/api/v1/drain?job=blue", body, nil)
 			assert.Equal(t, http.StatusOK, code)
 			for _, job := range []string{"red", "blue", "green"} {
 				status, _ := c.Lighthouse.StatusOf(job)
 				assert.Equal(t, job == "blue", status.Members[0].Draining != "", job)
 			}
 		}
-		code, _ := call(t, c, "POST", "/api/v1/kill?job=green", who, nil)
+		code, _ := call(t, c, "POST", "/api/v1/kill?job=green", body, nil)
 		assert.Equal(t, http.StatusOK, code)
 		time.Sleep(time.Second)
 		require.Len(t, exited, 1)

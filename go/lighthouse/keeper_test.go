@@ -74,7 +74,7 @@ func asOf(ctx context.Context, job string) context.Context {
 	return metadata.NewIncomingContext(ctx, outgoing)
 }
 
-// kept returns a job with one member whose state is kept on that disk, and the log.
+// kept returns a job with one member, and the log of the job. The disk keeps the state of the job.
 func kept(f *faulty) (*job, *strings.Builder) {
 	j, _ := crowd(1)
 	var log strings.Builder
@@ -93,7 +93,7 @@ func TestAHangingDiskBlocksNoQuorumAndNoShutdownForLong(t *testing.T) {
 			j.keeper.keep(state{Highest: id})
 			synctest.Wait()
 		}
-		assert.Zero(t, time.Since(start), "a quorum waits for no write")
+		assert.Zero(t, time.Since(start), "no quorum waits for a write")
 		assert.Empty(t, j.status().Unkept, "a slow disk is not reported at once")
 
 		time.Sleep(diskTime)
@@ -174,7 +174,7 @@ func TestAJobBeginsWithoutAStateThatCannotBeRead(t *testing.T) {
 		synctest.Wait()
 		other, _ := s.use(asOf(t.Context(), "fast"))
 		assert.Same(t, fast, other)
-		assert.Zero(t, time.Since(start), "other jobs do not wait for it")
+		assert.Zero(t, time.Since(start), "other jobs do not wait for the slow file")
 		<-done
 		require.NoError(t, err)
 		assert.Equal(t, diskTime, time.Since(start))
@@ -215,8 +215,9 @@ func TestAMissingDirectoryIsOnThePageAndInMetrics(t *testing.T) {
 	assert.Contains(t, log.String(), "is not kept on disk")
 }
 
-// If a member cannot show its quorum, a lighthouse of a list delivers the quorum only after it was written to disk: a restarted
-// lighthouse learns of it from there only. A disk that hangs or fails delays only one quorum, for at most diskTime.
+// If a member cannot show a quorum that it is in, a lighthouse of a list delivers the quorum only after it was written to disk: after
+// a restart, the lighthouse may have no other source to learn of that quorum. A disk that hangs or fails delays only one quorum, for
+// at most diskTime.
 func TestAQuorumThatMembersCannotShowIsOnDiskBeforeItIsDelivered(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		f := &faulty{writing: make(chan struct{})}
@@ -231,9 +232,9 @@ func TestAQuorumThatMembersCannotShowIsOnDiskBeforeItIsDelivered(t *testing.T) {
 			synctest.Wait()
 			return answered
 		}
-		require.NotNil(t, (<-ask(10, true)).delivered, "the member can show it")
+		require.NotNil(t, (<-ask(10, true)).delivered, "a quorum that the member can show is delivered at once")
 		first := ask(11, false)
-		require.Empty(t, first, "it is not on the disk")
+		require.Empty(t, first, "a quorum that the member cannot show is not delivered before it is on disk")
 		f.writing <- struct{}{} // the write of the first quorum
 		synctest.Wait()
 		require.Empty(t, first)
@@ -246,7 +247,7 @@ func TestAQuorumThatMembersCannotShowIsOnDiskBeforeItIsDelivered(t *testing.T) {
 		synctest.Wait()
 		require.NotNil(t, (<-second).delivered)
 		require.Contains(t, log.String(), "sent before it is on disk")
-		require.NotNil(t, (<-ask(13, false)).delivered, "the disk is known not to answer")
+		require.NotNil(t, (<-ask(13, false)).delivered, "one quorum has waited for the disk in vain, so the next one does not wait")
 		close(f.writing)
 		synctest.Wait()
 		j.shutDown()

@@ -16,8 +16,8 @@ const (
 	// of it. So in a burst of failures (a rack loses power or hangs, a large job ends) the lighthouse has time for its other
 	// work. With 10,000 groups the pause is 20 ms.
 	newsPause = 2 * time.Microsecond
-	// mostNews bounds, for each of failed, ended and stalled members, how many one report names to all members: one is enough to
-	// show that a quorum is broken or delayed.
+	// mostNews bounds how many failed members are reported to all members at a time, and likewise how many ended and how many stalled
+	// ones. One of them is enough to show that a quorum is broken or delayed.
 	mostNews = 32
 )
 
@@ -39,8 +39,8 @@ type trouble struct {
 
 func (n *news) pending() int { return len(n.failed) + len(n.ended) + len(n.stalled) }
 
-// announce reports the failures and stalls among the actions to every member: at once or, if the pause after the last report is
-// not over (newsPause), at its end, together with those that follow until then. The caller holds mu.
+// announce reports the failures and stalls among the actions to every member: at once or, during the pause after the last report
+// (newsPause), at the end of the pause, together with all others of that time. The caller holds mu.
 func (j *job) announce(actions []quorum.Action, now time.Time) {
 	before := j.news.pending()
 	for _, action := range actions {
@@ -79,13 +79,13 @@ func (j *job) sendLater() {
 func (j *job) sendNews(now time.Time) {
 	failed, ended, stalled := j.news.failed, j.news.ended, j.news.stalled
 	j.news.failed, j.news.ended, j.news.stalled = nil, nil, nil
-	hasFailed := func(t trouble) *torchftpb.LighthouseMessage {
+	failedMessage := func(t trouble) *torchftpb.LighthouseMessage {
 		return &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberFailed{
 			MemberFailed: &torchftpb.MemberFailed{QuorumId: t.quorumID, ReplicaId: t.replicaID, Reason: t.reason},
 		}}
 	}
-	messages := j.reports(slog.LevelWarn, "torchft: a member failed", failed, hasFailed)
-	messages = append(messages, j.reports(slog.LevelInfo, "torchft: a member ended", ended, hasFailed)...) // the same message: its peers must stop waiting for this member, too
+	messages := j.reports(slog.LevelWarn, "torchft: a member failed", failed, failedMessage)
+	messages = append(messages, j.reports(slog.LevelInfo, "torchft: a member ended", ended, failedMessage)...) // the same message: the peers of an ended member must stop waiting for it, too
 	messages = append(messages, j.reports(slog.LevelWarn, "torchft: a member makes no progress", stalled, func(t trouble) *torchftpb.LighthouseMessage {
 		return &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_MemberStalled{
 			MemberStalled: &torchftpb.MemberStalled{QuorumId: t.quorumID, ReplicaId: t.replicaID, Reason: t.reason},

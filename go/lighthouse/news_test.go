@@ -54,7 +54,7 @@ func TestManyFailuresAreReportedInFewMessages(t *testing.T) {
 	})
 }
 
-// When the network of the collectives hangs, thousands of members stall at the same moment.
+// When the network of the collectives fails, thousands of members stall at the same moment.
 func TestManyStalledMembersAreReportedInFewMessages(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const stalled = 100

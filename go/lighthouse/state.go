@@ -22,8 +22,8 @@ import (
 const (
 	// stateMagic begins each file, with the version of its format.
 	stateMagic = "torchft-lighthouse-state 1 "
-	// stateAhead is how many quorum ids a file reserves. It is written after a quorum was delivered, and a write may fail for a while;
-	// so ids above the last one on disk may be in use.
+	// stateAhead is how many quorum ids a file reserves. A file is written after its quorum was delivered, and writes may fail for a
+	// while, so that ids above those of the latest quorum on disk may be in use.
 	stateAhead = 1024
 )
 

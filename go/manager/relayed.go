@@ -54,7 +54,7 @@ func (r *relayStream) take(ctx context.Context, req *torchftpb.RelayRequest) boo
 	session := r.sessions[req.GetSession()]
 	switch {
 	case session != nil:
-	case req.GetRequest() == nil || r.finished: // the end of a session without a request, or a request after the last answers
+	case req.GetRequest() == nil || r.finished: // an unknown session ends, or its request comes after finish, and cannot be answered
 		r.mu.Unlock()
 		return true
 	case int64(len(r.sessions)) >= 2*r.server.cfg.WorldSize:
@@ -84,6 +84,7 @@ func (r *relayStream) end(session *openSession) {
 	session.finish()
 }
 
+// finish ends all sessions when the stream has ended.
 func (r *relayStream) finish() {
 	r.mu.Lock()
 	r.finished = true
@@ -98,8 +99,8 @@ func (r *relayStream) finish() {
 }
 
 // mostNamed bounds the replica ids in the answers of one message, so that the message stays below rpc.MaxMessage, the largest that
-// a relay accepts. An id costs some 130 bytes, and at most a few times rpc.MaxReplicaID. Counting ids is cheaper than measuring the
-// encoded answers.
+// a relay accepts. An id usually costs about 130 bytes, and at most a few times rpc.MaxReplicaID. Ids are counted because that is
+// cheaper than to measure the encoded answers.
 const mostNamed = 100_000
 
 func (r *relayStream) send(answers []*sessionCall) {

@@ -39,7 +39,7 @@ func (c *core) open(now time.Time) {
 // do appends an action.
 func (c *core) do(a Action) { c.actions = append(c.actions, a) }
 
-// fail lets a member count as failed until it asks again.
+// fail makes a member count as failed until it asks again.
 func (c *core) fail(r *record, cause Cause, reason string) {
 	c.failed = append(c.failed, c.roster.markFailed(r, cause, reason, c.now))
 }
@@ -78,18 +78,19 @@ func (c *core) outdate(which func(request) bool, reason string) {
 	}
 }
 
-// turnDown makes a group whose request was refused count as failed until it asks again, so that no decision waits for it. A member
-// of the latest quorum is treated so, and its failure reported to its peers, only if it did not show a quorum that it claims. After
-// any other refusal its peers may still be in a step with it, and the report would fail that step.
-func (c *core) turnDown(id string, why Refusal, reason string) {
+// failRefused makes a group whose request was refused count as failed until it asks again, so that no decision waits for it. This
+// excludes members of the latest quorum, unless they did not show a quorum that they claim to know: peers may still be in a step with
+// such a member, and the report of its failure would fail that step.
+func (c *core) failRefused(id string, why Refusal, reason string) {
 	if r := c.roster.members[id]; r != nil && r.alive() && !r.waiting() && (!r.previous || why == Unshown) {
 		c.fail(r, Doubtful, reason)
 	}
 }
 
 // newest accepts a request that is newer than all earlier ones of its member. A delayed request has an old step: if it were
-// accepted, it could complete a quorum at a step that its member has left, and the members would divide by different numbers. Of
-// two processes with one name the newer one is accepted (replaces), and the requests of the other are refused.
+// accepted, it could complete a quorum at a step that its member has left, and the members would divide by different numbers. If
+// two processes number their requests and use one replica id, the one that started later is accepted, since its numbers are larger
+// (replaces), and the requests of the other are refused.
 func (c *core) newest(e Asked) (newest, replaces bool) {
 	r := c.roster.members[e.Member.ReplicaID]
 	another := r != nil && r.address != "" && r.address != e.Member.Address
@@ -109,7 +110,7 @@ func (c *core) newest(e Asked) (newest, replaces bool) {
 	return true, false
 }
 
-// replaced refuses a request because another process of the same name is newer.
+// replaced refuses a request because a process that started later uses the same replica id.
 func (c *core) replaced(w WaiterID, id, by string) {
 	c.refuse(w, Replaced, fmt.Sprintf("another process, with its manager at %q, asks as member %s: replica ids must be unique", by, id))
 }

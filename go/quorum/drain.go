@@ -73,7 +73,7 @@ func (d *drains) shuttingDown(e ShuttingDown) {
 	d.do(Release{e.ReplicaID})
 }
 
-// stayed handles a request from a member: if the member had left, it trains on, and is removed from drains. The result is whether
+// stayed handles a request from a member: if the member had left, it continues to train, and is removed from drains. The result is whether
 // it had left.
 func (d *drains) stayed(id string) bool {
 	at, left := slices.BinarySearch(d.left, id)

@@ -179,7 +179,7 @@ func (h *history) step(e Event) {
 		case Redeliver:
 			require.Same(h.t, h.machine.past.latest, a.Quorum)
 			delete(h.open, a.Waiter)
-			does("again", a.Waiter)
+			does("redeliver", a.Waiter)
 		case Refuse:
 			delete(h.open, a.Waiter)
 			does("refuse", a.Waiter)

@@ -46,11 +46,11 @@ type listMember struct {
 	id       string
 	failed   bool
 	at       int // -1: it has no stream
-	served   int // the lighthouse that it asks, until it may leave it; -1: none yet
+	served   int // the lighthouse of its stream, or of its last one if it has none; -1: it has had none
 	term     int64
 	past     *Past
 	step     int64
-	promised time.Time
+	promised time.Time // until when it is bound to that lighthouse
 	stamp    time.Time // the last stamp that its lighthouse sent, zero if none
 	asks     WaiterID
 	number   uint64
@@ -104,8 +104,8 @@ func (h *listHistory) does() {
 			h.wakeAt[i] = time.Time{}
 			h.step(i, Woken{})
 			next := h.houses[i].machine.roster.due()
-			require.True(h.t, next.IsZero() || next.After(h.now), "the grace of a suspect is over, and it is one")
-			require.Equal(h.t, next, h.wakeAt[i], "it is woken for the next suspect")
+			require.True(h.t, next.IsZero() || next.After(h.now), "a member is still a suspect after its grace")
+			require.Equal(h.t, next, h.wakeAt[i], "a wake-up is requested for the end of the next suspect's grace")
 		}
 	}
 	switch p := h.rng.IntN(100); {
@@ -147,7 +147,8 @@ func (h *listHistory) does() {
 // stopped reports whether a member is stopped, and sends nothing.
 func (h *listHistory) stopped(m *listMember) bool { return h.now.Before(m.until) }
 
-// greet begins a stream of a member: with the lighthouse that served it last, unless the member may leave that one.
+// greet begins a stream of a member with a lighthouse (at). A new member begins with the first lighthouse of its list, and a bound
+// member stays with its last one.
 func (h *listHistory) greet(m *listMember, at int) {
 	switch {
 	case m.served < 0: // a new member
@@ -166,7 +167,7 @@ func (h *listHistory) ask(m *listMember) {
 	h.step(m.at, Asked{Waiter: h.waiter, Member: Member{ReplicaID: m.id, Address: "http://" + m.id, Step: m.step}, KnownQuorumID: m.known(), Recallable: true, Number: m.number, Reaches: m.earlier()})
 }
 
-// bind makes a member answer its stamp, and sends it the next one.
+// bind makes a member answer the last stamp that it received, and sends it the next one.
 func (h *listHistory) bind(m *listMember) {
 	if m.at < 0 {
 		return
@@ -178,7 +179,7 @@ func (h *listHistory) bind(m *listMember) {
 	m.stamp = h.now
 }
 
-// breaks breaks the stream of a member that has not left.
+// breaks breaks the stream of a member, if it has one.
 func (h *listHistory) breaks(m *listMember) {
 	if at := m.at; at >= 0 {
 		h.unasks(m)
@@ -215,7 +216,8 @@ func (h *listHistory) ends(m *listMember) {
 	}
 }
 
-// crash restarts a lighthouse, with the state that it has written. A member that detects the end of its process may leave.
+// crash restarts a lighthouse, with a state that it has written, or without any. Its members detect the end of its process, which
+// releases them.
 func (h *listHistory) crash(at int) {
 	l := &h.houses[at]
 	var disk *Recalled
@@ -267,7 +269,7 @@ func (h *listHistory) step(at int, e Event) {
 	}
 	actions := l.machine.Step(e, h.now)
 	if r, is := e.(Recalled); is && (l.last == nil || l.last.ID < r.Past.ID) {
-		require.False(h.t, slices.ContainsFunc(actions, func(a Action) bool { _, doubted := a.(Doubted); return doubted }), "what is shown is true")
+		require.False(h.t, slices.ContainsFunc(actions, func(a Action) bool { _, doubted := a.(Doubted); return doubted }), "a member shows a quorum that was formed, and is not believed")
 		l.learns(r.Past)
 	}
 	switch e := e.(type) {
@@ -386,8 +388,8 @@ func (h *listHistory) deliver(at int, a Deliver) {
 	}
 }
 
-// receive delivers a quorum to a member. Once all of its members have received it, the quorum may commit steps: only quorums of one
-// branch may.
+// receive delivers a quorum to a member. A quorum may commit steps once all of its members have received it. Of two such quorums of a
+// job, one must be an ancestor of the other.
 func (h *listHistory) receive(m *listMember, w WaiterID, q *Quorum) {
 	p := q.Past()
 	m.past, m.asks, m.step = &p, 0, m.step+1
@@ -401,7 +403,7 @@ func (h *listHistory) receive(m *listMember, w WaiterID, q *Quorum) {
 	for _, other := range h.chain {
 		late, early := max(q.ID, other), min(q.ID, other)
 		if h.first(late) != h.first(early) {
-			continue // new members alone began again, at a lighthouse that had lost its memory
+			continue // two jobs: only new members began the second one, at a lighthouse that had lost its memory
 		}
 		for late > early {
 			late = h.after[late]

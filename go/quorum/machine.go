@@ -161,7 +161,7 @@ func (m *Machine) asked(e Asked) bool {
 		if why == Unshown { // the member gets another chance to show its quorum, and is accepted after that
 			m.do(Recall{id, e.KnownQuorumID})
 		}
-		m.turnDown(id, why, reason)
+		m.failRefused(id, why, reason)
 		return false
 	}
 	if reason := m.search.doubt(e); reason != "" {

@@ -17,13 +17,13 @@ func (m *model) suspected(e Suspected, now time.Time) {
 	}
 	m.reports[e.Reporter] = e.Suspect
 	for _, id := range m.members() {
-		lost := 0
+		reports := 0
 		for _, suspect := range m.reports {
 			if suspect == "" || suspect == id {
-				lost++
+				reports++
 			}
 		}
-		if m.silent(id, now) && !m.checked[id] && 2*lost > len(m.members())-1 {
+		if m.silent(id, now) && !m.checked[id] && 2*reports > len(m.members())-1 {
 			m.checked[id] = true
 			m.does("check", id)
 		}

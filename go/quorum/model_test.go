@@ -160,7 +160,7 @@ func (m *model) asked(e Asked, now time.Time) bool {
 	if m.lostAnswer(e, now) {
 		m.beat(id, now)
 		m.facts[id].returned = false
-		m.does("again", e.Waiter)
+		m.does("redeliver", e.Waiter)
 		return false
 	}
 	if at := slices.Index(m.leavers, id); at >= 0 {

@@ -155,7 +155,7 @@ func (x *explorer) forms(w *world, place int, in, receivers set) bool {
 		h.highest++
 		q.id = h.highest
 	} else if q.base == before.base {
-		return false // the same quorum again
+		return false // no event: this quorum equals the latest one
 	}
 	if receivers == in {
 		if !q.alive {
@@ -195,7 +195,7 @@ func (x *explorer) mayForm(w *world, place int, in set) bool {
 	return len(short) == 0
 }
 
-// step adds all states that one event leads to.
+// step adds all states to which one event leads.
 func (x *explorer) step(w *world) {
 	for place := range w.lighthouses {
 		for i := range mostMembers {

@@ -209,7 +209,7 @@ func (s *search) disbelieve(r *record, known int64) {
 	s.list.release(r.id, s.now) // before the refusal, after which the member may ask another lighthouse (bond.go, invariant 2)
 	reason := "member " + r.id + " is not believed: " + notShown(known)
 	s.refuseAll(r, Unshown, reason)
-	s.turnDown(r.id, Unshown, reason)
+	s.failRefused(r.id, Unshown, reason)
 }
 
 // unshown returns the reason to refuse a request of a member whose claim is ignored; empty if the request is accepted. If a member

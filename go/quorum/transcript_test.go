@@ -236,7 +236,7 @@ func (r *scribe) step(e Event) []string {
 				}
 			}
 			if base != "" {
-				base = ", to be outvoted too:" + base
+				base = ", base:" + base
 			}
 			answers = append(answers, fmt.Sprintf("quorum %s:%s, to waiters %v%s", id, members, a.Waiters, base))
 		case Changed:
@@ -248,7 +248,7 @@ func (r *scribe) step(e Event) []string {
 		case RefuseStream:
 			answers = append(answers, fmt.Sprintf("the stream of %s is refused: %s", a.ReplicaID, a.Reason))
 		case Renew:
-			answers = append(answers, "all others begin again: "+a.Reason)
+			answers = append(answers, "all other streams end: "+a.Reason)
 		case Recall:
 			answers = append(answers, fmt.Sprintf("ask %s for quorum %d", a.ReplicaID, a.QuorumID))
 		case FailBack:
@@ -272,15 +272,15 @@ func (r *scribe) step(e Event) []string {
 		case Check:
 			answers = append(answers, fmt.Sprintf("check on %s of quorum %d", a.ReplicaID, a.QuorumID))
 		case AskProgress:
-			answers = append(answers, fmt.Sprintf("what do they do? %v", a.ReplicaIDs))
+			answers = append(answers, fmt.Sprintf("ask for the progress of %v", a.ReplicaIDs))
 		case Drain:
 			answers = append(answers, fmt.Sprintf("ask %s to leave: %s", a.ReplicaID, a.Reason))
 		case Keep:
 			if a.Past.ID == 0 {
-				answers = append(answers, fmt.Sprintf("the past is forgotten, but for quorum ids up to %d", a.Highest))
+				answers = append(answers, fmt.Sprintf("the past is forgotten, except that quorum ids up to %d are used", a.Highest))
 			}
 		case Release:
-			answers = append(answers, a.ReplicaID+" may go")
+			answers = append(answers, a.ReplicaID+" is released")
 		case Wake:
 			answers = append(answers, fmt.Sprintf("wake in %s", a.At.Sub(r.now)))
 		case Waiting:

@@ -14,7 +14,7 @@ type Counter struct{ Metric, Help string }
 var Counters = map[string]Counter{
 	"divergences": {
 		"torchft_manager_divergences_total",
-		"Comparisons in which the weights or the optimizer state of its ranks differed from those of most groups, or nobody knows whose are right.",
+		"Comparisons in which the weights or the optimizer state of its ranks differed from those of most groups, or no majority shows which are right.",
 	},
 	"nonfinite_syncs": {
 		"torchft_manager_nonfinite_syncs_total",

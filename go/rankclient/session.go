@@ -52,7 +52,7 @@ func newSession(conn *grpc.ClientConn) *session {
 }
 
 // errUnary reports that a call on a session must be repeated as a unary call.
-var errUnary = errors.New("the server knows no sessions")
+var errUnary = errors.New("the server does not support sessions")
 
 func (s *session) Quorum(ctx context.Context, req Request) (recovery.Result, error) {
 	s.rank.Store(req.GroupRank)

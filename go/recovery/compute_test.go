@@ -207,7 +207,7 @@ func TestPlansOfAllMembersFitTogether(t *testing.T) {
 			plans[i], err = Compute(string(rune('a'+i)), groupRank, q, initSync)
 			require.NoError(t, err)
 		}
-		healing, served, helped := 0, map[int64]int64{}, map[int64][]string{}
+		healing, served, additional := 0, map[int64]int64{}, map[int64][]string{}
 		for i, p := range plans {
 			require.Equal(t, int64(i), p.ReplicaRank)
 			require.Equal(t, plans[0].StoreAddress, p.StoreAddress, "all meet at one store")
@@ -223,13 +223,13 @@ func TestPlansOfAllMembersFitTogether(t *testing.T) {
 				healing++
 			}
 			for _, d := range p.RecoverDstReplicaRank {
-				require.NotContains(t, served, d, "two groups serve one")
+				require.NotContains(t, served, d, "two groups serve one target")
 				served[d] = p.ReplicaRank
 			}
 			for _, d := range p.HelpDstReplicaRank {
 				require.False(t, p.Heal, "a healing group is no additional source")
-				require.NotEqual(t, plans[d].Sources[0].ReplicaRank, p.ReplicaRank, "a source helps its own target")
-				helped[d] = append(helped[d], fmt.Sprint("http://", p.ReplicaIDs[i]))
+				require.NotEqual(t, plans[d].Sources[0].ReplicaRank, p.ReplicaRank, "the assigned source of a target is no additional source of it")
+				additional[d] = append(additional[d], fmt.Sprint("http://", p.ReplicaIDs[i]))
 			}
 		}
 		require.Len(t, served, healing)
@@ -243,7 +243,7 @@ func TestPlansOfAllMembersFitTogether(t *testing.T) {
 		}
 		for d, s := range served {
 			require.Equal(t, s, plans[d].Sources[0].ReplicaRank, "source and target agree")
-			require.ElementsMatch(t, helped[d], plans[d].AdditionalSources, "the additional sources and the target agree")
+			require.ElementsMatch(t, additional[d], plans[d].AdditionalSources, "the additional sources and the target agree")
 			require.LessOrEqual(t, len(plans[d].AdditionalSources), mostAdditional)
 			for _, source := range plans[d].Sources {
 				require.False(t, plans[source.ReplicaRank].Heal, "a source is up to date")

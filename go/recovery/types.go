@@ -23,7 +23,7 @@ type Result struct {
 	// AdditionalSources are the manager servers of additional sources, if this group heals. Blocks that are equal to those of the
 	// assigned source are fetched from them, too. An upstream group is never one of them.
 	AdditionalSources  []string `json:"additional_source_addresses,omitempty"`
-	HelpDstReplicaRank []int64  `json:"help_dst_replica_ranks,omitempty"` // the groups that this one helps
+	HelpDstReplicaRank []int64  `json:"help_dst_replica_ranks,omitempty"` // the groups for which this one is an additional source
 	StoreAddress       string   `json:"store_address"`                    // rendezvous store of this rank
 	MaxStep            int64    `json:"max_step"`
 	MaxReplicaRank     *int64   `json:"max_replica_rank"` // among the members at MaxStep; nil if this group is behind

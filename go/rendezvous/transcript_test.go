@@ -15,12 +15,12 @@ import (
 //	nnodes MIN MAX [sizes=] [last=]   settings of the nodes that follow
 //	start NODE...                     the nodes announce that they are starting
 //	ask NODE...                       they ask for a round, also as their first request
-//	heed                              all nodes that are asked to do so restart their workers, and ask
+//	heed                              all nodes that train, and for which others wait, restart their workers, and ask
 //	cut, back NODE...                 their connections break, and come back
-//	leave, finish NODE...             they end; finish: their work is done
+//	leave, finish NODE...             the nodes end; with finish, because their work is done
 //	after DURATION                    time passes
-//	restart [forgetful]               of the lighthouse, with its state file or without
-//	why                               nothing is released
+//	restart [forgetful]               the lighthouse restarts with its state or, if forgetful, without it
+//	why                               prints why no round is released
 //
 // A node GROUP/NAME is of a group.
 func TestTranscripts(t *testing.T) {

@@ -19,16 +19,17 @@ import (
 //	group ranks=2            a new machine, of replica group g
 //	ask 0 [waiter=1] [step=3] [metadata=m] [handle=h] [shrink] [init] [failures=1] [committed=7] [world=2] [within=5s]
 //	quorum 1 id=7 g:3 x:5:6  the lighthouse answers round 1: groups, their steps, and the quorums of their last commits
-//	failed 1 unavailable     or fails
+//	failed 1 unavailable     round 1 fails
 //	vote 0 yes [waiter=1] [step=3]
 //	metadata 0               a peer asks where rank 0 serves its checkpoint
 //	timeout 1, cancel 1      waiter 1 is withdrawn
 //	disconnected 1           the last connection of rank 1 broke
-//	still-disconnected 1, back 1
+//	still-disconnected 1     rank 1 has not reconnected in time
+//	back 1                   rank 1 has reconnected
 //	drained                  the lighthouse asks the group to leave
 //	evicted 7 [member=x]     the group, or another member, counts as failed in quorum 7
 //	asked                    the lighthouse asks for the progress of the group
-//	reports 0 computes|waits    a rank reports its progress
+//	reports 0 computes|waits rank 0 reports its progress
 //	progress                 prints the progress that the group would report
 //	wait 3s
 //	close

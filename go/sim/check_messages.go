@@ -104,25 +104,26 @@ func (c *watch) checked(g *group, e quorum.Checked) {
 	c.of(g).silent = e.QuorumID == c.latest && !e.Reached
 }
 
-// lostBy returns the number of members of the latest quorum, and of those whose reports make a group a suspect.
-func (c *watch) lostBy(g *group) (members, lost int) {
+// reportsAgainst returns the number of members of the latest quorum, and how many of them report a failed collective that makes a group
+// a suspect.
+func (c *watch) reportsAgainst(g *group) (members, reports int) {
 	for _, x := range c.known {
 		v := c.of(x)
 		if v.previous {
 			members++
 		}
 		if v.previous && x != g && v.reported && (v.suspects == "" || v.suspects == g.id) {
-			lost++
+			reports++
 		}
 	}
-	return members, lost
+	return members, reports
 }
 
 // looks checks that more than half of the other members suspect a group when the lighthouse checks on it.
 func (c *watch) looks(a *quorum.Check) {
 	g := c.l.w.byID[a.ReplicaID]
-	if members, lost := c.lostBy(g); 2*lost <= members-1 {
-		c.l.w.broken(ruleCause, "the lighthouse checks on %s, of which %d of %d others of quorum %d report", g.id, lost, members-1, a.QuorumID)
+	if members, reports := c.reportsAgainst(g); 2*reports <= members-1 {
+		c.l.w.broken(ruleCause, "the lighthouse checks on %s, against which only %d of %d other members of quorum %d report", g.id, reports, members-1, a.QuorumID)
 	}
 }
 
@@ -173,8 +174,8 @@ func (c *watch) failed(a *quorum.Failed) {
 	case quorum.RankFailed:
 		so = v.out && v.missing
 	case quorum.Unreachable:
-		members, lost := c.lostBy(g)
-		so = v.silent && 2*lost > members-1 && !v.reported && v.waits == 0
+		members, reports := c.reportsAgainst(g)
+		so = v.silent && 2*reports > members-1 && !v.reported && v.waits == 0
 	case quorum.NoProgress:
 		so = p.EjectStalledAfter > 0 && c.clock-c.began >= p.EjectStalledAfter && v.waits == 0 && (v.progress == nil || !v.progress.Waits) && c.anyWaits()
 	case quorum.ProcessEnded:

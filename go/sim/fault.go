@@ -44,7 +44,7 @@ const (
 	PauseLighthouse                   // the lighthouse is stopped
 	Slow                              // groups compute and answer slowly
 	ClockJump                         // clocks of groups move ahead
-	ClockLighthouse                   // the lighthouse's clock moves ahead, N < 0: back
+	ClockLighthouse                   // the lighthouse's clock moves ahead, or back if N < 0
 	Noise                             // messages are lost and duplicated
 	Flaky                             // the next collective of groups fails at its end, when peers may have finished
 	LoseVote                          // the next decision does not reach the last rank of groups
@@ -71,7 +71,7 @@ var faultWords = [faultKinds]string{
 	"withhold a quorum", "a rank is asked to leave", "the training ends",
 }
 
-// Fault is one fault. It begins the time After after the quorum with number Round, and affects the groups in Slots.
+// Fault is one fault. It begins when the duration After has passed since the quorum with number Round, and affects the groups in Slots.
 type Fault struct {
 	Round int
 	After time.Duration
@@ -99,7 +99,8 @@ func (f Fault) String() string {
 	return s
 }
 
-// drawFaults returns a schedule with, on average, one fault in every so many rounds. Some faults come alone, some in bursts.
+// drawFaults returns a schedule in which, on average, one fault begins in the given number of rounds (every). Some faults come alone,
+// some in bursts.
 func drawFaults(r *rand.Rand, s Setup, every int) []Fault {
 	var faults []Fault
 	for n := s.Rounds / every; n > 0; {
@@ -219,7 +220,7 @@ func (f *Fault) cost(s *Setup) int {
 	case PauseLighthouse, ClockLighthouse, LoseVote, ShrinkOnly, Accuse, Drain, Signal, Withhold:
 		return 0
 	case Crash, RankFails, Leave, Finish:
-		return 2 // the step whose data a peer was still receiving, and the next one, whose quorum included the failed group already
+		return 2 // the step whose data a peer was still receiving, and the next one, whose quorum already included the failed group
 	case CutPeers, CutPeersOneWay, Slow:
 		return 2 + int(f.For/s.Timeout)
 	case Flaky:
@@ -240,7 +241,7 @@ func (w *world) each(f *Fault, do func(*lighthouse)) {
 	}
 }
 
-// rough reports whether no promise applies while the fault lasts.
+// rough reports whether the rules with a time limit are suspended while the fault lasts.
 func (f *Fault) rough(s *Setup) bool {
 	return f.For > 0 && (f.Kind == Claim && !s.OnlyClaims || f.Kind == Withhold || f.Kind == Pause || f.Kind == PauseLighthouse || f.Kind == Slow || f.Kind == Noise || f.Kind == Stall)
 }
@@ -320,7 +321,7 @@ func (w *world) strike(f *Fault, i int) {
 		g.shrink = int(f.N)
 	case Stall:
 		for r := range g.ranks {
-			g.ranks[r].hangsUntil = w.now + f.For
+			g.ranks[r].stalledUntil = w.now + f.For
 		}
 	case Claim:
 		g.claims, g.claimed = true, true

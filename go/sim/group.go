@@ -99,7 +99,7 @@ func (w *world) startGroup(i int) {
 	if !w.calls(i) {
 		g.connect()
 		if w.Lighthouses > 1 {
-			w.after(w.lookBackEvery(), event{kind: lookBack, g: g})
+			w.after(w.probeInterval(), event{kind: probeEarlier, g: g})
 		}
 	}
 	for r := range g.ranks {
@@ -154,13 +154,13 @@ func (g *group) handle(e *event) {
 		g.alive()
 	case linkRetry:
 		g.connect()
-	case welcomed, stamped, linkDue, linkBroken, closing, recall, memberFailed, probed, progressDue, drained, released, failBack, lookBack:
+	case welcomed, stamped, linkDue, linkBroken, closing, recall, memberFailed, probed, progressDue, drained, released, failBack, probeEarlier:
 		g.handleLink(e)
 	case noticed:
 		g.memberFailed(e.x.(*round.MemberFailed), e.ok)
-	case sentOn:
+	case failOver:
 		if a := &g.asking; a.active && a.req == e.id && e.link == g.link {
-			g.sentOn()
+			g.failOver()
 		}
 	case answered:
 		if a := &g.asking; a.active && a.req == e.id {
@@ -170,7 +170,7 @@ func (g *group) handle(e *event) {
 				g.before = g.quorum.ID
 			}
 			g.quorum, g.attempt = q, a.round
-			g.last, g.shied[g.at] = g.quorum, 0
+			g.last, g.avoidances[g.at] = g.quorum, 0
 			if k := g.link; k != nil && k.first == 0 {
 				k.first = q.ID
 			}

@@ -76,7 +76,7 @@ func (j *Judge) failedOver() {
 }
 
 // home returns the first lighthouse that any live group can reach. all is true if each slot has a live group, if all of them can
-// reach this lighthouse and each other, and if no fault is active during which no rule applies (Fault.rough).
+// reach this lighthouse and each other, and if no current fault suspends the rules with a time limit (Fault.rough).
 func (j *Judge) home() (lighthouse int, all bool) {
 	w := j.w
 	for lighthouse < w.Lighthouses-1 && !slices.ContainsFunc(j.lives, func(l *life) bool { return !l.killed && j.reached(l, lighthouse) }) {

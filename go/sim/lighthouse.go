@@ -116,7 +116,7 @@ func (l *lighthouse) crash(silent bool, down time.Duration) {
 			notice = w.Keepalive
 		}
 		if k := g.link; k != nil && k.lh == l.index {
-			k.stuck = true
+			k.ended = true
 			w.after(notice, event{kind: linkBroken, g: g, link: k})
 		}
 		if g.asking.active && w.calls(i) && g.at == l.index {
@@ -254,10 +254,10 @@ func (l *lighthouse) linkEnded(k *link) {
 		return
 	}
 	l.links = slices.Delete(l.links, i, i+1)
-	if !k.stuck && !k.g.killed && !l.w.down(k.g.slot, l.index) {
+	if !k.ended && !k.g.killed && !l.w.down(k.g.slot, l.index) {
 		l.w.after(l.w.delay(k.g.slot), event{kind: linkBroken, g: k.g, link: k})
 	}
-	k.stuck = true
+	k.ended = true
 	l.withdraw(func(q *waiting) bool { return q.link == k })
 	if !slices.ContainsFunc(l.links, func(o *link) bool { return o.g == k.g }) {
 		l.check.broke(k.g)
@@ -335,7 +335,7 @@ func (l *lighthouse) do(input quorum.Event) {
 			l.keep(a)
 		case quorum.Redeliver:
 			w.logf("quorum %d is sent once more", a.Quorum.ID)
-			l.again(a)
+			l.redeliver(a)
 		case quorum.Refuse:
 			l.refused = a.Waiter
 			w.logf("a request is refused: %s", a.Reason)
@@ -434,8 +434,8 @@ func (l *lighthouse) release(id string, input quorum.Event, delivered bool) {
 	}
 }
 
-// again redelivers the latest quorum.
-func (l *lighthouse) again(a quorum.Redeliver) {
+// redeliver sends the latest quorum to a member whose answer was lost.
+func (l *lighthouse) redeliver(a quorum.Redeliver) {
 	i := slices.IndexFunc(l.waiting, func(q waiting) bool { return q.id == a.Waiter })
 	q := l.waiting[i]
 	l.waiting = slices.Delete(l.waiting, i, i+1)
@@ -443,7 +443,7 @@ func (l *lighthouse) again(a quorum.Redeliver) {
 	q.link.down(event{kind: answered, id: q.req, x: a.Quorum})
 }
 
-// refuse answers a refused request. For some reasons the group goes to the next lighthouse.
+// refuse answers a refused request. After refusals for some reasons the group fails over.
 func (l *lighthouse) refuse(a quorum.Refuse) {
 	i := slices.IndexFunc(l.waiting, func(q waiting) bool { return q.id == a.Waiter })
 	if i < 0 {
@@ -455,9 +455,9 @@ func (l *lighthouse) refuse(a quorum.Refuse) {
 	switch {
 	case a.Why == quorum.Unshown:
 		l.check.unshown(q.g, q.id == l.lastAsked)
-		q.link.down(event{kind: sentOn, id: q.req})
+		q.link.down(event{kind: failOver, id: q.req})
 	case a.Why == quorum.Outvoted && q.link != nil:
-		q.link.down(event{kind: sentOn, id: q.req})
+		q.link.down(event{kind: failOver, id: q.req})
 	case a.Why == quorum.Streamless:
 		l.check.keptOut(q.g)
 		l.w.after(l.w.delay(q.g.slot), event{kind: refused, g: q.g, id: q.req}) // an upstream group asks again

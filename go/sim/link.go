@@ -15,7 +15,7 @@ type link struct {
 	life uint32 // incarnation of the lighthouse
 	term int64  // in the greeting
 
-	stuck        bool // the link has ended
+	ended        bool // the link has ended
 	lostUp       bool // a message to the lighthouse was lost: later ones do not arrive, and both sides will notice
 	lostDown     bool // the same for messages to the group
 	welcomed     bool
@@ -35,7 +35,7 @@ func (k *link) lighthouse() *lighthouse { return &k.g.w.lhs[k.lh] }
 func (k *link) up(e event) {
 	w, l := k.g.w, k.lighthouse()
 	switch {
-	case k.stuck || k.lostUp || !l.up || l.life != k.life:
+	case k.ended || k.lostUp || !l.up || l.life != k.life:
 	case w.up(k.g.slot, k.lh) || w.lost():
 		k.jam(&k.lostUp)
 	default:
@@ -53,7 +53,7 @@ func (k *link) up(e event) {
 func (k *link) down(e event) {
 	w := k.g.w
 	switch {
-	case k.stuck || k.lostDown || k.g.killed:
+	case k.ended || k.lostDown || k.g.killed:
 	case w.down(k.g.slot, k.lh) || w.lost():
 		k.jam(&k.lostDown)
 	default:
@@ -73,13 +73,14 @@ func (k *link) jam(direction *bool) {
 	w.after(w.Keepalive/2+w.upTo(w.Keepalive), event{kind: lhDisconnected, g: k.g, link: k, lh: uint8(k.lh), life: k.life})
 }
 
-// close ends the link in order, from the group's side. The lighthouse learns of it if it can be reached.
+// close ends the link from the group's side. The lighthouse learns of the end at once if it can be reached, and after a timeout
+// otherwise, or if the end is silent.
 func (k *link) close(silent bool) {
 	w := k.g.w
-	if k.stuck {
+	if k.ended {
 		return
 	}
-	k.stuck = true
+	k.ended = true
 	notice := w.delay(k.g.slot)
 	if silent || k.lostUp || w.up(k.g.slot, k.lh) {
 		notice = 2 * w.Keepalive
@@ -96,14 +97,14 @@ type connection struct {
 
 	fenced bool // since its last quorum, the group was silent for so long that the others may have continued without it
 
-	at     int // the lighthouse that served last
-	served bool
-	broke  time.Duration // when its link broke, 0 if it is not broken
-	back   int           // the earlier lighthouse that all fail back to, -1 if there is none
-	sees   quorum.Places // the earlier lighthouses that the last probe has reached
-	avoid  [maxLighthouses]time.Duration
-	shied  [maxLighthouses]int
-	last   *quorum.Quorum // the last quorum that it received
+	at         int // the lighthouse that served last
+	served     bool
+	broke      time.Duration                 // when its link broke, 0 if it is not broken
+	back       int                           // the earlier lighthouse that all fail back to, -1 if there is none
+	sees       quorum.Places                 // the earlier lighthouses that the last probe has reached
+	avoid      [maxLighthouses]time.Duration // until when the group asks other lighthouses first
+	avoidances [maxLighthouses]int           // in a row; each one lasts longer
+	last       *quorum.Quorum                // the last quorum that it received
 
 	claims  bool // fault: it falsely claims to know a later quorum
 	claimed bool // it has claimed that since its last quorum: a pending request may still contain the claim
@@ -113,8 +114,8 @@ type connection struct {
 	promised time.Duration // end of its bond: until then it asks no other lighthouse
 }
 
-// lookBackEvery returns the interval at which a group probes the earlier lighthouses.
-func (w *world) lookBackEvery() time.Duration { return 2 * w.Keepalive }
+// probeInterval returns the interval at which a group probes the earlier lighthouses.
+func (w *world) probeInterval() time.Duration { return 2 * w.Keepalive }
 
 // order returns the lighthouses to try, in order.
 func (g *group) order() (order [maxLighthouses]int, n int) {
@@ -153,10 +154,10 @@ func (g *group) connect() {
 	c.link = k
 	switch {
 	case w.cutOff(g.slot, i):
-		k.stuck = true
+		k.ended = true
 		w.after(w.Keepalive, event{kind: linkBroken, g: g, link: k})
 	case !l.up:
-		k.stuck = true
+		k.ended = true
 		if i == c.at {
 			g.letGo()
 		}
@@ -168,8 +169,8 @@ func (g *group) connect() {
 	}
 }
 
-// leave ends the link, so that another one can be opened.
-func (g *group) leave() {
+// reconnect ends the link, and opens another one.
+func (g *group) reconnect() {
 	if k := g.link; k != nil {
 		g.link = nil
 		k.close(false)
@@ -180,7 +181,7 @@ func (g *group) leave() {
 
 func (g *group) handleLink(e *event) {
 	c, k, w := &g.connection, e.link, g.w
-	if e.kind != lookBack && c.link != k {
+	if e.kind != probeEarlier && c.link != k {
 		return
 	}
 	switch e.kind {
@@ -205,11 +206,11 @@ func (g *group) handleLink(e *event) {
 			g.linkEnded()
 		}
 	case closing: // the lighthouse has released the group from its bond
-		k.stuck = true
+		k.ended = true
 		g.letGo()
 		g.linkEnded()
 	case linkBroken:
-		k.stuck = true
+		k.ended = true
 		g.linkEnded()
 	case recall:
 		if c.last != nil && c.last.ID >= int64(e.id) && w.now >= c.withholds {
@@ -234,9 +235,9 @@ func (g *group) handleLink(e *event) {
 	case failBack:
 		c.back, c.avoid[e.id] = int(e.id), 0
 		g.letGo()
-		g.leave()
-	case lookBack:
-		g.lookBack()
+		g.reconnect()
+	case probeEarlier:
+		g.probeEarlier()
 	}
 }
 
@@ -254,10 +255,10 @@ func (g *group) linkEnded() {
 	w.after(wait-w.upTo(wait/4), event{kind: linkRetry, g: g})
 }
 
-// lookBack probes the lighthouses before the serving one, and reports which of them were reached.
-func (g *group) lookBack() {
+// probeEarlier probes the lighthouses before the serving one, and reports which of them were reached.
+func (g *group) probeEarlier() {
 	c, w := &g.connection, g.w
-	w.after(w.lookBackEvery()-w.upTo(w.lookBackEvery()/5), event{kind: lookBack, g: g})
+	w.after(w.probeInterval()-w.upTo(w.probeInterval()/5), event{kind: probeEarlier, g: g})
 	var sees quorum.Places
 	for i := range c.at {
 		if w.now >= c.avoid[i] && w.lhs[i].up && !w.cutOff(g.slot, i) {
@@ -272,18 +273,18 @@ func (g *group) lookBack() {
 	}
 }
 
-// sentOn handles the refusal by a lighthouse that has too few members.
-func (g *group) sentOn() {
+// failOver handles the refusal by a lighthouse that has too few members: the group asks another one.
+func (g *group) failOver() {
 	g.avoidFor(g.at)
 	g.letGo()
-	g.leave()
+	g.reconnect()
 }
 
 // avoidFor makes the group avoid a lighthouse for a while, longer each time.
 func (g *group) avoidFor(i int) {
 	c, w := &g.connection, g.w
-	c.avoid[i] = w.now + 2*w.Policy.HeartbeatTimeout<<min(c.shied[i], 3)
-	c.shied[i]++
+	c.avoid[i] = w.now + 2*w.Policy.HeartbeatTimeout<<min(c.avoidances[i], 3)
+	c.avoidances[i]++
 }
 
 // known returns the id of the last quorum that the group received, 0 if there is none; with the fault Claim, a larger id.

@@ -43,9 +43,9 @@ const (
 	drained          // the lighthouse requests that g leaves
 	released         // the lighthouse lets g, which has left, end
 	leaveDue         // the time for released is over: g ends anyway
-	sentOn           // the lighthouse refuses request id because votes or members are missing
+	failOver         // the lighthouse refuses request id because votes or members are missing: g asks another lighthouse
 	failBack         // all fail back to lighthouse id
-	lookBack         // g checks which earlier lighthouses it can reach
+	probeEarlier     // g checks which earlier lighthouses it can reach
 	answered         // the lighthouse answered request id; x is the *quorum.Quorum
 	refused          // request id did not arrive, or its connection broke
 	retryDue         // g asks the lighthouse again, for round id

@@ -55,11 +55,11 @@ type rank struct {
 	member   int   // its place in comm
 	quorumID int64 // the quorum of comm; 0: none yet
 
-	loseVote   bool          // fault: the next decision does not reach it
-	hangsUntil time.Duration // fault: until then it does not reach its collective
-	flaky      bool          // fault: its next collective fails at the end
-	dropsConns bool          // fault: its connection to the manager server breaks
-	signalled  bool          // fault: it was asked to leave
+	loseVote     bool          // fault: the next decision does not reach it
+	stalledUntil time.Duration // fault: until then it does not reach its collective
+	flaky        bool          // fault: its next collective fails at the end
+	dropsConns   bool          // fault: its connection to the manager server breaks
+	signalled    bool          // fault: it was asked to leave
 }
 
 type vote struct {
@@ -100,8 +100,8 @@ func (r *rank) handle(e *event) {
 		if r.number != e.id || r.phase != working {
 			return
 		}
-		if r.hangsUntil > r.g.w.now {
-			e.at = r.hangsUntil
+		if r.stalledUntil > r.g.w.now {
+			e.at = r.stalledUntil
 			r.g.w.push(*e)
 			return
 		}

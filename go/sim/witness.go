@@ -67,8 +67,8 @@ func (g *group) suspect(c *comm) {
 	g.sends(message)
 }
 
-// memberFailed handles the notice that a member, which may be this one, counts as failed. elsewhere: the lighthouse that
-// reports it may not have formed the quorum.
+// memberFailed handles the notice that a member, which may be this one, counts as failed. With elsewhere, the lighthouse that reports
+// it may not have formed the quorum: another lighthouse may serve the member, so the machine must not notify the member.
 func (g *group) memberFailed(f *round.MemberFailed, elsewhere bool) {
 	own := f.ReplicaID == g.id
 	switch {
@@ -109,7 +109,7 @@ func (g *group) accuse() {
 	}
 	for i := range c.members {
 		if id := c.members[(i+g.slot)%len(c.members)].id; id != g.id {
-			g.w.logf("%s reports that %s failed, which is not so", g.id, id)
+			g.w.logf("%s falsely reports that %s failed", g.id, id)
 			g.sends(quorum.Suspected{Reporter: g.id, Suspect: id, QuorumID: c.key.quorumID})
 			return
 		}
@@ -120,7 +120,7 @@ func (g *group) accuse() {
 func (g *group) rankBroke(rank int16) {
 	g.step(round.RankDisconnected{GroupRank: int64(rank)})
 	if len(g.calls) > 0 {
-		g.w.broken(ruleWaiters, "rank %d of %s has failed, and %s waits on", rank, g.id, g.describeCalls())
+		g.w.broken(ruleWaiters, "rank %d of %s has failed, and %s still waits", rank, g.id, g.describeCalls())
 	}
 	g.w.after(g.w.rankGrace(), event{kind: rankStill, g: g, rank: rank})
 }
@@ -131,7 +131,7 @@ func (g *group) askRanks() {
 	g.asked = true
 	g.step(round.ProgressAsked{})
 	for i := range g.ranks {
-		if r := &g.ranks[i]; r.phase != killed && w.now >= r.hangsUntil {
+		if r := &g.ranks[i]; r.phase != killed && w.now >= r.stalledUntil {
 			g.answer(r, event{kind: rankProgress, ok: r.phase == reducing})
 		}
 	}
@@ -178,7 +178,7 @@ func (g *group) goes() {
 	}
 }
 
-// look is a check of a suspected member that is in progress.
+// look is a check of a suspected member whose result is not known yet.
 type look struct {
 	of         quorum.Check
 	sentBefore int // messages that the member had sent before the check

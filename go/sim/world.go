@@ -65,7 +65,7 @@ type world struct {
 	noise   int               // current faults of kind Noise
 	req     uint64            // of the last request to the lighthouse
 	next    int               // index of the next fault
-	rough   int               // number of current faults under which no promise applies
+	rough   int               // number of current faults that suspend the rules with a time limit (Fault.rough)
 	mayLose int               // steps that the faults so far may cost each rank
 	changed time.Duration     // when the network or the set of groups changed last
 	calm    time.Duration     // when the last fault ends

@@ -45,8 +45,8 @@ type QuorumMember struct {
 	// The quorum in which the weights of this step were committed; -1: none since the group started, 0: not
 	// reported. If all members report it, those that reached the largest step in an older quorum count as behind.
 	CommittedQuorumId int64 `protobuf:"varint,100,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
-	// Its ranks keep the inputs of their reductions. If a peer fails in mid-step, they reduce them again with the
-	// remaining groups.
+	// Its ranks keep the inputs of their reductions. If a peer fails in mid-step, they reduce these inputs again with
+	// the remaining groups.
 	ReplaysFailedSteps bool `protobuf:"varint,140,opt,name=replays_failed_steps,json=replaysFailedSteps,proto3" json:"replays_failed_steps,omitempty"`
 	unknownFields      protoimpl.UnknownFields
 	sizeCache          protoimpl.SizeCache
@@ -592,7 +592,7 @@ type ManagerQuorumResponse struct {
 	AdditionalSourceAddresses []string `protobuf:"bytes,120,rep,name=additional_source_addresses,json=additionalSourceAddresses,proto3" json:"additional_source_addresses,omitempty"`
 	// Replica ranks of groups that heal from another source and use this group as an additional one.
 	HelpDstReplicaRanks []int64 `protobuf:"varint,121,rep,packed,name=help_dst_replica_ranks,json=helpDstReplicaRanks,proto3" json:"help_dst_replica_ranks,omitempty"`
-	// The group is drained: this is its last step. All ranks of the group learn it with the same quorum.
+	// The group is drained: this is its last step. All ranks of the group learn of it with the same quorum.
 	Draining      bool `protobuf:"varint,150,opt,name=draining,proto3" json:"draining,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1469,7 +1469,7 @@ type RankRequest_Hello struct {
 }
 
 type RankRequest_Leave struct {
-	Leave bool `protobuf:"varint,80,opt,name=leave,proto3,oneof"` // the group has ended its last step; answered once its peers have ended it too
+	Leave bool `protobuf:"varint,80,opt,name=leave,proto3,oneof"` // the group has ended its last step; answered when its peers have ended that step too
 }
 
 type RankRequest_Healing struct {
@@ -2593,8 +2593,8 @@ func (*MemberMessage_Reaches) isMemberMessage_Message() {}
 type Greeting struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	ReplicaId string                 `protobuf:"bytes,1,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"`
-	// The revision of the list of members that it holds, 0 if none. Afterwards the lighthouse keeps track of it
-	// by what it sends.
+	// The revision of the list of members that it holds, 0 if none. Afterwards the lighthouse knows the member's
+	// revision from the lists that it has sent.
 	Revision uint64 `protobuf:"fixed64,2,opt,name=revision,proto3" json:"revision,omitempty"`
 	// The index of this lighthouse in the member's list, and the length of that list (1 without a list).
 	Place       uint32 `protobuf:"varint,40,opt,name=place,proto3" json:"place,omitempty"`
@@ -2832,7 +2832,7 @@ type Ask struct {
 	Step              int64         `protobuf:"varint,5,opt,name=step,proto3" json:"step,omitempty"`
 	CommittedQuorumId int64         `protobuf:"varint,6,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
 	CommitFailures    int64         `protobuf:"varint,7,opt,name=commit_failures,json=commitFailures,proto3" json:"commit_failures,omitempty"`
-	Reaches           uint64        `protobuf:"varint,40,opt,name=reaches,proto3" json:"reaches,omitempty"`        // as MemberMessage.reaches, which the lighthouse has forgotten if the member was silent for long
+	Reaches           uint64        `protobuf:"varint,40,opt,name=reaches,proto3" json:"reaches,omitempty"`        // as MemberMessage.reaches; repeated here, since a lighthouse forgets it if the member is silent for long
 	Traceparent       string        `protobuf:"bytes,80,opt,name=traceparent,proto3" json:"traceparent,omitempty"` // W3C trace context of the round, empty unless the group traces
 	unknownFields     protoimpl.UnknownFields
 	sizeCache         protoimpl.SizeCache
@@ -2935,7 +2935,7 @@ type LighthouseMessage struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Number uint64                 `protobuf:"varint,1,opt,name=number,proto3" json:"number,omitempty"` // of the ask that this answers, 0 if it answers none
 	// With several lighthouses: a growing number that the member repeats in its next message; 0: none. A message
-	// may contain nothing else.
+	// may contain a stamp only.
 	Stamp uint64 `protobuf:"varint,50,opt,name=stamp,proto3" json:"stamp,omitempty"`
 	// Types that are valid to be assigned to Message:
 	//
@@ -3180,7 +3180,7 @@ type LighthouseMessage_Drain struct {
 }
 
 type LighthouseMessage_Released struct {
-	Released bool `protobuf:"varint,81,opt,name=released,proto3,oneof"` // no member is in a step any more with the group that leaves
+	Released bool `protobuf:"varint,81,opt,name=released,proto3,oneof"` // no member is still in a step with the group that leaves
 }
 
 func (*LighthouseMessage_Welcome) isLighthouseMessage_Message() {}
@@ -3269,8 +3269,8 @@ func (x *Welcome) GetBondUs() int64 {
 	return 0
 }
 
-// A part of the change from the list of members that the member holds. The quorum that follows refers to the
-// list after all parts before it.
+// A part of a change to the list of members that the member holds. The next QuorumStates refers to the list to
+// which all earlier parts have been applied.
 type ListChange struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Whole bool                   `protobuf:"varint,1,opt,name=whole,proto3" json:"whole,omitempty"`      // the whole list: it replaces the one held
@@ -3346,7 +3346,7 @@ type QuorumStates struct {
 	state             protoimpl.MessageState `protogen:"open.v1"`
 	QuorumId          int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
 	Created           *timestamppb.Timestamp `protobuf:"bytes,2,opt,name=created,proto3" json:"created,omitempty"`
-	Revision          uint64                 `protobuf:"fixed64,3,opt,name=revision,proto3" json:"revision,omitempty"` // a digest of the list: a member that holds another list opens a new stream, and receives the whole list
+	Revision          uint64                 `protobuf:"fixed64,3,opt,name=revision,proto3" json:"revision,omitempty"` // a digest of the list: a member that holds another list opens a new stream, on which it receives the whole list
 	Step              int64                  `protobuf:"varint,4,opt,name=step,proto3" json:"step,omitempty"`
 	CommittedQuorumId int64                  `protobuf:"varint,5,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
 	CommitFailures    int64                  `protobuf:"varint,6,opt,name=commit_failures,json=commitFailures,proto3" json:"commit_failures,omitempty"`

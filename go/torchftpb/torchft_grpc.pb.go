@@ -538,8 +538,8 @@ const (
 //
 // Calls from one group's manager server to another's.
 type PeerServiceClient interface {
-	// Forwards the lighthouse's report that a member failed to that member itself, which the lighthouse may not
-	// reach.
+	// Forwards to a member the lighthouse's report that this member failed: the lighthouse itself may be unable to
+	// reach the member.
 	NotifyFailed(ctx context.Context, in *MemberFailed, opts ...grpc.CallOption) (*NotifyFailedResponse, error)
 }
 
@@ -567,8 +567,8 @@ func (c *peerServiceClient) NotifyFailed(ctx context.Context, in *MemberFailed, 
 //
 // Calls from one group's manager server to another's.
 type PeerServiceServer interface {
-	// Forwards the lighthouse's report that a member failed to that member itself, which the lighthouse may not
-	// reach.
+	// Forwards to a member the lighthouse's report that this member failed: the lighthouse itself may be unable to
+	// reach the member.
 	NotifyFailed(context.Context, *MemberFailed) (*NotifyFailedResponse, error)
 	mustEmbedUnimplementedPeerServiceServer()
 }
@@ -647,7 +647,7 @@ const (
 // For semantics around ctx use and closing/ending streaming RPCs, please refer to https://pkg.go.dev/google.golang.org/grpc/?tab=doc#ClientConn.NewStream.
 //
 // The stream of a manager server to its lighthouse. It replaces the calls for quorums and heartbeats, and
-// carries only what changed. While the stream is open and not silent, the member is alive.
+// carries only what changed. While the stream is open and not silent, the member counts as alive.
 type MemberServiceClient interface {
 	Attend(ctx context.Context, opts ...grpc.CallOption) (grpc.BidiStreamingClient[MemberMessage, LighthouseMessage], error)
 }
@@ -678,7 +678,7 @@ type MemberService_AttendClient = grpc.BidiStreamingClient[MemberMessage, Lighth
 // for forward compatibility.
 //
 // The stream of a manager server to its lighthouse. It replaces the calls for quorums and heartbeats, and
-// carries only what changed. While the stream is open and not silent, the member is alive.
+// carries only what changed. While the stream is open and not silent, the member counts as alive.
 type MemberServiceServer interface {
 	Attend(grpc.BidiStreamingServer[MemberMessage, LighthouseMessage]) error
 	mustEmbedUnimplementedMemberServiceServer()

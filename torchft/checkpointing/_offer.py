@@ -198,7 +198,7 @@ class Offer:
         use = object()
         with self._cond:
             if self._copying.closed:
-                raise ConnectionAbortedError("the source trains on, and there is no copy of its state")
+                raise ConnectionAbortedError("the source has resumed training, and has no copy of its state")
             self._direct[use] = cut_off
         try:
             yield

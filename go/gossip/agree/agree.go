@@ -264,7 +264,7 @@ func (m *Machine) Cancel() {
 		return
 	}
 	m.asked = false
-	m.want(m.number() + 1) // tells the others that this member takes no view up to that number, so that they do not wait for it
+	m.want(m.number() + 1) // the others do not wait for this member: it takes no view up to that number
 }
 
 // Leave ends this member: from here on it confirms no view.
@@ -298,8 +298,8 @@ func (m *Machine) over(id ID) (confirmed int64, over bool) {
 	return unknown, m.lives[id.Name] > id.Incarnation
 }
 
-// Bury records that a member has left, with its own last note.
-func (m *Machine) Bury(id ID, last Note) {
+// MemberLeft records that a member has left, with its own last note.
+func (m *Machine) MemberLeft(id ID, last Note) {
 	delete(m.alive, id)
 	m.ended[id] = last.Confirmed
 	m.act()

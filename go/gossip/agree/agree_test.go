@@ -195,7 +195,7 @@ func TestAMemberThatHasLeftIsNotCounted(t *testing.T) {
 				delete(j.machines, leaver)
 				if how == "by a message" {
 					for _, m := range j.machines {
-						m.Bury(left.cfg.Me, left.Note())
+						m.MemberLeft(left.cfg.Me, left.Note())
 					}
 				}
 				j.settle()
@@ -226,11 +226,11 @@ func TestAMemberThatMayHaveContinuedElsewhereIsCounted(t *testing.T) {
 				left := j.machines[name]
 				left.Leave()
 				delete(j.machines, name)
-				j.machines["d"].Bury(left.cfg.Me, left.Note())
+				j.machines["d"].MemberLeft(left.cfg.Me, left.Note())
 				j.settle()
 				j.ask(j.names()...)
 				if how == "left" {
-					j.machines["c"].Bury(left.cfg.Me, left.Note())
+					j.machines["c"].MemberLeft(left.cfg.Me, left.Note())
 				}
 			}
 			require.Equal(t, []string{"d"}, j.in("d"), "it trains")
@@ -515,7 +515,7 @@ func TestOneNameOnBothSidesOfACut(t *testing.T) {
 		a.Leave()
 		delete(j.machines, "a")
 		for _, m := range j.machines {
-			m.Bury(a.cfg.Me, a.Note())
+			m.MemberLeft(a.cfg.Me, a.Note())
 		}
 		j.ask("b")
 		require.Equal(t, []string{"b"}, j.in("b"))

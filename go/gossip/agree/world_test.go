@@ -360,15 +360,15 @@ func (w *world) leaves(p *process) {
 	w.left = append(w.left, p)
 	for _, other := range w.running {
 		if w.arrives(p, other, proposals) {
-			w.buries(other, p)
+			w.deliverLeft(other, p)
 		}
 	}
 }
 
-// buries delivers to a process the message that another one has left.
-func (w *world) buries(p, left *process) {
+// deliverLeft delivers to a process the message that another one has left.
+func (w *world) deliverLeft(p, left *process) {
 	if p != left {
-		w.does(p, func() { p.Bury(left.id(), left.Note()) })
+		w.does(p, func() { p.MemberLeft(left.id(), left.Note()) })
 	}
 }
 
@@ -403,7 +403,7 @@ func (w *world) step(p *process) {
 		}
 	case what < 97:
 		if len(w.left) > 0 {
-			w.buries(p, w.left[w.IntN(len(w.left))])
+			w.deliverLeft(p, w.left[w.IntN(len(w.left))])
 		}
 	default:
 		if len(w.old) > 0 {

@@ -18,11 +18,12 @@ type Server struct {
 	split *splitter    // nil without a handler
 	tasks sync.WaitGroup
 	stop  sync.Once
-	// stopping is set before anything is closed: errors of the listeners after that are expected, and not logged.
+	// stopping is set before anything is closed. Later errors of the listeners are expected, and not logged.
 	stopping atomic.Bool
 }
 
-// NewGRPC returns a gRPC server with our limits behind a gate. Register services on it, then call Serve.
+// NewGRPC returns a gRPC server with the limits of this package, whose calls have to pass a gate. Register services on it, then call
+// Serve.
 func NewGRPC(gate *Gate, log *slog.Logger, options ...grpc.ServerOption) *grpc.Server {
 	all := append(serverLimits(), grpc.ForceServerCodecV2(newCodec()), grpc.ChainUnaryInterceptor(recoverUnary(log)), grpc.ChainStreamInterceptor(recoverStream(log)), gate.option())
 	return grpc.NewServer(append(all, options...)...)
@@ -58,8 +59,8 @@ func Serve(lis net.Listener, gate *Gate, g *grpc.Server, handler http.Handler, l
 	return s
 }
 
-// Stop closes the port, waits at most stopGrace until the calls have ended, ends the others, and returns when no goroutine is left.
-// The caller must have answered the pending calls: these answers are still sent.
+// Stop closes the port, waits at most stopGrace for the calls to end, ends those that remain, and returns when no goroutine is left.
+// The caller must have answered the pending calls before; their answers are still sent.
 func (s *Server) Stop() {
 	s.stop.Do(func() {
 		s.stopping.Store(true)

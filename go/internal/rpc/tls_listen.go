@@ -12,7 +12,8 @@ import (
 	"github.com/torchft/torchft/go/internal/auth"
 )
 
-// secureListener returns connections that perform the TLS handshake when they are first read.
+// secureListener returns connections that perform the TLS handshake when they are first read: a client that delays its handshake must
+// not block Accept.
 type secureListener struct {
 	net.Listener
 	config  *auth.Watched[*tls.Config]

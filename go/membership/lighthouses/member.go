@@ -76,7 +76,7 @@ func Join(ctx context.Context, addresses, replicaID string, connectTimeout time.
 	return m, nil
 }
 
-func (m *Member) Quorum(ctx context.Context, who quorum.Member, knownQuorumID int64) (*quorum.Quorum, error) {
+func (m *Member) Quorum(ctx context.Context, member quorum.Member, knownQuorumID int64) (*quorum.Quorum, error) {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
 	knownQuorumID = max(knownQuorumID, m.known())
@@ -85,16 +85,16 @@ func (m *Member) Quorum(ctx context.Context, who quorum.Member, knownQuorumID in
 	if err == nil && m.leftElsewhere(at) {
 		err = errLeft
 	} else if err == nil {
-		q, err = stream.ask(ctx, client.number.Add(1), who, knownQuorumID)
+		q, err = stream.ask(ctx, client.number.Add(1), member, knownQuorumID)
 	}
 	switch status.Code(err) {
 	case codes.Unimplemented:
 		m.setUnary(at, true)
-		q, err := client.Quorum(ctx, who, knownQuorumID)
+		q, err := client.Quorum(ctx, member, knownQuorumID)
 		if last := m.last.Load(); last != nil && status.Code(err) == codes.InvalidArgument {
 			// The id of the known quorum is ahead of the lighthouse's clock. The lighthouse accepts such an id only with the list
 			// of that quorum's members; on a stream it would have asked for the list (Recall).
-			q, err = client.quorum(ctx, who, knownQuorumID, last)
+			q, err = client.quorum(ctx, member, knownQuorumID, last)
 		}
 		m.mayBeAnother(at, err)
 		if q != nil {
@@ -412,7 +412,7 @@ func (m *Member) open(ctx context.Context, i int) (*memberStream, *Client, error
 		return nil, nil, err
 	}
 	if m.unary[i] {
-		return nil, client, status.Error(codes.Unimplemented, "the lighthouse knows no streams")
+		return nil, client, status.Error(codes.Unimplemented, "the lighthouse does not support streams")
 	}
 	streamCtx, cancel := context.WithCancel(rpc.WithJob(m.ctx, client.job))
 	inTime := context.AfterFunc(ctx, cancel) // ctx bounds the call of Attend only; the stream itself outlives it

@@ -258,7 +258,7 @@ func (s *memberStream) answer(number uint64, a asked) {
 	}
 }
 
-func (s *memberStream) ask(ctx context.Context, number uint64, who quorum.Member, knownQuorumID int64) (*quorum.Quorum, error) {
+func (s *memberStream) ask(ctx context.Context, number uint64, member quorum.Member, knownQuorumID int64) (*quorum.Quorum, error) {
 	answered := make(chan asked, 1)
 	s.mu.Lock()
 	s.waiting[number] = answered
@@ -270,10 +270,10 @@ func (s *memberStream) ask(ctx context.Context, number uint64, who quorum.Member
 	}()
 
 	deadline, _ := ctx.Deadline()
-	ask := wire.AskToProto(who.State())
+	ask := wire.AskToProto(member.State())
 	ask.Number, ask.KnownQuorumId, ask.Traceparent = number, knownQuorumID, tracing.ParentOf(ctx)
 	ask.TimeoutUs = max(1, time.Until(deadline).Microseconds())
-	err := s.sendAsk(ask, who)
+	err := s.sendAsk(ask, member)
 	if err != nil {
 		return nil, err
 	}
@@ -295,17 +295,17 @@ func (s *memberStream) ask(ctx context.Context, number uint64, who quorum.Member
 }
 
 // sendAsk sends a request. It contains the member only if more than the member's state has changed.
-func (s *memberStream) sendAsk(ask *torchftpb.Ask, who quorum.Member) error {
+func (s *memberStream) sendAsk(ask *torchftpb.Ask, member quorum.Member) error {
 	s.sending.Lock()
 	defer s.sending.Unlock()
 	ask.Reaches = uint64(s.reaches)
 	message := &torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: ask}}
-	if s.lastSent == nil || !s.lastSent.SameButState(&who) {
-		ask.Member = wire.MemberToProto(who)
+	if s.lastSent == nil || !s.lastSent.SameButState(&member) {
+		ask.Member = wire.MemberToProto(member)
 		if err := wire.CheckRequest(message, ask.GetMember()); err != nil {
 			return err
 		}
-		s.lastSent = &who
+		s.lastSent = &member
 	}
 	s.sendLocked(message)
 	return nil

@@ -30,7 +30,7 @@ type Client struct {
 	last *recovery.Result // result of the last round
 }
 
-// New returns a client over a connection, which it owns, and owns the relay, nil if there is none.
+// New returns a client that owns its connection and, unless it is nil, its relay.
 func New(client *rankclient.Client, own *relay.Relay) *Client {
 	return &Client{Client: client, relay: own, Closed: make(chan struct{}), Change: make(chan struct{}, 1)}
 }
@@ -53,11 +53,11 @@ func (c *Client) Address() string {
 	return c.relay.Address()
 }
 
-// Notify ends a wait for Change.
+// Notify puts a value into Change, unless there is one.
 func (c *Client) Notify() {
 	select {
 	case c.Change <- struct{}{}:
-	default: // Change contains a value already
+	default:
 	}
 }
 

@@ -86,7 +86,7 @@ func (g *group) strike(f *sim.Fault) {
 			j.net.Host(r.host).Kill()
 			g.note(func(*sim.Judge) {
 				r.kill()
-				r.leaveAverage(false)
+				r.leaveComm(false)
 			})
 		}
 		j.after(f.For, func() { g.end(sim.Crash, "a rank of it ended", 0) })

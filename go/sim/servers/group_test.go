@@ -169,7 +169,7 @@ func (g *group) end(how sim.FaultKind, why string, down time.Duration) {
 		judge.Fails(g.id, why, how == sim.Vanish)
 		j.groups[g.slot] = nil
 		for _, r := range g.ranks {
-			r.leaveAverage(how == sim.Vanish)
+			r.leaveComm(how == sim.Vanish)
 		}
 	}) {
 		return

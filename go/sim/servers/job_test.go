@@ -28,14 +28,14 @@ type job struct {
 	tasks   sync.WaitGroup
 	hosts   []*lighthouseHost
 
-	mu       sync.Mutex // guards these, the judge, the averages, and other fields that name it
-	judge    *sim.Judge
-	groups   []*group // by slot, nil while there is none
-	lives    []int
-	averages map[averageKey]*average
-	running  atomic.Int64 // goroutines of faults, and of their schedule
-	lines    []string
-	waived   map[string]*lighthouse.Server // waived groups, and the server of each waiver; only the operator uses it
+	mu      sync.Mutex // guards these, the judge, the process groups, and the fields whose comments say so
+	judge   *sim.Judge
+	groups  []*group // by slot, nil while there is none
+	lives   []int
+	comms   map[commKey]*comm
+	running atomic.Int64 // goroutines of faults, and of their schedule
+	lines   []string
+	waived  map[string]*lighthouse.Server // waived groups, and the server of each waiver; only the operator uses it
 
 	weather sync.Mutex // guards these
 	rng     *rand.Rand
@@ -45,7 +45,7 @@ type job struct {
 func newJob(t *testing.T, s sim.Setup) *job {
 	j := &job{
 		setup: s, net: fttest.NewNetwork(), start: time.Now(), groups: make([]*group, s.Slots), lives: make([]int, s.Slots),
-		averages: map[averageKey]*average{}, waived: map[string]*lighthouse.Server{}, rng: rand.New(rand.NewPCG(s.Seed, 5)), slow: map[string]int{},
+		comms: map[commKey]*comm{}, waived: map[string]*lighthouse.Server{}, rng: rand.New(rand.NewPCG(s.Seed, 5)), slow: map[string]int{},
 	}
 	j.cluster = &fttest.Cluster{T: t, Net: j.net, Log: &fttest.Log{}}
 	j.ctx, j.stop = context.WithCancel(context.Background())

@@ -13,7 +13,7 @@ import (
 	"github.com/torchft/torchft/go/sim"
 )
 
-// rank is one rank of a group: the simulation's model, in a training loop that does the waiting.
+// rank is one rank of a group: the simulation's model of a rank, driven by a training loop that blocks in real calls.
 type rank struct {
 	g      *group
 	index  int
@@ -25,9 +25,9 @@ type rank struct {
 	kill   context.CancelFunc
 
 	// The job's mu guards these.
-	average  *average
+	comm     *comm
 	flaky    bool // its next collective fails at the end
-	loseVote bool // the next decision does not reach it
+	loseVote bool // the next decision does not reach this rank
 }
 
 func newRank(g *group, index int, model *sim.Model) *rank {
@@ -81,7 +81,7 @@ func (r *rank) note(what func(*sim.Judge)) (alive bool) {
 	}) && alive
 }
 
-// failed handles the error of a call like training loops: some continue, in others the process ends.
+// failed handles the error of a call as training loops do: some make another attempt, in others the process ends.
 func (r *rank) failed(err *callError) {
 	s := r.g.j.setup
 	count := 0
@@ -103,21 +103,21 @@ func (r *rank) handleNotices() {
 			switch n.Kind {
 			case membership.MemberFailed:
 				r.note(func(*sim.Judge) {
-					if a := r.average; a != nil && a.key.quorumID == n.QuorumID {
-						a.abort(r)
-						a.end(r, false)
+					if c := r.comm; c != nil && c.key.quorumID == n.QuorumID {
+						c.abort(r)
+						c.end(r, false)
 					}
 				})
 			case membership.ProgressAsked:
 				waits := false
-				r.note(func(*sim.Judge) { waits = r.average != nil && r.average.waiting[r.g.id] != nil })
+				r.note(func(*sim.Judge) { waits = r.comm != nil && r.comm.waiting[r.g.id] != nil })
 				r.client.ReportProgress(int64(r.index), waits, "train")
 			}
 		}
 	}
 }
 
-// left ends a group that was asked to leave, between two steps. It reports whether it did.
+// left ends the rank's group, between two steps, if the group was asked to leave. It reports whether it ended the group.
 func (r *rank) left() bool {
 	leaves := false
 	r.note(func(*sim.Judge) { leaves = r.g.leaves })
@@ -163,7 +163,7 @@ func (r *rank) attempt() error {
 	var source string
 	if !r.note(func(*sim.Judge) {
 		source = r.model.Follow(&res)
-		r.joinAverage(&res)
+		r.joinComm(&res)
 	}) {
 		return r.ctx.Err()
 	}
@@ -230,7 +230,8 @@ func (r *rank) onlyPeer(res *recovery.Result) string {
 	return res.ReplicaIDs[1-res.ReplicaRank]
 }
 
-// heal fetches the state of a group. The real manager server of that group answers with its metadata.
+// heal fetches the state of a group, and returns its digest. The metadata comes from the real manager server of that group; the
+// transfer of the state is simulated.
 func (r *rank) heal(source string, res *recovery.Result) (digest uint64, ok bool) {
 	j := r.g.j
 	ctx, cancel := context.WithTimeout(r.ctx, j.setup.Timeout)

@@ -50,12 +50,12 @@ def idle(**status: Any) -> Other:
         (
             [Other("http://third:1", {"quorum_id": 8})],
             [],
-            ["http://third:1 knows of a later quorum: waive the missing there, where its groups wait"],
+            ["http://third:1 knows a later quorum, whose groups wait there: waive its missing votes there"],
         ),
         (
             [idle(given_votes=["a:1"])],
             [],
-            ["http://second:1 has the votes of a:1, which ended there: restart it first"],
+            ["http://second:1 has the votes of groups that ended there: restart a:1 first"],
         ),
     ],
 )

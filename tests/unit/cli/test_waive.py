@@ -50,12 +50,12 @@ def idle(**status: Any) -> Other:
         (
             [Other("http://third:1", {"quorum_id": 8})],
             [],
-            ["http://third:1 knows a later quorum, whose groups wait there: waive its missing votes there"],
+            ["http://third:1 knows a later quorum: waive its votes there, where its groups wait"],
         ),
         (
             [idle(given_votes=["a:1"])],
             [],
-            ["http://second:1 has the votes of groups that ended there: restart a:1 first"],
+            ["http://second:1 has votes of groups that ended there: restart a:1 first"],
         ),
     ],
 )

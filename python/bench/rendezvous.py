@@ -45,7 +45,7 @@ def in_one_round(nodes: list[Child], size: int) -> bool:
     return sum(event["size"] == size for event in last) >= size
 
 
-def measure(backend: str, count: int, every: float, conf: dict[str, object], after_loss: int) -> dict[str, float]:
+def measure(backend: str, count: int, every: float, conf: dict[str, object], after_kill: int) -> dict[str, float]:
     with endpoint(backend) as where, Job() as job:
         nodes: list[Child] = []
         arrived = 0.0
@@ -65,15 +65,15 @@ def measure(backend: str, count: int, every: float, conf: dict[str, object], aft
             node.send(failed=True)
         before = {node: len(node.events) for node in survivors}
         job.wait(
-            lambda: in_one_round([node for node in survivors if len(node.events) > before[node]], after_loss),
+            lambda: in_one_round([node for node in survivors if len(node.events) > before[node]], after_kill),
             _DEADLINE_S,
-            f"{after_loss} nodes train",
+            f"{after_kill} nodes train",
         )
         return {
             "restarts": len(restarts),
             "stopped": stopped,
             "all_train": all_train,
-            "after_loss": time.time() - killed,
+            "after_kill": time.time() - killed,
         }
 
 
@@ -91,13 +91,13 @@ def main() -> None:
         "survivors train after a kill |"
     )
     print("|---|---|---|---|---|")
-    for name, backend, sizes, after_loss in (
+    for name, backend, sizes, after_kill in (
         ("c10d", "c10d", {}, args.nodes - 1),
         ("torchft, sizes=all", "torchft", {"sizes": "all"}, args.nodes - 1),
         ("torchft, sizes=powers_of_two", "torchft", {"sizes": "powers_of_two"}, half),
     ):
-        m = measure(backend, args.nodes, args.every, {**conf, **sizes}, after_loss)
-        print(f"| {name} | {m['restarts']} | {m['stopped']:.1f} s | {m['all_train']:.1f} s | {m['after_loss']:.2f} s |")
+        m = measure(backend, args.nodes, args.every, {**conf, **sizes}, after_kill)
+        print(f"| {name} | {m['restarts']} | {m['stopped']:.1f} s | {m['all_train']:.1f} s | {m['after_kill']:.2f} s |")
         sys.stdout.flush()
 
 

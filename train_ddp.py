@@ -1,11 +1,12 @@
-"""Trains a small CNN on real images, in replica groups that may fail and come back: each image counts once an epoch.
+"""Trains a small CNN on real images, in replica groups that may fail and restart. Each image counts once per epoch.
 
 Start a lighthouse, then one of these for every replica group (GROUP = 0, 1, ...):
 
     torchft_lighthouse --min_replicas 1
     REPLICA_GROUP_ID=GROUP TORCHFT_LIGHTHOUSE=http://localhost:29510 torchrun --nproc_per_node 1 train_ddp.py
 
-Kill a group and start it again: the others continue meanwhile; it takes over their weights and position in the data.
+Kill a group and start it again: the others continue meanwhile, and the new process takes over their weights and their
+position in the data.
 """
 
 import argparse
@@ -72,10 +73,10 @@ def main(args: argparse.Namespace) -> nn.Module:
         optimizer.zero_grad()
         for unit in step:  # the micro-batches of this rank
             pixels, labels = (part.to(device) for part in unit.data)
-            with unit.accumulate(model):  # in the backward pass of the last one, gradients are summed over the groups
+            with unit.accumulate(model):  # the backward pass of the last one sums over the groups
                 loss = criterion(model(pixels), labels)
                 (loss * unit.weight).backward()
-        if dist.get_world_size() > 1 and not args.reproducible:  # which also sums over the ranks of this group
+        if dist.get_world_size() > 1 and not args.reproducible:  # --reproducible has summed over the ranks already
             for grad in [p.grad for p in net.parameters() if p.grad is not None]:
                 dist.all_reduce(grad)
         optimizer.step()  # steps only if all ranks of this group succeeded; otherwise the same batch is repeated
@@ -87,7 +88,7 @@ def main(args: argparse.Namespace) -> nn.Module:
             torch.save({name: part.state_dict() for name, part in parts.items()}, f"{checkpoint}.partial")
             os.replace(f"{checkpoint}.partial", checkpoint)  # the file is complete whenever it exists
 
-    dist.barrier()  # every rank of this group knows that the job has ended, or that the group is drained
+    dist.barrier()  # rank 0 ends the manager server of this group, which the other ranks need until they are here
     manager.shutdown(finished=not manager.draining())
     pg.shutdown()
     dist.destroy_process_group()
@@ -138,7 +139,7 @@ def parse_args() -> argparse.Namespace:
     add("--micro-batch-size", type=int, default=16, help="images of a forward and backward pass")
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--isolated", action="store_true", help="run the operations between the groups in a process of their own")
-    add("--reproducible", action="store_true", help="add gradients so that the order does not matter")
+    add("--reproducible", action="store_true", help="make the sum of gradients independent of its order")
     add("--threads", type=int, default=1, help="CPU threads for the computation")
     add("--timeout", type=float, default=30, help="seconds that one step may wait for another group")
     add("--checkpoint-dir", type=Path, help="a folder to resume from, and to save to")

@@ -7,10 +7,10 @@ Start a lighthouse, then one of these for every replica group (GROUP = 0 ... NUM
     REPLICA_GROUP_ID=GROUP NUM_REPLICA_GROUPS=2 TORCHFT_LIGHTHOUSE=http://localhost:29510 \\
         torchrun --nproc_per_node 1 train_diloco.py
 
-The text is the source code of Python's own standard library, which is on every machine that runs this; the model reads
-and predicts bytes. Every group trains on its own part of it with AdamW. Every --sync-every inner steps each fragment of
-the model is averaged over the groups once, one fragment after the other, while the next inner steps run already. A
-counted step is one such average. At the end all groups have the same global parameters.
+The text is the source code of Python's standard library, a part of each installation. The model reads and predicts
+bytes. Each group trains on its own part of the text with AdamW. In --sync-every inner steps each fragment of the model
+is averaged over the groups once, one fragment after the other, while the next inner steps run. One such average is one
+counted step. At the end all groups have the same global parameters.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main() -> None:
     end_with_parent()
     group, groups = int_from_env("REPLICA_GROUP_ID"), int_from_env("NUM_REPLICA_GROUPS")
     if (ranks := int_from_env("WORLD_SIZE")) > 1:
-        # Two ranks of a group may heal from two other groups, which do not have the same parameters here.
+        # Ranks of a group may heal from different groups, whose parameters differ between two synchronisations.
         raise ValueError(f"--nproc_per_node {ranks}: a group of this script is one process")
     device = pick_device(args.device)
     torch.set_num_threads(args.threads)
@@ -123,7 +123,7 @@ class Job(Manager):
 
     All members of a quorum see the same step and number of groups that are up to date, so all end together, with the
     same global parameters, and not while a group heals. While a group is missing, the others continue for at most
-    `overtime` steps, so that it finds a source to heal from.
+    `overtime` steps: a group that restarts meanwhile finds a source to heal from.
     """
 
     def __init__(self, *args: Any, steps: int, overtime: int, groups: int, **settings: Any) -> None:
@@ -254,7 +254,7 @@ def bits_per_byte(net: nn.Module, text: Tensor, context: int) -> float:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--smoke", action="store_true", help="a model and a text so small that it only shows that all of it runs")
+    add("--smoke", action="store_true", help="a tiny model and text, to check that the script runs")
     add("--steps", type=positive, default=600, help="steps of the job, each the average of a fragment")
     add("--overtime", type=int, default=100, help="further steps at the end while a group is missing")
     add("--sync-every", type=positive, default=20, help="inner steps in which each fragment is averaged once")

@@ -66,7 +66,7 @@ def main() -> None:
     pg = replica_process_group(device, isolated=False)
     manager = Manager(
         pg,
-        load_state_dict=None,  # there is no state before there are shards
+        load_state_dict=None,  # `heal_with` registers the state, once the model is sharded
         state_dict=None,
         min_replica_size=1,
         replica_id=f"train_fsdp_{group}",
@@ -110,13 +110,14 @@ def main() -> None:
         if rank == 0 and step % args.log_every == 0:
             print(f"group {group} step {step} loss {loss.item():.4f} groups {participants}", flush=True)
 
-    # Leaves the other groups before the evaluation, but not before every rank here has its quorum.
+    # The group leaves the job before the evaluation, so that the others do not wait for it. The barrier comes first,
+    # because rank 0 ends the manager server, and the other ranks must have received their last quorum from it.
     dist.barrier()
     manager.shutdown(finished=not manager.draining())  # a group that was drained may come back
     accuracy, digest = evaluate(net, test_set, device), sha256_of_all_shards(net)
     events.write("end", step=manager.current_step(), accuracy=accuracy, sha256=digest)
     print(f"group {group} rank {rank} ended at step {manager.current_step()}, accuracy {accuracy:.4f}, sha256 {digest}")
-    dist.barrier()  # no rank leaves while others still gather
+    dist.barrier()  # no rank destroys its group while another one gathers shards
     pg.shutdown()
     dist.destroy_process_group()
 

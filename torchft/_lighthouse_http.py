@@ -115,7 +115,7 @@ class Lighthouse:
         )
 
 
-class Line:
+class Connection:
     """A persistent connection to one lighthouse, for one request at a time. The connection ends with this process."""
 
     def __init__(self, address: str, timeout: float = _TIMEOUT_SEC) -> None:

@@ -2,7 +2,7 @@
 
 All timers of a process share one daemon thread, which starts with the first timer. A timer that fires runs its callback
 on that thread, so callbacks must be short: abort something, fail a future. A callback that hangs would disable every
-other timer of the process, and the job could hang. So a callback has ``TORCHFT_WATCHDOG_TIMEOUT_SEC`` seconds (30 by
+other timer of the process, and the job could stall. So a callback has ``TORCHFT_WATCHDOG_TIMEOUT_SEC`` seconds (30 by
 default). After that the stacks of all threads are printed to stderr and the process exits with code 1, so that its
 supervisor restarts it.
 """

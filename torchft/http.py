@@ -18,7 +18,7 @@ from typing import Any, Callable, Iterator, Type
 logger: logging.Logger = logging.getLogger(__name__)
 
 # A read of at least this many bytes waits for all of them in one call. That is safe, because buffered readers request
-# less: whoever requests that many bytes needs all of them.
+# less: a caller that requests that many bytes needs all of them.
 _LARGE_READ = 1 << 20
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class _MonitoredPipe:
-    """One end of a pipe; the process at the other end may end, hang or fail.
+    """One end of a pipe; the process at the other end may end, stall or fail.
 
     Args:
         pipe: the connection, which this object closes.

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed import AllreduceOptions, PrefixStore, ReduceOp, TCPStore
 
 TIMEOUT = timedelta(seconds=60)
-# Timeout of the aborted operation. In a group whose abort does not end it, the wait lasts this long.
+# Timeout of the operation that is aborted. It bounds the wait in groups whose abort does not end the operation.
 ABORTED_TIMEOUT = timedelta(seconds=5)
 
 

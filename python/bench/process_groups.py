@@ -20,7 +20,8 @@ COMMAND_TIMEOUT_S = 180
 MB_25 = 25 * 2**20 // 4
 SMALL, SMALL_COUNT = 16, 200
 BIG_COUNT = 5
-# Measured last: if an abort has no effect, it and the new peers take half a minute, and may leave threads behind.
+# Aborts and new peers are measured in the last rounds: where an abort has no effect, both take half a minute and may
+# leave threads behind.
 SLOW_ROUNDS = 5
 ATTEMPTS = 3
 DISPATCH_GOAL, BIG_GOAL, RECONFIGURE_GOAL_MS, ABORT_GOAL_MS = 1.5, 1.05, 300.0, 100.0

@@ -1,4 +1,4 @@
-"""The time from a failure to the survivors' next commit: one group gets SIGKILL (it ends) or SIGSTOP (it hangs).
+"""The time from a failure to the survivors' next commit: one group gets SIGKILL (it ends) or SIGSTOP (it stalls).
 
 Steps of 50 ms on plain and on isolated Gloo, with two groups and with four, and the lighthouse's own defaults for
 heartbeats (5 s); its join timeout is 10 s. "Replay" is plain Gloo with `replay_failed_step`, which upstream lacks.

@@ -29,7 +29,7 @@ _ENV = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 @contextmanager
 def endpoint(backend: str) -> Iterator[str]:
-    """The address at which the nodes meet, which outlives each node."""
+    """The address of the rendezvous. Its server is in this process, so it survives the kill of a node."""
     if backend == "c10d":
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         yield f"127.0.0.1:{store.port}"
@@ -39,13 +39,13 @@ def endpoint(backend: str) -> Iterator[str]:
     server.shutdown()
 
 
-def train(nodes: list[Child], size: int) -> bool:
+def in_one_round(nodes: list[Child], size: int) -> bool:
     """Whether exactly this many nodes are in one round."""
     last = [node.events[-1] for node in nodes if node.events]
     return sum(event["size"] == size for event in last) >= size
 
 
-def measure(backend: str, count: int, every: float, conf: dict[str, object], after_loss: int) -> dict[str, float]:
+def measure(backend: str, count: int, every: float, conf: dict[str, object], after_kill: int) -> dict[str, float]:
     with endpoint(backend) as where, Job() as job:
         nodes: list[Child] = []
         arrived = 0.0
@@ -54,10 +54,10 @@ def measure(backend: str, count: int, every: float, conf: dict[str, object], aft
             arguments = (backend, where, count, json.dumps(conf))
             nodes.append(job.python(f"node-{i}", NODE, *arguments, path=ours_path(), env=_ENV))
             arrived = time.time()
-        job.wait(lambda: train(nodes, count), _DEADLINE_S, f"{count} nodes train")
+        job.wait(lambda: in_one_round(nodes, count), _DEADLINE_S, f"{count} nodes train")
         all_train = max(node.events[-1]["began"] for node in nodes) - arrived
-        again = [event for node in nodes for event in node.events[1:]]
-        stopped = sum(event["began"] - event["asked"] for event in again)
+        restarts = [event for node in nodes for event in node.events[1:]]
+        stopped = sum(event["began"] - event["asked"] for event in restarts)
         nodes[count // 2].kill()
         killed = time.time()
         survivors = [node for node in nodes if node.expected_to_live]
@@ -65,15 +65,15 @@ def measure(backend: str, count: int, every: float, conf: dict[str, object], aft
             node.send(failed=True)
         before = {node: len(node.events) for node in survivors}
         job.wait(
-            lambda: train([node for node in survivors if len(node.events) > before[node]], after_loss),
+            lambda: in_one_round([node for node in survivors if len(node.events) > before[node]], after_kill),
             _DEADLINE_S,
-            f"{after_loss} nodes train",
+            f"{after_kill} nodes train",
         )
         return {
-            "restarts": len(again),
+            "restarts": len(restarts),
             "stopped": stopped,
             "all_train": all_train,
-            "after_loss": time.time() - killed,
+            "after_kill": time.time() - killed,
         }
 
 
@@ -91,13 +91,13 @@ def main() -> None:
         "survivors train after a kill |"
     )
     print("|---|---|---|---|---|")
-    for name, backend, sizes, after_loss in (
+    for name, backend, sizes, after_kill in (
         ("c10d", "c10d", {}, args.nodes - 1),
         ("torchft, sizes=all", "torchft", {"sizes": "all"}, args.nodes - 1),
         ("torchft, sizes=powers_of_two", "torchft", {"sizes": "powers_of_two"}, half),
     ):
-        m = measure(backend, args.nodes, args.every, {**conf, **sizes}, after_loss)
-        print(f"| {name} | {m['restarts']} | {m['stopped']:.1f} s | {m['all_train']:.1f} s | {m['after_loss']:.2f} s |")
+        m = measure(backend, args.nodes, args.every, {**conf, **sizes}, after_kill)
+        print(f"| {name} | {m['restarts']} | {m['stopped']:.1f} s | {m['all_train']:.1f} s | {m['after_kill']:.2f} s |")
         sys.stdout.flush()
 
 

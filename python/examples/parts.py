@@ -1,4 +1,4 @@
-"""Functions of the examples other than train_ddp.py: data, shards, a common end of all groups, events for the demo."""
+"""Functions of the examples other than train_ddp.py: data, the end of a job at the same step in all groups, events."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def at_the_end(manager: Manager, steps: int, overtime: int, groups: int) -> bool
 
     The decision depends only on the quorum: all of its members see the same step and the same number of groups that are
     up to date, so all end together and with the same weights. While a group is missing or behind, the others continue
-    for at most `overtime` steps, so that it finds a source to heal from.
+    for at most `overtime` steps, as sources from which that group can heal.
     """
     if manager.current_step() < steps:
         return False
@@ -110,7 +110,7 @@ def read_cifar10(folder: Path, train: bool) -> TensorDataset:
     return numbered(scaled, torch.from_numpy(labels).long())
 
 
-OF_ARRAYS = {
+ARRAY_CLASSES = {
     ("numpy.core.multiarray", "_reconstruct"),
     ("numpy._core.multiarray", "_reconstruct"),
     ("numpy", "ndarray"),
@@ -119,10 +119,10 @@ OF_ARRAYS = {
 
 
 class ArrayUnpickler(pickle.Unpickler):
-    """Reads numpy arrays and plain values, and refuses whatever else a pickle could run."""
+    """Reads numpy arrays and plain values. It refuses every other class, so that a pickle cannot run code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in OF_ARRAYS:
+        if (module, name) not in ARRAY_CLASSES:
             raise pickle.UnpicklingError(f"{module}.{name} does not belong in a CIFAR-10 file")
         return super().find_class(module, name)
 

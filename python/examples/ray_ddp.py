@@ -208,7 +208,7 @@ def main() -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Starts the groups, replaces groups that lose an actor, and compares the weights at the end."""
+    """Starts the groups, replaces groups of which an actor has failed, and compares the weights at the end."""
     lighthouse = Lighthouse.remote()
     journal = Journal.remote()
     address = ray.get(lighthouse.address.remote())
@@ -234,7 +234,7 @@ def run(args: argparse.Namespace) -> int:
                 if group.lives > args.max_restarts:
                     print(f"group {group.number} failed {group.lives} times, the last time: {e}")
                     return 1
-                print(f"group {group.number} lost an actor ({type(e).__name__}): replacing all of it", flush=True)
+                print(f"an actor of group {group.number} failed ({type(e).__name__}): replacing all of it", flush=True)
                 group.end()
                 group.start()
                 continue

@@ -49,7 +49,7 @@ def ones(count: int = 4) -> torch.Tensor:
 
 
 def kill(group: Any) -> None:
-    """Kills the worker with SIGKILL, as the kernel would."""
+    """Kills the worker with SIGKILL, like the kernel when memory runs out, and waits until it has ended."""
     before = set(_children())
     worker = group._worker
     worker._server.kill(worker._number)
@@ -78,7 +78,7 @@ def test_the_worker_waits_for_the_stream(group: Any) -> None:
     tensor.fill_(3)
     began = time.monotonic()
     work = group.allgather([[out]], [tensor], AllgatherOptions())
-    assert time.monotonic() - began < HOST_S, "to begin an operation waited for the device"
+    assert time.monotonic() - began < HOST_S, "allgather() waited for the device"
     work.wait()
     assert out.eq(3).all()
     after = out.clone()
@@ -142,7 +142,7 @@ def test_a_kill_in_the_middle_is_an_error_and_leaves_the_device_usable(group: An
 
 
 def test_an_operation_past_its_deadline_ends_the_worker(group: Any) -> None:
-    """NCCL cannot distinguish a busy stream from a hanging peer."""
+    """NCCL cannot distinguish a busy stream from a stalled peer."""
     opts = AllreduceOptions()
     timeout_s = 1.0
     opts.timeout = timedelta(seconds=timeout_s)
@@ -184,7 +184,7 @@ def test_a_standby_holds_a_context_only_if_asked(store: TCPStore, context: bool)
         wait_until(lambda: used_mb() > without + 50)
     time.sleep(1)
     cost = settled_mb() - without
-    print(f"a worker that stands by takes {cost} MB of the device")
+    print(f"a standby worker takes {cost} MB of the device")
     assert (cost > 50) is context
     both.shutdown()
 
@@ -194,4 +194,4 @@ def test_the_worker_ends_with_its_group(group: Any) -> None:
     assert numbers
     group.shutdown()
     wait_until(lambda: not any(os.path.exists(f"/proc/{number}") for number in numbers))
-    assert signal.getsignal(signal.SIGCHLD) in (signal.SIG_DFL, None), "the trainer's signals are its own"
+    assert signal.getsignal(signal.SIGCHLD) in (signal.SIG_DFL, None), "the group changed the trainer's signal handler"

@@ -1,6 +1,6 @@
 """NCCL in this process, with PyTorch's legacy backend and its newer one.
 
-NCCL does not accept two ranks on one device, so there is one rank, and a busy stream simulates a hanging peer.
+NCCL does not accept two ranks on one device, so there is one rank, and a busy stream simulates a stalled peer.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Two replica groups on one device train with DDP and Adam; one fails and heals from the other's device memory.
 
-The groups are threads, each with its own stream, so that the default stream orders nothing; or processes.
+The groups are processes, or threads of one process. Each thread has its own stream: on the default stream, the
+operations of both groups would be ordered, which would hide a missing wait.
 """
 
 from __future__ import annotations

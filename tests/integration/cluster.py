@@ -163,4 +163,4 @@ class Gate:
 
     def wait(self) -> None:
         if not self._event.wait(60):
-            raise TimeoutError("nobody opened the gate")
+            raise TimeoutError("the gate was not opened within 60 s")

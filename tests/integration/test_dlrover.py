@@ -57,7 +57,7 @@ def test_a_service_returns_the_next_index_of_each_rank() -> None:
                 for parameter in model.parameters():
                     manager.allreduce(parameter.grad).wait()  # type: ignore[arg-type]
                 optimizer.step()
-                sgd.zero_grad()  # the loader has begun the next step before the first pass
+                sgd.zero_grad()  # before the next step, which the service begins with its first unit
         return flat(model)
 
     with Cluster(min_replicas=2) as cluster:

@@ -157,7 +157,7 @@ def test_memory_that_is_used_too_early_is_noticed(group, monkeypatch):
 
 def _unkept(storage: torch.UntypedStorage, holder: object) -> object:
     export = sharing._Export(storage)
-    export.let_go()
+    export.release_now()
     export.holders.add(holder)
     return export
 

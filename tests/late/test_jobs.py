@@ -164,7 +164,7 @@ class ProcessGroupHasty(ProcessGroupSlow):
 
 
 @pytest.mark.parametrize("ddp", [True, False], ids=["future", "wait"])
-def test_a_group_that_takes_queued_for_finished_is_noticed(late, on_cpu, ddp: bool) -> None:
+def test_a_group_that_takes_queued_work_for_finished_is_detected(late, on_cpu, ddp: bool) -> None:
     training = Training(on_device, ddp=ddp)
     ends = run(training, lambda group: ProcessGroupHasty(timeout=DEADLINE))
     assert not all(all(map(torch.equal, weights, on_cpu)) for weights in ends)

@@ -67,8 +67,8 @@ def cpu_pg(group: int) -> ProcessGroup:
 def on_cpu() -> list[list[torch.Tensor]]:
     """The final weights on the CPU: each group's own, and the global ones."""
     ends = run(Streaming(on_cpu=True), cpu_pg)
-    own, everybodys = zip(*[(end[: len(end) // 2], end[len(end) // 2 :]) for end in ends])
-    assert all(map(torch.equal, *everybodys)) and not all(map(torch.equal, *own))
+    own, shared = zip(*[(end[: len(end) // 2], end[len(end) // 2 :]) for end in ends])
+    assert all(map(torch.equal, *shared)) and not all(map(torch.equal, *own))
     return ends
 
 
@@ -81,7 +81,7 @@ def test_the_weights_are_those_of_the_cpu(late, on_cpu, schedule: str) -> None:
         assert all(map(torch.equal, ours, theirs))
 
 
-def test_a_group_that_takes_queued_for_finished_is_noticed(late, on_cpu) -> None:
+def test_a_group_that_takes_queued_work_for_finished_is_detected(late, on_cpu) -> None:
     ends = run(Streaming(), lambda group: ProcessGroupHasty(timeout=DEADLINE))
     assert not all(all(map(torch.equal, ours, theirs)) for ours, theirs in zip(ends, on_cpu))
 

@@ -86,7 +86,7 @@ def test_an_operation_that_hangs_on_the_device_has_a_deadline(
 
 
 def test_it_is_in_flight_until_the_device_has_finished(group: Any, backend: OneRank) -> None:
-    """After an abort, `is_completed` tells whether an operation may still write to its tensors."""
+    """After an abort, `is_completed` shows whether an operation may still write to its tensors."""
     backend.hang()
     work = group.allreduce([torch.ones(2, device="late")], ReduceOp.SUM)
     assert work.wait() and not work.is_completed()

@@ -24,7 +24,7 @@ TIMEOUT = timedelta(seconds=20)
 
 if __name__ == "__main__":
     late.delays(parts.int_from_env("REPLICA_GROUP_ID"), 0, 200)
-    # One device in each process, whatever device the script is told to use.
+    # One device in each process, for any value of --device.
     sys.argv = ["cpu" if argument == "late" else argument for argument in sys.argv]
     train_ddp.pick_device = lambda name: torch.device("late:0")
     train_ddp.process_group = SimpleNamespace(  # type: ignore[assignment]

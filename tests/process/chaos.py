@@ -167,8 +167,8 @@ class Chaos:
         self.wait_together()
         return outcome
 
-    def strike_while_healing(self, victim: int, whom: str, number: int = signal.SIGKILL) -> Outcome:
-        """Kills and restarts `victim`. During its heal, strikes its source (`whom="source"`) or the target
+    def strike_while_healing(self, victim: int, role: str, number: int = signal.SIGKILL) -> Outcome:
+        """Kills and restarts `victim`. During its heal, strikes its source (`role="source"`) or the target
         itself ("target").
 
         Another source must remain, so this fault needs more than two groups.
@@ -182,17 +182,17 @@ class Chaos:
         back = self._take_spare(victim)
         self.lives[victim] = back
         # The first group that is up to date serves the first healing group.
-        life = back if whom == "target" else others[0]
-        if whom == "source":
+        life = back if role == "target" else others[0]
+        if role == "source":
             self._prepare(life.group)
         child = life.ranks[0]
         before, armed = len(child.of("striking")), len(child.of("armed"))
         child.expected_to_live = number != signal.SIGKILL
-        child.send(do="strike", phase="heals" if whom == "target" else "heals another", signal=number)
-        if whom == "source":  # it reads commands between two steps, and the heal takes one step
+        child.send(do="strike", phase="heals" if role == "target" else "heals another", signal=number)
+        if role == "source":  # it reads commands between two steps, and the heal takes one step
             self.job.wait(lambda: len(child.of("armed")) > armed, HEAL_BOUND_S, "the source reads the command")
         self._join(back)
-        self.job.wait(lambda: len(child.of("striking")) > before, HEAL_BOUND_S, f"a strike at the {whom} of a heal")
+        self.job.wait(lambda: len(child.of("striking")) > before, HEAL_BOUND_S, f"a strike at the {role} of a heal")
         at = child.of("striking")[-1]["at"]
         if number == signal.SIGKILL:
             for sibling in life.ranks:

@@ -26,7 +26,7 @@ from flapping import Flapping
 from processes import Job
 
 KINDS = ("gloo", "isolated", "native", "late")  # "late": the test accelerator of tests/late
-# For groups of several ranks: a stopped rank hangs while its manager server runs.
+# For groups of several ranks: a stopped rank stalls while its manager server runs.
 EJECT = ("--stalled_after_ms=2000", "--eject_stalled_after_ms=3000")
 
 
@@ -56,15 +56,15 @@ def _kill(count: int, phase: str | None = None, rank: int = 0) -> Do:
 
 
 def _stop(count: int, phase: str | None = None, rank: int = 0) -> Do:
-    # A hanging member is evicted later than a silent one.
+    # A stalled member is evicted later than a silent one.
     bound_s = STOP_BOUND_S + (3.0 if rank else 0.0)
     return lambda chaos, rng: chaos.stop(
         *_some(chaos, rng, count), phase=phase or rng.choice(PHASES), rank=rank, bound_s=bound_s
     )
 
 
-def _heal(whom: str, number: int) -> Do:
-    return lambda chaos, rng: chaos.strike_while_healing(rng.randrange(chaos.groups), whom, number)
+def _heal(role: str, number: int) -> Do:
+    return lambda chaos, rng: chaos.strike_while_healing(rng.randrange(chaos.groups), role, number)
 
 
 def _agent(chaos: Chaos, rng: random.Random) -> Outcome:

@@ -84,5 +84,5 @@ class Page:
         """Returns the browser's complaints: script errors, violations of the content policy, missing files."""
         return [entry["message"] for entry in self.browser.get_log("browser") if entry["level"] == "SEVERE"]
 
-    def was_not_loaded_again(self) -> bool:
+    def was_not_reloaded(self) -> bool:
         return bool(self.browser.execute_script("return window.loadedOnce === true"))

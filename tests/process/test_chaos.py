@@ -91,7 +91,7 @@ def test_other_process_groups(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_rank_of_a_group() -> None:
-    """The manager's rank or another one fails, and with it the group. A group with a hanging rank is evicted by
+    """The manager's rank or another one fails, and with it the group. A group with a stalled rank is evicted by
     name.
     """
     with Job() as job:

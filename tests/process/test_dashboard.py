@@ -97,9 +97,9 @@ def test_a_kill_and_the_heal_are_seen_live(
 
     os.kill(members[0].pid, signal.SIGUSR1)
     wait(lambda: page.event("failed", "group_0"), "the failure is shown")
-    assert "no sign of life for" not in page.event("failed", "group_0"), "its connections broke"
+    assert "no sign of life for" not in page.event("failed", "group_0"), "not by the broken connection"
     wait(lambda: page.text("groups") == str(count - 1), "the others continue")
-    wait(lambda: page.event("recovered", "go on at step"), "its cost for the survivors is shown")
+    wait(lambda: page.event("recovered", "go on at step"), "the recovery time of the survivors is shown")
     pause(15)
 
     members[0] = groups(0)
@@ -117,7 +117,7 @@ def test_a_kill_and_the_heal_are_seen_live(
         wait(heals, "the received part of the state is shown")
     except AssertionError as e:
         raise AssertionError(f"seen {seen}; {page.rows()}\n{page.text('events')}") from e
-    assert seen == sorted(seen), "it grows"
+    assert seen == sorted(seen), "the received part must grow"
     picture(page, "light")
     wait(lambda: page.event("healed", "group_0"), "the cost of the heal is shown")
     healed = page.event("healed", "group_0")
@@ -128,7 +128,7 @@ def test_a_kill_and_the_heal_are_seen_live(
     pause(15)
     picture(page, "dark")
     picture(page, "phone")
-    assert page.was_not_loaded_again()
+    assert page.was_not_reloaded()
     assert page.complaints() == []
 
 
@@ -182,7 +182,7 @@ def test_the_kill_button_asks_first_and_shows_why_it_was_refused(browser: Any, l
         assert page.text("question") == question and page.text("victim") == "a" and page.text("refused") == ""
         browser.execute_script("document.getElementById('confirm').click()")
         wait(lambda: page.text("refused"), "the answer is shown")
-        assert browser.execute_script("return document.getElementById('ask').open"), "it was not ended"
+        assert browser.execute_script("return document.getElementById('ask').open"), "the dialog closed"
         browser.execute_script("document.getElementById('ask').close()")
 
 
@@ -192,9 +192,9 @@ def test_the_drain_button_drains_a_group(browser: Any, lighthouse: LighthouseSer
     rows = "[...document.querySelectorAll('#rows tr')]"
     browser.execute_script(f"{rows}.find(r => r.innerText.includes('member_1')).querySelector('.drain').click()")
     browser.execute_script("document.getElementById('confirm').click()")
-    wait(lambda: members[1].process.poll() == 0, "it ends well")
+    wait(lambda: members[1].process.poll() == 0, "the drained group ends with status 0")
     wait(lambda: page.states() == ["training"] * 2, "two continue")
-    wait(lambda: "left as asked (drain)" in page.text("events"), "it is shown")
+    wait(lambda: "left as asked (drain)" in page.text("events"), "the drain is shown")
     assert "failed" not in page.text("events"), page.text("events")
     assert page.complaints() == []
 
@@ -204,10 +204,10 @@ def test_the_kill_button_ends_a_group(browser: Any, lighthouse: LighthouseServer
     wait(lambda: page.states() == ["training"] * 3, "three groups train")
     rows = "[...document.querySelectorAll('#rows tr')]"
     browser.execute_script(f"{rows}.find(r => r.innerText.includes('member_2')).querySelector('.kill').click()")
-    assert members[2].process.poll() is None, "it asks first"
+    assert members[2].process.poll() is None, "the first click must only ask"
     browser.execute_script("document.getElementById('confirm').click()")
-    wait(lambda: members[2].process.poll() == 1, "it ends")
-    wait(lambda: page.event("killed", "member_2"), "it is shown")
+    wait(lambda: members[2].process.poll() == 1, "the killed group ends")
+    wait(lambda: page.event("killed", "member_2"), "the kill is shown")
     wait(lambda: page.states() == ["training"] * 2, "two continue")
     assert not browser.execute_script("return document.getElementById('ask').open") and page.complaints() == []
 
@@ -221,17 +221,17 @@ def test_the_kill_button_takes_the_token(browser: Any, tmp_path: Path, monkeypat
         member = Member(0, address, tmp_path)
         try:
             page = Page(browser, address)
-            wait(lambda: page.states() == ["training"], "it trains")
+            wait(lambda: page.states() == ["training"], "the group trains")
             browser.execute_script("document.querySelector('#rows .kill').click()")
             for guess in ("", "another"):
                 browser.execute_script("document.getElementById('token').value = arguments[0]", guess)
                 browser.execute_script("document.getElementById('refused').textContent = ''")
                 browser.execute_script("document.getElementById('confirm').click()")
-                wait(lambda: "kill is refused" in page.text("refused"), "it is refused")
+                wait(lambda: "kill is refused" in page.text("refused"), "the kill is refused")
             assert member.process.poll() is None
             browser.execute_script("document.getElementById('token').value = 'a-secret-of-this-job'")
             browser.execute_script("document.getElementById('confirm').click()")
-            wait(lambda: member.process.poll() == 1, "it ends")
+            wait(lambda: member.process.poll() == 1, "the group ends")
         finally:
             member.kill()
 
@@ -242,16 +242,16 @@ def test_the_reason_for_a_missing_quorum_is_shown(browser: Any, tmp_path: Path) 
     members = [Member(0, server.address(), tmp_path)]
     try:
         page = Page(browser, server.address())
-        wait(lambda: page.states() == ["waiting"], "it waits")
+        wait(lambda: page.states() == ["waiting"], "the group waits")
         assert "Next quorum: 1 member asked, min_replicas is 2. 1 alive, 1 waiting, at least 2 needed." in page.text(
             "reason"
         )
         assert page.text("quorum") == "no quorum yet" and page.complaints() == []
-        # An operator has to fix some causes, for example that the directory was removed.
+        # The page also shows errors that an operator must fix, such as a state directory that was removed.
         assert page.text("unkept") == ""
         shutil.rmtree(disk)
         members.append(Member(1, server.address(), tmp_path))
-        wait(lambda: "The state of the job is not kept on disk: " in page.text("unkept"), "the page says so")
+        wait(lambda: "The state of the job is not kept on disk: " in page.text("unkept"), "the page shows the error")
     finally:
         for member in members:
             member.kill()
@@ -303,9 +303,7 @@ def test_a_thousand_groups_and_a_narrow_screen(browser: Any, lighthouse: Lightho
             filter.dispatchEvent(new Event("input"));
         """)
         wait(lambda: len(page.rows()) == 100, "the results of the search are shown")
-        assert browser.execute_script("return document.documentElement.scrollWidth") <= 390, (
-            "nothing to scroll sideways"
-        )
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 390, "the page scrolls sideways"
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     assert page.complaints() == []
@@ -332,19 +330,19 @@ def test_the_page_notices_the_end_of_a_lighthouse_and_its_successor(browser: Any
         wait(lambda: page.text("link") == "live", "the page is live")
     finally:
         server.shutdown()
-    wait(lambda: "connection lost" in page.text("link"), "it says so")
+    wait(lambda: "connection lost" in page.text("link"), "the page shows that the connection broke")
     with HTTPServer(("127.0.0.1", port), Refusing) as proxy:
         thread = threading.Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:
-            assert Refusing.asked.wait(WAIT_S), "the browser tries again"
+            assert Refusing.asked.wait(WAIT_S), "the page does not reconnect"
         finally:
             proxy.shutdown()
             thread.join()
     server = LighthouseServer(f"127.0.0.1:{port}", min_replicas=1)
     try:
-        wait(lambda: page.text("link") == "live", "it is live again")
-        assert page.was_not_loaded_again()
+        wait(lambda: page.text("link") == "live", "the page is live again")
+        assert page.was_not_reloaded()
     finally:
         server.shutdown()
 
@@ -394,5 +392,5 @@ def test_events_of_another_day_show_their_date(browser: Any, lighthouse: Lightho
         try { redate(); } finally { Date = RealDate; }
         return document.querySelector("#events time").innerText;
     """)
-    assert re.fullmatch(r"\S+ \S+\s\d\d:\d\d:\d\d", yesterday), "the page is open since then"
+    assert re.fullmatch(r"\S+ \S+\s\d\d:\d\d:\d\d", yesterday), "a page that stays open until another day shows no date"
     assert page.complaints() == []

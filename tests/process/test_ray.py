@@ -44,7 +44,7 @@ def test_a_killed_actor_comes_back_with_its_group(ranks: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[-1] == "equal" or "equal" in lines, done.stdout
-    assert any("group 1 lost an actor (" in line for line in lines)
+    assert any("an actor of group 1 failed (" in line for line in lines)
     assert any(line.startswith("group 0: 1 lives") for line in lines)  # the other group never ended
     back = next(
         re.match(r"group 1: 2 lives, \d+ steps, healed at steps \[(.*)\]", line) for line in lines if "2 lives" in line

@@ -94,7 +94,7 @@ def test_a_part_that_takes_too_long_is_ended_with_its_children(tmp_path: Path) -
 
 
 def hangs_at_its_end(tmp_path: Path, exit_s: str) -> Part:
-    """A run of pytest whose process hangs after its last test, and may do so for `exit_s` seconds."""
+    """A run of pytest whose process does not end after its tests: tests/conftest.py ends it after `exit_s` seconds."""
     test = tmp_path / "test_hangs.py"
     test.write_text(
         "import atexit, time\n\ndef test_passes():\n    atexit.register(hangs)\n\n"
@@ -127,7 +127,7 @@ def test_a_part_that_takes_too_long_writes_its_stacks_first(tmp_path: Path) -> N
     assert result is not None
     assert result.failed
     assert "1 passed" in log.read_text()
-    stacks = log.read_text().partition("most recent call first")[2]  # of faulthandler, before the SIGINT
+    stacks = log.read_text().partition("most recent call first")[2]  # written by faulthandler at SIGQUIT, before SIGINT
     assert "in hangs" in stacks.splitlines()[1]
 
 

@@ -93,7 +93,7 @@ def test_hooks_are_the_wrapped_optimizers(manager: MagicMock, committed: bool) -
 
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_checkpoint_helpers_neither_vote_nor_start_a_quorum(manager: MagicMock, scheduled: bool) -> None:
-    manager.should_commit.return_value = False  # the helpers' step must be done nevertheless
+    manager.should_commit.return_value = False  # PyTorch's checkpoint helpers call step(), which must not vote
     model, twin = nn.Linear(2, 2), nn.Linear(2, 2)
     before = model.weight.detach().clone()
     optimizer = OptimizerWrapper(manager, torch.optim.Adam(model.parameters(), lr=0.5))

@@ -135,8 +135,8 @@ def test_session_of_a_client_that_never_connects_ends(server: Sums) -> None:
     connection.close()
     until(lambda: server.sessions() == [])
     assert server.served == []
-    assert connecting()  # so it did not end by its timeout
-    # PyTorch's wait for the client goes on; it must not last until the end of the process.
+    assert connecting()  # PyTorch still waits for the client, so the session has not ended by its timeout
+    # The client connects late, so that this wait ends before the process does.
     client = Sums.new_process_group()
     client.configure(f"{asked['store_addr']}/session/{asked['session_id']}", "client", 1, 2)
     until(lambda: not connecting())
@@ -148,7 +148,7 @@ def test_forward_that_raises_ends_only_its_own_session(server: Sums, monkeypatch
     push(other, 1.0)
 
     def fail(session_id: str, pg: ProcessGroup) -> None:
-        raise KeyError("what it wanted")
+        raise KeyError("a mistake in forward")
 
     monkeypatch.setattr(server, "forward", fail)
     pg = Sums.new_session(server.address())

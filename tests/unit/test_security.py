@@ -25,7 +25,7 @@ SOON = timedelta(seconds=1)  # timeout of calls that are expected to fail
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with ca, host, stranger (of another authority) and expired: each .pem and .key."""
+    """A folder with NAME.pem and NAME.key of ca, host, stranger (signed by another authority) and expired."""
     if shutil.which("openssl") is None:
         pytest.skip("the certificates are made with openssl")
     folder = tmp_path_factory.mktemp("authority")
@@ -55,7 +55,7 @@ def setting(monkeypatch: pytest.MonkeyPatch, **files: Any) -> None:
 
 
 @pytest.fixture
-def all_of_it(authority: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def token_and_tls(authority: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("secret\n")
     token.chmod(0o600)
@@ -78,7 +78,7 @@ def manager_server(lighthouse: str) -> ManagerServer:
     )
 
 
-def test_the_rendezvous_of_torchrun(all_of_it: None, authority: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rendezvous_of_torchrun(token_and_tls: None, authority: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """HOST:PORT means TLS if the environment configures it, and the token is never sent without TLS."""
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1)
     endpoint = f"localhost:{lighthouse.address().rpartition(':')[2]}"
@@ -101,7 +101,7 @@ def test_the_rendezvous_of_torchrun(all_of_it: None, authority: Path, monkeypatc
 
 
 def test_token_and_certificates_together(
-    all_of_it: None, authority: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    token_and_tls: None, authority: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     lighthouse = LighthouseServer(bind="[::]:0", min_replicas=1, join_timeout_ms=10)
     server = manager_server(lighthouse.address())
@@ -121,8 +121,8 @@ def test_token_and_certificates_together(
                     stranger.quorum("c", TIMEOUT)
                 with pytest.raises(RuntimeError, match=message):
                     stranger.heartbeat("c", TIMEOUT)
-                # A rank in the server's process calls it without a connection; the group still has to call the
-                # lighthouse.
+                # A ManagerClient in the server's process opens no connection to it, so only the server's request to the
+                # lighthouse is refused.
                 unknown = manager_server(lighthouse.address())
                 with pytest.raises(RuntimeError, match=message):
                     ManagerClient(unknown.address(), TIMEOUT)._quorum(0, 1, "", False, TIMEOUT, 0)

@@ -444,7 +444,7 @@ def test_an_operation_that_outlives_the_thread_that_waits_for_it() -> None:
                 sleep(3)
                 write("last")
                 flush()
-        sys.last = Last()  # is deleted when nobody but the main thread runs Python any more
+        sys.last = Last()  # is deleted when only the main thread still runs Python
     """
     command = [sys.executable, "-c", textwrap.dedent(script)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -203,14 +203,14 @@ class Backlog:
         Raises:
             TimeoutError: none is free in that time.
         """
-        if self._at_once is None or self._lost() < self._at_once:
+        if self._at_once is None or self._occupied() < self._at_once:
             return
         self._logger.warn(
             f"{len(self._left)} aborted collectives of an earlier quorum occupy the {self._at_once} threads of the "
             "backend until their timeout: this group joins no quorum before"
         )
         deadline = time.monotonic() + timeout.total_seconds()
-        while self._lost() >= self._at_once:
+        while self._occupied() >= self._at_once:
             left = deadline - time.monotonic()
             if left <= 0:
                 raise TimeoutError(
@@ -219,7 +219,7 @@ class Backlog:
                 )
             time.sleep(min(left, _LOOK_SEC))
 
-    def _lost(self) -> int:
+    def _occupied(self) -> int:
         """The number of collectives of earlier steps that still occupy a thread."""
         self._left = [work for work in self._left if not work.ended()]
         return len(self._left)

@@ -82,9 +82,10 @@ class Connection:
                 else:
                     self._peers.configure_by_store(plan, self._replica_id, self._settings)
         except LayoutDiffers as e:
-            if e.ours_to_mend:
+            if e.must_end:
                 raise
-            # only this group differs: the others continue, and the next quorum does not contain it
+            # The other group raises this error and ends. This group votes no and does not connect, because the groups
+            # would reduce different tensors. The next quorum does not contain the other group.
             self._errors.reported(e)
         except Exception as e:
             self._logger.exception(f"the process group could not be made for quorum {plan.quorum_id}: {e}")

@@ -268,8 +268,8 @@ class Peers:
 
     Attributes:
         error: returns the error that the process group has noticed, or None.
-        at_once: the number of hanging collectives that block all threads of the process group, even after it was
-            connected with other peers; None: it gets new threads with new peers.
+        at_once: the number of aborted collectives that occupy all threads of the process group, even after it was
+            connected with other peers, until their timeout; None: it gets new threads with new peers.
         ours: whether it is of a class of torchft, which reduces tensors of each dtype.
     """
 
@@ -395,7 +395,7 @@ def as_peers(pg: dist.ProcessGroup) -> Peers:
     if not supports_reconfigure(pg):
         raise ValueError(
             f"pg={type(pg).__name__}: this process group does not support reconfiguration, so it cannot outlive "
-            "the loss of a peer; use one of torchft.process_group, or make a native one with "
+            "the failure of a peer; use one of torchft.process_group, or make a native one with "
             "init_process_group(..., enable_reconfigure=True) (PyTorch >= 2.14)"
         )
     return (_NativePeers if is_native(pg) else Peers)(pg)

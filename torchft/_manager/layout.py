@@ -36,12 +36,12 @@ class LayoutDiffers(ValueError):
     """Another group reduces different tensors, or trains on different data.
 
     Attributes:
-        ours_to_mend: whether this group has to change, so that its process must end.
+        must_end: whether this group has to change, so that its process must end.
     """
 
-    def __init__(self, message: str, ours_to_mend: bool) -> None:
+    def __init__(self, message: str, must_end: bool) -> None:
         super().__init__(message)
-        self.ours_to_mend = ours_to_mend
+        self.must_end = must_end
 
 
 def digest(lines: Sequence[str]) -> str:
@@ -130,16 +130,16 @@ def check_layouts(
         raise LayoutDiffers(
             f"this group trains with an {LOADER}, which torchft 0.2.0 does not have: among {without} is a group that "
             "announces nothing, so it would divide the sum of weighted gradients by the number of groups",
-            ours_to_mend=plan.heal or new_here,
+            must_end=plan.heal or new_here,
         )
     peers = [_decode(text) for text in plan.handles]
     differing = [i for i, peer in enumerate(peers) if _differ(peer.layout, mine)]
     if not differing:
         return
     judge = plan.source.replica_rank if plan.source is not None and plan.max_step > 0 else 0
-    ours_to_mend = judge in differing and (plan.heal or new_here)
-    other = judge if ours_to_mend else differing[0]
-    raise LayoutDiffers(_explain(plan.replica_ids[other], ours, peers[other], read), ours_to_mend)
+    must_end = judge in differing and (plan.heal or new_here)
+    other = judge if must_end else differing[0]
+    raise LayoutDiffers(_explain(plan.replica_ids[other], ours, peers[other], read), must_end)
 
 
 def _differ(one: Optional[str], other: Optional[str]) -> bool:

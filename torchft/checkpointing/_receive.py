@@ -232,7 +232,7 @@ class AdditionalSources:
                 self._over.wait(max(0.0, self._deadline - time.monotonic()))
         except Exception as error:
             if not self._over.is_set():
-                logger.info("a further source does not help: %s", error)
+                logger.info("an additional source failed: %s", error)
 
 
 def receive(
@@ -260,7 +260,7 @@ def receive(
         own: returns the local state, to be filled in place; it must equal the received one in structure
         target: chooses the devices of tensors if there is no ``own``
         upstream: reads an answer in the upstream format
-        helpers: functions that return the metadata of additional sources
+        additional_sources: functions that return the metadata of additional sources
         abandon: aborts the transfer before the deadline
 
     Raises:

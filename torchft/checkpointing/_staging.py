@@ -12,7 +12,7 @@ from typing import Any, Callable, Dict, Generator, Iterator, List, Optional, Pro
 
 import torch
 
-BLOCK = 32 << 20  # bytes: for each stream of the network, a few of its blocks
+BLOCK = 32 << 20  # bytes; holds several of the blocks that are sent over the network
 _KEPT = 4  # blocks per device type kept for the next reader: page-locked memory is slow to allocate, and scarce
 
 Wait = Callable[[], None]

@@ -20,8 +20,9 @@ FULL = "full"
 METADATA = "metadata"
 _MAX_STREAMS = 16  # chunks fetched at the same time
 
-# Names of the main part of the user's state: the name if the constructor set it, and upstream's name (measured: 0.2.0
-# and a nightly of 2026-10-26) if set_state_dict_fns set it.
+# Names of the main part of the user's state. Upstream uses the first if its Manager's constructor got the functions of
+# the state, and the second if set_state_dict_fns did (measured: 0.2.0 and a nightly of 2026-10-26). This package always
+# uses the first.
 MAIN_PARTS = ("default", "set_state_dict_fns")
 _AFTER = "after "  # prefix of the keys that hold the padding after a main part
 

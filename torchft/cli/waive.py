@@ -99,9 +99,9 @@ def objections(status: Status, others: Sequence[Other], accepts: Callable[[str],
         if alive:
             against.append(f"{', '.join(alive)} may train at {other.address}: end them first")
         if other.status.get("quorum_id", 0) > status.get("quorum_id", 0):
-            against.append(f"{other.address} knows of a later quorum: waive the missing there, where its groups wait")
+            against.append(f"{other.address} knows a later quorum: waive its votes there, where its groups wait")
         if given:
-            against.append(f"{other.address} has the votes of {', '.join(given)}, which ended there: restart it first")
+            against.append(f"{other.address} has votes of groups that ended there: restart {', '.join(given)} first")
     return against
 
 

@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
-from torchft._lighthouse_http import Line, Unanswered, address_of
+from torchft._lighthouse_http import Connection, Unanswered, address_of
 from torchft.addresses import announced_host, host_port
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -114,8 +114,8 @@ class TorchRendezvousService:
         self._trouble: Unanswered | None = None
         self._ended = threading.Event()
         self._connect(connect_timeout)
-        line = Line(self._address, _ANSWER_SEC)
-        self._thread = threading.Thread(target=self._attend, args=(line,), name="torchft-rendezvous", daemon=True)
+        connection = Connection(self._address, _ANSWER_SEC)
+        self._thread = threading.Thread(target=self._attend, args=(connection,), name="torchft-rendezvous", daemon=True)
         self._thread.start()
 
     @property
@@ -183,8 +183,8 @@ class TorchRendezvousService:
             return
         self._ended.set()
         try:
-            with closing(Line(self._address, 2.0)) as line:
-                line.post(self._path, {**self._claim, "leave": True, "close": finished})
+            with closing(Connection(self._address, 2.0)) as connection:
+                connection.post(self._path, {**self._claim, "leave": True, "close": finished})
         except Unanswered as error:
             logger.warning("the rendezvous is left without a word: %s", error)
         self._thread.join(1.0)  # ends: the lighthouse answers the pending request when the node leaves
@@ -217,23 +217,23 @@ class TorchRendezvousService:
                     ) from None
             time.sleep(_RETRY_SEC)
 
-    def _attend(self, line: Line) -> None:
+    def _attend(self, connection: Connection) -> None:
         while not self._ended.is_set():
             try:
-                answer = self._request(line, self._view)
+                answer = self._request(connection, self._view)
             except Unanswered as error:
                 self._note(error)
                 self._ended.wait(_RETRY_SEC)
             else:
                 self._take(answer)
-        line.close()
+        connection.close()
 
     def _once(self, seen: dict[str, Any], timeout: float = _ANSWER_SEC, close: bool = False) -> Any:
-        with closing(Line(self._address, timeout)) as line:
-            return self._request(line, seen, close)
+        with closing(Connection(self._address, timeout)) as connection:
+            return self._request(connection, seen, close)
 
-    def _request(self, line: Line, seen: dict[str, Any], close: bool = False) -> Any:
-        answer = line.post(self._path, {**self._claim, "ask": self._ask, "seen": seen, "close": close})
+    def _request(self, connection: Connection, seen: dict[str, Any], close: bool = False) -> Any:
+        answer = connection.post(self._path, {**self._claim, "ask": self._ask, "seen": seen, "close": close})
         if not isinstance(answer, dict) or not isinstance(answer.get("view"), dict):
             raise Unanswered(f"{self._address} answered {str(answer)[:80]!r}: is it a lighthouse?", 404)
         return answer

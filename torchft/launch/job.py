@@ -21,7 +21,7 @@ from torchft.launch.restarts import FRUITLESS_LIVES, restart_delay
 
 _TICK_SEC = 0.1
 _ANSWER_SEC = 1.0
-# The timeout of a drain request is longer, because a group that does not receive it is ended in mid-step.
+# The timeout of a drain request is longer: a group that does not receive it gets SIGTERM, even in the middle of a step.
 _REQUEST_SEC = 4.0
 _ASK_EVERY_SEC = 0.5
 # A group ends at the latest TORCHFT_GRACE_S after SIGTERM. It is killed if it still runs this many seconds later.
@@ -45,7 +45,7 @@ class Member:
     leaving: bool = False
     abandoned: str = ""  # why it is not restarted; empty if it is
     end_by: float | None = None  # time at which it gets SIGTERM if it has not left
-    replica_id: str = ""  # the lighthouse's record of it
+    replica_id: str = ""  # as the lighthouse reports it
     history: deque[tuple[float, int]] = field(default_factory=deque)  # (seconds, step)
 
     @property
@@ -94,9 +94,9 @@ class LocalJob:
         self.scale(replicas)
 
     def scale(self, replicas: int) -> None:
-        """Adds groups, or drains the last ones, which leave at the end of a step, so that the others lose none.
+        """Adds groups, or drains the last ones: they leave between two steps, so no step of the others is aborted.
 
-        Groups that were no longer restarted are started again.
+        Groups whose restarts had stopped are started again.
 
         Raises:
             ValueError: ``replicas`` is below one or above ``most``.
@@ -122,7 +122,8 @@ class LocalJob:
         """Updates, restarts and ends groups. Returns whether any of them runs or will be restarted.
 
         Raises:
-            LaunchError: a group is no longer restarted, and there is no other one, or all others have finished.
+            LaunchError: a group is no longer restarted, and no other group runs or will be restarted, or none has ever
+                taken part in a step.
         """
         now = time.monotonic()
         if now - self._asked > _ASK_EVERY_SEC:
@@ -250,7 +251,7 @@ class LocalJob:
 
 
 def status(lighthouse: str) -> list[dict[str, Any]]:
-    """The members that a lighthouse knows; none if it does not answer."""
+    """The members that a lighthouse knows; an empty list if it does not answer."""
     try:
         return list(Lighthouse(lighthouse, timeout=_ANSWER_SEC).get("/status")["members"])
     except (Unanswered, ValueError, KeyError):
@@ -267,12 +268,12 @@ def drain(lighthouse: str, replica_id: str) -> bool:
 
 
 # The first line that torchrun's agent logs when a worker has failed. Dozens of lines follow, without the cause.
-_OF_TORCHRUN = re.compile(r"torch/distributed/elastic/\S+ failed \(exitcode: ")
+_FAILURE_REPORT = re.compile(r"torch/distributed/elastic/\S+ failed \(exitcode: ")
 
 
 def tail(log: Path, lines: int = 20) -> str:
-    """The last lines of a log, before torchrun's report of a failure if there is one: the script's own last lines."""
+    """The last lines that the script wrote to a log, without the report of a failure that torchrun adds."""
     text = log.read_text(errors="replace").splitlines()
-    reports = [i for i, line in enumerate(text) if _OF_TORCHRUN.search(line)]
+    reports = [i for i, line in enumerate(text) if _FAILURE_REPORT.search(line)]
     end = reports[-1] if reports and reports[-1] > 0 else len(text)
     return "\n".join(text[max(0, end - lines) : end])

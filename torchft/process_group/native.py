@@ -189,7 +189,7 @@ def connections_of(pg: dist.ProcessGroup) -> Optional[Connections]:
 
 
 def collectives_at_once(pg: dist.ProcessGroup) -> Optional[int]:
-    """The number of hanging collectives that occupy all threads of a native group, so that operations with its next
+    """The number of aborted collectives that occupy all threads of a native group, so that operations with its next
     peers have to wait; None if no number does.
     """
     backends = [pg._get_backend(device) for device in pg._device_types]

@@ -327,7 +327,7 @@ class ProcessGroupWrapper(ProcessGroup):
         if self._given:
             self._leave()
         else:
-            self._release(RuntimeError("nobody holds the process group any more"))
+            self._release(RuntimeError("the process group is not referenced any more"))
 
     def _leave(self) -> None:
         """Drops the reference to a native group, without an abort. Calls `reap`, since it may be the last reference."""

@@ -325,7 +325,7 @@ def test_an_additional_source_that_cannot_be_reached_is_not_waited_for(make: Any
         over.set()
 
 
-@pytest.mark.parametrize("additional", ["another structure", "another step", "nobody", "garbage"])
+@pytest.mark.parametrize("additional", ["another structure", "another step", "no server", "garbage"])
 def test_useless_additional_sources(make: Any, additional: str, at_once: None) -> None:
     state = {"w": torch.randn(MB)}
     source, other = make(bandwidth_limit=16 * MB), make()
@@ -335,7 +335,7 @@ def test_useless_additional_sources(make: Any, additional: str, at_once: None) -
         other.send_checkpoint([1], 1, {"w": torch.randn(5)}, TIMEOUT)
     elif additional == "another step":
         other.send_checkpoint([1], 2, state, TIMEOUT)
-    elif additional == "nobody":
+    elif additional == "no server":
         other.shutdown()
     else:
         metadata = "nonsense"

@@ -30,7 +30,7 @@ def test_pauses_between_attempts(deadline: float, attempts: Sequence[bool], paus
 
 
 @pytest.mark.parametrize(
-    ("kind", "again"),
+    ("kind", "retried"),
     [
         (Interrupted, True),
         (Garbled, True),
@@ -41,5 +41,5 @@ def test_pauses_between_attempts(deadline: float, attempts: Sequence[bool], paus
         (CheckpointTimeout, False),
     ],
 )
-def test_which_errors_are_interruptions(kind: type[Exception], again: bool) -> None:
-    assert issubclass(kind, Interrupted) is again
+def test_which_errors_are_interruptions(kind: type[Exception], retried: bool) -> None:
+    assert issubclass(kind, Interrupted) is retried

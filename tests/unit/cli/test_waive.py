@@ -50,12 +50,12 @@ def idle(**status: Any) -> Other:
         (
             [Other("http://third:1", {"quorum_id": 8})],
             [],
-            ["http://third:1 knows of a later quorum: waive the missing there, where its groups wait"],
+            ["http://third:1 knows a later quorum: waive its votes there, where its groups wait"],
         ),
         (
             [idle(given_votes=["a:1"])],
             [],
-            ["http://second:1 has the votes of a:1, which ended there: restart it first"],
+            ["http://second:1 has votes of groups that ended there: restart a:1 first"],
         ),
     ],
 )
@@ -120,15 +120,15 @@ def test_a_waiver_is_refused_unless_the_risk_is_accepted(
     received: list[tuple[str, str]] = []
     with socket.create_server(("127.0.0.1", 0)) as manager, socket.create_server(("127.0.0.1", 0)) as ended:
         address = f"http://127.0.0.1:{manager.getsockname()[1]}"
-        nobody = f"http://127.0.0.1:{ended.getsockname()[1]}"
+        unreachable = f"http://127.0.0.1:{ended.getsockname()[1]}"
         ended.close()
         status = {"missing_votes": ["a:1"], "members": [{"replica_id": "a:1", "healthy": False, "address": address}]}
         with lighthouse(status, received) as first:
-            monkeypatch.setenv("TORCHFT_LIGHTHOUSE", f"{nobody},{first}")
+            monkeypatch.setenv("TORCHFT_LIGHTHOUSE", f"{unreachable},{first}")
             assert main(["waive", "--yes", "a"]) == 1
             output = capsys.readouterr()
             assert f"a:1 has not ended: its manager accepts connections at {address}" in output.err
-            assert f"groups may train at {nobody}, which does not answer" in output.err
+            assert f"groups may train at {unreachable}, which does not answer" in output.err
             assert "--risk-two-histories" in output.err and output.out == "" and received == []
             assert main(["waive", "--yes", "--risk-two-histories", "a"]) == 0
             output = capsys.readouterr()

@@ -217,7 +217,7 @@ def test_a_dataset_that_raises(num_workers: int) -> None:
     loader = make(Raises(), manager, shuffle=False, num_workers=num_workers)
     with pytest.raises(ReadFailed, match=r"(?s)unit 0 of batch 0 of epoch 0 could not be read: OSError: .*no sample 0"):
         next(train(loader))
-    assert len(manager.errors) == 1, "the other groups are not told"
+    assert len(manager.errors) == 1, "the other groups are not notified"
 
 
 class Crashes(Raises):
@@ -242,7 +242,7 @@ class Preempted(Raises):
         return Preempted.worker_id
 
 
-def tell(worker: int) -> None:
+def report(worker: int) -> None:
     Preempted.worker_id = worker
 
 
@@ -259,7 +259,7 @@ def leaves_on_sigterm() -> Iterator[None]:
 
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_of_a_group_that_leaves_on_a_signal_ignore_it(leaves_on_sigterm: None, context: str) -> None:
-    loader = make(Preempted(), num_workers=1, multiprocessing_context=context, worker_init_fn=tell)
+    loader = make(Preempted(), num_workers=1, multiprocessing_context=context, worker_init_fn=report)
     assert [len(unit.data) for _, units in train(loader) for unit in units] == [2] * 5
 
 

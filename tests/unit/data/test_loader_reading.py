@@ -155,7 +155,7 @@ class Where(Raises):
         return index, os.getpid(), list(Where.workers)
 
 
-def tell(worker: int) -> None:
+def report(worker: int) -> None:
     Where.workers.append(worker)
 
 
@@ -170,7 +170,7 @@ def read_by(**settings: Any) -> list[tuple[int, int, list[int]]]:
 
 @pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_start_in_the_context_and_with_the_function_that_are_given(context: str) -> None:
-    samples = read_by(num_workers=2, worker_init_fn=tell, multiprocessing_context=context)
+    samples = read_by(num_workers=2, worker_init_fn=report, multiprocessing_context=context)
     assert [index for index, _, _ in samples] == list(range(10))
     assert os.getpid() not in {pid for _, pid, _ in samples}
     assert [workers for _, _, workers in samples] == [[unit % 2] for unit in range(5) for _ in range(2)], (
@@ -183,7 +183,7 @@ def test_a_context_that_does_not_exist_is_named() -> None:
         make(num_workers=1, multiprocessing_context="thread")
 
 
-class Told(Raises):
+class Reports(Raises):
     """Reports each sample that is read."""
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ class Told(Raises):
 
 @pytest.mark.parametrize("prefetch_factor", [1, 3])
 def test_prefetch_factor_is_the_number_of_units_read_ahead(prefetch_factor: int) -> None:
-    data = Told()
+    data = Reports()
     loader = make(data, global_batch_size=2, num_workers=1, prefetch_factor=prefetch_factor)
     steps = iter(loader)
     (unit,) = next(steps)
@@ -272,7 +272,7 @@ def test_a_loop_may_continue_after_a_sample_that_could_not_be_read(
     step = next(loader)
     with pytest.raises(ReadFailed, match=f"(?s)unit 0 of batch 0 of epoch 0 could not be read: .*{message}"):
         list(step)
-    assert len(manager.errors) == 1, "the other groups are not told"
+    assert len(manager.errors) == 1, "the other groups are not notified"
     assert processes() == set(), "the traceback of the error keeps them"
     manager.decide(False)
     read = [unit.data.tolist() for _, units in train(loader) for unit in units]

@@ -242,7 +242,7 @@ def test_a_rebuild_that_returns_false_or_raises_has_failed() -> None:
     assert "could not connect 2 members" in str(ftlib.error)
     with pytest.raises(RebuildFailed, match="could not connect"):
         ftlib.execute(pytest.fail, "the function was called")
-    consensus.error = TimeoutError("nobody")
+    consensus.error = TimeoutError("no other member")
     assert ftlib.allreduce_average([]) is FAIL
     assert ftlib.error is consensus.error and not ftlib.initialized()
 

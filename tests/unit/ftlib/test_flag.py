@@ -10,7 +10,7 @@ from tests.bounded import often, todays
 from torchft.ftlib.flag import Event, Flag
 
 REBUILDING, REBUILT, BEGUN, ENDED = Event.REBUILDING, Event.REBUILT, Event.BEGUN, Event.ENDED
-FAILED, JOINED, LOST = Event.FAILED, Event.JOINED, Event.MEMBER_FAILED
+FAILED, JOINED, MEMBER_FAILED = Event.FAILED, Event.JOINED, Event.MEMBER_FAILED
 UP = (REBUILDING, REBUILT)
 
 
@@ -24,13 +24,13 @@ UP = (REBUILDING, REBUILT)
         ((*UP, BEGUN, ENDED), True),
         ((*UP, BEGUN, FAILED), False),
         ((*UP, JOINED), False),
-        ((*UP, LOST), False),
+        ((*UP, MEMBER_FAILED), False),
         ((*UP, BEGUN, JOINED), True),  # takes effect after the collective
         ((*UP, BEGUN, JOINED, ENDED), False),
-        ((*UP, BEGUN, LOST), False),  # takes effect at once
-        ((*UP, BEGUN, LOST, ENDED), False),
+        ((*UP, BEGUN, MEMBER_FAILED), False),  # takes effect at once
+        ((*UP, BEGUN, MEMBER_FAILED, ENDED), False),
         ((REBUILDING, JOINED, REBUILT), False),  # the list of members may be older than the join
-        ((REBUILDING, LOST, REBUILT), False),
+        ((REBUILDING, MEMBER_FAILED, REBUILT), False),
         ((REBUILDING, FAILED), False),
         ((JOINED, *UP), True),
         ((*UP, BEGUN, FAILED, *UP), True),
@@ -53,7 +53,7 @@ def oracle(events: list[Event]) -> bool:
     if not starts:
         return False
     since = events[starts[-1] + 1 :]
-    if REBUILT not in since or FAILED in since or LOST in since:
+    if REBUILT not in since or FAILED in since or MEMBER_FAILED in since:
         return False
     in_collective = False
     waits = False  # a join that takes effect at the end of the collective
@@ -77,12 +77,12 @@ def test_random_histories() -> None:
         events: list[Event] = []
         doing = None
         for _ in range(rng.randrange(1, 14)):
-            allowed = [JOINED, LOST]
+            allowed = [JOINED, MEMBER_FAILED]
             allowed += {None: [REBUILDING, BEGUN], REBUILDING: [REBUILT, FAILED], BEGUN: [ENDED, FAILED]}[doing] * 3
             event = rng.choice(allowed)
             if event in (REBUILDING, BEGUN):
                 doing = event
-            elif event not in (JOINED, LOST):
+            elif event not in (JOINED, MEMBER_FAILED):
                 doing = None
             events.append(event)
         assert after(events).initialized is oracle(events), events

@@ -98,7 +98,7 @@ def test_a_later_incarnation_replaces_an_earlier_one_though_its_clock_is_behind(
         member.close()
 
 
-def test_a_list_that_does_not_come() -> None:
+def test_a_list_of_members_that_is_not_complete_in_time() -> None:
     a = Gossip(name="a", timeout=SOON)
     a.get_member_list()
     waits = Gossip(seeds=a.address, name="c", timeout=AT_ONCE)

@@ -53,11 +53,11 @@ def test_members_agree_join_and_leave(tmp_path: Path) -> None:
 def test_a_later_incarnation_replaces_a_failed_one_at_once(tmp_path: Path) -> None:
     killed = SharedStorage(tmp_path, name="a", timeout=SOON, expiry=timedelta(hours=1))
     killed.get_member_list()  # then it stops without leaving
-    again = SharedStorage(tmp_path, name="a", timeout=SOON, expiry=timedelta(hours=1))
-    assert again.get_member_list().identities == [again.identity]
+    restarted = SharedStorage(tmp_path, name="a", timeout=SOON, expiry=timedelta(hours=1))
+    assert restarted.get_member_list().identities == [restarted.identity]
     with pytest.raises(RuntimeError, match="a later incarnation has replaced it"):
         killed.get_member_list()
-    again.close()
+    restarted.close()
     killed.close()
 
 
@@ -128,7 +128,7 @@ def test_a_directory_that_hangs(tmp_path: Path, server: FileServer, call: str) -
         with pytest.raises(TimeoutError, match=r"has not answered within .* s; check the server of its file system"):
             member.get_member_list()
     member.close()
-    assert directory_threads() == 1, "the call that hangs; later ones wait for its end"
+    assert directory_threads() == 1, "only the first call has a thread; later calls wait for its end"
 
 
 def test_a_member_whose_directory_hangs_returns(tmp_path: Path, server: FileServer) -> None:
@@ -173,7 +173,7 @@ def test_a_thread_that_cannot_be_started_does_not_block_later_calls(
         patch.setattr(threading.Thread, "start", fails)
         with pytest.raises(RuntimeError, match="can't start new thread"):
             member.get_member_list()
-    assert not member._idle.locked(), "the directory answers"
+    assert not member._idle.locked(), "the failed call has released the lock"
     assert member.get_member_list().identities == [member.identity]
     member.close()
 
@@ -199,7 +199,7 @@ def test_records_of_members_that_were_killed_are_removed(tmp_path: Path) -> None
     member.close()
 
 
-def test_a_list_that_does_not_come(tmp_path: Path) -> None:
+def test_a_list_of_members_that_is_not_complete_in_time(tmp_path: Path) -> None:
     alone = SharedStorage(tmp_path, name="a", min_members=2, timeout=timedelta(seconds=0.2))
     with pytest.raises(TimeoutError, match=r"timed out after 0.2 s: 1 of 2 members"):
         alone.get_member_list()

@@ -1,4 +1,4 @@
-"""The rules of a shared directory, as transcripts and in random histories of members that are killed, hang and return.
+"""The rules of a shared directory, as transcripts and in random histories of members that are killed, stall and return.
 
 A history has its own model of the directory and of communicators: two of those must never be alive at once.
 """
@@ -89,7 +89,7 @@ def test_of_two_incarnations_the_later_one_counts() -> None:
 class Process:
     identity: Identity
     taken: Optional[View] = None
-    hangs: bool = False  # whether it has stopped renewing its record
+    stalled: bool = False  # whether it has stopped renewing its record
 
 
 class Directory:
@@ -119,7 +119,7 @@ class Directory:
 
     def alive(self, observer: Process) -> dict[Identity, Record]:
         """The live members; sometimes also those that ended a moment ago."""
-        stopped = {p.identity for p in self.processes.values() if p.hangs and p is not observer}
+        stopped = {p.identity for p in self.processes.values() if p.stalled and p is not observer}
         kept = {i: r for i, r in self.records.items() if i not in stopped}
         return living({**kept, observer.identity: self.records[observer.identity]})
 
@@ -150,7 +150,7 @@ class Directory:
         """Returns the views that all of their members have taken. Each of these connects, and works as long
         as all are in it.
         """
-        taken = {p.identity: p.taken for p in self.processes.values() if not p.hangs}
+        taken = {p.identity: p.taken for p in self.processes.values() if not p.stalled}
         return [v for v in self.views.values() if all(taken.get(i) == v for i in v.identities)]
 
     def step(self) -> None:
@@ -163,10 +163,10 @@ class Directory:
         elif what < 0.03:  # killed; its record is absent when it has expired
             del self.records[process.identity], self.processes[name]
         elif what < 0.05:
-            process.hangs = True
-        elif process.hangs:
-            process.hangs = what > 0.3
-            if not process.hangs and process.taken is not None:
+            process.stalled = True
+        elif process.stalled:
+            process.stalled = what > 0.3
+            if not process.stalled and process.taken is not None:
                 self.act(process)  # a member that could not renew its record reads the directory before it continues
         else:
             self.act(process)
@@ -184,7 +184,7 @@ def test_random_histories_have_one_communicator_at_a_time_and_end_in_one_of_all(
         for name in "abcd":
             if name not in directory.processes:
                 directory.start(name)
-            directory.processes[name].hangs = False
+            directory.processes[name].stalled = False
         for _ in range(40):  # rounds without further failures
             for process in rng.sample(list(directory.processes.values()), 4):
                 directory.act(process)

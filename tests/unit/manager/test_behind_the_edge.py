@@ -20,25 +20,25 @@ BEHIND = [
 ]
 EDGE = ROOT / "_manager" / "edge.py"
 
-# Patterns of code that asks for an object's class or abilities.
+# Code behind the edge must not check whether an object is an instance of these classes.
 FOREIGN = {"ProcessGroup", "Work", "_Work", "Future", "Manager", "ManagerClient", "CheckpointTransport", "Mock"}
 
 # Exceptions: file, code, reason.
 ALLOWED = {
-    ("_manager/background.py", "getattr(leaf, '_local_tensor', leaf)"): "a leaf of a state: a DTensor has a local one",
-    ("_manager/settings.py", "getattr(settings, name)"): "a field of a record of ours, by its name",
-    ("_quantization/exchange.py", "getattr(pg, '_peers_now', lambda: pg)"): "the edge of public functions: Ranks",
+    ("_manager/background.py", "getattr(leaf, '_local_tensor', leaf)"): "only a DTensor has a local tensor",
+    ("_manager/settings.py", "getattr(settings, name)"): "a field of the settings, by its name",
+    ("_quantization/exchange.py", "getattr(pg, '_peers_now', lambda: pg)"): "public functions get any process group",
     ("_quantization/exchange.py", "hasattr(pg, 'getBackendName')"): "the same",
-    ("_quantization/layout.py", "hasattr(tensor, 'to_local')"): "a tensor of the user: a DTensor is refused",
-    ("ddp.py", "getattr(self._ddp, '_bucket_config', None)"): "which release of PyTorch's DDP it is",
-    ("local_sgd/diloco.py", "hasattr(one, 'param_groups')"): "what a user gave for an optimizer: refused by name",
+    ("_quantization/layout.py", "hasattr(tensor, 'to_local')"): "a DTensor of the user is refused",
+    ("ddp.py", "getattr(self._ddp, '_bucket_config', None)"): "depends on the release of PyTorch",
+    ("local_sgd/diloco.py", "hasattr(one, 'param_groups')"): "an argument that is no optimizer is named in the error",
     ("local_sgd/inner_steps.py", "hasattr(optimizer, 'register_step_post_hook')"): "the same",
     ("_wrapped_optimizer.py", "getattr(self.optim, name)"): "a method of the optimizer, by its name",
 }
 
 
 def questions(file: Path) -> list[tuple[str, str]]:
-    """Finds such code in a file, given by its path in the package and its text."""
+    """Finds code of a file that detects classes or abilities: pairs of the file's path in the package and the code."""
     found = [node for node in ast.walk(ast.parse(file.read_text())) if asks(node)]
     return [(file.relative_to(ROOT).as_posix(), ast.unparse(node)) for node in found]
 
@@ -59,8 +59,8 @@ def asks(node: ast.AST) -> bool:
 
 def test_code_behind_the_edge_detects_no_abilities() -> None:
     asked = {question for file in BEHIND if file != EDGE for question in questions(file)}
-    assert asked - ALLOWED.keys() == set(), "ask it in _manager/edge.py, where the Manager is made"
-    assert ALLOWED.keys() - asked == set(), "these are no longer asked"
+    assert asked - ALLOWED.keys() == set(), "detect abilities in _manager/edge.py, where the Manager is made"
+    assert ALLOWED.keys() - asked == set(), "these exceptions are no longer needed"
 
 
 def test_the_edge_detects_abilities_when_it_gets_an_object() -> None:

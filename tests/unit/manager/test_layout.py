@@ -43,31 +43,31 @@ def outcome(the_plan: Plan, ours: Optional[list[str]], new_here: bool) -> str:
     try:
         check_layouts(the_plan, ours, new_here=new_here, read=lambda peer: THEIRS if ours == OURS else OURS)
     except LayoutDiffers as e:
-        return "mine to mend" if e.ours_to_mend else "theirs"
-    return "alike"
+        return "this group ends" if e.must_end else "another group ends"
+    return "equal"
 
 
 @pytest.mark.parametrize(
     ("groups", "me", "source", "max_step", "new_here", "expected"),
     [
-        ([OURS, OURS], 0, None, 7, False, "alike"),
-        ([OURS, None], 0, None, 7, False, "alike"),  # an upstream peer announces nothing
-        ([OURS, THEIRS], 0, None, 7, False, "theirs"),  # the other one has joined, and heals
-        ([LOADER, LOADER], 0, None, 7, False, "alike"),
-        ([LOADER, None], 0, None, 7, False, "theirs"),  # all have a loader, or none
-        ([LOADER, None], 1, 0, 7, True, "mine to mend"),
-        ([None, LOADER], 1, 0, 7, True, "mine to mend"),
-        ([LOADER, OURS], 0, None, 7, False, "theirs"),
-        ([LOADER, OTHER_LOADER], 1, 0, 7, True, "mine to mend"),
-        ([OURS, THEIRS], 1, 0, 7, True, "mine to mend"),  # and gets the error
-        ([THEIRS, OURS, OURS], 0, 2, 7, True, "mine to mend"),  # with any rank
-        ([THEIRS, OURS, OURS], 1, None, 7, False, "theirs"),
-        ([THEIRS, OURS, OURS], 1, 2, 7, True, "theirs"),  # heals from a group that equals it
-        ([OURS, THEIRS], 0, None, 0, True, "theirs"),  # all groups begin, so the first one counts
-        ([OURS, THEIRS], 1, 0, 0, True, "mine to mend"),
-        ([OURS, THEIRS], 0, 1, 0, True, "theirs"),  # rank 1 of a group takes its weights from another group
-        ([OURS, THEIRS], 1, None, 0, True, "mine to mend"),  # as with init_sync=False
-        ([OURS, THEIRS], 1, None, 40, True, "mine to mend"),  # all groups begin with a checkpoint of step 40
+        ([OURS, OURS], 0, None, 7, False, "equal"),
+        ([OURS, None], 0, None, 7, False, "equal"),  # an upstream peer announces nothing
+        ([OURS, THEIRS], 0, None, 7, False, "another group ends"),  # the other group joins, and heals
+        ([LOADER, LOADER], 0, None, 7, False, "equal"),
+        ([LOADER, None], 0, None, 7, False, "another group ends"),  # a loader is needed in all groups or in none
+        ([LOADER, None], 1, 0, 7, True, "this group ends"),
+        ([None, LOADER], 1, 0, 7, True, "this group ends"),
+        ([LOADER, OURS], 0, None, 7, False, "another group ends"),
+        ([LOADER, OTHER_LOADER], 1, 0, 7, True, "this group ends"),
+        ([OURS, THEIRS], 1, 0, 7, True, "this group ends"),
+        ([THEIRS, OURS, OURS], 0, 2, 7, True, "this group ends"),  # the replica rank does not matter
+        ([THEIRS, OURS, OURS], 1, None, 7, False, "another group ends"),
+        ([THEIRS, OURS, OURS], 1, 2, 7, True, "another group ends"),  # heals from a group that equals it
+        ([OURS, THEIRS], 0, None, 0, True, "another group ends"),  # at step 0 the first group decides
+        ([OURS, THEIRS], 1, 0, 0, True, "this group ends"),
+        ([OURS, THEIRS], 0, 1, 0, True, "another group ends"),  # at step 0 the source of rank 1 is not the first group
+        ([OURS, THEIRS], 1, None, 0, True, "this group ends"),  # no source at step 0: init_sync=False
+        ([OURS, THEIRS], 1, None, 40, True, "this group ends"),  # all groups begin with a checkpoint of step 40
     ],
 )
 def test_which_group_has_to_end(
@@ -77,7 +77,7 @@ def test_which_group_has_to_end(
 
 
 def test_a_group_that_announces_nothing_is_not_compared() -> None:
-    assert outcome(plan([None, THEIRS], 0), None, new_here=False) == "alike"
+    assert outcome(plan([None, THEIRS], 0), None, new_here=False) == "equal"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("short_timeout")
-def test_a_group_that_fits_loses_the_step_and_is_not_connected(fixture: Fixture) -> None:
+def test_the_other_group_aborts_the_step_and_does_not_reconfigure(fixture: Fixture) -> None:
     manager = fixture.manager(use_async_quorum=False)
     manager.register_layout("model", [line.removeprefix("model: ") for line in OURS])
     fixture.client._quorum.return_value = differing(0)
@@ -140,7 +140,7 @@ def test_a_group_that_fits_loses_the_step_and_is_not_connected(fixture: Fixture)
 
 
 @pytest.mark.usefixtures("short_timeout")
-def test_start_quorum_raises_in_a_group_that_does_not_fit(fixture: Fixture) -> None:
+def test_start_quorum_raises_in_the_group_that_must_end(fixture: Fixture) -> None:
     manager = fixture.manager(use_async_quorum=False)
     manager.register_layout("model", [line.removeprefix("model: ") for line in THEIRS])
     fixture.client._quorum.return_value = differing(1)
@@ -155,7 +155,7 @@ def test_a_group_without_handles_cannot_be_in_a_job_with_a_loader(new_here: bool
     the_plan = replace(plan([LOADER, None], 0), handles=[], without_handles=["group1"], replica_world_size=2)
     with pytest.raises(LayoutDiffers, match="among group1 is a group that announces nothing") as error:
         check_layouts(the_plan, LOADER, new_here=new_here, read=lambda peer: None)
-    assert error.value.ours_to_mend is new_here
+    assert error.value.must_end is new_here
     check_layouts(the_plan, OURS, new_here=new_here, read=lambda peer: None)
 
 

@@ -122,22 +122,22 @@ def test_a_group_that_could_not_be_reconfigured_trains_in_the_next_quorum(
     assert ours.tolist() == [3.0] and manager.should_commit() and manager._pg is own
 
 
-@pytest.mark.parametrize("lost", [1, 2])
+@pytest.mark.parametrize("aborted", [1, 2])
 def test_a_group_whose_threads_are_all_occupied_joins_no_quorum(
-    fixture: Fixture, make_quorum: Callable[..., QuorumResult], monkeypatch: pytest.MonkeyPatch, lost: int
+    fixture: Fixture, make_quorum: Callable[..., QuorumResult], monkeypatch: pytest.MonkeyPatch, aborted: int
 ) -> None:
     """The two Gloo threads of a native group remain when its peers change. Operations with the next peers would wait
-    behind the hanging ones.
+    behind the aborted ones.
     """
     manager, peer = connected(fixture, make_quorum)
-    for _ in range(lost):
+    for _ in range(aborted):
         manager.allreduce(torch.ones(64))
     with monkeypatch.context() as forgetful:
         forgetful.setattr(Connections, "shutdown", forget)
         manager._failures.member_failed(FAILED)
         assert not manager.should_commit()
     fixture.client._quorum.side_effect = RuntimeError("asked")
-    if lost == 2:
+    if aborted == 2:
         with pytest.raises(TimeoutError, match="aborted collectives occupy all 2 threads"):
             manager.start_quorum(timeout=timedelta(milliseconds=50))
         assert fixture.client._quorum.call_count == 1

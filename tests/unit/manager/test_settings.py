@@ -73,14 +73,14 @@ def test_missing_lighthouse_is_named() -> None:
 
 
 def test_missing_lighthouse_is_named_before_anything_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise a missing store at MASTER_ADDR would be waited for, for a minute."""
+    """Otherwise the Manager would first wait a minute for the store at MASTER_ADDR."""
 
     def open_store(settings: Settings) -> None:
-        raise AssertionError("it was waited for")
+        raise AssertionError("the store was opened")
 
     monkeypatch.setattr(group, "_open_store", open_store)
     with pytest.raises(ValueError, match="TORCHFT_LIGHTHOUSE"):
-        group.join_group(make(rank=0), None, "here", start_server=lambda **given: pytest.fail("it was started"))
+        group.join_group(make(rank=0), None, "here", start_server=lambda **_: pytest.fail("the server was started"))
 
 
 @pytest.mark.parametrize(

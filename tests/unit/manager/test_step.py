@@ -82,7 +82,7 @@ PATHS: dict[str, Path] = {
         (Event.NO, State.VOTED_NO),
         (Event.LOSE, State.LOST),
     ],
-    "failed before its quorum told it to heal": [
+    "failed before its quorum was known, and has to heal": [
         (Event.ERROR, State.FAILED),
         (Event.BEHIND, State.FAILED),
         (Event.LOADED, State.FAILED),
@@ -100,7 +100,7 @@ PATHS: dict[str, Path] = {
         (Event.COMMIT, None),
         (Event.LOSE, None),
     ],
-    "voted twice, as nobody answered": [
+    "voted twice, because the first vote was not answered": [
         (Event.QUORUM, State.TRAINING),
         (Event.YES, State.VOTED_YES),
         (Event.YES, State.VOTED_YES),

@@ -1,4 +1,4 @@
-"""Pieces of parameters with their optimizer state, stepped along: the same bits as with the whole."""
+"""Optimizer steps of single pieces of parameters: the result has the same bits as steps of whole parameters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _cases() -> list[Any]:
     for kind, settings in OPTIMIZERS:
         for form in FORMS:
             if "fused" in form and kind is optim.RMSprop:
-                continue  # it has none
+                continue  # RMSprop has no fused form
             marked = "-".join(
                 [kind.__name__, *(k for k in settings if k != "lr"), *(f"{k}{v:d}" for k, v in form.items())]
             )
@@ -58,11 +58,12 @@ def _gradients(of: nn.Module, step: int, from_the_first: bool = False) -> None:
 
 
 @pytest.mark.parametrize(("kind", "settings"), _cases())
-def test_pieces_that_come_one_by_one_end_equal(kind: Callable[..., optim.Optimizer], settings: dict[str, Any]) -> None:
+def test_pieces_healed_one_by_one_end_equal(kind: Callable[..., optim.Optimizer], settings: dict[str, Any]) -> None:
     torch.manual_seed(1)
     source, target = _model(), _model()
     optimizers = kind(source.parameters(), **settings), kind(target.parameters(), **settings)
-    at_once = kind is optim.SGD and "fused" in settings  # PyTorch's fails where some have momentum and others have not
+    # PyTorch's fused SGD fails if only some of the parameters have a momentum buffer.
+    at_once = kind is optim.SGD and "fused" in settings
     theirs, ours = Parameters([optimizers[0]]), Parameters([optimizers[1]])
     for parameters in (theirs, ours):
         parameters.check()
@@ -101,7 +102,7 @@ def test_pieces_that_come_one_by_one_end_equal(kind: Callable[..., optim.Optimiz
 
 
 def test_a_step_does_not_disturb_a_backward_pass() -> None:
-    """The group trains along on another thread, with its own gradients."""
+    """During a heal in pieces the training loop runs on another thread, with its own gradients."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     optimizer = optim.Adam(model.parameters())
     loss = model(torch.ones(1, 2)).square().sum()  # its backward pass reads weights
@@ -147,7 +148,7 @@ class _Own(optim.Adam):
         (lambda m: optim.SGD([torch.ones(2, device="meta")]), "parameter 0 is on meta"),
     ],
 )
-def test_what_falls_back_by_name(make: Callable[[nn.Module], optim.Optimizer], reason: str) -> None:
+def test_the_reason_of_a_fallback_is_named(make: Callable[[nn.Module], optim.Optimizer], reason: str) -> None:
     with pytest.raises(Unfit, match=reason):
         Parameters([make(_model())]).check()
 
@@ -162,7 +163,7 @@ def test_optimizers_that_step_by_norms_or_matrices_fall_back(name: str) -> None:
 
 
 def test_parameters_in_another_order_are_found() -> None:
-    """Those of one shape: the layouts of source and target are the same."""
+    """The layout of parameters with the same shape does not depend on their order: only this check detects it."""
     one, other = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     optimizer = optim.SGD([one, other])
     ours = Parameters([optimizer])
@@ -177,7 +178,7 @@ def test_parameters_in_another_order_are_found() -> None:
         ours.check_groups()
 
 
-def test_hooks_of_steps_and_no_optimizer_fall_back() -> None:
+def test_step_hooks_and_a_missing_optimizer_fall_back() -> None:
     optimizer = optim.SGD(_model().parameters())
     optimizer.register_step_post_hook(lambda *_: None)
     with pytest.raises(Unfit, match="SGD has hooks of its steps"):
@@ -218,7 +219,9 @@ def two_ranks() -> Iterator[None]:
 
 
 def _shards(rows: int, dim: int = 0) -> list[nn.Parameter]:
-    """As FSDP2 has them: of the last parameter this rank has a row less than the other, in memory of the same size."""
+    """Shards as FSDP2 makes them. This rank's shard of the last parameter has one row fewer than that of the other
+    rank, but is padded to the same size.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard
 
@@ -267,7 +270,7 @@ def test_shards_end_equal(two_ranks: None, form: dict[str, bool]) -> None:
     assert len(found) == 6
 
 
-def test_groups_that_shard_otherwise_differ(two_ranks: None) -> None:
+def test_groups_with_different_shards_have_different_layouts(two_ranks: None) -> None:
     layouts = {
         Parameters([optim.SGD(made)]).layout()
         for made in (_shards(5), _shards(4), _shards(5, dim=1), [torch.randn(4, 3), torch.randn(5, 4)])

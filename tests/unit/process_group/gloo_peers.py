@@ -21,7 +21,7 @@ SOON = within(ABORT_S)
 # A bound for durations that are not promised.
 DEADLINE_S = 10.0
 # Errors of Gloo for a peer that has ended; the kernel decides which of the two occurs.
-GONE = r"(Connection closed by peer|Read error .*: Connection reset by peer)"
+PEER_ENDED = r"(Connection closed by peer|Read error .*: Connection reset by peer)"
 
 
 def gloo() -> ProcessGroupGloo:

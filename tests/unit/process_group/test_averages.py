@@ -57,12 +57,14 @@ def test_an_average_in_16_bits_is_within_its_bounds(
     info = torch.finfo(dtype)
     bound = groups / 2 * info.eps * exact.abs().mean(0) + info.smallest_normal * info.eps / 2
     assert (error <= bound).all()
-    assert error.max() > 0, "it tests nothing"
+    assert error.max() > 0, "the average is exact, so this does not test the bound"
 
 
 def test_a_sum_beyond_float16_is_not_finite(fixture: Fixture, store: TCPStore) -> None:
-    """The result is not finite, rather than wrong: gradient scalers skip the step, and LocalSGD counts it."""
+    """The result is infinite, not a wrong finite value: gradient scalers then skip the step, and LocalSGD counts the
+    synchronisation as not finite.
+    """
     values = [torch.full((2,), 20000.0, dtype=torch.float16) for _ in range(4)]
     assert average(fixture, store, values).isinf().all()
     assert average(fixture, store, [value.bfloat16() for value in values]).tolist() == [19968.0] * 2
-    assert average(fixture, store, values[:3]).tolist() == [20000.0] * 2, "60000 is not beyond it"
+    assert average(fixture, store, values[:3]).tolist() == [20000.0] * 2, "a sum of 60000 fits into float16"

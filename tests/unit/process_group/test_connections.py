@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore
 
-from tests.unit.process_group.gloo_peers import GONE, SOON, connections_of, first_line, gloo, pair
+from tests.unit.process_group.gloo_peers import PEER_ENDED, SOON, connections_of, first_line, gloo, pair
 from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, meeting, on_ranks
 from torchft.process_group._gloo.connections import Connections, _listening, _raw
 
@@ -26,7 +26,7 @@ def test_the_peers_notice_an_abort(store: TCPStore) -> None:
     groups[2].abort()
     results = in_threads([work.wait for work in works], timedelta(seconds=SOON))
     assert [type(result) for result in results] == [RuntimeError] * 2
-    assert all(re.search(GONE, str(result)) for result in results), results
+    assert all(re.search(PEER_ENDED, str(result)) for result in results), results
     for group in groups:
         group.shutdown()
 

@@ -47,7 +47,7 @@ class Last:
         write("last")
         flush()
 
-sys.last = Last()  # is deleted when nobody but the main thread runs Python any more
+sys.last = Last()  # is deleted when only the main thread still runs Python
 """
 
 

@@ -1,4 +1,4 @@
-"""Gloo with peers that fail, hang or leave: no wait is longer than necessary, and no resources leak."""
+"""Gloo with peers that fail, stall or leave: no wait is longer than necessary, and no resources leak."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.distributed import ReduceOp, Store, TCPStore
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from tests.unit.children import run_python
-from tests.unit.process_group.gloo_peers import DEADLINE_S, GONE, SOON, Peer, first_line, gloo, pair
+from tests.unit.process_group.gloo_peers import DEADLINE_S, PEER_ENDED, SOON, Peer, first_line, gloo, pair
 from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, meeting, on_ranks
 from torchft.process_group import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo, _attempt
 from torchft.process_group._gloo import reaper
@@ -57,7 +57,7 @@ def test_an_abort_ends_connecting_with_a_failed_peer(store: TCPStore) -> None:
     tensors = [torch.ones(1) for _ in groups]
     on_ranks(2, lambda rank: groups[rank].allreduce([tensors[rank]], ReduceOp.SUM).wait())
     assert [tensor.item() for tensor in tensors] == [2.0, 2.0]
-    # The peer connects after all: the group that results too late is destroyed, as soon as the survivor's side exists.
+    # The failed peer connects late. That completes the survivor's abandoned attempt, whose group is destroyed at once.
     late = gloo()
 
     def connect_and_reduce() -> None:
@@ -109,13 +109,13 @@ def test_a_failed_peer_is_an_error_at_once(peer: Peer) -> None:
     unended = peer.group.recv_anysource([torch.ones(1)], 3)  # Gloo does not end this operation
     peer.signal(signal.SIGKILL)
     started = time.monotonic()
-    with pytest.raises(RuntimeError, match=GONE):
+    with pytest.raises(RuntimeError, match=PEER_ENDED):
         work.wait()
-    with pytest.raises(RuntimeError, match=GONE):
+    with pytest.raises(RuntimeError, match=PEER_ENDED):
         fut.wait()
     with pytest.raises(RuntimeError, match=r"^Connection closed by peer: torchft-gloo: "):
         unended.wait()
-    with pytest.raises(RuntimeError, match=GONE):
+    with pytest.raises(RuntimeError, match=PEER_ENDED):
         peer.group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
     assert time.monotonic() - started < SOON
 
@@ -125,7 +125,7 @@ def test_a_failed_peer_is_the_same_error_for_an_isolated_group(store: TCPStore) 
     peer = Peer(store, lambda: ProcessGroupBabyGloo(timeout=TIMEOUT))
     work = peer.group.allreduce([torch.ones(1)], ReduceOp.SUM)
     peer.signal(signal.SIGKILL)
-    with pytest.raises(RuntimeError, match=GONE):
+    with pytest.raises(RuntimeError, match=PEER_ENDED):
         work.wait()
     peer.close()
 

@@ -120,7 +120,7 @@ def test_a_drain_waits_for_the_real_end(store: TCPStore) -> None:
 
 
 def test_a_collective_without_one_of_its_peers_ends(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other peers may hang too, and abort nothing. Operations between two healthy peers continue."""
+    """The other peers may have stalled too, so they abort nothing. Operations between two healthy peers continue."""
     monkeypatch.setattr(operations_module, "_DAMAGED_SEC", 0.05)
     groups = [gloo() for _ in range(3)]
     connect(groups, store)

@@ -1,4 +1,4 @@
-"""Codes against slow references written from the definitions of the formats, and the bounds that the docs state."""
+"""Codes equal those of slow references written from the definitions of the formats, and keep the documented bounds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def values_of(fmt: Format) -> dict[int, float]:
 
 
 def reference_code(value: float, scale: float, fmt: Format) -> int:
-    """The nearest code, of two equally near ones the even one."""
+    """The nearest code. A tie goes to the even code."""
     if not math.isfinite(value):
         return fmt.nan
     scaled = value / scale  # exact in float64

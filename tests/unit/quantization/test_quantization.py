@@ -80,7 +80,9 @@ def test_a_quarter_of_the_bytes() -> None:
 @pytest.mark.parametrize("fmt", Format)
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG])
 def test_reduction_adds_up_the_slices(op: Any, fmt: Format) -> None:
-    """The buffer is one after an exchange: slice i has rank i's values of one third of the tensors."""
+    """The buffer is like that of a rank after the exchange: slice i holds rank i's values of this rank's third of the
+    tensors.
+    """
     tensors = [torch.randn(30, 7), torch.randn(9)]
     buffer = fused_quantize_into_fp8(tensors, 3, fmt)
     coded = [torch.empty_like(tensor) for tensor in tensors]
@@ -159,7 +161,7 @@ def test_arguments_out_of_range() -> None:
 
 
 def test_imports_without_triton() -> None:
-    """It is loaded when one of its names is requested."""
+    """Triton is imported only when one of its names is requested."""
     script = (
         "import sys; sys.modules['triton'] = None\n"
         "import torchft.quantization as q, torchft.collectives, torch\n"

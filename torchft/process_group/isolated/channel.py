@@ -27,8 +27,8 @@ from torchft.process_group.isolated.sharing import Registration
 from torchft.process_group.isolated.wire import Wire
 from torchft.utils import poll
 
-# A worker whose operation has passed its timeout is pinged this often, and killed if it does not answer. A worker that
-# does not hang answers, since it reads its requests while its operations run.
+# A worker whose operation has passed its timeout is pinged this often, and killed if it does not answer. A healthy
+# worker answers, since it reads its requests while its operations run.
 _PING_EVERY_SEC = 2.0
 _UNRESPONSIVE_SEC = 5.0
 

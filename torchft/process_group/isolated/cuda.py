@@ -11,9 +11,9 @@ only after the device has passed it. So an end that reads an old mark may wait f
 longer than necessary, but safe. There is no deadlock, because the work before a mark never waits for that mark.
 
 **Done** means finished on the device, not queued: the trainer's `follow` waits on the host. If a stream of the trainer
-waited for an event of a worker that is then killed, it would never continue, and the trainer would hang, which isolated
-groups are to prevent. `queue=True` makes the stream wait instead, for hosts where a GPU test has shown that the driver
-releases the events of a killed worker (docs/gpu.md).
+waited for an event of a worker that is then killed, it would never continue, and the trainer would stall, which
+isolated groups are to prevent. `queue=True` makes the stream wait instead, for hosts where a GPU test has shown that
+the driver releases the events of a killed worker (docs/gpu.md).
 
 XPU has the events, but PyTorch has no way to share its memory: a tensor there is refused by name.
 """
@@ -60,7 +60,7 @@ _MAX_PAUSE_SEC = 500e-6
 # The interval at which a waiting thread checks that the worker is alive.
 _LOOK_SEC = 0.02
 
-# The worker passes this name of a counter that does not exist to PyTorch, which then counts nothing.
+# The worker gives PyTorch the name of a counter that does not exist, so that PyTorch counts nothing.
 _NO_COUNTER = b"/torchft-counts-itself"
 
 
@@ -89,7 +89,7 @@ class _Export:
         _freed.append(self)
         _settle()
 
-    def let_go(self) -> None:
+    def release_now(self) -> None:
         """Returns the memory to PyTorch; only the first call does."""
         counter, self._counter = self._counter, None
         if counter is not None:
@@ -98,7 +98,7 @@ class _Export:
             with contextlib.suppress(RuntimeError):
                 torch.cuda.ipc_collect()
 
-    def give_back(self) -> None:
+    def release_when_idle(self) -> None:
         """Returns the memory to PyTorch when the device has finished what is queued: see `_Returns`."""
         if self._counter is not None:
             _returns.put(self)
@@ -140,7 +140,7 @@ class _Returns:
                 with contextlib.suppress(RuntimeError):
                     torch.cuda.synchronize(device)
             while exports:
-                exports.pop().let_go()
+                exports.pop().release_now()
 
 
 _returns = _Returns()
@@ -168,7 +168,7 @@ def _collect_freed() -> None:
         for holder in export.holders:
             holder._freed_exports.append(export)
         if not export.holders:
-            export.give_back()
+            export.release_when_idle()
 
 
 def _hold(storage: torch.UntypedStorage, holder: TrainerEnd) -> _Export:
@@ -184,12 +184,12 @@ def _hold(storage: torch.UntypedStorage, holder: TrainerEnd) -> _Export:
     return export
 
 
-def _leave(exports: list[_Export], holder: TrainerEnd) -> None:
+def _unhold(exports: list[_Export], holder: TrainerEnd) -> None:
     with _lock:
         for export in exports:
             export.holders.discard(holder)
             if export.freed and not export.holders:
-                export.give_back()
+                export.release_when_idle()
     _settle()
 
 
@@ -325,7 +325,7 @@ class TrainerEnd:
                 self._held[export.id] = export
                 self._drop()
         if closed:
-            _leave([export], self)
+            _unhold([export], self)
             raise RuntimeError("the worker of this group has ended")
         return _Registration(tensor, _encode(tensor, export), self._registrations)
 
@@ -351,7 +351,7 @@ class TrainerEnd:
             for export in freed:
                 self._held.pop(export.id, None)
         if freed:
-            _leave(freed, self)
+            _unhold(freed, self)
 
     def borrow(self, ref: bytes) -> torch.Tensor:
         raise RuntimeError("only a worker borrows")
@@ -400,7 +400,7 @@ class TrainerEnd:
             self._announced.clear()
             self._freed_exports.clear()
         self._registrations.clear()
-        _leave(held, self)
+        _unhold(held, self)
         self._marks.clear()
 
 
@@ -430,7 +430,7 @@ class WorkerEnd:
         with self._lock:
             storage = self._imports.get(export)
             if storage is None:
-                # Without an event to wait for, because marks order the work.
+                # No event is passed, because marks order the work.
                 storage = torch.UntypedStorage._new_shared_cuda(
                     device.index, handle, size, at, _NO_COUNTER, 0, b"", False
                 )

@@ -18,7 +18,7 @@ class Leadership:
     This class decides and wakes; it neither reads nor waits. Every method is called with the channel's lock held. A
     thread that waits for an operation calls, until that has ended:
 
-    - `join`. The leader reads, then calls `step_down`. A follower sleeps at its signal, a held lock that is released;
+    - `join`. The leader reads, then calls `step_down`. A follower sleeps until its signal, a held lock, is released;
     - `leave`, if it stops sleeping before it was woken: at its deadline, or interrupted. If woken, it joins again.
 
     A thread that only reads what has arrived calls `lead`, and if that is True reads and calls `step_down`.

@@ -277,7 +277,7 @@ class Worker:
             raise copied(op.error)
 
     def blame_server(self) -> None:
-        """Makes the next worker come from a new server, because it may be this server that hangs."""
+        """Makes the next worker come from a new server, because this server may have stalled."""
         servers.retire(self._server)
 
     def _broken(self) -> None:

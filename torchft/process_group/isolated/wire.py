@@ -46,7 +46,7 @@ class Wire:
         self.closed = False
 
     def send(self, timeout: float, kind: int, operation: int, *parts: bytes, descriptor: Optional[int] = None) -> None:
-        """Sends a request. Waits, `timeout` seconds at most, only if the worker hangs: it reads all the time.
+        """Sends a request. Waits, at most `timeout` seconds, only if the worker stalls: otherwise it always reads.
 
         Raises:
             TimeoutError: the worker does not read.

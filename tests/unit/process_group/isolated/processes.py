@@ -38,7 +38,7 @@ def workers() -> set[int]:
     return set(children(server()))
 
 
-# Without a standby, because each would cost another server, which imports PyTorch.
+# The case without a standby is slow: it needs a server of its own, which imports PyTorch.
 STANDBY_TOO = [pytest.param(False, marks=pytest.mark.slow), True]
 
 
@@ -65,7 +65,7 @@ def processes() -> str:
 
 def ready_worker() -> int:
     """Returns the only worker, which is on standby."""
-    wait_until(lambda: len(workers()) == 1, "it stands by")
+    wait_until(lambda: len(workers()) == 1, "the worker stands by")
     found = workers()
     assert len(found) == 1, processes()
     return found.pop()
@@ -77,7 +77,7 @@ def stop(pid: int) -> None:
     """
     os.kill(pid, signal.SIGSTOP)
     stat = Path(f"/proc/{pid}/stat")
-    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", "it is stopped")
+    wait_until(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", f"process {pid} is stopped")
 
 
 def worker() -> int:

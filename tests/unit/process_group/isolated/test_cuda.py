@@ -123,7 +123,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cuda]:
         "synchronize": lambda device: fake.finished.wait(20),
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    at_once = SimpleNamespace(start=lambda: None, put=lambda export: export.let_go())
+    at_once = SimpleNamespace(start=lambda: None, put=lambda export: export.release_now())
     monkeypatch.setattr(cuda, "_returns", at_once)
     yield fake
     gc.collect()

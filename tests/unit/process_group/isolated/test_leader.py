@@ -253,7 +253,7 @@ class World:
         leaders = sum(thread.state == "leads" for thread in self.threads)
         assert leaders == self.leadership.taken, "1: at most one leads"
         assert not followers or leaders or self.closed or any(each.is_on_its_way for each in self.waiters), (
-            "2: there are followers, nobody leads, and nobody will"
+            "2: there are followers, but no thread leads or will lead"
         )
         woken_to_lead = [
             mine

@@ -211,7 +211,7 @@ def test_a_server_that_has_ended_and_counts_as_alive_is_replaced(
 
 
 @pytest.mark.parametrize("standby_too", STANDBY_TOO)
-def test_a_server_that_hangs_is_replaced(store: TCPStore, monkeypatch: pytest.MonkeyPatch, standby_too: bool) -> None:
+def test_a_stalled_server_is_replaced(store: TCPStore, monkeypatch: pytest.MonkeyPatch, standby_too: bool) -> None:
     group = ProcessGroupBabyGloo(TIMEOUT, standby=standby_too)
     old = server()
     stop(old)

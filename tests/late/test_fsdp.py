@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.distributed as dist
-from hsdp_job import check, kill_and_heal, train_together
+from hsdp_job import check, join_along, kill_and_heal, train_together
 from hsdp_model import Model, batch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -64,3 +64,10 @@ def test_two_groups_of_two_ranks_end_as_one_process_with_all_the_data(job_server
 @pytest.mark.timeout(300)
 def test_a_group_is_killed_and_comes_back(job_server: None) -> None:
     kill_and_heal(SHARDS, device="late")
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_a_group_takes_over_its_shards_in_pieces(job_server: None) -> None:
+    join_along(SHARDS, device="late")

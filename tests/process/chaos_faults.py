@@ -162,6 +162,7 @@ def main() -> int:
         [
             f"chaos_faults.py --seed={args.seed} --kind={args.kind} --groups={args.groups}",
             f"--ranks={args.ranks}{torchrun}",
+            *([] if args.heal_along else ["--no-heal_along"]),
             *worker_options(args),
         ]
     )
@@ -253,7 +254,12 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--torchrun", action="store_true", help="each group has one rank, started by an agent of torchrun"
     )
-    parser.add_argument("--heal_along", action="store_true", help="groups heal in pieces while the others train")
+    parser.add_argument(
+        "--heal_along",
+        action=argparse.BooleanOptionalAction,
+        help="groups heal in pieces while the others train; default: yes, and no with --record, whose figures are those "
+        "of the Manager's default",
+    )
     parser.add_argument(
         "--compare_commits",
         type=int,
@@ -274,10 +280,8 @@ def _parse() -> argparse.Namespace:
     args = parser.parse_args()
     if args.torchrun and args.ranks != 1:
         parser.error(f"--torchrun --ranks {args.ranks}: allowed is 1")
-    if args.heal_along and args.kind == "late":
-        parser.error(
-            f"--heal_along --kind {args.kind}: allowed are {', '.join(kind for kind in KINDS if kind != 'late')}"
-        )
+    if args.heal_along is None:
+        args.heal_along = args.record is None
     if not (possible := possible_in(args.groups, args.ranks, args.torchrun)):
         parser.error(f"--groups {args.groups} --ranks {args.ranks}: no fault makes sense in such a job")
     if not any(args.only in fault.name for fault in possible):

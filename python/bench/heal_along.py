@@ -4,7 +4,8 @@ One group trains; a second one joins and heals weights and Adam's state from it,
 the gradients of the whole model and computes for some time, as a GPU does: the processor is free, and no step uses new
 memory (Adam is fused, and the memory of gradients is used again). The survivor's steps between the join and the
 newcomer's first step as a participant are compared with its steps afterwards, when both reduce as much. The longest of
-these, as a multiple of their median, is what the measurement itself scatters by.
+these, as a multiple of their median, is what the measurement itself scatters by. Without a limit of the rate, which
+upstream does not have, upstream is measured in the same run.
 
     python python/bench/heal_along.py --rounds 3
 """
@@ -14,10 +15,12 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Optional
 
-from common import START_TIMEOUT_S, Side, Spread, Workers, markdown_table, start_groups, verdict
+from common import START_TIMEOUT_S, Side, Spread, Workers, markdown_table, rotated, start_groups, verdict
 from processes import Job, ours_path
+from upstream import REQUIREMENTS, install
 
 ALONE_S = 2.0
 SETTLE = 40  # steps in which both groups train afterwards
@@ -33,6 +36,7 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=1000, help="of weights and Adam's state; default: %(default)s")
     parser.add_argument("--rate", type=int, default=200, help="MB a second, 0: no limit; default: %(default)s")
     parser.add_argument("--compute-ms", type=int, default=100, help="of a step; default: %(default)s")
+    parser.add_argument("--upstream", choices=sorted(REQUIREMENTS), default="nightly")
     parser.add_argument("--busy", action="store_true", help="compute on the processors, as a model in host memory does")
     args = parser.parse_args()
     for name in ("rounds", "mb"):
@@ -41,12 +45,32 @@ def main() -> None:
     for name in ("rate", "compute_ms"):
         if getattr(args, name) < 0:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: allowed is 0 or more")
-    rows: dict[bool, list[Row]] = {False: [], True: []}
+    cases = list(OURS)
+    if not args.rate:
+        cases.append(Case("upstream", None, install(args.upstream)))
+    rows: dict[str, list[Row]] = {case.name: [] for case in cases}
     for number in range(args.rounds):
-        for along in (False, True) if number % 2 == 0 else (True, False):
-            rows[along].append(measure(along, args.mb, args.rate, args.compute_ms, args.busy).row())
-            print(f"round {number + 1}/{args.rounds}, heal_along={along}: {rows[along][-1]}", flush=True)
+        for case in rotated(cases, number):
+            rows[case.name].append(measure(case, args.mb, args.rate, args.compute_ms, args.busy).row())
+            print(f"round {number + 1}/{args.rounds}, {case.name}: {rows[case.name][-1]}", flush=True)
     print(table(rows))
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is measured.
+
+    Attributes:
+        along: the value of ``heal_along``; None: the package has no such setting.
+        path: the package's directory for PYTHONPATH; None: ours.
+    """
+
+    name: str
+    along: Optional[bool]
+    path: Optional[Path] = None
+
+
+OURS = (Case("heal_along=False", False), Case("heal_along=True", True))
 
 
 @dataclass(frozen=True)
@@ -54,11 +78,13 @@ class Join:
     """The steps of a survivor and of the group that joins: when each began and ended.
 
     Attributes:
+        gradient_mb: of a step, in MB.
         began, joined: when the newcomer's first step began, and the first one that it took part in.
     """
 
     survivor: dict[str, Any]
     newcomer: dict[str, Any]
+    gradient_mb: float
 
     @property
     def began(self) -> float:
@@ -79,6 +105,7 @@ class Join:
         # Both end a step at about the same time: its middle decides on which side of the join it is.
         during = [b - a for a, b in self.steps if self.began < b and (a + b) / 2 <= self.joined]
         after = [b - a for a, b in self.steps if self.joined < a and b <= last]
+        healing = sum(b <= self.joined for _, b, *_ in self.newcomer["steps"])
         median = Spread.of(after).median
         return {
             "median": 1000 * median,
@@ -86,19 +113,20 @@ class Join:
             "ratio": max(during) / median,
             "without": max(after) / median,
             "counts_s": self.joined - self.began,
+            "in_vain_mb": healing * self.gradient_mb,
             "newcomer_mb": self.newcomer["peak_mb"],
             "survivor_mb": self.survivor["peak_mb"],
         }
 
 
-def measure(along: bool, mb: int, rate: int, compute_ms: int, busy: bool = False) -> Join:
+def measure(case: Case, mb: int, rate: int, compute_ms: int, busy: bool = False) -> Join:
     """One group trains, and another one joins; arguments as of the command."""
-    side = Side("ours", ours_path())
+    side = Side(case.name, case.path or ours_path())
     with Job() as job:
         _, address = job.lighthouse(side.path, min_replicas=1, join_timeout_ms=500, heartbeat_timeout_ms=1000)
         both = start_groups(job, side, 2, 1).children
         survivor, newcomer = Workers(job, both[:1]), Workers(job, both[1:])
-        how: dict[str, Any] = {"lighthouse": address, "along": along, "rate": rate}
+        how: dict[str, Any] = {"lighthouse": address, "along": case.along, "rate": rate}
         how |= {"compute_ms": compute_ms, "busy": busy}
         for number, group in enumerate((survivor, newcomer)):
             group.do(START_TIMEOUT_S, do="adam", mb=mb, trained=number == 0, fused=True)
@@ -110,34 +138,36 @@ def measure(along: bool, mb: int, rate: int, compute_ms: int, busy: bool = False
         child.send(do="stop")
         newcomer.do(COMMAND_TIMEOUT_S, do="leave")
         job.wait(lambda: child.of("train_along"), COMMAND_TIMEOUT_S, "the survivor stops")
-        return Join(child.of("train_along")[-1], theirs)
+        return Join(child.of("train_along")[-1], theirs, mb / 3)
 
 
-def table(rows: dict[bool, list[Row]]) -> str:
+def table(rows: dict[str, list[Row]]) -> str:
     """Return the result as Markdown."""
     lines = []
-    for along, mine in rows.items():
+    for name, mine in rows.items():
         figures = {key: Spread.of(row[key] for row in mine) for key in mine[0]}
-        goal = f" (goal <= {GOAL:g}: {verdict(figures['ratio'].median <= GOAL)})" if along else ""
+        goal = f" (goal <= {GOAL:g}: {verdict(figures['ratio'].median <= GOAL)})" if name == "heal_along=True" else ""
         lines.append(
             [
-                str(along),
+                name,
                 figures["median"].text(0),
                 figures["longest"].text(0),
                 figures["ratio"].text(2) + goal,
                 figures["without"].text(2),
                 figures["counts_s"].text(1),
+                figures["in_vain_mb"].text(0),
                 figures["newcomer_mb"].text(0),
                 figures["survivor_mb"].text(0),
             ]
         )
     head = [
-        "heal_along",
+        "package",
         "survivor's median step together, ms",
         "longest while the other heals, ms",
         "ratio",
         "ratio without a heal",
         "until the newcomer counts, s",
+        "gradients that the newcomer reduced in vain, MB",
         "newcomer's memory grows by, MB",
         "survivor's, MB",
     ]

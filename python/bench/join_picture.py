@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from heal_along import Join, measure
+from heal_along import OURS, Join, measure
 
 MB, RATE, COMPUTE_MS = 1000, 200, 100
 MARGIN_S = 2.0  # seconds before the join; afterwards as long as the joining group stays
@@ -20,20 +20,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Let a group join twice, and draw the steps of the other group.")
     parser.add_argument("picture", type=Path, help="path of the PNG file")
     args = parser.parse_args()
-    runs = {along: measure(along, MB, RATE, COMPUTE_MS) for along in (False, True)}
+    runs = {case.name: measure(case, MB, RATE, COMPUTE_MS) for case in OURS}
     draw(runs, args.picture)
-    for along, run in runs.items():
-        print(f"heal_along={along}: {run.row()}")
+    for name, run in runs.items():
+        print(f"{name}: {run.row()}")
 
 
-def draw(runs: dict[bool, Join], path: Path) -> None:
+def draw(runs: dict[str, Join], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, rows = pyplot.subplots(2, 1, sharex=True, sharey=True, figsize=(9, 4))
-    for axes, (along, run) in zip(rows, runs.items(), strict=True):
+    for axes, (name, run) in zip(rows, runs.items(), strict=True):
         last = run.newcomer["steps"][-1][1]
         steps = [(a - run.began, b - run.began) for a, b in run.steps if run.began - MARGIN_S <= a and b <= last]
         counts = run.joined - run.began
@@ -42,7 +42,7 @@ def draw(runs: dict[bool, Join], path: Path) -> None:
         )
         edges = [steps[0][0], *(end for _, end in steps)]
         axes.stairs([end - begin for begin, end in steps], edges, fill=True, color="#4c78a8")
-        axes.set_title(f"heal_along={along}", fontsize=9, loc="left")
+        axes.set_title(name, fontsize=9, loc="left")
         axes.set_ylabel("seconds of a step")
         axes.legend(loc="upper right", fontsize=8)
         for side in ("top", "right"):

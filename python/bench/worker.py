@@ -11,7 +11,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "process"))
 
@@ -304,14 +304,20 @@ class Worker:
     # heal_along.py
 
     def do_train_along(
-        self, lighthouse: str, along: bool, rate: int, compute_ms: float, busy: bool, settle: int
+        self, lighthouse: str, along: Optional[bool], rate: int, compute_ms: float, busy: bool, settle: int
     ) -> dict[str, Any]:
-        """Train the model of `do_adam` until the parent sends stop or `settle` steps with two groups are done."""
+        """Train the model of `do_adam` until the parent sends stop or `settle` steps with two groups are done.
+
+        Upstream has no setting for `along`, which is None, and no limit of the rate.
+        """
         from torchft import Optimizer
         from torchft.checkpointing import HTTPTransport
 
-        transport: Any = HTTPTransport(TIMEOUT, 0, bandwidth_limit=rate * 1_000_000)
-        self.do_manager(lighthouse, heal_along=along, checkpoint_transport=transport)
+        limit: dict[str, Any] = {"bandwidth_limit": rate * 1_000_000} if rate else {}
+        settings: dict[str, Any] = {"checkpoint_transport": HTTPTransport(TIMEOUT, 0, **limit)}
+        if along is not None:
+            settings["heal_along"] = along
+        self.do_manager(lighthouse, **settings)
         optimizer = Optimizer(self.manager, self.optimizer)
         parameters = list(self.model.parameters())
         # A device's allocator keeps freed memory. PyTorch's for the host returns it to the kernel: steps that get new

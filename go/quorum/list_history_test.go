@@ -293,7 +293,7 @@ func (h *listHistory) step(at int, e Event) {
 			}
 		case FailBack:
 			h.sentBack++
-			require.Equal(h.t, 1, at, "from the later lighthouse to the earlier one")
+			require.Equal(h.t, 1, at, "only the later lighthouse sends its members back")
 			for _, m := range slices.Clone(h.members) {
 				if m.at != at {
 					continue

@@ -56,7 +56,7 @@ func TestAGroupOfAnotherSizeIsRefusedAndTheOthersContinue(t *testing.T) {
 				assert.Equal(t, before, r.QuorumID, "the other members are not affected")
 				assert.Equal(t, []string{"a", "b"}, r.ReplicaIDs)
 			}
-			assert.Less(t, time.Since(start), atOnce, "the others do not wait for it")
+			assert.Less(t, time.Since(start), atOnce, "the others do not wait for the refused group")
 		}
 		wrong.Server.Shutdown()
 

@@ -86,7 +86,7 @@ func TestFailoverToTheSecondLighthouseAndFailbackToTheFirst(t *testing.T) {
 		var got = round(t, 5, groups...)[0]
 		assert.Greater(t, got.QuorumID, id)
 		assert.Len(t, got.ReplicaIDs, 3)
-		assert.Equal(t, 3, c.Lighthouse.Status().Healthy, "they failed back")
+		assert.Equal(t, 3, c.Lighthouse.Status().Healthy, "all groups failed back")
 		time.Sleep(10 * time.Second)
 		assert.Zero(t, second.Status().Healthy)
 		again := round(t, 6, groups...)[0]

@@ -130,7 +130,7 @@ func TestMuchDataReachesAllMembers(t *testing.T) {
 			got := <-asked
 			require.NoError(t, got.Err)
 			require.Len(t, got.Value.Members, 4)
-			assert.True(t, got.Value.Members[3].Data == much, "as it was sent")
+			assert.True(t, got.Value.Members[3].Data == much, "the data of the member arrive as they were sent")
 		}
 		for _, r := range ours.results(t) {
 			require.Len(t, r.Handles, 4)

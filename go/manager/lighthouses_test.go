@@ -154,7 +154,7 @@ func TestTheMinorityFailsOverToTheLighthouseOfTheMajority(t *testing.T) {
 		assert.Equal(t, []string{"a", "b", "d"}, got.ReplicaIDs, "the first lighthouse has sent a to the second one")
 		require.NoError(t, (<-asked).Err)
 		assert.Equal(t, 3, second.Status().Healthy)
-		assert.Less(t, time.Since(start), 12*time.Second, "twice the heartbeat timeout")
+		assert.Less(t, time.Since(start), 12*time.Second, "the groups wait for about two heartbeat timeouts at most")
 	})
 }
 

@@ -65,7 +65,7 @@ func TestAnEvictedGroupThatReachesOnlyItsPeersCommitsNothing(t *testing.T) {
 
 				c.Net.Heal("a", "lighthouse")
 				c.Net.Heal("lighthouse", "a")
-				time.Sleep(20 * time.Second) // it returns to the first lighthouse
+				time.Sleep(20 * time.Second) // a returns to the first lighthouse
 				require.Len(t, round(t, 2, groups...)[0].ReplicaIDs, 3)
 				got = <-cut.Vote(0, 2, true, time.Minute)
 				require.NoError(t, got.Err)
@@ -124,7 +124,7 @@ func TestAGroupOfARackThatIsCutOffFromItsLighthouseIsNotified(t *testing.T) {
 		require.Equal(t, "a", failure.ReplicaID)
 		start := time.Now()
 		assert.Equal(t, failure, nextFailure(t, groups[0], 0))
-		assert.Zero(t, time.Since(start), "when the others are notified, and not when its neighbours are evicted")
+		assert.Zero(t, time.Since(start), "a is notified at the same time as the others, and not only when its neighbours are evicted")
 		assert.Equal(t, before.QuorumID, failure.QuorumID)
 	})
 }

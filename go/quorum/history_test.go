@@ -164,7 +164,7 @@ func (h *history) step(e Event) {
 	for _, action := range actions {
 		switch a := action.(type) {
 		case Deliver:
-			require.Nil(h.t, got, "one quorum an event")
+			require.Nil(h.t, got, "an event delivers at most one quorum")
 			got, answered = a.Quorum, a.Waiters
 		case Changed:
 			require.Same(h.t, got, a.Quorum)

@@ -55,7 +55,7 @@ func TestTheChangeSinceAHeldList(t *testing.T) {
 	assert.Equal(t, whole, now.Since(before.Revision, nil), "a revision that is no longer known")
 	assert.Equal(t, whole, now.Since(quorum("x").Revision, before))
 	others := quorum("x", "y")
-	assert.Equal(t, whole, now.Since(others.Revision, others), "everything changed")
+	assert.Equal(t, whole, now.Since(others.Revision, others), "every member has changed: the whole list is sent")
 }
 
 func TestAChangeForAnotherList(t *testing.T) {

@@ -287,7 +287,7 @@ func results(change func(*round.AnswerQuorum)) func(round.Group, *round.Machine)
 	})
 }
 
-// many draws one fault per every rounds, on average.
+// many draws faults: on average, one in `every` rounds.
 func many(every int, kinds ...FaultKind) func(*Setup) {
 	return func(s *Setup) {
 		s.Faults = drawFaults(rand.New(rand.NewPCG(s.Seed, 5)), *s, every)

@@ -27,8 +27,8 @@ type Config struct {
 	Host string `json:"host"`
 	// Port is bound for TCP and UDP; 0 takes a free one.
 	Port int `json:"port"`
-	// Seeds are "host:port" of the members that found the job. This member may be one of them. Without seeds, it founds the job
-	// alone.
+	// Seeds are the "host:port" of the members that start the job. This member may be one of them. Without seeds, it starts the
+	// job alone.
 	Seeds []string `json:"seeds"`
 	// MinMembers is the smallest size of a view.
 	MinMembers int `json:"min_members"`

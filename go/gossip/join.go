@@ -77,7 +77,8 @@ func joinError(err error) string {
 	text := strings.TrimPrefix(strings.Join(strings.Fields(err.Error()), " "), "1 error occurred: * Failed to join ")
 	for _, refusal := range []string{"EOF", "closed pipe", "broken pipe", "connection reset", "decrypt", "encrypt"} {
 		if strings.Contains(text, refusal) {
-			return "a node is there, and refuses this one: its job (TORCHFT_JOB_ID) or its token (TORCHFT_TOKEN_FILE) is another one (" + text + ")"
+			return "a node answers, and refuses this one: the job (TORCHFT_JOB_ID) or the token (TORCHFT_TOKEN_FILE) of the two differs (" +
+				text + ")"
 		}
 	}
 	return text

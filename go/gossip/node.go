@@ -184,8 +184,8 @@ func (n *Node) View(ctx context.Context) (*agree.View, error) {
 	}
 }
 
-// News waits until there is news about the view that this member is in: a member failed, or processes want to join. While it
-// holds, the same news is returned again after repeatAfter: the caller may not have known the view the first time.
+// News waits until there is news about the view that this member is in: a member failed, or processes want to join. While
+// the news holds, it is returned again after repeatAfter: a caller that had not received the view yet may have ignored it.
 func (n *Node) News(ctx context.Context) (agree.News, error) {
 	for {
 		n.mu.Lock()
@@ -223,19 +223,19 @@ func (n *Node) close(leave bool) {
 
 func (n *Node) end(leave bool) {
 	n.cancel()
-	<-n.run // otherwise the background task could announce an earlier note after the last one of bid
+	<-n.run // otherwise the background task could announce an earlier note after the last one (announceLeaving)
 	if leave {
 		n.step(func(m *agree.Machine) { m.Leave() })
-		n.bid()
+		n.announceLeaving()
 		_ = n.list.Leave(farewell / 2) // if it fails, the others detect the end themselves
 	}
 	_ = n.list.Shutdown()
 	n.tasks.Wait()
 }
 
-// bid announces to all members that this one leaves, and waits until that is sent, at most for farewell. Its last note promises
-// that it confirms no further view, so members that receive it need not wait for this one.
-func (n *Node) bid() {
+// announceLeaving announces to all members that this one leaves, and waits until the announcement is sent, at most for farewell.
+// The last note promises that this member confirms no further view. So the members that receive the note need not wait for it.
+func (n *Node) announceLeaving() {
 	_ = n.list.UpdateNode(announceBound)
 	n.mu.Lock()
 	last := n.machine.Note()
@@ -270,7 +270,8 @@ func (n *Node) step(happens func(m *agree.Machine)) {
 	}
 }
 
-// background sends what is due. Until it has ended (end), no other goroutine announces this member's note; none updates the keys.
+// background sends what is due. No other goroutine updates the keys or, before background has ended (end),
+// announces this member's note.
 func (n *Node) background() {
 	defer close(n.run)
 	ticker := time.NewTicker(tick)

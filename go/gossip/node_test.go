@@ -159,9 +159,9 @@ func endAll(all []*trainer) {
 // synctest bubble: its clock stops when the test returns.
 func ended() { time.Sleep(5 * time.Second) }
 
-// docs/ftlib.md states this bound; the time is virtual. With FULL there are 100 members, except with the race detector, where that
-// would take minutes. The 20 members of the other case have the longest allowed names, in a job with the longest allowed name: each
-// note fills a packet, and with 100 of them gossip would take minutes.
+// docs/ftlib.md states this bound; the time is virtual. With FULL there are 100 members with short names, except with the race
+// detector, where that would take minutes. Otherwise there are 20 members with the longest allowed names, in a job with the longest
+// allowed name: each note fills a packet, and with 100 of them gossip would take minutes.
 func TestManyMembersAgreeAlthoughPacketsAreLost(t *testing.T) {
 	const bound = 20 * time.Second // twice the time of most runs: memberlist uses its own random numbers
 	count, long := 20, true
@@ -291,7 +291,7 @@ func TestAMemberThatLeavesOrIsStartedAgain(t *testing.T) {
 		all[1].end()
 		began := time.Now()
 		until(t, all[:1], 1)
-		require.Less(t, time.Since(began), time.Second, "it announced that it leaves")
+		require.Less(t, time.Since(began), time.Second, "the member announced that it leaves")
 		all[1] = train(m.open(2))
 		until(t, all, 2)
 		all[1].kill()
@@ -345,7 +345,7 @@ func TestMembersThatStoppedAnsweringAreTriedAgain(t *testing.T) {
 	require.Len(t, n.failed, 3)
 	events{n}.NotifyJoin(node("a", 2, 4))
 	events{n}.NotifyJoin(node("d", 1, 2))
-	require.Len(t, n.failed, 1, "a later incarnation of a, and another member at the address of b")
+	require.Len(t, n.failed, 1, "a has a later incarnation, and another member has the address of b: both have ended")
 	require.Contains(t, n.failed, "c1")
 	for i := range 2 * mostFailed {
 		events{n}.NotifyLeave(node("e", int64(i), 5))
@@ -392,7 +392,7 @@ func TestTokensAreReplacedWhileMembersTrain(t *testing.T) {
 		require.NoError(t, os.WriteFile(path, []byte("old-secret"), 0o600))
 		cfg, settings, seeds = m.config(5)
 		_, err = m.try(withTokens(cfg, path), settings, seeds)
-		require.ErrorContains(t, err, "none of the seeds 10.0.0.1:7946 answered within 20s: a node is there, and refuses this one")
+		require.ErrorContains(t, err, "none of the seeds 10.0.0.1:7946 answered within 20s: a node answers, and refuses this one")
 		require.ErrorContains(t, err, "TORCHFT_TOKEN_FILE")
 		endAll(all)
 	})
@@ -407,7 +407,7 @@ func TestBadSeeds(t *testing.T) {
 			wantError string
 		}{
 			"no seed answers": {func(_ *Config, seeds *[][]string) { *seeds = [][]string{{at(9)}, {at(8)}} }, "timed out"},
-			"another job":     {func(cfg *Config, _ *[][]string) { cfg.Job = "another" }, "its job (TORCHFT_JOB_ID)"},
+			"another job":     {func(cfg *Config, _ *[][]string) { cfg.Job = "another" }, "the job (TORCHFT_JOB_ID)"},
 		} {
 			cfg, _, seeds := m.config(2)
 			test.change(&cfg, &seeds)
@@ -505,7 +505,7 @@ func TestAListOfMembersThatDoesNotCome(t *testing.T) {
 		last := node.machine.Note()
 		_, err = node.View(t.Context())
 		require.ErrorIs(t, err, ErrClosed)
-		require.Equal(t, last, node.machine.Note(), "its note must not change after it was sent")
+		require.Equal(t, last, node.machine.Note(), "the note of a closed node must not change: it was sent")
 		ended()
 	})
 }
@@ -549,7 +549,7 @@ func TestSockets(t *testing.T) {
 	other := taken
 	other.Port, other.Job, other.ConnectTimeout = 0, "another", time.Second
 	_, err = Open(t.Context(), other)
-	require.ErrorContains(t, err, "another one")
+	require.ErrorContains(t, err, "of the two differs")
 	unreachable := other
 	unreachable.Seeds = []string{"host.invalid:1"}
 	_, err = Open(t.Context(), unreachable)

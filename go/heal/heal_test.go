@@ -22,7 +22,7 @@ func filled(rng *rand.Rand, sizes ...int) *Memory {
 	m := empty(sizes...)
 	var seed [32]byte
 	binary.LittleEndian.PutUint64(seed[:], rng.Uint64())
-	fill := rand.NewChaCha8(seed) // writes whole words: the race detector checks every write
+	fill := rand.NewChaCha8(seed) // writes whole words: with the race detector, each write is checked, so that single bytes would be slow
 	for _, r := range m.regions {
 		_, _ = fill.Read(r)
 	}

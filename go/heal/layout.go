@@ -61,7 +61,7 @@ func (l *Layout) Streams() int {
 	return int(max(1, min(maxStreams, (l.Total+bytesPerStream-1)/bytesPerStream)))
 }
 
-// Length returns the number of bytes of a block; only the last block is shorter than the others.
+// Length returns the number of bytes of a block; only the last block may be shorter than the others.
 func (l *Layout) Length(block int) int64 {
 	return min(l.BlockSize, l.Total-int64(block)*l.BlockSize)
 }

@@ -52,5 +52,5 @@ func TestAMemberReceivesTheFactsThatItLacks(t *testing.T) {
 	require.Len(t, change, 1)
 	require.Len(t, whole, 1)
 	assert.Less(t, len(change[0]), len(whole[0]))
-	assert.Same(t, &whole[0][0], &unknown[0][0], "encoded once")
+	assert.Same(t, &whole[0][0], &unknown[0][0], "the whole list is encoded only once")
 }

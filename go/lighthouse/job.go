@@ -31,7 +31,7 @@ type job struct {
 	// The server's lock guards these.
 	users  int       // calls and streams that use it
 	since  time.Time // when it was last used, or last had a live member
-	served bool      // it has had a quorum, here or before the start
+	served bool      // it has had a quorum, formed by this lighthouse or remembered
 
 	mu      sync.Mutex
 	machine *quorum.Machine
@@ -218,7 +218,7 @@ func (j *job) step(event quorum.Event) error {
 func (j *job) do(event quorum.Event, now time.Time) {
 	actions := j.machine.Step(event, now)
 	j.announce(actions, now) // failures are sent before the quorum without the failed members
-	var deliver func()       // sends a quorum that a restarted lighthouse could learn from its disk only, once it is on disk
+	var deliver func()       // set if the quorum may be sent only once it is on disk: a restarted lighthouse could not learn of it elsewhere
 	for _, action := range actions {
 		switch a := action.(type) {
 		case quorum.Deliver:

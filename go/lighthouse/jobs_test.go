@@ -139,7 +139,7 @@ func TestAManagerNamesItsJob(t *testing.T) {
 		assert.Equal(t, []string{"g"}, red.Quorum)
 		time.Sleep(30 * time.Second)
 		red, _ = c.Lighthouse.StatusOf("red")
-		assert.Equal(t, 1, red.Healthy, "its heartbeats name the job, too")
+		assert.Equal(t, 1, red.Healthy, "the heartbeats of g name the job, too")
 		assert.Zero(t, c.Lighthouse.Status().Healthy)
 	})
 }
@@ -186,7 +186,7 @@ func TestAJobThatRunsWildLeavesRoomForOthers(t *testing.T) {
 
 		other := ask(dialJob(t, c, "o", "other"), quorum.Member{ReplicaID: "a"}, time.Second)
 		got := <-other
-		assert.Equal(t, codes.DeadlineExceeded, status.Code(got.Err), "it is accepted and waits: %v", got.Err)
+		assert.Equal(t, codes.DeadlineExceeded, status.Code(got.Err), "the request of the other job is accepted, and waits: %v", got.Err)
 		assert.Error(t, (<-first).Err)
 		assert.Error(t, (<-second).Err)
 		got = <-ask(wild, quorum.Member{ReplicaID: "c"}, time.Second)

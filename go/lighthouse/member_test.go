@@ -241,7 +241,7 @@ func TestAMemberWithdrawsItsRequest(t *testing.T) {
 		a.ask(1, time.Minute)
 		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Withdraw{Withdraw: 17}})
 		synctest.Wait()
-		assert.Equal(t, 1, c.Lighthouse.Status().Waiters, "another request was cancelled")
+		assert.Equal(t, 1, c.Lighthouse.Status().Waiters, "the withdrawn number is not that of a's request")
 		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Withdraw{Withdraw: a.number}})
 		synctest.Wait()
 		assert.Zero(t, c.Lighthouse.Status().Waiters)
@@ -251,7 +251,7 @@ func TestAMemberWithdrawsItsRequest(t *testing.T) {
 		assert.Equal(t, 1, c.Lighthouse.Status().Waiters)
 		a.hangUp()
 		synctest.Wait()
-		assert.Zero(t, c.Lighthouse.Status().Waiters, "its stream broke")
+		assert.Zero(t, c.Lighthouse.Status().Waiters, "the stream of a broke")
 	})
 }
 

@@ -49,7 +49,7 @@ func TestAVoterIsProbedOnceAtATime(t *testing.T) {
 		assert.EqualValues(t, 2, network.dialed.Load())
 		time.Sleep(probeTimeout)
 		synctest.Wait()
-		assert.EqualValues(t, 2, network.dialed.Load(), "none waited")
+		assert.EqualValues(t, 2, network.dialed.Load(), "no further probe was queued")
 		probe("a")
 		synctest.Wait()
 		assert.EqualValues(t, 3, network.dialed.Load(), "the previous probe has ended")

@@ -165,6 +165,6 @@ func TestARendezvousEndsWithItsLighthouse(t *testing.T) {
 		}()
 		synctest.Wait()
 		go c.Lighthouse.Shutdown()
-		assert.Contains(t, []int{0, http.StatusServiceUnavailable}, <-done, "its connection ends, or it gets the reason")
+		assert.Contains(t, []int{0, http.StatusServiceUnavailable}, <-done, "the connection of a ends, or a gets the reason")
 	})
 }

@@ -56,7 +56,7 @@ func TestAGroupOfAnotherSizeIsRefusedAndTheOthersContinue(t *testing.T) {
 				assert.Equal(t, before, r.QuorumID, "the other members are not affected")
 				assert.Equal(t, []string{"a", "b"}, r.ReplicaIDs)
 			}
-			assert.Less(t, time.Since(start), atOnce, "the others do not wait for it")
+			assert.Less(t, time.Since(start), atOnce, "the others do not wait for the refused group")
 		}
 		wrong.Server.Shutdown()
 
@@ -130,7 +130,7 @@ func TestMuchDataReachesAllMembers(t *testing.T) {
 			got := <-asked
 			require.NoError(t, got.Err)
 			require.Len(t, got.Value.Members, 4)
-			assert.True(t, got.Value.Members[3].Data == much, "as it was sent")
+			assert.True(t, got.Value.Members[3].Data == much, "the data of the member arrive as they were sent")
 		}
 		for _, r := range ours.results(t) {
 			require.Len(t, r.Handles, 4)

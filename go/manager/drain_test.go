@@ -83,7 +83,7 @@ func TestADrainedGroupLeavesAndNoGroupLosesAStep(t *testing.T) {
 		all := append(answers{early, a.Quorum(1, 1, time.Minute)}, b.QuorumOfAll(1, time.Minute)...)
 		for i, result := range append(all, d.QuorumOfAll(1, time.Minute)...).results(t) {
 			assert.Equal(t, i < 2, result.Draining)
-			assert.Equal(t, []string{"a", "b", "d"}, result.ReplicaIDs, "it takes part in one more step")
+			assert.Equal(t, []string{"a", "b", "d"}, result.ReplicaIDs, "a takes part in one more step")
 		}
 		for _, vote := range []<-chan fttest.Answer[bool]{a.Vote(0, 1, true, time.Minute), a.Vote(1, 1, true, time.Minute)} {
 			require.True(t, (<-vote).Value)
@@ -125,7 +125,7 @@ func TestARankDrainsItsGroupAndNoGroupLosesAStep(t *testing.T) {
 		all := answers{a.Quorum(0, 1, time.Minute), a.QuorumWith(wishes, time.Minute)}
 		for i, result := range append(all, b.QuorumOfAll(1, time.Minute)...).results(t) {
 			assert.Equal(t, i < 2, result.Draining)
-			assert.Equal(t, []string{"a", "b"}, result.ReplicaIDs, "it takes part in this step")
+			assert.Equal(t, []string{"a", "b"}, result.ReplicaIDs, "a takes part in this step")
 		}
 		for _, vote := range []<-chan fttest.Answer[bool]{a.Vote(0, 1, true, time.Minute), a.Vote(1, 1, true, time.Minute)} {
 			require.True(t, (<-vote).Value)
@@ -153,7 +153,7 @@ func TestALeaveIsRetriedUntilTheLighthouseIsBack(t *testing.T) {
 		left := leave(a, 0, time.Minute)
 		time.Sleep(20 * time.Second)
 		synctest.Wait()
-		require.Empty(t, left, "it is retried")
+		require.Empty(t, left, "the announcement is retried")
 
 		c.StartLighthouse(1)
 		assert.Equal(t, []string{"b"}, round(t, 1, b)[0].ReplicaIDs)
@@ -167,7 +167,8 @@ func TestALeaveIsRetriedUntilTheLighthouseIsBack(t *testing.T) {
 	})
 }
 
-// A group announces once on each stream that it leaves: if the connection breaks before the answer, it repeats it on the next one.
+// A group announces once on each stream that it leaves: if the stream breaks before the answer, the group repeats the
+// announcement on the next one.
 func TestALeaveIsRepeatedOnTheNextConnection(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -311,7 +312,7 @@ func TestLeavingIsRetriedUntilItsDeadline(t *testing.T) {
 		start := time.Now()
 		late := <-leave(groups[0], 0, 3*time.Second)
 		require.ErrorContains(t, late.Err, "leave")
-		assert.InDelta(t, 3, time.Since(start).Seconds(), 0.5, "until its deadline")
+		assert.InDelta(t, 3, time.Since(start).Seconds(), 0.5, "the announcement is retried until its deadline")
 
 		left := leave(groups[0], 0, time.Minute)
 		time.Sleep(2 * time.Second)

@@ -10,7 +10,7 @@ import (
 
 func TestAGroupsHealIsTheSumOfItsRanks(t *testing.T) {
 	var h groupHeal
-	h.drop(3) // it has reported nothing
+	h.drop(3) // rank 3 has reported nothing
 	h.add(membership.HealProgress{GroupRank: 0, Received: 1, Total: 10})
 	h.add(membership.HealProgress{GroupRank: 1, Received: 2, Total: 20})
 	h.add(membership.HealProgress{GroupRank: 0, Received: 5, Total: 10})

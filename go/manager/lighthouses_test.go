@@ -86,7 +86,7 @@ func TestFailoverToTheSecondLighthouseAndFailbackToTheFirst(t *testing.T) {
 		var got = round(t, 5, groups...)[0]
 		assert.Greater(t, got.QuorumID, id)
 		assert.Len(t, got.ReplicaIDs, 3)
-		assert.Equal(t, 3, c.Lighthouse.Status().Healthy, "they failed back")
+		assert.Equal(t, 3, c.Lighthouse.Status().Healthy, "all groups failed back")
 		time.Sleep(10 * time.Second)
 		assert.Zero(t, second.Status().Healthy)
 		again := round(t, 6, groups...)[0]
@@ -154,7 +154,7 @@ func TestTheMinorityFailsOverToTheLighthouseOfTheMajority(t *testing.T) {
 		assert.Equal(t, []string{"a", "b", "d"}, got.ReplicaIDs, "the first lighthouse has sent a to the second one")
 		require.NoError(t, (<-asked).Err)
 		assert.Equal(t, 3, second.Status().Healthy)
-		assert.Less(t, time.Since(start), 12*time.Second, "twice the heartbeat timeout")
+		assert.Less(t, time.Since(start), 12*time.Second, "the groups wait for about two heartbeat timeouts at most")
 	})
 }
 

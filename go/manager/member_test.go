@@ -63,7 +63,7 @@ func TestALighthouseWithoutStreams(t *testing.T) {
 			assert.Equal(t, step+1, round(t, step, g)[0].QuorumID)
 		}
 		time.Sleep(10 * time.Second)
-		assert.InDelta(t, 100, upstream.beats.Load(), 3, "one each heartbeat_interval")
+		assert.InDelta(t, 100, upstream.beats.Load(), 3, "the group sends one heartbeat per heartbeat_interval")
 
 		// The lighthouse is replaced by one of ours, under the running job.
 		stop()
@@ -78,7 +78,7 @@ func TestALighthouseWithoutStreams(t *testing.T) {
 }
 
 // The lighthouse is replaced by an upstream one. A group that makes unary calls has no stream whose silence could fence it.
-func TestAGroupThatMakesCallsAfterAStreamCommits(t *testing.T) {
+func TestAGroupCommitsAfterAChangeFromAStreamToCalls(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		g := c.StartGroup("a", 1)

@@ -71,7 +71,7 @@ func newMeters(job, replicaID string) *meters {
 		}),
 		phases: map[string]prometheus.Observer{},
 		recovery: prometheus.NewCounterVec(prometheus.CounterOpts{
-			Name: "torchft_manager_recovery_seconds_total", Help: "Where the time of recoveries went, of all ranks.", ConstLabels: labels,
+			Name: "torchft_manager_recovery_seconds_total", Help: "Time that ranks spent in each phase of their recoveries, summed over all ranks.", ConstLabels: labels,
 		}, []string{"recovery", "phase"}),
 		at: prometheus.NewGauge(prometheus.GaugeOpts{Name: "torchft_manager_step", Help: "Step that the group voted on last.", ConstLabels: labels}),
 	}

@@ -49,7 +49,7 @@ func TestAnEvictedGroupThatReachesOnlyItsPeersCommitsNothing(t *testing.T) {
 				assert.Equal(t, membership.Notice{
 					Kind: membership.MemberFailed, QuorumID: before[0].QuorumID, ReplicaID: "a", Reason: failure.Reason,
 				}, failure)
-				assert.Equal(t, failure, nextFailure(t, others[0], 0), "at the same moment as the others")
+				assert.Equal(t, failure, nextFailure(t, others[0], 0), "the other groups receive the same notice")
 				got := <-cut.Vote(0, 1, true, time.Minute)
 				require.NoError(t, got.Err)
 				assert.False(t, got.Value)
@@ -65,11 +65,11 @@ func TestAnEvictedGroupThatReachesOnlyItsPeersCommitsNothing(t *testing.T) {
 
 				c.Net.Heal("a", "lighthouse")
 				c.Net.Heal("lighthouse", "a")
-				time.Sleep(20 * time.Second) // it returns to the first lighthouse
+				time.Sleep(20 * time.Second) // a returns to the first lighthouse
 				require.Len(t, round(t, 2, groups...)[0].ReplicaIDs, 3)
 				got = <-cut.Vote(0, 2, true, time.Minute)
 				require.NoError(t, got.Err)
-				assert.True(t, got.Value, "it commits in the next quorum")
+				assert.True(t, got.Value, "the group that was cut off commits in the next quorum")
 				select {
 				case again := <-cut.Ranks[0].Notices():
 					assert.NotEqual(t, failure, again, "two peers notify it, and its rank is notified once")
@@ -124,7 +124,7 @@ func TestAGroupOfARackThatIsCutOffFromItsLighthouseIsNotified(t *testing.T) {
 		require.Equal(t, "a", failure.ReplicaID)
 		start := time.Now()
 		assert.Equal(t, failure, nextFailure(t, groups[0], 0))
-		assert.Zero(t, time.Since(start), "when the others are notified, and not when its neighbours are evicted")
+		assert.Zero(t, time.Since(start), "a is notified at the same time as the others, and not only when its neighbours are evicted")
 		assert.Equal(t, before.QuorumID, failure.QuorumID)
 	})
 }
@@ -152,7 +152,7 @@ func TestReportsOfARestartedLighthouseAreNotForwarded(t *testing.T) {
 		for _, g := range []*fttest.Group{a, d} {
 			got := <-g.Vote(0, 1, true, time.Minute)
 			require.NoError(t, got.Err)
-			assert.True(t, got.Value, "no group has continued without it")
+			assert.True(t, got.Value, "no group has continued without this one")
 		}
 	})
 }

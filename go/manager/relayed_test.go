@@ -123,7 +123,7 @@ func TestARankBehindARelayThatFails(t *testing.T) {
 		time.Sleep(time.Second)
 		g.Host(2).Kill()
 		got := <-waits
-		assert.Equal(t, codes.Aborted, status.Code(got.Err), "as if it had its own connection")
+		assert.Equal(t, codes.Aborted, status.Code(got.Err), "the failed rank is noticed as if it had a connection of its own")
 		assert.ErrorContains(t, got.Err, "rank 2 of replica group g has failed: its connection broke")
 		assert.Equal(t, time.Second, got.Took)
 		assert.EqualValues(t, 1, made[1].n.Load())
@@ -513,7 +513,7 @@ func TestARelayThatDoesNotAnswer(t *testing.T) {
 		defer server.Stop()
 		began := time.Now()
 		client, _ := dialRelayed(c, g, "host", "http://relay:1")
-		assert.Equal(t, 5*time.Second, time.Since(began), "half of the timeout")
+		assert.Equal(t, 5*time.Second, time.Since(began), "the relay gets half of the connect timeout")
 		ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 		defer cancel()
 		commit, err := client.ShouldCommit(ctx, 0, 0, true)

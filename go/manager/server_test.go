@@ -260,7 +260,7 @@ func TestTheShortcutInOneProcess(t *testing.T) {
 	assert.Equal(t, failed, <-far.Notices())
 
 	_, err = near.Quorum(context.Background(), rankclient.Request{GroupRank: 0})
-	assert.Equal(t, codes.InvalidArgument, status.Code(err), "the same rule as over the network")
+	assert.Equal(t, codes.InvalidArgument, status.Code(err), "a call in the process is refused by the same rule as one over the network")
 
 	expired, stop := context.WithTimeout(t.Context(), 500*time.Millisecond) // longer than the vote takes to arrive
 	defer stop()

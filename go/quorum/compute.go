@@ -10,7 +10,7 @@ import (
 type tally struct {
 	healthy      int // members with a heartbeat younger than the timeout
 	reachEarlier int // those of them that can reach a lighthouse before this one
-	presumed     int // healthy ones that were in a quorum before the start, and have sent nothing since
+	presumed     int // healthy members that count as alive only because they were in the last quorum: they have sent nothing since
 	candidates   int // healthy members with a pending request
 	shrinkers    int // candidates that ask shrink_only
 
@@ -91,7 +91,7 @@ func compute(p Policy, t tally) decision {
 	case d.eligible() < p.MinReplicas:
 		d.cause = tooFew
 	case 2*t.candidates <= t.healthy:
-		// All candidates count, also those that shrink_only leaves out: the rule is about the part of the job that is here.
+		// All candidates count, also those that shrink_only leaves out: the rule compares the members that ask here with the others.
 		d.cause = noMajority
 	case t.candidates == t.healthy:
 		d.cause = allAsked
@@ -130,7 +130,7 @@ func (d decision) String() string {
 		return fmt.Sprintf("%d of %s asked, more than half are needed", t.candidates, healthy(t.healthy))
 	case awaitingOthers:
 		if t.presumed > 0 {
-			return fmt.Sprintf("%d of %s asked, %d that were in the quorum before this lighthouse began have heartbeat_timeout_ms to come back",
+			return fmt.Sprintf("%d of %s asked, still expected back within heartbeat_timeout_ms: %d of the last quorum",
 				t.candidates, healthy(t.healthy), t.presumed)
 		}
 		return fmt.Sprintf("%d of %s asked, the others have %s left to join (join_timeout_ms)",

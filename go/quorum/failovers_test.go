@@ -47,7 +47,7 @@ func TestTheTableOfFailovers(t *testing.T) {
 				}
 			}
 			for with := range 2 {
-				require.False(t, can[with] && cannot[with], "it depends on nothing else")
+				require.False(t, can[with] && cannot[with], "whether a job continues depends only on the number that ended, and on the first member by name")
 			}
 			switch {
 			case can[0] && can[1]:

@@ -164,7 +164,7 @@ func (h *history) step(e Event) {
 	for _, action := range actions {
 		switch a := action.(type) {
 		case Deliver:
-			require.Nil(h.t, got, "one quorum an event")
+			require.Nil(h.t, got, "an event delivers at most one quorum")
 			got, answered = a.Quorum, a.Waiters
 		case Changed:
 			require.Same(h.t, got, a.Quorum)
@@ -174,7 +174,7 @@ func (h *history) step(e Event) {
 		case Wake:
 			h.wakeAt = a.At
 		case InUse:
-			require.NotEqual(h.t, h.inUse, a, "it is reported when it changes")
+			require.NotEqual(h.t, h.inUse, a, "InUse is reported only when it changes")
 			h.inUse = a
 		case Redeliver:
 			require.Same(h.t, h.machine.past.latest, a.Quorum)
@@ -208,7 +208,7 @@ func (h *history) step(e Event) {
 			due = end
 		}
 	}
-	require.True(h.t, due.IsZero() || due.Equal(h.wakeAt), "it asked to be woken at %s, %s is due", h.wakeAt, due)
+	require.True(h.t, due.IsZero() || due.Equal(h.wakeAt), "the machine asked to be woken at %s, although the first grace ends at %s", h.wakeAt, due)
 	require.Equal(h.t, want, got, "%#v", e)
 	require.ElementsMatch(h.t, wantAnswered, answered)
 	if got != nil {
@@ -240,7 +240,7 @@ func (h *history) delivered(q *Quorum, answered []WaiterID) {
 	set := ""
 	for i, m := range q.Members {
 		set += m.ReplicaID + " "
-		require.True(h.t, i == 0 || q.Members[i-1].ReplicaID < m.ReplicaID, "in order, each once")
+		require.True(h.t, i == 0 || q.Members[i-1].ReplicaID < m.ReplicaID, "the members are in order, each once")
 	}
 	if before, ok := h.sets[q.ID]; ok {
 		require.Equal(h.t, before, set, "one set of members for each id")

@@ -293,7 +293,7 @@ func (h *listHistory) step(at int, e Event) {
 			}
 		case FailBack:
 			h.sentBack++
-			require.Equal(h.t, 1, at, "from the later lighthouse to the earlier one")
+			require.Equal(h.t, 1, at, "only the later lighthouse sends its members back")
 			for _, m := range slices.Clone(h.members) {
 				if m.at != at {
 					continue
@@ -469,7 +469,7 @@ func TestRandomHistoriesOfTwoLighthousesKeepTheRule(t *testing.T) {
 	t.Log(delivered, changed, based, committed, refused, sentBack)
 	require.Greater(t, delivered, 1000, "the histories must not be idle")
 	require.Greater(t, changed, 300)
-	require.Greater(t, based, 300, "sets that are to be outvoted besides the members")
+	require.Greater(t, based, 300, "too few sets that must be outvoted besides the members")
 	require.Greater(t, committed, 300)
-	require.Greater(t, sentBack, 100, "members sent back to the first lighthouse")
+	require.Greater(t, sentBack, 100, "too few failbacks to the first lighthouse")
 }

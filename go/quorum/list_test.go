@@ -47,15 +47,15 @@ func TestTheChangeSinceAHeldList(t *testing.T) {
 		return &Quorum{Members: named(ids...), Revision: RevisionOf(named(ids...))}
 	}
 	before, now := quorum("a", "b"), quorum("a", "b", "c")
-	assert.Equal(t, Change{}, now.Since(now.Revision, before), "it holds this list")
-	assert.Equal(t, Change{}, now.Since(now.Revision, nil), "from a lighthouse that was restarted meanwhile")
+	assert.Equal(t, Change{}, now.Since(now.Revision, before), "the member holds this list")
+	assert.Equal(t, Change{}, now.Since(now.Revision, nil), "the member holds this list, from a lighthouse that was restarted meanwhile")
 	assert.Equal(t, Change{Set: named("c")}, now.Since(before.Revision, before))
 	whole := Change{Whole: true, Set: now.Members}
-	assert.Equal(t, whole, now.Since(0, before), "it holds none")
+	assert.Equal(t, whole, now.Since(0, before), "the member holds no list")
 	assert.Equal(t, whole, now.Since(before.Revision, nil), "a revision that is no longer known")
 	assert.Equal(t, whole, now.Since(quorum("x").Revision, before))
 	others := quorum("x", "y")
-	assert.Equal(t, whole, now.Since(others.Revision, others), "everything changed")
+	assert.Equal(t, whole, now.Since(others.Revision, others), "every member has changed: the whole list is sent")
 }
 
 func TestAChangeForAnotherList(t *testing.T) {

@@ -234,8 +234,8 @@ func (m *Machine) disconnected(id string) {
 	m.ends.disconnected(id)
 }
 
-// adopted resets the state that belongs to the previous quorum, after a quorum that was formed elsewhere, or before the start,
-// became the latest.
+// adopted resets the state that belongs to the previous quorum, after a quorum that was formed elsewhere, or before this lighthouse
+// started, became the latest.
 func (m *Machine) adopted() {
 	m.failed = m.failed[:0] // failures of the previous quorum; the members of this one have heartbeat_timeout_ms to connect
 	m.suspicion.forget()

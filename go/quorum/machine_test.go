@@ -54,7 +54,7 @@ func TestIDsContinueAboveAnOlderLighthouse(t *testing.T) {
 
 	restarted := NewMachine(Policy{MinReplicas: 1, JoinTimeout: 1, HeartbeatTimeout: 1}, epoch.Add(time.Second))
 	actions := restarted.Step(Asked{Waiter: 1, Member: Member{ReplicaID: "x"}}, epoch.Add(time.Second))
-	require.Greater(t, actions[0].(Deliver).Quorum.ID, last, "even if no member reports an earlier quorum")
+	require.Greater(t, actions[0].(Deliver).Quorum.ID, last, "ids continue even if no member reports an earlier quorum")
 }
 
 func TestAllWaitersShareOneQuorum(t *testing.T) {

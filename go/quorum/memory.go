@@ -202,8 +202,9 @@ func (m *memory) follow(q *Quorum, in []*record, changed bool) (joined, left []s
 	return joined, left
 }
 
-// adopt makes a quorum that was formed elsewhere, or before the start, the latest one. Its members are presumed alive for
-// heartbeat_timeout_ms, unless their hosts answer that they have ended. Otherwise the first member that asks would continue alone.
+// adopt makes a quorum that was formed elsewhere, or before this lighthouse started, the latest one. Its members are presumed alive
+// for heartbeat_timeout_ms, unless their hosts answer that they have ended. Otherwise the first member that asks would continue
+// alone.
 func (m *memory) adopt(p Past) {
 	before := m.members
 	q := &Quorum{ID: p.ID, Members: make([]Member, len(p.Members)), Base: p.Base, Created: m.now}

@@ -152,7 +152,7 @@ func (m *model) take(e Event, now time.Time) bool {
 
 func (m *model) asked(e Asked, now time.Time) bool {
 	id := e.Member.ReplicaID
-	if e.KnownQuorumID > max(m.highest, now.Add(time.Hour).UnixMilli()) { // it would have to show it
+	if e.KnownQuorumID > max(m.highest, now.Add(time.Hour).UnixMilli()) { // the member would have to show that quorum
 		m.does("refuse", e.Waiter)
 		return false
 	}

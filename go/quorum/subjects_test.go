@@ -70,7 +70,7 @@ func TestWatchAlone(t *testing.T) {
 	s.take(0, func() { one.progressed(Progressed{ReplicaID: "b", Progress: Progress{Step: 1, Waits: true}}) })
 	actions, _ = s.take(time.Second, one.tick)
 	require.Len(t, actions, 2)
-	require.Equal(t, "c", actions[0].(Stalled).ReplicaID, "the others wait for it, and it has not answered")
+	require.Equal(t, "c", actions[0].(Stalled).ReplicaID, "a and b wait for c, and c has not answered")
 	s.take(0, func() { one.forgive(time.Second); one.next(true) })
 	require.Zero(t, one.stalled, "the next step begins without stalled members")
 	require.Equal(t, time.Second, one.median(), "the time in which the lighthouse was stopped does not count")
@@ -83,7 +83,7 @@ func TestDrainsAlone(t *testing.T) {
 	require.Equal(t, []Action{Drain{"a", "maintenance"}}, actions)
 	actions, failed := s.take(0, func() { require.True(t, one.leaving("a")) })
 	require.Empty(t, actions, "b may still be in the last step of a")
-	require.Empty(t, failed, "it has not failed")
+	require.Empty(t, failed, "a has not failed")
 	actions, _ = s.take(0, one.tick)
 	require.Empty(t, actions)
 	s.roster.ask(Asked{Waiter: 1, Member: Member{ReplicaID: "b"}}, s.now)
@@ -99,7 +99,7 @@ func TestEndsAlone(t *testing.T) {
 	s.list.greets("c", 0, false, s.now)
 	s.list.answered("c", s.now.Add(time.Millisecond))
 	_, failed := s.take(10*time.Millisecond, func() { one.ended("c") })
-	require.Empty(t, failed, "it is alive: its stream has not broken")
+	require.Empty(t, failed, "c is alive: its stream has not broken")
 	s.roster.disconnected("c", s.now)
 	actions, _ := s.take(0, func() { one.disconnected("c") })
 	require.Equal(t, []Action{Probe{"c", "http://c"}}, actions)
@@ -128,7 +128,7 @@ func TestReconnectAlone(t *testing.T) {
 	one.rejoined("b")
 	require.Equal(t, "c failed", one.reason())
 	one.forget()
-	require.Equal(t, "b had left, and is back", one.reason(), "the failure was reported in another quorum; the rest may be later than this one")
+	require.Equal(t, "b had left, and is back", one.reason(), "only the failure is dropped: b may have come back after the latest quorum was formed")
 	require.True(t, one.needed())
 }
 
@@ -138,9 +138,9 @@ func TestBondsAlone(t *testing.T) {
 	now := epoch
 	holds := func() bool { return one.holds("a", latest, now) }
 	one.answered("a", now)
-	require.False(t, holds(), "without a greeting it is not known what the member knows")
+	require.False(t, holds(), "a has sent no greeting: the quorum that it knows is not known here")
 	one.greets("a", latest, false, now)
-	require.False(t, holds(), "it has answered nothing")
+	require.False(t, holds(), "a has answered no stamp")
 
 	stamp := now.Add(time.Millisecond)
 	one.answered("a", stamp)
@@ -148,13 +148,13 @@ func TestBondsAlone(t *testing.T) {
 	require.True(t, holds())
 	one.answered("a", stamp)
 	now = stamp.Add(bondHolds)
-	require.False(t, holds(), "the same stamp binds for no longer")
+	require.False(t, holds(), "a second answer to the same stamp does not extend the bond")
 	require.True(t, one.promised("a", latest), "a member's own report that it ends is a vote at any time")
 
 	fresh := now
 	one.answered("a", fresh)
 	require.True(t, holds())
-	require.False(t, one.holds("a", latest-1, now), "it knows a quorum that the lighthouse does not")
+	require.False(t, one.holds("a", latest-1, now), "a knows a quorum that the lighthouse does not")
 	one.answered("a", stamp)
 	require.True(t, holds(), "an earlier stamp that comes late changes nothing")
 
@@ -167,7 +167,7 @@ func TestBondsAlone(t *testing.T) {
 	one.answered("a", now.Add(time.Millisecond))
 	require.True(t, holds())
 	one.greets("a", latest, true, now.Add(2*time.Millisecond))
-	require.False(t, holds(), "it comes from another lighthouse: the bond to this one had ended")
+	require.False(t, holds(), "a comes from another lighthouse: the bond to this one had ended")
 
 	one.answered("a", now.Add(3*time.Millisecond))
 	one.end("a")
@@ -178,9 +178,9 @@ func TestBondsAlone(t *testing.T) {
 	one.answered("b", now.Add(time.Millisecond))
 	none := func(string) bool { return false }
 	one.sweep(now.Add(BondTime), none)
-	require.Contains(t, one.bound, "b", "it may still hold")
+	require.Contains(t, one.bound, "b", "the bond of b may still hold")
 	one.sweep(now.Add(2*BondTime+2*time.Millisecond), none)
-	require.Empty(t, one.bound, "it has run out, and its member is not here")
+	require.Empty(t, one.bound, "the bond of b has run out, and b is not here")
 }
 
 func TestVotesAlone(t *testing.T) {
@@ -196,7 +196,7 @@ func TestVotesAlone(t *testing.T) {
 	}
 	s.list.seat = Seat{}
 	reason, _ := one.lacking(decision{}, nil)
-	require.Empty(t, reason, "alone, a lighthouse allows everything")
+	require.Empty(t, reason, "a lighthouse without a list needs no votes")
 }
 
 func TestTermsAlone(t *testing.T) {
@@ -216,7 +216,7 @@ func TestTermsAlone(t *testing.T) {
 	actions := greet(Greeted{ReplicaID: "b", Seat: Seat{0, 2}, Term: 3})
 	require.IsType(t, Renew{}, actions[0], "a higher term begins, and ends all other streams")
 	require.Equal(t, Welcome{ReplicaID: "b", Term: 4, Bond: BondTime}, actions[1])
-	require.IsType(t, RefuseStream{}, greet(Greeted{ReplicaID: "c", Seat: Seat{0, 2}, Term: maxTerm})[0], "no room for others")
+	require.IsType(t, RefuseStream{}, greet(Greeted{ReplicaID: "c", Seat: Seat{0, 2}, Term: maxTerm})[0], "the largest term would leave no later one")
 }
 
 func TestFailbackAlone(t *testing.T) {
@@ -224,15 +224,15 @@ func TestFailbackAlone(t *testing.T) {
 	one := failback{core: &s.core, past: &s.past, list: &s.list}
 	one.reaches("a", PlacesOf(0, 1))
 	actions, _ := s.take(0, one.tick)
-	require.Empty(t, actions, "b does not reach it")
+	require.Empty(t, actions, "b does not reach the first lighthouse")
 	one.reaches("b", PlacesOf(0))
 	actions, failed := s.take(0, one.tick)
 	require.Len(t, actions, 1)
 	require.Zero(t, actions[0].(FailBack).Place)
-	require.Empty(t, failed, "they are sent, and have not failed")
+	require.Empty(t, failed, "a member that is told to fail back has not failed")
 	require.Empty(t, s.roster.alive())
 	one.cameBack(1000)
-	require.Len(t, s.roster.alive(), 2, "one is back: the other has the time to come")
+	require.Len(t, s.roster.alive(), 2, "one member is back: the other one is presumed alive for heartbeat_timeout_ms")
 }
 
 func TestSearchAlone(t *testing.T) {
@@ -246,11 +246,11 @@ func TestSearchAlone(t *testing.T) {
 		return actions, adopted
 	}
 	actions, adopted := shows("b", Voter{ReplicaID: "a"})
-	require.IsType(t, Doubted{}, actions[0], "b was not in it")
+	require.IsType(t, Doubted{}, actions[0], "b was not in quorum 1001")
 	require.False(t, adopted)
 	_, adopted = shows("a", Voter{ReplicaID: "a"}, Voter{ReplicaID: "c"})
 	require.True(t, adopted)
 	require.False(t, one.pending(s.now))
 	require.Equal(t, int64(1001), s.past.latestID())
-	require.True(t, s.roster.members["c"].presumed, "it has the time to come")
+	require.True(t, s.roster.members["c"].presumed, "c is presumed alive for heartbeat_timeout_ms")
 }

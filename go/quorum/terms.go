@@ -85,7 +85,7 @@ func (t *terms) begin(with string, known int64) {
 	t.past.highest = max(t.past.highest, t.list.firstID(t.now))
 	reason := fmt.Sprintf("term %d begins with %s", t.list.term, with)
 	t.do(Renew{reason})
-	t.roster.reachNothing() // the members report it again on their new streams
+	t.roster.reachNothing() // the members report again on their new streams which lighthouses they reach
 	t.outdate(func(q request) bool { return q.recallable }, reason)
 }
 

@@ -60,7 +60,7 @@ func TestComputeOfOneRank(t *testing.T) {
 			dsts: []int64{0, 4}, store: "store b", maxRank: rank(0), maxWorld: 2},
 		{name: "the other source", steps: []int64{0, 5, 1, 5, 0}, replica: "d",
 			dsts: []int64{2}, store: "store b", maxRank: rank(1), maxWorld: 2},
-		{name: "a rank without bound", steps: []int64{5, 0}, replica: "b", groupRank: math.MaxInt64,
+		{name: "the largest group rank", steps: []int64{5, 0}, replica: "b", groupRank: math.MaxInt64,
 			heal: true, sources: []int64{0}, store: "store a", maxWorld: 1},
 	} {
 		t.Run(c.name, func(t *testing.T) {
@@ -157,8 +157,8 @@ func TestHandlesOnlyIfAllRanksSentThem(t *testing.T) {
 		{"a lighthouse of 0.2.0", func(q *quorum.Quorum) {
 			q.Members[0].Handles, q.Members[1].Handles = nil, nil
 		}, nil, []string{"a", "b"}},
-		{"a rank is missing", func(q *quorum.Quorum) { q.Members[1].Handles = q.Members[1].Handles[:1] }, nil, []string{"b"}},
-		{"a rank is empty", func(q *quorum.Quorum) { q.Members[1].Handles[0] = "" }, nil, []string{"b"}},
+		{"the handle of a rank is missing", func(q *quorum.Quorum) { q.Members[1].Handles = q.Members[1].Handles[:1] }, nil, []string{"b"}},
+		{"the handle of a rank is empty", func(q *quorum.Quorum) { q.Members[1].Handles[0] = "" }, nil, []string{"b"}},
 		{"more handles than ranks", func(q *quorum.Quorum) { q.Members[1].WorldSize = 1 }, nil, []string{"b"}},
 		{"a smaller group", func(q *quorum.Quorum) {
 			q.Members[1].WorldSize, q.Members[1].Handles = 1, q.Members[1].Handles[:1]
@@ -265,9 +265,9 @@ func TestAdditionalSources(t *testing.T) {
 		{"two targets begin with different sources", []int64{5, 5, 5, 0, 0}, []int64{9, 9, 9, -1, -1},
 			map[string][]string{"d": {"b", "c"}, "e": {"c", "a"}}},
 		{"no more than three", []int64{0, 5, 5, 5, 5, 5}, []int64{-1, 9, 9, 9, 9, 9}, map[string][]string{"a": {"c", "d", "e"}}},
-		{"an upstream group is none", []int64{5, 0, 5, 5}, []int64{9, -1, 0, 9}, map[string][]string{"b": {"d"}}},
-		{"a group with weights of an older quorum is none", []int64{5, 0, 5}, []int64{9, -1, 8}, map[string][]string{"b": nil, "c": nil}},
-		{"at the first step all differ", []int64{0, 0, 0}, []int64{-1, -1, -1}, map[string][]string{"b": nil, "c": nil}},
+		{"an upstream group is no additional source", []int64{5, 0, 5, 5}, []int64{9, -1, 0, 9}, map[string][]string{"b": {"d"}}},
+		{"a group with weights of an older quorum is no source", []int64{5, 0, 5}, []int64{9, -1, 8}, map[string][]string{"b": nil, "c": nil}},
+		{"at the first step only the primary is a source", []int64{0, 0, 0}, []int64{-1, -1, -1}, map[string][]string{"b": nil, "c": nil}},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			q := at(c.steps...)

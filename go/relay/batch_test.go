@@ -33,8 +33,8 @@ func leave() *torchftpb.RankRequest {
 	return &torchftpb.RankRequest{Call: 3, TimeoutUs: 1, Request: &torchftpb.RankRequest_Leave{Leave: true}}
 }
 
-// Three sessions are open. Each case is a list of events, a millisecond apart, and for how long the queue is held after the last
-// one.
+// Three sessions are open. Each case has a list of events, a millisecond apart, and the time for which the queue may still be held
+// after the last one.
 func TestWhenABatchIsSent(t *testing.T) {
 	const hold = 50 * time.Millisecond
 	type events = []func(b *batch, now time.Time)

@@ -49,9 +49,9 @@ func (m *Machine) follow(q *quorum.Quorum) {
 
 // memberFailed handles the report that this group, or another one, counts as failed.
 //
-// The lighthouse reports a failure to all members that it can reach. A group that it evicts because their connection is cut does
-// not learn of it, and would commit its step if its collectives are complete. So other members notify it. A notice to a process
-// that has ended has no effect, and a group that has a later quorum ignores it.
+// The lighthouse reports a failure to all members that it can reach. A group that is evicted because its connection to the
+// lighthouse is cut does not receive the report, and would commit its step if its collectives are complete. So other members notify
+// it. A notice to a process that has ended has no effect, and a group that has a later quorum ignores it.
 //
 // If the others have already asked for the next quorum, the failure completes it: the report and the next quorum arrive at the same
 // time, by two paths, in any order. So the previous quorum is kept (before): otherwise the failed member would not be notified in

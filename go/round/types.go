@@ -47,8 +47,8 @@ type (
 		// Fenced: the group has sent nothing for so long that the others may have continued without it.
 		Fenced bool
 	}
-	// MemberFailed: a member counts as failed in a quorum, and the others continue without it. If it is this group, it must not
-	// commit a step of that quorum. If it is another one, it may be alive and unaware of it (NotifyFailed).
+	// MemberFailed: a member counts as failed in a quorum, and the others continue without it. If the member is this group, it must
+	// not commit a step of that quorum. Another member may be alive, and not know that it counts as failed (NotifyFailed).
 	MemberFailed struct {
 		QuorumID  int64
 		ReplicaID string

@@ -14,7 +14,7 @@ type view struct {
 	listed     bool
 	lastBeat   time.Duration
 	beaten     bool
-	presumed   bool // it was in the quorum before the start, and has sent nothing since
+	presumed   bool // it counts as alive only because it was in the last quorum: it has sent nothing since
 	suspect    bool // its last link has ended
 	brokeAt    time.Duration
 	waits      int           // pending requests

@@ -48,7 +48,7 @@ func TestEachFaultCostsAtMostItsSteps(t *testing.T) {
 	}
 }
 
-// Faults that are far apart cost no more than each of them alone.
+// Faults that are far apart cost together no more than the sum of what each of them may cost alone.
 func TestFaultsFarApartCostNoMoreThanTheirSum(t *testing.T) {
 	t.Parallel()
 	var lost uint64

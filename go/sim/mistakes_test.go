@@ -313,5 +313,5 @@ func findMistake(t *testing.T, m mistake, rules []string) {
 		require.LessOrEqual(t, len(s.Faults), 4, "a short history has few faults")
 		require.LessOrEqual(t, strings.Count(history, "\n"), 70, "a short history has few lines")
 	}
-	require.Equal(t, history, History(s, 60), "it replays")
+	require.Equal(t, history, History(s, 60), "the same setup gives the same history")
 }

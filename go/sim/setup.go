@@ -87,7 +87,7 @@ type mistake struct {
 	replayBehind  bool                      // a step is replayed although the quorum does not allow it
 	replaySums    bool                      // a replay reduces the result of the failed reduction instead of the kept gradients
 	silentIsEnded bool                      // an unreachable host counts as a host on which the process has ended
-	setup         func(*Setup)              // of the histories that are searched for it
+	setup         func(*Setup)              // changes the setups of the histories in which the rules must find the mistake
 	keepState     bool                      // a healing group takes over the step but keeps its weights
 	long          bool                      // only long histories show it
 	anySize       bool                      // the rule about the lighthouse's memory is not checked
@@ -149,7 +149,7 @@ func Draw(seed uint64, slots, rounds int) Setup {
 	if s.Lighthouses == 1 && r.IntN(5) == 0 {
 		s.Calls = Slots(r.Uint64())
 	}
-	if n := mix(seed, 7); s.Lighthouses > 1 && n%3 == 0 { // min_replicas groups are left
+	if n := mix(seed, 7); s.Lighthouses > 1 && n%3 == 0 { // at least min_replicas groups keep their streams
 		s.Streamless = Slots(n>>8) << s.Policy.MinReplicas
 	}
 	if r.IntN(2) == 0 {

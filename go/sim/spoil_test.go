@@ -110,7 +110,7 @@ func quiet(s *Setup, slots int) {
 }
 
 // withheld is a job of three groups. g00 and g02 train at the second lighthouse, and g01 waits at the first. Then g00 returns to the
-// first one, and ends before it has shown their quorum.
+// first one, and ends before it has shown the quorum of g00 and g02.
 func withheld(s *Setup) {
 	quiet(s, 3)
 	r := rand.New(rand.NewPCG(s.Seed, 9))
@@ -124,8 +124,8 @@ func withheld(s *Setup) {
 	}
 }
 
-// silent is like withheld, except that g00 does not end: it is stopped while it is asked for their quorum, and continues later.
-// Meanwhile the others do not wait for it.
+// silent is like withheld, except that g00 does not end: it is stopped while the first lighthouse asks it for the quorum of g00 and
+// g02, and continues later. Meanwhile the others do not wait for g00.
 func silent(s *Setup) {
 	withheld(s)
 	last := &s.Faults[len(s.Faults)-1]
@@ -221,7 +221,7 @@ func spoilGroup(step func(m *round.Machine, e round.Event, now time.Time) []roun
 	return func(_ round.Group, m *round.Machine) groupMachine { return spoiledGroup{m, step} }
 }
 
-// steps changes the steps of a quorum's members that the groups receive.
+// steps changes the steps of the members in the quorums that groups receive.
 func steps(see func(members []quorum.Member) []int64) func(round.Group, *round.Machine) groupMachine {
 	return spoilGroup(func(m *round.Machine, e round.Event, now time.Time) []round.Action {
 		known, ok := e.(round.QuorumKnown)
@@ -287,7 +287,7 @@ func results(change func(*round.AnswerQuorum)) func(round.Group, *round.Machine)
 	})
 }
 
-// many draws many faults: one in so many rounds.
+// many draws faults: on average, one in `every` rounds.
 func many(every int, kinds ...FaultKind) func(*Setup) {
 	return func(s *Setup) {
 		s.Faults = drawFaults(rand.New(rand.NewPCG(s.Seed, 5)), *s, every)

@@ -144,7 +144,7 @@ type Config struct {
 	Me      ID
 	Address string // of the own store
 	At      string // this member's "host:port" for gossip
-	// Seeds are the members that found the job, each with all of its addresses: a view without a predecessor contains more than
+	// Seeds are the members that start the job, each with all of its addresses: a view without a predecessor contains more than
 	// half of them.
 	Seeds      [][]string
 	MinMembers int // smallest size of a view

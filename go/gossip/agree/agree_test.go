@@ -233,7 +233,7 @@ func TestAMemberThatMayHaveContinuedElsewhereIsCounted(t *testing.T) {
 					j.machines["c"].MemberLeft(left.cfg.Me, left.Note())
 				}
 			}
-			require.Equal(t, []string{"d"}, j.in("d"), "it trains")
+			require.Equal(t, []string{"d"}, j.in("d"), "d trains")
 			beside := []string{"c"}
 			if how == "started again" {
 				beside = []string{"a", "b", "c"}
@@ -300,7 +300,7 @@ func TestAnEarlierAttemptIsRememberedWhenALaterOneIsImpossible(t *testing.T) {
 	j.machines["b"].Ask()
 	j.machines["c"].Ask()
 	sees("a", "b", "c")
-	require.Equal(t, int64(3), j.machines["a"].Note().Confirmed, "its second attempt with b and c, which do not receive it")
+	require.Equal(t, int64(3), j.machines["a"].Note().Confirmed, "a has confirmed view 3, its second attempt with b and c, which do not receive it")
 	j.away = map[string]bool{"b": true, "c": true}
 	for _, name := range []string{"b", "c", "b"} {
 		j.meet(name)
@@ -338,7 +338,7 @@ func TestAMemberRisesAboveKnownIncarnations(t *testing.T) {
 	j.ask("a", "b")
 	j.lives = 0
 	m := j.start("b")
-	require.Equal(t, int64(1), m.Rise().Incarnation, "it knows of no earlier incarnation")
+	require.Equal(t, int64(1), m.Rise().Incarnation, "the new b knows of no earlier incarnation")
 	m.Learn(j.machines["a"].Lives())
 	require.True(t, m.Replaced())
 	risen := m.Rise()
@@ -425,7 +425,7 @@ func TestAMemberThatHasLeftConfirmsNoView(t *testing.T) {
 	last := a.Note()
 	a.Ask()
 	a.Cancel()
-	require.Equal(t, last, a.Note(), "its note must not change after the last one was sent")
+	require.Equal(t, last, a.Note(), "the note of a member that left must not change: the last one was sent")
 	require.Nil(t, a.Taken())
 }
 
@@ -490,7 +490,7 @@ func TestOneNameOnBothSidesOfACut(t *testing.T) {
 		j.start("c")
 		j.start("d")
 		j.ask("c", "d")
-		require.Empty(t, j.in("c"), "they know no member that trains")
+		require.Empty(t, j.in("c"), "c and d know no member that trains")
 		require.Equal(t, []string{"a", "b", "c"}, j.in("other c"))
 		j.away = nil
 		j.settle()
@@ -519,7 +519,7 @@ func TestOneNameOnBothSidesOfACut(t *testing.T) {
 		}
 		j.ask("b")
 		require.Equal(t, []string{"b"}, j.in("b"))
-		require.Equal(t, []string{"b"}, j.in("other b"), "it does not know that it counts as ended")
+		require.Equal(t, []string{"b"}, j.in("other b"), "the other b does not know that it counts as ended")
 	})
 	t.Run("each half has a second one of all names of the other half", func(t *testing.T) {
 		j := newJob(t, "a", "b")

@@ -104,7 +104,7 @@ func (w *world) start(name string) {
 	for _, seed := range names[:w.seeds] {
 		seeds = append(seeds, []string{seed})
 	}
-	if w.lives++; w.lives > int64(w.seeds) { // the first processes of the seeds found the job; later ones join
+	if w.lives++; w.lives > int64(w.seeds) { // the first processes of the seeds start the job; later ones join it
 		at = fmt.Sprint(name, w.lives)
 	}
 	life := 2 * w.lives

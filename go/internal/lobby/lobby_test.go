@@ -24,9 +24,9 @@ func TestTheOldestGoesFirst(t *testing.T) {
 	enter(6, "10.0.0.3")
 	assert.Equal(t, []int{2, 1}, cut, "above the total limit, the oldest connection is closed")
 
-	assert.False(t, guests[1].Leave(), "it was cut")
+	assert.False(t, guests[1].Leave(), "guest 1 was cut")
 	assert.True(t, guests[3].Leave())
-	assert.False(t, guests[3].Leave(), "it left already")
+	assert.False(t, guests[3].Leave(), "guest 3 had left already")
 	enter(7, "10.0.0.4")
 	assert.Equal(t, []int{2, 1}, cut, "there was room")
 	assert.Equal(t, 4, l.Len())

@@ -49,7 +49,7 @@ func (c *secureConn) complain(err error) {
 	}
 	plain, isPlain := errors.AsType[tls.RecordHeaderError](err)
 	if isPlain && plain.Conn != nil {
-		err = errors.New("it does not speak TLS, which this server requires: the address must begin with https://")
+		err = errors.New("the client does not speak TLS, which this server requires: the address must begin with https://")
 		switch string(plain.RecordHeader[:]) {
 		case "GET /", "HEAD ", "POST ", "PUT /", "OPTIO":
 			// An error is ignored: the connection is closed next.

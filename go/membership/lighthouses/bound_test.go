@@ -22,7 +22,7 @@ func TestAStreamThatWasWelcomedHasBegun(t *testing.T) {
 		s := stream()
 		close(s.welcomed)
 		close(s.ended)
-		require.NoError(t, s.begun(over), "it was welcomed, and broke")
+		require.NoError(t, s.begun(over), "the stream was welcomed, and broke")
 
 		s = stream()
 		s.cancel = func() { close(s.welcomed); close(s.ended) }

@@ -62,7 +62,7 @@ func TestWhichEarlierLighthousesAMemberReaches(t *testing.T) {
 	now := time.Unix(1000, 0)
 	c := newChoice(2, 4)
 	assert.Equal(t, []int{0, 1}, c.lookAt(now))
-	assert.Empty(t, places(c.looked(quorum.PlacesOf(0, 1))), "reached by one probe is not enough")
+	assert.Empty(t, places(c.looked(quorum.PlacesOf(0, 1))), "a lighthouse must be reached by two probes in a row")
 	assert.Equal(t, []int{0}, places(c.looked(quorum.PlacesOf(0))))
 	assert.Equal(t, []int{0}, places(c.looked(quorum.PlacesOf(0, 1))))
 	assert.Equal(t, []int{0, 1}, places(c.looked(quorum.PlacesOf(0, 1, 2, 3))), "later lighthouses of the list are ignored")

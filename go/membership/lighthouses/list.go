@@ -150,7 +150,7 @@ func (l *lighthouses) close() (err error) {
 // choice decides which lighthouse of a list is asked. It does no IO, and takes the time as an argument.
 type choice struct {
 	at      int           // place of the lighthouse that served last, or was tried last
-	broke   time.Time     // when its stream broke, or an attempt to reach it failed first; zero: it serves
+	broke   time.Time     // when its stream broke, or when the first attempt to reach it failed; zero: it serves
 	silent  bool          // since then an attempt to reach it, or the member's bond to it, has run out without an answer
 	back    int           // place of the earlier lighthouse that all members fail back to; -1: none
 	sees    quorum.Places // earlier lighthouses that the last probe has reached
@@ -169,10 +169,10 @@ func (c *choice) outlasted(now time.Time) bool {
 	return !c.broke.IsZero() && now.Sub(c.broke) >= failoverAfter
 }
 
-// order returns the places to try, in order. A member that is bound to the lighthouse that served last asks no other one: if it
-// ends, its vote counts there, and must not count in a quorum of another lighthouse, too. Without a bond, too, only that
-// lighthouse is tried at first, unless the members fail back, it is avoided, it did not answer, or its outage has lasted for
-// failoverAfter.
+// order returns the places to try, in order. A member that is bound to the lighthouse that served last asks no other one: if the
+// member ends while it is bound, its vote counts at that lighthouse, and must not count in a quorum of another one, too. Without a
+// bond, too, only that lighthouse is tried at first, unless the members fail back, it is avoided, it did not answer, or its outage
+// has lasted for failoverAfter.
 func (c *choice) order(now time.Time, bound bool) []int {
 	if bound || c.served && c.back < 0 && !c.avoided(c.at, now) && !c.silent && !c.outlasted(now) {
 		return []int{c.at}

@@ -44,7 +44,7 @@ type Member struct {
 	unary   []bool        // which lighthouses have no streams
 	stream  *memberStream // nil before the first
 
-	// Only the open stream uses held: the next one begins after it has ended.
+	// Only the open stream uses list: the next stream begins after this one has ended.
 	list heldList
 }
 
@@ -355,7 +355,7 @@ func (m *Member) connect(ctx context.Context) (*memberStream, *Client, int, erro
 		if err == nil || !outOfTime || status.Code(err) == codes.Unimplemented {
 			return stream, client, at, err
 		}
-		// The bond has run out, so that lighthouse has sent nothing for BondTime. From now on the others may be asked.
+		// The bond has run out: the lighthouse has sent nothing for BondTime. From now on the others may be asked.
 		c.silent = true
 	}
 }
@@ -468,7 +468,7 @@ func (m *Member) probeEarlier() {
 			switch {
 			case m.stream != nil && !m.stream.broken():
 				stream = m.stream
-			case m.unary[m.choice.at] && reaches != 0: // without streams, it cannot ask its members to fail back
+			case m.unary[m.choice.at] && reaches != 0: // a lighthouse without streams cannot ask its members to fail back
 				m.choice.failBack(reaches.First())
 			}
 		})

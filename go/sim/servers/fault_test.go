@@ -165,17 +165,17 @@ func (j *job) disturb(f *sim.Fault) (end func()) {
 }
 
 func (j *job) slower(machine string, by int) {
-	j.weather.Lock()
-	defer j.weather.Unlock()
+	j.netMu.Lock()
+	defer j.netMu.Unlock()
 	j.slow[machine] += by
 }
 
 // resetOne breaks all connections between two machines.
 func (j *job) resetOne() {
-	j.weather.Lock()
+	j.netMu.Lock()
 	n := j.setup.Slots + len(j.hosts)
 	a, b := j.rng.IntN(n), j.rng.IntN(n)
-	j.weather.Unlock()
+	j.netMu.Unlock()
 	name := func(i int) string {
 		if i < j.setup.Slots {
 			return machineOf(i)

@@ -58,7 +58,7 @@ func (j *job) begin(slot int) {
 		g.cancel()
 		return
 	}
-	if j.lives[slot] > 1 { // the host may have vanished: it is up again
+	if j.lives[slot] > 1 { // the host of the previous incarnation may have vanished: it is up again
 		j.net.Host(fmt.Sprintf("%s.%d", machineOf(slot), j.lives[slot]-1)).Refuse()
 	}
 	g.host = j.net.Host(g.name)
@@ -149,8 +149,8 @@ func (o observedMember) Quorum(ctx context.Context, m quorum.Member, known int64
 	return q, err
 }
 
-// note reports to the judge (job.note), unless the group has failed: the actions of its processes until they end have no effect on
-// others.
+// note reports to the judge (job.note), unless the group has failed: its processes may act until they end, but without an effect on
+// other groups.
 func (g *group) note(what func(*sim.Judge)) (alive bool) {
 	g.j.note(func(judge *sim.Judge) {
 		if alive = !g.killed; alive {

@@ -37,9 +37,9 @@ type job struct {
 	lines   []string
 	waived  map[string]*lighthouse.Server // waived groups, and the server of each waiver; only the operator uses it
 
-	weather sync.Mutex // guards these
-	rng     *rand.Rand
-	slow    map[string]int // machines
+	netMu sync.Mutex // guards the fields below
+	rng   *rand.Rand
+	slow  map[string]int // by machine: the number of faults that slow it down now
 }
 
 func newJob(t *testing.T, s sim.Setup) *job {
@@ -87,8 +87,8 @@ func (j *job) after(d time.Duration, do func()) {
 
 // delay returns how long a message takes.
 func (j *job) delay(from, to string) time.Duration {
-	j.weather.Lock()
-	defer j.weather.Unlock()
+	j.netMu.Lock()
+	defer j.netMu.Unlock()
 	d := j.setup.Delay/2 + time.Duration(j.rng.Int64N(int64(j.setup.Delay)))
 	if machine(from) == machine(to) {
 		d /= 4

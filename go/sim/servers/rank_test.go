@@ -205,8 +205,8 @@ func (r *rank) vote(yes bool) error {
 func (r *rank) stepTime() time.Duration {
 	j := r.g.j
 	d := j.setup.Compute/2 + r.upTo(j.setup.Compute)
-	j.weather.Lock()
-	defer j.weather.Unlock()
+	j.netMu.Lock()
+	defer j.netMu.Unlock()
 	if j.slow[machineOf(r.g.slot)] > 0 {
 		d *= 8
 	}

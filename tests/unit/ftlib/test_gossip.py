@@ -157,7 +157,7 @@ def test_a_node_of_another_job_or_token_is_refused(
     a = Gossip(name="a", timeout=SOON)
     view = a.get_member_list()
     monkeypatch.setenv(differs, str(tmp_path / "two") if differs == "TORCHFT_TOKEN_FILE" else "two")
-    with pytest.raises(RuntimeError, match=f"a node is there, and refuses this one: .*{differs}"):
+    with pytest.raises(RuntimeError, match=f"a node answers, and refuses this one: .*{differs}"):
         Gossip(seeds=a.address, name="b", connect_timeout=timedelta(seconds=0.5))
     with pytest.raises(RuntimeError, match=r"port \d+ of TCP and UDP cannot be used: .*in use"):
         Gossip(name="b", port=int(a.address.rpartition(":")[2]))

@@ -88,4 +88,4 @@ class Bounded:
         return True
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        terminalreporter.write_line(f"left for want of time: {self.left} tests")
+        terminalreporter.write_line(f"not run for lack of time: {self.left} tests")

@@ -579,12 +579,12 @@ class Manager(Stateful, Stepping):
     def _attach_loader(self, loader: Loader) -> None:
         self._data.attach(loader, begun=self._round is not None)
 
-    def _loader_began(self) -> bool:
-        return self._round is not None and self._data.began(self._current)
+    def _loader_can_use_step(self) -> bool:
+        return self._round is not None and self._data.usable(self._current)
 
     def _begin_batch(self) -> Plan:
         """Begins a step if none has begun, and waits until its quorum is known. A heal continues in the background."""
-        if not self._loader_began():
+        if not self._loader_can_use_step():
             self._begin_round(Request(True, False, self._quorum_timeout))
         assert self._round is not None
         plan = self._planner.plan(self._round.answer(), self._current.request.allow_heal)

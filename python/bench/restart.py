@@ -27,7 +27,7 @@ PHASES = (
     "load",
     "first step",
 )
-OURS_TO_ANSWER_FOR = PHASES[2:]
+DUE_TO_TORCHFT = PHASES[2:]
 
 
 def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def _phases(began: float, ends: dict[str, Any]) -> dict[str, float]:
     }
     seconds["first step"] = ends["committed"] - ends["connect"] - sum(ends["recovery"].values())
     ms = {phase: 1000 * seconds[phase] for phase in PHASES}
-    return {**ms, "torchft": sum(ms[phase] for phase in OURS_TO_ANSWER_FOR), "all": sum(ms.values())}
+    return {**ms, "torchft": sum(ms[phase] for phase in DUE_TO_TORCHFT), "all": sum(ms.values())}
 
 
 def tables(result: dict[str, Any], ours: str, upstream: str) -> str:

@@ -141,7 +141,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="rounds of a part; default: " + str(ROUNDS))
     parser.add_argument("--upstream", choices=sorted(REQUIREMENTS), default="nightly")
     parser.add_argument(
-        "--ours", help="directory that holds our torchft; default: the one this Python imports, else this one"
+        "--ours",
+        help="directory that holds our torchft; default: that of the importable torchft, else this checkout",
     )
     parser.add_argument("--docs", default=str(REPOSITORY / "docs"), help="folder of benchmarks.md and .json")
     parser.add_argument("--no-write", action="store_true", help="print only")

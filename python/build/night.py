@@ -212,7 +212,8 @@ def page(results: Sequence[Result], logs: dict[str, str], title: str, seconds: f
         what = last(WHAT, logs.get(r.part.name, "")).replace("|", "\\|")
         lines.append(f"| {r.part.name} | {clock(r.seconds)} | {what} | {how} |")
     tests = [logs.get(name, "") for name in PYTEST]
-    not_run = re.findall(r"^(?:deselected|left for want of time|skipped under CI).*$", "\n".join(tests), re.MULTILINE)
+    counts = r"^(?:deselected|not run for lack of time|skipped under CI).*$"
+    not_run = re.findall(counts, "\n".join(tests), re.MULTILINE)
     if not_run:
         lines += ["", *not_run]
     wrong = [f for r in results if r.failed for f in failures(r, logs.get(r.part.name, ""))]

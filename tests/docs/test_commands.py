@@ -45,12 +45,12 @@ RUN = {
 CANNOT = {
     r"make \S+( [A-Z]+=\S+)?": "installs into .venv and takes minutes; what the recipes start has separate tests "
     "(test_train_*.py, test_torchft_toolchain.py, the suite itself)",
-    r"pip install .*": "downloads, and builds for minutes; `make wheel` and test_torchft_toolchain.py do",
+    r"pip install .*": "downloads and builds for minutes; tested by `make wheel` and test_torchft_toolchain.py",
     r"python python/bench/.*": "takes minutes on an idle machine, and most parts install upstream",
     r"python tests/process/chaos_faults\.py .*": "runs for an hour; test_chaos.py runs the same faults",
     r"cd go && go test \./sim/servers.*": "takes minutes; `make test` runs the first, `make test-all` the others",
     r".*torchtitan\.experiments.*": "needs torchtitan and eight GPUs; test_torchtitan.py drives it on a CPU",
-    r"torchft waive .*": "needs groups that vanished; test_status.py and go/lighthouse, go/manager do",
+    r"torchft waive .*": "needs groups that vanished; tested by test_waive.py, go/lighthouse and go/manager",
     r"torchrun --rdzv-backend torchft .*": "needs a host for each node; test_rendezvous.py runs torchrun with it",
     r"docker .*": "needs Docker, and downloads its images; test_dockerfile.py checks the file and these commands",
     r"kubectl .*": "needs a cluster; test_kubernetes_example.py checks the manifests",
@@ -190,7 +190,7 @@ def test_a_job_by_hand(terminal: dict[str, str], tmp_path: Path) -> None:
     assert_equal_ends(output)
 
 
-@pytest.mark.slow  # test_torchft_run.py and tests/unit/cli have each of them
+@pytest.mark.slow  # test_torchft_run.py and tests/unit/cli test each of the commands
 @pytest.mark.timeout(280)
 def test_a_job_of_torchft_run_and_its_status(terminal: dict[str, str], tmp_path: Path) -> None:
     activate, run, look = section("README.md", "Run a job")
@@ -232,7 +232,7 @@ def test_a_job_of_torchft_run_and_its_status(terminal: dict[str, str], tmp_path:
         process_tree.kill_tree(job)
 
 
-@pytest.mark.slow  # test_train_demo.py has Ctrl-C
+@pytest.mark.slow  # test_train_demo.py tests Ctrl-C
 @pytest.mark.timeout(280)
 def test_ctrl_c_in_the_terminals_of_a_job(terminal: dict[str, str], tmp_path: Path) -> None:
     """The other group continues alone, and with the first one when that returns. No process of a
@@ -318,7 +318,7 @@ def test_the_steps_that_protect_a_job(environment: dict[str, str], tmp_path: Pat
 
 
 @pytest.mark.hosts
-@pytest.mark.slow  # test_hosts.py has groups on two hosts
+@pytest.mark.slow  # test_hosts.py tests groups on two hosts
 @pytest.mark.timeout(280)
 def test_two_hosts(environment: dict[str, str], tmp_path: Path) -> None:
     """Two groups, and then one group over both hosts: the page's commands with other addresses, and without a GPU.

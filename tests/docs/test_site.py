@@ -36,7 +36,7 @@ def test_the_link_is_valid(document: str, link: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.filterwarnings("default")  # documented by TorchX
+@pytest.mark.filterwarnings("default")  # TorchX emits warnings of its own
 def test_the_name_exists_and_has_a_docstring(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if name.startswith("torchft.torchx"):
         monkeypatch.setattr(sys, "path", [*sys.path, str(client_path("torchx"))])
@@ -54,7 +54,7 @@ def test_every_page_is_in_the_site() -> None:
 
 
 @pytest.mark.slow  # the other tests here check links and names
-@pytest.mark.skipif(find_spec("mkdocstrings") is None, reason="needs what makes the site: pip install 'torchft[docs]'")
+@pytest.mark.skipif(find_spec("mkdocstrings") is None, reason="needs mkdocstrings: pip install 'torchft[docs]'")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)

@@ -35,7 +35,7 @@ def main() -> int:
     for file in files:
         limit = min(args.limit, args.total - (time.monotonic() - began))
         if limit <= 0:
-            rows.append(report.Row(file.name, failures=["left out for want of time"]))
+            rows.append(report.Row(file.name, failures=["not run for lack of time"]))
             status = 1
             continue
         print(f"\n== {file.name}, {limit:.0f} s at most", flush=True)

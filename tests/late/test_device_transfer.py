@@ -33,8 +33,8 @@ MB = 1 << 20
 
 
 @pytest.fixture(autouse=True)
-def native_only(device: type[Observed], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sets the size of network blocks, and makes the upstream format an error."""
+def small_blocks(device: type[Observed], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sets the size of a stage, and lets targets ask additional sources without a delay."""
     monkeypatch.setattr(_staging, "BLOCK", BLOCK)
     monkeypatch.setattr(_receive, "_HELP_AFTER", 0.0)
 

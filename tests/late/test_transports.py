@@ -133,11 +133,13 @@ def test_each_tensor_goes_to_the_targets_device_for_it(pair: Pair, writable: boo
 @pytest.mark.parametrize(
     ("own", "source", "of", "home"),
     [
-        # the device of the target's other tensors from there
+        # the target's device for the other tensors from that device
         (["late:1", "late:3"], ["late:0", "late:2"], "late:2", "late:3"),
-        (["late:1", "late:3", "late:3"], ["late:0", "late:0", "late:0"], "late:0", "late:3"),  # that of most of them
-        (["late:1", "cpu"], ["late:0", "cpu"], "late:2", "late:1"),  # none is from there: the only device of the type
-        (["late:1", "late:3"], ["late:0", "late:0"], "late:2", "cpu"),  # ambiguous
+        # if these are on several devices: the device of most of them
+        (["late:1", "late:3", "late:3"], ["late:0", "late:0", "late:0"], "late:0", "late:3"),
+        # no other tensor is from that device: the target's only device of the same type
+        (["late:1", "cpu"], ["late:0", "cpu"], "late:2", "late:1"),
+        (["late:1", "late:3"], ["late:0", "late:0"], "late:2", "cpu"),  # ambiguous: the target has two devices
         (["cpu"], ["late:0"], "late:0", "cpu"),
         ([], [], "late:0", "cpu"),
         (["late:1"], ["cpu"], "cpu", "cpu"),

@@ -25,7 +25,7 @@ from replica_group import Group  # noqa: E402
 KILLS = 10
 PHASE_TIMEOUT_S = 100
 
-# test_chaos has an isolated group that is killed, and tests/unit/process_group/isolated a worker that is.
+# In every run, test_chaos kills an isolated group, and tests/unit/process_group/isolated kills a worker.
 pytestmark = pytest.mark.slow(minutes=5)
 
 

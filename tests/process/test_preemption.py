@@ -117,7 +117,7 @@ def test_a_hanging_process_ends_after_the_grace_period(lighthouse: str, tmp_path
     finally:
         group.kill()
     output = group.log.read_text()
-    assert "SIGTERM: the process has not ended within TORCHFT_GRACE_S=2 s: it ends now, with status 143" in output
+    assert "SIGTERM: the grace period of TORCHFT_GRACE_S=2 s is over: the process ends now, with status 143" in output
     assert "preempted_job.py" in output[output.index("with status 143") :], "where it hangs"
     assert "forcefully exiting via" not in output, "torchrun had to kill it"
     assert job.of(0, 1)[-1]["event"] == "hangs"

@@ -1,6 +1,6 @@
 """torchrun with `--rdzv-backend torchft`: nodes are killed and join during the job, and the lighthouse is restarted.
 
-tests/unit/dlrover/test_rendezvous.py has nodes in one process, go/rendezvous the decisions.
+tests/unit/dlrover/test_rendezvous.py tests nodes in one process, and go/rendezvous tests the decisions.
 """
 
 from __future__ import annotations

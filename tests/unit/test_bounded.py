@@ -57,7 +57,7 @@ def run(pytester: pytest.Pytester, *args: str, suite: str = SUITE) -> pytest.Run
     state = random.getstate()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "torch", Torch("torch"))
-        # Its faulthandler would handle a SIGSEGV in Go, which turns it into a panic, in this process.
+        # faulthandler would replace Go's handler of SIGSEGV in this process, which turns the signal into a panic.
         done = pytester.runpytest_inprocess("-p", "no:faulthandler", "-p", "tests.bounded", "-v", "-s", *args)
     random.setstate(state)
     return done
@@ -100,7 +100,7 @@ def test_tests_that_would_not_end_in_time_are_skipped(
     done = run(pytester)
     done.assert_outcomes(passed=expected)
     assert done.ret == 0
-    done.stdout.fnmatch_lines([f"left for want of time: {4 - expected} tests"])
+    done.stdout.fnmatch_lines([f"not run for lack of time: {4 - expected} tests"])
     assert done.stdout.str().count("given back") == (1 if expected else 0)
 
 

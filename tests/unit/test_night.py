@@ -19,7 +19,7 @@ tests/a.py ..F                                                           [100%]
 =========================== short test summary info ============================
 FAILED tests/process/test_chaos.py::test_x[kill -9] - AssertionError: group 1
 ERROR tests/unit/test_b.py::test_y - OSError: no
-left for want of time: 3 tests
+not run for lack of time: 3 tests
 deselected: 54 tests need a CUDA device
 ============= 1 failed, 20 passed, 2 skipped, 1 error in 12.50s ==============
 """
@@ -120,7 +120,7 @@ def test_the_report_names_failures_and_the_commands_that_repeat_them() -> None:
     assert "| pytest | 1m01s | 1 failed, 20 passed, 2 skipped, 1 error in 12.50s | FAILED |" in lines
     assert "| soak | 1m01s | 12s: seeds 7 to 11, 4000 quorums, no rule broken | passed |" in lines
     assert "| race | 1m01s |  | left out: no time |" in lines
-    assert "left for want of time: 3 tests" in lines
+    assert "not run for lack of time: 3 tests" in lines
     assert "deselected: 54 tests need a CUDA device" in lines
     assert "FAILED tests/process/test_chaos.py::test_x[kill -9]: AssertionError: group 1" in lines
     assert "    SEED=7 .venv/bin/python -m pytest -m '' 'tests/process/test_chaos.py::test_x[kill -9]'" in lines

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
     from torchft._manager.state import Place
     from torchft._manager.work import _ManagedWork
 
-# How long the aborted collectives of a step may take to end. Gloo's end within some 10 ms, but in one of a hundred
-# failures it never wakes a send, which then lasts until its own timeout.
+# The most seconds for which a step waits until its aborted collectives no longer write. Those of Gloo mostly end within
+# some 10 ms. In one of a hundred failures Gloo never wakes a send. Such a collective no longer writes once the threads
+# of Gloo sleep (see stillness.py); with PyTorch 2.7 that cannot be detected, and the send lasts until its own timeout.
 _DRAIN_SEC = 0.5
 # The interval at which such collectives are polled.
 _LOOK_SEC = 0.01

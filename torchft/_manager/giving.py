@@ -1,4 +1,4 @@
-"""What a source gives to groups that train along while its state arrives in pieces: see heal_along.py."""
+"""The source of a heal in pieces: sends its state to groups that train along meanwhile. See heal_along.py."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from torchft.checkpointing.transport import Unsendable
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-# Bytes of the state that belong to no parameter. They are sent at once.
+# The most bytes of the state that belong to no parameter: they are sent in one answer.
 _REST = 64 << 20
 
 ReadState = Callable[[], dict[str, Any]]
 
 
 class Giver:
-    """What a source gives in one step."""
+    """The state that a source sends in one step, in pieces or as a whole."""
 
     def __init__(self, optimizers: Sequence[Optimizer], read: ReadState, whole: Callable[[], None]) -> None:
         self._parameters = Parameters(optimizers)
@@ -31,7 +31,7 @@ class Giver:
         self._whole = whole
 
     def whole(self) -> None:
-        """Offers the state as a whole; called as :meth:`give` is."""
+        """Offers the state as a whole. Called like :meth:`give`, or on the training thread when a step begins."""
         with self._parameters.beside.running():
             self._whole()
 
@@ -49,12 +49,12 @@ class Giver:
         number, begin, end = (int(part) for part in argument.split("-"))
         sizes = self._parameters.sizes()
         if not (0 <= number < len(sizes) and 0 <= begin <= end <= sizes[number]):
-            raise ValueError(f"elements {begin} to {end} of parameter {number}")
+            raise ValueError(f"there are no elements {begin} to {end} of parameter {number}")
         if kind == Kind.PIECE.value:
             return self._parameters.read(number, begin, end)
         if kind == Kind.DIGEST.value:
             return self._parameters.digest(number, begin, end), []
-        raise ValueError(f"kind {kind!r}")
+        raise ValueError(f"unknown kind {kind!r}")
 
     def _rest(self) -> tuple[Any, list[torch.Tensor]]:
         encoded = Encoded(self._read())
@@ -67,7 +67,9 @@ class Giver:
                 regions.append(list(known))
                 continue
             if storage.device.type != "cpu" and storage.device != self._parameters.device:
-                raise Unfit(f"a tensor of the state is on {storage.device}, and the parameters on {self._parameters.device}")
+                raise Unfit(
+                    f"a tensor of the state is on {storage.device}, and the parameters on {self._parameters.device}"
+                )
             regions.append(storage.nbytes() if storage.device.type == "cpu" else {"on device": storage.nbytes()})
             if storage.nbytes():
                 others.append(storage)
@@ -79,7 +81,9 @@ class Giver:
 
 
 def head(optimizers: Sequence[Optimizer]) -> Any:
-    """What a target needs of each step: whether it has the same parameters, and the hyperparameters."""
+    """Returns what a target needs for each step: the layout of the parameters, which must equal its own, and the
+    hyperparameters; or the reason why this group cannot send its state in pieces.
+    """
     parameters = Parameters(optimizers)
     try:
         parameters.check()

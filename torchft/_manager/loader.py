@@ -78,7 +78,7 @@ class Loader(Protocol):
         ...
 
     def samples_averaged(self, counted: int) -> None:
-        """Called by LocalSGD and DiLoCo: if the average is committed, it holds ``counted`` samples."""
+        """Called with the number of samples in an average of LocalSGD or DiLoCo, before the average is committed."""
         ...
 
     def steps_by_itself(self, local_steps: LocalSteps) -> None:
@@ -256,7 +256,7 @@ class Data:
                 "TORCHFT_REPLAY_FAILED_STEP=0) where each sample must count once, else torchft.data.DistributedSampler"
             )
         if self._layout.lines is not None and self._local_steps is None:
-            raise ValueError(f"what is averaged was registered before; with an {NAME} gradients are added")
+            raise ValueError(f"tensors to average are registered already; with an {NAME} gradients are added")
         self._loader = loader
         self._choose_check()
         self._layout.add(NAME, [*loader.settings, f"reproducible_reduction={self._reproducible}"])
@@ -313,8 +313,10 @@ class Data:
 
     # In a step
 
-    def began(self, step: Step) -> bool:
-        """Whether a loader is attached, and nothing has been reduced in this step."""
+    def usable(self, step: Step) -> bool:
+        """Whether the loader can use this step for a batch: the step is not decided, and nothing has been reduced in
+        it. False without a loader, and with LocalSGD and DiLoCo.
+        """
         return self.adds_gradients and step.undecided and not len(step.collectives)
 
     def inner_step_ended(self) -> None:

@@ -53,7 +53,7 @@ class _ManagerLogger:
         manager: has the step and quorum of the rank; the argument's name is upstream's. A Manager passes its
             ``Place``.
         replica_id, group_rank: the identity of this rank.
-        reports: sends what the page and the metrics show to the manager server; None: nothing is sent.
+        reports: sends values for the dashboard and the metrics to the manager server; None: nothing is sent.
     """
 
     def __init__(self, manager: _Stepping, replica_id: str, group_rank: int, reports: Optional[Reports] = None) -> None:

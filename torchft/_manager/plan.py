@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class WorldSizeMode(Enum):
     """How many groups may take part in a step.
 
-    DYNAMIC: all that are in the quorum; the divisor of a reduction follows.
+    DYNAMIC: all groups of the quorum; an average is divided by the number of groups that take part.
     FIXED_WITH_SPARES: exactly ``min_replica_size``; further groups are spares that contribute zeros.
     """
 

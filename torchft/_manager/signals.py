@@ -1,9 +1,10 @@
 """SIGTERM drains the group: it leaves at the end of a step. A process that exceeds the grace period is ended.
 
-The handler sets a flag and does nothing else; the next request for a quorum carries it to the manager server, which
-lets all ranks of the group leave after the same step. Python runs handlers on the main thread, between two of its
-instructions, so not while that thread hangs in a collective. A separate thread therefore enforces the grace period. It
-learns of a signal from a file descriptor, to which Python's C handler writes at once (signal.set_wakeup_fd).
+The handler sets a flag, and calls the handler that the script had installed before, if any. The next request for a
+quorum carries the flag to the manager server, which lets all ranks of the group leave after the same step. Python runs
+handlers on the main thread, between two of its instructions, so a handler does not run while that thread hangs in a
+collective. A separate thread therefore enforces the grace period. It learns of a signal from a file descriptor, to
+which Python's C handler writes at once (signal.set_wakeup_fd).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ GRACE_SEC_ENV = "TORCHFT_GRACE_S"
 _GRACE = timedelta(seconds=25)
 # Two signals may be one request to drain: Slurm signals every process of a job step, and torchrun forwards the signal
 # that it receives to its workers.
-SAME_ORDER_SEC = 5.0
+SAME_REQUEST_SEC = 5.0
 
 
 def grace_from_env() -> timedelta:
@@ -71,7 +72,7 @@ class Deadline:
         """A signal arrived."""
         if self._asked is None:
             self._asked = now
-        elif now - self._asked >= SAME_ORDER_SEC:
+        elif now - self._asked >= SAME_REQUEST_SEC:
             self._again = True
 
     def forget(self) -> None:
@@ -85,9 +86,9 @@ class Deadline:
     def over(self, now: float) -> str:
         """Why the process has to end now; empty if it may continue."""
         if self._again:
-            return "it came again"
+            return "a second signal arrived"
         if self.left(now) == 0.0:
-            return f"the process has not ended within {GRACE_SEC_ENV}={self._grace:g} s"
+            return f"the grace period of {GRACE_SEC_ENV}={self._grace:g} s is over"
         return ""
 
 
@@ -340,7 +341,8 @@ class _Watch:
     def _end_now(self, number: int, why: str) -> None:
         # No logger: a hanging thread may hold its lock.
         status = 128 + number
-        os.write(2, f"torchft: {signal.Signals(number).name}: {why}: it ends now, with status {status}\n".encode())
+        name = signal.Signals(number).name
+        os.write(2, f"torchft: {name}: {why}: the process ends now, with status {status}\n".encode())
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(2)  # shows where the process hangs
         self._end(status)

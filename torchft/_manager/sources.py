@@ -89,8 +89,8 @@ class Sources:
         """A request to a source has failed.
 
         Returns:
-            whether the heal can go on. It cannot once the assigned source has failed too often; an additional source
-            that has is dropped.
+            whether the heal can go on. After too many failures in a row of the assigned source it cannot; an additional
+            source is dropped after as many.
         """
         record = self._records[source]
         record.failures += 1

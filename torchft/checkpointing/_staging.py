@@ -1,7 +1,7 @@
 """Moves device memory to or from the network through two blocks of host memory: one is filled while the
 other is emptied.
 
-`Copies` is the interface to a type of device; `copies_for` returns the one of a device type.
+`Copies` is the interface; `copies_for` returns the implementation for a device type.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ KINDS: Dict[str, Type[Copies]] = {"cuda": StreamCopies, "xpu": StreamCopies}
 
 
 def copies_for(kind: str) -> Optional[Type[Copies]]:
-    """Returns the copies for a device type, such as "cuda"; None for a type on which they are not tested."""
+    """Returns the class of copies for a device type, such as "cuda"; None for a type without a tested class."""
     if kind == torch._C._get_privateuse1_backend_name() and hasattr(getattr(torch, kind, None), "Stream"):
         return StreamCopies  # an accelerator that registers itself has CUDA's interface
     return KINDS.get(kind)

@@ -48,8 +48,8 @@ class SharedStorage(Consensus):
         name: name of this member, unique in the job; default: a random one. A restarted process with the name of a
             failed one replaces it without waiting for ``expiry``.
         min_members: the smallest allowed number of members.
-        expiry: time after which a member counts as failed if its record has not changed. Records are renewed ten times
-        |            as often.
+        expiry: time after which a member counts as failed if its record has not changed. It is renewed every tenth of
+            that time.
         timeout: limit for `get_member_list`, and for the first access to the directory.
 
     Raises:

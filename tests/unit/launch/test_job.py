@@ -87,7 +87,7 @@ def test_a_group_that_fails_in_training_is_restarted_at_once(monkeypatch: pytest
 
 @pytest.mark.parametrize(("env", "leave_on"), [(None, "SIGTERM"), ("", "")])
 def test_groups_drain_on_sigterm(monkeypatch: pytest.MonkeyPatch, env: str | None, leave_on: str) -> None:
-    if env is not None:  # of another process group: not to be ended
+    if env is not None:  # set by a user who does not want it
         monkeypatch.setenv("TORCHFT_LEAVE_ON", env)
     cluster = Cluster(monkeypatch, 1, 1)
     cluster.pass_time(1)
@@ -218,7 +218,7 @@ def test_fewer_groups_drain_training_groups(monkeypatch: pytest.MonkeyPatch) -> 
     cluster.pass_time(1)
     assert cluster.states()[1:] == ["left", "leaving"]
     cluster.pass_time(module._DRAIN_SEC)
-    assert cluster.groups[2].terminated == 1, "it does not"
+    assert cluster.groups[2].terminated == 1, "its script does not drain on request"
     cluster.pass_time(1)
     assert cluster.groups[2].terminated == 1, "once is enough"
 

@@ -75,5 +75,5 @@ def test_the_edge_detects_abilities_when_it_gets_an_object() -> None:
         for method in kind.body
         if isinstance(method, ast.FunctionDef) and any(asks(node) for node in ast.walk(method))
     }
-    # Exceptions: the client may be replaced, its reports are called by name, and each quorum has a new result.
+    # Besides two constructors: the setter of a client, which may be replaced, and a report, which is called by name.
     assert methods == {"Server.client", "Transport.__init__", "Peers.__init__", "_NativeServer.report"}

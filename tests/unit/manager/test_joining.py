@@ -41,7 +41,7 @@ def target_of(parameters: Parameters, locate: Callable[[str], str]) -> Target:
     return Target(parameters, locate, timeout=DEADLINE_SEC, additional=3, logger=MagicMock())
 
 
-def test_a_source_that_fails_is_left_for_that_of_the_next_quorum() -> None:
+def test_a_failed_source_is_replaced_by_that_of_the_next_quorum() -> None:
     located: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def locate(address: str) -> str:
@@ -63,8 +63,8 @@ def test_a_source_that_fails_is_left_for_that_of_the_next_quorum() -> None:
     assert not target._thread.is_alive()
 
 
-def test_a_source_that_was_left_during_a_request_is_no_failure() -> None:
-    """Even if it refuses, because the next source may not."""
+def test_a_failure_of_the_previous_source_does_not_count() -> None:
+    """The next quorum names another source while a request to the first one is in progress."""
     asked, answer = queue.SimpleQueue[str](), queue.SimpleQueue[Exception]()
 
     def locate(address: str) -> str:
@@ -100,7 +100,7 @@ def test_an_assigned_source_that_fails_too_often_ends_the_heal(monkeypatch: pyte
 
 
 def test_a_head_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Failures in a row end a heal, and a vote does not wait for a source whose last request failed."""
+    """A received head ends a series of failures, so the source no longer counts as failing."""
     parameters = Parameters([torch.optim.SGD(nn.Linear(2, 2).parameters())])
     heads, over = iter([CheckpointError("its connection broke")]), threading.Event()
 
@@ -156,7 +156,7 @@ def test_a_piece_of_a_source_that_fails_comes_from_another_in_the_same_quorum(mo
         def ask(kind: str, argument: str) -> Answer:
             asked.put(f"{source}: {kind}")
             if source == "refuses":
-                raise Refused("it gives its state as a whole")
+                raise Refused("this source gives its state as a whole")
             if source == "fails" and kind != "head":
                 raise CheckpointError("its connection broke")
             return peer.ask(kind, argument)
@@ -187,7 +187,7 @@ def test_a_piece_of_a_source_that_fails_comes_from_another_in_the_same_quorum(mo
 def test_a_gradient_is_applied_once_the_source_says_that_it_has_committed(
     monkeypatch: pytest.MonkeyPatch, decision: Optional[bool]
 ) -> None:
-    """Otherwise it is kept for the next quorum to tell."""
+    """Otherwise it is kept until the next quorum, which shows whether the step was committed."""
     ours, theirs = (nn.Linear(2, 2) for _ in range(2))
     parameters, source = (Parameters([torch.optim.SGD(model.parameters(), lr=1.0)]) for model in (ours, theirs))
     asked: list[str] = []
@@ -228,10 +228,10 @@ def test_a_gradient_is_applied_once_the_source_says_that_it_has_committed(
 
 @pytest.mark.parametrize("changes", [False, True])
 def test_the_last_gradient_is_applied_before_the_vote(monkeypatch: pytest.MonkeyPatch, changes: bool) -> None:
-    """The vote of the last step needs the rest of the state only: the others would wait for anything more.
+    """In the last step, only the rest of the state remains to be loaded before the vote, because other groups wait for it.
 
-    A training loop that changes gradients in place meanwhile is found, also where the version of a gradient tells of
-    the change only after the gradient was applied: the heal starts over.
+    If the training loop changes a gradient in place while it is applied, the heal starts over. This also holds if
+    PyTorch increments the version of the gradient only after it was applied.
     """
     ours, theirs = (nn.Linear(2, 2) for _ in range(2))
     optimizers = [torch.optim.Adam(model.parameters()) for model in (ours, theirs)]
@@ -241,7 +241,7 @@ def test_the_last_gradient_is_applied_before_the_vote(monkeypatch: pytest.Monkey
 
     def ask(kind: str, argument: str) -> Answer:
         if kind == "decision":
-            raise Refused("it does not tell")
+            raise Refused("this source does not report its decision")
         with window:
             return answer(kind, argument)
 
@@ -261,7 +261,7 @@ def test_the_last_gradient_is_applied_before_the_vote(monkeypatch: pytest.Monkey
         early = threading.current_thread().name == "torchft_heal_along"
         if early and changes:
             for gradient in args[1].values():
-                gradient.data.zero_()  # PyTorch writes first, and counts the version up then
+                gradient.data.zero_()  # a write in progress: the version is not incremented yet
         of_class(self, *args)
         applied.put("early" if early else "at a vote")
 
@@ -286,7 +286,7 @@ def test_the_last_gradient_is_applied_before_the_vote(monkeypatch: pytest.Monkey
         while applied.get(timeout=DEADLINE_SEC) != "early":
             pass
         if changes:
-            with target._cond:  # it has looked at the versions
+            with target._cond:  # the request thread has compared the versions
                 optimizers[0].zero_grad(set_to_none=False)
             assert target.advance(reduced=True) is None
             assert target.heal.unverified == len(target.heal.pieces) and target.heal.abandoned is None
@@ -300,7 +300,7 @@ def test_the_last_gradient_is_applied_before_the_vote(monkeypatch: pytest.Monkey
 
 
 def test_a_source_that_is_reported_to_have_failed_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its processes are stopped, say, so that its connection stays: the vote would wait until the request times out."""
+    """Otherwise the vote would wait until the request times out: a stopped process keeps its connection open."""
     ours, theirs = nn.Linear(2, 2), nn.Linear(2, 2)
     parameters, source = (Parameters([torch.optim.SGD(model.parameters())]) for model in (ours, theirs))
     step = 7
@@ -332,7 +332,7 @@ def test_a_source_that_is_reported_to_have_failed_is_not_waited_for(monkeypatch:
             votes = pool.submit(target.advance, True)
             target.peer_failed(step - 1, "source/0")
             target.peer_failed(step, "additional/0")
-            assert not aborted.is_set(), "of another quorum, or another group"
+            assert not aborted.is_set(), "these failures are of another quorum, or of another group"
             assert target.advance(False) is None, "a step that is lost anyway does not wait"
             target.peer_failed(step, "source/0")
             assert votes.result(DEADLINE_SEC) is None
@@ -359,7 +359,7 @@ def recovery_of(connect: Callable[[str, timedelta], Any]) -> Recovery:
 
 
 def test_a_source_is_located_once_and_not_for_long() -> None:
-    """The others train on: an attempt with a long timeout would still run when another source has been named."""
+    """The timeout is short: the other groups continue to train, and the next quorum may name another source."""
     tried: list[timedelta] = []
 
     def connect(address: str, timeout: timedelta) -> Any:

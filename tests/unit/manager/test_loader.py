@@ -323,7 +323,7 @@ def test_a_loader_after_the_first_step_began_is_refused(fixture: Fixture) -> Non
 def test_other_averages_are_refused(fixture: Fixture) -> None:
     before, after = fixture.manager(), fixture.manager()
     before.register_layout("mine", ["weight float32[2]"])
-    with pytest.raises(ValueError, match="what is averaged was registered before; with an ElasticDataLoader gradients"):
+    with pytest.raises(ValueError, match="tensors to average are registered already; with an ElasticDataLoader"):
         attach(before)
     attach(after)
     with pytest.raises(ValueError, match="mine: with an ElasticDataLoader gradients are added; averages are for Local"):

@@ -17,7 +17,7 @@ from typing import Any, Callable, Optional
 import pytest
 
 from torchft._manager import signals as module
-from torchft._manager.signals import SAME_ORDER_SEC, Deadline, Signals
+from torchft._manager.signals import SAME_REQUEST_SEC, Deadline, Signals
 from torchft._torchft import QuorumResult
 
 Quorum = Callable[..., QuorumResult]
@@ -44,14 +44,14 @@ def handlers() -> Iterator[None]:
         ([], 100.0, None, ""),
         ([10.0], 10.0, 25.0, ""),
         ([10.0], 34.9, 0.1, ""),
-        ([10.0], 35.0, 0.0, "the process has not ended within TORCHFT_GRACE_S=25 s"),
+        ([10.0], 35.0, 0.0, "the grace period of TORCHFT_GRACE_S=25 s is over"),
         (
-            [10.0, 10.1, 10.0 + SAME_ORDER_SEC - 0.1],
+            [10.0, 10.1, 10.0 + SAME_REQUEST_SEC - 0.1],
             16.0,
             19.0,
             "",
         ),  # from torchrun and from Slurm: one request
-        ([10.0, 10.0 + SAME_ORDER_SEC], 16.0, 19.0, "it came again"),
+        ([10.0, 10.0 + SAME_REQUEST_SEC], 16.0, 19.0, "a second signal arrived"),
     ],
 )
 def test_when_the_process_ends_at_once(at: list[float], now: float, left: Optional[float], over: str) -> None:
@@ -181,10 +181,10 @@ def test_a_second_signal_ends_the_process(capfd: pytest.CaptureFixture[str]) -> 
     heeding.heed((USR1,), ended.put, lambda: times[-1])
     signal.raise_signal(USR1)
     wait_until_received()
-    times.append(SAME_ORDER_SEC)
+    times.append(SAME_REQUEST_SEC)
     signal.raise_signal(USR1)
     assert ended.get(timeout=LONG_S) == 128 + USR1
-    assert "SIGUSR1: it came again: it ends now, with status 138" in capfd.readouterr().err
+    assert "SIGUSR1: a second signal arrived: the process ends now, with status 138" in capfd.readouterr().err
 
 
 def test_a_handler_that_the_script_installs_later_decides() -> None:
@@ -198,7 +198,7 @@ def test_a_handler_that_the_script_installs_later_decides() -> None:
         """A second signal ends the process, like the end of the grace period."""
         signal.raise_signal(number)
         wait_until_received()
-        times.append(times[-1] + SAME_ORDER_SEC)
+        times.append(times[-1] + SAME_REQUEST_SEC)
         signal.raise_signal(number)
 
     twice(USR1)
@@ -327,4 +327,4 @@ def test_a_process_that_hangs_outside_of_python_ends() -> None:
         child.send_signal(signal.SIGTERM)
         _, errors = child.communicate(timeout=LONG_S)
     assert child.returncode == 128 + signal.SIGTERM
-    assert "SIGTERM: the process has not ended within TORCHFT_GRACE_S=1 s: it ends now, with status 143" in errors
+    assert "SIGTERM: the grace period of TORCHFT_GRACE_S=1 s is over: the process ends now, with status 143" in errors

@@ -57,7 +57,7 @@ class Devices:
         return protocol.marks([item for item in marks if item[1]])
 
     def follow(self, op: _OpMetadata) -> None:
-        """Waits for the end of an operation on the worker's device, on the host or a stream: see `Sharing.follow`."""
+        """Makes the current stream or the host wait for the operation on the worker's device: see `Sharing.follow`."""
         for device, mark in op.marks:
             self._sharings[device].follow(mark)
 

@@ -47,7 +47,7 @@ def test_options_arrive_unchanged(opts: Any) -> None:
     assert (number, text, fields(back)) == (1, "x", fields(opts))
 
 
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="PyTorch was built without NCCL, which alone has factors")
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="needs NCCL, the only backend with PREMUL_SUM")
 def test_a_factor_arrives() -> None:
     opts = c10d.AllreduceOptions()
     opts.reduceOp = dist._make_nccl_premul_sum(0.25)
@@ -76,7 +76,7 @@ def test_options_that_are_encoded_once_are_distinguished(kind: Any) -> None:
         assert sent(opts) == fields(opts)
 
 
-@pytest.mark.skipif(not dist.is_nccl_available(), reason="PyTorch was built without NCCL, which alone has factors")
+@pytest.mark.skipif(not dist.is_nccl_available(), reason="needs NCCL, the only backend with PREMUL_SUM")
 def test_factors_are_distinguished() -> None:
     opts = c10d.AllreduceOptions()
     for factor in (0.25, 0.5):

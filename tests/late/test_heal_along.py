@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from tests.integration.cluster import DEADLINE, Cluster, Rank
+from tests.integration.cluster import DEADLINE, Cluster
 from tests.integration.test_heal_along import EARLY, LEAST_ROUNDS, Loop, _run
 from tests.integration.test_heal_along import one_piece_a_step as one_piece_a_step
 from tests.late import load

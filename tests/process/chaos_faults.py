@@ -257,8 +257,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument(
         "--heal_along",
         action=argparse.BooleanOptionalAction,
-        help="groups heal in pieces while the others train; default: yes, and no with --record, whose figures are those "
-        "of the Manager's default",
+        help="groups heal in pieces while the others train; default: yes, and no with --record, which measures the "
+        "Manager's default",
     )
     parser.add_argument(
         "--compare_commits",

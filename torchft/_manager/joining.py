@@ -311,7 +311,9 @@ class Target:
             if isinstance(region, list):
                 flats.append(storage_bytes(self._parameters.storage(*region)))
                 continue
-            size, device = (region, "cpu") if isinstance(region, int) else (region["on device"], self._parameters.device)
+            size, device = (
+                (region, "cpu") if isinstance(region, int) else (region["on device"], self._parameters.device)
+            )
             flats.append(rest.memory[begin : begin + size].clone().to(device))
             begin += size
         return decode(rest.value["structure"], flats, "the rest of the state")

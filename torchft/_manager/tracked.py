@@ -195,14 +195,14 @@ class Parameters:
                 own[key] = self._located(value)
 
     def _located(self, plain: Json) -> Any:
-        """A small value of the optimizer state; a tensor that the source has on the device is on the device here, too."""
+        """A small value of the optimizer state. A tensor that the source has on the device is on the device here."""
         value = _value(plain)
         if isinstance(plain, list) and plain[-1] == _ON_DEVICE and self.device != _CPU:
             return self.beside.allocated(value.to(self.device))
         return value
 
     def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Allocates optimizer state: in host memory in huge pages, if the system has them, because the first access to as
+        """Allocates optimizer state. In host memory it is in huge pages, if the system has them: the first access to as
         much memory in small pages would take as much processor time as a few training steps.
         """
         if self.device != _CPU:

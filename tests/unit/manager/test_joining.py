@@ -228,7 +228,7 @@ def test_a_gradient_is_applied_once_the_source_says_that_it_has_committed(
 
 @pytest.mark.parametrize("changes", [False, True])
 def test_the_last_gradient_is_applied_before_the_vote(monkeypatch: pytest.MonkeyPatch, changes: bool) -> None:
-    """In the last step, only the rest of the state remains to be loaded before the vote, because other groups wait for it.
+    """In the last step, only the rest of the state remains to be loaded before the vote, because others wait for it.
 
     If the training loop changes a gradient in place while it is applied, the heal starts over. This also holds if
     PyTorch increments the version of the gradient only after it was applied.

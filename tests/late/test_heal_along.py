@@ -1,4 +1,4 @@
-"""A group whose parameters are on a device trains along while its state arrives in pieces: then all have the same bits."""
+"""A group with parameters on a device trains along while its state arrives in pieces: all end with the same bits."""
 
 from __future__ import annotations
 

@@ -311,10 +311,10 @@ class Target:
             if isinstance(region, list):
                 flats.append(storage_bytes(self._parameters.storage(*region)))
                 continue
-            size, device = (
-                (region, "cpu") if isinstance(region, int) else (region["on device"], self._parameters.device)
-            )
-            flats.append(rest.memory[begin : begin + size].clone().to(device))
+            on_device = isinstance(region, dict)
+            size = region["on device"] if on_device else region
+            flat = rest.memory[begin : begin + size].clone()
+            flats.append(flat.to(self._parameters.device) if on_device else flat)
             begin += size
         return decode(rest.value["structure"], flats, "the rest of the state")
 

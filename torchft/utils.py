@@ -39,15 +39,9 @@ def on_device(device: Optional[torch.device]) -> Generator[None, None, None]:
     if device is None or device.index is None or device.type == "cpu" or not torch.accelerator.is_available():
         yield
         return
-    before = torch.accelerator.current_device_index()
-    if device.index == before:
+    # Unlike set_device_index, it makes no CUDA context on device 0 when a thread returns to that one, its first.
+    with torch.get_device_module(device.type).device(device.index):
         yield
-        return
-    torch.accelerator.set_device_index(device.index)
-    try:
-        yield
-    finally:
-        torch.accelerator.set_device_index(before)
 
 
 def record_event() -> Union[torch.cuda.Event, torch.xpu.Event]:

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from torchft._manager.beside import Beside
+from torchft._manager.beside import Beside, stream_beside
 
 
 @pytest.fixture
@@ -48,8 +48,7 @@ def test_work_beside_has_ended_with_its_context(late: ModuleType, other: ThreadP
     def write() -> bool:
         with beside.running():
             weights.fill_(2)
-        assert beside._stream is not None
-        return beside._stream.query()
+        return stream_beside(weights.device).query()
 
     assert other.submit(write).result(20)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn, optim
 
-from tests.integration.cluster import DEADLINE, Cluster
+from tests.integration.cluster import DEADLINE, Cluster, Rank
 from tests.integration.test_heal_along import EARLY, LEAST_ROUNDS, Loop, _run
 from tests.integration.test_heal_along import one_piece_a_step as one_piece_a_step
 from tests.late import load
@@ -39,6 +39,14 @@ class Scaled(nn.Module):
 
 def small() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 32), Scaled(), nn.ReLU(), nn.Linear(32, 1))
+
+
+class OnStream(Loop):
+    """Each group trains on its own stream: on the default stream, the mark of another thread would do, too."""
+
+    def __call__(self, rank: Rank) -> Any:
+        with torch.Stream(on_device(rank)), torch.autograd.set_multithreading_enabled(False):
+            return super().__call__(rank)
 
 
 @pytest.fixture
@@ -96,17 +104,33 @@ def test_a_group_that_joins_has_the_same_bits(
     make: Callable[[nn.Module], optim.Optimizer],
 ) -> None:
     if schedule == "delayed":
-        late.delays(7, 0, 500)
+        late.delays(7, 0, 3000)
     if schedule == "lazy":
         late.lazy(5000)
     if between_votes:
         monkeypatch.setattr(Heal, "early", EARLY)
-    loop = Loop(together=2, make=make, model=small, device_of=on_device)
+    loop = OnStream(together=2, make=make, model=small, device_of=on_device)
     with Cluster(make_pg=lambda group: ProcessGroupLate(timeout=DEADLINE)) as cluster, caplog.at_level(logging.INFO):
         _run(cluster, loop, first=1, later=1)
     assert between_votes or loop.joined[1] >= LEAST_ROUNDS, "its state came in pieces over some steps"
     assert all(committed for _, committed, _ in loop.histories[0])
     assert not [r for r in caplog.records if "transferred as a whole" in r.getMessage()]
+
+
+def test_a_learning_rate_on_a_device_falls_back_by_name(late: ModuleType) -> None:
+    weight = torch.ones(2, device="late", requires_grad=True)
+    adam = optim.Adam([weight], lr=torch.tensor(0.1, device="late"), capturable=True)
+    with pytest.raises(Unfit, match=r"'lr' of the optimizer is a tensor of shape \[\] on late:0"):
+        Parameters([adam]).hyperparameters()
+
+
+def test_gradients_on_a_device_are_copied(late: ModuleType) -> None:
+    """The replay of a CUDA graph writes into a gradient without counting its version up."""
+    weight = torch.ones(2, device="late", requires_grad=True)
+    weight.grad = torch.ones(2, device="late")
+    kept = Parameters([optim.SGD([weight])]).gradients({0}, {})
+    weight.grad.fill_(5)
+    assert kept[0].tolist() == [1, 1]
 
 
 def test_parameters_on_several_devices_are_healed_as_a_whole(late: ModuleType) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Optional
 
 import torch
@@ -29,25 +30,21 @@ class Beside:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._mark: Optional[Mark] = None
-        self._stream: Optional[torch.Stream] = None
-        self._allocated: list[torch.Tensor] = []
         self.mark()
 
     def mark(self) -> None:
         """Marks the work that is queued on the current stream, behind which the work of other threads has to run."""
-        if self._device.type == "cpu":
-            return
-        current = torch.accelerator.current_stream(self._device)
-        for tensor in self._allocated:
-            # Otherwise the allocator would reuse its memory after a free in the order of the other stream only.
-            tensor.record_stream(current)
-        self._allocated = []
-        self._mark = Mark([self._device])
+        if self._device.type != "cpu":
+            self._trains = torch.accelerator.current_stream(self._device)
+            self._mark = Mark([self._device])
 
     def allocated(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Registers a tensor that was allocated within :meth:`running`, and that the training thread will use."""
+        """Registers a tensor that was allocated within :meth:`running`, and that the training thread will use.
+
+        Otherwise the allocator would reuse its memory after a free in the order of the other stream only.
+        """
         if self._device.type != "cpu":
-            self._allocated.append(tensor)
+            tensor.record_stream(self._trains)
         return tensor
 
     @contextmanager
@@ -56,12 +53,16 @@ class Beside:
         if self._mark is None:
             yield
             return
-        with on_device(self._device):
-            if self._stream is None:
-                self._stream = torch.Stream(self._device)
-            with get_stream_context(self._stream):
-                self._mark.follow()
-                try:
-                    yield
-                finally:
-                    self._stream.synchronize()
+        stream = stream_beside(self._device)
+        with on_device(self._device), get_stream_context(stream):
+            self._mark.follow()
+            try:
+                yield
+            finally:
+                stream.synchronize()
+
+
+@lru_cache
+def stream_beside(device: torch.device) -> torch.Stream:
+    """The stream of a device for all heals: CUDA hands out 32 streams in turn, which may be those of a user."""
+    return torch.Stream(device)

@@ -76,7 +76,7 @@ class Giver:
         size = sum(storage.nbytes() for storage in others)
         if size > _REST:
             raise Unfit(f"{size} bytes of the state belong to no parameter of an OptimizerWrapper, more than {_REST}")
-        memory = [storage_bytes(storage).cpu().clone() for storage in others]
+        memory = [storage_bytes(storage).to("cpu", copy=True) for storage in others]
         return {"structure": json.loads(encoded.structure), "regions": regions}, memory
 
 

@@ -108,6 +108,14 @@ class Target:
             self._gives_way = False
             yield
 
+    @contextmanager
+    def _marked(self) -> Iterator[None]:
+        """Orders the request thread's work on the device behind that of the training thread, also after an error."""
+        try:
+            yield
+        finally:
+            self._parameters.beside.mark()
+
     def quorum(self, plan: Plan, together: bool = True) -> None:
         """Takes over a quorum in which this group heals, see :meth:`Heal.quorum`."""
         with self._soon():
@@ -170,7 +178,7 @@ class Target:
         Returns:
             the complete state of the step; None while parts of it are missing.
         """
-        with self._soon():
+        with self._soon(), self._marked():
             heal, parameters = self.heal, self._parameters
             assert heal.step is not None
             before = heal.step - 1
@@ -200,16 +208,14 @@ class Target:
             ends = rest is not None and rest.value is not None and heal.done(rest.step)
             if ends:
                 self._ended = heal.step
-            parameters.beside.mark()
         committed = not ends and bool(kept) and self._source_committed()
-        with self._cond:
+        with self._cond, self._marked():
             if committed and heal.abandoned is None:
                 self._kept = parameters.gradients(set(), {})
                 numbers = heal.committed()
                 self._step(numbers, parameters.present_gradients(numbers), heal.step)
             elif keeps:  # also in the last step, which another rank may vote against
                 self._kept = parameters.gradients(kept, self._kept)
-            parameters.beside.mark()
             if ends:
                 assert rest is not None
                 return self._state(rest)
@@ -280,7 +286,7 @@ class Target:
     def _take_up(self) -> bool:
         """Processes one answer: a piece or a digest. Returns False if there is none, or only of steps yet to come."""
         heal = self.heal
-        one = next((one for one in self._arrived if not heal.early(one[1].step)), None)
+        one = self._next_arrived()
         if one is None:
             return False
         ((number, answer),) = self._take(lambda ask, answer: answer is one[1])
@@ -290,6 +296,10 @@ class Target:
         elif heal.comparable(number, answer.step):
             self._compare(number, self._parameters.digest(*heal.pieces[number]) == answer.value)
         return True
+
+    def _next_arrived(self) -> Optional[tuple[Ask, Answer]]:
+        """The next answer that is not of a step yet to come."""
+        return next((one for one in self._arrived if not self.heal.early(one[1].step)), None)
 
     def _compare(self, number: int, equal: bool) -> None:
         giver, as_assigned = self._given[number]
@@ -386,9 +396,9 @@ class Target:
     def _work(self) -> bool:
         """Does one piece of local work in place of the training thread. Returns False if there is none."""
         try:
-            with self._parameters.beside.running():
-                if self._take_up():
-                    return True
+            if self._next_arrived() is not None:
+                with self._parameters.beside.running():
+                    return self._take_up()
             heal = self.heal
             if heal.unverified or not heal.applies or heal.step is None or self._heads.get(heal.step - 1) is None:
                 return False

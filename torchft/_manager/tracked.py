@@ -253,8 +253,10 @@ class Parameters:
     def gradients(self, numbers: set[int], into: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """The present gradients of these parameters, as the optimizers would read them.
 
-        A gradient is borrowed as long as the training loop only drops gradients (``zero_grad``). It is copied if its
-        memory is part of a larger buffer, or once the loop was found to change gradients in place (:meth:`unchanged`).
+        A gradient in host memory is borrowed as long as the training loop only drops gradients (``zero_grad``). It is
+        copied if its memory is part of a larger buffer, or once the loop was found to change gradients in place
+        (:meth:`unchanged`). A gradient on a device is always copied: the replay of a CUDA graph writes into it without
+        counting its version up.
 
         Args:
             numbers: numbers of the parameters.
@@ -271,7 +273,7 @@ class Parameters:
                 continue
             _check_dense(number, gradient)
             whole = type(gradient) is torch.Tensor and gradient.untyped_storage().nbytes() == gradient.nbytes
-            if self._borrows and whole:
+            if self._borrows and whole and gradient.is_cpu:
                 self._versions[number] = gradient._version
                 kept[number] = gradient
                 continue
@@ -371,8 +373,7 @@ def _range(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
 
 def _copy(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
     """A range of a tensor, in new host memory."""
-    part = _range(tensor, begin, end)
-    return part.clone() if part.is_cpu else part.cpu()
+    return _range(tensor, begin, end).to(_CPU, copy=True)
 
 
 def _digest(tensor: torch.Tensor, begin: int, end: int) -> int:
@@ -386,15 +387,15 @@ def _plain(key: str, value: Any, device: torch.device = _CPU) -> Json:
         return value
     if isinstance(value, tuple) and all(isinstance(one, (int, float)) for one in value):
         return ["tuple", *value]
-    if isinstance(value, torch.Tensor) and not is_dtensor(value) and value.nbytes <= _SMALL:
+    small = isinstance(value, torch.Tensor) and not is_dtensor(value) and value.nbytes <= _SMALL
+    if small and (value.is_cpu or value.device == device):
         plain = ["tensor", dtype_name(value.dtype), list(value.shape), memory_of(value.cpu()).numpy().tobytes().hex()]
-        if value.is_cpu:
-            return plain
-        if value.device == device:
-            return [*plain, _ON_DEVICE]
+        return plain if value.is_cpu else [*plain, _ON_DEVICE]
     if isinstance(value, list) and all(isinstance(one, str) for one in value):
         return ["names", *value]
-    kind = f"tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    kind = type(value).__name__
+    if isinstance(value, torch.Tensor):
+        kind = f"tensor of shape {list(value.shape)} on {value.device}"
     raise Unfit(f"{key!r} of the optimizer is a {kind}, which does not go with one parameter")
 
 

@@ -12,7 +12,7 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 )
 
-// message is any message between members except a note. It has one of the fields, or Proposal and Lives.
+// message is any message between members except a note. It has Left alone, or any of Proposal and Lives.
 type message struct {
 	Proposal *agree.Proposal  `json:"proposal,omitempty"`
 	Left     *nodeMetadata    `json:"left,omitempty"`
@@ -115,7 +115,7 @@ func (d delegate) MergeRemoteState(text []byte, _ bool) {
 	d.n.receive(text)
 }
 
-// events implements memberlist.EventDelegate: memberlist reports other nodes, and this one, while it holds a lock.
+// events implements memberlist.EventDelegate: memberlist reports changes of other nodes, and of this node, while it holds a lock.
 type events struct{ n *Node }
 
 func (e events) NotifyJoin(node *memberlist.Node)   { e.handle(node, true) }
@@ -140,7 +140,7 @@ func (e events) handle(node *memberlist.Node, alive bool) {
 				if len(n.failed) < mostFailed {
 					break
 				}
-				delete(n.failed, name) // any entry: a partition heals through each member of the other side
+				delete(n.failed, name) // any entry: each member of the other side is enough to heal a partition
 			}
 			n.failed[node.Name] = p
 		}

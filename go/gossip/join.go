@@ -84,8 +84,8 @@ func joinError(err error) string {
 	return text
 }
 
-// reconnect tries to reach one of the members that failed: after a long partition, memberlist on both sides has forgotten the members of
-// the other one.
+// reconnect tries to reach one of the members that failed, or one of the seeds that are no peers now: after a long partition,
+// memberlist on each side has forgotten the members of the other side.
 func (n *Node) reconnect() {
 	n.mu.Lock()
 	var away []string

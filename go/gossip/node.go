@@ -185,7 +185,7 @@ func (n *Node) View(ctx context.Context) (*agree.View, error) {
 }
 
 // News waits until there is news about the view that this member is in: a member failed, or processes want to join. While
-// the news holds, it is returned again after repeatAfter: a caller that had not received the view yet may have ignored it.
+// the news holds, it is returned again after repeatAfter: a caller that had not received the view yet may have ignored the news.
 func (n *Node) News(ctx context.Context) (agree.News, error) {
 	for {
 		n.mu.Lock()
@@ -234,7 +234,8 @@ func (n *Node) end(leave bool) {
 }
 
 // announceLeaving announces to all members that this one leaves, and waits until the announcement is sent, at most for farewell.
-// The last note promises that this member confirms no further view. So the members that receive the note need not wait for it.
+// The last note promises that this member confirms no further view. So the members that receive the note need not wait for
+// this member.
 func (n *Node) announceLeaving() {
 	_ = n.list.UpdateNode(announceBound)
 	n.mu.Lock()
@@ -270,8 +271,8 @@ func (n *Node) step(happens func(m *agree.Machine)) {
 	}
 }
 
-// background sends what is due. No other goroutine updates the keys or, before background has ended (end),
-// announces this member's note.
+// background sends the messages that are due. While it runs, no other goroutine updates the keys or announces this member's note:
+// end announces the last note after background has ended.
 func (n *Node) background() {
 	defer close(n.run)
 	ticker := time.NewTicker(tick)

@@ -6,8 +6,9 @@ import (
 	"github.com/torchft/torchft/go/quorum"
 )
 
-// With several lighthouses, a group answers the stamps of the one that serves it. It asks no other one until its bond, which the
-// newest stamp prolongs, has run out (quorum/bond.go). A stamp is the time at which it was sent, on the lighthouse's clock.
+// With several lighthouses, the one that serves a group sends stamps, and the group answers them. Each stamp prolongs the group's
+// bond: until the bond has run out, the group asks no other lighthouse (quorum/bond.go). A stamp is the time at which it was sent,
+// on the lighthouse's clock.
 
 // stamp sends the next stamp on a link, if it is due.
 func (l *lighthouse) stamp(k *link) {
@@ -15,8 +16,8 @@ func (l *lighthouse) stamp(k *link) {
 		return
 	}
 	k.stampedAt = l.w.now
-	// In reality, some time passes between a release and the next stamp. Here both may happen at the same time, and such a stamp
-	// would not count.
+	// A stamp counts only if it is later than the last release. In reality, some time passes between a release and the next stamp.
+	// Here both may happen at the same time, so one nanosecond is added.
 	k.down(event{kind: stamped, id: uint64(l.clock() + 1)})
 }
 
@@ -25,14 +26,15 @@ func (l *lighthouse) answered(k *link, stamp time.Duration) {
 	l.step(quorum.Bound{ReplicaID: k.g.id, Since: epoch.Add(stamp)})
 }
 
-// takeStampAnswer returns the answer to the newest stamp, which any message of the group on a link carries; false if there is none.
+// takeStampAnswer returns the answer to the newest stamp on a link, to be sent with the group's next message on that link. It
+// returns false if no stamp has arrived, or if the newest one was answered already.
 func (k *link) takeStampAnswer() (e event, found bool) {
 	found = k.stamp != 0 && k.stamp != k.answers
 	k.answers = k.stamp
 	return event{kind: lhStamp, id: uint64(k.stamp), link: k}, found
 }
 
-// stampedBy binds the group.
+// stampedBy handles a stamp that arrives on a link: it binds the group to the lighthouse of that link.
 func (g *group) stampedBy(k *link, stamp time.Duration) {
 	first := k.stamp == 0
 	g.promised, k.stamp = g.w.now+quorum.BondTime, stamp
@@ -54,7 +56,7 @@ const operatorEvery = time.Second
 // have ended; no other lighthouse knows a later quorum; the latest quorum here is, or comes after, the quorum that each live group
 // knows (ids do not show that: after an earlier waiver, a group may know a quorum of another branch with a smaller id); and all
 // live members have a pending request here. The other lighthouses are restarted first: one of them may have the vote of a group
-// that ended while it was bound there, and a vote must not count at two lighthouses.
+// that ended while bound there, and a vote must not count at two lighthouses.
 func (l *lighthouse) operator() {
 	w := l.w
 	if w.Lighthouses == 1 || w.now-l.looked < operatorEvery {

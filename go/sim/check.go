@@ -54,8 +54,8 @@ type seen struct {
 	wanted   bool          // it has received the request to leave
 }
 
-// eviction records when a lighthouse reported to the members that a group counts as failed, and the time by which a peer has
-// notified the group if the network does not change; 0: it may never be notified.
+// eviction records when a lighthouse reported to the members that a group counts as failed (at), and by when a peer has notified
+// the group if the network does not change (receivedBy; 0: the group may never be notified).
 type eviction struct {
 	quorumID       int64
 	at, receivedBy time.Duration
@@ -111,11 +111,12 @@ func (c *checker) ids(by *watch, d quorum.Deliver) {
 	}
 }
 
-// oneBranch checks that of any two quorums in which groups commit, one is a successor of the other, whatever their members and the
-// cuts between these and the lighthouses. It is called when a group commits in a quorum for the first time.
+// oneBranch checks that of any two quorums in which groups commit, one is a successor of the other. That must hold for any members
+// of the two quorums, and for any cuts between members and lighthouses. oneBranch is called when a group commits in a quorum for
+// the first time.
 //
-// After a waiver, the steps of a branch without a live group do not count: the operator has stated that there is no such group, and
-// in the simulation that is true.
+// After a waiver, the steps of a branch without a live group do not count: the operator has stated that no group of that branch is
+// alive, and in the simulation that is true.
 //
 // New members may begin a job a second time if no member can show them its quorums (docs/correctness.md, "Limits"). A quorum
 // without a predecessor starts a separate history, and oneStart checks its members.
@@ -159,8 +160,8 @@ func (c *checker) comesAfter(late, early int64) bool {
 	return late == early || early == 0
 }
 
-// extinct reports whether all other branches of a quorum's history are extinct: no live group outside of the quorum has weights
-// from a quorum that this one is no successor of.
+// extinct reports whether all other branches of a quorum's history are extinct: each live group of this history that is no member
+// of the quorum committed last in a predecessor of the quorum.
 func (c *checker) extinct(id int64) bool {
 	for i := range c.w.slots {
 		g := c.w.slots[i].g
@@ -191,8 +192,8 @@ func (c *checker) oneStart(q *quorum.Quorum) {
 
 // progress checks that groups keep committing while the network and the groups do not change. The conditions are that the groups
 // are connected to each other and to the lighthouse, and that they are at least min_replicas and more than half of the healthy
-// ones. With a list of lighthouses, all groups have to be connected, since a lighthouse cannot know whether the others train
-// elsewhere; the lighthouse is then the first of the list that any of them can reach.
+// ones. With a list of lighthouses, all groups have to be connected, since a lighthouse cannot know whether groups that cannot reach
+// it train elsewhere; the lighthouse is then the first of the list that any group can reach.
 func (c *checker) progress(by *watch) {
 	w, lh := c.w, by.l.index
 	bound := w.bound()
@@ -356,14 +357,15 @@ func (c *checker) contributes(m *comm, r *rank) {
 	}
 }
 
-// loses counts the steps that a rank lost.
+// loses checks that a rank has lost no more steps than the faults so far may cost.
 func (c *checker) loses(r *rank) {
 	if w := c.w; w.CountLosses && r.lostSteps > w.mayLose {
 		w.broken(ruleLoses, "%s rank %d has lost %d steps, %d at most are what the faults may cost", r.g.id, r.index, r.lostSteps, w.mayLose)
 	}
 }
 
-// stepRedone counts a step that is computed again, although no group has committed it, and checks that a replay was not possible.
+// stepRedone counts a step that a rank computes again although it had kept the gradients. If all faults are failures of groups, that
+// is allowed only after mostReplays replays of the step.
 func (c *checker) stepRedone(r *rank) {
 	if !r.kept {
 		return
@@ -374,7 +376,7 @@ func (c *checker) stepRedone(r *rank) {
 	}
 }
 
-// once checks that no live group has committed a step in another quorum that is now committed by a replay.
+// once checks that a step that is now committed by a replay was not committed by a live group in another quorum.
 func (c *checker) once(r *rank) {
 	for i := range c.w.slots {
 		g := c.w.slots[i].g

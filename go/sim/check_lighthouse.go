@@ -36,9 +36,9 @@ type view struct {
 	missing  bool             // it has reported that one of its ranks has failed
 	messages int              // messages that it has sent
 	reported bool             // it has reported that a collective of the latest quorum failed
-	suspects string           // the peer that it suspects of that, empty if it does not know
+	suspects string           // the peer that it suspects to have caused that failure, empty if it names none
 	silent   bool             // a check of the lighthouse did not reach it, in the latest quorum
-	tooOld   time.Duration    // time of the last event about it after its signs of life had become too old
+	tooOld   time.Duration    // time of the last event about it that came when its signs of life were already too old
 	progress *quorum.Progress // its answer to AskProgress since the latest quorum
 	recalled int              // how often the lighthouse asked it to show a quorum
 }
@@ -195,7 +195,7 @@ func (c *watch) ended(g *group) {
 	}
 }
 
-// failsBack checks that all members are sent to another lighthouse, and records that they are away.
+// failsBack records that all members are sent to another lighthouse: none of them counts as alive here until it is back.
 func (c *watch) failsBack() {
 	c.away = true
 	for _, g := range c.known {
@@ -205,7 +205,8 @@ func (c *watch) failsBack() {
 	}
 }
 
-// cameBack records that a member of the latest quorum is here again. The others are presumed alive.
+// cameBack records that a member of the latest quorum is here again, after all members were sent away. The other members of that
+// quorum are presumed alive.
 func (c *watch) cameBack(known int64) {
 	if !c.away || known == 0 || known != c.latest {
 		return
@@ -221,13 +222,14 @@ func (c *watch) cameBack(known int64) {
 	}
 }
 
-// recalled records that the lighthouse learns of a quorum. It continues after it if it is a later one.
+// recalled records that the lighthouse learns of a quorum. If that quorum is later than the lighthouse's latest one, the lighthouse
+// continues after it.
 func (c *watch) recalled(p quorum.Past) {
 	c.move()
 	if p.ID <= c.latest {
 		return
 	}
-	for _, g := range c.known { // after the loop above, so that a member of both quorums is not dropped in between
+	for _, g := range c.known { // a member of both quorums keeps previous, so that expire below does not drop its view
 		in := slices.ContainsFunc(p.Members, func(v quorum.Voter) bool { return v.ReplicaID == g.id })
 		c.of(g).previous = c.of(g).previous && in
 	}
@@ -254,7 +256,7 @@ type tally struct {
 	healthy, candidates, eligible, presumed int
 	shrink, fast                            bool
 	waited                                  time.Duration // since the first candidate joined
-	joining                                 time.Duration // the same, but counted from the first candidate of the previous quorum, if there is one
+	joining                                 time.Duration // since the first candidate of the latest quorum joined; waited if there is none
 	known                                   int64         // latest quorum that a candidate knows and can show
 }
 
@@ -313,8 +315,8 @@ func (c *watch) due(t tally) bool {
 		(t.candidates == t.healthy || t.joining >= p.JoinTimeout && t.presumed == 0))
 }
 
-// mayWait reports whether a quorum that is due may be delayed for a while: until a member shows a later one, or, if it would be below the
-// step that the job had reached, for a live member with that step.
+// mayWait reports whether a quorum that is due may still be delayed, for one of two reasons: a member that knows a later quorum may
+// still show it; or the quorum would be below the step that the job had reached, and a live member with that step may still ask.
 func (c *watch) mayWait(t tally) bool {
 	timeout := c.l.w.Policy.HeartbeatTimeout + c.l.w.QuorumTick
 	step, lives := int64(-1), false
@@ -381,7 +383,8 @@ func (c *watch) delivered(d quorum.Deliver) {
 	c.lastTime = w.now
 }
 
-// ofThisTerm checks, if there is a list, that each member of a quorum has shown what it knows, and that no new term has begun since.
+// ofThisTerm checks, if there is a list, that each member of a quorum has shown the quorum that it knows, and has made its request
+// in the present term.
 func (c *watch) ofThisTerm(q *quorum.Quorum) {
 	w := c.l.w
 	for i := range c.l.waiting {
@@ -461,16 +464,16 @@ func (c *watch) ticked() {
 	c.move()
 	switch t := c.tally(); {
 	case !c.due(t):
-		if c.looking = 0; t.candidates == 0 { // otherwise membership churn must not restart the delay
+		if c.looking = 0; t.candidates == 0 { // while there is a candidate, membership churn must not restart the delay
 			c.behind = 0
 		}
-	case !c.mayWait(t) && w.Lighthouses == 1: // with a list, another lighthouse may serve the job: the rule progress covers that
+	case !c.mayWait(t) && w.Lighthouses == 1: // with a list, another lighthouse may serve the job: checker.progress checks that case
 		w.broken(ruleForms, "%d of %d healthy wait, for %s, and there is no quorum", t.candidates, t.healthy, t.waited)
 	}
 	c.known = slices.DeleteFunc(c.known, func(g *group) bool {
 		v := c.of(g)
 		left := !c.beating(g) && v.waits == 0 && !v.previous
-		if left { // also if its last sign of life is recent by a clock that was set back
+		if left { // without this reset, its last sign of life would seem recent after a restart with a clock that was set back
 			*v = view{number: v.number}
 		}
 		return left

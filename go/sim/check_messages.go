@@ -8,7 +8,8 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// expire drops the view of a group whose signs of life are too old. For a member of the latest quorum, it only resets out.
+// expire drops the view of a group whose signs of life are too old. If the group is a member of the latest quorum or has a pending
+// request, expire keeps the view and only resets out.
 func (c *watch) expire(g *group) {
 	switch v := c.of(g); {
 	case c.beating(g):
@@ -132,8 +133,9 @@ func (c *checker) reported(a *quorum.Failed) {
 	c.w.byID[a.ReplicaID].eviction = eviction{quorumID: a.QuorumID, at: c.w.now}
 }
 
-// forwards handles the report to a group that another one counts as failed. The group has to notify that one if it is among the
-// three that follow it in a quorum that the group still knows.
+// forwards handles a report, received by one group, that another group counts as failed. The first group has to notify the failed one
+// if the first group still knows the quorum, and is one of the first three notifiers there: the members that follow the failed one at
+// distances of round.Stride. Then forwards records the time by which the failed group is notified.
 func (c *checker) forwards(by *group, f *round.MemberFailed) {
 	w, g := c.w, c.w.byID[f.ReplicaID]
 	e, q := &g.eviction, c.quorums[f.QuorumID]

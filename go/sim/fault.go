@@ -313,7 +313,7 @@ func (w *world) strike(f *Fault, i int) {
 		case r.index == 0: // no connection can break: the rank runs in the process of its manager server
 		case f.N == 0:
 			r.dropsConns = true
-		default: // at once, in any phase of the rank, for about rankGrace or longer
+		default: // at once, in any phase of the rank, for up to four times rankGrace
 			w.after(0, event{kind: rankDisconnected, g: g, rank: int16(r.index)})
 			w.after(w.upTo(4*w.rankGrace()), event{kind: rankBack, g: g, rank: int16(r.index)})
 		}

@@ -31,7 +31,7 @@ type group struct {
 	connection
 	quorum      *quorum.Quorum // the latest quorum that the machine received
 	before      int64          // the id of the previous one
-	attempt     uint64         // the round of that quorum
+	attempt     uint64         // the round in which the machine received the latest quorum
 	askTimer    time.Duration  // time of the next askDeadline, 0 if there is none
 	hasMetadata bool           // the last MetadataAsked was answered with metadata
 	shrink      int            // steps for which it asks shrink_only
@@ -218,7 +218,7 @@ func (g *group) handle(e *event) {
 	}
 }
 
-// begin feeds a rank's call to the machine.
+// begin records a rank's call, and returns the waiter that identifies it to the machine.
 func (g *group) begin(r *rank, kind callKind, number uint64) round.WaiterID {
 	g.lastWaiter++
 	g.calls = append(g.calls, call{g.lastWaiter, kind, int16(r.index), number})

@@ -11,8 +11,8 @@ import (
 
 // Judge checks the simulation's rules in histories of real servers (go/sim/servers). The runner of the servers reports to it the
 // actions of members and ranks, and the messages that they receive, in the order in which they happen; the judge has no other
-// information. The ranks are the simulation's model, but the runner starts their steps and ends their waits. Calls must not
-// overlap.
+// information. The ranks are the simulation's model, but the runner starts their steps and ends their waits. Calls of the judge's
+// methods must not overlap.
 type Judge struct {
 	w      *world
 	lives  []*life
@@ -78,8 +78,8 @@ func (j *Judge) Logf(format string, args ...any) { j.w.logf(format, args...) }
 // Break reports that a rule about waiting is broken: a wait did not end by its deadline.
 func (j *Judge) Break(format string, args ...any) { j.w.broken(ruleWaiters, format, args...) }
 
-// change records a change of the network or of a lighthouse. Bit i of at is set if the change is at lighthouse i; 0 means that it
-// is not limited to lighthouses. A change only at lighthouses that do not serve the job must not affect it, so the job stays calm.
+// change records a change of the network or of a lighthouse. Bit i of at is set if the change is at lighthouse i; 0 means that the
+// change may affect all of the job. A change only at lighthouses that do not serve the job must not affect it, so the job stays calm.
 func (j *Judge) change(at uint8) {
 	j.w.changed = j.w.now
 	if at != 0 && at>>j.place(j.w.result.LastID)&1 == 0 {
@@ -100,7 +100,7 @@ func (j *Judge) unsettle() {
 	}
 }
 
-// place returns the place in the list of the lighthouse that formed the quorum with this id.
+// place returns which lighthouse of the list formed the quorum with this id, as an index.
 func (j *Judge) place(id int64) int { return int(id >> termBits % int64(max(j.w.Lighthouses, 1))) }
 
 // Lighthouse reports that a lighthouse of the list goes up or down.
@@ -147,7 +147,8 @@ func (j *Judge) Ends(f *Fault) {
 	}
 }
 
-// at returns the lighthouses that a fault affects, as bits, or 0 if it affects other parts of the job too.
+// at returns the lighthouses that a fault affects, as bits, if the fault ends lighthouses or cuts groups off from them only. It
+// returns 0 if these are all lighthouses, and for all other faults.
 func (f *Fault) at() uint8 {
 	if k := f.Kind; k == KillLighthouse || k == VanishLighthouse || k == CutLighthouse || k == CutUp || k == CutDown {
 		return f.Of

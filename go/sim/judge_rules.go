@@ -21,8 +21,8 @@ const (
 // failureSlack is how long messages and timers may delay the report of a failure.
 const failureSlack = time.Second
 
-// formed checks a quorum when the first of its members receives it: at that time, asked is for each member still the request that
-// this quorum answers.
+// formed checks a quorum when the first of its members receives it: at that time, the field asked of each member is still the
+// request that this quorum answers.
 func (j *Judge) formed(q *quorum.Quorum) {
 	w := j.w
 	after := &quorum.Quorum{}
@@ -47,7 +47,7 @@ func (j *Judge) formed(q *quorum.Quorum) {
 	if after.ID != 0 {
 		d.Before = after
 	}
-	w.check.lastID = after.ID // not that of other groups, which may have received later quorums before
+	w.check.lastID = after.ID // not the largest id of all groups: others may already have received later quorums
 	w.check.ids(&watch{latest: after.ID}, d)
 }
 
@@ -137,8 +137,8 @@ func (j *Judge) together() (why string) {
 	return why
 }
 
-// apart returns the reason why not every slot has a group that has committed at least three steps in one quorum; empty if so, and
-// then id is that quorum.
+// apart returns the id of the quorum that has exactly the groups of all slots as its members, and in which each of them has
+// committed at least three steps. If there is no such quorum, why is the reason, and otherwise it is empty.
 func (j *Judge) apart() (why string, id int64) {
 	w := j.w
 	for i := range w.slots {

@@ -97,8 +97,8 @@ func (l *lighthouse) name() string {
 	return [maxLighthouses]string{"the first lighthouse", "the second lighthouse", "the third lighthouse"}[l.index]
 }
 
-// crash ends the lighthouse, and breaks its connections. If its host vanishes, none breaks: the groups have to notice that by the
-// silence.
+// crash ends the lighthouse, and breaks its connections. If its host vanishes, no connection breaks, and the groups have to notice
+// the end by the silence.
 func (l *lighthouse) crash(silent bool, down time.Duration) {
 	w := l.w
 	if !l.up {
@@ -166,7 +166,7 @@ func (l *lighthouse) handle(e *event) {
 			ReplicaID: e.g.id, Seat: quorum.Seat{Place: l.index, Of: w.Lighthouses}, Term: e.link.term, KnownQuorumID: e.link.known,
 		})
 	case lhKept:
-		if kept := e.x.(*quorum.Recalled); kept == l.keeping { // otherwise a newer state has to be written
+		if kept := e.x.(*quorum.Recalled); kept == l.keeping { // otherwise a newer state is being written
 			l.disk = kept
 			l.sendHeld()
 		}
@@ -273,7 +273,7 @@ func (l *lighthouse) remember(r quorum.Recalled) {
 	l.step(r)
 }
 
-// arm ensures that an lhDeadline is scheduled for a time of the lighthouse's clock or earlier.
+// arm ensures that an lhDeadline is scheduled for the given time of the lighthouse's clock, or for an earlier time.
 func (l *lighthouse) arm(at time.Duration) {
 	if at -= l.skew; l.timer == 0 || at < l.timer {
 		l.timer = at
@@ -460,7 +460,7 @@ func (l *lighthouse) refuse(a quorum.Refuse) {
 		q.link.down(event{kind: failOver, id: q.req})
 	case a.Why == quorum.Streamless:
 		l.check.keptOut(q.g)
-		l.w.after(l.w.delay(q.g.slot), event{kind: refused, g: q.g, id: q.req}) // an upstream group asks again
+		l.w.after(l.w.delay(q.g.slot), event{kind: refused, g: q.g, id: q.req}) // the group retries
 	}
 }
 

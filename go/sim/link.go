@@ -273,7 +273,7 @@ func (g *group) probeEarlier() {
 	}
 }
 
-// failOver handles the refusal by a lighthouse that has too few members: the group asks another one.
+// failOver handles a refusal after which the group asks another lighthouse.
 func (g *group) failOver() {
 	g.avoidFor(g.at)
 	g.letGo()

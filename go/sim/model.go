@@ -95,9 +95,9 @@ func (m *Model) Step() int64 { return m.r.step }
 // Errored reports whether the attempt at the step has failed already.
 func (m *Model) Errored() bool { return m.r.errored }
 
-// TimedOut reports that the rank's collective ended at its timeout. If a member has failed, the failure must have been reported
-// before that, under two conditions: the rank received the quorum after the last change of the network, so that the lighthouse can
-// reach it; and there was no later quorum, since failures are reported for the latest one only.
+// TimedOut reports that the rank's collective ended at its timeout. If a member failed long enough ago, its failure must have been
+// reported before the timeout, under two conditions: all members received the quorum after the last change of the network, so that
+// the lighthouse can reach them; and there was no later quorum, since failures are reported for the latest one only.
 func (m *Model) TimedOut() {
 	w, j := m.j.w, m.j
 	notice := w.Policy.HeartbeatTimeout + w.Policy.SuspectGrace + 2*w.QuorumTick + failureSlack

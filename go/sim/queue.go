@@ -35,15 +35,15 @@ const (
 	linkRetry        // g opens another one
 	recall           // the lighthouse asks for quorum id
 	memberFailed     // the lighthouse reports a failure; x is the *quorum.Failed
-	noticed          // the machine of g is notified of a failure (of g itself: by another group); x is the *round.MemberFailed; ok: by a lighthouse that may not have formed the quorum
+	noticed          // a lighthouse reports a failure to g, or a peer reports that g counts as failed; x is the *round.MemberFailed; ok: the lighthouse may not have formed the quorum
 	probed           // the lighthouse checks on g
 	progressDue      // the lighthouse asks for the progress of g
 	rankProgress     // a rank reports its progress; ok: it waits for other groups
-	progressEnd      // the time for these answers is over; id
+	progressEnd      // the time for these reports is over
 	drained          // the lighthouse requests that g leaves
 	released         // the lighthouse lets g, which has left, end
 	leaveDue         // the time for released is over: g ends anyway
-	failOver         // the lighthouse refuses request id because votes or members are missing: g asks another lighthouse
+	failOver         // the lighthouse refuses request id because votes are missing, or g does not show its quorum: g asks another lighthouse
 	failBack         // all fail back to lighthouse id
 	probeEarlier     // g checks which earlier lighthouses it can reach
 	answered         // the lighthouse answered request id; x is the *quorum.Quorum

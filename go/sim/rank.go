@@ -183,7 +183,7 @@ func (r *rank) startQuorum() {
 	}
 	r.number++
 	if r.index == 0 && r.g.shrink > 0 {
-		r.g.shrink-- // counted at each request: with shrink_only, a group that is in no quorum would never join one
+		r.g.shrink-- // counted by requests, not steps: a group in no quorum takes no step, and with shrink_only it would never join one
 	}
 	if !r.again {
 		r.replays, r.kept = 0, false

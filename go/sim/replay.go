@@ -5,14 +5,15 @@ import "github.com/torchft/torchft/go/recovery"
 // mostReplays bounds the replays of one step, as in torchft/_manager/replay.py.
 const mostReplays = 5
 
-// replay is the data that a rank keeps of a step, to reduce it again when a peer fails in it: Manager(replay_failed_step=True).
+// replay is the data that a rank keeps of a step, so that it can reduce the step's gradients again if a peer fails in that step:
+// Manager(replay_failed_step=True).
 type replay struct {
 	batch    uint64 // number of computations so far; it is part of each gradient, so that no two gradients are equal
 	gradient uint64
 	kept     bool // the gradients may be reduced again
 	replays  int  // of this step
 	again    bool // the current attempt at the step is a replay
-	leaves   bool // the quorum of the replay allows none after all, and is used for the next step
+	leaves   bool // the quorum that was requested for a replay allows no replay, and is used for the next step
 }
 
 // replays reports whether the group of a slot announces that it replays failed steps.

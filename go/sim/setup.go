@@ -11,7 +11,7 @@ import (
 // Setup has everything that a run depends on: the same setup gives the same history, byte for byte.
 type Setup struct {
 	Seed   uint64
-	Rounds int // quorums with faults; after these all faults end, and the run ends when the job is healthy
+	Rounds int // quorums with faults; then all faults end, and the run ends after the time in which the job must recover (bound)
 	Slots  int // places for groups; when a group fails, another one may start in its place, with a new replica_id
 	Ranks  int // of each group
 

@@ -21,8 +21,8 @@ var (
 	soakFlag   = flag.Duration("soak", 0, "simulate for so long (TestSoak)")
 )
 
-// budget returns how many histories a test plays: n with FULL=1, otherwise a sixth of that; with the race detector, which makes
-// them ten times as slow, underRace.
+// budget returns how many histories a test plays: n with FULL=1, otherwise a sixth of n, but at least underRace; with the race
+// detector, which makes them ten times as slow, underRace.
 func budget(n, underRace int) int {
 	if testmain.Race() {
 		return underRace
@@ -41,7 +41,7 @@ func shrinkTries() int {
 	return 6
 }
 
-// hold runs the history of a seed and fails the test if a rule does not hold in it.
+// hold runs the history of a setup and fails the test if a rule does not hold in it.
 func hold(t *testing.T, s Setup) Result {
 	t.Helper()
 	r := Run(s, nil)
@@ -293,7 +293,7 @@ func TestSoak(t *testing.T) {
 	report()
 }
 
-// BenchmarkRounds measures a quorum of 16 groups, including all checks, with a fault in every fiftieth:
+// BenchmarkRounds measures a round of 16 groups, including all checks, with a fault in every fiftieth round:
 //
 //	go test ./sim -run - -bench Rounds -benchtime 1000000x -timeout 0
 func BenchmarkRounds(b *testing.B) {

@@ -54,7 +54,7 @@ func (g *group) noteSilence() {
 	g.quiet = max(g.quiet, silent)
 }
 
-// suspect reports a failed collective. With two groups only one can be suspected.
+// suspect reports a failed collective. In a quorum of two groups, the other group is the suspect; in a larger one, none is named.
 func (g *group) suspect(c *comm) {
 	message := quorum.Suspected{Reporter: g.id, QuorumID: c.key.quorumID}
 	if len(c.members) == 2 {

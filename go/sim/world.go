@@ -58,7 +58,7 @@ type world struct {
 
 	lhs     [maxLighthouses]lighthouse
 	slots   []slot
-	links   [][]int // links[i][j]: number of cuts between group i as a sender and group j
+	links   [][]int // links[i][j]: number of cuts between slot i as the sender and slot j
 	cuts    int     // current cuts between groups
 	comms   map[commKey]*comm
 	byID    map[string]*group // all groups of the run, including ended ones
@@ -209,7 +209,8 @@ func (w *world) served(q *quorum.Quorum) {
 
 func (w *world) disturbedUntil(t time.Duration) { w.calm = max(w.calm, t) }
 
-// over reports whether the run is over: it has had its rounds, and the time after them in which all faults have ended.
+// over reports whether the run is over: it has had its rounds, all faults have ended, and after that the time has passed in which the
+// job must become healthy (bound).
 func (w *world) over() bool {
 	if w.result.Rounds < w.Rounds {
 		if most := time.Duration(w.Rounds+300) * 3 * w.QuorumTimeout; w.now > most {

@@ -20,9 +20,9 @@
 // for later views that may have been formed is from Yeger Lotem, Keidar and Dolev, "Dynamic voting for consistent primary
 // components", 1997.)
 //
-// Two exceptions concern members that have ended. If the last view that such a member confirmed is not later than view f, the
-// member is not counted among the members of f: it is in no view later than f. And exactly half of f is enough if the whole other
-// half has ended: a second view with the other half would need members that have ended.
+// Two exceptions concern members that have ended. Let f be one of the views above. If the last view that such a member confirmed is
+// not later than f, the member is not counted among the members of f: it is in no view later than f. And exactly half of f is enough
+// if the whole other half has ended: a second view with the other half would need members that have ended.
 //
 // A later incarnation of a name counts as the end of the earlier one. In a job in which two processes have one name at the same
 // time, two views may be live.
@@ -340,11 +340,11 @@ func (m *Machine) act() {
 	}
 }
 
-// notice finds attempts that have been formed, and drops those that can never be formed. It does so at each input: the note that
-// shows it may be missing at the next input, if its sender has ended. A view counts as formed once all of its members were seen to
-// confirm it, even if some of them have left it since. That is safe, since a confirmation cannot be withdrawn. Otherwise the view
-// would remain an attempt that is never known to be formed: if half of its members ended without a last note, no later view could
-// follow it.
+// notice finds attempts that have been formed, and drops those that can never be formed. It does so at each input: a note that shows
+// one or the other may be missing at the next input, if the sender of the note has ended. A view counts as formed once all of its
+// members were seen to confirm it, even if some of them have left it since. That is safe, since a confirmation cannot be withdrawn.
+// If the view did not count as formed, it would remain an attempt that is never known to be formed: if half of its members ended
+// without a last note, no later view could follow it.
 func (m *Machine) notice() {
 	for _, v := range slices.Backward(m.attempts) {
 		if len(m.unconfirmed(v)) == 0 {
@@ -430,8 +430,8 @@ func (m *Machine) judge() (again bool) {
 			return true
 		}
 		m.waits = why
-		// A view of the present live members could be confirmed: abandon the proposal, so that it is replaced. If it could not,
-		// abandoning would only raise the numbers.
+		// A view of the present live members could be confirmed: abandon the proposal, so that such a view replaces it. If none
+		// could be confirmed, abandoning the proposal would only raise the numbers.
 		if next := m.candidate(); m.objection(&next) == "" {
 			m.want(v.Number + 1)
 			return true

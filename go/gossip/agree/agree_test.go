@@ -262,7 +262,7 @@ func TestAViewThatMayHaveBeenFormed(t *testing.T) {
 	}
 	j.meet("b")
 	require.Equal(t, int64(2), j.machines["b"].Note().Confirmed)
-	j.away = map[string]bool{"a": true, "b": true} // c has not received it
+	j.away = map[string]bool{"a": true, "b": true} // c has not received the proposal
 	j.settle()
 	j.ask("c", "d", "e")
 	require.Equal(t, []string{"c", "d", "e"}, j.in("c"))

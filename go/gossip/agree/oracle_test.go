@@ -81,7 +81,8 @@ func (w *world) confirmed(p *process, last, note Note) {
 	}
 }
 
-// follows compares a view with the formed one before it, if the member that confirms it is a member of that one.
+// follows compares a view that a process confirms with the last formed view before it, if the process is a member of that formed
+// view.
 func (w *world) follows(p *process, v *View) {
 	var last *View
 	for _, f := range w.formed {
@@ -132,7 +133,7 @@ func (w *world) taken(p *process) {
 	}
 }
 
-// live returns the views of which all members are running and are in it.
+// live returns the views whose members are all running and in the view.
 func (w *world) live() (live []View) {
 	in := map[ID]string{}
 	for _, p := range w.running {

@@ -481,7 +481,7 @@ func (w *world) supervised() {
 			for _, p := range w.running[:1+w.IntN(n-1)] {
 				w.leaves(p)
 			}
-			if w.IntN(2) == 0 { // the members that know it end, so that new members do not learn it from them
+			if w.IntN(2) == 0 { // the leaving members end at once, so that new members do not learn from them that they have left
 				w.running = slices.DeleteFunc(w.running, func(p *process) bool { return p.leaving })
 			}
 			w.play(w.IntN(100), false)

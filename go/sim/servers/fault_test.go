@@ -36,7 +36,7 @@ func (j *job) strike(f *sim.Fault) {
 		for _, h := range j.struck(f) {
 			h.crash(f.Kind == sim.VanishLighthouse, f.For)
 		}
-		return // a restart is reported by Lighthouse and Starts
+		return // the restart is reported by Judge.Lighthouse
 	case sim.Noise:
 		for end := time.Now().Add(f.For); time.Now().Before(end) && sleep(j.ctx, 200*time.Millisecond); {
 			j.resetOne()

@@ -68,8 +68,8 @@ var mistakes = []struct {
 		[]string{"a call ends before its deadline"},
 	},
 	{
-		// With one lighthouse, the others wait for the heartbeat timeout, unless one of their collectives fails before, and the
-		// check of the suspect finds the failure. With several, the end is no vote.
+		// With one lighthouse, the others wait for the heartbeat timeout, unless one of their collectives fails earlier and the
+		// check of the suspect finds the failure. With several lighthouses, the end of the group does not count as its vote.
 		"a stream's end unnoticed", "lighthouse/member.go",
 		"if job.streams.remove(s) && !job.closed {", "if job.streams.remove(s) && job.closed {",
 		[]string{"after a failure the others have a quorum", "processes that end while nothing else happens need no operator"},

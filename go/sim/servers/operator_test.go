@@ -9,9 +9,9 @@ import (
 	"github.com/torchft/torchft/go/sim"
 )
 
-// operate waives the votes of missing groups. Like a careful operator, it does so only if the groups have ended, no live group and
-// no other lighthouse knows a quorum later than the latest one here, and all live members have a pending request here. Each group
-// is waived at one lighthouse only, and only in one incarnation of it. Quorums of an abandoned branch do not count.
+// operate waives the votes of missing groups at the lighthouse with the latest quorum; quorums of an abandoned branch do not count.
+// Like a careful operator, it does so only if the groups have ended, no live group knows a later quorum, and all live members of
+// the quorum have a pending request there. A group that was waived at another server is not waived again while that server runs.
 func (j *job) operate() {
 	if len(j.hosts) == 1 {
 		return

@@ -85,14 +85,14 @@ func (j *job) misses(replicaID string) bool {
 	return slices.Contains(j.status().MissingVotes, replicaID)
 }
 
-// waive counts a member with a missing vote as ended, because an operator states that it has.
+// waive counts a member with a missing vote as ended, because an operator states that it has ended.
 func (j *job) waive(replicaID, by string) error {
 	return j.feed(quorum.VotesWaived{ReplicaIDs: []string{replicaID}, By: by})
 }
 
-// Waive counts a member with a missing vote as ended, because the caller states that it has. If the member, or a group of its
+// Waive counts a member with a missing vote as ended, because the caller states that it has ended. If the member, or a group of its
 // quorum, still trains at another lighthouse, two lighthouses serve the job at once, and the steps of one of them are lost. The
-// same happens if Waive is called at two lighthouses, since the vote then counts at both. An empty name is the default job.
+// same happens if Waive is called at two lighthouses, since the vote then counts at both. If job is empty, it is the default job.
 func (s *Server) Waive(job, replicaID, by string) error {
 	j := s.find(cmp.Or(job, rpc.DefaultJob))
 	if j == nil || !j.misses(replicaID) {

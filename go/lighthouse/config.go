@@ -39,8 +39,8 @@ type Config struct {
 	ForbidRegression bool
 	// MaxJobs is how many jobs there may be at once.
 	MaxJobs int
-	// MaxCallsPerJob is how many streams of members and calls one job may have open at once, so that a faulty job leaves room for the
-	// others. A group has one stream, and two for a moment while it replaces the first.
+	// MaxCallsPerJob bounds the calls and the members' streams that one job may have open at once, so that a faulty job leaves room for
+	// the others. A group has one stream, and two for a moment while it replaces the first.
 	MaxCallsPerJob int
 	// StateDir is the directory in which the last quorum of each job is kept; empty: it is not kept.
 	StateDir string
@@ -48,8 +48,8 @@ type Config struct {
 	StateOptional bool
 	// Security names the files with the job's token and certificates.
 	Security auth.Security
-	// AllowRemoteKill lets every client that can connect end groups, if there is no token. Otherwise only clients on this host
-	// may, or clients with the token.
+	// AllowRemoteKill lets every client that can connect end groups, if there is no token. Without AllowRemoteKill, only clients on
+	// this host may end groups. If there is a token, only clients with the token may.
 	AllowRemoteKill bool
 	// MaxConnections is how many connections may be open at once.
 	MaxConnections int
@@ -67,7 +67,7 @@ type Config struct {
 func DefaultConfig() Config {
 	return Config{
 		Bind: "[::]:29510",
-		// Long enough for every group of a large job to load its model. A quorum of all healthy groups does not wait for it.
+		// Long enough for every group of a large job to load its model. A quorum of all healthy groups is formed without this wait.
 		JoinTimeout: time.Minute,
 		QuorumTick:  100 * time.Millisecond,
 		// Fifty heartbeats of 100 ms: longer than a pause of a group's garbage collector.

@@ -81,7 +81,7 @@ func TestAPanicOfTheMachineEndsTheWaitsOnly(t *testing.T) {
 				assert.Equal(t, codes.Internal, code)
 				assert.Positive(t, c.Log.Count("internal error"))
 
-				// All of them ask again.
+				// a and b ask again, and d and e for the first time.
 				d := ask(dial(t, c, "d"), quorum.Member{ReplicaID: "d"}, time.Minute)
 				e := ask(dial(t, c, "e"), quorum.Member{ReplicaID: "e"}, time.Minute)
 				called = ask(dial(t, c, "a"), quorum.Member{ReplicaID: "a"}, time.Minute)

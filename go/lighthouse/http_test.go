@@ -111,7 +111,7 @@ func TestOtherPathsAndMethods(t *testing.T) {
 	})
 }
 
-// kill posts the kill form of a member from a browser on this host.
+// kill posts the kill form of a member from a browser on a host of the cluster.
 func kill(t *testing.T, c *fttest.Cluster, host, replica string, headers map[string]string, form url.Values) (int, string) {
 	t.Helper()
 	req, err := http.NewRequest(http.MethodPost, fttest.LighthouseAddr+"/replica/"+url.PathEscape(replica)+"/kill", strings.NewReader(form.Encode()))

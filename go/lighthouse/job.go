@@ -26,10 +26,10 @@ type job struct {
 	cfg    Config
 	log    *slog.Logger
 	name   string
-	site   *http.ServeMux // of the board
+	site   *http.ServeMux // the routes of board
 
 	// The server's lock guards these.
-	users  int       // calls and streams that use it
+	users  int       // calls and streams that use the job
 	since  time.Time // when it was last used, or last had a live member
 	served bool      // it has had a quorum, formed by this lighthouse or remembered
 
@@ -118,7 +118,7 @@ var refusals = map[quorum.Refusal]codes.Code{
 	quorum.Streamless: codes.FailedPrecondition,
 }
 
-// quorum waits until m is in a quorum.
+// quorum waits until the member that asked is in a quorum, or ctx ends.
 func (j *job) quorum(ctx context.Context, asked quorum.Asked) (*delivery, error) {
 	id, answered, err := j.ask(asked)
 	if err != nil {
@@ -299,7 +299,7 @@ func (j *job) deliver(waiters []quorum.WaiterID, d *delivery) {
 	}
 }
 
-// recalled handles a member's answer to a recall.
+// recalled handles the quorum that a member remembers: the answer to a recall, or a part of a unary request.
 func (j *job) recalled(from string, p *torchftpb.PastQuorum) error {
 	past := wire.PastFromProto(p)
 	if err := past.Validate(); err != nil {
@@ -325,7 +325,7 @@ func some(names []string) []string {
 	return names
 }
 
-// status returns the machine's description of its state, for people and dashboards.
+// status returns the machine's description of its state, with the progress of heals and the trouble with the disk.
 func (j *job) status() quorum.Status {
 	j.mu.Lock()
 	defer j.mu.Unlock()

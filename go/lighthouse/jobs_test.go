@@ -90,7 +90,7 @@ func TestAGroupIsEndedInTheJobThatWasNamed(t *testing.T) {
 		exited := make(chan string, 9)
 		for _, job := range []string{"red", "blue", "green"} {
 			g := c.StartGroup(job, 1, func(cfg *manager.ServerConfig) {
-				cfg.ReplicaID, cfg.Job, cfg.Hostname = "a", job, "lighthouse" // where a kill needs no token
+				cfg.ReplicaID, cfg.Job, cfg.Hostname = "a", job, "lighthouse" // on the lighthouse's host, a kill needs no token
 				cfg.Network = c.Net.Host("lighthouse")
 				cfg.Exit = func(int) { exited <- job }
 			})
@@ -313,7 +313,7 @@ func TestAnUnauthorizedClientDoesNotFillTheMetrics(t *testing.T) {
 		assert.Len(t, jobs, 5)
 		assert.Equal(t, before/2*5, after)
 
-		time.Sleep(11 * time.Second) // longer than the heartbeat timeout and than names are kept
+		time.Sleep(11 * time.Second) // longer than the heartbeat timeout and forgetNameAfter together
 		jobs, _ = metrics()
 		assert.Equal(t, []string{"default", "red"}, jobs, "a job that had a quorum is kept")
 		time.Sleep(11 * time.Minute)

@@ -17,8 +17,9 @@ import (
 )
 
 const (
-	// diskTime is the longest wait for the disk: of a job's first request for its state, and of a lighthouse's end for the last
-	// write. A system call on a hanging disk cannot be interrupted, so after it the goroutine of the keeper is left behind.
+	// diskTime bounds each wait for the disk: a job's first request waits for the state, some quorums wait for a write (once), and the
+	// lighthouse's end waits for the last write. A system call on a hanging disk cannot be interrupted, so the goroutine of the keeper
+	// is left behind if it has not ended by then.
 	diskTime = 2 * time.Second
 	// writeAgain is the pause before a write is retried.
 	writeAgain = time.Second
@@ -38,7 +39,7 @@ type keeper struct {
 	disk  disk
 	read  chan struct{} // closed when the state has been read
 	late  chan struct{} // closed when the job may begin: the state has been read, or diskTime has passed
-	left  atomic.Bool   // the lighthouse has ended without waiting for the last write
+	left  atomic.Bool   // nothing waits for the last write any more: it is discarded if it ends later
 	wake  chan struct{} // capacity 1
 	quit  chan struct{}
 	ended chan struct{} // closed when the goroutine has ended
@@ -108,7 +109,7 @@ func (j *job) restore(s state) {
 }
 
 // waitForFirst lets the job begin when the state has been read, or after diskTime without it. The quorum of a state that is read later is
-// still used if the job has had no newer one. Its highest id always counts, so that no id is used twice.
+// still used if the job has had no newer one. The highest id of that state always counts, so that no id is used twice.
 func (k *keeper) waitForFirst() {
 	late := time.NewTimer(diskTime)
 	defer late.Stop()
@@ -139,7 +140,7 @@ func (k *keeper) keep(s state) {
 	}
 	k.mu.Lock()
 	defer k.mu.Unlock()
-	k.pending = &s // it replaces an older one that is not written yet
+	k.pending = &s // replaces an older state that has not been written yet
 	if k.since.IsZero() {
 		k.since = time.Now()
 	}
@@ -227,7 +228,7 @@ func (k *keeper) done(s *state, err error) {
 	}
 }
 
-// noted records the result, and returns the functions that are to be called after it.
+// noted records the result of a write or read, and returns the functions that waited for it. The caller calls them without the lock.
 func (k *keeper) noted(s *state, err error) (owed []func()) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
@@ -252,7 +253,8 @@ func (k *keeper) noted(s *state, err error) (owed []func()) {
 	return owed
 }
 
-// trouble returns why the latest state is not on disk, and for how long; empty if it is on disk.
+// trouble returns why the latest state is not on disk, and for how long it has not been; empty if it is on disk, or if its write has
+// been pending for less than diskTime and the last one did not fail.
 func (k *keeper) trouble(now time.Time) (why string, unkept time.Duration) {
 	if k == nil {
 		return "", 0

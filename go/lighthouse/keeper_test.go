@@ -26,8 +26,8 @@ import (
 type faulty struct {
 	mu      sync.Mutex
 	err     error         // of a write
-	reading chan struct{} // a read returns when it is closed
-	writing chan struct{}
+	reading chan struct{} // if not nil, a read of a file whose path contains "slow" returns when reading is closed
+	writing chan struct{} // if not nil, a write waits for a value, or until writing is closed
 	written []state
 }
 

@@ -364,7 +364,7 @@ func TestMembersAreSentBackTogether(t *testing.T) {
 		assert.Equal(t, codes.Unavailable, code)
 		assert.Contains(t, reason, "number 1 of 2")
 
-		// Messages on these streams are ignored from here on.
+		// From here on, messages on these streams do not count, and requests get an error.
 		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
 		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Suspected{
 			Suspected: &torchftpb.PeerSuspected{ReplicaId: "b", QuorumId: 7},

@@ -28,7 +28,7 @@ func (m *mute) Dial(ctx context.Context, _ string) (net.Conn, error) {
 	return nil, ctx.Err()
 }
 
-// The machine repeatedly requests a probe of a missing voter. Its host gets one probe at a time, so probes do not queue up.
+// The machine repeatedly requests a probe of a missing voter. The voter's host gets one probe at a time, so probes do not queue up.
 func TestAVoterIsProbedOnceAtATime(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		j, _ := crowd(1)

@@ -106,7 +106,8 @@ func readRendezvous(w http.ResponseWriter, r *http.Request) (request rendezvous.
 	return request, 0, nil
 }
 
-// attend waits for an answer to a node, until ctx ends. alive ends with the node's connection.
+// attend handles a request of a node, and returns the answer when the rendezvous changes or ctx ends. alive ends with the node's
+// connection.
 func (j *job) attend(ctx, alive context.Context, request rendezvous.Request) placed {
 	j.mu.Lock()
 	if j.closed {

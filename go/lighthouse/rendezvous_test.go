@@ -114,7 +114,7 @@ func TestARoundOutlivesTheLighthouse(t *testing.T) {
 				assert.Zero(t, one.view.Waiting, "the round is unchanged")
 			}
 		}
-		// A node that starts after the restart knows no rounds: its round must not get a number that was used.
+		// a asks for another round: it must not get a number that was used before the restart.
 		go func() { _, _ = b.poll(ctx) }()
 		a.placed(ctx)
 		assert.Equal(t, int64(2), a.view.Round)

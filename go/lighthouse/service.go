@@ -23,7 +23,7 @@ type service struct {
 	server *Server
 }
 
-// answerMargin bounds how long before its caller's deadline a wait ends, so that the reason reaches the caller in time.
+// answerMargin is the longest time by which a wait ends before its caller's deadline, so that the caller still receives the reason.
 const answerMargin = 50 * time.Millisecond
 
 // serviceDesc returns the generated description with another handler of Quorum, which answers with encoded bytes (rpc.Encoded).

@@ -16,14 +16,14 @@ import (
 	"github.com/torchft/torchft/go/rendezvous"
 )
 
-// A restarted lighthouse learns the latest quorum of a job from its members. If all of them ended while the lighthouse was down, it
-// reads the quorum from disk: new members do not know it.
+// A restarted lighthouse learns the latest quorum of a job from the job's members, and from a file on disk. The file is needed if all
+// members ended while the lighthouse was down: new members do not know the quorum.
 
 const (
 	// stateMagic begins each file, with the version of its format.
 	stateMagic = "torchft-lighthouse-state 1 "
-	// stateAhead is how many quorum ids a file reserves. A file is written after its quorum was delivered, and writes may fail for a
-	// while, so that ids above those of the latest quorum on disk may be in use.
+	// stateAhead is how many quorum ids a file reserves. A file may be written after its quorum was delivered, and writes may fail for a
+	// while. So ids above the id of the latest quorum on disk may be in use.
 	stateAhead = 1024
 )
 
@@ -68,7 +68,7 @@ func decodeState(file []byte, job string) (s state, err error) {
 	return s, s.Past.Validate()
 }
 
-// ended reports whether the training is complete: there is no quorum to continue after.
+// ended reports whether there is no quorum to continue after: the training is complete, or the job has had only a rendezvous so far.
 func (s state) ended() bool {
 	return (s.Highest > 0 || len(s.Rendezvous.Groups) > 0) && s.Past.ID == 0 && len(s.Past.Members) == 0
 }

@@ -19,7 +19,7 @@ var somePast = quorum.Past{ID: 1234, Step: 56, Members: []quorum.Voter{{ReplicaI
 func TestAStateIsReadAsItWasWritten(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "x.state")
 	want := state{Job: "x", Highest: 2000, Seat: quorum.Seat{Place: 1, Of: 3}, Past: somePast}
-	for range 2 { // also over an older one
+	for range 2 { // the second write replaces an older file
 		require.NoError(t, writeState(path, want, func() bool { return true }))
 		text, err := os.ReadFile(path)
 		require.NoError(t, err)
@@ -105,7 +105,7 @@ func TestALighthouseContinuesAfterTheQuorumOnDisk(t *testing.T) {
 	assert.GreaterOrEqual(t, after.ID, before.ID+stateAhead)
 	again.Shutdown()
 
-	// The step is written, too, but not at each step.
+	// The file has the step of the quorum, too, but is not written at each step.
 	third, _ := startOn(t, dir)
 	require.Equal(t, after.ID, third.testAsk(t, "a", 9).ID-stateAhead-1)
 	id := third.testAsk(t, "a", 100).ID

@@ -9,7 +9,7 @@ import (
 
 // streams holds the open streams, by member. The job's lock guards them.
 type streams struct {
-	of      map[string][]*stream // more than one while a member replaces a half-open one
+	of      map[string][]*stream // a member has more than one while it replaces a half-open one
 	open    int
 	visited int // how many streams were visited, for growth_test.go
 }

@@ -12,9 +12,9 @@ const logAfter = 5 * time.Second
 
 // waitLog records since when requests are pending, and why.
 type waitLog struct {
-	since  time.Time // zero once it was logged
-	reason string    // why there was no quorum at the time at; empty after a quorum
-	at     time.Time
+	since  time.Time // zero once the wait was logged
+	reason string    // why there was no quorum; empty after a quorum
+	at     time.Time // when reason was determined
 }
 
 func (w *waitLog) waits(reason string, now time.Time) { *w = waitLog{now, reason, now} }

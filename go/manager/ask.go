@@ -13,11 +13,11 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// replyMargin is how long before the ranks' deadline a request to the lighthouse ends at most, so that its error still reaches the
-// ranks.
+// replyMargin is the longest time by which a request to the lighthouse ends before the ranks' deadline, so that its error still
+// reaches the ranks.
 const replyMargin = 100 * time.Millisecond
 
-// ask starts the one request of a round. The caller holds mu.
+// ask starts the request of a round to the lighthouse. The caller holds mu.
 func (s *Server) ask(a round.AskLighthouse) {
 	// The request ends before the ranks' own deadlines: after these the ranks would not receive the reason.
 	ctx, cancel := context.WithDeadline(s.ctx, rpc.Sooner(a.Deadline, replyMargin))

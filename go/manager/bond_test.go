@@ -63,7 +63,7 @@ func TestOneGroupAfterTheOtherIsKilledAtALighthouseOfAList(t *testing.T) {
 			require.Less(t, time.Since(start), time.Second)
 			step += 2
 		}
-		// The lighthouse ends, too. The remaining group takes the votes of the killed ones to the next lighthouse, in the base of its quorum.
+		// The remaining group gets a quorum alone at the same lighthouse.
 		round(t, step, groups...)
 	})
 }

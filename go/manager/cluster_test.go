@@ -346,7 +346,7 @@ func TestRanksWaitWhileTheLighthouseRestarts(t *testing.T) {
 		second := waiting.results(t)
 		assert.Greater(t, second[0].QuorumID, first[0].QuorumID)
 
-		// The next lighthouse starts as after a crash, and with a clock that is behind.
+		// The lighthouse is restarted again, as after a crash.
 		c.Net.Host("lighthouse").Kill()
 		c.Lighthouse.Shutdown()
 		c.StartLighthouse(2)

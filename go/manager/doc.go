@@ -2,6 +2,6 @@
 // package recovery. It serves ranks (package rankclient is the client), and is a member of the job (package membership).
 //
 // RPCs, cancelled calls and broken connections become events; actions answer the pending calls. The machine takes one event at a
-// time, under the server's lock: that lock is the machine's single thread. So a rank in the server's own process, such as group
-// rank 0, gets its answer without a thread switch.
+// time, under the server's lock, and has no goroutine of its own. So a rank in the server's own process, such as group rank 0, gets
+// its answer without a thread switch.
 package manager

@@ -211,7 +211,7 @@ func TestTheEndOfARunIsNoFailure(t *testing.T) {
 		began := time.Now()
 		a.Server.Shutdown()
 		assert.Less(t, time.Since(began), 10*time.Millisecond)
-		// If a ended too early, b would wait for it until its timeout.
+		// Without the notice, b would wait in a collective until its timeout if a had ended too early.
 		notice := nextFailure(t, b, 0)
 		assert.Equal(t, membership.Notice{Kind: membership.MemberFailed, QuorumID: notice.QuorumID, ReplicaID: "a", Reason: "its manager server was shut down"}, notice)
 		assert.InDelta(t, grace, time.Since(began), float64(10*time.Millisecond))

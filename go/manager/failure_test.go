@@ -87,7 +87,8 @@ func TestASilentHostIsReportedWhenItsHeartbeatIsTooOld(t *testing.T) {
 	})
 }
 
-// Once a second for ten minutes, all groups are cut off from the lighthouse for 100 ms, half of the grace, while a step begins.
+// Once a second for 100 s (ten minutes in the full tests), all groups are cut off from the lighthouse for 100 ms, half of the grace,
+// while a step begins.
 func TestAFlappingNetworkIsNoFailure(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -163,7 +164,8 @@ func TestARankThatEndsIsTheFailureOfItsGroup(t *testing.T) {
 	})
 }
 
-// An upstream peer has no stream, and the stream of a host that lost power stays open.
+// The stream of a host that lost power stays open. If two of its peers report failed collectives, the lighthouse checks the member, and
+// does not wait until its heartbeat is too old.
 func TestPeersThatLostACollectiveNeedNotWaitForTheHeartbeat(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

@@ -44,8 +44,8 @@ func TestALighthouseThatStartsReceivesTheLastQuorum(t *testing.T) {
 		d.Server.Shutdown()
 		c.StartLighthouse(1)
 
-		// a asks, and gets no quorum alone: the lighthouse knows that b was in the last one. It does not wait for d: the probe of
-		// its host is refused.
+		// a asks, and gets no quorum alone: the lighthouse knows that b was in the last one. It does not wait for d: the host of d
+		// refuses the probe.
 		start := time.Now()
 		asked := a.Quorum(0, 6, time.Minute)
 		time.Sleep(2 * time.Second)
@@ -226,7 +226,8 @@ func TestAllFailBackTogether(t *testing.T) {
 	})
 }
 
-// An upstream lighthouse does not send members back: each member fails back by itself, and sends its heartbeats there.
+// An upstream lighthouse does not send members back: each member fails back by itself, and sends its heartbeats to the first
+// lighthouse from then on.
 func TestFromALighthouseWithoutStreamsAMemberFailsBackAlone(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -307,7 +308,8 @@ func (s *ahead) Quorum(ctx context.Context, req *torchftpb.LighthouseQuorumReque
 	return s.unaryOnly.Quorum(ctx, req)
 }
 
-// A lighthouse with a wrong clock must not refuse a correct job: a group that makes calls shows its last quorum, too.
+// A lighthouse must not refuse a job whose quorum id is ahead of the lighthouse's clock. A group that makes calls shows its last
+// quorum, too, so the lighthouse continues after that id.
 func TestACallShowsAQuorumThatIsAheadOfTheClock(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

@@ -11,7 +11,7 @@ import (
 	"github.com/torchft/torchft/go/internal/testmain"
 )
 
-// A thousand steps log nothing. Each member that joins or fails is one line in the lighthouse's log.
+// Steps in which no member joins or fails log nothing. Each member that joins or fails is one line in the lighthouse's log.
 func TestTheSteadyStateIsSilentAndEachEventIsALine(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)

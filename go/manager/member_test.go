@@ -65,7 +65,7 @@ func TestALighthouseWithoutStreams(t *testing.T) {
 		time.Sleep(10 * time.Second)
 		assert.InDelta(t, 100, upstream.beats.Load(), 3, "the group sends one heartbeat per heartbeat_interval")
 
-		// The lighthouse is replaced by one of ours, under the running job.
+		// The upstream lighthouse is replaced by one with streams while the job runs.
 		stop()
 		c.StartLighthouse(1)
 		for step := int64(3); step < 6; step++ {

@@ -81,7 +81,7 @@ func (s *Server) answerProgress() {
 	}
 }
 
-// suspect reports the failed collective of a rank to the lighthouse.
+// suspect reports to the lighthouse that a collective of a rank failed, and which member is suspected; empty if it is not known.
 func (s *Server) suspect(quorumID int64, replicaID string) {
 	if witness, ok := s.membership.(membership.Witness); ok {
 		witness.Suspect(quorumID, replicaID)

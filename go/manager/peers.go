@@ -31,7 +31,8 @@ func (s *Server) notifyFailed(a round.NotifyFailed) {
 	})
 }
 
-// notify waits until few enough others are being notified. A process that has ended refuses the connection, and is not dialed again.
+// notify calls the member, once fewer than mostNotified others are being notified. If the member's process has ended, the connection
+// is refused, and the member is not dialed again.
 func (s *Server) notify(ctx context.Context, a round.NotifyFailed) error {
 	select {
 	case s.notifying <- struct{}{}:
@@ -56,8 +57,8 @@ type peers struct {
 	server *Server
 }
 
-// NotifyFailed handles a forwarded report of the lighthouse that this group failed. The caller can make the group lose a step, as
-// with a vote; if the job has a token, only its members can call.
+// NotifyFailed handles a forwarded report of the lighthouse that this group failed. A caller can make the group lose a step, as it can
+// with a call of ShouldCommit. If the job has a token, only clients with the token can call.
 func (p peers) NotifyFailed(_ context.Context, failed *torchftpb.MemberFailed) (*torchftpb.NotifyFailedResponse, error) {
 	if own := p.server.cfg.ReplicaID; failed.GetReplicaId() != own {
 		return nil, status.Errorf(codes.InvalidArgument, "replica_id is %q: this is the manager server of %s", failed.GetReplicaId(), own)

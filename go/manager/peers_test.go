@@ -129,7 +129,8 @@ func TestAGroupOfARackThatIsCutOffFromItsLighthouseIsNotified(t *testing.T) {
 	})
 }
 
-// A restarted lighthouse of a list reports groups as failed that another one serves by then. It has not formed their quorum.
+// A restarted lighthouse of a list reports groups as failed that another lighthouse serves by then. The restarted one has not formed
+// their quorum.
 func TestReportsOfARestartedLighthouseAreNotForwarded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c, second, groups := twoLighthouses(t, "a", "b", "d")

@@ -87,8 +87,8 @@ func (s *Server) do(ctx context.Context, c rankCall) answer {
 	return a
 }
 
-// begin feeds a call to the machine, and calls a function once with the answer: shortly before the call's deadline at the latest, and
-// possibly before begin returns. The function must not block: it is mostly called under the server's lock.
+// begin feeds a call to the machine, and calls answered once, with the answer: shortly before the call's deadline at the latest, and
+// possibly before begin returns. answered must not block: it is mostly called under the server's lock.
 func (s *Server) begin(c *rankCall, answered func(answer)) {
 	if c.kind == quorumCall && c.deadline.IsZero() {
 		answered(answer{err: status.Error(codes.InvalidArgument, "the quorum call has no deadline (grpc-timeout): it must have one")})

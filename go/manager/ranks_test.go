@@ -39,8 +39,8 @@ func BenchmarkRanks(b *testing.B) {
 	}
 }
 
-// BenchmarkRelayedRanks is the same with relays of 64 ranks each, in the process of the ranks. The ranks of a relay ask one after
-// the other there, and the relay waits for all of them.
+// BenchmarkRelayedRanks is the same with relays of 64 ranks each, in the process of the ranks. There the ranks share the processors,
+// so the requests of a relay's ranks arrive one after the other. The relay waits for all of them.
 func BenchmarkRelayedRanks(b *testing.B) {
 	for _, ranks := range []int{512, 2048, 8000} {
 		b.Run(strconv.Itoa(ranks), func(b *testing.B) { benchRanks(b, ranks, 64) })
@@ -162,8 +162,9 @@ type calls interface {
 	ShouldCommit(ctx context.Context, groupRank, step int64, vote bool) (bool, error)
 }
 
-// mostConnected bounds the ranks with real connections to their relays: both ends of these are in one process here. The other ranks
-// are simulated: their relay serves a stream of each without a network. For the server there is no difference.
+// mostConnected is the largest number of ranks for which the ranks have real connections to their relays: both ends of each connection
+// are in one process here. If there are more ranks, all of them are simulated: their relays serve their streams without a network. For
+// the server there is no difference.
 const mostConnected = 2048
 
 // played is the stream of a simulated rank at its relay.
@@ -212,7 +213,7 @@ func (p *played) ShouldCommit(_ context.Context, groupRank, step int64, vote boo
 	return true, nil
 }
 
-// simulateRanks is the main function of that process.
+// simulateRanks is the main function of the process of the ranks.
 func simulateRanks() {
 	results := json.NewEncoder(os.Stdout)
 	n, _ := strconv.Atoi(os.Getenv(ranksOf))

@@ -41,7 +41,7 @@ func (s *Server) healing(p membership.HealProgress) {
 	}
 }
 
-// recovered counts the duration of a rank's recovery. The one of rank 0 is sent to the lighthouse, for its page.
+// recovered counts the duration of a rank's recovery. The recovery of group rank 0 is reported to the lighthouse, for its page.
 func (s *Server) recovered(r membership.Recovered) {
 	if r.GroupRank < 0 || r.GroupRank >= s.cfg.WorldSize {
 		return

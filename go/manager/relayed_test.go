@@ -389,8 +389,8 @@ func TestAServerWithoutRelays(t *testing.T) {
 	})
 }
 
-// A relay without a certificate would forward over plain connections the requests that the certificate of the manager server
-// protects.
+// The certificate of the manager server protects the requests of ranks. A relay without a certificate would receive these requests
+// over plain connections.
 func TestARelayOfASecureServer(t *testing.T) {
 	ca := fttest.NewCA(t)
 	cert, key := ca.Issue("lighthouse", "g", "relay")
@@ -434,7 +434,7 @@ func TestAnUnreachableRelay(t *testing.T) {
 	})
 }
 
-// The group's store may name a relay of a server that has ended: by now, its port may be that of another group's relay.
+// The group's store may name a relay of a server that has ended: by now, the relay of another group may listen on the same port.
 func TestARankDoesNotAskThroughTheRelayOfAnotherServer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

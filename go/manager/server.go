@@ -32,7 +32,7 @@ type Server struct {
 	tasks      sync.WaitGroup
 	notices    membership.Broadcast
 	notifying  chan struct{} // has a value for each member that is being notified
-	unregister func()        // ends the shortcut of the ranks in this process
+	unregister func()        // ends the direct calls of ranks in this process (direct.go)
 
 	mu        sync.Mutex
 	machine   *round.Machine
@@ -135,7 +135,7 @@ func (s *Server) Shutdown() {
 	tracing.Flush()
 }
 
-// Finish is called before Shutdown by a group whose training is complete.
+// Finish makes Shutdown announce that the training of the group is complete.
 func (s *Server) Finish() {
 	if finisher, ok := s.membership.(membership.Finisher); ok {
 		finisher.Finish()

@@ -221,8 +221,8 @@ func TestTheLighthouseMayStartAfterTheManagerServer(t *testing.T) {
 	})
 }
 
-// Two clients, over real sockets: one in the server's own process, where group rank 0 is in production, and one that must use the
-// network.
+// Two clients of a server in the same process, over real sockets: one calls the server directly, like group rank 0 in production, and
+// the other one must use the network.
 func TestTheShortcutInOneProcess(t *testing.T) {
 	started := startLighthouse(t, 1)
 	failing := &reporter{failures: make(chan membership.Notice)}

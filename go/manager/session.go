@@ -142,7 +142,7 @@ const mostCalls = 64
 // feeds the machine, the other one sends the answers. In a group with thousands of ranks, a goroutine for each call would be half
 // of a step's cost for the server.
 type openSession struct {
-	number uint64 // at its relay
+	number uint64 // of the session at its relay
 	out    *outbox
 	server *Server
 	conn   *connection

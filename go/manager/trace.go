@@ -7,8 +7,8 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// traced begins the span of a rank's call; it is nil unless the rank traces. The rank that asked last is the parent of the span of the
-// group's request to the lighthouse.
+// traced begins the span of a rank's call; it is nil unless the rank traces. The span of the group's request to the lighthouse is a
+// child of the span of the rank that asked last.
 func (s *Server) traced(c *rankCall) *tracing.Span {
 	if c.traceparent == "" {
 		return nil

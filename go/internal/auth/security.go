@@ -176,8 +176,8 @@ func (s Security) clientTLS() (*tls.Config, error) {
 		if err != nil {
 			return nil, err
 		}
-		// Without this function, Go would present the certificate only if the server names its authority. It is presented in any
-		// case: the server's refusal of a certificate contains a reason, unlike the refusal of a client without one.
+		// Without this function, Go would present the certificate only if the server names its authority. With it, Go always presents
+		// the certificate: a server that refuses a certificate sends the reason, and one that misses a certificate does not.
 		config.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &cert, nil }
 	}
 	return config, nil

@@ -34,7 +34,8 @@ const (
 )
 
 const (
-	// mostEvents is how many events are kept: enough for a day in which a group fails every other minute.
+	// mostEvents is how many events are kept: enough for a day in which a group fails every eight minutes. Such a failure adds five: the
+	// failure, the quorums without and with the group, its heal, and the recovery of the others.
 	mostEvents = 1000
 	// mostNames is how many members an event names.
 	mostNames = 8

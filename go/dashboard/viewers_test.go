@@ -145,7 +145,7 @@ func TestSimultaneousViewersCauseNoMessagesToTheOthers(t *testing.T) {
 		assert.Empty(t, first.messages, "a connected viewer gets no message when another one joins")
 		assert.Equal(t, 1, s.watching())
 
-		// The first message to the next viewer contains events since then.
+		// The first message to a viewer that joins after an event contains this event.
 		s.Record(Event{Kind: Killed, Left: []string{"a"}})
 		assert.Contains(t, string(mustJoin(t, s).whole.message()), `"killed"`)
 		s.leave(first)

@@ -40,8 +40,8 @@ func (s *site) watching() int {
 	return len(s.viewers)
 }
 
-// Limits for one connection with both ends in this process, which has buffers of 4 KiB and stacks. The limit is below the size of
-// the first message, so that a copy for each viewer would exceed it.
+// Limits for one connection with its buffers of 4 KiB and its stacks; both ends are in this process. The limit of bytes is below the
+// size of the first message, so that a copy for each viewer would exceed it.
 const (
 	mostBytesOfAViewer      = 60_000
 	mostGoroutinesOfAViewer = 4

@@ -177,7 +177,7 @@ func (s Security) clientTLS() (*tls.Config, error) {
 			return nil, err
 		}
 		// Without this function, Go would present the certificate only if the server names its authority. With it, Go always presents
-		// the certificate: a server that refuses a certificate sends the reason, and one that misses a certificate does not.
+		// the certificate: if the server refuses it, the server's alert contains the reason, and not only that a certificate is required.
 		config.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &cert, nil }
 	}
 	return config, nil

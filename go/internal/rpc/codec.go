@@ -13,7 +13,7 @@ import (
 // encoding it for each of n waiters would take O(n²) time and memory in each step.
 type Encoded []byte
 
-// Numbered is a message of which all is encoded but its first field, a number.
+// Numbered is a message whose first field is a number, and whose other fields are encoded already.
 type Numbered struct {
 	Number  uint64
 	Message Encoded

@@ -227,7 +227,7 @@ func (st *stream) body(block int) (crc uint32, err error) {
 	checked, began := !f.settings.Unchecked, time.Now()
 	st.spans = f.layout.Spans(block, st.spans[:0])
 	for _, span := range st.spans {
-		if memory := f.memory.regions[span.Region]; memory != nil { // staging memory is not populated: it is reused, so its pages are mapped already
+		if memory := f.memory.regions[span.Region]; memory != nil { // staging memory is reused, so its pages are mapped already
 			populate(memory[span.Offset : span.Offset+span.Length])
 		}
 	}

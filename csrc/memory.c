@@ -1,6 +1,6 @@
 /* Python's memory that Go reads or writes while Python continues. Only addresses and lengths are passed to Go; the
- * caller keeps the objects that own the memory alive until Go reports that it no longer uses it. (A buffer object would
- * keep them alive by itself, but it is not part of the limited API of 3.10.) */
+ * caller keeps the objects that own the memory alive until Go reports that it no longer uses the memory. (A buffer
+ * object would keep them alive by itself, but buffer objects are not part of the limited API of 3.10.) */
 #include "torchft.h"
 
 #include <stdlib.h>

@@ -158,7 +158,7 @@ PyObject *tft_collect(PyObject *module, PyObject *args) {
       PyErr_Fetch(&type, &value, &traceback);
       const message cancelled = {.call = (int64_t)(intptr_t)call};
       if (send_message(&cancelled) < 0)
-        PyErr_Clear(); /* it ends with its deadline */
+        PyErr_Clear(); /* the call ends at its deadline */
       PyErr_Restore(type, value, traceback);
       return NULL;
     }

@@ -28,7 +28,7 @@ import (
 type comeback struct {
 	Groups   int     `json:"groups"`
 	AwayS    float64 `json:"away_s"`    // time without a lighthouse
-	HalfMS   float64 `json:"half_ms"`   // from its first accepted connection until half of the groups are connected
+	HalfMS   float64 `json:"half_ms"`   // from the moment when it listens again until half of the groups are connected
 	AllMS    float64 `json:"all_ms"`    // until all are connected
 	Attempts float64 `json:"attempts"`  // attempted streams per group since the kill
 	CPUMS    float64 `json:"cpu_ms"`    // of the lighthouse, until all are connected

@@ -1,5 +1,5 @@
 // Command bench puts load on a lighthouse. Simulated replica groups, each with its own connection, request the next quorum as soon
-// as they have received one. It prints a line of JSON for each number of groups.
+// as they have received one. The command prints its result as one line of JSON.
 //
 //	go run ./bench -lighthouse http://localhost:29510 -kind upstream -groups 1000 -pid PID
 //	go run ./bench -comeback ./torchft_lighthouse -groups 10000

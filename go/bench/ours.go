@@ -37,7 +37,7 @@ type ours struct {
 	states []byte
 }
 
-// answer has the messages received since the previous answer, up to and including a quorum or the end of the stream.
+// answer has the size of the messages received since the previous answer, up to and including a quorum or the end of the stream.
 type answer struct {
 	bytes int
 	err   error

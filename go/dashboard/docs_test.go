@@ -12,7 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// names returns the names of all metrics, of histograms with their suffixes.
+// metricNames returns the names of all metrics, for a histogram also those with its suffixes.
 func metricNames(t *testing.T) []string {
 	families, err := registry(func() []*Feed { return []*Feed{NewFeed("default", (&job{}).current)} }).Gather()
 	require.NoError(t, err)

@@ -1,7 +1,7 @@
 // Package dashboard shows a job to people: its present members, its events, and its speed.
 //
-// History and Board keep these in bounded memory, however long the job runs; Handler serves them as JSON, as a stream of
-// events, and as a web page that draws both.
+// History and Board keep these in bounded memory, however long the job runs. Feed.Register adds the routes that serve them, as JSON
+// and as a stream of events, and the web page that draws them.
 package dashboard
 
 import (
@@ -34,7 +34,8 @@ const (
 )
 
 const (
-	// mostEvents is how many events are kept: enough for a day in which a group fails every other minute.
+	// mostEvents is how many events are kept: enough for a day in which a group fails every eight minutes. Such a failure adds five: the
+	// failure, the quorums without and with the group, its heal, and the recovery of the others.
 	mostEvents = 1000
 	// mostNames is how many members an event names.
 	mostNames = 8
@@ -90,7 +91,7 @@ type Point struct {
 // History keeps the events and the throughput of a job. It is not safe for concurrent use.
 type History struct {
 	events []Event // a ring
-	next   int64   // id of the next event, from 1
+	next   int64   // id of the newest event; 0: there was none
 	points []Point
 	every  time.Duration // the shortest interval between two points; 0 (pointEvery) before the first removal
 }

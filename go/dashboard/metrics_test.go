@@ -23,7 +23,7 @@ func TestTheMetricsOfAJobWithAFailure(t *testing.T) {
 	for i := range 5 {
 		f.Round(int64(i), 2, 20*time.Millisecond, start.Add(time.Duration(i)*100*time.Millisecond))
 	}
-	f.Round(4, 2, 20*time.Millisecond, start.Add(10*time.Second)) // a step that was not committed is not counted
+	f.Round(4, 2, 20*time.Millisecond, start.Add(10*time.Second)) // step 4 again, since it was not committed: this is not counted as a step
 	f.Round(5, 2, 20*time.Millisecond, start.Add(10400*time.Millisecond))
 	f.Record(Event{Kind: QuorumChanged})
 	f.Failed(quorum.Silent)

@@ -29,7 +29,7 @@ type Row struct {
 	Since    int64   `json:"since"` // when the state began, in milliseconds since 1970
 	Step     int64   `json:"step"`
 	StepMS   float64 `json:"step_ms"`  // smoothed duration of a step; 0: unknown
-	HeardOf  int64   `json:"heard_of"` // time of the last sign of life, in milliseconds since 1970, rounded to seconds
+	HeardOf  int64   `json:"heard_of"` // time of a failed member's last sign of life, in milliseconds since 1970, rounded to seconds; else 0
 	Address  string  `json:"address"`
 	Ranks    uint64  `json:"ranks"`
 	Failures int64   `json:"failures"` // failed commits in a row

@@ -40,8 +40,8 @@ func (s *site) watching() int {
 	return len(s.viewers)
 }
 
-// Limits for one connection with both ends in this process, which has buffers of 4 KiB and stacks. The limit is below the size of
-// the first message, so that a copy for each viewer would exceed it.
+// Limits for one connection with its buffers of 4 KiB and its stacks; both ends are in this process. The limit of bytes is below the
+// size of the first message, so that a copy for each viewer would exceed it.
 const (
 	mostBytesOfAViewer      = 60_000
 	mostGoroutinesOfAViewer = 4
@@ -145,7 +145,7 @@ func TestSimultaneousViewersCauseNoMessagesToTheOthers(t *testing.T) {
 		assert.Empty(t, first.messages, "a connected viewer gets no message when another one joins")
 		assert.Equal(t, 1, s.watching())
 
-		// The first message to the next viewer contains events since then.
+		// The first message to a viewer that joins after an event contains this event.
 		s.Record(Event{Kind: Killed, Left: []string{"a"}})
 		assert.Contains(t, string(mustJoin(t, s).whole.message()), `"killed"`)
 		s.leave(first)

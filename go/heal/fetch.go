@@ -34,13 +34,13 @@ type Fetch struct {
 
 	ctx    context.Context // ends with Close
 	cancel context.CancelFunc
-	worked func() // ends Working; it may be called more than once
+	worked func() // the result of Working; it may be called more than once
 	lives  sync.WaitGroup
 
 	asksSums chan struct{} // a semaphore: one stream at a time asks for the assigned source's checksums
 
 	mu       sync.Mutex
-	sums     []uint32      // of the blocks, as the assigned source announces them; nil until an additional source needs them
+	sums     []uint32      // the blocks' checksums that the assigned source has announced; nil until they have arrived
 	changed  chan struct{} // closed and replaced when a source ends
 	running  int
 	assigned *source
@@ -240,8 +240,8 @@ func (f *Fetch) knownSums() ([]uint32, *source) {
 	return f.sums, f.assigned
 }
 
-// assignedSums returns the checksums that the assigned source announces. Only additional sources need them: one of their streams
-// asks for them, and their other streams wait for that one. No lock is held meanwhile. So the streams of the assigned source
+// assignedSums returns the checksums that the assigned source announces. Only the streams of additional sources need them: one
+// stream requests the checksums, and the others wait for its result. No lock is held meanwhile. So the streams of the assigned source
 // continue, and may complete the state before the checksums arrive.
 func (f *Fetch) assignedSums() ([]uint32, error) {
 	select {
@@ -357,7 +357,7 @@ func (s *source) conclude(errs []error) (err error) {
 	return err
 }
 
-// recovered turns a panic into an error: it must not end the training.
+// recovered turns a panic into an error, since a panic must not end the training.
 func recovered(err *error) {
 	if p := recover(); p != nil {
 		slog.Error("checkpoint transfer: internal error", "panic", p)

@@ -52,6 +52,6 @@ func (m *Memory) Sizes() []int64 {
 	return sizes
 }
 
-// Working is called when a fetch or serving begins; the function that it returns is called when it ends. The process may give Go
-// more processors meanwhile.
+// Working is called when a fetch or the service of a connection begins; its result, done, is called when that work ends. The process
+// may give Go more processors meanwhile.
 var Working = func() (done func()) { return func() {} }

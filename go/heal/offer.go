@@ -16,7 +16,7 @@ var errEnded = errors.New("the source no longer offers this state")
 var errChanged = errors.New("the state changed while it was offered: two readings of a block differ")
 
 // Offer is memory that targets may read: the caller's own, or a copy that the caller has made of it. Memory on a device is read from
-// its copy only; requests wait until that part has been copied.
+// its copy only: a request waits until the part that it reads has been copied.
 //
 // Memory is in use while a piece of it is being sent. Revoke and End return when none of the memory that they take back is in use.
 // A target that reads a piece too slowly is disconnected.
@@ -103,8 +103,8 @@ func (o *Offer) wake() {
 	o.arrived = make(chan struct{})
 }
 
-// use appends the memory of a piece, which stays in use until done. If the piece is on a device, it waits for the copy, at most as
-// long as a target may take for a piece.
+// use appends the memory of a piece, which stays in use until done is called. If the piece is on a device, use waits for the copy, at
+// most as long as a target may take for a piece.
 func (o *Offer) use(c *connection, piece []Span, memory [][]byte) ([][]byte, error) {
 	var expired <-chan time.Time
 	for {

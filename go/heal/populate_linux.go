@@ -11,7 +11,7 @@ const (
 	populateAbove     = 64 << 10
 )
 
-// populate maps the pages of b with one system call if they were never accessed. Otherwise each page causes a fault while the
+// populate maps the pages of b with one system call if they were never accessed. Without populate, each page causes a fault while the
 // kernel copies data from the network into it, and the copy takes 50 % longer. Errors are ignored: on an older kernel the pages are
 // mapped by faults, and if there is no memory, the copy reports it.
 func populate(b []byte) {

@@ -30,7 +30,8 @@ const (
 
 const flagChecksum uint32 = 1
 
-// The status of a response. Its header is followed by `length` bytes, and by their CRC32C if the request has flagChecksum.
+// The status of a response. The header of a response is followed by `length` bytes and their CRC32C. The CRC32C is missing if there are
+// no bytes, and after the bytes of a block if the request lacks flagChecksum.
 const (
 	statusOK        uint32 = 0x4b4f4b4f
 	statusDiffer    uint32 = 0x46464944

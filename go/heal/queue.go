@@ -57,8 +57,8 @@ func (q *queue) setSourceFailed(failed bool) {
 	q.changed.Broadcast()
 }
 
-// take returns a block to fetch. If there is none and wait is true, it waits as long as other streams are fetching blocks: if a
-// fetch fails, its block returns to the queue.
+// take returns a block to fetch. If there is none and wait is true, take waits for one: the block of a failed fetch returns to the
+// queue, and add queues blocks that were held back. ok is false once all blocks have arrived, or the queue is closed or stuck.
 func (q *queue) take(role Role, wait bool) (block int, ok bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()
@@ -95,7 +95,7 @@ func (q *queue) open(role Role) []*[]int {
 	return []*[]int{&q.todo}
 }
 
-// back returns a block that did not arrive to the queue.
+// back puts a block that did not arrive back into the queue.
 func (q *queue) back(block int, onlyAssigned bool) {
 	q.mu.Lock()
 	defer q.mu.Unlock()

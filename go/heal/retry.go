@@ -11,7 +11,7 @@ type retries struct {
 	pause time.Duration // before the second attempt; it doubles with each later one
 }
 
-// defaultRetries bridge an interruption of about a second.
+// defaultRetries bridge an interruption of 0.6 s: the pauses add up to that.
 var defaultRetries = retries{most: 6, pause: 20 * time.Millisecond}
 
 // inARow returns the number of failed attempts since the last progress, including this one.

@@ -18,8 +18,8 @@ import (
 const (
 	maxConnections = 256 // connections that have sent a hello with a valid secret
 	helloTimeout   = 10 * time.Second
-	// mostStrangers bounds the connections that have not sent their hello. A target sends it at once, so it counts here only for a
-	// moment.
+	// mostStrangers bounds the connections that have not sent their hello. A target sends its hello at once, so its connection counts
+	// here only for a moment.
 	mostStrangers  = 64
 	strangersOfOne = 32 // from one address, which several targets may share (NAT)
 )
@@ -198,7 +198,7 @@ type connection struct {
 	server     *Server
 	guest      *lobby.Guest
 	grant      *Grant // server.mu guards grant, worked and steady
-	worked     func() // ends Working; nil before enter
+	worked     func() // the result of Working; nil before enter
 	steady     bool   // in a background transfer: it keeps a small share of a busy processor (leastShare)
 	additional bool   // this server is an additional source of the target
 
@@ -347,7 +347,7 @@ func (c *connection) send(g *Grant, r request) error {
 	err := pieces(c.spans, largestPiece(summing || c.server.limit.bytesPerSecond > 0), func(piece []Span, n int64) (err error) {
 		c.server.limit.wait(n)
 		if c.memory, err = o.use(c, piece, c.memory[:0]); err != nil {
-			if begun { // the target takes all that follows for the block's bytes
+			if begun { // the target would read the reason as bytes of the block
 				return err
 			}
 			return c.withdrawn(r, err)

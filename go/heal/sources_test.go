@@ -370,7 +370,7 @@ func TestASlowSourceIsDropped(t *testing.T) {
 	source, target := filled(newRand(t), 1<<20), empty(1<<20)
 	fast, slow := listen(t, time.Minute, 0), listen(t, time.Minute, 0)
 	grant := slow.Grant(offer(t, clone(source), 1<<16))
-	// The fast source sends its first block when the slow one is sending one, too.
+	// The fast source waits until the slow one sends a block.
 	behind := forward(t, address(fast), func() int {
 		for grant.Served() == 0 && t.Context().Err() == nil {
 			time.Sleep(time.Millisecond)

@@ -17,7 +17,7 @@ const (
 	// slowAfter is how long a block may take while streams of other sources are idle. After that, one of these streams fetches the
 	// block.
 	slowAfter = 2 * time.Second
-	// lookEvery is the interval at which a read that receives no bytes checks that.
+	// lookEvery is the interval at which an incomplete read checks whether slowAfter or StallAfter has passed.
 	lookEvery = 500 * time.Millisecond
 )
 
@@ -227,7 +227,7 @@ func (st *stream) body(block int) (crc uint32, err error) {
 	checked, began := !f.settings.Unchecked, time.Now()
 	st.spans = f.layout.Spans(block, st.spans[:0])
 	for _, span := range st.spans {
-		if memory := f.memory.regions[span.Region]; memory != nil { // not for staging memory, which is reused, so that its pages are mapped
+		if memory := f.memory.regions[span.Region]; memory != nil { // staging memory is reused, so its pages are mapped already
 			populate(memory[span.Offset : span.Offset+span.Length])
 		}
 	}

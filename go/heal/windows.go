@@ -59,7 +59,8 @@ func (w *windows) of(window int) (blocks []int) {
 
 var errStageInUse = errors.New("the stage is in use")
 
-// open assigns a stage to the next window, and returns its number and the blocks to fetch. The number is -1 if no window is left.
+// open assigns a stage to the next window, and returns the window's number and the blocks to fetch. The number is -1 if no window is
+// left.
 func (w *windows) open(memory []byte) (window int, blocks []int, err error) {
 	w.mu.Lock()
 	defer w.mu.Unlock()

@@ -48,7 +48,8 @@ type Leaver interface {
 
 // Finisher is a Membership to which a group can announce that its training is complete.
 type Finisher interface {
-	// Finish makes Close announce that. A lighthouse that has received it from all groups of a job forgets the job's past.
+	// Finish makes Close announce that the training is complete. A lighthouse that has received this announcement from all groups of
+	// a job forgets the job's past.
 	Finish()
 }
 

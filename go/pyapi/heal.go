@@ -161,8 +161,8 @@ func HealFetch(memory, blockSize, streams int64, checked bool, stallUs, window i
 	return ops.Put(f), nil
 }
 
-// HealStage provides a stage for the next window of a transfer, which must fit into it; the result is the window's number, -1 if
-// none is left.
+// HealStage provides a stage for the next window of a transfer; a stage must have room for a whole window. The result is the window's
+// number, -1 if none is left.
 func HealStage(fetch, address, length int64) (window int64, err error) {
 	defer ops.Guard(&err)
 	f, err := ops.Get[*heal.Fetch](fetch)

@@ -135,7 +135,7 @@ func ManagerCheckpointMetadataStart(handle, groupRank, timeoutUs int64) (op int6
 	}), nil
 }
 
-// ManagerServerFinish is called before the server is released if the training is complete, and not preempted.
+// ManagerServerFinish is called before the server is released if the training is complete, but not if it was preempted.
 func ManagerServerFinish(handle int64) (found bool, err error) {
 	defer ops.Guard(&err)
 	server, err := ops.Get[*manager.Server](handle)

@@ -15,8 +15,8 @@ import (
 
 // ManagerRoundPrepare prepares ManagerQuorumStart for a rank whose requests differ only in the step. The numbers of a call are
 // step, timeoutUs, and first, which is 1 if the caller has no earlier result, and so needs the whole result. The result is the
-// JSON of quorumResult or, if only the step differs from the last round and no group heals, the number max_step. Every result in
-// JSON also ends a wait of ManagerChangeStart.
+// JSON of quorumResult or, if only the step differs from the last round and this group takes part in no heal, the number max_step.
+// Every result in JSON also ends a wait of ManagerChangeStart.
 func ManagerRoundPrepare(handle int64, request string) (prepared int64, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
@@ -67,8 +67,8 @@ func Forget(prepared int64) (found bool, err error) {
 	return ops.Remove(prepared) != nil, nil
 }
 
-// ManagerChangeStart waits for a round whose result is more than a number (ManagerRoundPrepare). The result is true, or false if
-// there was no such round within the timeout.
+// ManagerChangeStart waits for a round whose result is JSON, not a number (ManagerRoundPrepare). ManagerChangeStart's own result is
+// true, or false if there was no such round within the timeout.
 func ManagerChangeStart(handle, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)

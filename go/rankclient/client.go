@@ -130,7 +130,7 @@ func (c *Client) Quorum(ctx context.Context, req Request) (recovery.Result, erro
 	return r, rpc.Wrap("quorum", c.peer, err)
 }
 
-// CheckpointMetadata returns the checkpoint address that a rank of that group announced last.
+// CheckpointMetadata returns the checkpoint address that a rank of the server's group announced last.
 func (c *Client) CheckpointMetadata(ctx context.Context, groupRank int64) (string, error) {
 	metadata, err := c.Calls.CheckpointMetadata(ctx, groupRank)
 	return metadata, rpc.Wrap("checkpoint_metadata", c.peer, err)

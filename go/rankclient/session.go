@@ -218,7 +218,7 @@ func (s *session) open(ctx context.Context, again bool) (grpc.BidiStreamingClien
 	return wire, nil
 }
 
-// reopenTime is how long reopen tries to open a stream without a pending request.
+// reopenTime is how long reopen retries. After that, the next call opens a stream.
 const reopenTime = 10 * time.Second
 
 // reopen opens another stream soon after one broke, so that the server learns that the rank is alive and only the connection broke.

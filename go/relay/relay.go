@@ -118,7 +118,7 @@ func (r *Relay) start(ctx context.Context, cfg Config) error {
 	upCtx, r.cancel = context.WithCancel(context.Background())
 	inTime := context.AfterFunc(ctx, r.cancel) // the stream outlives the start
 	if r.up, err = torchftpb.NewRankServiceClient(r.conn).Relay(upCtx); err == nil {
-		_, err = r.up.Recv() // the server sends an empty message first; one without relays returns an error
+		_, err = r.up.Recv() // the server sends an empty message first; a server that does not support relays returns an error
 	}
 	if !inTime() && err == nil {
 		err = status.FromContextError(ctx.Err()).Err()

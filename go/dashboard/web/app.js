@@ -103,7 +103,7 @@ function drawSummary() {
   at("unkept").textContent = head.unkept ? `The state of the job is not kept on disk: ${head.unkept}` : "";
 }
 
-// Between two points each: when, steps per second, and that times the groups.
+// For each pair of successive points: their times, the steps per second between them, and these multiplied by the number of groups.
 function speeds(last) {
   const points = last ? state.points.slice(-last - 1) : state.points;
   const found = [];
@@ -135,7 +135,7 @@ function drawChart() {
   for (const p of parts) path += `${path ? "L" : "M"}${x(p.from).toFixed(1)} ${y(p.all).toFixed(1)}L${x(p.until).toFixed(1)} ${y(p.all).toFixed(1)}`;
   chart.append(svg("path", { class: "area", d: `${path}L1000 215L0 215Z` }), svg("path", { class: "line", d: path }));
   const bad = (event) => event.kind === "failed" || event.kind === "killed";
-  // Failures come last: the quorum without the failed ones begins at almost the same place.
+  // Failures are drawn last, over other marks: the quorum without the failed groups begins at almost the same place.
   for (const event of [...state.events].sort((a, b) => bad(a) - bad(b))) {
     const when = Date.parse(event.time);
     if (when < first || when > end) continue;

@@ -176,8 +176,8 @@ func (s Security) clientTLS() (*tls.Config, error) {
 		if err != nil {
 			return nil, err
 		}
-		// Without this function, Go would present the certificate only if the server names its authority. It is presented in any
-		// case: the server's refusal of a certificate contains a reason, unlike the refusal of a client without one.
+		// Without this function, Go would present the certificate only if the server names its authority. With it, Go always presents
+		// the certificate: if the server refuses it, the server's alert contains the reason, and not only that a certificate is required.
 		config.GetClientCertificate = func(*tls.CertificateRequestInfo) (*tls.Certificate, error) { return &cert, nil }
 	}
 	return config, nil

@@ -204,7 +204,8 @@ func (h *Host) Freeze() {
 	}
 }
 
-// Hold holds back the data between two hosts until their connections break.
+// Hold drops all data on the open connections between two hosts. If one side closes a connection, the other side still learns of the
+// end.
 func (n *Network) Hold(a, b string) {
 	for _, c := range n.connsOf(a) {
 		if to, _, _ := net.SplitHostPort(c.remote.String()); to == b {

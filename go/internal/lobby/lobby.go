@@ -33,7 +33,7 @@ type Guest struct {
 	ofHost *list.Element
 }
 
-// Enter adds a connection. cut is called to end it if the lobby is full, perhaps in a later call of Enter; it must not block.
+// Enter adds a connection. A later call of Enter calls cut to end this connection if the lobby is full then. cut must not block.
 func (l *Lobby) Enter(from net.Addr, cut func()) *Guest {
 	host := from.String()
 	if h, _, err := net.SplitHostPort(host); err == nil {

@@ -13,7 +13,7 @@ import (
 // encoding it for each of n waiters would take O(n²) time and memory in each step.
 type Encoded []byte
 
-// Numbered is an encoded message except for its first field, a number.
+// Numbered is a message whose first field is a number, and whose other fields are encoded already.
 type Numbered struct {
 	Number  uint64
 	Message Encoded
@@ -24,7 +24,8 @@ type codec struct{ encoding.CodecV2 }
 
 func newCodec() encoding.CodecV2 { return codec{encoding.GetCodecV2(proto.Name)} }
 
-// Unmarshal recovers from panics of the decoder: gRPC decodes a request before the interceptors run, which recover from others.
+// Unmarshal recovers from panics of the decoder. The interceptors, which recover from all other panics, run only after gRPC has decoded
+// the request.
 func (c codec) Unmarshal(data mem.BufferSlice, v any) (err error) {
 	defer Recovered(slog.Default(), "decoding", &err)
 	return c.CodecV2.Unmarshal(data, v)

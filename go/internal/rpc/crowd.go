@@ -95,7 +95,8 @@ type address struct {
 // RemoteAddr returns an *address: TLS, gRPC and HTTP pass it on to their handlers unchanged.
 func (c *counted) RemoteAddr() net.Addr { return c.address }
 
-// show records the kind of the connection from an address. It returns false if the limit for this kind is reached.
+// show records the kind of the connection from an address. It returns false if the connection is closed: a lobby has closed it, or the
+// limit for members is reached.
 func show(from net.Addr, what shown) bool {
 	a, counts := from.(*address)
 	return !counts || a.conn.show(what)
@@ -126,7 +127,7 @@ func (c *counted) show(what shown) bool {
 
 type addressKey struct{}
 
-// withAddress adds the address of its connection to an HTTP request.
+// withAddress adds the address of a connection to the context of its HTTP requests.
 func withAddress(ctx context.Context, conn net.Conn) context.Context {
 	return context.WithValue(ctx, addressKey{}, conn.RemoteAddr())
 }
@@ -142,7 +143,7 @@ func AsMember(r *http.Request) bool {
 func reading(h http.Handler) http.Handler {
 	return http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		if from, ok := r.Context().Value(addressKey{}).(net.Addr); ok && !show(from, reader) {
-			return // the limit is reached: the connection is closed
+			return // the lobby of connections without a request was full, and has closed this one
 		}
 		h.ServeHTTP(w, r)
 	})

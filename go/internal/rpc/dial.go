@@ -84,7 +84,7 @@ func prepare(s auth.Security, network Network, what, address string) (*grpc.Clie
 	if protected.Tokens != nil {
 		options = append(options, grpc.WithPerRPCCredentials(auth.Credentials{Tokens: protected.Tokens}))
 	}
-	// The passthrough resolver leaves the name to the dialer, so that each attempt resolves it again: an address may have changed.
+	// The passthrough resolver leaves the name to the dialer, so that each attempt resolves it again: the host's address may have changed.
 	conn, err := grpc.NewClient("passthrough:///"+addr.HostPort, options...)
 	if err != nil {
 		return nil, nil, status.Errorf(codes.InvalidArgument, "%s address is %q: %v", what, address, err)

@@ -28,7 +28,7 @@ type Limits struct {
 	IsJoin func(method string) bool
 }
 
-// Gate checks each connection and call of a server: its limits, TLS, and the token.
+// Gate checks each connection and call of a server: the server's limits, TLS, and the token.
 type Gate struct {
 	protection auth.Protection
 	limits     Limits

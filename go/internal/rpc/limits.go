@@ -76,8 +76,8 @@ func clientLimits() []grpc.DialOption {
 		// A connection stays open between steps, however long these take.
 		grpc.WithIdleTimeout(0),
 		// gRPC's default backoff grows to two minutes. A client should reconnect to a restarted lighthouse within a second,
-		// including RetryBackoff, which is added to this one. And after an interruption of 100 ms, groups must reconnect before
-		// they count as failed, 200 ms after it began: in that time, attempts are at most 50 ms apart.
+		// including RetryBackoff, which is added to this backoff. And after an interruption of 100 ms, groups must reconnect before
+		// they count as failed, which is 200 ms after the interruption began: until then, attempts are at most 50 ms apart.
 		grpc.WithConnectParams(grpc.ConnectParams{
 			Backoff:           backoff.Config{BaseDelay: 20 * time.Millisecond, Multiplier: 1.2, Jitter: 0.2, MaxDelay: 400 * time.Millisecond},
 			MinConnectTimeout: 5 * time.Second,

@@ -205,7 +205,7 @@ func TestJoinsOfOneAddress(t *testing.T) {
 	stub := torchftpb.NewLighthouseServiceClient(conn)
 	var mu sync.Mutex
 	got := map[codes.Code]int{}
-	require.Eventually(t, func() bool { // a second may end in between
+	require.Eventually(t, func() bool { // repeated, since the limit is per second, and a second may end between two calls
 		_, err := stub.Quorum(t.Context(), &torchftpb.LighthouseQuorumRequest{})
 		mu.Lock()
 		defer mu.Unlock()
@@ -237,7 +237,7 @@ func TestConnectionsAreLimited(t *testing.T) {
 	require.NoError(t, open[1].Close())
 }
 
-// Connections that are silent, use HTTP, do not complete the handshake, or lack a certificate or the token.
+// The unauthorized connections are silent, use HTTP, do not complete the handshake, or lack a certificate or the token.
 func TestUnauthorizedConnectionsTakeNoPlaceOfAMember(t *testing.T) {
 	ca := fttest.NewCA(t)
 	cert, key := ca.Issue("127.0.0.1")

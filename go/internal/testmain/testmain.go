@@ -18,8 +18,9 @@ import (
 // (TestTimersOfABubbleDoNotCrashTheRaceDetector). The detector finds races by the happens-before relation, so it needs no second
 // processor.
 func Run(m *testing.M, options ...goleak.Option) {
-	// Go reuses the result of a test while the files it read are the same, but only those of this module. Some tests read docs/:
-	// `make test` puts the checksum of docs/ into this variable, and Go also compares the variables that a test has read.
+	// Go reuses the result of a test while the files that the test has read are the same, but compares only files of this module.
+	// Some tests read docs/, outside of the module. So `make test` puts the checksum of docs/ into this variable: Go also compares the
+	// variables that a test has read.
 	_ = os.Getenv("DOCS_SUM")
 	if raceEnabled {
 		runtime.GOMAXPROCS(1)

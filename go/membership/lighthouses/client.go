@@ -116,7 +116,8 @@ func (c *Client) Quorum(ctx context.Context, m quorum.Member, knownQuorumID int6
 	return c.quorum(ctx, m, knownQuorumID, nil)
 }
 
-// quorum is Quorum with a record of the member's last quorum, from which a restarted lighthouse restores it; nil: not sent.
+// quorum is Quorum. Unless last is nil, it also sends a record of last, the member's last quorum, from which a restarted lighthouse
+// restores its state.
 func (c *Client) quorum(ctx context.Context, m quorum.Member, knownQuorumID int64, last *quorum.Quorum) (*quorum.Quorum, error) {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()

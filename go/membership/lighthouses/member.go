@@ -103,7 +103,7 @@ func (m *Member) Quorum(ctx context.Context, member quorum.Member, knownQuorumID
 		}
 		return q, err
 	case codes.OutOfRange:
-		// The lighthouse has too few of the members, or lacks a quorum that this one knows, and has ended the bond. Another
+		// The lighthouse has too few of the members, or lacks a quorum that this member knows, and has ended the bond. Another
 		// lighthouse of the list may have more: with UNAVAILABLE the manager server asks again.
 		err = status.Error(codes.Unavailable, rpc.Message(err))
 		m.avoid(at)

@@ -10,10 +10,10 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// A member of several lighthouses binds itself to the one that serves it. By answering a stamp of that lighthouse it promises to ask no
-// other one for the time of a bond, unless that lighthouse releases it or its process ends. If a bound member fails, the lighthouse
-// relies on the promise: the member has voted nowhere else, so its vote counts there (quorum/bond.go). Therefore a message carries a
-// stamp only after the promise was made.
+// A member with a list of several lighthouses binds itself to the one that serves it. By answering a stamp of this lighthouse, the member
+// promises to ask no other one for the time of a bond, unless this lighthouse releases the member or the lighthouse's process ends. If a
+// bound member fails, the lighthouse relies on the promise: the member has voted nowhere else, so its vote counts there (quorum/bond.go).
+// Therefore a message carries a stamp only after the promise was made.
 
 // promise is the state of a member's bond, and of its leaving.
 type promise struct {

@@ -69,7 +69,8 @@ func (c *Client) Below(ctx context.Context) context.Context {
 	return ctx
 }
 
-// Changed records a round's result, and reports whether it differs from the previous one in more than the step.
+// Changed records a round's result, and reports whether it differs from the previous one in more than the step, or the group takes part
+// in a heal.
 func (c *Client) Changed(r recovery.Result) bool {
 	c.mu.Lock()
 	defer c.mu.Unlock()

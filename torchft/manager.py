@@ -135,12 +135,12 @@ class Manager(Stateful, Stepping):
             it; None: as TORCHFT_REPLAY_FAILED_STEP says (off).
         reproducible_reduction: with a :class:`torchft.data.ElasticDataLoader`, add gradients as integers: weights have
             the same bits however many groups there are, and whatever fails: docs/data.md. All groups must have it.
-        compare_commits: in so many commits all weights and optimizer state are compared once among the groups, whose
-            bits must be equal: docs/divergence.md. "auto": chosen by the size, so that a step pays little; 0: never;
-            None: as TORCHFT_COMPARE_COMMITS says ("auto"; 0 where weights are on a device, or the process group is not
-            torchft's). The same in all groups.
-        on_divergence: what a group does whose bits differ from those of most: "report", "heal" (from another group) or
-            "evict" (``should_commit`` raises); None: as TORCHFT_ON_DIVERGENCE says (report).
+        compare_commits: number of commits over which one comparison of all weights and optimizer state among the groups
+            is spread; their bits must be equal: docs/divergence.md. "auto": chosen by the size, so that a step pays
+            little; 0: no comparison; None: as TORCHFT_COMPARE_COMMITS says ("auto"; 0 where weights are on a device, or
+            the process group is not torchft's). The same in all groups.
+        on_divergence: the reaction of a group whose bits differ from those of most groups: "report", "heal" (from
+            another group) or "evict" (``should_commit`` raises); None: as TORCHFT_ON_DIVERGENCE says (report).
         heal_along: a group that joins trains along with weight 0 while its state arrives in pieces, so that the others
             do not wait for it: docs/healing.md says what it covers. All groups should have it; None: as
             TORCHFT_HEAL_ALONG says (off).
@@ -393,7 +393,7 @@ class Manager(Stateful, Stepping):
             raise RuntimeError("the Manager is shut down")
         first = self._round is None
         if self._round is not None:
-            self._round.wait()  # its error was raised where that quorum was requested
+            self._round.wait()  # its error is raised by `wait_quorum`, not here
             # if this round cannot begin, nothing must be reduced among the peers of the previous one
             self._round = None
         # before the request: once this group is in a quorum, the other groups would wait as well
@@ -493,9 +493,9 @@ class Manager(Stateful, Stepping):
         """Announces the layout of the tensors that this group reduces, so that a difference is found before
         any tensor is sent.
 
-        They are compared in each new quorum. A group that does not fit into a running job gets a ValueError from
-        ``start_quorum`` (or what waits for the quorum); the others lose that step. Only torchft's process groups carry
-        it, and upstream announces nothing.
+        The layouts are compared in each new quorum. A group that does not fit into a running job gets a ValueError from
+        ``start_quorum``, or from the call that waits for the quorum; the other groups lose that step. Only torchft's
+        process groups carry layouts, and upstream announces none.
 
         Args:
             what: names the owner of the tensors.
@@ -517,10 +517,10 @@ class Manager(Stateful, Stepping):
             tensor: any shape; floating point for AVG. All groups pass the same shape and dtype, in the same order.
             should_quantize: 8-bit codes travel, a quarter of float32's bytes; see :mod:`torchft.collectives` for the
                 error. float32, float16 and bfloat16 only.
-            reduce_op: AVG divides the sum by :meth:`num_participants`. The sum has the tensor's dtype: of n groups it
-                is off by at most n/2 times the distance of 1 to the next number (2**-10 in float16, 2**-7 in bfloat16)
-                times the average magnitude, plus half the least number above 0 (2**-25 in float16). In float16 a sum
-                beyond 65504 is Inf: scale the loss, or reduce bfloat16.
+            reduce_op: AVG divides the sum by :meth:`num_participants`. The sum has the tensor's dtype. With n groups
+                its error is at most n/2 times the distance of 1 to the next number (2**-10 in float16, 2**-7 in
+                bfloat16) times the average magnitude, plus half the least number above 0 (2**-25 in float16). In
+                float16 a sum beyond 65504 is Inf: scale the loss, or reduce bfloat16.
 
         Returns:
             Work whose future gives ``tensor``.
@@ -569,7 +569,7 @@ class Manager(Stateful, Stepping):
         )
         work = _ManagedWork(step.collectives, reduction, tensor)
         step.collectives.add(work)
-        self._failures.check()  # a failure reported after the first check has found no work to abort
+        self._failures.check()  # a failure reported since the first check has found no work to abort
         if reduce_op == ReduceOp.AVG and step.participants > 1 and not self._data.adds_gradients:
             work.on_success(partial(tensor.div_, step.participants))
         return work
@@ -653,7 +653,7 @@ class Manager(Stateful, Stepping):
         self._errors.reported(e)
 
     def _report_own_error(self, e: Exception) -> None:
-        """As report_error, but while peers wait for this rank in collectives: aborts these."""
+        """As report_error, for an error while peers wait for this rank in collectives, which are then aborted."""
         self._errors.of_this_rank(e)
 
     def wrap_future(
@@ -661,7 +661,8 @@ class Manager(Stateful, Stepping):
     ) -> torch.futures.Future[T]:
         """Returns a future that never fails: an error is reported, and the value is then ``default``.
 
-        The error is one of the step in which this is called, each attempt at it; in a later step it is only logged.
+        An error fails the step in which this method is called, or a replay of that step. In a later step it is only
+        logged.
 
         Args:
             fut: the future to wrap.
@@ -788,8 +789,8 @@ class Manager(Stateful, Stepping):
         were reduced again.
 
         It does what the training loop does between the reduction and ``should_commit``: clipping, say, or copying what
-        was reduced to where the optimizer reads it. Without a hook a step whose results were changed or copied is lost
-        with a peer, as it is without ``replay_failed_step``. An error of the hook costs the step.
+        was reduced to where the optimizer reads it. Without a hook, a step whose results were changed or copied is lost
+        when a peer fails, as without ``replay_failed_step``. If the hook raises an error, the step is lost.
         """
         self._replayer.register_hook(hook)
 
@@ -797,8 +798,8 @@ class Manager(Stateful, Stepping):
         """Registers tensors that have the same bits in all groups, so that they are compared (``compare_commits``).
 
         Parameters and optimizer state of an :class:`~torchft.optim.OptimizerWrapper`, and the parameters of a model in
-        torchft's DistributedDataParallel, are registered by these. A loop without them registers its own, in all groups
-        and before the first step.
+        torchft's DistributedDataParallel, are registered by these. A training loop without these two registers its
+        tensors itself, in all groups and before the first step.
 
         Args:
             named: returns names and tensors, in the same order in all groups. It is called when a sweep begins; its
@@ -834,8 +835,8 @@ class Manager(Stateful, Stepping):
         All ranks of a group get the same answer between the same two steps; within a step it is False. A loop that ends
         when it is True, and calls ``shutdown`` before it shuts the process group down, costs the other groups nothing.
 
-        Its first call on the main thread is a :meth:`leave_on` of the signals of TORCHFT_LEAVE_ON: those on which the
-        processes of ``torchft run`` leave without one.
+        The first call on the main thread also calls :meth:`leave_on` with the signals that TORCHFT_LEAVE_ON names, if
+        it is set; ``torchft run`` sets it to SIGTERM by default.
         """
         self._signals.heed_default()
         return self._is_draining()
@@ -860,13 +861,13 @@ class Manager(Stateful, Stepping):
     def shutdown(self, wait: bool = True, finished: bool = False) -> None:
         """Ends the manager server, the checkpoint server and the quorum thread. The process group is the caller's.
 
-        A group that is :meth:`draining`, and between two steps, stays until its peers have ended its last one as well.
+        A group that is :meth:`draining` stays until its peers have ended its last step as well.
 
         Args:
             wait: whether to wait until all of them have ended.
-            finished: the training has ended on purpose, and is not to go on. When all groups of the last quorum say so,
-                the lighthouse forgets what step it had reached: the next training on its port is another one. A loop
-                that is preempted, or stops for a restart, must not say it.
+            finished: whether the training has ended on purpose, and is not to go on. When all groups of the last quorum
+                pass True, the lighthouse forgets the step that the training had reached: the next training on the port
+                of the lighthouse is another one. A loop that is preempted, or stops for a restart, must not pass True.
         """
         rounds, self._rounds = self._rounds, None
         with ExitStack() as parts:  # the parts end in reverse order, each even if another one raises an error

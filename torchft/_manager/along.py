@@ -145,7 +145,7 @@ class Heal:
             quorum_id: the id of this quorum.
             committed_quorum_id: the id of the quorum in which the previous step was committed.
             together: whether all ranks of the group have compared all of their pieces. Until then a rank that has
-                compared its own trains along with the others.
+                compared its own pieces trains along with the others.
         """
         before, self.step, self._quorum_id, self._together = self.step, step, quorum_id, together
         kept = self._kept
@@ -250,12 +250,12 @@ class Heal:
     def place(self, number: int, mark: int) -> bool:
         """Whether to put a piece that is not :meth:`early` in place now, between two calls of :meth:`advance`.
 
-        Its mark must be the step of the pieces in place. If a gradient is kept, it must include the gradient of this
-        parameter: else the piece would lack it when that gradient is applied to the others.
+        The piece's mark must be the step of the pieces in place. If gradients are kept, that of the piece's parameter
+        must be among them: otherwise the piece would lack it once the kept gradients are applied.
         """
         if mark != self._in_place:
             # A piece of any size arrives one step late if it was requested shortly before a gradient was applied. So a
-            # smaller size is chosen here only if it is later than that.
+            # smaller size is chosen here only for a piece that is more than one step late.
             self._late.append(number)
             if self._in_place is None or mark < self._in_place - 1:
                 self._shorten([number])

@@ -113,7 +113,7 @@ class Collectives:
         """Aborts the process group, at most once in a step. That is safe because the step is then not committed, so the
         next quorum has a new id and reconfigures the group.
 
-        Returns at once if another thread is in an abort: that one may wait for a lock that this thread holds.
+        Returns at once if another thread is in an abort: that thread may wait for a lock that this thread holds.
         """
         if self.aborted or self._retired or not self._aborting.acquire(blocking=False):
             return

@@ -171,7 +171,8 @@ def as_server(client: Any, group_rank: int) -> Server:
     """The manager server behind a client.
 
     A subclass of torchft's client counts as upstream's: it may override upstream's methods, and only :class:`Server`
-    goes through them (torchft's own path bypasses ``_quorum``, for example). It then receives no notices of failures.
+    goes through them (torchft's own path bypasses ``_quorum``, for example). The rank then receives no notices of
+    failures.
     """
     return (_NativeServer if type(client) is _torchft.ManagerClient else Server)(client, group_rank)
 
@@ -268,8 +269,8 @@ class Peers:
 
     Attributes:
         error: returns the error that the process group has noticed, or None.
-        at_once: the number of aborted collectives that occupy all threads of the process group, even after it was
-            connected with other peers, until their timeout; None: it gets new threads with new peers.
+        at_once: the number of threads that the process group has for collectives and keeps when its peers change, so
+            that aborted collectives occupy them until their timeout; None: it gets new threads with new peers.
         ours: whether it is of a class of torchft, which reduces tensors of each dtype.
     """
 
@@ -369,7 +370,7 @@ class _NativePeers(Peers):
         self._layout = ""
 
     def announce_layout(self, digest: str, lines: str) -> None:
-        """A native group's handle carries the digest of a loader only."""
+        """Keeps the digest only: a native group's handle carries no lines, and the digest only with a loader."""
         self._layout = digest
 
     def handle(self, compares: str = "") -> str:

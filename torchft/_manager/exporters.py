@@ -6,7 +6,7 @@ import os
 
 _EXPORTERS = ("otlp", "console")
 
-# Upstream's switch: events are exported, to both, unless it is "false" or not set.
+# Upstream's switch: events are exported with both exporters, unless it is "false" or not set.
 USE_OTEL_ENV = "TORCHFT_USE_OTEL"
 
 

@@ -60,10 +60,10 @@ def join_group(
         settings: the settings of this rank.
         replica_id: the name given to the group.
         hostname: host name under which the server is announced. If it is this machine's own name,
-        |            ``torchft.addresses`` chooses the address.
+            ``torchft.addresses`` chooses the address.
         start_server: makes the server.
     """
-    # The server is started before the store is used, because the store may have to be waited for.
+    # The lighthouse's address is checked before the store is opened, because the store may have to be waited for.
     lighthouse_addr = settings.require_lighthouse() if settings.group_rank == 0 else ""
     store = _open_store(settings)
     server = None

@@ -46,7 +46,7 @@ class Incident:
 
 
 class Incidents:
-    """The failure since which no step was committed, if there is one. Errors before the next commit are part of it.
+    """Measures one incident at a time, from an error to the next commit. Further errors until then are part of it.
 
     Args:
         place: the step and quorum of the rank.

@@ -116,7 +116,7 @@ def check_layouts(
     """Raises LayoutDiffers if another group of this quorum announces other lines than ``ours``.
 
     The error says which group has to change: the one that joined last. At step 0 this is each group that differs from
-    the first one; later, a group that differs from its source and heals, or has committed no step yet.
+    the first one; later, a group that differs from its source, and that heals or has committed no step yet.
 
     Args:
         plan: the plan of this rank.

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torchft._manager.work import _ManagedWork
     from torchft.data.position import Stamp
 
-# First of the lines that groups with a loader announce; see layout.py.
+# Prefix of the lines that groups with a loader announce; see layout.py.
 NAME = "ElasticDataLoader"
 
 
@@ -163,9 +163,9 @@ class BatchCheck:
     def _compare(self, step: Step) -> None:
         sums, work, self._sums, self._work = self._sums, self._work, None, None
         self.verdict = Verdict.ALIKE
-        # The comparison is evaluated after an error, too: a group at the end of its data reduces nothing more and
-        # aborts the collectives of the others, and only the comparison shows them that the positions differ, and who
-        # has to heal. A healing group with an error may not have loaded the job's position, so it is not judged.
+        # The comparison is evaluated after an error, too. A group at the end of its data reduces nothing more, and
+        # aborts the collectives of the others. Only the comparison shows them that the positions differ, and which
+        # group has to heal. A healing group with an error may not have loaded the job's position, so it is not judged.
         if sums is None or work is None or not work.wait() or (step.healing and step.error is not None):
             return
         counted = sums.tolist()

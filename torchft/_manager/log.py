@@ -112,8 +112,8 @@ class _ManagerLogger:
     def divergence_event(
         self, text: str, digested_step: int, groups: list[str], tensors: list[str], certain: bool
     ) -> None:
-        """Some groups have different weights or optimizer state. ``certain``: a majority of equal groups shows which of
-        them are wrong.
+        """Records that groups have different weights or optimizer state. ``certain``: whether a majority of equal
+        groups shows which groups are wrong.
         """
         self.warn(text)
         fields = {"groups": ", ".join(groups), "tensors": "; ".join(tensors), "certain": certain}

@@ -21,7 +21,7 @@ class Pace:
     def quorum(self) -> None:
         """Called when a quorum is known: until the first reduction there is no pause.
 
-        What a request took before counts no longer: it may have waited for the source's next step.
+        The duration of an earlier request no longer counts: the request may have waited for the source's next step.
         """
         self._in_pass, self._until = True, 0.0
 

@@ -45,7 +45,7 @@ class Plan:
     source: Optional[Source]  # the assigned source; None if this group does not heal
     additional_sources: list[str]  # manager servers of further groups that offer the same step
     recover_dst: list[int]  # groups that heal from this one
-    help_dst: list[int]  # groups whose assigned source is another one, and that may also use this one
+    help_dst: list[int]  # groups that heal from another assigned source, and may also use this group
     draining: bool = False  # whether the group drains: this is its last step
     # whether a heal runs while the model computes; otherwise it ends before the forward pass
     in_background: bool = True

@@ -266,7 +266,7 @@ class Recovery:
                 attempt *= 2
 
     def peer_failed(self, failure: MemberFailure) -> None:
-        """Ends a transfer from a group that has failed: the others wait until this one asks for a quorum."""
+        """Ends a transfer from a group that has failed: the other groups wait until this group asks for a quorum."""
         if self.along is not None:
             self.along.peer_failed(failure.quorum_id, failure.replica_id)
         while self._source == (failure.quorum_id, failure.replica_id):

@@ -38,7 +38,7 @@ class Replayer:
         self._hooks: list[Callable[[], None]] = []
         self._gradients: list[Callable[[], Iterable[torch.Tensor]]] = []
         # Set when a replay's quorum showed that the step cannot be replayed: that quorum serves the next step, which
-        # must begin with this state.
+        # must begin at this position.
         self._ahead: Optional[Position] = None
 
     def inputs(self) -> Inputs:

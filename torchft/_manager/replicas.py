@@ -225,7 +225,7 @@ class _Sent(NamedTuple):
 
     number: int  # the step in which it was sent
     plan: Plan
-    table: torch.Tensor  # for weights on a device: the copy on the host, valid once ``mark`` is reached
+    table: torch.Tensor  # the message; with a ``mark``, its copy on the host, valid once the mark is reached
     work: Optional[_ManagedWork] = None
     mark: Optional[Mark] = None  # reached when the copy to the host is complete
 
@@ -410,8 +410,8 @@ class Replicas:
             self._mark = Mark(devices_of(words)) if isinstance(words, torch.Tensor) else None
         except Exception as e:
             self._logger.exception(f"the weights cannot be compared with those of other groups: {e}")
-            # It sends zeros from now on. It must not stop sending, because the other groups wait for it in these
-            # reductions.
+            # This group sends zeros from now on. It must not stop sending, because the other groups wait for it in the
+            # reductions of the messages.
             self._off = True
             self._forget()
             return

@@ -1,7 +1,7 @@
 """The reports of a rank to its manager server: the progress of heals, the duration of recoveries, and counts.
 
-The server shows it in its metrics and the lighthouse on its dashboard. Training does not depend on it, and a normal
-step reports nothing.
+The server shows the reports in its metrics, and the lighthouse shows them on its dashboard. Training does not depend on
+them, and a normal step reports nothing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Quorum rounds: the training thread starts one, continues, and waits for the result when it needs it.
 
-To *follow* a quorum is to act on its result. If the result brings a change (new peers, a heal), that must not wait
-until the training thread needs it, because other groups wait for this one. So a quorum thread follows changes. A result
-without a change is followed by the first thread that asks for it, usually the training thread: most steps switch no
-threads.
+To *follow* a quorum is to act on its result. A result that brings a change (new peers, a heal) must be followed as soon
+as it arrives, and not only when the training thread needs it, because other groups wait for this one. So a quorum
+thread follows changes. A result without a change is followed by the first thread that asks for it, usually the training
+thread: most steps switch no threads.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Rounds(Protocol):
         ...
 
     def shutdown(self, wait: bool) -> None:
-        """Ends the background thread. The client is shut down before.
+        """Ends the background thread. Call it after the client was shut down.
 
         Args:
             wait: whether to wait for the end of the thread.

@@ -183,7 +183,7 @@ class Signals:
 
     def _restore(self) -> None:
         for number, previous in list(self._previous.items()):
-            # Otherwise another handler was installed later, which may call this one; _handle passes the signal on.
+            # A handler that was installed later stays, and may call this one: `_handle` then passes the signal on.
             if signal.getsignal(number) == self._handle:
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
                 del self._previous[number]

@@ -84,7 +84,7 @@ TRANSITIONS: dict[tuple[State, Event], State] = {
     **_each((State.TRAINING, State.HEALED), Event.YES, State.VOTED_YES),
     **_each((State.TRAINING, State.HEALED, State.FAILED), Event.NO, State.VOTED_NO),
     # The group's decision. torchft's own manager server never commits a step that a rank voted against (edge.py checks
-    # this); a stand-in's decision is followed, as upstream does.
+    # this); the decision of another server is followed, as in upstream.
     **_each(_VOTED, Event.COMMIT, State.COMMITTED),
     **_each(_VOTED, Event.LOSE, State.LOST),
     # A second vote: an unanswered vote is repeated. After a decision the group votes on the next step, in the same
@@ -124,14 +124,14 @@ class Step:
     """One attempt at a step.
 
     Args:
-        request: the one for its quorum.
-        collectives: those that it begins.
-        inputs: copies of the tensors that they reduce, shared by all attempts at a step.
-        plan: that of the previous step; None if there was none.
-        state: the initial one.
+        request: the request for its quorum.
+        collectives: the collectives that it begins.
+        inputs: copies of the tensors that the collectives reduce, shared by all attempts at a step.
+        plan: the plan of the previous step; None if there was none.
+        state: the initial state.
 
     Attributes:
-        plan: that of its quorum; until the quorum is known, that of the previous step.
+        plan: the plan of its quorum; until the quorum is known, the plan of the previous step.
         participating_rank: this group's rank among the participants; None: it contributes zeros.
         participants: number of participating groups.
         began: time.monotonic() at the start.

@@ -16,7 +16,7 @@ class Stepping:
     """Answers questions about the step in progress, or the last one.
 
     Attributes:
-        _current: that step.
+        _current: the step in progress, or the last one.
         _round: the round that requests its quorum; None before the first.
     """
 
@@ -60,8 +60,8 @@ class Stepping:
         return self._current.error
 
     def participating_rank(self) -> Optional[int]:
-        """This group's rank among the participants of the step, None if it is none. Waits for the quorum, if one was
-        requested.
+        """This group's rank among the participants of the step, None if it does not participate. Waits for the quorum,
+        if one was requested.
         """
         if self._round is not None:
             self.wait_quorum()

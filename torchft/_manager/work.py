@@ -140,7 +140,7 @@ class _ManagedWork(dist._Work):
         if self._devices():
             return poll(self._work.is_completed, timeout.total_seconds())
         deadline = time.monotonic() + timeout.total_seconds()
-        with contextlib.suppress(Exception):  # it was reported when the collective failed
+        with contextlib.suppress(Exception):  # the error was reported when the collective failed
             self._work.wait(timeout)
         return time.monotonic() < deadline
 
@@ -154,7 +154,8 @@ class _ManagedWork(dist._Work):
     def block_current_stream(self, timeout: Optional[timedelta] = None) -> None:
         """Makes the current accelerator stream wait for the value; on a CPU the host waits.
 
-        A work of another project may order streams only; if the future was requested, it says when the value is final.
+        A work of another project may order streams only. If this work's future was requested, its completion then shows
+        when the value is final.
         """
         order = self._kind.order
         if self._future is not None and self._succeeded is None and order is not None and not self._devices():

@@ -11,7 +11,7 @@ allowed types and the user's.
 | `["i", hex]`, `["c", real, imaginary]`, `["b", base64]` | an int of more than 64 bits, complex, bytes |
 | `["dtype", name]`, `["device", name]` | dtype and device of PyTorch |
 | `["T", region, dtype, offset, shape, strides, flags]` | a tensor; flags: 1 requires grad, 2 is a Parameter |
-| `["D", local tensor, spec, flags]` | a DTensor; see `_dtensor.py`, or a `P` where that cannot describe the spec |
+| `["D", local tensor, spec, flags]` | a DTensor; spec: see `_dtensor.py`, or a `P` if that module cannot describe it |
 | `["n", dtype, shape, base64 or region]`, `["ns", dtype, base64]` | array and scalar of numpy |
 | `["P", base64, [region, ...], type]` | a pickle, with its storages as regions |
 """
@@ -273,7 +273,7 @@ def tensor_at(flat: torch.Tensor, node: List[Any]) -> torch.Tensor:
     numbers = [offset, *shape, *strides]
     if len(shape) != len(strides) or not all(type(n) is int and n >= 0 for n in numbers):
         raise ValueError(f"a tensor of shape {shape} with strides {strides} at {offset}")
-    # set_ would enlarge the storage
+    # Checked here, because set_ would enlarge a storage that is too small.
     end = offset + sum((size - 1) * stride for size, stride in zip(shape, strides)) + 1 if 0 not in shape else 0
     if end * dtype.itemsize > flat.numel():
         raise ValueError(f"a tensor that ends at byte {end * dtype.itemsize} of {flat.numel()}")

@@ -62,8 +62,8 @@ class Ticket:
 
 
 def pack_structure(sizes: List[int], structure: bytes, devices: Optional[Dict[int, str]] = None) -> bytes:
-    """Encodes the second frame: the sizes of the regions in bytes, the devices of those on one, the
-    encoded structure.
+    """Encodes the second frame: the sizes of the regions in bytes, the devices of the regions that are not on the CPU,
+    and the encoded structure.
     """
     where = b',"devices":' + json.dumps(devices).encode() if devices else b""
     return frame(b'{"sizes":' + json.dumps(sizes).encode() + where + b',"tree":' + structure + b"}")

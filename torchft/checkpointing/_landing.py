@@ -37,7 +37,7 @@ class Landing:
         self._copies: Dict[torch.device, Copies] = {}
         for device in {region.device for _, region in self._regions}:
             kind = copies_for(device.type)
-            assert kind is not None  # is_staged
+            assert kind is not None  # because is_staged(region)
             self._copies[device] = kind(device)
         for device, copies in list(self._copies.items())[:1]:
             try:

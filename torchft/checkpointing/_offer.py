@@ -21,7 +21,7 @@ from torchft.checkpointing._stream import Pickled, storage_bytes, tensor_memory
 logger: logging.Logger = logging.getLogger(__name__)
 
 # Bytes sent by one call, without the GIL. Pieces of the caller's own memory are smaller: when the caller needs its
-# memory back, it waits until such a piece is sent. Device memory is staged in pieces.
+# memory back, it waits until such a piece is sent. Device memory is sent in the blocks of _staging.py.
 _COPY_PIECE = 32 << 20
 _DIRECT_PIECE = 4 << 20
 # Bytes. Tensors of at most this size are copied at once, up to this total (5 ms).

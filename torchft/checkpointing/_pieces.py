@@ -35,7 +35,7 @@ REST = "rest"  # the argument is the step
 DECISION = "decision"  # the argument is STEP-QUORUM_ID
 _FRAME = struct.Struct(">III")  # bytes of the JSON, bytes of the memory, CRC32 of both
 _LARGEST = 1 << 30  # bytes of an answer
-# Heads of earlier steps that a source keeps: a target applies a gradient in the step after.
+# Number of heads that a source keeps: a target applies the gradient of a step in a later one, and needs its head then.
 _HEADS = 64
 # Seconds in which a source must accept a connection: its host may have vanished, and the next quorum names another one.
 _CONNECT_SEC = 5.0
@@ -161,7 +161,8 @@ class Window:
             with self._cond:
                 step = int(argument)
                 self._wait(lambda: step <= self._noted, timeout)
-                # This source was not in that step, so it has no decision, and the target must not wait for one.
+                # A source that was not in that step has no head of it, and answers null. The target then does not wait
+                # for the source's decision on that step, which does not exist either.
                 return _framed({"step": step, "value": self._heads.get(step)}, [])
         if kind == DECISION:
             attempt, value = (int(argument.partition("-")[0]), int(argument.partition("-")[2])), None

@@ -100,7 +100,7 @@ class Transfer:
         if target is not None and own is None and not target.writable:
             target.devices = devices
             check_room(sum(structure.sizes[i] for i in structure.devices if i < len(structure.sizes)), what)
-        # No tensor may be written to in this case, so everything is received into host memory.
+        # With a target whose tensors must not be written, `mine` is empty, and `Homes` chooses host memory for all.
         home = partial(_same_kind, what) if own is None and target is None else Homes(mine, devices).of
         memory = HostMemory()
         self._flats = [
@@ -197,8 +197,8 @@ class AdditionalSources:
             for sock in self._sockets:
                 sock.abort()
             talking = [thread for thread in self._threads if thread.ident in self._talking]
-        # Threads without a connection end by themselves and do nothing more; they are not waited for, because their
-        # group may have failed.
+        # Threads without a connection end by themselves and do nothing more; they are not waited for, because the
+        # group that they ask may have failed.
         for thread in talking:
             thread.join(_SOURCE_END)
 

@@ -29,7 +29,8 @@ class Source:
     """Coordinates requests, the training thread and shutdown.
 
     A checkpoint is offered between `publish` or `allow` and `disallow`. If it is copied, later requests for its step
-    are served from the copy, until all receivers have it, the next one is offered, or `keep` seconds have passed.
+    are served from the copy, until all receivers have the checkpoint, the next checkpoint is offered, or `keep` seconds
+    have passed.
 
     Args:
         keep: seconds that a checkpoint is kept after `disallow`

@@ -55,8 +55,9 @@ class Target:
 class Homes:
     """Chooses the device for a tensor that a group does not have yet.
 
-    Device indices of the source have no meaning here. So the device is the one that holds this group's counterparts of
-    the source's tensors on the same device. Only devices that the group's own tensors use are chosen.
+    Device indices of the source have no meaning here. For a tensor on device D of the source, the chosen device is the
+    one that holds most of this group's counterparts of the source's tensors on D. Only devices that the group's own
+    tensors use are chosen.
 
     Args:
         own: the group's tensors

@@ -26,7 +26,7 @@ def accepts(shown: str) -> bool:
     """Whether a source accepts the proof that a target shows.
 
     Raises:
-        ValueError: raised by `checkpoint_token`
+        ValueError: as in `checkpoint_token`
     """
     known = [_derived(token).encode() for token in tokens()]
     # compares with all of them, so that the time reveals nothing

@@ -1,8 +1,8 @@
 """Reads units ahead with PyTorch's DataLoader, although the rank that computes a unit may change at any step.
 
-The DataLoader takes its batches from a forecast: the units that this rank computes if membership does not change. If it
-does, a new forecast is made. Units of the old forecast that are being read are kept if the new one contains them, and
-otherwise dropped when they arrive.
+The DataLoader takes its batches from a forecast: the units that this rank computes if membership does not change. When
+membership changes, a new forecast is made. Units of the old forecast that are being read are kept if the new one
+contains them, and otherwise dropped when they arrive.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class Unit:
             rank counts them.
         last: whether this is the unit in which gradients are reduced.
         repeated: whether this is a further pass of the step, because gradients did not fit
-        |            (``reproducible_reduction``).
+            (``reproducible_reduction``).
     """
 
     def __init__(self, step: Step, place: int, data: Any, weight: float, seed: Optional[int]) -> None:

@@ -64,7 +64,7 @@ class ElasticDataLoader:
     Args:
         manager: the Manager of this rank.
         dataset: map-style dataset with a length; the same in all groups.
-        global_batch_size: samples of a step, over all groups; their number does not matter.
+        global_batch_size: samples of a step, over all groups; the number of groups does not matter.
         micro_batch_size: samples of a unit; divides ``global_batch_size``.
         shuffle: whether each epoch has a new order.
         seed: seed of the epochs' orders.
@@ -73,7 +73,7 @@ class ElasticDataLoader:
             group. Ranks of one data rank (tensor or pipeline parallelism) pass the same number.
         data_world_size: the number of different data ranks in a group; default: the number of its ranks.
         reduction_in_group: how gradients are reduced over those ranks: "mean", as FSDP2 does, or "sum". With the
-            Manager's ``reproducible_reduction`` this is ignored, and they are added.
+            Manager's ``reproducible_reduction`` this is ignored, and gradients are added.
         data_group: process group of the ranks of this replica group, in which ``reproducible_reduction`` adds; default:
             PyTorch's default one.
         reproducible_rng: whether random numbers depend only on seed, epoch and unit, and not on the rank: those of the

@@ -125,7 +125,7 @@ class Plan:
 
     Args:
         length: number of samples in the dataset.
-        global_batch_size: samples of a step, over all groups; their number does not matter.
+        global_batch_size: samples of a step, over all groups; the number of groups does not matter.
         micro_batch_size: samples of a unit; divides ``global_batch_size``.
         shuffle: whether each epoch has a new order; otherwise the dataset's own.
         seed: seed of the epochs' orders.
@@ -173,7 +173,7 @@ class Plan:
         return Position(position.epoch + 1, 0)
 
     def stamp(self, position: Position) -> Stamp:
-        """The values that peers compare: see :func:`torchft.data.agreement.compare`."""
+        """The values that peers compare: see :func:`torchft.data.agreement.judge`."""
         return Stamp(
             self.length,
             self.global_batch_size,

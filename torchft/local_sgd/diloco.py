@@ -31,7 +31,7 @@ def due(local_step: int, period: int, delay: int, in_flight: bool) -> Due:
     """Decides whether a synchronisation starts now, and whether one ends.
 
     The counts are compared by "at least", not "equal": a synchronisation that could not start, because there was no
-    |    quorum, starts after a later step.
+    quorum, starts after a later step.
 
     Args:
         local_step: inner steps since the last synchronisation ended.
@@ -66,7 +66,7 @@ class DiLoCo(InnerSteps):
         inner_optimizer: its steps are counted.
         outer_optimizer: over all fragments, or a list with one for each. The papers' is SGD with Nesterov momentum of
             0.9.
-        sync_every: inner steps in which every fragment is synchronised once; a multiple of their number.
+        sync_every: inner steps in which every fragment is synchronised once; a multiple of the number of fragments.
         backup_device: device of the copy of the last global parameters; default: the CPU.
         pin_memory: whether that copy is in pinned memory, if the model is not on the backup device.
         use_bucketization: concatenate parameters before they are sent; TORCHFT_USE_BUCKETIZATION=True does the same.
@@ -75,8 +75,8 @@ class DiLoCo(InnerSteps):
         should_quantize: send 8 bits per value.
         fragment_sync_delay: inner steps that run while a fragment is being averaged; less than
             ``sync_every / len(model_fragments)``.
-        fragment_update_alpha: weight of a group's own parameters in the mean with the global ones, with which it
-            continues; 0 to 1.
+        fragment_update_alpha: 0 to 1. A group continues with the mean of its own parameters, which have this weight,
+            and the new global parameters.
 
     Attributes:
         nonfinite_syncs: number of synchronisations whose average contained NaN or Inf. It is used nevertheless.

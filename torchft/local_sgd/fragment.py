@@ -43,7 +43,7 @@ class Fragment:
         bucket_bytes: see :func:`torchft.local_sgd.buckets.bucket_bytes`.
         should_quantize: whether the sent values are quantized.
         free_gradients: whether the start of a synchronisation frees the gradients, which are not needed any more.
-        alpha: weight of a group's own parameters in the mean with which it continues.
+        alpha: a group continues with the mean of its own parameters, which have this weight, and the global ones.
 
     Attributes:
         refused: the reason if a peer's state could not be loaded because it is of another model; else None.
@@ -112,7 +112,9 @@ class Fragment:
         self._works = []
 
     def nonfinite(self) -> Optional[str]:
-        """Returns a warning if the average contains NaN or Inf, else None. Call it between :meth:`wait` and the end."""
+        """Returns a warning if the average contains NaN or Inf, else None. Call it between :meth:`wait` and
+        :meth:`commit`.
+        """
         assert self._buffers is not None
         if all_finite(self._buffers.pieces):
             return None

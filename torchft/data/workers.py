@@ -21,6 +21,10 @@ class WorkerInit:
     """A ``worker_init_fn``. The worker does not garbage-collect objects of its rank, and ignores these signals unless
     they come from the loader, which ends its workers by SIGTERM.
 
+    The kernel drops a signal that arrives while the same one is pending. So a SIGTERM of the loader may be lost if one
+    from outside came at the same moment. PyTorch asks its workers to end by a message first, and Python sends SIGTERM
+    again when the process exits, so such a worker ends later.
+
     Args:
         ignored: numbers of the signals.
         then: a further ``worker_init_fn`` to call; None: there is none.

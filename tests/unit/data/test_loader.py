@@ -7,9 +7,12 @@ import logging
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
+import time
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Callable, ClassVar, Generator, Iterator, Optional
 
@@ -273,15 +276,33 @@ def test_only_its_loader_ends_such_a_worker() -> None:
     """A loader ends its workers by SIGTERM and waits for their end; otherwise its process could not exit."""
     fork = multiprocessing.get_context("fork")
     here, there = fork.Pipe()
-    worker = fork.Process(target=echo, args=(there,))
+    # A daemon: the end of the tests would wait for any other process, without a limit.
+    worker = fork.Process(target=echo, args=(there,), daemon=True)
     worker.start()
-    for message in ("ready", "alive"):
-        here.send(message)
-        assert here.recv() == message
-        subprocess.run(["/bin/sh", "-c", f"kill -TERM {worker.pid}"], check=True)
-    worker.terminate()
-    worker.join(60)
-    assert worker.exitcode == 0
+    try:
+        for message in ("ready", "alive"):
+            here.send(message)
+            assert here.recv() == message
+            subprocess.run(["/bin/sh", "-c", f"kill -TERM {worker.pid}"], check=True)
+            wait_until_taken(worker.pid, signal.SIGTERM)  # the kernel drops a signal while the same one is pending
+        worker.terminate()
+        worker.join(60)
+        assert worker.exitcode == 0
+    finally:
+        worker.kill()
+        worker.join(60)
+
+
+def wait_until_taken(pid: Optional[int], number: int) -> None:
+    """Waits until a thread of a process has taken a signal to the whole process."""
+    deadline = time.monotonic() + 60
+    while True:
+        found = re.search(r"^ShdPnd:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+        assert found is not None
+        if not int(found[1], 16) >> (number - 1) & 1:
+            return
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 class OfTheRank:

@@ -1,7 +1,7 @@
 """The calls of torchft's wrappers (optimizer, DDP, LocalSGD, process groups) on a Manager, beside its public methods.
 
-A test may pass a stand-in for a Manager to a wrapper. It has the public methods only. So a wrapper calls
-:func:`extras_of` once, in its constructor, and uses the object that it returns.
+A test may pass a wrapper a stand-in for a Manager, which has the public methods only. So a wrapper calls
+:func:`extras_of` once, in its constructor, and makes these calls on the returned object.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Extras:
         """Registers tensors that an optimizer will read. A step can be replayed only if it reduces all of them."""
 
     def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Registers parameters and optimizer state that have the same bits in all groups: compared, and healed in
-        pieces.
+        """Registers parameters and optimizer state that have the same bits in all groups: they are compared, and may
+        be healed in pieces.
         """
 
     def register_parameters(self, named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
@@ -41,7 +41,7 @@ class Extras:
 
     @property
     def adds_gradients(self) -> bool:
-        """Whether gradients are summed over the groups instead of averaged: a data loader has weighted the losses."""
+        """Whether gradients are summed over the groups, not averaged, because a data loader has weighted the losses."""
         return False
 
     def steps_by_itself(self, local_steps: Any) -> None:

@@ -1,6 +1,7 @@
 """The token and the certificates that protect a job's connections, in files that the environment names.
 
-The Go core reads the certificates, and the token for its calls; the checkpoint servers read the token here.
+The Go core reads the certificates, and the token for its calls. Checkpoint servers, and requests of Python to a
+lighthouse, take the token from this module.
 """
 
 from __future__ import annotations

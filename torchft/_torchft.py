@@ -2,6 +2,7 @@
 
 Errors, for every call:
     ValueError: an argument that is not allowed; the text names it, its value and what is allowed.
+    TypeError: an argument of the wrong type.
     TimeoutError: the call's own ``timeout`` passed.
     RuntimeError: everything else that failed: connecting within ``connect_timeout``, an address without
         ``http://`` or ``https://``, the peer's refusal, use after shutdown, use in a forked child.
@@ -51,7 +52,7 @@ __all__ = [
 LOG_LEVEL_ENV = "TORCHFT_LOG_LEVEL"
 
 _MICROSECOND = timedelta(microseconds=1)
-_LONGEST = timedelta(days=36500) // _MICROSECOND  # the longest duration in Go; in effect, no limit
+_LONGEST = timedelta(days=36500) // _MICROSECOND  # a duration that fits into Go's type; in effect, no limit
 
 _native: Any = None
 
@@ -123,7 +124,7 @@ class _Server(_Native):
         return self._address
 
     def shutdown(self) -> None:
-        """Ends the server; calls that wait for it get an error. Further calls do nothing."""
+        """Ends the server; clients that wait for its answer get an error. A second shutdown does nothing."""
         self._release()
 
 
@@ -210,15 +211,15 @@ class ManagerClient(_Native):
         if addr is None or connect_timeout is None:
             given = {"addr": addr, "connect_timeout": connect_timeout}
             raise TypeError(f"ManagerClient: missing {' and '.join(n for n, v in given.items() if v is None)}")
-        # The prepared call of each thread: the request that it was prepared with, and its handle. Each thread has its
-        # own, because several threads may vote for several ranks at the same time.
+        # Handles of prepared calls: of the quorum call, with its last request, and of the vote of each group rank.
+        # Ranks have separate ones, because several threads may vote for several ranks at the same time.
         self._round: tuple[QuorumRequest | None, int] = (None, 0)
         self._votes: dict[int, int] = {}
         timeout_us = _micros("connect_timeout", connect_timeout)
         self._open("pyapi_ManagerClientStart", addr, timeout_us, security(relay=relay, relay_host=relay_host))
 
     def _relay_address(self) -> str:
-        """The address at which other ranks reach this one as their relay; empty if it cannot be one."""
+        """The address at which other ranks reach this rank as their relay; empty if this rank cannot be a relay."""
         return self._go.pyapi_Address(self._handle)
 
     def _quorum(
@@ -386,7 +387,7 @@ class ManagerClient(_Native):
         )
 
     def shutdown(self) -> None:
-        """Closes the connection; calls that wait for an answer get an error. Further calls do nothing."""
+        """Closes the connection; calls that wait for an answer get an error. A second shutdown does nothing."""
         self._release()
 
     def _release(self) -> None:

@@ -83,10 +83,11 @@ class _StaticGraph:
     """Makes all groups reduce the same pieces, although their reducers rebuild their buckets.
 
     The reducer of a static graph begins with one bucket and rebuilds it after its second backward pass, in the order in
-    which gradients arrived. A group in its first pass may train with others that have rebuilt theirs already. So the
-    first pass records the order, and computes from it the buckets that the reducer will build: the pieces. A bucket
+    which gradients arrived. A group in its first pass may train with groups that have rebuilt their buckets already. So
+    the first pass records the order, and computes from it the buckets that the reducer will build: the pieces. A bucket
     that equals a piece is reduced directly. Other buckets are collected until the pass ends, and cut into the pieces.
-    Their reduction does not overlap with the backward pass, nor would the reducer's own in the first pass.
+    Their reduction does not overlap with the backward pass. In the first pass, which has one bucket, the reducer's own
+    reduction would not overlap either.
     """
 
     def __init__(self, manager: "Manager", ddp: "DistributedDataParallel") -> None:
@@ -191,7 +192,7 @@ class PureDistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """As in PyTorch: backward passes inside add to the gradients; the first one after it reduces the sum."""
+        """As in PyTorch: backward passes in this context add to the gradients; the first later one reduces the sum."""
         before, self._syncs = self._syncs, False
         try:
             yield

@@ -89,7 +89,7 @@ def setup_logger(name: str) -> None:
     provider.add_log_record_processor(BatchLogRecordProcessor(TeeLogExporter([_exporter(kind) for kind in kinds])))
     logger = logging.getLogger(name)
     with warnings.catch_warnings():
-        # The SDK's own handler will move to another package, and contains no more information than this one.
+        # The SDK warns that this handler will move to another package. The handler there sends no more information.
         warnings.simplefilter("ignore", DeprecationWarning)
         _HANDLERS[name] = LoggingHandler(level=logging.NOTSET, logger_provider=provider)
     _LOGGER_PROVIDER[name] = provider
@@ -99,7 +99,7 @@ def setup_logger(name: str) -> None:
 
 
 def tracer() -> trace.Tracer:
-    """Makes spans and exports them by the exporters that the environment names."""
+    """Returns a tracer. Its spans go to the exporters that the environment names."""
     global _TRACER_PROVIDER
     if _TRACER_PROVIDER is None:
         provider = TracerProvider(shutdown_on_exit=False)

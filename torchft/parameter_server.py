@@ -96,7 +96,7 @@ class ParameterServer(ABC):
         Args:
             session_id: id of the session, unique.
             pg: process group of two ranks: the server is rank 0, the client rank 1. Its operations fail once the client
-            |                has failed.
+                has failed.
         """
 
     @classmethod
@@ -107,8 +107,8 @@ class ParameterServer(ABC):
             address: result of the server's `address`.
 
         Returns:
-            The process group of the session; the caller is rank 1. The session ends with its `shutdown`, and at the
-            latest when it is garbage collected.
+            The process group of the session; the caller is rank 1. The session ends with the group's `shutdown`, and
+            at the latest when the group is garbage collected.
 
         Raises:
             ValueError: the address is malformed.
@@ -215,7 +215,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _ask(address: str) -> tuple[HTTPConnection, str, str]:
-    """Requests a session. Returns the open connection that keeps it, its id, and the address of its store."""
+    """Requests a session. Returns the connection that keeps the session open, the session's id, and the address of the
+    store.
+    """
     parts = urllib.parse.urlsplit(address)
     if parts.scheme != "http" or parts.hostname is None or parts.port is None:
         raise ValueError(f"address={address!r}: http://host:port{_PATH} is needed")

@@ -202,7 +202,9 @@ _OF_TRITON = ("cuda", "xpu")
 
 
 def _implementation(device: torch.device) -> Any:
-    """The module for a device: Triton's kernels if Triton is installed and supports it, else PyTorch's operators."""
+    """The module for a device: Triton's kernels if Triton is installed and supports the device, else PyTorch's
+    operators.
+    """
     if device.type in _OF_TRITON:
         try:
             from torchft._quantization import kernels

@@ -1,4 +1,4 @@
-"""The exchange of quantized codes between ranks.
+"""The exchange of quantized codes between ranks: an all-to-all and, in an allreduce, an all-gather.
 
 On a device (NCCL, XCCL) collectives are queued on a stream: both exchanges are queued at once, and the host continues.
 
@@ -82,7 +82,7 @@ def start(
         what: a description of the operation, which must be equal on all ranks.
         tensors: the tensors that ``run`` reads and writes.
         result: the value of the work's future.
-        ranks: number of ranks in the group.
+        ranks: the group.
         stream: the stream for the work on a device; None: a new one.
     """
     device = tensors[0].device
@@ -148,7 +148,7 @@ class _StreamWork(Work):
         """Makes the current stream wait for the end of this work; the host continues.
 
         Raises:
-            RuntimeError: the group was aborted, or got new peers, since it began.
+            RuntimeError: the group was aborted, or got new peers, since this work began.
         """
         if self._over():
             raise RuntimeError("a quantized collective ended with its group, which was aborted or has new peers")
@@ -229,7 +229,7 @@ class _HostExchange(Exchange):
 
 
 def _encode(what: str) -> torch.Tensor:
-    """Pads a text to a fixed length; a longer one is cut, and gets a digest of the whole."""
+    """Pads a text to a fixed length. A longer text is cut, and ends with a digest of the whole text."""
     text = what.encode()
     if len(text) > _DESCRIPTION_BYTES:
         digest = hashlib.blake2b(text, digest_size=8).hexdigest().encode()
@@ -248,7 +248,7 @@ _last_lock = threading.Lock()
 
 
 def _enqueue(work: _HostWork, peers: Any) -> Optional[_HostWork]:
-    """Registers this as the last work among these peers. Returns the previous one, which has to end first; or None."""
+    """Registers `work` as the last work among these peers. Returns the work that has to end first, or None."""
     with _last_lock:
         previous = _last.get(peers)
         _last[peers] = work
@@ -292,7 +292,7 @@ def _start_on_host(
 
 
 class _HostWork(Work):
-    """The work of a thread that exchanges and computes; the thread ends with it.
+    """The work of a thread of its own, which exchanges and computes, and then ends.
 
     Args:
         device: device of the tensors.

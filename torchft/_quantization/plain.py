@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 from torchft._quantization.layout import BLOCK, SCALE_BYTES, Format, Layout, Part
 
-# Biased exponent of the smallest scale, 2**-100: below it codes are 0, and no product of a code and a scale is a
-# subnormal number, which devices treat differently.
+# Biased exponent of the smallest scale, 2**-100. Values that are too small for it get the code 0. So no product of a
+# code and a scale is a subnormal number: devices treat subnormal numbers differently.
 MIN_EXPONENT = 127 - 100
 
 

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str]) -> int:
             time.sleep(args.watch)
             try:
                 shown = _look(lighthouse, args.json)
-            except Unanswered as e:  # it may be restarting
+            except Unanswered as e:  # the lighthouse may be restarting
                 shown = json.dumps({"error": str(e)}) if args.json else printable(str(e))
     except Unanswered as e:
         print(f"torchft status: {e}", file=sys.stderr)
@@ -82,5 +82,5 @@ def state(member: dict[str, Any]) -> str:
 
 
 def printable(text: str) -> str:
-    """Removes control characters from a name, which any client may have chosen to control the terminal."""
+    """Replaces control characters by ``?``: any client may have chosen a name that would control the terminal."""
     return "".join(c if c.isprintable() else "?" for c in text)

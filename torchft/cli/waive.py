@@ -28,8 +28,8 @@ Status = Mapping[str, Any]  # a lighthouse's answer at /status
 
 @dataclass(frozen=True)
 class Other:
-    """Another lighthouse of the list: its status, or why it did not answer. It has neither if it does not know the
-    job.
+    """Another lighthouse of the list: its status, or why it did not answer. Both are None if that lighthouse does not
+    know the job.
     """
 
     address: str

@@ -1,6 +1,6 @@
 """DLRover's interfaces for elastic training, implemented with torchft.
 
-``dataset``: :class:`ElasticDataset` and :class:`DataShardService`, over the position of ElasticDataLoader
+``dataset``: :class:`ElasticDataset` and :class:`DataShardService`, which read in the order of ElasticDataLoader
 ``optimizer``: :class:`DistributedOptimizer`, a fixed global batch with any number of workers
 ``rendezvous``: torchrun's rendezvous through the lighthouse: :class:`TorchRendezvousService`,
 :class:`DlroverRendezvousBackend`, and the handler of ``torchrun --rdzv-backend torchft``

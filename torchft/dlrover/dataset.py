@@ -25,7 +25,7 @@ class DataShardService:
             ``epochs``, …
 
     Attributes:
-        loader: has the position; it takes part in heals, and its ``state_dict`` saves the position.
+        loader: keeps the position in the data; it takes part in heals, and its ``state_dict`` saves the position.
         unit: the micro-batch of the last index: its loss is multiplied by ``unit.weight``.
     """
 

@@ -40,7 +40,8 @@ class DistributedOptimizer(WrappedOptimizer):
 
     Args:
         optimizer: the optimizer, whose parameters' gradients are reduced.
-        fixed_global_batch_size: whether a step has MAX_WORKER_NUM passes over all workers; else each worker does one.
+        fixed_global_batch_size: whether all workers together do MAX_WORKER_NUM passes in a step; else each worker does
+            one.
         manager: the Manager: the workers are its participants, and ``step`` steps only if the step is committed.
             Without one, WORKER_NUM is the number of workers, and gradients are reduced in ``process_group``.
         process_group: process group of all workers; default: PyTorch's default group.
@@ -49,7 +50,8 @@ class DistributedOptimizer(WrappedOptimizer):
         backward_passes_per_step: number of backward passes in the present step.
 
     Raises:
-        ValueError: a variable is missing or no positive whole number, or their ratio is no integer.
+        ValueError: WORKER_NUM or MAX_WORKER_NUM is missing or no positive whole number, MAX_WORKER_NUM is no multiple
+            of the number of workers, or WORKER_NUM is not the size of the process group.
     """
 
     def __init__(

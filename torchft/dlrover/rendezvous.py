@@ -73,14 +73,15 @@ class TorchRendezvousService:
         store: ``host:port`` of the store that this node offers, should it become rank 0.
         min_nodes: least number of nodes of a round.
         max_nodes: largest number of nodes.
-        sizes: allowed numbers between them: ``"all"``, ``"powers_of_two"``, or a list such as ``"1/2/4"``.
+        sizes: allowed numbers of nodes in this range: ``"all"``, ``"powers_of_two"``, or a list such as ``"1/2/4"``.
         last_call_timeout: seconds to wait for further nodes once a round could be released.
         connect_timeout: seconds to wait for the lighthouse's first answer.
 
     Raises:
         ValueError: a setting is not allowed.
         RendezvousConnectionError: no lighthouse answers.
-        RendezvousError: it refuses this node: the token is wrong, or others use the id with other settings.
+        RendezvousError: the lighthouse refuses this node: the token is wrong, or other nodes use the run id with other
+            settings.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 ``api``: :class:`FTLib`, the interface for a training loop
 ``consensus``: the abstract class of a consensus, and the statuses that it and an average return
-``framework``: the abstract class of a communication library, and the one over torchft's process groups
+``framework``: the abstract class of a communication library, and its implementation with torchft's process groups
 ``lighthouse``: consensus by the lighthouse; active
 ``shared_storage``: consensus by a directory that all members see; passive
 ``gossip``: consensus among the members, without a server; passive

@@ -34,7 +34,7 @@ class Listener(Protocol):
         """Called when a process wants to become a member."""
 
     def member_failed(self, view: int, reason: str) -> None:
-        """Called when a member of the view with this number, or this one itself, has failed or left."""
+        """Called when a member of the view with this number has failed or left. It may be this member itself."""
 
 
 class Consensus(ABC):
@@ -54,7 +54,7 @@ class Consensus(ABC):
         This confirms the view. Its number is new, even if the members are those of the last view.
 
         Raises:
-            TimeoutError: there was none within the timeout of the consensus; the text names what is missing.
+            TimeoutError: there was no view within the timeout of the consensus; the text names what is missing.
         """
 
     def confirm(self) -> ConsensusStatus:

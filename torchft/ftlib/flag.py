@@ -29,7 +29,7 @@ class Flag:
     Attributes:
         initialized: whether the communicator connects all members of the last list.
         busy: whether a collective or a rebuild runs.
-        pending: whether a member joined meanwhile, or failed during a rebuild.
+        pending: whether a member joined while the flag is busy, or failed during a rebuild.
     """
 
     initialized: bool = False

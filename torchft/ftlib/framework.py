@@ -38,7 +38,7 @@ class Framework(ABC):
 
     @abstractmethod
     def allreduce_average(self, tensors: list[torch.Tensor]) -> None:
-        """Averages a tensor over all members."""
+        """Averages each tensor over all members."""
 
     @abstractmethod
     def allgather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -53,8 +53,8 @@ class Framework(ABC):
         """Ends collectives in flight and disconnects, so that peers fail too. May be called from any thread."""
 
     def start_average(self, tensor: torch.Tensor) -> Optional[Work]:
-        """Begins an ``allreduce_average``; None: it has been completed. For gradients that overlap with
-        a backward pass.
+        """Begins the average of a tensor, which may overlap with a backward pass. Returns None if the average is
+        complete already.
         """
         self.allreduce_average([tensor])
         return None
@@ -93,7 +93,7 @@ class ProcessGroupFramework(Framework):
     def rebuild(self, rank: int, size: int, address: str) -> bool:
         if not isinstance(self._pg, ProcessGroup) or _reconfigures_itself(self._pg):
             reconfigure_with_store(self._pg, address, rank, size, self._timeout)
-        else:  # the thread ends at once if the group is aborted because a member failed
+        else:  # an abort, after a member has failed, ends this call at once
             self._pg.configure(address, f"ftlib_{rank}", rank, size)
         self._size = size
         return True

@@ -1,7 +1,7 @@
 """Consensus without a server: the members find each other by gossip (hashicorp/memberlist, in the Go core).
 
-It is passive: a thread waits for the core's reports about this member's view. ``go/gossip/agree`` decides on the views,
-and explains why at most one is live.
+The consensus is passive: a thread waits for the core's reports about this member's view. ``go/gossip/agree`` decides on
+the views, and explains why at most one is live.
 """
 
 from __future__ import annotations

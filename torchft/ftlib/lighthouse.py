@@ -1,7 +1,8 @@
 """Consensus by the lighthouse: the members are the groups of its quorum, and each process is a group of one rank.
 
-It is active. Before each collective every member requests a quorum, as at each step of a Manager: the lighthouse
-answers when all members have asked, and the answer shows whether a process has joined. It also reports failures.
+The consensus is active. Before each collective every member requests a quorum, as at each step of a Manager: the
+lighthouse answers when all members have asked, and the answer shows whether a process has joined. The lighthouse also
+reports failures.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Lighthouse(Consensus):
         connect_timeout: timeout of reaching the lighthouse.
 
     Raises:
-        ValueError: there is no address, or the name contains characters that separate it from the incarnation.
+        ValueError: there is no address.
         RuntimeError: the lighthouse is not reached in time.
     """
 
@@ -110,7 +111,8 @@ class Lighthouse(Consensus):
             checkpoint_metadata="",
             shrink_only=False,
             timeout=self._timeout,
-            # A quorum with the same members gets a new id only after a failure.
+            # After a failed collective the view needs a new number, even with the same members. The lighthouse gives
+            # such a quorum a new id only if a member reports a failure.
             commit_failures=int(may_keep is None and self._view is not None),
             reconfigure_handle=self._address,
         )

@@ -48,8 +48,8 @@ class SharedStorage(Consensus):
         name: name of this member, unique in the job; default: a random one. A restarted process with the name of a
             failed one replaces it without waiting for ``expiry``.
         min_members: the smallest allowed number of members.
-        expiry: time after which a member counts as failed if its record has not changed. It is renewed every tenth of
-            that time.
+        expiry: time after which a member counts as failed if its record has not changed. Members renew their records
+            every tenth of that time.
         timeout: limit for `get_member_list`, and for the first access to the directory.
 
     Raises:
@@ -247,7 +247,7 @@ class Files:
         self.directory = directory
 
     def check(self, name: str) -> int:
-        """Checks that files can be created here. Returns the latest incarnation of a member with a record here, or 0.
+        """Checks that files can be created here. Returns the latest incarnation of ``name`` with a record here, or 0.
 
         Raises:
             ValueError: files cannot be made here.

@@ -62,7 +62,7 @@ class View:
 
     @property
     def digest(self) -> str:
-        """64 bits in hex of number and members."""
+        """A hash of number and members, 64 bits in hex."""
         text = json.dumps([self.number, sorted(self.members)])
         return hashlib.sha256(f"torchft.ftlib view 1: {text}".encode()).hexdigest()[:16]
 

@@ -16,7 +16,7 @@ class ReplicaGroup:
 
     Args:
         number: the group's number, ``REPLICA_GROUP_ID`` in the environment of its processes.
-        groups: number of groups of the job, ``NUM_REPLICA_GROUPS`` there.
+        groups: largest number of groups of the job, ``NUM_REPLICA_GROUPS`` in that environment.
         command: the script and its arguments.
         log: file to which the output of all processes is appended, at the first start and at each restart.
         nproc: number of ranks, torchrun's ``--nproc_per_node``.

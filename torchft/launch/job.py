@@ -36,7 +36,7 @@ class Member:
     """The state of one group."""
 
     group: ReplicaGroup
-    port: int = 0  # address of its manager server, which identifies the group among the lighthouse's members
+    port: int = 0  # port of its manager server, which identifies the group among the lighthouse's members
     state: str = "starting"
     step: int = 0
     fruitless: int = 0  # consecutive incarnations that took part in no step
@@ -122,8 +122,8 @@ class LocalJob:
         """Updates, restarts and ends groups. Returns whether any of them runs or will be restarted.
 
         Raises:
-            LaunchError: a group is no longer restarted, and no other group runs or will be restarted, or none has ever
-                taken part in a step.
+            LaunchError: a group is no longer restarted, and either no other group runs or will be restarted, or no
+                group has ever taken part in a step.
         """
         now = time.monotonic()
         if now - self._asked > _ASK_EVERY_SEC:

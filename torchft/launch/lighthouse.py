@@ -79,8 +79,8 @@ def usual_bind() -> str:
         return "127.0.0.1:0"
 
 
-# Below Linux's range for outgoing connections (32768 and above), one of which could otherwise get a port in the seconds
-# until its process listens on it.
+# Below Linux's range for outgoing connections (32768 and above). Otherwise such a connection could get a port that
+# `free_port` has returned, in the seconds until a server listens on it.
 _PORTS = range(20000, 29000)
 _given: set[int] = set()
 

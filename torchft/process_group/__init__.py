@@ -3,7 +3,8 @@
 - `base`: the interface, with the methods that give a group new peers; `reconfigure`: how the peers find each other
 - `gloo`, `nccl`, `xccl`: groups in this process, which `wrapper` creates for each set of peers; `accelerator`: the
   common part of the last two; `nccl2`: PyTorch's newer NCCL backend
-- `native`, `torchcomms`: groups that stay the same object: PyTorch's own, and torchcomms' communicators
+- `native`, `torchcomms`: groups that get new peers without being created anew: PyTorch's own, and torchcomms'
+  communicators
 - `isolated`: groups in a separate process, which can be killed
 - `managed`: the Manager's group for user code; `device_mesh`: a DeviceMesh for HSDP
 - `error_swallowing`: keeps errors instead of raising them; `fake`, `dummy`: for tests

@@ -23,10 +23,10 @@ _TIMED_OUT = "timed out"  # the text that scripts look for
 
 
 def explained(group: str, name: str, args: tuple[Any, ...], error: Exception) -> Exception:
-    """Returns the error for the caller: the backend's. If the operation is not supported, process group and operation
-    are added to its text.
+    """Returns the error for the caller: the backend's error or, if the operation is not supported, an error that also
+    names the process group and the operation.
 
-    For a dtype PyTorch's text is only "Invalid scalar type".
+    For an unsupported dtype, PyTorch's text is only "Invalid scalar type".
     """
     text = str(error)
     if not isinstance(error, RuntimeError) or _UNSUPPORTED.search(text) is None:
@@ -38,7 +38,7 @@ def explained(group: str, name: str, args: tuple[Any, ...], error: Exception) ->
 
 
 def named_timeout(error: Exception) -> Exception:
-    """Returns the same error. If it is a timeout with another text, "timed out" is appended."""
+    """Returns the same error or, for a timeout whose text lacks "timed out", a copy with these words appended."""
     text = str(error)
     if not isinstance(error, RuntimeError) or _TIMED_OUT in text or _TIMEOUT.search(text) is None:
         return error

@@ -1,6 +1,6 @@
 """A timeout for individual sends and receives.
 
-PyTorch's point-to-point calls take no timeout, but the transfer of a state has one that differs from its group's.
+PyTorch's point-to-point calls take no timeout, but a transfer of state needs a timeout other than its group's.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ from torchft.work import _DummyWork
 
 T = TypeVar("T")
 
-# PyTorch's own deadline of an operation, which torchft's always precedes. After it PyTorch's watchdog would
-# end the process.
+# PyTorch's own timeout of an operation, so long that torchft's deadline always passes first: at PyTorch's deadline its
+# watchdog would end the process.
 _NEVER = timedelta(days=7)
 
 

@@ -116,7 +116,7 @@ class ProcessGroup(BaseProcessGroup):
         return True
 
     def get_reconfigure_handle(self) -> str:
-        """The handle by which peers find this group. The first call starts the store that it names."""
+        """The handle by which peers find this group. The first call starts the store that the handle names."""
         if self._handle_store is None:
             self._handle_store = host_store(_HANDLE_STORE_TIMEOUT)
             if self._layout is not None:

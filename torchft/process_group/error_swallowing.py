@@ -1,4 +1,4 @@
-"""A process group whose operations never fail: it keeps the first error, and does nothing until it is reconfigured."""
+"""A process group whose allreduce never fails: after an error it does nothing until the group is reconfigured."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
     """Swallows the errors of `pg`'s allreduce.
 
     After the first error an allreduce does nothing and succeeds, with its tensors unchanged, until
-    `configure` or `reconfigure`. `error` returns it.
+    `configure` or `reconfigure`. `error` returns the last error.
     """
 
     def __init__(self, pg: ProcessGroup) -> None:
@@ -73,7 +73,7 @@ class ErrorSwallowingProcessGroupWrapper(ProcessGroupWrapper):
         self._error = e
 
     def error(self) -> Optional[Exception]:
-        """The swallowed error; None if there was none since the group got its present peers."""
+        """The last swallowed error; None if there was none since the group got its present peers."""
         return self._error
 
     def allreduce(self, tensors: List[torch.Tensor], opts: object) -> Work:

@@ -56,7 +56,7 @@ def native_error(pg: dist.ProcessGroup) -> Optional[Exception]:
 
 
 def backend_error(backend: Any) -> Optional[Exception]:
-    """The error that a backend of PyTorch reports; None: there is none, or it never reports errors."""
+    """The error that a backend of PyTorch reports; None: there is none, or the backend never reports errors."""
     ask = getattr(backend, "get_error", None)
     if ask is None:  # PyTorch < 2.8
         return None
@@ -67,7 +67,7 @@ def backend_error(backend: Any) -> Optional[Exception]:
 
 
 def errors_of(pg: Any) -> Callable[[], Optional[Exception]]:
-    """Returns the error of a group since its creation, if it has noticed one.
+    """Makes a function that returns the error of a group since its creation; None if the group has noticed none.
 
     Args:
         pg: a native group, one of torchft, or a test double, which may lack ``errored`` or return another test double

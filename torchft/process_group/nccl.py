@@ -67,7 +67,7 @@ def _errors_handled_by_abort() -> Iterator[None]:
     On an error in NCCL (a peer failed) PyTorch by default ends the process; with 2 it only aborts the communicator. The
     user's value is kept, except a 1 under torchrun: that is torchrun's own default, and ends the process, too.
 
-    It is reset afterwards, because other groups, whose errors torchft does not check, need PyTorch's default.
+    The variable is reset afterwards, because other groups, whose errors torchft does not check, need PyTorch's default.
     """
     with _environment:
         before = os.environ.get(_ERROR_HANDLING)

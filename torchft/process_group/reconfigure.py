@@ -199,7 +199,7 @@ def host_store(timeout: timedelta) -> tuple[TCPStore, str]:
 
 def meeting_store(store_addr: str, world_size: int, timeout: timedelta) -> Store:
     """The store in which the peers of a group meet. A group without peers opens no connection: PyTorch's stores ask the
-    name server at each connection, and the last group of a job would wait for a lost answer.
+    name server at each connection, and wait for seconds if its answer is lost.
 
     Args:
         store_addr, timeout: as in create_store_client.

@@ -1,4 +1,4 @@
-"""A group over a communicator of torchcomms, which is not part of PyTorch: importing this needs it installed.
+"""A group over a communicator of torchcomms, which is not part of PyTorch and must be installed.
 
 Like a native group, a communicator stays the same object while its peers change: `comm` is the result of
 `torchcomms.new_comm(..., enable_reconfigure=True)`, and its handles travel with the quorum.
@@ -365,7 +365,7 @@ class _TorchCommsWork(Work):
         self._error: Optional[Exception] = None
         self._thread: Optional[threading.Thread] = None
         self._future: Optional[torch.futures.Future[object]] = None
-        self._mark: Optional[Mark] = None  # reached when the device has finished, once a thread has waited
+        self._mark: Optional[Mark] = None  # set by a wait; reached when the device has finished
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
         timeout = self._timeout if timeout is None else timeout
@@ -390,7 +390,7 @@ class _TorchCommsWork(Work):
         except Exception as e:
             self.end(e)
         else:
-            if not self._pg._on_cpu:  # on a device the stream has yet to pass it
+            if not self._pg._on_cpu:  # on a device the stream has yet to pass the operation
                 self._mark = Mark([self._pg._device])
                 with on_device(self._pg._device):
                     stream_timeout(self._deadline, timeout)

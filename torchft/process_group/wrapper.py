@@ -238,7 +238,7 @@ class ProcessGroupWrapper(ProcessGroup):
         """The group that does the work."""
         pg = self._pg
         if pg is None:
-            # After an abort it is not an AssertionError, because the caller made no mistake.
+            # After an abort the error is not an AssertionError, because the caller made no mistake.
             if self._aborted is not None:
                 raise copied(self._aborted)
             raise AssertionError("process group not initialized")

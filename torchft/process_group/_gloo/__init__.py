@@ -11,8 +11,8 @@ operations              some operations do not end even then; a wait for one als
                         ends after an abort, or when connections are broken          them, `recv` from any included
 stillness               the end of a connection may not wake a send; if its thread   such a send is woken
                         sleeps, the step can be reduced again
-loops                   its event loop spins on a cut connection that still holds    it closes a connection that is
-                        data                                                         cut behind unread data
+loops                   Gloo's event loop spins on a cut connection that still       it closes a connection that is
+                        holds data                                                   cut behind unread data
 reaper                  destroying a group joins threads that are in an operation;   a destructor does not wait, and
                         PyTorch 2.7 keeps the GIL meanwhile                          PyTorch 2.7 is not supported
 scheduling              the event loop's thread takes the processor from the thread  it waits for the lock of a

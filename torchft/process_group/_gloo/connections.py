@@ -99,7 +99,7 @@ class Connections:
             if found is None:
                 self._complete = self._complete and not is_open(descriptor, connection.inode)
                 continue
-            # A duplicate descriptor, so that it is the checked socket that is cut, even if its descriptor was closed.
+            # On a duplicate descriptor, so that only the checked socket can be cut, even if Gloo closes its descriptor.
             with found[0] as duplicate:
                 if found[1] == connection:
                     with contextlib.suppress(OSError):  # the peer has closed it already

@@ -31,7 +31,7 @@ _SLICE = timedelta(milliseconds=20)
 _SLICE_SEC = _SLICE.total_seconds()
 # The interval between two checks of the connections, which cost 1 µs each.
 _LOOK_SEC = 0.1
-# How long a collective may run on after a connection broke: the peer may have finished it before it left, and then the
+# How long a collective may run on after a connection broke. If the peer had finished its part before it left, the
 # collective can still succeed. (In a ring only the neighbours of an aborting rank wait for its data.)
 _DAMAGED_SEC = 1.0
 # The interval at which an aborted operation is checked for its real end.
@@ -212,8 +212,9 @@ class _GuardedWork(Work):
         self._work = work
         self._name = name
         self._point_to_point = name in POINT_TO_POINT
-        # A collective that is queued behind a send that was not woken begins when that send times out, and fails at its
-        # own first send. Some copy data to their results before it.
+        # Whether the operation writes only received data; known of an allreduce. Other collectives may copy data to
+        # their results before their first send. If one of these is queued behind a send that was not woken, it begins
+        # when that send times out, and so writes before it fails.
         self._in_place = name == "allreduce"
         self._args = args
         self._future: Optional[Future[Any]] = None

@@ -36,8 +36,8 @@ def reap(box: list[Any]) -> None:
 
 def _destroy(box: list[Any]) -> None:
     try:
-        # PyTorch 2.7 keeps the GIL while it destroys a ProcessGroup, whose backend joins threads that may
-        # need it. It does not keep the GIL while it destroys a backend, so the backend is destroyed last.
+        # PyTorch 2.7 keeps the GIL while it destroys a ProcessGroup, whose backend joins threads that may need the GIL.
+        # PyTorch releases the GIL while it destroys a backend, so the backend is destroyed last.
         backends = _backends(box[0])
         box.clear()
         backends.clear()

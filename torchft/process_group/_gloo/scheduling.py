@@ -20,10 +20,10 @@ _NAMED_SEC = 0.1
 def calm_loops() -> None:
     """Sets the event loop threads of Gloo to SCHED_BATCH.
 
-    A sending thread holds the lock of its connection. The event loop only tries that lock, and if it is taken polls
-    again at once, which returns the same event. An answer that arrives quickly wakes the event loop; it preempts the
-    sender and then spins until its time slice of some 3 ms is used up. A thread of SCHED_BATCH does not preempt others
-    when it wakes up.
+    A sending thread holds the lock of its connection. The event loop only tries that lock. If the lock is taken, the
+    event loop polls again at once, which returns the same event. An answer that arrives quickly wakes the event loop,
+    which preempts the sender and then spins until its time slice of some 3 ms is used up. A thread of SCHED_BATCH does
+    not preempt others when it wakes up.
 
     A thread sets its name when it first runs, so this waits for the name.
     """

@@ -5,22 +5,22 @@ from typing import Any, Callable, Optional
 from torch.futures import Future
 
 def copy(to: int, source: int, size: int, /) -> None:
-    """Copies memory, given by addresses. Of what is large, other threads of Python run meanwhile."""
+    """Copies memory between two addresses. During a large copy, other threads of Python run."""
 
 def send(socket: int, kind: int, operation: int, /, *parts: bytes) -> bool:
-    """Sends a request; False when the other end does not read.
+    """Sends a request; False if the other end does not read.
 
     Raises:
         OSError: the other end is closed.
-        ValueError: it is longer than a socket takes.
+        ValueError: the request is longer than a socket takes.
     """
 
 def read(answers: int, wake: int, milliseconds: int, /) -> int | bytes | None:
     """Waits for answers.
 
     Returns:
-        The number of an operation, when what came is that it is done, and nothing else; other answers as bytes, b""
-        from a worker that has ended; None when nothing came in that time, or `wake` (an eventfd) did.
+        The number of an operation if the only answer is that this operation is done. Other answers as bytes; b"" if the
+        worker has ended. None if no answer came in that time, or `wake` (an eventfd) became readable.
     """
 
 def receive(socket: int, /) -> tuple[int, int, Optional[bytes], tuple[int, ...]]:
@@ -37,10 +37,9 @@ def answer_when_done(
     failed: Callable[[int, Exception], None],
     /,
 ) -> None:
-    """Writes to `answers` that the operation is done when the future has a value; else calls `failed`.
-
-    After that `in_flight` loses the operation.
+    """When the future has a value, writes to `answers` that the operation is done; when it has an error, calls
+    `failed`. After that the operation is removed from `in_flight`.
     """
 
 def stop_threads_that_come_back() -> None:
-    """A thread that comes back from C++ when the interpreter ends stands still, and does not abort the process."""
+    """Makes a thread that returns from C++ while the interpreter ends sleep, so that it does not abort the process."""

@@ -94,7 +94,7 @@ def made_call(
         group: name of the group, for errors.
         name: name of the operation, see `protocol.OPERATIONS`.
         arguments: the arguments of PyTorch's method of that name.
-        access: which tensors the operation reads and writes, if that differs from the table.
+        access: which tensors the operation reads and writes, if that differs from `protocol.OPERATIONS`.
         timeout: the group's timeout.
 
     Raises:
@@ -129,7 +129,8 @@ def flat(outputs: Any) -> list[torch.Tensor]:
     return [tensor for item in outputs for tensor in (item if isinstance(item, (list, tuple)) else (item,))]
 
 
-# Encoded options whose only field is the reduction. ReduceOp.SUM and the other constants are never freed.
+# Encoded options whose only field is the reduction, by the id() of a constant such as ReduceOp.SUM. The constants are
+# never freed, so their ids are not reused.
 _BARE: dict[tuple[int, type], tuple[bytes, float]] = {}
 
 

@@ -32,7 +32,8 @@ from torchft.utils import poll
 _PING_EVERY_SEC = 2.0
 _UNRESPONSIVE_SEC = 5.0
 
-# A request could not be sent because the worker ended: the longest wait until its end can be read, too.
+# If a request cannot be sent because the worker has ended: the longest wait for the worker's last message, or for the
+# end of its pipe.
 _LAST_WORDS_SEC = 1.0
 
 # With this many operations in flight, answers are read before the next one is sent, so that they never fill
@@ -52,7 +53,7 @@ class Channel:
     Attributes:
         wire: socket and pipe between trainer and worker; `wire.theirs` are the worker's ends.
         devices: the memory and events that trainer and worker share.
-        asks: whether the worker's backend may fail after it has answered that an operation is queued.
+        asks: whether the worker's backend may fail after the worker has answered that an operation is queued.
     """
 
     asks = False
@@ -370,7 +371,9 @@ class Channel:
         return WorkerFailed(f"{self._name}: the worker process has ended")
 
     def _why_it_failed(self) -> Exception:
-        """The error for a request that could not be sent. Reads the worker's last message first: it may explain it."""
+        """The error for a request that could not be sent. Reads the worker's last message first, which may explain the
+        failure.
+        """
         deadline = time.monotonic() + _LAST_WORDS_SEC
         while self._broken is None and time.monotonic() < deadline:
             self._read_what_is_there()

@@ -15,7 +15,7 @@ waited for an event of a worker that is then killed, it would never continue, an
 isolated groups are to prevent. `queue=True` makes the stream wait instead, for hosts where a GPU test has shown that
 the driver releases the events of a killed worker (docs/gpu.md).
 
-XPU has the events, but PyTorch has no way to share its memory: a tensor there is refused by name.
+XPU has such events, but PyTorch cannot share XPU memory: its tensors are refused with an error that says so.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _ID = struct.Struct("<Q")
 # Notes to the worker, by their first byte: the device to work on, storages to drop, nothing.
 _USE, _DROP, _NOTHING = b"U", b"D", b"N"
 
-# The number of streams that a worker's operations use in turn; PyTorch has as many.
+# The number of streams that a worker's operations use in turn; PyTorch's pool has as many.
 _STREAMS = 32
 
 # Pauses between two queries of an event by the host: the first one, and the longest.

@@ -37,7 +37,7 @@ _REGION = 1 << 20
 # Below this size a copy is cheaper than a look-up of the tensor's memory.
 _ASK_ABOVE = 1 << 16
 
-# Storages of these types are plain memory.
+# Tensors of these types are plain memory.
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 # Where PyTorch creates shared memory; containers often have little of it.
@@ -189,7 +189,8 @@ class _Trainer(_Host):
                 if not contiguous:
                     tensor, read = tensor.detach().as_strided((_span(tensor),), (1,)), True
                 return _Converted(tensor, read, write, slot, free)
-            # The copy has no gaps; Gloo treats it as it would treat the caller's memory.
+            # A tensor that is not contiguous is copied with the gaps between its elements, also if the operation only
+            # writes: `fetch` copies the gaps back. So Gloo gets the layout of the caller's memory.
             if read or not contiguous:
                 copy(slot.address, tensor.data_ptr(), size)
         except BaseException:
@@ -280,7 +281,7 @@ class _Worker(_Host):
         region, offset, dtype_number, contiguous, dimensions = _REF.unpack_from(ref)
         dtype = _DTYPES[dtype_number]
         numbers = struct.unpack_from(f"<{dimensions * (1 if contiguous else 2)}q", ref, _REF.size)
-        # Not a view of another tensor, because PyTorch checks offsets and storages of its arguments.
+        # Slices and views of the region, so that PyTorch checks that the tensor lies within it.
         memory = self._regions[region][offset:]
         rest = memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         if contiguous:

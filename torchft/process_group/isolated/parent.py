@@ -101,7 +101,7 @@ class ProcessGroupBaby(ProcessGroup):
         self._shut_down: Optional[Exception] = None
         self._checker: Optional[Checker] = None
         self._starting: dict[int, tuple[Channel, _OpMetadata]] = {}
-        # The launcher must not refer to this object, because it would keep it alive.
+        # The launcher must not refer to this group, because that would keep the group alive.
         self._workers = Workers(_maker(type(self), self._context), _setting(STANDBY_ENV, standby, default=True))
         self._finalizer = weakref.finalize(self, Workers.close, self._workers)
         self._workers.prepare()
@@ -144,7 +144,8 @@ class ProcessGroupBaby(ProcessGroup):
             try:
                 worker.ask(protocol.CONFIGURE, request, timeout + _GRACE_SEC, "connect with its peers", prepare)
             except Exception as e:
-                # The worker's own deadline precedes this one. It ends with an error of the store or the backend.
+                # The worker's own deadline for connecting precedes this one. When it passes, the worker reports an
+                # error of the store or the backend.
                 if self._aborted is not None or time.monotonic() - began < timeout:
                     raise
                 raise WorkerTimedOut(
@@ -281,7 +282,7 @@ class ProcessGroupBaby(ProcessGroup):
         Args:
             name: name of the operation, see `protocol.OPERATIONS`.
             arguments: the arguments of PyTorch's method of that name.
-            access: which tensors the operation reads and writes, if that differs from the table.
+            access: which tensors the operation reads and writes, if that differs from `protocol.OPERATIONS`.
         """
         channel = self._connected().channel
         if self._checker is not None:
@@ -294,7 +295,7 @@ class ProcessGroupBaby(ProcessGroup):
         """The worker that is connected with peers.
 
         Raises:
-            Exception: there is none; after an abort, the reason for it.
+            Exception: there is no such worker; after an abort or a shutdown, the error says so.
         """
         worker = self._worker
         if worker is None or self._peers is None:

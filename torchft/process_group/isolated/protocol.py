@@ -287,7 +287,7 @@ _OPTIONS_CLASSES: tuple[type, ...] = (
 
 _REDUCTION = struct.Struct("<BBd")
 
-# Operations without a factor, which are nearly all.
+# The encodings of reductions without a factor: nearly all have none.
 _REDUCTIONS = {
     kind: _REDUCTION.pack(kind.value, False, 0.0)
     for name, kind in ReduceOp.RedOpType.__members__.items()
@@ -390,7 +390,7 @@ def encode_options(opts: Any) -> bytes:
     """PyTorch's options as bytes.
 
     Raises:
-        TypeError: it is none of PyTorch's options.
+        TypeError: `opts` is no object of PyTorch's options.
     """
     known = _FIELDS_OF.get(type(opts))
     if known is None:

@@ -4,8 +4,11 @@ It runs one thread, holds no device and no connection, and never imports the tra
 trainer, even if that is killed, and its workers end with it. Only the server reaps its workers. So the process id of a
 worker is not reused before the server has removed it from its table, and no signal reaches another process.
 
-    spawn  JSON; with the worker's ends of its channel, and a pipe that is closed when the worker has been reaped
-    kill   process id of the worker
+The trainer sends two requests, as JSON. It numbers the workers, because it does not know their process ids:
+
+    spawn  number and settings of a new worker; with the worker's ends of its channel, and a pipe that is closed when
+           the worker has been reaped
+    kill   number of the worker
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ def main(control: int, trainer: int) -> None:
     try:
         from torchft.process_group.isolated import worker
     except BaseException as e:
-        # The answer to each request for a worker.
+        # This error answers each request for a worker.
         traceback.print_exc()
         error = f"{type(e).__name__}\nthe worker's process could not start: {e}"
     try:
@@ -53,7 +56,7 @@ class _Server:
         self._trainer = trainer
         self._worker = worker
         self._error = error
-        # By process id: the pipe that is closed when the worker has been reaped.
+        # By the worker's number: its process id, and the pipe that is closed when the worker has been reaped.
         self._workers: dict[int, tuple[int, int]] = {}
         self._wake, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.signal(signal.SIGCHLD, lambda *_: None)

@@ -33,7 +33,7 @@ from typing import Callable, Optional, Protocol
 import torch
 
 # Sends a note from the trainer's end of this device type to the worker's end, in order with the operations, optionally
-# with a file descriptor, which the caller still has to close. The worker's end gets it by its method
+# with a file descriptor, which the caller still has to close. The worker's end gets the note by its method
 # `notified(note, descriptor)`, which is optional and has to close its copy of the descriptor.
 Notify = Callable[[bytes, Optional[int]], None]
 

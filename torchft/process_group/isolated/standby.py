@@ -41,7 +41,7 @@ _LINGER = timedelta(seconds=10)
 # How long a server may take to end, usually a few milliseconds, before it is killed.
 _END_SEC = 1.0
 
-# A worker that has not ended by then hangs in a driver; the memory that it shares then stays allocated forever.
+# A worker that has not ended after this time hangs in a driver; the memory that it shares then stays allocated forever.
 _REAP_SEC = 30.0
 
 # How long an abort waits for the end of the worker, which takes some ten milliseconds.
@@ -86,7 +86,7 @@ class Server:
         """Asks for a worker.
 
         Returns:
-            The worker's process id, and a descriptor that reaches end of file when the worker has ended.
+            The worker's number, for `kill`, and a descriptor that reaches end of file when the worker has ended.
         """
         number = next(self._numbers)
         ended, theirs = os.pipe()
@@ -125,7 +125,7 @@ class Server:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SEC)
             return
-        # For example, it still imports PyTorch.
+        # For example, the server is still importing PyTorch.
         self._process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_SEC)

@@ -30,7 +30,7 @@ class Wire:
 
     def __init__(self) -> None:
         # SEQPACKET keeps the messages apart, and carries file descriptors. Answers are written by several threads
-        # of the worker, some of Gloo's: a pipe is faster, and holds thousands of them.
+        # of the worker, some of Gloo's: a pipe is faster, and holds thousands of answers.
         self._requests, requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._answers, answers = os.pipe()
         self.theirs: tuple[socket.socket, int] = requests, answers
@@ -46,7 +46,7 @@ class Wire:
         self.closed = False
 
     def send(self, timeout: float, kind: int, operation: int, *parts: bytes, descriptor: Optional[int] = None) -> None:
-        """Sends a request. Waits, at most `timeout` seconds, only if the worker stalls: otherwise it always reads.
+        """Sends a request. Waits, at most `timeout` seconds, only if the worker stalls: a healthy worker always reads.
 
         Raises:
             TimeoutError: the worker does not read.
@@ -120,7 +120,7 @@ class Wire:
             os.close(self._wake)
 
     def forget(self) -> None:
-        """In a forked child: closes its copies of the descriptors, so that the worker notices when the parent ends."""
+        """In a forked child: closes the child's descriptors, so that the worker notices when the parent ends."""
         if self.closed:
             return
         self.closed = True

@@ -46,8 +46,8 @@ class _BabyWork(Work):
         if op.error is not None:
             raise copied(op.error)
         if op.marks:
-            # NCCL knows the group's timeout only. A wait without its own timeout uses that of the operation, and
-            # then the worker is ended.
+            # NCCL knows the group's timeout only. A wait without a timeout ends at the operation's deadline, and then
+            # the worker is ended.
             deadline = op.started + op.timeout_sec if seconds is None else began + seconds
             if not self._channel.reach(op, deadline):
                 error = _timed_out(op.timeout_sec if seconds is None else seconds)
@@ -55,7 +55,7 @@ class _BabyWork(Work):
                     self._channel.close(error)
                 raise error
             self._channel.devices.follow(op)
-            # On a device an operation that the backend failed also ends, as if it had succeeded.
+            # On a device, an operation that has failed ends as if it had succeeded, so the backend is asked.
             self._channel.check()
         return True
 

@@ -43,7 +43,7 @@ _Call = tuple[str, Callable[..., Work], list[Any], bool, timedelta | None]
 
 
 def main(requests: int, answers: int, message: dict[str, Any]) -> None:
-    """Serves one trainer until it closes its end.
+    """Serves one trainer until the trainer closes its end.
 
     Args:
         requests: descriptor of the socket to read from.

@@ -2,7 +2,7 @@
 
     MAX_WORKER_NUM=2 torchft run --replicas 2 python/examples/dlrover_loop.py
 
-starts a lighthouse and two groups that run this script on this machine.
+starts a lighthouse and two groups of it on this machine.
 """
 
 import torch

@@ -142,7 +142,7 @@ class Group:
         return None if healed is None else healed["time"] - self.started
 
     def recovery(self, phase: str) -> float | None:
-        """The seconds of a phase of the first heal since the last start, with the names of `Manager.recovery_seconds`."""
+        """The seconds of a phase of the first heal since the last start; names as in `Manager.recovery_seconds`."""
         healed = self._first_heal()
         return None if healed is None else (healed.get("recovery") or {}).get(phase)
 

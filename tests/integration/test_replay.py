@@ -268,7 +268,8 @@ def check(job: Job, outcomes: list[Outcome], lost: int = 0, clip: bool = False) 
 
 
 # In one of a hundred failures Gloo does not wake a send. With PyTorch 2.7 the step is then lost, unless the survivor
-# waits until the send's timeout. So the timeout of operations is short here, and the wait for aborted operations is long.
+# waits until the send's timeout. So the timeout of operations is short here, and the wait for aborted operations is
+# long.
 OPERATION = timedelta(seconds=10)
 DRAIN_SEC = 20.0
 

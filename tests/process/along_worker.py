@@ -1,4 +1,4 @@
-"""A replica group of one process that heals in pieces, and reports its progress. It ends when two groups are left."""
+"""A replica group of one process that heals in pieces, and reports its progress. It ends after steps with only two groups."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Worker:
         from torchft import Manager, ProcessGroupGloo
         from torchft.process_group import ProcessGroupBabyGloo
 
-        # The store of the group, for all of its incarnations: under torchrun, its agent hosts the store.
+        # The group's store, for all of its incarnations; under torchrun, the agent hosts it.
         if RANK == 0 and self.group_store is None:
             port = int(os.environ["MASTER_PORT"])
             self.group_store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)

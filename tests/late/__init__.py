@@ -23,7 +23,7 @@ When work runs:
     late.lazy(us)                           tasks run when a host waits for them, or after this time; lazy(0) ends that
     late.enqueue(function, stream)          calls a Python function in the order of a stream
     late.host_timeout_ms(ms)                a host that waits longer (for a held stream) gets an error; default: 60 s
-    late.stats()                            counters, and operators that ran synchronously: their shapes depend on data
+    late.stats()                            counters; operators that ran synchronously, as their shapes depend on data
 
 Streams and events are `torch.Stream("late")` and `torch.Event`, or those of `torch.accelerator`; `torch.late`
 corresponds to `torch.cuda`. The environment variable LATE_DEVICES (default: 4), read when the device is loaded, is the

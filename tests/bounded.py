@@ -37,12 +37,12 @@ def seeded(request: pytest.FixtureRequest) -> None:
     """Seeds each test by its own name, so that it draws the same numbers when it runs alone."""
     if seed := os.environ.get("SEED"):
         random.seed(f"{seed}:{request.node.nodeid}")
-        if torch := sys.modules.get("torch"):  # unseeded, it starts with the same numbers in every process
+        if torch := sys.modules.get("torch"):  # unseeded, PyTorch starts with the same numbers in every process
             torch.manual_seed(random.getrandbits(63))
 
 
 def todays(seed: int) -> int:
-    """Returns the seed of a test's random histories: this one, or one derived from SEED, which `make test-all` sets."""
+    """Returns the seed of a test's random histories: ``seed``, or one derived from SEED (as in `make test-all`)."""
     return random.getrandbits(32) if os.environ.get("SEED") else seed
 
 
@@ -83,7 +83,7 @@ class Bounded:
         if time.monotonic() + longest_s(item) <= self.until:
             return None
         self.left += 1
-        # The previous test keeps the fixtures that both share.
+        # The previous test has kept the fixtures that it shares with this one; end those that the next does not need.
         item.session._setupstate.teardown_exact(nextitem)
         return True
 

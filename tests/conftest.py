@@ -13,7 +13,7 @@ import pytest
 
 pytest_plugins = ["tests.bounded", "tests.policy"]
 
-# How long the process may take to end after its last test, in seconds. A test has `timeout` in pyproject.toml.
+# How long the process may take to end after its last test, in seconds.
 EXIT_S = float(os.environ.get("EXIT_S", "120"))
 _STDERR = pytest.StashKey[int]()
 

@@ -3,7 +3,7 @@
 - A failed test with real processes runs a second time, so that a busy machine does not fail the whole run. There is no
   second run after a timeout, because a wait that nothing ends is a bug, and none with RERUNS=0. The first failure is
   recorded in build/test/flaky.jsonl, one JSON object per line. If more than one test needs a second run, the run fails.
-  - Tests that need CUDA devices or network namespaces are deselected on hosts without them, and one line reports that.
+- Tests that need CUDA devices or network namespaces are deselected on hosts without them, and one line reports that.
   With CI=true any other skip fails the run, because everything that can be installed is installed there. A run in which
   all tests were deselected passes; the line shows what was not tested.
 """

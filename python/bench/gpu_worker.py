@@ -118,7 +118,7 @@ def group_figures(name: str, settings: dict[str, Any], rounds: int, pause: float
             work.wait()
 
     reconfigure()
-    # By now the standby worker has started, too.
+    # Wait until the standby worker has started, too: its memory counts.
     time.sleep(4 * pause)
     device_mb = settled_mb() - before
 
@@ -167,7 +167,9 @@ def times(call: Callable[[], object], count: int) -> list[float]:
 
 
 def killed() -> dict[str, Any]:
-    """Return whether a stream continues that waits for an event of a killed process, if the device never reached it."""
+    """Return after how many seconds a stream continues that waits for an event of a killed process, an event that the
+    device never reached. None: not within 20 s.
+    """
     import torch
 
     from tests.gpu.device import DEVICE

@@ -4,8 +4,8 @@ Ours with and without checksums, upstream, and plain TCP with 8 streams take tur
 on loopback. "In place" and plain TCP receive into memory that was used before; the others allocate it, like a group
 that has just been started. "Trains on" copies the state, because the source needs it back at once.
 
-Extra memory is the peak of a process's resident memory during the transfer (VmHWM), less its resident memory at the
-start and less the state itself.
+Extra memory is the peak of a process's resident memory during the transfer (VmHWM), less its resident memory after its
+start, without a state, and less the state itself.
 
     python python/bench/heal.py                         # 2 GB, 5 rounds
     python python/bench/heal.py --gb 0.5 --rounds 3

@@ -3,8 +3,8 @@
 Two sources train: each step computes for 10 ms and then waits for 10 ms, as for a GPU, so that they leave one of two
 cores free. A target fetches their state repeatedly, from both. It represents another host, so it only uses idle
 processor time: the figures show the cost of serving, without the target's own work. Steps with and without a target are
-compared, in turns: without limits, the default; with a limit on each source's bandwidth, for hosts whose network the
-training needs; and in the background.
+compared, in turns, for three ways of serving: without limits (the default), with a limit on each source's bandwidth
+(for hosts whose network the training needs), and in the background.
 
     python python/bench/run.py heal_sources
 """

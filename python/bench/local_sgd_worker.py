@@ -1,8 +1,9 @@
 """One replica group of the local_sgd benchmark, with the torchft on PYTHONPATH.
 
 Bytes are counted by the kernel on this process's TCP connections, including the headers of collectives and the control
-plane. Memory is the growth of the resident set during a synchronisation. MALLOC_MMAP_THRESHOLD_ is set, because
-memory that malloc keeps after a free would not be counted when it is reused.
+plane. Memory is the growth of the resident set during a synchronisation. In the processes whose memory is measured,
+local_sgd.py sets MALLOC_MMAP_THRESHOLD_, because memory that malloc keeps after a free would not be counted when it is
+reused.
 """
 
 from __future__ import annotations

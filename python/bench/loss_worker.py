@@ -1,8 +1,8 @@
-"""A replica group of loss_picture.py, for the torchft on PYTHONPATH, which is killed and restarted at once.
+"""A replica group of loss_picture.py, with the torchft on PYTHONPATH. The group is killed and restarted by commands.
 
 This process imports PyTorch and torchft, and forks a process for each incarnation of the group, so that a restart is
-fast. Commands on stdin start an incarnation, kill it, and wait for its end. Each incarnation reports the samples of its
-steps.
+fast. Commands on stdin start an incarnation, kill it, and wait for its end. Each incarnation reports its committed
+steps, with the number of samples so far and the loss.
 """
 
 from __future__ import annotations

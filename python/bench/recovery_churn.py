@@ -2,7 +2,7 @@
 
 Steps of 100 ms on plain Gloo, with the lighthouse's defaults except for the join timeout. The throughput is the number
 of committed batches (steps times the groups that take part in them), as a share of that of four groups without faults.
-A commit goes back in history if another group had committed a later step before it began.
+A commit is behind history if its step began after another group had committed a later step.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ CONSOLE_SCRIPT = Path(__file__).resolve().parent / "torchft_lighthouse.py"
 
 
 def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict[str, Any]:
-    """Return the seconds until it accepts connections and the resident memory in MB (1e6 bytes), for both packages."""
+    """Return the seconds until the lighthouse listens and its resident memory in MB (1e6 bytes), for both packages."""
     seconds: dict[str, list[float]] = {ours.name: [], upstream.name: []}
     memory: dict[str, list[float]] = {ours.name: [], upstream.name: []}
     for side in (ours, upstream):

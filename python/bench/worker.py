@@ -45,7 +45,7 @@ def _resident_mb() -> float:
 
 
 def _products(factor: torch.Tensor, ms: float) -> int:
-    """Return how many matrix products take so long at this moment."""
+    """Return how many matrix products take `ms` milliseconds at this moment."""
     begin = time.monotonic()
     for _ in range(100):
         torch.mm(factor, factor)
@@ -105,7 +105,7 @@ class Worker:
         from torchft import Manager, ProcessGroupGloo
         from torchft.process_group import ProcessGroupBabyGloo
 
-        # torchrun's agent hosts it like this, for all incarnations of the group
+        # The group's store, for all of its incarnations; under torchrun, the agent hosts it.
         if RANK == 0 and self.group_store is None:
             port = int(os.environ["MASTER_PORT"])
             self.group_store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)

@@ -1,7 +1,7 @@
 """Prints the seconds of `make test` by file, as a table for CONTRIBUTING.md: `python python/build/durations.py`.
 
 Reads build/test, which `make test` writes: pytest's junit files, and Go's lines in the log. The seconds were measured
-while another part ran.
+while other parts ran.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from typing import TextIO
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = Path("build/test")
 PROGRESS_S = 15.0
-# The limit of `make test`, which takes six minutes: a process that hangs at its exit has no other.
+# The limit of `make test`, which takes six minutes: a process that hangs at its exit has no other limit.
 LIMIT_S = 1500.0
 # On a signal, pytest first stops the processes of its tests.
 END_S = 20.0
@@ -78,7 +78,7 @@ class Running:
             self.process = subprocess.Popen(
                 self.command,
                 cwd=part.cwd,
-                # Container images often set it; each child would then compile the package again.
+                # Container images often set PYTHONDONTWRITEBYTECODE; each child would then compile the package again.
                 env={**os.environ, "PYTHONDONTWRITEBYTECODE": "", **part.env},
                 stdin=subprocess.DEVNULL,
                 stdout=out,

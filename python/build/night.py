@@ -34,8 +34,8 @@ FUZZ_OPTIONS = ("-parallel=1", "-fuzzminimizetime=1s")
 FUZZ_S, FUZZ_LEAST_S, FUZZ_SHARE = 30.0, 5.0, 0.24
 CHAOS_SHARE, CHAOS_LEAST_S = 0.2, 90.0
 SOAK_SHARE, SERVERS_SHARE, SOAK_LEAST_S = 0.1, 0.05, 10.0
-# Parts that take minutes and cannot be limited run only if the total time is at least this: the tests with planted
-# mistakes in machines and shells, and the model check with two further events.
+# Parts that take minutes and cannot be limited run only if the total time is at least this: the tests of the
+# simulations with planted mistakes, the model check with two further events, and the tests of the test accelerator.
 LONG_S = 1800.0
 # A time that suffices for every part.
 ALL_S = 7200.0
@@ -161,7 +161,7 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
         Part("sim-mistakes", [*test, "-timeout=20m", "./sim/servers", "-run=Mistakes", "-mistakes"], go, needs_s=300),
     ]
     sims = [sim, *(planted if time_s >= LONG_S else []), model]
-    # `make test` runs most of it
+    # `make test` runs most of the tests of the test accelerator, so a short night skips them.
     device = [late] if time_s >= LONG_S else []
     return [tests, race, *sims, *device, *rotated(chaos, seed)[:calls], *rotated(fuzz, seed), *soaks]
 

@@ -29,8 +29,8 @@ from torchft.launch.job import tail
 from torchft.launch.lighthouse import LaunchError, lighthouse
 
 BAR = 24  # characters
-# Heartbeats arrive every 100 ms. A group whose last heartbeat is older than this counts as failed, and the survivor
-# continues alone.
+# Heartbeats arrive every 100 ms. A group whose last heartbeat is older than the heartbeat timeout counts as failed,
+# and the others continue without it.
 LIGHTHOUSE_OPTIONS = ["--min_replicas", "1", "--heartbeat_timeout_ms", "1000", "--join_timeout_ms", "2000"]
 PHASES = {
     "quorum": "waiting for a quorum",

@@ -60,7 +60,7 @@ for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
 images = [{"x": torch.rand(8), "labels": 1} for _ in range(1000)]
 schedule = torch.optim.lr_scheduler.ConstantLR(adam, factor=1.0)
 arguments = TrainingArguments(
-    max_steps=1_000_000,  # not used: the Manager's step ends the training, because some of the Trainer's do not count
+    max_steps=1_000_000,  # not used: the Manager's step ends the training, because not all steps of the Trainer commit
     max_grad_norm=0,  # it would clip before the average; clip in on_pre_optimizer_step
     report_to=[],
     save_strategy="no",

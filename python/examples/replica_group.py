@@ -64,7 +64,7 @@ class Group:
 
     @property
     def started(self) -> float:
-        """Time of the last start, or of torchrun's last restart."""
+        """Time of the last start, or of the later kill of a rank, after which torchrun restarts all ranks."""
         if self._process is None:
             return math.nan
         return self._process.started if math.isnan(self._rank_killed) else self._rank_killed
@@ -142,7 +142,7 @@ class Group:
         return None if healed is None else healed["time"] - self.started
 
     def recovery(self, phase: str) -> float | None:
-        """The seconds of a phase of that heal, with the names of `Manager.recovery_seconds`."""
+        """The seconds of a phase of the first heal since the last start; names as in `Manager.recovery_seconds`."""
         healed = self._first_heal()
         return None if healed is None else (healed.get("recovery") or {}).get(phase)
 

@@ -23,7 +23,7 @@ from python.examples.parts import Events, evaluate, int_from_env, load_images, s
 from torchft.data import ElasticDataLoader  # noqa: E402
 from torchft.data.position import Position  # noqa: E402
 
-LAST = 0.75  # the last part of the steps, in which groups wait for missing ones
+LAST = 0.75  # the share of the steps after which groups wait for missing ones
 PAUSE_SEC = 1.0
 
 

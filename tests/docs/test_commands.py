@@ -235,8 +235,8 @@ def test_a_job_of_torchft_run_and_its_status(terminal: dict[str, str], tmp_path:
 @pytest.mark.slow  # test_train_demo.py tests Ctrl-C
 @pytest.mark.timeout(280)
 def test_ctrl_c_in_the_terminals_of_a_job(terminal: dict[str, str], tmp_path: Path) -> None:
-    """The other group continues alone, and with the first one when that returns. No process of a
-    terminal is left behind.
+    """After Ctrl-C for the first group the second one continues alone, and together with the first one once that has
+    been restarted. No process of a terminal is left behind.
     """
     activate, *_ = section("README.md", "Run a job")
     lighthouse, groups = section("README.md", "By hand")

@@ -77,7 +77,7 @@ class DiLoCo:
         self.round = 0
 
     def attempt(self, how: Attempt) -> None:
-        """Runs the inner steps up to the end of a round, with the sending ``delay`` steps before it."""
+        """Runs the inner steps of a round. Its fragment is sent ``delay`` steps before the last of them."""
         s = self.settings
         p = self.round % s.fragments
         delta: Optional[np.ndarray] = None
@@ -121,7 +121,7 @@ def local_sgd(
 def two_layers(worker: int, t: int, inner: int, theta: Parameters) -> Parameters:
     """The gradient of the mean squared error of ``tanh(x W0') W1' ... `` on other data for each worker, round and step.
 
-    Every fragment is the weight of a linear layer with a tanh behind it, so that each depends on all others.
+    Every fragment is the weight of a linear layer with a tanh behind it. The gradient of each depends on all fragments.
     """
     x, target = batch(worker, t, inner, theta[0].shape[1], theta[-1].shape[0])
     activations = [x]

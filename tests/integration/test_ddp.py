@@ -151,7 +151,7 @@ def world() -> Iterator[None]:
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_groups_that_start_at_different_times(cluster: Cluster, kind: str) -> None:
-    expected = reference()  # before the threads: they share one random generator
+    expected = reference()  # before the threads start, because all threads share one random generator
     training = Training(WRAPPERS[kind])
     first = cluster.start(training.loop, group=0)
     cluster.wait(training.join)
@@ -202,8 +202,8 @@ class HeldWork:
 
 
 def test_allreduces_overlap_with_backward(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The allreduces of all buckets are kept from ending until backward has passed the last one; backward still
-    ends.
+    """No allreduce ends before that of the last bucket has begun. Backward still ends, so it does not wait for the
+    allreduces one by one.
     """
     held: list[HeldWork] = []
 

@@ -29,8 +29,8 @@ def step(manager: Manager) -> tuple[bool, int]:
 
 
 def fail_in_a_step(cluster: Cluster, survivors: int) -> list[tuple[float, bool, list[tuple[bool, int]]]]:
-    """All groups commit a step, and the last group fails in the next one. Returns how long the others took, and their
-    further steps.
+    """All groups commit a step, and the last group fails in the next one. Returns for each of the others the
+    seconds from the failure to its vote, whether it committed that step, and its further steps.
     """
     together, failed, ended = Gate(), Gate(), Gate()
 

@@ -137,7 +137,7 @@ def _same(ours: Any, theirs: Any, path: str = "") -> None:
     if isinstance(ours, dict):
         assert ours.keys() == theirs.keys(), path
         for key, value in ours.items():
-            # each group has its own, from its own passes
+            # the statistics of a BatchNorm: each group has its own, from its own forward passes
             if "running_" not in str(key) and "num_batches" not in str(key):
                 _same(value, theirs[key], f"{path}.{key}")
     elif isinstance(ours, list):
@@ -251,8 +251,8 @@ def test_if_one_rank_of_a_group_gives_up_all_of_them_do(cluster: Cluster, caplog
 
 
 def test_weights_that_may_be_needed_are_kept(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    """A group loses a step that the only other one commits: if that one failed during the heal, these
-    weights would count.
+    """A group loses a step that the only other group commits. If the other group failed during the heal, the weights
+    of the first one would still be needed.
     """
 
     def fails(rank: Rank, round: int) -> None:
@@ -291,8 +291,8 @@ def test_a_step_that_failed_meanwhile_is_not_applied(cluster: Cluster, caplog: p
 
 
 def test_an_error_of_the_group_that_heals_costs_one_quorum(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
-    """The next quorum has new connections. Its later steps, which are not committed because the group
-    heals, keep them.
+    """After the error, the next quorum has new connections. Later steps keep these connections, although the healing
+    group does not commit those steps either.
     """
 
     def fails(rank: Rank, round: int) -> None:
@@ -480,7 +480,7 @@ def _adds_a_parameter(optimizer: optim.Optimizer) -> None:
 
 
 def _reorders(optimizer: optim.Optimizer) -> None:
-    """Weight and bias of the BatchNorm, which have one shape."""
+    """Swaps weight and bias of the BatchNorm, which have the same shape."""
     parameters = optimizer.param_groups[0]["params"]
     parameters[2], parameters[3] = parameters[3], parameters[2]
 
@@ -489,14 +489,14 @@ def _reorders(optimizer: optim.Optimizer) -> None:
     ("change", "reason"),
     [
         (_adds_a_parameter, "parameters or optimizers differ from the source's"),
-        # Or a digest differs, if the source is the first to change them.
+        # Or a digest differs, if the source is the first group to reorder its parameters.
         (_reorders, "the parameter groups of an optimizer were changed|differ from the source's"),
     ],
 )
 def test_an_optimizer_whose_groups_change_meanwhile(
     cluster: Cluster, caplog: pytest.LogCaptureFixture, change: Callable[[optim.Optimizer], None], reason: str
 ) -> None:
-    """In all groups, each between two of its steps: the state is transferred as a whole."""
+    """Each replica group changes its optimizer between two of its steps: the state is transferred as a whole."""
 
     def changes(rank: Rank, round: int) -> None:
         if halfway(cluster, 1) or changed:

@@ -66,7 +66,7 @@ def test_all_ranks_leave_after_the_same_step(cluster: Cluster) -> None:
     with urllib.request.urlopen(f"{cluster.lighthouse.address()}/api/v1/history", timeout=10) as answer:
         events = json.load(answer)["events"]
 
-    # A rank that is signalled during a step reports it with the next one, which is its last.
+    # A rank that is signalled during a step reports the signal with its next step, which is its last.
     assert [step for step, _, _ in here] == [*range(AT + 2)] and here == there
     assert all(committed for _, committed, _ in [*here, *others[0], *others[1]])
     both, alone = AT + 2, END - AT - 2

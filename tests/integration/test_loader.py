@@ -149,7 +149,7 @@ def check(training: Training, weights: list[Optional[torch.Tensor]], incomplete:
     samples once.
 
     Args:
-        incomplete: steps that a group committed before it failed in them.
+        incomplete: steps that some groups committed and another one lost, so that its samples were not recorded.
     """
     expected = one_process()
     for ended in weights:
@@ -314,7 +314,7 @@ def test_a_group_at_another_position_heals() -> None:
 def refused(
     job: Training, newcomer: Callable[[Rank], object], **cluster_settings: Any
 ) -> tuple[list[Optional[torch.Tensor]], str]:
-    """Lets a group that does not fit join a job. Returns the state of the job, and the error of that group."""
+    """Lets a group that does not fit join a job. Returns the final weights of the job, and the error of that group."""
     started = Gate()
 
     def join(rank: Rank) -> str:

@@ -267,8 +267,9 @@ def check(job: Job, outcomes: list[Outcome], lost: int = 0, clip: bool = False) 
             assert torch.equal(value, outcomes[0].weights[name]), name
 
 
-# In one of a hundred failures Gloo does not wake a send. With PyTorch 2.7 the step is then lost, unless it waits until
-# the send's timeout. So the timeout of operations is short here, and the wait for aborted operations is long.
+# In one of a hundred failures Gloo does not wake a send. With PyTorch 2.7 the step is then lost, unless the survivor
+# waits until the send's timeout. So the timeout of operations is short here, and the wait for aborted operations is
+# long.
 OPERATION = timedelta(seconds=10)
 DRAIN_SEC = 20.0
 
@@ -287,7 +288,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.mark.parametrize("place", ["forward", "bucket0", "bucket1", "commit"])
 @pytest.mark.parametrize("groups", [2, 3])
 def test_a_failure_in_mid_step_costs_no_step(cluster: Cluster, groups: int, place: str) -> None:
-    job = Job(groups, failures={0: (3, place)})  # the first group, whose store is the primary's
+    job = Job(groups, failures={0: (3, place)})  # the first group: all groups meet in its store
     outcomes = job.run(cluster)
     check(job, outcomes)
     everybody, survivors = list(range(groups)), list(range(1, groups))
@@ -367,7 +368,7 @@ def test_clipping_must_be_done_in_a_hook(cluster: Cluster, hook: bool) -> None:
 
 
 def test_an_error_of_the_training_loop_is_not_replayed(cluster: Cluster) -> None:
-    """The group that reports it computes the step again, and the others replay it together with that group."""
+    """The group that reports it computes the step again, and the others replay the step together with that group."""
 
     def fail(rank: Rank, manager: Manager, model: nn.Module, step: int) -> None:
         if rank.group == 0 and step == 3 and not failed:
@@ -456,7 +457,7 @@ def test_replay_with_a_synchronous_quorum(cluster: Cluster) -> None:
 
 
 def test_all_ranks_of_a_group_replay(cluster: Cluster) -> None:
-    """Each rank reduces with its counterparts; both groups have two."""
+    """Each rank reduces with its counterparts; each group has two ranks."""
     job = Job(3, failures={0: (3, "bucket0")}, world_size=2)
     check(job, job.run(cluster))
 

@@ -131,7 +131,7 @@ def test_init_sync_makes_groups_equal() -> None:
         loop = Loop()
         a, b, c = results(*(cluster.start(loop, group=group) for group in range(3)))
     assert a == b == c
-    # step 0: the primary's gradient alone, divided by three; then the average of 1, 2 and 3
+    # step 0: the gradient of the group whose weights all take over, divided by three; then the average of 1, 2 and 3
     assert loop.history[0, 0] == [(step, True, 3) for step in range(STEPS)]
 
 
@@ -152,7 +152,7 @@ def test_crash_and_heal(use_async_quorum: bool, world_size: int) -> None:
             restart.open()
 
         def healed(rank: Rank) -> None:
-            """The survivor continues alone until the restarted group waits for it."""
+            """The survivor, which has continued alone, waits here for the request of the restarted group."""
             cluster.wait_for_waiters(1)
 
         loop = Loop(start_with=2, settings={"use_async_quorum": use_async_quorum})

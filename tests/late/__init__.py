@@ -5,7 +5,7 @@ Code that mistakes "queued" for "finished" reads NaN or old values here, which o
 the device as a fixture, a child process by `load()`:
 
     def test_x(late):                       # tests/late/conftest.py; ends holds and delays after the test
-        x = torch.ones(3, device="late")    # at once; y == 2 comes later
+        x = torch.ones(3, device="late")    # returns at once, and runs later
         with late.held():                   # nothing runs, on any stream, until the end of the block
             y = x + 1
             assert late.pending() > 0       # tasks queued on the current stream
@@ -16,20 +16,20 @@ the device as a fixture, a child process by `load()`:
 
 When work runs:
 
-    late.hold(stream), late.release(stream) stop and go on; without a stream: all, also those that are made later
-    late.held(stream)                       both, as a context
-    late.step(stream, n)                    a held stream runs n tasks more
+    late.hold(stream), late.release(stream) stop a stream, and continue it; without a stream: all, including new ones
+    late.held(stream)                       both, as a context manager
+    late.step(stream, n)                    a held stream runs n further tasks
     late.delays(seed, lo_us, hi_us)         each task waits for a random time from the seed; delays(0, 0, 0) ends that
     late.lazy(us)                           tasks run when a host waits for them, or after this time; lazy(0) ends that
     late.enqueue(function, stream)          calls a Python function in the order of a stream
-    late.host_timeout_ms(ms)                a host that waits for longer (for a held stream) gets an error; 60 s
-    late.stats()                            counts, and which operators ran synchronously since their shape is data
+    late.host_timeout_ms(ms)                a host that waits longer (for a held stream) gets an error; default: 60 s
+    late.stats()                            counters; operators that ran synchronously, as their shapes depend on data
 
 Streams and events are `torch.Stream("late")` and `torch.Event`, or those of `torch.accelerator`; `torch.late`
-corresponds to `torch.cuda`. LATE_DEVICES (read when loaded; 4) is the number of devices: "late:0" and so on.
-Memory has an address that the CPU cannot read: SIGSEGV. A freed block is handed out again at once, in the order of the
-stream that it was allocated on; `record_stream` keeps it from that. It is NaN from then until written: a free itself
-writes nothing, as on CUDA.
+corresponds to `torch.cuda`. The environment variable LATE_DEVICES (default: 4), read when the device is loaded, is the
+number of devices: "late:0" and so on. A read of device memory by the CPU is a SIGSEGV. A freed block is allocated again
+at once, in the order of the stream that it was allocated on; `record_stream` delays that. A block is NaN from its
+allocation until it is written; a free itself writes nothing, as on CUDA.
 
 A group of two ranks, on threads with a device each, or in processes (test_processes.py):
 
@@ -37,13 +37,13 @@ A group of two ranks, on threads with a device each, or in processes (test_proce
     together(lambda rank, pg: pg.allreduce([...], opts).wait())   # both ranks; returns what they return
     pg.parent._get_backend(torch.device("late"))              # the backend itself, which keeps NCCL's rules
 
-The backend reads NCCL's environment variables. Work is returned at launch, its future is complete then; errors are
-known by asking (`get_error`, `is_completed`), and by the watchdog; `asyncOp=False` gives None; a kernel whose peer has
-ended hangs until an abort, which leaves finite garbage in its outputs, other than on the other ranks.
+The backend reads NCCL's environment variables. An operation returns its work at launch, with a complete future. Errors
+are visible in `get_error` and `is_completed` only, and to the watchdog. `asyncOp=False` returns None. A kernel whose
+peer has ended hangs until an abort, which leaves finite garbage in its outputs, different on each rank.
 
-    ProcessGroupLate(implementation="nccl2")                  # over the second form: revokes, and has `reconfigure`
+    ProcessGroupLate(implementation="nccl2")                  # over the second form, which revokes and reconfigures
     tests.late.group.native_group(store)                      # the second form in a group of PyTorch's
-    tests.late.isolated.ProcessGroupBabyLate                  # ProcessGroupBabyNCCL, by torchft's code for CUDA
+    tests.late.isolated.ProcessGroupBabyLate                  # ProcessGroupBabyNCCL, with torchft's code for CUDA
     tests/late/job.py                                         # a replica group as a process, to be killed
 """
 

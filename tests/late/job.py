@@ -153,7 +153,7 @@ def digest(model: nn.Module) -> str:
     sha = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         host = tensor.cpu()
-        # checked here, because digests would be equal in all groups
+        # checked here, because equal NaNs in all groups would have equal digests
         assert host.isfinite().all(), f"{name} is not finite"
         sha.update(name.encode())
         sha.update(host.numpy().tobytes())

@@ -176,8 +176,8 @@ def test_torchfts_own_group_times_out_on_an_absent_peer(late: ModuleType, implem
 
 
 def test_memory_of_an_aborted_operation_is_not_reused(late: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its kernel still writes after the abort. PyTorch has few streams, so another user of the same one, such as FSDP2,
-    would get a block of the pool into which the kernel still writes garbage.
+    """The kernel of the operation still writes after the abort. PyTorch has few streams: another user of the group's
+    stream, such as FSDP2, would be given the block into which the kernel still writes garbage.
     """
     pool, backend, group = torch.Stream("late"), OneRank(), Group(timedelta(milliseconds=50))
     monkeypatch.setattr(torch, "Stream", lambda device: pool)

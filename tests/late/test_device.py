@@ -173,7 +173,9 @@ def test_record_stream_keeps_a_block_from_its_next_user(late, record: bool, expe
 
 
 def test_a_free_writes_nothing(late):
-    """As on CUDA: another stream reads correct data if the block's stream waits for it before the next allocation."""
+    """As on CUDA: another stream reads correct data if the block's stream waits for that stream before the next
+    allocation.
+    """
     other = torch.Stream("late")
     with other:
         a = torch.full((5000,), 7.0, device="late")

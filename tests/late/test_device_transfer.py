@@ -119,7 +119,7 @@ def test_a_state_that_is_partly_on_the_device(make: Any, device: type[Observed])
 @pytest.mark.parametrize("checksum", [True, False])
 def test_in_place(make: Any, device: type[Observed], upstream: list[str], checksum: bool) -> None:
     own, state, source = on_device(1), on_device(2), make()
-    # with other strides it is received into other memory, and copied
+    # a tensor with other strides is received into other memory, and copied
     own["exact"] = own["exact"].reshape(2, -1).T.reshape(-1, 2)
     state["exact"] = state["exact"].reshape(-1, 2)
     source.send_checkpoint([1], 1, state, TIMEOUT)

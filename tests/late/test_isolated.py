@@ -1,6 +1,6 @@
 """Isolated groups on the test device: trainer and worker each wait for the other's device.
 
-There is one rank, whose sums are doubled; each task of the worker's device takes its time.
+There is one rank, whose sums are doubled. Each task of the worker's device is delayed.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def queued(work: Any) -> None:
 
 
 def may_run_ahead(late: Any, tensor: torch.Tensor) -> None:
-    """Waits, with the trainer's device held, until the worker has written to the tensor, at most for some time."""
+    """Waits, with the trainer's device held, until the worker has written to the tensor, for at most 0.3 s."""
     before, deadline = late.cpu_view(tensor)[-1].item(), time.monotonic() + 0.3
     while late.cpu_view(tensor)[-1].item() == before and time.monotonic() < deadline:
         time.sleep(0.001)
@@ -150,7 +150,7 @@ def test_memory_is_not_used_again_while_the_worker_may_write(group):
 def test_memory_that_is_used_too_early_is_noticed(group, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(sharing.TrainerEnd, "reached", lambda end, mark: True)
-        # With its storage, the memory would still be kept for the worker, which may have mapped it.
+        # Otherwise the storage would still keep the memory for the worker, which may have mapped it.
         patch.setattr(sharing, "_hold", lambda storage, holder: _unkept(storage, holder))
         assert reuse(group) != [7] * COUNT
 

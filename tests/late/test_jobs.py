@@ -127,7 +127,7 @@ class Averaging:
 
 
 class Hasty(dist._Work):
-    """A mistake: mistakes "queued" for "finished", so its results are not ordered behind the operation."""
+    """A work with a mistake: it takes "queued" for "finished", so its results are not ordered behind the operation."""
 
     def __init__(self, work: Work) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def test_a_group_that_takes_queued_work_for_finished_is_detected(late, on_cpu, d
 
 @pytest.mark.parametrize("hasty", [False, True])
 def test_local_sgd_ends_with_the_weights_of_the_cpu(late, hasty: bool) -> None:
-    """Over the wrong group, it does not."""
+    """With the mistake of ProcessGroupHasty, it does not."""
     on_cpu = run(Averaging(lambda rank: torch.device("cpu")), lambda group: ProcessGroupGloo(timeout=DEADLINE))
     if not hasty:  # delays beside the collectives would make the early reads late
         late.delays(7, 1000, 2000)

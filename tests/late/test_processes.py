@@ -127,8 +127,8 @@ def test_a_group_that_fails_in_the_last_bucket_leaves_its_peers_with_the_same_we
 @pytest.mark.slow  # three processes each, and 20 s for the timeout without the bus
 @pytest.mark.parametrize("bus", ["1", "0"], ids=["failure bus", "no failure bus"])
 def test_the_failure_bus_ends_a_collective_whose_backend_detects_no_failure(job_server: None, bus: str) -> None:
-    """If NCCL has no watchdog, or its connections do not break, a failure would last until the timeout without the
-    bus.
+    """Without the bus, the collective would last until its timeout if NCCL has no watchdog, or if its connections do
+    not break.
     """
     env = {"TORCHFT_FAILURE_BUS": bus, "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     args = ["--timeout_s=20"]

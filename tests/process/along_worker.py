@@ -1,4 +1,7 @@
-"""A replica group of one process that heals in pieces, and reports its progress. It ends when two groups are left."""
+"""A replica group of one process that heals in pieces, and reports its progress.
+
+It ends some steps after only two groups are left, one of them the joining group.
+"""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ class Worker:
         self.weights = [torch.full((SIZE,), float(args.group), device=self.device) for _ in range(BUCKETS)]
         # Its size makes a heal take a moment. It never changes, and differs between groups until they heal.
         self.ballast = torch.arange(args.state_mb * 250_000, dtype=torch.float32, device=self.device) + args.group
-        # This parameter gets no gradients, so it never changes. All numbers are powers of two, so steps are exact.
+        # The ballast gets no gradients, so it never changes.
         self.optimizer = torch.optim.SGD([*self.weights, self.ballast], lr=RATE)
         # PyTorch's own groups keep pending operations until they time out.
         self.leaks = Leaks(threads if args.kind == "native" else left_over)
@@ -269,7 +269,7 @@ def listens() -> list[int]:
 
 
 def end_with_parent() -> None:
-    """Makes the kernel end this process with its parent, because it would survive a killed torchrun agent (Linux)."""
+    """Makes the kernel end this process with its parent; it would otherwise survive a killed torchrun agent (Linux)."""
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

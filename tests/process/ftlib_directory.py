@@ -1,6 +1,6 @@
 """A member of FTLib in a directory that is read-only, full, or becomes full: `ftlib_directory.py DIRECTORY`.
 
-It reports its list of members, and the end of that list.
+It reports the numbers of its views, and the reason why the first view ended.
 """
 
 from __future__ import annotations

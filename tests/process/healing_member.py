@@ -26,7 +26,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def main(megabytes: int, megabytes_a_second: int) -> None:
-    Commands()  # for its side effect: it ends with its parent
+    Commands()  # for its side effect: this process ends with its parent
     torch.set_num_threads(1)
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     weights = torch.zeros(megabytes * 250_000)

@@ -79,7 +79,7 @@ if args.device == "late":
 
     load().delays(1000 * args.delays + 10 * args.group + rank, 0, 200)
     from tests.late.group import ProcessGroupLate
-# The other rank may still be importing PyTorch.
+# The timeout below is long, because the other rank may still be importing PyTorch.
 shards_over = {"cpu": "gloo", "cuda": "nccl", "late": "cpu:gloo,late:late"}[args.device]
 if args.wrap == "ddp":
     shards_over = "gloo"

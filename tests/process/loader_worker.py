@@ -2,7 +2,7 @@
 
 Before the reduction of a step it writes a line into its log: the position, the quorum, and the samples that it counts.
 Its state contains the quorum in which each step was committed. So the lines of steps in the final weights can be
-distinguished from those of lost steps, and of steps that only one group committed, which then failed.
+distinguished from those of lost steps, and of steps committed only by a group that then failed.
 
 Commands: {"until": STEP} trains up to a step, or with {"fail_at": STEP, "place": PLACE} until it kills itself there;
 {"save": FILE} writes a checkpoint.
@@ -49,8 +49,8 @@ TIMEOUT = timedelta(seconds=60)
 
 
 class Mortal(Manager):
-    """Ends in place of an allreduce, when its peers are in it; or after the vote of its group, before it has
-    stepped.
+    """Ends in place of an allreduce, for which its peers then wait; or after the vote of its group, before its
+    optimizer steps.
     """
 
     place: Optional[str] = None
@@ -145,7 +145,7 @@ wrapped = model if sharded else DistributedDataParallel(manager, model)
 sgd = make_optimizer(model)
 optimizer = Optimizer(manager, sgd)
 if args.num_workers:
-    # A new object, because the worker processes close it, and the command thread holds the lock of the other object.
+    # A new object, because worker processes close sys.stdin, and the command thread holds the lock of the old object.
     sys.stdin = open(os.devnull)  # noqa: SIM115
 loader = ElasticDataLoader(
     manager,

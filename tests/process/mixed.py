@@ -38,7 +38,6 @@ class Group:
     def join(self, lighthouse: str) -> None:
         self.child.send(do="join", lighthouse=lighthouse)
         self.job.wait(lambda: self.child.of("ready"), PHASE_TIMEOUT_S, f"group {self.number} has its Manager")
-        # Digests before any heal and training differ: later equality is due to torchft.
         assert self.child.of("ready")[0]["torchft"] == str(self.path / "torchft")
 
     def committed(self, participants: int, after: int = 0) -> list[Event]:
@@ -73,6 +72,7 @@ def run_mixed_job(job: Job, paths: tuple[Path, Path], lighthouse_path: Path, opt
     job.wait(lambda: all(f"worker_{i}:" in status(lighthouse) for i in range(2)), PHASE_TIMEOUT_S, "it knows both")
     for group in groups:
         group.child.send(do="train")
+    # The weights differ before any heal and training, so equal weights later are due to torchft.
     assert groups[0].child.of("ready")[0]["digest"] != groups[1].child.of("ready")[0]["digest"]
     wait_in_step(job, groups, after=0)
     first = [group.child.of("step")[0] for group in groups]

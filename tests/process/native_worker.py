@@ -1,7 +1,7 @@
 """A replica group of one process over PyTorch's own default group, which torchft reconfigures.
 
-`dist` calls, functional collectives, FSDP2 and Manager use that one object. Commands are those of worker.py, and
-{"do": "collectives"} at a step, which checks a round of collectives among the participants of the next step.
+`dist` calls, functional collectives and the Manager use that one object. Commands are those of worker.py. At every
+second step the group also checks a round of collectives among the present members.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ _CHILD = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 
 
 def clean_environment(path: Path) -> dict[str, str]:
-    """Return this process's environment without such settings, and with the torchft below `path`
-    first on PYTHONPATH.
+    """Return this process's environment without the variables of `_SETTINGS`, and with the torchft below `path` first
+    on PYTHONPATH.
     """
     kept = {name: value for name, value in os.environ.items() if not name.startswith(_SETTINGS)}
     return {**kept, "PYTHONPATH": os.pathsep.join([str(path), *filter(None, [os.environ.get("PYTHONPATH")])])}

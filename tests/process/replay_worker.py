@@ -32,8 +32,9 @@ parser.add_argument("--save", required=True, help="file for the weights")
 args = parser.parse_args()
 
 TIMEOUT = timedelta(seconds=60)
-# In one of a hundred failures Gloo does not wake a send. With PyTorch 2.7 the step is then lost, unless it waits until
-# the send's timeout. So the timeout of operations is short here, and the wait for aborted operations is long.
+# In one of a hundred failures Gloo does not wake a send. With PyTorch 2.7 the step is then lost, unless the survivor
+# waits until the send's timeout. So the timeout of operations is short here, and the wait for aborted operations is
+# long.
 OPERATION = timedelta(seconds=15)
 collectives._DRAIN_SEC = 30.0
 

@@ -91,8 +91,8 @@ def test_other_process_groups(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_rank_of_a_group() -> None:
-    """The manager's rank or another one fails, and with it the group. A group with a stalled rank is evicted by
-    name.
+    """The manager's rank or another one fails, and with it the group. The lighthouse evicts a group with a stalled
+    rank, and names that rank.
     """
     with Job() as job:
         chaos = run(job, groups=2, ranks=2, lighthouse_options=EJECT)
@@ -133,8 +133,8 @@ def test_groups_of_torchrun() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_flapping_network_is_no_failure() -> None:
-    """A cut lasts longer on a busy machine, and so does the grace period. go/manager tests the default,
-    with a fake clock.
+    """A cut may last longer on a busy machine, so the grace period is longer here. go/manager tests the default, with
+    a fake clock.
     """
     grace = f"--suspect_grace_ms={int(1000 * within(KILL_S))}"
     with Flapping() as proxy, Job() as job:

@@ -154,8 +154,8 @@ def test_members_that_are_killed_and_join(consensus: str, tmp_path: Path) -> Non
 
 
 def asked(consensus: str, settings: dict[str, Any], child: Child, name: str) -> bool:
-    """Whether a process requests to become a member."""
-    if consensus == "gossip":  # only the members know that
+    """Whether a process has requested to become a member."""
+    if consensus == "gossip":  # there is no server that knows; the process reports it
         return bool(child.of("asks"))
     if consensus == "lighthouse":
         with urllib.request.urlopen(f"{settings['lighthouse_addr']}/status", timeout=10) as answer:
@@ -169,7 +169,7 @@ def asked(consensus: str, settings: dict[str, Any], child: Child, name: str) -> 
 def test_a_member_joins_at_each_line_of_a_rebuild(consensus: str, tmp_path: Path) -> None:
     with Job() as job:
         settings = settings_of(consensus, job, tmp_path)
-        # one process does all steps again in the end
+        # few steps, because check_weights repeats all of them in one process
         members = Members(job, consensus, settings, tmp_path, "--pace", "0.1")
         members.start("m0")
         members.train_together(1)

@@ -20,7 +20,7 @@ SHARDS = 2
 STEPS = 12
 
 
-# Slow with gloo: the group that is killed below is one of that kind.
+# Slow with gloo: the test below kills a group of that kind.
 @pytest.mark.parametrize("kind", [pytest.param("gloo", marks=pytest.mark.slow), "native"])
 def test_two_groups_of_two_ranks(kind: str) -> None:
     options = {}

@@ -23,7 +23,7 @@ def weights(*outputs: str) -> set[str]:
 
 
 @pytest.mark.timeout(240)
-# The script is the same one; tests/unit/ftlib/test_gossip.py trains with gossip in threads.
+# Slow with gossip: the script is the same, and tests/unit/ftlib/test_gossip.py trains with gossip in threads.
 @pytest.mark.parametrize("consensus", ["shared_storage", pytest.param("gossip", marks=pytest.mark.slow)])
 def test_two_members_of_ftlib_end(consensus: str, tmp_path: Path) -> None:
     script = ROOT / "python/examples/ftlib_loop.py"
@@ -44,7 +44,7 @@ def test_two_members_of_ftlib_end(consensus: str, tmp_path: Path) -> None:
             member.kill()
             member.wait()
     assert [member.returncode for member in members] == [0, 0]
-    # Not compared: they differ if one ended before the other began. tests/process/test_ftlib.py compares weights.
+    # The weights differ if one member ended before the other began; tests/process/test_ftlib.py compares weights.
     assert [len(weights(each)) for each in outputs] == [1, 1]
 
 

@@ -58,7 +58,7 @@ class Job:
         return max((event["step"] for rank in range(RANKS) for event in self.of(group, rank)), default=0)
 
     def all_train(self, steps: int) -> Callable[[], bool]:
-        """Whether all groups are in the same steps, and have done some."""
+        """Returns a condition: all groups have done this number of steps."""
         return lambda: all(self.step(i) >= steps for i in range(len(self.groups)))
 
     def failed(self) -> list[Event]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from test_train_demo import EXAMPLES, ROOT
 
-# A stub of Ray that suffices to import the example. It checks arguments before it starts Ray.
+# A stub of Ray that suffices to import the example, which checks its arguments before it starts Ray.
 STAND_IN = {
     "ray/__init__.py": "def remote(*given, **options): return given[0] if given else lambda decorated: decorated\n",
     "ray/util/__init__.py": "",

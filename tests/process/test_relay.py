@@ -1,4 +1,4 @@
-"""Ranks request quorums through the relay of one of them, and directly after its process has ended."""
+"""Ranks request quorums through a relay in the process of one rank, and without it when that process has ended."""
 
 from __future__ import annotations
 

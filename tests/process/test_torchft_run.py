@@ -57,7 +57,7 @@ def test_run_kills_and_restarts_groups(tmp_path: Path) -> None:
 
 
 def end(run: Command, at_least: int) -> None:
-    """Sends Ctrl-C, and checks that none of this number of processes is left."""
+    """Checks that at least this number of processes run, sends Ctrl-C, and checks that none of them is left."""
     assert len(process_tree.tree(run.process.pid)) >= at_least
     run.process.send_signal(signal.SIGINT)
     assert run.process.wait(60) == 130, run.report()

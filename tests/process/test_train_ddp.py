@@ -23,8 +23,8 @@ sys.path.insert(0, str(ROOT / "python" / "examples"))
 from accounting import samples  # noqa: E402
 from replica_group import Event, Group  # noqa: E402
 
-# Generous: the processes of a job share two cores, and PyTorch takes seconds to import.
 IMAGES = 1437
+# Many, because the processes of a job share two cores, and PyTorch takes seconds to import.
 ENOUGH_STEPS = ["--steps", "500"]
 
 
@@ -66,7 +66,7 @@ def test_torchrun_restarts_a_killed_worker_and_two_ranks_a_group_end_with_the_sa
     groups = [new_group(number, 2, nproc=2) for number in range(2)]
     for group in groups:
         group.start(lighthouse, ENOUGH_STEPS, ["--max_restarts", "1"])
-    # Ten more steps for each group, whose batches are compared below; the killed group may be late.
+    # Ten commits of each group itself: a group that starts late takes over the step of the other one.
     wait_for(
         lambda: all(group.step() >= 20 and len(group.commits()) >= 10 for group in groups), "both groups train", *groups
     )

@@ -43,8 +43,8 @@ def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = [new / "bin" / "python", "-m", "pip", "install", "--disable-pip-version-check"]
     run(*pip, "--no-index", "--no-deps", wheel, cwd=new)
     (packages,) = new.glob("lib/python3*/site-packages")
-    # Searched after the new environment's own packages. The .pth files there, which point to this repository, do not
-    # apply.
+    # The borrowed folder is searched after the new environment's own packages. Its .pth files, which point to this
+    # repository, do not apply.
     (packages / "borrowed.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
     return new / "bin"
 

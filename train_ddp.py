@@ -5,8 +5,7 @@ Start a lighthouse, then one of these for every replica group (GROUP = 0, 1, ...
     torchft_lighthouse --min_replicas 1
     REPLICA_GROUP_ID=GROUP TORCHFT_LIGHTHOUSE=http://localhost:29510 torchrun --nproc_per_node 1 train_ddp.py
 
-Kill a group and start it again: the others continue meanwhile, and the new process takes over their weights and their
-position in the data.
+Kill a group and restart it: the others continue meanwhile, and it takes over their weights and position in the data.
 """
 
 import argparse

@@ -27,10 +27,10 @@ import (
 // next lighthouse, which must stay below 3 s when a host vanishes.
 //
 // A shorter bond breaks none of the invariants; it only leaves less time to learn of an end. The stamp that a process answered last
-// is up to two and a half alive intervals old when the process ends (half of the bond: the lighthouse sends no second stamp soon
-// after another), and the lighthouse counts on nine tenths of the bond (bondHolds). So 1.08 s are left for the lighthouse to learn
-// of the end, which takes milliseconds unless it is starved, or more hosts are silent at once than it probes at once (maxProbes, a
-// second each). An end that is learned later is no vote, and the remaining members may have to wait.
+// is up to half of the bond old when the process ends (two and a half intervals between its messages, since the lighthouse sends no
+// second stamp soon after another), and the lighthouse counts on nine tenths of the bond (bondHolds). So 1.08 s are left for the
+// lighthouse to learn of the end, which takes milliseconds unless it is starved, or more hosts are silent at once than it probes at
+// once (maxProbes, a second each). An end that is learned later is no vote, and the remaining members may have to wait.
 const BondTime = 2700 * time.Millisecond
 
 // StampsInBond is how often a bound member sends a message within BondTime.
@@ -74,8 +74,8 @@ func (b *bonds) answered(id string, stamp time.Time) {
 	b.set(id, one)
 }
 
-// release ends a member's bond. The message that sends the member away must be sent after it: otherwise a vote could count here
-// while the member asks elsewhere.
+// release ends a member's bond. It must come before the message that sends the member away: otherwise a vote could count here while
+// the member asks elsewhere.
 func (b *bonds) release(id string, now time.Time) {
 	if one, bound := b.bound[id]; bound {
 		one.stamp, one.let = time.Time{}, now
@@ -136,15 +136,15 @@ func (b *bonds) set(id string, one bond) {
 	b.bound[id] = one
 }
 
-// streamless returns why a call is refused because its member has a list of lighthouses; empty if it is accepted. The answer to
-// a call carries no term. So a request that waits here could still be answered after the member went to another lighthouse, and
-// that one would not know that its quorums have to come later. A member that had a stream before is refused as well, since the
-// term may have changed.
+// streamless returns the reason to refuse a call of a member that has a list of lighthouses; empty if the call is accepted. The
+// answer to a call carries no term. So a request that waits here could still be answered after the member went to another
+// lighthouse, and the other lighthouse would not know that its quorums must have higher ids than this answer. At a lighthouse of a
+// list, a call of any member that knows a quorum is refused: the term may have changed since.
 //
 // Our members make calls if something between them and the lighthouse answers UNIMPLEMENTED to streams. Such a call contains the
-// length of the member's list: without greetings, this lighthouse could not know that there are others. This does not help if a
-// member has a list of one lighthouse while others have more; all groups of a job must have the same list. Upstream members do
-// not send the number, and are accepted: they ask one lighthouse only.
+// length of the member's list: since there is no greeting, this lighthouse could not know otherwise that there are others. This
+// does not help if a member has a list of one lighthouse while others have more; all groups of a job must have the same list.
+// Upstream members do not send the number, and are accepted: they ask one lighthouse only.
 func (s *succession) streamless(e Asked) string {
 	var list string
 	switch {

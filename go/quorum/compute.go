@@ -12,7 +12,7 @@ type tally struct {
 	reachEarlier int // those of them that can reach a lighthouse before this one
 	presumed     int // healthy members that count as alive only because they were in the last quorum: they have sent nothing since
 	candidates   int // healthy members with a pending request
-	shrinkers    int // candidates that ask shrink_only
+	shrinkers    int // candidates whose request has shrink_only
 
 	previous           int // members of the previous quorum, 0 if there was none
 	previousCandidates int // candidates among them
@@ -73,8 +73,8 @@ func (d decision) unknown(id int64) decision {
 //  1. A quorum needs the requests of all members of the previous one, or of more than half of the healthy members. So if two parts
 //     of a job reach the lighthouse but not each other, the smaller part gets no quorum.
 //  2. It has at least min_replicas members, unless all members of the previous quorum ask.
-//  3. No healthy member is left out in the first join_timeout_ms after the first request of a member of the previous quorum: it may be
-//     in the middle of a step.
+//  3. Unless all members of the previous quorum ask, a healthy member without a request is waited for until join_timeout_ms after
+//     the first request of a member of the previous quorum (tally.joining): it may be in the middle of a step.
 //  4. The result depends on counts and the policy only. The checks that look at the members themselves come after it, and can only
 //     forbid what it allows (Machine.decide).
 func compute(p Policy, t tally) decision {

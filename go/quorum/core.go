@@ -57,8 +57,8 @@ func (c *core) refuseAll(r *record, why Refusal, reason string) {
 	}
 }
 
-// outdate ends the pending requests for which the argument which is true. The request of a member that counts as failed ends as
-// well: the member may be presumed alive later, and its request would then be a vote, although the member may have asked another
+// outdate ends the pending requests that the filter (which) accepts. The request of a member that counts as failed ends as well:
+// the member may be presumed alive later, and its request would then be a vote, although the member may have asked another
 // lighthouse meanwhile.
 func (c *core) outdate(which func(request) bool, reason string) {
 	var all, silent []*record
@@ -78,9 +78,9 @@ func (c *core) outdate(which func(request) bool, reason string) {
 	}
 }
 
-// failRefused makes a group whose request was refused count as failed until it asks again, so that no decision waits for it. This
-// excludes members of the latest quorum, unless they did not show a quorum that they claim to know: peers may still be in a step with
-// such a member, and the report of its failure would fail that step.
+// failRefused makes a group whose request was refused count as failed until it asks again, so that no decision waits for it. A
+// member of the latest quorum is excepted: peers may still be in a step with it, and the report of its failure would fail that
+// step. It counts as failed all the same if it did not show a quorum that it claims to know (Unshown).
 func (c *core) failRefused(id string, why Refusal, reason string) {
 	if r := c.roster.members[id]; r != nil && r.alive() && !r.waiting() && (!r.previous || why == Unshown) {
 		c.fail(r, Doubtful, reason)
@@ -88,9 +88,9 @@ func (c *core) failRefused(id string, why Refusal, reason string) {
 }
 
 // newest accepts a request that is newer than all earlier ones of its member. A delayed request has an old step: if it were
-// accepted, it could complete a quorum at a step that its member has left, and the members would divide by different numbers. If
-// two processes number their requests and use one replica id, the one that started later is accepted, since its numbers are larger
-// (replaces), and the requests of the other are refused.
+// accepted, it could complete a quorum at a step that its member has left, and the groups would divide their gradients by different
+// numbers. If two processes number their requests and use one replica id, the one that started later is accepted, since its numbers
+// are larger (replaces), and the requests of the other are refused.
 func (c *core) newest(e Asked) (newest, replaces bool) {
 	r := c.roster.members[e.Member.ReplicaID]
 	another := r != nil && r.address != "" && r.address != e.Member.Address

@@ -26,8 +26,8 @@ type Status struct {
 	// them.
 	GivenVotes []string `json:"given_votes,omitempty"`
 
-	// Why the latest state is not on the lighthouse's disk, and since when; set by the shell. Empty if it is, or if no state is
-	// kept.
+	// Why the latest state is not on the lighthouse's disk, and for how long; set by the shell. Empty if the state is on the disk,
+	// or if no state is kept.
 	Unkept   string `json:"unkept,omitempty"`
 	UnkeptMS int64  `json:"unkept_ms,omitempty"`
 
@@ -36,7 +36,7 @@ type Status struct {
 	HeartbeatTimeoutMS int64 `json:"heartbeat_timeout_ms"`
 
 	MedianStepMS   int64 `json:"median_step_ms"`   // of the last steps, 0 before the second
-	StalledAfterMS int64 `json:"stalled_after_ms"` // how long a step may take before members are asked for their progress
+	StalledAfterMS int64 `json:"stalled_after_ms"` // how long a step may take before a member without progress is reported
 }
 
 // MemberStatus is one replica group in Status.
@@ -46,7 +46,7 @@ type MemberStatus struct {
 	Healthy        bool   `json:"healthy"`
 	InQuorum       bool   `json:"in_quorum"`
 	Waiting        bool   `json:"waiting"`
-	WaitingMS      int64  `json:"waiting_ms"` // since it joined the next quorum
+	WaitingMS      int64  `json:"waiting_ms"` // since it became a candidate for the next quorum
 	// Of its pending request or, without one, of its record in the latest quorum.
 	Address        string `json:"address,omitempty"`
 	StoreAddress   string `json:"store_address,omitempty"`

@@ -43,8 +43,8 @@ func (s *ends) ended(id string) {
 	}
 }
 
-// left handles the message of a member that it leaves or ends for good. It asks no lighthouse after that, so that this counts as its
-// vote even if its bond has run out.
+// left handles a member's message that it leaves, or ends for good. The member asks no lighthouse after that, so the message counts
+// as its vote even if its bond has run out.
 func (s *ends) left(id string) { s.over(id, s.list.promised(id, s.past.latestID())) }
 
 // over counts the end of a bound member as its vote. A pending request of the member is its vote already: with both, the end could
@@ -77,7 +77,7 @@ func (s *ends) tookAddress(by *Member) {
 // the members have ended, and no group trains in a quorum that they joined after the latest one here.
 func (s *ends) votesWaived(e VotesWaived) (changed bool) {
 	for _, id := range e.ReplicaIDs {
-		if id == s.past.rumor.ReplicaID { // the job starts over
+		if id == s.past.rumor.ReplicaID { // without the rumor, the job may start over
 			s.past.rumor = Voter{}
 			s.do(Waived{id, e.By})
 			changed = true
@@ -92,7 +92,7 @@ func (s *ends) votesWaived(e VotesWaived) (changed bool) {
 	return changed
 }
 
-// disconnected asks a member's host at once whether it has ended: the bond that makes its end a vote soon runs out.
+// disconnected asks a member's host at once whether the member has ended: the bond that makes the end a vote soon runs out.
 func (s *ends) disconnected(id string) {
 	if !s.list.listed() || !s.list.holds(id, s.past.latestID(), s.now) || !s.past.votes(id) {
 		return // its end would be no vote
@@ -125,8 +125,9 @@ func (s *ends) probe(id string) {
 	}
 }
 
-// probeMissing asks the hosts of members whose votes are missing whether they have ended. It asks about those that count as alive
-// without evidence: presumed (after a restart of the lighthouse), or suspect. The others have a stream, or are known to have failed.
+// probeMissing asks the hosts of members whose votes are missing whether these members have ended. It asks about members that count
+// as alive without evidence: presumed (as after a restart of the lighthouse), or suspect. The others have a stream, or are known to
+// have failed.
 func (s *ends) probeMissing(missing []Voter) {
 	if len(missing) == 0 || s.now.Sub(s.asked) < probePause {
 		return

@@ -9,8 +9,8 @@ import (
 // again, all at the same moment. If each member decided for itself, the first ones would be too few to be served there, and the others
 // would continue without them: the job would be split, and its parts would move back and forth.
 //
-// So each member reports which earlier lighthouses it can reach (Reaches), and the serving lighthouse decides: once all members that
-// are alive here can reach one of them, all are sent there. If a single member cannot reach it, the job stays here.
+// So each member reports which earlier lighthouses it can reach (Reaches), and the serving lighthouse decides: once all members
+// that are alive here can reach the same one, all are sent there. If a single member cannot reach it, the job stays here.
 //
 // They are sent in the middle of a step. The earlier lighthouse learns of their quorum from their greetings, before any of them asks for
 // the next one.
@@ -48,7 +48,7 @@ func (p Places) Has(i int) bool { return p>>i&1 == 1 }
 // First returns the smallest place of a set, which must not be empty.
 func (p Places) First() int { return bits.TrailingZeros64(uint64(p)) }
 
-// Before returns the set of all places before this one.
+// Before returns the set of all places before the given one.
 func Before(place int) Places { return 1<<place - 1 }
 
 // reaches records which earlier lighthouses a member can reach. Later ones are ignored: failback never leads to one.
@@ -75,7 +75,7 @@ func (f *failback) tick() {
 			common &= r.reaches
 		}
 	}
-	if common == 0 { // none is reached by all: members would be sent to different ones
+	if common == 0 { // no lighthouse is reached by all: members would be sent to different ones
 		return
 	}
 	to := Seat{common.First(), f.list.seat.Of}
@@ -91,7 +91,7 @@ func (f *failback) tick() {
 
 // cameBack handles the return of a member of the latest quorum, because the other lighthouse does not answer after all. The other
 // members are presumed alive again. Those that do not come back within heartbeat_timeout_ms fail, and this lighthouse reports it:
-// their peers may be waiting for them in a step, and no other lighthouse would.
+// their peers may be waiting for them in a step, and no other lighthouse would report the failures.
 func (f *failback) cameBack(known int64) {
 	if !f.away || known == 0 || known != f.past.latestID() {
 		return

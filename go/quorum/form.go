@@ -37,7 +37,8 @@ func (m *Machine) decide(t tally, now time.Time) decision {
 	if !d.ready() {
 		return d
 	}
-	// A member knows a later quorum. Without waiting for it, the job would continue from an older one, with an id that was used already.
+	// A member knows a later quorum. If the decision did not wait for it to be shown, the job would continue from an older quorum,
+	// with an id that was used already.
 	if m.search.pending(now) {
 		return d.unknown(m.search.id)
 	}
@@ -51,8 +52,8 @@ func (m *Machine) decide(t tally, now time.Time) decision {
 		d.cause, d.detail, d.missing = lacksVotes, reason, missing
 		return d
 	}
-	// A longer base would be correct, too, but each member has to store and send it. It gets shorter with time: members whose requests
-	// are pending learn of the latest quorum.
+	// A longer base would be correct, too, but each member has to store and send it. It gets shorter with time: a quorum of the
+	// same members may still be formed, and then more members know the latest quorum.
 	if d.changed && tooLong(m.votes.base(d.in, d.changed)) {
 		d.cause, d.detail = lacksVotes, fmt.Sprintf("too few members know of quorum %d and of those before it: its members stay the same until more do", m.past.latestID())
 		return d
@@ -120,8 +121,8 @@ func (m *Machine) whyFresh(d decision, failing string) string {
 	return reason + m.drains.whoLeft()
 }
 
-// reportWaiting reports at a tick why there is no quorum, each reason once. It does so only for requests that have been pending since
-// the previous tick: the rounds of a healthy job take less, and would flood the log.
+// reportWaiting reports at a tick why there is no quorum, once for each new reason. It does so only for requests that have been
+// pending since the previous tick: those of a healthy job are answered sooner, and reports of them would flood the log.
 func (m *Machine) reportWaiting(d decision) {
 	joined := m.now.Add(-d.tally.waited)
 	if d.cause == noRequest || d.cause == m.reported || joined.After(m.lastTick) {

@@ -11,7 +11,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// crowd returns a job of many members that has had its first quorum.
+// crowd is a job of many members that has had its first quorum.
 type crowd struct {
 	ring
 	ids []string
@@ -54,7 +54,7 @@ func listed(n int) Policy {
 	return Policy{MinReplicas: n, JoinTimeout: time.Hour, HeartbeatTimeout: 5 * time.Second, SuspectGrace: time.Hour}
 }
 
-// alone makes every other member fail by silence, including the first by name, at the first of two lighthouses; the remaining ones ask.
+// alone makes every second member, including the first by name, fail by silence at the first of two lighthouses; the others ask.
 func alone(c *crowd) {
 	c.machine.policy.MinReplicas = 1
 	for _, id := range c.ids {
@@ -79,7 +79,7 @@ type burst struct {
 	run    func(t testing.TB, c *crowd)
 }
 
-// half makes every other member ask at a step, and lets time pass until the others are asked for their progress.
+// half makes every second member ask at a step, and lets time pass until the others are asked for their progress.
 func half(step int64) func(c *crowd) {
 	return func(c *crowd) {
 		for i := 0; i < len(c.ids); i += 2 {

@@ -45,12 +45,12 @@ type ledger struct {
 type listMember struct {
 	id       string
 	failed   bool
-	at       int // -1: it has no stream
-	served   int // the lighthouse of its stream, or of its last one if it has none; -1: it has had none
+	at       int // the lighthouse of its stream; -1: it has none
+	served   int // the lighthouse of its stream or, without one, of its last stream; -1: it has had none
 	term     int64
 	past     *Past
 	step     int64
-	promised time.Time // until when it is bound to that lighthouse
+	promised time.Time // until when it is bound to the lighthouse in served
 	stamp    time.Time // the last stamp that its lighthouse sent, zero if none
 	asks     WaiterID
 	number   uint64

@@ -95,7 +95,7 @@ func (m *Machine) take(event Event) (decide bool) {
 	switch e := event.(type) {
 	case Asked:
 		return m.asked(e)
-	case Withdrawn: // No decision: one candidate less makes no quorum possible.
+	case Withdrawn: // No decision: a withdrawal cannot make a quorum possible.
 		m.roster.withdraw(e.Waiter, m.now)
 	case Beat: // No decision here: if it makes a member with a request a candidate again, the next tick decides. Heartbeats must stay cheap.
 		m.roster.beat(e.ReplicaID, m.now)
@@ -154,8 +154,8 @@ func (m *Machine) take(event Event) (decide bool) {
 // asked accepts a request, refuses it, or redelivers the latest quorum. It reports whether it accepted the request.
 func (m *Machine) asked(e Asked) bool {
 	id := e.Member.ReplicaID
-	// Refused before the roster counts it: otherwise the others would wait for a member that counts as healthy, and that no quorum
-	// may include.
+	// An unfit request is refused before the roster counts it as a heartbeat: otherwise the others would wait for a member that
+	// counts as healthy, and that no quorum may include.
 	if why, reason := m.unfit(e); reason != "" {
 		m.refuse(e.Waiter, why, reason)
 		if why == Unshown { // the member gets another chance to show its quorum, and is accepted after that
@@ -190,7 +190,7 @@ func (m *Machine) asked(e Asked) bool {
 	}
 	m.roster.ask(e, m.now)
 	m.failback.reaches(id, e.Reaches)
-	m.list.back(id) // the request is its vote
+	m.list.back(id) // the member has not ended: its request is its vote
 	if e.Member.Step >= m.past.step {
 		m.past.behind = time.Time{} // this member has the job's step: the wait for such a member is over
 	}

@@ -135,8 +135,8 @@ func (m *memory) latestID() int64 {
 // less.
 const aheadOfClock = time.Hour
 
-// plausible reports whether an id that a member claims to know may exist. If it is not plausible, one of the members of that quorum
-// must show it, with the list of its members. So a single wrong number does not raise the ids for good, and a lighthouse whose own
+// plausible reports whether an id that a member claims to know may exist. If it is not plausible, a member of that quorum must show
+// the quorum, with the list of its members. So a single wrong number does not raise the ids for good, and a lighthouse whose own
 // clock is wrong still continues after the quorum that its members show.
 func (m *memory) plausible(id, term int64) bool {
 	low := id & (1<<termBits - 1)
@@ -144,7 +144,7 @@ func (m *memory) plausible(id, term int64) bool {
 }
 
 // pick returns the members of a quorum, and whether they differ from those of the latest one; if not, they are in order. Otherwise
-// deliver sorts them: most picked quorums are not delivered, since each event of a member picks one while the others may still join.
+// deliver sorts them: many picked quorums are not delivered, since each event picks one again while a later check forbids it.
 func (m *memory) pick(d decision) (in []*record, changed bool) {
 	t := d.tally
 	if d.eligible() == t.previous && t.previousCandidates == t.previous {
@@ -203,8 +203,8 @@ func (m *memory) follow(q *Quorum, in []*record, changed bool) (joined, left []s
 }
 
 // adopt makes a quorum that was formed elsewhere, or before this lighthouse started, the latest one. Its members are presumed alive
-// for heartbeat_timeout_ms, unless their hosts answer that they have ended. Otherwise the first member that asks would continue
-// alone.
+// for heartbeat_timeout_ms, unless their hosts answer that they have ended. If they were not presumed alive, the first member that
+// asks would continue alone.
 func (m *memory) adopt(p Past) {
 	before := m.members
 	q := &Quorum{ID: p.ID, Members: make([]Member, len(p.Members)), Base: p.Base, Created: m.now}

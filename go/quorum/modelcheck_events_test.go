@@ -117,7 +117,7 @@ func (x *explorer) asks(w *world, i, place int) {
 	}
 }
 
-// forget resets the same state as the machine does after a new latest quorum.
+// forget resets the state that the machine resets when another quorum becomes the latest one.
 func (x *explorer) forget(w *world, place int) {
 	last := &w.branches[w.lighthouses[place].last]
 	x.take(w, place).keep(func(id string) bool { return last.voters().has(member(id)) })

@@ -186,7 +186,8 @@ func (w *world) normal() {
 	w.shorten()
 }
 
-// lower makes the highest id of a lighthouse as small as possible: only whether it is above those of its term is relevant.
+// lower makes the highest id of a lighthouse as small as possible: only whether it is above the ids of the quorums of its term
+// matters.
 func (w *world) lower(h *lighthouse) {
 	term := h.highest >> lowBits
 	top := term<<lowBits - 1

@@ -20,16 +20,16 @@ import (
 //
 // An event is one of these:
 //
-//   - A member begins a stream with a lighthouse, shows the quorum that it knows, and asks. Its request to the other lighthouse may still
-//     be pending there, and be used. If it was not released there, its bond has run out.
-//   - The same, but it has not shown its quorum yet. (Later it shows it, and asks.)
+//   - A member begins a stream with a lighthouse, shows the quorum that it knows, and asks. Its request to the other lighthouse may
+//     still be pending there, and be used. If the member was not released there, its bond has run out.
+//   - The same, but the member has not shown its quorum yet. (Later it shows the quorum, and asks.)
 //   - A lighthouse forms a quorum of some of the members that ask there, and some of them receive it. Those ask again.
 //   - A member ends, and a lighthouse learns of it.
 //   - A lighthouse crashes, and starts with an empty memory, or with the state on its disk.
 //
 // Other events are not needed. A member whose end no lighthouse learns is the same as a member that sends nothing more. Answers to
 // stamps are no event: a member that has not answered is like a bound one whose end no lighthouse learns. A member receives a
-// quorum at once or never: until it receives it, it does nothing, so that the delay makes no difference to the others.
+// quorum at once or never: until a quorum arrives, its member does nothing, so that the delay makes no difference to the others.
 //
 // modelcheck_state_test.go has the state, modelcheck_events_test.go the events.
 
@@ -98,8 +98,8 @@ func TestNoHistoryHasTwoBranches(t *testing.T) {
 	}
 }
 
-// between begins with a quorum {b,c} after {a,b,c}. Both have received it, the lighthouse has formed it again, and c has moved to the
-// other lighthouse, where it has not shown it yet. A quorum of a and b there has a base of three.
+// between begins with a quorum {b,c} after {a,b,c}. b and c have received it, the lighthouse has formed it again, and c has moved
+// to the other lighthouse, where c has not shown the quorum yet. A quorum of a and b there has a base of three.
 func between(x *explorer, w *world) {
 	const b, c = 0b010, 0b100
 	x.forms(w, 0, b|c, b|c)

@@ -17,8 +17,9 @@ type Progress struct {
 }
 
 const (
-	// A process can be alive and hang, so that heartbeats do not show progress. Members are asked about their progress when a step takes
-	// this many times the median, and at least leastStall. Until then none is asked.
+	// A process can be alive and hang, so that heartbeats do not show progress. When a step has taken this many times the median,
+	// and at least leastStall, the members without progress are reported as stalled. They are asked for their progress shortly
+	// before that (answerTime). In shorter steps none is asked.
 	stallMultiple = 10
 	leastStall    = 5 * time.Second
 	// In a large quorum a step may take this long for each member: all of them receive the list of the others first.

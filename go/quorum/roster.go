@@ -31,7 +31,7 @@ type record struct {
 	previous bool // member of the previous quorum
 	returned bool // it has begun a stream since its last answer, and has not asked yet
 
-	farTerm int64  // a claimed term far above the present one, which begins once the member has shown a quorum of it; 0: none
+	farTerm int64  // a claimed term, far above the present one: it begins once the member has shown a quorum of about that term; 0: none
 	claim          // a quorum that it knows, and the lighthouse does not
 	reaches Places // earlier lighthouses of the list that it can reach
 
@@ -108,7 +108,7 @@ type roster struct {
 	grace    time.Duration // of suspects
 	members  map[string]*record
 	waiters  map[WaiterID]*record
-	pulses   *list.List // of *record that are alive, the oldest heartbeat first
+	pulses   *list.List // of *record with a recent heartbeat, the oldest heartbeat first
 	suspects *list.List // of *record that are alive and whose stream broke, the longest ago first
 	queue    *list.List // of *record that are candidates, the first to join first
 	formers  *list.List // those of them that were in the previous quorum, in the same order

@@ -25,9 +25,9 @@ import (
 //  4. The members that have received a quorum cannot alone outvote the members of the quorums before it, its base: joint consensus,
 //     as when Raft changes its members. A quorum stays in the base of all later ones until members that know a later one outvote
 //     it, together with votes that were given before that later one was formed. No quorum may be left out in between: if branch A
-//     dropped one and kept the one before it, and branch B the other way round, A and B could have no member in common. So the base
-//     may hold several quorums, up to a size (tooLong); beyond it the members stay the same until more of them know the latest
-//     quorum.
+//     dropped a quorum and kept the quorum before it, and branch B the other way round, A and B could have no member in common. So
+//     the base may hold several quorums, up to a size (tooLong); beyond it the members stay the same until more of them know the
+//     latest quorum.
 //
 // So of two quorums that both commit, the second is a successor of the first. The end of a member is no vote by itself: the member may
 // have been in a later quorum elsewhere. docs/correctness.md has the proof, and modelcheck_test.go checks all short histories.
@@ -76,8 +76,8 @@ func (s *succession) listed() bool { return s.seat.Of > 1 }
 func (s *succession) sit(id string, seat Seat, others bool) (refusal string) {
 	switch {
 	case seat.Of == 0:
-		// The member reports no seat (upstream members do not): the seat that others have reported stays. If this one counted as a
-		// report of an only lighthouse, a quorum could be formed with this member here while another lighthouse serves the rest.
+		// The member reports no seat (upstream members do not): the seat that others have reported stays. If such a member counted
+		// as reporting an only lighthouse, a quorum could be formed with it here while another lighthouse serves the rest.
 	case s.seat.Of != 0 && others && !s.disk && seat != s.seat:
 		return fmt.Sprintf("for member %s this lighthouse is %s, for the others %s: TORCHFT_LIGHTHOUSE must be the same for all groups of a job",
 			id, seat, s.seat)
@@ -201,14 +201,14 @@ func (f shortfall) describe(id int64) string {
 // the next one. The next quorum comes after p; changed says whether its members differ from p's. knows reports which of its
 // members show that they know p.
 //
-// A set of the base is dropped when members that know p outvote it, together with votes that went to p or to a quorum before
-// it: a quorum that is formed elsewhere with the votes of that set then either has a lower id than p, or comes after p. Until
-// then, members that do not know p may continue after that set elsewhere. A vote that is given only now does not count here:
-// before its member was bound to this lighthouse it may have asked another one, for a quorum that is later than p and does not
-// come after it.
+// A set of the base is dropped when members that know p outvote it, together with votes that went to p or to a quorum before it: a
+// quorum that is formed elsewhere with the votes of that set then either has a lower id than p, or comes after p. Until then,
+// members that do not know p may continue after that set elsewhere. A vote that is given only now does not count here: before its
+// member was bound to this lighthouse it may have asked another one, for a quorum that has a higher id than p and does not come
+// after p.
 //
-// The members of p are added, since p may have committed too. Without them, the members that know p and those that do not could
-// each outvote a set that the other does not ask.
+// The members of p are added, since p may have committed too: another lighthouse may continue after p with their votes. If the
+// quorum after the next did not need their votes as well, the two quorums could have no voter in common.
 func (s *succession) baseAfter(p Past, changed bool, knows func(id string) bool) (base [][]Voter) {
 	for _, set := range p.Base {
 		if outvotes(set, func(v Voter) bool { return knows(v.ReplicaID) || v.Given }) {

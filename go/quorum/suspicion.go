@@ -65,7 +65,7 @@ func (s *suspicion) report(by, suspect string) (first bool) {
 	return true
 }
 
-// look starts the checks of members that are due now that another member has reported.
+// look starts the checks that have become due by a report.
 func (s *suspicion) look(suspect string) {
 	q, members := s.past.latest, s.past.members
 	from, to := 0, len(members)

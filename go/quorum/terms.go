@@ -6,8 +6,9 @@ import "fmt"
 //
 // Invariants:
 //
-//  1. All members that have a stream have received the term. A new term ends all other streams and all requests (begin): a request counts
-//     only in the term in which it was made. Otherwise it could be answered after its member went to another lighthouse.
+//  1. All members that have a stream have received the term. A new term ends all other streams, and all requests of members that
+//     use streams (begin): such a request counts only in the term in which it was made. Otherwise it could be answered after its
+//     member went to another lighthouse.
 //  2. The term is above all terms that members know. Terms far ahead of all that were seen here are refused (overreaches), so that
 //     one wrong number does not use up the terms.
 type terms struct {
@@ -28,8 +29,8 @@ const (
 // only that of the quorum's id.
 func (e Greeted) knownTerm() int64 { return max(e.Term, termOf(e.KnownQuorumID)) }
 
-// admit accepts a member's stream, or refuses it. If it accepts it, and the lighthouse is one of a list, it returns the member: greeted
-// then handles the member's term, and welcomes it.
+// admit accepts or refuses a member's stream. If the stream is accepted, and the lighthouse is one of a list, it returns the
+// member: greeted then handles the member's term, and welcomes the member.
 func (t *terms) admit(e Greeted) *record {
 	t.list.back(e.ReplicaID) // the member has not ended: its vote comes with its next request
 	// The refusal comes before the seat is accepted and before the greeting counts as a sign of life. With a seat of a member that is

@@ -15,7 +15,7 @@ import (
 
 // The commands of a transcript:
 //
-//	policy min=2 join=1s heartbeat=5s [grace=200ms] [stalled=2s] [eject=3s] [forbid]   a new machine, at time 0; its first quorum is 1001
+//	policy min=2 join=1s heartbeat=5s [grace=200ms] [stalled=2s] [eject=3s] [forbid]   a new machine, at 1000 ms, so that its first quorum is 1001
 //	ask a [waiter=1] [step=3] [shrink] [failures=1] [known=1005] [number=3] [at=ADDRESS] [world=8] [recallable] [of=2] [reaches=1,2]   of=2: a call by a member that has a list of two lighthouses
 //	greet a seat=3/3 [term=1] [known=1005]   a member begins a stream; in its list this is the last of three lighthouses
 //	reaches a 1,2    the member can reach these lighthouses, and no others
@@ -40,8 +40,8 @@ import (
 //	tick             the timer
 //	wait 100ms       time passes
 //	describe         prints the status
-//	beside B min=2 …   another machine, named B, from a policy; the following commands are for it
-//	at A             the following commands are for machine A
+//	beside B min=2 …   another machine, named B, with this policy; the following commands are for it
+//	at A             the following commands are for machine A, which is that of policy
 func TestTranscripts(t *testing.T) {
 	transcript.Test(t, func(t *testing.T) func([]string) []string { return (&scribe{t: t}).run })
 }

@@ -13,7 +13,7 @@ type Quorum struct {
 	Members  []Member  // ordered by ReplicaID
 	Base     [][]Voter // the members of earlier quorums whose votes the next one needs besides those of Members (succession.go); nil: none
 	Created  time.Time
-	Revision Revision // of Members; 0 if unknown: the answer to a call carries none
+	Revision Revision // of Members; 0 if unknown: in the answer to a call, and in a quorum that was adopted (memory.adopt)
 }
 
 // WaiterID identifies one pending request; the shell chooses it and never uses it twice.
@@ -32,7 +32,7 @@ type (
 		KnownQuorumID int64
 		Recallable    bool   // it answers a Recall
 		Lighthouses   int    // in the list of a member that makes a call; 0 if not reported
-		Reaches       Places // as in Reaches
+		Reaches       Places // as in the event Reaches
 		// Number grows with each request of the member, retries included; 0 if the member does not number them. A request with a
 		// smaller number than an earlier one was delayed: its content is outdated, and the member does not wait for its answer.
 		Number uint64
@@ -46,8 +46,8 @@ type (
 		// that comes from another lighthouse in the middle of a step is training in it.
 		KnownQuorumID int64
 	}
-	// Reaches: a member reports which of the lighthouses before this one in the list it can reach. That holds until its next report, the
-	// end of its last stream, or its failure.
+	// Reaches: a member reports which of the lighthouses before this one in the list it can reach. The report holds until the
+	// member's next one, the end of its last stream, its failure, or the next term.
 	Reaches struct {
 		ReplicaID string
 		Places    Places
@@ -147,7 +147,8 @@ type (
 		Before  *Quorum       // the previously delivered quorum, whose list many members hold; nil if there is none
 		Waited  time.Duration // since the first of them asked
 		// Kept: one of the members cannot show this quorum to a restarted lighthouse of the list, which then knows it from its disk
-		// only. If there is a disk, the shell answers after everything in earlier Keep actions has been written.
+		// only. If there is a disk, the shell answers after the state in the Keep actions so far has been written, those of this
+		// event included.
 		Kept bool
 	}
 	// Redeliver answers a waiter with the latest quorum: its member is in it, and the first answer was lost (redeliver.go).
@@ -161,7 +162,7 @@ type (
 		Why    Refusal
 		Reason string
 	}
-	// Welcome answers the greeting of a member. Actions before it are for the streams that were open then.
+	// Welcome answers the greeting of a member. Earlier actions of the same event are not for the new stream.
 	Welcome struct {
 		ReplicaID string
 		Term      int64         // 0 without a list
@@ -175,8 +176,8 @@ type (
 	}
 	// Renew ends all streams but those of the member that just greeted. The members open new ones, whose welcome has the new term.
 	Renew struct{ Reason string }
-	// FailBack sends all members that have a stream to the lighthouse at an earlier place of the list. Messages on those streams no
-	// longer count, and their end is no failure.
+	// FailBack sends all members that have a stream with this lighthouse to another one, at an earlier place of the list. Messages
+	// on those streams no longer count, and their end is no failure.
 	FailBack struct {
 		Place  int
 		Reason string

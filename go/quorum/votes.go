@@ -25,7 +25,7 @@ type votes struct {
 }
 
 // lacking returns the reason why these members may not form a quorum, and the members whose votes are missing: another lighthouse
-// might serve those. The reason is empty if they may.
+// might serve those. The reason is empty if these members may form a quorum.
 func (v *votes) lacking(d decision, in []*record) (reason string, missing []Voter) {
 	latest := v.past.latest
 	if !v.list.listed() || d.cause == fastPath && latest.Base == nil {

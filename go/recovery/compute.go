@@ -79,7 +79,8 @@ func (v *View) Compute(groupRank int64, initSync bool) (Result, error) {
 	r := v.common
 	r.Handles, r.WithoutHandles = v.handles(groupRank)
 
-	// The ranks of a group choose different primaries, so that the stores share the load.
+	// The primary is the member at whose store the rank meets its peers. The ranks of a group have different primaries, so that the
+	// stores share the load.
 	primary := v.upToDate[groupRank%r.MaxWorldSize]
 	r.StoreAddress = v.members[primary].StoreAddress
 

@@ -6,7 +6,7 @@ import (
 	"github.com/stretchr/testify/require"
 )
 
-// Which groups reduce the kept gradients of a failed step again.
+// TestReplay checks which groups reduce the kept gradients of a failed step again.
 func TestReplay(t *testing.T) {
 	for _, c := range []struct {
 		name      string

@@ -16,7 +16,7 @@ type Result struct {
 	QuorumID         int64 `json:"quorum_id"`
 	ReplicaRank      int64 `json:"replica_rank"` // of this group among the quorum's members
 	ReplicaWorldSize int64 `json:"replica_world_size"`
-	// Sources is empty unless this group heals. The first one is the assigned source, as in upstream. Only that one is sent to
+	// Sources is empty unless this group heals. The first one is the assigned source, as in upstream. Only the first one is sent to
 	// ranks and passed to Python; the others are used in Go only.
 	Sources               []Source `json:"-"`
 	RecoverDstReplicaRank []int64  `json:"recover_dst_replica_ranks,omitempty"` // the groups that heal from this one
@@ -30,8 +30,8 @@ type Result struct {
 	MaxWorldSize       int64    `json:"max_world_size"`   // members at MaxStep
 	Heal               bool     `json:"heal"`
 	CommitFailures     int64    `json:"commit_failures"` // the largest number that a member reports
-	// CommittedQuorumID is the quorum in which the members that are up to date committed their step; after a heal it is also the
-	// one of this group. -1: none, 0: a member does not announce it.
+	// CommittedQuorumID is the quorum in which the members that are up to date committed their step; after a heal it is also this
+	// group's. -1: none, 0: a member does not announce it.
 	CommittedQuorumID int64 `json:"committed_quorum_id"`
 	// Replay: a group that kept its gradients of a failed attempt at MaxStep reduces them again in this quorum.
 	Replay bool `json:"replay"`

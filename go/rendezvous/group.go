@@ -47,7 +47,7 @@ type node struct {
 	rank, size  int               // its rank, and the number of nodes, in that round
 	at          string            // the store of that round; it distinguishes two rounds of the same number, which a lighthouse that lost its state may have released
 	arrived     uint64            // order of its request among those of all nodes
-	seen        map[WaiterID]View // for each pending request: the last answer that the node had received when it sent it
+	seen        map[WaiterID]View // for each pending request: the last answer that the node had received when it sent the request
 	away        time.Time         // since when it has no pending request
 	broke       bool              // its connection broke
 }
@@ -74,7 +74,7 @@ func (n *node) ready(now time.Time, t Timing) bool {
 // current reports whether a node belongs to the round that was released last.
 func (g *group) current(n *node) bool { return g.store != "" && n.round == g.round && n.at == g.store }
 
-// trains reports whether a node is in the round and does not ask for another one.
+// trains reports whether any node is in the round and does not ask for another one.
 func (g *group) trains() bool {
 	for _, n := range g.nodes {
 		if g.current(n) && !n.asks() {
@@ -191,7 +191,7 @@ func (g *group) largest(n, others int) int {
 }
 
 // decide releases a round if one is due. others is the number of nodes of each of the job's other groups that train; had is the
-// smallest size of the other groups between two rounds.
+// smallest last size of the other groups, which counts only while none of them trains.
 func (g *group) decide(now time.Time, t Timing, others, had int) *Released {
 	g.forget(now, t)
 	var ready []*node

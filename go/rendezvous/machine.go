@@ -23,7 +23,8 @@ type waiter struct {
 }
 
 // NewMachine returns a machine that continues from a saved state; with the zero State a job begins. Nodes of the state count as
-// failed unless they come within the timeout, which begins at the first Woken.
+// failed unless they come within the timeout. The shell then feeds a Woken, so that the machine asks for a Wake at the end of the
+// timeout.
 func NewMachine(timing Timing, state State, now time.Time) *Machine {
 	m := &Machine{timing: timing, groups: map[string]*group{}, waiters: map[WaiterID]waiter{}, remembers: len(state.Groups) > 0}
 	for _, s := range state.Groups {
@@ -154,7 +155,7 @@ func (m *Machine) end(id WaiterID, w waiter, broke bool, now time.Time) {
 	}
 }
 
-// settle decides for one group, and for all groups if that changes their allowed sizes; nil: for all.
+// settle decides for one group (only), and for all groups if that changes their allowed sizes. If only is nil, it decides for all.
 func (m *Machine) settle(only *group, now time.Time, do func(Action)) {
 	groups := []*group{only}
 	if only == nil {

@@ -151,7 +151,7 @@ func history(seed uint64) (why string) {
 	return why
 }
 
-// heed makes all nodes ask that have learned that newcomers wait for the next round.
+// heed makes the nodes ask for a round if they have learned that newcomers wait for it.
 func heed(w *world) {
 	for _, a := range w.sorted() {
 		if a.trains() && a.view.Waiting > 0 && !a.cut {

@@ -22,7 +22,7 @@ import (
 //	restart [forgetful]               the lighthouse restarts with its state or, if forgetful, without it
 //	why                               prints why no round is released
 //
-// A node GROUP/NAME is of a group.
+// NODE is a name or, for a node of a named group, GROUP/NAME.
 func TestTranscripts(t *testing.T) {
 	transcript.Test(t, func(t *testing.T) func(words []string) []string {
 		w := newWorld()

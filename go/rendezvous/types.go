@@ -133,8 +133,8 @@ type Attended struct {
 	Request
 }
 
-// Ended is the end of a request without an answer. If Broke is set, its connection broke. Otherwise it was pending for so long that
-// the shell answered it with its own Seen.
+// Ended is the end of a request that has not been answered. If Broke is set, its connection broke. Otherwise it was pending for as
+// long as the shell allows, and the machine answers it, although the node's view has not changed.
 type Ended struct {
 	Waiter WaiterID
 	Broke  bool
@@ -157,7 +157,8 @@ type Answer struct {
 	Reason string // why there is no round yet, for people
 }
 
-// Refuse ends a request that cannot be served. Conflict: the group exists, and this node does not fit into it.
+// Refuse ends a request that cannot be served. Conflict: the request is valid, but conflicts with the present groups and nodes.
+// Otherwise the request is invalid.
 type Refuse struct {
 	Waiter   WaiterID
 	Conflict bool
@@ -210,6 +211,6 @@ type Assigned struct {
 
 // Timing has the timeouts after which a node counts as failed.
 type Timing struct {
-	Grace   time.Duration // after its connection broke, a release no longer waits for it
-	Timeout time.Duration // after it was silent, or its connection broke, its group continues without it
+	Grace   time.Duration // how long a release waits for a node whose connection broke
+	Timeout time.Duration // how long a node may have no pending request, for whatever reason, before its group continues without it
 }

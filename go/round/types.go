@@ -70,8 +70,9 @@ type (
 		Waiter    WaiterID
 		GroupRank int64
 	}
-	// Withdrawn: the deadline of a waiter passed, or its call was cancelled. The gathering ends, and all of its waiters get Fail
-	// with a reason that names the missing ranks. If the shell has already answered this waiter, it ignores the Fail.
+	// Withdrawn: the deadline of a waiter passed, or its call was cancelled. The gathering or the vote to which the waiter belongs
+	// ends, and all of its waiters get Fail with a reason that names the missing ranks. If the shell has already answered this
+	// waiter, it ignores the Fail.
 	Withdrawn struct {
 		Waiter  WaiterID
 		Timeout bool

@@ -1,6 +1,6 @@
 """A group heals on a device: into its own tensors, with little additional device memory.
 
-One device is enough for both groups. If there are two, the target must not allocate memory on the source's.
+Both groups may use the same device. If each has its own, the target must not allocate memory on the source's device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def http(rank: Rank) -> CheckpointTransport[Any]:
 
 
 def http_without_a_copy(rank: Rank) -> CheckpointTransport[Any]:
-    """The upstream format."""
+    """For state on a device, `snapshot=False` makes HTTPTransport send in the upstream format."""
     return HTTPTransport(DEADLINE, 0, snapshot=False)
 
 

@@ -133,11 +133,11 @@ def test_each_tensor_goes_to_the_targets_device_for_it(pair: Pair, writable: boo
 @pytest.mark.parametrize(
     ("own", "source", "of", "home"),
     [
-        # the target's device for the other tensors from that device
+        # the device of the target's tensor that corresponds to the source's other tensor on late:2
         (["late:1", "late:3"], ["late:0", "late:2"], "late:2", "late:3"),
-        # if these are on several devices: the device of most of them
+        # the target has the source's tensors of late:0 on several devices: the device of most of them
         (["late:1", "late:3", "late:3"], ["late:0", "late:0", "late:0"], "late:0", "late:3"),
-        # no other tensor is from that device: the target's only device of the same type
+        # the source has no other tensor on late:2: the target's only device of the same type
         (["late:1", "cpu"], ["late:0", "cpu"], "late:2", "late:1"),
         (["late:1", "late:3"], ["late:0", "late:0"], "late:2", "cpu"),  # ambiguous: the target has two devices
         (["cpu"], ["late:0"], "late:0", "cpu"),
@@ -155,8 +155,8 @@ def test_the_device_of_a_tensor_that_the_target_does_not_have(
 
 @pytest.mark.parametrize("writable", [True, False], ids=["in place", "settled"])
 def test_a_target_without_the_devices_of_the_source(pair: Pair, writable: bool) -> None:
-    """Its existing tensors are filled on their devices. Others stay on the host, where its load function can move
-    them.
+    """The target's existing tensors are filled where they are. Other received tensors stay on the host; the target's
+    load function can move them.
     """
     state, own = state_on("late:0", "late:2", 5.0), state_on("cpu", "cpu", 1.0)
     del own["second"]
@@ -237,7 +237,7 @@ def test_the_source_may_continue_when_the_device_has_sent(late: Any, held_at_the
 
 
 def test_a_source_whose_sends_do_not_end_has_a_deadline(late: Any, held_at_the_tensors: None) -> None:
-    """This happens if the peer has failed and does not receive them."""
+    """The sends do not end if the peer has failed and does not receive."""
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         source, target = process_group(stack, on_device=True)
         torch.accelerator.set_device_index(0)
@@ -246,12 +246,12 @@ def test_a_source_whose_sends_do_not_end_has_a_deadline(late: Any, held_at_the_t
         with pytest.raises(TimeoutError, match=r"to \[1\]: timed out after 3 seconds: the device has not ended it"):
             source.disallow_checkpoint()
         late.release()
-        got.exception(60)  # its process group was aborted
+        got.exception(60)  # the receive ends after the release: the deadline does not abort the sends
 
 
 @pytest.mark.parametrize("name", ["http", "Gloo", "process group on the device"])
 def test_no_host_memory_for_tensors_on_a_device(late: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """In the upstream format, the devices of tensors are known only when they arrive."""
+    """The upstream format is not tested: there the target learns a tensor's device only when the tensor arrives."""
     monkeypatch.setattr(_memory, "available_memory", lambda: 1000)
     own, state = ({"w": torch.ones(1000, device=f"late:{i}")} for i in (1, 0))
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
@@ -261,7 +261,7 @@ def test_no_host_memory_for_tensors_on_a_device(late: Any, monkeypatch: pytest.M
             CheckpointError, match=r"4000 bytes of it are on a device.*1000 free.*use_async_quorum=False"
         ):
             target.recv_checkpoint(0, source.metadata(), 3, TIMEOUT, target=Target(lambda: own, writable=False))
-        sent.result(60)  # it does not wait for a target that cannot receive its state
+        sent.result(60)  # the source does not wait for a target that has no memory for the state
         source.disallow_checkpoint()
 
 
@@ -359,7 +359,7 @@ def test_a_state_has_arrived_on_the_device_when_it_is_returned(late: Any, held_a
 
 @pytest.mark.parametrize("implementation", ["legacy", "nccl2", "gloo"])
 def test_the_gpu_test_of_two_ranks(late: Any, implementation: str) -> None:
-    """The test of PGTransport over NCCL, in tests/gpu/test_ranks.py, needs two GPUs: this covers the rest of it."""
+    """The test of PGTransport over NCCL, in tests/gpu/test_ranks.py, needs two GPUs. Its ranks run here without one."""
 
     def make() -> Any:
         if implementation == "gloo":

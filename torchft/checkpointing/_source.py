@@ -28,9 +28,9 @@ class Unavailable(Exception):
 class Source:
     """Coordinates requests, the training thread and shutdown.
 
-    A checkpoint is offered between `publish` or `allow` and `disallow`. If it is copied, later requests for its step
-    are served from the copy, until all receivers have the checkpoint, the next checkpoint is offered, or `keep` seconds
-    have passed.
+    A checkpoint is offered from `publish` or `allow` until `disallow`. If it is copied, requests for its step after
+    `disallow` are served from the copy, until all receivers have the checkpoint, the next checkpoint is offered, or
+    `keep` seconds have passed.
 
     Args:
         keep: seconds that a checkpoint is kept after `disallow`
@@ -113,9 +113,10 @@ class Source:
     def disallow(self, timeout: float) -> None:
         """Returns the tensors to the caller: after this call no reader uses them.
 
-        If they are copied, it waits for the copy, unless every receiver has the state already. Otherwise it waits
-        until no reader is left or every receiver has the state, at most `timeout` seconds. Then it closes the
-        connections of the remaining readers: a slow peer must not delay the training here.
+        With a copy, this call waits until the copy is complete, unless every receiver has the state already. Without a
+        copy, it waits at most `timeout` seconds until no reader is left or every receiver has the state; an additional
+        source does not wait. Then it closes the connections of readers that still use the tensors: a slow peer must not
+        delay training on this replica group.
 
         Raises:
             TimeoutError: the tensors are still in use; they must not be changed
@@ -137,7 +138,7 @@ class Source:
             self._cond.notify_all()  # readers that arrived in the meantime wait for the copy, which is complete now
 
     def drop_old(self, now: float) -> None:
-        """Frees a copy that all receivers have, and replaced checkpoints.
+        """Frees replaced checkpoints, a copy that all receivers have, and a checkpoint whose time is over.
 
         Called on background threads, because returning much memory to the system takes a while.
         """

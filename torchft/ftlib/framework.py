@@ -69,7 +69,7 @@ class ProcessGroupFramework(Framework):
     """A process group of torchft, or a native one that can be reconfigured.
 
     Args:
-        pg: the group; it has no peers yet, and still belongs to the caller.
+        pg: the group, without peers yet. The caller shuts it down.
         timeout: timeout of connecting to new peers.
     """
 
@@ -127,7 +127,8 @@ class ProcessGroupFramework(Framework):
 
     def _wait(self, work: Work) -> None:
         work.wait()
-        # Process groups on devices, and those that swallow errors, report errors only later.
+        # `wait` does not raise every error: a group on a device notices some only when the stream has finished, and a
+        # group that swallows errors only returns them from `errored`.
         if torch.accelerator.is_available():
             torch.accelerator.current_stream().synchronize()
         error = self._error()
@@ -136,5 +137,5 @@ class ProcessGroupFramework(Framework):
 
 
 def _reconfigures_itself(pg: ProcessGroup) -> bool:
-    """Whether ``configure`` is not needed, because the innermost group has its own ``reconfigure``."""
+    """Whether the innermost group has its own ``reconfigure``, so that ``configure`` is not needed."""
     return isinstance(pg, ProcessGroupWrapper) and pg._reconfigures_itself()

@@ -132,7 +132,7 @@ def test_simple_future() -> None:
 
 
 class Aborted(Pending):
-    """A collective whose waits an abort has ended, but which still runs."""
+    """A collective after an abort: `wait` raises an error at once, but the backend still runs the collective."""
 
     over = False
 
@@ -140,7 +140,7 @@ class Aborted(Pending):
         raise RuntimeError("aborted")
 
     def drain(self, timeout: timedelta) -> bool:
-        return True  # it sleeps
+        return True  # the collective writes nothing any more, although its thread has not ended
 
     def ended(self) -> bool:
         return self.over

@@ -15,7 +15,7 @@ from typing import Optional, Sequence, Union
 from torchft.process_group.isolated import _native, protocol
 from torchft.process_group.isolated.messages import LONG, send
 
-_ANSWERS_SIZE = 1 << 20  # bytes: the largest size that an unprivileged process may request
+_ANSWERS_SIZE = 1 << 20  # capacity of the pipe in bytes: the most that an unprivileged process may set
 _SEND_SLICE_MS = 100
 # The largest request that fits into one message, together with its head.
 _SHORT = LONG - 64
@@ -29,8 +29,9 @@ class Wire:
     """
 
     def __init__(self) -> None:
-        # SEQPACKET keeps the messages apart, and carries file descriptors. Answers are written by several threads
-        # of the worker, some of Gloo's: a pipe is faster, and holds thousands of answers.
+        # Requests use a SEQPACKET socket, which keeps messages apart and carries file descriptors. Answers use a pipe,
+        # which is faster than a socket and holds thousands of answers; several threads of the worker write to it, also
+        # threads of Gloo.
         self._requests, requests = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._answers, answers = os.pipe()
         self.theirs: tuple[socket.socket, int] = requests, answers
@@ -40,7 +41,8 @@ class Wire:
         self._requests_fd = self._requests.fileno()
         # Reentrant: a garbage collection may call `close` on a thread that holds this lock.
         self._send_lock = threading.RLock()
-        # Held while a descriptor is used: the number of a closed one may be reused for another file at once.
+        # Held by `wake`, so that `close` cannot close the eventfd in the meantime: its number may be reused for another
+        # file, to which `wake` would then write.
         self._closing = threading.RLock()
         self._rest = b""
         self.closed = False
@@ -83,7 +85,8 @@ class Wire:
         Raises:
             EOFError: the worker has ended.
         """
-        # An answer is written by one call: if a part of it is read, the rest is in the pipe, and this does not block.
+        # The worker writes an answer with one atomic call. If only a part of an answer has been read, the rest is in
+        # the pipe already, so `os.read` does not block.
         found = (
             os.read(self._answers, LONG)
             if self._rest

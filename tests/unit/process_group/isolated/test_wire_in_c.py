@@ -37,7 +37,7 @@ def pipe() -> Iterator[tuple[int, int, int]]:
 
 @pytest.mark.parametrize("size", [0, 1, 1000, 1 << 20, 1 << 21, (1 << 21) + 63, (1 << 22) + 17])
 def test_copy(size: int) -> None:
-    """For any start address: large copies are made in cache lines."""
+    """Copies are exact for any start address, also large ones, which are made in whole cache lines."""
     memory = torch.randint(0, 255, (size + 32,), dtype=torch.uint8)
     for at, begin in [(0, 0), (1, 0), (0, 15), (17, 3)]:
         to = torch.full((size + 32,), 255, dtype=torch.uint8)
@@ -153,7 +153,7 @@ def test_an_operation_is_answered_by_its_future(pipe: tuple[int, int, int]) -> N
     assert _native.read(reading, wake, MINUTE_MS) == 7
     thread.join()
     assert in_flight == {8: "allreduce"} and not failed
-    # pyrefly: ignore [bad-argument-type]  # typed as a result
+    # pyrefly: ignore [bad-argument-type]  # PyTorch's annotation is the result type
     wrong.set_exception(ValueError("no"))
     assert failed == [(8, "no")]
     assert in_flight == {}

@@ -20,9 +20,9 @@ import (
 	"github.com/torchft/torchft/go/rendezvous"
 )
 
-// longestPoll is how long a request of a node waits for a change before it is answered. The node sends the next request as soon as it has
-// the answer, so a node without a pending request counts as failed after the grace period. The server's ReadTimeout would end requests
-// that wait much longer.
+// longestPoll bounds how long a request of a node waits for a change before it is answered. The node sends the next request as soon as it
+// has the answer. So a node that has no pending request for HeartbeatTimeout counts as failed; if its connection broke, for SuspectGrace.
+// The server's ReadTimeout would end requests that wait much longer.
 const longestPoll = 2500 * time.Millisecond
 
 // placed is the answer to a request of a node.
@@ -37,8 +37,8 @@ func (c Config) rendezvousTiming() rendezvous.Timing {
 	return rendezvous.Timing{Grace: c.SuspectGrace, Timeout: c.HeartbeatTimeout}
 }
 
-// serveRendezvous serves nodes of torchrun (torchft/dlrover/rendezvous.py). Their requests need the token, as the calls of members do. If
-// the lighthouse has no token, all requests are served except those of browsers: a page of another site could send them.
+// serveRendezvous serves nodes of torchrun (torchft/dlrover/rendezvous.py). Their requests need the token, as the calls of members do.
+// Requests of browsers are always refused: where the lighthouse has no token, a page of any web site could send them.
 func (s *Server) serveRendezvous(w http.ResponseWriter, r *http.Request) {
 	check := s.gate.CheckToken(r.Header.Values("Authorization"))
 	if check == auth.TokenMissing || check == auth.TokenWrong {
@@ -81,7 +81,7 @@ func (s *Server) serveRendezvous(w http.ResponseWriter, r *http.Request) {
 	dashboard.Answer(w, answer)
 }
 
-// rendezvousCodes are the HTTP status codes of refusals; nodes retry after a 503 only.
+// rendezvousCodes are the HTTP status codes of refusals. Nodes retry after a code of 500 or above, and fail after a lower one.
 var rendezvousCodes = map[codes.Code]int{
 	codes.InvalidArgument: http.StatusBadRequest,
 	codes.AlreadyExists:   http.StatusConflict,
@@ -141,7 +141,7 @@ func (j *job) place(event rendezvous.Event) {
 	var err error
 	sound := false
 	defer func() {
-		if !sound { // the machine panicked: its state is unknown, and a new machine learns it from the nodes (compare safely)
+		if !sound { // the machine panicked, and may be in any state: a new one starts, and learns the rounds from the nodes' next requests
 			j.rendezvous = rendezvous.NewMachine(j.cfg.rendezvousTiming(), rendezvous.State{}, time.Now())
 			j.nodes.AnswerAll(placed{err: err})
 		}

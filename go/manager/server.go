@@ -44,12 +44,13 @@ type Server struct {
 	heals     groupHeal
 	evictedIn atomic.Int64 // quorum_id of the last quorum in which this group counts as failed
 
-	badCount sync.Once // logs the first refused count of a rank
+	badCount sync.Once // logs only the first refused rankclient.Counted, whichever rank sent it
 	trouble  string    // why the lighthouse is not reached; empty if it is
 	closed   bool
 }
 
-// spareConnections are for clients other than the ranks that mostConnections counts: Prometheus, operators, ranks of smaller groups.
+// spareConnections are for clients that mostConnections does not count one by one: Prometheus, operators, and, if several groups heal at
+// the same time, the ranks of all but one of them.
 const spareConnections = 10_000
 
 // mostConnections returns how many connections to a manager server may be open. Each rank keeps one. After a network failure all ranks
@@ -142,7 +143,8 @@ func (s *Server) Finish() {
 	}
 }
 
-// leave announces to the membership that the group leaves, and waits until no peer needs its last collective.
+// leave announces that the group has completed its last step, and waits until its peers have completed that step too and no longer need
+// the group's data.
 func (s *Server) leave(ctx context.Context) error {
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()

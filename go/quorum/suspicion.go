@@ -91,7 +91,8 @@ func (s *suspicion) due(r *record, others int) bool {
 	return !s.spoke(r) && !s.checked[r.id] && 2*(s.unnamed+s.named[r.id]) > others
 }
 
-// spoke reports whether a check of a member is needless: it is alive, since it has asked or reported itself, or it has failed.
+// spoke reports whether a check of a member is needless: the member has sent a report or has a pending request, so it is alive; or it
+// counts as failed already.
 func (s *suspicion) spoke(r *record) bool {
 	_, reported := s.accused[r.id]
 	return reported || r.waiting() || !r.alive()

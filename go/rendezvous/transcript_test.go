@@ -14,8 +14,8 @@ import (
 //
 //	nnodes MIN MAX [sizes=] [last=]   settings of the nodes that follow
 //	start NODE...                     the nodes announce that they are starting
-//	ask NODE...                       they ask for a round, also as their first request
-//	heed                              all nodes that train, and for which others wait, restart their workers, and ask
+//	ask NODE...                       the nodes ask for a round; a start before that is not required
+//	heed                              each training node whose view shows waiting nodes restarts its workers, and asks again
 //	cut, back NODE...                 their connections break, and come back
 //	leave, finish NODE...             the nodes end; with finish, because their work is done
 //	after DURATION                    time passes

@@ -52,11 +52,16 @@ func (g *group) letGo() { g.promised = 0 }
 // operatorEvery is the interval at which the operator checks a lighthouse.
 const operatorEvery = time.Second
 
-// operator waives the votes of missing groups. Like a careful operator, it does so only under these conditions: all missing groups
-// have ended; no other lighthouse knows a later quorum; the latest quorum here is, or comes after, the quorum that each live group
-// knows (ids do not show that: after an earlier waiver, a group may know a quorum of another branch with a smaller id); and all
-// live members have a pending request here. The other lighthouses are restarted first: one of them may have the vote of a group
-// that ended while bound there, and a vote must not count at two lighthouses.
+// operator waives the votes of missing groups, under the conditions that a careful operator would check:
+//
+//   - All missing groups have ended.
+//   - No other running lighthouse knows a later quorum. If two know the same one, only the first of them waives votes.
+//   - The quorum that each live group knows is the latest quorum here or one of its predecessors. A smaller id alone does not show
+//     this: after an earlier waiver, the group's quorum may be on another branch.
+//   - All live members of the latest quorum have a pending request here.
+//
+// The other lighthouses that know a quorum are restarted first: one of them may have the vote of a group that ended while bound
+// there, and a vote must not count at two lighthouses.
 func (l *lighthouse) operator() {
 	w := l.w
 	if w.Lighthouses == 1 || w.now-l.looked < operatorEvery {

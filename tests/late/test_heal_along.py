@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from types import ModuleType
 from typing import Any
 
@@ -82,26 +83,37 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Beside, "running", checked)
 
 
+OPTIMIZERS: dict[str, Callable[[nn.Module], optim.Optimizer]] = {
+    "adam": lambda model: optim.Adam(model.parameters(), lr=0.01),
+    "capturable": lambda model: optim.Adam(model.parameters(), lr=0.01, capturable=True),  # counts steps on the device
+    "sgd": lambda model: optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+}
+SCHEDULES = ("at once", "delayed", "lazy")
+# Each value of each parameter; the other combinations are slow, a second or two each.
+FEW = {
+    ("adam", "delayed", False),
+    ("adam", "lazy", True),
+    ("capturable", "delayed", True),
+    ("sgd", "at once", False),
+}
+
+
 @pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True")
-@pytest.mark.parametrize("between_votes", [False, True])
-@pytest.mark.parametrize("schedule", ["at once", "delayed", "lazy"])
 @pytest.mark.parametrize(
-    "make",
+    ("optimizer", "schedule", "between_votes"),
     [
-        lambda model: optim.Adam(model.parameters(), lr=0.01),
-        lambda model: optim.Adam(model.parameters(), lr=0.01, capturable=True),  # its count of steps is on the device
-        lambda model: optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+        pytest.param(*case, marks=() if case in FEW else pytest.mark.slow)
+        for case in product(OPTIMIZERS, SCHEDULES, (False, True))
     ],
-    ids=["adam", "capturable", "sgd"],
 )
 def test_a_group_that_joins_has_the_same_bits(
     late: ModuleType,
     marked: None,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
+    optimizer: str,
     schedule: str,
     between_votes: bool,
-    make: Callable[[nn.Module], optim.Optimizer],
 ) -> None:
     if schedule == "delayed":
         late.delays(7, 0, 3000)
@@ -109,7 +121,7 @@ def test_a_group_that_joins_has_the_same_bits(
         late.lazy(5000)
     if between_votes:
         monkeypatch.setattr(Heal, "early", EARLY)
-    loop = OnStream(together=2, make=make, model=small, device_of=on_device)
+    loop = OnStream(together=2, make=OPTIMIZERS[optimizer], model=small, device_of=on_device)
     with Cluster(make_pg=lambda group: ProcessGroupLate(timeout=DEADLINE)) as cluster, caplog.at_level(logging.INFO):
         _run(cluster, loop, first=1, later=1)
     assert between_votes or loop.joined[1] >= LEAST_ROUNDS, "its state came in pieces over some steps"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
+import venv
 import zipfile
 from pathlib import Path
 
@@ -54,14 +54,16 @@ def test_commands_that_are_run_in_it_are_known() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_copied_files_suffice_for_the_wheel(tmp_path: Path) -> None:
+def test_the_copied_files_suffice_for_the_wheel(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     for source in COPIED:
         if (ROOT / source).is_dir():
             shutil.copytree(ROOT / source, tmp_path / source, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
         else:
             shutil.copy2(ROOT / source, tmp_path / source)
     recipe = next(line for line in LINES if " pip wheel " in line).removeprefix("RUN python3 ")
-    command = [sys.executable, *recipe.replace(" /dist ", f" {tmp_path / 'dist'} ").split()]
+    environment = tmp_path_factory.mktemp("environment")
+    venv.create(environment, with_pip=True)  # one that uv made has no pip
+    command = [environment / "bin" / "python", *recipe.replace(" /dist ", f" {tmp_path / 'dist'} ").split()]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stdout + done.stderr
     (wheel,) = (tmp_path / "dist").glob("torchft-*-cp310-abi3-*.whl")

@@ -29,7 +29,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("`make wheel` builds with what is in .venv, and this is another environment")
     folder = tmp_path_factory.mktemp("dist")
     run("make", "wheel", f"DIST={folder}", cwd=ROOT, seconds=800)
-    (path,) = folder.iterdir()
+    (path,) = folder.glob("*.whl")  # uv adds a .gitignore
     return path
 
 

@@ -58,7 +58,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured.
+    """A package with its setting.
 
     Attributes:
         along: the value of ``heal_along``; None: the package has no such setting.

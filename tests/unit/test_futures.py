@@ -208,7 +208,7 @@ def test_a_forked_child_has_its_own_timers() -> None:
     with context_timeout(lambda: None, LONG):  # the parent's thread is running
         context = multiprocessing.get_context("fork")
         queue: multiprocessing.SimpleQueue[str] = context.SimpleQueue()
-        child = context.Process(target=_expire_in_child, args=(queue,))
+        child = context.Process(target=_expire_in_child, args=(queue,), daemon=True)
         child.start()
         child.join(30)
     assert child.exitcode == 0

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import multiprocessing
 import os
 import random
-import re
 import signal
-import subprocess
-import time
 from datetime import timedelta
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Callable, ClassVar, Generator, Iterator, Optional
+from typing import Any, Callable, Generator, Iterator, Optional
 
 import pytest
 import torch
@@ -29,7 +24,6 @@ from torchft.data._prefetch import ReadFailed
 from torchft.data._step import StepEnded, UnitsSkipped
 from torchft.data.loader import Step
 from torchft.data.position import Plan, Position, PositionDiffers
-from torchft.data.workers import WorkerInit
 from torchft.manager import Manager
 
 DATA = TensorDataset(torch.arange(10))
@@ -264,80 +258,6 @@ def leaves_on_sigterm() -> Iterator[None]:
 def test_workers_of_a_group_that_leaves_on_a_signal_ignore_it(leaves_on_sigterm: None, context: str) -> None:
     loader = make(Preempted(), num_workers=1, multiprocessing_context=context, worker_init_fn=report)
     assert [len(unit.data) for _, units in train(loader) for unit in units] == [2] * 5
-
-
-def echo(pipe: Any) -> None:
-    WorkerInit([signal.SIGTERM])(0)
-    while True:
-        pipe.send(pipe.recv())
-
-
-def test_only_its_loader_ends_such_a_worker() -> None:
-    """A loader ends its workers by SIGTERM and waits for their end; otherwise its process could not exit."""
-    fork = multiprocessing.get_context("fork")
-    here, there = fork.Pipe()
-    # A daemon: the end of the tests would wait for any other process, without a limit.
-    worker = fork.Process(target=echo, args=(there,), daemon=True)
-    worker.start()
-    try:
-        for message in ("ready", "alive"):
-            here.send(message)
-            assert here.recv() == message
-            subprocess.run(["/bin/sh", "-c", f"kill -TERM {worker.pid}"], check=True)
-            wait_until_taken(worker.pid, signal.SIGTERM)  # the kernel drops a signal while the same one is pending
-        worker.terminate()
-        worker.join(60)
-        assert worker.exitcode == 0
-    finally:
-        worker.kill()
-        worker.join(60)
-
-
-def wait_until_taken(pid: Optional[int], number: int) -> None:
-    """Waits until a thread of a process has taken a signal to the whole process."""
-    deadline = time.monotonic() + 60
-    while True:
-        found = re.search(r"^ShdPnd:\s*([0-9a-f]+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
-        assert found is not None
-        if not int(found[1], 16) >> (number - 1) & 1:
-            return
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
-class OfTheRank:
-    """An object that only a garbage collection frees, like a process group in a cycle with the frames of its error."""
-
-    ended: ClassVar[list[int]] = []
-
-    def __init__(self) -> None:
-        self.itself = self
-
-    def __del__(self) -> None:
-        OfTheRank.ended.append(os.getpid())
-
-
-def collect(pipe: Any) -> None:
-    WorkerInit(())(0)
-    gc.collect()
-    pipe.send(OfTheRank.ended)
-
-
-def test_a_worker_collects_nothing_of_its_rank() -> None:
-    """The threads of a process group do not exist in the worker, where its destruction may be a segmentation fault."""
-    fork = multiprocessing.get_context("fork")
-    here, there = fork.Pipe()
-    gc.disable()
-    try:
-        OfTheRank()
-        worker = fork.Process(target=collect, args=(there,))
-        worker.start()
-        assert here.recv() == []
-        worker.join(60)
-    finally:
-        gc.enable()
-    gc.collect()
-    assert OfTheRank.ended == [os.getpid()]
 
 
 def test_arguments_of_the_dataloader_reach_it() -> None:

@@ -1,7 +1,7 @@
 """A pytest plugin with the rules for second runs, for skips, and for tests that cannot run on this host.
 
-- A failed test with real processes runs a second time, so that a busy machine does not fail the whole run. There is no
-  second run after a timeout, because a wait that nothing ends is a bug, and none with RERUNS=0. The first failure is
+- A failed test runs a second time, so that one test that a busy machine disturbs does not fail the whole run. There is
+  no second run after a timeout, because a wait that nothing ends is a bug, and none with RERUNS=0. The first failure is
   recorded in build/test/flaky.jsonl, one JSON object per line. If more than one test needs a second run, the run fails.
 - Tests that need CUDA devices or network namespaces are deselected on hosts without them, and one line reports that.
   With CI=true any other skip fails the run, because everything that can be installed is installed there. A run in which
@@ -72,7 +72,6 @@ NEEDS: dict[str, tuple[str, Callable[[], str | None]]] = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "processes: starts and kills real processes; one more run if it fails")
     config.addinivalue_line("markers", "devices(count): needs that many CUDA devices")
     for mark, (what, _) in NEEDS.items():
         config.addinivalue_line("markers", f"{mark}: needs {what}")
@@ -99,15 +98,11 @@ class Policy:
                 deselected.append(item)
                 continue
             kept.append(item)
-            if self.reruns and not self.no_reruns and self._has_processes(item):
+            if self.reruns and not self.no_reruns:
                 item.add_marker(pytest.mark.flaky(reruns=self.reruns, rerun_except=TIMEOUTS))
         if deselected:
             self.config.hook.pytest_deselected(items=deselected)
             items[:] = kept
-
-    def _has_processes(self, item: pytest.Item) -> bool:
-        folder = self.config.rootpath / "tests" / "process"
-        return folder in item.path.parents or item.get_closest_marker("processes") is not None
 
     def _missing(self, item: pytest.Item) -> str | None:
         for mark, (what, missing) in NEEDS.items():

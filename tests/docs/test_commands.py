@@ -284,7 +284,6 @@ def test_ctrl_c_in_the_terminals_of_a_job(terminal: dict[str, str], tmp_path: Pa
 
 
 @pytest.mark.slow  # test_train_readme.py runs the example
-@pytest.mark.processes
 @pytest.mark.timeout(280)
 def test_the_example_of_a_step(terminal: dict[str, str], tmp_path: Path) -> None:
     activate, *_ = section("README.md", "Run a job")

@@ -72,7 +72,6 @@ def test_a_compiler_that_fails_is_quoted(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 # test_jobs.py trains on the device, test_processes.py kills a group.
 @pytest.mark.slow
-@pytest.mark.processes
 def test_the_example_runs_on_it() -> None:
     command = [
         sys.executable,

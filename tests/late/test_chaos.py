@@ -9,7 +9,6 @@ from processes import Job
 
 # test_processes.py also kills a group, but without checking the history.
 @pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_groups_are_killed_and_stopped(job_server: None) -> None:
     with Job() as job:

@@ -53,21 +53,18 @@ def test_one_rank_ends_as_plain_training_on_the_cpu(late: ModuleType, one_rank: 
 
 
 @pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.parametrize("delays", [0, 1, 2])
 def test_two_groups_of_two_ranks_end_as_one_process_with_all_the_data(job_server: None, delays: int) -> None:
     train_together(SHARDS, STEPS, device="late", delays=delays)
 
 
 @pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_a_group_is_killed_and_comes_back(job_server: None) -> None:
     kill_and_heal(SHARDS, device="late")
 
 
 @pytest.mark.slow
-@pytest.mark.processes
 @pytest.mark.timeout(300)
 def test_a_group_takes_over_its_shards_in_pieces(job_server: None) -> None:
     join_along(SHARDS, device="late")

@@ -37,8 +37,6 @@ __all__ = ["fixture"]
 TIMEOUT = timedelta(seconds=30)
 COUNT = 1000
 
-pytestmark = pytest.mark.processes
-
 
 def started(kind: type[ProcessGroupBabyLate]) -> Iterator[ProcessGroupBabyLate]:
     group = kind(timeout=TIMEOUT)

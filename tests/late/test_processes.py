@@ -77,7 +77,6 @@ def run_with_a_kill(*args: str) -> None:
         check_steps(survivor, victim, spare)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     "args",
     [
@@ -101,7 +100,6 @@ def test_a_group_is_killed_and_comes_back(job_server: None, args: tuple[str, ...
     run_with_a_kill(*args)
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("bus", ["1", pytest.param("0", marks=pytest.mark.slow)], ids=["failure bus", "no failure bus"])
 def test_a_group_that_fails_in_the_last_bucket_leaves_its_peers_with_the_same_weights(
     job_server: None, bus: str
@@ -123,7 +121,6 @@ def test_a_group_that_fails_in_the_last_bucket_leaves_its_peers_with_the_same_we
         check_steps(*peers, victim)
 
 
-@pytest.mark.processes
 @pytest.mark.slow  # three processes each, and 20 s for the timeout without the bus
 @pytest.mark.parametrize("bus", ["1", "0"], ids=["failure bus", "no failure bus"])
 def test_the_failure_bus_ends_a_collective_whose_backend_detects_no_failure(job_server: None, bus: str) -> None:

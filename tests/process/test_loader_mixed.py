@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -50,6 +51,12 @@ def join(job: Job, child: Child, lighthouse: str) -> None:
     job.wait(lambda: "worker_1:" in status(lighthouse), PHASE_TIMEOUT_S, "the lighthouse knows it")
 
 
+def waits(lighthouse: str) -> bool:
+    """Whether the upstream group has a pending request for a quorum."""
+    members = json.loads(status(lighthouse))["members"]
+    return any(member["waiting"] for member in members if member["replica_id"].startswith("worker_1:"))
+
+
 def lighthouse_of(job: Job) -> str:
     options = {"min_replicas": 1, "join_timeout_ms": 30_000, "heartbeat_timeout_ms": UPSTREAM_SILENCE_MS}
     return job.lighthouse(ours_path(), **options)[1]
@@ -68,6 +75,8 @@ def test_an_upstream_group_that_joins_later_is_named_and_does_not_count(tmp_path
 
         join(job, upstream, lighthouse)
         upstream.send(do="train")
+        # From then on no quorum forms without it, so the group with a loader cannot end before it has met it.
+        job.wait(lambda: waits(lighthouse), PHASE_TIMEOUT_S, "the upstream group waits for a quorum")
         ours.send(until=STEPS + 1)
         job.wait(lambda: re.search(NAMED[generation], ours.log_tail(1000)), PHASE_TIMEOUT_S, "it is named")
 

@@ -17,7 +17,6 @@ pytest_plugins = ["pytester"]
 # Fails in its first run.
 FLAKY = """
 import pytest
-@pytest.mark.processes
 @pytest.mark.parametrize("i", range({count}))
 def test_it(i, tmp_path_factory):
     been = tmp_path_factory.getbasetemp() / str(i)
@@ -52,7 +51,7 @@ def flaky(count: int = 1, failure: str = "assert False, 'too early'") -> str:
     return FLAKY.format(count=count, failure=failure)
 
 
-def test_a_test_with_processes_has_a_second_run_that_is_recorded(pytester: pytest.Pytester) -> None:
+def test_a_failed_test_has_a_second_run_that_is_recorded(pytester: pytest.Pytester) -> None:
     done = run(pytester, flaky())
     assert done.ret == 0
     assert outcomes(done) == {"passed": 1, "rerun": 1}
@@ -70,16 +69,6 @@ def test_more_than_one_second_run_fails_the_run(pytester: pytest.Pytester) -> No
     done.stdout.fnmatch_lines(["2 tests needed a second run, and more than one is a failure"])
 
 
-def test_only_tests_in_the_process_folder_have_second_runs(pytester: pytest.Pytester) -> None:
-    for folder in ("process", "integration"):
-        path = pytester.path / "tests" / folder / f"test_{folder}.py"
-        path.parent.mkdir(parents=True)
-        path.write_text(flaky().replace("@pytest.mark.processes", "").replace("str(i)", f"{folder!r}"))
-    done = run(pytester, "")
-    assert outcomes(done) == {"passed": 1, "failed": 1, "rerun": 1}
-    done.stdout.fnmatch_lines(["FAILED tests/integration/*"])
-
-
 TIMEOUTS = [
     "pytest.fail('Timeout (>300.0s) from pytest-timeout.')",
     "raise AssertionError('60 s passed before: the group trains')",
@@ -90,7 +79,7 @@ TIMEOUTS = [
 
 
 def test_a_timeout_has_no_second_run(pytester: pytest.Pytester) -> None:
-    tests = [f"@pytest.mark.processes\ndef test_{i}(): {failure}\n" for i, failure in enumerate(TIMEOUTS)]
+    tests = [f"def test_{i}(): {failure}\n" for i, failure in enumerate(TIMEOUTS)]
     done = run(pytester, "\n".join(["import subprocess", "import pytest", *tests]))
     assert outcomes(done) == {"failed": len(TIMEOUTS)}
 

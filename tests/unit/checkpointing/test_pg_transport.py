@@ -156,7 +156,6 @@ def test_bad_settings(timeout: timedelta) -> None:
         PGTransport(None, timeout, CPU)  # type: ignore[arg-type]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("isolated_rank", [0, 1], ids=["source", "target"])
 def test_the_timeout_of_a_call_wins_when_it_is_longer(isolated_rank: int) -> None:
     """The call's timeout is longer than those of the transport and the process group. The worker of an isolated group

@@ -102,7 +102,6 @@ def peer(store: TCPStore) -> Iterator[Peer]:
     peer.close()
 
 
-@pytest.mark.processes
 def test_a_failed_peer_is_an_error_at_once(peer: Peer) -> None:
     work = peer.group.allreduce([torch.ones(1)], ReduceOp.SUM)
     fut = work.get_future()
@@ -120,7 +119,6 @@ def test_a_failed_peer_is_an_error_at_once(peer: Peer) -> None:
     assert time.monotonic() - started < SOON
 
 
-@pytest.mark.processes
 def test_a_failed_peer_is_the_same_error_for_an_isolated_group(store: TCPStore) -> None:
     peer = Peer(store, lambda: ProcessGroupBabyGloo(timeout=TIMEOUT))
     work = peer.group.allreduce([torch.ones(1)], ReduceOp.SUM)
@@ -130,7 +128,6 @@ def test_a_failed_peer_is_the_same_error_for_an_isolated_group(store: TCPStore) 
     peer.close()
 
 
-@pytest.mark.processes
 def test_no_wait_for_a_silent_peer_after_an_abort(peer: Peer, store: TCPStore) -> None:
     peer.signal(signal.SIGSTOP)
     work = peer.group.allreduce([torch.ones(1)], ReduceOp.SUM)
@@ -166,7 +163,6 @@ def test_no_wait_for_a_silent_peer_after_an_abort(peer: Peer, store: TCPStore) -
     assert time.monotonic() - started < SOON + 5  # includes the time of a lost DNS answer
 
 
-@pytest.mark.processes
 def test_new_peers_end_operations_in_flight(peer: Peer, store: TCPStore) -> None:
     """Without an abort: `configure` ends the old operation and does not wait for it."""
     peer.signal(signal.SIGSTOP)
@@ -193,7 +189,6 @@ print("end", flush=True)
 """
 
 
-@pytest.mark.processes
 def test_the_end_of_the_process_waits_for_no_operation(store: TCPStore) -> None:
     ways = ("shutdown", "just leaves")
     places, groups = [meeting(store) for _ in ways], [gloo() for _ in ways]

@@ -13,8 +13,6 @@ from torch.distributed.distributed_c10d import AllgatherOptions
 from tests.unit.process_group.ranks import TIMEOUT, meeting, on_ranks
 from torchft.process_group import ProcessGroup, ProcessGroupGloo
 
-pytestmark = pytest.mark.processes
-
 
 def test_other_views_of_the_memory_see_the_result(pair: list[ProcessGroup]) -> None:
     """The caller's storage is not moved."""

@@ -26,8 +26,6 @@ from tests.unit.process_group.ranks import connect, in_threads, on_ranks
 from torchft.process_group import ProcessGroup, ProcessGroupBabyGloo
 from torchft.process_group.isolated import channel as channel_module
 
-pytestmark = pytest.mark.processes
-
 
 def pending(group: ProcessGroup) -> Any:
     return group.recv([torch.zeros(1)], 0, 99)

@@ -13,8 +13,6 @@ from torch.distributed import ReduceOp, TCPStore
 from tests.unit.process_group.ranks import TIMEOUT, in_threads, meeting
 from torchft.process_group import ProcessGroup, ProcessGroupBaby, ProcessGroupBabyGloo
 
-pytestmark = pytest.mark.processes
-
 
 def test_more_operations_in_flight_than_a_socket_holds(alone: ProcessGroup) -> None:
     tensors = [torch.full((4,), float(i)) for i in range(3000)]

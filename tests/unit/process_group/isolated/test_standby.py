@@ -33,8 +33,6 @@ from torchft.process_group.isolated import channel as channel_module
 from torchft.process_group.isolated import server as server_module
 from torchft.process_group.isolated import standby
 
-pytestmark = pytest.mark.processes
-
 
 def test_reconfigurations_leak_nothing(store: TCPStore) -> None:
     group = ProcessGroupBabyGloo(TIMEOUT)

@@ -1,5 +1,5 @@
-// Package fttest runs lighthouses and managers in one test: on in-memory connections, and inside a bubble of
-// testing/synctest on a fake clock. The servers and clients are the real ones.
+// Package fttest runs the production lighthouses, manager servers and clients within one test. They are connected in memory, and run on
+// a fake clock if the test is in a bubble of testing/synctest.
 package fttest
 
 import (
@@ -14,23 +14,23 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 )
 
-// Network connects hosts in memory.
+// Network connects hosts in memory. Its maps are keyed by the names of hosts or machines (machineOf), listeners by their address.
 type Network struct {
 	mu        sync.Mutex
 	hosts     map[string]*Host
 	listeners map[string]*listener
-	killed    map[string]bool // hosts
-	conns     map[*conn]struct{}
-	blocked   map[[2]string]bool
-	refused   map[[2]string]bool
-	nextPort  int
+	killed    map[string]bool    // hosts that cannot dial since Kill
+	conns     map[*conn]struct{} // both ends of each connection, until that end is closed
+	blocked   map[[2]string]bool // pairs of hosts between which a dial gets no answer
+	refused   map[[2]string]bool // pairs of hosts between which a dial is refused
+	nextPort  int                // the last one that was assigned to a listener on port 0
 
-	// The delays and cuts between machines: weather.go changes them.
+	// The delays and cuts between machines. The methods that change them are in weather.go.
 	pipes  map[*pipe]direction
 	cuts   map[direction]int
 	paused map[string]int
-	silent map[string]bool // hosts that do not even refuse a connection
-	healed chan struct{}   // closed and replaced whenever a cut ends
+	silent map[string]bool // hosts without power: a dial to them gets no answer, not even a refusal
+	healed chan struct{}   // closed and replaced when a cut ends or a silent host answers again: pending dials then check the network
 	delay  func(from, to string) time.Duration
 }
 
@@ -43,7 +43,7 @@ func NewNetwork() *Network {
 	}
 }
 
-// Host is one machine, or one process, in a Network. Servers and clients use it as their rpc.Network.
+// Host is an address in a Network, and stands for the processes that use it. Servers and clients use it as their rpc.Network.
 type Host struct {
 	net  *Network
 	name string
@@ -51,7 +51,8 @@ type Host struct {
 
 var _ rpc.Network = (*Host)(nil)
 
-// Host returns the host with a name. The same name is the same machine: a client on its server's host is in the same process.
+// Host returns the host with a name, and creates it at the first call. Hosts whose names are equal up to the first dot are on one
+// machine (machineOf). A client on the host of its server connects over loopback.
 func (n *Network) Host(name string) *Host {
 	n.mu.Lock()
 	defer n.mu.Unlock()
@@ -61,7 +62,7 @@ func (n *Network) Host(name string) *Host {
 	return n.hosts[name]
 }
 
-// Listen listens at the host's own name and the port of the address.
+// Listen listens at the host's own name and the port of the address. The host in the address is ignored; port 0 means a free port.
 func (h *Host) Listen(address string) (net.Listener, error) {
 	_, port, err := net.SplitHostPort(address)
 	if err != nil {
@@ -82,7 +83,9 @@ func (h *Host) Listen(address string) (net.Listener, error) {
 	return l, nil
 }
 
-// Dial connects to name:port of any host, or fails at once if nothing listens there.
+// Dial connects to name:port of any host. The connection is refused if nothing listens there, if this host is killed, or during an
+// Interrupt. If the hosts are blocked or cut from each other, or the other host is silent, Dial waits, as for a lost SYN. A cut or
+// silence may end meanwhile; a block that existed when Dial was called makes it fail at its deadline, even after Unblock.
 func (h *Host) Dial(ctx context.Context, address string) (net.Conn, error) {
 	to, _, _ := net.SplitHostPort(address)
 	if h.net.isBlocked(h.name, to) {
@@ -101,7 +104,7 @@ func (h *Host) Dial(ctx context.Context, address string) (net.Conn, error) {
 	there, here := h.net.pipe(h.name, to), h.net.pipe(to, h.name)
 	there.back, here.back = here, there
 	from := h.name + ":0"
-	if h.name == l.host.name {
+	if h.name == l.host.name { // servers accept some calls without a token if they arrive over loopback
 		from = "127.0.0.1:0"
 	}
 	client := &conn{host: h, local: memAddr(from), remote: l.addr, in: here, out: there}
@@ -115,8 +118,9 @@ func (h *Host) Dial(ctx context.Context, address string) (net.Conn, error) {
 	return client, nil
 }
 
-// Kill kills all processes of the host, as SIGKILL does: its connections break, on both ends, and its listeners close. Goroutines of these
-// processes that still run in the test cannot connect until a server is started on the host again.
+// Kill simulates SIGKILL of all processes of the host: its connections break, on both ends, and its listeners close. Goroutines of these
+// processes still run in the test. They cannot connect until the Cluster starts a server or a client on the host (revive). The host is
+// marked as killed first, so that it cannot dial while its connections are being closed.
 func (h *Host) Kill() {
 	h.net.mu.Lock()
 	if h.net.killed == nil {
@@ -130,6 +134,7 @@ func (h *Host) Kill() {
 	h.Cut()
 }
 
+// revive lets a killed or vanished host connect again.
 func (h *Host) revive() {
 	h.net.mu.Lock()
 	defer h.net.mu.Unlock()
@@ -137,14 +142,15 @@ func (h *Host) revive() {
 	h.net.answer(h.name)
 }
 
-// Cut breaks the open connections of the host. New ones succeed.
+// Cut breaks the open connections of the host. New connections succeed.
 func (h *Host) Cut() {
 	for _, c := range h.net.connsOf(h.name) {
 		_ = c.Close()
 	}
 }
 
-// Interrupt cuts two hosts from each other for a while: their connections break, and new ones are refused.
+// Interrupt cuts two hosts from each other for a time: their connections break, and new ones are refused. Interruptions of the same
+// hosts must not overlap, since the end of the first one ends both.
 func (n *Network) Interrupt(a, b string, lasts time.Duration) {
 	n.mu.Lock()
 	if n.refused == nil {
@@ -196,7 +202,8 @@ func (n *Network) isBlocked(a, b string) bool {
 	return n.blocked[[2]string{a, b}]
 }
 
-// Freeze stops the host, as a power cut does: its open connections stay open, and carry no data.
+// Freeze drops all data on the open connections of the host, in both directions. They stay open, so its peers have to notice the
+// silence, as after a power failure. Unlike after Vanish, new connections succeed, and a peer learns if the host closes a connection.
 func (h *Host) Freeze() {
 	for _, c := range h.net.connsOf(h.name) {
 		c.in.freeze()
@@ -204,8 +211,8 @@ func (h *Host) Freeze() {
 	}
 }
 
-// Hold drops all data on the open connections between two hosts. If one side closes a connection, the other side still learns of the
-// end.
+// Hold drops all data on the open connections between two hosts. New connections succeed, and if one side closes a connection, the
+// other side learns of the end.
 func (n *Network) Hold(a, b string) {
 	for _, c := range n.connsOf(a) {
 		if to, _, _ := net.SplitHostPort(c.remote.String()); to == b {

@@ -2,17 +2,23 @@ package round
 
 import "github.com/torchft/torchft/go/quorum"
 
-// notifiers is how many members notify a member that counts as failed: the next ones after it, a Stride apart, that do not count as
-// failed. So each member can decide alone whether it is one of them. One would suffice if nothing else failed.
+// notifiers is the number of members that notify a member that counts as failed. Starting at the failed member, the list is walked in
+// steps of one Stride: the first members found that do not count as failed are its notifiers. So each member can decide alone whether
+// it is one of them. One notifier would suffice if none of them could fail, too.
 const notifiers = 3
 
-// Stride returns the distance in a list between members that notify the same one. The groups of a rack are neighbours in the list. If
-// the rack is cut off from the lighthouse, they receive no report, and some of them count as failed later than others. So a
-// member's notifiers must not be its neighbours.
+// Stride returns the distance in a list of this size between a member and its first notifier, and between successive notifiers. The
+// list is a ring: its first member follows its last one.
+//
+// The notifiers of a member must not be its neighbours. The groups of a rack are neighbours in the list. If a rack is cut off from the
+// lighthouse, its groups receive no reports, and they count as failed one after another. A neighbour in the rack that does not count as
+// failed yet would be chosen as a notifier, although it cannot know of the failure.
 func Stride(size int) int {
-	stride := size * 5 / 8 // no two members in the same third of the list are this far apart
+	// 3/8 of the list in the other direction. So two members in the same third of the list are never this far apart, except in lists
+	// of 6, 15, 24 and 42 members, in which the next number that is coprime to the size is too large.
+	stride := size * 5 / 8
 	for gcd(stride, size) > 1 {
-		stride++ // coprime to the size: otherwise the strides would not reach all members
+		stride++ // must be coprime to the size: otherwise the strides would not reach all members
 	}
 	return stride
 }
@@ -26,11 +32,11 @@ func gcd(a, b int) int {
 
 // given is a quorum that was sent to the ranks, with the failures of its members since then.
 type given struct {
-	quorum *quorum.Quorum // nil: none
-	failed []failure      // by place in the quorum, nil: none is known
+	quorum *quorum.Quorum // nil: none was sent
+	failed []failure      // by place in the quorum; nil: no failure is known
 }
 
-// failure records that a member may have failed.
+// failure is the record of one member of a quorum. It is zero unless the member counts as failed.
 type failure struct {
 	counts   bool // the member counts as failed
 	reason   string
@@ -39,7 +45,8 @@ type failure struct {
 
 func (g *given) is(quorumID int64) bool { return g.quorum != nil && g.quorum.ID == quorumID }
 
-// follow records the quorum that is sent to the ranks now.
+// follow records the quorum that is sent to the ranks now. A quorum of the next step with the same id has the same members, and all of
+// them have asked for it: failures that were recorded before are over, and m.before remains the last quorum with another id.
 func (m *Machine) follow(q *quorum.Quorum) {
 	if !m.latest.is(q.ID) {
 		m.before = m.latest
@@ -53,15 +60,18 @@ func (m *Machine) follow(q *quorum.Quorum) {
 // lighthouse is cut does not receive the report, and would commit its step if its collectives are complete. So other members notify
 // it. A notice to a process that has ended has no effect, and a group that has a later quorum ignores it.
 //
-// If the others have already asked for the next quorum, the failure completes it: the report and the next quorum arrive at the same
-// time, by two paths, in any order. So the previous quorum is kept (before): otherwise the failed member would not be notified in
-// exactly the case in which the others continue without it.
+// If the other members have already asked for the next quorum, the failure completes it. Then the report and the next quorum arrive at
+// the same time, by two paths, in any order. So the previous quorum is kept (before): without it, a report that arrives after the next
+// quorum would be ignored, and the failed member, without which the others continue, would not be notified.
 func (m *Machine) memberFailed(e MemberFailed) []Action {
 	own := m.group.ReplicaID
 	switch {
-	case e.ReplicaID == own && m.latest.quorum != nil && e.QuorumID < m.latest.quorum.ID: // a late notice: it must not replace the fence for the latest quorum
+	case e.ReplicaID == own && m.latest.quorum != nil && e.QuorumID < m.latest.quorum.ID:
+		// A late notice, of an earlier quorum. Ignoring it is safe: the first request for the next quorum ended all votes of that
+		// quorum (abandonedBy). If the notice were stored, it could replace the fence for the latest quorum, and an evicted group
+		// could commit.
 	case e.ReplicaID == own:
-		m.evicted = &e
+		m.evicted = &e // the quorum may be one that this group has not received yet: then the fence holds from its arrival
 	case m.latest.is(e.QuorumID):
 		return m.latest.memberFailed(own, e)
 	case m.before.is(e.QuorumID):
@@ -70,28 +80,32 @@ func (m *Machine) memberFailed(e MemberFailed) []Action {
 	return nil
 }
 
-// memberFailed records that a member counts as failed, and returns the members that this group has to notify now: that member, if
-// this group is one of its notifiers, and failed members of which this group becomes a notifier by this failure.
+// memberFailed records that a member counts as failed, and returns the notices that this group, whose replica id is given, has to send
+// now: to that member, if this group is one of its notifiers, and to members that failed earlier and of which this group becomes a
+// notifier by this failure.
 func (g *given) memberFailed(id string, e MemberFailed) []Action {
 	members := g.quorum.Members
 	own, in := g.quorum.Place(id)
 	failed, known := g.quorum.Place(e.ReplicaID)
 	if !in || !known {
-		return nil
+		return nil // only members of the quorum train in it: no other group can commit its steps, or is a notifier
 	}
 	if g.failed == nil {
 		g.failed = make([]failure, len(members))
 	}
-	if !g.failed[failed].counts {
+	if !g.failed[failed].counts { // a repeated report must not reset notified
 		g.failed[failed] = failure{counts: true, reason: e.Reason}
 	}
 	var actions []Action
+	// Walk back from this group, one Stride at a time, and count the members that do not count as failed. Each failed member that is
+	// reached before there are enough of them has this group among its notifiers. The members further back have enough notifiers in
+	// between. If a notifier fails later, its report makes this group walk again.
 	back := len(members) - Stride(len(members))
 	for place, between := (own+back)%len(members), 0; place != own && between < notifiers; place = (place + back) % len(members) {
 		f := &g.failed[place]
 		if !f.counts {
 			between++
-		} else if !f.notified || place == failed { // a repeated report is forwarded again: the first notice may have been lost
+		} else if !f.notified || place == failed { // a repeated report is forwarded again, since the first notice may have been lost
 			f.notified = true
 			actions = append(actions, NotifyFailed{members[place].Address, MemberFailed{e.QuorumID, members[place].ReplicaID, f.reason}})
 		}

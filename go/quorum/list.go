@@ -9,14 +9,14 @@ import (
 )
 
 // The message of a quorum has two parts: the list of its members with the fields that stay the same from step to step, and their
-// states (State), which are mostly the same for all members. A member that has the list of the previous quorum is sent the changes
-// only, and the states of thousands of members are sent as one.
+// states (State), which are usually the same for all members. A member that holds the list of the previous quorum is sent only the
+// changes of the list. A state that is common to most members is sent once (States).
 
-// Revision identifies a list of members: a digest of all fields but the states. Since it is a digest, it is the same after a restart of
-// the lighthouse. 0 is no list.
+// Revision identifies a list of members. It is a digest of all fields but those of State, so a restarted lighthouse computes the same
+// revision for the same list. 0 means that there is no list, or that its revision is not known.
 type Revision uint64
 
-// RevisionOf returns the revision of a list, in this order.
+// RevisionOf returns the revision of a list. It depends on the order of the members.
 func RevisionOf(members []Member) Revision {
 	digest := sha256.New()
 	var buf []byte
@@ -24,20 +24,20 @@ func RevisionOf(members []Member) Revision {
 		buf = members[i].appendButState(buf[:0])
 		_, _ = digest.Write(buf) // never fails
 	}
-	return Revision(max(1, binary.BigEndian.Uint64(digest.Sum(nil))))
+	return Revision(max(1, binary.BigEndian.Uint64(digest.Sum(nil)))) // never 0, which means no list
 }
 
 // Change turns one list of members into another. Both are ordered by ReplicaID.
 type Change struct {
-	Whole bool     // Set is the new list; the old one does not matter
-	Left  []int    // places in the old list of the members that are not in the new one, ascending
-	Set   []Member // members that joined or have changed, ordered by ReplicaID
+	Whole bool     // Set is the whole new list, and the old list is not used
+	Left  []int    // indexes, in the old list, of the members that are not in the new list, ascending
+	Set   []Member // members that are new, or that changed in fields other than those of State, ordered by ReplicaID
 }
 
-// Empty reports whether the lists are the same.
+// Empty reports whether the two lists are equal, apart from the states.
 func (c Change) Empty() bool { return !c.Whole && len(c.Left) == 0 && len(c.Set) == 0 }
 
-// Compare returns the change from one list to another, without the states.
+// Compare returns the change from one list to another. Members that differ only in their State are equal.
 func Compare(before, after []Member) Change {
 	var c Change
 	for i, j := 0, 0; i < len(before) || j < len(after); {
@@ -59,22 +59,24 @@ func Compare(before, after []Member) Change {
 	return c
 }
 
-// Since returns the change from the list with the revision held, which a member holds, to q's list. Only two lists are known here:
-// q's own, and the one of the previous quorum (before, which may be nil). A member that holds any other list gets the whole one.
+// Since returns the change to q's list from the list that a member holds, whose revision is held. Only two lists are known here: q's
+// own, and that of the previous quorum, before, which may be nil. A member that holds any other list gets the whole list of q. The
+// caller must not pass a before without a revision for a member without a list: both revisions are 0, and would match.
 func (q *Quorum) Since(held Revision, before *Quorum) Change {
 	switch {
 	case held == q.Revision:
 		return Change{}
 	case before != nil && held == before.Revision:
-		if c := Compare(before.Members, q.Members); len(c.Set) < len(q.Members) {
+		if c := Compare(before.Members, q.Members); len(c.Set) < len(q.Members) { // otherwise the whole list is no larger than the change
 			return c
 		}
 	}
 	return Change{Whole: true, Set: q.Members}
 }
 
-// Apply returns the new list; the old one is not changed. Members that stay keep their states of the old list. It returns an error if
-// the change cannot have been made for this list. That does not find all such changes: the caller compares revisions.
+// Apply returns the new list, and does not modify the old one. Members that are not in Set keep their states. Apply returns an error if
+// the change was evidently made for another list. It does not detect every such change, so the caller must compare the revision of the
+// result with that of the sender: otherwise the ranks of two members could be assigned from different lists.
 func (c Change) Apply(before []Member) ([]Member, error) {
 	if c.Empty() {
 		return before, nil
@@ -91,7 +93,7 @@ func (c Change) Apply(before []Member) ([]Member, error) {
 		replaced := len(set) > 0 && set[0].ReplicaID == before[i].ReplicaID
 		if len(left) > 0 && left[0] == i {
 			left = left[1:]
-			if replaced {
+			if replaced { // Compare puts a member into Left or into Set, never into both
 				return nil, fmt.Errorf("member %s both left and changed", set[0].ReplicaID)
 			}
 			continue
@@ -106,7 +108,7 @@ func (c Change) Apply(before []Member) ([]Member, error) {
 		return nil, fmt.Errorf("place %d of those that left is not ascending, or not in a list of %d", left[0], len(before))
 	}
 	after = append(after, set...)
-	for i := 1; i < len(after); i++ {
+	for i := 1; i < len(after); i++ { // a member's rank is its index, so all groups must have the same order
 		if after[i-1].ReplicaID >= after[i].ReplicaID {
 			return nil, fmt.Errorf("members %q and %q are not in order", after[i-1].ReplicaID, after[i].ReplicaID)
 		}
@@ -114,8 +116,9 @@ func (c Change) Apply(before []Member) ([]Member, error) {
 	return after, nil
 }
 
-// revisionAfter returns the revision of a new list; it is computed only if the list differs from that of the previous quorum, which
-// may be nil.
+// revisionAfter returns the revision of the list of a new quorum. If that list is equal to the list of the previous quorum, which may be
+// nil, its revision is reused, because a comparison costs less than a digest. A previous quorum without a revision was adopted
+// (memory.adopt): this lighthouse does not know all fields of its members.
 func revisionAfter(before *Quorum, members []Member) Revision {
 	if before != nil && before.Revision != 0 && Compare(before.Members, members).Empty() {
 		return before.Revision
@@ -123,13 +126,13 @@ func revisionAfter(before *Quorum, members []Member) Revision {
 	return RevisionOf(members)
 }
 
-// States are the states of a list of members. Mostly all members have the same one.
+// States has the states of a list of members. Usually all members have the same state.
 type States struct {
-	Common State
-	Others []PlacedState // the members whose state is not Common, in order of their places
+	Common State         // the most frequent one
+	Others []PlacedState // the states that differ from Common, ordered by Place
 }
 
-// PlacedState is the state of the member at a place in the list.
+// PlacedState is the state of the member at the index Place of the list.
 type PlacedState struct {
 	Place int
 	State State
@@ -157,7 +160,7 @@ func StatesOf(members []Member) States {
 	return s
 }
 
-// Apply returns a copy of the list in which each member has its state.
+// Apply returns a copy of the list with these states. It returns an error if the list is too short for them.
 func (s States) Apply(members []Member) ([]Member, error) {
 	members = slices.Clone(members)
 	for i := range members {

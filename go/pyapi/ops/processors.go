@@ -6,20 +6,20 @@ import (
 	"sync"
 )
 
-// The Go code in a training process waits on sockets and computes little: one processor is enough. With more, Go's scheduler wakes
-// idle threads at each event to look for work, which took a third of Go's processor time in a training process. Code that computes
-// or moves much data calls Busy meanwhile.
+// The Go code in a training process mostly waits on sockets, so one processor is enough for it. With more processors, Go's scheduler
+// wakes idle threads at each event to look for work. That took a third of Go's processor time in a training process. Code that computes
+// much, or moves much data, calls Busy at its beginning and done at its end.
 
-// most is how many processors Go uses while it is busy: the rest is for the training.
-const most = 4
+// maxProcessors is the number of processors that Go may use while it is busy. The others are left to the training.
+const maxProcessors = 4
 
 var processors = struct {
 	sync.Mutex
 	fixed bool // the user has set GOMAXPROCS
-	busy  int  // calls of Busy that are not done
+	busy  int  // calls of Busy whose done has not been called
 }{fixed: os.Getenv("GOMAXPROCS") != ""}
 
-// Quiet limits Go to one processor, unless the user has set GOMAXPROCS.
+// Quiet limits Go to one processor, unless the user has set GOMAXPROCS or Go is busy.
 func Quiet() {
 	processors.Lock()
 	defer processors.Unlock()
@@ -28,12 +28,13 @@ func Quiet() {
 	}
 }
 
-// Busy allows Go up to most processors until done is called. done may be called more than once.
+// Busy lets Go use up to maxProcessors, unless the user has set GOMAXPROCS. The limit returns to one when the done of each call of Busy
+// has been called. done may be called more than once, and counts once.
 func Busy() (done func()) {
 	processors.Lock()
 	defer processors.Unlock()
 	if processors.busy++; processors.busy == 1 && !processors.fixed {
-		runtime.GOMAXPROCS(min(most, runtime.NumCPU()))
+		runtime.GOMAXPROCS(min(maxProcessors, runtime.NumCPU()))
 	}
 	return sync.OnceFunc(func() {
 		processors.Lock()
@@ -43,7 +44,7 @@ func Busy() (done func()) {
 	})
 }
 
-// BusyServer is a server that is allowed more processors while it runs.
+// BusyServer is a server that keeps Go busy (Busy) until it is shut down.
 type BusyServer struct {
 	server
 	done func()
@@ -54,10 +55,10 @@ type server interface {
 	Shutdown()
 }
 
-// NewBusyServer wraps a server, and shuts it down at Shutdown.
+// NewBusyServer wraps a running server. The caller shuts the server down through the wrapper, which then ends the call of Busy.
 func NewBusyServer(s server) *BusyServer { return &BusyServer{s, Busy()} }
 
-// Shutdown ends the server.
+// Shutdown shuts the server down. Go counts as busy until that is complete.
 func (s *BusyServer) Shutdown() {
 	s.server.Shutdown()
 	s.done()

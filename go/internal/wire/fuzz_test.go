@@ -15,10 +15,10 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// Bytes from other processes must be refused or understood, and never end the process. `go test` runs the seeds;
+// Bytes from another process must be decoded, or refused with an error, without a panic. `go test` runs the seeds;
 // `go test ./internal/wire -fuzz FuzzListChange` continues with mutations of them.
 
-// FuzzListChange reads the packed parts of a list, and the quorum that refers to it.
+// FuzzListChange decodes one part of a change, compressed or not, applies it to a list, and decodes a quorum that refers to the result.
 func FuzzListChange(f *testing.F) {
 	var members []quorum.Member
 	for _, id := range []string{"a", "b", "c"} {
@@ -59,12 +59,13 @@ func FuzzListChange(f *testing.F) {
 		if q, err := wire.QuorumFromStates(&decoded, list); err == nil {
 			require.Len(t, q.Members, len(list))
 			_, err := proto.Marshal(wire.QuorumToProto(q))
-			_ = err // a name that is not UTF-8 causes an error; only a panic would be a bug
+			_ = err // an error is allowed, as for a replica id that is not UTF-8; only a panic would be a bug
 		}
 	})
 }
 
-// FuzzMessages decodes the input as each kind of message that other processes send, and converts the result as the servers do.
+// FuzzMessages decodes the input as each of many kinds of messages that other processes send. The contents of three kinds are converted,
+// as lighthouses and managers do.
 func FuzzMessages(f *testing.F) {
 	member := &torchftpb.QuorumMember{ReplicaId: "a", Address: "http://a:1", ReconfigureHandles: []string{"h"}, Step: -1}
 	for _, m := range []proto.Message{

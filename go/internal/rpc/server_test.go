@@ -21,6 +21,7 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
+// heartbeats answers heartbeats, and panics at one whose replica_id is "panic".
 type heartbeats struct {
 	torchftpb.UnimplementedLighthouseServiceServer
 }
@@ -39,6 +40,7 @@ func open(t *testing.T) *rpc.Gate {
 	return gate
 }
 
+// serve serves heartbeats and HTTP at "server:1". The HTTP handler writes the method of the request, and panics at /panic.
 func serve(t *testing.T, network *fttest.Network) *rpc.Server {
 	lis, err := network.Host("server").Listen(":1")
 	require.NoError(t, err)
@@ -70,8 +72,8 @@ func TestOnePortServesGRPCAndHTTP(t *testing.T) {
 		defer transport.CloseIdleConnections()
 		web := &http.Client{Transport: transport}
 
-		for range 2 { // the second time after a panic in each: the server must still serve both
-			for _, method := range []string{"POST", "PUT", "PATCH", "GET"} { // three of them begin with P, like HTTP/2's preface
+		for range 2 { // each round ends with a panic in either protocol: in the second round, the server must still serve both
+			for _, method := range []string{"POST", "PUT", "PATCH", "GET"} { // the splitter must tell PO, PU and PA from HTTP/2's preface, PRI
 				req, err := http.NewRequest(method, "http://server:1/", nil)
 				require.NoError(t, err)
 				resp, err := web.Do(req)
@@ -113,13 +115,14 @@ func TestASilentConnectionIsClosedAndDelaysNoOther(t *testing.T) {
 				start := time.Now()
 				_, err = silent.Read(make([]byte, 1))
 				assert.Equal(t, io.EOF, err)
-				assert.Equal(t, 5*time.Second, time.Since(start))
+				assert.Equal(t, 5*time.Second, time.Since(start)) // sniffTimeout
 			})
 		})
 	}
 }
 
-// Stop may come before, while or after the goroutines of Serve begin; none of that is an error.
+// Stop may be called before, while or after the goroutines that Serve starts begin to accept connections. In none of these cases is an
+// error logged: the end of the listener is expected.
 func TestAnImmediateStopLogsNothing(t *testing.T) {
 	for name, handler := range map[string]http.Handler{"grpc": nil, "grpc and http": http.NotFoundHandler()} {
 		t.Run(name, func(t *testing.T) {

@@ -33,8 +33,8 @@ func leave() *torchftpb.RankRequest {
 	return &torchftpb.RankRequest{Call: 3, TimeoutUs: 1, Request: &torchftpb.RankRequest_Leave{Leave: true}}
 }
 
-// Three sessions are open. Each case has a list of events, a millisecond apart, and the time for which the queue may still be held
-// after the last one.
+// Three sessions are open. In each case, events occur a millisecond apart. The result of batch.wait after the last event is compared:
+// the time for which the queue may still be held, and whether the queue is empty.
 func TestWhenABatchIsSent(t *testing.T) {
 	const hold = 50 * time.Millisecond
 	type events = []func(b *batch, now time.Time)
@@ -49,16 +49,16 @@ func TestWhenABatchIsSent(t *testing.T) {
 	}
 	sent := func(b *batch, now time.Time) { b.take(now) }
 	for name, test := range map[string]struct {
-		happens events
-		wait    time.Duration
-		empty   bool
+		events events
+		wait   time.Duration
+		empty  bool
 	}{
 		"nothing":                         {nil, 0, true},
 		"the first asks":                  {events{request(1, quorum(time.Minute))}, hold, false},
 		"the second asks":                 {events{request(1, quorum(time.Minute)), request(2, vote())}, hold - time.Millisecond, false},
 		"all have asked":                  {events{request(1, vote()), request(2, vote()), request(3, vote())}, 0, false},
 		"one asks twice":                  {events{request(1, vote()), request(1, quorum(time.Minute)), request(2, vote())}, hold - 2*time.Millisecond, false},
-		"a short timeout":                 {events{request(1, quorum(100*time.Millisecond))}, 5 * time.Millisecond, false},
+		"a short timeout":                 {events{request(1, quorum(100*time.Millisecond))}, 5 * time.Millisecond, false}, // a twentieth: heldPart
 		"a shorter one comes later":       {events{request(1, vote()), request(2, quorum(100*time.Millisecond))}, 5 * time.Millisecond, false},
 		"no timeout":                      {events{request(1, quorum(0))}, 0, false},
 		"one cancels its call":            {events{request(1, vote()), request(1, cancelled())}, 0, false},
@@ -84,9 +84,9 @@ func TestWhenABatchIsSent(t *testing.T) {
 				b.open(session + 1)
 			}
 			now := time.Unix(100, 0)
-			for i, happens := range test.happens {
+			for i, event := range test.events {
 				now = time.Unix(100, int64(i)*1e6)
-				happens(&b, now)
+				event(&b, now)
 			}
 			wait, some := b.wait(now)
 			assert.Equal(t, test.empty, !some)
@@ -136,20 +136,20 @@ func TestALongQueueIsSentInSeveralMessages(t *testing.T) {
 	assert.Zero(t, b.bytes)
 }
 
-// The largest request that a relay accepts from a rank fits into a message that a server accepts, even if another one is queued
-// before it.
+// The largest request that a relay accepts from a rank fits into a message that a server accepts. If another request is queued before
+// it, that request is sent in a message of its own: a message with both could exceed what the server accepts.
 func TestALargeRequestIsSentInASeparateMessage(t *testing.T) {
 	b := newBatch(time.Second)
 	now := time.Unix(100, 0)
 	b.open(1)
-	b.open(math.MaxUint64)
+	b.open(math.MaxUint64) // the number of a session with the longest encoding
 	large := quorum(time.Minute)
-	large.GetQuorum().ReconfigureHandle = string(make([]byte, mostRequest-proto.Size(large)-10))
+	large.GetQuorum().ReconfigureHandle = string(make([]byte, mostRequest-proto.Size(large)-10)) // 10: tags and lengths
 	require.LessOrEqual(t, proto.Size(large), mostRequest)
 	b.add(1, quorum(time.Minute), now)
 	b.add(math.MaxUint64, large, now)
 	assert.Less(t, proto.Size(b.take(now)), mostBytes)
 	size := proto.Size(b.take(now))
 	assert.LessOrEqual(t, size, rpc.MaxRequest)
-	assert.Greater(t, size, rpc.MaxRequest-100)
+	assert.Greater(t, size, rpc.MaxRequest-100) // the test's request is about as large as it can be
 }

@@ -58,7 +58,7 @@ func TestInvalidRequestsAreRefused(t *testing.T) {
 func TestAJobHasABoundedNumberOfGroups(t *testing.T) {
 	w := newWorld()
 	for i := range maxGroups {
-		w.m.group(strconv.Itoa(i))
+		w.m.group(strconv.Itoa(i)) // adds the group
 	}
 	a := &agent{group: "one more", name: "n", settings: Settings{Min: 1, Max: 1, Sizes: "all"}}
 	w.agents["n"] = a

@@ -29,9 +29,10 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// hold is how long requests wait at a relay in these tests.
+// hold is the longest time for which a relay holds requests in these tests.
 const hold = 20 * time.Millisecond
 
+// startRelay starts a relay of a group's manager server. It is closed at the end of the test.
 func startRelay(c *fttest.Cluster, g *fttest.Group, network rpc.Network) *relay.Relay {
 	c.T.Helper()
 	r, err := relay.Start(context.Background(), relay.Config{
@@ -42,7 +43,7 @@ func startRelay(c *fttest.Cluster, g *fttest.Group, network rpc.Network) *relay.
 	return r
 }
 
-// dialRelayed returns the client of a rank on a host, and counts the connections that the rank makes.
+// dialRelayed returns a client on a host that uses a relay, and the network of that client, which counts its connections.
 func dialRelayed(c *fttest.Cluster, g *fttest.Group, host, relay string) (*rankclient.Client, *dials) {
 	c.T.Helper()
 	network := &dials{Network: c.Net.Host(host)}
@@ -52,7 +53,7 @@ func dialRelayed(c *fttest.Cluster, g *fttest.Group, host, relay string) (*rankc
 	return client, network
 }
 
-// dials is a network that counts the connections it makes.
+// dials is a network that counts the calls of Dial.
 type dials struct {
 	rpc.Network
 	n atomic.Int64
@@ -63,21 +64,22 @@ func (d *dials) Dial(ctx context.Context, address string) (net.Conn, error) {
 	return d.Network.Dial(ctx, address)
 }
 
-// relayedGroup returns a group whose ranks all ask through a relay on the host "relay".
+// relayedGroup returns a group whose ranks all use a relay on the host "relay". The last result has the network of each rank's client.
 func relayedGroup(t *testing.T, ranks int64, change ...func(*manager.ServerConfig)) (*fttest.Group, *fttest.Cluster, *relay.Relay, []*dials) {
 	t.Helper()
 	c := fttest.NewCluster(t, 1)
 	g := c.StartGroup("g", ranks, change...)
 	r := startRelay(c, g, c.Net.Host("relay"))
-	made := make([]*dials, ranks)
+	networks := make([]*dials, ranks)
 	for rank := range g.Ranks {
 		require.NoError(t, g.Ranks[rank].Close())
-		g.Ranks[rank], made[rank] = dialRelayed(c, g, fmt.Sprintf("g/%d", rank), r.Address())
+		g.Ranks[rank], networks[rank] = dialRelayed(c, g, fmt.Sprintf("g/%d", rank), r.Address())
 	}
 	synctest.Wait()
-	return g, c, r, made
+	return g, c, r, networks
 }
 
+// votesOf makes all ranks of a group vote for the commit of a step.
 func votesOf(g *fttest.Group, step int64) (votes []<-chan fttest.Answer[bool]) {
 	for rank := range g.Ranks {
 		votes = append(votes, g.Vote(rank, step, true, time.Minute))
@@ -85,6 +87,7 @@ func votesOf(g *fttest.Group, step int64) (votes []<-chan fttest.Answer[bool]) {
 	return votes
 }
 
+// committed waits for the answers to votes, and requires the decision to commit.
 func committed(t *testing.T, votes []<-chan fttest.Answer[bool]) {
 	t.Helper()
 	for _, vote := range votes {
@@ -96,12 +99,12 @@ func committed(t *testing.T, votes []<-chan fttest.Answer[bool]) {
 
 func TestRanksAskThroughTheirRelay(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		g, _, _, made := relayedGroup(t, 4)
+		g, _, _, networks := relayedGroup(t, 4)
 		for step := range int64(3) {
 			round(t, step, g)
 			committed(t, votesOf(g, step))
 		}
-		for _, d := range made {
+		for _, d := range networks {
 			assert.EqualValues(t, 1, d.n.Load(), "one connection, to the relay")
 		}
 		for rank := range 3 {
@@ -117,7 +120,7 @@ func TestRanksAskThroughTheirRelay(t *testing.T) {
 
 func TestARankBehindARelayThatFails(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		g, _, _, made := relayedGroup(t, 3)
+		g, _, _, networks := relayedGroup(t, 3)
 		round(t, 0, g)
 		waits := g.Quorum(1, 1, time.Minute)
 		time.Sleep(time.Second)
@@ -126,25 +129,25 @@ func TestARankBehindARelayThatFails(t *testing.T) {
 		assert.Equal(t, codes.Aborted, status.Code(got.Err), "the failed rank is noticed as if it had a connection of its own")
 		assert.ErrorContains(t, got.Err, "rank 2 of replica group g has failed: its connection broke")
 		assert.Equal(t, time.Second, got.Took)
-		assert.EqualValues(t, 1, made[1].n.Load())
+		assert.EqualValues(t, 1, networks[1].n.Load())
 	})
 }
 
-// The process of the relay ends at each moment of a vote in which one rank may say no. Each rank gets an answer, no answer is
-// wrong, and all ranks continue over their own connections.
+// The relay's process is killed at one of 14 times during a vote, in which rank 1 votes for or against the commit. Each rank gets the
+// right decision or an error, and all ranks continue over their own connections to the manager server.
 func TestARelayThatEndsAtEachMomentOfAVote(t *testing.T) {
 	for _, no := range []bool{false, true} {
 		for moment := range 14 {
 			synctest.Test(t, func(t *testing.T) {
-				g, c, _, made := relayedGroup(t, 3)
+				g, c, _, networks := relayedGroup(t, 3)
 				round(t, 0, g)
 				time.AfterFunc(time.Duration(moment)*5*time.Millisecond, c.Net.Host("relay").Kill)
 				began := time.Now()
 				var ranks []<-chan fttest.Answer[bool]
-				for rank, client := range g.Ranks { // 15 ms apart: some votes are held, some are sent, some are answered
+				for rank, client := range g.Ranks { // 15 ms apart: when the relay is killed, votes may be held, sent, or answered
 					ranks = append(ranks, fttest.Start(func() (bool, error) {
 						commit, err := client.ShouldCommit(t.Context(), int64(rank), 0, !no || rank != 1)
-						for { // after any outcome of the vote, the rank asks for the next quorum
+						for { // whatever the outcome of the vote, the rank asks for the next quorum until it gets it
 							ctx, cancel := context.WithTimeout(t.Context(), time.Minute)
 							_, failed := client.Quorum(ctx, rankclient.Request{GroupRank: int64(rank), Step: 1})
 							if cancel(); failed == nil {
@@ -163,9 +166,9 @@ func TestARelayThatEndsAtEachMomentOfAVote(t *testing.T) {
 					}
 				}
 				assert.Less(t, time.Since(began), 2*time.Second)
-				time.Sleep(time.Second) // by now the relay has ended
+				time.Sleep(time.Second) // the relay has ended in all cases, and the ranks have connected to the server
 				committed(t, votesOf(g, 1))
-				for _, d := range made {
+				for _, d := range networks {
 					assert.EqualValues(t, 2, d.n.Load(), "the relay, and the server itself")
 				}
 				assert.Zero(t, c.Log.Count("internal error"))
@@ -184,7 +187,7 @@ func TestARelayWhoseStreamBreaksLosesOneCall(t *testing.T) {
 		got := <-vote
 		assert.Equal(t, codes.Unavailable, status.Code(got.Err), "%v", got.Err)
 		assert.Equal(t, time.Second, got.Took)
-		time.Sleep(100 * time.Millisecond) // the ranks connect
+		time.Sleep(100 * time.Millisecond) // the ranks connect to the server
 		round(t, 0, g)
 		committed(t, votesOf(g, 0))
 	})
@@ -202,7 +205,7 @@ func TestARelayIsClosedAfterTheCallsInProgress(t *testing.T) {
 		got := <-closed
 		require.NoError(t, got.Err)
 		assert.Equal(t, 500*time.Millisecond, got.Took)
-		time.Sleep(100 * time.Millisecond) // the ranks connect
+		time.Sleep(100 * time.Millisecond) // the ranks connect to the server
 		round(t, 1, g)
 	})
 }
@@ -225,7 +228,7 @@ func TestNoticesReachTheRanksBehindARelay(t *testing.T) {
 			return &quorum.Quorum{ID: 7, Members: []quorum.Member{{ReplicaID: "g"}}}, nil
 		}
 		g, _, _, _ := relayedGroup(t, 3, func(cfg *manager.ServerConfig) { cfg.Membership = source })
-		round(t, 0, g) // opens the sessions
+		round(t, 0, g) // the server learns of a session from its first request
 		failed := membership.Notice{QuorumID: 7, ReplicaID: "b", Reason: "its connection broke"}
 		source.failures <- failed
 		for _, client := range g.Ranks {
@@ -234,7 +237,7 @@ func TestNoticesReachTheRanksBehindARelay(t *testing.T) {
 	})
 }
 
-// relayStream opens a stream as a relay does.
+// relayStream opens a stream to a group's manager server, as a relay does, for the test to write to.
 func relayStream(t *testing.T, c *fttest.Cluster, g *fttest.Group) grpc.BidiStreamingClient[torchftpb.RelayRequests, torchftpb.RelayResponses] {
 	t.Helper()
 	conn, err := rpc.Dial(t.Context(), c.Net.Host("relay"), "manager", g.Server.Address(), time.Second)
@@ -244,11 +247,12 @@ func relayStream(t *testing.T, c *fttest.Cluster, g *fttest.Group) grpc.BidiStre
 	t.Cleanup(cancel)
 	stream, err := torchftpb.NewRankServiceClient(conn).Relay(ctx)
 	require.NoError(t, err)
-	_, err = stream.Recv()
+	_, err = stream.Recv() // the server's first message is empty
 	require.NoError(t, err)
 	return stream
 }
 
+// voteOn returns a vote of rank 0 against the commit of step 0, as a relay sends it for a session.
 func voteOn(session, call uint64) *torchftpb.RelayRequest {
 	return &torchftpb.RelayRequest{Session: session, Request: &torchftpb.RankRequest{
 		Call: call, TimeoutUs: time.Minute.Microseconds(), Request: &torchftpb.RankRequest_ShouldCommit{ShouldCommit: &torchftpb.ShouldCommitRequest{}},
@@ -272,7 +276,8 @@ func TestARelayWithMoreSessionsThanRanksIsEnded(t *testing.T) {
 	})
 }
 
-// In a job of thousands of groups, a message with an answer for each rank of a relay could be larger than a relay accepts.
+// In a job of thousands of groups, a message with the answers for all ranks of a relay could be larger than a relay accepts. So the
+// number of replica ids in a message is bounded (mostNamed): two of these answers fit.
 func TestLargeAnswersForARelayAreSeveralMessages(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const groups, ranks = 40_000, 5
@@ -307,8 +312,8 @@ func TestLargeAnswersForARelayAreSeveralMessages(t *testing.T) {
 
 type rankSession = grpc.BidiStreamingClient[torchftpb.RankRequest, torchftpb.RankResponse]
 
-// sessionOfItsOwn opens a session at a relay for a test to write to, and returns it with a function that ends it.
-func sessionOfItsOwn(t *testing.T, c *fttest.Cluster, r *relay.Relay) (rankSession, func()) {
+// openRawSession opens a session at a relay without a rank's client, for the test to write to. The returned function ends the session.
+func openRawSession(t *testing.T, c *fttest.Cluster, r *relay.Relay) (rankSession, func()) {
 	t.Helper()
 	conn, err := rpc.Dial(t.Context(), c.Net.Host("bad"), "relay", r.Address(), time.Second)
 	require.NoError(t, err)
@@ -321,7 +326,7 @@ func sessionOfItsOwn(t *testing.T, c *fttest.Cluster, r *relay.Relay) (rankSessi
 	}
 }
 
-// endOf returns the error with which a session ends; answers before it are skipped.
+// endOf waits for the end of a session, and returns its error. Answers that arrive before it are skipped.
 func endOf(session rankSession) error {
 	for {
 		if _, err := session.Recv(); err != nil {
@@ -334,12 +339,12 @@ func TestOnlyTheSessionOfARankThatReusesACallNumberIsEnded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		g, c, r, _ := relayedGroup(t, 2)
 		round(t, 0, g)
-		bad, end := sessionOfItsOwn(t, c, r)
+		bad, end := openRawSession(t, c, r)
 		defer end()
-		for range 2 {
+		for range 2 { // two calls with the same number, 7
 			require.NoError(t, bad.Send(voteOn(1, 7).GetRequest()))
 		}
-		err := endOf(bad) // the first call may be answered before
+		err := endOf(bad) // the first call may be answered before the end
 		assert.Equal(t, codes.Unavailable, status.Code(err), "%v", err)
 		assert.ErrorContains(t, err, "the manager server has ended this session")
 		round(t, 1, g)
@@ -347,22 +352,22 @@ func TestOnlyTheSessionOfARankThatReusesACallNumberIsEnded(t *testing.T) {
 	})
 }
 
-// A server ends the whole stream of a relay if a message is too large. So the relay must end the session with such a request
-// itself.
+// A manager server ends the whole stream of a relay if a message is too large. So the relay must not send a too large request of a
+// rank: it ends the session of that rank, and the other ranks keep theirs.
 func TestOnlyTheSessionOfARankWithATooLargeRequestIsEnded(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		g, c, r, made := relayedGroup(t, 2)
+		g, c, r, networks := relayedGroup(t, 2)
 		round(t, 0, g)
-		bad, end := sessionOfItsOwn(t, c, r)
+		bad, end := openRawSession(t, c, r)
 		defer end()
 		large := voteOn(1, 7).GetRequest()
-		large.GetShouldCommit().Traceparent = strings.Repeat("x", rpc.MaxRequest-proto.Size(large)-12)
+		large.GetShouldCommit().Traceparent = strings.Repeat("x", rpc.MaxRequest-proto.Size(large)-12) // 12: tags and lengths
 		require.LessOrEqual(t, proto.Size(large), rpc.MaxRequest, "a server accepts it from a rank")
 		require.NoError(t, bad.Send(large))
 		err := endOf(bad)
 		assert.Equal(t, codes.ResourceExhausted, status.Code(err), "%v", err)
 		round(t, 1, g)
-		for _, d := range made {
+		for _, d := range networks {
 			assert.EqualValues(t, 1, d.n.Load(), "one connection, to the relay")
 		}
 	})
@@ -390,7 +395,7 @@ func TestAServerWithoutRelays(t *testing.T) {
 }
 
 // The certificate of the manager server protects the requests of ranks. A relay without a certificate would receive these requests
-// over plain connections.
+// over plain connections, so it must not start.
 func TestARelayOfASecureServer(t *testing.T) {
 	ca := fttest.NewCA(t)
 	cert, key := ca.Issue("lighthouse", "g", "relay")
@@ -434,7 +439,8 @@ func TestAnUnreachableRelay(t *testing.T) {
 	})
 }
 
-// The group's store may name a relay of a server that has ended: by now, the relay of another group may listen on the same port.
+// The group's store may still name the relay of an earlier manager server, and the relay of another group may now listen on its port. A
+// vote through that relay would count in the other group.
 func TestARankDoesNotAskThroughTheRelayOfAnotherServer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
@@ -466,7 +472,7 @@ func TestARankThatStartsAfterItsRelayHasEnded(t *testing.T) {
 
 func TestAGroupLeavesThroughItsRelay(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		g, c, _, made := relayedGroup(t, 3)
+		g, c, _, networks := relayedGroup(t, 3)
 		peer := c.StartGroup("peer", 3)
 		round(t, 0, g, peer)
 		require.Equal(t, http.StatusOK, drain(t, c, "g"))
@@ -482,7 +488,7 @@ func TestAGroupLeavesThroughItsRelay(t *testing.T) {
 		committed(t, votesOf(peer, 1))
 		next := peer.QuorumOfAll(2, time.Minute)
 		committed(t, left)
-		for _, d := range made {
+		for _, d := range networks {
 			assert.EqualValues(t, 1, d.n.Load(), "one connection, to the relay")
 		}
 		g.Server.Shutdown()
@@ -491,7 +497,7 @@ func TestAGroupLeavesThroughItsRelay(t *testing.T) {
 	})
 }
 
-// silentRelay accepts a session, and does nothing with it.
+// silentRelay accepts sessions, and sends nothing on them, not even the header.
 type silentRelay struct {
 	torchftpb.UnimplementedRankServiceServer
 }

@@ -9,19 +9,22 @@ import (
 	"github.com/torchft/torchft/go/round"
 )
 
-// This file has the messages of groups other than requests (membership.Witness), and the questions of the lighthouse (watch.go in
-// package lighthouse). Constants of some seconds are scaled to the timeouts of the simulation.
+// This file simulates the reports of a group to its lighthouse (membership.Witness), and the lighthouse's checks on members and questions
+// about their progress (watch.go in package lighthouse). Durations that are constants in production are scaled to the timeouts of the
+// simulation.
 
-// checkTime returns how long a suspected member may take to give a sign of life.
+// checkTime returns how long a suspected member may take to answer a check (checkTime in package lighthouse).
 func (w *world) checkTime() time.Duration { return w.Policy.HeartbeatTimeout / 4 }
 
-// answerTime returns how long ranks may take to report their progress.
+// answerTime returns how long ranks may take to report their progress (answerTime in package manager).
 func (w *world) answerTime() time.Duration { return w.Policy.HeartbeatTimeout / 8 }
 
-// rankGrace returns how long a rank whose connection broke may take to reconnect before that is reported to the other groups.
+// rankGrace returns how long a rank whose connection broke may take to reconnect before its group is reported as incomplete (rankGrace in
+// package manager).
 func (w *world) rankGrace() time.Duration { return w.Policy.SuspectGrace }
 
-// aliveInterval returns the longest time between two messages of a group to its lighthouse.
+// aliveInterval returns the longest time between two messages of a group to its lighthouse. In a list of lighthouses, messages also
+// answer stamps, StampsInBond times within a bond: otherwise the bond would end by itself.
 func (w *world) aliveInterval() time.Duration {
 	interval := w.messageInterval()
 	if w.Lighthouses > 1 {
@@ -30,11 +33,12 @@ func (w *world) aliveInterval() time.Duration {
 	return interval
 }
 
-// messageInterval returns the interval at which a lighthouse expects messages. A group that sends none for two and a half intervals is
-// fenced.
+// messageInterval returns the interval at which a lighthouse expects messages. If it receives none from a member for three intervals, the
+// heartbeat timeout, the member counts as failed. A group fences itself half an interval earlier, since its messages may be delayed.
 func (w *world) messageInterval() time.Duration { return w.Policy.HeartbeatTimeout / 3 }
 
-// sends sends an event to the lighthouse. It is dropped while there is no stream: the lighthouse has seen the disconnect itself.
+// sends sends an event to the lighthouse. The event is dropped while there is no stream: the lighthouse sees the end of the stream itself,
+// and the group counts as failed unless it reconnects within the grace. Leaving is sent again on the next stream, the other events are not.
 func (g *group) sends(message quorum.Event) {
 	if k := g.link; k != nil && k.welcomed {
 		g.speaks()
@@ -42,16 +46,20 @@ func (g *group) sends(message quorum.Event) {
 	}
 }
 
-// speaks records the time of a message, and fences the group if the time since the last one was too long.
+// speaks records the time of a message. The silence before it is checked first: otherwise the message would hide a silence during which
+// the lighthouse may have continued without the group.
 func (g *group) speaks() {
 	g.noteSilence()
 	g.spoke = g.w.now
 }
 
+// noteSilence fences the group if it has sent nothing for too long. The fence stays until the next quorum, which shows that the
+// lighthouse counts the group as alive. A group that no lighthouse has welcomed yet is not fenced: it is in no quorum, or it makes calls,
+// for which there is no fence.
 func (g *group) noteSilence() {
 	silent := g.w.now - g.spoke
 	g.fenced = g.fenced || g.served && silent > g.w.messageInterval()*5/2
-	g.quiet = max(g.quiet, silent)
+	g.quiet = max(g.quiet, silent) // for the checker
 }
 
 // suspect reports a failed collective. In a quorum of two groups, the other group is the suspect; in a larger one, none is named.
@@ -67,8 +75,9 @@ func (g *group) suspect(c *comm) {
 	g.sends(message)
 }
 
-// memberFailed handles the notice that a member, which may be this one, counts as failed. With elsewhere, the lighthouse that reports
-// it may not have formed the quorum: another lighthouse may serve the member, so the machine must not notify the member.
+// memberFailed handles the notice that a member, which may be this one, counts as failed. If elsewhere is set, the lighthouse that sent
+// the notice may not have formed the quorum, and another lighthouse may still serve the member. Then this group must not notify the
+// member: it would fence a healthy member. A notice about this group itself is always used, since it costs at most one step.
 func (g *group) memberFailed(f *round.MemberFailed, elsewhere bool) {
 	own := f.ReplicaID == g.id
 	switch {
@@ -79,12 +88,12 @@ func (g *group) memberFailed(f *round.MemberFailed, elsewhere bool) {
 		g.w.check.forwards(g, f)
 		g.step(*f)
 	}
-	for r := range g.ranks {
+	for r := range g.ranks { // in all three cases, collectives of that quorum may never complete
 		g.ranks[r].peerFailed(f.QuorumID)
 	}
 }
 
-// notify forwards the lighthouse's report about a member to that member. An upstream member has no such call.
+// notify forwards to a member the lighthouse's report that it counts as failed. The manager server of an upstream group has no such call.
 func (g *group) notify(f *round.MemberFailed) {
 	w := g.w
 	if other := w.byID[f.ReplicaID]; w.sends(g.slot, other.slot) && !w.lost() && !w.Upstream.has(other.slot) {
@@ -92,8 +101,9 @@ func (g *group) notify(f *round.MemberFailed) {
 	}
 }
 
-// lag returns how long a notice of the lighthouse takes to reach the machine. Notices and quorums are handled by different
-// goroutines: in half of the cases, a quorum that was sent after the notice arrives before it.
+// lag returns the time from the arrival of a notice of the lighthouse until the machine handles it. In production, notices and quorums
+// are handled by different goroutines. So half of the notices are delayed, and a quorum that was sent shortly after such a notice reaches
+// the machine before it.
 func (w *world) lag() time.Duration {
 	if w.now.Microseconds()%2 == 0 {
 		return 0
@@ -101,7 +111,7 @@ func (w *world) lag() time.Duration {
 	return w.Delay
 }
 
-// accuse falsely reports a failed collective, and suspects a healthy peer.
+// accuse falsely reports a failed collective, and names another member of the quorum as the suspect.
 func (g *group) accuse() {
 	c := g.ranks[0].comm
 	if c == nil {
@@ -116,7 +126,8 @@ func (g *group) accuse() {
 	}
 }
 
-// rankBroke reports to the machine that a rank's connection broke and, after rankGrace, that it is still broken.
+// rankBroke reports to the machine that a rank's connection broke. The machine must then end all pending calls of the group: they would
+// wait for that rank. After rankGrace, StillDisconnected is fed, which the machine ignores if the rank has reconnected.
 func (g *group) rankBroke(rank int16) {
 	g.step(round.RankDisconnected{GroupRank: int64(rank)})
 	if len(g.calls) > 0 {
@@ -125,7 +136,7 @@ func (g *group) rankBroke(rank int16) {
 	g.w.after(g.w.rankGrace(), event{kind: rankStill, g: g, rank: rank})
 }
 
-// askRanks asks all ranks for their progress.
+// askRanks asks all ranks for their progress. Killed and stalled ranks do not answer.
 func (g *group) askRanks() {
 	w := g.w
 	g.asked = true
@@ -138,7 +149,7 @@ func (g *group) askRanks() {
 	w.after(w.answerTime(), event{kind: progressEnd, g: g})
 }
 
-// progress reports the group's progress to the lighthouse, when all ranks have answered or the time is over.
+// progress reports the group's progress to the lighthouse, once, when all ranks have answered or answerTime is over.
 func (g *group) progress(timeUp bool) {
 	m, ok := g.machine.(interface {
 		Progress(time.Time) (round.Progress, bool)
@@ -155,7 +166,8 @@ func (g *group) progress(timeUp bool) {
 	}
 }
 
-// endsLastStep ends the last step of a rank whose group is drained. The group leaves when all of its ranks have ended that step.
+// endsLastStep ends the last step of a rank whose group is drained. When all ranks have ended that step, the group announces that it
+// leaves, and waits for its release. If no release arrives, it shuts down at leaveDue.
 func (r *rank) endsLastStep() {
 	g, w := r.g, r.g.w
 	r.phase, r.deadline = left, 0
@@ -170,7 +182,7 @@ func (r *rank) endsLastStep() {
 	w.after(2*w.Timeout, event{kind: leaveDue, g: g})
 }
 
-// goes ends a group that has left.
+// goes shuts down a drained group that was released, or whose wait for the release is over. Another group starts in its slot later.
 func (g *group) goes() {
 	if g.leaving {
 		g.shutDown()
@@ -181,11 +193,11 @@ func (g *group) goes() {
 // look is a check of a suspected member whose result is not known yet.
 type look struct {
 	of         quorum.Check
-	sentBefore int // messages that the member had sent before the check
+	sentBefore int // number of messages from the member that the lighthouse had handled before the check
 }
 
-// lookAt checks on a member: a group with a stream has to answer on it; for a group without one, its host has to accept a
-// connection.
+// lookAt begins the check of a suspected member. A member with a stream must answer a probe on it: an open connection does not show that
+// its process runs. If a member has no stream, its host must accept a connection.
 func (l *lighthouse) lookAt(a quorum.Check) {
 	w := l.w
 	g := w.byID[a.ReplicaID]
@@ -200,12 +212,13 @@ func (l *lighthouse) lookAt(a quorum.Check) {
 	w.after(w.checkTime(), event{kind: lhChecked, g: g, lh: uint8(l.index), life: l.life, x: &look{a, g.views[l.index].messages}})
 }
 
+// checked passes the result of a check to the machine, checkTime after it began. Any message since then counts as an answer.
 func (l *lighthouse) checked(g *group, c *look) {
 	e := quorum.Checked{ReplicaID: g.id, QuorumID: c.of.QuorumID, Reached: g.views[l.index].messages != c.sentBefore}
 	if !e.Reached {
 		e.Reason = fmt.Sprintf("no answer within %s", l.w.checkTime())
 		if !l.hasLink(g) {
-			e.Reached = !g.killed && !l.w.cutOff(g.slot, l.index) // the kernel accepts the connection even if the process is stopped
+			e.Reached = !g.killed && !l.w.cutOff(g.slot, l.index) // the kernel accepts connections even while the process is stopped
 		}
 	}
 	l.check.checked(g, e)
@@ -216,7 +229,8 @@ func (l *lighthouse) hasLink(g *group) bool {
 	return slices.ContainsFunc(l.links, func(k *link) bool { return k.g == g })
 }
 
-// askProgress asks members for their progress. Members that make calls cannot be asked.
+// askProgress asks members for their progress. A member without a stream cannot be asked. It counts as waiting for others, so that it is
+// never reported as stalled.
 func (l *lighthouse) askProgress(ids []string) {
 	l.check.asksAll()
 	for _, id := range ids {
@@ -229,12 +243,14 @@ func (l *lighthouse) askProgress(ids []string) {
 		if !l.hasLink(g) {
 			e := quorum.Progressed{ReplicaID: id, Progress: quorum.Progress{Phase: "not known", Waits: true}}
 			l.check.message(g, e)
-			l.machine.Step(e, epoch.Add(l.clock())) // without handling actions: the answer has no effect before the next tick
+			// There are no actions to do: the event only records the answer, and no time has passed since the Step that asked.
+			l.machine.Step(e, epoch.Add(l.clock()))
 		}
 	}
 }
 
-// message handles an event that a group sends on a stream.
+// message handles an event that a group sends on a stream. Events on a stale stream are ignored, except Leaving: the group has ended its
+// last step, whatever the lighthouse or the term.
 func (l *lighthouse) message(e *event) {
 	message := e.x.(quorum.Event)
 	_, leaves := message.(quorum.Leaving)
@@ -243,7 +259,7 @@ func (l *lighthouse) message(e *event) {
 	}
 	switch message.(type) {
 	case quorum.Leaving, quorum.ShuttingDown:
-	default: // also a sign of life
+	default: // The event counts as a heartbeat, too: after any message, a group sends no heartbeat for some time.
 		l.check.beat(e.g)
 		l.step(quorum.Beat{ReplicaID: e.g.id})
 	}
@@ -251,10 +267,11 @@ func (l *lighthouse) message(e *event) {
 	l.step(message)
 }
 
-// slept reports to the machine that the lighthouse itself was stopped, before it handles the next event: it received nothing meanwhile.
+// slept reports to the machine that the lighthouse itself was stopped. It runs before the next event is handled: the messages of that
+// time have not been handled yet, and without the report all members would count as failed by their silence.
 func (l *lighthouse) slept() {
 	w := l.w
-	if most := w.Policy.HeartbeatTimeout/2 + w.QuorumTick; l.clock()-l.stepped > most {
+	if most := w.Policy.HeartbeatTimeout/2 + w.QuorumTick; l.clock()-l.stepped > most { // a running lighthouse has an event at each tick
 		slept := l.clock() - l.stepped
 		l.check.slept(slept)
 		l.do(quorum.Slept{For: slept})

@@ -45,8 +45,9 @@ type failure struct {
 
 func (g *given) is(quorumID int64) bool { return g.quorum != nil && g.quorum.ID == quorumID }
 
-// follow records the quorum that is sent to the ranks now. A quorum of the next step with the same id has the same members, and all of
-// them have asked for it: failures that were recorded before are over, and m.before remains the last quorum with another id.
+// follow records the quorum that is sent to the ranks now. If its id is that of the latest quorum, the lighthouse had reported no failure
+// before it: otherwise the next quorum would have a new id (reconnect in package quorum). So the record of failures begins anew. A report
+// that overtook the quorum is lost from the record, but its notices have been sent. m.before remains the last quorum with another id.
 func (m *Machine) follow(q *quorum.Quorum) {
 	if !m.latest.is(q.ID) {
 		m.before = m.latest

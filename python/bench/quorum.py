@@ -1,9 +1,9 @@
-"""The time of a quorum round by the number of replica groups, for ours and upstream: `make bench-quorum`.
+"""Measures how the time of a quorum round grows with the number of replica groups: `make bench-quorum`.
 
-go/bench simulates the groups, each with its own connection. Groups that use the protocol of upstream's managers are
-measured with both lighthouses, groups that use the protocol of our managers with ours. The load generator runs on the
-same machine, and its time is included. The script prints a table, writes it into docs/scaling.md and draws a plot
-beside it.
+go/bench simulates the groups, each with its own connection. Groups with the protocol of upstream's managers are
+measured with upstream's lighthouse and with ours; groups with the protocol of our managers are measured with our
+lighthouse only. The load generator runs on the same machine as the lighthouse, so the time of a round includes the work
+of both. The script prints a table, writes it into docs/scaling.md and draws docs/scaling.png.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from run import machine
 from startup import CONSOLE_SCRIPT
 from upstream import REQUIREMENTS, UpstreamUnavailable, install
 
+# Numbers of replica groups. Above the largest number in UPSTREAM, only the protocol of our managers is measured.
 UPSTREAM = (100, 300, 1000)
 OURS = (100, 300, 1000, 3000, 10000)
+# After the rounds, the groups send only heartbeats for this time, to measure the processor time that those cost.
 IDLE_S = 10
 START_TIMEOUT_S = 60
 RUN_TIMEOUT_S = 300
-# Number of file descriptors of the lighthouse and of the generator, in addition to one per group.
+# The lighthouse and the generator each need one file descriptor per group, and at most this many others.
 SPARE_FILES = 100
 
 Row = dict[str, Any]
@@ -71,7 +73,16 @@ def main() -> int:
 
 
 def measure(bench: Path, side: Side, kind: str, groups: int, rounds: int, command: Sequence[str | Path] | None) -> Row:
-    """Run one lighthouse and the generator against it; return the generator's figures."""
+    """Run a lighthouse, and the load generator against it; return the generator's figures.
+
+    Args:
+        bench: the load generator.
+        side: name and Python path of the lighthouse.
+        kind: protocol of the groups, "upstream" or "ours".
+        groups: number of groups.
+        rounds: number of measured rounds.
+        command: command of the lighthouse; None: the console script of `side`.
+    """
     port = free_port()
     options = ["--min_replicas", str(groups), "--bind", f"0.0.0.0:{port}", "--join_timeout_ms", "60000"]
     with Job() as job:
@@ -125,11 +136,11 @@ def goals(rows: Sequence[Row], ours: str, upstream: str) -> list[str]:
     """Return a line for each goal that the run has measured."""
     found = {(row["lighthouse"], row["kind"], row["groups"]): row for row in rows}
     lines = []
-    before = found.get((upstream, "upstream", 1000))
+    baseline = found.get((upstream, "upstream", 1000))
     for kind, limit in (("upstream", 0.2), ("ours", 0.06)):
         row = found.get((ours, kind, 1000))
-        if before and row:
-            share = row["round_ms"] / before["round_ms"]
+        if baseline and row:
+            share = row["round_ms"] / baseline["round_ms"]
             words = f"1,000 groups that speak as {kind}: {share:.3f} of the time of upstream's lighthouse"
             lines.append(f"- {words}, at most {limit}: {verdict(share <= limit)}")
     if row := found.get((ours, "ours", 10000)):

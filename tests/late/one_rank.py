@@ -1,8 +1,8 @@
-"""A backend for one rank with NCCL's rules, whose kernels, failures and aborts a test controls.
+"""A test backend for one rank that follows NCCL's rules. A test controls its kernels, failures and aborts.
 
-An allreduce simulates a peer with the same tensor, so it doubles the values. Like NCCL's, it is queued on the backend's
-own stream, its work and its future are complete at launch, a failure is reported only by `get_error`, and an abort ends
-the kernels and leaves garbage in their outputs. `asyncOp=False` queues it on the current stream and returns no work.
+An allreduce simulates a peer with the same tensor, so it doubles the values. As in NCCL, the kernel is queued on the
+backend's own stream, the future is complete at launch, only `get_error` reports a failure, and an abort ends the
+kernels, with invalid outputs (here: NaN). `asyncOp=False` queues the kernel on the current stream and returns no work.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from torchft.process_group.base import BaseProcessGroup
 
 late = load()
 
+# How long a kernel waits for its missing peer, so that a test without `peer_comes` or an abort ends.
 _HOST_WAITS_SEC = 20
 
 
 class Kernel(dist._Work):
-    """A collective in the backend. Like NCCL's, it keeps its tensors until a wait."""
+    """The work of a collective. Like NCCL's, it keeps references to its tensors until `wait`."""
 
     def __init__(self, event: torch.Event, tensors: list[torch.Tensor], future: Future[Any]) -> None:
         super().__init__()
@@ -52,7 +53,7 @@ class Kernel(dist._Work):
 
 
 class OneRank(dist.ProcessGroup):
-    """A process group that is also its backend."""
+    """A process group that is its own backend: `_get_backend` returns the group itself."""
 
     _device_types: ClassVar[list[torch.device]] = [torch.device("late")]
 
@@ -67,10 +68,11 @@ class OneRank(dist.ProcessGroup):
     # Controls for tests
 
     def hang(self) -> None:
-        """Makes further kernels wait for a missing peer, until `peer_comes` or an abort."""
+        """Makes kernels that begin after this call wait for a missing peer, until `peer_comes` or an abort."""
         self._may_run.clear()
 
     def peer_comes(self) -> None:
+        """Ends the waits of `hang`, and lets later kernels run."""
         self._may_run.set()
 
     def fail(self) -> None:
@@ -78,7 +80,7 @@ class OneRank(dist.ProcessGroup):
         self.error = "COMM_ERROR"
         self.abort()
 
-    # Methods that PyTorch calls
+    # Methods that PyTorch and torchft call
 
     def abort(self) -> None:
         self.aborts += 1
@@ -104,15 +106,19 @@ class OneRank(dist.ProcessGroup):
         if not getattr(opts, "asyncOp", True):
             self._queue(tensors)
             return None
+        # Behind the work that the caller has queued: it writes the inputs.
         self.stream.wait_event(torch.accelerator.current_stream().record_event())
         with self.stream:
             self._queue(tensors)
             event = self.stream.record_event()
+            # Completed in this block: the future records an event on the current stream, and a stream that waits for
+            # the future waits for that event. An event on the caller's stream would not wait for the kernel.
             future: Future[Any] = Future(devices=[tensors[0].device])
             future.set_result(tensors)
         return Kernel(event, list(tensors), future)
 
     def _queue(self, tensors: list[torch.Tensor]) -> None:
+        # The multiplications read the factor when they run, so the function before them can still change it.
         factor = torch.full((1,), 2.0, device=tensors[0].device)
         view = late.cpu_view(factor)
 
@@ -127,10 +133,10 @@ class OneRank(dist.ProcessGroup):
 
 
 class Group(AcceleratorProcessGroup):
-    """A process group of torchft over `OneRank`. `configure` makes a new backend.
+    """A process group of torchft whose backend is a `OneRank`. `configure` makes a new backend.
 
     Attributes:
-        backend: the present backend.
+        backend: the current backend.
     """
 
     backend: OneRank

@@ -1,4 +1,4 @@
-"""A job with an ElasticDataLoader whose groups are killed and return, and the check of its weights."""
+"""Runs a job with an ElasticDataLoader, kills and restarts its groups, and checks its weights and counted samples."""
 
 from __future__ import annotations
 
@@ -17,11 +17,13 @@ from processes import HERE, START_TIMEOUT_S, Child, Job, free_port, ours_path
 
 from torchft.data.position import Position
 
+# The points of a step at which a rank kills itself; see loader_worker.py.
 PLACES = ("begin", "units", "reduce", "commit", "stepped")
-# The last line of a rank that ends without a kill: its dataset raises, or a worker process of its DataLoader is killed.
+# The errors in the logs of ranks that end with an error instead, because their dataset raises, or a worker process of
+# their DataLoader is killed.
 ERRORS = {
     "dataset": r"ReadFailed: unit \d+ of batch \d+ of epoch \d could not be read: OSError: the disk has failed",
-    # PyTorch's message about that worker, or the error of fetching its data.
+    # PyTorch's message about the killed worker process, or the error when the rank reads that process's data.
     "worker": r"DataLoader worker \(pid\(?s?\)? \d+\) (is killed|exited)|ReadFailed: unit .* could not be read: Conn",
 }
 
@@ -43,8 +45,8 @@ class Part:
 
 @dataclass
 class Elastic:
-    """Runs parts with the same number of steps one after another. The seed determines the killed groups and the points
-    at which they are killed.
+    """Runs the parts one after another, each with the same number of steps. The seed determines which groups are killed
+    in a part, and at which points.
     """
 
     folder: Path
@@ -55,13 +57,18 @@ class Elastic:
     reproducible: bool = False
     seed: int = 0
     places: tuple[str, ...] = PLACES
-    killed: int = 0
-    living: dict[int, list[Child]] = field(default_factory=dict)
-    started: int = 0
+    killed: int = 0  # number of groups that were killed by an order, in all parts
+    living: dict[int, list[Child]] = field(default_factory=dict)  # the processes of each running group, by its number
+    started: int = 0  # number of groups that were started, in all parts
     new: list[int] = field(default_factory=list)  # groups that were started for this part
 
     def run(self) -> None:
-        """Raises AssertionError unless the weights are those of one process, with each sample once per epoch."""
+        """Runs the job and checks its result.
+
+        Raises:
+            AssertionError: the final weights differ from those of training in one process, or a sample was not counted
+                exactly once in each epoch.
+        """
         self.plan = plan(self.samples)
         steps = self.plan.batches_per_epoch * self.plan.epochs
         random_ = random.Random(self.seed)
@@ -73,6 +80,7 @@ class Elastic:
                 begin, until = steps * number // len(self.parts), steps * (number + 1) // len(self.parts)
                 last = number + 1 == len(self.parts)
                 self._bring(part)
+                # In the last part the limit is never reached: the groups end with the last epoch, and do not pause.
                 orders = {group: {"until": until + last} for group in self.living}
                 for victim in random_.sample(sorted(self.living), part.kills):
                     orders[victim] |= {"fail_at": random_.randrange(begin + 1, until - 1)}
@@ -85,13 +93,14 @@ class Elastic:
         restore = ""
         if part.restored:
             restore = str(self.folder / f"{self.started}.checkpoint")
-            # Only for groups of a single rank, whose process has the whole state of the loader.
+            # Works only with one rank in each group: then one process has the loader's whole state.
             source = next(child for (child,) in self.living.values() if child.of("paused"))
             source.send(save=restore)
             self.job.wait(lambda: source.of("saved"), 30, "a checkpoint")
             for group in list(self.living):
                 self._kill(group)
         self.new = [group for group in range(part.groups) if group not in self.living]
+        # Running groups may have larger numbers than the part has groups, so not every unused number is needed.
         del self.new[part.groups - len(self.living) :]
         for group in self.new:
             self.living[group] = self._start(group, restore)
@@ -108,9 +117,9 @@ class Elastic:
                 "kind": self.kind,
                 "reproducible": int(self.reproducible),
                 "samples": self.samples,
-                # A group that joins later begins with weights that differ from the job's. At step 0 the ranks of a
-                # group may take over weights of different groups; so with several ranks the first groups begin with
-                # equal ones.
+                # Each group begins with different weights, so that a missing heal changes the result. With several
+                # ranks, all groups begin with equal weights until one is killed: at step 0, ranks of the same group may
+                # take over weights from different groups.
                 "seed": self.started if self.killed or self.ranks == 1 else 0,
                 "log": self.folder / f"{self.started}-{rank}.log",
                 "weights": self.folder / f"{self.started}-{rank}.weights",
@@ -128,17 +137,18 @@ class Elastic:
         return children
 
     def _train(self, orders: dict[int, dict[str, object]], last: bool) -> None:
-        mortal = [group for group, order in orders.items() if "place" in order]
+        victims = [group for group, order in orders.items() if "place" in order]
         paused = {child: len(child.of("paused")) for children in self.living.values() for child in children}
-        for children in (children for group, children in self.living.items() if group in mortal):
+        for children in (children for group, children in self.living.items() if group in victims):
             for child in children:
                 child.expected_to_live = False
         self._send(orders, self.new)
         if len(self.new) < len(orders):
-            # The next quorum of the previous members only includes new groups that have already requested it.
+            # The quorum that the running groups request next includes only those new groups that have requested it
+            # already.
             self.job.wait(lambda: self._waiters() == len(self.new), 30, "new groups request a quorum")
             self._send(orders, [group for group in orders if group not in self.new])
-        for group in list(mortal):
+        for group in list(victims):
             victim = self.living[group][-1]
             self.job.wait(lambda victim=victim: victim.returncode is not None, 60, f"group {group} is killed")
             failed = orders[group]["place"] in ERRORS
@@ -151,13 +161,14 @@ class Elastic:
             self.job.wait_exit(rest, 120)
             self.ended = [child.name for child in rest]
         else:
-            # Not all groups, because a healing group waits for the others.
+            # One group suffices: the next quorum of a group that still heals waits for the paused groups, which request
+            # none.
             self.job.wait(lambda: any(len(c.of("paused")) > paused[c] for c in rest), 120, "the end of a part")
 
     def _send(self, orders: dict[int, dict[str, object]], groups: list[int]) -> None:
         for group in groups:
             for rank, child in enumerate(self.living[group]):
-                # One rank fails. The other ranks of its group wait for it until they are killed, too.
+                # Only the last rank of a group is ordered to fail. The other ranks wait for it until _train kills them.
                 child.send(**(orders[group] if rank + 1 == self.ranks else {"until": orders[group]["until"]}))
 
     def _waiters(self) -> int:
@@ -187,6 +198,8 @@ class Elastic:
                 trained.setdefault((epoch, batch, quorum), Counter()).update(indices)
         position = Position()
         epochs = [Counter[int]() for _ in range(self.plan.epochs)]
+        # The history names the quorum in which each step was committed. Samples that were logged in another quorum do
+        # not count: their attempt was not committed, or only by a group that then failed.
         for quorum in ended[0]["history"]:
             indices = trained[position.epoch, position.batch, quorum]
             batch = [index for unit in self.plan.share(position, 0, 1).units for index in unit.indices]

@@ -1,7 +1,8 @@
-"""Real processes are killed and stopped at each phase of a step: the others continue soon, and the invariants hold.
+"""Kills and stops real processes at each phase of a step, and checks that the survivors keep the invariants of the job.
 
-The invariants are in chaos.py: survivors commit within a bound; weights at equal steps are equal, and those that one
-process computes; no step is committed twice; nothing is left behind. Many faults follow one another in one job.
+The invariants, checked by chaos.py: the survivors commit within a bound; the weights at a step are equal in all groups,
+and equal to those that one process computes; no step is committed twice; no process, port, thread, descriptor or shared
+memory is left. One job survives many faults, one after another.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from tests.promises import KILL_S, within
 
 needs_native = pytest.mark.skipif(not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14")
 OTHERS = ["isolated", pytest.param("native", marks=[needs_native, pytest.mark.slow])]
-# One fault for each way in which the survivors notice a failure and continue: by the grace period, by a broken
-# collective, by silence, alone, during a heal, or with another lighthouse. Stops come first, because after a stop Gloo
-# may keep an operation until its timeout.
+# One fault for each way in which survivors detect a failure (the end of the grace period, an error of a collective,
+# missing heartbeats) or continue (as the only group, during a heal, with a new lighthouse). Stops come first: after a
+# stop, Gloo may keep an operation until its timeout, and it must have ended when the job is checked for leaks.
 EACH_KIND = [
     "SIGSTOP in bucket 1",
     "SIGSTOP of the source of a heal",
@@ -46,7 +47,7 @@ def run(job: Job, **settings: Any) -> Chaos:
 
 
 def check_compared(chaos: Chaos) -> None:
-    """Checks that some process lived long enough to be compared with its state after the first reconfiguration."""
+    """Checks that the check for leaks has compared at least one process with its reference (chaos_leaks.py)."""
     ends = [end for life in chaos.lives for child in life.ranks for end in child.of("finished")]
     assert any(end["compared"] for end in ends)
 
@@ -71,7 +72,7 @@ def test_a_fault_of_each_kind() -> None:
     each_once(3, [by_name[name] for name in EACH_KIND])
 
 
-@pytest.mark.slow(minutes=5)  # the one above has a fault of each kind
+@pytest.mark.slow(minutes=5)  # the test above has one fault of each kind
 @pytest.mark.timeout(1200)
 def test_each_fault_once() -> None:
     each_once(4, possible_in(4, 1, torchrun=False))
@@ -91,8 +92,8 @@ def test_other_process_groups(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_rank_of_a_group() -> None:
-    """The manager's rank or another one fails, and with it the group. The lighthouse evicts a group with a stalled
-    rank, and names that rank.
+    """If one rank fails, with the manager server or another, its whole group fails. The lighthouse evicts a group with a
+    stalled rank, and names that rank.
     """
     with Job() as job:
         chaos = run(job, groups=2, ranks=2, lighthouse_options=EJECT)
@@ -109,8 +110,8 @@ def test_one_rank_of_a_group() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_rank_of_a_native_group_is_stopped_in_a_collective() -> None:
-    """Gloo may not wake the operation in progress. The rank must not wait for it so long that the group's vote times
-    out.
+    """An abort may fail to end a Gloo operation in progress. A rank must stop waiting for that operation before
+    its group's vote times out.
     """
     with Job() as job:
         chaos = run(job, kind="native", groups=2, ranks=2, lighthouse_options=EJECT)
@@ -119,10 +120,10 @@ def test_a_rank_of_a_native_group_is_stopped_in_a_collective() -> None:
         chaos.finish()
 
 
-@pytest.mark.slow  # test_train_demo kills a group of torchrun
+@pytest.mark.slow  # because test_train_demo kills a group of torchrun, too
 @pytest.mark.timeout(300)
 def test_groups_of_torchrun() -> None:
-    """A worker fails, and its agent restarts it; an agent fails, and its workers end with it."""
+    """If a worker fails, its agent restarts it. If an agent fails, its workers end."""
     with Job() as job:
         chaos = run(job, groups=2, torchrun=True, kills_only=True)
         chaos.kill_worker(0, phase="in bucket 1")
@@ -133,8 +134,8 @@ def test_groups_of_torchrun() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_flapping_network_is_no_failure() -> None:
-    """A cut may last longer on a busy machine, so the grace period is longer here. go/manager tests the default, with
-    a fake clock.
+    """A cut that is shorter than the grace period evicts no member. On a busy machine a cut may last longer than
+    intended, so the grace period is longer than the default here; go/manager tests the default with a fake clock.
     """
     grace = f"--suspect_grace_ms={int(1000 * within(KILL_S))}"
     with Flapping() as proxy, Job() as job:
@@ -171,7 +172,7 @@ def test_each_phase(kind: str, groups: int) -> None:
 
 
 def test_a_record_goes_on_where_it_ended_and_makes_a_table() -> None:
-    """The next fault is always the one that lacks the largest share of its repetitions."""
+    """The next fault is the one with the smallest share of its repetitions in the record."""
     done: dict[str, int] = {}
     for _ in range(len(FAULTS)):
         fault = next_missing(FAULTS, "gloo", done)
@@ -199,7 +200,7 @@ def test_each_fault_has_a_job_that_it_is_recorded_in() -> None:
 
 
 def test_strikes_end_or_stop_the_process() -> None:
-    """If the child survived a strike with SIGKILL, all of these tests would pass wrongly."""
+    """If the child survived a strike with SIGKILL, the other tests of this file would pass without a failure."""
     with Job() as job:
         chaos = run(job, groups=1)
         child = chaos.lives[0].ranks[0]

@@ -1,3 +1,5 @@
+"""The quantized collectives on the CPU: their error bounds, the bytes that they send, failures, and bad input."""
+
 from __future__ import annotations
 
 import threading
@@ -44,12 +46,12 @@ def store() -> TCPStore:
 
 @pytest.fixture(scope="module", params=MAKERS)
 def groups(request: pytest.FixtureRequest, store: TCPStore) -> Iterator[list[Any]]:
-    """Three ranks."""
+    """One process group for each of three ranks, connected with each other."""
     if request.param == "native" and not NATIVE:
         pytest.skip("this PyTorch has no native groups that can be reconfigured")
     made = on_ranks(3, lambda rank: MAKERS[request.param](store, rank), START_TIMEOUT)
-    where = meeting(store)
-    on_ranks(3, lambda rank: reconfigure_with_store(made[rank], where, rank, 3, START_TIMEOUT), START_TIMEOUT)
+    address = meeting(store)
+    on_ranks(3, lambda rank: reconfigure_with_store(made[rank], address, rank, 3, START_TIMEOUT), START_TIMEOUT)
     yield made
     for group in made:
         group.shutdown()
@@ -57,7 +59,7 @@ def groups(request: pytest.FixtureRequest, store: TCPStore) -> Iterator[list[Any
 
 @pytest.fixture
 def pair(store: TCPStore) -> Iterator[list[Any]]:
-    """Two ranks that a test may break. A wait of theirs times out after 2 s."""
+    """Process groups of two connected ranks, for tests that break them. Their operations time out after 2 s."""
     made = [ProcessGroupGloo(timeout=timedelta(seconds=2)) for _ in range(2)]
     connect(made, store)
     yield made
@@ -93,7 +95,8 @@ def test_allreduce_is_a_sum_within_the_bounds(groups: list[Any], fmt: str, monke
         want = parts[0] + parts[1] + parts[2]
         if not want.numel():
             continue
-        # The bounds of torchft.quantization: of the inputs and of the sum, whose error is relative to what was coded.
+        # The error bounds of torchft.quantization. Two roundings contribute: that of the inputs, and that of their sum.
+        # The rounded sum contains the errors of the inputs, so the bound of the second rounding (fp8) includes them.
         if fmt == "fp8":
             bound = sum(p.abs() / 16 for p in parts) + (want.abs() + sum(p.abs() for p in parts) / 16) / 16 + 1e-4
         else:
@@ -110,7 +113,9 @@ def test_average_divides_by_the_ranks(groups: list[Any]) -> None:
 
 
 def test_several_at_once_beside_other_collectives(groups: list[Any]) -> None:
-    """The threads start no collectives, so those of the training thread match the other ranks'."""
+    """The threads of quantized collectives only send and receive. So the collectives that the training thread starts in
+    the meantime are in the same order on all ranks, as Gloo requires.
+    """
     tensors = [[torch.full((5000,), float(2**i)) for i in range(4)] for _ in range(3)]
     others = [[torch.full((100,), float(i)) for i in range(4)] for _ in range(3)]
 
@@ -190,7 +195,9 @@ class CountingGroup(ProcessGroupWrapper):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_quarter_of_the_bytes_is_sent(store: TCPStore, dtype: torch.dtype) -> None:
-    """A quarter for float32, half for 16-bit numbers; compared with a ring, which sends the minimum."""
+    """A quarter for float32, half for bfloat16, compared with an unquantized ring allreduce, which sends the fewest
+    bytes.
+    """
     inner = [ProcessGroupGloo(timeout=TIMEOUT) for _ in range(3)]
     connect(inner, store)
     groups = [CountingGroup(group) for group in inner]
@@ -198,7 +205,7 @@ def test_a_quarter_of_the_bytes_is_sent(store: TCPStore, dtype: torch.dtype) -> 
     on_ranks(3, lambda rank: allreduce_quantized([tensors[rank]], ReduceOp.SUM, groups[rank]).wait())
     full = 2 * (3 - 1) / 3 * tensors[0].nbytes
     for group in groups:
-        assert group.calls == {"send", "recv"}  # nothing was sent in another way
+        assert group.calls == {"send", "recv"}  # so `sent` counts all bytes
         assert full / tensors[0].itemsize <= group.sent <= 1.01 * full / tensors[0].itemsize
     for group in inner:
         group.shutdown()
@@ -231,7 +238,7 @@ def test_an_absent_peer(pair: list[Any]) -> None:
     with pytest.raises(TimeoutError, match="did not complete within"):
         work.wait(timedelta(milliseconds=50))
     assert not work.is_completed() and work.exception() is None
-    with pytest.raises(RuntimeError):  # Gloo's own deadline
+    with pytest.raises(RuntimeError):  # Gloo's own timeout of 2 s
         work.wait()
     assert work.is_completed() and not work.is_success() and work.exception() is not None
     assert tensor.tolist() == [1.0] * 10
@@ -256,7 +263,7 @@ def test_abort_ends_all_of_them_and_their_threads(pair: list[Any]) -> None:
 
 
 def test_new_peers_are_not_delayed_by_the_old_ones(pair: list[Any], store: TCPStore) -> None:
-    """An operation that waits for a peer that has ended fails, and is dropped when the group gets new peers."""
+    """An operation whose peer has aborted fails. It must not delay operations with the group's new peers."""
     pair[0].set_timeout(TIMEOUT)
     stuck = allreduce_quantized([torch.ones(10)], ReduceOp.SUM, pair[0])
     pair[1].abort()
@@ -269,17 +276,17 @@ def test_new_peers_are_not_delayed_by_the_old_ones(pair: list[Any], store: TCPSt
 
 
 def test_a_group_without_peers_for_a_moment_gets_other_peers(pair: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread is connecting it with the new peers."""
+    """While another thread connects a group with new peers, the group has no backend, and its methods raise."""
     began = threading.Event()
     recv = type(pair[0]).recv
 
-    def none(self: Any, *args: Any) -> Any:
+    def not_initialized(self: Any, *args: Any) -> Any:
         if threading.current_thread().name == "torchft_quantized":
             began.set()
             raise AssertionError("process group not initialized")
         return recv(self, *args)
 
-    monkeypatch.setattr(type(pair[0]), "recv", none)
+    monkeypatch.setattr(type(pair[0]), "recv", not_initialized)
     with pytest.raises(RuntimeError, match="other peers in the middle of a quantized collective"):
         allreduce_quantized([torch.ones(10)], ReduceOp.SUM, pair[0]).wait(TIMEOUT / 2)
     assert began.is_set()

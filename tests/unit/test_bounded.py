@@ -1,4 +1,7 @@
-"""Test runs with a seed and a time limit: each is a separate run of pytest in this process."""
+"""Tests of the plugin tests/bounded.py: test runs with a seed and a time limit.
+
+Each test calls pytest in this process, on a separate suite.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Torch(ModuleType):
-    """Replaces PyTorch, whose seed applies to the whole process."""
+    """Replaces PyTorch in the inner run, which would otherwise seed the PyTorch of this process."""
 
     seed: int | None = None
 
@@ -57,7 +60,7 @@ def run(pytester: pytest.Pytester, *args: str, suite: str = SUITE) -> pytest.Run
     state = random.getstate()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "torch", Torch("torch"))
-        # faulthandler would replace Go's handler of SIGSEGV in this process, which turns the signal into a panic.
+        # In this process Go's runtime turns SIGSEGV into a panic; faulthandler would replace the runtime's handler.
         done = pytester.runpytest_inprocess("-p", "no:faulthandler", "-p", "tests.bounded", "-v", "-s", *args)
     random.setstate(state)
     return done
@@ -79,7 +82,7 @@ def test_slow_tests_are_first_and_a_seed_chooses_the_first_of_each_kind(
 ) -> None:
     monkeypatch.setenv("NIGHT_UNTIL", str(time.monotonic() + 3600))
     orders = []
-    for seed in ("3", "4"):  # the two orders begin with different tests
+    for seed in ("3", "4"):  # chosen so that the two orders begin with different tests
         monkeypatch.setenv("SEED", seed)
         done = run(pytester)
         done.assert_outcomes(passed=4)

@@ -92,7 +92,7 @@ def test_other_process_groups(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_rank_of_a_group() -> None:
-    """If one rank fails, with the manager server or another, its whole group fails. The lighthouse evicts a group with a
+    """If one rank fails, with the manager server or another, its group fails. The lighthouse evicts a group with a
     stalled rank, and names that rank.
     """
     with Job() as job:

@@ -1,4 +1,4 @@
-"""Checkpoints over HTTP: the source serves them, the targets fetch them."""
+"""A checkpoint transport over HTTP: the source of a heal serves its state, and the targets fetch it."""
 
 from __future__ import annotations
 
@@ -38,21 +38,22 @@ _REQUEST_TIMEOUT = 30.0  # seconds for a peer to write its request
 
 
 class HTTPTransport(CheckpointTransport[T]):
-    """Serves the state of this replica group to the groups that heal from it, and fetches theirs.
+    """Serves the state of this replica group to groups that heal from it, and fetches the state of a source when this
+    group heals.
 
-    The source should not have to wait for its readers. Usually they have finished before it changes its state. In case
-    they have not, the state is copied in the background if it fits into half of the free memory; `disallow_checkpoint`
-    then waits for the copy only. Without a copy, `disallow_checkpoint` waits for the readers, at most `timeout`, and
-    then closes their connections.
+    Readers have usually finished before the source changes its state. So that the source need not wait for slower ones,
+    the state is copied in the background if it fits into half of the free memory; `disallow_checkpoint` then waits for
+    the copy only. Without a copy, `disallow_checkpoint` waits for the readers, at most `timeout`, and then closes their
+    connections.
 
     Between two transports of this class the native core moves the tensors' memory, in blocks with checksums, on several
-    connections at once. A transfer that loses its connections continues where it was. State on a GPU goes through
+    connections at once. If its connections break, a retry fetches only the rest. State on a GPU goes through
     page-locked blocks of host memory on both ends. With an upstream peer, and for state on a GPU if `snapshot` is
     False, PyTorch's streaming format over HTTP is used.
 
     The received state consists of tensors, plain values and containers; other types are read by PyTorch's restricted
     unpickler, and need `torch.serialization.add_safe_globals`. If TORCHFT_TOKEN_FILE names a file, its content is a
-    token, and only targets that prove to know it can fetch a checkpoint.
+    token, and only targets that prove knowledge of it can fetch a checkpoint.
 
     Args:
         timeout: limit for each wait at the source: for a checkpoint that a peer requests, for readers in
@@ -67,9 +68,10 @@ class HTTPTransport(CheckpointTransport[T]):
             format is received into new memory, and copied into the tensors when it is complete.
         checksum: whether received data is verified by checksums
         bandwidth_limit: bytes per second for all targets together; 0: no limit
-        background: whether serving has the lowest priority on this host. By default only additional sources do that,
-            because the whole job waits for the assigned source. Set it where sources train on while a group heals, as
-            with LocalSGD and DiLoCo: their steps stay fast, and the heal uses the remaining processor time.
+        background: whether this source serves with the lowest priority on its host. By default only additional sources
+            do so, because the whole job waits for the assigned source. Set it where sources continue to train while a
+            group heals, as with LocalSGD and DiLoCo: their steps stay fast, and the heal uses the remaining processor
+            time.
         hosts: the addresses of this host to announce, the best one first. A target uses the first one that answers, an
             upstream target only the first one. Default: `torchft.addresses.announced_host`
 
@@ -99,7 +101,7 @@ class HTTPTransport(CheckpointTransport[T]):
         if bandwidth_limit < 0:
             raise ValueError(f"bandwidth_limit is {bandwidth_limit}: allowed are bytes a second, and 0 for no limit")
         if not hosts:
-            announced_host()  # raises now if a setting is bad
+            announced_host()  # so that a bad setting raises here, and not in the first heal
         self._timeout = timeout.total_seconds()
         self._state_dict = state_dict
         self.in_place = state_dict is not None
@@ -121,10 +123,10 @@ class HTTPTransport(CheckpointTransport[T]):
         self._down = False
 
     def address(self) -> str:
-        """Where peers find this server: `http://{host}:{port}/checkpoint/`."""
+        """The address of this server for peers: `http://{host}:{port}/checkpoint/`."""
         if not self._address:
-            # Determined late, because a Manager that is made after this transport may set the lighthouse, and so the
-            # route.
+            # Determined at the first use: the default host is the one on the route to the lighthouse, and a Manager
+            # that is created after this transport may set the lighthouse's address.
             self._address = announce(self._hosts or [announced_host()], self._server.server_port)
         return self._address
 
@@ -169,22 +171,28 @@ class HTTPTransport(CheckpointTransport[T]):
         self._source.allow(step)
 
     def prepare_pieces(self) -> None:
-        """Makes requests for parts of the state wait for `offer_pieces`."""
+        """Makes requests for parts of the state wait for `offer_pieces`; without this call they are refused."""
         self._window.used = True
 
     def note_step(self, step: int, head: Any) -> None:
-        """Keeps the heads of the last steps, as JSON: targets need them before they request parts."""
+        """Records the head of a step, a JSON value that describes its parts. Targets request it before the parts, and
+        perhaps some steps later, so the heads of the last steps are kept.
+        """
         self._window.note(step, head)
 
     def offer_pieces(self, step: int, giver: Giver) -> None:
-        """Serves parts of the state of a step, and all of it if a target asks, until `disallow_checkpoint`."""
+        """Serves parts of the state of a step, or the whole state to a target that requests it, until
+        `disallow_checkpoint`.
+        """
         self._window.open(step, giver)
 
     def note_decision(self, step: int, quorum_id: int, committed: bool) -> None:
-        """Keeps the decision on an attempt at a step for targets that request it."""
+        """Records whether an attempt at a step was committed, for targets that request it."""
         self._window.decide(step, quorum_id, committed)
 
     def disallow_checkpoint(self) -> None:
+        # The window first: while it is open, a request may publish the whole state. A state that is published after
+        # `disallow` would be read while the optimizer changes it.
         self._window.close()
         self._source.disallow(self._timeout)
 
@@ -240,7 +248,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def abandon_receiving(self, reason: Exception) -> None:
         """Aborts a `recv_checkpoint` that runs on another thread: it raises CheckpointError with this reason."""
-        receiving = self._receiving
+        receiving = self._receiving  # read once: the other thread clears it when its transfer ends
         if receiving is not None:
             receiving.because(reason)
 
@@ -249,6 +257,8 @@ class HTTPTransport(CheckpointTransport[T]):
             if self._down:
                 return
             self._down = True
+        # First end the waits of the request threads, so that `server_close` need not wait for them. A request that
+        # arrives later is refused at once, because window and source remain closed.
         limit = self._timeout if wait else 0.0
         self._window.end()
         self._source.close(limit)
@@ -270,6 +280,7 @@ class _CheckpointServer(_IPv6HTTPServer):
         self.native = native
         self.wait_timeout = wait_timeout
 
+    # Called by `serve_forever` in each of its intervals.
     def service_actions(self) -> None:
         self.source.drop_old(time.monotonic())
 
@@ -291,6 +302,8 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._shows_token():
             self._refuse(HTTPStatus.UNAUTHORIZED, "a request for a checkpoint must prove that it knows the job's token")
             return
+        # Only after the token was checked: requests without it must not use up `max_connections`. A target that is not
+        # admitted sees a broken connection, and may retry.
         if not self.server.admit(self.connection):
             self.close_connection = True
             return
@@ -298,6 +311,8 @@ class _Handler(BaseHTTPRequestHandler):
         if step is None:
             self._give(key)
             return
+        # A source that gives its state in parts offers the whole state only on request; without this call, `reading`
+        # would wait until its timeout.
         self.server.window.want_whole(step)
         try:
             with self.server.source.reading(step, self.server.wait_timeout) as offer:
@@ -317,7 +332,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
         else:
             self._extend_deadline()
-            # Otherwise the end of an answer waits for the acknowledgement of its beginning, for up to 40 ms.
+            # Otherwise the kernel holds back the end of the answer until the peer acknowledges its beginning, which can
+            # take 40 ms.
             self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.send_response(HTTPStatus.OK)
             self.send_header("Content-Type", "application/octet-stream")
@@ -343,11 +359,13 @@ class _Handler(BaseHTTPRequestHandler):
         self._extend_deadline()
         self.send_response(HTTPStatus.OK)
         if native is not None:
-            self.send_header("Upgrade", PROTOCOL)  # a target whose request was garbled then knows to retry
+            # A target that requested this protocol then knows that its request was garbled, and retries.
+            self.send_header("Upgrade", PROTOCOL)
         self.send_header("Content-Type", "application/octet-stream")
         self.send_header("Content-Length", str(stream.nbytes))
         self.end_headers()
-        # An error after this point ends the connection: the peer receives a shorter body than announced.
+        # An error after this point closes the connection. The peer detects it, because the body is shorter than its
+        # Content-Length; on a connection that stays open, it would read the next answer as the rest of the body.
         self.close_connection = True
         with closing(offer.read(stream, self.connection.abort)) as pieces:
             for piece in pieces:
@@ -364,7 +382,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _hand_over(self, offer: Offer, native: _native_transfer.NativeOffer) -> None:
         """Lets the native core serve this target, and waits for the end of the transfer."""
-        self.close_connection = True
+        self.close_connection = True  # after the upgrade it carries no further HTTP requests
         server = self.server.native.get()
         if server is None:
             return  # the transport is being shut down
@@ -379,11 +397,13 @@ class _Handler(BaseHTTPRequestHandler):
             if self._receive_done(grant):
                 self.server.source.count_served(offer, FULL)
         finally:
+            # Closes the target's data connections, also those of a target that has failed. Otherwise they would keep
+            # reading the offer.
             grant.end()
 
     def _receive_done(self, grant: _native_transfer.Grant) -> bool:
-        """Whether the target reported that it has everything. Otherwise it has ended, or has read
-        nothing for too long.
+        """Whether the target reported that it has received everything. Otherwise its connection ended, or it received
+        no data for `wait_timeout`.
         """
         served = -1
         while True:
@@ -404,7 +424,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _refuse(self, status: HTTPStatus, reason: str) -> None:
         self._extend_deadline()
         body = reason.encode()
-        # in the status line too, where upstream peers look for the reason
+        # in the status line, too, because upstream peers read the reason there
         self.send_response(status, reason.encode("latin-1", "replace").decode("latin-1"))
         self.send_header("Content-Type", "text/plain; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
@@ -416,8 +436,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _parse(path: str) -> Optional[Tuple[Optional[int], str]]:
-    """Step and part of `/checkpoint/{step}/{part}`. For `/checkpoint/along/...` the step is None, and the part is the
-    rest of the path.
+    """Step and part of `/checkpoint/{step}/{part}`; None for an unknown path. For `/checkpoint/along/...` the step is
+    None, and the part is the rest of the path.
     """
     path = strip(path)
     if path.startswith(f"{PREFIX}{PART}/"):

@@ -18,8 +18,8 @@ import threading
 import time
 from typing import Iterator, NamedTuple
 
-# How long to wait until Gloo has closed cut connections itself, which usually takes milliseconds. Waits for operations
-# have ended with an error by then.
+# How long Gloo gets to close cut connections itself, which usually takes milliseconds. Epoll is changed only after this
+# time: operations on these connections may need its events to fail, and have failed by then.
 _CLOSE_SEC = 0.5
 _LOOK_SEC = 0.02
 
@@ -35,7 +35,12 @@ class _Watched(NamedTuple):
 
 
 def quiet_later(sockets: dict[int, int]) -> None:
-    """Stops epoll from reporting the cut sockets (descriptors with their inodes) that Gloo has not closed in time."""
+    """Starts a thread that gives Gloo time to close cut sockets, and stops epoll from reporting the others again and
+    again.
+
+    Args:
+        sockets: the inodes of the cut sockets, by descriptor.
+    """
     with contextlib.suppress(RuntimeError):  # the process is ending, and no thread can be started any more
         threading.Thread(target=_quiet, args=(sockets,), name="torchft_quiet", daemon=True).start()
 
@@ -54,7 +59,7 @@ def _quiet(sockets: dict[int, int]) -> None:
 
 
 def is_open(descriptor: int, inode: int) -> bool:
-    """Whether a descriptor still refers to that socket."""
+    """Whether a descriptor still refers to the socket with this inode; its number may have been reused."""
     try:
         return os.fstat(descriptor).st_ino == inode
     except OSError:
@@ -75,14 +80,16 @@ def watched(epoll: int) -> list[_Watched]:
         for line in file:
             # tfd: 7 events: 19 data: 7f6cf4003f20 pos:0 ino:1a2b3c sdev:8
             if line.startswith("tfd:"):
-                words = dict(zip(words := line.replace(":", " ").split(), words[1:]))
-                found.append(_Watched(int(words["tfd"]), int(words["ino"], 16), int(words["data"], 16)))
+                # Maps each word to the next one: the names in the line to their values.
+                values = dict(zip(words := line.replace(":", " ").split(), words[1:]))
+                found.append(_Watched(int(values["tfd"]), int(values["ino"], 16), int(values["data"], 16)))
     return found
 
 
 def _report_changes(epoll: int, one: _Watched) -> None:
-    """Makes epoll report only changes of the socket. The socket must still be watched: otherwise Gloo
-    ends the process.
+    """Makes epoll report only changes of a socket. Epoll must continue to watch the socket (no EPOLL_CTL_DEL): if Gloo
+    later closes a socket that epoll does not watch, it ends the process.
     """
     event = ctypes.create_string_buffer(_EVENT.pack(select.EPOLLET & 0xFFFFFFFF, one.data))
+    # An error is ignored: if Gloo has closed the socket in the meantime, epoll does not report it any more.
     ctypes.CDLL(None).epoll_ctl(epoll, _EPOLL_CTL_MOD, one.descriptor, event)

@@ -1,12 +1,13 @@
 """PyTorch's own reconfigurable groups (`init_process_group(..., enable_reconfigure=True)`, PyTorch >= 2.14).
 
-A native group stays the same object while its peers change, and belongs to its creator. This module adds an abort that
-ends all operations: Gloo's own does not affect operations in flight. Such an operation would occupy one of the group's
-two threads until its timeout, and operations with the next peers would wait behind it. So an abort, and every
-reconfiguration, first cuts the previous connections.
+A native group stays the same object while its peers change; the code that created it also destroys it. This module
+adds an abort that ends all operations, because Gloo's own abort does not affect operations in flight. Such an operation
+would occupy one of the group's two threads until its timeout, and operations with the next peers would wait behind it.
+So an abort, and every reconfiguration, first cuts the connections with the previous peers.
 
-Gloo groups meet in the store with which they were created: all replica groups must share it. The handle of a group that
-had no peers yet contains the rank with which it was created: every replica group needs a different one.
+Gloo groups meet in the store with which they were created, so all replica groups must share that store. The handle of a
+group that has not had peers yet contains the rank with which the group was created, so each replica group must be
+created with a different rank.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from torchft.process_group.base import BaseProcessGroup
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ReconfigureOptions
 
-# The connections of every native group that has peers.
+# The connections of each native Gloo group with its last peers. An abort cuts them and keeps the entry.
 _connections: weakref.WeakKeyDictionary[dist.ProcessGroup, Connections] = weakref.WeakKeyDictionary()
 
-# The aborts of native groups that have not been given new peers since.
+# The thread of the last abort, for each native group that has not been reconfigured since.
 _aborts: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Thread] = weakref.WeakKeyDictionary()
 
-# The longest wait for an abort. Most aborts end earlier; others continue in the background.
+# How long the caller waits for an abort. Most aborts end earlier; others continue in the background.
 ABORT_TIMEOUT_SEC = 0.05
 # How long a reconfiguration waits for the previous abort if its options have no timeout.
 _LONGEST_ABORT_SEC = 60.0
@@ -42,7 +43,9 @@ _logger: logging.Logger = logging.getLogger(__name__)
 
 
 def is_native(pg: object) -> bool:
-    """Whether `pg` is PyTorch's own: it has its own kind of handles and no `configure`."""
+    """Whether `pg` is a process group of PyTorch. It lacks the method `configure` of torchft's groups, and its handles
+    have another format.
+    """
     return isinstance(pg, dist.ProcessGroup) and not hasattr(pg, "configure")
 
 
@@ -56,7 +59,7 @@ def native_error(pg: dist.ProcessGroup) -> Optional[Exception]:
 
 
 def backend_error(backend: Any) -> Optional[Exception]:
-    """The error that a backend of PyTorch reports; None: there is none, or the backend never reports errors."""
+    """The error that a backend of PyTorch reports; None if there is none, or if the backend cannot report errors."""
     ask = getattr(backend, "get_error", None)
     if ask is None:  # PyTorch < 2.8
         return None
@@ -67,11 +70,11 @@ def backend_error(backend: Any) -> Optional[Exception]:
 
 
 def errors_of(pg: Any) -> Callable[[], Optional[Exception]]:
-    """Makes a function that returns the error of a group since its creation; None if the group has noticed none.
+    """Makes a function that returns the present error of a group, which makes it unusable; None if it has none.
 
     Args:
         pg: a native group, one of torchft, or a test double, which may lack ``errored`` or return another test double
-            from it. This is detected once, in this call.
+            from it. The kind of group is determined once, in this call.
     """
     if is_native(pg):
         return lambda: error_of_native(pg)
@@ -83,7 +86,9 @@ def errors_of(pg: Any) -> Callable[[], Optional[Exception]]:
 
 
 def error_of_native(pg: dist.ProcessGroup) -> Optional[Exception]:
-    """The error of a native group since its creation, including an abort by torchft, if it has noticed one."""
+    """The present error of a native group: an abort by torchft since the last reconfiguration, or the error that its
+    backends report. None if there is neither.
+    """
     if pg in _aborts:  # the backend does not report an abort by torchft as an error
         return RuntimeError(f"the native group {pg.name()} was aborted and has no peers until it is reconfigured")
     return native_error(pg)
@@ -96,8 +101,8 @@ def reconfigure_group(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
 
     Raises:
         ValueError: two peers have the same name.
-        RuntimeError: the peers could not be reached, or an abort of the previous ones hangs; the group cannot be used
-            until a later call succeeds.
+        RuntimeError: the peers could not be reached, or the abort of the previous peers did not end in time. The group
+            cannot be used until a later call succeeds.
     """
     if is_native(pg):
         reconfigure_native(pg, opts)
@@ -112,12 +117,13 @@ def reconfigure_native(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
             f"two peers of a native group have the same handle: {sorted(opts.handles)}; give every replica group a "
             "rank of its own in init_process_group(..., rank=, world_size=)"
         )
+    # Ends operations with the previous peers, which would keep the group's threads until their timeouts.
     _cut(pg)
     abort = _aborts.get(pg)
     if abort is not None:
         seconds = _LONGEST_ABORT_SEC if opts.timeout is None else opts.timeout.total_seconds()
         abort.join(seconds)
-        if abort.is_alive():  # when it ends it would abort the next peers
+        if abort.is_alive():  # it may take effect later: then it would abort operations with the next peers
             raise RuntimeError(f"reconfigure: timed out: the abort of its last peers has not ended within {seconds} s")
         del _aborts[pg]
     reconfigure_and_wait(pg, opts)
@@ -126,10 +132,10 @@ def reconfigure_native(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
 
 
 def reconfigure_and_wait(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
-    """Calls the group's own ``reconfigure``. The error of a timeout gets "timed out" in its text."""
+    """Calls the group's own ``reconfigure`` and waits for its work. A timeout's error contains the text "timed out"."""
     try:
         work: Optional[Work] = pg.reconfigure(opts)
-        if work is not None:  # some groups have finished when they return
+        if work is not None:  # a group that returns None is connected already
             work.wait()
     except RuntimeError as e:
         raise named_timeout(e) from e.__cause__
@@ -138,7 +144,7 @@ def reconfigure_and_wait(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> Non
 def abort_group(pg: dist.ProcessGroup) -> None:
     """Ends operations in flight in a group, native or torchft's. The group cannot be used until it is reconfigured.
 
-    Returns before a native group's own abort has ended, if that takes long.
+    Waits at most `ABORT_TIMEOUT_SEC` for a native group's own abort, which then continues on its thread.
     """
     if is_native(pg):
         abort_native(pg)
@@ -150,16 +156,18 @@ def abort_native(pg: dist.ProcessGroup) -> None:
     """:func:`abort_group` for a native group."""
     _cut(pg)
     last = _aborts.get(pg)
+    # An abort that still runs aborts the same peers, because a reconfiguration waits for its end. So it is not started
+    # again: a reconfiguration waits for one thread only.
     if last is None or not last.is_alive():
-        # Recorded before the abort begins, because a wait that it ends may read the error at once.
+        # Recorded before the abort begins: a wait that the abort ends may call `error_of_native` at once.
         last = _aborts[pg] = _abort_thread(pg.name(), pg)
         last.start()
     last.join(ABORT_TIMEOUT_SEC)
 
 
 def abort_elsewhere(name: str, pg: Any) -> threading.Thread:
-    """Aborts a group or a backend on a separate thread, because NCCL may hang in it, and the caller may be the timer
-    thread.
+    """Aborts a group or a backend on a separate thread, because NCCL's abort may block. The caller may be the timer
+    thread, and a callback that blocks it would delay all timeouts of the process.
     """
     thread = _abort_thread(name, pg)
     thread.start()
@@ -184,13 +192,15 @@ def reset_flight_recorder() -> None:
 
 
 def connections_of(pg: dist.ProcessGroup) -> Optional[Connections]:
-    """The connections of a native group with its previous peers; None if they are not known."""
+    """The connections of a native group with its present peers, or after an abort with its last ones; None if they are
+    not known.
+    """
     return _connections.get(pg)
 
 
 def collectives_at_once(pg: dist.ProcessGroup) -> Optional[int]:
-    """The number of aborted collectives that occupy all threads of a native group, so that operations with its next
-    peers have to wait; None if no number does.
+    """The number of aborted collectives that can occupy all threads of a native group, so that operations with its next
+    peers have to wait; None if the group has no Gloo backend, and so no such threads.
     """
     backends = [pg._get_backend(device) for device in pg._device_types]
     # pyrefly: ignore [missing-attribute]  # Gloo's options have this attribute
@@ -198,18 +208,19 @@ def collectives_at_once(pg: dist.ProcessGroup) -> Optional[int]:
 
 
 def _cut(pg: dist.ProcessGroup) -> None:
-    # kept after an abort: the connections are cut, so operations that begin later fail too
+    # The entry is not removed: `connections_of` must also show an operation that begins after the abort that its
+    # connections are cut.
     connections = _connections.get(pg)
     if connections is not None:
         connections.shutdown()
 
 
 def _published(pg: dist.ProcessGroup, uuid: int) -> Store:
-    """The store in which Gloo publishes addresses since PyTorch 2.14. With other versions nothing is found,
-    and nothing is cut.
+    """The store in which Gloo, as of PyTorch 2.14, publishes the addresses of its ranks. If another version publishes
+    them elsewhere, no connections are found, and nothing is cut.
     """
     store = pg.get_group_store()
-    # init_process_group and new_group give each device's backend a part of the group's store.
+    # init_process_group and new_group give each device's backend a prefix of the group's store.
     below = [PrefixStore(f"{device.type}/", store) for device in pg._device_types]
     places = [PrefixStore(f"reconfigure/{uuid}", s) for s in (*below, store)]
     return next((place for place in places if place.check(["0/0"])), places[-1])

@@ -1,11 +1,11 @@
 """PyTorch's newer NCCL backend, ProcessGroupNCCL2, which `init_process_group("nccl")` uses since PyTorch 2.15.
 
-It is created with `enable_reconfigure`: an error, a deadline or an abort then revokes the communicator, whatever
-TORCH_NCCL_ASYNC_ERROR_HANDLING says. Operations in flight end, later ones are refused, and the process continues. The
-older backend, which PyTorch now calls `nccl-legacy`, destroys the communicator instead.
+It is created with `enable_reconfigure`: an error, a timeout or an abort then revokes the communicator, for any value of
+TORCH_NCCL_ASYNC_ERROR_HANDLING. Operations in flight end, later ones are refused, and the process continues. The older
+backend, which PyTorch now calls `nccl-legacy`, destroys the communicator instead.
 
-The two backends cannot connect with each other: each waits for a key in the store that the other never sets. So peers
-announce which one they use, in their handles and in the store. Upstream uses the older one and announces nothing.
+The two backends cannot connect with each other, because each waits for a key in the store that the other never sets. So
+peers announce their backend in their handles and in the store. Upstream uses the older one and announces nothing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ IMPLEMENTATION_ENV = "TORCHFT_NCCL_IMPLEMENTATION"
 
 
 def chosen(implementation: Optional[str]) -> str:
-    """Returns the implementation that an argument, or else the environment, selects.
+    """Returns the implementation that the argument selects or, if it is None, the environment; by default `LEGACY`.
 
     Raises:
         ValueError: there is no implementation with this name.
@@ -56,7 +56,8 @@ def chosen(implementation: Optional[str]) -> str:
 
 @contextmanager
 def announced(store: Store, rank: int, world_size: int, implementation: str) -> Generator[None, None, None]:
-    """Surrounds connecting with peers. If some of them have announced another implementation, the error says so.
+    """Announces this rank's implementation in the store while the block connects with the peers. If they cannot connect
+    because a peer has announced another implementation, the error names both.
 
     Raises:
         ValueError: a peer has announced another implementation.
@@ -70,12 +71,14 @@ def announced(store: Store, rank: int, world_size: int, implementation: str) -> 
         if set(theirs.values()) - {implementation}:
             raise ValueError(describe_implementations(implementation, theirs)) from cause
 
-    if implementation == NCCL2:  # not for the older, usual one: the comparison would make its connecting slower
+    # Not with the default, LEGACY, whose connecting the comparison would slow down. A difference is found all the same:
+    # connecting with peers of another implementation fails, and then `compare` explains the error.
+    if implementation == NCCL2:
         compare()
     try:
         yield
     except Exception as e:
-        with suppress(RuntimeError):  # the store is closed
+        with suppress(RuntimeError):  # the store cannot be read any more; then the original error is raised
             compare(e)
         raise
 
@@ -88,17 +91,20 @@ def connect(
     timeout: timedelta,
     global_ranks: Optional[list[int]],
 ) -> dist.ProcessGroup:
-    """Returns a group on the current device, connected with its peers.
+    """Returns a group that is connected with its peers.
 
     Args:
-        timeout: for connecting; operations have no deadline of PyTorch's.
+        store: the store in which the peers meet.
+        device: the current device.
+        timeout: timeout of connecting. PyTorch's timeout of operations never passes; torchft has its own.
+        global_ranks: the global ranks of all peers, if they are known.
 
     Raises:
         RuntimeError: NCCL is too old, or a peer did not connect in time.
     """
     from torch.distributed import ProcessGroupNCCL, ProcessGroupNCCL2
 
-    if world_size == 1:  # the given store is local to this process, and the backend's handle must name a TCPStore
+    if world_size == 1:  # then the given store is no TCPStore, and the backend's handle must name one
         store, _ = host_store(timeout)
     opts = ProcessGroupNCCL.Options()
     opts.enable_reconfigure = True
@@ -120,7 +126,7 @@ def connect(
 
 
 def _options(backend: Any, store: Store, rank: int, world_size: int, timeout: timedelta) -> ReconfigureOptions:
-    """The handles of all peers, and a number that rank 0 has drawn."""
+    """Exchanges the peers' handles over the store. Rank 0 draws the number of the reconfiguration for all of them."""
     store.set(str(rank), backend.get_reconfigure_handle())
     if rank == 0:
         store.set("uuid", str(random.randint(1, MAX_UUID)))

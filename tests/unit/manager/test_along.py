@@ -1,4 +1,4 @@
-"""A heal piece by piece against an oracle: the state that all committed gradients, in order, give."""
+"""Compares a heal in pieces with an oracle: the state that results from all committed gradients, in order."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def test_cut(sizes: list[int], most: int, pieces: list[Piece]) -> None:
     [
         (True, (8, 1, 1), Fate.APPLY),
         (True, (7, 2, 1), Fate.AGAIN),
-        (True, (8, 2, 2), Fate.MISSED),  # committed in a quorum without this group
+        (True, (8, 2, 2), Fate.MISSED),  # step 7 was committed in a quorum without this group
         (True, (9, 1, 1), Fate.MISSED),
         (False, (7, 2, 1), Fate.NONE),
-        (False, (8, 1, 1), Fate.MISSED),  # the others had no error
+        (False, (8, 1, 1), Fate.MISSED),  # the reduction failed only in this group: the others committed the step
     ],
 )
 def test_what_the_next_quorum_says_of_a_step(kept: bool, quorum: tuple[int, int, int], fate: Fate) -> None:
@@ -51,8 +51,8 @@ def test_what_the_next_quorum_says_of_a_step(kept: bool, quorum: tuple[int, int,
     ("quorum", "fate"),
     [
         ((8, 1, 1), Fate.NONE),
-        ((7, 2, 1), Fate.MISSED),  # the source has failed, and the others have not committed it
-        ((8, 2, 2), Fate.MISSED),  # they have committed another attempt at it
+        ((7, 2, 1), Fate.MISSED),  # the source failed after its report, and the others did not commit step 7
+        ((8, 2, 2), Fate.MISSED),  # the others committed another attempt at step 7
         ((9, 1, 1), Fate.MISSED),
     ],
 )
@@ -112,13 +112,13 @@ def test_a_piece_is_put_in_place_with_others_of_its_step() -> None:
     heal.advance([], 0.0)
     assert not heal.early(7) and heal.early(8)
     assert heal.place(0, 7) and not heal.place(1, 6)
-    assert heal.keep({1}) == {0, 1, 2}  # in place, on its way, asked for next
-    assert not heal.place(3, 7)  # the gradient of step 7 is not kept for it
+    assert heal.keep({1}) == {0, 1, 2}  # in place, requested, to be requested next
+    assert not heal.place(3, 7)  # the gradient of its parameter in step 7 was not kept
     assert heal.quorum(8, 1, 1) is Fate.APPLY
     assert heal.place(1, 7) and heal.early(8)
     assert heal.advance([], 0.0).parameters == {0, 1}
     assert heal.place(3, 8)
-    heal.quorum(10, 1, 1)  # step 8 or 9 was missed
+    heal.quorum(10, 1, 1)  # the commits of steps 8 and 9 were missed
     assert heal.missing == 4 and heal.early(8)
 
 
@@ -170,44 +170,46 @@ def test_what_takes_longer_than_a_step_is_asked_for_in_halves() -> None:
 
 
 class Job:
-    """Groups that train in lockstep, and targets that heal along. A gradient is its name; a state the names applied.
+    """A model of groups that train in lockstep, and of targets that heal along.
 
-    The weights of a source may differ from the others': that one is an additional source here.
+    A name represents a gradient. The list of the applied gradients' names represents a state.
+
+    The weights of one source may differ from those of the other sources. That source is never the assigned one.
     """
 
     def __init__(self, random_: random.Random) -> None:
         self.random = random_
-        self.committed: list[str] = []  # the oracle: all gradients, in order
+        self.committed: list[str] = []  # the oracle: all committed gradients, in order
         self.step = 0
         self.quorum_id = 1
         self.committed_quorum_id = 1
         self.attempt = 0
         self.now = 0.0
-        self.groups = 0  # so many have been started
-        self.named: list[str] = []  # by the quorum, the assigned source first
+        self.groups = 0  # number of sources that were started
+        self.named: list[str] = []  # the sources that the quorum names, the assigned one first
         self.alive: set[str] = set()
         self.differs = ""
         for _ in range(random_.randrange(1, 4)):
             self.start()
 
     def start(self) -> None:
-        """A source is started and healed."""
+        """Adds a source that is up to date."""
         self.groups += 1
         self.alive.add(f"source {self.groups}")
 
     def fails(self) -> None:
-        """A source fails, if it is not the last one; the quorum names it until the next one."""
+        """Lets a source fail, unless it is the last one. The current quorum still names it."""
         if len(self.alive) > 1:
             self.alive.remove(self.random.choice(sorted(self.alive)))
             self.quorum_id += 1
 
     def quorum(self) -> None:
-        """Names the sources."""
+        """Names the sources in a random order, if they have changed."""
         if self.named and not set(self.named) - self.alive and len(self.named) == len(self.alive):
             return
         self.named = self.random.sample(sorted(self.alive), len(self.alive))
         if self.named[0] == self.differs:
-            self.differs = ""  # it was found, and healed
+            self.differs = ""  # the difference was found, and the source has healed
 
     def commit(self, name: str) -> None:
         self.committed.append(name)
@@ -216,7 +218,7 @@ class Job:
 
 
 class Target:
-    """A group that heals: it does what `Heal` says to lists of names."""
+    """A group that heals. It carries out the decisions of `Heal` on lists of names."""
 
     def __init__(self, job: Job, sizes: list[int]) -> None:
         self.job = job
@@ -224,15 +226,15 @@ class Target:
         self.state: dict[int, list[str]] = {}  # by number of the piece
         self.kept: Optional[str] = None
         self.keeps: set[int] = set()
-        self.flying: list[tuple[Kind, int, int, list[str]]] = []  # asked and answered, not taken
+        self.flying: list[tuple[Kind, int, int, list[str]]] = []  # answers that have not arrived
         self.rest: Optional[int] = None
-        self.arrived: list[tuple[Kind, int, int, list[str]]] = []  # and not taken up
+        self.arrived: list[tuple[Kind, int, int, list[str]]] = []  # answers that have arrived and are not processed
         self.sources = Sources()
-        self.given: dict[int, tuple[str, bool]] = {}  # by number of the piece: the source, and if it was assigned
+        self.given: dict[int, tuple[str, bool]] = {}  # by piece: its source, and whether that was assigned
         self.asked: set[str] = set()  # sources
         self.differed = 0  # pieces
         self.early = 0  # gradients that were applied before the vote
-        self.confirmed = 0  # gradients that were applied because the source had committed them
+        self.confirmed = 0  # gradients that were applied because the source reported its commit
 
     def quorum(self, together: bool = True) -> None:
         job = self.job
@@ -240,7 +242,7 @@ class Target:
         self.heal.quorum(job.step, job.quorum_id, job.committed_quorum_id, together)
 
     def ask(self) -> None:
-        """A source answers one request now, with what it has now; it arrives some time."""
+        """Sends one request. The source answers it with its current state; the answer arrives later."""
         self.work()
         ask = self.heal.next(self.on_their_way())
         if ask is None or any(kind is Kind.REST for kind, _, _, _ in self.flying):
@@ -263,7 +265,7 @@ class Target:
         return {number for kind, number, _, _ in (*self.flying, *self.arrived) if kind is not Kind.REST}
 
     def work(self) -> None:
-        """The request thread takes up what has arrived, and applies the last gradient, while the others train."""
+        """Does the request thread's work between votes: processes arrived answers, and applies the last gradient."""
         heal, chance = self.heal, self.job.random
         while chance.random() < 0.7 and self.take_up():
             pass
@@ -290,15 +292,15 @@ class Target:
 
     def apply(self) -> None:
         assert self.kept is not None
-        for state in self.state.values():  # whole parameters: what is missing is replaced later
+        for state in self.state.values():  # to whole parameters: pieces that are not in place are replaced later
             state.append(self.kept)
 
     def vote(self, gradient: Optional[str], committed: bool) -> bool:
-        """The end of a step; whether this group has the state.
+        """Ends a step. Returns whether this group has the complete state.
 
         Args:
-            gradient: None: a reduction has failed.
-            committed: the assigned source's report, if it is asked and answers.
+            gradient: the averaged gradient; None if a reduction failed.
+            committed: whether the assigned source reports that it committed the step, if it is asked and answers.
         """
         job, heal, chance = self.job, self.heal, self.job.random
         come = [item for item in self.flying if chance.random() < 0.7]
@@ -331,7 +333,7 @@ class Target:
         return False
 
 
-# Slow, most of them: more of the same.
+# The slow parts differ from part 0 only in their seeds.
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 10))])
 def test_random_histories_end_with_the_state_that_all_committed_gradients_give(part: int) -> None:
     """Steps fail for all or are missed by the target, quorums change, sources fail or differ, a second group joins."""
@@ -346,7 +348,7 @@ def test_random_histories_end_with_the_state_that_all_committed_gradients_give(p
             if chance.random() < 0.02 and len(targets) < 2:
                 targets.append(Target(job, sizes))
                 job.quorum_id += 1
-            if chance.random() < trouble / 4 and targets:  # a target fails, and is started again with nothing
+            if chance.random() < trouble / 4 and targets:  # a target fails, and restarts without any state
                 targets[chance.randrange(len(targets))] = Target(job, sizes)
                 job.quorum_id += 1
             if chance.random() < trouble / 4:
@@ -359,7 +361,7 @@ def test_random_histories_end_with_the_state_that_all_committed_gradients_give(p
             gradient = f"{job.step}.{job.attempt}"
             fails = chance.random() < trouble
             alone = fails and chance.random() < 0.3 and len(job.alive) > 1
-            absent = [t for t in targets if chance.random() < trouble / 8]  # it does not come into this quorum
+            absent = [t for t in targets if chance.random() < trouble / 8]  # not in this quorum
             if absent:
                 job.quorum_id += 1
             present = [t for t in targets if t not in absent]
@@ -367,14 +369,14 @@ def test_random_histories_end_with_the_state_that_all_committed_gradients_give(p
                 target.quorum()
                 for _ in range(chance.randrange(4)):
                     target.ask()
-            if alone:  # the assigned source commits the step, and fails
+            if alone:  # the assigned source commits the step alone, and then fails
                 job.alive.discard(job.named[0])
                 lied += 1
-            elif chance.random() < trouble / 2:  # after some requests of this step, and before others
+            elif chance.random() < trouble / 2:  # between two requests of this step
                 job.fails()
             for target in list(present):
                 if chance.random() < trouble / 4:
-                    continue  # the step ends without a vote of this one: its error
+                    continue  # after an error, this target's step ends without a vote
                 seen = None if chance.random() < trouble / 4 else gradient
                 if fails and chance.random() < 0.5:
                     seen = None
@@ -405,7 +407,10 @@ def test_random_histories_end_with_the_state_that_all_committed_gradients_give(p
 
 
 def test_random_histories_of_groups_of_several_ranks() -> None:
-    """All ranks of a group end in one step, whatever fails: also the rest of the state, or a vote, of one of them."""
+    """All ranks of a group end their heals in the same step.
+
+    This also holds if one rank does not receive the rest of the state, or votes no.
+    """
     healed = early = 0
     for seed in range(400):
         chance = random.Random(seed)
@@ -426,7 +431,7 @@ def test_random_histories_of_groups_of_several_ranks() -> None:
                 for _ in range(chance.randrange(4)):
                     target.ask()
                 if target.heal.ends and chance.random() > trouble:
-                    target.rest = job.step  # it is waited for
+                    target.rest = job.step  # the vote waits for the rest of the state
                 votes.append(target.vote(gradient, not fails) and chance.random() > trouble)
                 if target.heal.unverified == 0:
                     rank.report(job.step, Progress.READY)
@@ -438,7 +443,7 @@ def test_random_histories_of_groups_of_several_ranks() -> None:
                 break
             early += any(votes)
             if fails:
-                job.quorum_id += 1  # for all
+                job.quorum_id += 1  # the step failed in all groups
             else:
                 job.commit(gradient)
         assert all(target.heal.abandoned is None for target in targets), seed

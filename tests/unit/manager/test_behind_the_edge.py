@@ -1,5 +1,7 @@
-"""Only edge.py detects the classes and abilities of clients, transports, process groups and works, and _extras.py those
-of a Manager; code behind the edge must not."""
+"""Only edge.py detects the classes and abilities of clients, transports, process groups and works.
+
+_extras.py detects those of a Manager. The code that uses their adapters, the code *behind the edge*, detects none.
+"""
 
 from __future__ import annotations
 
@@ -75,5 +77,6 @@ def test_the_edge_detects_abilities_when_it_gets_an_object() -> None:
         for method in kind.body
         if isinstance(method, ast.FunctionDef) and any(asks(node) for node in ast.walk(method))
     }
-    # Besides two constructors: the setter of a client, which may be replaced, and a report, which is called by name.
+    # Besides the constructors, `client` is a setter for the case that a client is replaced, and `report` calls a method
+    # of the client by its name.
     assert methods == {"Server.client", "Transport.__init__", "Peers.__init__", "_NativeServer.report"}

@@ -169,7 +169,7 @@ def test_which_groups_act(action: OnDivergence, entries: list[tuple[int, ...]], 
 
 
 class Job:
-    """A model of groups whose weights differ: for each group, the bytes that differ, and the step since when."""
+    """A model of groups whose weights differ. ``wrong`` maps each differing byte of a group to the step of its flip."""
 
     def __init__(self, choose: random.Random) -> None:
         self.groups = choose.randrange(3, 7)
@@ -190,7 +190,7 @@ class Job:
         self.healing.add(group)
 
     def exchange(self, step: int) -> None:
-        """Returns the groups for which a difference is reported. They heal."""
+        """Compares the digests of the last steps. Each group for which a difference is reported heals."""
         for digested in range(step - self.every, step):
             difference = compare(
                 digested, {rank: each.get(digested, NOTHING) for rank, each in enumerate(self.entries)}

@@ -1,4 +1,4 @@
-"""Clients, transports and process groups of other projects, behind the edge."""
+"""The adapters in edge.py for clients, transports and process groups of other projects."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_commit_against_this_ranks_vote_is_an_error() -> None:
 
 
 class UpstreamTransport:
-    """Not derived from torchft's class."""
+    """A transport that is not derived from torchft's class."""
 
     def metadata(self) -> str:
         return "where"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class PendingWork(Work):
-    """An operation that only an abort of its group ends."""
+    """An operation that ends when the test completes its future, or when its group is aborted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def test_a_failure_while_the_group_connects(fixture: Fixture) -> None:
         ended.append(aborted.wait(10))
         raise RuntimeError("aborted")
 
-    ended: list[bool] = []  # an assertion in the callback would only be another error of the group
+    ended: list[bool] = []  # an AssertionError in the callback would count as an error of the group
     manager = fixture.manager(pg=group)
     group.connecting, group.on_abort = connect, aborted.set
     manager.start_quorum()
@@ -272,7 +272,7 @@ def test_a_failure_is_recorded_with_its_phases(fixture: Fixture, make_quorum: Ca
 
 
 def test_the_activity_that_a_rank_reports(fixture: Fixture) -> None:
-    """If a step takes too long, the groups that wait for others are not the cause: reports of the ranks show that."""
+    """The report shows whether a rank computes or waits for its peers. A rank that waits does not stall the step."""
     manager, group = started(fixture)
     assert manager._failures.progress() == (False, "computes, after 0 collectives of this step")
     manager.allreduce(torch.ones(1))

@@ -67,7 +67,7 @@ def server() -> Any:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[List[CountingStore]]:
-    """The stores of the ranks."""
+    """Replaces the stores of the ranks by stores that count operations."""
     master = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     stores: List[CountingStore] = [CountingStore(master.port) for _ in range(RANKS)]
     monkeypatch.setattr(group, "_open_store", lambda settings: stores[settings.group_rank])
@@ -107,7 +107,7 @@ def test_a_rank_whose_relay_did_not_start_as_one(server: Any, monkeypatch: pytes
     master.set("manager_addr", "http://host:1")
     master.set("replica_id", "g")
     store = TCPStore("localhost", master.port, wait_for_workers=False)
-    store.set_timeout(timedelta(milliseconds=100))  # for the relay's address only: a busy machine connects later
+    store.set_timeout(timedelta(milliseconds=100))  # set after connecting, which may take longer on a busy machine
     monkeypatch.setattr(group, "_open_store", lambda settings: store)
     monkeypatch.setenv("TORCHFT_RANKS_PER_RELAY", "2")
     with pytest.raises(RuntimeError, match=r"rank 3 found no relay of rank 2 .*TORCHFT_RANKS_PER_RELAY=2 here"):

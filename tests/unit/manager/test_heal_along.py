@@ -1,4 +1,4 @@
-"""Whether a heal is in pieces, and what the Manager reports to it."""
+"""The choice between a heal in pieces and a transfer as a whole, and the Manager's calls of a heal in pieces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchft._manager.heal_along import Along
 
 @pytest.mark.parametrize("step", [0, 1])
 def test_at_step_0_the_state_is_transferred_as_a_whole(step: int) -> None:
-    """All groups wait for it there: their weights differ, and nobody has trained yet."""
+    """At step 0 the initial weights of the groups differ, so all groups wait for the transfer before they train."""
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
     transport = MagicMock(gives_pieces=True)
     along = Along(

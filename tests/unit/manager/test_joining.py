@@ -1,4 +1,4 @@
-"""The thread of a group that heals in pieces, and the source of the pieces."""
+"""The request thread of a group that heals in pieces, and its requests to sources."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_head_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Peer(NamedTuple):
-    """An answer of a source that serves pieces."""
+    """A source that serves these parameters in pieces, at this step."""
 
     parameters: Parameters
     step: int
@@ -187,7 +187,7 @@ def test_a_piece_of_a_source_that_fails_comes_from_another_in_the_same_quorum(mo
 def test_a_gradient_is_applied_once_the_source_says_that_it_has_committed(
     monkeypatch: pytest.MonkeyPatch, decision: Optional[bool]
 ) -> None:
-    """Otherwise it is kept until the next quorum, which shows whether the step was committed."""
+    """Without that report the gradient is kept until the next quorum, which shows whether the step was committed."""
     ours, theirs = (nn.Linear(2, 2) for _ in range(2))
     parameters, source = (Parameters([torch.optim.SGD(model.parameters(), lr=1.0)]) for model in (ours, theirs))
     asked: list[str] = []
@@ -228,7 +228,7 @@ def test_a_gradient_is_applied_once_the_source_says_that_it_has_committed(
 
 @pytest.mark.parametrize("changes", [False, True])
 def test_the_last_gradient_is_applied_before_the_vote(monkeypatch: pytest.MonkeyPatch, changes: bool) -> None:
-    """In the last step, only the rest of the state remains to be loaded before the vote, because others wait for it.
+    """In the last step, only the rest of the state is loaded before the vote, because other groups wait for the vote.
 
     If the training loop changes a gradient in place while it is applied, the heal starts over. This also holds if
     PyTorch increments the version of the gradient only after it was applied.
@@ -286,7 +286,7 @@ def test_the_last_gradient_is_applied_before_the_vote(monkeypatch: pytest.Monkey
         while applied.get(timeout=DEADLINE_SEC) != "early":
             pass
         if changes:
-            with target._cond:  # the request thread has compared the versions
+            with target._cond:  # waits until the request thread has compared the versions
                 optimizers[0].zero_grad(set_to_none=False)
             assert target.advance(reduced=True) is None
             assert target.heal.unverified == len(target.heal.pieces) and target.heal.abandoned is None

@@ -16,7 +16,7 @@ Quorum = Callable[..., QuorumResult]
 
 @pytest.fixture
 def aborts(fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Records the aborts of the process group, and the time of the next quorum request."""
+    """Records the aborts of the process group."""
     seen: list[str] = []
     monkeypatch.setattr(fixture.pg, "abort", lambda: seen.append("abort"))
     return seen

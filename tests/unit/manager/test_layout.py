@@ -1,4 +1,4 @@
-"""Groups that reduce different tensors are detected before tensors are sent, and the group that has to change ends."""
+"""Groups that reduce different tensors are detected before tensors are sent, and the group that joined last ends."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def outcome(the_plan: Plan, ours: Optional[list[str]], new_here: bool) -> str:
         ([LOADER, OURS], 0, None, 7, False, "another group ends"),
         ([LOADER, OTHER_LOADER], 1, 0, 7, True, "this group ends"),
         ([OURS, THEIRS], 1, 0, 7, True, "this group ends"),
-        ([THEIRS, OURS, OURS], 0, 2, 7, True, "this group ends"),  # the replica rank does not matter
+        ([THEIRS, OURS, OURS], 0, 2, 7, True, "this group ends"),  # the first group is not favored after step 0
         ([THEIRS, OURS, OURS], 1, None, 7, False, "another group ends"),
-        ([THEIRS, OURS, OURS], 1, 2, 7, True, "another group ends"),  # heals from a group that equals it
+        ([THEIRS, OURS, OURS], 1, 2, 7, True, "another group ends"),  # its source, group 2, has the same layout
         ([OURS, THEIRS], 0, None, 0, True, "another group ends"),  # at step 0 the first group decides
         ([OURS, THEIRS], 1, 0, 0, True, "this group ends"),
-        ([OURS, THEIRS], 0, 1, 0, True, "another group ends"),  # at step 0 the source of rank 1 is not the first group
+        ([OURS, THEIRS], 0, 1, 0, True, "another group ends"),  # at step 0, even if the first group heals from another
         ([OURS, THEIRS], 1, None, 0, True, "this group ends"),  # no source at step 0: init_sync=False
         ([OURS, THEIRS], 1, None, 40, True, "this group ends"),  # all groups begin with a checkpoint of step 40
     ],

@@ -69,7 +69,7 @@ def test_an_average_is_the_sum_of_weighted_gradients(native: Fixture, with_loade
 
 
 def test_an_incomplete_batch_is_not_committed(native: Fixture) -> None:
-    """The dummy group reduces nothing, so the samples of the other group are missing. That is no reason to heal."""
+    """The dummy group reduces nothing, so the samples of the other group are missing. This group need not heal."""
     manager = native.manager()
     loader = attach(manager, native)
     before = loader.position
@@ -108,7 +108,7 @@ def train(manager: Manager, step: Any, model: nn.Module) -> None:
 
 @pytest.mark.parametrize("zero_grad_last", [False, True])
 def test_a_drain_ends_the_loop_between_two_steps(native: Fixture, zero_grad_last: bool) -> None:
-    """Also if the loop calls zero_grad after the optimizer has stepped, which would begin a step without a loader."""
+    """The loop may call zero_grad after the optimizer's step. If there is no loader, that call begins the next step."""
     manager, model = native.manager(), nn.Linear(1, 1)
     loader = attach(manager)
     assert manager._layout.lines is not None
@@ -396,7 +396,7 @@ class Done:
 
 
 class InQuorum:
-    """A step of the second of two groups."""
+    """A step of a group with this rank in a quorum of two groups."""
 
     error = None
     healing = False

@@ -397,7 +397,7 @@ def test_spare_contributes_zeros(fixture: Fixture, make_quorum: Quorum) -> None:
     assert manager.participating_rank() is None and manager.num_participants() == 1
 
 
-# Seams
+# Hooks, settings, aborts and shutdown
 
 
 def test_commit_hook(fixture: Fixture) -> None:
@@ -488,7 +488,7 @@ def test_load_that_fails_half_way(fixture: Fixture, make_quorum: Quorum) -> None
     manager.start_quorum()
     assert not manager.should_commit() and manager.current_step() == 7
 
-    fixture.client._quorum.return_value = make_quorum(max_step=7)  # the source has failed, and this group is the first
+    fixture.client._quorum.return_value = make_quorum(max_step=7)  # no group is ahead of this one
     manager.start_quorum()
     with pytest.raises(RuntimeError, match=r"weights are of no step.*no group to heal from"):
         manager.should_commit()

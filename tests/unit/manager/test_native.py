@@ -44,7 +44,7 @@ def forget(self: Connections) -> None:
 
 
 def connected(fixture: Fixture, quorum: Callable[..., QuorumResult]) -> tuple[Manager, dist.ProcessGroup]:
-    """Returns a Manager in a quorum of two, and the other member's process group, which does nothing."""
+    """Returns a Manager in a quorum of two groups, and the process group of the other one, which is idle."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     peer, own = natives(store, 2)
     handles = [group.get_reconfigure_handle() for group in (peer, own)]

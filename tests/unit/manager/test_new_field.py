@@ -1,4 +1,7 @@
-"""All code passes on each field of the quorum request and of its answer: CONTRIBUTING lists the files."""
+"""The Manager sends each field of the quorum request, and its plan uses each field of the answer.
+
+CONTRIBUTING.md lists the other files that pass these fields on.
+"""
 
 from __future__ import annotations
 

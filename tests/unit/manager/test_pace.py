@@ -1,4 +1,4 @@
-"""When a group that trains along requests the next piece."""
+"""The times at which a group that trains along requests pieces."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_part_of_a_request_in_the_pass_causes_no_pause() -> None:
 
 
 def test_pauses_add_up() -> None:
-    """The answer is taken up during the pause after its request."""
+    """The answer is processed during the pause after its request."""
     pace = Pace()
     pace.spent(10.0, 10.5)
     pace.spent(10.5, 10.6)

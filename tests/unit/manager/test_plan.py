@@ -9,7 +9,7 @@ from torchft._torchft import QuorumResult
 
 
 def result(**fields: Any) -> QuorumResult:
-    """Group 1 of 3, two of which are up to date; group 1 is not."""
+    """Makes a quorum result for group 1 of 3. The other two groups are up to date, and group 1 heals from group 0."""
     values: dict[str, Any] = dict(
         quorum_id=7,
         replica_rank=1,
@@ -46,7 +46,7 @@ def plan(quorum: Any, **settings: Any) -> Plan:
 def test_participants(use_async: bool, allow_heal: bool, rank: Optional[int], participants: int) -> None:
     got = plan(result(), use_async_quorum=use_async, allow_heal=allow_heal)
     assert (got.participating_rank, got.participants, got.divisor) == (rank, participants, participants)
-    assert got.num_up_to_date == 2  # the same in all groups, so that they can base equal decisions on it
+    assert got.num_up_to_date == 2  # the same in all groups: decisions that all must agree on depend on it
     assert got.heal is allow_heal
 
 

@@ -53,7 +53,7 @@ def test_async_heal(fixture: Fixture, make_quorum: Quorum) -> None:
 
 
 def unreachable(fixture: Fixture, tries: list[timedelta], meanwhile: Callable[[], None]) -> None:
-    """The source's manager server does not answer."""
+    """Lets each connection with a source's manager server fail."""
 
     def connect(address: str, connect_timeout: timedelta) -> Any:
         tries.append(connect_timeout)
@@ -135,7 +135,7 @@ def test_heal_from_several_sources(fixture: Fixture, make_quorum: Quorum) -> Non
     assert manager.should_commit()
     fixture.client_class.assert_called_with("http://source:1", connect_timeout=timedelta(seconds=0.5))
     additional_sources = fixture.transport.recv_checkpoint.call_args.kwargs["additional_sources"]
-    # The transport asks them when it needs them, and each attempt ends soon.
+    # The transport asks an additional source only when it needs it, with a short timeout.
     for additional, address in zip(additional_sources, ["http://b:1", "http://c:1"]):
         assert additional() == "where"
         fixture.client_class.assert_called_with(address, connect_timeout=timedelta(seconds=3))
@@ -249,7 +249,7 @@ def test_heal_not_allowed(fixture: Fixture, make_quorum: Quorum) -> None:
 
 
 def test_peers_meet_a_healing_group_after_its_heal(fixture: Fixture, make_quorum: Quorum) -> None:
-    """The first allreduce waits for the state, so that the source has served it before its weights change."""
+    """The first allreduce waits for the transfer, so that the transfer ends before the source's weights change."""
     manager = fixture.manager()
     fixture.client._quorum.return_value = healing(make_quorum)
     order: list[str] = []
@@ -345,7 +345,7 @@ def test_the_request_names_the_quorum_of_the_weights(
     manager.report_error(RuntimeError("not committed"))
     assert not manager.should_commit()
 
-    result = healing(make_quorum, committed_quorum_id=30)  # heals to weights of quorum 30
+    result = healing(make_quorum, committed_quorum_id=30)  # the source's weights were committed in quorum 30
     fixture.transport.recv_checkpoint.side_effect = RuntimeError("source failed")
     assert not step()
     fixture.transport.recv_checkpoint.side_effect = None
@@ -354,7 +354,7 @@ def test_the_request_names_the_quorum_of_the_weights(
     manager.wait_quorum()  # fetched, but never loaded
     manager.start_quorum()
     manager.report_error(RuntimeError("not committed"))
-    assert not manager.should_commit()  # but healed
+    assert not manager.should_commit()  # the heal was loaded nevertheless
     result = make_quorum(quorum_id=40)
     assert step() and step()
     assert sent == [-1, 7, 7, 7, 7, 7, 30, 40]

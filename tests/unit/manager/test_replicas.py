@@ -1,7 +1,7 @@
 """Groups in one thread, with real optimizers, digests and messages; the test itself sums the messages.
 
-1,000 bits flip in weights and optimizer states. Each flip is found in time and reported with its group and tensor, and
-the group heals.
+Random bits flip in weights and optimizer states. Each flip that persists is found in time and reported with its group
+and tensor, and the group heals.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def flip(tensor: torch.Tensor, bit: int) -> None:
     memory[bit // 8] ^= 1 << bit % 8
 
 
-@pytest.mark.parametrize("flips", [20, pytest.param(1000, marks=pytest.mark.slow)])  # slow: the same with more flips
+@pytest.mark.parametrize("flips", [20, pytest.param(1000, marks=pytest.mark.slow)])  # slow: more flips
 def test_flipped_bits_are_found_named_and_healed(flips: int) -> None:
     choose, sweep = random.Random(todays(20)), 3
     job = Job([Group(rank, sweep) for rank in range(GROUPS)])

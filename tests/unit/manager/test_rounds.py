@@ -1,4 +1,4 @@
-"""Quorum rounds: which thread follows a result, and that every wait for a round ends."""
+"""Tests which thread follows the result of a quorum round, and that every wait for a round ends."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def begin(rounds: NativeRounds, follow: Followed, **changes: Any) -> Round:
 
 
 def first_round(rounds: NativeRounds, client: FakeClient) -> QuorumResult:
-    """Runs one round that brings a change, so that the next can be without one."""
+    """Runs a first round. Its result is a change; the result of the next round can equal it."""
     followed, result = Followed(), QuorumResult(quorum_id=1)
     begun = begin(rounds, followed)
     client.results.put(result)
@@ -167,7 +167,7 @@ def test_ctrl_c_is_raised_at_once_and_ends_the_round(client: FakeClient) -> None
 def test_a_client_that_is_shut_down_ends_the_round_that_nobody_will_follow(client: FakeClient) -> None:
     rounds = NativeRounds(client)
     begun = begin(rounds, Followed())
-    client.results.put(QuorumResult(quorum_id=1))  # a change, and the thread never learns of it
+    client.results.put(QuorumResult(quorum_id=1))  # a change that is never reported to the quorum thread
     client.changes.put(RuntimeError("the client is closed"))
     with pytest.raises(RuntimeError, match="closed"):
         begun.result()

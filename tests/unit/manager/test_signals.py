@@ -188,21 +188,22 @@ def test_a_second_signal_ends_the_process(capfd: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_handler_that_the_script_installs_later_decides() -> None:
-    """The script may need longer than the grace period, or ignore the signal: the process must not be ended then."""
+    """The script may need longer than the grace period, or ignore the signal. torchft must not end its process then."""
     times, ended = [0.0], queue.SimpleQueue[int]()
     heeding = Signals()
     heeding.heed((USR1, USR2), ended.put, lambda: times[-1])
     signal.signal(USR1, lambda number, frame: None)
 
     def twice(number: int) -> None:
-        """A second signal ends the process, like the end of the grace period."""
+        """Sends a signal twice, as two requests. The second one ends the process, like the end of the grace period."""
         signal.raise_signal(number)
         wait_until_received()
         times.append(times[-1] + SAME_REQUEST_SEC)
         signal.raise_signal(number)
 
     twice(USR1)
-    while module._watch is not None and module._watch._deadline.left(0.0) is not None:  # until the signal is reset
+    # until the thread has forgotten the signals
+    while module._watch is not None and module._watch._deadline.left(0.0) is not None:
         assert ended.empty()
         time.sleep(0.001)
     twice(USR2)
@@ -211,7 +212,7 @@ def test_a_handler_that_the_script_installs_later_decides() -> None:
 
 
 def test_the_previous_wakeup_file_descriptor_gets_all_signals() -> None:
-    """asyncio has one."""
+    """For example, asyncio sets one."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write)

@@ -1,4 +1,4 @@
-"""The choice of the next source: a table, and the effect of each event."""
+"""The choice of the next source, and the effect of answers, failures and quorums on it."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from torchft.work import _DummyWork
 
 
 def upstream_quorum(**fields: Any) -> QuorumResult:
-    """A mock of a quorum of two groups with some of upstream's fields; it has no replica ids."""
+    """Makes the result of a quorum of two groups with some of upstream's fields; it has no replica ids."""
     result = QuorumResult()
     two = dict(quorum_id=123, replica_rank=1, replica_world_size=2, max_world_size=2)
     for name, value in {**two, **fields}.items():
@@ -313,7 +313,7 @@ def test_a_hook_on_a_work_that_fails_returns_a_finished_future(reporting: MagicM
 
 
 class Later(dist._Work):
-    """A work that a test completes. Streams can be ordered behind it before that."""
+    """A work that a test completes. Streams can be ordered behind it before it is complete."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -275,7 +275,7 @@ def test_an_error_is_not_lost_among_other_events(during: Event, monkeypatch: pyt
     assert step.state is State.FAILED and not step.vote(least=1)
 
 
-# The same in a Manager
+# Steps of a Manager
 
 
 def test_a_step_ends_when_the_next_one_begins(fixture: Fixture) -> None:
@@ -339,7 +339,7 @@ def test_a_stand_ins_commit_against_this_ranks_vote_counts(fixture: Fixture) -> 
 
 
 def test_a_replay_without_a_quorum_leaves_no_step_open(fixture: Fixture, make_quorum: Quorum) -> None:
-    """A group that was asked to leave may leave then."""
+    """A draining group may leave after such a step."""
     manager = fixture.manager(replay_failed_step=True)
     fixture.client._quorum.side_effect = [make_quorum(replay=True, draining=True), TimeoutError("no quorum")]
     manager.start_quorum()

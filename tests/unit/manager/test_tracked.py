@@ -155,7 +155,7 @@ def test_the_reason_of_a_fallback_is_named(make: Callable[[nn.Module], optim.Opt
 
 @pytest.mark.parametrize("name", ["LARS", "LAMB", "Shampoo", "Lion", "Muon", "Adafactor"])
 def test_optimizers_that_step_by_norms_or_matrices_fall_back(name: str) -> None:
-    """PyTorch has some of them; scripts have their own classes for the others."""
+    """Some of them are in PyTorch; for the others the test makes a class, as scripts do."""
     weight = nn.Parameter(torch.ones(2, 2))
     make = getattr(optim, name, None) or type(name, (optim.SGD,), {})
     with pytest.raises(Unfit, match=f"the optimizer is {name}: known to step each element by itself are SGD, Adam"):

@@ -1,4 +1,4 @@
-"""Tensors are packed into buckets for allreduce as in upstream, so that one job can have groups of both."""
+"""Tensors are packed into buckets as in upstream, so that a job can contain groups of torchft and of upstream."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_alpha_is_the_share_of_ones_own(alpha: float, expected: float) -> None:
 
 
 def test_frozen_parameters_are_sent_and_unchanged() -> None:
-    """They are sent, because upstream sends them, too. The outer step's weight decay does not apply to them."""
+    """Upstream sends frozen parameters, so torchft does, too. The outer step's weight decay does not apply to them."""
     model = numbers(1, 2)
     model[1].requires_grad_(False)
     inner = torch.optim.SGD([model[0]], lr=0.1)
@@ -131,7 +131,7 @@ def test_a_fragment_takes_over_global_parameters_and_outer_momentum() -> None:
         sent = copy.deepcopy(source.state_fns["StreamingDiLoCoFragment_0"][1]())
         assert sent.keys() == {"outer_optimizer", "original_parameters"}
         target, other, other_inner, other_diloco = trained()
-        other.load_state_dict(model.state_dict())  # the user's part
+        other.load_state_dict(model.state_dict())  # the part of the state that the script transfers
         target.state_fns["StreamingDiLoCoFragment_0"][0](sent)
         with other_diloco:
             step(model, inner)
@@ -179,7 +179,7 @@ def test_another_model_is_refused_before_anything_is_sent(change: Any, message: 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("ours", [True, False])
 def test_nan_and_inf_are_counted_and_logged(bad: float, ours: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """They are averaged nevertheless, as in upstream, so all groups get them."""
+    """As in upstream, NaN and Inf are averaged like other values, so all groups get them."""
     model = numbers(1, 2)
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -222,7 +222,7 @@ def test_a_lost_sync_is_not_counted() -> None:
     with DiLoCo(manager, [model], inner, outer_sgd(model), sync_every=1) as diloco:  # type: ignore[arg-type]
         step(model, inner, gradient=float("nan"))
         assert diloco.nonfinite_syncs == manager.nonfinite == 0
-    assert values(model) == [1.0]  # and the spoiled values are restored
+    assert values(model) == [1.0]  # the global parameters replace the NaN values
 
 
 # DTensor

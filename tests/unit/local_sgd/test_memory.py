@@ -1,4 +1,4 @@
-"""The memory that a synchronisation takes beside model, gradients and optimizer state, counted by storage."""
+"""The memory that a synchronisation takes in addition to model, gradients and optimizer state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SMALL = 1024  # for scalars
 
 
 class Allocated(TorchDispatchMode):
-    """Bytes of the storages that operations have allocated since this began: present and peak."""
+    """The present and the peak number of bytes in storages that operations allocate inside the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def test_memory_of_a_sync(fragments: int, settings: dict[str, Any], at_the_sync:
                 gradients(model)
                 inner.step()
                 allocated.most = max(allocated.most, allocated.now)
-        # A step of Nesterov's allocates one parameter's worth, as any SGD with momentum does
+        # SGD with Nesterov momentum allocates a tensor of the size of one parameter in its step
         beyond = allocated.most - LAYERS * LAYER - LAYER
         assert beyond <= at_the_sync * LAYER + SMALL, f"{beyond / LAYER:.2f} layers; {why}"
 

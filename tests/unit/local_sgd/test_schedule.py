@@ -36,9 +36,7 @@ def test_due(local_step: int, period: int, delay: int, in_flight: bool, expected
 
 
 def test_two_synchronisations_never_overlap() -> None:
-    """With the longest allowed delay, a synchronisation starts a step after the previous one ended.
-    Two are never in flight at once.
-    """
+    """Even with the longest allowed delay, a synchronisation starts one step after the end of the previous one."""
     for period in range(1, 6):
         for delay in range(period):
             step, in_flight, log = 0, False, []
@@ -155,7 +153,7 @@ def test_a_vote_that_raises_puts_the_global_parameters_back() -> None:
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_gradients_of_a_synchronised_fragment_are_freed(delay: int) -> None:
-    """As in upstream. The gradients of the other fragments are kept."""
+    """As in upstream, the gradients of the other fragments are kept."""
     manager = OneGroup()
     model, inner, diloco = make(manager, sync_every=6, fragment_sync_delay=delay)
     with diloco:

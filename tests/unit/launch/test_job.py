@@ -1,4 +1,4 @@
-"""A job's management of its groups: restarts, the failure of the job, more and fewer groups."""
+"""How a job manages its groups: it restarts, adds, drains and kills them, and it may fail."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Cluster:
         self.training: dict[int, int] = {}  # group: step
         monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
         self.drained: list[str] = []
-        self.can_drain = True  # whether the lighthouse can ask groups to leave
+        self.can_drain = True  # whether the lighthouse can drain groups
         monkeypatch.setattr(module, "status", lambda lighthouse: self._status())
         monkeypatch.setattr(module, "drain", lambda lighthouse, name: self.drained.append(name) or self.can_drain)
         self.job = LocalJob(self._make, replicas, most, "http://lighthouse", **options)  # type: ignore[arg-type]
@@ -87,7 +87,7 @@ def test_a_group_that_fails_in_training_is_restarted_at_once(monkeypatch: pytest
 
 @pytest.mark.parametrize(("env", "leave_on"), [(None, "SIGTERM"), ("", "")])
 def test_groups_drain_on_sigterm(monkeypatch: pytest.MonkeyPatch, env: str | None, leave_on: str) -> None:
-    if env is not None:  # set by a user who does not want it
+    if env is not None:  # a user sets it to the empty string, so that signals do not drain groups
         monkeypatch.setenv("TORCHFT_LEAVE_ON", env)
     cluster = Cluster(monkeypatch, 1, 1)
     cluster.pass_time(1)

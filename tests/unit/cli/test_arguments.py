@@ -89,7 +89,7 @@ def test_a_missing_script_gets_a_suggestion(tmp_path: Path, capsys: pytest.Captu
     ("arguments", "expected"),
     [
         (["status", "--lighthouse", "localhost:29510"], "'localhost:29510' is not allowed; allowed: http://host:port"),
-        # The socket would take it modulo 65536.
+        # A port above 65535, which a socket would reduce modulo 65536.
         (
             ["status", "--lighthouse", "http://localhost:99999"],
             "'http://localhost:99999' is not allowed; allowed: http://",

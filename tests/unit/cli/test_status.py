@@ -1,4 +1,4 @@
-"""`torchft status` and `torchft kill` with a real lighthouse."""
+"""`torchft status`, `events`, `kill` and `drain`, with a real lighthouse or with given answers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_followed_events_arrive_at_once(lighthouse: LighthouseServer) -> None:
                     thread.start()
                 for thread in threads:
                     thread.join()
-                # On a slow machine, the member that stopped requesting quorums may be reported as failed first.
+                # On a slow machine, the failure of the member that stopped requesting quorums may be reported first.
                 assert any(f"{names[1]} joined" in line for line in follower.stdout)
         finally:
             follower.kill()
@@ -78,7 +78,7 @@ def test_kill_names_the_known_groups(lighthouse: LighthouseServer, capsys: pytes
     LighthouseClient(lighthouse.address(), 10 * SEC).heartbeat("group_1:abc")
     assert main(["kill", "group_2"]) == 1
     assert "'group_2' is no group (did you mean group_1:abc?); there are: group_1:abc" in capsys.readouterr().err
-    # The group is known, and the lighthouse reports why it does not end it.
+    # The group is known, but the lighthouse cannot end it, and reports the reason.
     assert main(["kill", "group_1"]) == 1
     assert "answered 404: member 'group_1" in capsys.readouterr().err.replace('"', "'"), "as the lighthouse's JSON says"
     assert main(["drain", "group_1"]) == 1
@@ -99,7 +99,7 @@ def test_kill_and_drain_remove_control_characters_from_names(
 def test_a_watch_continues_when_the_lighthouse_does_not_answer(
     lighthouse: LighthouseServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The lighthouse may be restarting."""
+    """For example, the lighthouse is being restarted."""
     looks: list[float] = []
 
     def sleep(seconds: float) -> None:

@@ -1,4 +1,4 @@
-"""`torchft waive` sends its request to one lighthouse of a list, after it has checked the operator's claim."""
+"""`torchft waive` looks for evidence against a waiver, and then sends its request to one lighthouse of a list."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def idle(**status: Any) -> Other:
     ("others", "accepts", "against"),
     [
         ([idle()], [], []),
-        ([Other("http://second:1")], [], []),  # it was restarted, and does not know the job
-        ([idle()], ["http://c:2"], []),  # c waits, and is not missing
+        ([Other("http://second:1")], [], []),  # a restarted lighthouse, which does not know the job
+        ([idle()], ["http://c:2"], []),  # c waits, and its vote is not missing
         ([idle()], ["http://a:2"], ["a:1 has not ended: its manager accepts connections at http://a:2"]),
         (
             [Other("http://second:1", unanswered="no lighthouse answered within 5 s")],

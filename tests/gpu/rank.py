@@ -25,7 +25,7 @@ from tests.process.events import Commands, emit
 from torchft import process_group
 from torchft.process_group import reconfigure_with_store
 
-# Timeout of each operation. NCCL notices the end of a peer only by that.
+# Timeout of each operation. NCCL notices only by this timeout that a peer has ended.
 TIMEOUT = timedelta(seconds=10)
 CONNECT = timedelta(seconds=60)
 COUNT = 4 * MB
@@ -52,7 +52,7 @@ class Rank:
         return torch.full(shape, float(value), device=self.device)
 
     def connect(self, where: str, rank: int, n: int) -> dict[str, Any]:
-        """Connects with new peers, and runs a first allreduce among them, of rank + 1."""
+        """Connects with new peers, and runs a first allreduce, to which each rank contributes rank + 1."""
         began = time.monotonic()
         reconfigure_with_store(self.group, where, rank, n, CONNECT)
         tensor = self._full(rank + 1.0, 4)

@@ -122,7 +122,7 @@ class Report:
         self._save()
 
     def _save(self) -> None:
-        """Called after each test, so that a crash of the process does not lose the results."""
+        """Called when a test begins and after each of its phases, so that a crash of the process loses no results."""
         if self.path:
             save(self.rows.values(), Path(self.path))
 

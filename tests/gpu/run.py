@@ -55,7 +55,7 @@ def run(file: Path, limit_s: float) -> tuple[list[report.Row], int]:
         path = Path(folder) / "report.json"
         command = [sys.executable, "-m", "pytest", "-q", "-rs", "--durations=10", f"--timeout={limit_s:.0f}", str(file)]
         began = time.monotonic()
-        # A new session, so that workers end with it.
+        # In a new session, so that killpg ends its workers, too.
         child = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "GPU_REPORT": str(path)}, start_new_session=True)
         ended = ""
         try:

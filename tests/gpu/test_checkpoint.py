@@ -1,4 +1,4 @@
-"""Healing with a state on the device, over HTTP."""
+"""Transfers of a state on the device, over HTTP and over Gloo."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TIMEOUT = timedelta(seconds=30)
 @pytest.mark.parametrize("snapshot", [None, False])
 @pytest.mark.parametrize("num_chunks", [0, 3])
 def test_a_state_on_the_device_arrives(num_chunks: int, snapshot: bool | None) -> None:
-    """Without a snapshot the upstream format is used."""
+    """Without a snapshot, the state is sent in the upstream format."""
     state = {
         "weights": torch.arange(1 << 20, dtype=torch.float32, device=DEVICE),
         "half": torch.ones(3, 5, dtype=torch.bfloat16, device=DEVICE).t(),

@@ -1,4 +1,4 @@
-"""FSDP2 over a mesh of replica groups, one of which fails twice. Unless its collectives are ended, the job deadlocks.
+"""FSDP2 over a mesh of replica groups, one of which fails twice. Pending collectives must end, or the job deadlocks.
 
 The shards of a group are gathered over NCCL; the kind of process group under test averages gradients over the groups.
 """

@@ -1,4 +1,4 @@
-"""A group on a device trains along while its state arrives in pieces: then all groups have the same bits."""
+"""A group on a device trains along while its state arrives in pieces. Then all groups have the same bits."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def ones(count: int = 4) -> torch.Tensor:
 
 
 def kill(group: Any) -> None:
-    """Kills the worker with SIGKILL, like the kernel when memory runs out, and waits until it has ended."""
+    """Sends SIGKILL to the worker, as the kernel does when memory runs out, and waits until it has ended."""
     before = set(_children())
     worker = group._worker
     worker._server.kill(worker._number)

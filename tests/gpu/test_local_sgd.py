@@ -48,7 +48,7 @@ def test_numbers_and_memory(settings: dict[str, Any], layers: int) -> None:
     on_cpu, _, _ = run("cpu", **settings)
     for a, b in zip(on_device.parameters(), on_cpu.parameters()):
         torch.testing.assert_close(a.cpu(), b)
-    # The arithmetic of the outer step needs memory for one layer and a few scalars
+    # The outer step allocates temporary memory for one layer and a few scalars
     assert most <= (layers + 1) * LAYER + (1 << 20)
     (_, read) = manager.state_fns["StreamingDiLoCoFragment_0"]
     backup = read()["original_parameters"]["weight"]

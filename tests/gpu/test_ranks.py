@@ -113,8 +113,8 @@ def test_a_state_goes_from_one_rank_to_the_other(ranks: Ranks) -> None:
 
 
 def test_a_peer_is_killed_in_the_middle(ranks: Ranks) -> None:
-    """Its kernels are running. The survivor gets an error, continues alone, and then with another process as its
-    peer.
+    """The peer is killed while its device is busy. The survivor gets an error, continues alone, and then with another
+    process as its peer.
     """
     ranks.connect([0, 1])
     ranks.do([0, 1], "begin", [{}, {"busy_s": 3.0}])
@@ -136,7 +136,7 @@ def test_an_abort_ends_the_wait_for_a_peer(ranks: Ranks) -> None:
     ranks.connect([0, 1])
     for _ in range(3):
         ranks.do([0], "begin")
-        time.sleep(0.3)  # until it waits for its peer, on the device too
+        time.sleep(0.3)  # until the device waits for the peer, too
         (aborted,) = ranks.do([0], "abort")
         assert aborted["ms"] < 1000 * within(ABORT_S)
         (end,) = ranks.do([0], "ended")

@@ -1,4 +1,4 @@
-"""CUDA memory and events between two real processes."""
+"""CUDA memory and events that two real processes share."""
 
 from __future__ import annotations
 

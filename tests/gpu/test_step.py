@@ -106,10 +106,10 @@ def test_memory_that_another_stream_reads_is_not_reused(shared: bool) -> None:
 
 
 def test_an_operation_of_a_worker_past_its_deadline_is_never_a_success(store: TCPStore) -> None:
-    """PyTorch's watchdog in the worker aborts the operation, whose event then passes as after a success. So the trainer
-    asks for errors.
+    """PyTorch's watchdog in the worker aborts the operation. Its event then completes as after a success, so the
+    trainer must ask the worker for an error.
 
-    The trainer has the same deadline; either of the two may pass first.
+    The trainer has the same deadline, and either of the two may notice it first.
     """
     from torchft.process_group import ProcessGroupBabyNCCL
 

@@ -113,9 +113,6 @@ class Spread:
         """Format the median alone, for the less important columns of a table."""
         return f"{self.median:.{digits}f}"
 
-    def scaled(self, factor: float) -> Spread:
-        return Spread(factor * self.median, factor * self.p10, factor * self.p90, self.samples)
-
 
 def _quantile(ordered: Sequence[float], share: float) -> float:
     """Interpolate between the two samples next to `share`."""

@@ -59,15 +59,7 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
     rows = []
     for size, figures in ((size, result[size]) for size in SIZES_MB):
-        on, more, cpu = (Spread(**figures[name]) for name in ("on_step", "more_step", "more_cpu"))
+        more = Spread(**figures["more_step"])
         percent = 100 * figures["more_step"]["median"] / STEP_MS
-        rows.append([size, str(figures["sweep"]), on.middle(), more.text(), cpu.middle(), f"{percent:.2f} %"])
-    head = [
-        "weights and Adam",
-        "commits of a sweep",
-        "on, ms",
-        "more, ms",
-        "more processor time, ms",
-        "of a step of 100 ms",
-    ]
-    return markdown_table(head, rows)
+        rows.append([size, str(figures["sweep"]), more.text(), f"{percent:.2f} %"])
+    return markdown_table(["weights and Adam", "commits of a sweep", "more, ms", "of a step of 100 ms"], rows)

@@ -87,8 +87,8 @@ def _run(job: Job, workers: Workers, **command: Any) -> list[dict[str, Any]]:
 def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
     rows = []
-    for name, sides in result["cases"].items():
-        row = [name]
+    for name in CASES:  # in this order: a name may refer to the one before
+        sides, row = result["cases"][name], [name]
         for figure in ("sent", "peak", "ms"):
             for side in (ours, upstream):
                 if side not in sides:

@@ -78,7 +78,6 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
                     name,
                     ms["step"].text(),
                     ms["cpu"].middle(),
-                    ms["plain"].middle(),
                     f"{ratio.text()} {verdict(ratio.median <= GOAL)}" if name == ours else "",
                 ]
             )
@@ -87,7 +86,6 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
         "package",
         "step, ms",
         "CPU of a rank, ms",
-        "plain allreduce, ms",
         f"ratio (goal <= {GOAL})",
     ]
     return markdown_table(head, rows)

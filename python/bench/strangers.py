@@ -3,8 +3,8 @@
 The strangers connect from a separate process: first more of them than the server accepts, then 200 per second. They
 keep their connections open; half of them send nothing, half the beginning of a request. One target fetches a state in
 the native format and one in the upstream format, in turns with and without strangers. On busy processors, the processor
-time of both ends is more reliable than the duration of a heal. The native core's port is measured by
-`go test ./heal -run '^$' -bench AmongStrangers` (in go/).
+time of both ends, in benchmarks.json, is more reliable than the duration of a heal. The native core's port is measured
+by `go test ./heal -run '^$' -bench AmongStrangers` (in go/).
 
     python python/bench/run.py strangers
 """
@@ -150,11 +150,8 @@ def tables(result: dict[str, Any], _ours: str, _upstream: str) -> str:
     for name, figures in result.items():
         spread = {key: Spread(**value) for key, value in figures.items()}
         ratio = f"{spread['ratio'].text()} {verdict(spread['ratio'].median <= GOAL)}"
-        cpu = [spread["cpu_alone"].middle(), spread["cpu_among"].middle()]
-        rows.append([name, spread["alone"].text(), spread["among"].text(), ratio, *cpu])
-    times = ["alone, s", "among strangers, s", f"ratio (goal <= {GOAL:g})"]
-    head = ["format", *times, "processor time of both ends alone, s", "among, s"]
-    return markdown_table(head, rows)
+        rows.append([name, spread["alone"].text(), spread["among"].text(), ratio])
+    return markdown_table(["format", "alone, s", "among strangers, s", f"ratio (goal <= {GOAL:g})"], rows)
 
 
 if __name__ == "__main__":

@@ -104,15 +104,13 @@ def _calibrate(plain: Workers) -> int:
 
 def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     """Return the result as Markdown."""
-    rows = [[DEFAULTS, "False", Spread(**result["defaults_ms"]).text(1), "", "1"]]
+    rows = []
     for views, sides in result["gradient_as_bucket_view"].items():
         for name in (PLAIN, ours, upstream):
             figures = {key: Spread(**spread) for key, spread in sides[name].items()}
             share = figures["share_of_plain"]
             goal = f" {verdict(share.median >= GOAL)}" if name == ours else ""
             same = "1" if name == PLAIN else share.text(3) + goal
-            rows.append([name, views, figures["ms"].text(1), same, figures["share_of_defaults"].middle(3)])
+            rows.append([name, views, figures["ms"].text(1), same])
     head = ["package", "gradient_as_bucket_view", "step, ms"]
-    return markdown_table(
-        [*head, f"share of plain, same settings (goal >= {GOAL})", "share of plain, its defaults"], rows
-    )
+    return markdown_table([*head, f"share of plain (goal >= {GOAL})"], rows)

@@ -303,7 +303,7 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
                 text += f" {verdict(spread[side].median < GOAL_MEMORY)}"
             memory.append(text)
         name = name.replace("upstream", upstream)
-        rows.append([name, spread["gb_per_s"].text(), ratio, spread["cpu"].middle(), *memory])
+        rows.append([name, spread["gb_per_s"].middle(), ratio, spread["cpu"].middle(), *memory])
     source = f"extra memory (goal < {100 * GOAL_MEMORY:g} %), source"
     head = ["transfer", "GB/s", "ratio to plain TCP", "CPU s a GB, both ends", source, "target"]
     return markdown_table(head, rows)

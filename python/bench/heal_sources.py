@@ -170,9 +170,9 @@ def tables(result: dict[str, Any], _ours: str, _upstream: str) -> str:
             [
                 name,
                 spread["alone_ms"].middle(1),
-                spread["busy_ms"].text(1),
+                spread["busy_ms"].middle(1),
                 f"{slower:.1f} % {verdict(slower < 100 * GOAL)}",
-                spread["gb_per_s"].text(),
+                spread["gb_per_s"].middle(),
             ]
         )
     slower_by = f"slower by (goal < {100 * GOAL:g} %)"

@@ -136,7 +136,7 @@ def _cell(figures: dict[str, Any], ours: bool, what: str, unit: str, digits: int
     if what not in figures:  # an earlier measurement failed
         return ""
     spread = Spread(**figures[what][unit])
-    return f"{spread.text(digits)} {verdict(spread.median <= goal)}" if ours else spread.text(digits)
+    return f"{spread.text(digits)} {verdict(spread.median <= goal)}" if ours else spread.middle(digits)
 
 
 def tables(result: dict[str, Any], ours: str, upstream: str) -> str:

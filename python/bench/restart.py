@@ -101,7 +101,7 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
         name: {phase: Spread(**spread) for phase, spread in result["ms"][name].items()} for name in (ours, upstream)
     }
     rows = []
-    for phase in PHASES:
+    for phase in DUE_TO_TORCHFT:
         medians = [spread[phase].median for spread in spreads.values()]
         rows.append([phase, *(f"{median:.0f}" if median else "in the first step" for median in medians)])
     rows.append(["after torch is imported", *(spread["torchft"].text(0) for spread in spreads.values())])

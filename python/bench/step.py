@@ -76,7 +76,7 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
                 [
                     ranks,
                     name,
-                    ms["step"].text(),
+                    ms["step"].middle(),
                     ms["cpu"].middle(),
                     f"{ratio.text()} {verdict(ratio.median <= GOAL)}" if name == ours else "",
                 ]

@@ -111,6 +111,6 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
             share = figures["share_of_plain"]
             goal = f" {verdict(share.median >= GOAL)}" if name == ours else ""
             same = "1" if name == PLAIN else share.text(3) + goal
-            rows.append([name, views, figures["ms"].text(1), same])
+            rows.append([name, views, figures["ms"].middle(1), same])
     head = ["package", "gradient_as_bucket_view", "step, ms"]
     return markdown_table([*head, f"share of plain (goal >= {GOAL})"], rows)

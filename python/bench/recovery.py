@@ -107,7 +107,8 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
         rows.append(
             [
                 case,
-                *(spread.text() for spread in seconds),
+                seconds[0].text(),
+                seconds[1].middle(),
                 f"{ratio.text(3)} {verdict(met)}",
                 f"{lost[0].median:g} {verdict(lost[0].p90 <= most)}",
                 f"{lost[1].median:g}",

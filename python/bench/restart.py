@@ -103,7 +103,7 @@ def tables(result: dict[str, Any], ours: str, upstream: str) -> str:
     rows = []
     for phase in DUE_TO_TORCHFT:
         medians = [spread[phase].median for spread in spreads.values()]
-        rows.append([phase, *(f"{median:.0f}" if median else "in the first step" for median in medians)])
+        rows.append([phase, *(f"{median:.0f}" if median else "-" for median in medians)])
     rows.append(["after torch is imported", *(spread["torchft"].text(0) for spread in spreads.values())])
     rows.append(["all", *(spread["all"].text(0) for spread in spreads.values())])
     return markdown_table(["phase", f"{ours}, ms", f"{upstream}, ms"], rows)

@@ -43,8 +43,8 @@ def test_no_event_leads_to_an_earlier_state(phase: Phase, event: str) -> None:
     ("readers", "device", "host"),
     [
         (Readers.NONE, False, True),
-        (Readers.SOME, False, False),  # they may have received everything before the state changes
-        (Readers.NATIVE, True, False),  # it gets device tensors from the copy
+        (Readers.SOME, False, False),  # the readers may have everything before the tensors change
+        (Readers.NATIVE, True, False),  # a native reader gets device tensors from the copy
     ],
 )
 def test_copies_before_the_tensors_change(readers: Readers, device: bool, host: bool) -> None:
@@ -60,7 +60,7 @@ def test_copies_before_the_tensors_change(readers: Readers, device: bool, host: 
         *((phase, readers, False, False) for phase in (Phase.UNCHANGED, Phase.DUE) for readers in Readers),
         (Phase.UNNEEDED, Readers.NONE, True, True),
         (Phase.UNNEEDED, Readers.SOME, True, True),
-        (Phase.UNNEEDED, Readers.NATIVE, False, True),  # it can only read the copy
+        (Phase.UNNEEDED, Readers.NATIVE, False, True),  # a native reader gets device tensors from the copy only
         *((phase, readers, True, True) for phase in (Phase.ABORTED, Phase.CLOSED) for readers in Readers),
     ],
 )

@@ -1,7 +1,7 @@
 """The safe encoding with mutated bytes: the result is always a state or a CheckpointError.
 
-Random mutations of real structures, with a seed that a failure shows: JSON's bytes are changed, and its values are
-replaced, moved and dropped.
+The tests mutate real structures at random: they change bytes of the JSON text, and replace, copy and drop its values.
+A failure shows the seed.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def encoded() -> Encoded:
 
 
 def check(tree: Any, regions: list[torch.Tensor], why: str) -> bool:
-    """Returns whether it was decoded."""
+    """Returns whether the tree was decoded."""
     sizes, refused = [region.numel() for region in regions], ""
     try:
         touch(decode(tree, regions, "the state"))
@@ -129,7 +129,7 @@ def test_changed_values(encoded: Encoded) -> None:
     for i in range(ROUNDS):
         rng = random.Random(seed + i)
         understood += check(mutated(tree, rng), flats(encoded), f"random.Random({seed + i})")
-    # Otherwise the mutations have no effect, or destroy everything.
+    # The mutations are useful only if some of the trees are decoded and others are refused.
     assert 0 < understood < ROUNDS
 
 
@@ -145,7 +145,7 @@ def test_changed_bytes(encoded: Encoded) -> None:
         try:
             tree = json.loads(bytes(raw))
         except ValueError:
-            continue  # its caller reports that error
+            continue  # the caller of decode reports this error
         check(tree, flats(encoded), f"random.Random({seed + i})")
 
 

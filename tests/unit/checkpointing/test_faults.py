@@ -1,4 +1,4 @@
-"""Transfers through a network that drops, delays, truncates, flips and resets: no data is lost or wrong."""
+"""Transfers over connections that are dropped, delayed, truncated, reset or corrupted: no data is missing or wrong."""
 
 from __future__ import annotations
 
@@ -113,7 +113,9 @@ def test_random_transfers(source: HTTPTransport[Any], transfers: int) -> None:
 def test_random_transfers_with_an_additional_source(
     source: HTTPTransport[Any], monkeypatch: pytest.MonkeyPatch, transfers: int
 ) -> None:
-    """An additional source has partly equal data, behind another faulty network, and sometimes fails half-way."""
+    """An additional source has partly different data and faulty connections, and sometimes withdraws its offer during
+    the transfer.
+    """
     monkeypatch.setattr(_receive, "_HELP_AFTER", 0.0)
     seed = random.randrange(2**32)
     for number in range(transfers // 4):
@@ -202,7 +204,7 @@ def test_a_transfer_continues_after_a_lost_connection(source: Any, target: Any, 
 def test_a_stream_of_the_upstream_format_restarts(
     source: Any, target: Any, wire: Any, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Without the native library, and for both a closed and a reset connection."""
+    """Without the native library; the connection is reset, or closed in the middle of the data."""
     state = large_state()
     source.send_checkpoint([1], 1, state, TIMEOUT)
     through = wire(http=[Fault(kind, 2 * MB, True)])

@@ -182,7 +182,7 @@ def test_shutdown_without_waiting(make: Any) -> None:
     with pytest.raises(TimeoutError):
         waiting.result(0.05)
     source.shutdown(wait=False)
-    with contextlib.suppress(OSError, http.client.HTTPException):  # cut, unless it has just got its answer
+    with contextlib.suppress(OSError, http.client.HTTPException):  # cut, unless it was answered just before
         assert waiting.result(5)[0] == 503
 
 
@@ -512,7 +512,7 @@ def test_logs_are_quiet(make: Any, capfd: Any) -> None:
 
 
 def test_chunk_numbers_that_differ(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    # between two transports of torchft the number has no effect
+    # num_chunks has no effect between two torchft transports, so this test uses the upstream format
     monkeypatch.setattr(_native_transfer, "native", lambda: None)
     state = {str(i): i for i in range(10)}
     source = make(num_chunks=3)

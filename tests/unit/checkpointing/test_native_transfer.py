@@ -188,7 +188,8 @@ def test_serving_in_the_background(make: Any, background: bool) -> None:
         return idle
 
     seen: list[int] = []
-    # Go's first thread cannot end, and sleeps forever if another test's stream ended on it.
+    # The thread of a background stream (SCHED_IDLE) ends with the stream. Go's first thread cannot end: if a stream of
+    # another test ran on it, it now sleeps with this policy.
     before = idle_threads()
     source = make(background=background, bandwidth_limit=100 * MB)
     state = {"large": torch.ones(10 * MB), "rest": training_state()}
@@ -243,7 +244,7 @@ def test_a_token_is_required(make: Any, monkeypatch: pytest.MonkeyPatch, tmp_pat
         patch.setattr(http_transport, "checkpoint_token", lambda: "guess")
         with pytest.raises(CheckpointError, match="refused with 401: a request for a checkpoint must prove"):
             make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
-    # to replace the token, the new one is first accepted in addition, and then used
+    # while the token is replaced, the file lists both tokens: proofs of both are accepted
     shown = checkpoint_token()
     ours.write_text("new\nsecret\n")
     assert checkpoint_token() != shown
@@ -294,7 +295,7 @@ def test_several_groups_serve(make: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_an_additional_source_takes_its_memory_back_at_once(make: Any, at_once: None) -> None:
-    """Its training continues while the target still reads; the target gets the rest from the assigned source."""
+    """The additional source trains on while the target reads. The target gets the rest from the assigned source."""
     state = {"w": torch.randn(4 * MB)}
     assigned, additional = (make(bandwidth_limit=10 * MB) for _ in range(2))
     assigned.send_checkpoint([1], 1, {"w": state["w"].clone()}, TIMEOUT)
@@ -355,7 +356,7 @@ def test_an_additional_source_that_differs_sends_only_equal_blocks(make: Any, at
 def test_data_of_the_assigned_source_only_is_requested_again(
     make: Any, at_once: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its connections are cut when the additional source has sent all data that is equal on both."""
+    """The assigned source is cut off when the additional source has sent all data that is equal on both."""
     source, other = make(bandwidth_limit=8 * MB), make()
     state = {"alike": torch.randn(2 * MB), "only here": torch.randn(MB)}
     source.send_checkpoint([1], 1, state, TIMEOUT)

@@ -13,7 +13,7 @@ from torchft.checkpointing._source import Source
 
 
 def test_a_reader_that_arrives_during_the_copy_gets_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is woken when the copy is complete, and does not wait for its own timeout."""
+    """The reader is woken when the copy is complete, and does not wait for its own timeout."""
     closing, go_on = threading.Event(), threading.Event()
     close = Offer.close
 

@@ -99,7 +99,7 @@ def test_tree_spec(tree: Any) -> None:
 
 @pytest.mark.skipif(not hasattr(pytree.TreeSpec, "__setstate__"), reason="this PyTorch has another state of a TreeSpec")
 def test_a_spec_that_pytorch_2_11_has_pickled() -> None:
-    """In it leaves are objects of a class; later versions pickle calls of a function instead."""
+    """PyTorch 2.11 pickles leaves as objects of a class; later versions pickle calls of a function instead."""
     pickled = (
         b"\x80\x02ctorch.utils._pytree\nTreeSpec\n)\x81](c__builtin__\nlist\nN]ctorch.utils._pytree\nLeafSpec\n)\x81]"
         b"(NN]K\x01K\x01K\x00ebaK\x02K\x01K\x01eb."
@@ -157,7 +157,7 @@ def test_a_malicious_pickle_runs_no_code(where: str, tmp_path: Any) -> None:
     with pytest.raises(CheckpointError, match="system"):
         read(data)
     assert not proof.exists()
-    pickle.loads(pickle.dumps(evil))  # it would have run
+    pickle.loads(pickle.dumps(evil))  # without restrictions the code runs
     assert proof.exists()
 
 

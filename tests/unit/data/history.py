@@ -1,8 +1,9 @@
 """A simulated job: groups that fail, join, heal, and restore from checkpoints, with the real plan of their data.
 
-It is adversarial: any set of groups may form a quorum, a failed collective may succeed for some of its members, and any
-checkpoint may be restored. Simulated weights are the list of their steps, a :class:`Batch` each. :func:`check` is the
-oracle: it does not use units and positions, but only compares these batches with those of one process.
+It is adversarial: any set of groups may form a quorum, a failed collective may succeed in some groups, and any
+checkpoint may be restored. The simulated weights of a group are a list with one :class:`Batch` for each committed step.
+:func:`check` is the oracle: it does not use units and positions, but only compares these batches with those of one
+process.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from typing import Optional
 from torchft.data.agreement import Turn, Verdict, entry, judge, step_to_announce, turn
 from torchft.data.position import Plan, Position, SamplesDiffer, Share
 
-# The sum of one step: the weight of each sample, rounded, because it is a sum of quotients.
+# The samples of one step: the index of each, and its weight in the sum. Weights are sums of quotients, so they are
+# rounded.
 Batch = tuple[tuple[int, float], ...]
 Weights = tuple[Batch, ...]
 
-MOST_WITH_FAULTS = 40  # number of quorums after which nothing fails any more, so that the job ends
+MOST_WITH_FAULTS = 40  # no fault occurs after this number of quorums, so that the job ends
 MOST_QUORUMS = 200
 
 
@@ -47,7 +49,8 @@ class Group:
         self.plan = plan
         self.step = 0
         self.weights: Weights = ()
-        # the group whose first weights these are, until the first commit; with init_sync groups differ in them
+        # until the first commit: the name of the group that began with these weights, if init_sync is set; without
+        # init_sync all groups begin with equal weights
         self.origin = ""
         self.position = Position()
         if state is not None:
@@ -149,7 +152,7 @@ class Job:
         self.groups: list[Group] = []
         self.checkpoints: list[State] = []
         self.finished: list[Group] = []
-        self.compared: list[str] = []  # groups of the last quorum, if all of its steps so far were committed
+        self.compared: list[str] = []  # groups of the last quorum, if all of them committed its step
         self.seen: Counter[str] = Counter()  # counts the events
 
     def run(self) -> list[Weights]:
@@ -181,7 +184,9 @@ class Job:
         self.groups.append(group)
 
     def _restore(self) -> None:
-        """Starts the job, with any number of groups and from any past checkpoint, which may differ between groups."""
+        """Starts the job with a random number of groups, from the newest checkpoint; as a fault, groups start from
+        different checkpoints.
+        """
         size = self.plan.global_batch_size
         micro = self.random.choice([micro for micro in range(1, size + 1) if size % micro == 0])
         self.plan = replace(self.plan, micro_batch_size=micro)
@@ -212,14 +217,14 @@ class Job:
 
     def _step(self, groups: list[Group]) -> None:
         if self._happens(0.03, "a stranger asked"):
-            # Settings are announced: the group gets an error, and the other groups lose the step.
+            # Groups announce their settings: the stranger gets an error, and the other groups lose the step.
             if self._stranger().plan.stamp(Position()).digest == self.plan.stamp(Position()).digest:
                 raise Broken("a stranger was not refused")
             self.compared = []
             return
         newest = max(group.step for group in groups)
         quorum = Quorum(groups, [group.name for group in groups if group.step == newest], self.data_world_size)
-        from_first = newest == 0 and self.init_sync  # all others heal from it before the step
+        from_first = newest == 0 and self.init_sync  # the other groups heal from the first group before the step
         trains = [group for group in groups if group.name in quorum.up_to_date[: 1 if from_first else None]]
         behind = [group for group in groups if group not in trains]
         states = {
@@ -235,7 +240,7 @@ class Job:
         up_to_date = len(quorum.up_to_date) == len(groups)
         turns = {group.name: group.turn(in_background and group in behind, up_to_date) for group in groups}
         healed = {group.name for group in trains} | (set() if in_background else set(states))
-        if Turn.PASSES in turns.values():  # the group ends the collectives of the healing groups
+        if Turn.PASSES in turns.values():  # a group at the end of the data aborts the collectives of the healing groups
             self._heal(quorum, states)
             self.seen["healed at the end"] += len(states)
             self.compared = []
@@ -276,7 +281,8 @@ class Job:
         failed = [group for group in quorum.groups if self._happens(0.05, "failed in a step")]
         if failed and compares and self._happens(0.3, "a reduction lacks the groups that failed"):
             counts = [name for name in counts if name not in {group.name for group in failed}]
-        # the group that leaves a unit out; if nothing is compared, it ends the collectives and reports that
+        # The group that leaves a unit out, in a step with a comparison. In any other step the group itself reports this
+        # before it reduces, and ends the collectives.
         lacking = ""
         if compares and counts and self._happens(0.05, "a unit was left out"):
             lacking = self.random.choice(counts)
@@ -291,13 +297,14 @@ class Job:
         batch = _sum([share for group in adding for share in shares[group.name]])
         made_of = {(group.origin, group.weights) for group in adding}
         fails = bool(failed) or self._happens(0.1, "a collective failed")
-        mixed = len(set(turns.values())) > 1  # groups at the end compare, and end the collectives of the others
+        # groups at the end of the data compare, and then end the collectives of the others
+        mixed = len(set(turns.values())) > 1
         self.groups = [group for group in self.groups if group not in failed]
         committed, left = [], []
         for group in quorum.groups:
             heals = group.name in states
             if heals:
-                group.load(states[group.name])  # including the position, by which it counts
+                group.load(states[group.name])  # including the position, from which the expected samples follow
             has_weights = group.name in healed or heals
             sees_failure = fails and self.random.random() < 0.6
             verdict = Verdict.ALIKE

@@ -30,7 +30,7 @@ def test_equal_participants(digests: tuple[str, ...], leads: bool, heals: bool) 
     [
         (True, False, Verdict.DIFFERS),  # the others heal from it
         (False, False, Verdict.GIVES_WAY),
-        (False, True, Verdict.DIFFERS),  # it heals again anyway
+        (False, True, Verdict.DIFFERS),  # it takes over another state anyway
     ],
 )
 @pytest.mark.parametrize("digests", [(A, B), (B, A), (A, A, B), (B,), (B, B)])
@@ -64,7 +64,7 @@ def test_a_group_that_has_to_heal_announces_an_older_step() -> None:
         (False, False, True, Turn.TRAINS),
         (False, False, False, Turn.TRAINS),
         (False, True, False, Turn.TRAINS),
-        (True, True, False, Turn.TRAINS),  # with the others, and its position is no more that of the job
+        (True, True, False, Turn.TRAINS),  # with the others: the heal replaces its position
         (True, False, False, Turn.PASSES),
         (True, False, True, Turn.ENDS),
     ],

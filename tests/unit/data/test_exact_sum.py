@@ -121,11 +121,11 @@ def test_the_bits_are_those_of_one_process_however_the_units_are_cut(seed: int, 
             assert bits(rank) == bits(alone)
             assert rank.sum.state_dict() == alone.sum.state_dict()
         finite += all(g is None or bool(g.isfinite().all()) for g in alone.gradients().values())
-    assert 1 <= repeats < 20 and finite >= 5  # the histories contain both
+    assert 1 <= repeats < 20 and finite >= 5  # there are repeated steps, and steps with finite gradients only
 
 
 def train(kill: bool) -> list[torch.Tensor]:
-    """Trains three groups, two of which fail in different attempts; or one process that does everything."""
+    """Trains one process, or three groups: the last group leaves before attempt 5, and attempts 2 and 7 fail."""
     plan = Plan(length=48, global_batch_size=12, micro_batch_size=2, epochs=3)
     data = torch.randn(48, 6, generator=torch.Generator().manual_seed(1))
     groups = 3 if kill else 1
@@ -181,9 +181,7 @@ def test_weights_are_those_of_one_process_with_any_failures() -> None:
 @pytest.mark.parametrize("max_units", [8, 255, 2**20])
 @pytest.mark.parametrize("shrinks", [0, 7, 15])
 def test_the_error_is_within_the_documented_bound(dtype: torch.dtype, max_units: int, shrinks: int) -> None:
-    """Compared with exact fractions, in a first step, and after the largest decrease of gradients without a
-    repetition.
-    """
+    """Compared with exact fractions: in a first step, and after gradients have decreased without a repeated step."""
     rank, generator = Rank({"a": [200]}, max_units, dtype), torch.Generator().manual_seed(0)
     numbers = [torch.randn(200, generator=generator).mul_(3.0).to(dtype) for _ in range(8)]
     step([rank], [[{"a": each} for each in numbers]])
@@ -198,7 +196,7 @@ def test_the_error_is_within_the_documented_bound(dtype: torch.dtype, max_units:
     rounding = Fraction(torch.finfo(dtype).eps)
     for ours, expected in zip(result.tolist(), exact):
         assert abs(Fraction(ours) - expected) <= len(numbers) * largest * lost + abs(expected) * rounding
-    if dtype == torch.float32 and not shrinks and max_units == 8:  # above the bound, nothing is lost at all
+    if dtype == torch.float32 and not shrinks and max_units == 8:  # more precise than the bound: nothing is lost
         assert result.tolist() == [float(torch.tensor(float(each))) for each in exact]
 
 
@@ -250,7 +248,7 @@ def test_as_many_units_as_allowed_fit_at_their_largest(max_units: int, sign: int
         ([1.0], [0.5], 0, 8),
         ([1.0], [0.25], 0, 8),
         ([1.0], [2.0**-8], 0, 8),
-        ([1.0], [2.0**-10], 0, 8),  # two below: one at a time
+        ([1.0], [2.0**-10], 0, 8),  # needs two exponents less, and a step lowers the scale by one
         ([1.0], [2.0**-16], 0, 8),
         ([1.0], [2.0**-17], 1, -8),
         ([1.0], [2.0**-149], 1, -128),
@@ -331,7 +329,7 @@ def test_a_rank_that_has_not_abandoned_an_attempt_is_noticed_by_all() -> None:
 
 @pytest.mark.parametrize("reads_before_it_loads", [True, False])
 def test_a_rank_that_heals_gets_the_gradients_and_the_scales_of_the_others(reads_before_it_loads: bool) -> None:
-    """Its state may arrive during its step: it adds nothing, and the sum contains all that it needs."""
+    """The state may arrive during the step: the healing rank adds nothing, and the sum contains all that it needs."""
     others, healing = [one(2.0**20), one(2.0**20)], Rank({"a": [1]}, max_units=4)
     state = others[0].sum.state_dict()
     if not reads_before_it_loads:

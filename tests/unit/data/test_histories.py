@@ -1,4 +1,4 @@
-"""With any failures, each sample is once per epoch in exactly one step of the final weights."""
+"""After any failures, the final weights contain each sample exactly once per epoch."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_more_faults_of_one_kind(job: type[Job]) -> None:
         prove(seed, job=job)
 
 
-@pytest.mark.slow  # two minutes; test_random_histories has 300
+@pytest.mark.slow  # two minutes; test_random_histories has 300, or 1500 if SEED is set
 @pytest.mark.parametrize("part", range(10))
 def test_a_hundred_thousand_histories(part: int) -> None:
     first = todays(10_000 * part)
@@ -121,8 +121,8 @@ class CutsOverTheQuorum(Group):
     """A mistake: divides batches among all groups of the quorum, including healing ones, for which the
     Manager sends zeros.
 
-    The count of samples refuses each such step. So the weights are correct, but the job makes no progress while a group
-    heals.
+    The check of the sample count refuses each such step. So the weights are correct, but the job makes no progress
+    while a group heals.
     """
 
     def shares(self, quorum: Quorum) -> list[Share]:
@@ -182,7 +182,9 @@ class EndsByItself(LeavesWithoutComparing):
 
 
 class GivesWayToMissingEntries(Group):
-    """A mistake: groups that heal in the first step train at step -1 together, where init_sync heals none."""
+    """A mistake: groups announce step -1 if entries are missing in the first step. If only such groups meet in the next
+    quorum, init_sync heals none of them, and they train on different weights.
+    """
 
     def judge(self, sums: list[int], quorum: Quorum, heals: bool) -> Verdict:
         verdict = super().judge(sums, quorum, heals)

@@ -142,7 +142,7 @@ def test_a_job_resumes_at_a_saved_position() -> None:
     ours = [index for unit in next(steps)[1] for index in unit.indices]
     loader.load_state_dict(saved)
     (unit,) = next(train(restored))[1]
-    assert ours != list(unit.indices)  # the steps continued
+    assert ours != list(unit.indices)  # the first loader is one step ahead
     assert list(unit.indices) == [index for unit in next(train(loader))[1] for index in unit.indices]
 
 
@@ -393,7 +393,7 @@ kept: list[Any] = []
 @pytest.mark.parametrize("use", [uses_it_again, keeps_its_units])
 @pytest.mark.parametrize("end", ["a decision", "the next step", "another quorum"])
 def test_units_of_a_step_that_has_ended_are_refused(use: Callable[[Step], None], end: str) -> None:
-    """They would be added to the gradients of another batch, or of other groups' parts of it."""
+    """Their gradients would be added to those of another batch, or to those of other groups' parts of it."""
     manager = Alone()
     loader = make(manager=manager)
     step, other = next(loader), None
@@ -444,7 +444,7 @@ class Steps:
     [
         (True, True, 8, "INFO", "8 samples committed, 0 lost"),
         (True, True, 6, "WARNING", "6 samples committed, 2 lost"),
-        (False, True, 0, "INFO", "0 samples committed, 0 lost"),  # they are in the next average
+        (False, True, 0, "INFO", "0 samples committed, 0 lost"),  # the samples are part of the next average
         (False, False, 0, "WARNING", "0 samples committed, 8 lost"),
     ],
 )

@@ -41,7 +41,7 @@ class Counting(Dataset):
 
 
 class Changing(Alone):
-    """The Manager of a group beside which other groups join and leave."""
+    """The Manager of a group while other groups join and leave."""
 
     rank_now: Optional[int] = 0  # rank among the participants
     participants = 1
@@ -88,7 +88,7 @@ def samples_of(step: int, rank: int, participants: int) -> list[int]:
     return [index for unit in PLAN.share(Position(0, step), rank, participants).units for index in unit.indices]
 
 
-# Units read ahead at the end of a step: none, less than the share of a step, and more than the whole job has.
+# Units read ahead at the end of a step: none, fewer than the share of a step, and more than a step has.
 AHEAD = [{"num_workers": 0}, {"num_workers": 1, "prefetch_factor": 2}, {"num_workers": 2, "prefetch_factor": 4}]
 
 

@@ -50,7 +50,7 @@ def test_seeds_epochs_and_lengths_have_different_orders() -> None:
 
 
 def test_all_orders_of_five_are_equally_frequent() -> None:
-    """Pearson's test: of 119 degrees of freedom, 176 is exceeded once in 2,000 times."""
+    """Pearson's test: with 119 degrees of freedom, a random sum exceeds 176 once in 2,000 times."""
     seeds = 6000
     counts = Counter(tuple(order(5, seed)) for seed in range(seeds))
     expected = seeds / math.factorial(5)
@@ -59,7 +59,7 @@ def test_all_orders_of_five_are_equally_frequent() -> None:
 
 
 def test_each_index_comes_up_alike_at_each_place_and_after_each_other() -> None:
-    """81 and 89 degrees of freedom: 129 and 139 are exceeded once in 2,000 times."""
+    """With 81 and 89 degrees of freedom, random sums exceed 129 and 139 once in 2,000 times."""
     length, seeds = 10, 3000
     orders = [order(length, seed=1, epoch=epoch) for epoch in range(seeds)]
     places = Counter((place, index) for one in orders for place, index in enumerate(one))

@@ -114,7 +114,9 @@ def test_a_step_that_is_lost_is_read_again() -> None:
 
 
 def test_more_after_the_end_of_a_forecast() -> None:
-    """The last step is lost because a group failed: this one has to read its units, after its reading has ended."""
+    """The last step is lost because a group failed. The remaining group has to read the units of the failed one after
+    its own reading has ended.
+    """
     reading = Reading(ahead=3)
     last = Position(1, 3)
     reading.step(last, 0, 2)
@@ -122,7 +124,7 @@ def test_more_after_the_end_of_a_forecast() -> None:
 
 
 def test_a_group_that_is_alone_then_not_reads_each_unit_that_it_takes() -> None:
-    """Every change of rank and size, for every number of units read ahead."""
+    """Several changes of rank and size, for different numbers of units read ahead."""
     for ahead in (0, 1, 3, 7, 20):
         reading = Reading(ahead)
         position = Position()

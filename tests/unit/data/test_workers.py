@@ -1,6 +1,6 @@
 """Worker processes of a data loader: which signals end them, and what they leave alone.
 
-They are daemons, as PyTorch's: the end of the tests would wait for any other process, without a limit.
+They are daemon processes, like PyTorch's: at its end Python waits without a limit for other child processes.
 """
 
 from __future__ import annotations

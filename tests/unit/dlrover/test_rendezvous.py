@@ -87,7 +87,7 @@ def test_two_nodes_meet_at_the_store_of_rank_0(make: Make) -> None:
     assert a.get_backend() == "torchft" and a.get_run_id() == "job_0" and a.use_agent_store
     assert a.num_nodes_waiting() == 0
 
-    # The workers of a failed. b is notified, and both meet again; their workers get another store.
+    # The workers of node a fail: node b is notified, both nodes meet again, and their workers get another store.
     with ThreadPoolExecutor(1) as thread:
         again = thread.submit(a.next_rendezvous)
         wait_until(lambda: b.num_nodes_waiting() > 0)
@@ -167,7 +167,7 @@ def test_set_closed_closes_it_for_all(make: Make) -> None:
 
 
 def test_a_round_continues_without_the_lighthouse(make: Make) -> None:
-    # A restarted lighthouse without state waits for the nodes of the round for a heartbeat timeout.
+    # A lighthouse that restarts without its state waits one heartbeat timeout for the nodes of the previous round.
     server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=1000)
     address = server.address()
     a, b = (make(endpoint=address, join_timeout=30) for _ in range(2))
@@ -279,7 +279,7 @@ def test_nodes_that_never_join(make: Make) -> None:
 
 
 def test_a_store_that_is_not_reached(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This happens if the other nodes cannot reach the host of the store: the error names the final cause."""
+    """For example, the nodes cannot reach the host of the store: the error of the timeout names this cause."""
     monkeypatch.setattr("torchft.dlrover.rendezvous._MEET_SEC", 0.2)
     monkeypatch.setattr("torchft.dlrover.rendezvous.host_port", lambda *_: "127.0.0.1:1")
     a, b = make((2, 2), join_timeout=1), make((2, 2), join_timeout=1)

@@ -208,7 +208,7 @@ def test_a_framework_that_cannot_abort_does_not_end_the_thread_of_the_consensus(
 
 
 def test_a_member_fails_before_the_view_with_it_has_arrived() -> None:
-    """The report comes once, on another thread than the view."""
+    """The report is not repeated, and another thread delivers the view."""
     consensus = Scripted()
     ftlib, framework = made(consensus)
     get_member_list = consensus.get_member_list
@@ -296,7 +296,7 @@ class Breaks(nn.Module):
 
 
 def backward(ftlib: FTLib, model: nn.Module, breaks: bool = False) -> None:
-    """As a script that makes its DistributedDataParallel again, which PyTorch demands after a pass that raised."""
+    """Makes a new DistributedDataParallel, as PyTorch requires after a backward pass that raised."""
     ddp = nn.parallel.DistributedDataParallel(model, process_group=ProcessGroupDummy(0, 1), find_unused_parameters=True)
     ddp.register_comm_hook(ftlib, allreduce_hook)
     loss = ddp(torch.ones(1, 512), breaks).sum()
@@ -320,7 +320,7 @@ def backward(ftlib: FTLib, model: nn.Module, breaks: bool = False) -> None:
 def test_a_backward_pass_that_raises_is_a_failed_collective(
     then: Callable[[FTLib, nn.Module], FTAllReduceStatus], expected: FTAllReduceStatus
 ) -> None:
-    """Its first bucket was averaged already: the next call must neither wait for the pass nor add to it."""
+    """The first bucket of the pass was averaged already: the next call must neither wait for the pass nor add to it."""
     ftlib, framework = made(Scripted())
     ftlib.allreduce_average([])
     model = Breaks()

@@ -73,7 +73,7 @@ def test_a_later_incarnation_replaces_a_failed_one_at_once() -> None:
     """With two members, a kill of one stops the other until the first is restarted."""
     a = Gossip(name="a", timeout=SOON)
     killed = Gossip(seeds=a.address, name="b", timeout=SOON)
-    assert names(together(a, killed)) == ["a", "b"]  # and no word of it after this
+    assert names(together(a, killed)) == ["a", "b"]  # `killed` requests nothing until `again` has replaced it
     again = Gossip(seeds=[a.address], name="b", timeout=SOON)
     view = together(a, again)
     assert again.identity in view.identities and killed.identity not in view.identities
@@ -121,7 +121,7 @@ def test_seeds_found_the_job_together() -> None:
     members.pop().close()
     assert names(together(*members)) == ["m0", "m1"]
     members.pop().close()
-    again = Gossip(seeds=seeds, name="m1", port=ports[1], timeout=SOON)  # a list that is the same for all
+    again = Gossip(seeds=seeds, name="m1", port=ports[1], timeout=SOON)  # one of the seeds is its own address
     assert names(together(members[0], again)) == ["m0", "m1"]
     again.close()
     members[0].close()

@@ -1,6 +1,6 @@
-"""The rules of a shared directory, as transcripts and in random histories of members that are killed, stall and return.
+"""The rules of a shared directory, as tables and in random histories of members that are killed, stall and return.
 
-A history has its own model of the directory and of communicators: two of those must never be alive at once.
+A history simulates the directory and the communicators: at most one communicator may work at a time.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Process:
 
 
 class Directory:
-    """Members that act one at a time, each on a state that it read some time ago."""
+    """Members that act one at a time, each on the current records and views."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -118,7 +118,7 @@ class Directory:
         self.records[identity] = old._replace(wants=number + 1)
 
     def alive(self, observer: Process) -> dict[Identity, Record]:
-        """The live members; sometimes also those that ended a moment ago."""
+        """Returns the records that an observer takes for live: its own, and those of members that have not stalled."""
         stopped = {p.identity for p in self.processes.values() if p.stalled and p is not observer}
         kept = {i: r for i, r in self.records.items() if i not in stopped}
         return living({**kept, observer.identity: self.records[observer.identity]})
@@ -160,7 +160,7 @@ class Directory:
         if process is None:
             if what < 0.3:
                 self.start(name)
-        elif what < 0.03:  # killed; its record is absent when it has expired
+        elif what < 0.03:  # killed: its record is removed at once, as if it had expired
             del self.records[process.identity], self.processes[name]
         elif what < 0.05:
             process.stalled = True

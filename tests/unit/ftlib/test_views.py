@@ -37,7 +37,7 @@ def test_no_member(members: list[Identity], identity: Identity, message: str) ->
 
 
 def test_random_lists_of_members() -> None:
-    """After joins, restarts and losses each live member computes its own rank, from a list in another order."""
+    """After joins, restarts and failures each live member computes its own rank, from a list in another order."""
     rng = random.Random(todays(23))
     for _ in range(often(20_000)):
         listed = {Identity(rng.choice("abcde"), rng.randrange(4)) for _ in range(rng.randrange(1, 8))}

@@ -1,4 +1,4 @@
-"""Behaviour of every group: new peers, loss of peers, abort, shutdown, timeouts.
+"""Behaviour of every group: new peers, failed peers, abort, shutdown, timeouts.
 
 The groups are listed in `backends`.
 """

@@ -62,7 +62,7 @@ def test_it_is_a_process_group_of_pytorch(peers: Peers) -> None:
         assert isinstance(group, dist.ProcessGroup)
         assert isinstance(group.getBackendName(), str) and group.getBackendName()
         assert (group.size(), group.rank()) == (peers.n, rank)
-        # Called like PyTorch's C++ code does
+        # As PyTorch's C++ code calls them
         assert dist.ProcessGroup.size(group) == peers.n
         assert dist.ProcessGroup.rank(group) == rank
         assert group.errored() is None
@@ -102,7 +102,7 @@ def test_allreduce_of_all_kinds(peers: Peers, dtype: torch.dtype, shape: tuple[i
 
 
 def test_allreduce_through_pytorch(peers: Peers) -> None:
-    """Called from C++, like by DDP's reducer."""
+    """Calls the C++ method, as the reducer of DDP does."""
 
     def call(group: ProcessGroup, rank: int) -> None:
         tensor = values(rank)

@@ -44,7 +44,7 @@ def test_without_known_connections_waits_end_and_operations_are_left(store: TCPS
     groups[0].allreduce([torch.ones(1)], ReduceOp.SUM).wait()
     assert took < SOON
     assert works[0].is_completed() and not works[0].is_success() and works[0].exception() is not None
-    # The reaper still has the old group. Its operation ends when the peer joins it here.
+    # The reaper still holds the old group, whose operations end when the peer closes its connections.
     groups[1].shutdown()
     assert fut.done()
 
@@ -68,7 +68,7 @@ def test_a_receive_from_any_source_returns_the_source(store: TCPStore) -> None:
 
 
 class Stuck(dist.Work):
-    """A send that Gloo took off its list at the moment when the connection broke."""
+    """An operation that Gloo does not end, because it took the send off its list when the connection broke."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ from torchft.process_group import (
     ProcessGroupWrapper,
 )
 
-# Its name before PyTorch 2.15
+# all_gather_tensor is the name before PyTorch 2.15.
 all_gather = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 
 

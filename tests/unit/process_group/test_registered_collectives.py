@@ -29,7 +29,7 @@ from torchft.process_group import (
 N = 2
 _names = itertools.count()
 
-# Their names before PyTorch 2.15
+# all_gather_tensor is the name before PyTorch 2.15.
 all_gather_tensor = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 
 

@@ -16,7 +16,7 @@ from torchft.process_group._gloo.scheduling import _LOOP
 
 
 def test_only_gloos_event_loop_does_not_preempt(store: TCPStore) -> None:
-    # Two ranks, so that the loops have work before there are peers.
+    # Two ranks, so that the event loops run while the peers connect: a thread sets its name when it first runs.
     groups = [ProcessGroupBabyGloo(TIMEOUT, standby=False) for _ in range(2)]
     connect(groups, store)
     try:

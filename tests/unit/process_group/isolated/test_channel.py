@@ -59,7 +59,7 @@ def test_closed_descriptors_are_not_used_to_wake_a_thread(channel: Channel, monk
 
 
 def test_a_future_whose_operation_ends_while_the_worker_fails(channel: Channel) -> None:
-    """Its answer was read just before, and the thread for futures ends because it has nothing left to do."""
+    """The answer was read just before the failure. The thread for futures ends because it has nothing left to do."""
     op = channel.start(protocol.PING, (), [], ["the result"], 60.0)
     future = channel.get_future(op, [], None)
     read = channel._ops.pop(op.op_id)

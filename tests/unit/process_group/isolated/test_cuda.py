@@ -284,7 +284,7 @@ def test_memory_waits_for_all_workers_that_use_it(fake: Cuda) -> None:
 
 
 def test_memory_is_returned_when_all_streams_are_done_with_it(fake: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The allocator ignores a shared storage: `record_stream` for a stream that still reads it had no effect."""
+    """The allocator ignores a shared storage, so `record_stream` does not protect memory that a stream still reads."""
     monkeypatch.setattr(cuda, "_returns", cuda._Returns())
     trainer, _, _ = ends()
     fake.finished.clear()

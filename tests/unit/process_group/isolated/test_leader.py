@@ -104,7 +104,7 @@ class Waiter(Thread):
         self.state = "is done"
 
     def stop_sleeping(self, world: World) -> None:
-        self.state = "stops"  # it does not hold the lock, so it may be woken before it gets that
+        self.state = "stops"  # it does not hold the lock yet, so it may be woken before it gets the lock
 
     def leave(self, world: World) -> None:
         world.leadership.leave(self.signal)

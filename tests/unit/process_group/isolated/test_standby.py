@@ -90,7 +90,7 @@ time.sleep(60)
 
 
 def test_all_processes_end_with_a_killed_trainer(tmp_path: Path) -> None:
-    """Also while a child of the trainer still runs, which has inherited all descriptors."""
+    """They also end while a child of the trainer still runs, which has inherited all descriptors."""
     (tmp_path / "trainer.py").write_text(TRAINER)
     with Job() as job:
         trainer = job.python("trainer", tmp_path / "trainer.py", path=ours_path())
@@ -148,7 +148,7 @@ def test_a_server_that_ended_is_replaced(store: TCPStore) -> None:
 
 
 def test_a_standby_whose_end_is_not_noticed_yet_is_replaced(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends with its server, a moment before or after it is checked."""
+    """A standby may end just before it is checked, for example together with its server."""
     group = ProcessGroupBabyGloo(TIMEOUT)
     ready = ready_worker()
     monkeypatch.setattr(channel_module.Channel, "has_failed", lambda channel: channel.broken is not None)

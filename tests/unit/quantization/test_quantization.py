@@ -201,7 +201,7 @@ def test_kernels_give_the_same_bits() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_kernels_compile_for_devices_with_and_without_fp8() -> None:
-    """To machine code, with the compiler that comes with Triton: no device is needed."""
+    """The compiler that comes with Triton makes the machine code: no device is needed."""
     pytest.importorskip("triton", reason="needs Triton")
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.unit.quantization.compiled"],

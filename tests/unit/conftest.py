@@ -21,7 +21,7 @@ def fork_server() -> Iterator[None]:
 def isolated_server_stays() -> Iterator[None]:
     """Keeps the server of isolated workers running between tests that need it, because its start takes seconds."""
     with pytest.MonkeyPatch.context() as patch:
-        # otherwise no test of this run has imported it
+        # All test modules are imported by now. Without this module, no test of the run uses isolated workers.
         if standby := sys.modules.get("torchft.process_group.isolated.standby"):
             patch.setattr(standby, "_LINGER", timedelta(hours=1))
         yield

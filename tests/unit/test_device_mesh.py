@@ -1,4 +1,4 @@
-"""HSDP over replica groups that fail and return, each in a separate process."""
+"""Device meshes with a replicate dimension of the Manager, and HSDP over two replica groups in separate processes."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_results_before_a_crash_are_kept(folder: Path) -> None:
 
 @pytest.mark.slow  # the same as the crash above, except for the time limit
 def test_a_hanging_test_is_ended(folder: Path) -> None:
-    """Also if the interpreter does not run any code, so that pytest-timeout has no effect."""
+    """A test is also ended if the interpreter does not run any code, so that pytest-timeout has no effect."""
     text = "def test_one(): pass\ndef test_two():\n"
     text += "    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM, signal.SIGABRT}); time.sleep(60)"
     (row,), status = run(file(folder, text), 8)

@@ -83,7 +83,7 @@ def test_the_report_lists_parts_that_had_no_time() -> None:
         parts = plan(60 * minutes, 1, 0, TARGETS)
         return {r.part.name.split("-")[0] for r in unplanned(parts, 1, TARGETS) if r.status is None}
 
-    assert left_out(10) == {"chaos", "late", "sim"}  # the simulation of servers with planted mistakes
+    assert left_out(10) == {"chaos", "late", "sim"}  # sim: the simulations with planted mistakes
     assert left_out(120) == left_out(240) == set()
     kinds = [p.name for p in plan(7200, 1, 0, TARGETS) if p.name.startswith("chaos")]
     assert len(kinds) == len(CHAOS)

@@ -41,7 +41,6 @@ def test_the_logs_of_jobs_are_no_part_of_the_repository() -> None:
 
 @pytest.mark.parametrize("name", ["_manager", "data", "ftlib", "process_group", "process_group/isolated"])
 def test_a_package_lists_its_modules(name: str) -> None:
-    """The docstring of a package lists its modules."""
     folder = ROOT / "torchft" / name
     docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
     modules = {path.stem for path in folder.glob("[a-z]*.py")}

@@ -39,7 +39,7 @@ def run(pytester: pytest.Pytester, text: str) -> pytest.RunResult:
 
 
 def run_again(pytester: pytest.Pytester, *args: str) -> pytest.RunResult:
-    # Its faulthandler would handle a SIGSEGV in Go, which turns it into a panic, in this process.
+    # faulthandler would replace Go's handler of SIGSEGV in this process, which turns the signal into a panic.
     return pytester.runpytest_inprocess("-p", "no:faulthandler", "-p", "tests.policy", "--strict-markers", *args)
 
 

@@ -1,4 +1,4 @@
-"""All names in public_api.txt exist, which lists the names that users call, with their arguments and defaults.
+"""All names in public_api.txt exist. It lists the names that users call, with their arguments and defaults.
 
 In the list, names of a module are indented by two, names of a class by four. Further arguments may follow those of the
 list if they have defaults. Modules that need another package have separate tests (test_torchx.py, test_torchcomms.py).

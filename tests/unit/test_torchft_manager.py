@@ -343,7 +343,7 @@ def test_a_bad_argument_of_a_call_is_named(
 def test_the_job_is_read_from_the_current_environment(
     groups: Callable[..., Groups], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if it changes after the native library was loaded, which copies the environment."""
+    """The native library copies the environment when it is loaded; later changes apply, too."""
     job = groups(1)
     for name in ("red", "blue", ""):
         monkeypatch.setenv("TORCHFT_JOB_ID", name)

@@ -201,6 +201,7 @@ void each_stream(int device, int id, F f) {
 
 void hold(int device, int id) {
   if (id < 0) state.hold_new = true;
+  if (device >= 0 && id >= 0) get_stream(device, id);  // nothing may have used it yet
   each_stream(device, id, [](Stream* s) {
     s->held = true;
     s->allowed = s->done;

@@ -33,6 +33,7 @@ _connections: weakref.WeakKeyDictionary[dist.ProcessGroup, Connections] = weakre
 
 # The thread of the last abort, for each native group that has not been reconfigured since.
 _aborts: weakref.WeakKeyDictionary[dist.ProcessGroup, threading.Thread] = weakref.WeakKeyDictionary()
+_aborts_lock = threading.Lock()
 
 # How long the caller waits for an abort. Most aborts end earlier; others continue in the background.
 ABORT_TIMEOUT_SEC = 0.05
@@ -125,8 +126,11 @@ def reconfigure_native(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
         abort.join(seconds)
         if abort.is_alive():  # it may take effect later: then it would abort operations with the next peers
             raise RuntimeError(f"reconfigure: timed out: the abort of its last peers has not ended within {seconds} s")
-        del _aborts[pg]
     reconfigure_and_wait(pg, opts)
+    with _aborts_lock:
+        # Only the abort of the previous peers is over. One that began in the meantime may have aborted the new ones.
+        if abort is not None and _aborts.get(pg) is abort:
+            del _aborts[pg]
     if _is_gloo(pg):
         _connections[pg] = Connections(_published(pg, opts.uuid), pg.rank(), pg.size())
 
@@ -155,13 +159,14 @@ def abort_group(pg: dist.ProcessGroup) -> None:
 def abort_native(pg: dist.ProcessGroup) -> None:
     """:func:`abort_group` for a native group."""
     _cut(pg)
-    last = _aborts.get(pg)
-    # An abort that still runs aborts the same peers, because a reconfiguration waits for its end. So it is not started
-    # again: a reconfiguration waits for one thread only.
-    if last is None or not last.is_alive():
-        # Recorded before the abort begins: a wait that the abort ends may call `error_of_native` at once.
-        last = _aborts[pg] = _abort_thread(pg.name(), pg)
-        last.start()
+    with _aborts_lock:
+        last = _aborts.get(pg)
+        # An abort that still runs aborts the same peers, because a reconfiguration waits for its end. So it is not
+        # started again: a reconfiguration waits for one thread only.
+        if last is None or not last.is_alive():
+            # Recorded before the abort begins: a wait that the abort ends may call `error_of_native` at once.
+            last = _aborts[pg] = _abort_thread(pg.name(), pg)
+            last.start()
     last.join(ABORT_TIMEOUT_SEC)
 
 

@@ -6,8 +6,10 @@ import gc
 import threading
 import time
 import weakref
+from contextlib import suppress
 from datetime import timedelta
 from typing import Callable, Iterator
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -29,8 +31,9 @@ from torchft.process_group import (
     reconfigure_with_store,
     supports_reconfigure,
 )
+from torchft.process_group import native as native_module
 from torchft.process_group._gloo.connections import Connections
-from torchft.process_group.native import abort_group, connections_of, reconfigure_group
+from torchft.process_group.native import abort_group, connections_of, error_of_native, reconfigure_group
 
 pytestmark = pytest.mark.skipif(
     not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14, whose groups can be reconfigured"
@@ -285,6 +288,38 @@ def test_abort_twice_and_before_there_are_peers(store: TCPStore) -> None:
         abort_group(groups[0])
     connect(groups, store)
     on_ranks(2, lambda rank: check(groups[rank], rank, 2))
+
+
+def test_a_group_that_could_not_be_reconfigured_keeps_its_error(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = natives(store, 2)
+    connect(groups, store)
+    abort_group(groups[0])
+    with monkeypatch.context() as failing:
+        failing.setattr(native_module, "reconfigure_and_wait", MagicMock(side_effect=RuntimeError("no peer answers")))
+        with pytest.raises(RuntimeError, match="no peer answers"):
+            connect(groups[:1], store)
+    assert "was aborted" in str(error_of_native(groups[0]))
+    connect(groups, store)
+    assert error_of_native(groups[0]) is None
+
+
+def test_aborts_of_two_threads_are_one(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reconfiguration waits for the end of one thread; another one would abort the new peers."""
+    (group,) = natives(store, 1)
+    both, started = threading.Barrier(2), []
+
+    def thread(name: str, pg: object) -> threading.Thread:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.2)  # for the other thread, which must not come here
+        started.append(threading.Thread(target=time.sleep, args=(0.5,)))
+        return started[-1]
+
+    monkeypatch.setattr(native_module, "_abort_thread", thread)
+    in_threads([lambda: abort_group(group)] * 2)
+    assert len(started) == 1
+    started[0].join()
 
 
 def test_reconfigure_and_abort_of_a_torchft_group(store: TCPStore) -> None:

@@ -39,6 +39,9 @@ _LARGEST = 1 << 30  # bytes of an answer
 _HEADS = 64
 # Seconds in which a source must accept a connection: its host may have vanished, and the next quorum names another one.
 _CONNECT_SEC = 5.0
+# Seconds without a request after which a target connects again. A source closes such a connection after 30 s
+# (http_transport._REQUEST_TIMEOUT), and a step may take longer.
+_IDLE_SEC = 20.0
 
 
 class Giver(Protocol):
@@ -227,6 +230,7 @@ class Asker:
         self._timeout = timeout
         self._open = ExitStack()
         self._connection: Optional[tuple[HTTPConnection, _DeadlineSocket]] = None
+        self._answered_at = 0.0
 
     def ask(self, kind: str, argument: str) -> Answer:
         """Requests a part.
@@ -256,6 +260,7 @@ class Asker:
                 raise CheckpointError(f"{what}: the answer is damaged")
             header = json.loads(body[: lengths[0]])
             memory = torch.frombuffer(body, dtype=torch.uint8)[lengths[0] :]
+            self._answered_at = time.monotonic()
             return Answer(int(header["step"]), header["value"], memory)
 
     @contextmanager
@@ -271,6 +276,8 @@ class Asker:
             raise
 
     def _connect(self) -> tuple[HTTPConnection, _DeadlineSocket]:
+        if self._connection is not None and time.monotonic() - self._answered_at > _IDLE_SEC:
+            self.close()
         if self._connection is None:
             deadline = time.monotonic() + min(self._timeout, _CONNECT_SEC)
             self._connection = self._open.enter_context(

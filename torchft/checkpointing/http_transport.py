@@ -34,7 +34,8 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_REQUEST_TIMEOUT = 30.0  # seconds for a peer to write its request
+# Seconds for a peer to write its request, also the next one on the same connection. More than _pieces._IDLE_SEC.
+_REQUEST_TIMEOUT = 30.0
 
 
 class HTTPTransport(CheckpointTransport[T]):
@@ -405,15 +406,22 @@ class _Handler(BaseHTTPRequestHandler):
         """Whether the target reported that it has received everything. Otherwise its connection ended, or it received
         no data for `wait_timeout`.
         """
-        served = -1
-        while True:
+        received, served = b"", -1
+        while len(received) < len(DONE):
             self._extend_deadline()
             try:
-                return self.rfile.readline(len(DONE)) == DONE
+                # Not through rfile, which cannot be read again after a timeout. It holds no byte of DONE: the target
+                # sends that only after it has received everything.
+                more = self.connection.recv_into(buffer := bytearray(len(DONE) - len(received)))
             except TimeoutError:
-                if grant.served == served:
+                before, served = served, grant.served
+                if served == before:
                     return False
-                served = grant.served
+                continue
+            if not more:
+                return False
+            received += buffer[:more]
+        return received == DONE
 
     def _shows_token(self) -> bool:
         return accepts((self.headers.get("Authorization") or "").removeprefix("Bearer "))
@@ -424,8 +432,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _refuse(self, status: HTTPStatus, reason: str) -> None:
         self._extend_deadline()
         body = reason.encode()
-        # in the status line, too, because upstream peers read the reason there
-        self.send_response(status, reason.encode("latin-1", "replace").decode("latin-1"))
+        # In the status line, too, because upstream peers read the reason there. A line break would end it.
+        self.send_response(status, " ".join(reason.split()).encode("latin-1", "replace").decode("latin-1"))
         self.send_header("Content-Type", "text/plain; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()

@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from typing import Any, Callable
+from unittest.mock import MagicMock
 from urllib.parse import urlsplit
 
 import pytest
@@ -19,6 +20,7 @@ import torchft.checkpointing.http_transport as http_transport
 from tests.promises import within
 from tests.unit.checkpointing.checkpoint_states import assert_same
 from torchft.checkpointing import HTTPTransport, _native_transfer
+from torchft.checkpointing._source import Unavailable
 from torchft.checkpointing.transport import CheckpointError
 from torchft.http import _IPv6HTTPServer
 
@@ -100,6 +102,17 @@ def test_bad_metadata(make: Any, metadata: str) -> None:
 
 
 # Steps, and waiting requests
+
+
+def test_a_reason_of_several_lines_ends_no_header(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make()
+    reason = "no state:\r\nSet-Cookie: a\n\nb"
+    monkeypatch.setattr(source._server.source, "reading", MagicMock(side_effect=Unavailable(reason)))
+    with connect(source) as sock, http.client.HTTPResponse(sock) as response:
+        sock.sendall(b"GET /checkpoint/1/full HTTP/1.1\r\nHost: test\r\nConnection: close\r\n\r\n")
+        response.begin()
+        assert (response.status, response.reason) == (503, "no state: Set-Cookie: a b")
+        assert response.getheader("Set-Cookie") is None and response.read() == reason.encode()
 
 
 @pytest.mark.parametrize("num_chunks", [0, 2])

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,10 +29,12 @@ from tests.promises import ABORT_S, within
 from tests.unit.checkpointing.checkpoint_states import assert_same, training_state
 from torchft._torchft import _load
 from torchft.checkpointing import HTTPTransport, _encoding, _native_transfer, _receive
+from torchft.checkpointing._handshake import DONE
 from torchft.checkpointing._progress import Progress, describe
 from torchft.checkpointing._stream import read_object
 from torchft.checkpointing._token import checkpoint_token
 from torchft.checkpointing.transport import CheckpointError
+from torchft.http import _DeadlineSocket
 
 TIMEOUT = timedelta(seconds=20)
 MB = 1 << 20
@@ -417,6 +420,54 @@ def test_the_source_continues_to_train(make: Any, snapshot: bool) -> None:
             done.set()
         for reader in readers:
             reader.result(30)
+
+
+# The end of a transfer, as the source sees it
+
+
+class Served:
+    """A grant that has served the next one of the given numbers of bytes at each call. `then` runs at the last one."""
+
+    def __init__(self, counts: list[int], then: Callable[[], object] = lambda: None) -> None:
+        self._counts = counts
+        self._then = then
+
+    @property
+    def served(self) -> int:
+        count = self._counts.pop(0)
+        if not self._counts:
+            self._then()
+        return count
+
+
+@pytest.fixture
+def control() -> Iterator[tuple[Any, socket.socket]]:
+    """A handler that waits for the end of a transfer, for 50 ms without progress, and the target's socket."""
+    here, target = socket.socketpair()
+    handler = object.__new__(http_transport._Handler)
+    handler.connection = _DeadlineSocket.wrap(here)
+    handler.rfile = handler.connection.makefile("rb")
+    handler.server = SimpleNamespace(wait_timeout=0.05)  # type: ignore[assignment]
+    with target, handler.connection, handler.rfile:
+        yield handler, target
+
+
+def test_a_transfer_may_take_longer_than_the_timeout_while_it_advances(control: Any) -> None:
+    handler, target = control
+    grant = Served([1, 2, 3], then=lambda: target.sendall(DONE[:2]) or target.sendall(DONE[2:]))
+    assert handler._receive_done(grant)
+
+
+def test_a_transfer_that_does_not_advance_is_ended(control: Any) -> None:
+    assert not control[0]._receive_done(Served([1, 2, 2, 3]))
+
+
+@pytest.mark.parametrize("sent", [b"", DONE[:3], b"other"])
+def test_a_target_that_ended_has_not_received_everything(control: Any, sent: bytes) -> None:
+    handler, target = control
+    target.sendall(sent)
+    target.shutdown(socket.SHUT_WR)
+    assert not handler._receive_done(Served([1, 2]))
 
 
 # Memory and threads

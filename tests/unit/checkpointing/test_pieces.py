@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from tests.unit.checkpointing.forged_source import server_that_sends
-from torchft.checkpointing import HTTPTransport
+from torchft.checkpointing import HTTPTransport, _pieces, http_transport
 from torchft.checkpointing._http_client import Refused
 from torchft.checkpointing._pieces import Asker, Window
 from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout
@@ -240,3 +241,19 @@ def test_the_limit_applies_to_all_targets_together(monkeypatch: pytest.MonkeyPat
     window._pace(5)
     window._pace(10)
     assert [call.args[0] for call in sleep.call_args_list] == [0.5, 1.5]
+
+
+def test_a_target_connects_again_after_a_long_step(
+    source: HTTPTransport[Any], asker: Asker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source closes a connection without requests, here after 0.1 s."""
+    assert _pieces._IDLE_SEC < http_transport._REQUEST_TIMEOUT
+    monkeypatch.setattr(http_transport, "_REQUEST_TIMEOUT", 0.1)
+    monkeypatch.setattr(_pieces, "_IDLE_SEC", 0.0)
+    source.offer_pieces(7, Source(7))
+    assert asker.ask("piece", "0-0-5").step == 7
+    deadline = time.monotonic() + 20
+    while source._server._connections:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert asker.ask("piece", "0-0-5").step == 7

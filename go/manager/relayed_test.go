@@ -43,7 +43,8 @@ func startRelay(c *fttest.Cluster, g *fttest.Group, network rpc.Network) *relay.
 	return r
 }
 
-// dialRelayed returns a client on a host that uses a relay, and the network of that client, which counts its connections.
+// dialRelayed connects a client, which is on the given host, through a relay. It returns the client and the client's network, which
+// counts the connections.
 func dialRelayed(c *fttest.Cluster, g *fttest.Group, host, relay string) (*rankclient.Client, *dials) {
 	c.T.Helper()
 	network := &dials{Network: c.Net.Host(host)}
@@ -133,8 +134,9 @@ func TestARankBehindARelayThatFails(t *testing.T) {
 	})
 }
 
-// The relay's process is killed at one of 14 times during a vote, in which rank 1 votes for or against the commit. Each rank gets the
-// right decision or an error, and all ranks continue over their own connections to the manager server.
+// The relay's process is killed at one of 14 times, from the beginning of a vote until shortly after its end. Rank 1 votes for or
+// against the commit. Each rank gets the right decision or an error, and all ranks continue over their own connections to the manager
+// server.
 func TestARelayThatEndsAtEachMomentOfAVote(t *testing.T) {
 	for _, no := range []bool{false, true} {
 		for moment := range 14 {

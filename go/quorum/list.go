@@ -59,9 +59,9 @@ func Compare(before, after []Member) Change {
 	return c
 }
 
-// Since returns the change to q's list from the list that a member holds, whose revision is held. Only two lists are known here: q's
-// own, and that of the previous quorum, before, which may be nil. A member that holds any other list gets the whole list of q. The
-// caller must not pass a before without a revision for a member without a list: both revisions are 0, and would match.
+// Since returns the change from a member's list to q's list. The argument held is the revision of the member's list, and before is the
+// previous quorum, or nil if there is none. If the member's list is neither q's list nor that of before, the change has the whole list
+// of q. If held is 0 (the member has no list), the revision of before must not be 0 (not known): the two would match.
 func (q *Quorum) Since(held Revision, before *Quorum) Change {
 	switch {
 	case held == q.Revision:
@@ -116,9 +116,9 @@ func (c Change) Apply(before []Member) ([]Member, error) {
 	return after, nil
 }
 
-// revisionAfter returns the revision of the list of a new quorum. If that list is equal to the list of the previous quorum, which may be
-// nil, its revision is reused, because a comparison costs less than a digest. A previous quorum without a revision was adopted
-// (memory.adopt): this lighthouse does not know all fields of its members.
+// revisionAfter returns the revision of the list of a new quorum. The argument before is the previous quorum, or nil if there is none.
+// If both have the same list, the revision of before is reused, because a comparison costs less than a digest. A previous quorum
+// without a revision was adopted (memory.adopt): this lighthouse does not know all fields of its members.
 func revisionAfter(before *Quorum, members []Member) Revision {
 	if before != nil && before.Revision != 0 && Compare(before.Members, members).Empty() {
 		return before.Revision

@@ -4,7 +4,7 @@ import "github.com/torchft/torchft/go/quorum"
 
 // notifiers is the number of members that notify a member that counts as failed. Starting at the failed member, the list is walked in
 // steps of one Stride: the first members found that do not count as failed are its notifiers. So each member can decide alone whether
-// it is one of them. One notifier would suffice if none of them could fail, too.
+// it is one of them. There are several because a notifier may fail, too, before it has sent the notice.
 const notifiers = 3
 
 // Stride returns the distance in a list of this size between a member and its first notifier, and between successive notifiers. The
@@ -14,8 +14,9 @@ const notifiers = 3
 // lighthouse, its groups receive no reports, and they count as failed one after another. A neighbour in the rack that does not count as
 // failed yet would be chosen as a notifier, although it cannot know of the failure.
 func Stride(size int) int {
-	// 3/8 of the list in the other direction. So two members in the same third of the list are never this far apart, except in lists
-	// of 6, 15, 24 and 42 members, in which the next number that is coprime to the size is too large.
+	// 5/8 of the list in one direction is 3/8 in the other, and both are more than a third. So two members in the same third of the
+	// list are never this far apart, except in lists of 6, 15, 24 and 42 members, in which the next number that is coprime to the
+	// size is too large.
 	stride := size * 5 / 8
 	for gcd(stride, size) > 1 {
 		stride++ // must be coprime to the size: otherwise the strides would not reach all members
@@ -45,9 +46,11 @@ type failure struct {
 
 func (g *given) is(quorumID int64) bool { return g.quorum != nil && g.quorum.ID == quorumID }
 
-// follow records the quorum that is sent to the ranks now. If its id is that of the latest quorum, the lighthouse had reported no failure
-// before it: otherwise the next quorum would have a new id (reconnect in package quorum). So the record of failures begins anew. A report
-// that overtook the quorum is lost from the record, but its notices have been sent. m.before remains the last quorum with another id.
+// follow records the quorum that is sent to the ranks now, with an empty record of failures.
+//
+// If its id is that of the latest quorum, the record of the latest quorum is dropped, and m.before remains the last quorum with another
+// id. The dropped record can contain only failures that the lighthouse reported after it had sent this quorum: after a report, it gives
+// the next quorum a new id (reconnect in package quorum). The notices of these failures have been sent already.
 func (m *Machine) follow(q *quorum.Quorum) {
 	if !m.latest.is(q.ID) {
 		m.before = m.latest
@@ -68,9 +71,9 @@ func (m *Machine) memberFailed(e MemberFailed) []Action {
 	own := m.group.ReplicaID
 	switch {
 	case e.ReplicaID == own && m.latest.quorum != nil && e.QuorumID < m.latest.quorum.ID:
-		// A late notice, of an earlier quorum. Ignoring it is safe: the first request for the next quorum ended all votes of that
-		// quorum (abandonedBy). If the notice were stored, it could replace the fence for the latest quorum, and an evicted group
-		// could commit.
+		// A late notice, of an earlier quorum. Ignoring it is safe: no vote of that quorum is pending, since the first request for
+		// the next quorum ended them all (abandonedBy). If the notice were stored, it could replace the fence for the latest quorum,
+		// and an evicted group could commit.
 	case e.ReplicaID == own:
 		m.evicted = &e // the quorum may be one that this group has not received yet: then the fence holds from its arrival
 	case m.latest.is(e.QuorumID):
@@ -98,9 +101,10 @@ func (g *given) memberFailed(id string, e MemberFailed) []Action {
 		g.failed[failed] = failure{counts: true, reason: e.Reason}
 	}
 	var actions []Action
-	// Walk back from this group, one Stride at a time, and count the members that do not count as failed. Each failed member that is
-	// reached before there are enough of them has this group among its notifiers. The members further back have enough notifiers in
-	// between. If a notifier fails later, its report makes this group walk again.
+	// Walk back from this group, one Stride at a time. The variable between is the number of members passed that do not count as
+	// failed. This group is a notifier of each failed member that is reached while between is less than notifiers. A failed member
+	// further back has enough notifiers that are closer to it. If one of those fails later, the report of that failure makes this group
+	// walk again.
 	back := len(members) - Stride(len(members))
 	for place, between := (own+back)%len(members), 0; place != own && between < notifiers; place = (place + back) % len(members) {
 		f := &g.failed[place]

@@ -23,8 +23,9 @@ func (w *world) answerTime() time.Duration { return w.Policy.HeartbeatTimeout / 
 // package manager).
 func (w *world) rankGrace() time.Duration { return w.Policy.SuspectGrace }
 
-// aliveInterval returns the longest time between two messages of a group to its lighthouse. In a list of lighthouses, messages also
-// answer stamps, StampsInBond times within a bond: otherwise the bond would end by itself.
+// aliveInterval returns the longest time between two messages of a group to its lighthouse. With several lighthouses, the messages also
+// answer stamps, which prolong the group's bond. So a group then sends at least StampsInBond messages in BondTime: with too few, the bond
+// would run out.
 func (w *world) aliveInterval() time.Duration {
 	interval := w.messageInterval()
 	if w.Lighthouses > 1 {
@@ -54,8 +55,8 @@ func (g *group) speaks() {
 }
 
 // noteSilence fences the group if it has sent nothing for too long. The fence stays until the next quorum, which shows that the
-// lighthouse counts the group as alive. A group that no lighthouse has welcomed yet is not fenced: it is in no quorum, or it makes calls,
-// for which there is no fence.
+// lighthouse counts the group as alive. A group that no lighthouse has welcomed yet is not fenced. Either it is in no quorum, or it makes
+// calls instead of using a stream: production has no fence for such a group.
 func (g *group) noteSilence() {
 	silent := g.w.now - g.spoke
 	g.fenced = g.fenced || g.served && silent > g.w.messageInterval()*5/2
@@ -166,8 +167,8 @@ func (g *group) progress(timeUp bool) {
 	}
 }
 
-// endsLastStep ends the last step of a rank whose group is drained. When all ranks have ended that step, the group announces that it
-// leaves, and waits for its release. If no release arrives, it shuts down at leaveDue.
+// endsLastStep ends the last step of a rank whose group is drained. When all ranks have ended that step, the group sends Leaving, and
+// waits for its release. If no release arrives, it shuts down at leaveDue.
 func (r *rank) endsLastStep() {
 	g, w := r.g, r.g.w
 	r.phase, r.deadline = left, 0
@@ -249,8 +250,8 @@ func (l *lighthouse) askProgress(ids []string) {
 	}
 }
 
-// message handles an event that a group sends on a stream. Events on a stale stream are ignored, except Leaving: the group has ended its
-// last step, whatever the lighthouse or the term.
+// message handles an event that a group sends on a stream. Events on an ended or stale stream are ignored. Only Leaving is accepted on a
+// stale stream: the group has ended its last step, which stays true in a new term and at another lighthouse.
 func (l *lighthouse) message(e *event) {
 	message := e.x.(quorum.Event)
 	_, leaves := message.(quorum.Leaving)

@@ -14,7 +14,8 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 )
 
-// Network connects hosts in memory. Its maps are keyed by the names of hosts or machines (machineOf), listeners by their address.
+// Network connects hosts in memory. The string keys of its maps are names of hosts, except in listeners (addresses) and in paused (names
+// of machines, see machineOf).
 type Network struct {
 	mu        sync.Mutex
 	hosts     map[string]*Host
@@ -23,7 +24,7 @@ type Network struct {
 	conns     map[*conn]struct{} // both ends of each connection, until that end is closed
 	blocked   map[[2]string]bool // pairs of hosts between which a dial gets no answer
 	refused   map[[2]string]bool // pairs of hosts between which a dial is refused
-	nextPort  int                // the last one that was assigned to a listener on port 0
+	nextPort  int                // the last port that was assigned to a listener on port 0, which gets the port after it
 
 	// The delays and cuts between machines. The methods that change them are in weather.go.
 	pipes  map[*pipe]direction
@@ -84,8 +85,9 @@ func (h *Host) Listen(address string) (net.Listener, error) {
 }
 
 // Dial connects to name:port of any host. The connection is refused if nothing listens there, if this host is killed, or during an
-// Interrupt. If the hosts are blocked or cut from each other, or the other host is silent, Dial waits, as for a lost SYN. A cut or
-// silence may end meanwhile; a block that existed when Dial was called makes it fail at its deadline, even after Unblock.
+// Interrupt. If the hosts are blocked or cut from each other, or the other host is silent, Dial waits, as for a lost SYN. When the cut
+// or the silence ends, Dial continues. If the hosts were blocked when Dial was called, it waits until its deadline and fails, even if
+// Unblock is called before.
 func (h *Host) Dial(ctx context.Context, address string) (net.Conn, error) {
 	to, _, _ := net.SplitHostPort(address)
 	if h.net.isBlocked(h.name, to) {

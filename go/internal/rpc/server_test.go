@@ -72,7 +72,7 @@ func TestOnePortServesGRPCAndHTTP(t *testing.T) {
 		defer transport.CloseIdleConnections()
 		web := &http.Client{Transport: transport}
 
-		for range 2 { // each round ends with a panic in either protocol: in the second round, the server must still serve both
+		for range 2 { // in each round, a handler of each protocol panics: in the second one, the server must still serve both
 			for _, method := range []string{"POST", "PUT", "PATCH", "GET"} { // the splitter must tell PO, PU and PA from HTTP/2's preface, PRI
 				req, err := http.NewRequest(method, "http://server:1/", nil)
 				require.NoError(t, err)

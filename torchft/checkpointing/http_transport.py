@@ -49,8 +49,8 @@ class HTTPTransport(CheckpointTransport[T]):
 
     Between two transports of this class the native core moves the tensors' memory, in blocks with checksums, on several
     connections at once. If its connections break, a retry fetches only the rest. State on a GPU goes through
-    page-locked blocks of host memory on both ends. With an upstream peer, and for state on a GPU if `snapshot` is
-    False, PyTorch's streaming format over HTTP is used.
+    page-locked blocks of host memory on both ends. With an upstream peer, and for state on a GPU that is not copied,
+    PyTorch's streaming format over HTTP is used.
 
     The received state consists of tensors, plain values and containers; other types are read by PyTorch's restricted
     unpickler, and need `torch.serialization.add_safe_globals`. If TORCHFT_TOKEN_FILE names a file, its content is a
@@ -63,10 +63,11 @@ class HTTPTransport(CheckpointTransport[T]):
         num_chunks: for upstream peers: 0 sends the state in one stream, n in n streams at once. Must be the same in
             every replica group.
         snapshot: True always copies, False never; None decides by the free memory
-        state_dict: returns the target's own state. Its tensors are received in place; other tensors are allocated. A
-            state whose tensors differ in name, shape or dtype is refused. After a failed transfer, tensors may be
-            partly old and partly new; they are consistent again after the next successful one. A state in the upstream
-            format is received into new memory, and copied into the tensors when it is complete.
+        state_dict: returns the target's own state. Its tensors are received in place; tensors that only the source has
+            are allocated. A state that lacks one of the target's tensors, or has it with another shape or dtype, is
+            refused. After a failed transfer, tensors may be partly old and partly new; they are consistent again after
+            the next successful one. A state in the upstream format is received into new memory, and copied into the
+            tensors when it is complete.
         checksum: whether received data is verified by checksums
         bandwidth_limit: bytes per second for all targets together; 0: no limit
         background: whether this source serves with the lowest priority on its host. By default only additional sources

@@ -1,9 +1,10 @@
 """PyTorch's own reconfigurable groups (`init_process_group(..., enable_reconfigure=True)`, PyTorch >= 2.14).
 
-A native group stays the same object while its peers change; the code that created it also destroys it. This module
-adds an abort that ends all operations, because Gloo's own abort does not affect operations in flight. Such an operation
-would occupy one of the group's two threads until its timeout, and operations with the next peers would wait behind it.
-So an abort, and every reconfiguration, first cuts the connections with the previous peers.
+A native group stays the same object while its peers change; the code that created it also destroys it. Gloo's own
+abort does not affect operations in flight. Such an operation would occupy one of the group's two threads until its
+timeout, and operations with the next peers would wait behind it. So this module adds an abort that first cuts the
+connections with the peers, as every reconfiguration does. The cut ends operations in flight, with exceptions that
+_gloo/operations.py handles.
 
 Gloo groups meet in the store with which they were created, so all replica groups must share that store. The handle of a
 group that has not had peers yet contains the rank with which the group was created, so each replica group must be
@@ -71,7 +72,7 @@ def backend_error(backend: Any) -> Optional[Exception]:
 
 
 def errors_of(pg: Any) -> Callable[[], Optional[Exception]]:
-    """Makes a function that returns the present error of a group, which makes it unusable; None if it has none.
+    """Makes a function that returns the error that makes a group unusable at present; None if there is none.
 
     Args:
         pg: a native group, one of torchft, or a test double, which may lack ``errored`` or return another test double
@@ -101,7 +102,7 @@ def reconfigure_group(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
     Operations in flight among the previous peers end with an error.
 
     Raises:
-        ValueError: two peers have the same name.
+        ValueError: two peers have the same handle, or a group of torchft refuses the handles.
         RuntimeError: the peers could not be reached, or the abort of the previous peers did not end in time. The group
             cannot be used until a later call succeeds.
     """
@@ -161,8 +162,8 @@ def abort_native(pg: dist.ProcessGroup) -> None:
     _cut(pg)
     with _aborts_lock:
         last = _aborts.get(pg)
-        # An abort that still runs aborts the same peers, because a reconfiguration waits for its end. So it is not
-        # started again: a reconfiguration waits for one thread only.
+        # An abort that still runs began with the present peers, because a reconfiguration waits for its end. No second
+        # one is started: it would replace the first in `_aborts`, and a reconfiguration would not wait for the first.
         if last is None or not last.is_alive():
             # Recorded before the abort begins: a wait that the abort ends may call `error_of_native` at once.
             last = _aborts[pg] = _abort_thread(pg.name(), pg)
@@ -213,8 +214,8 @@ def collectives_at_once(pg: dist.ProcessGroup) -> Optional[int]:
 
 
 def _cut(pg: dist.ProcessGroup) -> None:
-    # The entry is not removed: `connections_of` must also show an operation that begins after the abort that its
-    # connections are cut.
+    # The entry is not removed: an operation that begins after the abort also gets it from `connections_of`, and so
+    # detects that its connections are cut.
     connections = _connections.get(pg)
     if connections is not None:
         connections.shutdown()

@@ -71,8 +71,8 @@ def announced(store: Store, rank: int, world_size: int, implementation: str) -> 
         if set(theirs.values()) - {implementation}:
             raise ValueError(describe_implementations(implementation, theirs)) from cause
 
-    # Not with the default, LEGACY, whose connecting the comparison would slow down. A difference is found all the same:
-    # connecting with peers of another implementation fails, and then `compare` explains the error.
+    # Skipped for the default, LEGACY, because the comparison takes time. A difference is found all the same: connecting
+    # with peers of another implementation fails, and then `compare` explains the error.
     if implementation == NCCL2:
         compare()
     try:

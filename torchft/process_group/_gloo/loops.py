@@ -1,9 +1,9 @@
 """Stops Gloo's event loop from spinning on a connection that was cut while it still held unread data.
 
-Gloo reads from a connection only data that it has a buffer for. After an aborted receive, or an operation that failed
-because of one peer, there is no buffer for the data of another peer. Gloo leaves that data in the socket, and so never
-reads the end of the connection behind it. Epoll reports both again and again, and the event loop spins for as long as
-the process group exists: until nothing refers to it any more, not even a traceback. (Seen with PyTorch 2.15)
+Gloo reads from a connection only data that it has a buffer for. It has no buffer for data that arrives after its
+receive was aborted, or after its operation failed because of another peer. Gloo leaves that data in the socket, and so
+never reads the end of the connection behind it. Epoll reports both again and again, and the event loop spins for as
+long as the process group exists: until nothing refers to it any more, not even a traceback. (Seen with PyTorch 2.15)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import time
 from typing import Iterator, NamedTuple
 
 # How long Gloo gets to close cut connections itself, which usually takes milliseconds. Epoll is changed only after this
-# time: operations on these connections may need its events to fail, and have failed by then.
+# time: an operation on such a connection may need epoll's report of the cut before it can fail. It has failed by then.
 _CLOSE_SEC = 0.5
 _LOOK_SEC = 0.02
 
@@ -35,8 +35,8 @@ class _Watched(NamedTuple):
 
 
 def quiet_later(sockets: dict[int, int]) -> None:
-    """Starts a thread that gives Gloo time to close cut sockets, and stops epoll from reporting the others again and
-    again.
+    """Starts a thread that gives Gloo time to close the cut sockets. Then it makes epoll report only changes of those
+    that are still open.
 
     Args:
         sockets: the inodes of the cut sockets, by descriptor.

@@ -23,7 +23,7 @@ from torchft.process_group.base import BaseProcessGroup
 
 late = load()
 
-# How long a kernel waits for its missing peer, so that a test without `peer_comes` or an abort ends.
+# How long a kernel waits for its missing peer. The limit ends a test that calls neither `peer_comes` nor `abort`.
 _HOST_WAITS_SEC = 20
 
 
@@ -68,7 +68,7 @@ class OneRank(dist.ProcessGroup):
     # Controls for tests
 
     def hang(self) -> None:
-        """Makes kernels that begin after this call wait for a missing peer, until `peer_comes` or an abort."""
+        """Kernels that begin later wait for a missing peer, until `peer_comes` or an abort."""
         self._may_run.clear()
 
     def peer_comes(self) -> None:
@@ -106,7 +106,7 @@ class OneRank(dist.ProcessGroup):
         if not getattr(opts, "asyncOp", True):
             self._queue(tensors)
             return None
-        # Behind the work that the caller has queued: it writes the inputs.
+        # The kernel runs after the work that the caller has queued, because that work writes the inputs.
         self.stream.wait_event(torch.accelerator.current_stream().record_event())
         with self.stream:
             self._queue(tensors)

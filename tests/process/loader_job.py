@@ -100,7 +100,7 @@ class Elastic:
             for group in list(self.living):
                 self._kill(group)
         self.new = [group for group in range(part.groups) if group not in self.living]
-        # Running groups may have larger numbers than the part has groups, so not every unused number is needed.
+        # The number of a running group may be outside this range. Then not all unused numbers are needed.
         del self.new[part.groups - len(self.living) :]
         for group in self.new:
             self.living[group] = self._start(group, restore)
@@ -117,9 +117,9 @@ class Elastic:
                 "kind": self.kind,
                 "reproducible": int(self.reproducible),
                 "samples": self.samples,
-                # Each group begins with different weights, so that a missing heal changes the result. With several
-                # ranks, all groups begin with equal weights until one is killed: at step 0, ranks of the same group may
-                # take over weights from different groups.
+                # Each group begins with different weights, so that a missing heal changes the result. If groups have
+                # several ranks, those started before the first kill begin with equal weights: at step 0, ranks of the
+                # same group may take over weights from different groups.
                 "seed": self.started if self.killed or self.ranks == 1 else 0,
                 "log": self.folder / f"{self.started}-{rank}.log",
                 "weights": self.folder / f"{self.started}-{rank}.weights",
@@ -161,8 +161,8 @@ class Elastic:
             self.job.wait_exit(rest, 120)
             self.ended = [child.name for child in rest]
         else:
-            # One group suffices: the next quorum of a group that still heals waits for the paused groups, which request
-            # none.
+            # Waits for one group only: a group that still heals may not reach the end of the part, because its next
+            # quorum waits for the paused groups, which request none.
             self.job.wait(lambda: any(len(c.of("paused")) > paused[c] for c in rest), 120, "the end of a part")
 
     def _send(self, orders: dict[int, dict[str, object]], groups: list[int]) -> None:

@@ -92,8 +92,8 @@ def test_other_process_groups(kind: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_rank_of_a_group() -> None:
-    """If one rank fails, with the manager server or another, its group fails. The lighthouse evicts a group with a
-    stalled rank, and names that rank.
+    """If one rank fails, its group fails, whether or not the rank hosts the manager server. The lighthouse evicts a
+    group with a stalled rank, and names that rank.
     """
     with Job() as job:
         chaos = run(job, groups=2, ranks=2, lighthouse_options=EJECT)
@@ -134,8 +134,9 @@ def test_groups_of_torchrun() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_flapping_network_is_no_failure() -> None:
-    """A cut that is shorter than the grace period evicts no member. On a busy machine a cut may last longer than
-    intended, so the grace period is longer than the default here; go/manager tests the default with a fake clock.
+    """The lighthouse removes no member because of a cut that is shorter than the grace period. On a busy machine a cut
+    may last longer than intended, so the grace period is longer than the default here; go/manager tests the default
+    with a fake clock.
     """
     grace = f"--suspect_grace_ms={int(1000 * within(KILL_S))}"
     with Flapping() as proxy, Job() as job:
@@ -200,7 +201,9 @@ def test_each_fault_has_a_job_that_it_is_recorded_in() -> None:
 
 
 def test_strikes_end_or_stop_the_process() -> None:
-    """If the child survived a strike with SIGKILL, the other tests of this file would pass without a failure."""
+    """If a strike with SIGKILL did not end the process, the other tests of this file would pass although no process had
+    failed.
+    """
     with Job() as job:
         chaos = run(job, groups=1)
         child = chaos.lives[0].ranks[0]

@@ -1,6 +1,6 @@
 """Tests of the plugin tests/bounded.py: test runs with a seed and a time limit.
 
-Each test calls pytest in this process, on a separate suite.
+All tests but `test_rotated` call pytest in this process, on a separate suite.
 """
 
 from __future__ import annotations

@@ -99,15 +99,19 @@ def test_a_missing_script_gets_a_suggestion(tmp_path: Path, capsys: pytest.Captu
             ["status", "--lighthouse", "http://localhost"],
             "'http://localhost' is not allowed; allowed: http://host:port",
         ),
-        (["status", "--lighthouse", "http://127.0.0.1:9"], "no lighthouse answered within 5 s (http://127.0.0.1:9: "),
-        (["kill", "--lighthouse", "http://127.0.0.1:9,http://127.0.0.1:7", "a"], "http://127.0.0.1:7: "),
+        # {0} and {1} stand for ports that refuse connections.
+        (
+            ["status", "--lighthouse", "http://127.0.0.1:{0}"],
+            "no lighthouse answered within 5 s (http://127.0.0.1:{0}: ",
+        ),
+        (["kill", "--lighthouse", "http://127.0.0.1:{0},http://127.0.0.1:{1}", "a"], "http://127.0.0.1:{1}: "),
     ],
 )
 def test_a_missing_lighthouse_ends_with_1_and_names_the_addresses_tried(
-    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], expected: str, closed_ports: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert exits(arguments) == 1
-    assert expected in capsys.readouterr().err
+    assert exits([argument.format(*closed_ports) for argument in arguments]) == 1
+    assert expected.format(*closed_ports) in capsys.readouterr().err
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

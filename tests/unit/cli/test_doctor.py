@@ -9,6 +9,7 @@ import threading
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,7 +36,7 @@ def test_the_network_interface_is_named(capsys: pytest.CaptureFixture[str], monk
 
 
 def test_a_host_name_with_a_loopback_address(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    closed_ports: list[int], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Debian gives the host's own name a loopback address, and Gloo announces the address of that name."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
@@ -48,7 +49,8 @@ def test_a_host_name_with_a_loopback_address(
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     assert "Gloo announces" not in doctor(capsys, *elsewhere)[1]
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    assert "Gloo announces" not in doctor(capsys, "--lighthouse", "http://localhost:9")[1], "all of the job is local"
+    local = ("--lighthouse", f"http://localhost:{closed_ports[0]}")
+    assert "Gloo announces" not in doctor(capsys, *local)[1], "all of the job is local"
 
 
 @pytest.mark.parametrize(
@@ -64,6 +66,7 @@ def test_a_host_name_with_a_loopback_address(
 def test_a_port_that_another_program_uses(
     answer: bytes, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("torchft.cli.doctor._LOCAL_SEC", 30.0)
     with socket.create_server(("", 0)) as other:
         port = other.getsockname()[1]
         monkeypatch.setattr("torchft.cli.doctor.DEFAULT_PORT", port)
@@ -85,6 +88,7 @@ def test_a_port_that_another_program_uses(
 
 def test_a_port_that_a_lighthouse_uses(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFT_HOST", "127.0.0.1")
+    monkeypatch.setattr("torchft.cli.doctor._LOCAL_SEC", 30.0)
     server = LighthouseServer("127.0.0.1:0", min_replicas=1)
     try:
         port = int(server.address().rpartition(":")[2])
@@ -109,30 +113,29 @@ def test_a_malformed_lighthouse_address(capsys: pytest.CaptureFixture[str]) -> N
     assert status == 1 and "the lighthouse address 'http://[' is not allowed; allowed: http://host:port" in output
 
 
-def test_a_lighthouse_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
-    status, output = doctor(capsys, "--lighthouse", "http://127.0.0.1:9")
+def test_a_lighthouse_that_is_not_there(closed_ports: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    status, output = doctor(capsys, "--lighthouse", f"http://127.0.0.1:{closed_ports[0]}")
     assert status == 1 and "no lighthouse answered" in output
 
 
-def test_a_group_that_cannot_be_reached(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_group_that_cannot_be_reached(closed_ports: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    address = f"http://127.0.0.1:{closed_ports[0]}"
     server = LighthouseServer("127.0.0.1:0", min_replicas=1, join_timeout_ms=100)
     try:
         second = timedelta(seconds=1)
-        LighthouseClient(server.address(), 10 * second).quorum(
-            "lost", timeout=10 * second, address="http://127.0.0.1:9"
-        )
+        LighthouseClient(server.address(), 10 * second).quorum("lost", timeout=10 * second, address=address)
         status, output = doctor(capsys, "--lighthouse", server.address())
     finally:
         server.shutdown()
     assert "the lighthouse answers" in output and "clock agrees" in output
-    assert status == 1 and "the manager of lost at http://127.0.0.1:9 cannot be reached" in output
+    assert status == 1 and f"the manager of lost at {address} cannot be reached" in output
     assert "TORCHFT_HOST" in output
 
 
 def test_a_clock_that_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     server = LighthouseServer("127.0.0.1:0", min_replicas=1)
-    now = time.time
-    monkeypatch.setattr("torchft.cli.doctor.time.time", lambda: now() + 3600)
+    fast = SimpleNamespace(time=lambda: time.time() + 3600, monotonic=time.monotonic)
+    monkeypatch.setattr("torchft.cli.doctor.time", fast)
     try:
         _, output = doctor(capsys, "--lighthouse", server.address())
     finally:

@@ -16,6 +16,7 @@ from pathlib import Path
 from torchft.launch.job import LocalJob
 
 _ANSWER_SEC = 20.0  # seconds; the job calls `look` ten times per second, but may wait for its lighthouse in between
+_REQUEST_SEC = 1.0  # seconds; a client sends its request right after it has connected
 _LONGEST = 4096  # bytes of a request
 
 
@@ -37,7 +38,7 @@ class Control:
         except BlockingIOError:
             return
         with connection, contextlib.suppress(OSError):
-            connection.settimeout(1.0)
+            connection.settimeout(_REQUEST_SEC)
             connection.sendall(json.dumps(_answer(connection.recv(_LONGEST), job)).encode() + b"\n")
 
     def close(self) -> None:

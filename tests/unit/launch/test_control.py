@@ -26,6 +26,7 @@ class FakeJob:
 @pytest.fixture
 def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeJob]:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setattr(control, "_REQUEST_SEC", 30.0)
     job, end = FakeJob(), threading.Event()
     server = Control()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -43,7 +44,8 @@ class Cluster:
         self.now = 0.0
         self.groups: list[FakeGroup] = []
         self.training: dict[int, int] = {}  # group: step
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        self.time = SimpleNamespace(monotonic=lambda: self.now)
+        monkeypatch.setattr(module, "time", self.time)
         self.drained: list[str] = []
         self.can_drain = True  # whether the lighthouse can drain groups
         monkeypatch.setattr(module, "status", lambda lighthouse: self._status())
@@ -242,7 +244,7 @@ def test_all_groups_have_the_grace_period_to_end(monkeypatch: pytest.MonkeyPatch
             left_at.append(cluster.now)
             cluster.groups[0].status = 0
 
-    monkeypatch.setattr(module.time, "sleep", pass_time)
+    cluster.time.sleep = pass_time
     cluster.job.end(grace=25.0)
     assert [group.terminated for group in cluster.groups] == [1, 1]
     assert [group.status for group in cluster.groups] == [0, -9] and left_at

@@ -97,6 +97,7 @@ def test_differences_are_named(theirs: Optional[list[str]], expected: str) -> No
 
 
 def test_the_lines_are_in_the_store_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "_FETCH_TIMEOUT", timedelta(seconds=30))
     pg = ProcessGroupGloo(timeout=timedelta(seconds=10))
     before = pg.get_reconfigure_handle()
     assert "layout" not in before

@@ -30,7 +30,7 @@ def test_the_log_of_a_heal_has_the_duration_of_each_phase(
     assert manager.should_commit()
     seconds = manager.recovery_seconds()
     assert set(seconds) == {"quorum", "reconfigure", "transfer", "load"}
-    assert all(0.05 <= each < 5 for each in seconds.values()), seconds
+    assert all(0.05 <= each < 60 for each in seconds.values()), seconds
     [record] = [r for r in caplog.records if r.name == "torchft_recoveries"]
     assert (record.from_step, record.bytes) == (0, 4000)  # type: ignore[attr-defined]
     assert record.load_seconds == seconds["load"]  # type: ignore[attr-defined]

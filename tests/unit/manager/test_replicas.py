@@ -170,7 +170,7 @@ def test_flipped_bits_are_found_named_and_healed(flips: int) -> None:
         assert job.equal()  # healed
         job.step()
         assert not any(each.reported() for each in job.groups)
-    assert reverted < flips / 10
+    assert reverted <= max(3, flips / 10)
 
 
 def test_flipped_bits_in_two_groups_of_five() -> None:

@@ -328,8 +328,17 @@ def test_a_source_that_is_reported_to_have_failed_is_not_waited_for(monkeypatch:
                 assert target.advance(reduced=True) is None
                 step += 1
             assert step < 20
+        waits, wait_for = threading.Event(), target._cond.wait_for
+
+        def reported_wait(predicate: Callable[[], bool], timeout: float) -> bool:
+            if timeout == DEADLINE_SEC:  # for the rest of the state
+                waits.set()
+            return wait_for(predicate, timeout)
+
+        monkeypatch.setattr(target._cond, "wait_for", reported_wait)
         with ThreadPoolExecutor(1) as pool:
             votes = pool.submit(target.advance, True)
+            assert waits.wait(DEADLINE_SEC)
             target.peer_failed(step - 1, "source/0")
             target.peer_failed(step, "additional/0")
             assert not aborted.is_set(), "these failures are of another quorum, or of another group"
@@ -380,14 +389,14 @@ def test_a_heal_is_notified_of_failures() -> None:
 
 def test_pieces_wait_for_the_end_of_a_pause_and_heads_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     parameters = Parameters([torch.optim.SGD(nn.Linear(2, 2).parameters())])
-    asked, paused = queue.SimpleQueue[str](), threading.Event()
+    asked, pauses = queue.SimpleQueue[str](), queue.SimpleQueue[float]()
 
     def ask(kind: str, argument: str) -> Answer:
         asked.put(kind)
         return Peer(parameters, 7).ask(kind, argument)
 
     def pause(now: float) -> float:
-        paused.set()
+        pauses.put(now)
         return 1e6
 
     monkeypatch.setattr(joining, "Asker", lambda *_: SimpleNamespace(ask=ask, abort=lambda: None, close=lambda: None))
@@ -396,7 +405,10 @@ def test_pieces_wait_for_the_end_of_a_pause_and_heads_do_not(monkeypatch: pytest
     try:
         target.quorum(plan(7, "source"))
         target.pace.quorum.assert_called_once_with()
-        assert paused.wait(DEADLINE_SEC)
+        pauses.get(timeout=DEADLINE_SEC)
+        with target._cond:
+            target._cond.notify_all()
+        pauses.get(timeout=DEADLINE_SEC)  # without the pause, a piece would have been requested before this call
         assert asked.get(timeout=DEADLINE_SEC) == "head" and asked.empty()
         target.pace.spent.assert_not_called()
         with target._cond:

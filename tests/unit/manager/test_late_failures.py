@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.unit.manager.conftest import Fixture
+from tests.unit.manager.contended import Contended
 from torchft._torchft import QuorumResult
 
 Quorum = Callable[..., QuorumResult]
@@ -70,20 +71,23 @@ def test_the_next_step_begins_after_the_abort_of_the_last_one(
     manager = fixture.manager()
     manager.start_quorum()
     manager.wait_quorum()
+    collectives = manager._current.collectives
     aborting, connected = threading.Event(), threading.Event()
+    went_on = threading.Event()  # start_quorum waits for the abort, or did not wait and has connected the next peers
+    monkeypatch.setattr(collectives, "_aborting", Contended(went_on))
     early: list[bool] = []
 
     def abort() -> None:
         aborting.set()
-        early.append(connected.wait(0.3))
+        assert went_on.wait(30)
+        early.append(connected.is_set())
 
     def configure(*_: Any, **__: Any) -> None:
         connected.set()
+        went_on.set()
 
     monkeypatch.setattr(fixture.pg, "abort", abort)
-    failing = threading.Thread(
-        target=manager._current.collectives.report_error, args=(RuntimeError("connection reset"),)
-    )
+    failing = threading.Thread(target=collectives.report_error, args=(RuntimeError("connection reset"),))
     failing.start()
     assert aborting.wait(30)
     fixture.client._quorum.return_value = make_quorum(quorum_id=2)

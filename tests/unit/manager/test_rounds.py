@@ -96,7 +96,7 @@ def test_a_change_is_followed_by_the_thread_without_anyone_asking(client: FakeCl
     begun = begin(rounds, followed)
     client.results.put(QuorumResult(quorum_id=1))
     client.changes.put(True)
-    begun._ended.wait(20)
+    assert begun._ended.wait(20)
     assert [who for _, who in followed.by] == ["torchft_quorum"]
     begun.result()
     assert len(followed.by) == 1

@@ -168,11 +168,18 @@ def test_ctrl_c_does_not_interrupt_a_draining_process(fixture: Any) -> None:
         signal.signal(signal.SIGINT, before)
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + LONG_S
+    while not condition():
+        assert time.monotonic() < until, f"{LONG_S} s passed before the condition was true"
+        time.sleep(0.001)
+
+
 def wait_until_received() -> None:
     """Waits until the thread that enforces the grace period has received the signal."""
-    assert module._watch is not None
-    while module._watch._deadline.left(0.0) is None:
-        time.sleep(0.001)
+    watch = module._watch
+    assert watch is not None
+    wait_until(lambda: watch._deadline.left(0.0) is not None)
 
 
 def test_a_second_signal_ends_the_process(capfd: pytest.CaptureFixture[str]) -> None:
@@ -203,9 +210,8 @@ def test_a_handler_that_the_script_installs_later_decides() -> None:
 
     twice(USR1)
     # until the thread has forgotten the signals
-    while module._watch is not None and module._watch._deadline.left(0.0) is not None:
-        assert ended.empty()
-        time.sleep(0.001)
+    wait_until(lambda: module._watch is None or module._watch._deadline.left(0.0) is None)
+    assert ended.empty()
     twice(USR2)
     assert ended.get(timeout=LONG_S) == 128 + USR2 and ended.empty()
     assert heeding.wanted

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Optional
 
 import pytest
 
@@ -55,21 +56,27 @@ def test_source_without_a_part() -> None:
         state.load({"other": 1})
 
 
-def test_reading_waits_while_disallowed() -> None:
+def test_reading_waits_while_disallowed(monkeypatch: pytest.MonkeyPatch) -> None:
     state = UserState(timeout_sec=30)
     state.register("model", print, lambda: 1)
     state.disallow_read()
     state.disallow_read()  # a second call has no further effect
-    started, read = threading.Event(), []
+    went_on, read = threading.Event(), []  # the reader waits for the lock, or has read without waiting
+    wait = state.lock._cond.wait
+
+    def reported_wait(timeout: Optional[float] = None) -> bool:
+        went_on.set()
+        return wait(timeout)
+
+    monkeypatch.setattr(state.lock._cond, "wait", reported_wait)
 
     def reader() -> None:
-        started.set()
         read.append(state.read())
+        went_on.set()
 
     thread = threading.Thread(target=reader)
     thread.start()
-    started.wait(30)
-    thread.join(0.05)
+    assert went_on.wait(30)
     assert read == []
     state.allow_read()
     state.allow_read()

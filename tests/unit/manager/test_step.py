@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.unit.manager.conftest import Fixture
+from tests.unit.manager.contended import Contended
 from tests.unit.manager.quorums import healing, peer_state
 from tests.unit.manager.test_plan import plan, result
 from torchft._manager.inputs import Inputs
@@ -231,21 +232,6 @@ def test_a_group_that_healed_before_the_step_contributes() -> None:
     assert step.healing and step.state is State.HEALED
     step.joined()
     assert not step.healing and step.state is State.TRAINING
-
-
-class Contended:
-    """A lock that reports when a thread has to wait for it."""
-
-    def __init__(self, waits: threading.Event) -> None:
-        self._lock, self._waits = threading.Lock(), waits
-
-    def __enter__(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            self._waits.set()
-            assert self._lock.acquire(timeout=30)
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
 
 
 @pytest.mark.parametrize("during", [Event.BEHIND, Event.LOADED, Event.JOINED])

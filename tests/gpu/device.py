@@ -14,8 +14,6 @@ DEVICE = torch.device("cuda", 0)
 
 MB = 1 << 20
 
-# The longest duration of a call that does not wait for the device, with some margin for a delayed thread.
-HOST_S = HELD_UP_S
 # How long a stream is busy in tests that show that a call does not wait: longer than any bound of these tests.
 BUSY_S = within(ABORT_S) + HELD_UP_S
 

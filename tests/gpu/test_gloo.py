@@ -18,10 +18,6 @@ from torchft.process_group import ManagedProcessGroup, ProcessGroup, ProcessGrou
 RANKS = 2
 
 
-def plain() -> ProcessGroup:
-    return ProcessGroupGloo(timeout=TIMEOUT)
-
-
 def isolated() -> ProcessGroup:
     return torchft.process_group.ProcessGroupBabyGloo(timeout=TIMEOUT)
 

@@ -117,7 +117,7 @@ def test_a_peer_is_killed_in_the_middle(ranks: Ranks) -> None:
     process as its peer.
     """
     ranks.connect([0, 1])
-    ranks.do([0, 1], "begin", [{}, {"busy_s": 3.0}])
+    ranks.do([0, 1], "begin", [{}, {"busy_s": 20.0}])
     killed = time.monotonic()
     ranks.children[1].kill()
     (end,) = ranks.do([0], "ended")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp, TCPStore
 
-from tests.gpu.device import DEVICE, busy, wait_until
+from tests.gpu.device import BUSY_S, DEVICE, busy, wait_until
 from tests.promises import ABORT_S, within
 from tests.unit.process_group.ranks import TIMEOUT, meeting
 from torchft.process_group import ProcessGroupNCCL
@@ -98,7 +98,7 @@ def test_memory_that_another_stream_reads_is_not_reused(shared: bool) -> None:
     torch.cuda.synchronize()
     address = tensor.data_ptr()
     with torch.cuda.stream(side):
-        busy(0.3)
+        busy(BUSY_S)
     tensor.record_stream(side)
     trainer.close()
     del tensor
@@ -113,11 +113,12 @@ def test_an_operation_of_a_worker_past_its_deadline_is_never_a_success(store: TC
     """
     from torchft.process_group import ProcessGroupBabyNCCL
 
-    group = ProcessGroupBabyNCCL(timeout=timedelta(seconds=3))
+    group = ProcessGroupBabyNCCL(timeout=TIMEOUT)
     try:
         group.configure(meeting(store), "replica", 0, 1)
         group.allreduce([ones()], ReduceOp.SUM).wait()
         assert group.errored() is None
+        group.set_timeout(timedelta(seconds=3))  # not earlier: the first operation loads kernels, which takes long
         busy(8)
         work = group.allreduce([ones()], ReduceOp.SUM)
         with pytest.raises(RuntimeError, match=r"timed out|reports TIMEOUT"):

@@ -19,8 +19,8 @@ from torchft.data.position import Position
 
 # The points of a step at which a rank kills itself; see loader_worker.py.
 PLACES = ("begin", "units", "reduce", "commit", "stepped")
-# The errors in the logs of ranks that end with an error instead, because their dataset raises, or a worker process of
-# their DataLoader is killed.
+# Two more places, at which a rank does not kill itself: its dataset raises, or a worker process of its DataLoader is
+# killed. The rank then ends with an error, and its log contains the pattern given here.
 ERRORS = {
     "dataset": r"ReadFailed: unit \d+ of batch \d+ of epoch \d could not be read: OSError: the disk has failed",
     # PyTorch's message about the killed worker process, or the error when the rank reads that process's data.
@@ -168,7 +168,8 @@ class Elastic:
     def _send(self, orders: dict[int, dict[str, object]], groups: list[int]) -> None:
         for group in groups:
             for rank, child in enumerate(self.living[group]):
-                # Only the last rank of a group is ordered to fail. The other ranks wait for it until _train kills them.
+                # Only the last rank of a group is ordered to fail. The other ranks cannot continue without it: they
+                # fail too, or wait for it until _train kills them.
                 child.send(**(orders[group] if rank + 1 == self.ranks else {"until": orders[group]["until"]}))
 
     def _waiters(self) -> int:

@@ -134,9 +134,9 @@ def test_groups_of_torchrun() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_flapping_network_is_no_failure() -> None:
-    """The lighthouse removes no member because of a cut that is shorter than the grace period. On a busy machine a cut
-    may last longer than intended, so the grace period is longer than the default here; go/manager tests the default
-    with a fake clock.
+    """If a member's connection is cut for less than the grace period, the lighthouse does not declare the member
+    failed. On a busy machine a cut may last longer than intended, so the grace period is longer than the default here;
+    go/manager tests the default with a fake clock.
     """
     grace = f"--suspect_grace_ms={int(1000 * within(KILL_S))}"
     with Flapping() as proxy, Job() as job:
@@ -173,7 +173,7 @@ def test_each_phase(kind: str, groups: int) -> None:
 
 
 def test_a_record_goes_on_where_it_ended_and_makes_a_table() -> None:
-    """The next fault is the one with the smallest share of its repetitions in the record."""
+    """Each fault must be repeated a number of times. The next fault is the one that lacks the largest share of them."""
     done: dict[str, int] = {}
     for _ in range(len(FAULTS)):
         fault = next_missing(FAULTS, "gloo", done)

@@ -69,7 +69,8 @@ class HTTPTransport(CheckpointTransport[T]):
             the next successful one. A state in the upstream format is received into new memory, and copied into the
             tensors when it is complete.
         checksum: whether received data is verified by checksums
-        bandwidth_limit: bytes per second for all targets together; 0: no limit
+        bandwidth_limit: bytes per second for all targets together; 0: no limit. It limits the native core's data
+            connections and, separately, the parts of `offer_pieces`, but not PyTorch's streaming format.
         background: whether this source serves with the lowest priority on its host. By default only additional sources
             do so, because the whole job waits for the assigned source. Set it where sources continue to train while a
             group heals, as with LocalSGD and DiLoCo: their steps stay fast, and the heal uses the remaining processor
@@ -177,8 +178,8 @@ class HTTPTransport(CheckpointTransport[T]):
         self._window.used = True
 
     def note_step(self, step: int, head: Any) -> None:
-        """Records the head of a step, a JSON value that describes its parts. Targets request it before the parts, and
-        perhaps some steps later, so the heads of the last steps are kept.
+        """Records the head of a step, a JSON value that describes its parts. A target may request it some steps later,
+        so the heads of the last steps are kept.
         """
         self._window.note(step, head)
 
@@ -212,8 +213,8 @@ class HTTPTransport(CheckpointTransport[T]):
         Args:
             additional_sources: functions that return the metadata of further groups that offer this step. Blocks that
                 equal those of the source may come from them.
-            target: chooses the memory of tensors if this transport has no `state_dict`. Without both, a tensor that is
-                on a device at the source is received on this process's current device of that type.
+            target: chooses the memory of tensors if this transport has no `state_dict`. If there is neither, a tensor
+                that is on a device at the source is received on this process's current device of that type.
         """
         deadline = time.monotonic() + timeout.total_seconds()
         token = checkpoint_token()
@@ -361,7 +362,8 @@ class _Handler(BaseHTTPRequestHandler):
         self._extend_deadline()
         self.send_response(HTTPStatus.OK)
         if native is not None:
-            # A target that requested this protocol then knows that its request was garbled, and retries.
+            # If the target has requested the native protocol, its request was garbled on the way. This header lets the
+            # target detect that and retry.
             self.send_header("Upgrade", PROTOCOL)
         self.send_header("Content-Type", "application/octet-stream")
         self.send_header("Content-Length", str(stream.nbytes))

@@ -3,8 +3,8 @@
 A native group stays the same object while its peers change; the code that created it also destroys it. Gloo's own
 abort does not affect operations in flight. Such an operation would occupy one of the group's two threads until its
 timeout, and operations with the next peers would wait behind it. So this module adds an abort that first cuts the
-connections with the peers, as every reconfiguration does. The cut ends operations in flight, with exceptions that
-_gloo/operations.py handles.
+connections with the peers, as every reconfiguration does. The cut ends nearly all operations in flight; for the others,
+_gloo/operations.py ends the waits.
 
 Gloo groups meet in the store with which they were created, so all replica groups must share that store. The handle of a
 group that has not had peers yet contains the rank with which the group was created, so each replica group must be

@@ -76,7 +76,7 @@ func (q *Quorum) Since(held Revision, before *Quorum) Change {
 
 // Apply returns the new list, and does not modify the old one. Members that are not in Set keep their states. Apply returns an error if
 // the change was evidently made for another list. It does not detect every such change, so the caller must compare the revision of the
-// result with that of the sender: otherwise the ranks of two members could be assigned from different lists.
+// result with that of the sender: otherwise two groups could compute their replica ranks from different lists.
 func (c Change) Apply(before []Member) ([]Member, error) {
 	if c.Empty() {
 		return before, nil
@@ -108,7 +108,7 @@ func (c Change) Apply(before []Member) ([]Member, error) {
 		return nil, fmt.Errorf("place %d of those that left is not ascending, or not in a list of %d", left[0], len(before))
 	}
 	after = append(after, set...)
-	for i := 1; i < len(after); i++ { // a member's rank is its index, so all groups must have the same order
+	for i := 1; i < len(after); i++ { // a member's replica rank is its index, so all groups must have the same order
 		if after[i-1].ReplicaID >= after[i].ReplicaID {
 			return nil, fmt.Errorf("members %q and %q are not in order", after[i-1].ReplicaID, after[i].ReplicaID)
 		}

@@ -7,16 +7,16 @@ import "github.com/torchft/torchft/go/quorum"
 // it is one of them. There are several because a notifier may fail, too, before it has sent the notice.
 const notifiers = 3
 
-// Stride returns the distance in a list of this size between a member and its first notifier, and between successive notifiers. The
-// list is a ring: its first member follows its last one.
+// Stride returns the number of places that one step of the walk to the notifiers advances in a list of this size. The list is a ring:
+// its first member follows its last one.
 //
 // The notifiers of a member must not be its neighbours. The groups of a rack are neighbours in the list. If a rack is cut off from the
 // lighthouse, its groups receive no reports, and they count as failed one after another. A neighbour in the rack that does not count as
 // failed yet would be chosen as a notifier, although it cannot know of the failure.
 func Stride(size int) int {
-	// 5/8 of the list in one direction is 3/8 in the other, and both are more than a third. So two members in the same third of the
-	// list are never this far apart, except in lists of 6, 15, 24 and 42 members, in which the next number that is coprime to the
-	// size is too large.
+	// 5/8 of the list in one direction is 3/8 in the other, and both are more than a third. So two groups of a rack that has at most a
+	// third of the members are never this far apart, except in lists of 6, 15, 24 and 42 members, in which the next number that is
+	// coprime to the size is too large.
 	stride := size * 5 / 8
 	for gcd(stride, size) > 1 {
 		stride++ // must be coprime to the size: otherwise the strides would not reach all members
@@ -50,7 +50,9 @@ func (g *given) is(quorumID int64) bool { return g.quorum != nil && g.quorum.ID 
 //
 // If its id is that of the latest quorum, the record of the latest quorum is dropped, and m.before remains the last quorum with another
 // id. The dropped record can contain only failures that the lighthouse reported after it had sent this quorum: after a report, it gives
-// the next quorum a new id (reconnect in package quorum). The notices of these failures have been sent already.
+// the next quorum a new id (reconnect in package quorum). The notices that this group had to send for these failures have been sent
+// already. But it handles later failures in this quorum as if these members had not failed, so a member that fails later may have
+// fewer notifiers.
 func (m *Machine) follow(q *quorum.Quorum) {
 	if !m.latest.is(q.ID) {
 		m.before = m.latest

@@ -89,7 +89,7 @@ func (g *group) memberFailed(f *round.MemberFailed, elsewhere bool) {
 		g.w.check.forwards(g, f)
 		g.step(*f)
 	}
-	for r := range g.ranks { // in all three cases, collectives of that quorum may never complete
+	for r := range g.ranks { // also if the group does not notify the member: collectives of that quorum may never complete
 		g.ranks[r].peerFailed(f.QuorumID)
 	}
 }

@@ -21,12 +21,12 @@ type Network struct {
 	hosts     map[string]*Host
 	listeners map[string]*listener
 	killed    map[string]bool    // hosts that cannot dial since Kill
-	conns     map[*conn]struct{} // both ends of each connection, until that end is closed
+	conns     map[*conn]struct{} // both ends of each connection; an end is removed when it is closed
 	blocked   map[[2]string]bool // pairs of hosts between which a dial gets no answer
 	refused   map[[2]string]bool // pairs of hosts between which a dial is refused
-	nextPort  int                // the last port that was assigned to a listener on port 0, which gets the port after it
+	nextPort  int                // the last port that was assigned to a listener on port 0; the next such listener gets the port after it
 
-	// The delays and cuts between machines. The methods that change them are in weather.go.
+	// The state that the methods in weather.go change: delays, cuts, pauses, and hosts without power.
 	pipes  map[*pipe]direction
 	cuts   map[direction]int
 	paused map[string]int

@@ -20,6 +20,7 @@ import torchft.checkpointing.http_transport as http_transport
 from tests.promises import within
 from tests.unit.checkpointing.checkpoint_states import assert_same
 from torchft.checkpointing import HTTPTransport, _native_transfer
+from torchft.checkpointing._offer import Offer
 from torchft.checkpointing._source import Unavailable
 from torchft.checkpointing.transport import CheckpointError
 from torchft.http import _IPv6HTTPServer
@@ -368,12 +369,20 @@ def test_a_long_heal_is_copied_meanwhile(make: Any, monkeypatch: Any) -> None:
 
 def test_a_long_heal_is_not_copied_while_its_target_reads(make: Any, monkeypatch: Any) -> None:
     """The source waits for that target in the step's collectives, before its state changes."""
+    copy_later, reads = Offer._copy_later, threading.Event()
+
+    def copy_later_when_a_target_reads(self: Offer, blocks: Any) -> None:
+        assert reads.wait(TIMEOUT.total_seconds())
+        copy_later(self, blocks)
+
+    monkeypatch.setattr(Offer, "_copy_later", copy_later_when_a_target_reads)
     monkeypatch.setattr("torchft.checkpointing._offer._COPY_DELAY", 0.05)
     source = make()
     state = large_state()
     source.send_checkpoint([1], 1, state, TIMEOUT)
     offer = source._source._offer
     offer.want()
+    reads.set()
     time.sleep(0.3)
     large = [block for block in offer._blocks.values() if block.nbytes > MB]
     assert len(large) == 4 and all(block.coming is None for block in large)

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,20 @@ def token_and_tls(authority: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     monkeypatch.setenv("TORCHFT_HOST", "localhost")
 
 
-def manager_server(lighthouse: str) -> ManagerServer:
+def refused(call: Callable[[timedelta], object], message: str, error: type[Exception] = RuntimeError) -> None:
+    """Expects that the call, which gets a timeout, fails with this message.
+
+    Such a call retries until its timeout. So the timeout is longer only after one that was too short for an answer.
+    """
+    for seconds in (0.3, 3, 20):
+        with pytest.raises(error) as raised:
+            call(timedelta(seconds=seconds))
+        if re.search(message, str(raised.value)):
+            return
+    raise AssertionError(str(raised.value))
+
+
+def manager_server(lighthouse: str, connect_timeout: timedelta = TIMEOUT) -> ManagerServer:
     return ManagerServer(
         "a",
         lighthouse,
@@ -73,7 +87,7 @@ def manager_server(lighthouse: str) -> ManagerServer:
         "localhost:1",
         1,
         heartbeat_interval=timedelta(seconds=1),
-        connect_timeout=SOON,
+        connect_timeout=connect_timeout,
         quorum_retries=0,
     )
 
@@ -94,8 +108,7 @@ def test_the_rendezvous_of_torchrun(token_and_tls: None, authority: Path, monkey
     assert released is not None and released.size == 1
     with monkeypatch.context() as patch:
         setting(patch, TLS_CA=authority / "otherca.pem")
-        with pytest.raises(RendezvousConnectionError, match="certificate verify failed"):
-            node(0.3)
+        refused(lambda t: node(t.total_seconds()), "certificate verify failed", RendezvousConnectionError)
     one.close()
     lighthouse.shutdown()
 
@@ -137,18 +150,16 @@ def test_token_and_certificates_together(
             with monkeypatch.context() as patch:
                 setting(patch, **files)
                 calls = [
-                    lambda: LighthouseClient(lighthouse.address(), SOON),
-                    lambda: manager_server(lighthouse.address()),
+                    lambda m=message: refused(lambda t: LighthouseClient(lighthouse.address(), t), m),
+                    lambda m=message: refused(lambda t: manager_server(lighthouse.address(), t), m),
                 ]
-                for refused in in_threads(calls):  # each call retries until SOON
-                    assert isinstance(refused, RuntimeError) and re.search(message, str(refused))
+                assert in_threads(calls, 2 * TIMEOUT) == [None, None]
 
         plain = lighthouse.address().replace("https:", "http:")
         with pytest.raises(RuntimeError, match=r"with tls_ca \(TORCHFT_TLS_CA\) it must begin with https://"):
             LighthouseClient(plain, SOON)
         setting(monkeypatch, TLS_CA=None)
-        with pytest.raises(RuntimeError, match="does it speak TLS"):
-            LighthouseClient(plain, SOON)
+        refused(lambda t: LighthouseClient(plain, t), "does it speak TLS")
     finally:
         server.shutdown()
         lighthouse.shutdown()

@@ -13,7 +13,12 @@ from torch.distributed.distributed_c10d import AllgatherOptions, BarrierOptions,
 
 from tests.unit.process_group.backends import NATIVE, Backend, backends, gloo
 from tests.unit.process_group.ranks import TIMEOUT, connect, meeting, natives
-from torchft.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroupGloo, reconfigure, reconfigure_with_store
+from torchft.process_group import (
+    ErrorSwallowingProcessGroupWrapper,
+    ProcessGroupGloo,
+    reconfigure,
+    reconfigure_with_store,
+)
 from torchft.process_group._errors import named_timeout
 from torchft.process_group.native import reconfigure_group
 from torchft.process_group.reconfigure import ReconfigureOptions

@@ -269,9 +269,10 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_receive, "_HELP_AFTER", 0.0)
 
 
-def test_several_groups_serve(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_groups_serve(make: Any, at_once: None, monkeypatch: pytest.MonkeyPatch) -> None:
     state = {f"w{i}": torch.randn(MB) for i in range(4)}
-    assigned, additional = (make(bandwidth_limit=30 * MB) for _ in range(2))
+    # slow enough that the transfer does not end before the additional source is asked
+    assigned, additional = make(bandwidth_limit=2 * MB), make()
     assigned.send_checkpoint([1], 1, {k: v.clone() for k, v in state.items()}, TIMEOUT)
     additional.help_checkpoint(1, {k: v.clone() for k, v in state.items()})
     served: list[tuple[bool, int]] = []

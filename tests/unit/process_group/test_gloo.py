@@ -45,13 +45,24 @@ def test_an_abort_ends_connecting_with_a_failed_peer(store: TCPStore) -> None:
     """The peer failed between the quorum and the connection: only an abort ends the wait for it."""
     group = gloo()
     where = meeting(store)
-    began = time.monotonic()
-    aborter = threading.Timer(0.2, group.abort)
-    aborter.start()
-    with pytest.raises(RuntimeError, match="was aborted"):
-        group.configure(where, "survivor", 0, 2)
-    assert time.monotonic() - began < SOON
-    aborter.join()
+    earlier = set(threading.enumerate())
+
+    def abort_while_it_connects() -> float:
+        deadline = time.monotonic() + DEADLINE_S
+        while not any(t.name == "torchft_connect" for t in set(threading.enumerate()) - earlier):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(0.2)
+        began = time.monotonic()
+        group.abort()
+        return began
+
+    with ThreadPoolExecutor(1) as pool:
+        aborted = pool.submit(abort_while_it_connects)
+        with pytest.raises(RuntimeError, match="was aborted"):
+            group.configure(where, "survivor", 0, 2)
+        ended = time.monotonic()
+    assert ended - aborted.result() < SOON
     groups = [group, gloo()]
     connect(groups, store)
     tensors = [torch.ones(1) for _ in groups]

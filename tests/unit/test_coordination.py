@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 import pytest
+from processes import free_port
 
 from torchft import _torchft, coordination
 from torchft.coordination import LighthouseClient, LighthouseServer, Quorum, QuorumMember
@@ -191,7 +192,8 @@ def test_a_number_is_no_timeout(lighthouse: LighthouseServer) -> None:
 
 
 def test_shutdown_ends_waiting_calls_and_frees_the_port() -> None:
-    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    bind = f"127.0.0.1:{free_port()}"
+    server = LighthouseServer(bind=bind, min_replicas=1)
     client = LighthouseClient(server.address(), SOON)
     client.heartbeat("group")
     address = server.address()
@@ -200,7 +202,7 @@ def test_shutdown_ends_waiting_calls_and_frees_the_port() -> None:
     assert server.address() == address
     with pytest.raises(RuntimeError):
         client.heartbeat("group")
-    LighthouseServer(bind=f"127.0.0.1:{urlsplit(address).port}", min_replicas=1).shutdown()
+    LighthouseServer(bind=bind, min_replicas=1).shutdown()
 
 
 def test_the_announced_host_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:

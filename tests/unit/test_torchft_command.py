@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
 import re
 import shutil
 import signal
@@ -20,6 +18,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
+from processes import free_port
 
 from torchft.coordination import LighthouseClient, ManagerClient, ManagerServer
 
@@ -53,17 +52,8 @@ def test_it_serves_until_a_signal(stop: signal.Signals) -> None:
     assert "Traceback" not in errors
 
 
-def fixed_port() -> int:
-    """Returns a free port below the ephemeral range, so that no outgoing connection takes it in the meantime."""
-    for port in random.sample(range(20000, 29000), 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise AssertionError("no free port between 20000 and 29000")
-
-
 def test_sigterm_fails_pending_requests_and_a_job_continues_with_the_next_lighthouse() -> None:
-    again = ["--bind", f"127.0.0.1:{fixed_port()}", "--join_timeout_ms", "10", "--state_dir", ""]
+    again = ["--bind", f"127.0.0.1:{free_port()}", "--join_timeout_ms", "10", "--state_dir", ""]
     with start(["--min_replicas", "3", *again]) as first, ThreadPoolExecutor() as threads:
         address = address_of(first)
         group = ManagerServer(

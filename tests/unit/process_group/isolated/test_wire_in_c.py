@@ -132,8 +132,8 @@ def test_a_signal_ends_the_wait_if_its_handler_raises(pipe: tuple[int, int, int]
     before = signal.signal(signal.SIGUSR1, raising)
     try:
         sender = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1))
-        sender.start()
         with pytest.raises(Signalled):
+            sender.start()
             _native.read(pipe[0], pipe[2], MINUTE_MS)
         sender.join()
     finally:

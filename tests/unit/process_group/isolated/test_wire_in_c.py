@@ -132,9 +132,13 @@ def test_a_signal_ends_the_wait_if_its_handler_raises(pipe: tuple[int, int, int]
     before = signal.signal(signal.SIGUSR1, raising)
     try:
         sender = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1))
-        with pytest.raises(Signalled):
+
+        def read_until_signalled() -> None:
             sender.start()
             _native.read(pipe[0], pipe[2], MINUTE_MS)
+
+        with pytest.raises(Signalled):
+            read_until_signalled()
         sender.join()
     finally:
         signal.signal(signal.SIGUSR1, before)

@@ -72,9 +72,12 @@ def test_a_hanging_test_is_ended(folder: Path) -> None:
     """A test is also ended if the interpreter does not run any code, so that pytest-timeout has no effect."""
     text = "def test_one(): pass\ndef test_two():\n"
     text += "    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM, signal.SIGABRT}); time.sleep(60)"
-    (row,), status = run(file(folder, text), 8)
-    assert status != 0
-    assert row.passed == 1 and row.failures == ["test_two (not ended after 8 s)"]
+    for seconds in (8, 50):  # longer if the tests began too late
+        (row,), status = run(file(folder, text), seconds)
+        assert status != 0
+        if row.passed == 1:
+            break
+    assert row.passed == 1 and row.failures == [f"test_two (not ended after {seconds} s)"]
 
 
 def test_a_file_that_cannot_be_imported_fails(folder: Path) -> None:

@@ -204,11 +204,14 @@ def test_votes_on_different_steps_never_mix(groups: Callable[..., Groups]) -> No
     job = groups(1, 2)
     ranks = [job.client(0) for _ in range(2)]
     stale = job.threads.submit(ranks[0].should_commit, 0, 3, True, SOON)
-    newer = job.threads.submit(ranks[1].should_commit, 1, 4, True, timedelta(seconds=2))
+    newer = job.threads.submit(ranks[1].should_commit, 1, 4, True, SOON)
     # In either order, the rank with the older step gets an error, and the other one waits.
     with pytest.raises(RuntimeError, match="step 3"):
         stale.result(timeout=60)
     with pytest.raises(TimeoutError):
+        newer.result(timeout=0.5)
+    job.servers[0].shutdown()
+    with pytest.raises(RuntimeError, match="is shutting down"):
         newer.result(timeout=60)
 
 

@@ -10,6 +10,8 @@ from torch.distributed import TCPStore
 
 from tests.unit.process_group.backends import backends
 from tests.unit.process_group.peers import Peers
+from tests.unit.process_group.ranks import TIMEOUT
+from torchft.process_group import reconfigure
 
 # PyTorch's TCPStore looks up the name of every peer in the DNS, which would cost a test 5 s if an answer is lost.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
@@ -18,6 +20,12 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 @pytest.fixture(scope="session")
 def store() -> TCPStore:
     return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture
+def unhurried_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections to a store do not have the short timeout of a test; waits in the store have it."""
+    monkeypatch.setattr(reconfigure, "TCPStore", lambda **kw: TCPStore(**{**kw, "timeout": TIMEOUT}))
 
 
 @pytest.fixture(scope="module", params=backends())

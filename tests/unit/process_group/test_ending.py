@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import torch
-from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+from torch.distributed import AllreduceOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 import torchft.process_group
 
@@ -25,12 +25,14 @@ store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 def pair(name):
     def member(rank):
         own = TCPStore("localhost", store.port, is_master=False, wait_for_workers=False)
-        return ProcessGroupGloo(PrefixStore(name, own), rank, 2, SOON)
+        return ProcessGroupGloo(PrefixStore(name, own), rank, 2, timedelta(seconds=60))
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(member, range(2)))
 
 pairs = {name: pair(name) for name in ("waits", "calls back", "is destroyed")}
-works = {name: group.allreduce([torch.ones(1)]) for name, (group, _) in pairs.items()}  # the peers take no part
+opts = AllreduceOptions()
+opts.timeout = SOON
+works = {name: group.allreduce([torch.ones(1)], opts) for name, (group, _) in pairs.items()}  # the peers take no part
 works["calls back"].get_future().add_done_callback(lambda _: None)
 doomed = [pairs["is destroyed"].pop(0)]
 del works["is destroyed"]

@@ -12,11 +12,10 @@ from torch.distributed import DistStoreError, ReduceOp, TCPStore
 from torch.distributed.distributed_c10d import AllgatherOptions, BarrierOptions, ReduceScatterOptions
 
 from tests.unit.process_group.backends import NATIVE, Backend, backends, gloo
-from tests.unit.process_group.ranks import TIMEOUT, connect, meeting, natives
+from tests.unit.process_group.ranks import connect, meeting, natives
 from torchft.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     ProcessGroupGloo,
-    reconfigure,
     reconfigure_with_store,
 )
 from torchft.process_group._errors import named_timeout
@@ -76,12 +75,6 @@ def test_the_error_that_an_error_swallowing_group_keeps(store: TCPStore) -> None
     assert re.match(r".*Timed out waiting .*timed out", str(group.error()), re.DOTALL)
     group.shutdown()
     peer.shutdown()
-
-
-@pytest.fixture
-def unhurried_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections to a store do not have the short timeout of a test; waits in the store have it."""
-    monkeypatch.setattr(reconfigure, "TCPStore", lambda **kw: TCPStore(**{**kw, "timeout": TIMEOUT}))
 
 
 @pytest.mark.usefixtures("unhurried_connections")

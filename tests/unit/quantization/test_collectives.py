@@ -59,8 +59,8 @@ def groups(request: pytest.FixtureRequest, store: TCPStore) -> Iterator[list[Any
 
 @pytest.fixture
 def pair(store: TCPStore) -> Iterator[list[Any]]:
-    """Process groups of two connected ranks, for tests that break them. Their operations time out after 2 s."""
-    made = [ProcessGroupGloo(timeout=timedelta(seconds=2)) for _ in range(2)]
+    """Process groups of two connected ranks, for tests that break them."""
+    made = [ProcessGroupGloo(timeout=TIMEOUT) for _ in range(2)]
     connect(made, store)
     yield made
     for group in made:
@@ -233,13 +233,15 @@ def test_difference_at_the_end_of_many_tensors_is_noticed(pair: list[Any]) -> No
 
 
 def test_an_absent_peer(pair: list[Any]) -> None:
+    """The peer takes no part, and then its group ends."""
     tensor = torch.ones(10)
     work = allreduce_quantized([tensor], ReduceOp.SUM, pair[0])
     with pytest.raises(TimeoutError, match="did not complete within"):
         work.wait(timedelta(milliseconds=50))
     assert not work.is_completed() and work.exception() is None
-    with pytest.raises(RuntimeError):  # Gloo's own timeout of 2 s
-        work.wait()
+    pair[1].shutdown()
+    with pytest.raises(RuntimeError):
+        work.wait(TIMEOUT / 2)
     assert work.is_completed() and not work.is_success() and work.exception() is not None
     assert tensor.tolist() == [1.0] * 10
     with pytest.raises(RuntimeError):

@@ -114,7 +114,11 @@ def test_context_timeout_of_a_block_in_time_never_calls_back(timers: _TimeoutMan
 
 @pytest.mark.no_device
 def test_stream_timeout_watches_nothing_without_an_accelerator() -> None:
-    stream_timeout(lambda: pytest.fail("called back"), timedelta(0))
+    called, later = threading.Event(), threading.Event()
+    stream_timeout(called.set, timedelta(0))
+    with context_timeout(later.set, SHORT):  # fires after a timer of `stream_timeout`
+        assert later.wait(10)
+    assert not called.is_set()
 
 
 def test_timers_run_in_the_order_of_their_deadlines(timers: _TimeoutManager) -> None:
@@ -168,7 +172,8 @@ def test_cancelled_timers_keep_nothing_alive_and_are_swept(timers: _TimeoutManag
 
 def test_the_thread_starts_on_first_use_and_stops(timers: _TimeoutManager) -> None:
     assert timers._thread is None
-    timers.schedule(LONG, lambda: pytest.fail("called back"))
+    called = threading.Event()
+    timers.schedule(LONG, called.set)
     thread = timers._thread
     assert thread is not None and thread.is_alive()
     timers.shutdown()
@@ -177,6 +182,7 @@ def test_the_thread_starts_on_first_use_and_stops(timers: _TimeoutManager) -> No
     done = threading.Event()
     timers.schedule(timedelta(0), done.set)
     assert done.wait(10)
+    assert not called.is_set()
 
 
 def test_many_threads_share_the_timers() -> None:
@@ -223,12 +229,14 @@ def test_a_bad_watchdog_timeout_is_named(value: str, timers: _TimeoutManager, mo
 
 
 def test_the_watchdog_spares_a_callback_that_returns(timers: _TimeoutManager, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(futures, "_end_process", lambda *args: pytest.fail("the process ends"))
+    ends = threading.Event()
+    monkeypatch.setattr(futures, "_end_process", lambda *args: ends.set())
     monkeypatch.setenv(WATCHDOG_TIMEOUT_SEC, "30")
     done = threading.Event()
     timers.schedule(timedelta(0), done.set)
     assert done.wait(10)
     timers.shutdown()
+    assert not ends.is_set()
 
 
 _HUNG = """

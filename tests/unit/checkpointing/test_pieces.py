@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -54,6 +54,20 @@ def asker(source: HTTPTransport[Any]) -> Iterator[Asker]:
     asker.close()
 
 
+@pytest.fixture
+def request_waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Is set when a request waits at the source."""
+    waits, wait = threading.Event(), Window._wait
+
+    def wait_and_report(self: Window, condition: Callable[[], bool], timeout: float) -> None:
+        if not condition():
+            waits.set()  # with the window's lock, so that no event ends the wait before it has begun
+        wait(self, condition, timeout)
+
+    monkeypatch.setattr(Window, "_wait", wait_and_report)
+    return waits
+
+
 def test_parts_are_marked_with_their_step(source: HTTPTransport[Any], asker: Asker) -> None:
     for step in (7, 8):
         source.note_step(step, {"lr": step})
@@ -64,25 +78,21 @@ def test_parts_are_marked_with_their_step(source: HTTPTransport[Any], asker: Ask
     assert asker.ask("head", "7").value == {"lr": 7}, "also after its step"
 
 
-def test_between_two_steps_nothing_is_read(source: HTTPTransport[Any], asker: Asker) -> None:
+def test_between_two_steps_nothing_is_read(
+    source: HTTPTransport[Any], asker: Asker, request_waits: threading.Event
+) -> None:
     source.offer_pieces(7, Source(7))
     source.disallow_checkpoint()
-    asked = threading.Event()
-    connect = asker._connect
-
-    def connected() -> Any:
-        asked.set()
-        return connect()
-
-    asker._connect = connected  # type: ignore[method-assign]
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(asker.ask, "piece", "0-0-5")
-        assert asked.wait(10)
+        assert request_waits.wait(20)
         source.offer_pieces(8, Source(8))
         assert answer.result(20).step == 8
 
 
-def test_the_rest_of_a_past_step_is_none_at_once(source: HTTPTransport[Any], asker: Asker) -> None:
+def test_the_rest_of_a_past_step_is_none_at_once(
+    source: HTTPTransport[Any], asker: Asker, request_waits: threading.Event
+) -> None:
     """The target waits for the answer within the step, and the next step begins after that, so waiting would
     deadlock.
     """
@@ -93,15 +103,19 @@ def test_the_rest_of_a_past_step_is_none_at_once(source: HTTPTransport[Any], ask
     assert (answer.step, answer.value) == (7, None)
     with ThreadPoolExecutor(1) as pool:
         later = pool.submit(asker.ask, "rest", "8")
+        assert request_waits.wait(20)
         source.offer_pieces(8, Source(8))
         assert later.result(20).memory.tolist() == [8] * 5
 
 
-def test_the_head_of_a_step_that_a_source_was_not_in_is_none_at_once(source: HTTPTransport[Any], asker: Asker) -> None:
+def test_the_head_of_a_step_that_a_source_was_not_in_is_none_at_once(
+    source: HTTPTransport[Any], asker: Asker, request_waits: threading.Event
+) -> None:
     source.note_step(8, {"lr": 8})
     assert asker.ask("head", "7").value is None
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(asker.ask, "head", "9")
+        assert request_waits.wait(20)
         source.note_step(9, {"lr": 9})
         assert answer.result(20).value == {"lr": 9}
 
@@ -110,12 +124,17 @@ def test_the_head_of_a_step_that_a_source_was_not_in_is_none_at_once(source: HTT
     ("decided", "value"), [((7, 3, True), True), ((7, 3, False), False), ((7, 4, True), None), ((8, 4, True), None)]
 )
 def test_a_decision_is_returned_once_it_is_known(
-    source: HTTPTransport[Any], asker: Asker, decided: tuple[int, int, bool], value: Any
+    source: HTTPTransport[Any],
+    asker: Asker,
+    request_waits: threading.Event,
+    decided: tuple[int, int, bool],
+    value: Any,
 ) -> None:
     """None means that only a later attempt is known."""
     source.note_decision(6, 3, True)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(asker.ask, "decision", "7-3")
+        assert request_waits.wait(20)
         source.note_decision(*decided)
         assert answer.result(20).value is value
 
@@ -149,11 +168,14 @@ def test_a_source_without_the_setting_refuses_at_once() -> None:
         transport.shutdown()
 
 
-def test_shutdown_of_a_source_ends_waiting_requests(source: HTTPTransport[Any], asker: Asker) -> None:
+def test_shutdown_of_a_source_ends_waiting_requests(
+    source: HTTPTransport[Any], asker: Asker, request_waits: threading.Event
+) -> None:
     source.note_step(1, {})
     asker.ask("head", "1")  # opens the connection
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(asker.ask, "piece", "0-0-5")
+        assert request_waits.wait(20)
         source.shutdown(wait=False)
         with pytest.raises(CheckpointError):
             answer.result(20)

@@ -28,6 +28,7 @@ from torchft.ftlib import (
     allreduce_hook,
 )
 from torchft.ftlib.consensus import Listener
+from torchft.ftlib.framework import ProcessGroupFramework
 from torchft.process_group import ProcessGroupDummy, ProcessGroupGloo
 
 SUCCESS, FAIL, ABORT, NO_NEED = (FTAllReduceStatus[name] for name in ("SUCCESS", "FAIL", "ABORT", "NO_NEED"))
@@ -413,10 +414,8 @@ def test_own_consensus_and_own_communication() -> None:
 
 
 def test_a_group_of_torchft_is_a_framework() -> None:
-    ftlib, _ = made(Scripted())
-    group = ProcessGroupGloo()
-    assert FTLib.init(Scripted(), group)._framework.device == torch.device("cpu")
-    assert ftlib is not None
+    ftlib = FTLib.init(Scripted(), ProcessGroupGloo())
+    assert isinstance(ftlib._framework, ProcessGroupFramework) and ftlib._framework.device == torch.device("cpu")
 
 
 def test_a_member_joins_at_each_line_of_a_rebuild() -> None:

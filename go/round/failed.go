@@ -46,18 +46,21 @@ type failure struct {
 
 func (g *given) is(quorumID int64) bool { return g.quorum != nil && g.quorum.ID == quorumID }
 
-// follow records the quorum that is sent to the ranks now, with an empty record of failures.
+// follow records the quorum that is sent to the ranks now.
 //
-// If its id is that of the latest quorum, the record of the latest quorum is dropped, and m.before remains the last quorum with another
-// id. The dropped record can contain only failures that the lighthouse reported after it had sent this quorum: after a report, it gives
-// the next quorum a new id (reconnect in package quorum). The notices that this group had to send for these failures have been sent
-// already. But it handles later failures in this quorum as if these members had not failed, so a member that fails later may have
-// fewer notifiers.
+// If its id is that of the latest quorum, its members are the same, in the same order, and the failures that are known stay: the
+// lighthouse reported them after it had sent this quorum, since after a report it gives the next quorum a new id (reconnect in package
+// quorum). The report and the quorum arrive by two paths, in any order. Without these failures, this group would count a failed member
+// as a notifier, and a member that fails later could have too few. m.before remains the last quorum with another id.
 func (m *Machine) follow(q *quorum.Quorum) {
+	failed := m.latest.failed
 	if !m.latest.is(q.ID) {
-		m.before = m.latest
+		m.before, failed = m.latest, nil
 	}
-	m.latest = given{quorum: q}
+	if len(failed) != len(q.Members) {
+		failed = nil // places of other members: an upstream lighthouse need not keep the rule above
+	}
+	m.latest = given{q, failed}
 }
 
 // memberFailed handles the report that this group, or another one, counts as failed.

@@ -10,8 +10,9 @@ import (
 // wakes idle threads at each event to look for work. That took a third of Go's processor time in a training process. Code that computes
 // much, or moves much data, calls Busy at its beginning and done at its end.
 
-// maxProcessors is the number of processors that Go may use while it is busy. The others are left to the training.
-const maxProcessors = 4
+// maxProcessors is the number of processors that Go may use while it is busy. The others are left to the training. Go's default respects
+// the processor limit of a container, which runtime.NumCPU does not show; it is read before the first call of Quiet changes it.
+var maxProcessors = min(4, runtime.GOMAXPROCS(0))
 
 var processors = struct {
 	sync.Mutex
@@ -34,7 +35,7 @@ func Busy() (done func()) {
 	processors.Lock()
 	defer processors.Unlock()
 	if processors.busy++; processors.busy == 1 && !processors.fixed {
-		runtime.GOMAXPROCS(min(maxProcessors, runtime.NumCPU()))
+		runtime.GOMAXPROCS(maxProcessors)
 	}
 	return sync.OnceFunc(func() {
 		processors.Lock()

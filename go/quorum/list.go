@@ -61,12 +61,12 @@ func Compare(before, after []Member) Change {
 
 // Since returns the change from a member's list to q's list. The argument held is the revision of the member's list, and before is the
 // previous quorum, or nil if there is none. If the member's list is neither q's list nor that of before, the change has the whole list
-// of q. If held is 0 (the member has no list), the revision of before must not be 0 (not known): the two would match.
+// of q.
 func (q *Quorum) Since(held Revision, before *Quorum) Change {
 	switch {
 	case held == q.Revision:
 		return Change{}
-	case before != nil && held == before.Revision:
+	case before != nil && held != 0 && held == before.Revision: // 0 is no list here, and a list that is not known there
 		if c := Compare(before.Members, q.Members); len(c.Set) < len(q.Members) { // otherwise the whole list is no larger than the change
 			return c
 		}

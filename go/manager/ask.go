@@ -110,6 +110,7 @@ func (s *Server) attend() {
 			s.log.Info("torchft: heartbeats reach the lighthouse again")
 		}
 		failed = 0
+		s.lighthouseReached()
 	}
 	for {
 		err := s.attendUntilFailure(reached)

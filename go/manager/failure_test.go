@@ -164,6 +164,22 @@ func TestARankThatEndsIsTheFailureOfItsGroup(t *testing.T) {
 	})
 }
 
+// The group loses its stream to the lighthouse just before it reports that a rank has failed, and has another one within the grace. So
+// the lighthouse keeps the group, whose manager server answers, and the others would wait for the failed rank.
+func TestARankThatEndsDuringAnInterruptionIsTheFailureOfItsGroup(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
+		round(t, 0, a, b)
+		b.Host(1).Kill()
+		time.Sleep(grace - 10*time.Millisecond)
+		c.Net.Interrupt("b", "lighthouse", 50*time.Millisecond)
+		after := answers(a.QuorumOfAll(1, 10*time.Second)).results(t)
+		assert.Equal(t, []string{"a"}, after[0].ReplicaIDs)
+		assert.Zero(t, c.Log.Count("its connection broke and it has not come back"))
+	})
+}
+
 // The stream of a host that lost power stays open. If two of its peers report failed collectives, the lighthouse checks the member, and
 // does not wait until its heartbeat is too old.
 func TestPeersThatLostACollectiveNeedNotWaitForTheHeartbeat(t *testing.T) {

@@ -17,7 +17,10 @@ type connection struct {
 
 // presence counts the open connections of each rank. When the last connection of a rank breaks, the rank counts as disconnected, so
 // that the other ranks of the group learn of a failure at once and not by a timeout.
-type presence struct{ open map[int64]int }
+type presence struct {
+	open         map[int64]int
+	disconnected map[int64]struct{}
+}
 
 func (p *presence) seen(c *connection, groupRank int64) {
 	if _, known := c.ranks[groupRank]; known || c.ended {
@@ -27,10 +30,11 @@ func (p *presence) seen(c *connection, groupRank int64) {
 		c.ranks = map[int64]struct{}{}
 	}
 	if p.open == nil {
-		p.open = map[int64]int{}
+		p.open, p.disconnected = map[int64]int{}, map[int64]struct{}{}
 	}
 	c.ranks[groupRank] = struct{}{}
 	p.open[groupRank]++
+	delete(p.disconnected, groupRank)
 }
 
 // end removes a connection, and returns the ranks that have no other connection.
@@ -42,6 +46,7 @@ func (p *presence) end(c *connection) (disconnected []int64) {
 	for groupRank := range c.ranks {
 		if p.open[groupRank]--; p.open[groupRank] == 0 {
 			delete(p.open, groupRank)
+			p.disconnected[groupRank] = struct{}{}
 			disconnected = append(disconnected, groupRank)
 		}
 	}
@@ -70,9 +75,26 @@ func (s *Server) connectionEnded(c *connection) {
 			s.log.Info("torchft: a rank's connection ended", "group_rank", groupRank)
 		}
 		s.step(round.RankDisconnected{GroupRank: groupRank})
-		if !s.closed {
-			time.AfterFunc(rankGrace, func() { s.feed(round.StillDisconnected{GroupRank: groupRank}) })
-		}
+		s.expectWithinGrace(groupRank)
+	}
+}
+
+// expectWithinGrace reports this group as incomplete after rankGrace, unless the rank is back by then.
+func (s *Server) expectWithinGrace(groupRank int64) {
+	if !s.closed {
+		time.AfterFunc(rankGrace, func() { s.feed(round.StillDisconnected{GroupRank: groupRank}) })
+	}
+}
+
+// lighthouseReached repeats the reports of disconnected ranks: this lighthouse may not have received them, because the stream was broken
+// at that time, or another lighthouse served then. Without its report, a lighthouse keeps a group whose manager server answers, and the
+// other groups would wait for a rank that has failed. A repeated report does no harm: the lighthouse ignores it if the group has a
+// pending request.
+func (s *Server) lighthouseReached() {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for groupRank := range s.presence.disconnected {
+		s.expectWithinGrace(groupRank)
 	}
 }
 

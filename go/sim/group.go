@@ -203,6 +203,7 @@ func (g *group) handle(e *event) {
 	case rankStill:
 		g.step(round.StillDisconnected{GroupRank: int64(e.rank)})
 	case rankBack:
+		g.ranks[e.rank].disconnected = false
 		g.step(round.RankBack{GroupRank: int64(e.rank)})
 	case rankProgress:
 		g.step(round.RankProgressed{GroupRank: int64(e.rank), Waits: e.ok, What: "in the step"})
@@ -230,6 +231,7 @@ func (g *group) managerAsk(r *rank, number uint64) {
 		return // the deadline has passed before the request arrived
 	}
 	w := g.w
+	r.disconnected = false
 	remaining := r.deadline - w.now
 	id := g.begin(r, quorumCall, number)
 	w.check.wants(r)
@@ -252,6 +254,7 @@ func (g *group) managerVote(r *rank, number uint64) {
 	if r.number != number {
 		return
 	}
+	r.disconnected = false
 	id := g.begin(r, voteCall, number)
 	r.cast = vote{yes: r.votesYes, step: r.step, attempt: r.attempt}
 	g.noteSilence()

@@ -195,6 +195,11 @@ func (g *group) handleLink(e *event) {
 		if g.leaving {
 			g.sends(quorum.Leaving{ReplicaID: g.id})
 		}
+		for i := range g.ranks {
+			if g.ranks[i].disconnected {
+				g.expectWithinGrace(int16(i))
+			}
+		}
 		if g.asking.active {
 			g.send()
 		}

@@ -59,6 +59,7 @@ type rank struct {
 	stalledUntil time.Duration // fault: until then it does not reach its collective
 	flaky        bool          // fault: its next collective fails at the end
 	dropsConns   bool          // fault: its connection to the manager server breaks
+	disconnected bool          // the manager server has seen the end of its connection, and no request since
 	signalled    bool          // fault: it was asked to leave
 }
 

@@ -128,12 +128,20 @@ func (g *group) accuse() {
 }
 
 // rankBroke reports to the machine that a rank's connection broke. The machine must then end all pending calls of the group: they would
-// wait for that rank. After rankGrace, StillDisconnected is fed, which the machine ignores if the rank has reconnected.
+// wait for that rank.
 func (g *group) rankBroke(rank int16) {
+	g.ranks[rank].disconnected = true
 	g.step(round.RankDisconnected{GroupRank: int64(rank)})
 	if len(g.calls) > 0 {
 		g.w.broken(ruleWaiters, "rank %d of %s has failed, and %s still waits", rank, g.id, g.describeCalls())
 	}
+	g.expectWithinGrace(rank)
+}
+
+// expectWithinGrace feeds StillDisconnected after rankGrace, which the machine ignores if the rank has reconnected. In production it is
+// called also when a stream to a lighthouse is welcomed (lighthouseReached in package manager): that lighthouse may not have received the
+// report.
+func (g *group) expectWithinGrace(rank int16) {
 	g.w.after(g.w.rankGrace(), event{kind: rankStill, g: g, rank: rank})
 }
 

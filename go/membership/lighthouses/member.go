@@ -213,7 +213,8 @@ func (m *Member) ReportProgress(p round.Progress) {
 	}}})
 }
 
-// report sends a message that is not answered. It is dropped while there is no stream: the lighthouse has seen the disconnect itself.
+// report sends a message that is not answered. It is dropped while there is no stream. Dropping it is safe: the lighthouse has seen the
+// disconnect itself, and the manager server reports an incomplete group again at the next stream (lighthouseReached).
 func (m *Member) report(message *torchftpb.MemberMessage) {
 	if stream := m.present.Load(); stream != nil && !stream.broken() {
 		go stream.send(message) // a goroutine, since the caller must not wait for a lighthouse that does not read

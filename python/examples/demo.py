@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -203,6 +205,7 @@ def print_table(groups: list[Group], kills: list[float], proof: Proof | None = N
     *survivors, victim = groups
     nothing = [""] * len(survivors)
     killed_at = kills[-1]
+    joins = victim.started + (victim.time_to_start() or 0.0), victim.started + (victim.time_to_heal() or math.inf)
     rows = [
         ("steps committed", [str(len(group.commits())) for group in groups]),
         ("steps lost", [str(len(group.losses())) for group in groups]),
@@ -213,6 +216,11 @@ def print_table(groups: list[Group], kills: list[float], proof: Proof | None = N
         ("from its restart to healed", [*nothing, seconds(victim.time_to_heal())]),
         ("  of it until PyTorch was ready", [*nothing, seconds(victim.time_to_start())]),
         *((f"  {what}", [*nothing, seconds(victim.recovery(phase))]) for phase, what in PHASES.items()),
+        (
+            "longest step while it joins",
+            [seconds(max(group.steps_between(*joins), default=None)) for group in survivors],
+        ),
+        ("median step", [seconds(statistics.median(group.steps_between(0.0, math.inf))) for group in survivors]),
     ]
     ends = [group.ends()[0] for group in groups]
     if any("bits_per_byte" in end for end in ends):

@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,11 @@ class Group:
             if event["time"] > killed_at and event["participants"] < self._groups:
                 return event["time"] - killed_at
         return None
+
+    def steps_between(self, begin: float, end: float) -> list[float]:
+        """The seconds of each step that was committed, if a part of it lies between two times."""
+        times = [event["time"] for event in self.commits()]
+        return [later - earlier for earlier, later in pairwise(times) if later > begin and earlier < end]
 
     def time_to_heal(self) -> float | None:
         """Seconds from the last start (Python and PyTorch included) to the first step with the others' weights."""

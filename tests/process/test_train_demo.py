@@ -78,6 +78,8 @@ def test_a_group_is_killed_heals_and_ends_with_the_same_weights(environment: dic
     spent = [float(rows[phase][0]) for phase in phases]
     assert sum(spent) < float(heal)
     assert spent == [round(seconds, 2) for seconds in back["recovery"].values()] and sum(spent) > 0
+    longest, median = (float(rows[name][0]) for name in ("longest step while it joins", "median step"))
+    assert 0 < median < 10 and 0 < longest < float(heal) + 10
     assert all(90 < float(cell.rstrip("%")) <= 100 for cell in rows["accuracy on held-out images"])
     images, epochs = 1437, -(-100 // 23)  # the last of 23 steps
     assert rows["samples trained"] == [str(images * epochs)]
@@ -89,6 +91,16 @@ def test_a_group_is_killed_heals_and_ends_with_the_same_weights(environment: dic
     assert lines[-1] == "equal"
     assert rows_of(done.stdout.partition("group 0     group 1\n")[2]) == rows_of(readme_table())
     assert re.fullmatch(r"\d\.\de-1\d", rows["weights, relative to one process"][0])
+
+
+def test_steps_that_lie_partly_between_two_times(tmp_path: Path) -> None:
+    import replica_group
+
+    group = replica_group.Group(0, 2, tmp_path)
+    group.events = [{"event": "commit", "time": time} for time in (1.0, 2.0, 4.0, 7.0, 8.0)]
+    assert group.steps_between(2.5, 4.5) == [2.0, 3.0]
+    assert group.steps_between(2.0, 4.0) == [2.0]
+    assert group.steps_between(9.0, 10.0) == []
 
 
 def readme_table() -> str:

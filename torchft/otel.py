@@ -58,10 +58,17 @@ class TeeLogExporter(LogRecordExporter):
         self._exporters = exporters
 
     def export(self, batch: Sequence[ReadableLogRecord]) -> LogRecordExportResult:
-        """Returns FAILURE if one of the exporters failed."""
-        results = [exporter.export(batch) for exporter in self._exporters]
-        failed = any(result != LogRecordExportResult.SUCCESS for result in results)
-        return LogRecordExportResult.FAILURE if failed else LogRecordExportResult.SUCCESS
+        """Returns FAILURE if one of the exporters failed. Raises the first error of an exporter, after all have run."""
+        result, errors = LogRecordExportResult.SUCCESS, []
+        for exporter in self._exporters:
+            try:
+                if exporter.export(batch) != LogRecordExportResult.SUCCESS:
+                    result = LogRecordExportResult.FAILURE
+            except Exception as e:
+                errors.append(e)
+        if errors:
+            raise errors[0]
+        return result
 
     def shutdown(self) -> None:
         for exporter in self._exporters:

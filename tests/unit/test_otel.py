@@ -8,6 +8,7 @@ import threading
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any, Iterator
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -165,6 +166,15 @@ def test_tee_exports_to_all_even_if_one_fails(otel: Any) -> None:
         def export(self, batch: Any) -> LogRecordExportResult:
             return LogRecordExportResult.FAILURE
 
+    class Raising(InMemoryLogRecordExporter):
+        def export(self, batch: Any) -> LogRecordExportResult:
+            raise OSError("the disk is full")
+
+    kept = MagicMock()
+    kept.export.return_value = LogRecordExportResult.SUCCESS
+    with pytest.raises(OSError, match="the disk is full"):
+        otel.TeeLogExporter([Raising(), kept]).export([])
+    kept.export.assert_called_once_with([])
     kept = InMemoryLogRecordExporter()
     assert otel.TeeLogExporter([Failing(), kept]).export([]) == LogRecordExportResult.FAILURE
     assert otel.TeeLogExporter([kept]).export([]) == LogRecordExportResult.SUCCESS

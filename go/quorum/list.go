@@ -66,7 +66,7 @@ func (q *Quorum) Since(held Revision, before *Quorum) Change {
 	switch {
 	case held == q.Revision:
 		return Change{}
-	case before != nil && held != 0 && held == before.Revision: // 0 is no list here, and a list that is not known there
+	case before != nil && held != 0 && held == before.Revision: // 0 is not compared: in held it means no list, in before an adopted quorum
 		if c := Compare(before.Members, q.Members); len(c.Set) < len(q.Members) { // otherwise the whole list is no larger than the change
 			return c
 		}

@@ -39,7 +39,8 @@ func (w *world) aliveInterval() time.Duration {
 func (w *world) messageInterval() time.Duration { return w.Policy.HeartbeatTimeout / 3 }
 
 // sends sends an event to the lighthouse. The event is dropped while there is no stream: the lighthouse sees the end of the stream itself,
-// and the group counts as failed unless it reconnects within the grace. Leaving is sent again on the next stream, the other events are not.
+// and the group counts as failed unless it reconnects within the grace. Only two events are sent again on the next stream: Leaving, and
+// Incomplete if the rank is still disconnected (expectWithinGrace).
 func (g *group) sends(message quorum.Event) {
 	if k := g.link; k != nil && k.welcomed {
 		g.speaks()
@@ -138,9 +139,9 @@ func (g *group) rankBroke(rank int16) {
 	g.expectWithinGrace(rank)
 }
 
-// expectWithinGrace feeds StillDisconnected after rankGrace, which the machine ignores if the rank has reconnected. In production it is
-// called also when a stream to a lighthouse is welcomed (lighthouseReached in package manager): that lighthouse may not have received the
-// report.
+// expectWithinGrace feeds StillDisconnected after rankGrace, which the machine ignores if the rank has reconnected. As in production, it
+// is called again when a stream to a lighthouse is welcomed (lighthouseReached in package manager): that lighthouse may not have received
+// the report.
 func (g *group) expectWithinGrace(rank int16) {
 	g.w.after(g.w.rankGrace(), event{kind: rankStill, g: g, rank: rank})
 }

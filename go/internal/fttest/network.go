@@ -85,9 +85,9 @@ func (h *Host) Listen(address string) (net.Listener, error) {
 }
 
 // Dial connects to name:port of any host. The connection is refused if nothing listens there, if this host is killed, or during an
-// Interrupt. If the hosts are blocked or cut from each other, or the other host is silent, Dial waits, as for a lost SYN. When the cut
-// or the silence ends, Dial continues. If the hosts were blocked when Dial was called, it waits until its deadline and fails, even if
-// Unblock is called before.
+// Interrupt. During a Sever between the machines of the two hosts, or while the other host is silent (Vanish), Dial waits, as for a
+// lost SYN, and continues afterwards. If the hosts were blocked (Block) when Dial was called, it waits until its deadline and fails,
+// even if Unblock is called before.
 func (h *Host) Dial(ctx context.Context, address string) (net.Conn, error) {
 	to, _, _ := net.SplitHostPort(address)
 	if h.net.isBlocked(h.name, to) {

@@ -370,12 +370,13 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         # An error after this point closes the connection. The peer detects it, because the body is shorter than its
         # Content-Length; on a connection that stays open, it would read the next answer as the rest of the body.
+        closes = self.close_connection  # True if the client asked for it, also by HTTP/1.0
         self.close_connection = True
         with closing(offer.read(stream, self.connection.abort)) as pieces:
             for piece in pieces:
                 self._extend_deadline()
                 self.connection.sendall(piece)
-        self.close_connection = False
+        self.close_connection = closes
         self.server.source.count_served(offer, key)
 
     def _native_offer(self, offer: Offer, key: str) -> Optional[_native_transfer.NativeOffer]:

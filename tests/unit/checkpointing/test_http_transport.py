@@ -536,6 +536,18 @@ def test_many_requests_on_one_connection(make: Any) -> None:
     connection.close()
 
 
+@pytest.mark.parametrize("version", ["1.1\r\nConnection: close", "1.0"], ids=["header", "HTTP/1.0"])
+def test_the_connection_ends_after_the_answer_if_the_client_asks_for_it(make: Any, version: str) -> None:
+    # The socket's timeout of 10 s is shorter than the 30 s after which a source closes an idle connection.
+    source = make()
+    source.send_checkpoint([1], 1, {"a": 1}, TIMEOUT)
+    with connect(source) as sock:
+        sock.sendall(f"GET /checkpoint/1/full HTTP/{version}\r\nHost: test\r\n\r\n".encode())
+        assert sock.recv(9) == b"HTTP/1.1 "
+        while sock.recv(4096):
+            pass
+
+
 def test_logs_are_quiet(make: Any, capfd: Any) -> None:
     source = make()
     source.send_checkpoint([1], 1, large_state(), TIMEOUT)

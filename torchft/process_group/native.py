@@ -121,7 +121,8 @@ def reconfigure_native(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
         )
     # Ends operations with the previous peers, which would keep the group's threads until their timeouts.
     _cut(pg)
-    abort = _aborts.get(pg)
+    with _aborts_lock:  # without it, the recorded thread may not have started yet, and could not be joined
+        abort = _aborts.get(pg)
     if abort is not None:
         seconds = _LONGEST_ABORT_SEC if opts.timeout is None else opts.timeout.total_seconds()
         abort.join(seconds)
@@ -159,14 +160,18 @@ def abort_group(pg: dist.ProcessGroup) -> None:
 
 def abort_native(pg: dist.ProcessGroup) -> None:
     """:func:`abort_group` for a native group."""
-    _cut(pg)
     with _aborts_lock:
         last = _aborts.get(pg)
-        # An abort that still runs began with the present peers, because a reconfiguration waits for its end. No second
-        # one is started: it would replace the first in `_aborts`, and a reconfiguration would not wait for the first.
+        # An abort that still runs has cut the connections with the present peers, because a reconfiguration waits for
+        # its end. No second one is started: it would replace the first in `_aborts`, and a reconfiguration would not
+        # wait for the first.
         if last is None or not last.is_alive():
-            # Recorded before the abort begins: a wait that the abort ends may call `error_of_native` at once.
+            # The abort is recorded first: a wait that the cut or the group's own abort ends may call `error_of_native`
+            # at once. The thread starts after the cut, because the group's own abort may be slow, and must not delay
+            # the cut. A reconfiguration takes the lock too: between the record and the cut it would remove the record
+            # and connect new peers, whose connections would then be cut without a recorded abort.
             last = _aborts[pg] = _abort_thread(pg.name(), pg)
+            _cut(pg)
             last.start()
     last.join(ABORT_TIMEOUT_SEC)
 

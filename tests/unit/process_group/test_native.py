@@ -6,6 +6,7 @@ import gc
 import threading
 import time
 import weakref
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from datetime import timedelta
 from typing import Callable, Iterator
@@ -303,6 +304,33 @@ def test_a_group_that_could_not_be_reconfigured_keeps_its_error(
     assert "was aborted" in str(error_of_native(groups[0]))
     connect(groups, store)
     assert error_of_native(groups[0]) is None
+
+
+def test_a_wait_that_the_cut_ends_finds_the_abort(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    (group,) = natives(store, 1)
+    found: list[object] = []
+    monkeypatch.setattr(native_module, "_cut", lambda pg: found.append(error_of_native(pg)))
+    abort_group(group)
+    assert len(found) == 1 and "was aborted" in str(found[0])
+
+
+def test_a_reconfiguration_waits_for_an_abort_that_has_not_started_yet(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (group,) = natives(store, 1)
+    began: list[Future[None]] = []
+
+    def cut(pg: dist.ProcessGroup) -> None:  # a reconfiguration calls it too
+        if not began:
+            began.append(pool.submit(connect, [group], store))
+            wait(began, 0.2)
+            assert not began[0].done()
+
+    monkeypatch.setattr(native_module, "_cut", cut)
+    with ThreadPoolExecutor(1) as pool:
+        abort_group(group)
+        began[0].result()
+    assert error_of_native(group) is None
 
 
 def test_aborts_of_two_threads_are_one(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:

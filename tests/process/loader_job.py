@@ -79,29 +79,30 @@ class Elastic:
             for number, part in enumerate(self.parts):
                 begin, until = steps * number // len(self.parts), steps * (number + 1) // len(self.parts)
                 last = number + 1 == len(self.parts)
-                self._bring(part)
+                self._bring(part, begin)
                 # In the last part the limit is never reached: the groups end with the last epoch, and do not pause.
                 orders = {group: {"until": until + last} for group in self.living}
                 for victim in random_.sample(sorted(self.living), part.kills):
                     orders[victim] |= {"fail_at": random_.randrange(begin + 1, until - 1)}
                     orders[victim] |= {"place": random_.choice(self.places)}
-                self._train(orders, last)
+                self._train(orders, until, last)
         self._check()
 
-    def _bring(self, part: Part) -> None:
-        """Starts groups until the part has all of its groups."""
+    def _bring(self, part: Part, begin: int) -> None:
+        """Starts groups until the part, which begins at step `begin`, has all of its groups."""
         restore = ""
         if part.restored:
             restore = str(self.folder / f"{self.started}.checkpoint")
-            # Works only with one rank in each group: then one process has the loader's whole state.
-            source = next(child for (child,) in self.living.values() if child.of("paused"))
+            # Works only with one rank in each group: then one process has the loader's whole state. A group that still
+            # heals may have paused before an earlier part, and has not trained up to this one.
+            source = next(child for (child,) in self.living.values() if _paused_at(child, begin))
             source.send(save=restore)
             self.job.wait(lambda: source.of("saved"), 30, "a checkpoint")
             for group in list(self.living):
                 self._kill(group)
         self.new = [group for group in range(part.groups) if group not in self.living]
         # The number of a running group may be outside this range. Then not all unused numbers are needed.
-        del self.new[part.groups - len(self.living) :]
+        del self.new[max(0, part.groups - len(self.living)) :]
         for group in self.new:
             self.living[group] = self._start(group, restore)
         new = [child for group in self.new for child in self.living[group]]
@@ -136,9 +137,8 @@ class Elastic:
         self.started += 1
         return children
 
-    def _train(self, orders: dict[int, dict[str, object]], last: bool) -> None:
+    def _train(self, orders: dict[int, dict[str, object]], until: int, last: bool) -> None:
         victims = [group for group, order in orders.items() if "place" in order]
-        paused = {child: len(child.of("paused")) for children in self.living.values() for child in children}
         for children in (children for group, children in self.living.items() if group in victims):
             for child in children:
                 child.expected_to_live = False
@@ -162,8 +162,9 @@ class Elastic:
             self.ended = [child.name for child in rest]
         else:
             # Waits for one group only: a group that still heals may not reach the end of the part, because its next
-            # quorum waits for the paused groups, which request none.
-            self.job.wait(lambda: any(len(c.of("paused")) > paused[c] for c in rest), 120, "the end of a part")
+            # quorum waits for the paused groups, which request none. It may reach the end of this part only after the
+            # next one has begun, so the step of the pause counts.
+            self.job.wait(lambda: any(_paused_at(child, until) for child in rest), 120, "the end of a part")
 
     def _send(self, orders: dict[int, dict[str, object]], groups: list[int]) -> None:
         for group in groups:
@@ -209,3 +210,9 @@ class Elastic:
             position = self.plan.advance(position)
         assert position == self.plan.end
         assert all(epoch == Counter(range(self.samples)) for epoch in epochs)
+
+
+def _paused_at(child: Child, step: int) -> bool:
+    """Whether the child's last pause was at this step."""
+    pauses = child.of("paused")
+    return bool(pauses) and pauses[-1]["step"] == step

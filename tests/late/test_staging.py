@@ -12,6 +12,7 @@ from tests.late.observed import BLOCK, Observed, numbers, until
 from torchft.checkpointing import HTTPTransport
 from torchft.checkpointing._checkpoint import Checkpoint
 from torchft.checkpointing._offer import Offer
+from torchft.checkpointing._pacer import Pacer
 from torchft.checkpointing._staging import Staged, StreamCopies
 from torchft.checkpointing._upstream import FULL
 
@@ -80,7 +81,7 @@ def test_an_offer_of_device_memory(device: type[Observed], copy: bool) -> None:
     offer = Offer(checkpoint, copy)
     stream = checkpoint.stream(FULL)
     assert stream is not None
-    pieces = offer.read(stream, lambda: None)
+    pieces = offer.read(stream, lambda: None, Pacer())
     got = bytes(next(pieces)) and bytes(next(pieces))
     offer.close(keep_copy=copy, timeout=10)
     state["w"].fill_(7)

@@ -15,6 +15,7 @@ from torchft.checkpointing._checkpoint import Checkpoint
 from torchft.checkpointing._copying import Copying, Readers
 from torchft.checkpointing._memory import HostMemory
 from torchft.checkpointing._native_transfer import ON_DEVICE, NativeOffer, Server
+from torchft.checkpointing._pacer import Pacer
 from torchft.checkpointing._staging import Copies, Staged, copies_for
 from torchft.checkpointing._stream import Pickled, storage_bytes, tensor_memory
 
@@ -161,18 +162,20 @@ class Offer:
             assert block.coming is not None
             self._native_offer.copied(region, block.coming, block.ready)
 
-    def read(self, stream: Pickled, cut_off: Callable[[], None]) -> Generator[memoryview, None, None]:
+    def read(self, stream: Pickled, cut_off: Callable[[], None], pacer: Pacer) -> Generator[memoryview, None, None]:
         """Yields the bytes of a stream; each piece is valid until the next is requested.
 
         Args:
             stream: one of the checkpoint's streams
             cut_off: called to make the reader end soon, with an error
+            pacer: limits the rate of the pieces; its waits use none of the caller's memory, so they delay no `close`
 
         Raises:
             ConnectionAbortedError: the offer was closed, and the rest is not copied
         """
         with self._cond:
             self._copying.read(Readers.SOME)
+        pacer.wait(len(stream.prefix))
         yield memoryview(stream.prefix)
         for storage in stream.storages:
             if storage.nbytes() == 0:
@@ -182,13 +185,16 @@ class Offer:
             if block.staged is not None and block.mine is None:
                 # device memory is in use only while a piece is copied, not while it is sent
                 for piece in block.staged.read(start):
+                    pacer.wait(piece.numel())
                     yield tensor_memory(piece)
                     start += piece.numel()
             while start < block.nbytes:
+                largest = _DIRECT_PIECE if block.mine is None else _COPY_PIECE
+                end = min(start + min(largest, pacer.piece), block.nbytes)
+                pacer.wait(end - start)
                 with self._in_use(block, cut_off):
-                    piece = block.piece(start)
-                    yield tensor_memory(piece)
-                start += piece.numel()
+                    yield tensor_memory(block.piece(start, end))
+                start = end
 
     @contextmanager
     def _in_use(self, block: _Block, cut_off: Callable[[], None]) -> Iterator[None]:
@@ -317,12 +323,12 @@ class _Block:
         self.mine = mine
         yield
 
-    def piece(self, start: int) -> torch.Tensor:
-        """Returns the next bytes to be sent by one call, on the CPU."""
+    def piece(self, start: int, end: int) -> torch.Tensor:
+        """Returns bytes to be sent by one call, on the CPU."""
         mine = self.mine
         if mine is not None:
-            return mine[start : start + _COPY_PIECE]
-        piece = self._source[start : start + _DIRECT_PIECE]
+            return mine[start:end]
+        piece = self._source[start:end]
         if piece.device.type == "cpu":
             return piece
         with self._after.context():

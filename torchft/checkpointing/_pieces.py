@@ -26,6 +26,7 @@ import torch
 
 from torchft.checkpointing._http_client import Refused, _connection, _reason
 from torchft.checkpointing._metadata import read
+from torchft.checkpointing._pacer import Pacer
 from torchft.checkpointing._source import Unavailable
 from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout
 from torchft.http import _DeadlineSocket
@@ -64,7 +65,7 @@ class Window:
     """The times at which a source's state may be read.
 
     Args:
-        limit: bytes per second for all targets together; 0: no limit.
+        pacer: limits the parts that are sent.
 
     Attributes:
         used: whether this source opens the window at all; if not, requests are refused at once.
@@ -72,8 +73,8 @@ class Window:
 
     used = False
 
-    def __init__(self, limit: int = 0) -> None:
-        self._limit = limit
+    def __init__(self, pacer: Pacer) -> None:
+        self._pacer = pacer
         self._cond = threading.Condition()
         self._giver: Optional[Giver] = None  # None: not open
         self._step = -1  # the step whose state can be read
@@ -86,8 +87,6 @@ class Window:
         self._offered_whole = False
         self._closing = False
         self._ended = False
-        self._paced = threading.Lock()
-        self._free_at = 0.0  # when the next bytes may be sent
 
     def note(self, step: int, head: Any) -> None:
         """Called when a step begins.
@@ -185,7 +184,7 @@ class Window:
             step = self._step
             value, memory = self._giver.give(kind, argument)
         answer = _framed({"step": step, "value": value}, memory)
-        self._pace(sum(part.nbytes for part in answer))
+        self._pacer.wait(sum(part.nbytes for part in answer))
         return answer
 
     def _is_open(self) -> bool:
@@ -196,15 +195,6 @@ class Window:
             raise TimeoutError(f"timed out after {timeout:g} s: no step of this source gave parts of its state")
         if self._ended:
             raise Unavailable("this source is shut down")
-
-    def _pace(self, nbytes: int) -> None:
-        if not self._limit:
-            return
-        with self._paced:
-            now = time.monotonic()
-            self._free_at = max(self._free_at, now) + nbytes / self._limit
-            pause = self._free_at - now
-        time.sleep(pause)
 
 
 class Answer(NamedTuple):

@@ -20,6 +20,7 @@ from torchft.checkpointing._http_client import Answer, describe
 from torchft.checkpointing._memory import available_memory
 from torchft.checkpointing._metadata import PREFIX, announce, strip
 from torchft.checkpointing._offer import Offer
+from torchft.checkpointing._pacer import Pacer
 from torchft.checkpointing._pieces import PART, Giver, Window
 from torchft.checkpointing._places import moved_into
 from torchft.checkpointing._receive import Abandon, UpstreamHomes, receive
@@ -69,8 +70,8 @@ class HTTPTransport(CheckpointTransport[T]):
             the next successful one. A state in the upstream format is received into new memory, and copied into the
             tensors when it is complete.
         checksum: whether received data is verified by checksums
-        bandwidth_limit: bytes per second for all targets together; 0: no limit. It limits the native core's data
-            connections and, separately, the parts of `offer_pieces`, but not PyTorch's streaming format.
+        bandwidth_limit: bytes per second for all targets together; 0: no limit. The native core's data connections have
+            this limit, and, separately, the parts of `offer_pieces` and PyTorch's streaming format together.
         background: whether this source serves with the lowest priority on its host. By default only additional sources
             do so, because the whole job waits for the assigned source. Set it where sources continue to train while a
             group heals, as with LocalSGD and DiLoCo: their steps stay fast, and the heal uses the remaining processor
@@ -113,8 +114,9 @@ class HTTPTransport(CheckpointTransport[T]):
         self._snapshot = snapshot
         self._source = Source(keep=self._timeout)
         self._native = _native_transfer.ServerSlot(self._timeout, bandwidth_limit, background)
-        self._window = Window(bandwidth_limit)
-        self._server = _CheckpointServer(self._source, self._native, self._window, self._timeout)
+        pacer = Pacer(bandwidth_limit)
+        self._window = Window(pacer)
+        self._server = _CheckpointServer(self._source, self._native, self._window, pacer, self._timeout)
         self._receiving: Optional[Abandon] = None
         self._hosts = list(hosts or [])
         self._address = ""
@@ -275,10 +277,16 @@ class HTTPTransport(CheckpointTransport[T]):
 
 class _CheckpointServer(_IPv6HTTPServer):
     def __init__(
-        self, source: Source, native: _native_transfer.ServerSlot, window: Window, wait_timeout: float
+        self,
+        source: Source,
+        native: _native_transfer.ServerSlot,
+        window: Window,
+        pacer: Pacer,
+        wait_timeout: float,
     ) -> None:
         super().__init__(("", 0), _Handler)
         self.window = window
+        self.pacer = pacer
         self.source = source
         self.native = native
         self.wait_timeout = wait_timeout
@@ -372,7 +380,7 @@ class _Handler(BaseHTTPRequestHandler):
         # Content-Length; on a connection that stays open, it would read the next answer as the rest of the body.
         closes = self.close_connection  # True if the client asked for it, also by HTTP/1.0
         self.close_connection = True
-        with closing(offer.read(stream, self.connection.abort)) as pieces:
+        with closing(offer.read(stream, self.connection.abort, self.server.pacer)) as pieces:
             for piece in pieces:
                 self._extend_deadline()
                 self.connection.sendall(piece)

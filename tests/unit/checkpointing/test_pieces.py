@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ import torch
 from tests.unit.checkpointing.forged_source import server_that_sends
 from torchft.checkpointing import HTTPTransport, _pieces, http_transport
 from torchft.checkpointing._http_client import Refused
+from torchft.checkpointing._pacer import Pacer
 from torchft.checkpointing._pieces import Asker, Window
 from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout
 
@@ -196,7 +196,7 @@ def test_a_request_ends_at_its_timeout_and_by_an_abort(source: HTTPTransport[Any
 
 
 def test_the_whole_state_is_offered_when_a_target_requests_it() -> None:
-    window, giver = Window(), Source(7)
+    window, giver = Window(Pacer()), Source(7)
     window.open(7, giver)
     window.want_whole(6)
     assert giver.wholes == 0, "another step"
@@ -217,7 +217,7 @@ def test_the_whole_state_is_offered_when_a_target_requests_it() -> None:
 
 @pytest.mark.parametrize("damage", ["flipped", "short", "long"])
 def test_an_answer_that_is_damaged_is_an_error(damage: str) -> None:
-    window = Window()
+    window = Window(Pacer())
     window.used = True
     window.open(7, Source(7))
     body = bytearray(b"".join(bytes(view) for view in window.answer("piece/0-0-5", 1.0)))
@@ -254,15 +254,6 @@ def test_a_slow_target_delays_neither_the_training_nor_another_target(source: HT
         source.disallow_checkpoint()
         source.offer_pieces(8, Large(8))
         assert asker.ask("piece", "0-0-5").step == 8
-
-
-def test_the_limit_applies_to_all_targets_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, sleep = MagicMock(return_value=100.0), MagicMock()
-    monkeypatch.setattr("torchft.checkpointing._pieces.time", MagicMock(monotonic=clock, sleep=sleep))
-    window = Window(limit=10)
-    window._pace(5)
-    window._pace(10)
-    assert [call.args[0] for call in sleep.call_args_list] == [0.5, 1.5]
 
 
 def test_a_target_connects_again_after_a_long_step(

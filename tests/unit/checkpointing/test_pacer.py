@@ -1,0 +1,83 @@
+"""The limit for the parts of a state and PyTorch's streaming format together."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+
+from tests.unit.checkpointing.checkpoint_states import assert_same
+from torchft.checkpointing import _native_transfer
+from torchft.checkpointing._checkpoint import Checkpoint
+from torchft.checkpointing._offer import Offer
+from torchft.checkpointing._pacer import Pacer
+from torchft.checkpointing._pieces import Asker
+from torchft.checkpointing._upstream import FULL
+
+TIMEOUT = timedelta(seconds=20)
+MB = 1 << 20
+
+
+def test_the_limit_applies_to_all_threads_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, sleep = MagicMock(return_value=100.0), MagicMock()
+    monkeypatch.setattr("torchft.checkpointing._pacer.time", MagicMock(monotonic=clock, sleep=sleep))
+    pacer = Pacer(10)
+    pacer.wait(5)
+    pacer.wait(10)
+    assert [call.args[0] for call in sleep.call_args_list] == [0.5, 1.5]
+    Pacer().wait(1 << 40)
+    assert len(sleep.call_args_list) == 2
+
+
+@pytest.mark.parametrize("snapshot", [True, False])
+def test_streams_share_the_limit(make: Any, monkeypatch: pytest.MonkeyPatch, snapshot: bool) -> None:
+    monkeypatch.setattr(_native_transfer, "native", lambda: None)
+    source, state = make(bandwidth_limit=20 * MB, snapshot=snapshot), {"w": torch.rand(MB)}
+    source.send_checkpoint([1, 2], 1, state, TIMEOUT)
+    start = time.monotonic()
+    with ThreadPoolExecutor() as pool:
+        heals = [pool.submit(make().recv_checkpoint, 0, source.metadata(), 1, TIMEOUT) for _ in range(2)]
+    assert time.monotonic() - start > 0.4, "8 MB at 20 MB/s"
+    for heal in heals:
+        assert_same(heal.result(), state)
+
+
+def test_a_part_waits_for_the_bytes_of_a_stream(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[int] = []
+    monkeypatch.setattr(Pacer, "wait", lambda self, nbytes: waits.append(id(self)))
+    monkeypatch.setattr(_native_transfer, "native", lambda: None)
+    source = make(bandwidth_limit=MB)
+    source.send_checkpoint([1], 1, {"w": torch.ones(10)}, TIMEOUT)
+    make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
+    streamed = len(waits)
+    source.prepare_pieces()
+    source.offer_pieces(2, MagicMock(give=lambda kind, argument: ({}, [torch.ones(5, dtype=torch.uint8)])))
+    asker = Asker(source.metadata(), "", TIMEOUT.total_seconds())
+    asker.ask("piece", "0-0-5")
+    asker.close()
+    assert 0 < streamed < len(waits) and len(set(waits)) == 1
+
+
+def test_a_reader_that_waits_for_the_limit_does_not_delay_the_end_of_an_offer() -> None:
+    checkpoint = Checkpoint({"w": torch.ones(MB)}, 0)
+    offer = Offer(checkpoint, copy=False)
+    stream = checkpoint.stream(FULL)
+    assert stream is not None
+    cut_off, pacer = MagicMock(), Pacer(1 << 30)
+    pieces = offer.read(stream, cut_off, pacer)
+    next(pieces)  # the prefix
+
+    def wait(nbytes: int) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(partial(offer.close, keep_copy=False, timeout=10)).result(20)
+
+    pacer.wait = wait  # type: ignore[method-assign]
+    with pytest.raises(ConnectionAbortedError, match="has resumed training"):
+        next(pieces)
+    cut_off.assert_not_called()

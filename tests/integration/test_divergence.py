@@ -133,7 +133,12 @@ def test_equal_groups_report_no_difference(reported: list[Any]) -> None:
     assert len(set(training.ended.values())) == 1
 
 
-@pytest.mark.parametrize("tensor", [0, 3, 4, 11])  # weight, bias, and two of the optimizer's state
+SLOW = pytest.mark.slow
+
+
+# A weight, a bias, and two tensors of the optimizer's state. The slow ones differ from the others in the tensor's place
+# only, which test_flipped_bits_are_healed draws.
+@pytest.mark.parametrize("tensor", [0, pytest.param(3, marks=SLOW), pytest.param(4, marks=SLOW), 11])
 def test_a_flipped_bit_is_named_by_all_groups(tensor: int, reported: list[Any]) -> None:
     training = Training([Flip(7, 1, tensor, 23)], steps=7 + WITHIN + 1, settings={})
     run(training)
@@ -159,7 +164,9 @@ def test_flipped_bits_are_healed(reported: list[Any]) -> None:
         assert found == {(f"group_{flip.group}", True)}, flip
 
 
-@pytest.mark.parametrize("crash", [8, 10, 11])
+# In the slow cases the other group does not fail in the step that finds the difference. For that,
+# tests/integration/test_replay.py has such failures, and test_flipped_bits_are_healed such differences.
+@pytest.mark.parametrize("crash", [pytest.param(8, marks=SLOW), 10, pytest.param(11, marks=SLOW)])
 def test_with_replay_a_group_heals_while_another_fails(crash: int, reported: list[Any]) -> None:
     """Of four groups one differs from step 7 on. Another one fails at, just before, or just after step 10, which finds
     the difference.

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.bounded import often
 from tests.integration import local_sgd_papers as papers
 from tests.integration.cluster import Cluster, Gate, Rank, results
 from tests.integration.local_sgd_papers import Attempt, Settings, batch, two_layers
@@ -172,17 +173,24 @@ def assert_ends(ran: Ran, group: int, reference: papers.DiLoCo) -> None:
     ("settings", "options"),
     [
         (Settings(fragments=1, period=5), {}),
-        (Settings(fragments=1, period=1, momentum=0.0, outer_lr=1.0), {}),
         (Settings(fragments=2, period=4, delay=1), {"use_bucketization": True}),
-        (Settings(fragments=3, period=3, delay=2), {}),
         (Settings(fragments=4, period=3, delay=1, alpha=0.25), {}),
         (Settings(fragments=3, period=2, delay=1, alpha=1.0), {"use_bucketization": True, "bucket_cap_mb": 1}),
-        (Settings(fragments=2, period=6, delay=5, alpha=0.5, outer_lr=0.4), {}),
+        # The slow ones differ from those above in numbers only; test_a_group_fails_in_each_phase_of_a_sync_and_returns
+        # has a delay of more than one step.
+        *(
+            pytest.param(settings, {}, marks=pytest.mark.slow)
+            for settings in (
+                Settings(fragments=1, period=1, momentum=0.0, outer_lr=1.0),
+                Settings(fragments=3, period=3, delay=2),
+                Settings(fragments=2, period=6, delay=5, alpha=0.5, outer_lr=0.4),
+            )
+        ),
     ],
     ids=str,
 )
 def test_diloco_equals_the_papers(settings: Settings, options: dict[str, Any]) -> None:
-    """Two groups over hundreds of inner steps. Both have the same global parameters, and their own local ones."""
+    """Two groups over a hundred inner steps or more. Both have the same global parameters, and their own local ones."""
     rounds = max(40, -(-200 // settings.period))
     with Cluster(min_replicas=2) as cluster:
         loop = Training(settings, rounds, options)
@@ -212,7 +220,7 @@ def test_the_reference_moves_against_the_gradient() -> None:
 @pytest.mark.parametrize("period", [1, 4])
 def test_local_sgd_equals_the_paper(period: int) -> None:
     settings = Settings(fragments=3, period=period)
-    rounds = 200 // period
+    rounds = max(20, often(200) // period)
     with Cluster(min_replicas=2) as cluster:
         loop = Training(settings, rounds, local_sgd=True)
         ran = results(*(cluster.start(loop, group=group) for group in range(2)))
@@ -291,18 +299,25 @@ def replay(settings: Settings, survivor: Ran, kill: Kill) -> papers.DiLoCo:
     return reference
 
 
+PHASES = [
+    ("inner", 0),  # in its inner steps: the next quorum forms without it
+    ("quorum", 0),
+    ("send", 1),  # in the quorum, but never sends: the others lose this round
+    ("sent", None),  # its data may or may not have been sent completely
+    ("vote", None),
+    ("voted", 0),
+]
+
+
+# A sync has the same phases without a delay. All but one are slow then; the phases with a delay cover them.
 @pytest.mark.parametrize(
-    ("where", "lost"),
+    ("where", "lost", "delay"),
     [
-        ("inner", 0),  # in its inner steps: the next quorum forms without it
-        ("quorum", 0),
-        ("send", 1),  # in the quorum, but never sends: the others lose this round
-        ("sent", None),  # its data may or may not have been sent completely
-        ("vote", None),
-        ("voted", 0),
+        *((*phase, 2) for phase in PHASES),
+        ("send", 1, 0),
+        *(pytest.param(*phase, 0, marks=pytest.mark.slow) for phase in PHASES if phase[0] != "send"),
     ],
 )
-@pytest.mark.parametrize("delay", [0, 2])
 def test_a_group_fails_in_each_phase_of_a_sync_and_returns(where: str, lost: Optional[int], delay: int) -> None:
     settings = Settings(fragments=2, period=3, delay=delay, alpha=0.25 if delay else 0.0)
     kill = Kill(where, attempt=5, back_at=10)

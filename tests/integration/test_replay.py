@@ -285,8 +285,15 @@ def cluster() -> Iterator[Cluster]:
         yield built
 
 
-@pytest.mark.parametrize("place", ["forward", "bucket0", "bucket1", "commit"])
-@pytest.mark.parametrize("groups", [2, 3])
+# With three groups, two survivors reduce a step again. test_failures_in_step_after_step has the slow cases, with four.
+@pytest.mark.parametrize(
+    ("groups", "place"),
+    [
+        *((2, place) for place in ("forward", "bucket0", "bucket1", "commit")),
+        *((3, place) for place in ("forward", "bucket1")),
+        *(pytest.param(3, place, marks=pytest.mark.slow) for place in ("bucket0", "commit")),
+    ],
+)
 def test_a_failure_in_mid_step_costs_no_step(cluster: Cluster, groups: int, place: str) -> None:
     job = Job(groups, failures={0: (3, place)})  # the first group: all groups meet in its store
     outcomes = job.run(cluster)

@@ -73,8 +73,11 @@ def check_bits(
         assert weights is None or torch.equal(weights, expected)
 
 
-@pytest.mark.parametrize("use_async_quorum", [True, False])
-@pytest.mark.parametrize("groups", [1, 3])
+# The slow one combines settings that test_a_group_fails_and_another_one_joins also combines.
+@pytest.mark.parametrize(
+    ("groups", "use_async_quorum"),
+    [(1, True), (1, False), (3, True), pytest.param(3, False, marks=pytest.mark.slow)],
+)
 def test_any_number_of_groups_ends_with_the_bits_of_one_process(groups: int, use_async_quorum: bool) -> None:
     training = job(start_with=groups, settings={"use_async_quorum": use_async_quorum})
     with Cluster(min_replicas=groups) as cluster:

@@ -106,6 +106,16 @@ def nodes(tmp_path: Path, lighthouse: Lighthouse) -> Iterator[Nodes]:
         made.kill(name)
 
 
+def test_torchrun_trains_with_a_round_of_the_backend(nodes: Nodes) -> None:
+    nodes.start("a")
+    nodes.meet(1, "a")
+    nodes.finish()
+
+
+# Slow, because it starts PyTorch in eight processes. In `make test`, test_torchrun_trains_with_a_round_of_the_backend
+# runs torchrun, test_an_agent_is_killed_at_a_moment kills a node, and tests/unit/dlrover/test_rendezvous.py restarts
+# rounds for failed workers and further nodes, and continues one without its lighthouse.
+@pytest.mark.slow
 def test_a_node_fails_and_another_one_joins(nodes: Nodes, lighthouse: Lighthouse) -> None:
     nodes.start("a", "b")
     nodes.meet(2, "a", "b")

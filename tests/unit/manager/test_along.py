@@ -8,6 +8,7 @@ from typing import Optional
 
 import pytest
 
+from tests.bounded import often
 from tests.unit.manager.test_together import Store
 from torchft._manager.along import MAX_IDLE_SEC, MAX_RESTARTS, Fate, Heal, Kind, Piece, cut
 from torchft._manager.sources import Sources
@@ -338,7 +339,8 @@ class Target:
 def test_random_histories_end_with_the_state_that_all_committed_gradients_give(part: int) -> None:
     """Steps fail for all or are missed by the target, quorums change, sources fail or differ, a second group joins."""
     healed = abandoned = smaller = several = differed = early = confirmed = lied = 0
-    for seed in range(1000 * part, 1000 * part + 1000):
+    histories = often(1000)
+    for seed in range(1000 * part, 1000 * part + histories):
         chance = random.Random(seed)
         trouble = chance.choice([0.0, 0.05, 0.2])
         job = Job(chance)
@@ -401,8 +403,9 @@ def test_random_histories_end_with_the_state_that_all_committed_gradients_give(p
                 job.quorum_id += 1
             else:
                 job.commit(gradient)
-    assert healed > 900
-    assert smaller > 0 and several > 100 and differed > 0 and early > 100 and confirmed > 1000 and lied > 100
+    assert healed > 0.9 * histories
+    assert smaller > 0 and several > 0.1 * histories and differed > 0
+    assert early > 0.1 * histories and confirmed > histories and lied > 0.1 * histories
     assert abandoned < healed
 
 
@@ -412,7 +415,8 @@ def test_random_histories_of_groups_of_several_ranks() -> None:
     This also holds if one rank does not receive the rest of the state, or votes no.
     """
     healed = early = 0
-    for seed in range(400):
+    histories = often(400)
+    for seed in range(histories):
         chance = random.Random(seed)
         trouble = chance.choice([0.0, 0.05, 0.2])
         job = Job(chance)
@@ -447,4 +451,4 @@ def test_random_histories_of_groups_of_several_ranks() -> None:
             else:
                 job.commit(gradient)
         assert all(target.heal.abandoned is None for target in targets), seed
-    assert healed > 390 and early > 0
+    assert healed > 0.97 * histories and early > 0

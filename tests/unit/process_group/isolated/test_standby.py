@@ -159,7 +159,10 @@ def test_a_standby_whose_end_is_not_noticed_yet_is_replaced(store: TCPStore, mon
     group.shutdown()
 
 
-@pytest.mark.parametrize("standby_too", STANDBY_TOO)
+# Slow, because the next server imports PyTorch. In `make test`, test_a_server_that_ended_is_replaced starts the next
+# server, and test_a_standby_whose_end_is_not_noticed_yet_is_replaced repeats a request whose worker has ended.
+@pytest.mark.slow
+@pytest.mark.parametrize("standby_too", [False, True])
 def test_a_server_that_ends_during_a_request_is_replaced(
     store: TCPStore, monkeypatch: pytest.MonkeyPatch, standby_too: bool
 ) -> None:

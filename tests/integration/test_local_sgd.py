@@ -190,7 +190,7 @@ def assert_ends(ran: Ran, group: int, reference: papers.DiLoCo) -> None:
     ids=str,
 )
 def test_diloco_equals_the_papers(settings: Settings, options: dict[str, Any]) -> None:
-    """Two groups over a hundred inner steps or more. Both have the same global parameters, and their own local ones."""
+    """Two groups over hundreds of inner steps. Both have the same global parameters, and their own local ones."""
     rounds = max(40, -(-200 // settings.period))
     with Cluster(min_replicas=2) as cluster:
         loop = Training(settings, rounds, options)

@@ -6,6 +6,7 @@ import mmap
 import os
 from contextlib import suppress
 from pathlib import Path
+from sys import maxsize
 from typing import Optional
 
 import torch
@@ -15,15 +16,35 @@ from torchft.checkpointing.transport import CheckpointError
 _OWN = 128 << 10  # bytes; smaller tensors are allocated on the heap
 _AREA = 64 << 20  # bytes of an area that tensors share; a larger tensor has a separate area
 _ALIGNED = 64  # bytes
-_HUGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
+_REPORTING = 5  # the bit VIRTIO_BALLOON_F_REPORTING of the balloon's features (VIRTIO 1.2, section 5.5.3)
+
+
+def huge_pages(sys: Path = Path("/sys")) -> Optional[int]:
+    """The advice to the kernel for memory in huge pages; None where there are none, or where they are slower.
+
+    They are slower in a virtual machine whose host takes back free memory (virtio-balloon with the feature "free page
+    reporting"): it does that in blocks of 2 MB, and supplies such a block again at 0.4 GB/s when it is used
+    (docs/benchmarks.md).
+
+    Args:
+        sys: the mount point of sysfs
+    """
+    for features in (sys / "bus/virtio/drivers/virtio_balloon").glob("*/features"):
+        with suppress(OSError):
+            if features.read_text()[_REPORTING : _REPORTING + 1] == "1":
+                return None
+    return getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
+
+
+_HUGE_PAGES = huge_pages()
 
 
 class HostMemory:
-    """Memory for received tensors: in huge pages, where the system has them.
+    """Memory for received tensors: in huge pages, where they are faster.
 
     The first use of memory in pages of 4 KB takes longer than copying the received bytes there; in pages of 2 MB
-    it does not (docs/healing.md). Consecutive tensors share an area, since most are smaller than such a page. An area
-    is returned to the system with the last of its tensors.
+    it mostly does not (`huge_pages`). Consecutive tensors share an area, since most are smaller than such a page. An
+    area is returned to the system with the last of its tensors.
     """
 
     def __init__(self) -> None:
@@ -36,6 +57,8 @@ class HostMemory:
         Raises:
             RuntimeError, MemoryError: there is not enough memory
         """
+        if nbytes > maxsize:
+            raise MemoryError(f"{nbytes} bytes")
         if _HUGE_PAGES is None or nbytes < _OWN:
             return torch.empty(nbytes, dtype=torch.uint8)
         if self._area is None or self._used + nbytes > len(self._area):

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import mmap
 from pathlib import Path
 
 import pytest
 
-from torchft.checkpointing._memory import HostMemory, available_memory
+from torchft.checkpointing import _memory
+from torchft.checkpointing._memory import HostMemory, available_memory, huge_pages
 
 GB = 1 << 30
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -57,8 +59,9 @@ def in_huge_pages() -> int:
 
 @pytest.mark.skipif(not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="here are no huge pages")
 @pytest.mark.parametrize("sizes", [[65 << 20], [1 << 20] * 70, [1000, (5 << 20) + 1, 200_001] * 12])
-def test_received_tensors_are_in_huge_pages(sizes: list[int]) -> None:
+def test_received_tensors_are_in_huge_pages(monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> None:
     """This holds for large tensors and for consecutive ones smaller than a page of 2 MB."""
+    monkeypatch.setattr(_memory, "_HUGE_PAGES", mmap.MADV_HUGEPAGE)  # also where this host's balloon makes them slow
     before, memory = in_huge_pages(), HostMemory()
     taken = [memory.take(size) for size in sizes]
     for i, flat in enumerate(taken):
@@ -68,7 +71,28 @@ def test_received_tensors_are_in_huge_pages(sizes: list[int]) -> None:
         assert flat.untyped_storage().nbytes() == size and bool((flat == i).all())
 
 
-def test_no_memory() -> None:
+@pytest.mark.parametrize(
+    ("features", "used"),
+    [
+        ([], True),  # no virtual machine, or one without a balloon
+        (["0" * 64], True),
+        (["01100" + "0" * 59], True),
+        (["01100" + "1" + "0" * 58], False),  # as read on a host that reports free pages
+        (["0" * 64, "000001"], False),
+        ([""], True),
+    ],
+)
+def test_huge_pages_are_not_used_where_the_host_takes_back_free_memory(
+    tmp_path: Path, features: list[str], used: bool
+) -> None:
+    for number, text in enumerate(features):
+        write(tmp_path / f"bus/virtio/drivers/virtio_balloon/virtio{number}", features=text + "\n")
+    assert huge_pages(tmp_path) == (mmap.MADV_HUGEPAGE if used else None)
+
+
+@pytest.mark.parametrize("huge", [None, mmap.MADV_HUGEPAGE])
+def test_no_memory(monkeypatch: pytest.MonkeyPatch, huge: int | None) -> None:
+    monkeypatch.setattr(_memory, "_HUGE_PAGES", huge)
     for nbytes in (1 << 62, 1 << 100):
         with pytest.raises((RuntimeError, MemoryError)):
             HostMemory().take(nbytes)

@@ -202,7 +202,7 @@ class Parameters:
         return value
 
     def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Allocates optimizer state. In host memory it is in huge pages, if the system has them: the first access to as
+        """Allocates optimizer state. In host memory it is in huge pages, where they are faster: the first access to as
         much memory in small pages would take as much processor time as a few training steps.
         """
         if self.device != _CPU:

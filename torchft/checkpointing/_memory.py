@@ -20,7 +20,7 @@ _REPORTING = 5  # the bit VIRTIO_BALLOON_F_REPORTING of the balloon's features (
 
 
 def huge_pages(sys: Path = Path("/sys")) -> Optional[int]:
-    """The advice to the kernel for memory in huge pages; None where there are none, or where they are slower.
+    """The advice to the kernel about huge pages: to use them, or not where they are slower; None where there are none.
 
     They are slower in a virtual machine whose host takes back free memory (virtio-balloon with the feature "free page
     reporting"): it does that in blocks of 2 MB, and supplies such a block again at 0.4 GB/s when it is used
@@ -32,7 +32,7 @@ def huge_pages(sys: Path = Path("/sys")) -> Optional[int]:
     for features in (sys / "bus/virtio/drivers/virtio_balloon").glob("*/features"):
         with suppress(OSError):
             if features.read_text()[_REPORTING : _REPORTING + 1] == "1":
-                return None
+                return getattr(mmap, "MADV_NOHUGEPAGE", None)
     return getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
 
 

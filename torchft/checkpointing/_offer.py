@@ -185,8 +185,9 @@ class Offer:
             if block.staged is not None and block.mine is None:
                 # device memory is in use only while a piece is copied, not while it is sent
                 for piece in block.staged.read(start):
-                    pacer.wait(piece.numel())
-                    yield tensor_memory(piece)
+                    for part in piece.split(min(piece.numel(), pacer.piece)):
+                        pacer.wait(part.numel())
+                        yield tensor_memory(part)
                     start += piece.numel()
             while start < block.nbytes:
                 largest = _DIRECT_PIECE if block.mine is None else _COPY_PIECE

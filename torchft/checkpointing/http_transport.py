@@ -71,7 +71,8 @@ class HTTPTransport(CheckpointTransport[T]):
             tensors when it is complete.
         checksum: whether received data is verified by checksums
         bandwidth_limit: bytes per second for all targets together; 0: no limit. The native core's data connections have
-            this limit, and, separately, the parts of `offer_pieces` and PyTorch's streaming format together.
+            this limit, and, separately, the parts of `offer_pieces` and PyTorch's streaming format together. The latter
+            cannot be resumed: without a copy of the state (`snapshot`), it must be transferred within the timeout.
         background: whether this source serves with the lowest priority on its host. By default only additional sources
             do so, because the whole job waits for the assigned source. Set it where sources continue to train while a
             group heals, as with LocalSGD and DiLoCo: their steps stay fast, and the heal uses the remaining processor

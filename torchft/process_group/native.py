@@ -129,12 +129,15 @@ def reconfigure_native(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
         if abort.is_alive():  # it may take effect later: then it would abort operations with the next peers
             raise RuntimeError(f"reconfigure: timed out: the abort of its last peers has not ended within {seconds} s")
     reconfigure_and_wait(pg, opts)
+    connections = Connections(_published(pg, opts.uuid), pg.rank(), pg.size()) if _is_gloo(pg) else None
     with _aborts_lock:
-        # Only the abort of the previous peers is over. One that began in the meantime may have aborted the new ones.
-        if abort is not None and _aborts.get(pg) is abort:
+        if connections is not None:
+            _connections[pg] = connections
+        last = _aborts.get(pg)
+        if last is not None and last is not abort:
+            _cut(pg)  # an abort began in the meantime, and has cut only the connections with the previous peers
+        elif last is not None:
             del _aborts[pg]
-    if _is_gloo(pg):
-        _connections[pg] = Connections(_published(pg, opts.uuid), pg.rank(), pg.size())
 
 
 def reconfigure_and_wait(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
@@ -162,9 +165,9 @@ def abort_native(pg: dist.ProcessGroup) -> None:
     """:func:`abort_group` for a native group."""
     with _aborts_lock:
         last = _aborts.get(pg)
-        # An abort that still runs has cut the connections with the present peers, because a reconfiguration waits for
-        # its end. No second one is started: it would replace the first in `_aborts`, and a reconfiguration would not
-        # wait for the first.
+        # An abort that still runs has cut the connections with the present peers: a reconfiguration waits for the end
+        # of an earlier one, and cuts the new connections if one has begun meanwhile. No second one is started: it would
+        # replace the first in `_aborts`, and a reconfiguration would not wait for the first.
         if last is None or not last.is_alive():
             # The abort is recorded first: a wait that the cut or the group's own abort ends may call `error_of_native`
             # at once. The thread starts after the cut, because the group's own abort may be slow, and must not delay

@@ -11,6 +11,9 @@ import (
 	"github.com/torchft/torchft/go/pyapi/ops"
 )
 
+// Read before a test changes it. In a container with a processor limit it is less than runtime.NumCPU.
+var busyProcessors = min(4, runtime.GOMAXPROCS(0))
+
 type idle struct{ closer }
 
 func (*idle) Address() string { return "http://here:1" }
@@ -21,23 +24,22 @@ func TestProcessorsFollowTheWork(t *testing.T) {
 	}
 	before := runtime.GOMAXPROCS(0)
 	t.Cleanup(func() { runtime.GOMAXPROCS(before) })
-	many := min(4, before) // fewer than runtime.NumCPU in a container with a processor limit
 	ops.Quiet()
 	require.Equal(t, 1, runtime.GOMAXPROCS(0))
 	first, second := ops.Busy(), ops.Busy()
-	require.Equal(t, many, runtime.GOMAXPROCS(0))
+	require.Equal(t, busyProcessors, runtime.GOMAXPROCS(0))
 	first()
 	first()
-	require.Equal(t, many, runtime.GOMAXPROCS(0), "the second one is still busy")
+	require.Equal(t, busyProcessors, runtime.GOMAXPROCS(0), "the second one is still busy")
 	second()
 	require.Equal(t, 1, runtime.GOMAXPROCS(0))
 
 	s := &idle{}
 	busy := ops.NewBusyServer(s)
 	require.Equal(t, "http://here:1", busy.Address())
-	require.Equal(t, many, runtime.GOMAXPROCS(0))
+	require.Equal(t, busyProcessors, runtime.GOMAXPROCS(0))
 	ops.Quiet()
-	require.Equal(t, many, runtime.GOMAXPROCS(0))
+	require.Equal(t, busyProcessors, runtime.GOMAXPROCS(0))
 	busy.Shutdown()
 	require.Equal(t, 1, s.closed)
 	require.Equal(t, 1, runtime.GOMAXPROCS(0))

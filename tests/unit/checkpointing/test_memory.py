@@ -87,7 +87,7 @@ def test_huge_pages_are_not_used_where_the_host_takes_back_free_memory(
 ) -> None:
     for number, text in enumerate(features):
         write(tmp_path / f"bus/virtio/drivers/virtio_balloon/virtio{number}", features=text + "\n")
-    assert huge_pages(tmp_path) == (mmap.MADV_HUGEPAGE if used else None)
+    assert huge_pages(tmp_path) == (mmap.MADV_HUGEPAGE if used else mmap.MADV_NOHUGEPAGE)
 
 
 @pytest.mark.parametrize("huge", [None, mmap.MADV_HUGEPAGE])

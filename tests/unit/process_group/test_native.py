@@ -336,18 +336,39 @@ def test_a_reconfiguration_waits_for_an_abort_that_has_not_started_yet(
 def test_aborts_of_two_threads_are_one(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """A reconfiguration waits for the end of one thread; another one would abort the new peers."""
     (group,) = natives(store, 1)
-    both, started = threading.Barrier(2), []
+    both, over, started = threading.Barrier(2), threading.Event(), []
 
     def thread(name: str, pg: object) -> threading.Thread:
         with suppress(threading.BrokenBarrierError):
             both.wait(0.2)  # for the other thread, which must not come here
-        started.append(threading.Thread(target=time.sleep, args=(0.5,)))
+        started.append(threading.Thread(target=over.wait, args=(60,)))
         return started[-1]
 
     monkeypatch.setattr(native_module, "_abort_thread", thread)
     in_threads([lambda: abort_group(group)] * 2)
+    over.set()
     assert len(started) == 1
     started[0].join()
+
+
+def test_an_abort_during_a_reconfiguration_cuts_the_new_connections(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = natives(store, 2)
+    reconfigure = native_module.reconfigure_and_wait
+
+    def then_abort(pg: dist.ProcessGroup, opts: ReconfigureOptions) -> None:
+        reconfigure(pg, opts)
+        if pg is groups[0]:
+            abort_group(pg)
+
+    monkeypatch.setattr(native_module, "reconfigure_and_wait", then_abort)
+    connect(groups, store)
+    assert "was aborted" in str(error_of_native(groups[0]))
+    began = time.monotonic()
+    with pytest.raises(RuntimeError):
+        groups[1].allreduce([torch.ones(1)], ReduceOp.SUM).wait()
+    assert time.monotonic() - began < within(ABORT_S)
 
 
 def test_reconfigure_and_abort_of_a_torchft_group(store: TCPStore) -> None:

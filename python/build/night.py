@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import toolchain
@@ -66,6 +67,9 @@ WRONG = "|".join(
     )
 )
 
+# The end of a fuzzer's time, which Go reports as a failure, without an input, if an input runs at that moment.
+FUZZ_TIME_OVER = r"^--- FAIL: Fuzz\w+ \([\d.]+s\)\n\s+context deadline exceeded\nFAIL$"
+
 
 def seconds_of(text: str) -> float:
     """Reads 90s, 30m, 1.5h or 1h30m."""
@@ -98,7 +102,12 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
 
     `until` is a time in seconds of time.monotonic(), after which pytest begins no test."""
     go = ROOT / "go"
-    settings = {"SEED": str(seed), "RERUNS": "0", "FORK_SERVER": "0", "NIGHT_UNTIL": f"{until:.0f}"}
+    settings = {
+        "SEED": str(seed),
+        "RERUNS": os.environ.get("RERUNS", "0"),
+        "FORK_SERVER": "0",
+        "NIGHT_UNTIL": f"{until:.0f}",
+    }
     tests = Part("pytest", pytest("pytest", "-m", "", folder=FOLDER), env=settings)
     late = Part("late", pytest("late", "-m", "", "tests/late", folder=FOLDER), env=settings, needs_s=60)
     cgo = {"CGO_ENABLED": "1", "CGO_CFLAGS": f"-O2 -I{toolchain.python_include()}"}
@@ -187,6 +196,13 @@ def command_line(command: Sequence[str], env: dict[str, str], cwd: Path) -> str:
     return folder + " ".join([*kept, shlex.join(words)])
 
 
+def judged(result: Result, text: str) -> Result:
+    """The result, with a fuzzer that only ended at its time as passed."""
+    if result.failed and result.part.name.startswith("fuzz") and re.search(FUZZ_TIME_OVER, text, re.MULTILINE):
+        return replace(result, status=0)
+    return result
+
+
 def failures(result: Result, text: str) -> list[tuple[str, str]]:
     """(what failed, how to repeat it): each failed test of pytest, one entry for any other part."""
     part = result.part
@@ -269,6 +285,7 @@ def main() -> int:
     results = [*run(parts, 2, FOLDER, report_line, time_s, OVER_S), *unplanned(parts, args.seed, targets)]
     ran = [r.part.name for r in results if r.status is not None]
     logs = {name: (FOLDER / f"{name}.log").read_text(errors="replace") for name in ran}
+    results = [judged(r, logs.get(r.part.name, "")) for r in results]
     text = page(results, logs, title, time.monotonic() - began)
     show([r for r in results if r.failed], FOLDER, sys.stdout)
     (FOLDER / "page.md").write_text(text + "\n")

@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "python" / "build"))
 from lanes import Part, Result  # noqa: E402
-from night import CHAOS, FUZZ_S, OVER_S, fuzz_targets, page, plan, seconds_of, unplanned  # noqa: E402
+from night import CHAOS, FUZZ_S, OVER_S, fuzz_targets, judged, page, plan, seconds_of, unplanned  # noqa: E402
 
 TARGETS = [("./heal", "FuzzAnswers"), ("./heal", "FuzzRequests"), ("./manager", "FuzzSession")]
 
@@ -43,7 +43,10 @@ def test_all_fuzz_targets_are_known() -> None:
     assert len(set(found)) == len(found)
 
 
-def test_pytest_gets_the_whole_time_and_no_second_runs() -> None:
+def test_pytest_gets_the_whole_time_and_no_second_runs_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RERUNS", "1")
+    assert plan(1800, 20261122, 1e5, TARGETS)[0].env["RERUNS"] == "1"
+    monkeypatch.delenv("RERUNS")
     tests = plan(1800, 20261122, 1e5, TARGETS)[0]
     assert tests.name == "pytest"
     assert tests.env == {"SEED": "20261122", "RERUNS": "0", "FORK_SERVER": "0", "NIGHT_UNTIL": "100000"}
@@ -129,6 +132,20 @@ def test_the_report_names_failures_and_the_commands_that_repeat_them() -> None:
     assert "chaos-gloo took too long and was ended" in lines
     assert "    .venv/bin/python -u tests/process/chaos_faults.py --seed=7" in lines
     assert lines[-1] == "4 failed, 21 passed in 125s (2m05s)"
+
+
+@pytest.mark.parametrize(
+    ("log", "failed"),
+    [
+        ("--- FAIL: FuzzX (10.07s)\n    context deadline exceeded\nFAIL\nexit status 1\n", False),
+        ("--- FAIL: FuzzX (3.00s)\n    x_test.go:9: context deadline exceeded\nFAIL\n", True),
+        ("--- FAIL: FuzzX (3.00s)\n    Failing input written to testdata/a\nFAIL\n", True),
+        ("panic: boom\n", True),
+    ],
+)
+def test_a_fuzzer_that_only_ended_at_its_time_has_passed(log: str, failed: bool) -> None:
+    assert judged(result("fuzz-rpc-FuzzX", 1), log).failed == failed
+    assert judged(result("race", 1), log).failed
 
 
 def test_a_night_without_failures() -> None:

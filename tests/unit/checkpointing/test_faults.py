@@ -17,7 +17,7 @@ import torch
 from tests.unit.checkpointing.checkpoint_states import assert_same
 from tests.unit.checkpointing.faulty_proxy import Fault, Proxy, random_faults
 from torchft.checkpointing import HTTPTransport, _native_transfer, _receive
-from torchft.checkpointing.transport import CheckpointError
+from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout
 
 TIMEOUT = timedelta(seconds=20)
 MB = 1 << 20
@@ -94,7 +94,7 @@ def test_random_transfers(source: HTTPTransport[Any], transfers: int) -> None:
         target: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0)
         try:
             got = target.recv_checkpoint(0, wire.metadata, number, TIMEOUT)
-        except CheckpointError:
+        except (CheckpointError, CheckpointTimeout):  # a garbled end of the headers makes both sides wait
             failed += 1
             assert any(fault.kind == "flip" for fault in wire.http.done), f"seed {seed}, transfer {number}"
         else:

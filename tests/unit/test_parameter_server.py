@@ -4,17 +4,17 @@ import gc
 import http.client
 import json
 import threading
-import time
 import urllib.parse
 from datetime import timedelta
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Iterator
 
 import pytest
 import torch
 from processes import START_TIMEOUT_S, Job
 from torch.distributed import ReduceOp
 
+from tests.unit.waiting import wait_until
 from torchft.parameter_server import ParameterServer
 from torchft.process_group import ProcessGroup, ProcessGroupGloo
 
@@ -66,13 +66,6 @@ def server() -> Iterator[Sums]:
     assert built.sessions() == []
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true within 60 s"
-        time.sleep(0.01)
-
-
 def session_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name in ("torchft_session_watch", "torchft-http-request")]
 
@@ -89,10 +82,10 @@ def test_each_client_has_its_own_session(server: Sums) -> None:
     assert push(first, 4.0) == [7.0] * 3
     assert len(set(server.served)) == 2 and sorted(server.sessions()) == sorted(server.served)
     first.shutdown()
-    until(lambda: len(server.sessions()) == 1)
+    wait_until(lambda: len(server.sessions()) == 1)
     assert push(second, 1.0) == [8.0] * 3
     second.shutdown()
-    until(lambda: server.sessions() == [] and session_threads() == [])
+    wait_until(lambda: server.sessions() == [] and session_threads() == [])
 
 
 def test_session_ends_when_its_client_drops_the_process_group(server: Sums) -> None:
@@ -100,8 +93,8 @@ def test_session_ends_when_its_client_drops_the_process_group(server: Sums) -> N
     push(pg, 1.0)
     del pg
     gc.collect()
-    until(lambda: server.sessions() == [] and len(server.errors) == 1)  # forward was waiting in an allreduce
-    until(lambda: session_threads() == [])
+    wait_until(lambda: server.sessions() == [] and len(server.errors) == 1)  # forward was waiting in an allreduce
+    wait_until(lambda: session_threads() == [])
 
 
 CLIENT = f"""
@@ -122,7 +115,7 @@ def test_session_whose_client_fails_ends(server: Sums, tmp_path: Path) -> None:
         job.wait(lambda: client.of("pushed"), START_TIMEOUT_S, "it has pushed")
         assert len(server.sessions()) == 1
         client.kill()
-        until(lambda: server.sessions() == [] and len(server.errors) == 1)
+        wait_until(lambda: server.sessions() == [] and len(server.errors) == 1)
 
 
 def test_session_of_a_client_that_never_connects_ends(server: Sums) -> None:
@@ -131,15 +124,15 @@ def test_session_of_a_client_that_never_connects_ends(server: Sums) -> None:
     connection = http.client.HTTPConnection("localhost", parts.port or 0, timeout=10)
     connection.request("POST", parts.path)
     asked = json.loads(connection.getresponse().read())
-    until(connecting)  # the session is listed before its process group begins to connect
+    wait_until(connecting)  # the session is listed before its process group begins to connect
     connection.close()
-    until(lambda: server.sessions() == [])
+    wait_until(lambda: server.sessions() == [])
     assert server.served == []
     assert connecting()  # PyTorch still waits for the client, so the session has not ended by its timeout
     # The client connects late, so that this wait ends before the process does.
     client = Sums.new_process_group()
     client.configure(f"{asked['store_addr']}/session/{asked['session_id']}", "client", 1, 2)
-    until(lambda: not connecting())
+    wait_until(lambda: not connecting())
     client.shutdown()
 
 
@@ -165,7 +158,7 @@ def test_shutdown_ends_sessions(server: Sums) -> None:
         push(pg, 1.0)
     with pytest.raises(RuntimeError, match="no session from http"):
         Sums.new_session(server.address())
-    until(lambda: session_threads() == [])
+    wait_until(lambda: session_threads() == [])
 
 
 def test_bad_input(server: Sums) -> None:

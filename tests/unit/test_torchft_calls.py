@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
+from tests.unit.waiting import wait_until
 from torchft._torchft import LighthouseServer, ManagerClient, ManagerServer, QuorumRequest
 
 SOON = timedelta(seconds=20)
@@ -73,13 +73,6 @@ def test_a_client_that_was_shut_down_has_nothing_prepared(client: ManagerClient)
     for call in (lambda: client.should_commit(0, 0, True, SOON), lambda: begin(client)):
         with pytest.raises(RuntimeError, match="this object is shut down"):
             call()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def begin(client: ManagerClient) -> Any:

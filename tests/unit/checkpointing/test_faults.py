@@ -16,6 +16,7 @@ import torch
 
 from tests.unit.checkpointing.checkpoint_states import assert_same
 from tests.unit.checkpointing.faulty_proxy import Fault, Proxy, random_faults
+from tests.unit.waiting import wait_until
 from torchft.checkpointing import HTTPTransport, _native_transfer, _receive
 from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout
 
@@ -160,7 +161,7 @@ def test_a_source_that_continued_with_another_step(target: Any) -> None:
     through = Wire(source, [], [Fault("reset", MB, True)])
 
     def turn() -> None:
-        until(lambda: len(through.data.done) > 0)
+        wait_until(lambda: len(through.data.done) > 0)
         source._source.disallow(0.0)
         for tensor in state.values():
             tensor.fill_(7)
@@ -177,13 +178,6 @@ def test_a_source_that_continued_with_another_step(target: Any) -> None:
         thread.join(20)
         through.close()
         source.shutdown()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def large_state() -> dict[str, torch.Tensor]:

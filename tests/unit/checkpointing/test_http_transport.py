@@ -19,6 +19,7 @@ import torch
 import torchft.checkpointing.http_transport as http_transport
 from tests.promises import within
 from tests.unit.checkpointing.checkpoint_states import assert_same
+from tests.unit.waiting import wait_until
 from torchft.checkpointing import HTTPTransport, _native_transfer
 from torchft.checkpointing._offer import Offer
 from torchft.checkpointing._source import Unavailable
@@ -392,13 +393,6 @@ def test_a_long_heal_is_not_copied_while_its_target_reads(make: Any, monkeypatch
     source.disallow_checkpoint()  # the state is about to change nevertheless
     fill(state, 3.0)
     assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), large_state())
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 # Slow readers

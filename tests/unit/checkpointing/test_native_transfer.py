@@ -27,6 +27,7 @@ import torch
 import torchft.checkpointing.http_transport as http_transport
 from tests.promises import ABORT_S, within
 from tests.unit.checkpointing.checkpoint_states import assert_same, training_state
+from tests.unit.waiting import wait_until
 from torchft._torchft import _load
 from torchft.checkpointing import HTTPTransport, _encoding, _native_transfer, _receive
 from torchft.checkpointing._handshake import DONE
@@ -548,13 +549,6 @@ def test_a_stranger_at_the_data_port(make: Any) -> None:
     assert time.monotonic() - start < TIMEOUT.total_seconds() / 2
     for sock in strangers:
         sock.close()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 # Progress

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 from tests.unit.checkpointing.forged_source import server_that_sends
+from tests.unit.waiting import wait_until
 from torchft.checkpointing import HTTPTransport, _pieces, http_transport
 from torchft.checkpointing._http_client import Refused
 from torchft.checkpointing._pacer import Pacer
@@ -266,8 +266,5 @@ def test_a_target_connects_again_after_a_long_step(
     assert asker.ask("piece", "0-0-5").step == 7
     for connection in list(source._server._connections):
         connection.abort()
-    deadline = time.monotonic() + 20
-    while source._server._connections:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not source._server._connections, 20)
     assert asker.ask("piece", "0-0-5").step == 7

@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, Callable, Optional
 
 import pytest
 
+from tests.unit.waiting import wait_until
 from torchft._manager import signals as module
 from torchft._manager.signals import SAME_REQUEST_SEC, Deadline, Signals
 from torchft._torchft import QuorumResult
@@ -166,13 +166,6 @@ def test_ctrl_c_does_not_interrupt_a_draining_process(fixture: Any) -> None:
         assert manager._signals.wanted
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + LONG_S
-    while not condition():
-        assert time.monotonic() < until, f"{LONG_S} s passed before the condition was true"
-        time.sleep(0.001)
 
 
 def wait_until_received() -> None:

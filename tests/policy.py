@@ -34,6 +34,14 @@ def devices() -> int:
         return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
+@functools.cache
+def _nccl_shares_a_device() -> bool:
+    """Whether NCCL accepts several ranks on one device, as it does from 2.30 on if the environment asks for it."""
+    import torch
+
+    return devices() > 0 and torch.cuda.nccl.version() >= (2, 30)
+
+
 def _no_device() -> str | None:
     import torch
 
@@ -73,6 +81,7 @@ NEEDS: dict[str, tuple[str, Callable[[], str | None]]] = {
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "devices(count): needs that many CUDA devices")
+    config.addinivalue_line("markers", "nccl_ranks(count): needs that many CUDA devices, or one and NCCL 2.30")
     for mark, (what, _) in NEEDS.items():
         config.addinivalue_line("markers", f"{mark}: needs {what}")
     config.pluginmanager.register(Policy(config), "policy")
@@ -108,9 +117,13 @@ class Policy:
         for mark, (what, missing) in NEEDS.items():
             if item.get_closest_marker(mark) is not None and (why := missing()) is not None:
                 return f"need {what} ({why})"
+        there = f"there {'is one' if devices() == 1 else f'are {devices()}'}"
         mark = item.get_closest_marker("devices")
         if mark is not None and devices() < mark.args[0]:
-            return f"need {mark.args[0]} CUDA devices (there {'is one' if devices() == 1 else f'are {devices()}'})"
+            return f"need {mark.args[0]} CUDA devices ({there})"
+        mark = item.get_closest_marker("nccl_ranks")
+        if mark is not None and devices() < mark.args[0] and not _nccl_shares_a_device():
+            return f"need {mark.args[0]} CUDA devices, or one and NCCL 2.30 ({there})"
         return None
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:

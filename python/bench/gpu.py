@@ -1,7 +1,8 @@
 """Measurements on a GPU that nothing else uses: `python python/bench/gpu.py`, or `--quick` for about three minutes.
 
 Prints tables and writes them, with date, device and command, into docs/gpu.md. Each subject is measured in a fresh
-process; NCCL refuses two ranks on one device, so every group has one rank.
+process with one rank, because NCCL before 2.30 refuses two on one device. With 2.30, two groups share the device to
+measure how long the survivor of a killed group takes.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -17,7 +19,9 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from common import REPOSITORY, Side
+from recovery import fail_once
+
 WORKER = Path(__file__).resolve().parent / "gpu_worker.py"
 PAGE = REPOSITORY / "docs" / "gpu.md"
 BEGIN, END = "<!-- figures: written by gpu.py -->", "<!-- end of figures -->"
@@ -26,10 +30,14 @@ CHILD_TIMEOUT_S = 300
 
 @dataclass(frozen=True)
 class Group:
-    """A kind of process group: its column in the tables, its class and the arguments."""
+    """A kind of process group: its column in the tables, its class and the arguments.
+
+    `job` is its kind in the jobs of recovery.py, if it is measured there.
+    """
 
     name: str
     kind: str = ""
+    job: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     upstream: bool = False
     quick: bool = True
@@ -37,12 +45,12 @@ class Group:
 
 GROUPS = [
     Group("PyTorch"),
-    Group("ours", "ProcessGroupNCCL"),
-    Group("isolated, standby", "ProcessGroupBabyNCCL", {"standby": True, "standby_context": False}),
-    Group("isolated", "ProcessGroupBabyNCCL", {"standby": False}, quick=False),
-    Group("isolated, standby with a context", "ProcessGroupBabyNCCL", {"standby_context": True}, quick=False),
-    Group("upstream", "ProcessGroupNCCL", upstream=True),
-    Group("upstream, isolated", "ProcessGroupBabyNCCL", upstream=True),
+    Group("ours", "ProcessGroupNCCL", "nccl"),
+    Group("isolated, standby", "ProcessGroupBabyNCCL", "isolated nccl", {"standby": True, "standby_context": False}),
+    Group("isolated", "ProcessGroupBabyNCCL", settings={"standby": False}, quick=False),
+    Group("isolated, standby with a context", "ProcessGroupBabyNCCL", settings={"standby_context": True}, quick=False),
+    Group("upstream", "ProcessGroupNCCL", "nccl", upstream=True),
+    Group("upstream, isolated", "ProcessGroupBabyNCCL", "isolated nccl", upstream=True),
 ]
 FIGURES = {
     "issue_us": "begin an allreduce of 16 floats, µs",
@@ -95,6 +103,11 @@ def main() -> int:
         if args.upstream:
             measure(f"{subject}, upstream", True, subject)
     measure("killed", False, "killed")
+    if torch.cuda.nccl.version() >= (2, 30):
+        for g in groups:
+            if g.job:
+                print(f"[{time.monotonic() - began:5.1f} s] {g.name}, a group is killed", file=sys.stderr, flush=True)
+                results[f"{g.name}, a group is killed"] = recovery(g, args.upstream, rounds)
 
     command = "python python/bench/gpu.py" + (" --quick" if args.quick else f" --rounds {args.rounds}")
     head = f"{date.today().isoformat()}, {torch.cuda.get_device_name()}, PyTorch {torch.__version__}, "
@@ -155,11 +168,25 @@ def in_child(upstream: Path | None, *what: str) -> dict[str, Any]:
     return figures
 
 
+def recovery(group: Group, upstream: Path | None, rounds: int) -> dict[str, Any]:
+    """Return how long the survivor of two groups takes when the other one is killed."""
+    side = Side(group.name, upstream if group.upstream and upstream else REPOSITORY)
+    try:
+        seconds = [fail_once(side, "kill", 2, group.job)["seconds"] for _ in range(rounds)]
+    except Exception as e:
+        return {"error": str(e).splitlines()[0]}
+    return {"recovery_s": statistics.median(seconds)}
+
+
 def page(results: Results, groups: list[Group], head: str, upstream: bool) -> str:
     """Return the text between the markers on the page."""
     lines = [head, "", "| | " + " | ".join(g.name for g in groups) + " |", "|---" * (len(groups) + 1) + "|"]
     for name, what in FIGURES.items():
         lines.append(f"| {what} | " + " | ".join(_cell(results[g.name], name) for g in groups) + " |")
+    killed = [results.get(f"{g.name}, a group is killed", {}) for g in groups]
+    if any(killed):
+        cells = [_cell(figures, "recovery_s") for figures in killed]
+        lines.append(f"| a group of two is killed, until the other commits, s | {' | '.join(cells)} |")
     columns = ["GB/s", "ours", *(["upstream"] if upstream else [])]
     lines += ["", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     for subject, rates in RATES.items():

@@ -13,7 +13,17 @@ import signal
 import time
 from typing import Any
 
-from common import START_TIMEOUT_S, Progress, Side, Spread, markdown_table, rotated, start_groups, verdict
+from common import (
+    SHARED_DEVICE,
+    START_TIMEOUT_S,
+    Progress,
+    Side,
+    Spread,
+    markdown_table,
+    rotated,
+    start_groups,
+    verdict,
+)
 from processes import Job
 
 GOAL_KILL = 0.1
@@ -35,7 +45,7 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict
             rows: dict[str, list[dict[str, float]]] = {ours.name: [], upstream.name: []}
             for number in range(rounds):
                 for side in rotated((ours, upstream), number):
-                    rows[side.name].append(_round(side, fault, groups, kind))
+                    rows[side.name].append(fail_once(side, fault, groups, kind))
                 progress(
                     f"recovery, {fault}, {groups} groups, {kind}, round {number + 1}/{rounds}: "
                     + ", ".join(f"{name} {mine[-1]['seconds']:.2f} s" for name, mine in rows.items())
@@ -51,13 +61,22 @@ def measure(ours: Side, upstream: Side, rounds: int, progress: Progress) -> dict
     return result
 
 
-def _round(side: Side, fault: str, groups: int, kind: str) -> dict[str, float]:
+def fail_once(side: Side, fault: str, groups: int, kind: str) -> dict[str, float]:
+    """Return the seconds of the slowest survivor and the steps that it lost.
+
+    Args:
+        side: the package.
+        fault: of SIGNALS.
+        groups: how many, of one rank each.
+        kind: "plain" or "replay" with Gloo, or a process group of `Worker.do_manager`.
+    """
     with Job() as job:
         _, address = job.lighthouse(side.path, min_replicas=1, join_timeout_ms=10_000, heartbeat_timeout_ms=5000)
-        env = {"TORCHFT_REPLAY_FAILED_STEP": "1"} if kind == "replay" else None
-        everybody = start_groups(job, side, groups, 1, env)
+        env = {"TORCHFT_REPLAY_FAILED_STEP": "1"} if kind == "replay" else {}
+        everybody = start_groups(job, side, groups, 1, {**env, **SHARED_DEVICE})
         everybody.do(START_TIMEOUT_S, do="state", mb=1)
-        everybody.do(START_TIMEOUT_S, do="manager", lighthouse=address, kind=kind if kind == "isolated" else "plain")
+        kind = "gloo" if kind in ("plain", "replay") else kind
+        everybody.do(START_TIMEOUT_S, do="manager", lighthouse=address, kind=kind)
         for child in everybody.children:
             child.send(do="survive", compute_ms=COMPUTE_MS)
         _wait_for_commits(job, everybody.children, groups)

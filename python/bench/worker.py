@@ -78,13 +78,14 @@ class Worker:
         first = torch.randn(250_000)
         self.state = [first + i for i in range(mb)]
 
-    def do_adam(self, mb: int, trained: bool, fused: bool = False) -> dict[str, Any]:
+    def do_adam(self, mb: int, trained: bool, fused: bool = False, device: str = "cpu") -> dict[str, Any]:
         """Make the state of a model with Adam, `mb` MB in all. Without `trained`, Adam has no state yet."""
         from torchft import Manager, ProcessGroupGloo  # noqa: F401  as in a script, imported before the model is made
 
         torch.manual_seed(GROUP)
         width = 2048 if mb >= 500 else 512
-        self.model = nn.Sequential(*[nn.Linear(width, width) for _ in range(mb * 1_000_000 // (3 * 4 * width * width))])
+        layers = [nn.Linear(width, width) for _ in range(mb * 1_000_000 // (3 * 4 * width * width))]
+        self.model = nn.Sequential(*layers).to(device)
         self.optimizer = adam = optim.Adam(self.model.parameters(), lr=1e-3, fused=fused)
         if trained:
             for parameter in self.model.parameters():
@@ -101,16 +102,24 @@ class Worker:
         self.optimizer.load_state_dict(state["adam"])
         self.loaded_at = time.monotonic()
 
-    def do_manager(self, lighthouse: str, kind: str = "plain", **settings: Any) -> None:
+    def do_manager(self, lighthouse: str, kind: str = "gloo", **settings: Any) -> None:
         from torchft import Manager, ProcessGroupGloo
-        from torchft.process_group import ProcessGroupBabyGloo
+        from torchft.process_group import ProcessGroupBabyGloo, ProcessGroupBabyNCCL, ProcessGroupNCCL
 
+        groups: dict[str, Any] = {
+            "gloo": ProcessGroupGloo,
+            "isolated": ProcessGroupBabyGloo,
+            "nccl": ProcessGroupNCCL,
+            "isolated nccl": ProcessGroupBabyNCCL,
+        }
+        if "nccl" in kind:
+            self.tensor = self.tensor.cuda()
         # The group's store, for all of its incarnations; under torchrun, the agent hosts it.
         if RANK == 0 and self.group_store is None:
             port = int(os.environ["MASTER_PORT"])
             self.group_store = dist.TCPStore("localhost", port, is_master=True, wait_for_workers=False)
         self.manager = Manager(
-            pg=(ProcessGroupBabyGloo if kind == "isolated" else ProcessGroupGloo)(timeout=TIMEOUT),
+            pg=groups[kind](timeout=TIMEOUT),
             load_state_dict=self._load,
             state_dict=self._save,
             min_replica_size=1,
@@ -304,11 +313,19 @@ class Worker:
     # heal_along.py
 
     def do_train_along(
-        self, lighthouse: str, along: Optional[bool], rate: int, compute_ms: float, busy: bool, settle: int
+        self,
+        lighthouse: str,
+        along: Optional[bool],
+        rate: int,
+        compute_ms: float,
+        busy: bool,
+        settle: int,
+        kind: str = "gloo",
     ) -> dict[str, Any]:
         """Train the model of `do_adam` until the parent sends stop or `settle` steps with two groups are done.
 
-        Upstream has no setting for `along`, which is None, and no limit of the rate.
+        Upstream has no setting for `along`, which is None, and no limit of the rate. `peak_mb` in the answer is how
+        much memory was added to that of the model: of the device if the model is there, or else of the host.
         """
         from torchft import Optimizer
         from torchft.checkpointing import HTTPTransport
@@ -317,7 +334,7 @@ class Worker:
         settings: dict[str, Any] = {"checkpoint_transport": HTTPTransport(TIMEOUT, 0, **limit)}
         if along is not None:
             settings["heal_along"] = along
-        self.do_manager(lighthouse, **settings)
+        self.do_manager(lighthouse, kind, **settings)
         optimizer = Optimizer(self.manager, self.optimizer)
         parameters = list(self.model.parameters())
         # A device's allocator keeps freed memory. PyTorch's for the host returns it to the kernel: steps that get new
@@ -325,7 +342,10 @@ class Worker:
         kept = [[torch.zeros_like(parameter) for parameter in parameters] for _ in range(2)]
         factor = torch.ones(512, 512)
         products = _products(factor, compute_ms) if busy else 0
-        before = _resident_mb()
+        on_device = parameters[0].is_cuda
+        if on_device:
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() / 1e6 if on_device else _resident_mb()
         steps: list[tuple[float, float]] = []
         joined, together = 0.0, 0
         emit("training")
@@ -346,7 +366,8 @@ class Worker:
             if self.manager.is_participating() and self.manager.num_participants() == 2:
                 joined = joined or steps[-1][0]
                 together += 1
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+        host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
+        peak = torch.cuda.max_memory_allocated() / 1e6 if on_device else host
         return {"steps": steps, "joined": joined, "peak_mb": peak - before}
 
     # restart.py

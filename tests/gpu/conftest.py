@@ -17,6 +17,8 @@ _HERE = Path(__file__).parent
 
 # The process from which children are forked must not use the driver, not even to count devices.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+# From NCCL 2.30 on, ranks may share a device. Their kernels take turns on it.
+os.environ.setdefault("NCCL_MULTI_RANK_GPU_ENABLE", "1")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -123,7 +123,7 @@ def test_processes_one_of_which_is_killed(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("fork_server")
-@pytest.mark.devices(2)
+@pytest.mark.nccl_ranks(2)
 @pytest.mark.parametrize("kind", ["ProcessGroupNCCL", "ProcessGroupBabyNCCL"])
 def test_nccl_between_processes_one_of_which_is_killed(kind: str) -> None:
     kill_and_heal(1, wrap="ddp", device="cuda", kind=kind)

@@ -232,13 +232,21 @@ class ProcessGroup(BaseProcessGroup):
             return self
 
         dist.Backend.register_backend(backend, create_pg, devices=["cpu", "cuda", "xpu"])
-        # The group is registered with one rank: its peers change, and peers in other replica groups are no ranks of
-        # this process's torch.distributed.
-        dist.new_group(
-            ranks=[dist.get_rank()],
-            backend=backend,
-            group_desc=backend,
-        )
+        # PyTorch connects a new group at once if the world is bound to a device, as NCCL's is since PyTorch 2.15. It
+        # asks the group for its backend on that device, which this group does not have.
+        world = dist.group.WORLD
+        assert world is not None, "init_process_group"
+        device, world.bound_device_id = world.bound_device_id, None
+        try:
+            # The group is registered with one rank: its peers change, and peers in other replica groups are no ranks of
+            # this process's torch.distributed.
+            dist.new_group(
+                ranks=[dist.get_rank()],
+                backend=backend,
+                group_desc=backend,
+            )
+        finally:
+            world.bound_device_id = device
         return self
 
     def unregister(self) -> None:

@@ -87,6 +87,20 @@ def test_a_device_mesh(group: ProcessGroup) -> None:
         group.unregister()
 
 
+def test_a_world_that_is_bound_to_a_device(group: ProcessGroup) -> None:
+    """PyTorch binds NCCL's world to its device since 2.15, and connects new groups on it at once."""
+    assert dist.group.WORLD is not None
+    device = dist.group.WORLD.bound_device_id = torch.device("cpu", 0)
+    group.register("bound")
+    try:
+        assert dist.group.WORLD.bound_device_id == device
+        tensor = torch.ones(2)
+        dist.all_reduce(tensor, group=group)
+        assert tensor.tolist() == [1.0, 1.0]
+    finally:
+        group.unregister()
+
+
 def test_the_size_is_the_groups_own_number_of_ranks(store: TCPStore) -> None:
     """PyTorch's registries may report 1 rank; size() and functional collectives use the group's own number."""
     group = ProcessGroupDummy(0, 3)

@@ -7,10 +7,10 @@ import os
 import threading
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import ClassVar, Iterator, Optional
+from typing import ClassVar, Iterator, List, Optional
 
 import torch
-from torch.distributed import Store
+from torch.distributed import AllToAllOptions, Store, Work
 
 from torchft.process_group import nccl2
 from torchft.process_group.accelerator import _NEVER, AcceleratorProcessGroup
@@ -84,6 +84,23 @@ def _errors_handled_by_abort() -> Iterator[None]:
                 os.environ[_ERROR_HANDLING] = before
 
 
+def split_sizes(tensor: torch.Tensor, sizes: List[int], ranks: int) -> List[int]:
+    """Returns the sizes of the slices for an all-to-all operation, also if all slices are equal.
+
+    Without sizes PyTorch calls ncclAlltoAll, where NCCL has it. On a non-blocking communicator that returns "in
+    progress" while it connects with the peers, and PyTorch's older backend takes this for an error. With sizes the
+    backend sends and receives the slices one by one, and waits for the connections.
+
+    Args:
+        tensor: the input or the output.
+        sizes: along the first dimension; empty: equal slices.
+        ranks: the number of ranks.
+    """
+    if sizes or tensor.dim() == 0 or tensor.shape[0] % ranks:  # PyTorch refuses a tensor that cannot be divided
+        return sizes
+    return [tensor.shape[0] // ranks] * ranks
+
+
 class ProcessGroupNCCL(AcceleratorProcessGroup):
     """A reconfigurable NCCL group on the current CUDA device.
 
@@ -142,6 +159,19 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
 
     def _current_device(self) -> torch.device:
         return torch.device(self._device, torch.get_device_module(self._device).current_device())
+
+    def alltoall_base(
+        self,
+        output_buffer: torch.Tensor,
+        input_buffer: torch.Tensor,
+        output_split_sizes: List[int],
+        input_split_sizes: List[int],
+        opts: AllToAllOptions,
+    ) -> Work:
+        if self._implementation == LEGACY:
+            output_split_sizes = split_sizes(output_buffer, output_split_sizes, self.size())
+            input_split_sizes = split_sizes(input_buffer, input_split_sizes, self.size())
+        return super().alltoall_base(output_buffer, input_buffer, output_split_sizes, input_split_sizes, opts)
 
     def abort(self, errored: bool = True) -> None:
         """Aborts the communicator, without waiting for the device.

@@ -6,12 +6,13 @@ import os
 from typing import Any, ClassVar, List
 
 import torch
-from torch.distributed import Store, Work
+from torch.distributed import AllToAllOptions, Store, Work
 from torch.distributed.distributed_c10d import ReduceScatterOptions
 
 from torchft.process_group.accelerator import _NEVER
 from torchft.process_group.base import BaseProcessGroup
 from torchft.process_group.isolated.parent import ProcessGroupBaby
+from torchft.process_group.nccl import split_sizes
 
 
 class ProcessGroupBabyGloo(ProcessGroupBaby):
@@ -87,6 +88,18 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
         if cls._worker_global_ranks is not None:
             opts.global_ranks_in_group = cls._worker_global_ranks
         return _on_device(cls._device, BaseProcessGroupNCCL, "NCCL", store, rank, world_size, opts)
+
+    def alltoall_base(
+        self,
+        output_buffer: torch.Tensor,
+        input_buffer: torch.Tensor,
+        output_split_sizes: List[int],
+        input_split_sizes: List[int],
+        opts: AllToAllOptions,
+    ) -> Work:
+        output_split_sizes = split_sizes(output_buffer, output_split_sizes, self.size())
+        input_split_sizes = split_sizes(input_buffer, input_split_sizes, self.size())
+        return super().alltoall_base(output_buffer, input_buffer, output_split_sizes, input_split_sizes, opts)
 
 
 class ProcessGroupBabyXCCL(ProcessGroupBaby):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, Callable, Iterator
+from typing import Any, Callable
 
 import torch
 
@@ -72,9 +72,12 @@ def refuse_meta(group: Callable[[], str], name: str, args: object) -> None:
         raise ValueError(f"{group()}: {name} of a tensor on the meta device: dense tensors with memory are needed")
 
 
-def tensors_of(args: object) -> Iterator[torch.Tensor]:
+def tensors_of(args: object) -> list[torch.Tensor]:
     if isinstance(args, torch.Tensor):
-        yield args
-    elif isinstance(args, (list, tuple)):
+        return [args]
+    found: list[torch.Tensor] = []
+    if isinstance(args, (list, tuple)):
         for arg in args:
-            yield from tensors_of(arg)
+            if isinstance(arg, (torch.Tensor, list, tuple)):
+                found += tensors_of(arg)
+    return found

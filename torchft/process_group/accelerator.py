@@ -10,6 +10,7 @@ Operations end at the beginning of the abort, so no thread waits for its end.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from contextlib import contextmanager
@@ -63,11 +64,21 @@ class _Deadline:
         self._peers = None if parent is None else weakref.ref(parent)
 
     @property
+    def peers(self) -> Optional[ProcessGroup]:
+        """The native group that the operation began with; None if it was destroyed."""
+        return None if self._peers is None else self._peers()
+
+    @property
+    def destroyed(self) -> bool:
+        """Whether the native group that the operation began with was destroyed."""
+        return self._peers is not None and self.peers is None
+
+    @property
     def over(self) -> bool:
         """Whether the group was aborted, or got new peers, since the operation began."""
         if self._peers is None:
             return False
-        peers = self._peers()
+        peers = self.peers
         return peers is None or peers is not getattr(self._pg(), "_pg", None)
 
     def __call__(self) -> None:
@@ -108,19 +119,27 @@ class _WorkAcceleratorTimeout(Work):
 
         if timeout is None or timeout <= timedelta(0):
             timeout = self._timeout
+        # With PyTorch's newer NCCL backend, a wait for an operation of a destroyed group is a segmentation fault, as is
+        # `is_completed`. So there is no wait after an abort, and the group is kept while a thread may abort it.
+        peers = self._deadline.peers
+        self._refuse_if_over()
         # The host itself may block too, while a connection is being made.
         with process_group.context_timeout(self._deadline, timeout):
             # Not with a timeout: PyTorch's NCCL then waits on the host until the device has finished.
             if not self._work.wait():
                 return False
+        del peers
         # PyTorch reports no error for an operation that an abort ended.
+        self._refuse_if_over()
+        with on_device(self._device):
+            process_group.stream_timeout(self._deadline, timeout)
+        return True
+
+    def _refuse_if_over(self) -> None:
         if self._over:
             raise RuntimeError(
                 f"{self._pg.getBackendName()}: the operation ended with its group, which was aborted or has new peers"
             )
-        with on_device(self._device):
-            process_group.stream_timeout(self._deadline, timeout)
-        return True
 
     def synchronize(self) -> None:
         self.wait()
@@ -143,10 +162,14 @@ class _WorkAcceleratorTimeout(Work):
         return fut
 
     def is_completed(self) -> bool:
-        return self._work.is_completed()
+        peers = self._deadline.peers  # kept during the call, see `wait`
+        completed = self._deadline.destroyed or self._work.is_completed()
+        del peers
+        return completed
 
     def is_success(self) -> bool:
-        return self._work.is_success()
+        # PyTorch reports success for an operation that an abort ended.
+        return not self._over and self._work.is_success()
 
     def exception(self) -> object:
         return self._work.exception()
@@ -257,9 +280,8 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
             return opts
         # A copy, because the caller may reuse its options, and _wrap_work reads the deadline in them.
         unlimited = type(opts)()
-        for name in dir(opts):
-            if not name.startswith("_"):
-                setattr(unlimited, name, getattr(opts, name))
+        for name in _fields(type(opts)):
+            setattr(unlimited, name, getattr(opts, name))
         unlimited.timeout = _NEVER
         return unlimited
 
@@ -299,6 +321,11 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         error = super().errored()
         pg = self._pg
         return error if error is not None or pg is None else native_error(pg)
+
+
+@functools.cache
+def _fields(options: type) -> list[str]:
+    return [name for name in dir(options) if not name.startswith("_") and name != "timeout"]
 
 
 def check_tensors(group: str, name: str, args: tuple[Any, ...]) -> Optional[torch.device]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,10 +30,12 @@ from torch.futures import Future
 
 from tests.promises import ABORT_S, within
 from tests.unit.process_group.ranks import TIMEOUT, meeting
+from tests.unit.waiting import wait_until
 from torchft import process_group
 from torchft.process_group import (
     TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR,
     TORCHFT_TRIGGER_FR_ON_ABORT,
+    ProcessGroupBabyNCCL,
     ProcessGroupNCCL,
     ProcessGroupXCCL,
     _WorkAcceleratorTimeout,
@@ -148,8 +152,10 @@ class StillRunning(Work):
     def __init__(self) -> None:
         super().__init__()
         self.future: Future[object] = Future()
+        self.waits = 0
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
+        self.waits += 1
         return True
 
     def get_future(self) -> Future[object]:
@@ -157,6 +163,9 @@ class StillRunning(Work):
 
     def is_completed(self) -> bool:
         return False
+
+    def is_success(self) -> bool:
+        return True
 
 
 class Parent(dist.ProcessGroup):
@@ -169,6 +178,10 @@ class Parent(dist.ProcessGroup):
 
     def allreduce(self, tensors: list[torch.Tensor], opts: object) -> Work:
         self.opts = opts
+        return StillRunning()
+
+    def alltoall_base(self, output: torch.Tensor, given: torch.Tensor, *sizes_and_opts: Any) -> Work:
+        self.sizes = sizes_and_opts[:2]
         return StillRunning()
 
     def abort(self) -> None:
@@ -272,15 +285,75 @@ def test_no_thread_waits_for_an_abort_that_hangs() -> None:
 
 
 def test_an_operation_of_an_aborted_group_is_an_error(watched: MagicMock) -> None:
-    group, _ = accelerated()
+    """PyTorch's wait is not called after an abort: in its newer NCCL backend it crashes once the group is destroyed."""
+    group, parent = accelerated()
     before = group.allreduce([torch.ones(1)], ReduceOp.SUM)
+    assert before.is_success() and not before.is_completed()
+    assert isinstance(before, _WorkAcceleratorTimeout) and isinstance(before._work, StillRunning)
     group.abort()
     with pytest.raises(RuntimeError, match="aborted or has new peers"):
         before.wait()
     group._pg = Parent()
     with pytest.raises(RuntimeError, match="aborted or has new peers"):
         before.wait()
+    assert before._work.waits == 0 and not before.is_success() and not before.is_completed()
+    del parent
+    wait_until(before.is_completed)  # the group is destroyed, on another thread
     group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
+
+
+def test_a_group_is_kept_during_a_wait() -> None:
+    """Another thread may abort it then, which removes the last reference to it."""
+    entered, aborted, alive = threading.Event(), threading.Event(), []
+
+    class Waits(StillRunning):
+        def wait(self, timeout: Optional[timedelta] = None) -> bool:
+            entered.set()
+            assert aborted.wait(30)
+            gc.collect()
+            alive.append(peers() is not None)
+            return True
+
+    group, parent = accelerated()
+    peers = weakref.ref(parent)
+    work = _WorkAcceleratorTimeout(group, Waits(), TIMEOUT)
+    del parent
+
+    def abort() -> None:
+        assert entered.wait(30)
+        group.abort()
+        aborted.set()
+
+    thread = threading.Thread(target=abort)
+    thread.start()
+    with pytest.raises(RuntimeError, match="aborted or has new peers"):
+        work.wait()
+    thread.join()
+    assert alive == [True]
+    gc.collect()
+    assert peers() is None
+
+
+@pytest.mark.parametrize("make", [ProcessGroupNCCL, ProcessGroupBabyNCCL])
+def test_an_all_to_all_operation_always_has_sizes(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them PyTorch calls ncclAlltoAll, and takes its "in progress" for an error."""
+    group = make(timeout=TIMEOUT)
+    started: list[Any] = []
+    if isinstance(group, ProcessGroupBabyNCCL):
+        monkeypatch.setattr(group, "_start", lambda name, *args: started.append(args[2:4]))
+        monkeypatch.setattr(group, "size", lambda: 2)
+    else:
+        group._pg = parent = Parent()
+        monkeypatch.setattr(group, "size", lambda: 2)
+
+    def sizes(rows: int, *given: list[int]) -> Any:
+        group.alltoall_base(torch.ones(rows, 3), torch.ones(rows, 3), *given, AllToAllOptions())
+        return started[-1] if started else parent.sizes
+
+    assert sizes(4, [], []) == ([2, 2], [2, 2])
+    assert sizes(4, [1, 3], [3, 1]) == ([1, 3], [3, 1])
+    assert sizes(0, [], []) == ([0, 0], [0, 0])
+    assert sizes(3, [], []) == ([], []), "PyTorch refuses it"
 
 
 def test_a_deadline_of_the_old_peers_does_not_affect_the_new_ones(watched: MagicMock) -> None:

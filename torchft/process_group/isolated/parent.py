@@ -417,6 +417,7 @@ def _maker(group: type[ProcessGroupBaby], context: bool) -> Callable[[], Worker]
         message = {
             "group": f"{group.__module__}:{group.__qualname__}",
             "path": sys.path,
+            "pytorch": torch.__version__,
             "sharing": sharing,
             "prepare": _current_device() if context else None,
         }

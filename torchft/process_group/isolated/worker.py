@@ -48,8 +48,8 @@ def main(requests: int, answers: int, message: dict[str, Any]) -> None:
     Args:
         requests: descriptor of the socket to read from.
         answers: descriptor of the pipe to write to.
-        message: `group` is the class as "module:name", `path` is sys.path, `sharing` the module for each device,
-            `prepare` the index of the device whose context is to be made at once, or None.
+        message: `group` is the class as "module:name", `path` is sys.path, `pytorch` the trainer's version, `sharing`
+            the module for each device, `prepare` the index of the device whose context is to be made at once, or None.
     """
     worker = Worker(socket.socket(fileno=requests), answers)
     try:
@@ -81,9 +81,17 @@ class Worker:
             # The trainer has closed its end of the socket.
             os._exit(0)
 
-    def load(self, group: str, path: list[str], sharing: dict[str, str], prepare: int | None, **_: Any) -> None:
+    def load(
+        self, group: str, path: list[str], pytorch: str, sharing: dict[str, str], prepare: int | None, **_: Any
+    ) -> None:
         import sys
 
+        # Two versions number dtypes differently, so the result would be wrong without an error.
+        if pytorch != torch.__version__:
+            raise RuntimeError(
+                f"the worker has imported PyTorch {torch.__version__} from {torch.__path__[0]}, and the trainer has "
+                f"PyTorch {pytorch}: the trainer's sys.path must name the folder of its own first"
+            )
         sys.path[:] = path
         module, name = group.split(":")
         found: Any = importlib.import_module(module)

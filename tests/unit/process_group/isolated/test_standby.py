@@ -366,6 +366,17 @@ def test_a_class_in_the_users_script() -> None:
         group()
 
 
+def test_a_worker_with_another_pytorch_is_refused(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would read other dtypes than the trainer writes."""
+    monkeypatch.setattr(torch, "__version__", "2.0.0")
+    group = ProcessGroupBabyGloo(timeout=TIMEOUT)
+    with pytest.raises(
+        RuntimeError, match=r"the worker has imported PyTorch 2\.\d+.*and the trainer has PyTorch 2\.0\.0"
+    ):
+        group.configure(meeting(store), "replica", 0, 1)
+    group.shutdown()
+
+
 def test_waiting_for_absent_peers_ends(store: TCPStore) -> None:
     group = ProcessGroupBabyGloo(timedelta(milliseconds=300))
     with pytest.raises(TimeoutError, match=r"timed out after 0\.3 seconds"):

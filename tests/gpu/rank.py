@@ -23,6 +23,7 @@ from tests.gpu import two_ranks
 from tests.gpu.device import MB, busy
 from tests.process.events import Commands, emit
 from torchft import process_group
+from torchft.collectives import allreduce_quantized
 from torchft.process_group import reconfigure_with_store
 
 # Timeout of each operation. NCCL notices only by this timeout that a peer has ended.
@@ -99,6 +100,14 @@ class Rank:
             group.recv([out4], 0, 0).wait()
             got["recv"] = out4.tolist()
         return got
+
+    def quantized(self, rank: int) -> dict[str, Any]:
+        """Runs a quantized allreduce behind work on the same stream."""
+        tensor = self._full(float("nan"), 5000)
+        busy(0.02)
+        tensor.fill_(rank + 1.0)
+        allreduce_quantized([tensor], ReduceOp.SUM, self.group).wait()
+        return {"sum": tensor.unique().tolist()}
 
     def heal(self, rank: int) -> dict[str, Any]:
         """Transfers a state of rank 0 to rank 1, by PGTransport over this group."""

@@ -115,7 +115,7 @@ class Report:
         elif report.skipped:
             row.skipped += 1
             row.left_out(str(report.longrepr[2]).removeprefix("Skipped: "))  # type: ignore[index]
-        elif report.when == "call":
+        elif report.when == "call" and report.passed:  # neither, if the test is run again
             row.passed += 1
         if report.when == "teardown":
             row.running = ""

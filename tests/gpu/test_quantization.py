@@ -9,7 +9,7 @@ from torch.distributed import ReduceOp, TCPStore
 from tests.gpu.device import DEVICE
 from tests.unit.process_group.ranks import TIMEOUT, connect, on_ranks
 from tests.unit.quantization.interpreted import compare_all
-from torchft._quantization.exchange import _StreamWork
+from torchft._quantization.exchange import Ranks, _StreamWork
 from torchft.collectives import allreduce_quantized
 from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
 from torchft.quantization import fused_dequantize_from_fp8, fused_quantize_into_fp8, fused_reduce_fp8
@@ -41,7 +41,7 @@ def test_gloo_with_tensors_on_a_device(store: TCPStore) -> None:
 
 
 def test_nccl_queues_everything_on_a_stream(store: TCPStore) -> None:
-    """One rank, because NCCL does not accept two on one device. It runs the complete exchange nevertheless."""
+    """One rank, which runs the complete exchange nevertheless. With two: test_ranks.py."""
     group = ProcessGroupNCCL(timeout=timedelta(seconds=30))
     connect([group], store)
     tensor = torch.full((5000,), 3.0, device=DEVICE)
@@ -52,7 +52,7 @@ def test_nccl_queues_everything_on_a_stream(store: TCPStore) -> None:
         tensor.zero_()
         fused_dequantize_from_fp8([tensor], exchange.gather(buffer), 1)
 
-    work = _StreamWork(run, [tensor], [tensor], group, None)
+    work = _StreamWork(run, [tensor], [tensor], Ranks(group), None)
     assert work.wait() and work.get_future().wait()[0] is tensor
     assert tensor.unique().tolist() == [3.0]
     group.shutdown()

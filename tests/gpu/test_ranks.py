@@ -1,6 +1,6 @@
 """Two ranks, each in a separate process: collectives, a killed peer, an abort, new peers.
 
-NCCL refuses two ranks on one device, so those kinds need two devices; Gloo's ranks share one.
+Before NCCL 2.30, its kinds need two devices; Gloo's ranks share one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.promises import ABORT_S, within
 
 RANK = Path(__file__).resolve().parent / "rank.py"
 ANSWER_S = 90
-TWO = pytest.mark.devices(2)
+TWO = pytest.mark.nccl_ranks(2)
 KINDS = [
     "gloo",
     "isolated gloo",
@@ -103,6 +103,12 @@ def test_collectives_are_ordered_behind_the_stream(ranks: Ranks) -> None:
                 assert got[name] == [[3, 7][rank]] * 4, name
             assert got["alltoall_base"] == [[1.0] * 4 + [2.0] * 4, [3.0] * 4 + [4.0] * 4][rank]
             assert rank == 0 or got["recv"] == [7] * 4
+
+
+def test_a_quantized_allreduce(ranks: Ranks) -> None:
+    ranks.connect([0, 1])
+    answers = ranks.do([0, 1], "quantized", [{"rank": 0}, {"rank": 1}])
+    assert [answer["sum"] for answer in answers] == [[3.0], [3.0]]
 
 
 def test_a_state_goes_from_one_rank_to_the_other(ranks: Ranks) -> None:

@@ -67,6 +67,18 @@ def test_results_before_a_crash_are_kept(folder: Path) -> None:
     assert row.failures == ["test_two (ended by SIGKILL)"]
 
 
+def test_a_test_that_is_run_again_counts_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RERUNS", "1")
+    text = """
+ran = []
+def test_one():
+    ran.append(1)
+    assert len(ran) == 2
+"""
+    (row,), status = run(file(folder, text), 60)
+    assert (row.passed, row.failures, status) == (1, [], 0)
+
+
 @pytest.mark.slow  # the same as the crash above, except for the time limit
 def test_a_hanging_test_is_ended(folder: Path) -> None:
     """A test is also ended if the interpreter does not run any code, so that pytest-timeout has no effect."""

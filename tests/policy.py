@@ -39,7 +39,8 @@ def _nccl_shares_a_device() -> bool:
     """Whether NCCL accepts several ranks on one device, as it does from 2.30 on if the environment asks for it."""
     import torch
 
-    return devices() > 0 and torch.cuda.nccl.version() >= (2, 30)
+    asked = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
+    return asked and devices() > 0 and torch.cuda.nccl.version() >= (2, 30)
 
 
 def _no_device() -> str | None:

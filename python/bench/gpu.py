@@ -107,9 +107,11 @@ def main() -> int:
         for g in groups:
             if g.job:
                 print(f"[{time.monotonic() - began:5.1f} s] {g.name}, a group is killed", file=sys.stderr, flush=True)
-                results[f"{g.name}, a group is killed"] = recovery(g, args.upstream, rounds)
+                results[f"{g.name}, a group is killed"] = killed = recovery(g, args.upstream, rounds)
+                print(json.dumps(killed), file=sys.stderr, flush=True)
 
     command = "python python/bench/gpu.py" + (" --quick" if args.quick else f" --rounds {args.rounds}")
+    command += " --upstream DIR" if args.upstream else ""
     head = f"{date.today().isoformat()}, {torch.cuda.get_device_name()}, PyTorch {torch.__version__}, "
     head += f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, `{command}`; medians."
     if args.upstream:
@@ -174,7 +176,7 @@ def recovery(group: Group, upstream: Path | None, rounds: int) -> dict[str, Any]
     try:
         seconds = [fail_once(side, "kill", 2, group.job)["seconds"] for _ in range(rounds)]
     except Exception as e:
-        return {"error": str(e).splitlines()[0]}
+        return {"error": (str(e) or type(e).__name__).splitlines()[0]}
     return {"recovery_s": statistics.median(seconds)}
 
 

@@ -245,7 +245,7 @@ def heal() -> dict[str, Any]:
 
 def quantization() -> dict[str, Any]:
     """Return the rate of the kernels of quantized collectives, in GB of float32 per second, for a matrix: upstream
-    computes each row of a tensor in one program, and would need a thousand times as long for the same floats in a row.
+    computes each row of a tensor in one program, and needs 700 times as long for the same floats in a single row.
     """
     import torch
 

@@ -5,8 +5,7 @@ the gradients of the whole model and computes for some time, as a GPU does: the 
 memory (Adam is fused, and the memory of gradients is used again). The survivor's steps between the join and the
 newcomer's first step as a participant are compared with its steps afterwards, when both reduce as much. The longest of
 these, as a multiple of their median, is what the measurement itself scatters by. Without a limit of the rate, which
-upstream does not have, upstream is measured in the same run. With `--device cuda` both models are on one GPU, and
-with `--group nccl` NCCL reduces their gradients, which needs NCCL 2.30 there.
+upstream does not have, upstream is measured in the same run. With `--device cuda` both models are on one GPU.
 
     python python/bench/heal_along.py --rounds 3
 """
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
-from common import SHARED_DEVICE, START_TIMEOUT_S, Side, Spread, Workers, markdown_table, rotated, start_groups, verdict
+from common import START_TIMEOUT_S, Side, Spread, Workers, markdown_table, rotated, start_groups, verdict
 from processes import Job, ours_path
 from upstream import REQUIREMENTS, install
 
@@ -39,7 +38,6 @@ def main() -> None:
     parser.add_argument("--compute-ms", type=int, default=100, help="of a step; default: %(default)s")
     parser.add_argument("--upstream", choices=sorted(REQUIREMENTS), default="nightly")
     parser.add_argument("--device", default="cpu", help="where the models of both groups are; default: %(default)s")
-    parser.add_argument("--group", choices=["gloo", "nccl"], default="gloo", help="default: %(default)s")
     parser.add_argument("--busy", action="store_true", help="compute on the processors, as a model in host memory does")
     args = parser.parse_args()
     for name in ("rounds", "mb"):
@@ -54,7 +52,7 @@ def main() -> None:
     rows: dict[str, list[Row]] = {case.name: [] for case in cases}
     for number in range(args.rounds):
         for case in rotated(cases, number):
-            join = measure(case, args.mb, args.rate, args.compute_ms, args.busy, args.device, args.group)
+            join = measure(case, args.mb, args.rate, args.compute_ms, args.busy, args.device)
             rows[case.name].append(join.row())
             print(f"round {number + 1}/{args.rounds}, {case.name}: {rows[case.name][-1]}", flush=True)
     print(table(rows))
@@ -123,17 +121,15 @@ class Join:
         }
 
 
-def measure(
-    case: Case, mb: int, rate: int, compute_ms: int, busy: bool = False, device: str = "cpu", group: str = "gloo"
-) -> Join:
+def measure(case: Case, mb: int, rate: int, compute_ms: int, busy: bool = False, device: str = "cpu") -> Join:
     """One group trains, and another one joins; arguments as of the command."""
     side = Side(case.name, case.path or ours_path())
     with Job() as job:
         _, address = job.lighthouse(side.path, min_replicas=1, join_timeout_ms=500, heartbeat_timeout_ms=1000)
-        both = start_groups(job, side, 2, 1, SHARED_DEVICE).children
+        both = start_groups(job, side, 2, 1).children
         survivor, newcomer = Workers(job, both[:1]), Workers(job, both[1:])
         how: dict[str, Any] = {"lighthouse": address, "along": case.along, "rate": rate}
-        how |= {"compute_ms": compute_ms, "busy": busy, "kind": group}
+        how |= {"compute_ms": compute_ms, "busy": busy}
         for number, workers in enumerate((survivor, newcomer)):
             workers.do(START_TIMEOUT_S, do="adam", mb=mb, trained=number == 0, fused=True, device=device)
         child = survivor.children[0]

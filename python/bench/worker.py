@@ -313,14 +313,7 @@ class Worker:
     # heal_along.py
 
     def do_train_along(
-        self,
-        lighthouse: str,
-        along: Optional[bool],
-        rate: int,
-        compute_ms: float,
-        busy: bool,
-        settle: int,
-        kind: str = "gloo",
+        self, lighthouse: str, along: Optional[bool], rate: int, compute_ms: float, busy: bool, settle: int
     ) -> dict[str, Any]:
         """Train the model of `do_adam` until the parent sends stop or `settle` steps with two groups are done.
 
@@ -334,7 +327,7 @@ class Worker:
         settings: dict[str, Any] = {"checkpoint_transport": HTTPTransport(TIMEOUT, 0, **limit)}
         if along is not None:
             settings["heal_along"] = along
-        self.do_manager(lighthouse, kind, **settings)
+        self.do_manager(lighthouse, **settings)
         optimizer = Optimizer(self.manager, self.optimizer)
         parameters = list(self.model.parameters())
         # A device's allocator keeps freed memory. PyTorch's for the host returns it to the kernel: steps that get new

@@ -1,4 +1,4 @@
-"""NCCL in a worker, with one rank, since NCCL before 2.30 does not accept two on one device."""
+"""NCCL in a worker, with one rank, since NCCL before 2.30 does not accept two ranks on one device."""
 
 from __future__ import annotations
 

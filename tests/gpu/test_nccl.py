@@ -1,6 +1,6 @@
 """NCCL in this process, with PyTorch's legacy backend and its newer one.
 
-There is one rank, since NCCL before 2.30 does not accept two on one device, and a busy stream simulates a stalled peer.
+There is one rank, since NCCL before 2.30 does not accept two on a device; a busy stream simulates a stalled peer.
 """
 
 from __future__ import annotations

@@ -359,7 +359,7 @@ def test_a_state_has_arrived_on_the_device_when_it_is_returned(late: Any, held_a
 
 @pytest.mark.parametrize("implementation", ["legacy", "nccl2", "gloo"])
 def test_the_gpu_test_of_two_ranks(late: Any, implementation: str) -> None:
-    """The test of PGTransport over NCCL, in tests/gpu/test_ranks.py, needs two GPUs. Its ranks run here without one."""
+    """The test of PGTransport over NCCL, in tests/gpu/test_ranks.py, needs a GPU. Its ranks run here without one."""
 
     def make() -> Any:
         if implementation == "gloo":

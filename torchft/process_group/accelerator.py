@@ -22,6 +22,7 @@ from torch.distributed import Work
 from torch.distributed.distributed_c10d import AllreduceOptions
 
 from torchft.process_group._errors import refuse_meta, tensors_of
+from torchft.process_group._gloo.reaper import reap
 from torchft.process_group._timeout import given_timeout
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.native import ABORT_TIMEOUT_SEC, abort_elsewhere, backend_error, native_error
@@ -103,6 +104,7 @@ class _WorkAcceleratorTimeout(Work):
         self._work = work
         self._timeout = timeout
         self._deadline = _Deadline(pg)
+        self._needs_group = getattr(pg, "_works_need_group", False)
         self._device: Optional[torch.device] = None  # device of the tensors; None: the current one
 
     @property
@@ -119,27 +121,41 @@ class _WorkAcceleratorTimeout(Work):
 
         if timeout is None or timeout <= timedelta(0):
             timeout = self._timeout
-        # With PyTorch's newer NCCL backend, a wait for an operation of a destroyed group is a segmentation fault, as is
-        # `is_completed`. So there is no wait after an abort, and the group is kept while a thread may abort it.
-        peers = self._deadline.peers
-        self._refuse_if_over()
-        # The host itself may block too, while a connection is being made.
-        with process_group.context_timeout(self._deadline, timeout):
-            # Not with a timeout: PyTorch's NCCL then waits on the host until the device has finished.
-            if not self._work.wait():
-                return False
-        del peers
+        with self._group_kept():
+            self._refuse_if_over()
+            # The host itself may block too, while a connection is being made.
+            with process_group.context_timeout(self._deadline, timeout):
+                # Not with a timeout: PyTorch's NCCL then waits on the host until the device has finished.
+                if not self._work.wait():
+                    return False
         # PyTorch reports no error for an operation that an abort ended.
         self._refuse_if_over()
         with on_device(self._device):
             process_group.stream_timeout(self._deadline, timeout)
         return True
 
+    @contextmanager
+    def _group_kept(self) -> Generator[None, None, None]:
+        """Keeps a native group that its works refer to, even if another thread aborts it meanwhile."""
+        if not self._needs_group:
+            yield
+            return
+        box = [self._deadline.peers]
+        try:
+            yield
+        finally:
+            # This may be the last reference, and the destruction may wait. An error's traceback must not keep it.
+            if self._over:
+                reap(box)
+            box.clear()
+
+    def _ended(self) -> RuntimeError:
+        name = self._pg.getBackendName()
+        return RuntimeError(f"{name}: the operation ended with its group, which was aborted or has new peers")
+
     def _refuse_if_over(self) -> None:
         if self._over:
-            raise RuntimeError(
-                f"{self._pg.getBackendName()}: the operation ended with its group, which was aborted or has new peers"
-            )
+            raise self._ended()
 
     def synchronize(self) -> None:
         self.wait()
@@ -162,17 +178,16 @@ class _WorkAcceleratorTimeout(Work):
         return fut
 
     def is_completed(self) -> bool:
-        peers = self._deadline.peers  # kept during the call, see `wait`
-        completed = self._deadline.destroyed or self._work.is_completed()
-        del peers
-        return completed
+        with self._group_kept():
+            # Nothing more is known of an operation whose group NCCL has destroyed.
+            return (self._needs_group and self._deadline.destroyed) or self._work.is_completed()
 
     def is_success(self) -> bool:
         # PyTorch reports success for an operation that an abort ended.
         return not self._over and self._work.is_success()
 
     def exception(self) -> object:
-        return self._work.exception()
+        return self._ended() if self._over else self._work.exception()
 
     def result(self) -> list[torch.Tensor]:
         return self._work.result()
@@ -203,6 +218,9 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
     Args:
         timeout: default timeout of operations, and timeout of connecting to new peers.
     """
+
+    # Whether a work must not be used once its native group is destroyed.
+    _works_need_group = False
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60.0)) -> None:
         super().__init__(timeout)
@@ -325,6 +343,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
 
 @functools.cache
 def _fields(options: type) -> list[str]:
+    """The fields of PyTorch's options of this class, apart from the timeout."""
     return [name for name in dir(options) if not name.startswith("_") and name != "timeout"]
 
 

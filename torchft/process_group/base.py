@@ -226,22 +226,23 @@ class ProcessGroup(BaseProcessGroup):
         """
         if self._group_name is not None:
             raise ValueError(f"already registered as {self._group_name!r}")
+        rank = dist.get_rank()
         backend = f"{self.getBackendName()}:{name}"
 
         def create_pg(store: Store, rank: int, world_size: int, timeout: timedelta) -> ProcessGroup:
             return self
 
         dist.Backend.register_backend(backend, create_pg, devices=["cpu", "cuda", "xpu"])
-        # PyTorch connects a new group at once if the world is bound to a device, as NCCL's is since PyTorch 2.15. It
-        # asks the group for its backend on that device, which this group does not have.
+        # PyTorch connects a new group at once if the world is bound to a device, as NCCL's is since PyTorch 2.15. For
+        # that it asks the new group for its backend on the device, and this group has none.
         world = dist.group.WORLD
-        assert world is not None, "init_process_group"
+        assert world is not None
         device, world.bound_device_id = world.bound_device_id, None
         try:
             # The group is registered with one rank: its peers change, and peers in other replica groups are no ranks of
             # this process's torch.distributed.
             dist.new_group(
-                ranks=[dist.get_rank()],
+                ranks=[rank],
                 backend=backend,
                 group_desc=backend,
             )

@@ -7,7 +7,7 @@ import os
 import threading
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import ClassVar, Iterator, List, Optional
+from typing import ClassVar, Iterator, List, Optional, Tuple
 
 import torch
 from torch.distributed import AllToAllOptions, Store, Work
@@ -84,21 +84,29 @@ def _errors_handled_by_abort() -> Iterator[None]:
                 os.environ[_ERROR_HANDLING] = before
 
 
-def split_sizes(tensor: torch.Tensor, sizes: List[int], ranks: int) -> List[int]:
-    """Returns the sizes of the slices for an all-to-all operation, also if all slices are equal.
+_Slices = Tuple[torch.Tensor, torch.Tensor, List[int], List[int]]
+
+
+def with_sizes(output: torch.Tensor, given: torch.Tensor, sizes: List[int], given_sizes: List[int], n: int) -> _Slices:
+    """Returns the arguments of an all-to-all operation with the sizes of the slices, also if all are equal.
 
     Without sizes PyTorch calls ncclAlltoAll, where NCCL has it. On a non-blocking communicator that returns "in
     progress" while it connects with the peers, and PyTorch's older backend takes this for an error. With sizes the
     backend sends and receives the slices one by one, and waits for the connections.
 
     Args:
-        tensor: the input or the output.
-        sizes: along the first dimension; empty: equal slices.
-        ranks: the number of ranks.
+        output: tensor to write to.
+        given: tensor to read.
+        sizes: of the slices of `output`, along the first dimension; empty: equal slices.
+        given_sizes: the same of `given`.
+        n: the number of ranks.
     """
-    if sizes or tensor.dim() == 0 or tensor.shape[0] % ranks:  # PyTorch refuses a tensor that cannot be divided
-        return sizes
-    return [tensor.shape[0] // ranks] * ranks
+    both = output, given
+    if sizes or given_sizes or any(t.numel() % n or not t.is_contiguous() for t in both):  # PyTorch refuses the last
+        return output, given, sizes, given_sizes
+    if any(t.dim() == 0 or t.shape[0] % n for t in both):
+        output, given = output.view(-1), given.view(-1)
+    return output, given, [output.shape[0] // n] * n, [given.shape[0] // n] * n
 
 
 class ProcessGroupNCCL(AcceleratorProcessGroup):
@@ -126,6 +134,8 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         self._implementation = nccl2.chosen(implementation)
         if self._implementation != LEGACY:
             self._announced_implementation = self._implementation
+        # The newer backend's works refer to it without owning it: their `wait` is a segmentation fault afterwards.
+        self._works_need_group = self._implementation == NCCL2
         # How long a non-blocking communicator may take to connect. PyTorch's default is half an hour, and it reads the
         # variable once per process.
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, int(timeout.total_seconds()))))
@@ -168,10 +178,10 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         input_split_sizes: List[int],
         opts: AllToAllOptions,
     ) -> Work:
+        slices = output_buffer, input_buffer, output_split_sizes, input_split_sizes
         if self._implementation == LEGACY:
-            output_split_sizes = split_sizes(output_buffer, output_split_sizes, self.size())
-            input_split_sizes = split_sizes(input_buffer, input_split_sizes, self.size())
-        return super().alltoall_base(output_buffer, input_buffer, output_split_sizes, input_split_sizes, opts)
+            slices = with_sizes(*slices, self.size())
+        return super().alltoall_base(*slices, opts)
 
     def abort(self, errored: bool = True) -> None:
         """Aborts the communicator, without waiting for the device.

@@ -88,7 +88,7 @@ class Backend:
 
 
 _NO_NATIVE = None if NATIVE else "needs PyTorch >= 2.14, whose groups can be reconfigured"
-# NCCL does not accept two ranks on one GPU.
+# NCCL before 2.30 does not accept two ranks on one GPU.
 _NCCL: dict[str, Any] = dict(world_size=1, device="cuda", reduces_and_scatters=True)
 
 BACKENDS = [

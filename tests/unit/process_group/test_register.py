@@ -87,6 +87,13 @@ def test_a_device_mesh(group: ProcessGroup) -> None:
         group.unregister()
 
 
+def test_without_a_world(group: ProcessGroup) -> None:
+    dist.destroy_process_group()
+    with pytest.raises(ValueError, match="has not been initialized"):
+        group.register("no world")
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())  # for the fixture to destroy
+
+
 def test_a_world_that_is_bound_to_a_device(group: ProcessGroup) -> None:
     """PyTorch binds NCCL's world to its device since 2.15, and connects new groups on it at once."""
     assert dist.group.WORLD is not None

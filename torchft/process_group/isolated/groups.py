@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import ReduceScatterOptions
 from torchft.process_group.accelerator import _NEVER
 from torchft.process_group.base import BaseProcessGroup
 from torchft.process_group.isolated.parent import ProcessGroupBaby
-from torchft.process_group.nccl import split_sizes
+from torchft.process_group.nccl import with_sizes
 
 
 class ProcessGroupBabyGloo(ProcessGroupBaby):
@@ -97,9 +97,8 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
         input_split_sizes: List[int],
         opts: AllToAllOptions,
     ) -> Work:
-        output_split_sizes = split_sizes(output_buffer, output_split_sizes, self.size())
-        input_split_sizes = split_sizes(input_buffer, input_split_sizes, self.size())
-        return super().alltoall_base(output_buffer, input_buffer, output_split_sizes, input_split_sizes, opts)
+        slices = with_sizes(output_buffer, input_buffer, output_split_sizes, input_split_sizes, self.size())
+        return super().alltoall_base(*slices, opts)
 
 
 class ProcessGroupBabyXCCL(ProcessGroupBaby):

@@ -90,7 +90,7 @@ class Worker:
         if pytorch != torch.__version__:
             raise RuntimeError(
                 f"the worker has imported PyTorch {torch.__version__} from {torch.__path__[0]}, and the trainer has "
-                f"PyTorch {pytorch}: the trainer's sys.path must name the folder of its own first"
+                f"PyTorch {pytorch}: the trainer's sys.path must name the folder of its own PyTorch first"
             )
         sys.path[:] = path
         module, name = group.split(":")

@@ -166,6 +166,9 @@ class StillRunning(Work):
     def is_success(self) -> bool:
         return True
 
+    def exception(self) -> None:
+        return None
+
 
 class Parent(dist.ProcessGroup):
     """Records its options."""

@@ -60,6 +60,10 @@ class Custom(ProcessGroup):
 KINDS = ["torchft", "native", "custom"]
 
 
+# Of the Manager, whose constructor connects to a store: a busy machine may take 0.2 s for that.
+DEADLINE = timedelta(seconds=2)
+
+
 @contextmanager
 def started(fixture: Fixture, kind: str = "torchft", **given: Any) -> Iterator[tuple[Manager, OneRank]]:
     pg: Any = {"torchft": Torchfts, "native": OneRank, "custom": Custom}[kind]()
@@ -128,12 +132,12 @@ def test_a_failure_in_the_last_collective_that_the_backend_handles_costs_the_ste
 def test_a_device_that_does_not_finish_fails_the_step_at_the_deadline(
     fixture: Fixture, late: ModuleType, kind: str
 ) -> None:
-    with started(fixture, kind, timeout=timedelta(seconds=0.2)) as (manager, backend):
+    with started(fixture, kind, timeout=DEADLINE) as (manager, backend):
         backend.hang()
         manager.allreduce(ones()).wait()
         vote = Vote(manager)
         assert not vote.answer()
-        assert time.monotonic() - vote.began < within(0.2 + ABORT_S)
+        assert time.monotonic() - vote.began < within(DEADLINE.total_seconds() + ABORT_S)
         assert backend.aborts == 1
 
 

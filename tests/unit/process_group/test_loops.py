@@ -52,7 +52,8 @@ def test_nothing_spins_after_an_abort(store: TCPStore) -> None:
     lingering = [group.parent for group in groups]
     groups[0].recv([torch.zeros(16)], 1, 0)
     sent = groups[1].send([torch.ones(16)], 0, 0)
-    if not spins(others):
+    # On a busy machine a spinning loop may get too little of one window.
+    if not any(spins(others) for _ in range(10)):
         pytest.skip("this Gloo does not need the workaround")
     for group in groups:
         group.abort()

@@ -17,8 +17,6 @@ from processes import Child, Event, Job, free_port  # noqa: E402 (found through 
 
 WORKER = Path(__file__).resolve().parent / "worker.py"
 START_TIMEOUT_S = 180
-# Lets several ranks of NCCL 2.30 or newer share a device; their kernels take turns on it.
-SHARED_DEVICE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 Progress = Callable[[str], None]
 # Fewer samples than this have no meaningful percentiles.
 FEWEST_SAMPLES = 5

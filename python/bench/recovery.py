@@ -14,7 +14,6 @@ import time
 from typing import Any
 
 from common import (
-    SHARED_DEVICE,
     START_TIMEOUT_S,
     Progress,
     Side,
@@ -26,6 +25,8 @@ from common import (
 )
 from processes import Job
 
+# Lets several ranks of NCCL 2.30 or newer share a device; their kernels take turns on it.
+SHARED_DEVICE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 GOAL_KILL = 0.1
 GOAL_STOP_S = 5.5
 GOAL_LOST, GOAL_LOST_REPLAY = 1, 0

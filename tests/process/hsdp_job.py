@@ -44,8 +44,8 @@ def weights(job: Job, children: list[Child]) -> dict[str, torch.Tensor]:
     ends = [{name: torch.tensor(w) for name, w in child.of("finished")[0]["weights"].items()} for child in children]
     for end in ends[1:]:
         for name, value in end.items():
-            difference = (value - ends[0][name]).abs().max().item()
-            assert torch.equal(value, ends[0][name]), f"{name} differs by {difference}\n{job.report()}"
+            first = ends[0][name]
+            assert torch.equal(value, first), f"{name} differs by {(value - first).abs().max()}\n{job.report()}"
     return ends[0]
 
 

@@ -78,6 +78,5 @@ def tensors_of(args: object) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     if isinstance(args, (list, tuple)):
         for arg in args:
-            if isinstance(arg, (torch.Tensor, list, tuple)):
-                found += tensors_of(arg)
+            found += tensors_of(arg)
     return found

@@ -50,7 +50,7 @@ def describe(name: str, args: tuple[Any, ...], opts: object) -> Optional[str]:
     if name in POINT_TO_POINT:
         return None
     compared = args[_COMPARED_ARGUMENT[name]] if name in _COMPARED_ARGUMENT else args
-    tensors = list(tensors_of(compared))
+    tensors = tensors_of(compared)
     if name in _SIZES_DIFFER:
         kinds = sorted({_dtype(tensor) for tensor in tensors})
     else:

@@ -293,7 +293,7 @@ class _GuardedWork(Work):
     def _waited_for(self, devices: Optional[list[torch.device]]) -> Future[Any]:
         """Returns a future that a thread completes, with the tensors that the operation writes (or sends)."""
         promise = _Promise(devices)
-        value = list(tensors_of(self._args[:1]))
+        value = tensors_of(self._args[:1])
 
         def run() -> None:
             try:

@@ -522,13 +522,16 @@ def lighthouse_main() -> None:
 
     Exits with 2 when an argument is not understood or not allowed, and with 1 when the server does not start.
     """
+    import os
     import signal
     import sys
-    import threading
 
-    stop = threading.Event()
+    # A byte in a pipe wakes this thread whichever thread gets the signal, and without a lock that it may hold itself.
+    signaled, wake = os.pipe()
+    os.set_blocking(wake, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
+        signal.signal(number, lambda *_: None)
     arguments = json.dumps(sys.argv[1:])
     try:
         usage = _load(log_level="info").pyapi_LighthouseCommandHelp(arguments)
@@ -540,7 +543,7 @@ def lighthouse_main() -> None:
         print(f"torchft_lighthouse: {e}", file=sys.stderr)
         sys.exit(2 if isinstance(e, ValueError) else 1)
     print(f"Lighthouse listening on: {server.address()}", flush=True)
-    stop.wait()
+    os.read(signaled, 1)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
     server.shutdown()

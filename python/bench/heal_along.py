@@ -4,7 +4,8 @@ One group trains; a second one joins and heals weights and Adam's state from it,
 the gradients of the whole model and computes for some time, as a GPU does: the processor is free, and no step uses new
 memory (Adam is fused, and the memory of gradients is used again). The survivor's steps between the join and the
 newcomer's first step as a participant are compared with its steps afterwards, when both reduce as much. The longest of
-these, as a multiple of their median, is what the measurement itself scatters by. Without a limit of the rate, which
+these, as a multiple of their median, is what the measurement itself scatters by. On a virtual machine most of that is
+time in which the host runs others on its processors: the share is in the table. Without a limit of the rate, which
 upstream does not have, upstream is measured in the same run. With `--device cuda` both models are on one GPU.
 
     python python/bench/heal_along.py --rounds 3
@@ -96,29 +97,35 @@ class Join:
     def joined(self) -> float:
         return float(self.newcomer["joined"])
 
-    @property
-    def steps(self) -> list[tuple[float, float]]:
-        """Of the survivor."""
-        return [(begin, end) for begin, end, *_ in self.survivor["steps"]]
-
     def row(self) -> Row:
         """The figures of the table."""
         last = self.newcomer["steps"][-2][1]
         # Both end a step at about the same time: its middle decides on which side of the join it is.
-        during = [b - a for a, b in self.steps if self.began < b and (a + b) / 2 <= self.joined]
-        after = [b - a for a, b in self.steps if self.joined < a and b <= last]
+        during = [s for s in self.survivor["steps"] if self.began < s[1] and (s[0] + s[1]) / 2 <= self.joined]
+        after = [s for s in self.survivor["steps"] if self.joined < s[0] and s[1] <= last]
         healing = sum(b <= self.joined for _, b, *_ in self.newcomer["steps"])
-        median = Spread.of(after).median
+        median = Spread.of(_seconds(after)).median
         return {
             "median": 1000 * median,
-            "longest": 1000 * max(during),
-            "ratio": max(during) / median,
-            "without": max(after) / median,
+            "longest": 1000 * max(_seconds(during)),
+            "ratio": max(_seconds(during)) / median,
+            "without": max(_seconds(after)) / median,
+            "taken": _taken(during),
+            "taken_without": _taken(after),
             "counts_s": self.joined - self.began,
             "in_vain_mb": healing * self.gradient_mb,
             "newcomer_mb": self.newcomer["peak_mb"],
             "survivor_mb": self.survivor["peak_mb"],
         }
+
+
+def _seconds(steps: list[list[float]]) -> list[float]:
+    return [end - begin for begin, end, _ in steps]
+
+
+def _taken(steps: list[list[float]]) -> float:
+    """Return the share of the processors' time that the host took in these steps, in percent."""
+    return 100 * sum(taken for *_, taken in steps) / sum(_seconds(steps))
 
 
 def measure(case: Case, mb: int, rate: int, compute_ms: int, busy: bool = False, device: str = "cpu") -> Join:
@@ -156,6 +163,7 @@ def table(rows: dict[str, list[Row]]) -> str:
                 figures["longest"].text(0),
                 figures["ratio"].text(2) + goal,
                 figures["without"].text(2),
+                f"{figures['taken'].text(1)}, {figures['taken_without'].text(1)}",
                 figures["counts_s"].text(1),
                 figures["in_vain_mb"].text(0),
                 figures["newcomer_mb"].text(0),
@@ -168,6 +176,7 @@ def table(rows: dict[str, list[Row]]) -> str:
         "longest while the other heals, ms",
         "ratio",
         "ratio without a heal",
+        "taken by the host with and without a heal, %",
         "until the newcomer counts, s",
         "gradients that the newcomer reduced in vain, MB",
         "newcomer's memory grows by, MB",

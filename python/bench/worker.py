@@ -44,6 +44,13 @@ def _resident_mb() -> float:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
+def _taken() -> float:
+    """Return for how many seconds the host of this virtual machine has run others on its processors, on average."""
+    with open("/proc/stat") as file:
+        ticks = int(file.readline().split()[8])
+    return ticks / os.sysconf("SC_CLK_TCK") / (os.cpu_count() or 1)
+
+
 def _products(factor: torch.Tensor, ms: float) -> int:
     """Return how many matrix products take `ms` milliseconds at this moment."""
     begin = time.monotonic()
@@ -318,7 +325,8 @@ class Worker:
         """Train the model of `do_adam` until the parent sends stop or `settle` steps with two groups are done.
 
         Upstream has no setting for `along`, which is None, and no limit of the rate. `peak_mb` in the answer is how
-        much memory was added to that of the model: of the device if the model is there, or else of the host.
+        much memory was added to that of the model: of the device if the model is there, or else of the host. `steps`
+        are begin, end, and how many seconds the host took from the processors meanwhile.
         """
         from torchft import Optimizer
         from torchft.checkpointing import HTTPTransport
@@ -339,11 +347,11 @@ class Worker:
         if on_device:
             torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() / 1e6 if on_device else _resident_mb()
-        steps: list[tuple[float, float]] = []
+        steps: list[tuple[float, float, float]] = []
         joined, together = 0.0, 0
         emit("training")
         while together < settle if settle else self.commands.poll() is None:
-            begin = time.monotonic()
+            begin, taken = time.monotonic(), _taken()
             optimizer.zero_grad()
             for parameter, gradient in zip(parameters, kept[len(steps) % 2], strict=True):
                 parameter.grad = gradient.fill_(1e-3)
@@ -355,7 +363,7 @@ class Worker:
             for work in [self.manager.allreduce(parameter.grad) for parameter in parameters]:
                 work.wait()
             optimizer.step()
-            steps.append((begin, time.monotonic()))
+            steps.append((begin, time.monotonic(), _taken() - taken))
             if self.manager.is_participating() and self.manager.num_participants() == 2:
                 joined = joined or steps[-1][0]
                 together += 1

@@ -52,6 +52,30 @@ def test_it_serves_until_a_signal(stop: signal.Signals) -> None:
     assert "Traceback" not in errors
 
 
+# The thread that reads stdin gets the signal itself. The kernel may choose any thread for a signal to the process.
+ON_ANOTHER_THREAD = f"""
+import signal, sys, threading
+
+def stop():
+    signal.pthread_kill(threading.get_ident(), int(sys.stdin.readline()))
+
+threading.Thread(target=stop).start()
+{MAIN}
+"""
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_another_thread_gets_ends_it_too(stop: signal.Signals) -> None:
+    command = [sys.executable, "-c", ON_ANOTHER_THREAD, *AT_ONCE, "--min_replicas", "1"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            address_of(server)
+            server.communicate(f"{int(stop)}\n", timeout=30)
+        finally:
+            server.kill()
+    assert server.returncode == 0
+
+
 def test_sigterm_fails_pending_requests_and_a_job_continues_with_the_next_lighthouse() -> None:
     again = ["--bind", f"127.0.0.1:{free_port()}", "--join_timeout_ms", "10", "--state_dir", ""]
     with start(["--min_replicas", "3", *again]) as first, ThreadPoolExecutor() as threads:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import ModuleType
@@ -17,6 +16,7 @@ from torch.distributed.distributed_c10d import AllreduceOptions
 
 from tests.late.group import together
 from tests.late.one_rank import Group, OneRank
+from tests.unit.waiting import wait_until
 from torchft import futures
 from torchft.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroup, ProcessGroupWrapper
 
@@ -31,13 +31,6 @@ def group(late: ModuleType) -> Iterator[Group]:
 
 def ones(n: int = 4) -> torch.Tensor:
     return torch.ones(n, device="late")
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @pytest.mark.parametrize("through_future", [False, True])
@@ -81,7 +74,7 @@ def test_an_operation_that_hangs_is_aborted_at_its_deadline(group: Group) -> Non
     work = group.allreduce([ones()], opts)
     work.wait()
     del work  # no reference is needed: the deadline applies nevertheless
-    eventually(lambda: backend.aborts == 1)
+    wait_until(lambda: backend.aborts == 1)
     assert "aborted" in str(group.errored())
 
 
@@ -101,7 +94,7 @@ def test_a_synchronous_operation_returns_a_work(group: Group, deadline: timedelt
         assert work.is_completed()
     else:
         assert not work.is_completed()
-        eventually(lambda: backend.aborts == 1)
+        wait_until(lambda: backend.aborts == 1)
 
 
 def test_a_failure_that_the_backend_handles_itself_is_known(group: Group) -> None:
@@ -206,7 +199,7 @@ def test_a_deadline_watches_the_device_of_the_tensors(late: ModuleType, async_op
         work = pg.allreduce([tensor], opts)
         assert not work.is_completed()
         work.wait()
-        eventually(lambda: pg.errored() is not None)
+        wait_until(lambda: pg.errored() is not None)
         aborted.set()
 
     together(rank)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import entry_points
@@ -23,6 +22,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
+from tests.unit.waiting import wait_until
 from torchft.coordination import LighthouseServer
 from torchft.dlrover import DlroverRendezvousBackend, TorchRendezvousService
 from torchft.dlrover.torchrun import get_handler
@@ -60,15 +60,6 @@ def meet(*handlers: RendezvousHandler) -> list[RendezvousInfo]:
     """Returns the next round of each of them."""
     with ThreadPoolExecutor(len(handlers)) as threads:
         return [info.result(60) for info in [threads.submit(handler.next_rendezvous) for handler in handlers]]
-
-
-def wait_until(true: Callable[[], object]) -> None:
-    passed = threading.Event()
-    for _ in range(600):
-        if true():
-            return
-        passed.wait(0.05)
-    raise AssertionError("it did not come true within 30 s")
 
 
 def test_torchrun_finds_the_backend() -> None:

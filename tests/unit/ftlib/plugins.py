@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -29,13 +28,6 @@ class Recorder:
 
     def member_failed(self, view: int, reason: str) -> None:
         self.failed.append((view, reason))
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SOON_SEC
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 class Room:

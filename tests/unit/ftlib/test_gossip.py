@@ -18,7 +18,8 @@ import torch
 from processes import free_port
 from torch import nn
 
-from tests.unit.ftlib.plugins import Recorder, StoreFramework, shared_store, wait_for
+from tests.unit.ftlib.plugins import Recorder, StoreFramework, shared_store
+from tests.unit.waiting import wait_until
 from torchft._torchft import _load
 from torchft.ftlib import ConsensusStatus, FTAllReduceStatus, FTLib, RebuildFailed, View
 from torchft.ftlib.gossip import Gossip
@@ -36,7 +37,7 @@ def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     before = _load().pyapi_Handles()
     yield
     gc.collect()
-    wait_for(lambda: _load().pyapi_Handles() <= before)  # objects that other tests dropped may end in the meantime
+    wait_until(lambda: _load().pyapi_Handles() <= before)  # objects that other tests dropped may end in the meantime
     assert not [thread for thread in threading.enumerate() if thread.name == "torchft_ftlib_gossip"]
 
 
@@ -61,11 +62,11 @@ def test_members_agree_join_and_leave() -> None:
     b = Gossip(seeds=a.address, name="b", timeout=SOON)
     with ThreadPoolExecutor(1) as threads:
         joined = threads.submit(b.get_member_list)
-        wait_for(lambda: recorder.joins)
+        wait_until(lambda: recorder.joins)
         both = a.get_member_list()
         assert both == joined.result(60) and names(both) == ["a", "b"] and both.number > first.number
     b.close()
-    wait_for(lambda: recorder.failed)
+    wait_until(lambda: recorder.failed)
     assert recorder.failed[0] == (both.number, "b has left the view")
     assert names(a.get_member_list()) == ["a"]
     a.close()
@@ -223,7 +224,7 @@ def test_initialized_is_reset_by_a_join_a_failed_collective_and_a_failed_member(
     other = FTLib.init(b, StoreFramework(store))
     with ThreadPoolExecutor(1) as threads:
         joined = threads.submit(other.execute, lambda: other.size)
-        wait_for(lambda: not ftlib.initialized())  # a join
+        wait_until(lambda: not ftlib.initialized())  # a join
         assert ftlib.allreduce_average([torch.ones(1)]) is ABORT
         assert joined.result(60) == 2
         assert ftlib.confirm() is ConsensusStatus.SUCCESS and not ftlib.skip_allreduce()
@@ -240,7 +241,7 @@ def test_initialized_is_reset_by_a_join_a_failed_collective_and_a_failed_member(
         assert again.result(60) == [FAIL, ABORT]
 
     other.close()
-    wait_for(lambda: not ftlib.initialized())  # a failed member
+    wait_until(lambda: not ftlib.initialized())  # a failed member
     assert ftlib.execute(lambda: ftlib.size) == 1
     ftlib.close()
     ftlib.new_member_join()

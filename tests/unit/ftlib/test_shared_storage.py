@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.unit.ftlib.plugins import Recorder, wait_for
+from tests.unit.ftlib.plugins import Recorder
+from tests.unit.waiting import wait_until
 from torchft.ftlib import FTLib, shared_storage
 from torchft.ftlib.shared_storage import Files, SharedStorage
 from torchft.ftlib.storage_rules import Wait
@@ -54,16 +55,16 @@ def test_members_agree_join_and_leave(tmp_path: Path) -> None:
     assert [identity.name for identity in first.identities] == ["a"]
     with ThreadPoolExecutor(2) as threads:
         joined = threads.submit(members["b"].get_member_list)
-        wait_for(lambda: recorders["a"].joins)
+        wait_until(lambda: recorders["a"].joins)
         both = members["a"].get_member_list()
         assert both == joined.result(30) and len(both.members) == 2 and both.number > first.number
     members["a"].others_expire = True  # if the removal of the record takes too long
     members["b"].close()
-    wait_for(lambda: (both.number, "b has not renewed its record") in recorders["a"].failed)
+    wait_until(lambda: (both.number, "b has not renewed its record") in recorders["a"].failed)
     assert [identity.name for identity in members["a"].get_member_list().identities] == ["a"]
     members["a"].close()
     members["a"].close()
-    wait_for(lambda: not list(tmp_path.glob("*/member.*")))
+    wait_until(lambda: not list(tmp_path.glob("*/member.*")))
     with pytest.raises(RuntimeError, match="closed"):
         members["a"].get_member_list()
 
@@ -90,7 +91,7 @@ def test_a_member_that_cannot_renew_its_record_has_failed(tmp_path: Path, monkey
 
     monkeypatch.setattr(Files, "write", full)
     # A renewal that was late before that is reported, too.
-    wait_for(lambda: any("No space left on device" in why for _, why in recorder.failed))
+    wait_until(lambda: any("No space left on device" in why for _, why in recorder.failed))
     assert {number for number, _ in recorder.failed} == {view.number}
     member.close()
 
@@ -123,7 +124,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FileServer]:
     server = FileServer(monkeypatch)
     yield server
     server.back()
-    wait_for(lambda: directory_threads() == 0)
+    wait_until(lambda: directory_threads() == 0)
 
 
 def directory_threads() -> int:
@@ -139,7 +140,7 @@ def test_a_directory_that_hangs(tmp_path: Path, server: FileServer, call: str) -
     view = member.get_member_list()
     member._timeout = timedelta(seconds=0.2)
     server.stop(call)
-    wait_for(lambda: recorder.failed)
+    wait_until(lambda: recorder.failed)
     number, why = recorder.failed[0]
     assert number == view.number and why.startswith("its own record could not be renewed for ")
     assert f"directory='{tmp_path}/default' has not answered within" in why
@@ -147,7 +148,7 @@ def test_a_directory_that_hangs(tmp_path: Path, server: FileServer, call: str) -
         with pytest.raises(TimeoutError, match=r"has not answered within .* s; check the server of its file system"):
             member.get_member_list()
     member.close()
-    wait_for(lambda: directory_threads() <= 1)  # earlier threads may still end
+    wait_until(lambda: directory_threads() <= 1)  # earlier threads may still end
     assert directory_threads() == 1, "only the first call has a thread; later calls wait for its end"
 
 
@@ -159,17 +160,17 @@ def test_a_member_whose_directory_hangs_returns(tmp_path: Path, server: FileServ
     members["a"].get_member_list()
     with ThreadPoolExecutor(1) as threads:
         joined = threads.submit(members["b"].get_member_list)
-        wait_for(lambda: recorders["a"].joins)
+        wait_until(lambda: recorders["a"].joins)
         assert members["a"].get_member_list() == joined.result(60)
         server.stop("write", of="b")
         members["a"].others_expire = True
-        wait_for(lambda: recorders["b"].failed)
-        wait_for(lambda: any(why == "b has not renewed its record" for _, why in recorders["a"].failed))
+        wait_until(lambda: recorders["b"].failed)
+        wait_until(lambda: any(why == "b has not renewed its record" for _, why in recorders["a"].failed))
         back = threads.submit(members["b"].get_member_list)
         assert [identity.name for identity in members["a"].get_member_list().identities] == ["a"]
         joins = recorders["a"].joins
         server.back()
-        wait_for(lambda: recorders["a"].joins > joins)
+        wait_until(lambda: recorders["a"].joins > joins)
         members["a"].others_expire = False
         assert members["a"].get_member_list() == back.result(60)
     for member in members.values():

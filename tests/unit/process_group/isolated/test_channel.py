@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from datetime import timedelta
-from typing import Any, Callable, Iterator
+from typing import Any, Iterator
 
 import pytest
 
+from tests.unit.waiting import wait_until
 from torchft.futures import future_wait
 from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.channel import Channel
@@ -27,13 +27,6 @@ def channel() -> Iterator[Channel]:
     yield channel
     channel.close(RuntimeError("the test is over"))
     channel.wire.theirs[0].close()
-
-
-def wait_until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + AGES.total_seconds()
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_closed_descriptors_are_not_used_to_wake_a_thread(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:

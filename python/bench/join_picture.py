@@ -35,7 +35,11 @@ def draw(runs: dict[str, Join], path: Path) -> None:
     figure, rows = pyplot.subplots(2, 1, sharex=True, sharey=True, figsize=(9, 4))
     for axes, (name, run) in zip(rows, runs.items(), strict=True):
         last = run.newcomer["steps"][-1][1]
-        steps = [(a - run.began, b - run.began) for a, b in run.steps if run.began - MARGIN_S <= a and b <= last]
+        steps = [
+            (a - run.began, b - run.began)
+            for a, b, _ in run.survivor["steps"]
+            if run.began - MARGIN_S <= a and b <= last
+        ]
         counts = run.joined - run.began
         axes.axvspan(
             0, counts, color="#f2a65a", alpha=0.3, label=f"the other group heals, and counts after {counts:.0f} s"

@@ -20,6 +20,8 @@ from __future__ import annotations
 import importlib
 import json
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -517,14 +519,10 @@ class _LighthouseCommand(_Server):
         self._serve("pyapi_LighthouseCommandStart", arguments, announced_host())
 
 
-def lighthouse_main() -> None:
-    """The ``torchft_lighthouse`` command: serves until SIGINT or SIGTERM; clients retry pending requests.
-
-    Exits with 2 when an argument is not understood or not allowed, and with 1 when the server does not start.
-    """
-    import os
+@contextmanager
+def _end_awaited() -> Iterator[Callable[[], object]]:
+    """Yields a function that returns at SIGINT or SIGTERM, also at an earlier one. Afterwards these end the process."""
     import signal
-    import sys
 
     # A byte in a pipe wakes this thread whichever thread gets the signal, and without a lock that it may hold itself.
     signaled, wake = os.pipe()
@@ -532,18 +530,34 @@ def lighthouse_main() -> None:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
+    try:
+        yield lambda: os.read(signaled, 1)
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        signal.set_wakeup_fd(-1)
+        os.close(signaled)
+        os.close(wake)
+
+
+def lighthouse_main() -> None:
+    """The ``torchft_lighthouse`` command: serves until SIGINT or SIGTERM; clients retry pending requests.
+
+    Exits with 2 when an argument is not understood or not allowed, and with 1 when the server does not start.
+    """
+    import sys
+
     arguments = json.dumps(sys.argv[1:])
     try:
         usage = _load(log_level="info").pyapi_LighthouseCommandHelp(arguments)
         if usage:
             print(usage, end="")
             return
-        server = _LighthouseCommand(arguments)
+        with _end_awaited() as wait:
+            server = _LighthouseCommand(arguments)
+            print(f"Lighthouse listening on: {server.address()}", flush=True)
+            wait()
     except (ValueError, RuntimeError) as e:
         print(f"torchft_lighthouse: {e}", file=sys.stderr)
         sys.exit(2 if isinstance(e, ValueError) else 1)
-    print(f"Lighthouse listening on: {server.address()}", flush=True)
-    os.read(signaled, 1)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)  # a second signal ends the process at once
-    server.shutdown()
+    server.shutdown()  # a second signal ends the process at once

@@ -17,6 +17,12 @@ from torchft.cli import main
 from torchft.coordination import LighthouseClient, LighthouseServer
 
 
+@pytest.fixture(autouse=True)
+def no_other_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another test's job may have a lighthouse at the default port, whose groups are killed."""
+    monkeypatch.setattr("torchft.cli.doctor.DEFAULT_PORT", 0)  # a free one
+
+
 def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     status = main(["doctor", "--quick", *arguments])
     return status, capsys.readouterr().out

@@ -45,7 +45,8 @@ class Along:
 
     Attributes:
         began: when the present heal began, by time.monotonic().
-        wrote: whether the present heal, or the last one, has changed weights.
+        wrote: whether heals that have ended, or the present one until its last vote, have changed weights since a
+            state was loaded.
     """
 
     began = 0.0
@@ -133,7 +134,6 @@ class Along:
                 self._abandon(str(e), plan.max_step)
                 return False
             self.began = time.monotonic()
-            self.wrote = False
             self._target = self._make_target(parameters)
         self._target.quorum(plan, together=progress is Progress.READY)
         return True
@@ -198,10 +198,13 @@ class Along:
 
     def healed(self) -> None:
         """Called when a state was loaded: the next heal may be in pieces."""
-        self._abandoned = False
+        self._abandoned = self.wrote = False
+        if self._target is not None:
+            self._target.wrote = False
 
     def stop(self) -> None:
         """Ends the heal in pieces, and its request thread."""
         target, self._target = self._target, None
         if target is not None:
             target.stop()
+            self.wrote = self.wrote or target.wrote  # also what the request thread wrote after the last vote

@@ -118,6 +118,7 @@ class Recovery:
         """
         if self.along is not None:
             self.along.follow(plan)
+            self._spoiled = self._spoiled or self.along.wrote
         if self._spoiled and not plan.heal:
             raise RuntimeError(
                 f"a heal of this group did not get to its end, so its weights are of no step, and quorum "

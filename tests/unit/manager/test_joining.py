@@ -15,9 +15,13 @@ import pytest
 import torch
 from torch import nn
 
+from tests.unit.waiting import wait_until
 from torchft._manager import joining, sources
+from torchft._manager.heal_along import Along
 from torchft._manager.joining import Target
 from torchft._manager.recovery import Recovery
+from torchft._manager.state import Position
+from torchft._manager.together import Ranks
 from torchft._manager.tracked import Parameters
 from torchft._records import MemberFailure
 from torchft.checkpointing._http_client import Refused
@@ -417,6 +421,40 @@ def test_pieces_wait_for_the_end_of_a_pause_and_heads_do_not(monkeypatch: pytest
         assert asked.get(timeout=DEADLINE_SEC) == "piece"
         assert asked.get(timeout=DEADLINE_SEC) == "piece"
         target.pace.spent.assert_called()
+    finally:
+        target.stop()
+        target._thread.join(DEADLINE_SEC)
+
+
+def test_weights_that_were_written_after_a_vote_are_of_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only source fails after the request thread has put the first pieces in place, and before the next vote."""
+    optimizer, theirs = (torch.optim.SGD(nn.Linear(2, 2).parameters()) for _ in range(2))
+    peer, voted = Peer(Parameters([theirs]), 7), threading.Event()
+
+    def ask(kind: str, argument: str) -> Answer:
+        assert kind == "head" or voted.wait(DEADLINE_SEC)
+        return peer.ask(kind, argument)
+
+    monkeypatch.setattr(joining, "Asker", lambda *_: SimpleNamespace(ask=ask, abort=lambda: None, close=lambda: None))
+    recovery = recovery_of(MagicMock())
+    recovery.along = along = Along(
+        MagicMock(), [optimizer], dict, str, lambda: None, Ranks(MagicMock(), "", 0, 1), DEADLINE_SEC, 0, MagicMock()
+    )
+    alone = cast(Any, SimpleNamespace(heal=False, up_to_date=False, quorum_id=8))
+    recovery.begin(Position(0, 0, -1), 0.0)
+    assert recovery.join(plan(7, "source"))
+    target = along._target
+    assert target is not None
+    try:
+        assert recovery.advance(plan(7, "source"), reduced=False) is None
+        assert not along.wrote
+        voted.set()
+        wait_until(lambda: target.heal.missing == 0, DEADLINE_SEC)
+        with pytest.raises(RuntimeError, match="its weights are of no step"):
+            recovery.follow(alone)
+        recovery.pending = {"user": {}}
+        assert recovery.load()
+        recovery.follow(alone)
     finally:
         target.stop()
         target._thread.join(DEADLINE_SEC)

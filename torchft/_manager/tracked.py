@@ -78,6 +78,9 @@ class Parameters:
         """Raises Unfit with the reason if the parameters cannot be healed in pieces."""
         if not self.all:
             raise Unfit("no OptimizerWrapper of this Manager shows which tensors are parameters")
+        if len(self._optimizers) > 1:
+            # The others may have gradients too, which the source does not apply in that step.
+            raise Unfit(f"there are {len(self._optimizers)} optimizers, and a step of the Manager is one of them alone")
         for optimizer in self._optimizers:
             kind = type(optimizer)
             if kind not in ELEMENTWISE:

@@ -187,6 +187,14 @@ def test_step_hooks_and_a_missing_optimizer_fall_back() -> None:
         Parameters([]).check()
 
 
+def test_several_optimizers_fall_back() -> None:
+    """A source steps one of them in a step of the Manager. Gradients do not show which one: those of the generator and
+    of the discriminator of a GAN, for example, exist in the steps of both.
+    """
+    with pytest.raises(Unfit, match="there are 2 optimizers"):
+        Parameters([optim.Adam(_model().parameters()) for _ in range(2)]).check()
+
+
 def test_sparse_gradients_fall_back() -> None:
     embedding = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()

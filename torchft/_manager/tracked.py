@@ -357,12 +357,16 @@ def _line(parameter: torch.Tensor) -> str:
 
 
 def _alike(value: Any, parameter: torch.Tensor) -> bool:
-    """Whether both are tensors of the same layout, so that elements at the same place in memory correspond."""
+    """Whether both are tensors of the same layout, so that elements at the same place in memory correspond.
+
+    Both are on the same device: Adam's count of steps in host memory is not like a parameter with a single number.
+    """
     if not isinstance(value, torch.Tensor) or is_dtensor(value) != is_dtensor(parameter):
         return False
     mine, other = local_part(value), local_part(parameter)
     return (
         value.shape == parameter.shape
+        and mine.device == other.device
         and mine.shape == other.shape
         and mine.stride() == other.stride()
         and mine.untyped_storage().nbytes() == mine.nbytes

@@ -216,6 +216,16 @@ def test_state_that_is_malformed_is_refused(state: Any, reason: str) -> None:
         parameters.write(0, 0, 4, state, torch.zeros(16, dtype=torch.uint8))
 
 
+def test_a_count_in_host_memory_is_no_range_of_a_parameter_on_a_device() -> None:
+    """Even if both have no dimensions. As a range, the count would get to the device of the target's parameter, where
+    each later step would wait for it.
+    """
+    scale = nn.Parameter(torch.zeros((), device="meta"))
+    optimizer = optim.Adam([scale])
+    optimizer.state[scale] = {"step": torch.tensor(3.0), "exp_avg": torch.zeros_like(scale)}
+    assert "step" not in {key for _, key in Parameters([optimizer]).storages().values()}
+
+
 @pytest.fixture
 def two_ranks() -> Iterator[None]:
     """This process is rank 1 of two whose collectives do nothing."""

@@ -11,6 +11,7 @@ import torch
 from torchft._manager.along import Kind
 from torchft._manager.tracked import Parameters, Unfit
 from torchft.checkpointing._encoding import Encoded, storage_bytes
+from torchft.checkpointing._places import local_part
 from torchft.checkpointing.transport import Unsendable
 
 if TYPE_CHECKING:
@@ -47,8 +48,9 @@ class Giver:
         if kind == Kind.REST.value:
             return self._rest()
         number, begin, end = (int(part) for part in argument.split("-"))
-        sizes = self._parameters.sizes()
-        if not (0 <= number < len(sizes) and 0 <= begin <= end <= sizes[number]):
+        parameters = self._parameters.all
+        # The sizes of all would take longer than the copy of a small piece. Training waits for both to end.
+        if not (0 <= number < len(parameters) and 0 <= begin <= end <= local_part(parameters[number]).numel()):
             raise ValueError(f"there are no elements {begin} to {end} of parameter {number}")
         if kind == Kind.PIECE.value:
             return self._parameters.read(number, begin, end)

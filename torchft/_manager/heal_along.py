@@ -73,6 +73,7 @@ class Along:
         self._make_target = partial(Target, locate=locate, timeout=timeout, additional=additional, logger=logger)
         self._target: Optional[Target] = None
         self._abandoned = False  # until the next heal
+        self._head: Any = None  # the announced head of the present step; None: no group heals, or none in pieces
         if transport.gives_pieces:
             transport.prepare_pieces()
 
@@ -80,8 +81,10 @@ class Along:
         """Called for each quorum. Each up-to-date group announces the step to targets: it may be the next source."""
         if not plan.heal:
             self.stop()
+        self._head = None
         if plan.up_to_date and plan.num_up_to_date < plan.replica_world_size and self._can(plan):
-            self._transport.note_step(plan.max_step, head(self._optimizers))
+            self._head = head(self._optimizers)
+            self._transport.note_step(plan.max_step, self._head)
 
     def decided(self, plan: Plan, committed: bool) -> None:
         """Called when this group has decided on a step; targets can request the decision."""
@@ -102,7 +105,7 @@ class Along:
             False if this group offers its state only as a whole. If the reason is an optimizer, the head that
             :meth:`follow` announced contains it.
         """
-        if not self._can(plan) or "unfit" in head(self._optimizers):
+        if not self._can(plan) or self._head is None or "unfit" in self._head:
             return False
         self._transport.offer_pieces(plan.max_step, Giver(self._optimizers, self._read, whole))
         return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -12,7 +12,15 @@ from torch import nn
 
 from tests.unit.manager.conftest import Fixture
 from tests.unit.manager.test_joining import DEADLINE_SEC, plan
+from torchft._manager import heal_along
+from torchft._manager.giving import Giver
 from torchft._manager.heal_along import Along
+
+
+def plan_of_source(step: int) -> Any:
+    return SimpleNamespace(
+        max_step=step, in_background=True, heal=False, up_to_date=True, num_up_to_date=1, replica_world_size=2
+    )
 
 
 @pytest.mark.parametrize("step", [0, 1])
@@ -23,13 +31,33 @@ def test_at_step_0_the_state_is_transferred_as_a_whole(step: int) -> None:
     along = Along(
         transport, [optimizer], dict, str, lambda: None, MagicMock(), DEADLINE_SEC, additional=3, logger=MagicMock()
     )
-    of_source = cast(Any, SimpleNamespace(max_step=step, in_background=True))
+    of_source = plan_of_source(step)
+    along.follow(of_source)
     assert along.offer(of_source, whole=lambda: None) == (step > 0)
     assert transport.offer_pieces.called == (step > 0)
     try:
         assert along.join(plan(step, "source"), may_write=True) == along.joining == (step > 0)
     finally:
         along.stop()
+
+
+def test_a_source_describes_its_parameters_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other groups train meanwhile: with thousands of parameters a description takes some milliseconds."""
+    described = MagicMock(return_value={"layout": "", "hyperparameters": []})
+    monkeypatch.setattr(heal_along, "head", described)
+    along = Along(MagicMock(gives_pieces=True), [], dict, str, lambda: None, MagicMock(), DEADLINE_SEC, 3, MagicMock())
+    for step in (1, 2):
+        along.follow(plan_of_source(step))
+        assert along.offer(plan_of_source(step), whole=lambda: None)
+        assert described.call_count == step
+
+
+@pytest.mark.parametrize("argument", ["2-0-0", "0-0-5", "0-3-2"])
+def test_a_piece_that_does_not_exist_is_refused(argument: str) -> None:
+    giver = Giver([torch.optim.SGD(nn.Linear(2, 2).parameters())], dict, lambda: None)
+    assert giver.give("piece", "1-0-2")[1][0].numel() == 8
+    with pytest.raises(ValueError, match="there are no elements"):
+        giver.give("piece", argument)
 
 
 def test_the_first_reduction_ends_a_pass(fixture: Fixture) -> None:

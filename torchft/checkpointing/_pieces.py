@@ -125,7 +125,8 @@ class Window:
                 self._cond.notify_all()
 
     def decide(self, step: int, quorum_id: int, committed: bool) -> None:
-        """Called when an attempt at a step was decided."""
+        """Called when an attempt at a step was decided; :meth:`close` follows."""
+        self._closing = True  # as there: no request that waits for the lock reads before this call
         with self._cond:
             self._decided, self._committed = (step, quorum_id), committed
             self._cond.notify_all()

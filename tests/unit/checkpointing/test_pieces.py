@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -137,6 +137,26 @@ def test_a_decision_is_returned_once_it_is_known(
         assert request_waits.wait(20)
         source.note_decision(*decided)
         assert answer.result(20).value is value
+
+
+def test_no_part_is_read_once_the_step_is_decided() -> None:
+    """The training thread waits for the copy in progress, and not for those of the requests behind it."""
+    window = Window(Pacer())
+    window.used = True
+    with ThreadPoolExecutor(1) as pool:
+
+        class Decided(Source):
+            def give(self, kind: str, argument: str) -> tuple[Any, list[torch.Tensor]]:
+                decisions.append(pool.submit(window.decide, 7, 3, True))
+                wait_until(lambda: window._closing, 20)
+                return super().give(kind, argument)
+
+        decisions: list[Future[None]] = []
+        window.open(7, Decided(7))
+        window.answer("piece/0-0-5", 1.0)
+        decisions[0].result(20)
+        with pytest.raises(TimeoutError):
+            window.answer("piece/0-0-5", 0.0)
 
 
 def test_old_heads_are_dropped(source: HTTPTransport[Any], asker: Asker) -> None:

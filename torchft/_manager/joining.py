@@ -146,6 +146,8 @@ class Target:
                 self._count_failure(self.sources.assigned, "it is reported to have failed")
                 if self._talks == self.sources.assigned:
                     self._abort()
+                if self._decider is not None and self._decider[0] == self.sources.assigned:
+                    self._decider[1].abort()
 
     def how_far(self) -> str:
         """The progress of the heal, as text for logs and errors."""
@@ -228,6 +230,8 @@ class Target:
             plan, source = self._plan, self.sources.assigned
             if plan is None or source == self._silent or self._heads.get(plan.max_step) is None:
                 return False
+            if self.sources.failing:
+                return False  # it may have failed: a stopped host would not answer
         try:
             return self._asks_decision(source, f"{plan.max_step}-{plan.quorum_id}")
         except Exception as e:

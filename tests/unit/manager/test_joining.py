@@ -356,6 +356,49 @@ def test_a_source_that_is_reported_to_have_failed_is_not_waited_for(monkeypatch:
         target._thread.join(DEADLINE_SEC)
 
 
+@pytest.mark.parametrize("reported", ["before", "meanwhile"])
+def test_the_decision_of_a_source_that_is_reported_to_have_failed_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, reported: str
+) -> None:
+    """A stopped process keeps its connection open, so the request would end at its timeout only."""
+    parameters, source = (Parameters([torch.optim.SGD(nn.Linear(2, 2).parameters())]) for _ in range(2))
+    asked = threading.Event()
+
+    def make(*_: object) -> Any:
+        aborted = threading.Event()
+
+        def ask(kind: str, argument: str) -> Answer:
+            if kind == "head":
+                return Peer(source, 7).ask(kind, argument)
+            if kind == "decision":
+                asked.set()
+            assert aborted.wait(DEADLINE_SEC)
+            raise CheckpointError("it was aborted")
+
+        return SimpleNamespace(ask=ask, abort=aborted.set, close=lambda: None)
+
+    monkeypatch.setattr(joining, "Asker", make)
+    target = target_of(parameters, lambda address: address)
+    try:
+        target.quorum(plan(7, "source"))
+        wait_until(lambda: target._asked, DEADLINE_SEC)
+        for p in parameters.all:
+            p.grad = torch.ones_like(p)
+        with ThreadPoolExecutor(1) as pool:
+            if reported == "before":
+                target.peer_failed(7, "source/0")
+            votes = pool.submit(target.advance, True)
+            if reported == "meanwhile":
+                assert asked.wait(DEADLINE_SEC)
+                target.peer_failed(7, "source/0")
+            assert votes.result(DEADLINE_SEC / 2) is None
+        assert asked.is_set() == (reported == "meanwhile")
+        assert target._kept
+    finally:
+        target.stop()
+        target._thread.join(DEADLINE_SEC)
+
+
 def recovery_of(connect: Callable[[str, timedelta], Any]) -> Recovery:
     return Recovery(
         transport=cast(Any, MagicMock(in_place=False)),

@@ -84,6 +84,7 @@ class Window:
         self._decided: Optional[tuple[int, int]] = None  # step and quorum of the attempt that was decided last
         self._committed = False  # whether that attempt was committed
         self._wants_whole: Optional[int] = None  # the step whose whole state was requested and could not be offered
+        self._whole = -1  # the step whose whole state was offered since the window was opened last
         self._offered_whole = False
         self._closing = False
         self._ended = False
@@ -106,7 +107,7 @@ class Window:
         """Opens the window: the state of a step may be read."""
         with self._cond:
             self._step, self._giver, self._closing = step, giver, False
-            self._offered_whole = False
+            self._offered_whole, self._whole = False, -1
             # A target that requested the whole state too late for its step heals in this step.
             if self._wants_whole is not None and step - self._wants_whole <= 2:
                 self._offer_whole(giver)
@@ -140,10 +141,19 @@ class Window:
     def want_whole(self, step: int) -> None:
         """Called when a target requests the whole state of a step."""
         with self._cond:
+            if step == self._whole:
+                return
             if self._giver is None or self._step != step or self._closing:
                 self._wants_whole = step
             elif not self._offered_whole:
                 self._offer_whole(self._giver)
+
+    def whole(self, step: int) -> None:
+        """Called when the whole state of a step is offered: a request for it is not too late for this step."""
+        with self._cond:
+            self._whole = step
+            if self._wants_whole == step:
+                self._wants_whole = None
 
     def answer(self, path: str, timeout: float) -> list[memoryview]:
         """The answer to a request.

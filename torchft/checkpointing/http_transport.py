@@ -153,6 +153,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 available_memory(),
             )
         self._source.publish(step, checkpoint, receivers=len(dst_ranks), copy=copy)
+        self._window.whole(step)
 
     def refuse_checkpoint(self, dst_ranks: List[int], step: int, reason: str, timeout: timedelta) -> None:
         self._source.refuse(step, reason)
@@ -161,6 +162,7 @@ class HTTPTransport(CheckpointTransport[T]):
         checkpoint = Checkpoint(state_dict, self._num_chunks)
         copy = self._may_copy(checkpoint)
         self._source.publish(step, checkpoint, receivers=0, copy=copy, role=Role.ADDITIONAL)
+        self._window.whole(step)
 
     def _may_copy(self, checkpoint: Checkpoint) -> bool:
         if self._snapshot is not None:

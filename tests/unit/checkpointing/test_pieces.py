@@ -235,6 +235,43 @@ def test_the_whole_state_is_offered_when_a_target_requests_it() -> None:
     assert [giver.wholes for giver in after] == [0, 1, 0]
 
 
+def test_the_whole_state_is_offered_in_each_attempt_at_a_step() -> None:
+    """The copy of an earlier attempt may have been dropped."""
+    window = Window(Pacer())
+    for giver in (Source(7), Source(7)):
+        window.open(7, giver)
+        window.want_whole(7)
+        window.whole(7)
+        window.close()
+        assert giver.wholes == 1
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_a_state_that_a_target_has_received_as_a_whole_is_not_offered_again(
+    source: HTTPTransport[Any], early: bool
+) -> None:
+    """At step 0 the state is offered as a whole without a request. If a group joins in the next step, a copy of the
+    state would be useless.
+    """
+    state = {"weights": torch.ones(4)}
+    target: HTTPTransport[Any] = HTTPTransport(TIMEOUT, 0)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            if not early:
+                source.send_checkpoint([1], 0, state, TIMEOUT)
+            received = pool.submit(target.recv_checkpoint, 0, source.metadata(), 0, TIMEOUT)
+            if early:
+                wait_until(lambda: source._window._wants_whole == 0, 20)
+                source.send_checkpoint([1], 0, state, TIMEOUT)
+            assert torch.equal(received.result(20)["weights"], state["weights"])
+    finally:
+        target.shutdown()
+    source.disallow_checkpoint()
+    giver = Source(1)
+    source.offer_pieces(1, giver)
+    assert giver.wholes == 0
+
+
 @pytest.mark.parametrize("damage", ["flipped", "short", "long"])
 def test_an_answer_that_is_damaged_is_an_error(damage: str) -> None:
     window = Window(Pacer())

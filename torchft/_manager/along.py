@@ -24,7 +24,8 @@ A piece is put in place if its mark is the step of the pieces in place. A piece 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple, Optional
@@ -293,14 +294,23 @@ class Heal:
         Args:
             asked: numbers of pieces with a request in progress, or with an answer that is not processed yet.
         """
-        for number, state in enumerate(self._states):
-            if state is _State.MISSING and number not in asked:
+        for number in self._all(_State.MISSING):
+            if number not in asked:
                 self._cut(number)
                 return Ask(Kind.PIECE, number)
-        for number, state in enumerate(self._states):
-            if state is _State.CURRENT and number not in asked and self._marks[number] < self._newest:
+        newest = self._newest
+        for number in self._all(_State.CURRENT):
+            if number not in asked and self._marks[number] < newest:
                 return Ask(Kind.DIGEST, number)
         return Ask(Kind.REST) if self.ends else None
+
+    def _all(self, state: _State) -> Iterator[int]:
+        """The numbers of the pieces in a state. Called for each request, so it must be fast for many pieces."""
+        number = -1
+        with suppress(ValueError):  # there is no further one
+            while True:
+                number = self._states.index(state, number + 1)
+                yield number
 
     @property
     def _newest(self) -> int:

@@ -81,7 +81,7 @@ func TestImportsFollowTheDesign(t *testing.T) {
 		"internal/auth":          nil,
 		"internal/rpc":           {"internal/auth", "internal/lobby"},
 		"internal/wire":          append([]string{"internal/rpc", "membership", "torchftpb"}, decides...),
-		"internal/tracing":       nil,
+		"internal/tracing":       {"internal/logging"},
 		"internal/lobby":         nil,
 		"internal/logging":       nil,
 		"heal":                   {"internal/lobby"},

@@ -1,4 +1,6 @@
-"""A lighthouse whose standard error is not read continues to serve, and later reports the number of dropped lines."""
+"""A lighthouse whose standard error is not read continues to serve, and later reports the number of dropped lines.
+
+It also continues if the reader of its standard error has ended."""
 
 from __future__ import annotations
 
@@ -45,6 +47,26 @@ def test_a_lighthouse_serves_while_its_log_is_not_read() -> None:
             log = lighthouse.stderr.read()
             counts = [int(lines) for lines in re.findall(r"lines of the log were dropped.* lines=(\d+)", log)]
             assert sum(counts) >= float(dropped[1])
+            assert lighthouse.wait(WAIT.total_seconds()) == 0
+        finally:
+            lighthouse.kill()
+
+
+@pytest.mark.timeout(120)
+def test_a_lighthouse_serves_after_the_reader_of_its_log_has_ended() -> None:
+    command = [sys.executable, str(HERE / "chaos_lighthouse.py"), "--min_replicas=1", "--bind=127.0.0.1:0"]
+    with subprocess.Popen(
+        command, env=child_environment(ours_path()), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as lighthouse:
+        try:
+            assert lighthouse.stdout is not None and lighthouse.stderr is not None
+            port = re.search(r":(\d+)$", lighthouse.stdout.readline().strip())
+            assert port
+            lighthouse.stderr.close()
+            client = LighthouseClient(f"http://127.0.0.1:{port[1]}", WAIT)
+            assert client.quorum("a", WAIT).quorum_id > 0  # and a line of the log
+
+            lighthouse.terminate()  # the command writes the last lines of its log before it ends
             assert lighthouse.wait(WAIT.total_seconds()) == 0
         finally:
             lighthouse.kill()

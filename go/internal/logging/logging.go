@@ -2,10 +2,13 @@
 package logging
 
 import (
+	"errors"
 	"io"
 	"log/slog"
+	"os"
 	"sync"
 	"sync/atomic"
+	"syscall"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -40,10 +43,40 @@ type Writer struct {
 
 // To returns a Writer that forwards to out.
 func To(out io.Writer) *Writer {
+	if file, isFile := out.(*os.File); isFile {
+		out = File(file)
+	}
 	log := slog.New(slog.NewTextHandler(out, nil))
 	return &Writer{out: out, logDropped: func(lines int) {
 		log.Warn("torchft: lines of the log were dropped: its reader did not keep up", "lines", lines)
 	}}
+}
+
+// File returns a writer to a file. If the file is a pipe whose reader has ended, Write returns an error. os.File.Write would end the
+// process by SIGPIPE if that pipe is standard output or standard error: also the user's training process, in which this code runs.
+func File(file *os.File) io.Writer { return pipe{file} }
+
+type pipe struct{ file *os.File }
+
+func (p pipe) Write(b []byte) (n int, err error) {
+	conn, err := p.file.SyscallConn()
+	for err == nil && n < len(b) {
+		var wrote int
+		var failed error
+		err = conn.Write(func(fd uintptr) bool {
+			wrote, failed = syscall.Write(int(fd), b[n:])
+			return !errors.Is(failed, syscall.EAGAIN) // after EAGAIN, conn.Write waits until the pipe has room, and calls again
+		})
+		n += max(0, wrote)
+		switch {
+		case err != nil || errors.Is(failed, syscall.EINTR):
+		case failed != nil:
+			err = failed
+		case wrote == 0:
+			err = io.ErrUnexpectedEOF
+		}
+	}
+	return n, err
 }
 
 // Write queues a line and returns at once.

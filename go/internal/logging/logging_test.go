@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"os/exec"
 	"regexp"
 	"strconv"
 	"strings"
@@ -57,6 +58,24 @@ func TestAReaderThatDoesNotReadBlocksNoWriter(t *testing.T) {
 	w.Flush(time.Minute)
 	require.NoError(t, writer.Close())
 	require.NoError(t, reader.Close())
+}
+
+// The reader of standard error may end before this process: the lines are lost then, and nothing else.
+func TestAReaderThatHasEndedEndsNoProcess(t *testing.T) {
+	const child = "TORCHFT_TEST_WITHOUT_READER"
+	if os.Getenv(child) != "" {
+		w := To(os.Stderr)
+		slog.New(slog.NewTextHandler(w, nil)).Info("a line without a reader")
+		w.Flush(time.Minute)
+		return
+	}
+	reader, writer, err := os.Pipe()
+	require.NoError(t, err)
+	require.NoError(t, reader.Close())
+	again := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^"+t.Name()+"$")
+	again.Env, again.Stderr = append(os.Environ(), child+"=1"), writer
+	assert.NoError(t, again.Run())
+	require.NoError(t, writer.Close())
 }
 
 func TestFlushWaitsForTheLastLine(t *testing.T) {

@@ -22,6 +22,8 @@ import (
 	sdktrace "go.opentelemetry.io/otel/sdk/trace"
 	"go.opentelemetry.io/otel/trace"
 	"google.golang.org/grpc/metadata"
+
+	"github.com/torchft/torchft/go/internal/logging"
 )
 
 // parentKey is the header of W3C trace context that names the parent span.
@@ -83,7 +85,7 @@ func begin(kinds []string) error {
 		var exporter sdktrace.SpanExporter
 		var err error
 		if kind == "console" {
-			exporter, err = stdouttrace.New(stdouttrace.WithWriter(os.Stderr))
+			exporter, err = stdouttrace.New(stdouttrace.WithWriter(logging.File(os.Stderr)))
 		} else {
 			exporter, err = otlptracehttp.New(context.Background())
 		}

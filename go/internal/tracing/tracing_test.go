@@ -3,6 +3,9 @@ package tracing
 import (
 	"context"
 	"errors"
+	"log/slog"
+	"os"
+	"os/exec"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -47,6 +50,24 @@ func TestOffItDoesNothing(t *testing.T) {
 	assert.Empty(t, span.Parent())
 	assert.Equal(t, context.Background(), WithParent(context.Background(), span))
 	assert.Zero(t, testing.AllocsPerRun(100, func() { Continue(parent, "x", 1).End(nil) }))
+}
+
+// The reader of standard error may end before this process: the spans are lost then, and nothing else.
+func TestAReaderThatHasEndedEndsNoProcess(t *testing.T) {
+	const child = "TORCHFT_TEST_WITHOUT_READER"
+	if os.Getenv(child) != "" {
+		Setup(slog.Default())
+		Continue(parent, "x", 1).End(nil)
+		Flush()
+		return
+	}
+	reader, writer, err := os.Pipe()
+	require.NoError(t, err)
+	require.NoError(t, reader.Close())
+	again := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^"+t.Name()+"$")
+	again.Env, again.Stderr = append(os.Environ(), child+"=1", "OTEL_TRACES_EXPORTER=console"), writer
+	assert.NoError(t, again.Run())
+	require.NoError(t, writer.Close())
 }
 
 func TestASpanIsAChildOfItsParent(t *testing.T) {

@@ -36,6 +36,15 @@ func (c *core) open(now time.Time) {
 	c.actions, c.failed = nil, c.failed[:0]
 }
 
+// later moves the beginning of a wait by a time in which the lighthouse itself was stopped: the messages that would have ended the wait
+// have not been handled yet. The zero time, which stands for no wait, stays as it is.
+func later(since time.Time, span time.Duration) time.Time {
+	if since.IsZero() {
+		return since
+	}
+	return since.Add(span)
+}
+
 // do appends an action.
 func (c *core) do(a Action) { c.actions = append(c.actions, a) }
 

@@ -60,10 +60,13 @@ func NewMachine(policy Policy, start time.Time) *Machine {
 func (m *Machine) Step(event Event, now time.Time) []Action {
 	m.open(now)
 	if slept, ok := event.(Slept); ok {
-		// This comes before expire: the heartbeats of that time have not been handled yet. Otherwise all members would count as
-		// failed.
+		// This comes before expire: the messages of that time have not been handled yet. Otherwise all members would count as failed,
+		// and a quorum would no longer wait for members whose requests have arrived.
 		m.roster.forgive(slept.For)
 		m.watch.forgive(slept.For)
+		m.past.forgive(slept.For)
+		m.search.forgive(slept.For)
+		m.votes.forgive(slept.For)
 		// All bonds are released: the time is only an estimate, so any bond may have run out, and its member may have asked another
 		// lighthouse.
 		m.list.releaseAll(m.now)

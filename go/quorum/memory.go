@@ -276,6 +276,9 @@ func (m *memory) decided(d decision) {
 	}
 }
 
+// forgive extends the wait for members with a larger step by a time in which the lighthouse itself was stopped.
+func (m *memory) forgive(span time.Duration) { m.behind = later(m.behind, span) }
+
 // regress returns the reason why a quorum would be below the step that the job had reached, with the missing members of the latest
 // quorum; empty if it would not be below, or if none is missing. mayCome reports whether one of the missing members counts as
 // alive.

@@ -302,6 +302,18 @@ func (m *model) slept(span time.Duration) {
 			f.broke = f.broke.Add(span)
 		}
 	}
+	for id, joined := range m.joined {
+		m.joined[id] = joined.Add(span)
+	}
+	for id, answered := range m.answeredAt {
+		m.answeredAt[id] = answered.Add(span)
+	}
+	if !m.behind.IsZero() {
+		m.behind = m.behind.Add(span)
+	}
+	if !m.askedAt.IsZero() {
+		m.askedAt = m.askedAt.Add(span)
+	}
 	m.began = m.began.Add(span)
 }
 

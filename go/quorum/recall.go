@@ -181,6 +181,11 @@ func (s *search) pending(now time.Time) bool {
 	return s.id > s.past.latestID() && (s.list.listed() || now.Sub(s.since) < s.policy.HeartbeatTimeout)
 }
 
+// forgive extends the search by a time in which the lighthouse itself was stopped: the answer may have arrived meanwhile.
+func (s *search) forgive(span time.Duration) {
+	s.since, s.asked = later(s.since, span), later(s.asked, span)
+}
+
 // ahead returns the latest quorum id that one of these members knows and this lighthouse of a list does not; 0 if there is none.
 // Such a member gives no vote, even after the search for its quorum has ended: the search ends when the member falls silent, but
 // its request counts again as soon as it sends something.

@@ -198,11 +198,16 @@ func (s *roster) alive() (alive []*record) {
 	return alive
 }
 
-// forgive reduces the age of all heartbeats and suspicions by a time in which the lighthouse itself was stopped.
+// forgive reduces the age of all heartbeats, recalls, suspicions and candidates by a time in which the lighthouse itself was stopped.
 func (s *roster) forgive(span time.Duration) {
 	for e := s.pulses.Front(); e != nil; e = e.Next() {
 		r := e.Value.(*record)
 		r.lastBeat = r.lastBeat.Add(span)
+		r.second, r.last = later(r.second, span), later(r.last, span)
+	}
+	for e := s.queue.Front(); e != nil; e = e.Next() {
+		r := e.Value.(*record)
+		r.joined = r.joined.Add(span)
 	}
 	for e := s.suspects.Front(); e != nil; e = e.Next() {
 		r := e.Value.(*record)

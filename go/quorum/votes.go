@@ -55,6 +55,9 @@ func (v *votes) lacking(d decision, in []*record) (reason string, missing []Vote
 	return reason, missing
 }
 
+// forgive extends the wait for missing votes by a time in which the lighthouse itself was stopped.
+func (v *votes) forgive(span time.Duration) { v.lacked = later(v.lacked, span) }
+
 // base returns the base of the quorum that is formed now (succession.baseAfter).
 func (v *votes) base(in []*record, changed bool) [][]Voter {
 	latest := v.past.latest

@@ -21,12 +21,18 @@ func (c *watch) expire(g *group) {
 }
 
 // slept reduces the age of all signs of life by the time for which the lighthouse was stopped, except for those that were too old
-// before.
+// before, and extends the waits for members by that time.
 func (c *watch) slept(span time.Duration) {
 	for _, g := range c.known {
 		if v := c.of(g); c.beating(g) {
 			v.lastBeat += span
 			v.brokeAt += span
+			v.joined += span
+		}
+	}
+	for _, since := range []*time.Duration{&c.behind, &c.looking} {
+		if *since > 0 {
+			*since += span
 		}
 	}
 	c.began += span

@@ -34,9 +34,9 @@ type session struct {
 	broadcast membership.Broadcast
 	notices   <-chan membership.Notice
 
-	opening chan struct{} // a lock for stream; waiting for it ends with a call's deadline
-	stream  *clientStream // nil before the first call
-	rank    atomic.Int64  // group rank of the calls, -1 before the first one
+	opening chan struct{}                // a lock for opening a stream; waiting for it ends with a call's deadline
+	stream  atomic.Pointer[clientStream] // nil before the first call
+	rank    atomic.Int64                 // group rank of the calls, -1 before the first one
 }
 
 func newSession(conn *grpc.ClientConn) *session {
@@ -113,16 +113,11 @@ func (s *session) ReportCount(c Counted) {
 	}})
 }
 
-// report sends a report if the session is open, and drops it otherwise. A report is not answered.
+// report sends a report if the session is open, and drops it otherwise. A report is not answered. report does not take
+// the lock of opening: a report must not wait for a stream that is being opened, and must not be dropped because a call checks the
+// stream at the same moment.
 func (s *session) report(req *torchftpb.RankRequest) {
-	select {
-	case s.opening <- struct{}{}:
-	default: // another stream is being opened
-		return
-	}
-	stream := s.stream
-	<-s.opening
-	if stream != nil && !stream.broken() {
+	if stream := s.stream.Load(); stream != nil && !stream.broken() {
 		stream.send(req)
 	}
 }
@@ -162,10 +157,11 @@ func (s *session) connect(ctx context.Context) (*clientStream, error) {
 	case <-ctx.Done():
 		return nil, status.FromContextError(ctx.Err()).Err()
 	}
-	if s.stream != nil && !s.stream.broken() {
-		return s.stream, nil
+	before := s.stream.Load()
+	if before != nil && !before.broken() {
+		return before, nil
 	}
-	reopened := s.stream != nil
+	reopened := before != nil
 	streamCtx, cancel := context.WithCancel(s.ctx)
 	inTime := context.AfterFunc(ctx, cancel) // the stream outlives the call that opens it
 	wire, err := s.open(streamCtx, reopened)
@@ -177,16 +173,16 @@ func (s *session) connect(ctx context.Context) (*clientStream, error) {
 		cancel()
 		return nil, err
 	}
-	s.stream = &clientStream{
+	stream := &clientStream{
 		wire:    wire,
 		notice:  s.broadcast.Notify,
 		waiting: map[uint64]chan *torchftpb.RankResponse{},
 		ended:   make(chan struct{}),
 	}
 	if rank := s.rank.Load(); reopened && rank >= 0 {
-		s.stream.send(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Hello{Hello: rank}})
+		stream.send(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Hello{Hello: rank}})
 	}
-	stream := s.stream
+	s.stream.Store(stream)
 	go func() {
 		stream.receive(cancel)
 		s.reopen(stream)

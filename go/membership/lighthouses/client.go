@@ -51,7 +51,7 @@ func Dial(ctx context.Context, addr string, connectTimeout time.Duration, option
 			switch {
 			case err == nil:
 				return c, nil
-			case ctx.Err() != nil:
+			case ctx.Err() != nil, status.Code(err) == codes.InvalidArgument: // a setting is wrong, so that no attempt can succeed
 				return nil, err
 			case time.Now().After(end):
 				return nil, status.Errorf(codes.Unavailable, "could not connect to a lighthouse at %s: timed out after %s: %s", addr, connectTimeout, rpc.Message(err))

@@ -227,6 +227,27 @@ func TestASlowReaderIsCutOff(t *testing.T) {
 	require.Less(t, time.Since(start), 20*time.Second)
 }
 
+// A connection that waits for its share of a low rate does not delay the end of the server.
+func TestTheEndDoesNotWaitForTheRate(t *testing.T) {
+	const each = 10 // seconds that the rate allows for a block
+	s, o := listen(t, time.Minute, small/each), offer(t, filled(newRand(t), 2*small), small)
+	conn, err := net.Dial("tcp", address(s))
+	require.NoError(t, err)
+	defer conn.Close()
+	g := s.Grant(o)
+	_, err = conn.Write(append([]byte(magic), g.secret[:]...))
+	require.NoError(t, err)
+	for block := range uint32(2) {
+		_, err = conn.Write(request{op: opBlock, block: block}.append(nil))
+		require.NoError(t, err)
+	}
+	_, err = io.ReadFull(conn, make([]byte, responseSize+small)) // the first block comes at once, and the second one has to wait
+	require.NoError(t, err)
+	start := time.Now()
+	s.Close()
+	require.Less(t, time.Since(start), each/2*time.Second)
+}
+
 func TestUnauthorizedConnectionsAreRefused(t *testing.T) {
 	s := listen(t, 200*time.Millisecond, 0)
 	s.Grant(offer(t, filled(newRand(t), 1000), 0))

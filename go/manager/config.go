@@ -13,6 +13,7 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/membership"
 	"github.com/torchft/torchft/go/membership/lighthouses"
+	"github.com/torchft/torchft/go/round"
 )
 
 // ServerConfig has the settings of a manager server.
@@ -78,8 +79,8 @@ func (c ServerConfig) Validate() error {
 	if err := rpc.ValidateBind("bind", c.Bind); err != nil {
 		return err
 	}
-	if c.WorldSize < 1 {
-		return fmt.Errorf("world_size is %d: it must be at least 1", c.WorldSize)
+	if err := (round.Group{ReplicaID: c.ReplicaID, WorldSize: c.WorldSize}).Validate(); err != nil {
+		return err
 	}
 	if c.HeartbeatInterval <= 0 {
 		return fmt.Errorf("heartbeat_interval is %s: it must be more than 0", c.HeartbeatInterval)

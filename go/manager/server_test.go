@@ -184,6 +184,7 @@ func TestValidate(t *testing.T) {
 		`hostname is "http://h"`:              func(c *manager.ServerConfig) { c.Hostname = "http://h" },
 		`bind is "nowhere"`:                   func(c *manager.ServerConfig) { c.Bind = "nowhere" },
 		`world_size is 0: it must be`:         func(c *manager.ServerConfig) { c.WorldSize = 0 },
+		`world_size is 1099511627776: it `:    func(c *manager.ServerConfig) { c.WorldSize = 1 << 40 },
 		`heartbeat_interval is 0s`:            func(c *manager.ServerConfig) { c.HeartbeatInterval = 0 },
 		`connect_timeout is -1s: it must be`:  func(c *manager.ServerConfig) { c.ConnectTimeout = -time.Second },
 		`quorum_retries is -1: it must be at`: func(c *manager.ServerConfig) { c.QuorumRetries = -1 },

@@ -9,6 +9,7 @@ import ssl
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import Any
 from urllib.parse import urlencode, urlsplit
 
@@ -62,7 +63,7 @@ class Lighthouse:
         """
         with self._open(path, "GET", {}) as response:
             try:
-                return json.loads(response.read())
+                return json.loads(_body(response))
             except ValueError:
                 raise Unanswered(f"{response.url} answered without JSON: is it a lighthouse?") from None
 
@@ -82,8 +83,8 @@ class Lighthouse:
                         name = value
                     elif field == "data":
                         yield name, json.loads(value)
-            except OSError as e:
-                raise Unanswered(f"the connection to the lighthouse broke: {e}") from None
+            except (OSError, http.client.HTTPException) as e:
+                raise _broken(e) from None
 
     def ask(self, what: str, replica_id: str) -> str:
         """Requests that the lighthouse ``kill``, ``drain`` or ``waive`` a group, with the token of TORCHFT_TOKEN_FILE
@@ -94,7 +95,7 @@ class Lighthouse:
         """
         body = json.dumps({"replica_id": replica_id}).encode()
         with self._open(f"/api/v1/{what}", "POST", _headers(), body) as response:
-            return f"{replica_id}: {json.loads(response.read())['done']}"
+            return f"{replica_id}: {json.loads(_body(response))['done']}"
 
     def _open(self, path: str, method: str, headers: dict[str, str], body: bytes | None = None) -> Any:
         if self.job != DEFAULT_JOB:
@@ -103,11 +104,12 @@ class Lighthouse:
         for address in self.addresses:
             request = urllib.request.Request(address + path, data=body, method=method, headers=headers)
             try:
-                return urllib.request.urlopen(request, timeout=self._timeout, context=_tls(address))
+                return direct(address).open(request, timeout=self._timeout)
             except urllib.error.HTTPError as e:
                 with e:
-                    raise Unanswered(f"{address} answered {e.code}: {_reason(e.read())}", e.code) from None
-            except (OSError, http.client.HTTPException) as e:  # HTTPException: the server does not speak HTTP
+                    raise Unanswered(f"{address} answered {e.code}: {_reason(_body(e))}", e.code) from None
+            # HTTPException: the server does not speak HTTP; UnicodeError: the host cannot be a name in the DNS
+            except (OSError, http.client.HTTPException, UnicodeError) as e:
                 tried.append(f"{address}: {getattr(e, 'reason', e)}")
         raise Unanswered(
             f"no lighthouse answered within {self._timeout:g} s ({'; '.join(tried)}); is it running, and is "
@@ -169,6 +171,32 @@ def address_of(endpoint: str) -> str:
         return _checked(address)
     except Unanswered:
         raise ValueError(f"endpoint {endpoint!r} is not allowed; allowed: HOST:PORT, http://HOST:PORT") from None
+
+
+def direct(address: str) -> urllib.request.OpenerDirector:
+    """Opens requests to a lighthouse without a proxy of the environment, as for all other connections of a job."""
+    tls = _tls(address)
+    return _without_tls() if tls is None else _opener(urllib.request.HTTPSHandler(context=tls))
+
+
+@lru_cache
+def _without_tls() -> urllib.request.OpenerDirector:
+    return _opener()  # once: it reads the system's certificates, which takes some 10 ms
+
+
+def _opener(*handlers: urllib.request.BaseHandler) -> urllib.request.OpenerDirector:
+    return urllib.request.build_opener(urllib.request.ProxyHandler({}), *handlers)
+
+
+def _body(response: Any) -> bytes:
+    try:
+        return response.read()
+    except (OSError, http.client.HTTPException) as e:
+        raise _broken(e) from None
+
+
+def _broken(error: Exception) -> Unanswered:
+    return Unanswered(f"the connection to the lighthouse broke: {error}")
 
 
 def _headers() -> dict[str, str]:

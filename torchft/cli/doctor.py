@@ -11,13 +11,12 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from torchft._lighthouse_http import DEFAULT_PORT, LIGHTHOUSE_ENV, Lighthouse, Unanswered
+from torchft._lighthouse_http import DEFAULT_PORT, LIGHTHOUSE_ENV, Lighthouse, Unanswered, direct
 from torchft.cli.arguments import Parser, ask_of
 from torchft.cli.status import groups, printable
 
@@ -230,7 +229,7 @@ def _lighthouse(addresses: str | None, job: str | None) -> Iterator[Finding]:
 def _clock(address: str) -> Iterator[Finding]:
     try:
         asked = time.time()
-        with urllib.request.urlopen(f"{address}/status", timeout=_CONNECT_SEC) as response:
+        with direct(address).open(f"{address}/status", timeout=_CONNECT_SEC) as response:
             there = email.utils.parsedate_to_datetime(response.headers["Date"]).timestamp()
         answered = time.time()
     except (OSError, TypeError, ValueError):

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -17,6 +17,7 @@ from torchft.cli import main
 from torchft.cli.events import words
 from torchft.cli.status import table
 from torchft.coordination import LighthouseClient, LighthouseServer
+from torchft.launch import job
 
 SEC = timedelta(seconds=1)
 
@@ -116,6 +117,40 @@ def test_a_watch_continues_when_the_lighthouse_does_not_answer(
     assert first.startswith("no quorum yet") and second.startswith("no lighthouse answered within 5 s"), second
     assert looks == [0.1, 0.1]
     assert main(["status", "--watch"]) == 1, "one that was never there is an error"
+
+
+@pytest.mark.parametrize(
+    ("command", "answer"),
+    [
+        pytest.param(["status"], b'HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{"members": [', id="status"),
+        pytest.param(["kill", "a"], b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{", id="kill"),
+        pytest.param(["status"], b"HTTP/1.1 503 Busy\r\nContent-Length: 500\r\n\r\nwait", id="a refusal"),
+        pytest.param(
+            ["events", "--follow"], b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nff\r\nevent: ", id="stream"
+        ),
+    ],
+)
+def test_a_lighthouse_that_ends_in_the_middle_of_its_answer(
+    command: list[str], answer: bytes, answering: Callable[[bytes], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--lighthouse", answering(answer)]) == 1
+    assert "the connection to the lighthouse broke: " in capsys.readouterr().err
+
+
+def test_a_job_does_not_end_because_an_answer_of_its_lighthouse_breaks_off(answering: Callable[[bytes], str]) -> None:
+    cut = b'HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{"'
+    assert job.status(answering(cut)) == []
+    assert job.drain(answering(cut), "a") is False
+
+
+def test_requests_do_not_go_through_a_proxy_of_the_environment(
+    lighthouse: LighthouseServer, closed_ports: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As all other connections of a job: a proxy would not reach the hosts of a cluster, or this one."""
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{closed_ports[0]}")
+    monkeypatch.delenv("no_proxy", raising=False)
+    done = subprocess.run([sys.executable, "-m", "torchft.cli", "status"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_named_job_is_shown(

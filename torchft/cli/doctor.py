@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from torchft._lighthouse_http import DEFAULT_PORT, LIGHTHOUSE_ENV, Lighthouse, Unanswered, direct
 from torchft.cli.arguments import Parser, ask_of
 from torchft.cli.status import groups, printable
+from torchft.http import _has_ipv6
 
 _CONNECT_SEC = 3.0
 _LOCAL_SEC = 1.0  # seconds; a lighthouse on this machine answers within milliseconds
@@ -107,7 +108,7 @@ def _own_address(lighthouse: str) -> Iterator[Finding]:
         yield Finding("bad", str(e))
         return
     try:
-        with socket.create_server(("", 0)) as server:
+        with _listener() as server:
             port = server.getsockname()[1]
             socket.create_connection((host, port), timeout=_CONNECT_SEC).close()
     except OSError as e:
@@ -131,6 +132,13 @@ def _own_address(lighthouse: str) -> Iterator[Finding]:
             f"Gloo announces this machine as {name}, which is a loopback address here: other machines cannot connect",
             "set GLOO_SOCKET_IFNAME to the network interface that they reach",
         )
+
+
+def _listener() -> socket.socket:
+    """A server on any port, for IPv6 and IPv4 where this machine has both."""
+    if _has_ipv6():
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", 0))
 
 
 def _host_of(lighthouse: str) -> str:

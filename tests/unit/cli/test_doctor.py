@@ -15,6 +15,7 @@ import pytest
 
 from torchft.cli import main
 from torchft.coordination import LighthouseClient, LighthouseServer
+from torchft.http import _has_ipv6
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +40,13 @@ def test_the_network_interface_is_named(capsys: pytest.CaptureFixture[str], monk
     monkeypatch.setenv("TORCHFT_HOST", "lo")
     status, output = doctor(capsys)
     assert "announces itself as 127.0.0.1 (interface lo)" in output and status == 0
+
+
+@pytest.mark.skipif(not _has_ipv6(), reason="needs IPv6")
+def test_an_ipv6_address_is_reached(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_HOST", "::1")
+    status, output = doctor(capsys)
+    assert "announces itself as ::1" in output and "cannot connect" not in output and status == 0
 
 
 def test_a_host_name_with_a_loopback_address(

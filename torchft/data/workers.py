@@ -10,6 +10,7 @@ of these objects there, such as a process group with threads, the worker may end
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import os
 import signal
 import threading
@@ -47,6 +48,8 @@ class WorkerInit:
 
 
 def _end_with_loader(ignored: Sequence[int]) -> None:
-    while signal.sigwaitinfo(ignored).si_pid != os.getppid():
+    loader = multiprocessing.parent_process()  # not os.getppid(), which is the server of the start method forkserver
+    assert loader is not None
+    while signal.sigwaitinfo(ignored).si_pid != loader.pid:
         pass
     os._exit(0)

@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar, Optional
 
+import pytest
+
 from torchft.data.workers import WorkerInit
 
 
@@ -24,11 +26,12 @@ def echo(pipe: Any) -> None:
         pipe.send(pipe.recv())
 
 
-def test_only_its_loader_ends_such_a_worker() -> None:
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_only_its_loader_ends_such_a_worker(method: str) -> None:
     """A loader ends its workers by SIGTERM and waits for their end; otherwise its process could not exit."""
-    fork = multiprocessing.get_context("fork")
-    here, there = fork.Pipe()
-    worker = fork.Process(target=echo, args=(there,), daemon=True)
+    context: Any = multiprocessing.get_context(method)
+    here, there = context.Pipe()
+    worker = context.Process(target=echo, args=(there,), daemon=True)
     worker.start()
     try:
         for message in ("ready", "alive"):

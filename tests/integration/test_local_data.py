@@ -16,6 +16,7 @@ from tests.integration.test_loader import SAMPLES, SETTINGS, dataset, flat, make
 from torchft.data import ElasticDataLoader
 from torchft.data.position import Plan, Position
 from torchft.local_sgd import DiLoCo, LocalSGD
+from torchft.manager import WorldSizeMode
 
 PERIOD = 4  # inner steps; an epoch has as many
 EPOCHS = 3
@@ -47,6 +48,7 @@ class Training:
 
     Attributes:
         algorithm: LocalSGD or DiLoCo.
+        settings: further arguments of the Manager.
         events: called before an inner step, by (group, number of the step); "crashed" ends the group.
         fails: synchronisations that a group votes against, by (group, number from 0).
         seen: samples of each epoch.
@@ -54,6 +56,7 @@ class Training:
 
     algorithm: Callable[..., Any]
     start_with: int = 1
+    settings: dict[str, Any] = field(default_factory=dict)
     loader_first: bool = False
     events: dict[tuple[int, int], Callable[[Rank], Optional[str]]] = field(default_factory=dict)
     fails: set[tuple[int, int]] = field(default_factory=set)
@@ -64,7 +67,7 @@ class Training:
         model = make_model()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         manager = rank.start_manager(
-            load_state_dict=model.load_state_dict, state_dict=model.state_dict, use_async_quorum=False
+            load_state_dict=model.load_state_dict, state_dict=model.state_dict, use_async_quorum=False, **self.settings
         )
         votes, vote = iter(range(100)), manager.should_commit
 
@@ -97,7 +100,8 @@ class Training:
                         self.seen.setdefault(step.position.epoch, Counter()).update(unit.indices)
                         key = rank.group, step.position
                         self.parts[key] = self.parts.get(key, 0) + len(unit.indices)
-                assert weights == pytest.approx(1)  # the mean over this group's samples
+                # the mean over this group's samples; a spare has none
+                assert weights == pytest.approx(1 if manager.is_participating() else 0)
                 inner.step()
         assert loader.position == PLAN.end
         if isinstance(algorithm, DiLoCo):
@@ -125,6 +129,17 @@ def test_without_a_fault_each_sample_counts_once_an_epoch(algorithm: Callable[..
     training = Training(algorithm, start_with=2, loader_first=loader_first)
     with Cluster(min_replicas=2) as cluster:
         ended = results(*(cluster.start(training, group=group) for group in range(2)))
+    assert agree(ended) == (TOTAL, 0)
+    assert training.seen == {epoch: Counter(range(SAMPLES)) for epoch in range(EPOCHS)}
+
+
+@pytest.mark.parametrize("algorithm", [local_sgd, diloco])
+def test_a_spare_group_takes_no_samples(algorithm: Callable[..., Any]) -> None:
+    """Its parameters are in no average, so its samples would be lost."""
+    fixed = {"world_size_mode": WorldSizeMode.FIXED_WITH_SPARES, "min_replica_size": 2}
+    training = Training(algorithm, start_with=3, settings=fixed)
+    with Cluster(min_replicas=3) as cluster:
+        ended = results(*(cluster.start(training, group=group) for group in range(3)))
     assert agree(ended) == (TOTAL, 0)
     assert training.seen == {epoch: Counter(range(SAMPLES)) for epoch in range(EPOCHS)}
 

@@ -411,6 +411,8 @@ class ElasticDataLoader:
             self._account.failed(kept=False)  # the samples since the last average will be in no average
             self._end()
         membership = Membership(plan.replica_rank, plan.replica_world_size)
+        if not plan.in_background:  # then only spares do not participate: their samples would be in no average
+            membership = Membership(plan.participating_rank, plan.participants)
         share = self.share(*membership)
         of_group = sum(
             self._plan.share(share.position, *membership, rank, self._data_world_size).samples

@@ -439,6 +439,10 @@ class Steps:
         pass
 
 
+# With a synchronous quorum, as LocalSGD and DiLoCo have it
+PLAN = SimpleNamespace(participating_rank=0, participants=1, replica_rank=0, replica_world_size=1, in_background=False)
+
+
 @pytest.mark.parametrize(
     ("committed", "keeps_own_weights", "counted", "level", "counts"),
     [
@@ -453,7 +457,7 @@ def test_the_log_has_the_samples_of_each_average(
 ) -> None:
     caplog.set_level(logging.INFO, "torchft.data.loader")
     manager = Alone()
-    manager._current = SimpleNamespace(plan=SimpleNamespace(replica_rank=0, replica_world_size=1))
+    manager._current = SimpleNamespace(plan=PLAN)
     loader = make(manager=manager)
     loader.steps_by_itself(Steps(keeps_own_weights))
     for _ in range(2):
@@ -470,7 +474,7 @@ def test_the_log_has_the_samples_of_each_average(
 
 def test_with_local_steps_a_unit_that_was_left_out_counts_as_lost() -> None:
     manager = Alone()
-    manager._current = SimpleNamespace(plan=SimpleNamespace(replica_rank=0, replica_world_size=1))
+    manager._current = SimpleNamespace(plan=PLAN)
     loader = make(manager=manager)
     loader.steps_by_itself(Steps(True))
     first, _ = next(loader)

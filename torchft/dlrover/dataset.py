@@ -32,7 +32,8 @@ class DataShardService:
     def __init__(self, manager: Manager, num_samples: int, **settings: Any) -> None:
         self.loader = ElasticDataLoader(manager, range(num_samples), **settings)
         self.unit: Optional[Unit] = None
-        self._units = self._all_units()
+        self._steps = iter(self.loader)
+        self._units: Iterator[Unit] = iter(())  # the rest of the step
         self._left: Iterator[int] = iter(())
 
     def fetch_record_index(self) -> int:
@@ -66,13 +67,11 @@ class DataShardService:
 
     def _begin_unit(self) -> int:
         """Begins the next unit. Returns the number of its samples."""
-        self.unit = next(self._units)
-        self._left = iter(self.unit.indices)
-        return len(self.unit.indices)
-
-    def _all_units(self) -> Iterator[Unit]:
-        for step in self.loader:
-            yield from step
+        while (unit := next(self._units, None)) is None:
+            self._units = iter(next(self._steps))
+        self.unit = unit
+        self._left = iter(unit.indices)
+        return len(unit.indices)
 
 
 class ElasticDataset(Dataset, ABC):

@@ -65,3 +65,21 @@ def test_batches_are_the_micro_batches_of_the_loader(service: DataShardService) 
 def test_a_worker_process_is_refused_with_a_remedy(service: DataShardService) -> None:
     with pytest.raises(RuntimeError, match=r"worker process of a DataLoader.*ElasticDataLoader\(manager, dataset"):
         next(iter(DataLoader(Squares(service), batch_size=2, num_workers=1)))
+
+
+def test_after_an_error_the_service_continues() -> None:
+    """A loop that retries, as after a timeout of the quorum, must not take the error for the end of the job."""
+
+    def begin() -> Step:
+        raised.append(TimeoutError("no quorum"))
+        if len(raised) == 1:
+            raise raised[0]
+        return Step([3, 1])
+
+    raised: list[Exception] = []
+    with mock.patch("torchft.dlrover.dataset.ElasticDataLoader") as loader:
+        loader.return_value.__iter__.return_value = iter(begin, None)
+        service = DataShardService(mock.Mock(), 5, global_batch_size=3, micro_batch_size=2)
+    with pytest.raises(TimeoutError):
+        service.fetch_record_index()
+    assert [service.fetch_record_index() for _ in range(2)] == [3, 1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 
@@ -18,9 +19,10 @@ class Progress:
 
     def show(self, job: LocalJob) -> None:
         if self._in_place:
-            up = f"\x1b[{self._drawn}A" if self._drawn else ""
-            print(up + "\n".join(f"\x1b[2K{line(member)}" for member in job.members), flush=True)
-            self._drawn = len(job.members)
+            lines = [line(member) for member in job.members]
+            print((f"\x1b[{self._drawn}A\x1b[J" if self._drawn else "") + "\n".join(lines), flush=True)
+            width = shutil.get_terminal_size().columns
+            self._drawn = sum(-(-len(text) // width) for text in lines)  # rows: a line may be wider than the terminal
             return
         for member in job.members:
             number = member.group.number

@@ -56,11 +56,11 @@ def test_run_kills_and_restarts_groups(tmp_path: Path) -> None:
         process_tree.kill_tree(run.process)
 
 
-def end(run: Command, at_least: int) -> None:
+def end(run: Command, at_least: int, number: int = signal.SIGINT) -> None:
     """Checks that at least this number of processes run, sends Ctrl-C, and checks that none of them is left."""
     assert len(process_tree.tree(run.process.pid)) >= at_least
-    run.process.send_signal(signal.SIGINT)
-    assert run.process.wait(60) == 130, run.report()
+    run.process.send_signal(number)
+    assert run.process.wait(60) == 128 + number, run.report()
     assert_logs_are_named(run)
     deadline = time.monotonic() + 60
     while left := processes_of(run.folder):
@@ -72,6 +72,16 @@ def end(run: Command, at_least: int) -> None:
 def assert_logs_are_named(run: Command) -> None:
     """The path of the logs is printed again at the end, when the first line has scrolled away."""
     assert run.log.read_text().splitlines()[-1] == f"logs: {run.folder / 'logs'}"
+
+
+@pytest.mark.timeout(240)
+def test_a_closed_terminal_leaves_no_process(tmp_path: Path) -> None:
+    run = Command(tmp_path, "--replicas", "1", str(MEMBER), FOREVER)
+    try:
+        run.wait(lambda: run.shows(r"^group 0 .* training"), "it trains")
+        end(run, 3, signal.SIGHUP)
+    finally:
+        process_tree.kill_tree(run.process)
 
 
 @pytest.mark.slow  # the test above starts and restarts groups; tests/unit/launch has the counts

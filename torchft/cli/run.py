@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import time
@@ -21,8 +22,9 @@ from torchft.launch.progress import Progress
 
 _ABOUT = """\
 Starts a lighthouse and replica groups of a script, each a separate torchrun; restarts groups that fail; shows one line
-for each group, and ends when all groups have finished. Ctrl-C or SIGTERM ends all processes of the job: scripts that
-call Manager.draining() end their step first, within TORCHFT_GRACE_S (25 s).
+for each group, and ends when all groups have finished. Ctrl-C, SIGTERM or a closed terminal (SIGHUP, unless nohup
+ignores it) ends all processes of the job: scripts that call Manager.draining() end their step first, within
+TORCHFT_GRACE_S (25 s).
 
 The environment of the script has REPLICA_GROUP_ID, NUM_REPLICA_GROUPS (the largest number, MAX), and torchrun's
 variables.
@@ -33,28 +35,48 @@ variables.
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM has arrived, for example from a scheduler that preempts the machine."""
+    """SIGTERM has arrived, for example from a scheduler that preempts the machine, or SIGHUP from a closed terminal."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
-    raise _Terminated
+    if number == signal.SIGHUP:
+        # The kernel and the shell send one each; the second one must not end the groups at once.
+        signal.signal(number, signal.SIG_IGN)
+    raise _Terminated(number)
 
 
 def main(arguments: Sequence[str]) -> int:
     args = _parse(arguments)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _terminate)
-    args.log_dir.mkdir(parents=True, exist_ok=True)
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, _terminate)
+    try:
+        args.log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        print(f"torchft run: the log folder {str(args.log_dir)!r} cannot be made: {e.strerror}", file=sys.stderr)
+        return 1
     print(f"logs: {args.log_dir}", flush=True)
     try:
         return _run(args)
+    except KeyboardInterrupt as e:
+        return 128 + _number(e)
     except LaunchError as e:
         print(f"\ntorchft run: {e}", file=sys.stderr)
         for log in e.logs:
             print(f"\nthe end of {log}:\n{tail(log)}", file=sys.stderr)
         return 1
     finally:
-        print(f"logs: {args.log_dir}")  # repeated, because the first lines have scrolled away
+        with contextlib.suppress(OSError):  # the terminal may be closed
+            print(f"logs: {args.log_dir}", flush=True)  # repeated, because the first lines have scrolled away
+
+
+def _number(interrupt: KeyboardInterrupt) -> signal.Signals:
+    return signal.Signals(interrupt.number) if isinstance(interrupt, _Terminated) else signal.SIGINT
 
 
 def _run(args: Any) -> int:
@@ -70,13 +92,16 @@ def _run(args: Any) -> int:
         job = LocalJob(make_group, first, most, address, args.kill_every, args.seed)
         control = None
         try:
-            control = Control()
+            try:
+                control = Control()
+            except OSError as e:
+                raise LaunchError(str(e)) from None
             job.run(Progress().show, control.look)
         except KeyboardInterrupt as e:
-            number = signal.SIGTERM if isinstance(e, _Terminated) else signal.SIGINT
-            print(f"\n{number.name}: ending the groups (once more: at once)", file=sys.stderr)
+            with contextlib.suppress(OSError):  # the terminal may be closed
+                print(f"\n{_number(e).name}: ending the groups (once more: at once)", file=sys.stderr)
             job.end(args.grace)
-            return 128 + number
+            raise
         finally:
             job.kill()
             if control is not None:

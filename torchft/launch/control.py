@@ -77,7 +77,10 @@ def scale(replicas: int, pid: int | None = None) -> str:
         connection.connect(str(path))
         connection.sendall(json.dumps({"replicas": replicas}).encode())
         connection.shutdown(socket.SHUT_WR)
-        answer = json.loads(connection.makefile("rb").readline())
+        line = connection.makefile("rb").readline()
+    if not line:
+        raise ValueError(f"the job of process {path.stem} ended before it answered")
+    answer = json.loads(line)
     if "error" in answer:
         raise ValueError(answer["error"])
     return str(answer["done"])
@@ -94,8 +97,9 @@ def _names(jobs: dict[int, Path]) -> str:
 
 
 def _folder() -> Path:
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(base) / "torchft" if base else Path(tempfile.gettempdir()) / f"torchft-{os.getuid()}"
+    base = os.environ.get("XDG_RUNTIME_DIR", "")  # may name the folder of a login that has ended, or of another host
+    there = os.path.isdir(base)
+    folder = Path(base) / "torchft" if there else Path(tempfile.gettempdir()) / f"torchft-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     found = folder.lstat()
     if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:

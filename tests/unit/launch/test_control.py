@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,34 @@ def test_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         control.scale(3)
     with pytest.raises(ValueError, match="no `torchft run` of yours runs on this machine"):
         control.scale(3, 1)
+
+
+def test_a_runtime_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example, sudo and containers keep the variable of a login whose folder does not exist for them."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "gone"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    server = Control()
+    assert control.running().keys() == {os.getpid()}
+    server.close()
+
+
+def test_a_job_that_ends_before_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    server = Control()
+    with server._socket as job:
+        job.setblocking(True)
+
+        def close() -> None:
+            connection, _ = job.accept()
+            with connection:
+                connection.recv(4096)
+
+        thread = threading.Thread(target=close)
+        thread.start()
+        with pytest.raises(ValueError, match=f"the job of process {os.getpid()} ended before it answered"):
+            control.scale(3)
+        thread.join()
+    server.close()
 
 
 def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

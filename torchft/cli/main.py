@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -20,7 +21,21 @@ commands:
 
 def main(arguments: Sequence[str]) -> int:
     """Runs a command. Returns the exit status: 0, 1 if it failed, 2 if it was not understood, 130 after Ctrl-C
-    (`run` also 143, after SIGTERM)."""
+    (`run` also 143 after SIGTERM, and 129 after SIGHUP)."""
+    try:
+        try:
+            return _chosen(arguments)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # at the end of the process an error of it could not be handled
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader, for example `head`, has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
+        return 1
+
+
+def _chosen(arguments: Sequence[str]) -> int:
     names = list(_COMMANDS)
     about = _ABOUT.format(commands="\n".join(f"  {name:12}{text}" for name, (text, _) in _COMMANDS.items()))
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -33,13 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     if name not in _COMMANDS:
         print(f"torchft: {name!r} is no command{nearest(name, names)}; there are {', '.join(names)}", file=sys.stderr)
         return 2
-    try:
-        return _COMMANDS[name][1](rest)
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader, for example `head`, has closed the pipe
-        sys.stderr.close()
-        return 1
+    return _COMMANDS[name][1](rest)
 
 
 def _lighthouse(arguments: Sequence[str]) -> int:

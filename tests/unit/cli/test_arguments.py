@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -122,6 +125,21 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"\n  {command} " in listed
         assert exits([command, "--help"]) == 0
         assert command in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("command", "unbuffered"), [("--help", ""), ("--help", "1"), ("run --help", "")])
+def test_a_reader_that_has_closed_the_pipe_is_no_error_of_python(command: str, unbuffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-m", "torchft.cli", *command.split()],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_underscores_count_as_hyphens_and_arguments_after_the_script_are_its_own(

@@ -84,6 +84,24 @@ def test_a_closed_terminal_leaves_no_process(tmp_path: Path) -> None:
         process_tree.kill_tree(run.process)
 
 
+@pytest.mark.timeout(240)
+def test_no_rank_outlives_its_agent(tmp_path: Path) -> None:
+    """Otherwise it would train on beside the group that is started in its place, or in the next job on the port."""
+    run = Command(tmp_path, "--replicas", "1", str(MEMBER), FOREVER)
+    try:
+        run.wait(lambda: run.shows(r"^group 0 .* training"), "it trains")
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in process_tree.tree(run.process.pid)}
+        (rank,) = (pid for pid, command in commands.items() if str(MEMBER) in command and "-m\0" not in command)
+        (agent,) = (pid for pid, command in commands.items() if "-m\0torch.distributed.run\0" in command)
+        os.kill(agent, signal.SIGKILL)
+        deadline = time.monotonic() + 60
+        while process_tree.alive([rank]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        process_tree.kill_tree(run.process)
+
+
 @pytest.mark.slow  # the test above starts and restarts groups; tests/unit/launch has the counts
 @pytest.mark.timeout(240)
 def test_it_grows_shrinks_and_ends(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from contextlib import suppress
 from datetime import timedelta
 from http.client import HTTPConnection, HTTPException
 from http.server import BaseHTTPRequestHandler
-from typing import Any
+from typing import Any, Optional
 
 from torch.distributed import TCPStore
 
@@ -65,7 +65,10 @@ class ParameterServer(ABC):
         for name, value in (("port", port), ("store_port", store_port)):
             if not isinstance(value, int) or not 0 <= value < 65536:
                 raise ValueError(f"{name}={value!r}: allowed are 0 (any free port) to 65535")
-        self._store = TCPStore("localhost", store_port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+        self._store: Optional[TCPStore] = TCPStore(
+            "localhost", store_port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT
+        )
+        self._store_port = self._store.port
         self._sessions: dict[str, ProcessGroup] = {}
         self._lock = threading.Lock()
         self._server = _Server(("", port), self)
@@ -139,6 +142,7 @@ class ParameterServer(ABC):
             pg.abort()
         self._server.server_close()
         self._thread.join(_REQUEST_TIMEOUT_SEC)
+        self._store = None  # the last reference to it: that closes its port
 
     def _serve(self, session_id: str, connection: socket.socket) -> None:
         """Connects the process group of a session, and serves the session to its end."""
@@ -151,7 +155,7 @@ class ParameterServer(ABC):
         )
         watcher.start()
         try:
-            pg.configure(f"localhost:{self._store.port}/session/{session_id}", "server", 0, 2)
+            pg.configure(f"localhost:{self._store_port}/session/{session_id}", "server", 0, 2)
             self.forward(session_id, pg)
         except Exception as e:
             abandoned = session_id not in self._sessions
@@ -199,7 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         session_id = str(uuid.uuid4())
-        store = host_port(announced_host(), self.server.owner._store.port)
+        store = host_port(announced_host(), self.server.owner._store_port)
         body = json.dumps({"session_id": session_id, "store_addr": store}).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import http.client
 import json
+import socket
 import threading
 import urllib.parse
 from datetime import timedelta
@@ -159,6 +160,15 @@ def test_shutdown_ends_sessions(server: Sums) -> None:
     with pytest.raises(RuntimeError, match="no session from http"):
         Sums.new_session(server.address())
     wait_until(lambda: session_threads() == [])
+
+
+def test_shutdown_closes_the_store(server: Sums) -> None:
+    """A server that is made in the place of this one may have to listen on the same port."""
+    port = server._store_port
+    socket.create_connection(("localhost", port), timeout=10).close()
+    server.shutdown()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("localhost", port), timeout=10)
 
 
 def test_bad_input(server: Sums) -> None:

@@ -73,7 +73,7 @@ def meant(name: str, known: list[str]) -> str:
     Raises:
         Unanswered: no group matches, or several do.
     """
-    meant = [name] if name in known else [other for other in known if other.startswith(name)]
+    meant = [name] if name in known else [other for other in known if name and other.startswith(name)]
     if len(meant) != 1:
         why = f"begins {len(meant)} names" if meant else f"is no group{nearest(name, known)}"
         raise Unanswered(f"{name!r} {why}; there are: {', '.join(known) or 'none'}")

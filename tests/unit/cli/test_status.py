@@ -80,6 +80,8 @@ def test_kill_names_the_known_groups(lighthouse: LighthouseServer, capsys: pytes
     LighthouseClient(lighthouse.address(), 10 * SEC).heartbeat("group_1:abc")
     assert main(["kill", "group_2"]) == 1
     assert "'group_2' is no group (did you mean group_1:abc?); there are: group_1:abc" in capsys.readouterr().err
+    assert main(["kill", ""]) == 1, "as in `torchft kill $NAME` with quotes and without a value"
+    assert "'' is no group; there are: group_1:abc" in capsys.readouterr().err
     # The group is known, but the lighthouse cannot end it, and reports the reason.
     assert main(["kill", "group_1"]) == 1
     assert "answered 404: member 'group_1" in capsys.readouterr().err.replace('"', "'"), "as the lighthouse's JSON says"

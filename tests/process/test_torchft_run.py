@@ -102,6 +102,22 @@ def test_no_rank_outlives_its_agent(tmp_path: Path) -> None:
         process_tree.kill_tree(run.process)
 
 
+@pytest.mark.timeout(240)
+def test_the_job_ends_when_its_lighthouse_ends(tmp_path: Path) -> None:
+    """Its groups get no quorum any more. Otherwise they are restarted for minutes, and their scripts are blamed."""
+    run = Command(tmp_path, "--replicas", "1", str(MEMBER), FOREVER)
+    try:
+        run.wait(lambda: run.shows(r"^group 0 .* training"), "it trains")
+        commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in process_tree.tree(run.process.pid)}
+        (lighthouse,) = (pid for pid, command in commands.items() if "lighthouse_main" in command)
+        os.kill(lighthouse, signal.SIGKILL)
+        assert run.process.wait(60) == 1, run.report()
+        assert "torchft run: the lighthouse ended with status -9" in run.log.read_text()
+        assert process_tree.alive(list(commands)) == []
+    finally:
+        process_tree.kill_tree(run.process)
+
+
 @pytest.mark.slow  # the test above starts and restarts groups; tests/unit/launch has the counts
 @pytest.mark.timeout(240)
 def test_it_grows_shrinks_and_ends(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -17,7 +18,7 @@ from torchft.cli.arguments import Parser, duration, nearest, positive, replicas
 from torchft.launch.control import Control
 from torchft.launch.group import ReplicaGroup
 from torchft.launch.job import LocalJob, tail
-from torchft.launch.lighthouse import LaunchError, lighthouse, usual_bind
+from torchft.launch.lighthouse import LaunchError, usual_bind, watched_lighthouse
 from torchft.launch.progress import Progress
 
 _ABOUT = """\
@@ -87,7 +88,8 @@ def _run(args: Any) -> int:
         return ReplicaGroup(number, most, [str(args.script), *args.script_args], log, args.nproc_per_node)
 
     options = ["--min_replicas", str(args.min_replicas), "--join_timeout_ms", str(round(1000 * args.join_timeout))]
-    with lighthouse(args.log_dir / "lighthouse.log", options, args.bind or usual_bind()) as address:
+    log = args.log_dir / "lighthouse.log"
+    with watched_lighthouse(log, options, args.bind or usual_bind()) as (address, check_lighthouse):
         print(f"lighthouse: {address}", flush=True)
         job = LocalJob(make_group, first, most, address, args.kill_every, args.seed)
         control = None
@@ -96,7 +98,7 @@ def _run(args: Any) -> int:
                 control = Control()
             except OSError as e:
                 raise LaunchError(str(e)) from None
-            job.run(Progress().show, control.look)
+            job.run(Progress().show, partial(_look, check_lighthouse, control))
         except KeyboardInterrupt as e:
             with contextlib.suppress(OSError):  # the terminal may be closed
                 print(f"\n{_number(e).name}: ending the groups (once more: at once)", file=sys.stderr)
@@ -108,6 +110,11 @@ def _run(args: Any) -> int:
                 control.close()
         print(f"done: {len(job.members)} groups" + (f", {job.kills} kills" if args.kill_every else ""))
     return 0
+
+
+def _look(check_lighthouse: Callable[[], None], control: Control, job: LocalJob) -> None:
+    check_lighthouse()
+    control.look(job)
 
 
 def _parse(arguments: Sequence[str]) -> Any:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torchft._lighthouse_http import DEFAULT_PORT
@@ -38,17 +38,29 @@ def lighthouse(log: Path, options: list[str], bind: str = "127.0.0.1:0") -> Iter
     Raises:
         LaunchError: it did not start; the message says why, for example that the address is in use.
     """
+    with watched_lighthouse(log, options, bind) as (address, _):
+        yield address
+
+
+@contextlib.contextmanager
+def watched_lighthouse(log: Path, options: list[str], bind: str) -> Iterator[tuple[str, Callable[[], None]]]:
+    """As :func:`lighthouse`; also gives a function that raises LaunchError if the lighthouse has ended."""
     # not the installed command, which may not be in PATH or may belong to another environment
     main = "from torchft._torchft import lighthouse_main; lighthouse_main()"
     # No state on disk: the lighthouse ends with the job, and no later one continues it.
     command = [sys.executable, "-c", main, "--bind", bind, "--state_dir", "", *options]
     before = log.stat().st_size if log.exists() else 0
     process = process_tree.start(command, log)
+
+    def check() -> None:
+        if process.poll() is not None:
+            raise LaunchError(f"the lighthouse ended with status {process.returncode}", log)
+
     try:
         port = _port_of(process, bind, log, before)
         host = bind.rpartition(":")[0]
         host = "localhost" if host in ("", "0.0.0.0", "[::]") else host
-        yield f"{'https' if os.environ.get(TLS_CERT_ENV) else 'http'}://{host}:{port}"
+        yield f"{'https' if os.environ.get(TLS_CERT_ENV) else 'http'}://{host}:{port}", check
     finally:
         process_tree.kill_tree(process)
 

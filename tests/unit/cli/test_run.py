@@ -37,12 +37,12 @@ class Groups:
 @pytest.fixture
 def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Groups]:
     @contextlib.contextmanager
-    def lighthouse(*_: Any) -> Iterator[str]:
-        yield "http://localhost:1"
+    def lighthouse(*_: Any) -> Iterator[tuple[str, Any]]:
+        yield "http://localhost:1", None
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(run, "lighthouse", lighthouse)
+    monkeypatch.setattr(run, "watched_lighthouse", lighthouse)
     started = Groups()
     monkeypatch.setattr(run, "LocalJob", lambda *_: started)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}

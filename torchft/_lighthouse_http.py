@@ -56,16 +56,19 @@ class Lighthouse:
         self.addresses = [_checked(address.strip()) for address in text.split(",")]
 
     def get(self, path: str) -> Any:
-        """The JSON at a path.
+        """The JSON at ``/status``, ``/jobs`` or ``/api/v1/history``.
 
         Raises:
             Unanswered: no lighthouse answers, or the server at the address is not a lighthouse.
         """
         with self._open(path, "GET", {}) as response:
             try:
-                return json.loads(_body(response))
+                answer = json.loads(_body(response))
             except ValueError:
                 raise Unanswered(f"{response.url} answered without JSON: is it a lighthouse?") from None
+            if not _fits(path, answer):
+                raise Unanswered(f"{response.url} answered other JSON: is it a lighthouse?")
+            return answer
 
     def stream(self, path: str) -> Iterator[tuple[str, Any]]:
         """The server-sent events at a path, (name, data) each, until the lighthouse ends the stream.
@@ -186,6 +189,13 @@ def _without_tls() -> urllib.request.OpenerDirector:
 
 def _opener(*handlers: urllib.request.BaseHandler) -> urllib.request.OpenerDirector:
     return urllib.request.build_opener(urllib.request.ProxyHandler({}), *handlers)
+
+
+def _fits(path: str, answer: Any) -> bool:
+    """Whether an answer can be a lighthouse's."""
+    if path == "/jobs":
+        return isinstance(answer, list) and all(isinstance(job, dict) and "job" in job for job in answer)
+    return isinstance(answer, dict) and {"/status": "members", "/api/v1/history": "events"}[path] in answer
 
 
 def _body(response: Any) -> bytes:

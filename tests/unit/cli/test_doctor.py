@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -130,6 +131,12 @@ def test_a_malformed_lighthouse_address(capsys: pytest.CaptureFixture[str]) -> N
 def test_a_lighthouse_that_is_not_there(closed_ports: list[int], capsys: pytest.CaptureFixture[str]) -> None:
     status, output = doctor(capsys, "--lighthouse", f"http://127.0.0.1:{closed_ports[0]}")
     assert status == 1 and "no lighthouse answered" in output
+
+
+def test_a_server_that_is_no_lighthouse(answering: Callable[[bytes], str], capsys: pytest.CaptureFixture[str]) -> None:
+    address = answering(b'HTTP/1.0 200 OK\r\n\r\n{"job": 1}')
+    status, output = doctor(capsys, "--lighthouse", address)
+    assert status == 1 and f"{address}/jobs answered other JSON: is it a lighthouse?" in output
 
 
 def test_a_group_that_cannot_be_reached(closed_ports: list[int], capsys: pytest.CaptureFixture[str]) -> None:

@@ -139,6 +139,16 @@ def test_a_lighthouse_that_ends_in_the_middle_of_its_answer(
     assert "the connection to the lighthouse broke: " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("json", [b'{"job": 1}', b"[1]", b"1"])
+@pytest.mark.parametrize("command", ["status", "events", "kill a", "drain a", "waive a"])
+def test_a_server_that_is_no_lighthouse(
+    command: str, json: bytes, answering: Callable[[bytes], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = answering(b"HTTP/1.0 200 OK\r\n\r\n" + json)
+    assert main([*command.split(), "--lighthouse", address]) == 1
+    assert (errors := capsys.readouterr().err).startswith(f"torchft {command.split()[0]}: "), errors
+
+
 def test_a_job_does_not_end_because_an_answer_of_its_lighthouse_breaks_off(answering: Callable[[bytes], str]) -> None:
     cut = b'HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{"'
     assert job.status(answering(cut)) == []

@@ -94,8 +94,8 @@ def test_only_the_lighthouse_that_lacks_a_vote_gets_the_waiver(
 ) -> None:
     received: list[tuple[str, str]] = []
     with (
-        lighthouse({"missing_votes": []}, received) as first,
-        lighthouse({"missing_votes": ["a:1", "b:1"]}, received) as second,
+        lighthouse({"members": [], "missing_votes": []}, received) as first,
+        lighthouse({"members": [], "missing_votes": ["a:1", "b:1"]}, received) as second,
         lighthouse(None, received) as third,
     ):
         monkeypatch.setenv("TORCHFT_LIGHTHOUSE", f"{first},{second},{third}")

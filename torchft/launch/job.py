@@ -105,7 +105,7 @@ class LocalJob:
             raise ValueError(f"{replicas} replica groups are not allowed; allowed: 1 to {self.most}")
         for member in self.members[replicas:]:
             if member.state not in ("done", "left", "leaving"):
-                member.leaving, member.state, member.restart_at = True, "leaving", None
+                member.leaving, member.state, member.restart_at, member.abandoned = True, "leaving", None, ""
                 self._drain(member)
         for number in range(replicas):
             if number == len(self.members):

@@ -144,6 +144,23 @@ def test_a_group_that_never_reaches_a_step_is_not_restarted_and_the_others_conti
     assert cluster.states()[0] == "done", "the others have finished"
 
 
+def test_a_group_that_was_removed_after_it_could_not_start_does_not_fail_the_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster(monkeypatch, 2, 2)
+    cluster.training = {0: 5}
+    for _ in range(FRUITLESS_LIVES):
+        cluster.groups[1].status = 1
+        cluster.pass_time(0)
+        cluster.pass_time(6)
+        cluster.pass_time(6)
+    assert cluster.states()[1].startswith("not restarted")
+    cluster.job.scale(1)
+    cluster.groups[0].status = 0
+    assert not cluster.pass_time(1), "all others have finished"
+    assert cluster.states() == ["done", "left"]
+
+
 def test_the_end_of_a_log(tmp_path: Path) -> None:
     log = tmp_path / "group-0.log"
     log.write_text("".join(f"line {i}\n" for i in range(30)))

@@ -13,6 +13,7 @@ from torch.nn import parallel
 
 from torchft._extras import Extras, extras_of
 from torchft.process_group import ProcessGroupDummy
+from torchft.utils import devices_of
 
 if TYPE_CHECKING:
     from torchft.manager import Manager
@@ -105,7 +106,7 @@ class _StaticGraph:
             graph._work_out_pieces()
         if not graph._collected and _key(bucket.parameters()) in graph._known:
             return _allreduce_hook(graph._through, bucket)
-        future = _BUCKET_FUTURE()
+        future = _BUCKET_FUTURE(devices=[*devices_of(bucket.buffer())])
         graph._collected.append((bucket, future))
         if bucket.is_last():
             collected, graph._collected = graph._collected, []
@@ -142,16 +143,30 @@ class _StaticGraph:
         for bucket, _ in collected:
             grads.update(zip(bucket.parameters(), bucket.gradients()))
         flats = [torch.cat([grads[p].reshape(-1) for p in piece]) for piece in self._pieces]
-        works = [self._through.manager.allreduce(flat) for flat in flats]
+        reduced = [self._through.manager.allreduce(flat).get_future() for flat in flats]
 
-        def finish(_: object) -> None:
+        def copy_back() -> None:
+            # On a device the futures are done when the reductions are queued. This stream is not that of the flat
+            # tensors, and collect_all's future does not order it behind them.
+            for future in reduced:
+                future.wait()
             for piece, flat in zip(self._pieces, flats):
+                if not flat.is_cpu:
+                    flat.record_stream(torch.accelerator.current_stream(flat.device))
                 for param, part in zip(piece, flat.split([p.numel() for p in piece])):
                     grads[param].copy_(part.view_as(grads[param]))
-            for bucket, future in collected:
-                future.set_result(bucket.buffer())
 
-        torch.futures.collect_all([work.get_future() for work in works]).then(finish)
+        def finish(_: object) -> None:
+            try:
+                copy_back()
+            except Exception as e:  # the backward pass waits for these futures without a timeout
+                for _, future in collected:
+                    future.set_exception(e)  # type: ignore[arg-type]
+            else:
+                for bucket, future in collected:
+                    future.set_result(bucket.buffer())
+
+        torch.futures.collect_all(reduced).then(finish)
 
 
 def _key(params: Iterable[torch.Tensor]) -> Tuple[int, ...]:

@@ -50,15 +50,17 @@ def batch(step: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
 class Training:
     """The training loop of each rank. All begin with the same weights."""
 
-    def __init__(self, device_of: Callable[[Rank], torch.device], ddp: bool = True, steps: int = STEPS) -> None:
-        self.device_of, self.ddp, self.steps = device_of, ddp, steps
+    def __init__(
+        self, device_of: Callable[[Rank], torch.device], ddp: bool = True, steps: int = STEPS, static: bool = False
+    ) -> None:
+        self.device_of, self.ddp, self.steps, self.static = device_of, ddp, steps, static
 
     def __call__(self, rank: Rank) -> list[torch.Tensor]:
         device = self.device_of(rank)
         model = model_of(0).to(device)
         adam = torch.optim.Adam(model.parameters(), lr=1e-2)
         manager = rank.start_manager(init_sync=False)
-        wrapped = DistributedDataParallel(manager, model) if self.ddp else model
+        wrapped = DistributedDataParallel(manager, model, static_graph=self.static) if self.ddp else model
         optimizer = Optimizer(manager, adam)
         rank.cluster.wait_for_healthy(2)
         for _ in range(2 * self.steps):  # bounded, so that repeated failures of a step end the test
@@ -93,14 +95,14 @@ def on_cpu() -> list[torch.Tensor]:
     return first
 
 
-@pytest.mark.parametrize("ddp", [True, False], ids=["ddp", "allreduce"])
+@pytest.mark.parametrize("kind", ["ddp", "static graph", "allreduce"])
 @pytest.mark.parametrize("schedule", ["at once", "delayed", "lazy"])
-def test_the_weights_are_those_of_the_cpu(late, on_cpu, schedule: str, ddp: bool) -> None:
+def test_the_weights_are_those_of_the_cpu(late, on_cpu, schedule: str, kind: str) -> None:
     if schedule == "delayed":
         late.delays(7, 0, 500)
     if schedule == "lazy":
         late.lazy(5000)
-    for weights in run(Training(on_device, ddp=ddp), late_pg):
+    for weights in run(Training(on_device, ddp=kind != "allreduce", static=kind == "static graph"), late_pg):
         assert all(map(torch.equal, weights, on_cpu))
 
 

@@ -146,8 +146,9 @@ class _WorkAcceleratorTimeout(Work):
         finally:
             # This may be the last reference, and the destruction may wait. An error's traceback must not keep it.
             if self._over:
-                reap(box)
-            box.clear()
+                reap(box)  # clears the box on its own thread
+            else:
+                box.clear()
 
     def _ended(self) -> RuntimeError:
         name = self._pg.getBackendName()

@@ -38,6 +38,7 @@ from torchft.process_group import (
     ProcessGroupNCCL,
     ProcessGroupXCCL,
     _WorkAcceleratorTimeout,
+    accelerator,
     trigger_nccl_fr_trace_through_pipe,
 )
 from torchft.process_group._gloo import reaper
@@ -343,6 +344,19 @@ def test_a_group_that_a_work_needs_is_kept_during_a_wait() -> None:
     assert alive == [True]
     wait_until(lambda: peers() is None)
     assert raised.tb is not None
+
+
+def test_a_wait_after_an_abort_leaves_the_destruction_to_the_reaper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The destruction waits for the device, so the waiting thread must not drop the last reference."""
+    boxes: list[list[Any]] = []
+    monkeypatch.setattr(accelerator, "reap", boxes.append)
+    group, parent = accelerated()
+    group._works_need_group = True
+    work = group.allreduce([torch.ones(1)], ReduceOp.SUM)
+    group.abort()
+    with pytest.raises(RuntimeError, match="aborted or has new peers"):
+        work.wait()
+    assert boxes == [[parent]]
 
 
 @pytest.mark.parametrize("make", [ProcessGroupNCCL, ProcessGroupBabyNCCL])

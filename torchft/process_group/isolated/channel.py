@@ -334,7 +334,7 @@ class Channel:
         def drained() -> bool:
             if self.devices.queued and self._broken is None:
                 self.devices.release_reached()
-            return not self.devices.queued or self._broken is not None
+            return not self.devices.queued or self.has_failed()
 
         return poll(drained, timeout)
 

@@ -13,6 +13,7 @@ from tests.unit.waiting import wait_until
 from torchft.futures import future_wait
 from torchft.process_group.isolated import protocol
 from torchft.process_group.isolated.channel import Channel
+from torchft.process_group.isolated.operation import WorkerFailed
 
 AGES = timedelta(seconds=30)
 
@@ -70,6 +71,24 @@ def test_a_future_ends_with_the_channel(channel: Channel) -> None:
         with pytest.raises(RuntimeError, match="aborted"):
             future_wait(future, AGES)
     os.close(channel.wire.theirs[1])
+
+
+class NeverReached:
+    """The trainer's end for a device whose worker was killed."""
+
+    def reached(self, mark: bytes) -> bool:
+        return False
+
+
+def test_the_wait_for_the_device_ends_with_the_worker(channel: Channel) -> None:
+    """No other thread may be reading, so that nothing else notices the worker's end."""
+    channel.devices._sharings[1] = NeverReached()  # type: ignore[assignment]
+    op = channel.start(protocol.PING, (), [], None, 60.0)
+    channel._done(op.op_id, protocol.marks([(1, b"mark")]))
+    assert not channel.drain(0.0)
+    os.close(channel.wire.theirs[1])
+    assert channel.drain(AGES.total_seconds() / 10)
+    assert isinstance(channel.broken, WorkerFailed)
 
 
 class Interrupted:

@@ -112,6 +112,8 @@ class Report:
             name = report.nodeid.split("::", 1)[1]
             if name not in row.failures:
                 row.failures.append(name)
+            if self.path:  # at once: pytest prints it at the end, which a process that is ended does not reach
+                print(f"\n{report.nodeid} failed:\n{report.longreprtext}", flush=True)
         elif report.skipped:
             row.skipped += 1
             row.left_out(str(report.longrepr[2]).removeprefix("Skipped: "))  # type: ignore[index]

@@ -67,6 +67,12 @@ def test_results_before_a_crash_are_kept(folder: Path) -> None:
     assert row.failures == ["test_two (ended by SIGKILL)"]
 
 
+def test_failures_before_a_crash_are_printed(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = "def test_one(): assert 6 * 7 == 41\ndef test_two(): os.kill(os.getpid(), signal.SIGKILL)"
+    run(file(folder, text), 60)
+    assert "assert (6 * 7) == 41" in capfd.readouterr().out
+
+
 def test_a_test_that_is_run_again_counts_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RERUNS", "1")
     text = """

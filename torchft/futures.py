@@ -162,9 +162,11 @@ class _TimeoutManager:
             del callback
 
     def _next_due(self) -> Optional[Callable[[], None]]:
-        """The callback that is due, or None after waiting for the earliest timer once."""
-        while self._heap and self._heap[0][2].cancelled:
-            heapq.heappop(self._heap)
+        """The callback that is due, or None after waiting for the earliest timer once.
+
+        A cancelled timer stays until it is due: without it the heap may be empty, and the next timer would have to wake
+        this thread.
+        """
         if not self._heap:
             self._cond.wait()
             return None

@@ -10,11 +10,13 @@ import weakref
 from datetime import timedelta
 from functools import partial
 from typing import Iterator
+from unittest.mock import patch
 
 import pytest
 from torch.futures import Future
 
 from tests.unit.children import run_python
+from tests.unit.waiting import wait_until
 from torchft import futures
 from torchft.futures import (
     WATCHDOG_TIMEOUT_SEC,
@@ -168,6 +170,16 @@ def test_cancelled_timers_keep_nothing_alive_and_are_swept(timers: _TimeoutManag
     for _ in range(10_000):
         timers.schedule(LONG, lambda: None).cancel()
     assert len(timers._heap) <= 2 * timers._SWEEP_AT
+
+
+def test_a_cancelled_timer_spares_the_next_one_a_wake(timers: _TimeoutManager) -> None:
+    """Otherwise the thread wakes for each operation, and competes for the GIL."""
+    with timers._cond:  # until both calls have returned, the thread waits for the lock
+        timers.schedule(LONG, print).cancel()
+    wait_until(lambda: timers._cond._waiters)  # type: ignore[attr-defined]
+    with patch.object(timers._cond, "notify") as notify:
+        timers.schedule(LONG, print)
+    assert not notify.called
 
 
 def test_the_thread_starts_on_first_use_and_stops(timers: _TimeoutManager) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Callable, Generator, Iterable, Optional, Union, cast
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Callable, ContextManager, Iterable, Optional, Union, cast
 
 import torch
 
@@ -18,6 +18,8 @@ __all__ = ["get_stream_context", "record_event", "synchronize"]
 # Pauses between two queries of an event by the host: the first one, and the longest.
 _PAUSE_SEC = 20e-6
 _MAX_PAUSE_SEC = 200e-6
+
+_NOTHING = nullcontext()
 
 
 def get_stream_context(
@@ -33,15 +35,12 @@ def get_stream_context(
     return cast(Any, stream) if torch.accelerator.is_available() else nullcontext()
 
 
-@contextmanager
-def on_device(device: Optional[torch.device]) -> Generator[None, None, None]:
+def on_device(device: Optional[torch.device]) -> ContextManager[object]:
     """A context in which `device` is the current one; None, or the CPU, leaves the current device as it is."""
-    if device is None or device.index is None or device.type == "cpu" or not torch.accelerator.is_available():
-        yield
-        return
+    if device is None or device.index is None or device.type == "cpu":
+        return _NOTHING
     # Unlike set_device_index, it makes no CUDA context on device 0 when a thread returns to that one, its first.
-    with torch.get_device_module(device.type).device(device.index):
-        yield
+    return torch.get_device_module(device.type).device(device.index)
 
 
 def record_event() -> Union[torch.cuda.Event, torch.xpu.Event]:

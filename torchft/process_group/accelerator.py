@@ -15,7 +15,7 @@ import threading
 import weakref
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Generator, Optional, TypeVar
+from typing import Any, ContextManager, Generator, Optional, TypeVar
 
 import torch
 from torch.distributed import Work
@@ -27,7 +27,7 @@ from torchft.process_group._timeout import given_timeout
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.native import ABORT_TIMEOUT_SEC, abort_elsewhere, backend_error, native_error
 from torchft.process_group.reconfigure import ReconfigureOptions
-from torchft.process_group.wrapper import _NO_OPTIONS, ProcessGroupWrapper, _check_timeout
+from torchft.process_group.wrapper import _NO_CONTEXT, _NO_OPTIONS, ProcessGroupWrapper, _check_timeout
 from torchft.utils import Mark, get_stream_context, on_device, poll, refuse_capture
 from torchft.work import _DummyWork
 
@@ -134,12 +134,12 @@ class _WorkAcceleratorTimeout(Work):
             process_group.stream_timeout(self._deadline, timeout)
         return True
 
-    @contextmanager
-    def _group_kept(self) -> Generator[None, None, None]:
+    def _group_kept(self) -> ContextManager[None]:
         """Keeps a native group that its works refer to, even if another thread aborts it meanwhile."""
-        if not self._needs_group:
-            yield
-            return
+        return self._keeping() if self._needs_group else _NO_CONTEXT
+
+    @contextmanager
+    def _keeping(self) -> Generator[None, None, None]:
         box = [self._deadline.peers]
         try:
             yield
@@ -315,12 +315,13 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
             work = _OnCurrentStream()
         return process_group._WorkAcceleratorTimeout(self, work, timeout)
 
-    @contextmanager
-    def _run_context(self) -> Generator[None, None, None]:
+    def _run_context(self) -> ContextManager[None]:
         from torchft import process_group
 
-        with process_group.context_timeout(self.abort, given_timeout() or self._timeout):
-            yield
+        return process_group.context_timeout(self.abort, given_timeout() or self._timeout)
+
+    def _check_tensors(self, name: str, args: tuple[Any, ...]) -> None:
+        pass  # `_run` has checked them
 
     def _run(self, name: str, *args: Any, opts: Any = _NO_OPTIONS) -> Any:
         device = check_tensors(self.getBackendName(), name, args)
@@ -358,9 +359,10 @@ def check_tensors(group: str, name: str, args: tuple[Any, ...]) -> Optional[torc
         ValueError: tensors without memory, not dense, or on several devices.
         RuntimeError: a graph is being captured.
     """
-    refuse_meta(lambda: group, name, args)
     devices = set()
     for tensor in tensors_of(args):
+        if tensor.is_meta:
+            refuse_meta(lambda: group, name, tensor)
         if tensor.layout is not torch.strided:
             raise ValueError(f"{group}: {name} of a tensor of layout {tensor.layout}: dense tensors are needed")
         devices.add(tensor.device)

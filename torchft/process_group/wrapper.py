@@ -107,6 +107,10 @@ class ProcessGroupWrapper(ProcessGroup):
         """Surrounds every call of the parent."""
         return _NO_CONTEXT
 
+    def _check_tensors(self, name: str, args: tuple[Any, ...]) -> None:
+        """Refuses tensors that the parent cannot take."""
+        refuse_meta(self.getBackendName, name, args)
+
     @property
     def _connect_timeout(self) -> timedelta:
         """The timeout of connecting to new peers: the group's, or the caller's if that is shorter."""
@@ -387,7 +391,7 @@ class ProcessGroupWrapper(ProcessGroup):
             parent: Any = self.parent
             if checker is not None:
                 checker.check(name, args, opts)
-            refuse_meta(self.getBackendName, name, args)
+            self._check_tensors(name, args)
             given = args if opts is _NO_OPTIONS else (*args, self._opts_hook(opts))
             try:
                 work = getattr(parent, name)(*given)

@@ -83,7 +83,7 @@ func newMeters(job string) *meters {
 		healed:     counter("torchft_healed_bytes_total", "Bytes of these states, of the first rank of each group."),
 		lost:       counter("torchft_lost_steps_total", "Steps that the survivors of failures lost."),
 		recovery:   map[Kind]prometheus.Histogram{},
-		quorum:     histogram("torchft_quorum_seconds", "Time from the first group that asks for a quorum to its answer.", nil),
+		quorum:     histogram("torchft_quorum_seconds", "Time from the first group that asks for a quorum to its answer, without stops of the lighthouse.", nil),
 		step:       histogram("torchft_step_seconds", "Time from one step of the job to the next.", nil),
 	}
 	for kind, name := range map[Kind]string{Healed: "heal", Recovered: "failure"} {

@@ -345,7 +345,9 @@ func (c *connection) send(g *Grant, r request) error {
 	c.spans = o.layout.Spans(int(r.block), c.spans[:0])
 	begun := false
 	err := pieces(c.spans, largestPiece(summing || c.server.limit.bytesPerSecond > 0), func(piece []Span, n int64) (err error) {
-		c.server.limit.wait(n, c.ended)
+		if err := c.server.limit.wait(n, c.ended); err != nil {
+			return err
+		}
 		if c.memory, err = o.use(c, piece, c.memory[:0]); err != nil {
 			if begun { // the target would read the reason as bytes of the block
 				return err
@@ -441,24 +443,30 @@ type limiter struct {
 	next time.Time // when the rate allows the next piece
 }
 
-// wait returns when the rate allows n more bytes, or when ended is closed. With a low rate that many connections share, the wait can take
-// hours; the end of a connection must not be delayed by it.
-func (l *limiter) wait(n int64, ended <-chan struct{}) {
+// wait returns when the rate allows n more bytes, or with an error when ended is closed. With a low rate that many connections share, the
+// wait can take hours; the end of the server must not be delayed by it.
+func (l *limiter) wait(n int64, ended <-chan struct{}) error {
 	if l.bytesPerSecond <= 0 {
-		return
+		return nil
 	}
+	share := time.Duration(float64(n) / float64(l.bytesPerSecond) * float64(time.Second))
 	l.mu.Lock()
 	now := time.Now()
 	if l.next.Before(now) {
 		l.next = now
 	}
 	pause := l.next.Sub(now)
-	l.next = l.next.Add(time.Duration(float64(n) / float64(l.bytesPerSecond) * float64(time.Second)))
+	l.next = l.next.Add(share)
 	l.mu.Unlock()
 	turn := time.NewTimer(pause)
 	defer turn.Stop()
 	select {
 	case <-turn.C:
+		return nil
 	case <-ended:
+		l.mu.Lock()
+		l.next = l.next.Add(-share) // the next connection may send instead
+		l.mu.Unlock()
+		return net.ErrClosed
 	}
 }

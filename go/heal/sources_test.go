@@ -243,6 +243,11 @@ func TestTheEndDoesNotWaitForTheRate(t *testing.T) {
 	}
 	_, err = io.ReadFull(conn, make([]byte, responseSize+small)) // the first block comes at once, and the second one has to wait
 	require.NoError(t, err)
+	require.Eventually(t, func() bool {
+		s.limit.mu.Lock()
+		defer s.limit.mu.Unlock()
+		return time.Until(s.limit.next) > each*time.Second // of both blocks
+	}, each/2*time.Second, time.Millisecond)
 	start := time.Now()
 	s.Close()
 	require.Less(t, time.Since(start), each/2*time.Second)

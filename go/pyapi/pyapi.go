@@ -34,6 +34,7 @@ var (
 func init() {
 	logLevel.Set(slog.LevelWarn)
 	slog.SetDefault(slog.New(slog.NewTextHandler(lines, &slog.HandlerOptions{Level: &logLevel})))
+	logging.GRPC(lines)
 	ops.Quiet()
 	heal.Working = ops.Busy
 }

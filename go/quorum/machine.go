@@ -67,6 +67,7 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		m.past.forgive(slept.For)
 		m.search.forgive(slept.For)
 		m.votes.forgive(slept.For)
+		m.lastTick = m.lastTick.Add(slept.For)
 		// All bonds are released: the time is only an estimate, so any bond may have run out, and its member may have asked another
 		// lighthouse.
 		m.list.releaseAll(m.now)

@@ -145,7 +145,7 @@ type (
 		Waiters []WaiterID
 		Quorum  *Quorum
 		Before  *Quorum       // the previously delivered quorum, whose list many members hold; nil if there is none
-		Waited  time.Duration // since the first of them asked
+		Waited  time.Duration // since the first of them asked, without stops of the lighthouse
 		// Kept: one of the members cannot show this quorum to a restarted lighthouse of the list, which then knows it from its disk
 		// only. If there is a disk, the shell answers after the state in the Keep actions so far has been written, those of this
 		// event included.

@@ -113,9 +113,9 @@ func (s *session) ReportCount(c Counted) {
 	}})
 }
 
-// report sends a report if the session is open, and drops it otherwise. A report is not answered. report does not take
-// the lock of opening: a report must not wait for a stream that is being opened, and must not be dropped because a call checks the
-// stream at the same moment.
+// report sends a report if the session is open, and drops it otherwise. A report is not answered. report does not take the lock of
+// opening: a report must not wait for a stream that is being opened, and must not be dropped because a call checks the stream at the
+// same moment.
 func (s *session) report(req *torchftpb.RankRequest) {
 	if stream := s.stream.Load(); stream != nil && !stream.broken() {
 		stream.send(req)

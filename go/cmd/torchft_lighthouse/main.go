@@ -17,6 +17,7 @@ import (
 func main() {
 	lines := logging.To(os.Stderr)
 	log.SetOutput(lines) // slog's default logger writes there
+	logging.GRPC(lines)
 	lighthouse.OwnProcess()
 	status := run(os.Args[1:], os.Stdout, os.Stderr)
 	lines.Flush(logging.LastLines)

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
+	"google.golang.org/grpc/grpclog"
 )
 
 // mostBytes limits the memory of the pending lines: some thousand of them.
@@ -65,7 +66,7 @@ func (p pipe) Write(b []byte) (n int, err error) {
 		var failed error
 		err = conn.Write(func(fd uintptr) bool {
 			wrote, failed = syscall.Write(int(fd), b[n:])
-			return !errors.Is(failed, syscall.EAGAIN) // after EAGAIN, conn.Write waits until the pipe has room, and calls again
+			return !errors.Is(failed, syscall.EAGAIN) // then conn.Write waits for room and calls again, or fails if Go cannot poll the file
 		})
 		n += max(0, wrote)
 		switch {
@@ -78,6 +79,9 @@ func (p pipe) Write(b []byte) (n int, err error) {
 	}
 	return n, err
 }
+
+// GRPC passes the errors of gRPC on. Its own logger writes them to os.Stderr, which may end the process: see File.
+func GRPC(lines *Writer) { grpclog.SetLoggerV2(grpclog.NewLoggerV2(io.Discard, io.Discard, lines)) }
 
 // Write queues a line and returns at once.
 func (w *Writer) Write(line []byte) (int, error) {

@@ -16,6 +16,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/testutil"
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc/grpclog"
 
 	"github.com/torchft/torchft/go/internal/testmain"
 )
@@ -65,7 +66,9 @@ func TestAReaderThatHasEndedEndsNoProcess(t *testing.T) {
 	const child = "TORCHFT_TEST_WITHOUT_READER"
 	if os.Getenv(child) != "" {
 		w := To(os.Stderr)
+		GRPC(w)
 		slog.New(slog.NewTextHandler(w, nil)).Info("a line without a reader")
+		grpclog.Error("an error of gRPC without a reader")
 		w.Flush(time.Minute)
 		return
 	}

@@ -88,6 +88,8 @@ class Lighthouse:
                         yield name, json.loads(value)
             except (OSError, http.client.HTTPException) as e:
                 raise _broken(e) from None
+            except ValueError:
+                raise Unanswered(f"{response.url} answered without JSON: is it a lighthouse?") from None
 
     def ask(self, what: str, replica_id: str) -> str:
         """Requests that the lighthouse ``kill``, ``drain`` or ``waive`` a group, with the token of TORCHFT_TOKEN_FILE
@@ -98,7 +100,10 @@ class Lighthouse:
         """
         body = json.dumps({"replica_id": replica_id}).encode()
         with self._open(f"/api/v1/{what}", "POST", _headers(), body) as response:
-            return f"{replica_id}: {json.loads(_body(response))['done']}"
+            try:
+                return f"{replica_id}: {json.loads(_body(response))['done']}"
+            except (ValueError, KeyError, TypeError):
+                raise Unanswered(f"{response.url} answered other JSON: is it a lighthouse?") from None
 
     def _open(self, path: str, method: str, headers: dict[str, str], body: bytes | None = None) -> Any:
         if self.job != DEFAULT_JOB:

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
+from contextlib import ContextDecorator
 from datetime import timedelta
 from typing import Callable, ContextManager, Optional, TypeVar
 
@@ -316,7 +317,7 @@ def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
     _STREAM_TIMERS.add(mark, _TIMEOUT_MANAGER.schedule(timeout, check))
 
 
-class _Timed:
+class _Timed(ContextDecorator):
     """The context of `context_timeout`: cheaper than a generator, since every operation on a device needs some."""
 
     __slots__ = ("_callback", "_timeout", "_timer")
@@ -324,6 +325,9 @@ class _Timed:
     def __init__(self, callback: Callable[[], None], timeout: timedelta) -> None:
         self._callback = callback
         self._timeout = timeout
+
+    def _recreate_cm(self) -> _Timed:
+        return _Timed(self._callback, self._timeout)  # each call of a decorated function has its own timer
 
     def __enter__(self) -> None:
         self._timer = _TIMEOUT_MANAGER.schedule(self._timeout, self._callback)

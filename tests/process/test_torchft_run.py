@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from processes import ours_path, processes_of
 
+from tests.unit.waiting import wait_until
 from torchft.launch import process_tree
 
 MEMBER = Path(__file__).resolve().parent / "member.py"
@@ -28,7 +29,12 @@ class Command:
         self.log = folder / "output"
         self.env = {"PYTHONPATH": ours_path(), "XDG_RUNTIME_DIR": str(folder)}
         options = ["--log-dir", str(folder / "logs"), *arguments]
-        self.process = process_tree.start([sys.executable, "-m", "torchft.cli", "run", *options], self.log, self.env)
+        hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which is ignored here if the tests run under nohup
+        try:
+            command = [sys.executable, "-m", "torchft.cli", "run", *options]
+            self.process = process_tree.start(command, self.log, self.env)
+        finally:
+            signal.signal(signal.SIGHUP, hangup)
 
     def wait(self, until: Callable[[], object], what: str, seconds: float = 90.0) -> None:
         deadline = time.monotonic() + seconds
@@ -94,10 +100,7 @@ def test_no_rank_outlives_its_agent(tmp_path: Path) -> None:
         (rank,) = (pid for pid, command in commands.items() if str(MEMBER) in command and "-m\0" not in command)
         (agent,) = (pid for pid, command in commands.items() if "-m\0torch.distributed.run\0" in command)
         os.kill(agent, signal.SIGKILL)
-        deadline = time.monotonic() + 60
-        while process_tree.alive([rank]):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: not process_tree.alive([rank]))
     finally:
         process_tree.kill_tree(run.process)
 
@@ -113,7 +116,7 @@ def test_the_job_ends_when_its_lighthouse_ends(tmp_path: Path) -> None:
         os.kill(lighthouse, signal.SIGKILL)
         assert run.process.wait(60) == 1, run.report()
         assert "torchft run: the lighthouse ended with status -9" in run.log.read_text()
-        assert process_tree.alive(list(commands)) == []
+        wait_until(lambda: not process_tree.alive(list(commands)))
     finally:
         process_tree.kill_tree(run.process)
 

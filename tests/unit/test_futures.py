@@ -115,6 +115,24 @@ def test_context_timeout_of_a_block_in_time_never_calls_back(timers: _TimeoutMan
 
 
 @pytest.mark.no_device
+def test_context_timeout_as_a_decorator_has_a_timer_for_each_call(timers: _TimeoutManager) -> None:
+    called: list[int] = []
+    passed = threading.Event()
+
+    def late() -> None:
+        called.append(1)
+        passed.set()
+
+    @context_timeout(late, SHORT)  # type: ignore[operator]
+    def slow() -> None:
+        assert passed.wait(LONG.total_seconds())
+        passed.clear()
+
+    slow()
+    slow()
+    assert called == [1, 1]
+
+
 def test_stream_timeout_watches_nothing_without_an_accelerator() -> None:
     called, later = threading.Event(), threading.Event()
     stream_timeout(called.set, timedelta(0))

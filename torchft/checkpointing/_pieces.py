@@ -85,6 +85,7 @@ class Window:
         self._committed = False  # whether that attempt was committed
         self._wants_whole: Optional[int] = None  # the step whose whole state was requested and could not be offered
         self._whole = -1  # the step whose whole state was offered since the window was opened last
+        self._whole_again = -1  # the step whose whole state was requested once more after that, with the window closed
         self._offered_whole = False
         self._closing = False
         self._ended = False
@@ -109,7 +110,9 @@ class Window:
             self._step, self._giver, self._closing = step, giver, False
             self._offered_whole, self._whole = False, -1
             # A target that requested the whole state too late for its step heals in this step.
-            if self._wants_whole is not None and step - self._wants_whole <= 2:
+            late = self._wants_whole is not None and step - self._wants_whole <= 2
+            again, self._whole_again = self._whole_again == step, -1  # in another attempt at the step
+            if late or again:
                 self._offer_whole(giver)
             self._cond.notify_all()
 
@@ -142,13 +145,14 @@ class Window:
         """Called when a target requests the whole state of a step."""
         with self._cond:
             if step == self._whole:
-                return
-            if self._giver is None or self._step != step or self._closing:
+                if self._giver is None:
+                    self._whole_again = step
+            elif self._giver is None or self._step != step or self._closing:
                 self._wants_whole = step
             elif not self._offered_whole:
                 self._offer_whole(self._giver)
 
-    def whole(self, step: int) -> None:
+    def note_whole(self, step: int) -> None:
         """Called when the whole state of a step is offered: a request for it is not too late for this step."""
         with self._cond:
             self._whole = step

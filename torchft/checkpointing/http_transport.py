@@ -153,7 +153,7 @@ class HTTPTransport(CheckpointTransport[T]):
                 available_memory(),
             )
         self._source.publish(step, checkpoint, receivers=len(dst_ranks), copy=copy)
-        self._window.whole(step)
+        self._window.note_whole(step)
 
     def refuse_checkpoint(self, dst_ranks: List[int], step: int, reason: str, timeout: timedelta) -> None:
         self._source.refuse(step, reason)
@@ -162,7 +162,7 @@ class HTTPTransport(CheckpointTransport[T]):
         checkpoint = Checkpoint(state_dict, self._num_chunks)
         copy = self._may_copy(checkpoint)
         self._source.publish(step, checkpoint, receivers=0, copy=copy, role=Role.ADDITIONAL)
-        self._window.whole(step)
+        self._window.note_whole(step)
 
     def _may_copy(self, checkpoint: Checkpoint) -> bool:
         if self._snapshot is not None:

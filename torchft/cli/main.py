@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 
 import torchft
 from torchft.cli.arguments import Parser, nearest, positive
+from torchft.cli.output import write_no_more
 
 _ABOUT = """\
 Per-step fault tolerance for PyTorch training.
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader, for example `head`, has closed the pipe
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more
+        write_no_more()
         return 1
 
 

@@ -15,6 +15,7 @@ from typing import Any
 from torchft._lighthouse_http import DEFAULT_PORT
 from torchft._manager.signals import grace_from_env
 from torchft.cli.arguments import Parser, duration, nearest, positive, replicas
+from torchft.cli.output import write_no_more
 from torchft.launch.control import Control
 from torchft.launch.group import ReplicaGroup
 from torchft.launch.job import LocalJob, tail
@@ -72,8 +73,10 @@ def main(arguments: Sequence[str]) -> int:
             print(f"\nthe end of {log}:\n{tail(log)}", file=sys.stderr)
         return 1
     finally:
-        with contextlib.suppress(OSError):  # the terminal may be closed
+        try:
             print(f"logs: {args.log_dir}", flush=True)  # repeated, because the first lines have scrolled away
+        except OSError:  # the terminal is closed
+            write_no_more()
 
 
 def _number(interrupt: KeyboardInterrupt) -> signal.Signals:
@@ -98,7 +101,7 @@ def _run(args: Any) -> int:
                 control = Control()
             except OSError as e:
                 raise LaunchError(str(e)) from None
-            job.run(Progress().show, partial(_look, check_lighthouse, control))
+            job.run(partial(_show, Progress()), partial(_look, check_lighthouse, control))
         except KeyboardInterrupt as e:
             with contextlib.suppress(OSError):  # the terminal may be closed
                 print(f"\n{_number(e).name}: ending the groups (once more: at once)", file=sys.stderr)
@@ -110,6 +113,13 @@ def _run(args: Any) -> int:
                 control.close()
         print(f"done: {len(job.members)} groups" + (f", {job.kills} kills" if args.kill_every else ""))
     return 0
+
+
+def _show(progress: Progress, job: LocalJob) -> None:
+    try:
+        progress.show(job)
+    except OSError:  # a closed terminal fails at once, and its SIGHUP comes later, or never
+        raise _Terminated(signal.SIGHUP) from None
 
 
 def _look(check_lighthouse: Callable[[], None], control: Control, job: LocalJob) -> None:

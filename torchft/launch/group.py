@@ -10,12 +10,7 @@ from pathlib import Path
 
 from torchft.launch import process_tree
 
-# Runs the script, as torchrun does, in a process that ends with its agent. Otherwise the ranks of an agent that was
-# killed would train on, beside the group that is started in its place. PR_SET_PDEATHSIG is 1.
-_RANK = (
-    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
-    "os.execv(sys.executable, [sys.executable, '-u', *sys.argv[1:]])"
-)
+_RANK = Path(__file__).with_name("rank.py")
 
 
 class ReplicaGroup:
@@ -66,7 +61,7 @@ class ReplicaGroup:
         }
         self.starts += 1
         self.started = time.time()
-        command = [*torchrun, *self._torchrun_args, "--no-python", sys.executable, "-c", _RANK, *self._command]
+        command = [*torchrun, *self._torchrun_args, str(_RANK), *self._command]
         self._process = process_tree.start(command, self.log, {**own, **(env or {})})
 
     def kill(self) -> list[int]:

@@ -21,7 +21,7 @@ class Progress:
         if self._in_place:
             lines = [line(member) for member in job.members]
             print((f"\x1b[{self._drawn}A\x1b[J" if self._drawn else "") + "\n".join(lines), flush=True)
-            width = shutil.get_terminal_size().columns
+            width = shutil.get_terminal_size().columns or 80
             self._drawn = sum(-(-len(text) // width) for text in lines)  # rows: a line may be wider than the terminal
             return
         for member in job.members:

@@ -241,9 +241,22 @@ def test_the_whole_state_is_offered_in_each_attempt_at_a_step() -> None:
     for giver in (Source(7), Source(7)):
         window.open(7, giver)
         window.want_whole(7)
-        window.whole(7)
+        window.note_whole(7)
         window.close()
         assert giver.wholes == 1
+
+
+def test_a_target_may_request_the_whole_state_before_the_next_attempt_at_its_step() -> None:
+    window = Window(Pacer())
+    window.open(7, Source(7))
+    window.note_whole(7)
+    window.close()
+    window.want_whole(7)
+    again, after = Source(7), Source(8)
+    for step, giver in ((7, again), (8, after)):
+        window.open(step, giver)
+        window.close()
+    assert (again.wholes, after.wholes) == (1, 0)
 
 
 @pytest.mark.parametrize("early", [False, True])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ class Groups:
         self.calls: list[str] = []
         self.signals: list[signal.Signals] = []  # the first arrives while they run, further ones while they end
 
-    def run(self, *_: Any) -> None:
+    def run(self, show: Callable[[Groups], None], *_: Any) -> None:
+        show(self)
         for number in self.signals[:1]:
             signal.raise_signal(number)
 
@@ -67,7 +69,7 @@ def test_a_control_socket_that_cannot_be_made(
     assert f"torchft run: {tmp_path / 'torchft'} must be a folder that only this user can enter" in (
         capsys.readouterr().err
     )
-    assert groups.calls in ([], ["kill"])
+    assert groups.calls == ["kill"]
 
 
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
@@ -87,6 +89,17 @@ def test_a_signal_ends_the_groups(signals: list[signal.Signals], status: int, gr
     signal.signal(HUP, signal.default_int_handler)  # the default of the kernel would end this process
     groups.signals = signals
     assert main(["run", __file__]) == status
+    assert groups.calls == ["end", "kill"]
+
+
+def test_a_terminal_that_fails_before_its_signal_ends_the_groups(
+    groups: Groups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def show(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(run.Progress, "show", show)
+    assert main(["run", __file__]) == 129
     assert groups.calls == ["end", "kill"]
 
 

@@ -61,6 +61,22 @@ func offer(t *testing.T, m *Memory, blockSize int64) *Offer {
 
 func address(s *Server) string { return net.JoinHostPort("localhost", strconv.FormatInt(s.Port(), 10)) }
 
+// served is a target's connection to a server, opened with the secret of a grant.
+type served struct {
+	*testing.T
+	net.Conn
+}
+
+func connected(t *testing.T, s *Server, g *Grant) served {
+	t.Helper()
+	conn, err := net.Dial("tcp", address(s))
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = conn.Close() })
+	_, err = conn.Write(append([]byte(magic), g.secret[:]...))
+	require.NoError(t, err)
+	return served{t, conn}
+}
+
 func newFetch(t *testing.T, m *Memory, settings Settings) *Fetch {
 	t.Helper()
 	f, err := NewFetch(m, settings)

@@ -2,7 +2,6 @@ package heal
 
 import (
 	"io"
-	"net"
 	"os"
 	"runtime"
 	"strconv"
@@ -37,22 +36,6 @@ func yielding(t *testing.T) (idle, least int) {
 		}
 	}
 	return idle, least
-}
-
-// served is a target's connection to a server, opened with the secret of a grant.
-type served struct {
-	*testing.T
-	net.Conn
-}
-
-func connected(t *testing.T, s *Server, g *Grant) served {
-	t.Helper()
-	conn, err := net.Dial("tcp", address(s))
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = conn.Close() })
-	_, err = conn.Write(append([]byte(magic), g.secret[:]...))
-	require.NoError(t, err)
-	return served{t, conn}
 }
 
 func (c served) ask(op uint32) {

@@ -206,14 +206,10 @@ func TestRevokeEndsReadersOfTheCallersMemoryOnly(t *testing.T) {
 // A target that does not read does not delay the end of the offer, after which the owner may change the memory.
 func TestASlowReaderIsCutOff(t *testing.T) {
 	s, o := listen(t, time.Minute, 0), offer(t, filled(newRand(t), 64<<20), 0)
-	conn, err := net.Dial("tcp", address(s))
-	require.NoError(t, err)
-	defer conn.Close()
 	g := s.Grant(o)
-	_, err = conn.Write(append([]byte(magic), g.secret[:]...))
-	require.NoError(t, err)
+	conn := connected(t, s, g)
 	for block := range o.layout.Blocks() {
-		_, err = conn.Write(request{op: opBlock, block: uint32(block)}.append(nil))
+		_, err := conn.Write(request{op: opBlock, block: uint32(block)}.append(nil))
 		require.NoError(t, err)
 	}
 	last := int64(-1)
@@ -231,17 +227,12 @@ func TestASlowReaderIsCutOff(t *testing.T) {
 func TestTheEndDoesNotWaitForTheRate(t *testing.T) {
 	const each = 10 // seconds that the rate allows for a block
 	s, o := listen(t, time.Minute, small/each), offer(t, filled(newRand(t), 2*small), small)
-	conn, err := net.Dial("tcp", address(s))
-	require.NoError(t, err)
-	defer conn.Close()
-	g := s.Grant(o)
-	_, err = conn.Write(append([]byte(magic), g.secret[:]...))
-	require.NoError(t, err)
+	conn := connected(t, s, s.Grant(o))
 	for block := range uint32(2) {
-		_, err = conn.Write(request{op: opBlock, block: block}.append(nil))
+		_, err := conn.Write(request{op: opBlock, block: block}.append(nil))
 		require.NoError(t, err)
 	}
-	_, err = io.ReadFull(conn, make([]byte, responseSize+small)) // the first block comes at once, and the second one has to wait
+	_, err := io.ReadFull(conn, make([]byte, responseSize+small)) // the first block comes at once, and the second one has to wait
 	require.NoError(t, err)
 	require.Eventually(t, func() bool {
 		s.limit.mu.Lock()

@@ -8,7 +8,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,24 @@ class Command:
     def shows(self, pattern: str) -> bool:
         return re.search(pattern, self.log.read_text(), re.M) is not None
 
+    def commands(self) -> dict[int, str]:
+        """The command line of each of its processes, by pid."""
+        return {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in process_tree.tree(self.process.pid)}
+
     def report(self) -> str:
         logs = sorted(self.folder.glob("logs/*.log"))
         return "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in [self.log, *logs])
+
+
+@contextmanager
+def training(folder: Path) -> Iterator[Command]:
+    """A job of one group that trains."""
+    run = Command(folder, "--replicas", "1", str(MEMBER), FOREVER)
+    try:
+        run.wait(lambda: run.shows(r"^group 0 .* training"), "it trains")
+        yield run
+    finally:
+        process_tree.kill_tree(run.process)
 
 
 @pytest.mark.timeout(240)
@@ -82,43 +98,31 @@ def assert_logs_are_named(run: Command) -> None:
 
 @pytest.mark.timeout(240)
 def test_a_closed_terminal_leaves_no_process(tmp_path: Path) -> None:
-    run = Command(tmp_path, "--replicas", "1", str(MEMBER), FOREVER)
-    try:
-        run.wait(lambda: run.shows(r"^group 0 .* training"), "it trains")
+    with training(tmp_path) as run:
         end(run, 3, signal.SIGHUP)
-    finally:
-        process_tree.kill_tree(run.process)
 
 
 @pytest.mark.timeout(240)
 def test_no_rank_outlives_its_agent(tmp_path: Path) -> None:
     """Otherwise it would train on beside the group that is started in its place, or in the next job on the port."""
-    run = Command(tmp_path, "--replicas", "1", str(MEMBER), FOREVER)
-    try:
-        run.wait(lambda: run.shows(r"^group 0 .* training"), "it trains")
-        commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in process_tree.tree(run.process.pid)}
+    with training(tmp_path) as run:
+        commands = run.commands()
         (rank,) = (pid for pid, command in commands.items() if str(MEMBER) in command and "-m\0" not in command)
         (agent,) = (pid for pid, command in commands.items() if "-m\0torch.distributed.run\0" in command)
         os.kill(agent, signal.SIGKILL)
         wait_until(lambda: not process_tree.alive([rank]))
-    finally:
-        process_tree.kill_tree(run.process)
 
 
 @pytest.mark.timeout(240)
 def test_the_job_ends_when_its_lighthouse_ends(tmp_path: Path) -> None:
     """Its groups get no quorum any more. Otherwise they are restarted for minutes, and their scripts are blamed."""
-    run = Command(tmp_path, "--replicas", "1", str(MEMBER), FOREVER)
-    try:
-        run.wait(lambda: run.shows(r"^group 0 .* training"), "it trains")
-        commands = {pid: Path(f"/proc/{pid}/cmdline").read_text() for pid in process_tree.tree(run.process.pid)}
+    with training(tmp_path) as run:
+        commands = run.commands()
         (lighthouse,) = (pid for pid, command in commands.items() if "lighthouse_main" in command)
         os.kill(lighthouse, signal.SIGKILL)
         assert run.process.wait(60) == 1, run.report()
         assert "torchft run: the lighthouse ended with status -9" in run.log.read_text()
         wait_until(lambda: not process_tree.alive(list(commands)))
-    finally:
-        process_tree.kill_tree(run.process)
 
 
 @pytest.mark.slow  # the test above starts and restarts groups; tests/unit/launch has the counts

@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
-	"os/exec"
 	"regexp"
 	"strconv"
 	"strings"
@@ -63,22 +62,13 @@ func TestAReaderThatDoesNotReadBlocksNoWriter(t *testing.T) {
 
 // The reader of standard error may end before this process: the lines are lost then, and nothing else.
 func TestAReaderThatHasEndedEndsNoProcess(t *testing.T) {
-	const child = "TORCHFT_TEST_WITHOUT_READER"
-	if os.Getenv(child) != "" {
+	testmain.WithoutReader(t, func() {
 		w := To(os.Stderr)
 		GRPC(w)
 		slog.New(slog.NewTextHandler(w, nil)).Info("a line without a reader")
 		grpclog.Error("an error of gRPC without a reader")
 		w.Flush(time.Minute)
-		return
-	}
-	reader, writer, err := os.Pipe()
-	require.NoError(t, err)
-	require.NoError(t, reader.Close())
-	again := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^"+t.Name()+"$")
-	again.Env, again.Stderr = append(os.Environ(), child+"=1"), writer
-	assert.NoError(t, again.Run())
-	require.NoError(t, writer.Close())
+	})
 }
 
 func TestFlushWaitsForTheLastLine(t *testing.T) {

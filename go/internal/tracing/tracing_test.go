@@ -6,8 +6,6 @@ import (
 	"io"
 	"log"
 	"log/slog"
-	"os"
-	"os/exec"
 	"testing"
 
 	"github.com/stretchr/testify/assert"
@@ -15,6 +13,8 @@ import (
 	sdktrace "go.opentelemetry.io/otel/sdk/trace"
 	"go.opentelemetry.io/otel/sdk/trace/tracetest"
 	"google.golang.org/grpc/metadata"
+
+	"github.com/torchft/torchft/go/internal/testmain"
 )
 
 func TestTheEnvironmentDecides(t *testing.T) {
@@ -56,21 +56,12 @@ func TestOffItDoesNothing(t *testing.T) {
 
 // The reader of standard error may end before this process: the spans are lost then, and nothing else.
 func TestAReaderThatHasEndedEndsNoProcess(t *testing.T) {
-	const child = "TORCHFT_TEST_WITHOUT_READER"
-	if os.Getenv(child) != "" {
+	testmain.WithoutReader(t, func() {
 		log.SetOutput(io.Discard) // otel reports there that it could not write
 		Setup(slog.Default())
 		Continue(parent, "x", 1).End(nil)
 		Flush()
-		return
-	}
-	reader, writer, err := os.Pipe()
-	require.NoError(t, err)
-	require.NoError(t, reader.Close())
-	again := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^"+t.Name()+"$")
-	again.Env, again.Stderr = append(os.Environ(), child+"=1", "OTEL_TRACES_EXPORTER=console"), writer
-	assert.NoError(t, again.Run())
-	require.NoError(t, writer.Close())
+	}, "OTEL_TRACES_EXPORTER=console")
 }
 
 func TestASpanIsAChildOfItsParent(t *testing.T) {

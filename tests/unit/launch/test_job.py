@@ -66,6 +66,14 @@ class Cluster:
         self.now += seconds
         return self.job.tick()
 
+    def end_before_a_step(self, number: int) -> None:
+        """A group ends before it takes part in a step, as often as that is allowed."""
+        for _ in range(FRUITLESS_LIVES):
+            self.groups[number].status = 1
+            self.pass_time(0)
+            self.pass_time(6)
+            self.pass_time(6)
+
     def states(self) -> list[str]:
         return [member.state for member in self.job.members]
 
@@ -116,11 +124,7 @@ def test_a_group_that_never_reaches_a_step_is_not_restarted_and_the_others_conti
 ) -> None:
     cluster = Cluster(monkeypatch, 2, 2)
     cluster.training = {0: 5}
-    for _ in range(FRUITLESS_LIVES):
-        cluster.groups[1].status = 1
-        cluster.pass_time(0)
-        cluster.pass_time(6)
-        cluster.pass_time(6)
+    cluster.end_before_a_step(1)
     assert cluster.groups[1].starts == FRUITLESS_LIVES
     assert cluster.states() == ["training", "not restarted: ended with status 1 and never took part, see group-1.log"]
     assert cluster.groups[0].status is None and cluster.groups[0].starts == 1
@@ -149,11 +153,7 @@ def test_a_group_that_was_removed_after_it_could_not_start_does_not_fail_the_job
 ) -> None:
     cluster = Cluster(monkeypatch, 2, 2)
     cluster.training = {0: 5}
-    for _ in range(FRUITLESS_LIVES):
-        cluster.groups[1].status = 1
-        cluster.pass_time(0)
-        cluster.pass_time(6)
-        cluster.pass_time(6)
+    cluster.end_before_a_step(1)
     assert cluster.states()[1].startswith("not restarted")
     cluster.job.scale(1)
     cluster.groups[0].status = 0

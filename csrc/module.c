@@ -12,6 +12,7 @@ static PyMethodDef methods[] = {
     {"post", tft_post, METH_VARARGS, "post(prepared, *numbers): start a call that was prepared; the result is for collect."},
     {"collect", tft_collect, METH_VARARGS, "collect(call): wait for the result of a call, once; Ctrl-C abandons it."},
     {"register_memory", tft_register_memory_args, METH_VARARGS, "register_memory(pairs): a handle for regions of memory, as int64 addresses and lengths."},
+    {"digest", tft_digest, METH_VARARGS, "digest(memory, length, weights, words): the digest of host memory; see torchft/checkpointing/_digest.py."},
     {"forked", is_forked, METH_NOARGS, "forked(): whether this process was forked after the library was loaded."},
     {NULL, NULL, 0, NULL}};
 

@@ -25,6 +25,9 @@ PyObject *tft_open(PyObject *module, PyObject *args);
 PyObject *tft_post(PyObject *module, PyObject *args);
 PyObject *tft_collect(PyObject *module, PyObject *args);
 
+/* digest.c */
+PyObject *tft_digest(PyObject *module, PyObject *args);
+
 /* memory.c */
 PyObject *tft_register_memory_args(PyObject *module, PyObject *args);
 

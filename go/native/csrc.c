@@ -1,4 +1,5 @@
 // cgo compiles the C files of one folder only; setup.py passes a hash of csrc/, so that edits there are noticed.
+#include "../../csrc/digest.c"
 #include "../../csrc/errors.c"
 #include "../../csrc/event.c"
 #include "../../csrc/fork.c"

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from torchft import Manager, Optimizer, process_group
 from torchft._manager import joining
-from torchft._manager.digest import memory_of
+from torchft.checkpointing._digest import memory_of
 from torchft.ddp import DistributedDataParallel
 from torchft.device_mesh import ft_init_device_mesh
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Optional, Union
 import torch
 from torch.distributed import ReduceOp
 
-from torchft._manager.digest import combine, digest_bytes, memory_of
 from torchft._manager.divergence import (
     BUCKETS,
     NOTHING,
@@ -31,6 +30,7 @@ from torchft._manager.divergence import (
     unlike,
 )
 from torchft._manager.layout import comparison_of
+from torchft.checkpointing._digest import combine, digest_bytes, memory_of
 from torchft.checkpointing._places import local_part
 from torchft.utils import Mark, devices_of
 

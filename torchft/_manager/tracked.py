@@ -26,7 +26,7 @@ from torch import optim
 from torch.optim import Optimizer
 
 from torchft._manager.beside import Beside
-from torchft._manager.digest import digest, memory_of
+from torchft.checkpointing._digest import digest, memory_of
 from torchft.checkpointing._encoding import dtype_name, dtype_of, is_dtensor
 from torchft.checkpointing._memory import HostMemory
 from torchft.checkpointing._places import local_part
@@ -206,7 +206,8 @@ class Parameters:
 
     def _zeros_like(self, parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Allocates optimizer state. In host memory it is in huge pages, where they are faster: the first access to as
-        much memory in small pages would take as much processor time as a few training steps.
+        much memory in small pages would take as much processor time as a few training steps. No page is used here: each
+        piece uses its own, since the other groups wait for this thread.
         """
         if self.device != _CPU:
             made = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
@@ -215,7 +216,7 @@ class Parameters:
         if is_dtensor(parameter) or not parameter.is_contiguous() or not parameter.numel():
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         flat = self._memory.take(parameter.numel() * dtype.itemsize)
-        return flat.zero_().view(dtype).view(parameter.shape)
+        return flat.view(dtype).view(parameter.shape)
 
     def digest(self, number: int, begin: int, end: int) -> Json:
         """The digests of a piece. They are equal to those of another group if all bits of the pieces are equal."""

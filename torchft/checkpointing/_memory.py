@@ -52,23 +52,24 @@ class HostMemory:
         self._used = 0
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """Allocates a flat tensor of bytes, with a separate storage.
+        """Allocates a flat tensor of zero bytes, with a separate storage. A page is filled when it is first used.
 
         Raises:
             RuntimeError, MemoryError: there is not enough memory
         """
         if nbytes > maxsize:
             raise MemoryError(f"{nbytes} bytes")
-        if _HUGE_PAGES is None or nbytes < _OWN:
-            return torch.empty(nbytes, dtype=torch.uint8)
+        if nbytes < _OWN:
+            return torch.zeros(nbytes, dtype=torch.uint8)
         if self._area is None or self._used + nbytes > len(self._area):
             try:
                 self._area = mmap.mmap(-1, max(nbytes, _AREA), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             except (OSError, OverflowError) as error:
                 raise MemoryError(str(error)) from error
             self._used = 0
-            with suppress(OSError):  # the kernel does not support huge pages
-                self._area.madvise(_HUGE_PAGES)
+            if _HUGE_PAGES is not None:
+                with suppress(OSError):  # the kernel does not support huge pages
+                    self._area.madvise(_HUGE_PAGES)
         taken = torch.frombuffer(self._area, dtype=torch.uint8, count=nbytes, offset=self._used)
         self._used += -(-nbytes // _ALIGNED) * _ALIGNED
         return taken

@@ -27,11 +27,11 @@ class Pacer:
         self._free_at = 0.0  # when the next bytes may be sent
 
     def wait(self, nbytes: int) -> None:
-        """Waits for the time that these bytes and those before them take; the caller then sends them."""
+        """Waits for the time that the bytes of earlier calls take; the caller then sends these at once."""
         if not self._limit:
             return
         with self._lock:
             now = time.monotonic()
-            self._free_at = max(self._free_at, now) + nbytes / self._limit
-            pause = self._free_at - now
-        time.sleep(pause)
+            begin = max(self._free_at, now)
+            self._free_at = begin + nbytes / self._limit
+        time.sleep(begin - now)

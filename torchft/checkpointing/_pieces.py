@@ -6,7 +6,7 @@ window open, so parts must be small. The *head* of a step describes its pieces; 
 *decision*, whether the source has committed the step, can be requested as soon as it is known.
 
     GET /checkpoint/along/{kind}/{argument}      kind: head, piece, digest, decision, or rest
-    200   lengths and CRC32 (3 * 4 bytes), JSON, memory
+    200   lengths, and CRC32 of the JSON (3 * 4 bytes); JSON with the digests of all ranges of memory; memory
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import struct
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Optional, Protocol
 
 import torch
 
+from torchft.checkpointing._digest import digest_bytes
 from torchft.checkpointing._http_client import Refused, _connection, _reason
 from torchft.checkpointing._metadata import read
 from torchft.checkpointing._pacer import Pacer
@@ -34,7 +35,7 @@ from torchft.http import _DeadlineSocket
 PART = "along"
 REST = "rest"  # the argument is the step
 DECISION = "decision"  # the argument is STEP-QUORUM_ID
-_FRAME = struct.Struct(">III")  # bytes of the JSON, bytes of the memory, CRC32 of both
+_FRAME = struct.Struct(">III")  # bytes of the JSON, bytes of the memory, CRC32 of the JSON
 _LARGEST = 1 << 30  # bytes of an answer
 # Number of heads that a source keeps: a target applies the gradient of a step in a later one, and needs its head then.
 _HEADS = 64
@@ -261,10 +262,13 @@ class Asker:
             body = bytearray(sum(lengths[:2]))
             _fill(response, body)
             response.read()
-            if zlib.crc32(body) != lengths[2]:
+            text, memory = body[: lengths[0]], torch.frombuffer(body, dtype=torch.uint8)[lengths[0] :]
+            if zlib.crc32(text) != lengths[2]:
                 raise CheckpointError(f"{what}: the answer is damaged")
-            header = json.loads(body[: lengths[0]])
-            memory = torch.frombuffer(body, dtype=torch.uint8)[lengths[0] :]
+            header = json.loads(text)
+            sizes = [nbytes for nbytes, _ in header["memory"]]
+            if sum(sizes) != lengths[1] or _digests(memory.split(sizes)) != header["memory"]:
+                raise CheckpointError(f"{what}: the answer is damaged")
             self._answered_at = time.monotonic()
             return Answer(int(header["step"]), header["value"], memory)
 
@@ -302,14 +306,16 @@ class Asker:
         self._open.close()
 
 
-def _framed(value: Any, memory: list[torch.Tensor]) -> list[memoryview]:
-    text = json.dumps(value, separators=(",", ":")).encode()
-    views = [memoryview(text), *(memoryview(part.numpy().data).cast("B") for part in memory if part.numel())]
-    crc = 0
-    for view in views:
-        crc = zlib.crc32(view, crc)
-    frame = _FRAME.pack(len(text), sum(view.nbytes for view in views[1:]), crc)
-    return [memoryview(frame), *views]
+def _framed(value: dict[str, Any], memory: list[torch.Tensor]) -> list[memoryview]:
+    text = json.dumps({**value, "memory": _digests(memory)}, separators=(",", ":")).encode()
+    views = [memoryview(part.numpy().data).cast("B") for part in memory if part.numel()]
+    frame = _FRAME.pack(len(text), sum(view.nbytes for view in views), zlib.crc32(text))
+    return [memoryview(frame), memoryview(text), *views]
+
+
+def _digests(memory: Sequence[torch.Tensor]) -> list[list[int]]:
+    """The length and the digest of each range of memory."""
+    return [[part.numel(), int(digest_bytes(part))] for part in memory]
 
 
 def _exactly(response: Any, nbytes: int) -> bytes:

@@ -285,14 +285,16 @@ def test_a_state_that_a_target_has_received_as_a_whole_is_not_offered_again(
     assert giver.wholes == 0
 
 
-@pytest.mark.parametrize("damage", ["flipped", "short", "long"])
+@pytest.mark.parametrize("damage", ["a bit of the memory", "a bit of the JSON", "short", "long"])
 def test_an_answer_that_is_damaged_is_an_error(damage: str) -> None:
     window = Window(Pacer())
     window.used = True
     window.open(7, Source(7))
     body = bytearray(b"".join(bytes(view) for view in window.answer("piece/0-0-5", 1.0)))
-    if damage == "flipped":
+    if damage == "a bit of the memory":
         body[-1] ^= 1
+    elif damage == "a bit of the JSON":
+        body[body.index(b"step") + len('step":')] ^= 1  # the number is another one then
     elif damage == "short":
         del body[-1]
     else:

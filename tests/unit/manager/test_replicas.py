@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.bounded import todays
-from torchft._manager.digest import digest_all, memory_of
 from torchft._manager.divergence import OnDivergence
 from torchft._manager.layout import announce, announce_comparison, announce_native_comparison, bare, comparison_of
 from torchft._manager.replicas import Digester, Replicas, State
+from torchft.checkpointing._digest import digest_all, memory_of
 
 GROUPS = 3
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import mmap
+from pathlib import Path
 from typing import Any, Callable, Iterator
 
 import pytest
@@ -27,6 +29,11 @@ OPTIMIZERS: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
     (optim.RMSprop, {"lr": 0.1}),
     (optim.RMSprop, {"lr": 0.1, "momentum": 0.9, "centered": True}),
 ]
+
+
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def _cases() -> list[Any]:
@@ -99,6 +106,21 @@ def test_pieces_healed_one_by_one_end_equal(kind: Callable[..., optim.Optimizer]
         for key, value in its.items():
             assert torch.equal(value, mine[key]) if isinstance(value, torch.Tensor) else value == mine[key], key
     assert {kind for kind, _ in OPTIMIZERS} == set(ELEMENTWISE)
+
+
+def test_a_piece_uses_no_memory_for_the_rest_of_its_parameter() -> None:
+    """The first use of much memory takes long, and the other groups wait for the thread that places a piece."""
+    source, target = (nn.Parameter(torch.ones(1 << 24)) for _ in range(2))  # 64 MB
+    trained = optim.Adam([source])
+    source.grad = torch.ones_like(source)
+    trained.step()
+    state, memory = Parameters([trained]).read(0, 0, 1 << 18)
+    adam = optim.Adam([target])
+    before = resident()
+    Parameters([adam]).write(0, 0, 1 << 18, state, torch.cat(memory))
+    assert resident() - before < 32 << 20, "of 128 MB"
+    assert torch.equal(adam.state[target]["exp_avg"][: 1 << 18], trained.state[source]["exp_avg"][: 1 << 18])
+    assert not adam.state[target]["exp_avg"][1 << 18 :].any()
 
 
 def test_a_step_does_not_disturb_a_backward_pass() -> None:

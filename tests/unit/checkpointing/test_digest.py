@@ -8,7 +8,9 @@ from typing import Callable
 import pytest
 import torch
 
-from torchft._manager.digest import _AT_ONCE, _CHUNK, _on_device, _sum, _words, digest, digest_all, memory_of
+from torchft._torchft import _load
+from torchft.checkpointing import _digest
+from torchft.checkpointing._digest import _AT_ONCE, _CHUNK, _on_device, _sum, _words, digest, digest_all, memory_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64, torch.bool]
 
@@ -74,9 +76,31 @@ def test_swapped_words_and_swapped_chunks_change_the_digest() -> None:
 
 
 @pytest.mark.parametrize("words", [0, 1, 5, _CHUNK - 1, _CHUNK, _CHUNK + 1, 3 * _CHUNK + 7])
-def test_devices_compute_the_same_digest(words: int) -> None:
-    tensor = torch.randn(words)
+@pytest.mark.parametrize("more", [0, 1, 2, 3], ids="{} bytes more".format)
+@pytest.mark.parametrize("offset", [0, 1], ids="offset {}".format)
+def test_devices_compute_the_same_digest(words: int, more: int, offset: int) -> None:
+    tensor = torch.randint(0, 256, (offset + 4 * words + more,), dtype=torch.uint8)[offset:]
     assert on_device(tensor) == digest(tensor).item()
+
+
+def test_devices_compute_the_same_digest_of_more_chunks_than_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which are over 4 GiB with chunks of the usual size."""
+    monkeypatch.setattr(_digest, "_CHUNK", 4)
+    _digest._weights.cache_clear()
+    try:
+        for words in range(80):
+            tensor = torch.randn(words)
+            assert on_device(tensor) == digest(tensor).item(), words
+        one, other = torch.randn(60), torch.randn(4)
+        assert digest(torch.cat([one, other])).item() != digest(torch.cat([other, one])).item()
+    finally:
+        _digest._weights.cache_clear()
+
+
+@pytest.mark.parametrize(("length", "words"), [(-1, 4), (4, 0)])
+def test_sizes_that_are_not_allowed_are_refused(length: int, words: int) -> None:
+    with pytest.raises(ValueError, match="a length of 0 or more, and 1 word or more"):
+        _load().digest(0, length, 0, words)
 
 
 @pytest.mark.parametrize(

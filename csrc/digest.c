@@ -1,4 +1,4 @@
-/* The digest of host memory. torchft/checkpointing/_digest.py defines it, and computes it of a device's memory. */
+/* The digest of host memory. torchft/checkpointing/_digest.py defines digests, and computes those of other memory. */
 #include "torchft.h"
 
 #include <string.h>

@@ -65,10 +65,12 @@ def digest(tensor: torch.Tensor, begin: int = 0, end: Optional[int] = None) -> t
 
 def digest_bytes(memory: torch.Tensor) -> torch.Tensor:
     """The digest of bytes of :func:`memory_of`."""
-    if memory.is_cpu:
+    # Wrapper subclasses, and tensors without data, have no memory that C could read.
+    if memory.is_cpu and type(memory) is torch.Tensor and memory.is_contiguous():
+        # More than twice as fast as operations of PyTorch, which multiply only numbers of the same size.
         weights = _weights(memory.device)
-        # Several times as fast as operations of PyTorch, which have no product of 32 and 64 bits.
-        return torch.tensor(_load().digest(memory.data_ptr(), memory.numel(), weights.data_ptr(), _CHUNK))
+        word = _load().digest(memory.data_ptr(), memory.nbytes, weights.data_ptr(), _CHUNK)
+        return torch.tensor(word, dtype=torch.int64, device="cpu")
     words = _words(memory)
     chunks = [sums for part in words.split(_AT_ONCE * _CHUNK) for sums in _on_device(part)]
     return _sum(chunks, words.device)

@@ -60,7 +60,7 @@ class HostMemory:
         if nbytes > maxsize:
             raise MemoryError(f"{nbytes} bytes")
         if nbytes < _OWN:
-            return torch.zeros(nbytes, dtype=torch.uint8)
+            return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
         if self._area is None or self._used + nbytes > len(self._area):
             try:
                 self._area = mmap.mmap(-1, max(nbytes, _AREA), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -267,7 +267,8 @@ class Asker:
                 raise CheckpointError(f"{what}: the answer is damaged")
             header = json.loads(text)
             sizes = [nbytes for nbytes, _ in header["memory"]]
-            if sum(sizes) != lengths[1] or _digests(memory.split(sizes)) != header["memory"]:
+            fit = min(sizes, default=0) >= 0 and sum(sizes) == lengths[1]
+            if not fit or _digests(memory.split(sizes)) != header["memory"]:
                 raise CheckpointError(f"{what}: the answer is damaged")
             self._answered_at = time.monotonic()
             return Answer(int(header["step"]), header["value"], memory)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from typing import Callable
+from typing import Any, Callable
 
 import pytest
 import torch
+from torch.utils._pytree import tree_map_only
 
 from torchft._torchft import _load
 from torchft.checkpointing import _digest
@@ -95,6 +96,42 @@ def test_devices_compute_the_same_digest_of_more_chunks_than_weights(monkeypatch
         assert digest(torch.cat([one, other])).item() != digest(torch.cat([other, one])).item()
     finally:
         _digest._weights.cache_clear()
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that holds another one, as those of quantized weights do."""
+
+    held: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, held: torch.Tensor) -> Wrapper:
+        made: Wrapper = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)  # type: ignore[attr-defined]
+        made.held = held
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, types: Any, arguments: Any, settings: Any = None) -> Any:
+        bare = tree_map_only(Wrapper, lambda one: one.held, arguments)
+        return tree_map_only(torch.Tensor, Wrapper, operation(*bare, **(settings or {})))
+
+
+def test_a_tensor_without_memory_is_not_read() -> None:
+    """It says that it is on the CPU, at the address 0."""
+    tensor = torch.randn(4)
+    wrapped = Wrapper(tensor)
+    assert wrapped.is_cpu and wrapped.data_ptr() == 0
+    made = digest(wrapped)
+    assert isinstance(made, Wrapper) and made.held.item() == digest(tensor).item()
+
+
+def test_bytes_with_gaps_are_no_memory() -> None:
+    with pytest.raises(RuntimeError):
+        _digest.digest_bytes(torch.zeros(8, dtype=torch.uint8)[::2])
+
+
+def test_digests_of_host_memory_are_there_whatever_the_default_device() -> None:
+    with torch.device("meta"):
+        assert digest(torch.arange(1000, dtype=torch.int32, device="cpu")).item() == KNOWN
 
 
 @pytest.mark.parametrize(("length", "words"), [(-1, 4), (4, 0)])

@@ -4,6 +4,7 @@ import mmap
 from pathlib import Path
 
 import pytest
+import torch
 
 from torchft.checkpointing import _memory
 from torchft.checkpointing._memory import HostMemory, available_memory, huge_pages
@@ -55,6 +56,17 @@ def in_huge_pages() -> int:
     """Bytes of this process in huge pages."""
     smaps = Path("/proc/self/smaps").read_text().splitlines()
     return sum(int(line.split()[1]) << 10 for line in smaps if line.startswith("AnonHugePages:"))
+
+
+@pytest.mark.parametrize("advice", [None, getattr(mmap, "MADV_HUGEPAGE", None)])
+@pytest.mark.parametrize("size", [1000, (1 << 17) + 1, 65 << 20])
+def test_taken_memory_is_zero(monkeypatch: pytest.MonkeyPatch, advice: int | None, size: int) -> None:
+    monkeypatch.setattr(_memory, "_HUGE_PAGES", advice)
+    used = [torch.ones(size, dtype=torch.uint8) for _ in range(4)]
+    del used  # the allocator mostly returns this memory next
+    memory = HostMemory()
+    for _ in range(4):
+        assert not memory.take(size).any()
 
 
 @pytest.mark.skipif(not HUGE_PAGES.exists() or "[never]" in HUGE_PAGES.read_text(), reason="here are no huge pages")

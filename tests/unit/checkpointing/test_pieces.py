@@ -285,8 +285,8 @@ def test_a_state_that_a_target_has_received_as_a_whole_is_not_offered_again(
     assert giver.wholes == 0
 
 
-@pytest.mark.parametrize("damage", ["a bit of the memory", "a bit of the JSON", "short", "long"])
-def test_an_answer_that_is_damaged_is_an_error(damage: str) -> None:
+@pytest.mark.parametrize("damage", ["a bit of the memory", "a bit of the JSON", "sizes", "short", "long"])
+def test_an_answer_that_is_damaged_is_an_error(monkeypatch: pytest.MonkeyPatch, damage: str) -> None:
     window = Window(Pacer())
     window.used = True
     window.open(7, Source(7))
@@ -295,6 +295,10 @@ def test_an_answer_that_is_damaged_is_an_error(damage: str) -> None:
         body[-1] ^= 1
     elif damage == "a bit of the JSON":
         body[body.index(b"step") + len('step":')] ^= 1  # the number is another one then
+    elif damage == "sizes":
+        monkeypatch.setattr(_pieces, "_digests", lambda memory: [[-1, 0], [6, 0]])
+        body = bytearray(b"".join(bytes(view) for view in window.answer("piece/0-0-5", 1.0)))
+        monkeypatch.undo()
     elif damage == "short":
         del body[-1]
     else:

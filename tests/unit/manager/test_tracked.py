@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import sys
 from pathlib import Path
 from typing import Any, Callable, Iterator
 
@@ -108,6 +109,7 @@ def test_pieces_healed_one_by_one_end_equal(kind: Callable[..., optim.Optimizer]
     assert {kind for kind, _ in OPTIMIZERS} == set(ELEMENTWISE)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read from Linux's /proc")
 def test_a_piece_uses_no_memory_for_the_rest_of_its_parameter() -> None:
     """The first use of much memory takes long, and the other groups wait for the thread that places a piece."""
     source, target = (nn.Parameter(torch.ones(1 << 24)) for _ in range(2))  # 64 MB

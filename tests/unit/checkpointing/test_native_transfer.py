@@ -505,7 +505,7 @@ def test_no_memory_at_the_target(make: Any, monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(_encoding.torch, "empty", refuse)
+        patch.setattr(_encoding.torch, "zeros", refuse)
         with pytest.raises(CheckpointError, match="no memory for a tensor of 20 bytes"):
             make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT)
     assert_same(

@@ -136,16 +136,16 @@ def test_a_peer_with_another_protocol(groups: list[Any]) -> None:
 
 
 def test_no_memory_at_the_target(groups: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    empty = torch.empty
+    zeros = torch.zeros
 
     def refuse(shape: Any, *args: Any, **kwargs: Any) -> Any:
         if shape == 2800:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return empty(shape, *args, **kwargs)
+        return zeros(shape, *args, **kwargs)
 
     source, target = (PGTransport(group, TIMEOUT, CPU) for group in groups[:2])
     state = {"a": torch.ones(3), "b": torch.ones(100, 7), "c": torch.ones(2, 200_000), "d": torch.ones(0)}
-    monkeypatch.setattr(pg_transport.torch, "empty", refuse)
+    monkeypatch.setattr(pg_transport.torch, "zeros", refuse)
     sent, got = run(lambda: source.send_checkpoint([1], 4, state), lambda: target.recv_checkpoint(0, "", 4))
     assert sent is None and isinstance(got, CheckpointError)
     assert str(got) == "checkpoint of step 4 from rank 0: no memory for a tensor of 2800 bytes on cpu"

@@ -71,6 +71,11 @@ def digest_bytes(memory: torch.Tensor) -> torch.Tensor:
         weights = _weights(memory.device)
         word = _load().digest(memory.data_ptr(), memory.nbytes, weights.data_ptr(), _CHUNK)
         return torch.tensor(word, dtype=torch.int64, device="cpu")
+    return _by_operations(memory)
+
+
+def _by_operations(memory: torch.Tensor) -> torch.Tensor:
+    """The same digest by operations of PyTorch, on any device."""
     words = _words(memory)
     chunks = [sums for part in words.split(_AT_ONCE * _CHUNK) for sums in _on_device(part)]
     return _sum(chunks, words.device)

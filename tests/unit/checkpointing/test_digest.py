@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from torchft._torchft import _load
 from torchft.checkpointing import _digest
-from torchft.checkpointing._digest import _AT_ONCE, _CHUNK, _on_device, _sum, _words, digest, digest_all, memory_of
+from torchft.checkpointing._digest import _CHUNK, _by_operations, digest, digest_all, memory_of
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.int64, torch.bool]
 
@@ -23,13 +23,6 @@ def filled(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 def flip(tensor: torch.Tensor, bit: int) -> None:
     """Flips a bit of a tensor's memory, counted from its beginning."""
     memory_of(tensor)[bit // 8] ^= 1 << bit % 8
-
-
-def on_device(tensor: torch.Tensor) -> int:
-    """Computes the digest on the CPU with the code for devices."""
-    words = _words(memory_of(tensor))
-    chunks = [sums for part in words.split(_AT_ONCE * _CHUNK) for sums in _on_device(part)]
-    return _sum(chunks, words.device).item()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -81,7 +74,7 @@ def test_swapped_words_and_swapped_chunks_change_the_digest() -> None:
 @pytest.mark.parametrize("offset", [0, 1], ids="offset {}".format)
 def test_devices_compute_the_same_digest(words: int, more: int, offset: int) -> None:
     tensor = torch.randint(0, 256, (offset + 4 * words + more,), dtype=torch.uint8)[offset:]
-    assert on_device(tensor) == digest(tensor).item()
+    assert _by_operations(memory_of(tensor)).item() == digest(tensor).item()
 
 
 def test_devices_compute_the_same_digest_of_more_chunks_than_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +84,7 @@ def test_devices_compute_the_same_digest_of_more_chunks_than_weights(monkeypatch
     try:
         for words in range(80):
             tensor = torch.randn(words)
-            assert on_device(tensor) == digest(tensor).item(), words
+            assert _by_operations(memory_of(tensor)).item() == digest(tensor).item(), words
         one, other = torch.randn(60), torch.randn(4)
         assert digest(torch.cat([one, other])).item() != digest(torch.cat([other, one])).item()
     finally:

@@ -69,6 +69,8 @@ def start_group(
                 "MASTER_PORT": str(master_port),
                 "REPLICA_GROUP_ID": str(group),
                 "PEERS_PORT": str(peers_port),
+                # Lets several ranks of NCCL 2.30 or newer share a device; their kernels take turns on it.
+                "NCCL_MULTI_RANK_GPU_ENABLE": "1",
                 **(env or {}),
             },
         )

@@ -6,7 +6,8 @@ memory (Adam is fused, and the memory of gradients is used again). The survivor'
 newcomer's first step as a participant are compared with its steps afterwards, when both reduce as much. The longest of
 these, as a multiple of their median, is what the measurement itself scatters by. On a virtual machine most of that is
 time in which the host runs others on its processors: the share is in the table. Without a limit of the rate, which
-upstream does not have, upstream is measured in the same run. With `--device cuda` both models are on one GPU.
+upstream does not have, upstream is measured in the same run. With `--device cuda` both models are on one GPU, and with
+`--group nccl` they are also reduced there (NCCL 2.30 or later).
 
     python python/bench/heal_along.py --rounds 3
 """
@@ -39,7 +40,8 @@ def main() -> None:
     parser.add_argument("--compute-ms", type=int, default=100, help="of a step; default: %(default)s")
     parser.add_argument("--upstream", choices=sorted(REQUIREMENTS), default="nightly")
     parser.add_argument("--device", default="cpu", help="where the models of both groups are; default: %(default)s")
-    parser.add_argument("--busy", action="store_true", help="compute on the processors, as a model in host memory does")
+    parser.add_argument("--group", choices=("gloo", "nccl"), default="gloo", help="default: %(default)s")
+    parser.add_argument("--busy", action="store_true", help="compute where the model is, in place of a pause")
     args = parser.parse_args()
     for name in ("rounds", "mb"):
         if getattr(args, name) < 1:
@@ -47,13 +49,15 @@ def main() -> None:
     for name in ("rate", "compute_ms"):
         if getattr(args, name) < 0:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: allowed is 0 or more")
+    if args.group == "nccl" and args.device == "cpu":
+        parser.error("--group nccl: reduces on a GPU only, with --device cuda")
     cases = list(OURS)
     if not args.rate:
         cases.append(Case("upstream", None, install(args.upstream)))
     rows: dict[str, list[Row]] = {case.name: [] for case in cases}
     for number in range(args.rounds):
         for case in rotated(cases, number):
-            join = measure(case, args.mb, args.rate, args.compute_ms, args.busy, args.device)
+            join = measure(case, args.mb, args.rate, args.compute_ms, args.busy, args.device, args.group)
             rows[case.name].append(join.row())
             print(f"round {number + 1}/{args.rounds}, {case.name}: {rows[case.name][-1]}", flush=True)
     print(table(rows))
@@ -128,7 +132,9 @@ def _taken(steps: list[list[float]]) -> float:
     return 100 * sum(taken for *_, taken in steps) / sum(_seconds(steps))
 
 
-def measure(case: Case, mb: int, rate: int, compute_ms: int, busy: bool = False, device: str = "cpu") -> Join:
+def measure(
+    case: Case, mb: int, rate: int, compute_ms: int, busy: bool = False, device: str = "cpu", group: str = "gloo"
+) -> Join:
     """One group trains, and another one joins; arguments as of the command."""
     side = Side(case.name, case.path or ours_path())
     with Job() as job:
@@ -136,7 +142,7 @@ def measure(case: Case, mb: int, rate: int, compute_ms: int, busy: bool = False,
         both = start_groups(job, side, 2, 1).children
         survivor, newcomer = Workers(job, both[:1]), Workers(job, both[1:])
         how: dict[str, Any] = {"lighthouse": address, "along": case.along, "rate": rate}
-        how |= {"compute_ms": compute_ms, "busy": busy}
+        how |= {"compute_ms": compute_ms, "busy": busy, "kind": group}
         for number, workers in enumerate((survivor, newcomer)):
             workers.do(START_TIMEOUT_S, do="adam", mb=mb, trained=number == 0, fused=True, device=device)
         child = survivor.children[0]

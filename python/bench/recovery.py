@@ -25,8 +25,6 @@ from common import (
 )
 from processes import Job
 
-# Lets several ranks of NCCL 2.30 or newer share a device; their kernels take turns on it.
-SHARED_DEVICE = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 GOAL_KILL = 0.1
 GOAL_STOP_S = 5.5
 GOAL_LOST, GOAL_LOST_REPLAY = 1, 0
@@ -74,7 +72,7 @@ def fail_once(side: Side, fault: str, groups: int, kind: str) -> dict[str, float
     with Job() as job:
         _, address = job.lighthouse(side.path, min_replicas=1, join_timeout_ms=10_000, heartbeat_timeout_ms=5000)
         env = {"TORCHFT_REPLAY_FAILED_STEP": "1"} if kind == "replay" else {}
-        everybody = start_groups(job, side, groups, 1, {**env, **SHARED_DEVICE})
+        everybody = start_groups(job, side, groups, 1, env)
         everybody.do(START_TIMEOUT_S, do="state", mb=1)
         kind = "gloo" if kind in ("plain", "replay") else kind
         everybody.do(START_TIMEOUT_S, do="manager", lighthouse=address, kind=kind)

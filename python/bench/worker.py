@@ -53,9 +53,14 @@ def _taken() -> float:
 
 def _products(factor: torch.Tensor, ms: float) -> int:
     """Return how many matrix products take `ms` milliseconds at this moment."""
+    if factor.is_cuda:
+        torch.mm(factor.T, factor)  # loads the kernel
+        torch.cuda.synchronize()
     begin = time.monotonic()
     for _ in range(100):
-        torch.mm(factor, factor)
+        torch.mm(factor.T, factor)
+    if factor.is_cuda:
+        torch.cuda.synchronize()
     return round(100 * ms / 1000 / (time.monotonic() - begin))
 
 
@@ -320,7 +325,7 @@ class Worker:
     # heal_along.py
 
     def do_train_along(
-        self, lighthouse: str, along: Optional[bool], rate: int, compute_ms: float, busy: bool, settle: int
+        self, lighthouse: str, kind: str, along: Optional[bool], rate: int, compute_ms: float, busy: bool, settle: int
     ) -> dict[str, Any]:
         """Train the model of `do_adam` until the parent sends stop or `settle` steps with two groups are done.
 
@@ -335,15 +340,15 @@ class Worker:
         settings: dict[str, Any] = {"checkpoint_transport": HTTPTransport(TIMEOUT, 0, **limit)}
         if along is not None:
             settings["heal_along"] = along
-        self.do_manager(lighthouse, **settings)
+        self.do_manager(lighthouse, kind, **settings)
         optimizer = Optimizer(self.manager, self.optimizer)
         parameters = list(self.model.parameters())
         # A device's allocator keeps freed memory. PyTorch's for the host returns it to the kernel: steps that get new
         # pages take up to 0.4 s longer.
         kept = [[torch.zeros_like(parameter) for parameter in parameters] for _ in range(2)]
-        factor = torch.ones(512, 512)
-        products = _products(factor, compute_ms) if busy else 0
         on_device = parameters[0].is_cuda
+        factor = torch.ones(4096 if on_device else 512, 512, device=parameters[0].device)
+        products = _products(factor, compute_ms) if busy else 0
         if on_device:
             torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() / 1e6 if on_device else _resident_mb()
@@ -357,7 +362,7 @@ class Worker:
                 parameter.grad = gradient.fill_(1e-3)
             if busy:
                 for _ in range(products):
-                    torch.mm(factor, factor)
+                    torch.mm(factor.T, factor)
             elif compute_ms:
                 time.sleep(compute_ms / 1000)  # as a GPU computes
             for work in [self.manager.allreduce(parameter.grad) for parameter in parameters]:

@@ -10,6 +10,7 @@ import time
 from datetime import timedelta
 from types import ModuleType
 from typing import Any, Optional
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -20,10 +21,11 @@ from tests.late.one_rank import Kernel, OneRank
 from tests.promises import ABORT_S, within
 from tests.unit.process_group.ranks import meeting
 from torchft.futures import context_timeout
-from torchft.process_group import accelerator
+from torchft.process_group import ProcessGroupNCCL, accelerator, nccl
 from torchft.process_group.accelerator import AcceleratorProcessGroup
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.reconfigure import ReconfigureOptions
+from torchft.utils import poll
 
 # PyTorch's own timeout of connecting a communicator, longer than an abort may take.
 CONNECTS_SEC = 2 * within(ABORT_S)
@@ -173,6 +175,39 @@ def test_torchfts_own_group_times_out_on_an_absent_peer(late: ModuleType, implem
     assert time.monotonic() - began < within(ABORT_S if how == "abort" else 0.3)
     assert len(errors) == 1 and ("aborted" in str(errors[0]) or how == "deadline")
     assert group._pg is None
+
+
+@pytest.mark.parametrize("implementation", ["legacy", "nccl2"])
+def test_nccl_is_used_once_before_peers_can_wait_for_it(
+    late: ModuleType, monkeypatch: pytest.MonkeyPatch, implementation: str
+) -> None:
+    """The first use of NCCL in a process takes most of a second."""
+    from tests.late.group import ProcessGroupLate
+
+    sizes: list[int] = []
+    ended: list[bool] = []
+
+    class Recorded(ProcessGroupLate):
+        def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
+            sizes.append(world_size)
+            return super()._create_pg(store, rank, world_size)
+
+    monkeypatch.setattr(nccl, "_rehearsed", set())
+    monkeypatch.setattr(nccl, "poll", lambda *args: ended.append(poll(*args)))
+    groups = [Recorded(timedelta(seconds=20), implementation) for _ in range(2)]
+    handles = [group.get_reconfigure_handle() for group in (*groups, *groups)]
+    assert (sizes, ended) == ([1], [True])
+    assert len(set(handles)) == 2 and all(group._pg is None and group.errored() is None for group in groups)
+
+
+def test_a_group_without_a_device_has_a_handle(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Connecting reports what is wrong, and the other groups go on."""
+    monkeypatch.setattr(torch.cuda, "current_device", MagicMock(side_effect=RuntimeError("no device is here")))
+    with caplog.at_level("DEBUG"):
+        assert ProcessGroupNCCL().get_reconfigure_handle()
+    assert "no device is here" in caplog.text
 
 
 def test_memory_of_an_aborted_operation_is_not_reused(late: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,12 +10,14 @@ from datetime import timedelta
 from typing import ClassVar, Iterator, List, Optional, Tuple
 
 import torch
-from torch.distributed import AllToAllOptions, Store, Work
+from torch.distributed import AllToAllOptions, HashStore, Store, Work
+from torch.distributed.distributed_c10d import AllreduceOptions
 
 from torchft.process_group import nccl2
-from torchft.process_group.accelerator import _NEVER, AcceleratorProcessGroup
+from torchft.process_group.accelerator import _NEVER, AcceleratorProcessGroup, _first_operand
 from torchft.process_group.base import BaseProcessGroup
 from torchft.process_group.reconfigure import LEGACY, NCCL2
+from torchft.utils import get_stream_context, poll
 
 TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 TORCHFT_TRIGGER_FR_ON_ABORT = "TORCHFT_TRIGGER_FR_ON_ABORT"
@@ -84,6 +86,9 @@ def _errors_handled_by_abort() -> Iterator[None]:
                 os.environ[_ERROR_HANDLING] = before
 
 
+# The devices on which this process has used NCCL.
+_rehearsed: set[torch.device] = set()
+
 _Slices = Tuple[torch.Tensor, torch.Tensor, List[int], List[int]]
 
 
@@ -140,6 +145,33 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         # variable once per process.
         os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(max(1, int(timeout.total_seconds()))))
 
+    def get_reconfigure_handle(self) -> str:
+        """The handle by which peers find this group.
+
+        The first call in a process uses NCCL once, without peers, since that takes long: peers that receive the handle
+        will wait for this group, and should not have to wait for that.
+        """
+        try:
+            self._rehearse()
+        except Exception:
+            _logger.debug("%s: NCCL cannot be used: connecting will report it", self.getBackendName(), exc_info=True)
+        return super().get_reconfigure_handle()
+
+    def _rehearse(self) -> None:
+        """Loads NCCL, and lets it find the machine's networks and load its kernels."""
+        device = self._current_device()
+        if device in _rehearsed:
+            return
+        _rehearsed.add(device)
+        box = [self._create_pg(HashStore(), 0, 1)]
+        try:
+            stream, tensor = _first_operand(device)
+            with get_stream_context(stream):
+                work = box[0].allreduce([tensor], AllreduceOptions())
+            poll(work.is_completed, self._connect_timeout.total_seconds())
+        finally:
+            self._drop(box)
+
     def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
         with nccl2.announced(store, rank, world_size, self._implementation):
             if self._implementation == NCCL2:
@@ -191,13 +223,17 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         Args:
             errored: whether `errored` returns the error, until there are new peers.
         """
-        pg = self._pg
-        if errored and pg is not None and _trigger_on_abort():
+        if errored and _trigger_on_abort():
+            self._trigger()
+        super().abort(errored=errored)
+
+    def _trigger(self) -> None:
+        pg = self._pg  # not in `abort`: that frame would keep the group longest, and its destruction may wait
+        if pg is not None:
             # PyTorch names the pipe after the rank in the first NCCL group of the process; that may be any of these
             # ranks.
             ranks = (self._global_rank, int(os.environ.get("RANK", "0")), pg.rank())
             any(trigger_nccl_fr_trace_through_pipe(rank) for rank in dict.fromkeys(ranks) if rank is not None)
-        super().abort(errored=errored)
 
     def getBackendName(self) -> str:
         return "torchft-nccl2" if self._implementation == NCCL2 else "torchft-nccl"

@@ -287,6 +287,29 @@ def test_no_thread_waits_for_an_abort_that_hangs() -> None:
     may_end.set()
 
 
+@pytest.mark.parametrize("trigger", ["", "true"])
+def test_a_caller_of_abort_does_not_destroy_the_group(monkeypatch: pytest.MonkeyPatch, trigger: str) -> None:
+    """The destruction waits for the device. Here the abort itself ends at once, so another reference is the last."""
+    destroyed_by: list[threading.Thread] = []
+
+    class Destroyed(Parent):
+        def __del__(self) -> None:
+            destroyed_by.append(threading.current_thread())
+
+    def reap(box: list[Any]) -> None:
+        thread = threading.Thread(target=box.clear)
+        thread.start()
+        thread.join()
+
+    monkeypatch.setattr(process_group.wrapper, "reap", reap)
+    monkeypatch.setenv("TORCHFT_TRIGGER_FR_ON_ABORT", trigger)
+    group = ProcessGroupNCCL(TIMEOUT)
+    group._pg = Destroyed()
+    group.abort()
+    wait_until(lambda: bool(destroyed_by))
+    assert destroyed_by[0] is not threading.current_thread()
+
+
 def test_an_operation_of_an_aborted_group_is_an_error(watched: MagicMock) -> None:
     group, _ = accelerated()
     before = group.allreduce([torch.ones(1)], ReduceOp.SUM)

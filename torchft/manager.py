@@ -425,7 +425,7 @@ class Manager(Stateful, Stepping):
         )
         begin = partial(self._rounds.begin, partial(self._follow, step), sent, request.timeout)
         # The first forward and backward pass takes longer than later ones: the others do not wait for it.
-        self._round = LateRound(begin) if first and self._along is not None else begin()
+        self._round = begin() if self._along is None or not first else LateRound(begin, self._along.prepare)
 
     def _settle(self) -> None:
         """Waits until the quorum is known and followed. Loads a heal that precedes the step."""

@@ -71,16 +71,29 @@ class Along:
         self._ranks = ranks
         self._logger = logger
         self._make_target = partial(Target, locate=locate, timeout=timeout, additional=additional, logger=logger)
+        self._prepared: Optional[Parameters] = None
         self._target: Optional[Target] = None
         self._abandoned = False  # until the next heal
         self._head: Any = None  # the announced head of the present step; None: no group heals, or none in pieces
         if transport.gives_pieces:
             transport.prepare_pieces()
 
+    def prepare(self) -> None:
+        """Called before this group requests its first quorum: later, all groups would wait for this work."""
+        parameters = Parameters(self._optimizers)
+        try:
+            parameters.check()
+            parameters.prepare()
+        except Exception as e:
+            self._logger.info(f"the optimizers are not prepared for a heal: {e}")
+        else:
+            self._prepared = parameters
+
     def follow(self, plan: Plan) -> None:
         """Called for each quorum. Each up-to-date group announces the step to targets: it may be the next source."""
         if not plan.heal:
             self.stop()
+            self._prepared = None
         self._head = None
         if plan.up_to_date and plan.num_up_to_date < plan.replica_world_size and self._can(plan):
             self._head = head(self._optimizers)
@@ -126,13 +139,14 @@ class Along:
             self._report(plan.max_step, Progress.WHOLE)
             return False
         if self._target is None:
-            parameters = Parameters(self._optimizers)
+            parameters, self._prepared = self._prepared or Parameters(self._optimizers), None
             try:
                 if reason := self._refuses():
                     raise Unfit(reason)
                 if not may_write:
                     raise Unfit("one group alone has it: if that failed, this group would go on with its own weights")
                 parameters.check()
+                parameters.check_groups()
             except Unfit as e:
                 self._abandon(str(e), plan.max_step)
                 return False

@@ -80,11 +80,13 @@ class LateRound(Round):
 
     Args:
         begin: begins it.
+        prepare: called before that.
     """
 
-    def __init__(self, begin: Callable[[], Round]) -> None:
+    def __init__(self, begin: Callable[[], Round], prepare: Callable[[], None]) -> None:
         super().__init__()
         self._begin = begin
+        self._prepare = prepare
         self._lock = threading.Lock()
         self._begun: Optional[Round] = None
 
@@ -103,6 +105,7 @@ class LateRound(Round):
     def _needed(self) -> Round:
         with self._lock:
             if self._begun is None:
+                self._prepare()
                 self._begun = self._begin()
             return self._begun
 

@@ -37,6 +37,7 @@ from torchft.checkpointing._staging import copies_for
 ELEMENTWISE = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop)
 
 _SMALL = 64  # the largest tensor, in bytes, that becomes part of each piece
+_FEW = 64  # elements of a parameter that is larger than that, with any dtype
 _CPU = torch.device("cpu")
 _ON_DEVICE = "on device"  # ends the description of a small tensor that is on the device of the parameters
 
@@ -104,6 +105,29 @@ class Parameters:
             if (storage.nbytes() != local.nbytes and not padded) or (storage.data_ptr() in seen and local.nbytes):
                 raise Unfit(f"parameter {number} shares its memory with another tensor")
             seen.add(storage.data_ptr())
+
+    def prepare(self) -> None:
+        """Does what takes long only once and is part of a target's first steps, for which all groups wait: loads the
+        kernels of the optimizers, and in host memory uses the pages of the optimizer state that is missing.
+        """
+        sizes: list[int] = []
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                missing = [parameter for parameter in group["params"] if not optimizer.state.get(parameter)]
+                for dtype in {parameter.dtype for parameter in missing}:
+                    found = self._rehearse(optimizer, group, dtype)
+                    own = [parameter for parameter in missing if parameter.dtype == dtype and self._maps(parameter)]
+                    sizes += [parameter.numel() * one.itemsize for parameter in own for one in found]
+        self._memory.prepare(sizes)
+
+    def _rehearse(self, optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> list[torch.dtype]:
+        """Steps a small parameter of its own. Returns the types of its state that have the parameter's layout."""
+        parameter = torch.zeros(_FEW, dtype=dtype, device=self.device)
+        parameter.grad = torch.zeros_like(parameter)
+        shadow = copy(optimizer)
+        shadow.param_groups, shadow.state = [{**group, "params": [parameter]}], defaultdict(dict)
+        type(optimizer).step(shadow)
+        return [value.dtype for value in shadow.state[parameter].values() if _alike(value, parameter)]
 
     def check_groups(self) -> None:
         """Raises Unfit if the parameters of the optimizers, or their order, have changed since the start: a piece is
@@ -213,10 +237,15 @@ class Parameters:
             made = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
             self.beside.allocated(local_part(made))
             return made
-        if is_dtensor(parameter) or not parameter.is_contiguous() or not parameter.numel():
+        if not self._maps(parameter):
             return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
         flat = self._memory.take(parameter.numel() * dtype.itemsize)
         return flat.view(dtype).view(parameter.shape)
+
+    def _maps(self, parameter: torch.Tensor) -> bool:
+        """Whether optimizer state of this parameter is in memory of :class:`HostMemory`."""
+        plain = self.device == _CPU and not is_dtensor(parameter)
+        return plain and parameter.is_contiguous() and parameter.numel() > 0
 
     def digest(self, number: int, begin: int, end: int) -> Json:
         """The digests of a piece. They are equal to those of another group if all bits of the pieces are equal."""

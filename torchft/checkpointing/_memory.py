@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from sys import maxsize
@@ -50,6 +51,16 @@ class HostMemory:
     def __init__(self) -> None:
         self._area: Optional[mmap.mmap] = None
         self._used = 0
+        self._prepared: dict[int, list[torch.Tensor]] = {}  # by size
+
+    def prepare(self, sizes: Iterable[int]) -> None:
+        """Allocates tensors of these sizes in bytes for later calls of `take`, and uses all of their pages.
+
+        Raises:
+            RuntimeError, MemoryError: there is not enough memory
+        """
+        for tensor in [self.take(nbytes).zero_() for nbytes in sizes]:
+            self._prepared.setdefault(tensor.nbytes, []).append(tensor)
 
     def take(self, nbytes: int) -> torch.Tensor:
         """Allocates a flat tensor of zero bytes, with a separate storage. A page is filled when it is first used.
@@ -57,6 +68,8 @@ class HostMemory:
         Raises:
             RuntimeError, MemoryError: there is not enough memory
         """
+        if prepared := self._prepared.get(nbytes):
+            return prepared.pop()
         if nbytes > maxsize:
             raise MemoryError(f"{nbytes} bytes")
         if nbytes < _OWN:

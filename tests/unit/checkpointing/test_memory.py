@@ -52,6 +52,11 @@ def test_this_machine_has_available_memory() -> None:
     assert free is not None and free > 1 << 20
 
 
+def resident() -> int:
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
 def in_huge_pages() -> int:
     """Bytes of this process in huge pages."""
     smaps = Path("/proc/self/smaps").read_text().splitlines()
@@ -100,6 +105,19 @@ def test_huge_pages_are_not_used_where_the_host_takes_back_free_memory(
     for number, text in enumerate(features):
         write(tmp_path / f"bus/virtio/drivers/virtio_balloon/virtio{number}", features=text + "\n")
     assert huge_pages(tmp_path) == (mmap.MADV_HUGEPAGE if used else mmap.MADV_NOHUGEPAGE)
+
+
+def test_memory_that_is_prepared_is_used_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, size = HostMemory(), 8 << 20
+    before = resident()
+    memory.prepare([size, size, 64])
+    assert resident() - before >= 2 * size
+    prepared = memory.take(size), memory.take(size)
+    assert prepared[0].data_ptr() != prepared[1].data_ptr() and not any(one.any() for one in prepared)
+    assert resident() - before < 3 * size
+    further = memory.take(size).fill_(1)
+    assert resident() - before >= 3 * size
+    assert not any(one.any() for one in prepared) and further.all()
 
 
 @pytest.mark.parametrize("huge", [None, mmap.MADV_HUGEPAGE])

@@ -15,6 +15,7 @@ from tests.unit.manager.test_joining import DEADLINE_SEC, plan
 from torchft._manager import heal_along
 from torchft._manager.giving import Giver
 from torchft._manager.heal_along import Along
+from torchft._manager.tracked import Parameters
 
 
 def plan_of_source(step: int) -> Any:
@@ -39,6 +40,46 @@ def test_at_step_0_the_state_is_transferred_as_a_whole(step: int) -> None:
         assert along.join(plan(step, "source"), may_write=True) == along.joining == (step > 0)
     finally:
         along.stop()
+
+
+@pytest.mark.parametrize("heals", [True, False])
+def test_what_is_prepared_before_the_first_quorum_is_kept_for_a_heal_only(
+    monkeypatch: pytest.MonkeyPatch, heals: bool
+) -> None:
+    made: list[Parameters] = []
+
+    def make(optimizers: Any) -> Parameters:
+        made.append(Parameters(optimizers))
+        return made[-1]
+
+    monkeypatch.setattr(heal_along, "Parameters", make)
+    optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters())
+    along = Along(
+        MagicMock(gives_pieces=True), [optimizer], dict, str, lambda: None, MagicMock(), DEADLINE_SEC, 3, MagicMock()
+    )
+    along.prepare()
+    assert made[0]._memory._prepared
+    if not heals:
+        along.follow(plan_of_source(1))
+    try:
+        assert along.join(plan(1, "source"), may_write=True)
+        assert along._target is not None and along._target._parameters is made[0 if heals else 1]
+        assert along._prepared is None
+    finally:
+        along.stop()
+
+
+@pytest.mark.parametrize("reason", ["no OptimizerWrapper", "its step fails"])
+def test_what_cannot_be_prepared_is_no_error(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    optimizer, logger = torch.optim.Adam(nn.Linear(2, 2).parameters()), MagicMock()
+    if reason == "its step fails":
+        monkeypatch.setattr(torch.optim.Adam, "step", MagicMock(side_effect=RuntimeError(reason)))
+    optimizers = [optimizer] if reason == "its step fails" else []
+    along = Along(
+        MagicMock(gives_pieces=True), optimizers, dict, str, lambda: None, MagicMock(), DEADLINE_SEC, 3, logger
+    )
+    along.prepare()
+    assert reason in logger.info.call_args.args[0] and along._prepared is None
 
 
 def test_a_source_describes_its_parameters_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

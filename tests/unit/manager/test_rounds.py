@@ -238,25 +238,27 @@ def test_rounds_of_the_native_core() -> None:
 @pytest.mark.parametrize("need", ["wait", "answer", "result"])
 def test_a_late_round_begins_when_it_is_needed(need: str) -> None:
     begun: list[Round] = []
+    prepare = MagicMock()
 
     def begin() -> Round:
+        prepare.assert_called_once()
         begun.append(Round())
         begun[0]._set_answer(MagicMock())
         begun[0].end()
         return begun[0]
 
-    late = LateRound(begin)
-    assert not late.ended() and not begun
+    late = LateRound(begin, prepare)
+    assert not late.ended() and not begun and not prepare.called
     for _ in range(2):
         getattr(late, need)()
-    assert late.ended() and len(begun) == 1
+    assert late.ended() and len(begun) == prepare.call_count == 1
     assert late.answer() is begun[0].answer()
 
 
 def test_a_late_round_fails_as_the_one_that_it_begins() -> None:
     failed = Round()
     failed.end(TimeoutError("no quorum in time"))
-    late = LateRound(lambda: failed)
+    late = LateRound(lambda: failed, prepare=lambda: None)
     late.wait()
     with pytest.raises(TimeoutError, match="no quorum in time"):
         late.result()

@@ -125,6 +125,42 @@ def test_a_piece_uses_no_memory_for_the_rest_of_its_parameter() -> None:
     assert not adam.state[target]["exp_avg"][1 << 18 :].any()
 
 
+@pytest.mark.parametrize(("kind", "settings"), _cases())
+def test_what_is_prepared_changes_nothing(kind: Callable[..., optim.Optimizer], settings: dict[str, Any]) -> None:
+    """A group that does not heal trains as if nothing had been prepared."""
+    torch.manual_seed(1)
+    model, twin = _model(), _model()
+    twin.load_state_dict(model.state_dict())
+    optimizers = kind(model.parameters(), **settings), kind(twin.parameters(), **settings)
+    before = optimizers[0].state_dict()
+    Parameters([optimizers[0]]).prepare()
+    assert str(optimizers[0].state_dict()) == str(before)
+    for step in range(3):
+        for one, optimizer in zip((model, twin), optimizers):
+            _gradients(one, step, from_the_first=True)
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters()))
+    assert str(optimizers[0].state_dict()) == str(optimizers[1].state_dict())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read from Linux's /proc")
+def test_a_first_step_uses_the_memory_that_is_prepared() -> None:
+    """The first step after a piece steps all of its parameter, and the other groups wait for it."""
+    source, target = (nn.Parameter(torch.ones(1 << 24)) for _ in range(2))  # 64 MB
+    trained = optim.Adam([source])
+    source.grad = torch.ones_like(source)
+    trained.step()
+    state, memory = Parameters([trained]).read(0, 0, 1 << 18)
+    adam = optim.Adam([target], fused=True)
+    ours = Parameters([adam])
+    ours.prepare()
+    gradients = {0: torch.ones_like(target)}
+    before = resident()
+    ours.write(0, 0, 1 << 18, state, torch.cat(memory))
+    ours.step({0}, gradients, ours.hyperparameters())
+    assert resident() - before < 32 << 20, "of 128 MB"
+
+
 def test_a_step_does_not_disturb_a_backward_pass() -> None:
     """During a heal in pieces the training loop runs on another thread, with its own gradients."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))

@@ -5,9 +5,9 @@ the gradients of the whole model and computes for some time, as a GPU does: the 
 memory (Adam is fused, and the memory of gradients is used again). The survivor's steps between the join and the
 newcomer's first step as a participant are compared with its steps afterwards, when both reduce as much. The longest of
 these, as a multiple of their median, is what the measurement itself scatters by. On a virtual machine most of that is
-time in which the host runs others on its processors: the share is in the table. Without a limit of the rate, which
-upstream does not have, upstream is measured in the same run. With `--device cuda` both models are on one GPU, and with
-`--group nccl` they are also reduced there (NCCL 2.30 or later).
+time in which the host runs others on its processors: the table has the share, and the ratio of the steps in which it
+took at most 1 %. Without a limit of the rate, which upstream does not have, upstream is measured in the same run. With
+`--device cuda` both models are on one GPU, and with `--group nccl` they are also reduced there (NCCL 2.30 or later).
 
     python python/bench/heal_along.py --rounds 3
 """
@@ -82,7 +82,7 @@ OURS = (Case("heal_along=False", False), Case("heal_along=True", True))
 
 @dataclass(frozen=True)
 class Join:
-    """The steps of a survivor and of the group that joins: when each began and ended.
+    """The steps of a survivor and of the group that joins: begin, end, and for how long the host ran others.
 
     Attributes:
         gradient_mb: of a step, in MB.
@@ -114,6 +114,8 @@ class Join:
             "longest": 1000 * max(_seconds(during)),
             "ratio": max(_seconds(during)) / median,
             "without": max(_seconds(after)) / median,
+            "undisturbed": max(_seconds(_undisturbed(during))) / median,
+            "undisturbed_without": max(_seconds(_undisturbed(after))) / median,
             "taken": _taken(during),
             "taken_without": _taken(after),
             "counts_s": self.joined - self.began,
@@ -125,6 +127,11 @@ class Join:
 
 def _seconds(steps: list[list[float]]) -> list[float]:
     return [end - begin for begin, end, _ in steps]
+
+
+def _undisturbed(steps: list[list[float]]) -> list[list[float]]:
+    """Return the steps in which the host took at most 1 % of the processors' time; all, if there are none."""
+    return [step for step in steps if step[2] <= 0.01 * (step[1] - step[0])] or steps
 
 
 def _taken(steps: list[list[float]]) -> float:
@@ -169,6 +176,7 @@ def table(rows: dict[str, list[Row]]) -> str:
                 figures["longest"].text(0),
                 figures["ratio"].text(2) + goal,
                 figures["without"].text(2),
+                f"{figures['undisturbed'].text(2)}, {figures['undisturbed_without'].text(2)}",
                 f"{figures['taken'].text(1)}, {figures['taken_without'].text(1)}",
                 figures["counts_s"].text(1),
                 figures["in_vain_mb"].text(0),
@@ -182,6 +190,7 @@ def table(rows: dict[str, list[Row]]) -> str:
         "longest while the other heals, ms",
         "ratio",
         "ratio without a heal",
+        "ratio of the steps in which the host took at most 1 %, with and without a heal",
         "taken by the host with and without a heal, %",
         "until the newcomer counts, s",
         "gradients that the newcomer reduced in vain, MB",

@@ -201,7 +201,7 @@ class Along:
         """Called by the training thread when it reduces a tensor."""
         target = self._target
         if target is not None:
-            target.pace.reduces(time.monotonic())
+            target.pace.reduces()
 
     def peer_failed(self, quorum_id: int, replica_id: str) -> None:
         """Called on any thread when a group of a quorum is reported to have failed."""

@@ -126,7 +126,7 @@ class Target:
                 self._abort()
             fate = self.heal.quorum(plan.max_step, plan.quorum_id, plan.committed_quorum_id, together)
             self._ended = None
-            self.pace.quorum()
+            self.pace.quorum(time.monotonic())
             if fate is Fate.MISSED:
                 self._logger.warn(f"step {plan.max_step - 1} was committed without this group: its heal starts over")
             if before is None:

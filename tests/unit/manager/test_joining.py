@@ -451,7 +451,7 @@ def test_pieces_wait_for_the_end_of_a_pause_and_heads_do_not(monkeypatch: pytest
     target.pace = MagicMock(pause=pause)
     try:
         target.quorum(plan(7, "source"))
-        target.pace.quorum.assert_called_once_with()
+        target.pace.quorum.assert_called_once()
         pauses.get(timeout=DEADLINE_SEC)
         with target._cond:
             target._cond.notify_all()

@@ -4,62 +4,58 @@ from __future__ import annotations
 
 import pytest
 
-from torchft._manager.pace import PAUSE, Pace
+from torchft._manager.pace import SHARE, Pace
 
 
 def test_requests_follow_each_other_during_a_pass() -> None:
     pace = Pace()
-    pace.quorum()
+    pace.quorum(10.0)
     pace.spent(10.0, 10.5)
     assert pace.pause(10.5) == 0
-    pace.reduces(10.5)
-    assert pace.pause(10.5) == 0
 
 
-def test_each_request_is_followed_by_a_pause_from_the_first_reduction_on() -> None:
+@pytest.mark.parametrize(
+    ("in_pass", "then", "at", "pause"),
+    [
+        (0.0, 0.0, 10.0, 0.0),  # nothing was requested in the pass
+        (0.0, 0.1, 10.1, 0.3),
+        (0.1, 0.0, 10.1, 0.3),  # the pass has used the share of 0.4 s already
+        (0.1, 0.1, 10.5, 0.3),
+        (0.1, 0.1, 10.9, 0.0),
+    ],
+)
+def test_after_the_pass_requests_take_what_it_has_left(in_pass: float, then: float, at: float, pause: float) -> None:
     pace = Pace()
-    pace.quorum()
-    pace.reduces(9.0)
-    pace.reduces(9.5)
-    pace.spent(10.0, 10.5)
-    assert pace.pause(10.5) == PAUSE * 0.5
-    assert pace.pause(10.5 + PAUSE * 0.5) == 0
-
-
-def test_the_part_of_a_request_in_the_pass_causes_no_pause() -> None:
-    pace = Pace()
-    pace.quorum()
-    pace.reduces(10.4)
-    pace.reduces(10.45)
-    pace.spent(10.0, 10.5)
-    assert pace.pause(10.5) == pytest.approx(PAUSE * 0.1)
-
-
-def test_pauses_add_up() -> None:
-    """The answer is processed during the pause after its request."""
-    pace = Pace()
-    pace.spent(10.0, 10.5)
-    pace.spent(10.5, 10.6)
-    assert pace.pause(10.6) == pytest.approx(PAUSE * 0.6 - 0.1)
+    pace.quorum(10.0)
+    pace.spent(10.0, 10.0 + in_pass)
+    for _ in range(2):
+        pace.reduces()
+    pace.spent(at - then, at)
+    assert pace.pause(at) == pytest.approx(pause)
 
 
 def test_a_quorum_ends_a_pause() -> None:
     """The request may have waited for the step of that quorum at its source, for example during an evaluation."""
     pace = Pace()
-    pace.reduces(10.0)
+    pace.reduces()
     pace.spent(10.0, 40.0)
-    pace.quorum()
+    pace.quorum(40.0)
     assert pace.pause(40.0) == 0
-    pace.reduces(40.1)
+    pace.spent(39.0, 39.9)  # it had ended before the quorum
+    pace.reduces()
     assert pace.pause(40.1) == 0
+    pace.spent(10.0, 40.1)
+    assert pace.pause(40.1) == pytest.approx(0.3)
 
 
-def test_outside_of_passes_a_fixed_part_of_the_time_is_spent() -> None:
+def test_without_a_pass_a_fixed_part_of_the_time_is_spent() -> None:
     pace, now, spent = Pace(), 0.0, 0.0
+    pace.quorum(now)
+    pace.reduces()
     for number in range(1000):
         now += pace.pause(now)
         seconds = 0.001 * (1 + number % 7)
         pace.spent(now, now + seconds)
         now, spent = now + seconds, spent + seconds
     now += pace.pause(now)
-    assert spent / now == pytest.approx(1 / (1 + PAUSE))
+    assert spent / now == pytest.approx(SHARE)

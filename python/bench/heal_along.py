@@ -190,7 +190,7 @@ def table(rows: dict[str, list[Row]]) -> str:
         "longest while the other heals, ms",
         "ratio",
         "ratio without a heal",
-        "ratio of the steps in which the host took at most 1 %, with and without a heal",
+        "ratio of the steps in which the host took at most 1 % (of all if there are none), with and without a heal",
         "taken by the host with and without a heal, %",
         "until the newcomer counts, s",
         "gradients that the newcomer reduced in vain, MB",

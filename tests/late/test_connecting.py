@@ -161,6 +161,7 @@ def test_torchfts_own_group_times_out_on_an_absent_peer(late: ModuleType, implem
 
     timeout = timedelta(seconds=2 if how == "abort" else 0.3)
     group, other = (ProcessGroupLate(timeout, implementation) for _ in range(2))
+    group.get_reconfigure_handle()  # the first one connects a group of one rank
     errors: list[Exception] = []
     thread = threading.Thread(target=reconfigure, args=(group, errors, other))
     thread.start()
@@ -200,14 +201,31 @@ def test_nccl_is_used_once_before_peers_can_wait_for_it(
     assert len(set(handles)) == 2 and all(group._pg is None and group.errored() is None for group in groups)
 
 
-def test_a_group_without_a_device_has_a_handle(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("reason", ["no device is here", "NCCL is missing"])
+def test_a_group_that_cannot_use_nccl_has_a_handle(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, reason: str
 ) -> None:
     """Connecting reports what is wrong, and the other groups go on."""
-    monkeypatch.setattr(torch.cuda, "current_device", MagicMock(side_effect=RuntimeError("no device is here")))
-    with caplog.at_level("DEBUG"):
-        assert ProcessGroupNCCL().get_reconfigure_handle()
-    assert "no device is here" in caplog.text
+    fails = MagicMock(side_effect=RuntimeError(reason))
+    monkeypatch.setattr(nccl, "_rehearsed", set())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    if reason == "NCCL is missing":
+        monkeypatch.setattr(ProcessGroupNCCL, "_create_pg", fails)
+    else:
+        monkeypatch.setattr(torch.cuda, "current_device", fails)
+    group = ProcessGroupNCCL()
+    assert group.get_reconfigure_handle() == group.get_reconfigure_handle()
+    assert caplog.text.count(reason) == (reason == "NCCL is missing")
+
+
+@pytest.mark.parametrize("name", nccl._NAMED_AFTER_FIRST_GROUP)
+def test_the_flight_recorder_keeps_the_ranks_of_the_first_group(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """PyTorch names its pipe and files after the rank in the first NCCL group of the process."""
+    monkeypatch.setenv(name, "true")
+    monkeypatch.setattr(nccl, "_rehearsed", set())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(ProcessGroupNCCL, "_create_pg", made := MagicMock())
+    assert ProcessGroupNCCL().get_reconfigure_handle() and not made.called
 
 
 def test_memory_of_an_aborted_operation_is_not_reused(late: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,6 +80,9 @@ class Along:
 
     def prepare(self) -> None:
         """Called before this group requests its first quorum: later, all groups would wait for this work."""
+        self._prepared = None
+        if self._refuses() is not None:
+            return
         parameters = Parameters(self._optimizers)
         try:
             parameters.check()
@@ -88,6 +91,18 @@ class Along:
             self._logger.info(f"the optimizers are not prepared for a heal: {e}")
         else:
             self._prepared = parameters
+
+    def _take_prepared(self) -> Optional[Parameters]:
+        """What :meth:`prepare` has prepared, once, if the optimizers have not changed since."""
+        parameters, self._prepared = self._prepared, None
+        try:
+            if parameters is not None:
+                parameters.check()
+                parameters.check_groups()
+                parameters.beside.mark()
+        except Unfit:
+            return None
+        return parameters
 
     def follow(self, plan: Plan) -> None:
         """Called for each quorum. Each up-to-date group announces the step to targets: it may be the next source."""
@@ -130,6 +145,7 @@ class Along:
             plan: the plan of a quorum in which this group heals.
             may_write: whether the heal may overwrite this group's own weights, which are lost if it fails.
         """
+        prepared = self._take_prepared()
         if plan.max_step == 0:
             return False
         progress = self._ranks.group_progress(plan.max_step)
@@ -139,14 +155,13 @@ class Along:
             self._report(plan.max_step, Progress.WHOLE)
             return False
         if self._target is None:
-            parameters, self._prepared = self._prepared or Parameters(self._optimizers), None
+            parameters = prepared or Parameters(self._optimizers)
             try:
                 if reason := self._refuses():
                     raise Unfit(reason)
                 if not may_write:
                     raise Unfit("one group alone has it: if that failed, this group would go on with its own weights")
                 parameters.check()
-                parameters.check_groups()
             except Unfit as e:
                 self._abandon(str(e), plan.max_step)
                 return False

@@ -1,13 +1,12 @@
 """Decides when a group that trains along requests the next piece of a state, so that steps stay short. Pure code.
 
 From a quorum to the first reduction of its step, the network between the groups is idle: requests follow each other.
-Later a transfer would slow the reductions, the vote and the optimizers. So requests are sent then only as far as those
-of the pass have not used :data:`SHARE` of the step.
+Later a transfer would slow the reductions, the vote and the optimizers. So a request waits then until those of this
+step, with the work on their answers, are at most :data:`SHARE` of the time since the quorum.
 """
 
 from __future__ import annotations
 
-# The part of a step that requests may take, unless the pass is longer.
 SHARE = 0.25
 
 
@@ -17,7 +16,7 @@ class Pace:
     def __init__(self) -> None:
         self._in_pass = False
         self._began = 0.0  # time of the quorum
-        self._spent = 0.0  # on requests since then
+        self._spent = 0.0  # on requests and answers since then
 
     def quorum(self, now: float) -> None:
         """Called when a quorum is known: until the first reduction there is no pause.

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import optim
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from torchft._manager.beside import Beside
 from torchft.checkpointing._digest import digest, memory_of
@@ -37,7 +38,7 @@ from torchft.checkpointing._staging import copies_for
 ELEMENTWISE = (optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.RMSprop)
 
 _SMALL = 64  # the largest tensor, in bytes, that becomes part of each piece
-_FEW = 64  # elements of a parameter that is larger than that, with any dtype
+_FEW = 64  # elements of a parameter that stands for others
 _CPU = torch.device("cpu")
 _ON_DEVICE = "on device"  # ends the description of a small tensor that is on the device of the parameters
 
@@ -87,7 +88,8 @@ class Parameters:
             if kind not in ELEMENTWISE:
                 known = ", ".join(one.__name__ for one in ELEMENTWISE)
                 raise Unfit(f"the optimizer is {kind.__name__}: known to step each element by itself are {known}")
-            if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+            own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+            if own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
                 raise Unfit(f"{kind.__name__} has hooks of its steps, which may change anything")
         seen: set[int] = set()
         for number, parameter in enumerate(self.all):
@@ -113,11 +115,12 @@ class Parameters:
         sizes: list[int] = []
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
-                missing = [parameter for parameter in group["params"] if not optimizer.state.get(parameter)]
-                for dtype in {parameter.dtype for parameter in missing}:
+                trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+                for dtype in {parameter.dtype for parameter in trained}:
                     found = self._rehearse(optimizer, group, dtype)
-                    own = [parameter for parameter in missing if parameter.dtype == dtype and self._maps(parameter)]
-                    sizes += [parameter.numel() * one.itemsize for parameter in own for one in found]
+                    for parameter in trained:
+                        if parameter.dtype == dtype and self._maps(parameter) and not optimizer.state.get(parameter):
+                            sizes += [parameter.numel() * one.itemsize for one in found]
         self._memory.prepare(sizes)
 
     def _rehearse(self, optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> list[torch.dtype]:

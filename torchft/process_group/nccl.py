@@ -86,8 +86,15 @@ def _errors_handled_by_abort() -> Iterator[None]:
                 os.environ[_ERROR_HANDLING] = before
 
 
-# The devices on which this process has used NCCL.
+# The devices on which this process has used NCCL, or tried to.
 _rehearsed: set[torch.device] = set()
+# Variables of PyTorch and torchft that let the flight recorder write.
+_NAMED_AFTER_FIRST_GROUP = (
+    TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR,
+    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE",
+    "TORCH_FR_DUMP_TEMP_FILE",
+    TORCHFT_TRIGGER_FR_ON_ABORT,
+)
 
 _Slices = Tuple[torch.Tensor, torch.Tensor, List[int], List[int]]
 
@@ -148,29 +155,34 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
     def get_reconfigure_handle(self) -> str:
         """The handle by which peers find this group.
 
-        The first call in a process uses NCCL once, without peers, since that takes long: peers that receive the handle
-        will wait for this group, and should not have to wait for that.
+        The first call for a device uses NCCL there once, without peers, since that takes long: peers that receive the
+        handle will wait for this group, and should not have to wait for that.
         """
-        try:
-            self._rehearse()
-        except Exception:
-            _logger.debug("%s: NCCL cannot be used: connecting will report it", self.getBackendName(), exc_info=True)
+        self._rehearse()
         return super().get_reconfigure_handle()
 
     def _rehearse(self) -> None:
-        """Loads NCCL, and lets it find the machine's networks and load its kernels."""
-        device = self._current_device()
-        if device in _rehearsed:
+        """Loads NCCL, and lets it find the machine's networks and load its kernels. Errors are those of connecting."""
+        try:
+            device = self._current_device()
+        except Exception:
+            return  # there is no device
+        # PyTorch's flight recorder names its files and pipes after the rank in the first group of the process.
+        if device in _rehearsed or any(os.environ.get(name) for name in _NAMED_AFTER_FIRST_GROUP):
             return
         _rehearsed.add(device)
-        box = [self._create_pg(HashStore(), 0, 1)]
         try:
-            stream, tensor = _first_operand(device)
-            with get_stream_context(stream):
-                work = box[0].allreduce([tensor], AllreduceOptions())
-            poll(work.is_completed, self._connect_timeout.total_seconds())
-        finally:
-            self._drop(box)
+            box = [self._create_pg(HashStore(), 0, 1)]
+            try:
+                stream, tensor = _first_operand(device)
+                with get_stream_context(stream):
+                    work = box[0].allreduce([tensor], AllreduceOptions())
+                if not poll(work.is_completed, self._connect_timeout.total_seconds()):
+                    _logger.warning("%s: an operation of one rank has not ended in time", self.getBackendName())
+            finally:
+                self._drop(box)
+        except Exception as e:
+            _logger.warning("%s: could not be used by one rank alone: %s", self.getBackendName(), e)
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
         with nccl2.announced(store, rank, world_size, self._implementation):
@@ -224,10 +236,10 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
             errored: whether `errored` returns the error, until there are new peers.
         """
         if errored and _trigger_on_abort():
-            self._trigger()
+            self._dump_flight_recorder()
         super().abort(errored=errored)
 
-    def _trigger(self) -> None:
+    def _dump_flight_recorder(self) -> None:
         pg = self._pg  # not in `abort`: that frame would keep the group longest, and its destruction may wait
         if pg is not None:
             # PyTorch names the pipe after the rank in the first NCCL group of the process; that may be any of these

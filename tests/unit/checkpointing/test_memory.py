@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import mmap
+import sys
 from pathlib import Path
 
 import pytest
@@ -107,16 +108,17 @@ def test_huge_pages_are_not_used_where_the_host_takes_back_free_memory(
     assert huge_pages(tmp_path) == (mmap.MADV_HUGEPAGE if used else mmap.MADV_NOHUGEPAGE)
 
 
-def test_memory_that_is_prepared_is_used_already(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, size = HostMemory(), 8 << 20
+@pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read from Linux's /proc")
+def test_memory_that_is_prepared_is_used_already() -> None:
+    memory, size, slack = HostMemory(), 8 << 20, 2 << 20
     before = resident()
     memory.prepare([size, size, 64])
-    assert resident() - before >= 2 * size
+    assert resident() - before > 2 * size - slack
     prepared = memory.take(size), memory.take(size)
     assert prepared[0].data_ptr() != prepared[1].data_ptr() and not any(one.any() for one in prepared)
-    assert resident() - before < 3 * size
+    assert resident() - before < 2 * size + slack
     further = memory.take(size).fill_(1)
-    assert resident() - before >= 3 * size
+    assert resident() - before > 3 * size - slack
     assert not any(one.any() for one in prepared) and further.all()
 
 

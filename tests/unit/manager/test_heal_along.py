@@ -42,9 +42,9 @@ def test_at_step_0_the_state_is_transferred_as_a_whole(step: int) -> None:
         along.stop()
 
 
-@pytest.mark.parametrize("heals", [True, False])
-def test_what_is_prepared_before_the_first_quorum_is_kept_for_a_heal_only(
-    monkeypatch: pytest.MonkeyPatch, heals: bool
+@pytest.mark.parametrize("why", ["", "it does not heal", "it heals at step 0", "its optimizer has changed"])
+def test_what_is_prepared_before_the_first_quorum_is_used_for_one_heal(
+    monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
     made: list[Parameters] = []
 
@@ -59,14 +59,46 @@ def test_what_is_prepared_before_the_first_quorum_is_kept_for_a_heal_only(
     )
     along.prepare()
     assert made[0]._memory._prepared
-    if not heals:
+    if why == "it does not heal":
         along.follow(plan_of_source(1))
+    if why == "it heals at step 0":
+        assert not along.join(plan(0, "source"), may_write=True)
+    if why == "its optimizer has changed":
+        optimizer.add_param_group({"params": nn.Linear(2, 2).parameters()})
     try:
+        assert (along._prepared is None) == (why.startswith("it "))
         assert along.join(plan(1, "source"), may_write=True)
-        assert along._target is not None and along._target._parameters is made[0 if heals else 1]
+        assert along._target is not None and along._target._parameters is made[bool(why)]
         assert along._prepared is None
     finally:
         along.stop()
+
+
+def test_nothing_is_prepared_where_groups_do_not_train_along() -> None:
+    optimizer = torch.optim.Adam(nn.Linear(2, 2).parameters())
+    along = Along(
+        MagicMock(gives_pieces=True), [optimizer], dict, str, lambda: "why", MagicMock(), DEADLINE_SEC, 3, MagicMock()
+    )
+    along.prepare()
+    assert along._prepared is None
+
+
+def test_the_manager_prepares_before_its_first_request(fixture: Fixture) -> None:
+    manager = fixture.manager(heal_along=True)
+    assert manager._along is not None and manager._rounds is not None
+    calls: list[str] = []
+    begin = manager._rounds.begin
+
+    def recorded(*args: Any) -> Any:
+        calls.append("begin")
+        return begin(*args)
+
+    manager._along.prepare = lambda: calls.append("prepare")  # type: ignore[method-assign]
+    manager._rounds.begin = recorded  # type: ignore[method-assign]
+    for _ in range(2):
+        manager.start_quorum()
+        manager.wait_quorum()
+    assert calls == ["prepare", "begin", "begin"]
 
 
 @pytest.mark.parametrize("reason", ["no OptimizerWrapper", "its step fails"])

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn, optim
+from torch.optim import optimizer as all_optimizers
 
 from torchft._manager.along import cut
 from torchft._manager.tracked import ELEMENTWISE, Parameters, Unfit
@@ -132,15 +133,41 @@ def test_what_is_prepared_changes_nothing(kind: Callable[..., optim.Optimizer], 
     model, twin = _model(), _model()
     twin.load_state_dict(model.state_dict())
     optimizers = kind(model.parameters(), **settings), kind(twin.parameters(), **settings)
-    before = optimizers[0].state_dict()
+    before = str(optimizers[0].state_dict())
     Parameters([optimizers[0]]).prepare()
-    assert str(optimizers[0].state_dict()) == str(before)
+    assert str(optimizers[0].state_dict()) == before
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters()))
     for step in range(3):
         for one, optimizer in zip((model, twin), optimizers):
             _gradients(one, step, from_the_first=True)
             optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters()))
     assert str(optimizers[0].state_dict()) == str(optimizers[1].state_dict())
+
+
+def test_kernels_are_loaded_and_no_memory_is_used_where_state_or_gradients_are_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A group that restarts from a file has all state, but a new process has no kernels."""
+    trained, frozen = nn.Parameter(torch.ones(1 << 16)), nn.Parameter(torch.ones(1 << 16), requires_grad=False)
+    adam = optim.Adam([trained, frozen])
+    trained.grad = torch.ones_like(trained)
+    adam.step()
+    ours = Parameters([adam])
+    stepped: list[int] = []
+    step = optim.Adam.step
+
+    def recorded(optimizer: optim.Optimizer) -> None:
+        stepped.append(optimizer.param_groups[0]["params"][0].numel())
+        step(optimizer)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(optim.Adam, "step", recorded)
+    ours.prepare()
+    assert len(stepped) == 1 and stepped[0] < trained.numel()
+    assert not ours._memory._prepared
+    adam.state.clear()
+    ours.prepare()
+    assert {size: len(tensors) for size, tensors in ours._memory._prepared.items()} == {trained.nbytes: 2}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read from Linux's /proc")
@@ -238,11 +265,21 @@ def test_parameters_in_another_order_are_found() -> None:
         ours.check_groups()
 
 
-def test_step_hooks_and_a_missing_optimizer_fall_back() -> None:
+@pytest.mark.parametrize("register", ["pre", "post", "pre of all", "post of all"])
+def test_step_hooks_fall_back(register: str) -> None:
     optimizer = optim.SGD(_model().parameters())
-    optimizer.register_step_post_hook(lambda *_: None)
-    with pytest.raises(Unfit, match="SGD has hooks of its steps"):
-        Parameters([optimizer]).check()
+    when, *of_all = register.split()
+    owner, of = (all_optimizers, "optimizer_") if of_all else (optimizer, "")
+    hook = getattr(owner, f"register_{of}step_{when}_hook")(lambda *_: None)
+    try:
+        with pytest.raises(Unfit, match="SGD has hooks of its steps"):
+            Parameters([optimizer]).check()
+    finally:
+        hook.remove()
+    Parameters([optimizer]).check()
+
+
+def test_a_missing_optimizer_falls_back() -> None:
     with pytest.raises(Unfit, match="no OptimizerWrapper"):
         Parameters([]).check()
 

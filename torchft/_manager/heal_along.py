@@ -93,7 +93,9 @@ class Along:
             self._prepared = parameters
 
     def _take_prepared(self) -> Optional[Parameters]:
-        """What :meth:`prepare` has prepared, once, if the optimizers have not changed since."""
+        """Returns the parameters of the last :meth:`prepare`: at the first call only, and unless the optimizers have
+        changed since. Otherwise None.
+        """
         parameters, self._prepared = self._prepared, None
         try:
             if parameters is not None:

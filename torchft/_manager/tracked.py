@@ -43,6 +43,7 @@ _CPU = torch.device("cpu")
 _ON_DEVICE = "on device"  # ends the description of a small tensor that is on the device of the parameters
 
 Json = Any
+State = defaultdict[torch.Tensor, Any]
 
 
 class Unfit(Exception):
@@ -127,10 +128,9 @@ class Parameters:
         """Steps a small parameter of its own. Returns the types of its state that have the parameter's layout."""
         parameter = torch.zeros(_FEW, dtype=dtype, device=self.device)
         parameter.grad = torch.zeros_like(parameter)
-        shadow = copy(optimizer)
-        shadow.param_groups, shadow.state = [{**group, "params": [parameter]}], defaultdict(dict)
-        type(optimizer).step(shadow)
-        return [value.dtype for value in shadow.state[parameter].values() if _alike(value, parameter)]
+        state: State = defaultdict(dict)
+        _step_with(optimizer, [{**group, "params": [parameter]}], state)
+        return [value.dtype for value in state[parameter].values() if _alike(value, parameter)]
 
     def check_groups(self) -> None:
         """Raises Unfit if the parameters of the optimizers, or their order, have changed since the start: a piece is
@@ -350,8 +350,8 @@ class Parameters:
         self.set_hyperparameters(hyperparameters)
         number = 0
         for optimizer in self._optimizers:
-            shadow = copy(optimizer)
-            shadow.param_groups, shadow.state = [], defaultdict(dict)
+            groups: list[dict[str, Any]] = []
+            state: State = defaultdict(dict)
             pairs = []
             for group in optimizer.param_groups:
                 aliases = []
@@ -365,13 +365,20 @@ class Parameters:
                     aliases.append(alias)
                     pairs.append((parameter, alias))
                     if parameter in optimizer.state:
-                        shadow.state[alias] = optimizer.state[parameter]
-                shadow.param_groups.append({**group, "params": aliases})
-            # The method of the class: a learning rate scheduler wraps that of the instance, to count its calls.
-            type(optimizer).step(shadow)
+                        state[alias] = optimizer.state[parameter]
+                groups.append({**group, "params": aliases})
+            _step_with(optimizer, groups, state)
             for parameter, alias in pairs:
-                if alias in shadow.state:
-                    optimizer.state[parameter] = shadow.state[alias]
+                if alias in state:
+                    optimizer.state[parameter] = state[alias]
+
+
+def _step_with(optimizer: Optimizer, groups: list[dict[str, Any]], state: State) -> None:
+    """Steps the parameters of these groups, with this state, in place of the optimizer's own."""
+    shadow = copy(optimizer)
+    shadow.param_groups, shadow.state = groups, state
+    # The method of the class: a learning rate scheduler wraps that of the instance, to count its calls.
+    type(optimizer).step(shadow)
 
 
 def _check_dense(number: int, gradient: torch.Tensor) -> None:

@@ -52,6 +52,13 @@ def _first_operand(device: torch.device) -> tuple[torch.Stream, torch.Tensor]:
     return known
 
 
+def first_operation(group: Any, device: torch.device) -> Work:
+    """Begins an operation of torchft's own, the first one of a group or a backend with its peers."""
+    stream, tensor = _first_operand(device)
+    with get_stream_context(stream):
+        return group.allreduce([tensor], AllreduceOptions())
+
+
 class _Deadline:
     """Aborts a group when called, unless it has new peers by then. It keeps no object alive, because a timer refers to
     it long after the operation has ended.
@@ -266,9 +273,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
                 backend.eager_connect_single_device(device)
                 if not self._peers_are_ours:
                     return
-                stream, tensor = _first_operand(device)
-                with get_stream_context(stream):
-                    work = backend.allreduce([tensor], AllreduceOptions())
+                work = first_operation(backend, device)
                 poll(lambda: late.is_set() or work.is_completed())
             if late.is_set():
                 raise TimeoutError(f"{name}: timed out: not all peers connected within {timeout.total_seconds()} s")

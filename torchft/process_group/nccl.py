@@ -11,13 +11,12 @@ from typing import ClassVar, Iterator, List, Optional, Tuple
 
 import torch
 from torch.distributed import AllToAllOptions, HashStore, Store, Work
-from torch.distributed.distributed_c10d import AllreduceOptions
 
 from torchft.process_group import nccl2
-from torchft.process_group.accelerator import _NEVER, AcceleratorProcessGroup, _first_operand
+from torchft.process_group.accelerator import _NEVER, AcceleratorProcessGroup, first_operation
 from torchft.process_group.base import BaseProcessGroup
 from torchft.process_group.reconfigure import LEGACY, NCCL2
-from torchft.utils import get_stream_context, poll
+from torchft.utils import poll
 
 TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 TORCHFT_TRIGGER_FR_ON_ABORT = "TORCHFT_TRIGGER_FR_ON_ABORT"
@@ -174,9 +173,7 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         try:
             box = [self._create_pg(HashStore(), 0, 1)]
             try:
-                stream, tensor = _first_operand(device)
-                with get_stream_context(stream):
-                    work = box[0].allreduce([tensor], AllreduceOptions())
+                work = first_operation(box[0], device)
                 if not poll(work.is_completed, self._connect_timeout.total_seconds()):
                     _logger.warning("%s: an operation of one rank has not ended in time", self.getBackendName())
             finally:

@@ -1,12 +1,12 @@
 from __future__ import annotations
 
 import mmap
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.unit.resident import needs_proc, resident
 from torchft.checkpointing import _memory
 from torchft.checkpointing._memory import HostMemory, available_memory, huge_pages
 
@@ -51,11 +51,6 @@ def test_the_smallest_limit_counts(tmp_path: Path, v2: dict[str, str], v1: dict[
 def test_this_machine_has_available_memory() -> None:
     free = available_memory()
     assert free is not None and free > 1 << 20
-
-
-def resident() -> int:
-    """Bytes of this process in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def in_huge_pages() -> int:
@@ -108,7 +103,7 @@ def test_huge_pages_are_not_used_where_the_host_takes_back_free_memory(
     assert huge_pages(tmp_path) == (mmap.MADV_HUGEPAGE if used else mmap.MADV_NOHUGEPAGE)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read from Linux's /proc")
+@needs_proc
 def test_memory_that_is_prepared_is_used_already() -> None:
     memory, size, slack = HostMemory(), 8 << 20, 2 << 20
     before = resident()

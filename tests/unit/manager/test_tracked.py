@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import mmap
-import sys
-from pathlib import Path
 from typing import Any, Callable, Iterator
 
 import pytest
@@ -14,6 +11,7 @@ import torch.distributed as dist
 from torch import nn, optim
 from torch.optim import optimizer as all_optimizers
 
+from tests.unit.resident import needs_proc, resident
 from torchft._manager.along import cut
 from torchft._manager.tracked import ELEMENTWISE, Parameters, Unfit
 from torchft.checkpointing._places import local_part
@@ -31,11 +29,6 @@ OPTIMIZERS: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
     (optim.RMSprop, {"lr": 0.1}),
     (optim.RMSprop, {"lr": 0.1, "momentum": 0.9, "centered": True}),
 ]
-
-
-def resident() -> int:
-    """Bytes of this process in memory."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 def _cases() -> list[Any]:
@@ -110,19 +103,27 @@ def test_pieces_healed_one_by_one_end_equal(kind: Callable[..., optim.Optimizer]
     assert {kind for kind, _ in OPTIMIZERS} == set(ELEMENTWISE)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read from Linux's /proc")
-def test_a_piece_uses_no_memory_for_the_rest_of_its_parameter() -> None:
-    """The first use of much memory takes long, and the other groups wait for the thread that places a piece."""
-    source, target = (nn.Parameter(torch.ones(1 << 24)) for _ in range(2))  # 64 MB
+def _first_of_64_mb() -> tuple[nn.Parameter, dict[str, torch.Tensor], Any, torch.Tensor]:
+    """A parameter of the target, the source's optimizer state of its own, and the source's first piece: its description
+    and memory.
+    """
+    source, target = (nn.Parameter(torch.ones(1 << 24)) for _ in range(2))
     trained = optim.Adam([source])
     source.grad = torch.ones_like(source)
     trained.step()
     state, memory = Parameters([trained]).read(0, 0, 1 << 18)
+    return target, trained.state[source], state, torch.cat(memory)
+
+
+@needs_proc
+def test_a_piece_uses_no_memory_for_the_rest_of_its_parameter() -> None:
+    """The first use of much memory takes long, and the other groups wait for the thread that places a piece."""
+    target, theirs, state, memory = _first_of_64_mb()
     adam = optim.Adam([target])
     before = resident()
-    Parameters([adam]).write(0, 0, 1 << 18, state, torch.cat(memory))
+    Parameters([adam]).write(0, 0, 1 << 18, state, memory)
     assert resident() - before < 32 << 20, "of 128 MB"
-    assert torch.equal(adam.state[target]["exp_avg"][: 1 << 18], trained.state[source]["exp_avg"][: 1 << 18])
+    assert torch.equal(adam.state[target]["exp_avg"][: 1 << 18], theirs["exp_avg"][: 1 << 18])
     assert not adam.state[target]["exp_avg"][1 << 18 :].any()
 
 
@@ -170,20 +171,16 @@ def test_kernels_are_loaded_and_no_memory_is_used_where_state_or_gradients_are_m
     assert {size: len(tensors) for size, tensors in ours._memory._prepared.items()} == {trained.nbytes: 2}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the memory of a process is read from Linux's /proc")
+@needs_proc
 def test_a_first_step_uses_the_memory_that_is_prepared() -> None:
     """The first step after a piece steps all of its parameter, and the other groups wait for it."""
-    source, target = (nn.Parameter(torch.ones(1 << 24)) for _ in range(2))  # 64 MB
-    trained = optim.Adam([source])
-    source.grad = torch.ones_like(source)
-    trained.step()
-    state, memory = Parameters([trained]).read(0, 0, 1 << 18)
+    target, _, state, memory = _first_of_64_mb()
     adam = optim.Adam([target], fused=True)
     ours = Parameters([adam])
     ours.prepare()
     gradients = {0: torch.ones_like(target)}
     before = resident()
-    ours.write(0, 0, 1 << 18, state, torch.cat(memory))
+    ours.write(0, 0, 1 << 18, state, memory)
     ours.step({0}, gradients, ours.hyperparameters())
     assert resident() - before < 32 << 20, "of 128 MB"
 

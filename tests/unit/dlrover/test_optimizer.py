@@ -50,8 +50,12 @@ def test_workers_without_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_model() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Linear(4, 2).double()
+    model = nn.Linear(4, 2).double()
+    # Not PyTorch's global generator: replicas that are threads would draw from it, and seed it, at the same time.
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        nn.init.uniform_(parameter, -0.5, 0.5, generator=generator)
+    return model
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -281,6 +281,7 @@ class Manager(Stateful, Stepping):
             self._replica_id,
             settings,
             self._layout,
+            may_wait=lambda: self._along is not None and self._peers.connects_beside and not self._why_not_along(),
             failures=self._failures,
             errors=self._errors,
             logger=self._logger,
@@ -318,6 +319,7 @@ class Manager(Stateful, Stepping):
             logger=self._logger,
         )
         self._failures.subscribe(self._recovery.peer_failed)
+        self._failures.subscribe(self._connection.peer_failed)
         self._extras = OwnExtras(
             self._place, self._peers, reports, self._errors, self._data, self._replayer, self._replicas.state
         )
@@ -402,6 +404,8 @@ class Manager(Stateful, Stepping):
             self._current.dropped()
             self._trace.ended(self._step, self._current)
         self._discard_unloaded_heal()
+        broken = self._commit_failures > 0 or self._current.collectives.aborted
+        connections = self._connection.announcement(self._step, broken)
         step = self._make_step(request, inputs, self._current.plan)
         self._current.collectives.retire()  # the next quorum may connect the process group with other peers
         self._current = self._errors.step = step
@@ -412,10 +416,11 @@ class Manager(Stateful, Stepping):
             step=self._step,
             checkpoint_metadata=self._transport.metadata(),
             shrink_only=request.shrink_only,
-            commit_failures=self._commit_failures,
+            commit_failures=self._commit_failures or int(self._connection.failed),
             init_sync=self._init_sync,
             reconfigure_handle=self._peers.handle(
-                self._replicas.announces(averages=self._layout.lines is not None and not self._data.adds_gradients)
+                self._replicas.announces(averages=self._layout.lines is not None and not self._data.adds_gradients),
+                connections,
             ),
             group_world_size=self._settings.group_world_size,  # the server refuses a number that differs from rank 0's
             committed_quorum_id=self._committed_quorum_id,
@@ -444,13 +449,16 @@ class Manager(Stateful, Stepping):
             # All ranks of the group vote on the step that it heals to, including a rank whose heal fails.
             self._recovery.begin(self._position, step.began)
             self._step = plan.max_step
-        if plan.quorum_id != self._quorum_id:
+        if plan.quorum_id != self._quorum_id or self._connection.hands_over(plan):
             self._quorum_id = plan.quorum_id
             self._incidents.ended("quorum")
             with self._recovery.phases.measure("reconfigure") if plan.heal else nullcontext():
                 self._connection.follow(plan, self._committed_quorum_id < 0, self._reconfigure_pg)
             self._incidents.ended("reconfigure")
-        fetched = self._transfers.run(plan, self._manager_state_dict)
+        if self._connection.apart:
+            step.failed(StillHealing("this group waits for its connection with the others, which train on"))
+            return
+        fetched = self._transfers.run(self._connection.without_unconnected(plan), self._manager_state_dict)
         if fetched is not None:
             self._position = fetched
 
@@ -554,6 +562,9 @@ class Manager(Stateful, Stepping):
     def _reduce(self, tensor: torch.Tensor, reduce_op: ReduceOp, should_quantize: bool) -> Optional[_ManagedWork]:
         """Begins to reduce a tensor with the other groups; None after an error."""
         step = self._current
+        if self._connection.apart:
+            tensor.zero_()
+            return None
         if self._along is not None:
             self._along.reduces()
         self._failures.check()
@@ -723,7 +734,7 @@ class Manager(Stateful, Stepping):
             self._committed_quorum_id = self._quorum_id
             self._commit_failures = 0
         elif isinstance(self._current.cause, StillHealing) or (
-            self._recovery.joining and self._current.refused_by_rank
+            self._along is not None and self._current.healing and self._current.refused_by_rank
         ):
             self._commit_failures = 0  # its reductions have succeeded, so no new connections are needed
         else:

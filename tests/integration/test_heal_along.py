@@ -431,7 +431,7 @@ def test_what_does_not_qualify_is_healed_as_a_whole(
     loop = Loop(together=2, make=make)
     _run(cluster, loop, first=1, later=1)
     assert [r for r in caplog.records if "transferred as a whole" in r.getMessage() and reason in r.getMessage()]
-    assert loop.joined[1] == 0
+    assert loop.joined[1] < LEAST_ROUNDS, "it waits for its connection only"
 
 
 def test_a_job_with_units_or_local_steps_is_healed_as_a_whole(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from types import ModuleType
 from typing import Any, Optional
@@ -237,7 +238,7 @@ def test_memory_of_an_aborted_operation_is_not_reused(late: ModuleType, monkeypa
     monkeypatch.setattr(accelerator, "_first", {})
     late.hold(backend.stream)
     backend.eager_connect_single_device = lambda device: None  # type: ignore[attr-defined]
-    group._peers_are_ours = True
+    group._options = ReconfigureOptions()
     with pytest.raises(TimeoutError):
         group._connect(backend, torch.device("late", 0))
     gc.collect()
@@ -248,3 +249,48 @@ def test_memory_of_an_aborted_operation_is_not_reused(late: ModuleType, monkeypa
     late.release(backend.stream)
     backend.stream.synchronize()
     assert [one.item() for one in mine] == [0.0] * 100
+
+
+@pytest.mark.parametrize("implementation", ["legacy", "nccl2"])
+def test_connected_ranks_reduce_while_they_connect_with_another_one(late: ModuleType, implementation: str) -> None:
+    from tests.late.group import ProcessGroupLate
+
+    groups = [ProcessGroupLate(timedelta(seconds=20), implementation) for _ in range(3)]
+    handles = [group.get_reconfigure_handle() for group in groups]
+
+    def options(uuid: int, count: int) -> ReconfigureOptions:
+        opts = ReconfigureOptions()
+        opts.uuid, opts.handles = uuid, handles[:count]
+        return opts
+
+    def on_device(rank: int, call: Any) -> Any:
+        torch.accelerator.set_device_index(rank)
+        return call(groups[rank])
+
+    def reduced(count: int) -> list[float]:
+        def reduce(group: ProcessGroup) -> float:
+            tensor = torch.ones(1, device="late")
+            group.allreduce([tensor], ReduceOp.SUM).wait()
+            return tensor.item()
+
+        return list(pool.map(lambda rank: on_device(rank, reduce), range(count)))
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(lambda rank: on_device(rank, lambda group: group.reconfigure(options(1, 2))), range(2)))
+        attempts = [on_device(rank, lambda group: group.connect_beside(options(2, 3))) for rank in range(2)]
+        assert [reduced(2) for _ in range(20)] == [[2.0, 2.0]] * 20
+        assert not any(attempt.ended for attempt in attempts), "the third one is missing"
+        attempts.append(on_device(2, lambda group: group.connect_beside(options(2, 3))))
+        until(lambda: all(attempt.ended for attempt in attempts))
+        assert [attempt.error for attempt in attempts] == [None] * 3
+        assert reduced(2) == [2.0, 2.0]
+        list(pool.map(lambda rank: on_device(rank, lambda group: group.hand_over()), range(3)))
+        assert reduced(3) == [3.0] * 3
+        attempts = [on_device(rank, lambda group: group.connect_beside(options(3, 3))) for rank in range(2)]
+        until(lambda: groups[0]._connecting is not None or implementation == "nccl2")
+        began = time.monotonic()
+        groups[0].abandon_beside(RuntimeError("the third one has failed"))
+        assert time.monotonic() - began < within(ABORT_S) and attempts[0].ended
+        assert reduced(3) == [3.0] * 3
+    for group in groups:
+        group.shutdown()

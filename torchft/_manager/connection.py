@@ -1,15 +1,20 @@
-"""Connects the process group with the peers of a new quorum."""
+"""Connects the process group with the groups of a quorum: at once, or beside the connection in use (handover.py)."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Optional
 
+from torchft._manager.failures import PeerFailed
+from torchft._manager.handles import CONNECTIONS, announced
+from torchft._manager.handover import Connections, Way, decide, name_of
 from torchft._manager.layout import Layout, LayoutDiffers
 from torchft._manager.ranges import ranged
 from torchft._manager.settings import TORCH_FR_DUMP_TEMP_FILE_ENV, Settings
 from torchft.process_group.native import reset_flight_recorder
+from torchft.process_group.reconfigure import Handle, ReconfigureOptions
 
 if TYPE_CHECKING:
     from torchft._manager.edge import Peers
@@ -17,6 +22,16 @@ if TYPE_CHECKING:
     from torchft._manager.failures import Failures
     from torchft._manager.log import _ManagerLogger
     from torchft._manager.plan import Plan
+    from torchft._torchft import MemberFailure
+    from torchft.process_group._attempt import Attempt
+
+
+class _Next(NamedTuple):
+    """The next connection, which is made beside the one in use."""
+
+    name: str
+    plan: Plan
+    attempt: Optional[Attempt[Any]]  # None: it has failed
 
 
 class Connection:
@@ -27,10 +42,16 @@ class Connection:
         replica_id: replica id of this group.
         settings: the Manager's settings.
         layout: the tensors that this rank reduces, compared with those of the peers before it connects.
+        may_wait: returns whether a group that joins may wait for its connection, while the others train on.
         failures: ends the connecting when a peer has failed.
         errors: gets the errors of connecting.
         logger: the Manager's logger.
+
+    Attributes:
+        apart: whether this rank waits for its connection, while the other groups train on.
     """
+
+    apart = False
 
     def __init__(
         self,
@@ -39,6 +60,7 @@ class Connection:
         settings: Settings,
         layout: Layout,
         *,
+        may_wait: Callable[[], bool],
         failures: Failures,
         errors: Errors,
         logger: _ManagerLogger,
@@ -47,14 +69,64 @@ class Connection:
         self._replica_id = replica_id
         self._settings = settings
         self._layout = layout
+        self._may_wait = may_wait
         self._failures = failures
         self._errors = errors
         self._logger = logger
         self._dumps = os.environ.get(TORCH_FR_DUMP_TEMP_FILE_ENV)
+        self._plan: Optional[Plan] = None  # the latest one that was followed
+        self._name = ""  # of the connection in use; empty: there is none, or it has no name
+        self._members: list[str] = []  # replica ids of the groups of the connection in use
+        self._next: Optional[_Next] = None
+        self._unconnected: set[int] = set()  # replica ranks of the groups that wait for their connection
+
+    # For a quorum request
+
+    def announcement(self, step: int, broken: bool) -> str:
+        """What this rank announces about its connections; empty: nothing.
+
+        Args:
+            step: the step of its weights.
+            broken: whether the connection in use may be broken.
+        """
+        if broken:
+            self._name = ""
+        self._note_failure()
+        if not self._may_wait():
+            return ""
+        following, connected = self._next, self._name != ""
+        made = following is not None and following.attempt is not None and following.attempt.ended
+        return Connections(
+            self._name,
+            len(self._members) if connected else 0,
+            following.name if following is not None and made else "",
+            0 if connected else step,
+        ).encode()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the next connection could not be made: that needs another quorum id."""
+        return self._next is not None and self._next.attempt is None
+
+    def _note_failure(self) -> None:
+        following = self._next
+        if following is not None and following.attempt is not None and following.attempt.error is not None:
+            self._cannot_connect(following.name, following.plan, following.attempt.error)
+
+    def _cannot_connect(self, name: str, plan: Plan, error: BaseException) -> None:
+        self._next = _Next(name, plan, None)
+        self._logger.warn(f"quorum {plan.quorum_id}: not connected with groups that join, which is retried: {error}")
+
+    # For a quorum
+
+    def hands_over(self, plan: Plan) -> bool:
+        """Whether the present quorum may hand over to the next connection, with what its groups announce by now."""
+        return self._next is not None and plan is not self._plan
 
     @ranged("_pg::configure")
     def follow(self, plan: Plan, new_here: bool, reconfigure: Callable[[int, list[str]], None]) -> None:
-        """Rebuilds the process group for a new quorum. If that fails, the step fails, and the next quorum has a new id.
+        """Connects the process group with the groups of a quorum, or keeps its connection. If connecting fails, the
+        step fails, and the next quorum has a new id.
 
         Args:
             plan: the plan of this rank.
@@ -64,23 +136,27 @@ class Connection:
         Raises:
             LayoutDiffers: this group does not fit into the job.
         """
-        self._logger.quorum_event()
-        self._logger.info(
-            f"quorum {plan.quorum_id}: replica rank {plan.replica_rank} of {plan.replica_world_size}, "
-            f"{plan.participants} up to date at step {plan.max_step}"
-        )
-        if self._dumps is not None:
-            # PyTorch's flight recorder appends the rank: each quorum's dump gets a separate file
-            os.environ[TORCH_FR_DUMP_TEMP_FILE_ENV] = f"{self._dumps}_quorum{plan.quorum_id}_"
-        reset_flight_recorder()
+        last, self._plan = self._plan, plan
+        if last is None or last.quorum_id != plan.quorum_id:
+            self._logger.quorum_event()
+            self._logger.info(
+                f"quorum {plan.quorum_id}: replica rank {plan.replica_rank} of {plan.replica_world_size}, "
+                f"{plan.participants} up to date at step {plan.max_step}"
+            )
+            if self._dumps is not None:
+                # PyTorch's flight recorder appends the rank: each quorum's dump gets a separate file
+                os.environ[TORCH_FR_DUMP_TEMP_FILE_ENV] = f"{self._dumps}_quorum{plan.quorum_id}_"
+        name, way = self._decide(plan)
+        self.apart = way is Way.BESIDE and not self._name
+        if way is Way.KEEP or way is Way.BESIDE:
+            self._failures.follow(plan.quorum_id, self._members if self._name else ())
+            if way is Way.BESIDE:
+                self._connect_beside(name, plan)
+            else:
+                self._drop_next()
+            return
         try:
-            with self._failures.connecting(plan.quorum_id):
-                self._failures.check()
-                self._layout.check(plan, new_here)
-                if plan.handles:
-                    reconfigure(plan.quorum_id, plan.handles)
-                else:
-                    self._peers.configure_by_store(plan, self._replica_id, self._settings)
+            self._connect(name, plan, new_here, reconfigure)
         except LayoutDiffers as e:
             if e.must_end:
                 raise
@@ -90,3 +166,72 @@ class Connection:
         except Exception as e:
             self._logger.exception(f"the process group could not be made for quorum {plan.quorum_id}: {e}")
             self._errors.lose(e)
+        finally:
+            self._drop_next()
+
+    def _decide(self, plan: Plan) -> tuple[str, Way]:
+        """The name of the connection of all groups of a quorum, and what they do."""
+        self._unconnected = set()
+        if not plan.handles or not self._may_wait():
+            return "", Way.CONNECT
+        try:
+            ids = [Handle.decode(handle).id for handle in plan.handles]
+        except ValueError:  # a group that is not torchft's
+            return "", Way.CONNECT
+        connections = [Connections.decode(announced(handle, CONNECTIONS)) for handle in plan.handles]
+        name = name_of(plan.quorum_id, ids)
+        way = decide(name, connections, plan.max_step)
+        if way is Way.BESIDE:
+            self._unconnected = {rank for rank, one in enumerate(connections) if one is not None and not one.name}
+        return name, way
+
+    def _connect(self, name: str, plan: Plan, new_here: bool, reconfigure: Callable[[int, list[str]], None]) -> None:
+        """Connects with all groups of a quorum, and waits for that."""
+        self._name = ""
+        reset_flight_recorder()
+        with self._failures.connecting(plan.quorum_id):
+            self._failures.check()
+            self._layout.check(plan, new_here)
+            if self._next is not None and self._next.name == name and name:
+                self._peers.hand_over()
+            elif plan.handles:
+                reconfigure(plan.quorum_id, plan.handles)
+            else:
+                self._peers.configure_by_store(plan, self._replica_id, self._settings)
+        self._name, self._members = name, plan.replica_ids
+
+    def _connect_beside(self, name: str, plan: Plan) -> None:
+        """Begins to make the next connection, unless that has begun."""
+        if self._next is not None and self._next.name == name:
+            return
+        opts = ReconfigureOptions()
+        opts.uuid, opts.handles, opts.timeout = plan.quorum_id, plan.handles, self._settings.timeout
+        try:
+            self._next = _Next(name, plan, self._peers.connect_beside(opts))
+        except Exception as e:
+            self._cannot_connect(name, plan, e)
+        for failure in self._failures.reported(plan.quorum_id):
+            self.peer_failed(failure)  # reported before there was an attempt
+
+    def _drop_next(self) -> None:
+        if self._next is not None:
+            self._next = None
+            self._peers.abandon_beside(RuntimeError("a later quorum needs another connection, or none"))
+
+    def peer_failed(self, failure: MemberFailure) -> None:
+        """Ends an attempt that would wait for a group that has failed. Called on any thread."""
+        following = self._next
+        if following is None or following.attempt is None or following.attempt.ended:
+            return
+        if failure.quorum_id == following.plan.quorum_id and failure.replica_id in following.plan.replica_ids:
+            self._peers.abandon_beside(PeerFailed(failure))
+
+    def without_unconnected(self, plan: Plan) -> Plan:
+        """The plan without transfers to the groups that wait for their connection, since these do not heal yet."""
+        if not self._unconnected:
+            return plan
+        return replace(
+            plan,
+            recover_dst=[rank for rank in plan.recover_dst if rank not in self._unconnected],
+            help_dst=[rank for rank in plan.help_dst if rank not in self._unconnected],
+        )

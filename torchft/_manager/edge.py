@@ -18,7 +18,8 @@ from torch.distributed import ReduceOp
 
 from torchft import _torchft
 from torchft._manager.failures import FailureListener
-from torchft._manager.layout import announce, announce_comparison, announce_native_comparison, bare
+from torchft._manager.handles import COMPARES, CONNECTIONS, LAYOUT, announce, announce_native, bare
+from torchft._manager.layout import announced_natively
 from torchft._manager.plan import Plan
 from torchft._manager.rounds import NativeRounds, Rounds, ThreadRounds
 from torchft._manager.settings import Settings, global_rank
@@ -26,6 +27,7 @@ from torchft._torchft import MemberFailure, QuorumResult
 from torchft.checkpointing._pieces import Giver
 from torchft.checkpointing.transport import CheckpointTransport
 from torchft.collectives import allreduce_quantized
+from torchft.process_group._attempt import Attempt
 from torchft.process_group._errors import refuse_meta
 from torchft.process_group.native import (
     abort_native,
@@ -272,6 +274,7 @@ class Peers:
         at_once: the number of threads that the process group has for collectives and keeps when its peers change, so
             that aborted collectives occupy them until their timeout; None: it gets new threads with new peers.
         ours: whether it is of a class of torchft, which reduces tensors of each dtype.
+        connects_beside: whether it can connect with other peers while it keeps the present ones.
     """
 
     at_once: Optional[int] = None
@@ -285,6 +288,7 @@ class Peers:
         self._announces_layouts = hasattr(pg, "announce_layout")
         self._takes_stores = hasattr(pg, "configure")
         self._shares_buffers = hasattr(pg, "share_buffer")
+        self.connects_beside = getattr(pg, "connects_beside", False) is True
 
     def set_rank_info(self, replica_id: str, group_rank: int, group_world_size: int) -> None:
         """Informs the process group which rank it belongs to, for its handle. Native handles do not contain that."""
@@ -302,18 +306,31 @@ class Peers:
         if self._shares_buffers:
             self.pg.share_buffer(buffer)
 
-    def handle(self, compares: str = "") -> str:
+    def handle(self, compares: str = "", connections: str = "") -> str:
         """The reconfigure handle by which peers connect with this rank.
 
         Args:
             compares: how weights are compared, added to the handle; empty if they are not compared.
+            connections: the connections of this rank, added to the handle; empty if it announces none.
         """
-        handle = self.pg.get_reconfigure_handle()
-        return announce_comparison(handle, compares) if compares else handle
+        handle = announce(self.pg.get_reconfigure_handle(), COMPARES, compares)
+        return announce(handle, CONNECTIONS, connections)
 
     def reconfigure(self, opts: ReconfigureOptions) -> None:
         """Connects with the peers that the handles in ``opts`` name."""
         reconfigure_and_wait(self.pg, opts)
+
+    def connect_beside(self, opts: ReconfigureOptions) -> Attempt[Any]:
+        """Begins to connect with the peers that the handles in ``opts`` name, beside the present ones."""
+        return self.pg.connect_beside(opts)
+
+    def hand_over(self) -> None:
+        """Replaces the present peers by those of :meth:`connect_beside`."""
+        self.pg.hand_over()
+
+    def abandon_beside(self, error: Exception) -> None:
+        """Ends the attempt of :meth:`connect_beside`."""
+        self.pg.abandon_beside(error)
 
     def configure_by_store(self, plan: Plan, replica_id: str, settings: Settings) -> None:
         """Connects with peers as torchft 0.2.0 does, which has no handles: they meet in the primary's store.
@@ -373,11 +390,9 @@ class _NativePeers(Peers):
         """Keeps the digest only: a native group's handle carries no lines, and the digest only with a loader."""
         self._layout = digest
 
-    def handle(self, compares: str = "") -> str:
-        handle = super().handle()
-        if compares:
-            handle = announce_native_comparison(handle, compares)
-        return announce(handle, self._layout)
+    def handle(self, compares: str = "", connections: str = "") -> str:
+        handle = announce_native(super().handle(), COMPARES, compares)
+        return announce_native(handle, LAYOUT, announced_natively(self._layout))
 
     def reconfigure(self, opts: ReconfigureOptions) -> None:
         opts.handles = [bare(handle) for handle in opts.handles]

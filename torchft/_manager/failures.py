@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Optional
 
 from torchft._torchft import ManagerClient, MemberFailure
 
@@ -138,8 +138,10 @@ class Failures:
         self._lock = threading.Lock()
         self._quorum_id = -1  # the quorum that the process group is connected with, or connects with
         self._connecting = False  # whether the process group is connecting now
-        # The first failed member by quorum, for this quorum and later ones: a notice may arrive before its quorum does.
-        self._reported: dict[int, MemberFailure] = {}
+        # The members that this rank reduces with; None: all of the quorum.
+        self._peers: Optional[frozenset[str]] = None
+        # The failed members by quorum, for this quorum and later ones: a notice may arrive before its quorum does.
+        self._reported: dict[int, list[MemberFailure]] = {}
         self._callbacks: list[FailureCallback] = []
 
     def begin(self, step: Step) -> None:
@@ -154,20 +156,38 @@ class Failures:
     @contextmanager
     def connecting(self, quorum_id: int) -> Iterator[None]:
         """Surrounds the connecting of the process group with the members of a new quorum."""
-        with self._lock:
-            self._quorum_id = quorum_id
-            self._connecting = True
-            self._reported = {q: failure for q, failure in self._reported.items() if q >= quorum_id}
+        self.follow(quorum_id)
+        self._connecting = True
         try:
             yield
         finally:
             self._connecting = False
 
+    def follow(self, quorum_id: int, peers: Optional[Iterable[str]] = None) -> None:
+        """Called for a new quorum.
+
+        Args:
+            quorum_id: id of the quorum.
+            peers: the members that this rank reduces with, if these are not all; a failure of another member ends
+                nothing.
+        """
+        with self._lock:
+            self._quorum_id = quorum_id
+            self._peers = None if peers is None else frozenset(peers)
+            self._reported = {q: failures for q, failures in self._reported.items() if q >= quorum_id}
+
+    def reported(self, quorum_id: int) -> list[MemberFailure]:
+        """The failed members of a quorum that are known; none if failures end nothing."""
+        return list(self._reported.get(quorum_id, ()))
+
     def check(self) -> None:
-        """Raises PeerFailed if a member of the present quorum is known to have failed."""
-        failure = self._reported.get(self._quorum_id)
-        if failure is not None:
-            raise PeerFailed(failure)
+        """Raises PeerFailed if a member of the present quorum that this rank reduces with is known to have failed."""
+        for failure in self._reported.get(self._quorum_id, ()):
+            if self._is_peer(failure):
+                raise PeerFailed(failure)
+
+    def _is_peer(self, failure: MemberFailure) -> bool:
+        return self._peers is None or failure.replica_id in self._peers
 
     def member_failed(self, failure: MemberFailure) -> None:
         """Ends what waits for a peer that failed, and calls the subscribers. An exception of one is logged, so that
@@ -187,8 +207,8 @@ class Failures:
         """
         with self._lock:
             if failure.quorum_id >= self._quorum_id:  # one of a later quorum: `check` finds it there
-                self._reported.setdefault(failure.quorum_id, failure)
-            mine = failure.quorum_id == self._quorum_id
+                self._reported.setdefault(failure.quorum_id, []).append(failure)
+            mine = failure.quorum_id == self._quorum_id and self._is_peer(failure)
             collectives = self._step.collectives
             running = collectives.running() is not None
             if mine and not self._connecting and (running or self._transferring()):

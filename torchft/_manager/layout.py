@@ -6,18 +6,17 @@ digests differ. Groups that announce nothing (upstream and native groups) are no
 
 The loaders of :mod:`torchft.data` use the same mechanism, with one more rule: if one group has such a loader, all must
 have one. A prefix of the digest says that a group has a loader; then a handle without a digest counts as different. A
-native handle is text made by PyTorch: with a loader the digest is appended to it, and removed before PyTorch gets the
-handle of a peer.
+native handle has a digest only with a loader.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 from datetime import timedelta
 from typing import Callable, Optional, Sequence
 
+from torchft._manager.handles import LAYOUT, announced, bare
 from torchft._manager.loader import NAME as LOADER
 from torchft._manager.plan import Plan
 from torchft.process_group.reconfigure import Handle, create_store_client
@@ -28,8 +27,6 @@ _SHOWN = 6  # lines of each side in an error
 
 
 _WITH_LOADER = "loader-"
-_AFTER_NATIVE = " torchft_layout="
-_COMPARES = "torchft_compares"
 
 
 class LayoutDiffers(ValueError):
@@ -49,41 +46,9 @@ def digest(lines: Sequence[str]) -> str:
     return prefix + hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-def announce(handle: str, layout: str) -> str:
-    """Appends the digest to a native handle if this group has a loader."""
-    return handle + _AFTER_NATIVE + layout if _has_loader(layout) else handle
-
-
-def bare(handle: str) -> str:
-    """Returns a native handle without the digest that torchft appended."""
-    return handle.partition(_AFTER_NATIVE)[0].partition(f" {_COMPARES}=")[0]
-
-
-def announce_comparison(handle: str, compares: str) -> str:
-    """Adds to a handle how this group compares its weights with those of other groups (replicas.py).
-
-    Args:
-        handle: torchft's own, or a native one; any other kind stays as it is.
-        compares: the announcement, in characters that a URL may contain.
-    """
-    if handle.startswith("{") and handle.endswith("}"):
-        return f'{handle[:-1]}, "{_COMPARES}": "{compares}"}}'
-    return handle
-
-
-def announce_native_comparison(handle: str, compares: str) -> str:
-    """Does the same for a native handle made by PyTorch."""
-    return f"{handle} {_COMPARES}={compares}"
-
-
-def comparison_of(handle: str) -> str:
-    """Returns what a handle announces about the comparison of weights; empty if nothing."""
-    if not handle.startswith("{"):
-        return handle.partition(f" {_COMPARES}=")[2].partition(" ")[0]
-    with contextlib.suppress(ValueError):
-        compares = json.loads(handle).get(_COMPARES)
-        return compares if isinstance(compares, str) else ""
-    return ""
+def announced_natively(layout: str) -> str:
+    """The text that a native handle announces for a layout: the digest if this group has a loader, else nothing."""
+    return layout if _has_loader(layout) else ""
 
 
 class Layout:
@@ -180,7 +145,7 @@ def _decode(text: str) -> Handle:
     try:
         return Handle.decode(text)
     except ValueError:  # the handle of a native group, which is no JSON
-        return Handle(id=bare(text), store="", layout=text.partition(_AFTER_NATIVE)[2] or None)
+        return Handle(id=bare(text), store="", layout=announced(text, LAYOUT) or None)
 
 
 def _describe(ours: Sequence[str], theirs: Optional[list[str]]) -> str:

@@ -29,7 +29,7 @@ from torchft._manager.divergence import (
     sweep_commits,
     unlike,
 )
-from torchft._manager.layout import comparison_of
+from torchft._manager.handles import COMPARES, announced
 from torchft.checkpointing._digest import combine, digest_bytes, memory_of
 from torchft.checkpointing._places import local_part
 from torchft.utils import Mark, devices_of
@@ -306,7 +306,7 @@ class Replicas:
             self._stale = True
         if plan.quorum_id == self._active[0]:
             return
-        peers = [comparison_of(handle) for handle in plan.handles] if self._announced else []
+        peers = [announced(handle, COMPARES) for handle in plan.handles] if self._announced else []
         active = len(peers) > 1 and all(peer == self._announced for peer in peers)
         if len(peers) > 1 and not active:
             others = [name for name, peer in zip(plan.replica_ids, peers) if peer != self._announced]

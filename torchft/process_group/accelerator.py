@@ -26,7 +26,6 @@ from torchft.process_group._gloo.reaper import reap
 from torchft.process_group._timeout import given_timeout
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.native import ABORT_TIMEOUT_SEC, abort_elsewhere, backend_error, native_error
-from torchft.process_group.reconfigure import ReconfigureOptions
 from torchft.process_group.wrapper import _NO_CONTEXT, _NO_OPTIONS, ProcessGroupWrapper, _check_timeout
 from torchft.utils import Mark, get_stream_context, on_device, poll, refuse_capture
 from torchft.work import _DummyWork
@@ -233,7 +232,6 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
     def __init__(self, timeout: timedelta = timedelta(seconds=60.0)) -> None:
         super().__init__(timeout)
         self._connecting: Any = None  # the backend that is connecting
-        self._peers_are_ours = False
 
     def set_timeout(self, timeout: timedelta) -> None:
         # torchft's own; PyTorch's stays at _NEVER.
@@ -271,7 +269,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         try:
             with process_group.context_timeout(expire, timeout):
                 backend.eager_connect_single_device(device)
-                if not self._peers_are_ours:
+                if self._options is None:  # by `configure`: upstream's peers have no handles
                     return
                 work = first_operation(backend, device)
                 poll(lambda: late.is_set() or work.is_completed())
@@ -281,15 +279,14 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
             if error is not None:
                 raise error
         finally:
-            self._connecting = None
+            if self._connecting is backend:
+                self._connecting = None
 
-    def reconfigure(self, opts: ReconfigureOptions) -> Work:
-        # Only torchft's own groups have handles; upstream peers connect through `configure`.
-        self._peers_are_ours = True
-        try:
-            return super().reconfigure(opts)
-        finally:
-            self._peers_are_ours = False
+    def abandon_beside(self, error: Exception) -> None:
+        backend = self._connecting if self._beside is not None else None
+        super().abandon_beside(error)
+        if backend is not None:
+            abort_elsewhere(self.getBackendName(), backend)
 
     def abort(self, errored: bool = True) -> None:
         backend, self._connecting = self._connecting, None

@@ -151,7 +151,7 @@ class ProcessGroup(BaseProcessGroup):
         """
         meeting = plan_rendezvous(opts.handles, self.get_reconfigure_handle(), self._group_rank)
         self.configure(
-            f"{meeting.store}/torchft/{opts.uuid}",
+            meeting.address(opts.uuid),
             self._replica_id,
             meeting.rank,
             meeting.world_size,

@@ -129,6 +129,10 @@ class Rendezvous:
     world_size: int
     global_ranks: Optional[list[int]]
 
+    def address(self, uuid: int) -> str:
+        """The address of the store, with a prefix of the reconfiguration of this number."""
+        return f"{self.store}/torchft/{uuid}"
+
 
 def plan_rendezvous(handles: object, own_handle: str, group_rank: Optional[int]) -> Rendezvous:
     """Computes rank and store for the group whose handle is `own_handle`.

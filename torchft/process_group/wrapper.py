@@ -9,7 +9,7 @@ import threading
 import weakref
 from contextlib import nullcontext
 from datetime import timedelta
-from typing import Any, Callable, ContextManager, List, Optional, TypeVar, Union
+from typing import Any, Callable, ContextManager, List, NamedTuple, Optional, TypeVar, Union
 
 import torch
 from torch.distributed import PrefixStore, ReduceOp, Store, Work
@@ -33,6 +33,7 @@ from torchft.process_group.reconfigure import (
     ReconfigureOptions,
     is_native,
     meeting_store,
+    plan_rendezvous,
     supports_reconfigure,
 )
 from torchft.work import _DummyWork
@@ -53,6 +54,14 @@ _in_flight: weakref.WeakKeyDictionary[BaseProcessGroup, tuple[object, Optional[O
 _in_flight_lock = threading.Lock()
 # The options of operations that have none.
 _NO_OPTIONS: Any = object()
+
+
+class _Connected(NamedTuple):
+    """A group that is connected with its peers."""
+
+    pg: BaseProcessGroup
+    operations: Optional[Operations]
+    store: Store  # in which the peers met
 
 
 class ProcessGroupWrapper(ProcessGroup):
@@ -84,8 +93,11 @@ class ProcessGroupWrapper(ProcessGroup):
         self._operations: Optional[Operations] = None
         self._checker: Optional[Checker] = None
         self._aborted: Optional[Exception] = None
-        self._attempt: Optional[Attempt[tuple[BaseProcessGroup, Optional[Operations], Store]]] = None
-        self._reconfigure_timeout: Optional[timedelta] = None
+        self._attempt: Optional[Attempt[_Connected]] = None  # the one that a thread waits for
+        self._beside: Optional[Attempt[_Connected]] = None
+        self._handed: Optional[ReconfigureOptions] = None  # of a `reconfigure` in progress
+        # The options by which the latest peers were to connect; None: by `configure`.
+        self._options: Optional[ReconfigureOptions] = None
         self._quorum_id: Optional[int] = None
         self._global_ranks: Optional[list[int]] = None
 
@@ -114,7 +126,8 @@ class ProcessGroupWrapper(ProcessGroup):
     @property
     def _connect_timeout(self) -> timedelta:
         """The timeout of connecting to new peers: the group's, or the caller's if that is shorter."""
-        return min(self._timeout, self._reconfigure_timeout or self._timeout)
+        given = self._options.timeout if self._options is not None else None
+        return min(self._timeout, given or self._timeout)
 
     def _reset(self) -> None:
         """Resets the state that belongs to the old peers; called before new ones are connected."""
@@ -142,6 +155,7 @@ class ProcessGroupWrapper(ProcessGroup):
         global_ranks: Optional[list[int]] = None,
     ) -> None:
         self._reset()
+        self._options = self._handed
         self._quorum_id = quorum_id
         self._global_ranks = global_ranks
         if self._given:
@@ -163,19 +177,32 @@ class ProcessGroupWrapper(ProcessGroup):
 
         if not 0 <= rank < world_size:
             raise ValueError(f"configure: rank {rank} must be between 0 and world_size - 1 = {world_size - 1}")
-        self._release(RuntimeError(f"{self.getBackendName()} was given other peers"))
+        self._replace(self._connecting_with(store_addr, rank, world_size))
 
-        def connect() -> tuple[BaseProcessGroup, Optional[Operations], Store]:
+    def _connecting_with(self, store_addr: str, rank: int, world_size: int) -> Attempt[_Connected]:
+        """An attempt to connect with peers, which has not begun."""
+
+        def connect() -> _Connected:
             store = meeting_store(store_addr, world_size, self._connect_timeout)
             pg = self._create_pg(store, rank, world_size)
-            return pg, self._watch(pg, store, rank, world_size), store
+            return _Connected(pg, self._watch(pg, store, rank, world_size), store)
 
-        def discard(made: tuple[BaseProcessGroup, Optional[Operations], Store]) -> None:
-            if made[1] is not None:
-                made[1].end(RuntimeError("the connection was aborted"))
-            self._drop([made[0]])
+        def discard(made: _Connected) -> None:
+            if made.operations is not None:
+                made.operations.end(RuntimeError("the connection was aborted"))
+            box = [made.pg]
+            del made
+            self._drop(box)
 
-        self._attempt = attempt = Attempt(connect, discard)
+        return Attempt(connect, discard)
+
+    def _replace(self, attempt: Attempt[_Connected]) -> None:
+        """Gives up the present peers, waits until the attempt has connected others, and uses those."""
+        error = RuntimeError(f"{self.getBackendName()} was given other peers")
+        if attempt is not self._beside:
+            self.abandon_beside(error)
+        self._release(error)
+        self._attempt, self._beside = attempt, None
         try:
             pg, self._operations, store = attempt.result()
         except RuntimeError as e:
@@ -185,8 +212,58 @@ class ProcessGroupWrapper(ProcessGroup):
         _owners.add(self)
         if enabled():
             name, where = self.getBackendName(), PrefixStore("check", store)
-            self._checker = Checker(name, where, rank, world_size, self._timeout)
+            self._checker = Checker(name, where, pg.rank(), pg.size(), self._timeout)
         self._pg = pg
+
+    @property
+    def connects_beside(self) -> bool:
+        """Whether the group can connect with other peers while it keeps the present ones."""
+        kind = type(self)
+        return not self._given and (kind.configure, kind.reconfigure) == (
+            ProcessGroupWrapper.configure,
+            ProcessGroupWrapper.reconfigure,
+        )
+
+    def connect_beside(self, opts: ReconfigureOptions) -> Attempt[Any]:
+        """Begins to connect with other peers, on a thread. Until :meth:`hand_over` the group keeps the present ones.
+
+        Both connections exist for that time. An abort of the group ends both.
+
+        Args:
+            opts: as for `reconfigure`; all of these peers connect, each by this method or by `reconfigure`.
+
+        Returns:
+            The attempt, to see whether it has ended.
+
+        Raises:
+            ValueError: as for `reconfigure`.
+        """
+        meeting = plan_rendezvous(opts.handles, self.get_reconfigure_handle(), self._group_rank)
+        self.abandon_beside(RuntimeError(f"{self.getBackendName()} connects with other peers"))
+        self._options = opts
+        self._quorum_id, self._global_ranks = opts.uuid, meeting.global_ranks
+        self._beside = attempt = self._connecting_with(meeting.address(opts.uuid), meeting.rank, meeting.world_size)
+        _owners.add(self)
+        attempt.start()
+        return attempt
+
+    def hand_over(self) -> None:
+        """Gives up the present peers for those of `connect_beside`. Waits until these are connected.
+
+        Raises:
+            RuntimeError: there are no such peers, or they could not be connected.
+        """
+        attempt = self._beside
+        if attempt is None:
+            raise RuntimeError(f"{self.getBackendName()} has no other peers to hand over to")
+        self._reset()
+        self._replace(attempt)
+
+    def abandon_beside(self, error: Exception) -> None:
+        """Ends the attempt of `connect_beside`, if there is one, with this error."""
+        attempt, self._beside = self._beside, None
+        if attempt is not None:
+            attempt.abandon(error)
 
     @property
     def supports_reconfigure(self) -> bool:
@@ -220,11 +297,11 @@ class ProcessGroupWrapper(ProcessGroup):
                 reconfigure_group(self.parent, opts)
                 return _DummyWork(None)
             return self.parent.reconfigure(opts)
-        self._reconfigure_timeout = opts.timeout
+        self._handed = opts
         try:
             return super().reconfigure(opts)
         finally:
-            self._reconfigure_timeout = None
+            self._handed = None
 
     def _reconfigures_itself(self) -> bool:
         """Whether the innermost group has its own `reconfigure`, so that `configure` is not needed."""
@@ -304,6 +381,7 @@ class ProcessGroupWrapper(ProcessGroup):
         attempt = self._attempt
         if attempt is not None:
             attempt.abandon(error)
+        self.abandon_beside(error)
         self._release(error)
 
     def shutdown(self) -> None:
@@ -313,7 +391,9 @@ class ProcessGroupWrapper(ProcessGroup):
                 self._pg.shutdown()
             # A native group belongs to its creator.
             return
-        self._release(RuntimeError(f"{self.getBackendName()} was shut down"))
+        error = RuntimeError(f"{self.getBackendName()} was shut down")
+        self.abandon_beside(error)
+        self._release(error)
 
     def _end_operations(self, error: Exception) -> None:
         operations, self._operations = self._operations, None
@@ -331,7 +411,9 @@ class ProcessGroupWrapper(ProcessGroup):
         if self._given:
             self._leave()
         else:
-            self._release(RuntimeError("the process group is not referenced any more"))
+            error = RuntimeError("the process group is not referenced any more")
+            self.abandon_beside(error)
+            self._release(error)
 
     def _leave(self) -> None:
         """Drops the reference to a native group, without an abort. Calls `reap`, since it may be the last reference."""
@@ -555,7 +637,9 @@ def _release_all() -> None:
         if group._given:
             group._leave()
         else:
-            group._release(RuntimeError("the process ends"))
+            error = RuntimeError("the process ends")
+            group.abandon_beside(error)
+            group._release(error)
 
 
 def _set_timeout(pg: BaseProcessGroup, timeout: timedelta) -> None:

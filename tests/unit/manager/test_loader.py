@@ -14,7 +14,8 @@ from torch.distributed import ReduceOp
 
 from tests.unit.manager.conftest import Fixture, quorum
 from torchft import Optimizer
-from torchft._manager.layout import announce, digest
+from torchft._manager.handles import LAYOUT, announce_native
+from torchft._manager.layout import announced_natively, digest
 from torchft._manager.loader import BatchCheck, BatchDiffers, device_of
 from torchft._manager.plan import Plan as QuorumPlan
 from torchft._manager.plan import WorldSizeMode, make_plan
@@ -48,9 +49,14 @@ def attach(manager: Manager, peers: Optional[Fixture] = None) -> ElasticDataLoad
     return loader
 
 
-def announce_the_same(manager: Manager, peers: Fixture) -> None:
+def native_handle(handle: str, manager: Manager) -> str:
+    """A native handle that announces the layout of a manager."""
     assert manager._layout.lines is not None
-    handles = [announce(f"native {number}", digest(manager._layout.lines)) for number in range(2)]
+    return announce_native(handle, LAYOUT, announced_natively(digest(manager._layout.lines)))
+
+
+def announce_the_same(manager: Manager, peers: Fixture) -> None:
+    handles = [native_handle(f"native {number}", manager) for number in range(2)]
     peers.client._quorum.return_value.reconfigure_handles = handles
 
 
@@ -112,7 +118,7 @@ def test_a_drain_ends_the_loop_between_two_steps(native: Fixture, zero_grad_last
     manager, model = native.manager(), nn.Linear(1, 1)
     loader = attach(manager)
     assert manager._layout.lines is not None
-    handles = [announce("native", digest(manager._layout.lines))]
+    handles = [native_handle("native", manager)]
     native.client._quorum.side_effect = [alone(handles), alone(handles, draining=True), alone(handles)]
     optimizer = Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
     for step in loader:
@@ -138,7 +144,7 @@ def test_only_the_first_step_of_a_quorum_reduces_24_more_bytes(native: Fixture) 
     manager, model = native.manager(), nn.Linear(1, 1)
     loader = attach(manager)
     assert manager._layout.lines is not None
-    handles = [announce("native", digest(manager._layout.lines))]
+    handles = [native_handle("native", manager)]
     first, second = alone(handles), alone(handles, quorum_id=2)
     native.client._quorum.side_effect = [first, first, second, second]
     optimizer = Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))

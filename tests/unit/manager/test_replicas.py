@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.bounded import todays
 from torchft._manager.divergence import OnDivergence
-from torchft._manager.layout import announce, announce_comparison, announce_native_comparison, bare, comparison_of
+from torchft._manager.handles import COMPARES, announce
 from torchft._manager.replicas import Digester, Replicas, State
 from torchft.checkpointing._digest import digest_all, memory_of
 
@@ -43,7 +43,7 @@ class Group:
         self.replicas = Replicas(setting, action, self.counted, errors=cast(Any, errors), logger=self.logger)
         self.replicas.state.add_parameters(self.model.named_parameters)
         self.replicas.state.add_optimizer(self.optimizer)
-        self.handle = announce_comparison('{"id": "a handle"}', self.replicas.announces(averages=False))
+        self.handle = announce('{"id": "a handle"}', COMPARES, self.replicas.announces(averages=False))
         self.healing = False
         self.step: Any = None
 
@@ -383,17 +383,3 @@ def test_the_local_shard_of_a_dtensor_is_digested() -> None:
             assert sum(one != other for one, other in zip(before, after)) == 1, "one part covers the bit"
     finally:
         dist.destroy_process_group()
-
-
-def test_handles_announce_how_weights_are_compared() -> None:
-    assert comparison_of('{"id": "a"}') == comparison_of("native") == comparison_of("{no json") == ""
-    assert comparison_of('{"torchft_compares": 3}') == ""
-    handle = announce_comparison('{"id": "a"}', "1/10")
-    assert comparison_of(handle) == "1/10"
-    assert announce_comparison("another project's", "1/10") == "another project's"
-    native = announce("a:native:handle with spaces", "loader-1234")
-    assert comparison_of(native) == ""
-    for handle in (announce_native_comparison("a:native:handle", "1/10"), announce("a:native:handle", "loader-1234")):
-        assert bare(handle) == "a:native:handle"
-    both = announce(announce_native_comparison("a:native:handle", "1/10"), "loader-1234")
-    assert comparison_of(both) == "1/10" and bare(both) == "a:native:handle"

@@ -272,7 +272,7 @@ class Manager(Stateful, Stepping):
             first,
             abort=self._peers.abort,
             report=self._errors.of_collective,
-            fetching=lambda: self._recovery.fetching,
+            fetching=lambda: self._recovery.fetching and not self._connection.apart,
             transferring=self._background.busy,
             logger=self._logger,
         )
@@ -416,7 +416,7 @@ class Manager(Stateful, Stepping):
             step=self._step,
             checkpoint_metadata=self._transport.metadata(),
             shrink_only=request.shrink_only,
-            commit_failures=self._commit_failures or int(self._connection.failed),
+            commit_failures=self._commit_failures or int(self._connection.retries),
             init_sync=self._init_sync,
             reconfigure_handle=self._peers.handle(
                 self._replicas.announces(averages=self._layout.lines is not None and not self._data.adds_gradients),
@@ -449,7 +449,7 @@ class Manager(Stateful, Stepping):
             # All ranks of the group vote on the step that it heals to, including a rank whose heal fails.
             self._recovery.begin(self._position, step.began)
             self._step = plan.max_step
-        if plan.quorum_id != self._quorum_id or self._connection.hands_over(plan):
+        if plan.quorum_id != self._quorum_id or self._connection.may_change(plan):
             self._quorum_id = plan.quorum_id
             self._incidents.ended("quorum")
             with self._recovery.phases.measure("reconfigure") if plan.heal else nullcontext():
@@ -458,6 +458,7 @@ class Manager(Stateful, Stepping):
         if self._connection.apart:
             step.failed(StillHealing("this group waits for its connection with the others, which train on"))
             return
+        step.peers = self._connection.members or plan.replica_ids
         fetched = self._transfers.run(self._connection.without_unconnected(plan), self._manager_state_dict)
         if fetched is not None:
             self._position = fetched

@@ -22,7 +22,13 @@ from tests.late.one_rank import Kernel, OneRank
 from tests.promises import ABORT_S, within
 from tests.unit.process_group.ranks import meeting
 from torchft.futures import context_timeout
-from torchft.process_group import ProcessGroupNCCL, accelerator, nccl
+from torchft.process_group import (
+    ErrorSwallowingProcessGroupWrapper,
+    FakeProcessGroupWrapper,
+    ProcessGroupNCCL,
+    accelerator,
+    nccl,
+)
 from torchft.process_group.accelerator import AcceleratorProcessGroup
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.reconfigure import ReconfigureOptions
@@ -127,6 +133,18 @@ def test_a_connected_rank_can_begin_at_once(late: ModuleType) -> None:
     assert tensor.tolist() == [2, 2]
 
 
+def test_a_wrapped_group_passes_the_options_on(late: ModuleType) -> None:
+    group = Group(timedelta(seconds=20))
+    group.peer.set()
+    outer = ErrorSwallowingProcessGroupWrapper(FakeProcessGroupWrapper(group))
+    opts = ReconfigureOptions()
+    opts.handles, opts.uuid, opts.timeout = [outer.get_reconfigure_handle()], 1, timedelta(seconds=7)
+    outer.reconfigure(opts)
+    assert group.made[0].waited.is_set() and group._connect_timeout == timedelta(seconds=7)
+    outer.configure(meeting(TCPStore("localhost", 0, is_master=True, wait_for_workers=False)), "replica", 0, 1)
+    assert not group.made[1].waited.is_set() and group._connect_timeout == timedelta(seconds=20)
+
+
 def test_peers_of_the_upstream_package_find_no_operation_that_they_do_not_know(
     late: ModuleType,
 ) -> None:
@@ -169,7 +187,7 @@ def test_torchfts_own_group_times_out_on_an_absent_peer(late: ModuleType, implem
     began = time.monotonic()
     if how == "abort":
         # The older backend exists already; the newer one waits for the peer's handle.
-        until(lambda: (group._attempt if implementation == "nccl2" else group._connecting) is not None)
+        until(lambda: group._attempt is not None and bool(implementation == "nccl2" or group._attempt._interrupts))
         began = time.monotonic()
         group.abort()
     thread.join(20)
@@ -267,30 +285,31 @@ def test_connected_ranks_reduce_while_they_connect_with_another_one(late: Module
         torch.accelerator.set_device_index(rank)
         return call(groups[rank])
 
-    def reduced(count: int) -> list[float]:
-        def reduce(group: ProcessGroup) -> float:
-            tensor = torch.ones(1, device="late")
-            group.allreduce([tensor], ReduceOp.SUM).wait()
-            return tensor.item()
+    def on_ranks(ranks: range, call: Any) -> list[Any]:
+        return list(pool.map(lambda rank: on_device(rank, call), ranks))
 
-        return list(pool.map(lambda rank: on_device(rank, reduce), range(count)))
+    def reduced(group: ProcessGroup) -> float:
+        tensor = torch.ones(1, device="late")
+        group.allreduce([tensor], ReduceOp.SUM).wait()
+        return tensor.item()
 
+    both, third, all_three = range(2), range(2, 3), range(3)
     with ThreadPoolExecutor(3) as pool:
-        list(pool.map(lambda rank: on_device(rank, lambda group: group.reconfigure(options(1, 2))), range(2)))
-        attempts = [on_device(rank, lambda group: group.connect_beside(options(2, 3))) for rank in range(2)]
-        assert [reduced(2) for _ in range(20)] == [[2.0, 2.0]] * 20
+        on_ranks(both, lambda group: group.reconfigure(options(1, 2)))
+        attempts = on_ranks(both, lambda group: group.connect_beside(options(2, 3)))
+        assert [on_ranks(both, reduced) for _ in range(20)] == [[2.0, 2.0]] * 20
         assert not any(attempt.ended for attempt in attempts), "the third one is missing"
-        attempts.append(on_device(2, lambda group: group.connect_beside(options(2, 3))))
+        attempts += on_ranks(third, lambda group: group.connect_beside(options(2, 3)))
         until(lambda: all(attempt.ended for attempt in attempts))
-        assert [attempt.error for attempt in attempts] == [None] * 3
-        assert reduced(2) == [2.0, 2.0]
-        list(pool.map(lambda rank: on_device(rank, lambda group: group.hand_over()), range(3)))
-        assert reduced(3) == [3.0] * 3
-        attempts = [on_device(rank, lambda group: group.connect_beside(options(3, 3))) for rank in range(2)]
-        until(lambda: groups[0]._connecting is not None or implementation == "nccl2")
+        assert all(attempt.made for attempt in attempts)
+        assert on_ranks(both, reduced) == [2.0, 2.0]
+        on_ranks(all_three, lambda group: group.hand_over())
+        assert on_ranks(all_three, reduced) == [3.0] * 3
+        attempts = on_ranks(both, lambda group: group.connect_beside(options(3, 3)))
+        until(lambda: implementation == "nccl2" or bool(attempts[0]._interrupts))
         began = time.monotonic()
         groups[0].abandon_beside(RuntimeError("the third one has failed"))
         assert time.monotonic() - began < within(ABORT_S) and attempts[0].ended
-        assert reduced(3) == [3.0] * 3
+        assert on_ranks(all_three, reduced) == [3.0] * 3
     for group in groups:
         group.shutdown()

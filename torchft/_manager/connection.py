@@ -26,12 +26,16 @@ if TYPE_CHECKING:
     from torchft.process_group._attempt import Attempt
 
 
+# The most steps between two attempts to connect with groups that join.
+_LONGEST_PAUSE = 127
+
+
 class _Next(NamedTuple):
     """The next connection, which is made beside the one in use."""
 
     name: str
     plan: Plan
-    attempt: Optional[Attempt[Any]]  # None: it has failed
+    attempt: Optional[Attempt[Any]]  # None: it has failed, or has not begun
 
 
 class Connection:
@@ -49,6 +53,7 @@ class Connection:
 
     Attributes:
         apart: whether this rank waits for its connection, while the other groups train on.
+        members: replica ids of the groups of the connection in use, with this one; empty if there is none.
     """
 
     apart = False
@@ -76,8 +81,10 @@ class Connection:
         self._dumps = os.environ.get(TORCH_FR_DUMP_TEMP_FILE_ENV)
         self._plan: Optional[Plan] = None  # the latest one that was followed
         self._name = ""  # of the connection in use; empty: there is none, or it has no name
-        self._members: list[str] = []  # replica ids of the groups of the connection in use
+        self.members: list[str] = []
         self._next: Optional[_Next] = None
+        self._failures_in_row = 0  # of attempts to make the next connection
+        self._pause = 0  # steps until the next attempt
         self._unconnected: set[int] = set()  # replica ranks of the groups that wait for their connection
 
     # For a quorum request
@@ -91,36 +98,45 @@ class Connection:
         """
         if broken:
             self._name = ""
-        self._note_failure()
+        following = self._next
+        attempt = following.attempt if following is not None else None
+        self._pause = max(0, self._pause - 1)
+        if attempt is not None and attempt.error is not None:
+            self._cannot_connect(attempt.error)
         if not self._may_wait():
+            if attempt is not None:  # its quorum id is used up: the groups meet with another one
+                self._cannot_connect(RuntimeError("this rank has registered a layout"))
+                self._pause = 0
             return ""
-        following, connected = self._next, self._name != ""
-        made = following is not None and following.attempt is not None and following.attempt.ended
+        made = following is not None and attempt is not None and attempt.made
+        connected = self._name != ""
         return Connections(
             self._name,
-            len(self._members) if connected else 0,
+            len(self.members) if connected else 0,
             following.name if following is not None and made else "",
             0 if connected else step,
         ).encode()
 
     @property
-    def failed(self) -> bool:
-        """Whether the next connection could not be made: that needs another quorum id."""
-        return self._next is not None and self._next.attempt is None
+    def retries(self) -> bool:
+        """Whether a quorum with another id is needed, since the next connection could not be made."""
+        return self._next is not None and self._next.attempt is None and self._pause == 0
 
-    def _note_failure(self) -> None:
-        following = self._next
-        if following is not None and following.attempt is not None and following.attempt.error is not None:
-            self._cannot_connect(following.name, following.plan, following.attempt.error)
-
-    def _cannot_connect(self, name: str, plan: Plan, error: BaseException) -> None:
-        self._next = _Next(name, plan, None)
-        self._logger.warn(f"quorum {plan.quorum_id}: not connected with groups that join, which is retried: {error}")
+    def _cannot_connect(self, error: BaseException) -> None:
+        """The attempt has failed. It is retried after 0, 1, 3, 7, … steps, because all groups take part in each one."""
+        assert self._next is not None
+        self._next = self._next._replace(attempt=None)
+        self._pause = min(2**self._failures_in_row - 1, _LONGEST_PAUSE)
+        self._failures_in_row += 1
+        self._logger.warn(
+            f"quorum {self._next.plan.quorum_id}: the groups that join are not connected; retried after {self._pause} "
+            f"steps: {error}"
+        )
 
     # For a quorum
 
-    def hands_over(self, plan: Plan) -> bool:
-        """Whether the present quorum may hand over to the next connection, with what its groups announce by now."""
+    def may_change(self, plan: Plan) -> bool:
+        """Whether the groups of the present quorum may hand over to the next connection, by what they announce now."""
         return self._next is not None and plan is not self._plan
 
     @ranged("_pg::configure")
@@ -148,8 +164,10 @@ class Connection:
                 os.environ[TORCH_FR_DUMP_TEMP_FILE_ENV] = f"{self._dumps}_quorum{plan.quorum_id}_"
         name, way = self._decide(plan)
         self.apart = way is Way.BESIDE and not self._name
+        if self.apart:
+            self.members = []
         if way is Way.KEEP or way is Way.BESIDE:
-            self._failures.follow(plan.quorum_id, self._members if self._name else ())
+            self._failures.follow(plan.quorum_id, self.members)
             if way is Way.BESIDE:
                 self._connect_beside(name, plan)
             else:
@@ -187,7 +205,7 @@ class Connection:
 
     def _connect(self, name: str, plan: Plan, new_here: bool, reconfigure: Callable[[int, list[str]], None]) -> None:
         """Connects with all groups of a quorum, and waits for that."""
-        self._name = ""
+        self._name, self.members = "", plan.replica_ids
         reset_flight_recorder()
         with self._failures.connecting(plan.quorum_id):
             self._failures.check()
@@ -198,7 +216,8 @@ class Connection:
                 reconfigure(plan.quorum_id, plan.handles)
             else:
                 self._peers.configure_by_store(plan, self._replica_id, self._settings)
-        self._name, self._members = name, plan.replica_ids
+        self._name = name
+        self._failures_in_row = 0
 
     def _connect_beside(self, name: str, plan: Plan) -> None:
         """Begins to make the next connection, unless that has begun."""
@@ -206,10 +225,11 @@ class Connection:
             return
         opts = ReconfigureOptions()
         opts.uuid, opts.handles, opts.timeout = plan.quorum_id, plan.handles, self._settings.timeout
+        self._next = _Next(name, plan, None)
         try:
             self._next = _Next(name, plan, self._peers.connect_beside(opts))
         except Exception as e:
-            self._cannot_connect(name, plan, e)
+            self._cannot_connect(e)
         for failure in self._failures.reported(plan.quorum_id):
             self.peer_failed(failure)  # reported before there was an attempt
 
@@ -224,7 +244,7 @@ class Connection:
         if following is None or following.attempt is None or following.attempt.ended:
             return
         if failure.quorum_id == following.plan.quorum_id and failure.replica_id in following.plan.replica_ids:
-            self._peers.abandon_beside(PeerFailed(failure))
+            self._peers.abandon_beside(PeerFailed(failure), following.attempt)
 
     def without_unconnected(self, plan: Plan) -> Plan:
         """The plan without transfers to the groups that wait for their connection, since these do not heal yet."""

@@ -328,9 +328,9 @@ class Peers:
         """Replaces the present peers by those of :meth:`connect_beside`."""
         self.pg.hand_over()
 
-    def abandon_beside(self, error: Exception) -> None:
-        """Ends the attempt of :meth:`connect_beside`."""
-        self.pg.abandon_beside(error)
+    def abandon_beside(self, error: Exception, attempt: Optional[Attempt[Any]] = None) -> None:
+        """Ends the attempt of :meth:`connect_beside`: this one, or the latest."""
+        self.pg.abandon_beside(error, attempt)
 
     def configure_by_store(self, plan: Plan, replica_id: str, settings: Settings) -> None:
         """Connects with peers as torchft 0.2.0 does, which has no handles: they meet in the primary's store.

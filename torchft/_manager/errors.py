@@ -102,7 +102,7 @@ class Errors:
         if not peers_fault(e):
             step.inputs.refuse(f"a collective cannot be done: {e!r}")
         elif not step.collectives.aborted and not isinstance(e, PeerFailed) and step.plan:
-            self._server.suspect(step.plan.quorum_id, [i for i in step.plan.replica_ids if i != self._replica_id])
+            self._server.suspect(step.plan.quorum_id, [i for i in step.peers if i != self._replica_id])
         self._end_collectives(e, step)
 
     def of_this_rank(self, e: Exception) -> None:

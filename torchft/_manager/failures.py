@@ -157,7 +157,7 @@ class Failures:
     def connecting(self, quorum_id: int) -> Iterator[None]:
         """Surrounds the connecting of the process group with the members of a new quorum."""
         self.follow(quorum_id)
-        self._connecting = True
+        self._connecting = True  # a failure that was reported before this line is found by `check`
         try:
             yield
         finally:

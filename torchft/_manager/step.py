@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, Optional
@@ -134,6 +134,7 @@ class Step:
         plan: the plan of its quorum; until the quorum is known, the plan of the previous step.
         participating_rank: this group's rank among the participants; None: it contributes zeros.
         participants: number of participating groups.
+        peers: replica ids of the groups that it reduces with, this one among them.
         began: time.monotonic() at the start.
         healing: whether this group contributes zeros, because it heals.
         error: the first error; None if there is none.
@@ -172,6 +173,7 @@ class Step:
         self.plan = plan
         self.participating_rank = plan.participating_rank if plan is not None else None
         self.participants = plan.divisor if plan is not None else 0
+        self.peers: Sequence[str] = plan.replica_ids if plan is not None else ()
 
     def loaded(self) -> None:
         """Called when a peer's state was loaded."""

@@ -7,11 +7,18 @@ fails between the quorum and the connection would delay the others until that ti
 from __future__ import annotations
 
 import threading
-from typing import Callable, Generic, Optional, TypeVar
+from typing import Any, Callable, Generic, Optional, TypeVar
 
 import torch
 
 T = TypeVar("T")
+
+_thread = threading.local()
+
+
+def running() -> Optional[Attempt[Any]]:
+    """The attempt whose call runs on this thread."""
+    return getattr(_thread, "attempt", None)
 
 
 class Attempt(Generic[T]):
@@ -21,20 +28,24 @@ class Attempt(Generic[T]):
 
     Args:
         call: may wait for peers.
-        discard: gets the result of `call` if nobody takes it after `abandon`.
+        discard: gets a list with the result of `call` if nobody takes that, and must empty the list.
+        beside: whether the result is not used at once.
 
     Attributes:
         error: why there is no result; None before the end of the call, and if it succeeded.
     """
 
-    def __init__(self, call: Callable[[], T], discard: Callable[[T], None]) -> None:
-        self._call = call
+    def __init__(self, call: Callable[[], T], discard: Callable[[list[T]], None], beside: bool = False) -> None:
+        self._call: Optional[Callable[[], T]] = call
         self._discard = discard
+        self.beside = beside
         self._lock = threading.Lock()
         self._started = False
         self._ended = threading.Event()
         self._value: list[T] = []
         self.error: Optional[BaseException] = None
+        self._abandoned = False
+        self._interrupts: list[Callable[[], object]] = []
         self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
     def start(self) -> None:
@@ -47,6 +58,11 @@ class Attempt(Generic[T]):
     def ended(self) -> bool:
         """Whether the call has ended, or was abandoned."""
         return self._ended.is_set()
+
+    @property
+    def made(self) -> bool:
+        """Whether there is a result that nobody has taken yet."""
+        return bool(self._value)
 
     def result(self) -> T:
         """Makes the call unless that was done before, and waits for its end. To be called once.
@@ -68,23 +84,41 @@ class Attempt(Generic[T]):
                 return
             untaken, self._value = self._value, []
             self.error = error
+            self._abandoned = True
             self._ended.set()
+            interrupts = self._interrupts
+        for interrupt in interrupts:
+            interrupt()
         if untaken:
-            self._discard(untaken.pop())
+            self._discard(untaken)
+
+    def when_abandoned(self, interrupt: Callable[[], object]) -> None:
+        """Registers a function that ends a wait of the call; it is called at once if the attempt was abandoned."""
+        with self._lock:
+            self._interrupts.append(interrupt)
+            abandoned = self._abandoned
+        if abandoned:
+            interrupt()
 
     def _run(self) -> None:
         error: Optional[BaseException] = None
         made: list[T] = []
+        # The call may refer to a group, which no other thread may destroy: an error of `result` keeps the attempt.
+        call, self._call = self._call, None
+        assert call is not None
+        _thread.attempt = self
         try:
             if self._device is not None:
                 torch.accelerator.set_device_index(self._device)
-            made.append(self._call())
+            made.append(call())
         except BaseException as e:
             error = e
+        del _thread.attempt, call
         with self._lock:
+            self._interrupts = []  # they may refer to what was made
             late = self._ended.is_set()
             if not late:
                 self._value, self.error = made, error
                 self._ended.set()
         if late and made:
-            self._discard(made.pop())
+            self._discard(made)

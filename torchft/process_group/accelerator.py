@@ -15,12 +15,14 @@ import threading
 import weakref
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, ContextManager, Generator, Optional, TypeVar
+from functools import partial
+from typing import Any, Callable, ContextManager, Generator, Optional, TypeVar
 
 import torch
 from torch.distributed import Work
 from torch.distributed.distributed_c10d import AllreduceOptions
 
+from torchft.process_group._attempt import running
 from torchft.process_group._errors import refuse_meta, tensors_of
 from torchft.process_group._gloo.reaper import reap
 from torchft.process_group._timeout import given_timeout
@@ -51,11 +53,17 @@ def _first_operand(device: torch.device) -> tuple[torch.Stream, torch.Tensor]:
     return known
 
 
-def first_operation(group: Any, device: torch.device) -> Work:
-    """Begins an operation of torchft's own, the first one of a group or a backend with its peers."""
+def first_operation(group: Any, device: torch.device, count: int = 1) -> Work:
+    """Begins an operation of torchft's own, the first one of a group or a backend with its peers.
+
+    Args:
+        group: the group or backend.
+        device: the device that it works on.
+        count: number of elements, 0 or 1.
+    """
     stream, tensor = _first_operand(device)
     with get_stream_context(stream):
-        return group.allreduce([tensor], AllreduceOptions())
+        return group.allreduce([tensor[:count]], AllreduceOptions())
 
 
 class _Deadline:
@@ -230,8 +238,7 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
     _works_need_group = False
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60.0)) -> None:
-        super().__init__(timeout)
-        self._connecting: Any = None  # the backend that is connecting
+        super().__init__(timeout)  # it never wraps another group
 
     def set_timeout(self, timeout: timedelta) -> None:
         # torchft's own; PyTorch's stays at _NEVER.
@@ -252,47 +259,51 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         on the connecting thread, for which nothing waits after an abort. This is done only if all peers are known to do
         the same.
 
+        Beside other peers the operation has no elements. It waits for the communicator on the host, and nothing on the
+        device waits for a peer: the host may wait for the device at any time, and a peer for the host.
+
         Raises:
             TimeoutError: not all peers came in time.
         """
+        attempt = running()
+        count = 0 if attempt is not None and attempt.beside else 1
+
+        def begin() -> Optional[Work]:
+            backend.eager_connect_single_device(device)
+            # by `configure`: upstream's peers have no handles
+            return first_operation(backend, device, count) if self._options is not None else None
+
+        self._wait_for_peers(backend, begin)
+
+    def _use_first(self, pg: BaseProcessGroup) -> None:
+        device = torch.device(pg._device_types[0].type, torch.accelerator.current_device_index())
+        backend = pg._get_backend(device)
+        self._wait_for_peers(backend, lambda: first_operation(backend, device))
+
+    def _wait_for_peers(self, backend: Any, begin: Callable[[], Optional[Work]]) -> None:
+        """Begins something that peers take part in, and waits for its end, for the timeout of connecting at most."""
         # Read from the package: a replacement put there must take effect.
         from torchft import process_group
 
-        name, timeout = self.getBackendName(), self._connect_timeout
+        name, timeout, attempt = self.getBackendName(), self._connect_timeout, running()
         late = threading.Event()
 
         def expire() -> None:
             late.set()
             abort_elsewhere(name, backend)
 
-        self._connecting = backend
-        try:
-            with process_group.context_timeout(expire, timeout):
-                backend.eager_connect_single_device(device)
-                if self._options is None:  # by `configure`: upstream's peers have no handles
-                    return
-                work = first_operation(backend, device)
-                poll(lambda: late.is_set() or work.is_completed())
-            if late.is_set():
-                raise TimeoutError(f"{name}: timed out: not all peers connected within {timeout.total_seconds()} s")
-            error = backend_error(backend)
-            if error is not None:
-                raise error
-        finally:
-            if self._connecting is backend:
-                self._connecting = None
-
-    def abandon_beside(self, error: Exception) -> None:
-        backend = self._connecting if self._beside is not None else None
-        super().abandon_beside(error)
-        if backend is not None:
-            abort_elsewhere(self.getBackendName(), backend)
-
-    def abort(self, errored: bool = True) -> None:
-        backend, self._connecting = self._connecting, None
-        super().abort(errored=errored)
-        if backend is not None:
-            abort_elsewhere(self.getBackendName(), backend)
+        if attempt is not None:
+            attempt.when_abandoned(partial(abort_elsewhere, name, backend))
+        with process_group.context_timeout(expire, timeout):
+            work = begin()
+            if work is None:
+                return
+            poll(lambda: late.is_set() or work.is_completed())
+        if late.is_set():
+            raise TimeoutError(f"{name}: timed out: not all peers connected within {timeout.total_seconds()} s")
+        error = backend_error(backend)
+        if error is not None:
+            raise error
 
     # Operations
 

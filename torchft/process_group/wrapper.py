@@ -9,6 +9,7 @@ import threading
 import weakref
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from typing import Any, Callable, ContextManager, List, NamedTuple, Optional, TypeVar, Union
 
 import torch
@@ -95,6 +96,7 @@ class ProcessGroupWrapper(ProcessGroup):
         self._aborted: Optional[Exception] = None
         self._attempt: Optional[Attempt[_Connected]] = None  # the one that a thread waits for
         self._beside: Optional[Attempt[_Connected]] = None
+        self._beside_lock = threading.Lock()
         self._handed: Optional[ReconfigureOptions] = None  # of a `reconfigure` in progress
         # The options by which the latest peers were to connect; None: by `configure`.
         self._options: Optional[ReconfigureOptions] = None
@@ -155,7 +157,7 @@ class ProcessGroupWrapper(ProcessGroup):
         global_ranks: Optional[list[int]] = None,
     ) -> None:
         self._reset()
-        self._options = self._handed
+        self._options, self._handed = self._handed, None
         self._quorum_id = quorum_id
         self._global_ranks = global_ranks
         if self._given:
@@ -163,6 +165,8 @@ class ProcessGroupWrapper(ProcessGroup):
                 raise RuntimeError(
                     f"{self.getBackendName()}: the native group behind it has no configure, only reconfigure"
                 )
+            if isinstance(self._pg, ProcessGroupWrapper):
+                self._pg._handed = self._options
             self._pg.configure(
                 store_addr,
                 replica_id,
@@ -179,7 +183,9 @@ class ProcessGroupWrapper(ProcessGroup):
             raise ValueError(f"configure: rank {rank} must be between 0 and world_size - 1 = {world_size - 1}")
         self._replace(self._connecting_with(store_addr, rank, world_size))
 
-    def _connecting_with(self, store_addr: str, rank: int, world_size: int) -> Attempt[_Connected]:
+    def _connecting_with(
+        self, store_addr: str, rank: int, world_size: int, beside: bool = False
+    ) -> Attempt[_Connected]:
         """An attempt to connect with peers, which has not begun."""
 
         def connect() -> _Connected:
@@ -187,23 +193,24 @@ class ProcessGroupWrapper(ProcessGroup):
             pg = self._create_pg(store, rank, world_size)
             return _Connected(pg, self._watch(pg, store, rank, world_size), store)
 
-        def discard(made: _Connected) -> None:
-            if made.operations is not None:
-                made.operations.end(RuntimeError("the connection was aborted"))
-            box = [made.pg]
-            del made
-            self._drop(box)
+        return Attempt(connect, self._discard, beside)
 
-        return Attempt(connect, discard)
+    def _discard(self, box: list[_Connected]) -> None:
+        """Drops the only element of `box`. The caller holds no other reference."""
+        if box[0].operations is not None:
+            box[0].operations.end(RuntimeError("the connection was aborted"))
+        self._drop([box.pop().pg])
 
     def _replace(self, attempt: Attempt[_Connected]) -> None:
         """Gives up the present peers, waits until the attempt has connected others, and uses those."""
         error = RuntimeError(f"{self.getBackendName()} was given other peers")
-        if attempt is not self._beside:
-            self.abandon_beside(error)
         self._release(error)
-        self._attempt, self._beside = attempt, None
+        self._attempt = attempt
         try:
+            if not self._take_beside(attempt):
+                self.abandon_beside(error)
+            if attempt.beside:
+                self._attempt = attempt = Attempt(partial(self._used_first, [attempt.result()]), self._discard)
             pg, self._operations, store = attempt.result()
         except RuntimeError as e:
             raise named_timeout(e) from e.__cause__
@@ -227,7 +234,8 @@ class ProcessGroupWrapper(ProcessGroup):
     def connect_beside(self, opts: ReconfigureOptions) -> Attempt[Any]:
         """Begins to connect with other peers, on a thread. Until :meth:`hand_over` the group keeps the present ones.
 
-        Both connections exist for that time. An abort of the group ends both.
+        Both connections exist for that time. On a device no operation of the new one begins, which would wait there for
+        the other peers. An abort of the group ends both connections.
 
         Args:
             opts: as for `reconfigure`; all of these peers connect, each by this method or by `reconfigure`.
@@ -242,7 +250,9 @@ class ProcessGroupWrapper(ProcessGroup):
         self.abandon_beside(RuntimeError(f"{self.getBackendName()} connects with other peers"))
         self._options = opts
         self._quorum_id, self._global_ranks = opts.uuid, meeting.global_ranks
-        self._beside = attempt = self._connecting_with(meeting.address(opts.uuid), meeting.rank, meeting.world_size)
+        attempt = self._connecting_with(meeting.address(opts.uuid), meeting.rank, meeting.world_size, beside=True)
+        with self._beside_lock:
+            self._beside = attempt
         _owners.add(self)
         attempt.start()
         return attempt
@@ -259,11 +269,36 @@ class ProcessGroupWrapper(ProcessGroup):
         self._reset()
         self._replace(attempt)
 
-    def abandon_beside(self, error: Exception) -> None:
-        """Ends the attempt of `connect_beside`, if there is one, with this error."""
-        attempt, self._beside = self._beside, None
-        if attempt is not None:
+    def abandon_beside(self, error: Exception, attempt: Optional[Attempt[Any]] = None) -> None:
+        """Ends the attempt of `connect_beside`, if there is one, with this error.
+
+        Args:
+            error: the error of the attempt.
+            attempt: the attempt to end, if it is still the latest one; None: whichever that is.
+        """
+        attempt = attempt or self._beside
+        if attempt is not None and self._take_beside(attempt):
             attempt.abandon(error)
+
+    def _take_beside(self, attempt: Attempt[Any]) -> bool:
+        """Makes the caller responsible for an attempt. Returns False if it is not the latest, or was taken."""
+        with self._beside_lock:
+            mine = self._beside is attempt
+            if mine:
+                self._beside = None
+            return mine
+
+    def _used_first(self, box: list[_Connected]) -> _Connected:
+        """Removes and returns the only element of `box`, after :meth:`_use_first`."""
+        try:
+            self._use_first(box[0].pg)
+        except BaseException:
+            self._discard(box)
+            raise
+        return box.pop()
+
+    def _use_first(self, pg: BaseProcessGroup) -> None:
+        """Called on a thread of its own before peers that were connected beside others are used."""
 
     @property
     def supports_reconfigure(self) -> bool:

@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from torchft._manager.connection import Connection
+from torchft._manager.connection import _LONGEST_PAUSE, Connection
 from torchft._manager.failures import Failures, PeerFailed
 from torchft._manager.handles import CONNECTIONS, announce
 from torchft._manager.handover import Connections, Way, decide, name_of
@@ -78,8 +78,12 @@ class Attempt:
 
     uuid: int
     members: frozenset[str]
-    ended: bool = False
+    made: bool = False
     error: Optional[Exception] = None
+
+    @property
+    def ended(self) -> bool:
+        return self.made or self.error is not None
 
 
 class Network:
@@ -92,28 +96,32 @@ class Network:
         self.peers: Optional[tuple[int, frozenset[str]]] = None  # uuid and members of the connection in use
         self.beside: Optional[Attempt] = None
         self.waits = 0  # how often it was connected while the step waits
+        self.used: set[int] = set()  # uuids of attempts
 
     def handle(self, connections: str) -> str:
         return announce(Handle(id=self.identity, store=f"{self.identity}:1").encode(), CONNECTIONS, connections)
 
     def connect_beside(self, opts: ReconfigureOptions) -> Attempt:
         members = frozenset(Handle.decode(handle).id for handle in opts.handles)
+        self.used.add(opts.uuid)
         self.beside = Attempt(opts.uuid, members)
         return self.beside
 
     def hand_over(self) -> None:
         beside, self.beside = self.beside, None
         assert beside is not None and beside.error is None
-        self.waits += not beside.ended
+        self.waits += not beside.made
         self.peers = beside.uuid, beside.members
 
-    def abandon_beside(self, error: Exception) -> None:
-        beside, self.beside = self.beside, None
-        if beside is not None and not beside.ended:
-            beside.ended, beside.error = True, error
+    def abandon_beside(self, error: Exception, attempt: Optional[Attempt] = None) -> None:
+        beside = self.beside
+        if beside is not None and attempt in (None, beside):
+            self.beside = None
+            beside.made, beside.error = False, beside.error or error
 
     def reconfigure(self, uuid: int, handles: list[str]) -> None:
         self.abandon_beside(RuntimeError("other peers"))
+        assert uuid not in self.used, "the store has the keys of an earlier meeting"
         self.waits += 1
         self.peers = uuid, frozenset(Handle.decode(handle).id for handle in handles)
 
@@ -129,6 +137,7 @@ class Group:
     followed: Optional[int] = None  # id of the quorum that was followed last
     committed: list[int] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
+    may_wait: bool = True
 
     def __post_init__(self) -> None:
         self.network = Network(self.name)
@@ -139,13 +148,13 @@ class Group:
         )  # fmt: skip
         settings, layout = MagicMock(timeout=None), MagicMock()
         self.connection = Connection(
-            self.network, self.name, settings, layout, may_wait=lambda: True, failures=self.failures,
+            self.network, self.name, settings, layout, may_wait=lambda: self.may_wait, failures=self.failures,
             errors=self.errors, logger=MagicMock(),
         )  # type: ignore[arg-type]  # fmt: skip
 
     def ask(self) -> str:
         text = self.connection.announcement(self.step, self.commit_failures > 0)
-        self.commit_failures = self.commit_failures or int(self.connection.failed)
+        self.commit_failures = self.commit_failures or int(self.connection.retries)
         return self.network.handle(text)
 
 
@@ -207,9 +216,10 @@ class History:
         for group in self.groups.values():
             beside = group.network.beside
             if beside is not None and not beside.ended and beside.members <= set(self.groups) and self.chance(chance):
-                beside.ended = True
                 if self.chance(fails):
                     beside.error = RuntimeError("refused")
+                else:
+                    beside.made = True
 
     def round(self) -> None:
         """One step of all groups."""
@@ -229,7 +239,7 @@ class History:
             if group.name in self.groups:
                 plan = _plan(self.quorum_id, rank, names, handles, max_step, len(up_to_date))
                 group.errors.lose.reset_mock()
-                if group.followed != self.quorum_id or group.connection.hands_over(plan):
+                if group.followed != self.quorum_id or group.connection.may_change(plan):
                     group.followed = self.quorum_id
                     group.connection.follow(plan, False, group.network.reconfigure)
             if rank == fails_after:
@@ -238,7 +248,8 @@ class History:
         self._check(groups, [group for group in up_to_date if group.name in self.groups], names)
         if fails_after is None:
             assert all(group.connection.apart or self.is_sound(group.network.peers) for group in groups)
-        if not failing and len(connected) == 1 and max_step > 0 and fails_after is None:
+        may_wait = all(group.may_wait for group in groups)
+        if may_wait and not failing and len(connected) == 1 and max_step > 0 and fails_after is None:
             ((_, members),) = connected
             if members <= set(names) and members >= {group.name for group in up_to_date}:
                 assert {group.name: group.network.waits for group in groups} == waits, "no group waits for a connection"
@@ -298,15 +309,19 @@ def test_random_histories(seed: int) -> None:
     history.join()
     choose = history.random.choice
     chance, history.errors, history.fails = choose([0.2, 0.5, 0.9]), choose([0.0, 0.0, 0.05]), choose([0.0, 0.1])
+    layouts = choose([0.0, 0.0, 0.02])  # the probability that a group registers a layout in a step
     for _ in range(60):
         if history.chance(0.15) and len(history.groups) < 7:
             history.join(step=history.max_step if history.chance(0.2) else 0)
         if history.chance(0.1):
             history.fail_one()
         history.end_attempts(chance, fails=choose([0.0, 0.2]))
+        for group in history.groups.values():
+            if history.chance(layouts):
+                group.may_wait = False
         history.round()
     history.errors = history.fails = 0.0
-    for _ in range(12):
+    for _ in range(12 + _LONGEST_PAUSE):
         history.end_attempts(1.0)
         history.round()
     groups = list(history.groups.values())

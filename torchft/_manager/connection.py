@@ -96,20 +96,20 @@ class Connection:
             step: the step of its weights.
             broken: whether the connection in use may be broken.
         """
+        may_wait = self._may_wait()
         if broken:
             self._name = ""
-        following = self._next
-        attempt = following.attempt if following is not None else None
         self._pause = max(0, self._pause - 1)
-        if attempt is not None and attempt.error is not None:
-            self._cannot_connect(attempt.error)
-        if not self._may_wait():
-            if attempt is not None:  # its quorum id is used up: the groups meet with another one
-                self._cannot_connect(RuntimeError("this rank has registered a layout"))
-                self._pause = 0
+        following = self._next
+        if following is not None and following.attempt is not None and following.attempt.error is not None:
+            self._cannot_connect(following, following.attempt.error)
+        if following is not None and (broken or not may_wait):
+            # All groups connect at once then. That needs another quorum id: the attempt has used that of this quorum.
+            self._next, self._pause = following._replace(attempt=None), 0
+        if not may_wait:
             return ""
-        made = following is not None and attempt is not None and attempt.made
-        connected = self._name != ""
+        following, connected = self._next, self._name != ""
+        made = following is not None and following.attempt is not None and following.attempt.made
         return Connections(
             self._name,
             len(self.members) if connected else 0,
@@ -122,14 +122,13 @@ class Connection:
         """Whether a quorum with another id is needed, since the next connection could not be made."""
         return self._next is not None and self._next.attempt is None and self._pause == 0
 
-    def _cannot_connect(self, error: BaseException) -> None:
+    def _cannot_connect(self, failed: _Next, error: BaseException) -> None:
         """The attempt has failed. It is retried after 0, 1, 3, 7, … steps, because all groups take part in each one."""
-        assert self._next is not None
-        self._next = self._next._replace(attempt=None)
+        self._next = failed._replace(attempt=None)
         self._pause = min(2**self._failures_in_row - 1, _LONGEST_PAUSE)
         self._failures_in_row += 1
         self._logger.warn(
-            f"quorum {self._next.plan.quorum_id}: the groups that join are not connected; retried after {self._pause} "
+            f"quorum {failed.plan.quorum_id}: the groups that join are not connected; retried after {self._pause} "
             f"steps: {error}"
         )
 
@@ -210,7 +209,7 @@ class Connection:
         with self._failures.connecting(plan.quorum_id):
             self._failures.check()
             self._layout.check(plan, new_here)
-            if self._next is not None and self._next.name == name and name:
+            if name and self._next is not None and self._next.name == name:
                 self._peers.hand_over()
             elif plan.handles:
                 reconfigure(plan.quorum_id, plan.handles)
@@ -225,11 +224,11 @@ class Connection:
             return
         opts = ReconfigureOptions()
         opts.uuid, opts.handles, opts.timeout = plan.quorum_id, plan.handles, self._settings.timeout
-        self._next = _Next(name, plan, None)
+        following = _Next(name, plan, None)
         try:
-            self._next = _Next(name, plan, self._peers.connect_beside(opts))
+            self._next = following._replace(attempt=self._peers.connect_beside(opts))
         except Exception as e:
-            self._cannot_connect(e)
+            self._cannot_connect(following, e)
         for failure in self._failures.reported(plan.quorum_id):
             self.peer_failed(failure)  # reported before there was an attempt
 

@@ -51,8 +51,8 @@ class Extras:
         """Reports a step of the inner optimizer, between two steps of the Manager."""
 
     @property
-    def had_quorum(self) -> bool:
-        """Whether the process group has ever had peers; True for a stand-in without a quorum id."""
+    def has_peers(self) -> bool:
+        """Whether the process group has peers; True for a stand-in without a quorum id."""
         return not self._has_quorum_id or self._manager._quorum_id != -1
 
     def share_buffer(self, buffer: torch.Tensor) -> None:

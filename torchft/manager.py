@@ -321,7 +321,14 @@ class Manager(Stateful, Stepping):
         self._failures.subscribe(self._recovery.peer_failed)
         self._failures.subscribe(self._connection.peer_failed)
         self._extras = OwnExtras(
-            self._place, self._peers, reports, self._errors, self._data, self._replayer, self._replicas.state
+            self._place,
+            self._peers,
+            self._connection,
+            reports,
+            self._errors,
+            self._data,
+            self._replayer,
+            self._replicas.state,
         )
         self._trace = step_trace(self._replica_id, self._group_rank)
         self._server.listen(self._failures.member_failed, self._failures.stalled, self._failures.progress)
@@ -416,7 +423,7 @@ class Manager(Stateful, Stepping):
             step=self._step,
             checkpoint_metadata=self._transport.metadata(),
             shrink_only=request.shrink_only,
-            commit_failures=self._commit_failures or int(self._connection.retries),
+            commit_failures=self._commit_failures or int(self._connection.needs_new_quorum),
             init_sync=self._init_sync,
             reconfigure_handle=self._peers.handle(
                 self._replicas.announces(averages=self._layout.lines is not None and not self._data.adds_gradients),
@@ -457,6 +464,7 @@ class Manager(Stateful, Stepping):
             self._incidents.ended("reconfigure")
         if self._connection.apart:
             step.failed(StillHealing("this group waits for its connection with the others, which train on"))
+            self._recovery.stop_joining()
             return
         step.peers = self._connection.members or plan.replica_ids
         fetched = self._transfers.run(self._connection.without_unconnected(plan), self._manager_state_dict)
@@ -737,7 +745,7 @@ class Manager(Stateful, Stepping):
         elif isinstance(self._current.cause, StillHealing) or (
             self._along is not None and self._current.healing and self._current.refused_by_rank
         ):
-            self._commit_failures = 0  # its reductions have succeeded, so no new connections are needed
+            self._commit_failures = 0  # no new connections are needed: reductions have succeeded, or none has begun
         else:
             self._commit_failures = failures + 1
             self._logger.warn(f"step {step} is lost: {why}")

@@ -24,7 +24,8 @@ from tests.gpu.device import MB, busy
 from tests.process.events import Commands, emit
 from torchft import process_group
 from torchft.collectives import allreduce_quantized
-from torchft.process_group import reconfigure_with_store
+from torchft.process_group import create_store_client, reconfigure_with_store
+from torchft.process_group.reconfigure import ReconfigureOptions
 
 # Timeout of each operation. NCCL notices only by this timeout that a peer has ended.
 TIMEOUT = timedelta(seconds=10)
@@ -60,6 +61,39 @@ class Rank:
         self.group.allreduce([tensor], ReduceOp.SUM).wait()
         got = tensor.unique().tolist()
         return {"ms": 1000 * (time.monotonic() - began), "sum": got}
+
+    def connect_beside(self, where: str, rank: int, n: int) -> dict[str, Any]:
+        """Connects with new peers while the present ones reduce, and waits for the whole device in each step. The last
+        rank is late.
+        """
+        store = create_store_client(where, CONNECT)
+        store.set(f"handle/{rank}", self.group.get_reconfigure_handle())
+        opts = ReconfigureOptions()
+        opts.handles = [store.get(f"handle/{i}").decode() for i in range(n)]
+        opts.uuid, opts.timeout = 1 + time.monotonic_ns() if rank == 0 else 0, CONNECT
+        if rank == 0:
+            store.set("uuid", str(opts.uuid))
+        opts.uuid = int(store.get("uuid").decode())
+        if rank == n - 1:
+            time.sleep(0.5)
+        attempt = self.group.connect_beside(opts)
+        steps: list[float] = []
+        while not attempt.ended and rank < n - 1:
+            began = time.monotonic()
+            tensor = self._full(1.0, COUNT)
+            self.group.allreduce([tensor], ReduceOp.SUM).wait()
+            del tensor
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            steps.append(1000 * (time.monotonic() - began))
+        while not attempt.ended:
+            time.sleep(0.001)
+        began = time.monotonic()
+        self.group.hand_over()
+        tensor = self._full(rank + 1.0, 4)
+        self.group.allreduce([tensor], ReduceOp.SUM).wait()
+        got, took = tensor.unique().tolist(), 1000 * (time.monotonic() - began)
+        return {"steps": len(steps), "longest_ms": max(steps, default=0.0), "ms": took, "sum": got}
 
     def collectives(self, rank: int) -> dict[str, Any]:
         """Runs every collective that this kind of group has between two ranks, each queued behind work on

@@ -162,3 +162,17 @@ def test_peers_join_and_leave(ranks: Ranks) -> None:
         ranks.connect([1, 0])
         ranks.connect([0, 1])
     wait_until(lambda: settled_mb() < before + 64)  # workers of the previous peers end in the background
+
+
+def test_a_rank_reduces_while_it_connects_with_another_one(ranks: Ranks) -> None:
+    if "isolated" in ranks.kind:
+        pytest.skip("its worker has one group; with heal_along all groups connect at once then")
+    ranks.connect([0])
+    for _ in range(3):
+        where = f"localhost:{ranks.store.port}/beside/{next(_meetings)}"
+        answers = ranks.do([0, 1], "connect_beside", [{"where": where, "rank": i, "n": 2} for i in range(2)])
+        assert [answer["sum"] for answer in answers] == [[3.0], [3.0]]
+        assert answers[0]["steps"] > 10
+        print(f"{ranks.kind}: {answers[0]}")
+        ranks.connect([0])
+    ranks.connect([0, 1])

@@ -79,7 +79,7 @@ def test_an_abort_ends_connecting_to_an_absent_peer() -> None:
 
     thread = threading.Thread(target=connect)
     thread.start()
-    wait_until(lambda: group._connecting is not None or bool(errors), 20)
+    wait_until(lambda: bool(errors) or (group._attempt is not None and bool(group._attempt._interrupts)), 20)
     time.sleep(1)
     began = time.monotonic()
     group.abort()

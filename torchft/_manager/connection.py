@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from torchft.process_group._attempt import Attempt
 
 
-# The most steps between two attempts to connect with groups that join.
-_LONGEST_PAUSE = 127
+# How many attempts to connect beside the connection in use may fail in a row. Then all groups connect at once: another
+# connection may not fit into the memory of a device, for example.
+_MOST_ATTEMPTS = 3
 
 
 class _Next(NamedTuple):
@@ -83,8 +84,7 @@ class Connection:
         self._name = ""  # of the connection in use; empty: there is none, or it has no name
         self.members: list[str] = []
         self._next: Optional[_Next] = None
-        self._failures_in_row = 0  # of attempts to make the next connection
-        self._pause = 0  # steps until the next attempt
+        self._failed = 0  # attempts in a row to make the next connection
         self._unconnected: set[int] = set()  # replica ranks of the groups that wait for their connection
 
     # For a quorum request
@@ -96,16 +96,15 @@ class Connection:
             step: the step of its weights.
             broken: whether the connection in use may be broken.
         """
-        may_wait = self._may_wait()
         if broken:
             self._name = ""
-        self._pause = max(0, self._pause - 1)
         following = self._next
         if following is not None and following.attempt is not None and following.attempt.error is not None:
             self._cannot_connect(following, following.attempt.error)
+        may_wait = self._may_wait() and self._failed < _MOST_ATTEMPTS
         if following is not None and (broken or not may_wait):
             # All groups connect at once then. That needs another quorum id: the attempt has used that of this quorum.
-            self._next, self._pause = following._replace(attempt=None), 0
+            self._next = following._replace(attempt=None)
         if not may_wait:
             return ""
         following, connected = self._next, self._name != ""
@@ -118,18 +117,18 @@ class Connection:
         ).encode()
 
     @property
-    def retries(self) -> bool:
+    def needs_new_quorum(self) -> bool:
         """Whether a quorum with another id is needed, since the next connection could not be made."""
-        return self._next is not None and self._next.attempt is None and self._pause == 0
+        return self._next is not None and self._next.attempt is None
 
-    def _cannot_connect(self, failed: _Next, error: BaseException) -> None:
-        """The attempt has failed. It is retried after 0, 1, 3, 7, … steps, because all groups take part in each one."""
-        self._next = failed._replace(attempt=None)
-        self._pause = min(2**self._failures_in_row - 1, _LONGEST_PAUSE)
-        self._failures_in_row += 1
+    def _cannot_connect(self, attempted: _Next, error: BaseException) -> None:
+        self._next = attempted._replace(attempt=None)
+        if isinstance(error, PeerFailed):
+            return  # it will not be in the next quorum
+        self._failed += 1
+        then = "retried" if self._failed < _MOST_ATTEMPTS else "all groups connect at once"
         self._logger.warn(
-            f"quorum {failed.plan.quorum_id}: the groups that join are not connected; retried after {self._pause} "
-            f"steps: {error}"
+            f"quorum {attempted.plan.quorum_id}: the groups that join are not connected; {then}: {error!r}"
         )
 
     # For a quorum
@@ -171,6 +170,7 @@ class Connection:
                 self._connect_beside(name, plan)
             else:
                 self._drop_next()
+                self._failed = 0
             return
         try:
             self._connect(name, plan, new_here, reconfigure)
@@ -189,7 +189,8 @@ class Connection:
     def _decide(self, plan: Plan) -> tuple[str, Way]:
         """The name of the connection of all groups of a quorum, and what they do."""
         self._unconnected = set()
-        if not plan.handles or not self._may_wait():
+        # Decided by what was announced, which the other groups know; `_may_wait` may have changed since.
+        if not plan.handles or not (announced(plan.handles[plan.replica_rank], CONNECTIONS) or self._may_wait()):
             return "", Way.CONNECT
         try:
             ids = [Handle.decode(handle).id for handle in plan.handles]
@@ -216,7 +217,7 @@ class Connection:
             else:
                 self._peers.configure_by_store(plan, self._replica_id, self._settings)
         self._name = name
-        self._failures_in_row = 0
+        self._failed = 0
 
     def _connect_beside(self, name: str, plan: Plan) -> None:
         """Begins to make the next connection, unless that has begun."""

@@ -10,6 +10,7 @@ import torch
 from torchft._extras import Extras
 
 if TYPE_CHECKING:
+    from torchft._manager.connection import Connection
     from torchft._manager.edge import Peers
     from torchft._manager.errors import Errors
     from torchft._manager.loader import Data, LocalSteps
@@ -26,6 +27,7 @@ class OwnExtras(Extras):
         self,
         place: Place,
         peers: Peers,
+        connection: Connection,
         reports: Reports,
         errors: Errors,
         data: Data,
@@ -34,6 +36,7 @@ class OwnExtras(Extras):
     ) -> None:
         self._place = place
         self._peers = peers
+        self._connection = connection
         self._reports = reports
         self._errors = errors
         self._data = data
@@ -63,8 +66,8 @@ class OwnExtras(Extras):
         self._data.inner_step_ended()
 
     @property
-    def had_quorum(self) -> bool:
-        return self._place.quorum_id != -1
+    def has_peers(self) -> bool:
+        return self._place.quorum_id != -1 and not self._connection.apart
 
     def share_buffer(self, buffer: torch.Tensor) -> None:
         self._peers.share_buffer(buffer)

@@ -136,7 +136,7 @@ class Failures:
         # Held while a failure ends the collectives of a step, and while a step begins. Otherwise a failure of an old
         # quorum could end the collectives of a step that has just begun with other peers.
         self._lock = threading.Lock()
-        self._quorum_id = -1  # the quorum that the process group is connected with, or connects with
+        self._quorum_id = -1  # the present quorum
         self._connecting = False  # whether the process group is connecting now
         # The members that this rank reduces with; None: all of the quorum.
         self._peers: Optional[frozenset[str]] = None
@@ -177,7 +177,7 @@ class Failures:
             self._reported = {q: failures for q, failures in self._reported.items() if q >= quorum_id}
 
     def reported(self, quorum_id: int) -> list[MemberFailure]:
-        """The failed members of a quorum that are known; none if failures end nothing."""
+        """The known failed members of a quorum; none with ``enable_error_bus`` off."""
         return list(self._reported.get(quorum_id, ()))
 
     def check(self) -> None:

@@ -287,6 +287,13 @@ class Recovery:
         """Whether this group trains along while its state arrives. If not, the caller has to :meth:`fetch` it."""
         return self.along is not None and self.along.join(plan, self._loses_nothing(plan))
 
+    def stop_joining(self) -> None:
+        """Called in a step whose gradients this group does not receive: pieces of its state that have arrived are of an
+        earlier step, and are fetched again.
+        """
+        if self.along is not None:
+            self.along.stop()
+
     def decided(self, plan: Plan, committed: bool) -> None:
         """A step was decided on: targets that train along learn of it."""
         if self.along is not None:

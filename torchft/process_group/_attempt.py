@@ -7,6 +7,7 @@ fails between the quorum and the connection would delay the others until that ti
 from __future__ import annotations
 
 import threading
+import traceback
 from typing import Any, Callable, Generic, Optional, TypeVar
 
 import torch
@@ -29,9 +30,10 @@ class Attempt(Generic[T]):
     Args:
         call: may wait for peers.
         discard: gets a list with the result of `call` if nobody takes that, and must empty the list.
-        beside: whether the result is not used at once.
+        beside: whether the caller keeps its present peers meanwhile.
 
     Attributes:
+        beside: the argument.
         error: why there is no result; None before the end of the call, and if it succeeded.
     """
 
@@ -112,6 +114,7 @@ class Attempt(Generic[T]):
                 torch.accelerator.set_device_index(self._device)
             made.append(call())
         except BaseException as e:
+            _forget_frames(e)
             error = e
         del _thread.attempt, call
         with self._lock:
@@ -120,5 +123,13 @@ class Attempt(Generic[T]):
             if not late:
                 self._value, self.error = made, error
                 self._ended.set()
+        del error  # its traceback refers to this frame
         if late and made:
             self._discard(made)
+
+
+def _forget_frames(error: Optional[BaseException]) -> None:
+    """Clears the local variables in the traceback of an error, which outlives the call: they may refer to a group."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -259,8 +259,9 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
         on the connecting thread, for which nothing waits after an abort. This is done only if all peers are known to do
         the same.
 
-        Beside other peers the operation has no elements. It waits for the communicator on the host, and nothing on the
-        device waits for a peer: the host may wait for the device at any time, and a peer for the host.
+        Beside other peers the operation has no elements: it waits for the communicator on the host, and nothing on the
+        device waits for a peer. Otherwise a deadlock would be possible: this host waits for its device, the device for
+        a peer's operation, and that peer for this host in the connection in use.
 
         Raises:
             TimeoutError: not all peers came in time.

@@ -22,8 +22,9 @@ class ManagedProcessGroup(ProcessGroupWrapper):
 
     An allreduce calls `Manager.allreduce`: if it fails, the Manager keeps the error and does not commit the step. The
     size is the number of participants of the step. Other operations go to the manager's group unchanged. All of them
-    wait for the quorum. Before the first quorum this group has no peers: PyTorch's DDP, for example, compares and
-    broadcasts parameters when it is constructed, while groups that started earlier are in the middle of a step.
+    wait for the quorum. Before the first quorum, and while others train on until the Manager's group is connected with
+    them (`heal_along`), this group has no peers: PyTorch's DDP, for example, compares and broadcasts parameters when it
+    is constructed, while groups that started earlier are in the middle of a step.
 
     PyTorch's DDP needs `find_unused_parameters=True`. Without it, DDP broadcasts new buckets after its second backward
     pass, and groups that started at another time do not take part in that broadcast.
@@ -37,8 +38,8 @@ class ManagedProcessGroup(ProcessGroupWrapper):
 
     @property
     def parent(self) -> BaseProcessGroup:
-        """The Manager's process group; before the first quorum, one without peers."""
-        return super().parent if self._extras.had_quorum else self._alone
+        """The Manager's process group; one without peers while that has none."""
+        return super().parent if self._extras.has_peers else self._alone
 
     def _run_context(self) -> ContextManager[None]:
         self.size()  # the quorum may replace the peers
@@ -62,7 +63,7 @@ class ManagedProcessGroup(ProcessGroupWrapper):
         try:
             return self._manager.num_participants()
         except RuntimeError:  # no quorum
-            if self._extras.had_quorum:
+            if self._extras.has_peers:
                 raise
             return 1
 

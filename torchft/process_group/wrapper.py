@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
-from torchft.process_group._attempt import Attempt
+from torchft.process_group._attempt import Attempt, running
 from torchft.process_group._errors import copied, explained, named_timeout, refuse_meta
 from torchft.process_group._gloo.operations import Operations
 from torchft.process_group._gloo.reaper import reap
@@ -165,18 +165,23 @@ class ProcessGroupWrapper(ProcessGroup):
                 raise RuntimeError(
                     f"{self.getBackendName()}: the native group behind it has no configure, only reconfigure"
                 )
-            if isinstance(self._pg, ProcessGroupWrapper):
-                self._pg._handed = self._options
-            self._pg.configure(
-                store_addr,
-                replica_id,
-                rank,
-                world_size,
-                quorum_id=quorum_id,
-                group_rank=group_rank,
-                group_world_size=group_world_size,
-                global_ranks=global_ranks,
-            )
+            inner = self._pg if isinstance(self._pg, ProcessGroupWrapper) else None
+            if inner is not None:
+                inner._handed = self._options
+            try:
+                self._pg.configure(
+                    store_addr,
+                    replica_id,
+                    rank,
+                    world_size,
+                    quorum_id=quorum_id,
+                    group_rank=group_rank,
+                    group_world_size=group_world_size,
+                    global_ranks=global_ranks,
+                )
+            finally:
+                if inner is not None:
+                    inner._handed = None
             return
 
         if not 0 <= rank < world_size:
@@ -205,13 +210,11 @@ class ProcessGroupWrapper(ProcessGroup):
         """Gives up the present peers, waits until the attempt has connected others, and uses those."""
         error = RuntimeError(f"{self.getBackendName()} was given other peers")
         self._release(error)
-        self._attempt = attempt
+        self._attempt = whole = Attempt(partial(self._used, attempt), self._discard) if attempt.beside else attempt
         try:
             if not self._take_beside(attempt):
-                self.abandon_beside(error)
-            if attempt.beside:
-                self._attempt = attempt = Attempt(partial(self._used_first, [attempt.result()]), self._discard)
-            pg, self._operations, store = attempt.result()
+                self.abandon_beside(error)  # another one
+            pg, self._operations, store = whole.result()
         except RuntimeError as e:
             raise named_timeout(e) from e.__cause__
         finally:
@@ -234,8 +237,8 @@ class ProcessGroupWrapper(ProcessGroup):
     def connect_beside(self, opts: ReconfigureOptions) -> Attempt[Any]:
         """Begins to connect with other peers, on a thread. Until :meth:`hand_over` the group keeps the present ones.
 
-        Both connections exist for that time. On a device no operation of the new one begins, which would wait there for
-        the other peers. An abort of the group ends both connections.
+        Both connections exist for that time, and nothing on a device waits for the new peers. An abort of the group
+        ends both connections.
 
         Args:
             opts: as for `reconfigure`; all of these peers connect, each by this method or by `reconfigure`.
@@ -248,6 +251,8 @@ class ProcessGroupWrapper(ProcessGroup):
         """
         meeting = plan_rendezvous(opts.handles, self.get_reconfigure_handle(), self._group_rank)
         self.abandon_beside(RuntimeError(f"{self.getBackendName()} connects with other peers"))
+        if self._pg is None:
+            self._reset()
         self._options = opts
         self._quorum_id, self._global_ranks = opts.uuid, meeting.global_ranks
         attempt = self._connecting_with(meeting.address(opts.uuid), meeting.rank, meeting.world_size, beside=True)
@@ -288,8 +293,12 @@ class ProcessGroupWrapper(ProcessGroup):
                 self._beside = None
             return mine
 
-    def _used_first(self, box: list[_Connected]) -> _Connected:
-        """Removes and returns the only element of `box`, after :meth:`_use_first`."""
+    def _used(self, attempt: Attempt[_Connected]) -> _Connected:
+        """The result of an attempt, after the first use. Called on the thread of another attempt, for an abort."""
+        whole = running()
+        assert whole is not None
+        whole.when_abandoned(partial(attempt.abandon, RuntimeError(f"{self.getBackendName()} was aborted")))
+        box = [attempt.result()]
         try:
             self._use_first(box[0].pg)
         except BaseException:
@@ -298,7 +307,7 @@ class ProcessGroupWrapper(ProcessGroup):
         return box.pop()
 
     def _use_first(self, pg: BaseProcessGroup) -> None:
-        """Called on a thread of its own before peers that were connected beside others are used."""
+        """Called before peers that were connected beside others are used."""
 
     @property
     def supports_reconfigure(self) -> bool:

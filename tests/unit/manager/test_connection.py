@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.unit.manager.quorums import Quorum
+from tests.unit.manager.quorums import Quorum, healing
+from torchft._manager.heal_along import StillHealing
 from torchft.manager import (
     TORCH_FR_DUMP_TEMP_FILE_ENV,
     ExceptionWithTraceback,
@@ -57,6 +58,23 @@ def test_the_flight_recorder_is_reset_for_each_quorum(
         manager.start_quorum()
         assert manager.should_commit()
         assert len(resets) == expected
+
+
+def test_a_group_that_waits_for_its_connection_reduces_and_heals_nothing(
+    fixture: Fixture, make_quorum: Quorum, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = fixture.manager(max_retries=0)
+    along = manager._recovery.along = MagicMock(wrote=False, joining=False)
+    monkeypatch.setattr(manager._connection, "follow", lambda *_: setattr(manager._connection, "apart", True))
+    fixture.client._quorum.return_value = healing(make_quorum)
+    manager.start_quorum()
+    tensor = torch.ones(2)
+    assert isinstance(manager.allreduce(tensor), _DummyWork) and tensor.tolist() == [0, 0]
+    assert not manager.should_commit() and manager._commit_failures == 0
+    error = manager.errored()
+    assert error is not None and isinstance(error.original_exception, StillHealing)
+    along.stop.assert_called()  # pieces of an earlier step lack this step's gradient
+    assert not along.join.called and not manager._extras.has_peers and manager.current_step() == 0
 
 
 def test_configure_gets_the_arguments_of_0_2_0(fixture: Fixture) -> None:

@@ -17,10 +17,10 @@ from torchft.manager import Manager
 def test_the_extras_of_a_manager(fixture: Fixture) -> None:
     manager = fixture.manager(replay_failed_step=True)
     extras = extras_of(manager)
-    assert not extras.had_quorum and not extras.adds_gradients
+    assert not extras.has_peers and not extras.adds_gradients
     manager.start_quorum()
     manager.wait_quorum()
-    assert extras.had_quorum
+    assert extras.has_peers
     extras.refuse_replay("it cannot be repeated")
     assert manager._current.inputs.refused == "it cannot be repeated"
     fixture.pg.share_buffer = MagicMock()  # type: ignore[method-assign]
@@ -35,7 +35,7 @@ def test_a_manager_implements_all_extras() -> None:
 @pytest.mark.parametrize("stand_in", [object(), MagicMock(), create_autospec(Manager, instance=True)])
 def test_the_extras_of_a_stand_in(stand_in: object) -> None:
     extras = extras_of(stand_in)
-    assert extras.had_quorum and not extras.adds_gradients
+    assert extras.has_peers and not extras.adds_gradients
     extras.refuse_replay("it cannot be repeated")
     extras.register_gradients(list)
     extras.steps_by_itself(object())
@@ -47,6 +47,6 @@ def test_the_extras_of_a_stand_in(stand_in: object) -> None:
 def test_a_stand_in_with_a_quorum_id() -> None:
     stand_in = SimpleNamespace(_quorum_id=-1)
     extras = extras_of(stand_in)
-    assert not extras.had_quorum
+    assert not extras.has_peers
     stand_in._quorum_id = 3
-    assert extras.had_quorum
+    assert extras.has_peers

@@ -9,7 +9,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from torchft._manager.connection import _LONGEST_PAUSE, Connection
+from torchft._manager.connection import Connection
 from torchft._manager.failures import Failures, PeerFailed
 from torchft._manager.handles import CONNECTIONS, announce
 from torchft._manager.handover import Connections, Way, decide, name_of
@@ -154,7 +154,7 @@ class Group:
 
     def ask(self) -> str:
         text = self.connection.announcement(self.step, self.commit_failures > 0)
-        self.commit_failures = self.commit_failures or int(self.connection.retries)
+        self.commit_failures = self.commit_failures or int(self.connection.needs_new_quorum)
         return self.network.handle(text)
 
 
@@ -321,13 +321,36 @@ def test_random_histories(seed: int) -> None:
                 group.may_wait = False
         history.round()
     history.errors = history.fails = 0.0
-    for _ in range(12 + _LONGEST_PAUSE):
+    for _ in range(12):
         history.end_attempts(1.0)
         history.round()
     groups = list(history.groups.values())
     assert {group.network.peers for group in groups} == {groups[0].network.peers}
     assert groups[0].network.peers is not None and groups[0].network.peers[1] == set(history.groups)
     assert len({group.step for group in groups}) == 1
+
+
+def test_after_three_failed_attempts_all_groups_connect_at_once() -> None:
+    """A second connection may not fit into the memory of a device."""
+    history = History(0)
+    history.join()
+    history.join()
+    for _ in range(5):
+        history.round()
+    history.join()
+    waits = [group.network.waits for group in history.groups.values()]
+    for _ in range(3):
+        history.round()
+        history.end_attempts(1.0, fails=1.0)
+    assert [group.network.waits for group in history.groups.values()] == waits
+    history.round()
+    assert [group.network.waits - before for group, before in zip(history.groups.values(), waits)] == [1, 1, 1]
+    assert not any(group.lost for group in history.groups.values())
+    for _ in range(5):
+        history.round()
+    history.join()
+    history.round()
+    assert all(group.network.beside is not None for group in history.groups.values()), "a success is a new start"
 
 
 def test_a_group_that_joins_and_fails_costs_the_others_nothing() -> None:

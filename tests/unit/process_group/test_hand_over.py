@@ -178,6 +178,35 @@ def test_an_error_of_connecting_is_that_of_the_attempt(groups: list[Gated], monk
         groups[0].hand_over()
 
 
+@pytest.mark.parametrize("when", ["connecting", "the first use"])
+def test_an_error_keeps_no_group(groups: list[Gated], monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """The Manager keeps the error until the next step, and the destruction of a group may wait."""
+    threads: list[str] = []
+    made: list[Any] = []
+    create = groups[0]._create_pg
+
+    def creates(*args: Any) -> dist.ProcessGroup:
+        pg = create(*args)
+        made.append(weakref.ref(pg, lambda _: threads.append(threading.current_thread().name)))
+        if when == "connecting":
+            raise RuntimeError("no memory")
+        return pg
+
+    def uses(pg: dist.ProcessGroup) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(groups[0], "_create_pg", creates)
+    monkeypatch.setattr(groups[0], "_use_first", uses)
+    for group in groups:
+        group.gate.set()
+    attempts = beside(groups)
+    wait_until(lambda: all(attempt.ended for attempt in attempts))
+    with pytest.raises(RuntimeError, match="no memory") as error:
+        groups[0].hand_over()
+    wait_until(lambda: bool(threads))
+    assert set(threads) <= {"torchft_reaper", "torchft_connect"} and error.value.__traceback__ is not None
+
+
 def test_handles_are_checked_before_anything_changes(groups: list[Gated]) -> None:
     opts = ReconfigureOptions()
     opts.handles = ["no handle"]

@@ -17,7 +17,6 @@ from torchft.process_group import ProcessGroup, ProcessGroupBaby, ProcessGroupBa
 def test_more_operations_in_flight_than_a_socket_holds(alone: ProcessGroup) -> None:
     tensors = [torch.full((4,), float(i)) for i in range(3000)]
     works = [alone.allreduce([tensor], ReduceOp.SUM) for tensor in tensors]
-    assert alone.num_active_work() <= 3000  # type: ignore[attr-defined]  # none, if the worker is fast
     works[-1].wait()
     for work in works:
         work.wait()

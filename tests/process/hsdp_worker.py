@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import time
 from datetime import timedelta
@@ -47,7 +48,7 @@ parser.add_argument(
     "--along", type=int, default=0, help="heal in pieces of this many elements, one per step; 0: as a whole"
 )
 parser.add_argument(
-    "--fail_at_piece", type=int, default=0, help="pieces of a heal after which the last rank ends; 0: none"
+    "--fail_at_piece", type=int, default=0, help="the last rank ends when it has so many pieces of a heal; 0: never"
 )
 parser.add_argument("--native", type=int, default=0, help="port of the store that all groups share")
 args = parser.parse_args()
@@ -155,7 +156,8 @@ while last_step is None or manager.current_step() < last_step:
     committed = decisions[-1]
     commits += committed
     error = "" if manager.errored() is None else str(manager.errored())
-    if args.fail_at_piece and rank == shards - 1 and error.startswith(f"{args.fail_at_piece} of "):
+    here = re.match(r"(\d+) of \d+ pieces", error)
+    if args.fail_at_piece and rank == shards - 1 and here is not None and int(here[1]) >= args.fail_at_piece:
         args.fail_after = commits
     emit(
         "step",

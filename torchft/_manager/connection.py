@@ -85,6 +85,8 @@ class Connection:
         self.members: list[str] = []
         self._next: Optional[_Next] = None
         self._failed = 0  # attempts in a row to make the next connection
+        # Whether the latest request had an announcement: the other groups decide by it, even if `may_wait` has changed.
+        self._announced = False
         self._unconnected: set[int] = set()  # replica ranks of the groups that wait for their connection
 
     # For a quorum request
@@ -105,6 +107,7 @@ class Connection:
         if following is not None and (broken or not may_wait):
             # All groups connect at once then. That needs another quorum id: the attempt has used that of this quorum.
             self._next = following._replace(attempt=None)
+        self._announced = may_wait
         if not may_wait:
             return ""
         following, connected = self._next, self._name != ""
@@ -189,8 +192,7 @@ class Connection:
     def _decide(self, plan: Plan) -> tuple[str, Way]:
         """The name of the connection of all groups of a quorum, and what they do."""
         self._unconnected = set()
-        # Decided by what was announced, which the other groups know; `_may_wait` may have changed since.
-        if not plan.handles or not (announced(plan.handles[plan.replica_rank], CONNECTIONS) or self._may_wait()):
+        if not plan.handles or not (self._announced or self._may_wait()):
             return "", Way.CONNECT
         try:
             ids = [Handle.decode(handle).id for handle in plan.handles]

@@ -241,7 +241,7 @@ class ProcessGroupWrapper(ProcessGroup):
         ends both connections.
 
         Args:
-            opts: as for `reconfigure`; all of these peers connect, each by this method or by `reconfigure`.
+            opts: as for `reconfigure`; all of these peers call this method, and then :meth:`hand_over`.
 
         Returns:
             The attempt, to see whether it has ended.

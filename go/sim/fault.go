@@ -241,8 +241,12 @@ func (w *world) each(f *Fault, do func(*lighthouse)) {
 	}
 }
 
-// rough reports whether the rules with a time limit are suspended while the fault lasts.
+// rough reports whether the rules with a time limit are suspended while the fault lasts. A group that stays slow makes the others
+// lose each step if it computes for longer than they wait.
 func (f *Fault) rough(s *Setup) bool {
+	if f.Kind == Slow && f.For == 0 {
+		return s.slowStep() > s.Timeout
+	}
 	return f.For > 0 && (f.Kind == Claim && !s.OnlyClaims || f.Kind == Withhold || f.Kind == Pause || f.Kind == PauseLighthouse || f.Kind == Slow || f.Kind == Noise || f.Kind == Stall)
 }
 

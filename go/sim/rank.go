@@ -195,15 +195,21 @@ func (r *rank) startQuorum() {
 	r.toManager(managerAsk)
 }
 
+// slowness is how many times as long a slow group computes.
+const slowness = 8
+
 // stepTime returns how long the computation of this step's gradients takes.
 func (r *rank) stepTime() time.Duration {
 	w := r.g.w
 	d := w.Compute/2 + w.upTo(w.Compute)
 	if w.slots[r.g.slot].slow > 0 {
-		d *= 8
+		d *= slowness
 	}
 	return d
 }
+
+// slowStep returns the longest time that a slow group computes for a step.
+func (s *Setup) slowStep() time.Duration { return slowness * 3 * s.Compute / 2 }
 
 // reportedQuorum returns the quorum that the rank reports for its last commit.
 func (r *rank) reportedQuorum() int64 {

@@ -38,6 +38,14 @@ class _Next(NamedTuple):
     plan: Plan
     attempt: Optional[Attempt[Any]]  # None: it has failed, or has not begun
 
+    @property
+    def made(self) -> bool:
+        return self.attempt is not None and self.attempt.made
+
+    @property
+    def error(self) -> Optional[BaseException]:
+        return self.attempt.error if self.attempt is not None else None
+
 
 class Connection:
     """Connects one rank with its peers, quorum after quorum.
@@ -92,7 +100,7 @@ class Connection:
     # For a quorum request
 
     def announcement(self, step: int, broken: bool) -> str:
-        """What this rank announces about its connections; empty: nothing.
+        """Returns the announcement of this rank's connections; empty if it announces none.
 
         Args:
             step: the step of its weights.
@@ -101,8 +109,8 @@ class Connection:
         if broken:
             self._name = ""
         following = self._next
-        if following is not None and following.attempt is not None and following.attempt.error is not None:
-            self._cannot_connect(following, following.attempt.error)
+        if following is not None and following.error is not None:
+            self._cannot_connect(following, following.error)
         may_wait = self._may_wait() and self._failed < _MOST_ATTEMPTS
         if following is not None and (broken or not may_wait):
             # All groups connect at once then. That needs another quorum id: the attempt has used that of this quorum.
@@ -111,11 +119,10 @@ class Connection:
         if not may_wait:
             return ""
         following, connected = self._next, self._name != ""
-        made = following is not None and following.attempt is not None and following.attempt.made
         return Connections(
             self._name,
             len(self.members) if connected else 0,
-            following.name if following is not None and made else "",
+            following.name if following is not None and following.made else "",
             0 if connected else step,
         ).encode()
 

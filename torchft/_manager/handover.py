@@ -24,7 +24,7 @@ from typing import NamedTuple, Optional
 
 
 class Way(Enum):
-    """What the groups of a quorum do with their connections."""
+    """How the groups of a quorum connect, and with which connection they reduce."""
 
     CONNECT = "all groups connect before they reduce"
     KEEP = "all groups are connected already"

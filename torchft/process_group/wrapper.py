@@ -425,8 +425,7 @@ class ProcessGroupWrapper(ProcessGroup):
         attempt = self._attempt
         if attempt is not None:
             attempt.abandon(error)
-        self.abandon_beside(error)
-        self._release(error)
+        self._release_both(error)
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -435,9 +434,7 @@ class ProcessGroupWrapper(ProcessGroup):
                 self._pg.shutdown()
             # A native group belongs to its creator.
             return
-        error = RuntimeError(f"{self.getBackendName()} was shut down")
-        self.abandon_beside(error)
-        self._release(error)
+        self._release_both(RuntimeError(f"{self.getBackendName()} was shut down"))
 
     def _end_operations(self, error: Exception) -> None:
         operations, self._operations = self._operations, None
@@ -455,9 +452,7 @@ class ProcessGroupWrapper(ProcessGroup):
         if self._given:
             self._leave()
         else:
-            error = RuntimeError("the process group is not referenced any more")
-            self.abandon_beside(error)
-            self._release(error)
+            self._release_both(RuntimeError("the process group is not referenced any more"))
 
     def _leave(self) -> None:
         """Drops the reference to a native group, without an abort. Calls `reap`, since it may be the last reference."""
@@ -466,6 +461,11 @@ class ProcessGroupWrapper(ProcessGroup):
             box: list[object] = [pg]
             del pg
             reap(box)
+
+    def _release_both(self, error: Exception) -> None:
+        """Drops the parent, and the connection that is made beside it."""
+        self.abandon_beside(error)
+        self._release(error)
 
     def _release(self, error: Exception) -> None:
         """Drops the parent: threads that wait in it get its own error, or `error`. The caller does not wait."""
@@ -681,9 +681,7 @@ def _release_all() -> None:
         if group._given:
             group._leave()
         else:
-            error = RuntimeError("the process ends")
-            group.abandon_beside(error)
-            group._release(error)
+            group._release_both(RuntimeError("the process ends"))
 
 
 def _set_timeout(pg: BaseProcessGroup, timeout: timedelta) -> None:

@@ -330,13 +330,19 @@ def test_random_histories(seed: int) -> None:
     assert len({group.step for group in groups}) == 1
 
 
-def test_after_three_failed_attempts_all_groups_connect_at_once() -> None:
-    """A second connection may not fit into the memory of a device."""
+def trained() -> History:
+    """Two groups that have trained for five steps."""
     history = History(0)
     history.join()
     history.join()
     for _ in range(5):
         history.round()
+    return history
+
+
+def test_after_three_failed_attempts_all_groups_connect_at_once() -> None:
+    """A second connection may not fit into the memory of a device."""
+    history = trained()
     history.join()
     waits = [group.network.waits for group in history.groups.values()]
     for _ in range(3):
@@ -354,11 +360,7 @@ def test_after_three_failed_attempts_all_groups_connect_at_once() -> None:
 
 
 def test_a_group_that_joins_and_fails_costs_the_others_nothing() -> None:
-    history = History(0)
-    history.join()
-    history.join()
-    for _ in range(5):
-        history.round()
+    history = trained()
     others = list(history.groups.values())
     waits = [group.network.waits for group in others]
     for _ in range(3):

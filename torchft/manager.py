@@ -69,7 +69,7 @@ from torchft._torchft import ManagerClient, ManagerServer, QuorumRequest, Quorum
 from torchft.addresses import use_lighthouse
 from torchft.checkpointing import CheckpointTransport, HTTPTransport
 from torchft.futures import future_timeout
-from torchft.process_group.reconfigure import ReconfigureOptions
+from torchft.process_group.reconfigure import options_of
 from torchft.work import _DummyWork
 
 __all__ = [
@@ -483,11 +483,7 @@ class Manager(Stateful, Stepping):
 
     def _reconfigure_pg(self, communicator_id: int, handles: list[str]) -> None:
         """Passes a new quorum's handles to the process group. Nothing else does."""
-        opts = ReconfigureOptions()
-        opts.uuid = communicator_id
-        opts.handles = handles
-        opts.timeout = self._timeout
-        self._peers.reconfigure(opts)
+        self._peers.reconfigure(options_of(communicator_id, handles, self._timeout))
 
     def finish_serving(self) -> None:
         """Waits until no healing group reads this group's state any more. Call it before changing the

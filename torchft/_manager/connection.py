@@ -14,7 +14,7 @@ from torchft._manager.layout import Layout, LayoutDiffers
 from torchft._manager.ranges import ranged
 from torchft._manager.settings import TORCH_FR_DUMP_TEMP_FILE_ENV, Settings
 from torchft.process_group.native import reset_flight_recorder
-from torchft.process_group.reconfigure import Handle, ReconfigureOptions
+from torchft.process_group.reconfigure import Handle, options_of
 
 if TYPE_CHECKING:
     from torchft._manager.edge import Peers
@@ -232,8 +232,7 @@ class Connection:
         """Begins to make the next connection, unless that has begun."""
         if self._next is not None and self._next.name == name:
             return
-        opts = ReconfigureOptions()
-        opts.uuid, opts.handles, opts.timeout = plan.quorum_id, plan.handles, self._settings.timeout
+        opts = options_of(plan.quorum_id, plan.handles, self._settings.timeout)
         following = _Next(name, plan, None)
         try:
             self._next = following._replace(attempt=self._peers.connect_beside(opts))

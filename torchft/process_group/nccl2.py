@@ -28,6 +28,7 @@ from torchft.process_group.reconfigure import (
     ReconfigureOptions,
     describe_implementations,
     host_store,
+    options_of,
 )
 
 IMPLEMENTATION_ENV = "TORCHFT_NCCL_IMPLEMENTATION"
@@ -130,8 +131,5 @@ def _options(backend: Any, store: Store, rank: int, world_size: int, timeout: ti
     store.set(str(rank), backend.get_reconfigure_handle())
     if rank == 0:
         store.set("uuid", str(random.randint(1, MAX_UUID)))
-    opts = ReconfigureOptions()
-    opts.handles = [store.get(str(peer)).decode() for peer in range(world_size)]
-    opts.uuid = int(store.get("uuid"))
-    opts.timeout = timeout
-    return opts
+    handles = [store.get(str(peer)).decode() for peer in range(world_size)]
+    return options_of(int(store.get("uuid")), handles, timeout)

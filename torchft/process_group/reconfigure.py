@@ -54,6 +54,13 @@ else:
             hints: dict[str, str] = field(default_factory=dict)
 
 
+def options_of(uuid: int, handles: list[str], timeout: Optional[timedelta]) -> ReconfigureOptions:
+    """The options of a reconfiguration; PyTorch's class takes no arguments."""
+    opts = ReconfigureOptions()
+    opts.uuid, opts.handles, opts.timeout = uuid, handles, timeout
+    return opts
+
+
 _logger: logging.Logger = logging.getLogger(__name__)
 
 # Connecting with a store takes some milliseconds, unless the name server answers late. Connections that take longer
@@ -307,11 +314,9 @@ def reconfigure_with_store(
     if rank == 0:
         store.set("uuid", str(random.randint(1, MAX_UUID)))
 
-    opts = ReconfigureOptions()
     try:
-        opts.handles = [store.get(f"handle/{i}").decode() for i in range(world_size)]
-        opts.uuid = int(store.get("uuid"))
+        handles = [store.get(f"handle/{i}").decode() for i in range(world_size)]
+        uuid = int(store.get("uuid"))
     except RuntimeError as e:
         raise named_timeout(e) from e.__cause__
-    opts.timeout = timeout
-    reconfigure_group(pg, opts)
+    reconfigure_group(pg, options_of(uuid, handles, timeout))

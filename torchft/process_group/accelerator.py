@@ -24,11 +24,12 @@ from torch.distributed.distributed_c10d import AllreduceOptions
 
 from torchft.process_group._attempt import running
 from torchft.process_group._errors import refuse_meta, tensors_of
+from torchft.process_group._forwarding import _NO_CONTEXT, _NO_OPTIONS
 from torchft.process_group._gloo.reaper import reap
 from torchft.process_group._timeout import given_timeout
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
 from torchft.process_group.native import ABORT_TIMEOUT_SEC, abort_elsewhere, backend_error, native_error
-from torchft.process_group.wrapper import _NO_CONTEXT, _NO_OPTIONS, ProcessGroupWrapper, _check_timeout
+from torchft.process_group.wrapper import ProcessGroupWrapper, _check_timeout
 from torchft.utils import Mark, get_stream_context, on_device, poll, refuse_capture
 from torchft.work import _DummyWork
 

@@ -7,24 +7,16 @@ import logging
 import sys
 import threading
 import weakref
-from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any, Callable, ContextManager, List, NamedTuple, Optional, TypeVar, Union
+from typing import Any, NamedTuple, Optional
 
 import torch
-from torch.distributed import PrefixStore, ReduceOp, Store, Work
-from torch.distributed.distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    ReduceScatterOptions,
-)
+from torch.distributed import PrefixStore, Store, Work
 
 from torchft.process_group._attempt import Attempt, running
-from torchft.process_group._errors import copied, explained, named_timeout, refuse_meta
+from torchft.process_group._errors import copied, named_timeout
+from torchft.process_group._forwarding import Forwarding
 from torchft.process_group._gloo.operations import Operations
 from torchft.process_group._gloo.reaper import reap
 from torchft.process_group.base import BaseProcessGroup, ProcessGroup
@@ -39,11 +31,7 @@ from torchft.process_group.reconfigure import (
 )
 from torchft.work import _DummyWork
 
-T = TypeVar("T")
-
 _logger: logging.Logger = logging.getLogger(__name__)
-
-_NO_CONTEXT = nullcontext()
 
 # Groups that created their parent themselves, or whose parent is a native group.
 _owners: weakref.WeakSet[ProcessGroupWrapper] = weakref.WeakSet()
@@ -53,8 +41,6 @@ _in_flight: weakref.WeakKeyDictionary[BaseProcessGroup, tuple[object, Optional[O
     weakref.WeakKeyDictionary()
 )
 _in_flight_lock = threading.Lock()
-# The options of operations that have none.
-_NO_OPTIONS: Any = object()
 
 
 class _Connected(NamedTuple):
@@ -65,13 +51,13 @@ class _Connected(NamedTuple):
     store: Store  # in which the peers met
 
 
-class ProcessGroupWrapper(ProcessGroup):
-    """Forwards every operation to its `parent`.
+class ProcessGroupWrapper(Forwarding):
+    """Connects its `parent` with peers, and forwards every operation to it.
 
     Without `pg` each `configure` replaces the parent by a new group from `_create_pg`. With `pg` that group is always
     the parent, and it is reconfigured itself.
 
-    Subclasses may override `_create_pg`, `_opts_hook`, `_run_context` and `_wrap_work`.
+    Subclasses may override `_create_pg`, and what :class:`Forwarding` lets them override.
 
     Args:
         timeout: default timeout of operations, and timeout of connecting to new peers.
@@ -108,22 +94,6 @@ class ProcessGroupWrapper(ProcessGroup):
     def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
         """Creates a group whose ranks meet in `store`; all peers call it."""
         raise NotImplementedError(f"{type(self).__name__}._create_pg")
-
-    def _opts_hook(self, opts: T) -> T:
-        """The options that the parent gets instead of `opts`."""
-        return opts
-
-    def _wrap_work(self, work: Work, opts: object) -> Work:
-        """The work that the caller gets instead of the parent's `work`."""
-        return work
-
-    def _run_context(self) -> ContextManager[None]:
-        """Surrounds every call of the parent."""
-        return _NO_CONTEXT
-
-    def _check_tensors(self, name: str, args: tuple[Any, ...]) -> None:
-        """Refuses tensors that the parent cannot take."""
-        refuse_meta(self.getBackendName, name, args)
 
     @property
     def _connect_timeout(self) -> timedelta:
@@ -484,13 +454,11 @@ class ProcessGroupWrapper(ProcessGroup):
             _logger.exception("%s: could not abort the old group", self.getBackendName())
         reap(box)
 
-    def _operations_in_flight(self) -> Optional[Operations]:
-        """The operations among the present peers of a native group. The group may be reconfigured without this wrapper,
-        and other wrappers of it share these operations.
-        """
+    def _in_flight(self) -> tuple[Optional[Operations], Optional[Checker]]:
         pg = self._pg
-        if type(pg) is not BaseProcessGroup:
-            return None
+        if not self._given or type(pg) is not BaseProcessGroup:
+            return self._operations, self._checker
+        # A native group may be reconfigured without this wrapper, and other wrappers of it share its operations.
         meeting = _meeting(pg)
         with _in_flight_lock:
             known = _in_flight.get(pg)
@@ -504,125 +472,7 @@ class ProcessGroupWrapper(ProcessGroup):
                     self._checker = Checker(pg.name(), store, pg.rank(), pg.size(), self._timeout)
                 known = _in_flight[pg] = (meeting, self._operations, self._checker)
         _, self._operations, self._checker = known
-        return self._operations
-
-    # Operations
-
-    def _run(self, name: str, *args: Any, opts: Any = _NO_OPTIONS) -> Any:
-        """Forwards an operation to the parent."""
-        # Read before the parent, so that a reconfiguration in between ends this operation too.
-        operations = self._operations_in_flight() if self._given else self._operations
-        checker = self._checker
-        with self._run_context():
-            parent: Any = self.parent
-            if checker is not None:
-                checker.check(name, args, opts)
-            self._check_tensors(name, args)
-            given = args if opts is _NO_OPTIONS else (*args, self._opts_hook(opts))
-            try:
-                work = getattr(parent, name)(*given)
-            except RuntimeError as e:
-                if isinstance(parent, ProcessGroup):
-                    raise
-                # The error's traceback keeps this frame, and the frame must not keep the group, whose destruction
-                # waits for operations.
-                parent = None
-                raise explained(self.getBackendName(), name, args, e) from e.__cause__
-            if operations is not None:
-                work = operations.guard(work, name, args)
-            return self._wrap_work(work, None if opts is _NO_OPTIONS else opts)
-
-    def allgather(
-        self,
-        output_tensors: List[List[torch.Tensor]],
-        input_tensor: List[torch.Tensor],
-        opts: Optional[AllgatherOptions] = None,
-    ) -> Work:
-        # PyTorch 2.7's dist.all_gather passes no options.
-        return self._run("allgather", output_tensors, input_tensor, opts=AllgatherOptions() if opts is None else opts)
-
-    def allgather_into_tensor_coalesced(
-        self,
-        output_tensors: List[torch.Tensor],
-        input_tensors: List[torch.Tensor],
-        opts: AllgatherOptions,
-    ) -> Work:
-        return self._run("allgather_into_tensor_coalesced", output_tensors, input_tensors, opts=opts)
-
-    def allreduce(self, tensors: List[torch.Tensor], opts: object) -> Work:
-        return self._run("allreduce", tensors, opts=opts)
-
-    def allreduce_coalesced(
-        self,
-        tensors: List[torch.Tensor],
-        opts: Union[AllreduceCoalescedOptions, AllreduceOptions, ReduceOp],
-    ) -> Work:
-        # PyTorch accepts only this class of options here.
-        if not isinstance(opts, AllreduceCoalescedOptions):
-            coalesced = AllreduceCoalescedOptions()
-            if isinstance(opts, AllreduceOptions):
-                coalesced.reduceOp = opts.reduceOp
-                coalesced.timeout = opts.timeout
-            else:
-                coalesced.reduceOp = opts
-            opts = coalesced
-        return self._run("allreduce_coalesced", tensors, opts=opts)
-
-    def alltoall_base(
-        self,
-        output_buffer: torch.Tensor,
-        input_buffer: torch.Tensor,
-        output_split_sizes: List[int],
-        input_split_sizes: List[int],
-        opts: AllToAllOptions,
-    ) -> Work:
-        return self._run("alltoall_base", output_buffer, input_buffer, output_split_sizes, input_split_sizes, opts=opts)
-
-    def barrier(self, opts: Optional[BarrierOptions] = None) -> Work:
-        return self._run("barrier", opts=BarrierOptions() if opts is None else opts)
-
-    def monitored_barrier(self, timeout: Optional[timedelta] = None, wait_all_ranks: bool = False) -> None:
-        """Waits until all ranks have called it; otherwise raises an error that names the missing ranks.
-
-        Args:
-            timeout: timeout of the wait; None: the group's.
-            wait_all_ranks: whether rank 0 names all missing ranks, not only the first.
-        """
-        timeout = self._timeout if timeout is None else timeout
-        operations = self._operations_in_flight() if self._given else self._operations
-        with self._run_context():
-            parent: Any = self.parent
-
-            def call() -> None:
-                parent.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
-
-            # monitored_barrier returns no work: the caller's thread waits.
-            call() if operations is None else operations.call(call)
-
-    def broadcast(self, tensor_list: List[torch.Tensor], opts: object) -> Work:
-        return self._run("broadcast", tensor_list, opts=opts)
-
-    def recv(self, tensors: List[torch.Tensor], src_rank: int, tag: int) -> Work:
-        return self._run("recv", tensors, src_rank, tag)
-
-    def reduce_scatter(
-        self,
-        output_tensors: List[torch.Tensor],
-        input_tensors: List[List[torch.Tensor]],
-        opts: object,
-    ) -> Work:
-        return self._run("reduce_scatter", output_tensors, input_tensors, opts=opts)
-
-    def reduce_scatter_tensor_coalesced(
-        self,
-        output_tensors: List[torch.Tensor],
-        input_tensors: List[torch.Tensor],
-        opts: ReduceScatterOptions,
-    ) -> Work:
-        return self._run("reduce_scatter_tensor_coalesced", output_tensors, input_tensors, opts=opts)
-
-    def send(self, tensors: List[torch.Tensor], dst_rank: int, tag: int) -> Work:
-        return self._run("send", tensors, dst_rank, tag)
+        return self._operations, self._checker
 
 
 def _meeting(pg: BaseProcessGroup) -> object:
@@ -639,37 +489,6 @@ def abortable(pg: BaseProcessGroup) -> BaseProcessGroup:
     returned.
     """
     return ProcessGroupWrapper(pg=pg) if is_native(pg) else pg
-
-
-def _delegate(name: str) -> Callable[..., Work]:
-    """Makes a method that forwards an operation unchanged; its arguments are PyTorch's, options last."""
-
-    def operation(self: ProcessGroupWrapper, *args: Any) -> Work:
-        if args and hasattr(args[-1], "timeout"):
-            return self._run(name, *args[:-1], opts=args[-1])
-        return self._run(name, *args)
-
-    operation.__name__ = name
-    operation.__doc__ = f"PyTorch's `ProcessGroup.{name}`."
-    return operation
-
-
-# Further operations that PyTorch's functions call (dist.reduce, dist.all_gather_into_tensor, ...). PyTorch's version
-# decides which of them exist.
-for _name in (
-    "reduce",
-    "gather",
-    "scatter",
-    "alltoall",
-    "allgather_coalesced",
-    "_allgather_base",
-    "all_gather_single",
-    "_reduce_scatter_base",
-    "reduce_scatter_single",
-    "recv_anysource",
-):
-    if hasattr(BaseProcessGroup, _name):
-        setattr(ProcessGroupWrapper, _name, _delegate(_name))
 
 
 @atexit.register

@@ -1,0 +1,216 @@
+"""The operations of a process group that forwards them to another one."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any, Callable, ContextManager, List, Optional, TypeVar, Union
+
+import torch
+from torch.distributed import ReduceOp, Work
+from torch.distributed.distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    ReduceScatterOptions,
+)
+
+from torchft.process_group._errors import explained, refuse_meta
+from torchft.process_group._gloo.operations import Operations
+from torchft.process_group.base import BaseProcessGroup, ProcessGroup
+from torchft.process_group.checked import Checker
+
+T = TypeVar("T")
+
+_NO_CONTEXT = nullcontext()
+# The options of operations that have none.
+_NO_OPTIONS: Any = object()
+
+
+class Forwarding(ProcessGroup):
+    """Forwards every operation to its `parent`, which a subclass connects with peers.
+
+    Subclasses may override `_opts_hook`, `_run_context`, `_wrap_work` and `_check_tensors`.
+    """
+
+    _timeout: timedelta  # default timeout of operations
+
+    @property
+    @abstractmethod
+    def parent(self) -> BaseProcessGroup:
+        """The group that does the work."""
+
+    @abstractmethod
+    def _in_flight(self) -> tuple[Optional[Operations], Optional[Checker]]:
+        """What ends the operations in flight in the parent (None: its abort does), and what checks that all ranks
+        call the same ones (None: nothing does).
+        """
+
+    # Methods that subclasses override
+
+    def _opts_hook(self, opts: T) -> T:
+        """The options that the parent gets instead of `opts`."""
+        return opts
+
+    def _wrap_work(self, work: Work, opts: object) -> Work:
+        """The work that the caller gets instead of the parent's `work`."""
+        return work
+
+    def _run_context(self) -> ContextManager[None]:
+        """Surrounds every call of the parent."""
+        return _NO_CONTEXT
+
+    def _check_tensors(self, name: str, args: tuple[Any, ...]) -> None:
+        """Refuses tensors that the parent cannot take."""
+        refuse_meta(self.getBackendName, name, args)
+
+    # Operations
+
+    def _run(self, name: str, *args: Any, opts: Any = _NO_OPTIONS) -> Any:
+        """Forwards an operation to the parent."""
+        # Read before the parent, so that a reconfiguration in between ends this operation too.
+        operations, checker = self._in_flight()
+        with self._run_context():
+            parent: Any = self.parent
+            if checker is not None:
+                checker.check(name, args, opts)
+            self._check_tensors(name, args)
+            given = args if opts is _NO_OPTIONS else (*args, self._opts_hook(opts))
+            try:
+                work = getattr(parent, name)(*given)
+            except RuntimeError as e:
+                if isinstance(parent, ProcessGroup):
+                    raise
+                # The error's traceback keeps this frame, and the frame must not keep the group, whose destruction
+                # waits for operations.
+                parent = None
+                raise explained(self.getBackendName(), name, args, e) from e.__cause__
+            if operations is not None:
+                work = operations.guard(work, name, args)
+            return self._wrap_work(work, None if opts is _NO_OPTIONS else opts)
+
+    def allgather(
+        self,
+        output_tensors: List[List[torch.Tensor]],
+        input_tensor: List[torch.Tensor],
+        opts: Optional[AllgatherOptions] = None,
+    ) -> Work:
+        # PyTorch 2.7's dist.all_gather passes no options.
+        return self._run("allgather", output_tensors, input_tensor, opts=AllgatherOptions() if opts is None else opts)
+
+    def allgather_into_tensor_coalesced(
+        self,
+        output_tensors: List[torch.Tensor],
+        input_tensors: List[torch.Tensor],
+        opts: AllgatherOptions,
+    ) -> Work:
+        return self._run("allgather_into_tensor_coalesced", output_tensors, input_tensors, opts=opts)
+
+    def allreduce(self, tensors: List[torch.Tensor], opts: object) -> Work:
+        return self._run("allreduce", tensors, opts=opts)
+
+    def allreduce_coalesced(
+        self,
+        tensors: List[torch.Tensor],
+        opts: Union[AllreduceCoalescedOptions, AllreduceOptions, ReduceOp],
+    ) -> Work:
+        # PyTorch accepts only this class of options here.
+        if not isinstance(opts, AllreduceCoalescedOptions):
+            coalesced = AllreduceCoalescedOptions()
+            if isinstance(opts, AllreduceOptions):
+                coalesced.reduceOp = opts.reduceOp
+                coalesced.timeout = opts.timeout
+            else:
+                coalesced.reduceOp = opts
+            opts = coalesced
+        return self._run("allreduce_coalesced", tensors, opts=opts)
+
+    def alltoall_base(
+        self,
+        output_buffer: torch.Tensor,
+        input_buffer: torch.Tensor,
+        output_split_sizes: List[int],
+        input_split_sizes: List[int],
+        opts: AllToAllOptions,
+    ) -> Work:
+        return self._run("alltoall_base", output_buffer, input_buffer, output_split_sizes, input_split_sizes, opts=opts)
+
+    def barrier(self, opts: Optional[BarrierOptions] = None) -> Work:
+        return self._run("barrier", opts=BarrierOptions() if opts is None else opts)
+
+    def monitored_barrier(self, timeout: Optional[timedelta] = None, wait_all_ranks: bool = False) -> None:
+        """Waits until all ranks have called it; otherwise raises an error that names the missing ranks.
+
+        Args:
+            timeout: timeout of the wait; None: the group's.
+            wait_all_ranks: whether rank 0 names all missing ranks, not only the first.
+        """
+        timeout = self._timeout if timeout is None else timeout
+        operations, _ = self._in_flight()
+        with self._run_context():
+            parent: Any = self.parent
+
+            def call() -> None:
+                parent.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+
+            # monitored_barrier returns no work: the caller's thread waits.
+            call() if operations is None else operations.call(call)
+
+    def broadcast(self, tensor_list: List[torch.Tensor], opts: object) -> Work:
+        return self._run("broadcast", tensor_list, opts=opts)
+
+    def recv(self, tensors: List[torch.Tensor], src_rank: int, tag: int) -> Work:
+        return self._run("recv", tensors, src_rank, tag)
+
+    def reduce_scatter(
+        self,
+        output_tensors: List[torch.Tensor],
+        input_tensors: List[List[torch.Tensor]],
+        opts: object,
+    ) -> Work:
+        return self._run("reduce_scatter", output_tensors, input_tensors, opts=opts)
+
+    def reduce_scatter_tensor_coalesced(
+        self,
+        output_tensors: List[torch.Tensor],
+        input_tensors: List[torch.Tensor],
+        opts: ReduceScatterOptions,
+    ) -> Work:
+        return self._run("reduce_scatter_tensor_coalesced", output_tensors, input_tensors, opts=opts)
+
+    def send(self, tensors: List[torch.Tensor], dst_rank: int, tag: int) -> Work:
+        return self._run("send", tensors, dst_rank, tag)
+
+
+def _delegate(name: str) -> Callable[..., Work]:
+    """Makes a method that forwards an operation unchanged; its arguments are PyTorch's, options last."""
+
+    def operation(self: Forwarding, *args: Any) -> Work:
+        if args and hasattr(args[-1], "timeout"):
+            return self._run(name, *args[:-1], opts=args[-1])
+        return self._run(name, *args)
+
+    operation.__name__ = name
+    operation.__doc__ = f"PyTorch's `ProcessGroup.{name}`."
+    return operation
+
+
+# Further operations that PyTorch's functions call (dist.reduce, dist.all_gather_into_tensor, ...). PyTorch's version
+# decides which of them exist.
+for _name in (
+    "reduce",
+    "gather",
+    "scatter",
+    "alltoall",
+    "allgather_coalesced",
+    "_allgather_base",
+    "all_gather_single",
+    "_reduce_scatter_base",
+    "reduce_scatter_single",
+    "recv_anysource",
+):
+    if hasattr(BaseProcessGroup, _name):
+        setattr(Forwarding, _name, _delegate(_name))

@@ -128,8 +128,9 @@ class Parameters:
         """Steps a small parameter of its own. Returns the types of its state that have the parameter's layout."""
         parameter = torch.zeros(_FEW, dtype=dtype, device=self.device)
         parameter.grad = torch.zeros_like(parameter)
-        state: State = defaultdict(dict)
-        _step_with(optimizer, [{**group, "params": [parameter]}], state)
+        rehearsed = {**group, "params": [parameter]}
+        state: State = type(optimizer)([rehearsed]).state  # not empty: Adagrad makes its state before its first step
+        _step_with(optimizer, [rehearsed], state)
         return [value.dtype for value in state[parameter].values() if _alike(value, parameter)]
 
     def check_groups(self) -> None:

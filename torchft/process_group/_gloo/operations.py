@@ -321,7 +321,14 @@ class _GuardedWork(Work):
     def exception(self) -> Any:
         if not self._work.is_completed():
             return self._over()
-        error: Any = self._work.exception()
+        error: Any = None
+        try:
+            error = self._work.exception()
+        except TypeError:  # PyTorch 2.7 cannot convert an error to Python, but it raises it
+            try:
+                self._work.wait()
+            except RuntimeError as e:
+                error = e
         return self._own(error) if isinstance(error, Exception) else error
 
     def _over(self) -> Optional[Exception]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any
 
@@ -129,7 +129,8 @@ class Parameters:
         parameter = torch.zeros(_FEW, dtype=dtype, device=self.device)
         parameter.grad = torch.zeros_like(parameter)
         rehearsed = {**group, "params": [parameter]}
-        state: State = type(optimizer)([rehearsed]).state  # not empty: Adagrad makes its state before its first step
+        kind: Callable[..., Optimizer] = type(optimizer)
+        state: State = kind([rehearsed]).state  # not empty: Adagrad of PyTorch 2.7 makes it before its first step
         _step_with(optimizer, [rehearsed], state)
         return [value.dtype for value in state[parameter].values() if _alike(value, parameter)]
 

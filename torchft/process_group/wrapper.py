@@ -506,7 +506,7 @@ def _release_all() -> None:
 def _set_timeout(pg: BaseProcessGroup, timeout: timedelta) -> None:
     if hasattr(pg, "set_timeout"):
         pg.set_timeout(timeout)
-    else:  # PyTorch < 2.8
+    else:  # PyTorch < 2.8, whose Gloo keeps the timeout that it was made with
         for device in pg._device_types:
             pg._get_backend(device)._set_default_timeout(timeout)
 

@@ -1,4 +1,4 @@
-"""The examples of docs/ftlib.md and docs/dlrover.md run unchanged."""
+"""The examples of docs/ftlib.md and docs/dlrover.md, of which the pages show parts, run."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from processes import child_environment, free_port, ours_path
 
 
 @pytest.mark.parametrize("name", ["ftlib", "dlrover"])
-def test_the_page_shows_the_example(name: str) -> None:
+def test_the_page_shows_a_part_of_the_example(name: str) -> None:
     (block,) = (b.text for b in blocks(name, (ROOT / f"docs/{name}.md").read_text()) if b.language == "python")
-    assert block == (ROOT / f"python/examples/{name}_loop.py").read_text()
+    assert block in (ROOT / f"python/examples/{name}_loop.py").read_text()
 
 
 def weights(*outputs: str) -> set[str]:

@@ -6,13 +6,11 @@ import (
 	"go/token"
 	"math/rand/v2"
 	"reflect"
-	"strings"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
 
-	"github.com/torchft/torchft/go/internal/testmain"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/round"
 )
@@ -66,9 +64,7 @@ func TestEveryEventIsFed(t *testing.T) {
 	require.Positive(t, fed["finished"], "groups whose training is complete")
 	require.Positive(t, fed["drain"], "ranks that were asked to leave")
 	for path, pkg := range map[string]string{"../quorum/types.go": "quorum.", "../round/types.go": "round."} {
-		names := eventTypes(t, path)
-		require.ElementsMatch(t, testmain.Row(t, "correctness.md", "go/"+strings.TrimSuffix(pkg, "."), ", "), names)
-		for _, name := range names {
+		for _, name := range eventTypes(t, path) {
 			require.GreaterOrEqual(t, fed[pkg+name], budget(4, 2), "%s%s is fed %d times", pkg, name, fed[pkg+name])
 		}
 	}

@@ -30,7 +30,7 @@ import (
 //     latest quorum.
 //
 // So of two quorums that both commit, the second is a successor of the first. The end of a member is no vote by itself: the member may
-// have been in a later quorum elsewhere. docs/correctness.md has the proof, and modelcheck_test.go checks all short histories.
+// have been in a later quorum elsewhere. proof.go has the proof, and modelcheck_test.go checks all short histories.
 type succession struct {
 	seat Seat
 	disk bool  // the seat was read from disk, and no member has reported one yet

@@ -11,7 +11,7 @@ import (
 )
 
 // The age of the newest answered stamp when a process ends determines how much time the lighthouse has to learn of that end.
-// According to docs/correctness.md and quorum.BondTime it is at most two and a half intervals. A message that arrives less than
+// According to quorum.BondTime it is at most two and a half intervals. A message that arrives less than
 // half an interval after a stamp answers that stamp and triggers no other one; the next message triggers one, and the message after
 // that answers it.
 func TestTheNewestAnsweredStampIsAtMostTwoAndAHalfIntervalsOld(t *testing.T) {

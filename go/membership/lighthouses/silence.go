@@ -6,7 +6,9 @@ import (
 )
 
 // silence measures how long a member has sent nothing, on any stream. A new stream does not reset it until a message is sent on it:
-// the lighthouse may have counted the member as failed meanwhile, and the other groups may have continued without it.
+// the lighthouse may have counted the member as failed meanwhile, and the other groups may have continued without it. A member that sends
+// into a cut connection, or has greeted another lighthouse, is not fenced: a stricter fence would cost all groups a step in each
+// failover within a long step.
 type silence struct {
 	since  time.Time
 	spoke  atomic.Int64 // when the last message was sent, in nanoseconds after since

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
-from typing import Dict, Optional, Sequence
+from typing import Dict, Optional
 
-import torch
 import torch.utils._pytree as pytree
 
 from torchft.checkpointing._encoding import Encoded, decode
@@ -60,7 +59,3 @@ class Checkpoint:
         storages = self.encoded.storages
         devices = {i: str(storage.device) for i, storage in enumerate(storages) if storage.device.type != "cpu"}
         return pack_structure([storage.nbytes() for storage in storages], self.encoded.structure, devices)
-
-    def storages(self) -> Sequence[torch.UntypedStorage]:
-        """The storages of the state, each once."""
-        return self.encoded.storages

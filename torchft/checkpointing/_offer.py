@@ -6,8 +6,8 @@ import logging
 import secrets
 import threading
 import time
-from contextlib import closing, contextmanager, nullcontext
-from typing import Any, Callable, ContextManager, Dict, Generator, Iterator, List, Optional
+from contextlib import closing, contextmanager
+from typing import Callable, Dict, Generator, Iterator, List, Optional
 
 import torch
 
@@ -57,21 +57,18 @@ class Offer:
         self.copies = copy
         self.stages = stage or copy
         self.session = secrets.token_hex(8)  # lets a reconnecting target recognize the same bytes
-        after: Dict[torch.device, _After] = {}
         copies: Dict[torch.device, Optional[Copies]] = {}
         self._blocks: Dict[int, _Block] = {}
-        for storage in checkpoint.storages():
+        for region, storage in enumerate(checkpoint.encoded.storages):
             device = storage.device
-            if device not in after:
-                after[device] = _After(device)
+            if device not in copies:
                 kind = copies_for(device.type)
                 copies[device] = None if kind is None else kind(device)
-            self._blocks[storage._cdata] = _Block(storage, after[device], copies[device])
+            self._blocks[storage._cdata] = _Block(region, storage, copies[device])
 
         self._cond = threading.Condition()
         self._copying = Copying()
         self._native_offer: Optional[NativeOffer] = None
-        self._regions = {storage._cdata: i for i, storage in enumerate(checkpoint.encoded.storages)}
         # pieces being sent, each with the function that cuts its reader off
         self._direct: Dict[object, Callable[[], None]] = {}
         self._failure = ""  # why the copy failed
@@ -132,7 +129,7 @@ class Offer:
     def native(self, server: Server) -> Optional[NativeOffer]:
         """The tensors that the native core may serve; None if some are on a device and are not copied."""
         with self._cond:
-            blocks = [self._blocks[s._cdata] for s in self.checkpoint.encoded.storages]
+            blocks = list(self._blocks.values())
             if any(block.nbytes and not (block.on_host or self._may_stage(block)) for block in blocks):
                 return None
             if self._native_offer is None:
@@ -157,10 +154,9 @@ class Offer:
                 self._copier.start()
 
     def _announce_copy(self, block: _Block) -> None:
-        region = self._regions.get(block.cdata)
-        if self._native_offer is not None and region is not None and block.ready:
+        if self._native_offer is not None and block.ready:
             assert block.coming is not None
-            self._native_offer.copied(region, block.coming, block.ready)
+            self._native_offer.copied(block.region, block.coming, block.ready)
 
     def read(self, stream: Pickled, cut_off: Callable[[], None], pacer: Pacer) -> Generator[memoryview, None, None]:
         """Yields the bytes of a stream; each piece is valid until the next is requested.
@@ -273,33 +269,16 @@ class Offer:
             return taken
 
 
-class _After:
-    """Orders copies, made on any thread, behind the work that was queued on a device when this object was created."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream: Any = None
-        if device.type != "cpu" and copies_for(device.type) is not None:
-            self._backend = getattr(torch, device.type)
-            event = self._backend.Event()
-            event.record(self._backend.current_stream(device))
-            self._stream = self._backend.Stream(device)
-            self._stream.wait_event(event)
-
-    def context(self) -> ContextManager[Any]:
-        return nullcontext() if self._stream is None else self._backend.stream(self._stream)
-
-
 class _Block:
     """One storage of the state, and its copy if there is one."""
 
-    def __init__(self, storage: torch.UntypedStorage, after: _After, copies: Optional[Copies]) -> None:
+    def __init__(self, region: int, storage: torch.UntypedStorage, copies: Optional[Copies]) -> None:
+        self.region = region  # number of the storage in the state
         self.nbytes = storage.nbytes()
-        self.cdata = storage._cdata
         self.mine: Optional[torch.Tensor] = None  # the copy, once it is complete
         self.coming: Optional[torch.Tensor] = None  # the copy, also while it is incomplete
         self.ready = 0  # bytes of the copy that are complete
         self._source = storage_bytes(storage)
-        self._after = after
         self.staged = Staged(self._source, copies) if copies is not None and self.nbytes else None
         self.on_host = self.staged is None and storage.device.type == "cpu"
         self.address = self._source.data_ptr() if self.on_host else ON_DEVICE
@@ -308,8 +287,7 @@ class _Block:
         """Copies the storage in parts, and yields after each part."""
         self.coming = mine = memory.take(self.nbytes)
         if self.staged is None:
-            with self._after.context():
-                mine.copy_(self._source)  # PyTorch releases the GIL here
+            mine.copy_(self._source)  # PyTorch releases the GIL here
             self.ready = self.nbytes
         else:
             with closing(self.staged.read(0)) as pieces:
@@ -327,10 +305,4 @@ class _Block:
     def piece(self, start: int, end: int) -> torch.Tensor:
         """Returns bytes to be sent by one call, on the CPU."""
         mine = self.mine
-        if mine is not None:
-            return mine[start:end]
-        piece = self._source[start:end]
-        if piece.device.type == "cpu":
-            return piece
-        with self._after.context():
-            return piece.cpu()
+        return mine[start:end] if mine is not None else self._source[start:end].cpu()

@@ -28,7 +28,6 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import torch
 
 from torchft.checkpointing._dtensor import SpecDecoder, SpecEncoder
-from torchft.checkpointing._memory import HostMemory
 from torchft.checkpointing._stream import pickle_object, read_object, storage_bytes
 from torchft.checkpointing.transport import CheckpointError, Unsendable
 
@@ -301,26 +300,6 @@ def dtype_of(name: str) -> torch.dtype:
     return dtype
 
 
-def flat_storage(nbytes: int, what: str, device: torch.device, memory: HostMemory) -> torch.Tensor:
-    """Allocates memory for a region.
-
-    Args:
-        nbytes: size of the region
-        what: name of the state in errors
-        device: device of the memory
-        memory: allocator for host memory
-
-    Raises:
-        CheckpointError: there is not enough memory, or no such device
-    """
-    try:
-        return memory.take(nbytes) if device.type == "cpu" else torch.empty(nbytes, dtype=torch.uint8, device=device)
-    # AssertionError: PyTorch was built without support for the device
-    except (RuntimeError, MemoryError, AssertionError) as error:
-        where = "" if device.type == "cpu" else f" on {device}: {error}"
-        raise CheckpointError(f"{what}: no memory for a tensor of {nbytes} bytes{where}") from error
-
-
 def with_flags(tensor: torch.Tensor, flags: int) -> torch.Tensor:
     """Returns the tensor as a Parameter or with requires_grad set, as its `T` item says."""
     requires_grad = bool(flags & _REQUIRES_GRAD)
@@ -360,4 +339,4 @@ def _raw(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-__all__ = ["Encoded", "decode", "flat_storage", "storage_bytes"]
+__all__ = ["Encoded", "decode", "storage_bytes"]

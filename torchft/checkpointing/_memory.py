@@ -88,6 +88,26 @@ class HostMemory:
         return taken
 
 
+def flat_storage(nbytes: int, what: str, device: torch.device, memory: HostMemory) -> torch.Tensor:
+    """Allocates memory for a region.
+
+    Args:
+        nbytes: size of the region
+        what: name of the state in errors
+        device: device of the memory
+        memory: allocator for host memory
+
+    Raises:
+        CheckpointError: there is not enough memory, or no such device
+    """
+    try:
+        return memory.take(nbytes) if device.type == "cpu" else torch.empty(nbytes, dtype=torch.uint8, device=device)
+    # AssertionError: PyTorch was built without support for the device
+    except (RuntimeError, MemoryError, AssertionError) as error:
+        where = "" if device.type == "cpu" else f" on {device}: {error}"
+        raise CheckpointError(f"{what}: no memory for a tensor of {nbytes} bytes{where}") from error
+
+
 def check_room(nbytes: int, what: str) -> None:
     """Checks that a state that is on devices at the source fits into the free host memory.
 

@@ -177,11 +177,11 @@ class Fetch(_Handle):
         block_size: int,
         checked: bool,
         stall: float,
-        window: int = 0,
-        streams: int = 0,
+        window: int,
     ) -> None:
         super().__init__(go)
         memory = go.register_memory(_pairs(regions))
+        streams = 0  # the core's default
         handle = go.pyapi_HealFetch(memory, block_size, streams, checked, int(stall * _US), window)
         _registered[handle] = owner
         self._handle = handle

@@ -256,7 +256,9 @@ class Asker:
                 # The source is shut down or gives nothing now; the next quorum may name another one.
                 error = CheckpointError if response.status == HTTPStatus.SERVICE_UNAVAILABLE else Refused
                 raise error(f"{what}: refused with {response.status}: {_reason(response)}")
-            lengths = _FRAME.unpack(_exactly(response, _FRAME.size))
+            frame = bytearray(_FRAME.size)
+            _fill(response, frame)
+            lengths = _FRAME.unpack(frame)
             if sum(lengths[:2]) > _LARGEST:
                 raise CheckpointError(f"{what}: an answer of {sum(lengths[:2])} bytes")
             body = bytearray(sum(lengths[:2]))
@@ -317,12 +319,6 @@ def _framed(value: dict[str, Any], memory: list[torch.Tensor]) -> list[memoryvie
 def _digests(memory: Sequence[torch.Tensor]) -> list[list[int]]:
     """The length and the digest of each range of memory."""
     return [[part.numel(), int(digest_bytes(part))] for part in memory]
-
-
-def _exactly(response: Any, nbytes: int) -> bytes:
-    body = bytearray(nbytes)
-    _fill(response, body)
-    return bytes(body)
 
 
 def _fill(response: Any, body: bytearray) -> None:

@@ -11,11 +11,11 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 import torch
 
 from torchft.addresses import host_port
-from torchft.checkpointing._encoding import Path, decode, flat_storage
+from torchft.checkpointing._encoding import Path, decode
 from torchft.checkpointing._handshake import DONE, Structure, Ticket, parse_structure, read_frame
 from torchft.checkpointing._http_client import Answer, ask, describe
 from torchft.checkpointing._landing import Landing, is_staged
-from torchft.checkpointing._memory import HostMemory, check_room
+from torchft.checkpointing._memory import HostMemory, check_room, flat_storage
 from torchft.checkpointing._native_transfer import ON_DEVICE, Fetch, Status
 from torchft.checkpointing._places import Places, local_part, tensor_nodes, tensors_by_path
 from torchft.checkpointing._progress import Progress, summary

@@ -20,7 +20,7 @@ import torch
 import torch._weights_only_unpickler as restricted
 from torch.serialization import _load, location_tag
 
-from torchft.checkpointing._memory import HostMemory
+from torchft.checkpointing._memory import HostMemory, flat_storage
 from torchft.checkpointing._progress import Meter
 from torchft.checkpointing._serialization import _Entry, allow_checkpoint_types, explain, pickle_allowed
 from torchft.checkpointing.transport import CheckpointError, Interrupted
@@ -172,7 +172,7 @@ def read_object(
         if entry.is_storage and given is not None:
             records.storages[entry.key] = _given(given, entry, what)
         elif entry.is_storage:
-            flat = _allocate(entry.length, what, memory)
+            flat = flat_storage(entry.length, what, torch.device("cpu"), memory)
             _fill(file, tensor_memory(flat), entry, what, meter)
             records.storages[entry.key] = flat
         else:
@@ -228,13 +228,6 @@ def _entry(fields: Dict[str, Any]) -> _Entry:
     if not (isinstance(key, str) and isinstance(is_storage, bool) and isinstance(length, int) and length >= 0):
         raise ValueError("no list of (name, kind, length)")
     return _Entry(key, is_storage, length)
-
-
-def _allocate(nbytes: int, what: str, memory: HostMemory) -> torch.Tensor:
-    try:
-        return memory.take(nbytes)
-    except (RuntimeError, MemoryError) as error:
-        raise CheckpointError(f"{what}: no memory for a tensor of {nbytes} bytes") from error
 
 
 def _fill(file: io.BufferedIOBase, memory: memoryview, entry: _Entry, what: str, meter: Optional[Meter]) -> None:

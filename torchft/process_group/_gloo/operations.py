@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from datetime import timedelta
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Optional, TypeVar
 
 import torch
 from torch.distributed import Work
@@ -24,6 +24,8 @@ from torch.futures import Future
 from torchft.process_group._errors import POINT_TO_POINT, copied, explained, tensors_of
 from torchft.process_group._gloo.connections import Connections
 from torchft.process_group._gloo.stillness import Stillness
+
+T = TypeVar("T")
 
 # The sum of these two is the longest wait after an abort; 100 ms are promised.
 _GRACE_SEC = 0.04
@@ -113,10 +115,29 @@ class Operations:
         """
         return _GuardedWork(self, work, name, args)
 
-    def call(self, function: Callable[[], None]) -> None:
-        """Calls a function that waits for peers. Raises an error if the operations end before it returns."""
-        outcome = _Outcome(function)
-        outcome.wait(self)
+    def call(self, function: Callable[[], T]) -> T:
+        """Calls a function that waits for peers, on a separate thread. Raises an error if the operations end before it
+        returns.
+        """
+        done = threading.Event()
+        values: list[T] = []
+        errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                values.append(function())
+            except Exception as e:
+                errors.append(e)
+            done.set()
+
+        threading.Thread(target=run, name="torchft_wait", daemon=True).start()
+        while not done.wait(_SLICE_SEC):
+            error = self.over(collective=False)
+            if error is not None and not done.is_set():
+                raise error
+        if errors:
+            raise errors[0]
+        return values[0]
 
     def promise(
         self, real: Future[Any], devices: Optional[list[torch.device]], own: Callable[[Exception], Exception]
@@ -176,33 +197,6 @@ class _Promise:
         return done.value()
 
 
-class _Outcome:
-    """Runs a function on a separate thread, and keeps its result or error."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._done = threading.Event()
-        self._value: Any = None
-        self._error: Optional[Exception] = None
-
-        def run() -> None:
-            try:
-                self._value = function()
-            except Exception as e:
-                self._error = e
-            self._done.set()
-
-        threading.Thread(target=run, name="torchft_wait", daemon=True).start()
-
-    def wait(self, operations: Operations) -> Any:
-        while not self._done.wait(_SLICE_SEC):
-            error = operations.over(collective=False)
-            if error is not None and not self._done.is_set():
-                raise error
-        if self._error is not None:
-            raise self._error
-        return self._value
-
-
 class _GuardedWork(Work):
     """An operation of Gloo for which waits end when the group's operations end."""
 
@@ -235,7 +229,7 @@ class _GuardedWork(Work):
             # Such operations have no future, and an expired wait breaks the connection, so they are not waited
             # for in slices.
             work = self._work
-            return _Outcome(work.wait if timeout is None else lambda: work.wait(timeout)).wait(self._operations)
+            return self._operations.call(work.wait if timeout is None else lambda: work.wait(timeout))
         deadline = math.inf if timeout is None else time.monotonic() + timeout.total_seconds()
         while True:
             began = time.monotonic()

@@ -11,7 +11,6 @@ peers announce their backend in their handles and in the store. Upstream uses th
 from __future__ import annotations
 
 import os
-import random
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Generator, Optional
@@ -23,12 +22,10 @@ from torch.distributed import PrefixStore, Store
 from torchft.process_group.accelerator import _NEVER
 from torchft.process_group.reconfigure import (
     LEGACY,
-    MAX_UUID,
     NCCL2,
-    ReconfigureOptions,
     describe_implementations,
+    exchange_handles,
     host_store,
-    options_of,
 )
 
 IMPLEMENTATION_ENV = "TORCHFT_NCCL_IMPLEMENTATION"
@@ -119,17 +116,9 @@ def connect(
             f"implementation={NCCL2!r} needs NCCL 2.28 or newer, whose communicators can be revoked; this is NCCL "
             f"{version}; use {LEGACY!r}"
         )
-    backend.reconfigure(_options(backend, PrefixStore("nccl2", store), rank, world_size, timeout)).wait()
+    handle, where = backend.get_reconfigure_handle(), PrefixStore("nccl2", store)
+    backend.reconfigure(exchange_handles(where, handle, rank, world_size, timeout, key="{}")).wait()
     pg = dist.ProcessGroup(store, rank, world_size)
     pg._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
     pg._register_backend(device, dist.ProcessGroup.BackendType.NCCL, backend)
     return pg
-
-
-def _options(backend: Any, store: Store, rank: int, world_size: int, timeout: timedelta) -> ReconfigureOptions:
-    """Exchanges the peers' handles over the store. Rank 0 draws the number of the reconfiguration for all of them."""
-    store.set(str(rank), backend.get_reconfigure_handle())
-    if rank == 0:
-        store.set("uuid", str(random.randint(1, MAX_UUID)))
-    handles = [store.get(str(peer)).decode() for peer in range(world_size)]
-    return options_of(int(store.get("uuid")), handles, timeout)

@@ -68,7 +68,7 @@ _logger: logging.Logger = logging.getLogger(__name__)
 _SLOW_SEC = 1.0
 
 # PyTorch's uuid is a signed 64 bit integer.
-MAX_UUID = 2**63 - 1
+_MAX_UUID = 2**63 - 1
 
 # Implementations of PyTorch's NCCL backend. A handle without one belongs to the legacy backend, or not to NCCL.
 LEGACY, NCCL2 = "legacy", "nccl2"
@@ -310,13 +310,25 @@ def reconfigure_with_store(
         raise ValueError(f"rank {rank} must be between 0 and world_size - 1 = {world_size - 1}")
 
     store = create_store_client(store_addr, timeout=timeout)
-    store.set(f"handle/{rank}", pg.get_reconfigure_handle())
-    if rank == 0:
-        store.set("uuid", str(random.randint(1, MAX_UUID)))
+    reconfigure_group(pg, exchange_handles(store, pg.get_reconfigure_handle(), rank, world_size, timeout))
 
+
+def exchange_handles(
+    store: Store, handle: str, rank: int, world_size: int, timeout: timedelta, key: str = "handle/{}"
+) -> ReconfigureOptions:
+    """Returns the options of a reconfiguration whose peers exchange handles over a store. Each peer calls this.
+
+    Args:
+        store: the store; its keys must not have been used for this before.
+        handle: the handle of this group.
+        timeout: timeout of the reconfiguration; the store has its own.
+        key: the key of a rank's handle.
+    """
+    store.set(key.format(rank), handle)
+    if rank == 0:
+        store.set("uuid", str(random.randint(1, _MAX_UUID)))
     try:
-        handles = [store.get(f"handle/{i}").decode() for i in range(world_size)]
-        uuid = int(store.get("uuid"))
+        handles = [store.get(key.format(peer)).decode() for peer in range(world_size)]
+        return options_of(int(store.get("uuid")), handles, timeout)
     except RuntimeError as e:
         raise named_timeout(e) from e.__cause__
-    reconfigure_group(pg, options_of(uuid, handles, timeout))

@@ -8,7 +8,6 @@ Like a native group, a communicator stays the same object while its peers change
 
 from __future__ import annotations
 
-import random
 import threading
 import weakref
 from datetime import timedelta
@@ -32,7 +31,7 @@ from torch.distributed.distributed_c10d import (
 from torchft.futures import context_timeout, stream_timeout
 from torchft.process_group.base import ProcessGroup
 from torchft.process_group.checked import Checker, enabled
-from torchft.process_group.reconfigure import ReconfigureOptions, create_store_client
+from torchft.process_group.reconfigure import ReconfigureOptions, create_store_client, exchange_handles
 from torchft.utils import Mark, on_device
 from torchft.work import _DummyWork
 
@@ -114,14 +113,8 @@ class ProcessGroupTorchComms(ProcessGroup):
         if not 0 <= rank < world_size:
             raise ValueError(f"configure: rank {rank} must be between 0 and world_size - 1 = {world_size - 1}")
         store = create_store_client(store_addr, timeout=self._timeout)
-        if rank == 0:
-            store.set("torchcomms/uuid", str(random.randint(1, 2**63 - 1)))
-        store.set(f"torchcomms/handle/{rank}", self.get_reconfigure_handle())
-        opts = ReconfigureOptions()
-        opts.handles = [store.get(f"torchcomms/handle/{peer}").decode() for peer in range(world_size)]
-        opts.uuid = int(store.get("torchcomms/uuid"))
-        opts.timeout = self._timeout
-        self.reconfigure(opts)
+        where, handle = PrefixStore("torchcomms", store), self.get_reconfigure_handle()
+        self.reconfigure(exchange_handles(where, handle, rank, world_size, self._timeout))
         # Only here: with `reconfigure`, the ranks have no common store in which they could compare their calls.
         if enabled():
             self._checker = Checker(self.getBackendName(), PrefixStore("check", store), rank, world_size, self._timeout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Optional
 
 import torch
@@ -14,6 +15,16 @@ from torchft.process_group.base import BaseProcessGroup
 from torchft.process_group.wrapper import ProcessGroupWrapper, _set_timeout
 
 
+def gloo_group(store: Store, rank: int, world_size: int, timeout: timedelta) -> BaseProcessGroup:
+    """A group of PyTorch on Gloo, connected with its peers, whose operations have this timeout."""
+    pg = BaseProcessGroup(store, rank, world_size)
+    pg._set_default_backend(BaseProcessGroup.BackendType.GLOO)
+    backend = BaseProcessGroupGloo(store, rank, world_size, timeout)
+    for device in ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",):
+        pg._register_backend(torch.device(device), BaseProcessGroup.BackendType.GLOO, backend)
+    return pg
+
+
 class ProcessGroupGloo(ProcessGroupWrapper):
     """A reconfigurable Gloo group. An abort cuts its connections, so that every wait gets an error.
 
@@ -23,14 +34,7 @@ class ProcessGroupGloo(ProcessGroupWrapper):
     """
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
-        pg = BaseProcessGroup(store, rank, world_size)
-        pg._set_default_backend(BaseProcessGroup.BackendType.GLOO)
-        backend = BaseProcessGroupGloo(store, rank, world_size, self._connect_timeout)
-        devices = ["cpu"]
-        if torch.cuda.is_available():
-            devices.append("cuda")
-        for device in devices:
-            pg._register_backend(torch.device(device), BaseProcessGroup.BackendType.GLOO, backend)
+        pg = gloo_group(store, rank, world_size, self._connect_timeout)
         if self._connect_timeout != self._timeout:
             # Applies to all operations except recv, for which PyTorch always uses the connection's timeout.
             _set_timeout(pg, self._timeout)

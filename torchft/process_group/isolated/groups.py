@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import ReduceScatterOptions
 
 from torchft.process_group.accelerator import _NEVER
 from torchft.process_group.base import BaseProcessGroup
+from torchft.process_group.gloo import gloo_group
 from torchft.process_group.isolated.parent import ProcessGroupBaby
 from torchft.process_group.nccl import with_sizes
 
@@ -25,15 +26,7 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
 
     @classmethod
     def _create_pg(cls, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
-        from torch.distributed import ProcessGroupGloo as BaseProcessGroupGloo
-
-        pg = BaseProcessGroup(store, rank, world_size)
-        pg._set_default_backend(BaseProcessGroup.BackendType.GLOO)
-        backend = BaseProcessGroupGloo(store, rank, world_size, cls._worker_timeout)
-        for device in ("cpu", "cuda"):
-            if device == "cpu" or torch.cuda.is_available():
-                pg._register_backend(torch.device(device), BaseProcessGroup.BackendType.GLOO, backend)
-        return pg
+        return gloo_group(store, rank, world_size, cls._worker_timeout)
 
     # Checked in the trainer: the worker's error would be raised only by a wait.
 

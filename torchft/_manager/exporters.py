@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 import os
+from typing import Any
 
 _EXPORTERS = ("otlp", "console")
 
@@ -39,3 +42,15 @@ def otel_exporters(signal: str = "LOGS") -> list[str]:
         if kind not in _EXPORTERS:
             raise ValueError(f"{setting}={text!r}: allowed are none, or {' and '.join(_EXPORTERS)}")
     return kinds
+
+
+def otel_for(signal: str, what: str) -> Any:
+    """``torchft.otel`` if the environment asks for exporters of a signal; None if not, or without OpenTelemetry."""
+    if not otel_exporters(signal):
+        return None
+    try:
+        return importlib.import_module("torchft.otel")
+    except ImportError as e:
+        message = "OpenTelemetry's variables ask for %s, which needs pip install 'torchft[otel]': %s"
+        logging.getLogger("torchft.manager").warning(message, what, e)
+        return None

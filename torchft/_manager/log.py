@@ -3,12 +3,11 @@ divergence."""
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 from typing import TYPE_CHECKING, Any, Optional, Protocol
 
-from torchft._manager.exporters import otel_exporters
+from torchft._manager.exporters import otel_for
 from torchft._manager.reports import Reports
 
 if TYPE_CHECKING:
@@ -25,16 +24,10 @@ _divergences = logging.getLogger("torchft_divergences")
 
 def export_events() -> None:
     """Sends the events to OpenTelemetry if the environment asks for it; otherwise nothing is imported."""
-    if not otel_exporters():
-        return
-    try:
-        otel = importlib.import_module("torchft.otel")
-    except ImportError as e:
-        message = "OpenTelemetry's variables ask for an export of events, which needs pip install 'torchft[otel]': %s"
-        logging.getLogger("torchft.manager").warning(message, e)
-        return
-    for logger in (_quorums, _commits, _errors, _failures, _recoveries, _divergences):
-        otel.setup_logger(logger.name)
+    otel = otel_for("LOGS", "an export of events")
+    if otel is not None:
+        for logger in (_quorums, _commits, _errors, _failures, _recoveries, _divergences):
+            otel.setup_logger(logger.name)
 
 
 class _Stepping(Protocol):

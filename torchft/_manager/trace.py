@@ -5,11 +5,9 @@ Traces are off unless OpenTelemetry's own variables ask for them. While they are
 
 from __future__ import annotations
 
-import importlib
-import logging
 from typing import Any, Optional
 
-from torchft._manager.exporters import otel_exporters
+from torchft._manager.exporters import otel_for
 from torchft._manager.step import State, Step
 
 
@@ -72,12 +70,5 @@ def step_trace(replica_id: str, group_rank: int) -> StepTrace:
     Raises:
         ValueError: OTEL_TRACES_EXPORTER names an unknown exporter.
     """
-    if not otel_exporters("TRACES"):
-        return StepTrace()
-    try:
-        otel = importlib.import_module("torchft.otel")
-    except ImportError as e:
-        message = "OpenTelemetry's variables ask for traces, which need pip install 'torchft[otel]': %s"
-        logging.getLogger("torchft.manager").warning(message, e)
-        return StepTrace()
-    return _OtelStepTrace(otel.tracer(), replica_id, group_rank)
+    otel = otel_for("TRACES", "traces")
+    return StepTrace() if otel is None else _OtelStepTrace(otel.tracer(), replica_id, group_rank)

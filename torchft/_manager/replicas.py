@@ -214,11 +214,6 @@ class Digester:
         self._header = header([_line(part.name, value) for part, value in zip(self._parts, values)], commits)
         self._listed = step // commits, counts
 
-    @property
-    def commits(self) -> Optional[int]:
-        """Commits in a sweep; None before the first digest."""
-        return self._sweep.commits if self._listed is not None else None
-
 
 class _Sent(NamedTuple):
     """A message that was sent and not yet evaluated."""
@@ -312,11 +307,6 @@ class Replicas:
             others = [name for name, peer in zip(plan.replica_ids, peers) if peer != self._announced]
             self._logger.info(f"weights are not compared in quorum {plan.quorum_id}: not by {', '.join(others)}")
         self._active = plan.quorum_id, active
-
-    @property
-    def commits(self) -> Optional[int]:
-        """Commits in a sweep; None before the first digest."""
-        return self._digester.commits
 
     # In a step
 

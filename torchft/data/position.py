@@ -107,11 +107,6 @@ class Stamp(NamedTuple):
     batch: int
 
     @property
-    def plan(self) -> Stamp:
-        """The same plan at its first position."""
-        return self._replace(epoch=0, batch=0)
-
-    @property
     def digest(self) -> str:
         """64 bits in hex."""
         return hashlib.sha256(

@@ -206,7 +206,7 @@ def test_the_length_of_a_sweep_is_kept(setting: Optional[int]) -> None:
         job.step()
         steps += 1
         assert steps <= sweep + 11
-    assert job.groups[0].replicas.commits == sweep
+    assert job.groups[0].replicas._digester._sweep.commits == sweep
 
 
 def test_a_checkpoint_is_loaded_in_all_groups() -> None:

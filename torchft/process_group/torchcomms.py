@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import weakref
 from datetime import timedelta
-from typing import Any, Callable, List, Optional, Union
+from typing import Any, Callable, Iterable, List, Optional, Union
 
 import torch
 
@@ -185,14 +185,17 @@ class ProcessGroupTorchComms(ProcessGroup):
 
     # Operations
 
-    def _start(self, name: str, args: tuple[Any, ...], opts: Any, *operations: Callable[[Any], Any]) -> Work:
+    def _start(
+        self, name: str, args: tuple[Any, ...], opts: Any, method: str, calls: Iterable[tuple[Any, ...]]
+    ) -> Work:
         """Starts the operations of the communicator that implement one operation of PyTorch.
 
         Args:
             name: name of PyTorch's operation.
             args: its arguments; the first one is its future's value.
             opts: its options, or None.
-            operations: functions that start them, given the communicator.
+            method: the communicator's method.
+            calls: the arguments of each call of that method.
         """
         comm = self.comm
         if self._error is not None:
@@ -201,7 +204,7 @@ class ProcessGroupTorchComms(ProcessGroup):
             raise RuntimeError(f"{self.getBackendName()} has no peers: it was not configured")
         if self._checker is not None:
             self._checker.check(name, args, opts)
-        works = [operation(comm) for operation in operations]
+        works = [getattr(comm, method)(*call, async_op=True) for call in calls]
         # PyTorch's options have a negative timeout if the caller gave none.
         timeout = getattr(opts, "timeout", self._timeout)
         value = args[0] if args else None
@@ -221,9 +224,7 @@ class ProcessGroupTorchComms(ProcessGroup):
     ) -> Work:
         given = isinstance(opts, (AllreduceOptions, AllreduceCoalescedOptions))
         op = self._op(opts.reduceOp if given else opts)
-        return self._start(
-            "allreduce", (tensors,), opts, *(lambda comm, t=t: comm.all_reduce(t, op, async_op=True) for t in tensors)
-        )
+        return self._start("allreduce", (tensors,), opts, "all_reduce", [(t, op) for t in tensors])
 
     def allreduce_coalesced(
         self, tensors: List[torch.Tensor], opts: Union[AllreduceCoalescedOptions, AllreduceOptions, ReduceOp]
@@ -233,65 +234,30 @@ class ProcessGroupTorchComms(ProcessGroup):
     def allgather(
         self, output_tensors: List[List[torch.Tensor]], input_tensor: List[torch.Tensor], opts: AllgatherOptions
     ) -> Work:
-        return self._start(
-            "allgather",
-            (output_tensors, input_tensor),
-            opts,
-            *(
-                lambda comm, outs=outs, t=t: comm.all_gather(outs, t, async_op=True)
-                for outs, t in zip(output_tensors, input_tensor)
-            ),
-        )
+        calls = zip(output_tensors, input_tensor)
+        return self._start("allgather", (output_tensors, input_tensor), opts, "all_gather", calls)
 
     def allgather_into_tensor_coalesced(
         self, output_tensors: List[torch.Tensor], input_tensors: List[torch.Tensor], opts: AllgatherOptions
     ) -> Work:
-        return self._start(
-            "allgather_into_tensor_coalesced",
-            (output_tensors, input_tensors),
-            opts,
-            *(
-                lambda comm, out=out, t=t: comm.all_gather_single(out, t, async_op=True)
-                for out, t in zip(output_tensors, input_tensors)
-            ),
-        )
+        name, args = "allgather_into_tensor_coalesced", (output_tensors, input_tensors)
+        return self._start(name, args, opts, "all_gather_single", zip(*args))
 
     def broadcast(self, tensor_list: List[torch.Tensor], opts: BroadcastOptions) -> Work:
-        root = opts.rootRank
-        return self._start(
-            "broadcast",
-            (tensor_list,),
-            opts,
-            *(lambda comm, t=t: comm.broadcast(t, root, async_op=True) for t in tensor_list),
-        )
+        return self._start("broadcast", (tensor_list,), opts, "broadcast", [(t, opts.rootRank) for t in tensor_list])
 
     def reduce_scatter(
         self, output_tensors: List[torch.Tensor], input_tensors: List[List[torch.Tensor]], opts: ReduceScatterOptions
     ) -> Work:
-        op = self._op(opts.reduceOp)
-        return self._start(
-            "reduce_scatter",
-            (output_tensors, input_tensors),
-            opts,
-            *(
-                lambda comm, out=out, parts=parts: comm.reduce_scatter(out, parts, op, async_op=True)
-                for out, parts in zip(output_tensors, input_tensors)
-            ),
-        )
+        op, args = self._op(opts.reduceOp), (output_tensors, input_tensors)
+        return self._start("reduce_scatter", args, opts, "reduce_scatter", [(*each, op) for each in zip(*args)])
 
     def reduce_scatter_tensor_coalesced(
         self, output_tensors: List[torch.Tensor], input_tensors: List[torch.Tensor], opts: ReduceScatterOptions
     ) -> Work:
-        op = self._op(opts.reduceOp)
-        return self._start(
-            "reduce_scatter_tensor_coalesced",
-            (output_tensors, input_tensors),
-            opts,
-            *(
-                lambda comm, out=out, t=t: comm.reduce_scatter_single(out, t, op, async_op=True)
-                for out, t in zip(output_tensors, input_tensors)
-            ),
-        )
+        op, args = self._op(opts.reduceOp), (output_tensors, input_tensors)
+        calls = [(*each, op) for each in zip(*args)]
+        return self._start("reduce_scatter_tensor_coalesced", args, opts, "reduce_scatter_single", calls)
 
     def alltoall_base(
         self,
@@ -301,28 +267,23 @@ class ProcessGroupTorchComms(ProcessGroup):
         input_split_sizes: List[int],
         opts: AllToAllOptions,
     ) -> Work:
-        def run(comm: Any) -> Any:
-            if not output_split_sizes and not input_split_sizes:
-                return comm.all_to_all_single(output_buffer, input_buffer, async_op=True)
-            n = comm.get_size()
-            outputs = output_split_sizes or [output_buffer.size(0) // n] * n
-            inputs = input_split_sizes or [input_buffer.size(0) // n] * n
-            return comm.all_to_all_v_single(output_buffer, input_buffer, outputs, inputs, async_op=True)
-
-        return self._start("alltoall_base", ([output_buffer], input_buffer), opts, run)
+        args: tuple[Any, ...] = ([output_buffer], input_buffer)
+        if not output_split_sizes and not input_split_sizes:
+            return self._start("alltoall_base", args, opts, "all_to_all_single", [(output_buffer, input_buffer)])
+        n = self.size()
+        outputs = output_split_sizes or [output_buffer.size(0) // n] * n
+        inputs = input_split_sizes or [input_buffer.size(0) // n] * n
+        call = (output_buffer, input_buffer, outputs, inputs)
+        return self._start("alltoall_base", args, opts, "all_to_all_v_single", [call])
 
     def barrier(self, opts: Optional[BarrierOptions] = None) -> Work:
-        return self._start("barrier", (), opts, lambda comm: comm.barrier(async_op=True))
+        return self._start("barrier", (), opts, "barrier", [()])
 
     def send(self, tensors: List[torch.Tensor], dst_rank: int, tag: int) -> Work:
-        return self._start(
-            "send", (tensors,), None, *(lambda comm, t=t: comm.send(t, dst_rank, async_op=True) for t in tensors)
-        )
+        return self._start("send", (tensors,), None, "send", [(t, dst_rank) for t in tensors])
 
     def recv(self, tensors: List[torch.Tensor], src_rank: int, tag: int) -> Work:
-        return self._start(
-            "recv", (tensors,), None, *(lambda comm, t=t: comm.recv(t, src_rank, async_op=True) for t in tensors)
-        )
+        return self._start("recv", (tensors,), None, "recv", [(t, src_rank) for t in tensors])
 
 
 def _deadline(pg: ProcessGroupTorchComms) -> Callable[[], None]:

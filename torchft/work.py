@@ -1,7 +1,9 @@
-"""A ``Work`` that is complete from the start, for operations that need no communication."""
+"""A ``Work`` that is complete from the start, for operations that need no communication, and one that a thread ends."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Optional, cast
 
@@ -45,3 +47,67 @@ class _DummyWork(dist._Work):
 
     def block_current_stream(self, timeout: Optional[timedelta] = None) -> None:
         pass
+
+
+class _PendingWork(dist._Work):
+    """An operation that some thread ends. A subclass has `wait`.
+
+    Args:
+        value: value of the future.
+        devices: devices of the value, without the CPU.
+    """
+
+    def __init__(self, value: object, devices: Sequence[torch.device]) -> None:
+        super().__init__()
+        self._value = value
+        self._devices = devices
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._error: Optional[Exception] = None
+        self._future: Optional[torch.futures.Future[object]] = None
+
+    def end(self, error: Optional[Exception]) -> None:
+        """Sets the outcome; only the first call counts."""
+        with self._lock:
+            if self._ended.is_set():
+                return
+            self._error = error
+            self._ended.set()
+            future = self._future
+        if future is not None:
+            self._complete(future)
+
+    def _complete(self, future: torch.futures.Future[object]) -> None:
+        if self._error is not None:
+            # pyrefly: ignore [bad-argument-type]  # typed as a result
+            future.set_exception(self._error)
+        else:
+            future.set_result(self._value)
+
+    def get_future(self) -> torch.futures.Future[object]:
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._future = future = torch.futures.Future(devices=[*self._devices])
+            ended = self._ended.is_set()
+        if ended:
+            self._complete(future)
+        return future
+
+    def is_completed(self) -> bool:
+        return self._ended.is_set()
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> Optional[Exception]:  # type: ignore[override]
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        return cast(list[torch.Tensor], self._value)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self, timeout: Optional[timedelta] = None) -> None:
+        self.wait() if timeout is None else self.wait(timeout)

@@ -23,6 +23,7 @@ from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.futures import Future
 
 from torchft.utils import Mark, get_stream_context
+from torchft.work import _PendingWork
 
 # Tags of sends and receives; large, so that they differ from those of other users of the group.
 _DESCRIPTION_TAG = 0x71F7_0001
@@ -285,28 +286,14 @@ def _start_on_host(
     exchange = _HostExchange(ranks, what, device)
     if device.type != "cpu":
         run = _on_stream(run, device, stream)
-    work = _HostWork(device, result)
+    work = _HostWork(result, [] if device.type == "cpu" else [device])
     order = run, exchange, _enqueue(work, ranks.peers())
     threading.Thread(target=work.run, args=order, name="torchft_quantized", daemon=True).start()
     return work
 
 
-class _HostWork(Work):
-    """The work of a thread of its own, which exchanges and computes, and then ends.
-
-    Args:
-        device: device of the tensors.
-        result: value of the future.
-    """
-
-    def __init__(self, device: torch.device, result: object) -> None:
-        super().__init__()
-        self._result = result
-        self._error: Optional[Exception] = None
-        self._ended = threading.Event()
-        self._future: Optional[Future[object]] = None
-        self._lock = threading.Lock()
-        self._device = device
+class _HostWork(_PendingWork):
+    """The work of a thread of its own, which exchanges and computes, and then ends."""
 
     def run(self, run: Callable[[Exchange], None], exchange: Exchange, previous: Optional[_HostWork]) -> None:
         """The function of the thread: waits for the previous work, then does this work."""
@@ -318,22 +305,9 @@ class _HostWork(Work):
             with torch.no_grad():
                 run(exchange)
         except Exception as e:
-            self._error = e
-        self._end()
-
-    def _end(self) -> None:
-        with self._lock:
-            self._ended.set()
-            future = self._future
-        if future is not None:
-            self._complete(future)
-
-    def _complete(self, future: Future[object]) -> None:
-        if self._error is not None:
-            # pyrefly: ignore [bad-argument-type]  # typed as a result
-            future.set_exception(self._error)
+            self.end(e)
         else:
-            future.set_result(self._result)
+            self.end(None)
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
         """Waits until the result is available.
@@ -348,31 +322,3 @@ class _HostWork(Work):
         if self._error is not None:
             raise self._error
         return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def block_current_stream(self, timeout: Optional[timedelta] = None) -> None:
-        self.wait(timeout)
-
-    def get_future(self) -> Future[object]:
-        with self._lock:
-            if self._future is not None:
-                return self._future
-            self._future = future = Future(devices=None if self._device.type == "cpu" else [self._device])
-            ended = self._ended.is_set()
-        if ended:
-            self._complete(future)
-        return future
-
-    def is_completed(self) -> bool:
-        return self._ended.is_set()
-
-    def is_success(self) -> bool:
-        return self._ended.is_set() and self._error is None
-
-    def exception(self) -> Any:
-        return self._error
-
-    def result(self) -> Any:
-        return self._result

@@ -33,7 +33,7 @@ from torchft.process_group.base import ProcessGroup
 from torchft.process_group.checked import Checker, enabled
 from torchft.process_group.reconfigure import ReconfigureOptions, create_store_client, exchange_handles
 from torchft.utils import Mark, on_device
-from torchft.work import _DummyWork
+from torchft.work import _DummyWork, _PendingWork
 
 _REDUCE_OP_MAP: dict[ReduceOp, object] = {
     ReduceOp.SUM: torchcomms.ReduceOp.SUM,
@@ -300,7 +300,7 @@ def _deadline(pg: ProcessGroupTorchComms) -> Callable[[], None]:
     return strike
 
 
-class _TorchCommsWork(Work):
+class _TorchCommsWork(_PendingWork):
     """Operations of a communicator whose result is `value`.
 
     The only method of a torchcomms work is `wait`. On a device it orders the current stream behind the operation. On a
@@ -308,17 +308,12 @@ class _TorchCommsWork(Work):
     """
 
     def __init__(self, pg: ProcessGroupTorchComms, works: List[Any], value: object, timeout: timedelta) -> None:
-        super().__init__()
+        super().__init__(value, [] if pg._on_cpu else [pg._device])
         self._pg = pg
         self._works = works
-        self._value = value
         self._timeout = timeout
         self._deadline = _deadline(pg)
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._error: Optional[Exception] = None
         self._thread: Optional[threading.Thread] = None
-        self._future: Optional[torch.futures.Future[object]] = None
         self._mark: Optional[Mark] = None  # set by a wait; reached when the device has finished
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
@@ -358,45 +353,16 @@ class _TorchCommsWork(Work):
                 )
                 self._thread.start()
 
-    def end(self, error: Optional[Exception]) -> None:
-        """Sets the outcome; only the first call counts."""
-        with self._lock:
-            if self._ended.is_set():
-                return
-            self._error = error
-            self._ended.set()
-            future = self._future
-        if future is not None:
-            self._complete(future)
-
-    def _complete(self, future: torch.futures.Future[object]) -> None:
-        if self._error is not None:
-            future.set_exception(self._error)
-        else:
-            future.set_result(self._value)
-
-    def block_current_stream(self, timeout: Optional[timedelta] = None) -> None:
-        self.wait(timeout)
-
-    def synchronize(self) -> None:
-        self.wait()
-
     def is_completed(self) -> bool:
         return self._ended.is_set() and (self._mark is None or self._mark.reached())
 
     def get_future(self) -> torch.futures.Future[object]:
         """Returns a future with the tensors, which is completed even if no thread waits for the operation."""
-        with self._lock:
-            if self._future is not None:
-                return self._future
-            on_cpu = self._pg._on_cpu
-            future: torch.futures.Future[object] = torch.futures.Future(devices=[] if on_cpu else [self._pg._device])
-            self._future = future
-            ended = self._ended.is_set()
-        if ended:
-            self._complete(future)
-        elif on_cpu:
-            self._wait_elsewhere()
-        else:
-            self._wait_for_all(self._timeout)
+        first = self._future is None
+        future = super().get_future()
+        if first and not self._ended.is_set():
+            if self._pg._on_cpu:
+                self._wait_elsewhere()
+            else:
+                self._wait_for_all(self._timeout)
         return future

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 
@@ -59,12 +60,6 @@ def _lighthouse(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _run(arguments: Sequence[str]) -> int:
-    from torchft.cli import run
-
-    return run.main(arguments)
-
-
 def _scale(arguments: Sequence[str]) -> int:
     from torchft.launch import control
 
@@ -80,50 +75,19 @@ def _scale(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _status(arguments: Sequence[str]) -> int:
-    from torchft.cli import status
-
-    return status.main(arguments)
-
-
-def _events(arguments: Sequence[str]) -> int:
-    from torchft.cli import events
-
-    return events.main(arguments)
-
-
-def _kill(arguments: Sequence[str]) -> int:
-    from torchft.cli import ending
-
-    return ending.kill(arguments)
-
-
-def _drain(arguments: Sequence[str]) -> int:
-    from torchft.cli import ending
-
-    return ending.drain(arguments)
-
-
-def _waive(arguments: Sequence[str]) -> int:
-    from torchft.cli import waive
-
-    return waive.main(arguments)
-
-
-def _doctor(arguments: Sequence[str]) -> int:
-    from torchft.cli import doctor
-
-    return doctor.main(arguments)
+def _in(module: str, function: str = "main") -> Callable[[Sequence[str]], int]:
+    """A command in a module of this package, which is imported only when the command is used."""
+    return lambda arguments: getattr(importlib.import_module(f"torchft.cli.{module}"), function)(arguments)
 
 
 _COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
-    "run": ("a lighthouse and replica groups of a script, on this machine", _run),
+    "run": ("a lighthouse and replica groups of a script, on this machine", _in("run")),
     "scale": ("change the number of groups of a running `torchft run`", _scale),
     "lighthouse": ("the lighthouse alone (as torchft_lighthouse)", _lighthouse),
-    "status": ("the groups of a job, and why there is no quorum", _status),
-    "events": ("the events of a job: groups that joined, left or failed, and when", _events),
-    "drain": ("let one replica group leave at the end of a step", _drain),
-    "kill": ("end one replica group at once", _kill),
-    "waive": ("with several lighthouses: continue without groups whose votes are missing", _waive),
-    "doctor": ("find problems of this machine and of its connection to the lighthouse", _doctor),
+    "status": ("the groups of a job, and why there is no quorum", _in("status")),
+    "events": ("the events of a job: groups that joined, left or failed, and when", _in("events")),
+    "drain": ("let one replica group leave at the end of a step", _in("ending", "drain")),
+    "kill": ("end one replica group at once", _in("ending", "kill")),
+    "waive": ("with several lighthouses: continue without groups whose votes are missing", _in("waive")),
+    "doctor": ("find problems of this machine and of its connection to the lighthouse", _in("doctor")),
 }

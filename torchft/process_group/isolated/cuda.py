@@ -33,7 +33,7 @@ from typing import Any, Optional
 
 import torch
 
-from torchft.process_group.isolated.sharing import Notify, Registration, Sharing
+from torchft.process_group.isolated.sharing import Borrowing, Notify, Registration, Sharing
 
 _DEVICE = "cuda"
 
@@ -353,9 +353,6 @@ class TrainerEnd:
         if freed:
             _unhold(freed, self)
 
-    def borrow(self, ref: bytes) -> torch.Tensor:
-        raise RuntimeError("only a worker borrows")
-
     def mark(self) -> bytes:
         return self._marks.mark(self._current(), 0)
 
@@ -420,9 +417,6 @@ class WorkerEnd:
         self._notes = 0
         self._lock = threading.Lock()
 
-    def register(self, tensor: torch.Tensor, read: bool, write: bool) -> Registration:
-        raise RuntimeError("only a trainer registers")
-
     def borrow(self, ref: bytes) -> torch.Tensor:
         export, device, dtype, shape, stride, offset, size, at, handle = _decode(ref)
         if not handle:
@@ -474,18 +468,13 @@ class WorkerEnd:
         event = self._marks.event(mark, self._device)
         return event is None or event.query()
 
-    def close(self) -> None:
-        with self._lock:
-            self._imports.clear()
-        self._marks.clear()
-
 
 def trainer(notify: Notify) -> Sharing:
     """The trainer's end, one for each worker."""
     return TrainerEnd(notify)
 
 
-def worker() -> Sharing:
+def worker() -> Borrowing:
     """The worker's end."""
     return WorkerEnd()
 

@@ -18,7 +18,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchft.process_group.isolated._native import copy
-from torchft.process_group.isolated.sharing import Notify, Registration, Sharing
+from torchft.process_group.isolated.sharing import Borrowing, Notify, Registration, Sharing
 
 # note: map or unmap, region, bytes
 _NOTE = struct.Struct("<BQQ")
@@ -51,7 +51,7 @@ def trainer(notify: Notify) -> Sharing:
     return _Trainer(notify)
 
 
-def worker() -> Sharing:
+def worker() -> Borrowing:
     return _Worker()
 
 
@@ -253,9 +253,6 @@ class _Trainer(_Host):
                 self._notify(_NOTE.pack(_UNMAP, region, 0), None)
         self._sweep_at = max(_SWEEP_AT, 2 * len(self._storages))
 
-    def borrow(self, ref: bytes) -> torch.Tensor:
-        raise AssertionError("only the worker borrows")
-
     def close(self) -> None:
         with self._lock:
             self._free = {}
@@ -287,12 +284,6 @@ class _Worker(_Host):
         if contiguous:
             return rest[: torch.Size(numbers).numel()].view(numbers)
         return rest.as_strided(numbers[:dimensions], numbers[dimensions:])
-
-    def register(self, tensor: torch.Tensor, read: bool, write: bool) -> Registration:
-        raise AssertionError("only the trainer registers")
-
-    def close(self) -> None:
-        self._regions = {}
 
 
 def _descriptor(storage: torch.UntypedStorage) -> Optional[int]:

@@ -1,11 +1,11 @@
 """The interface to a device type: sharing its memory between processes, and ordering the work queued on it.
 
 A trainer and its worker are two processes. The worker must see the trainer's tensors, and neither may touch them before
-the other's device has finished with them: both is the task of a `Sharing`. Each device type has a module with these
-functions:
+the other's device has finished with them: both is the task of a `Sharing`, the trainer's end, and a `Borrowing`, the
+worker's. Each device type has a module with these functions:
 
     def trainer(notify: Notify) -> Sharing: ...   # the trainer's end, one for each worker
-    def worker() -> Sharing: ...              # the worker's end
+    def worker() -> Borrowing: ...            # the worker's end
     def prepare(device) -> None: ...          # optional; worker: makes the device current and creates its context
     def share(tensor) -> bool: ...            # optional; trainer: see `ProcessGroup.share_buffer`
 
@@ -33,8 +33,7 @@ from typing import Callable, Optional, Protocol
 import torch
 
 # Sends a note from the trainer's end of this device type to the worker's end, in order with the operations, optionally
-# with a file descriptor, which the caller still has to close. The worker's end gets the note by its method
-# `notified(note, descriptor)`, which is optional and has to close its copy of the descriptor.
+# with a file descriptor, which the caller still has to close. The worker's end gets the note by `notified`.
 Notify = Callable[[bytes, Optional[int]], None]
 
 
@@ -51,30 +50,11 @@ class Registration(Protocol):
         """Trainer: called when the worker no longer uses the tensor."""
 
 
-class Sharing(Protocol):
-    """One end, the trainer's or the worker's, of the memory and order that the two processes share for one device type.
+class End(Protocol):
+    """The common part of both ends: the order of the work that the two processes queue for one device type.
 
-    The trainer's end is used by several threads, the worker's by those that start and end operations.
     A mark is small, and b"" where there is nothing to wait for: then neither `follow` nor `reached` is called.
     """
-
-    # Memory
-
-    def register(self, tensor: torch.Tensor, read: bool, write: bool) -> Registration:
-        """Trainer: makes the tensor visible to the worker.
-
-        Args:
-            tensor: the caller's tensor; its storage is not moved.
-            read: whether the worker reads it.
-            write: whether the worker writes it.
-        """
-        ...
-
-    def borrow(self, ref: bytes) -> torch.Tensor:
-        """Worker: returns the tensor of a registration, given its ref. A storage is imported once and kept."""
-        ...
-
-    # Order
 
     def mark(self) -> bytes:
         """Returns a mark behind the work queued on the current stream so far, for the other end."""
@@ -91,18 +71,40 @@ class Sharing(Protocol):
         """
         ...
 
+
+class Sharing(End, Protocol):
+    """The trainer's end. It is used by several threads."""
+
+    def register(self, tensor: torch.Tensor, read: bool, write: bool) -> Registration:
+        """Makes the tensor visible to the worker.
+
+        Args:
+            tensor: the caller's tensor; its storage is not moved.
+            read: whether the worker reads it.
+            write: whether the worker writes it.
+        """
+        ...
+
     def reached(self, mark: bytes) -> bool:
-        """Whether the device has passed the other end's mark."""
+        """Whether the device has passed the worker's mark."""
         ...
 
     def close(self) -> None:
-        """Releases everything. Safe if the other end was killed, and safe to call twice.
-
-        Trainer: to be called only after the worker has been reaped.
-        """
+        """Releases everything. To be called only after the worker has been reaped; safe to call twice."""
 
 
-def is_plain(sharing: Sharing) -> bool:
+class Borrowing(End, Protocol):
+    """The worker's end. It is used by the threads that start and end operations, and ends with the worker."""
+
+    def borrow(self, ref: bytes) -> torch.Tensor:
+        """Returns the tensor of a registration, given its ref. A storage is imported once and kept."""
+        ...
+
+    def notified(self, note: bytes, descriptor: Optional[int]) -> None:
+        """Called with a note of the trainer's end. Closes the descriptor that came with it."""
+
+
+def is_plain(end: End) -> bool:
     """Whether both ends share plain memory: there are no marks, and `borrow` gives the same for the same ref until
     the next note. Then operations are done when they have finished, and are decoded once."""
-    return getattr(sharing, "plain", False)
+    return getattr(end, "plain", False)

@@ -27,7 +27,7 @@ from torchft.process_group._gloo.scheduling import calm_loops
 from torchft.process_group.base import BaseProcessGroup
 from torchft.process_group.isolated import _native, protocol
 from torchft.process_group.isolated.messages import unpack
-from torchft.process_group.isolated.sharing import Sharing, is_plain
+from torchft.process_group.isolated.sharing import Borrowing, is_plain
 from torchft.process_group.native import native_error
 from torchft.process_group.reconfigure import meeting_store
 from torchft.process_group.wrapper import _set_timeout
@@ -68,7 +68,7 @@ class Worker:
         self._pg: Any = None
         self._modules: dict[str, str] = {}
         self._index = 0
-        self._sharings: dict[int, Sharing] = {}
+        self._sharings: dict[int, Borrowing] = {}
         self._calls: dict[bytes, _Call] = {}
         self._waiters = _Waiters()
         # The names of operations without an answer so far.
@@ -113,7 +113,7 @@ class Worker:
         if prepare is not None:
             prepare(torch.device(device, index))
 
-    def _sharing(self, device: int) -> Sharing:
+    def _sharing(self, device: int) -> Borrowing:
         if device not in self._sharings:
             name = protocol.DEVICES[device]
             # A host backend also accepts tensors on a device, which is prepared when the first one arrives.
@@ -138,7 +138,6 @@ class Worker:
                     self.answer(protocol.FAILED, operation, protocol.encode_error(e))
             elif kind == protocol.NOTIFY:
                 self._calls.clear()
-                # pyrefly: ignore [missing-attribute]  # optional method: only ends that get notes have it
                 self._sharing(operation).notified(rest, descriptors[0] if descriptors else None)
             elif kind == protocol.PING:
                 self.answer(protocol.PONG, operation)

@@ -26,6 +26,7 @@ from torchft.checkpointing._target import CPU, Homes, Target
 from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout, CheckpointTransport, Unsendable
 from torchft.process_group._timeout import point_to_point_timeout
 from torchft.process_group.native import abort_group, errors_of
+from torchft.utils import Mark
 
 if TYPE_CHECKING:
     from torchft.process_group import ProcessGroup
@@ -44,7 +45,6 @@ _MAGIC = 0x746F726368667432  # "torchft2"
 _REFUSED = 0x746F726368667421  # "torchft!": followed by a text that says why there is no state
 _ON_CPU, _ON_DEVICE = -1, -2  # in place of a region's number; a tensor on the k-th device has -2 - k
 _MAX_REASON = 10_000  # bytes
-_POLL = 0.001  # seconds
 _STEP = struct.Struct("<q")
 _EARLY = 0.01  # seconds
 _TAG = 1  # messages between two ranks arrive in order, so one tag suffices
@@ -374,10 +374,8 @@ class _Queued:
     """The end of a channel's operations on its device."""
 
     def __init__(self, channel: _Channel) -> None:
-        backend = getattr(torch, channel.device.type)
         self._channel = channel
-        self._end = backend.Event()
-        self._end.record(backend.current_stream(channel.device))
+        self._end = Mark([channel.device])
 
     def wait(self) -> None:
         """Polls until the device has finished the operations, which may never happen if a peer has failed.
@@ -387,10 +385,8 @@ class _Queued:
             CheckpointError: the group was aborted in the meantime, so the received data is undefined
         """
         channel = self._channel
-        while not self._end.query():
-            if time.monotonic() >= channel._deadline:
-                raise channel.timed_out(": the device has not ended it")
-            time.sleep(_POLL)
+        if not self._end.wait(channel._deadline - time.monotonic()):
+            raise channel.timed_out(": the device has not ended it")
         error = channel.error()
         if error is not None:
             raise CheckpointError(f"{channel.what}: {error}") from error

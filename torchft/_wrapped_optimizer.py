@@ -41,6 +41,9 @@ class WrappedOptimizer(Optimizer):
     def defaults(self) -> Dict[str, Any]:  # type: ignore[override]
         return self.optim.defaults
 
+    def _gradients(self) -> List[torch.Tensor]:
+        return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optim!r})"
 

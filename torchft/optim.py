@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, List, Optional
+from typing import TYPE_CHECKING, Optional
 
-import torch
 from torch.optim import Optimizer
 
 from torchft._extras import extras_of
@@ -36,9 +35,6 @@ class OptimizerWrapper(WrappedOptimizer):
         extras = extras_of(manager)
         extras.register_gradients(self._gradients)
         extras.register_optimizer(optim)
-
-    def _gradients(self) -> List[torch.Tensor]:
-        return [p.grad for group in self.optim.param_groups for p in group["params"] if p.grad is not None]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begins a step: starts the quorum, then clears the gradients."""

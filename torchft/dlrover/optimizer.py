@@ -118,7 +118,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self.backward_passes_per_step = backward_passes(most, self._workers)
 
     def _reduce(self) -> None:
-        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        gradients = self._gradients()
         passes = self.backward_passes_per_step * (self._workers if self._manager is None else 1)
         for gradient in gradients:
             gradient.div_(passes)

@@ -66,32 +66,29 @@ def join_group(
     # The lighthouse's address is checked before the store is opened, because the store may have to be waited for.
     lighthouse_addr = settings.require_lighthouse() if settings.group_rank == 0 else ""
     store = _open_store(settings)
-    server = None
+    if settings.group_rank != 0:
+        address, full_id, *of_relay = _find(store, settings)
+        return Group(store, full_id, address, None, *of_relay)
+    full_id = f"{replica_id}:{uuid.uuid4()}" if replica_id else str(uuid.uuid4())
+    server = start_server(
+        replica_id=full_id,
+        lighthouse_addr=lighthouse_addr,
+        hostname=_announced(hostname, lighthouse_addr),
+        bind=f"[::]:{settings.manager_port}",
+        store_addr=announced_store_host(settings.store_addr, settings.store_port, lighthouse_addr),
+        world_size=settings.group_world_size,
+        heartbeat_interval=settings.heartbeat_interval,
+        connect_timeout=settings.connect_timeout,
+        quorum_retries=settings.quorum_retries,
+    )
     try:
-        if settings.group_rank == 0:
-            full_id = f"{replica_id}:{uuid.uuid4()}" if replica_id else str(uuid.uuid4())
-            server = start_server(
-                replica_id=full_id,
-                lighthouse_addr=lighthouse_addr,
-                hostname=_announced(hostname, lighthouse_addr),
-                bind=f"[::]:{settings.manager_port}",
-                store_addr=announced_store_host(settings.store_addr, settings.store_port, lighthouse_addr),
-                world_size=settings.group_world_size,
-                heartbeat_interval=settings.heartbeat_interval,
-                connect_timeout=settings.connect_timeout,
-                quorum_retries=settings.quorum_retries,
-            )
-            address = server.address()
-            store.set(MANAGER_ADDR_KEY, address)
-            store.set(REPLICA_ID_KEY, full_id)
-        else:
-            address, full_id, *of_relay = _find(store, settings)
-            return Group(store, full_id, address, None, *of_relay)
-        return Group(store, full_id, address, server)
+        address = server.address()
+        store.set(MANAGER_ADDR_KEY, address)
+        store.set(REPLICA_ID_KEY, full_id)
     except BaseException:
-        if server is not None:
-            server.shutdown()
+        server.shutdown()
         raise
+    return Group(store, full_id, address, server)
 
 
 def _find(store: dist.Store, settings: Settings) -> list[str]:

@@ -87,18 +87,8 @@ class Handle:
     implementation: Optional[str] = None
 
     def encode(self) -> str:
-        fields = {
-            "id": self.id,
-            "store": self.store,
-            "global_rank": self.global_rank,
-            "spread": self.spread,
-            "group_rank": self.group_rank,
-        }
-        if self.layout is not None:
-            fields["layout"] = self.layout
-        if self.implementation is not None:
-            fields["implementation"] = self.implementation
-        return json.dumps(fields)
+        left_out = [name for name in ("layout", "implementation") if getattr(self, name) is None]
+        return json.dumps({name: value for name, value in vars(self).items() if name not in left_out})
 
     @classmethod
     def decode(cls, text: str) -> Handle:

@@ -297,6 +297,18 @@ def test_a_wait_that_exceeds_its_timeout(groups: list[Any]) -> None:
     assert groups[0].errored() is not None
 
 
+def test_a_work_reports_its_outcome(groups: list[Any]) -> None:
+    tensors = [torch.ones(1) for _ in groups]
+    works = [group.allreduce([tensor], ReduceOp.SUM) for group, tensor in zip(groups, tensors)]
+    assert not any(work.is_success() for work in works)
+    in_threads([work.wait for work in works], TIMEOUT)
+    assert all(work.is_success() and work.exception() is None for work in works)
+    assert works[0].result()[0] is tensors[0]
+    failed = groups[0].allreduce([torch.ones(1)], ReduceOp.SUM)
+    groups[0].abort()
+    assert not failed.is_success() and "was aborted" in str(failed.exception())
+
+
 def test_shutdown_is_final_and_can_be_repeated(groups: list[Any]) -> None:
     comm = groups[0].comm
     for _ in range(2):

@@ -25,7 +25,7 @@ from torchft.checkpointing._serialization import (
 from torchft.ftlib.consensus import Consensus, ConsensusStatus, FTAllReduceStatus
 from torchft.ftlib.flag import Event, Flag
 from torchft.ftlib.framework import Framework, ProcessGroupFramework
-from torchft.ftlib.views import Progress, RankAssignScheme, View, source
+from torchft.ftlib.views import INCOMPLETE, Progress, RankAssignScheme, View, source
 
 T = TypeVar("T")
 
@@ -40,7 +40,8 @@ class FTLib:
     """The interface for a training loop. Made by :meth:`init`; only one thread at a time may use it.
 
     With ``state_dict`` and ``load_state_dict``, all members have the state of the most advanced member after each
-    rebuild; :attr:`step` belongs to the state.
+    rebuild; :attr:`step` belongs to the state. After a ``load_state_dict`` that raised an error, the member neither
+    trains nor gives its state to others until a later rebuild has loaded a complete one.
 
     Attributes:
         rank: rank of this member in the last communicator.
@@ -64,7 +65,7 @@ class FTLib:
         self._framework = framework
         self._state_dict = state_dict
         self._load_state_dict = load_state_dict
-        self._made_in = -1  # the view of the last step
+        self._made_in = -1  # the view of the last step; see `Progress.view`
         self._view: Optional[View] = None
         self._ended = (-1, "")  # the latest view in which a member failed, and the reason
         self._flag = Flag()
@@ -267,12 +268,16 @@ class FTLib:
         return True
 
     def _make_equal(self) -> None:
-        if self._state_dict is None or self._load_state_dict is None or self.size == 1:
+        if self._state_dict is None or self._load_state_dict is None:
             return
+        progress = [Progress(self._made_in, self.step)]
         device = self._framework.device
-        gathered = self._framework.allgather(torch.tensor([self._made_in, self.step], dtype=torch.int64, device=device))
-        progress = [Progress(*each.tolist()) for each in gathered]
+        if self.size > 1:
+            gathered = self._framework.allgather(torch.tensor(progress[0], dtype=torch.int64, device=device))
+            progress = [Progress(*each.tolist()) for each in gathered]
         root, behind = source(progress)
+        if progress[root].view == INCOMPLETE:
+            raise RuntimeError("no member has a complete state: load_state_dict has failed in all of them")
         if not behind:
             return
         written = io.BytesIO()
@@ -286,8 +291,10 @@ class FTLib:
         self._framework.broadcast(content, root)
         if self.rank in behind:
             allow_checkpoint_types()
-            received = io.BytesIO(content.cpu().numpy().tobytes())
-            self._load_state_dict(_streaming_load(received, weights_only=not pickle_allowed()))
+            received = _streaming_load(io.BytesIO(content.cpu().numpy().tobytes()), weights_only=not pickle_allowed())
+            # If it fails, it may have replaced a part of the state. Such a mixture must not be trained or given away.
+            self._made_in = INCOMPLETE
+            self._load_state_dict(received)
             self._made_in, self.step = progress[root]
 
     def _failed(self, what: str, error: Exception) -> FTAllReduceStatus:

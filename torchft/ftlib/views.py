@@ -108,11 +108,15 @@ class RankAssignScheme:
     get_rank_and_size = get_rank_rand_size
 
 
+INCOMPLETE = -2
+
+
 class Progress(NamedTuple):
     """The progress of a member's state.
 
     Attributes:
-        view: number of the view of its last step; -1: it has made no step.
+        view: number of the view of its last step; -1: it has made no step; INCOMPLETE: it may be a mixture of two
+            states, because loading one has failed.
         step: number of steps in the state.
     """
 

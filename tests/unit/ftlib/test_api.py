@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import sys
 import threading
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from tests.unit.ftlib.plugins import Room, RoomConsensus, StoreFramework, shared_store
+from torchft.checkpointing._serialization import _streaming_save
 from torchft.ftlib import (
     Consensus,
     ConsensusStatus,
@@ -280,6 +282,48 @@ def test_steps_are_those_that_were_averaged() -> None:
     assert [ftlib.wait_gradients_ready(model), ftlib.step] == [SUCCESS, 1]
     framework.meanwhile = fail
     assert [ftlib.wait_gradients_ready(model), ftlib.step] == [FAIL, 1]
+
+
+class Ahead(Moved):
+    """Rank 1 has made step 5 in view 3, and sends its state."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self.written = io.BytesIO()
+        _streaming_save(state, self.written)
+
+    def allgather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor, torch.tensor([3, 5])]
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        assert root == 1
+        sent = torch.frombuffer(bytearray(self.written.getvalue()), dtype=torch.uint8)
+        tensor.copy_(torch.tensor([sent.numel()]) if tensor.dtype == torch.int64 else sent)
+
+
+@pytest.mark.filterwarnings("ignore:The given buffer is not writable")  # PyTorch's reader of a state
+def test_a_state_that_was_loaded_in_part_is_neither_used_nor_given() -> None:
+    consensus = Scripted()
+    framework = Ahead({"first": torch.ones(1), "last": torch.ones(1)})
+    state = {"first": torch.zeros(1), "last": torch.zeros(1)}
+    refused = True
+
+    def load(received: dict[str, torch.Tensor]) -> None:
+        state["first"] = received["first"]
+        if refused:
+            raise OSError("a file is missing")
+        state["last"] = received["last"]
+
+    ftlib = FTLib.init(consensus, framework, state_dict=lambda: state, load_state_dict=load)
+    assert ftlib.allreduce_average([]) is FAIL and "a file is missing" in str(ftlib.error)
+    consensus.size = 1  # the source has left
+    assert ftlib.allreduce_average([]) is FAIL and "has a complete state" in str(ftlib.error)
+    consensus.size, refused = 2, False
+    assert ftlib.allreduce_average([]) is ABORT and ftlib.step == 5
+    assert [state["first"].item(), state["last"].item()] == [1, 1]
+    consensus.size = 1
+    consensus.listener.new_member_join()
+    assert ftlib.allreduce_average([]) is ABORT
 
 
 class Breaks(nn.Module):

@@ -73,6 +73,7 @@ def test_the_meeting_place_is_that_of_rank_0_and_of_this_view_alone() -> None:
         ([(3, 6), (4, 6)], 1, [0]),  # rank 0 made its step 6 in a view that the others had left
         ([(3, 7), (4, 6)], 1, [0]),
         ([(3, 5), (4, 6), (4, 6), (-1, 0)], 1, [0, 3]),
+        ([(-2, 5), (-1, 0)], 1, [0]),  # initial weights are better than a mixture
     ],
 )
 def test_whose_state_counts(progress: list[tuple[int, int]], root: int, behind: list[int]) -> None:

@@ -182,7 +182,12 @@ class _WorkAcceleratorTimeout(Work):
     def get_future(self) -> torch.futures.Future[object]:
         from torchft import process_group
 
-        fut = self._work.get_future()
+        with self._group_kept():
+            if self._needs_group and self._over:
+                ended: torch.futures.Future[object] = torch.futures.Future()
+                ended.set_exception(self._ended())
+                return ended
+            fut = self._work.get_future()
         deadline, timeout, device = self._deadline, self._timeout, self._device
 
         def watch(done: torch.futures.Future[object]) -> None:

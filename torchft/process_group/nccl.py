@@ -145,7 +145,8 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
         self._implementation = nccl2.chosen(implementation)
         if self._implementation != LEGACY:
             self._announced_implementation = self._implementation
-        # The newer backend's works refer to it without owning it: their `wait` is a segmentation fault afterwards.
+        # The newer backend's works refer to it without owning it: their `wait` and `get_future`, which both order the
+        # current stream behind the operation, are segmentation faults afterwards.
         self._works_need_group = self._implementation == NCCL2
         # How long a non-blocking communicator may take to connect. PyTorch's default is half an hour, and it reads the
         # variable once per process.

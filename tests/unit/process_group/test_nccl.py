@@ -326,7 +326,7 @@ def test_an_operation_of_an_aborted_group_is_an_error(watched: MagicMock) -> Non
 
 
 def test_no_work_is_used_without_the_group_that_it_needs(watched: MagicMock) -> None:
-    """PyTorch's newer NCCL backend has such works: their `wait` and `is_completed` are then segmentation faults."""
+    """PyTorch's newer NCCL backend has such works: most of their methods are then segmentation faults."""
     group, parent = accelerated()
     group._works_need_group = True
     before = group.allreduce([torch.ones(1)], ReduceOp.SUM)
@@ -340,11 +340,16 @@ def test_no_work_is_used_without_the_group_that_it_needs(watched: MagicMock) -> 
     wait_until(lambda: peers() is None)
     with pytest.raises(RuntimeError, match="aborted or has new peers"):
         before.wait()
+    future = before.get_future()
+    assert future.done()
+    with pytest.raises(RuntimeError, match="aborted or has new peers"):
+        future.wait()
     assert before.is_completed()
     assert [name for name, *_ in works.method_calls] == ["is_completed"]
 
 
-def test_a_group_that_a_work_needs_is_kept_during_a_wait() -> None:
+@pytest.mark.parametrize("future", [False, True])
+def test_a_group_that_a_work_needs_is_kept_during_a_wait(future: bool) -> None:
     """Another thread may abort it then, which removes the last other reference to it. The error does not keep it."""
     group, parent = accelerated()
     group._works_need_group = True
@@ -360,13 +365,20 @@ def test_a_group_that_a_work_needs_is_kept_during_a_wait() -> None:
             alive.append(peers() is not None)
             return True
 
+        def get_future(self) -> Future[object]:
+            self.wait()
+            return self.future
+
     work = _WorkAcceleratorTimeout(group, Waits(), TIMEOUT)
     del parent
-    with pytest.raises(RuntimeError, match="aborted or has new peers") as raised:
-        work.wait()
+    if future:
+        work.get_future()
+    else:
+        with pytest.raises(RuntimeError, match="aborted or has new peers") as raised:
+            work.wait()
     assert alive == [True]
     wait_until(lambda: peers() is None)
-    assert raised.tb is not None
+    assert future or raised.tb is not None
 
 
 def test_a_wait_after_an_abort_leaves_the_destruction_to_the_reaper(monkeypatch: pytest.MonkeyPatch) -> None:

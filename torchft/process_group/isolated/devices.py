@@ -77,16 +77,14 @@ class Devices:
             self._queued.append(op)
 
     def release_reached(self) -> None:
-        with self._lock:
-            queued, self._queued = self._queued, []
-        waiting = []
-        for op in queued:
+        # Operations stay in the list until they are reached: another thread may be waiting for its end.
+        for op in list(self._queued):
             if self.reached(op):
+                with self._lock:
+                    if op not in self._queued:  # another thread has released or abandoned it
+                        continue
+                    self._queued.remove(op)
                 release(op)
-            else:
-                waiting.append(op)
-        with self._lock:
-            self._queued += waiting
 
     def abandon(self) -> None:
         """After a failure of the worker: registrations keep their memory until `close`."""

@@ -73,6 +73,29 @@ def test_a_future_ends_with_the_channel(channel: Channel) -> None:
     os.close(channel.wire.theirs[1])
 
 
+def test_a_drain_does_not_end_while_another_thread_looks_at_the_queued_operations(channel: Channel) -> None:
+    """`errored` of one thread and an operation of another may do so at the same time."""
+    op = channel.start(protocol.PING, (), [], None, 60.0)
+    op.marks = ((1, b"mark"),)
+    channel.devices.hold(op)
+    drained: list[bool] = []
+
+    class Device:
+        asked = 0
+
+        def reached(self, mark: bytes) -> bool:
+            self.asked += 1
+            if self.asked == 1:
+                drained.append(channel.drain(0.0))
+            return False
+
+        def close(self) -> None: ...
+
+    channel.devices._sharings[1] = Device()  # type: ignore[assignment]
+    channel.devices.release_reached()
+    assert drained == [False] and channel.devices.queued
+
+
 class NeverReached:
     """The trainer's end for a device whose worker was killed."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from typing import Any, Iterator
+from typing import Any, Iterator, Optional
 
 import pytest
 import torch
@@ -137,6 +137,31 @@ def test_a_fragment_takes_over_global_parameters_and_outer_momentum() -> None:
             step(model, inner)
             step(other, other_inner)
     assert values(model) == values(other)
+
+
+def test_a_job_resumes_from_a_checkpoint_of_its_script() -> None:
+    """The checkpoint has the global parameters and both optimizers, which are loaded before DiLoCo is made."""
+
+    def train(steps: int, saved: Optional[dict[str, Any]]) -> dict[str, Any]:
+        model = numbers(1, 2)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        outer = outer_sgd(model, momentum=0.9, nesterov=True)
+        parts: dict[str, Any] = {"model": model, "inner": inner, "outer": outer}
+        for name, state in (saved or {}).items():
+            parts[name].load_state_dict(state)
+        with DiLoCo(OneGroup(), [model], inner, outer, sync_every=2) as diloco:  # type: ignore[arg-type]
+            for _ in range(steps):
+                step(model, inner)
+            diloco.restore_global_parameters()
+        return {name: copy.deepcopy(part.state_dict()) for name, part in parts.items()}
+
+    def values_of(saved: dict[str, Any]) -> list[float]:
+        return [value[0].item() for value in saved["model"].values()]
+
+    halfway = train(4, None)
+    assert values_of(train(4, halfway)) == values_of(train(8, None))
+    del halfway["outer"]
+    assert values_of(train(4, halfway)) != values_of(train(8, None))
 
 
 @pytest.mark.parametrize(

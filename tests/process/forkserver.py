@@ -93,7 +93,8 @@ class ForkServer:
 
     def __init__(self, env: dict[str, str], imports: Sequence[str] = IMPORTS) -> None:
         self._imports = imports
-        self._env = {name: value for name, value in env.items() if name != "PYTHONPATH"}
+        # Without the path of a torchft, which differs between children.
+        self._env = {**env, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
         self._process: subprocess.Popen[bytes] | None = None
         self._threads = 0
 

@@ -163,6 +163,17 @@ def test_pytorch_starts_no_thread_when_it_is_imported() -> None:
     assert server is None or server.can_start(child_environment(ours_path()))
 
 
+def test_the_server_imports_what_a_program_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PYTHONPATH may name another PyTorch than the installed one."""
+    (tmp_path / "logging_elsewhere.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    server = ForkServer(child_environment(ours_path()), ["logging_elsewhere"])
+    try:
+        assert server.can_start(child_environment(ours_path()))
+    finally:
+        server.close()
+
+
 def test_children_end_with_their_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = ForkServer(child_environment(ours_path()), [])
     monkeypatch.setattr(processes, "fork_server", server)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -23,16 +25,23 @@ commands:
 def main(arguments: Sequence[str]) -> int:
     """Runs a command. Returns the exit status: 0, 1 if it failed, 2 if it was not understood, 130 after Ctrl-C
     (`run` also 143 after SIGTERM, and 129 after SIGHUP)."""
+    if sys.stdout is None:  # it was closed by the shell (`>&-`)
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
         try:
             return _chosen(arguments)
         finally:
-            if sys.stdout is not None:
-                sys.stdout.flush()  # at the end of the process an error of it could not be handled
+            sys.stdout.flush()  # at the end of the process an error of it could not be handled
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader, for example `head`, has closed the pipe
         write_no_more()
+        return 1
+    except OSError as e:
+        if e.errno != errno.ENOSPC or e.filename is not None:
+            raise
+        write_no_more()
+        print(f"torchft: the output cannot be written: {e.strerror}", file=sys.stderr)
         return 1
 
 

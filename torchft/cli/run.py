@@ -39,8 +39,8 @@ variables.
 class _Terminated(KeyboardInterrupt):
     """SIGTERM has arrived, for example from a scheduler that preempts the machine, or SIGHUP from a closed terminal."""
 
-    def __init__(self, number: int) -> None:
-        super().__init__()
+    def __init__(self, number: int, why: str = "") -> None:
+        super().__init__(why or signal.Signals(number).name)
         self.number = number
 
 
@@ -104,7 +104,7 @@ def _run(args: Any) -> int:
             job.run(partial(_show, Progress()), partial(_look, check_lighthouse, control))
         except KeyboardInterrupt as e:
             with contextlib.suppress(OSError):  # the terminal may be closed
-                print(f"\n{_number(e).name}: ending the groups (once more: at once)", file=sys.stderr)
+                print(f"\n{str(e) or 'SIGINT'}: ending the groups (once more: at once)", file=sys.stderr)
             job.end(args.grace)
             raise
         finally:
@@ -118,8 +118,8 @@ def _run(args: Any) -> int:
 def _show(progress: Progress, job: LocalJob) -> None:
     try:
         progress.show(job)
-    except OSError:  # a closed terminal fails at once, and its SIGHUP comes later, or never
-        raise _Terminated(signal.SIGHUP) from None
+    except OSError as e:  # a closed terminal fails at once, and its SIGHUP comes later, or never
+        raise _Terminated(signal.SIGHUP, f"the output cannot be written ({e.strerror})") from None
 
 
 def _look(check_lighthouse: Callable[[], None], control: Control, job: LocalJob) -> None:

@@ -142,6 +142,28 @@ def test_a_reader_that_has_closed_the_pipe_is_no_error_of_python(command: str, u
     assert (done.returncode, done.stderr) == (1, "")
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("command", ["--version", f"run --log-dir {{}} {__file__}"])
+def test_a_full_disk_is_a_line(command: str, unbuffered: str, tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "torchft.cli", *command.format(tmp_path).split()],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+    expected = "torchft: the output cannot be written: No space left on device\n"
+    assert (done.returncode, done.stderr) == (1, expected)
+
+
+def test_a_closed_output_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert exits(["--version"]) == 0
+    with sys.stdout as replaced:
+        assert not replaced.isatty(), "commands may ask it"
+
+
 def test_underscores_count_as_hyphens_and_arguments_after_the_script_are_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -93,7 +93,7 @@ def test_a_signal_ends_the_groups(signals: list[signal.Signals], status: int, gr
 
 
 def test_a_terminal_that_fails_before_its_signal_ends_the_groups(
-    groups: Groups, monkeypatch: pytest.MonkeyPatch
+    groups: Groups, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def show(*_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -101,6 +101,7 @@ def test_a_terminal_that_fails_before_its_signal_ends_the_groups(
     monkeypatch.setattr(run.Progress, "show", show)
     assert main(["run", __file__]) == 129
     assert groups.calls == ["end", "kill"]
+    assert "the output cannot be written (Input/output error): ending the groups" in capsys.readouterr().err
 
 
 def test_under_nohup_a_closed_terminal_ends_nothing(groups: Groups) -> None:

@@ -599,6 +599,57 @@ def test_a_difference_is_found_and_healed_as_a_whole(
     assert "elements 64 to 128 of parameter 0, or of its optimizer state, differ from the source's" in logged[0]
 
 
+def test_a_learning_rate_that_is_set_within_a_step_is_a_difference(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The source has announced the one that was set when the step began."""
+    changed: list[int] = []
+
+    def reduced(rank: Rank, round: int) -> None:
+        assert rank.manager is not None
+        (optimizer,) = rank.manager._replicas.state.optimizers
+        if rank.group == 0 and not changed and halfway(cluster, 1):
+            changed.append(round)
+            optimizer.param_groups[0]["lr"] *= 2
+
+    _run(cluster, Loop(together=2, reduced=reduced), first=1, later=1)
+    (logged,) = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
+    assert "or of its optimizer state, differ from the source's" in logged
+
+
+class Scaled(nn.Module):
+    """Stands for a model with a GradScaler: its gradients are multiplied by a scale, which is part of the state."""
+
+    scale: torch.Tensor
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1))
+        self.register_buffer("scale", torch.tensor(scale))
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return self.net(data) * self.scale.sqrt()  # the loss is the square
+
+
+def test_a_gradient_scaler_of_another_scale_is_a_difference(cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
+    """Groups reduce gradients of the source's scale. Those of the target come with the last part of the state."""
+    scales = iter([4.0, 16.0])
+    models: dict[int, Scaled] = {}
+
+    def model() -> Scaled:
+        return models.setdefault(len(models), Scaled(next(scales)))
+
+    def reduced(rank: Rank, round: int) -> None:
+        for parameter in models[rank.group].parameters():
+            assert parameter.grad is not None
+            parameter.grad.div_(models[rank.group].scale)
+
+    _run(cluster, Loop(together=2, model=model, reduced=reduced), first=1, later=1)
+    (logged,) = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
+    assert "or of its optimizer state, differ from the source's" in logged
+    assert models[1].scale == 4
+
+
 def test_it_excludes_replay(cluster: Cluster) -> None:
     def make(rank: Rank) -> None:
         with pytest.raises(ValueError, match="heal_along=True and replay_failed_step=True exclude each other"):

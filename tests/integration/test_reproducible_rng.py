@@ -56,7 +56,9 @@ class Training:
             state_dict=lambda: {"net": net.state_dict(), "sgd": sgd.state_dict()},
             reproducible_reduction=True,
         )
-        loader = ElasticDataLoader(manager, Augmented(), **SETTINGS, reproducible_rng=self.reproducible_rng)
+        # PyTorch's DataLoader draws a number when it begins to read, here perhaps within another group's forward pass.
+        own: Any = {"generator": torch.Generator()}
+        loader = ElasticDataLoader(manager, Augmented(), **SETTINGS, reproducible_rng=self.reproducible_rng, **own)
         optimizer = Optimizer(manager, sgd)
         if self.restart is not None:
             rank.cluster.wait_for_healthy(GROUPS)

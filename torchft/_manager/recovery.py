@@ -335,7 +335,7 @@ class Recovery:
             with self.phases.measure("load"):
                 state = self._target.settle(state)
                 self._user_state.load(state["user"])
-        except Exception as e:
+        except BaseException as e:  # also Ctrl-C, after which a notebook may go on
             self._spoiled = True
             if self.along is not None:
                 self.along.stop()  # the weights that were compared may have been changed

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Callable, List
@@ -472,13 +473,17 @@ def test_reported_error_aborts_when_something_is_skipped(fixture: Fixture) -> No
     fixture.pg.abort.assert_called_once_with()
 
 
-def test_load_that_fails_half_way(fixture: Fixture, make_quorum: Quorum) -> None:
-    """Some of the weights are then the peer's, so nothing is committed until a heal succeeds."""
+@pytest.mark.parametrize("error", [ValueError("size mismatch"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
+def test_load_that_fails_half_way(fixture: Fixture, make_quorum: Quorum, error: BaseException) -> None:
+    """Some of the weights are then the peer's, so nothing is committed until a heal succeeds.
+
+    A notebook may go on after Ctrl-C.
+    """
     fails = [True, False]
 
     def load_optimizer(_: Any) -> None:
         if fails.pop(0):
-            raise ValueError("size mismatch")
+            raise error
 
     manager = fixture.manager()
     manager.register_state_dict_fn("optimizer", load_optimizer, dict)
@@ -486,7 +491,8 @@ def test_load_that_fails_half_way(fixture: Fixture, make_quorum: Quorum) -> None
     fixture.client._quorum.return_value = healing(make_quorum)
     fixture.transport.recv_checkpoint.return_value = peer_state(user={"default": "weights", "optimizer": {}})
     manager.start_quorum()
-    assert not manager.should_commit() and manager.current_step() == 7
+    with contextlib.suppress(KeyboardInterrupt):
+        assert not manager.should_commit() and manager.current_step() == 7
 
     fixture.client._quorum.return_value = make_quorum(max_step=7)  # no group is ahead of this one
     manager.start_quorum()

@@ -129,6 +129,10 @@ class Prefetcher:
             return
         except Exception as e:
             data = _Failed(e)  # raised when this unit is taken
+        except BaseException:  # Ctrl-C: the iterator may have lost a unit, and all later ones would have a wrong key
+            self._results = None
+            self._under_way.clear()
+            raise
         key = self._under_way.popleft() if self._under_way else wanted
         if key is None:
             self.dropped += 1

@@ -22,6 +22,7 @@ class Reading:
         self.read: list[Key] = []
         self.starts = 0
         self.fails_at: Optional[Key] = None
+        self.interrupted_at: Optional[Key] = None
         self.prefetcher = Prefetcher(self.start)
 
     def start(self, tasks: Iterator[Task]) -> Iterator[tuple[int, ...]]:
@@ -35,6 +36,9 @@ class Reading:
             if not under_way:
                 return ()
             task = under_way.pop(0)
+            if task.key == self.interrupted_at:
+                self.interrupted_at = None
+                raise KeyboardInterrupt
             if task.key == self.fails_at:
                 raise OSError("unreadable")
             return tuple(task.unit.indices)
@@ -150,6 +154,16 @@ def test_a_unit_that_cannot_be_read_is_named_and_can_be_tried_again() -> None:
         reading.step(Position(), 0, 2)
     reading.fails_at = None
     reading.step(Position(), 0, 2)
+
+
+def test_after_an_interrupt_each_unit_has_its_own_samples() -> None:
+    """A notebook may go on after Ctrl-C."""
+    reading = Reading(ahead=1)
+    reading.interrupted_at = Key(Position(), 1)
+    with pytest.raises(KeyboardInterrupt):
+        reading.step(Position(), 0, 2)
+    reading.step(Position(), 0, 2)
+    reading.take(Position(0, 1), 0, 2)
 
 
 def test_a_reader_that_ends_early_is_named() -> None:

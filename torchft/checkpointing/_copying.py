@@ -15,7 +15,7 @@ class Phase(IntEnum):
     DUE = 1  # about to change: all are copied now
     UNNEEDED = 2  # every target has them: they are copied only for a reader that depends on the copy
     ABORTED = 3  # nothing is copied any more
-    CLOSED = 4  # the caller may change them: targets read the copy, if there is one
+    CLOSED = 4  # the caller may change them: targets read the copy, if there is one and it was complete before
 
 
 class Readers(IntEnum):
@@ -57,7 +57,7 @@ class Copying:
         self._to(Phase.ABORTED)
 
     def close(self) -> None:
-        """No copy is in progress; the caller may change the tensors."""
+        """The caller may change the tensors. A copy that is still in progress, because it is late, is not used."""
         self._to(Phase.CLOSED)
 
     def _to(self, phase: Phase) -> None:

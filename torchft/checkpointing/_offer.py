@@ -57,6 +57,7 @@ class Offer:
         self.copies = copy
         self.stages = stage or copy
         self.session = secrets.token_hex(8)  # lets a reconnecting target recognize the same bytes
+        self._copying = Copying()
         copies: Dict[torch.device, Optional[Copies]] = {}
         self._blocks: Dict[int, _Block] = {}
         for region, storage in enumerate(checkpoint.encoded.storages):
@@ -64,14 +65,14 @@ class Offer:
             if device not in copies:
                 kind = copies_for(device.type)
                 copies[device] = None if kind is None else kind(device)
-            self._blocks[storage._cdata] = _Block(region, storage, copies[device])
+            self._blocks[storage._cdata] = _Block(region, storage, copies[device], self._copying)
 
         self._cond = threading.Condition()
-        self._copying = Copying()
         self._native_offer: Optional[NativeOffer] = None
         # pieces being sent, each with the function that cuts its reader off
         self._direct: Dict[object, Callable[[], None]] = {}
         self._failure = ""  # why the copy failed
+        self._late = False  # whether `close` did not wait for all copies that were in progress
         self._copier: Optional[threading.Thread] = self._start_copy() if copy else None
 
     @property
@@ -181,6 +182,8 @@ class Offer:
             if block.staged is not None and block.mine is None:
                 # device memory is in use only while a piece is copied, not while it is sent
                 for piece in block.staged.read(start):
+                    if self._late:
+                        raise ConnectionAbortedError("the source has resumed training, and its state is not read yet")
                     for part in piece.split(min(piece.numel(), pacer.piece)):
                         pacer.wait(part.numel())
                         yield tensor_memory(part)
@@ -235,24 +238,24 @@ class Offer:
             copier = self._copier
         if copier is not None:
             copier.join(timeout)
-            if copier.is_alive():
-                raise TimeoutError(f"timed out: the state to send was not copied within {timeout:g} s")
         with self._cond:
-            self._copying.close()
+            self._late = copier is not None and copier.is_alive()
+            self._copying.close()  # also if a copy is in progress: what it copies from now on is not used
             native = self._native_offer
         if native is not None:
             native.revoke(_PIECE_GRACE)
         for block in self._blocks.values():
             if block.staged is not None:
-                block.staged.close()
+                block.staged.close(wait=not self._late)  # a device that is late may hang
         with self._cond:
-            if self._cond.wait_for(lambda: not self._direct, _PIECE_GRACE):
-                return
-            logger.warning("%d slow reader(s) of the checkpoint cut off", len(self._direct))
-            for cut_off in self._direct.values():
-                cut_off()
-            if not self._cond.wait_for(lambda: not self._direct, _CUT_OFF_TIMEOUT):
-                raise TimeoutError("timed out: a reader of the checkpoint did not end when its connection was cut")
+            if not self._cond.wait_for(lambda: not self._direct, _PIECE_GRACE):
+                logger.warning("%d slow reader(s) of the checkpoint cut off", len(self._direct))
+                for cut_off in self._direct.values():
+                    cut_off()
+                if not self._cond.wait_for(lambda: not self._direct, _CUT_OFF_TIMEOUT):
+                    raise TimeoutError("timed out: a reader of the checkpoint did not end when its connection was cut")
+        if self._late:
+            raise TimeoutError(f"timed out: the state to send was not copied within {timeout:g} s")
 
     def take_copy(self) -> List[torch.Tensor]:
         """Removes the copy from a closed offer without readers, and returns it to be freed."""
@@ -272,13 +275,14 @@ class Offer:
 class _Block:
     """One storage of the state, and its copy if there is one."""
 
-    def __init__(self, region: int, storage: torch.UntypedStorage, copies: Optional[Copies]) -> None:
+    def __init__(self, region: int, storage: torch.UntypedStorage, copies: Optional[Copies], copying: Copying) -> None:
         self.region = region  # number of the storage in the state
         self.nbytes = storage.nbytes()
         self.mine: Optional[torch.Tensor] = None  # the copy, once it is complete
         self.coming: Optional[torch.Tensor] = None  # the copy, also while it is incomplete
         self.ready = 0  # bytes of the copy that are complete
         self._source = storage_bytes(storage)
+        self._copying = copying
         self.staged = Staged(self._source, copies) if copies is not None and self.nbytes else None
         self.on_host = self.staged is None and storage.device.type == "cpu"
         self.address = self._source.data_ptr() if self.on_host else ON_DEVICE
@@ -288,10 +292,14 @@ class _Block:
         self.coming = mine = memory.take(self.nbytes)
         if self.staged is None:
             mine.copy_(self._source)  # PyTorch releases the GIL here
+            if self._copying.closed:  # the owner may have changed the memory meanwhile
+                return
             self.ready = self.nbytes
         else:
             with closing(self.staged.read(0)) as pieces:
                 for piece in pieces:
+                    if self._copying.closed:
+                        return
                     end = self.ready + piece.numel()
                     mine[self.ready : end].copy_(piece)
                     self.ready = end

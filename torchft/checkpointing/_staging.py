@@ -103,13 +103,17 @@ class Staged:
         self._under_way: List[Wait] = []
         self._closed = False
 
-    def close(self) -> None:
-        """Waits for the copies in progress. After this call the device memory is not read any more."""
+    def close(self, wait: bool = True) -> None:
+        """Begins no further copy. After this call the device memory is not read any more.
+
+        Args:
+            wait: whether to wait for the copies in progress; if not, these still read it.
+        """
         with self._lock:
             self._closed = True
-            under_way = list(self._under_way)
-        for wait in under_way:
-            wait()
+            under_way = list(self._under_way) if wait else []
+        for wait_for in under_way:
+            wait_for()
 
     def read(self, start: int) -> Generator[torch.Tensor, None, None]:
         """Yields the bytes from an offset on, in blocks. A block is valid until the next one is requested. Ends early

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from torchft.checkpointing._checkpoint import Checkpoint
+from torchft.checkpointing._memory import HostMemory
 from torchft.checkpointing._offer import Offer
-from torchft.checkpointing._source import Source
+from torchft.checkpointing._source import Source, Unavailable
 
 
 def test_a_reader_that_arrives_during_the_copy_gets_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,4 +43,31 @@ def test_a_reader_that_arrives_during_the_copy_gets_the_copy(monkeypatch: pytest
     assert read.wait(20)
     for thread in (taking_back, late):
         thread.join(30)
+    source.close(5)
+
+
+def test_a_copy_that_is_late_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may contain weights of the next step: a Manager goes on after the error."""
+    go_on = threading.Event()
+
+    take = HostMemory.take
+
+    def slow(memory: HostMemory, nbytes: int) -> torch.Tensor:
+        assert go_on.wait(30)
+        return take(memory, nbytes)
+
+    monkeypatch.setattr(HostMemory, "take", slow)
+    weights = torch.zeros(1_000_000)
+    source = Source(keep=60)
+    source.publish(1, Checkpoint({"w": weights}, 0), receivers=1, copy=True)
+    assert source._offer is not None
+    copier = source._offer._copier
+    with pytest.raises(TimeoutError, match=r"not copied within 0\.2 s"):
+        source.disallow(0.2)
+    weights.fill_(1)
+    go_on.set()
+    assert copier is not None
+    copier.join(30)
+    with pytest.raises(Unavailable), source.reading(1, 0.2):
+        pass
     source.close(5)

@@ -371,9 +371,9 @@ class Manager(Stateful, Stepping):
     ) -> None:
         """Begins a step: requests its quorum. Every rank of the group calls it, before the forward pass.
 
-        With ``use_async_quorum`` it returns at once, and the first allreduce waits for the quorum; else it returns when
-        there is one and this group has healed. With a :class:`torchft.data.ElasticDataLoader` it does nothing: the
-        loader begins each step.
+        With ``use_async_quorum`` it returns at once, and the first allreduce waits for the quorum; else, and with
+        LocalSGD, it returns when there is one and this group has healed. With a :class:`torchft.data.ElasticDataLoader`
+        it does nothing: the loader begins each step.
 
         Args:
             allow_heal: whether to fetch a peer's state when this group is behind.
@@ -381,7 +381,7 @@ class Manager(Stateful, Stepping):
             timeout: default: ``quorum_timeout``.
 
         Raises:
-            RuntimeError, TimeoutError: with a synchronous quorum, when there is none.
+            RuntimeError, TimeoutError: when there is no quorum, if it waits for one.
         """
         if self._data.adds_gradients:
             return  # the loader checks for a drain between two steps, and its units belong to the step in progress
@@ -393,7 +393,7 @@ class Manager(Stateful, Stepping):
                 return
             self._current.collectives.abort()  # this group leaves a quorum in which the other groups count on it
         self._begin_round(request)
-        if not self._use_async_quorum:
+        if not self._use_async_quorum or self._data.averages_weights:  # an average has nothing to compute meanwhile
             self._settle()
 
     def _begin_round(self, request: Request, inputs: Optional[Inputs] = None) -> None:

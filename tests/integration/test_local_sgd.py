@@ -484,3 +484,30 @@ def test_an_average_with_nan_is_counted_in_the_metrics_of_every_group(diloco: bo
         ran = results(cluster.start(train, group=0), cluster.start(train, group=1))
     # A NaN in DiLoCo's parameters persists, because the next average is computed from differences to them.
     assert ran == [[0, 1, 2, 2.0]] * 2 if diloco else [[0, 1, 1, 1.0]] * 2
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_the_first_average_is_that_of_equal_weights(use_async_quorum: bool) -> None:
+    """All groups but one heal before it."""
+
+    def train(rank: Rank) -> list[float]:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(model.weight, rank.group + 1)
+        inner = torch.optim.SGD(model.parameters(), lr=0.0)
+        manager = rank.start_manager(
+            load_state_dict=model.load_state_dict, state_dict=model.state_dict, use_async_quorum=use_async_quorum
+        )
+        rank.cluster.wait_for_healthy(3)
+        seen = []
+        with LocalSGD(manager, model, inner, sync_every=1):
+            for _ in range(2):
+                model.zero_grad()
+                model(torch.ones(1, 1)).sum().backward()
+                inner.step()
+                seen.append(model.weight.item())
+        assert manager.current_step() == 2
+        return seen
+
+    with Cluster(min_replicas=3) as cluster:
+        ran = results(*(cluster.start(train, group=group) for group in range(3)))
+    assert ran == [ran[0]] * 3 and ran[0] in ([1.0, 1.0], [2.0, 2.0], [3.0, 3.0])

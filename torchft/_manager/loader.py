@@ -218,7 +218,7 @@ class Data:
 
     Args:
         layout: announces the settings that must be equal in all groups.
-        planner: its ``heal_first`` is set when a loader is attached.
+        planner: its ``heal_first`` is set when a loader, LocalSGD or DiLoCo is attached.
         settings: the Manager's settings.
         init_sync: the Manager's argument of that name.
     """
@@ -266,6 +266,7 @@ class Data:
         weights.
         """
         self._local_steps = local_steps
+        self._planner.heal_first = self._init_sync
         self._choose_check()
 
     def _choose_check(self) -> None:
@@ -279,7 +280,12 @@ class Data:
         else:
             self._batches = AverageCheck(self._loader)
             self._loader.steps_by_itself(self._local_steps)
-        self._planner.heal_first = self._init_sync and self._local_steps is None
+        self._planner.heal_first = self._init_sync
+
+    @property
+    def averages_weights(self) -> bool:
+        """Whether a step averages the weights of groups that train alone between two steps."""
+        return self._local_steps is not None
 
     @property
     def adds_gradients(self) -> bool:

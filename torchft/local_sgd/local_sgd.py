@@ -34,8 +34,7 @@ class LocalSGD(InnerSteps):
                 optimizer.step()
 
     Args:
-        manager: the Manager of this rank, at best with ``use_async_quorum=False``: else the first average of a job
-            is too small (a warning says so). Its state functions carry model and optimizer.
+        manager: the Manager of this rank; its state functions carry model and optimizer.
         model: all of its floating point parameters are averaged; buffers are not.
         optimizer: its steps are counted.
         sync_every: steps between two synchronisations, at least 1.
@@ -52,12 +51,6 @@ class LocalSGD(InnerSteps):
         if sync_every < 1:
             raise ValueError(f"sync_every={sync_every}: allowed are 1 and more")
         super().__init__(manager, optimizer, "optimizer")
-        # A test double may lack both.
-        if getattr(manager, "_use_async_quorum", False) is True and getattr(manager, "_init_sync", False) is True:
-            logger.warning(
-                "LocalSGD with use_async_quorum=True: the first average divides the weights by the number of groups, "
-                "since all but one heal then and send zeros; use use_async_quorum=False"
-            )
         self._model = model
         self._sync_every = sync_every
         self._local_step = 0

@@ -26,7 +26,7 @@ class OneGroup:
         committed: Callable[[int], bool] = lambda vote: True,
         peers: Callable[[torch.Tensor], object] = lambda tensor: None,
     ) -> None:
-        self._use_async_quorum, self._init_sync = False, True
+        self._use_async_quorum = False
         self._committed, self._peers = committed, peers
         self._step = self._votes = 0
         self.calls: list[Any] = []

@@ -95,16 +95,6 @@ def test_diloco_refuses_a_quorum_in_the_background() -> None:
         diloco(manager)
 
 
-@pytest.mark.parametrize("init_sync", [False, True])
-def test_local_sgd_warns_of_a_quorum_in_the_background(init_sync: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Without `init_sync` no group heals in step 0, so all send their weights."""
-    manager = OneGroup()
-    manager._use_async_quorum, manager._init_sync = True, init_sync
-    model = nn.Linear(2, 2)
-    LocalSGD(manager, model, torch.optim.SGD(model.parameters(), lr=0.1), 1)  # type: ignore[arg-type]
-    assert ("use_async_quorum=False" in caplog.text) == init_sync
-
-
 def test_an_optimizer_that_lacks_a_parameter_is_refused() -> None:
     layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
     outer = [torch.optim.SGD(layers[0].parameters(), lr=0.7), torch.optim.SGD([layers[1].weight], lr=0.7)]

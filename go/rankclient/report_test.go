@@ -2,6 +2,7 @@ package rankclient
 
 import (
 	"testing"
+	"testing/synctest"
 
 	"github.com/stretchr/testify/assert"
 	"google.golang.org/grpc"
@@ -22,13 +23,16 @@ func (r recorder) Send(req *torchftpb.RankRequest) error {
 
 // A call holds the lock of opening while it looks whether a stream is open. A report of another thread at that moment must be sent.
 func TestAReportIsSentWhileACallLooksForTheStream(t *testing.T) {
-	sent := make(chan *torchftpb.RankRequest, 1)
-	s := newSession(nil)
-	defer s.cancel()
-	s.stream.Store(&clientStream{wire: recorder{sent: sent}, ended: make(chan struct{})})
-	s.opening <- struct{}{}
-	s.ReportCount(Counted{Name: "divergences", Number: 1})
-	if assert.Len(t, sent, 1) {
-		assert.EqualValues(t, 1, (<-sent).GetCounted().GetNumber())
-	}
+	synctest.Test(t, func(t *testing.T) {
+		sent := make(chan *torchftpb.RankRequest, 1)
+		s := newSession(nil)
+		defer s.cancel()
+		s.stream.Store(&clientStream{wire: recorder{sent: sent}, ended: make(chan struct{})})
+		s.opening <- struct{}{}
+		s.ReportCount(Counted{Name: "divergences", Number: 1})
+		synctest.Wait()
+		if assert.Len(t, sent, 1) {
+			assert.EqualValues(t, 1, (<-sent).GetCounted().GetNumber())
+		}
+	})
 }

@@ -118,11 +118,14 @@ func (s *session) ReportCount(c Counted) {
 // same moment.
 func (s *session) report(req *torchftpb.RankRequest) {
 	if stream := s.stream.Load(); stream != nil && !stream.broken() {
-		stream.send(req)
+		stream.post(req)
 	}
 }
 
 func (s *session) Close() error {
+	if stream := s.stream.Load(); stream != nil {
+		stream.flush()
+	}
 	s.cancel()
 	err := s.remote.Close()
 	if s.relay != nil {
@@ -180,7 +183,7 @@ func (s *session) connect(ctx context.Context) (*clientStream, error) {
 		ended:   make(chan struct{}),
 	}
 	if rank := s.rank.Load(); reopened && rank >= 0 {
-		stream.send(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Hello{Hello: rank}})
+		stream.post(&torchftpb.RankRequest{Request: &torchftpb.RankRequest_Hello{Hello: rank}})
 	}
 	s.stream.Store(stream)
 	go func() {
@@ -242,7 +245,7 @@ type clientStream struct {
 	ended  chan struct{} // closed when the stream has broken
 	err    error         // why the stream has broken; valid once ended is closed
 
-	sending sync.Mutex
+	sender rpc.Sender
 
 	mu      sync.Mutex
 	last    uint64
@@ -298,7 +301,9 @@ func (s *clientStream) call(ctx context.Context, req *torchftpb.RankRequest) (*t
 		delete(s.waiting, req.GetCall())
 	}()
 
-	s.send(req)
+	if !s.post(req) {
+		return nil, status.Error(codes.Unavailable, "the server does not read the requests of this rank")
+	}
 	var err error
 	select {
 	case resp := <-answered:
@@ -306,7 +311,7 @@ func (s *clientStream) call(ctx context.Context, req *torchftpb.RankRequest) (*t
 	case <-s.ended:
 		err = s.err
 	case <-ctx.Done():
-		s.send(&torchftpb.RankRequest{Call: req.GetCall(), Request: &torchftpb.RankRequest_Cancel{Cancel: true}})
+		s.post(&torchftpb.RankRequest{Call: req.GetCall(), Request: &torchftpb.RankRequest_Cancel{Cancel: true}})
 		err = status.FromContextError(ctx.Err()).Err()
 	}
 	select {
@@ -324,9 +329,22 @@ func outcome(resp *torchftpb.RankResponse) (*torchftpb.RankResponse, error) {
 	return resp, nil
 }
 
-// send ignores errors: if the stream has broken, receive returns the error.
-func (s *clientStream) send(req *torchftpb.RankRequest) {
-	s.sending.Lock()
-	defer s.sending.Unlock()
-	_ = s.wire.Send(req)
+// post queues a request, and does not block. It returns false if the server has not read the earlier ones.
+func (s *clientStream) post(req *torchftpb.RankRequest) bool {
+	return s.sender.Post(func() { _ = s.wire.Send(req) }) // fails only if the stream has broken: receive returns the error
+}
+
+// farewellTime bounds how long Close waits until the last reports are sent.
+const farewellTime = 200 * time.Millisecond
+
+// flush returns when the queued requests have been sent, or farewellTime is over.
+func (s *clientStream) flush() {
+	sent := make(chan struct{})
+	if !s.sender.Post(func() { close(sent) }) {
+		return
+	}
+	select {
+	case <-sent:
+	case <-time.After(farewellTime):
+	}
 }

@@ -42,7 +42,9 @@ func (m *Member) leaveOnce(ctx context.Context) error {
 		return err
 	}
 	m.leaves(stream.place)
-	stream.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Leaving{Leaving: true}})
+	if !stream.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Leaving{Leaving: true}}) {
+		return rpc.Wrap("leave", client.peer, errUnread)
+	}
 	select {
 	case <-stream.free:
 		return nil

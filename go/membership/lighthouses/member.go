@@ -213,11 +213,11 @@ func (m *Member) ReportProgress(p round.Progress) {
 	}}})
 }
 
-// report sends a message that is not answered. It is dropped while there is no stream. Dropping it is safe: the lighthouse has seen the
+// report sends a message that is not answered. It is dropped while there is no stream, or the lighthouse does not read. Dropping it is safe: the lighthouse has seen the
 // disconnect itself, and the manager server reports an incomplete group again at the next stream (lighthouseReached).
 func (m *Member) report(message *torchftpb.MemberMessage) {
 	if stream := m.present.Load(); stream != nil && !stream.broken() {
-		go stream.send(message) // a goroutine, since the caller must not wait for a lighthouse that does not read
+		stream.post(message)
 	}
 }
 
@@ -251,20 +251,13 @@ func (m *Member) announceEnd() {
 	if stream == nil || stream.broken() || !stream.greeted() {
 		return
 	}
-	sent := make(chan struct{})
-	m.tasks.Go(func() {
-		defer close(sent)
-		stream.send(&torchftpb.MemberMessage{
-			Finished: m.finished.Load(),
-			Message:  &torchftpb.MemberMessage_ShuttingDown{ShuttingDown: true},
-		})
-		select {
-		case <-stream.free:
-		case <-stream.ended:
-		}
+	stream.post(&torchftpb.MemberMessage{
+		Finished: m.finished.Load(),
+		Message:  &torchftpb.MemberMessage_ShuttingDown{ShuttingDown: true},
 	})
 	select {
-	case <-sent:
+	case <-stream.free:
+	case <-stream.ended:
 	case <-time.After(farewellTime):
 	}
 }
@@ -438,7 +431,7 @@ func (m *Member) open(ctx context.Context, i int) (*memberStream, *Client, error
 		failbackTo: -1,
 		place:      i,
 	}
-	stream.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{
+	stream.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{
 		ReplicaId: m.replicaID, Revision: uint64(m.list.revision),
 		Place: uint32(i), Lighthouses: uint32(len(m.unary)), Term: max(m.term.Load(), quorum.TermOf(m.known())), KnownQuorumId: m.known(),
 	}}})

@@ -56,7 +56,7 @@ func (s *memberStream) stamped(number uint64) {
 	}
 	s.member.bind(s.bond)
 	if s.stamp.Swap(number) == 0 {
-		go s.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
+		s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
 	}
 }
 

@@ -84,7 +84,8 @@ type memberStream struct {
 
 	failbackTo int // place of the lighthouse that all members fail back to, valid once ended is closed; -1: none
 
-	sending  sync.Mutex
+	sender   rpc.Sender
+	posting  sync.Mutex     // guards the following two: the order of their values is that of the messages
 	lastSent *quorum.Member // the last record of this group that was sent; nil: none on this stream
 	reaches  quorum.Places  // the reachable earlier lighthouses, as last sent
 
@@ -126,11 +127,10 @@ func (s *memberStream) sentBack() (place int, sent bool) { return s.failbackTo, 
 
 // sendReaches tells the lighthouse which earlier lighthouses the member can reach, if that has changed.
 func (s *memberStream) sendReaches(places quorum.Places) {
-	s.sending.Lock()
-	defer s.sending.Unlock()
-	if s.reaches != places {
+	s.posting.Lock()
+	defer s.posting.Unlock()
+	if s.reaches != places && s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Reaches{Reaches: uint64(places)}}) {
 		s.reaches = places
-		s.sendLocked(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Reaches{Reaches: uint64(places)}})
 	}
 }
 
@@ -194,7 +194,7 @@ func (s *memberStream) takeNext() (err error) {
 		close(s.welcomed)
 	case *torchftpb.LighthouseMessage_Recall:
 		if q := s.member.last.Load(); q != nil && q.ID >= m.Recall {
-			s.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Past{Past: wire.PastToProto(q.Past())}})
+			s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Past{Past: wire.PastToProto(q.Past())}})
 		}
 	case *torchftpb.LighthouseMessage_FailBack:
 		if place := int(m.FailBack); place < len(s.member.unary) {
@@ -241,7 +241,7 @@ func (s *memberStream) takeNext() (err error) {
 	case *torchftpb.LighthouseMessage_Released:
 		s.released.Do(func() { close(s.free) })
 	case *torchftpb.LighthouseMessage_Probe:
-		go s.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
+		s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
 	case *torchftpb.LighthouseMessage_Closing:
 		s.unbind()
 		return status.Error(codes.Unavailable, "the lighthouse is shutting down")
@@ -273,7 +273,7 @@ func (s *memberStream) ask(ctx context.Context, number uint64, member quorum.Mem
 	ask := wire.AskToProto(member.State())
 	ask.Number, ask.KnownQuorumId, ask.Traceparent = number, knownQuorumID, tracing.ParentOf(ctx)
 	ask.TimeoutUs = max(1, time.Until(deadline).Microseconds())
-	err := s.sendAsk(ask, member)
+	err := s.postAsk(ask, member)
 	if err != nil {
 		return nil, err
 	}
@@ -283,7 +283,7 @@ func (s *memberStream) ask(ctx context.Context, number uint64, member quorum.Mem
 	case <-s.ended:
 		err = s.err
 	case <-ctx.Done():
-		s.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Withdraw{Withdraw: number}})
+		s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Withdraw{Withdraw: number}})
 		err = status.FromContextError(ctx.Err()).Err()
 	}
 	select {
@@ -294,34 +294,37 @@ func (s *memberStream) ask(ctx context.Context, number uint64, member quorum.Mem
 	}
 }
 
-// sendAsk sends a request. It contains the member only if more than the member's state has changed.
-func (s *memberStream) sendAsk(ask *torchftpb.Ask, member quorum.Member) error {
-	s.sending.Lock()
-	defer s.sending.Unlock()
+// postAsk posts a request. It contains the member only if more than the member's state has changed.
+func (s *memberStream) postAsk(ask *torchftpb.Ask, member quorum.Member) error {
+	s.posting.Lock()
+	defer s.posting.Unlock()
 	ask.Reaches = uint64(s.reaches)
 	message := &torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: ask}}
-	if s.lastSent == nil || !s.lastSent.SameButState(&member) {
+	whole := s.lastSent == nil || !s.lastSent.SameButState(&member)
+	if whole {
 		ask.Member = wire.MemberToProto(member)
 		if err := wire.CheckRequest(message, ask.GetMember()); err != nil {
 			return err
 		}
+	}
+	if !s.post(message) {
+		return errUnread
+	}
+	if whole {
 		s.lastSent = &member
 	}
-	s.sendLocked(message)
 	return nil
 }
 
-func (s *memberStream) send(message *torchftpb.MemberMessage) {
-	s.sending.Lock()
-	defer s.sending.Unlock()
-	s.sendLocked(message)
-}
+var errUnread = status.Error(codes.Unavailable, "the lighthouse does not read the messages of this member")
 
-// sendLocked ignores errors: Send fails only if the stream has broken, and then receive returns the error.
-func (s *memberStream) sendLocked(message *torchftpb.MemberMessage) {
-	s.member.speaks()
-	message.Stamp = s.stamp.Load()
-	_ = s.wire.Send(message)
+// post queues a message, and does not block. It returns false if the lighthouse has not read the earlier ones.
+func (s *memberStream) post(message *torchftpb.MemberMessage) bool {
+	return s.sender.Post(func() {
+		s.member.speaks()
+		message.Stamp = s.stamp.Load()
+		_ = s.wire.Send(message) // fails only if the stream has broken: receive returns the error
+	})
 }
 
 // attend calls reached after the welcome, and then sends at least one message in each interval until the stream breaks or ctx ends.
@@ -350,11 +353,9 @@ func (s *memberStream) attend(ctx context.Context, reached func()) error {
 
 // speak sends a heartbeat unless something else was sent within the interval, and returns when to call it again.
 func (s *memberStream) speak() time.Duration {
-	s.sending.Lock()
-	defer s.sending.Unlock()
 	if silent := s.member.silent(); silent < s.interval {
 		return s.interval - silent
 	}
-	s.sendLocked(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
+	s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
 	return s.interval
 }

@@ -1,0 +1,51 @@
+package rpc
+
+import (
+	"log/slog"
+	"sync"
+)
+
+// mostPosted bounds the functions that a Sender queues.
+const mostPosted = 64
+
+// Sender sends the messages of a stream, in the order of Post, so that no caller waits: gRPC's Send blocks while the other side does not
+// read, beyond the deadline of a call that sends. Its goroutine ends when the queue is empty.
+type Sender struct {
+	mu    sync.Mutex
+	queue []func()
+	busy  bool
+	tasks sync.WaitGroup
+}
+
+// Post queues a function that sends one message. It does not block. It returns false if the queue is full: the other side does not read.
+func (s *Sender) Post(send func()) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.queue) >= mostPosted {
+		return false
+	}
+	s.queue = append(s.queue, send)
+	if !s.busy {
+		s.busy = true
+		Go(&s.tasks, slog.Default(), "messages of a stream", s.run)
+	}
+	return true
+}
+
+func (s *Sender) run() {
+	for send := s.next(); send != nil; send = s.next() {
+		send()
+	}
+}
+
+// next removes the first function from the queue. It returns nil if there is none.
+func (s *Sender) next() (send func()) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if len(s.queue) == 0 {
+		s.busy = false
+		return nil
+	}
+	send, s.queue = s.queue[0], s.queue[1:]
+	return send
+}

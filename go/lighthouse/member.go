@@ -258,7 +258,7 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 		p := m.Progress
 		return s.feed(quorum.Progressed{ReplicaID: s.replicaID, Progress: quorum.Progress{
 			Step: p.GetStep(), Rank: p.GetGroupRank(), Phase: p.GetPhase(), Waits: p.GetWaits(),
-			For: time.Duration(p.GetForUs()) * time.Microsecond,
+			For: rpc.Microseconds(p.GetForUs()),
 		}})
 	case *torchftpb.MemberMessage_Greeting:
 		return status.Error(codes.InvalidArgument, "a member's stream has one greeting")
@@ -299,10 +299,6 @@ func (s *stream) ask(ask *torchftpb.Ask) error {
 	}
 	member := s.latest
 	member.SetState(wire.StateFromProto(ask))
-	timeout := rpc.MaxWait
-	if us := ask.GetTimeoutUs(); us < rpc.MaxWait.Microseconds() {
-		timeout = time.Duration(us) * time.Microsecond
-	}
 
 	job := s.job
 	job.mu.Lock()
@@ -318,7 +314,7 @@ func (s *stream) ask(ask *torchftpb.Ask) error {
 	s.forget()
 	delete(job.heals, s.replicaID) // a group that requests a quorum no longer heals
 	s.span = tracing.Continue(ask.GetTraceparent(), "lighthouse.quorum", ask.GetStep(), attribute.String("torchft.replica_id", s.replicaID))
-	s.await(ask.GetNumber(), timeout)
+	s.await(ask.GetNumber(), rpc.Microseconds(ask.GetTimeoutUs()))
 	return job.step(quorum.Asked{
 		Waiter: s.waiter, Member: member, KnownQuorumID: ask.GetKnownQuorumId(), Number: ask.GetNumber(), Recallable: s.recallable,
 		Reaches: quorum.Places(ask.GetReaches()),

@@ -208,7 +208,7 @@ func (o *openSession) takeReport(req *torchftpb.RankRequest) bool {
 // start begins a call. It returns false if the session must end.
 func (o *openSession) start(ctx context.Context, req *torchftpb.RankRequest) bool {
 	call := &sessionCall{rankCall: callFromProto(req), session: o, number: req.GetCall()}
-	timeout := time.Duration(req.GetTimeoutUs()) * time.Microsecond
+	timeout := rpc.Microseconds(req.GetTimeoutUs())
 	call.conn, call.traceparent, call.deadline = o.conn, cmp.Or(call.traceparent, o.parent), time.Now().Add(timeout)
 	if !o.admit(call) {
 		return false

@@ -61,3 +61,18 @@ func TestACallThatCannotConnectEndsAtItsDeadline(t *testing.T) {
 		assert.Equal(t, 2*time.Second, time.Since(began))
 	})
 }
+
+// A job whose groups take long to start has a long quorum_timeout: the first group must not fail before it.
+func TestAQuorumMayTakeLongerThanACallWithoutADeadline(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 2)
+		a, b := c.StartGroup("a", 1), c.StartGroup("b", 1)
+		for _, timeout := range []time.Duration{2 * rpc.MaxWait, 1<<63 - 1} {
+			first := a.Quorum(0, 0, timeout)
+			time.Sleep(rpc.MaxWait + time.Second)
+			second := b.Quorum(0, 0, timeout)
+			require.NoError(t, (<-first).Err)
+			require.NoError(t, (<-second).Err)
+		}
+	})
+}

@@ -56,7 +56,7 @@ func (b *batch) add(session uint64, req *torchftpb.RankRequest, now time.Time) {
 	}
 	due := now
 	if asks {
-		due = now.Add(min(b.hold, time.Duration(req.GetTimeoutUs())*time.Microsecond/heldPart))
+		due = now.Add(min(b.hold, rpc.Microseconds(req.GetTimeoutUs())/heldPart))
 	}
 	b.push(session, req, now, due)
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"log/slog"
+	"math"
 	"net"
 	"sync/atomic"
 	"time"
@@ -103,6 +104,12 @@ func WithDefaultDeadline(ctx context.Context) (context.Context, context.CancelFu
 		return ctx, func() {}
 	}
 	return context.WithTimeout(ctx, MaxWait)
+}
+
+// Microseconds converts a number from the wire. It bounds the result where a time.Duration would overflow.
+func Microseconds(us int64) time.Duration {
+	const most = int64(math.MaxInt64 / time.Microsecond)
+	return time.Duration(max(-most, min(us, most))) * time.Microsecond
 }
 
 // Sooner returns a time before a caller's deadline: earlier by the given time or by a twentieth of the remaining time, whichever is

@@ -89,14 +89,14 @@ func (m *Member) Quorum(ctx context.Context, member quorum.Member, knownQuorumID
 	}
 	switch status.Code(err) {
 	case codes.Unimplemented:
-		m.setUnary(at, true)
+		m.setUnary(ctx, at, true)
 		q, err := client.Quorum(ctx, member, knownQuorumID)
 		if last := m.last.Load(); last != nil && status.Code(err) == codes.InvalidArgument {
 			// The id of the known quorum is ahead of the lighthouse's clock. The lighthouse accepts such an id only with the list
 			// of that quorum's members; on a stream it would have asked for the list (Recall).
 			q, err = client.quorum(ctx, member, knownQuorumID, last)
 		}
-		m.mayBeAnother(at, err)
+		m.mayBeAnother(ctx, at, err)
 		if q != nil {
 			m.last.Store(q)
 			m.fenced.Store(false)
@@ -106,7 +106,7 @@ func (m *Member) Quorum(ctx context.Context, member quorum.Member, knownQuorumID
 		// The lighthouse has too few of the members, or lacks a quorum that this member knows, and has ended the bond. Another
 		// lighthouse of the list may have more: with UNAVAILABLE the manager server asks again.
 		err = status.Error(codes.Unavailable, rpc.Message(err))
-		m.avoid(at)
+		m.avoid(ctx, at)
 	case codes.OK:
 		m.fenced.Store(false)
 		m.servedWell(at)
@@ -151,12 +151,12 @@ func (m *Member) Attend(ctx context.Context, interval time.Duration, reached fun
 		if status.Code(err) != codes.Unimplemented {
 			return rpc.Wrap("heartbeat", client.peer, err)
 		}
-		m.setUnary(at, true)
+		m.setUnary(ctx, at, true)
 		err = m.beat(ctx, client, at, interval, reached)
 		if errors.Is(err, errMoved) {
 			continue
 		}
-		m.mayBeAnother(at, err)
+		m.mayBeAnother(ctx, at, err)
 		return err
 	}
 }
@@ -186,7 +186,7 @@ func (m *Member) beat(ctx context.Context, client *Client, at int, interval time
 		}
 		if len(m.unary) > 1 {
 			moved := false
-			m.locked(func() { moved = m.choice.at != at })
+			m.locked(ctx, func() { moved = m.choice.at != at })
 			if moved {
 				return errMoved
 			}
@@ -233,7 +233,7 @@ func (m *Member) Close() error {
 	m.announceEnd()
 	m.cancel()
 	err := m.lighthouses.close()
-	m.locked(func() {
+	m.locked(context.Background(), func() {
 		if m.stream != nil {
 			<-m.stream.ended
 		}
@@ -272,27 +272,32 @@ func (m *Member) ReportRecovered(r membership.Recovered) {
 	m.report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Recovered{Recovered: wire.RecoveredToProto(r)}})
 }
 
-// locked runs do while no stream is being opened, so that do may change the choice and the stream.
-func (m *Member) locked(do func()) {
-	m.opening <- struct{}{}
-	defer func() { <-m.opening }()
-	do()
+// locked runs do while no stream is being opened, so that do may change the choice and the stream. It does nothing if ctx ends before.
+func (m *Member) locked(ctx context.Context, do func()) {
+	select {
+	case m.opening <- struct{}{}:
+		defer func() { <-m.opening }()
+		do()
+	case <-ctx.Done():
+	}
 }
 
-func (m *Member) setUnary(at int, unary bool) { m.locked(func() { m.unary[at] = unary }) }
+func (m *Member) setUnary(ctx context.Context, at int, unary bool) {
+	m.locked(ctx, func() { m.unary[at] = unary })
+}
 
 // mayBeAnother handles the error of a unary call. After an outage, the lighthouse may be a newer version: a stream is tried again.
-func (m *Member) mayBeAnother(at int, err error) {
+func (m *Member) mayBeAnother(ctx context.Context, at int, err error) {
 	if rpc.IsUnavailable(err) {
-		m.setUnary(at, false)
+		m.setUnary(ctx, at, false)
 	}
 }
 
 func (m *Member) learnTerm(term int64) { m.term.Store(max(m.term.Load(), term)) }
 
 // avoid ends the bond to a lighthouse that has refused, and asks others for a while.
-func (m *Member) avoid(at int) {
-	m.locked(func() {
+func (m *Member) avoid(ctx context.Context, at int) {
+	m.locked(ctx, func() {
 		m.unbind()
 		m.choice.shun(at, time.Now())
 		if m.choice.at == at && m.stream != nil {
@@ -301,10 +306,14 @@ func (m *Member) avoid(at int) {
 	})
 }
 
-// servedWell records that a lighthouse has delivered a quorum: its next refusal counts as the first one in a row.
+// servedWell records that a lighthouse has delivered a quorum: its next refusal counts as the first one in a row. While a stream is being
+// opened this is left to the next quorum: it must not delay this one.
 func (m *Member) servedWell(at int) {
-	if len(m.unary) > 1 {
-		m.locked(func() { m.choice.refused[at] = 0 })
+	select {
+	case m.opening <- struct{}{}:
+		m.choice.refused[at] = 0
+		<-m.opening
+	default:
 	}
 }
 
@@ -453,11 +462,11 @@ func (m *Member) probeEarlier() {
 		case <-time.After(time.Duration(float64(probeEvery) * (0.9 + rand.Float64()/5))):
 		}
 		var places []int
-		m.locked(func() { places = m.choice.lookAt(time.Now()) })
+		m.locked(m.ctx, func() { places = m.choice.lookAt(time.Now()) })
 		there := m.lighthouses.there(m.ctx, places)
 		var stream *memberStream
 		var reaches quorum.Places
-		m.locked(func() {
+		m.locked(m.ctx, func() {
 			reaches = m.choice.looked(there)
 			switch {
 			case m.stream != nil && !m.stream.broken():

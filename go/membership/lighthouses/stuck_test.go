@@ -79,3 +79,30 @@ func TestACallEndsInTimeAlthoughTheLighthouseDoesNotRead(t *testing.T) {
 		}
 	})
 }
+
+// A quorum that has arrived is passed on at once, even if the member opens its next stream at that moment, which may take seconds.
+func TestAQuorumDoesNotWaitForTheNextStream(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m, stream, wire := stuckStream()
+		close(wire.released)
+		m.lighthouses = &lighthouses{clients: []*Client{{peer: "a"}, nil}}
+		m.unary, m.choice, m.opening, m.stream = make([]bool, 2), newChoice(0, 2), make(chan struct{}, 1), stream
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		done := make(chan error, 1)
+		go func() {
+			_, err := m.Quorum(ctx, quorum.Member{ReplicaID: "a"}, 0)
+			done <- err
+		}()
+		synctest.Wait()
+		m.opening <- struct{}{} // another call opens a stream
+		stream.answer((<-wire.sent).GetAsk().GetNumber(), asked{quorum: &quorum.Quorum{ID: 1}})
+		synctest.Wait()
+		select {
+		case err := <-done:
+			require.NoError(t, err)
+		default:
+			require.Fail(t, "the quorum has not been passed on")
+		}
+	})
+}

@@ -174,9 +174,11 @@ func TestGroupsWithDifferentListsAreRefused(t *testing.T) {
 func TestAListOfAddressesIsChecked(t *testing.T) {
 	c := &fttest.Cluster{T: t, Net: fttest.NewNetwork(), Log: &fttest.Log{}}
 	for list, wantError := range map[string]string{
-		"http://a:1,":           `lighthouse_addr is "": it must be http://host:port`,
-		"http://a:1,b:2":        `lighthouse_addr is "b:2"`,
-		"http://a:1,http://a:1": "http://a:1 is in it twice",
+		"http://a:1,":            `lighthouse_addr is "": it must be http://host:port`,
+		"http://a:1,b:2":         `lighthouse_addr is "b:2"`,
+		"http://a:1,http://a:1":  "http://a:1 is in it twice",
+		"http://a:1,https://b:1": "all addresses of a list must begin with http://, or all with https://",
+		"https://a:1,http://b:1": "all addresses of a list must begin with http://, or all with https://",
 	} {
 		cfg := c.ServerConfig("g", 1)
 		cfg.LighthouseAddr = list

@@ -48,10 +48,18 @@ const MaxLighthouses = 16
 
 // ParseAddresses parses addresses separated by commas. Members try them in this order.
 func ParseAddresses(setting, addresses string) (list []string, err error) {
-	for _, address := range strings.Split(addresses, ",") {
+	tls := false // the first address begins with https://
+	for i, address := range strings.Split(addresses, ",") {
 		address = strings.TrimSpace(address)
-		if _, err := ParseAddress(setting, address); err != nil {
+		parsed, err := ParseAddress(setting, address)
+		if err != nil {
 			return nil, err
+		}
+		if i == 0 {
+			tls = parsed.TLS
+		}
+		if parsed.TLS != tls {
+			return nil, fmt.Errorf("%s is %q: all addresses of a list must begin with http://, or all with https://", setting, addresses)
 		}
 		if slices.Contains(list, address) {
 			return nil, fmt.Errorf("%s is %q: %s is in it twice", setting, addresses, address)

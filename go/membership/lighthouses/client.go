@@ -45,16 +45,20 @@ func Dial(ctx context.Context, addr string, connectTimeout time.Duration, option
 	if len(list) == 1 {
 		return dialOne(ctx, list[0], connectTimeout, options)
 	}
-	for {
-		for _, one := range list {
-			c, err := dialOne(ctx, one, max(1, min(attemptTimeout, time.Until(end))), options)
-			switch {
-			case err == nil:
-				return c, nil
-			case ctx.Err() != nil, status.Code(err) == codes.InvalidArgument: // a setting is wrong, so that no attempt can succeed
-				return nil, err
-			case time.Now().After(end):
-				return nil, status.Errorf(codes.Unavailable, "could not connect to a lighthouse at %s: timed out after %s: %s", addr, connectTimeout, rpc.Message(err))
+	for tried := 0; ; tried++ {
+		c, err := dialOne(ctx, list[tried%len(list)], max(1, min(attemptTimeout, time.Until(end))), options)
+		invalid := status.Code(err) == codes.InvalidArgument
+		switch {
+		case err == nil:
+			return c, nil
+		case ctx.Err() != nil, invalid && tried == 0: // a setting is wrong, so that no attempt can succeed
+			return nil, err
+		case time.Now().After(end):
+			return nil, status.Errorf(codes.Unavailable, "could not connect to a lighthouse at %s: timed out after %s: %s", addr, connectTimeout, rpc.Message(err))
+		case invalid: // the first attempt has read all files, so one of them is being replaced
+			select {
+			case <-time.After(rpc.RetryBackoff.Most):
+			case <-ctx.Done():
 			}
 		}
 	}

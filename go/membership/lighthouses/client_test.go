@@ -1,12 +1,22 @@
 package lighthouses
 
 import (
+	"context"
+	"net"
+	"os"
+	"path/filepath"
+	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/auth"
+	"github.com/torchft/torchft/go/internal/rpc"
 )
 
 // With a setting that is not allowed each attempt fails at once: repeating them until the timeout would only use a processor.
@@ -17,4 +27,35 @@ func TestABadSettingIsNotTriedAgain(t *testing.T) {
 		assert.Equal(t, codes.InvalidArgument, status.Code(err), err)
 		assert.ErrorContains(t, err, `"no job"`)
 	}
+}
+
+// refusing is a network without any server. Each dial calls dialed first.
+type refusing struct {
+	rpc.Network
+	dialed func()
+}
+
+func (r refusing) Dial(context.Context, string) (net.Conn, error) {
+	r.dialed()
+	return nil, syscall.ECONNREFUSED
+}
+
+// A file that was valid at the start may be unreadable for a moment, while it is replaced. That must not end a group that waits for its
+// lighthouses.
+func TestAFileThatIsBeingReplacedIsReadAgain(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "token")
+	require.NoError(t, os.WriteFile(path, []byte("secret"), 0o600))
+	synctest.Test(t, func(t *testing.T) {
+		network := refusing{dialed: func() { _ = os.Truncate(path, 0) }}
+		began := time.Now()
+		options := []DialOption{WithNetwork(network), WithSecurity(auth.Security{TokenFile: path})}
+		_, err := Dial(t.Context(), "http://a:1,http://b:1", 10*time.Second, options...)
+		assert.Equal(t, codes.Unavailable, status.Code(err), err)
+		assert.ErrorContains(t, err, "token_file")
+		assert.GreaterOrEqual(t, time.Since(began), 10*time.Second)
+
+		l := &lighthouses{addresses: []string{"http://a:1", "http://b:1"}, options: options, clients: make([]*Client, 2)}
+		_, err = l.reach(t.Context(), 1)
+		assert.Equal(t, codes.Unavailable, status.Code(err), "the manager server asks again after this code only")
+	})
 }

@@ -74,6 +74,10 @@ func (l *lighthouses) reach(ctx context.Context, i int) (*Client, error) {
 		return c, nil
 	}
 	c, err := dialOne(ctx, l.addresses[i], attemptTimeout, l.options)
+	if status.Code(err) == codes.InvalidArgument {
+		// The settings were valid when the first lighthouse was reached, so a file is being replaced: another attempt may succeed.
+		err = status.Error(codes.Unavailable, rpc.Message(err))
+	}
 	if err != nil {
 		return nil, err
 	}

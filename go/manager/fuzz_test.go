@@ -7,6 +7,7 @@ import (
 	"time"
 
 	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
 
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
@@ -14,8 +15,8 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// FuzzSession sends messages of any kind on a rank's stream.
-func FuzzSession(f *testing.F) {
+// fuzzed starts a manager server that runs until the fuzzing ends, and connects to it.
+func fuzzed(f *testing.F) (*grpc.ClientConn, *fttest.Log) {
 	network, log := fttest.NewNetwork(), &fttest.Log{}
 	server, err := manager.NewServer(context.Background(), manager.ServerConfig{
 		ReplicaID: "a", Hostname: "a", Bind: "[::]:1", WorldSize: 2, Network: network.Host("a"),
@@ -27,10 +28,28 @@ func FuzzSession(f *testing.F) {
 	conn, err := rpc.Dial(context.Background(), network.Host("x"), "manager", server.Address(), 10*time.Second)
 	require.NoError(f, err)
 	f.Cleanup(func() { _ = conn.Close() })
+	return conn, log
+}
+
+// FuzzSession sends messages of any kind on a rank's stream.
+func FuzzSession(f *testing.F) {
+	conn, log := fuzzed(f)
 	fttest.FuzzStream(f, conn, log, torchftpb.RankService_Session_FullMethodName, [][]*torchftpb.RankRequest{
 		{{Call: 1, TimeoutUs: 1000, Request: &torchftpb.RankRequest_Quorum{Quorum: &torchftpb.ManagerQuorumRequest{GroupRank: -1, Step: -1}}}},
 		{{Call: 1, TimeoutUs: -1 << 63, Request: &torchftpb.RankRequest_ShouldCommit{ShouldCommit: &torchftpb.ShouldCommitRequest{GroupRank: 9}}}},
 		{{Call: 1, TimeoutUs: 1<<63 - 1, Request: &torchftpb.RankRequest_Quorum{}}, {Call: 1, Request: &torchftpb.RankRequest_Cancel{Cancel: true}}},
 		{{}, {Call: 1, Request: &torchftpb.RankRequest_ShouldCommit{}}},
+	})
+}
+
+// FuzzRelay sends messages of any kind on a relay's stream.
+func FuzzRelay(f *testing.F) {
+	conn, log := fuzzed(f)
+	hello := &torchftpb.RankRequest{Request: &torchftpb.RankRequest_Hello{Hello: -1}}
+	vote := &torchftpb.RankRequest{Call: 1, TimeoutUs: 1000, Request: &torchftpb.RankRequest_ShouldCommit{}}
+	fttest.FuzzStream(f, conn, log, torchftpb.RankService_Relay_FullMethodName, [][]*torchftpb.RelayRequests{
+		{{Requests: []*torchftpb.RelayRequest{{Session: 1, Request: vote}, {Session: 1}, {Session: 1, Request: vote}}}},
+		{{Requests: []*torchftpb.RelayRequest{{Request: vote}, {}, {Session: 1<<64 - 1, Request: vote}}}},
+		{{Requests: []*torchftpb.RelayRequest{{Session: 1, Request: hello}}}, {}},
 	})
 }

@@ -64,8 +64,8 @@ func FuzzListChange(f *testing.F) {
 	})
 }
 
-// FuzzMessages decodes the input as each of many kinds of messages that other processes send. The contents of three kinds are converted,
-// as lighthouses and managers do.
+// FuzzMessages decodes the input as each kind of message that other processes send. Where lighthouses, managers and ranks convert the
+// content, so does this.
 func FuzzMessages(f *testing.F) {
 	member := &torchftpb.QuorumMember{ReplicaId: "a", Address: "http://a:1", ReconfigureHandles: []string{"h"}, Step: -1}
 	for _, m := range []proto.Message{
@@ -74,6 +74,13 @@ func FuzzMessages(f *testing.F) {
 		&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: &torchftpb.Ask{Member: member, TimeoutUs: -1}}},
 		&torchftpb.RankRequest{Call: 1, Request: &torchftpb.RankRequest_Cancel{Cancel: true}},
 		&torchftpb.Quorum{Participants: []*torchftpb.QuorumMember{member}},
+		&torchftpb.RelayRequests{Requests: []*torchftpb.RelayRequest{{Session: 1}, {Session: 1, Request: &torchftpb.RankRequest{
+			Call: 1, TimeoutUs: -1 << 63, Request: &torchftpb.RankRequest_Quorum{Quorum: &torchftpb.ManagerQuorumRequest{GroupRank: -1}},
+		}}}},
+		&torchftpb.RelayResponses{Responses: []*torchftpb.RelayResponse{{}, {Session: 1, Response: &torchftpb.RankResponse{
+			Call: 1, Response: &torchftpb.RankResponse_Quorum{Quorum: &torchftpb.ManagerQuorumResponse{Heal: true}},
+		}}}},
+		&torchftpb.MemberFailed{QuorumId: -1, ReplicaId: "a"},
 	} {
 		encoded, err := proto.Marshal(m)
 		require.NoError(f, err)
@@ -86,6 +93,7 @@ func FuzzMessages(f *testing.F) {
 			&torchftpb.ShouldCommitRequest{}, &torchftpb.CheckpointMetadataRequest{}, &torchftpb.KillRequest{},
 			&torchftpb.MemberMessage{}, &torchftpb.LighthouseMessage{}, &torchftpb.RankRequest{}, &torchftpb.RankResponse{},
 			&torchftpb.LighthouseQuorumResponse{}, &torchftpb.ManagerQuorumResponse{},
+			&torchftpb.RelayRequests{}, &torchftpb.RelayResponses{}, &torchftpb.MemberFailed{},
 		} {
 			if codec.Unmarshal(mem.BufferSlice{mem.SliceBuffer(encoded)}, m) != nil {
 				continue
@@ -98,6 +106,18 @@ func FuzzMessages(f *testing.F) {
 				}
 			case *torchftpb.LighthouseQuorumResponse:
 				_ = wire.QuorumFromProto(m.GetQuorum())
+			case *torchftpb.RelayRequests:
+				for _, req := range m.GetRequests() {
+					convertRequest(req.GetRequest())
+				}
+			case *torchftpb.RankRequest:
+				convertRequest(m)
+			case *torchftpb.RelayResponses:
+				for _, resp := range m.GetResponses() {
+					convertResponse(resp.GetResponse())
+				}
+			case *torchftpb.RankResponse:
+				convertResponse(m)
 			case *torchftpb.MemberMessage:
 				if past := m.GetPast(); past != nil {
 					_ = wire.PastFromProto(past).Validate()
@@ -105,4 +125,17 @@ func FuzzMessages(f *testing.F) {
 			}
 		}
 	})
+}
+
+func convertRequest(req *torchftpb.RankRequest) {
+	_ = wire.RequestFromProto(req.GetQuorum())
+	_ = wire.HealProgressFromProto(req.GetHealing())
+	_ = wire.RecoveredFromProto(req.GetRecovered())
+}
+
+func convertResponse(resp *torchftpb.RankResponse) {
+	_, _ = wire.NoticeFromRank(resp)
+	if q := resp.GetQuorum(); q != nil {
+		_ = wire.ResultFromProto(q)
+	}
 }

@@ -87,8 +87,12 @@ func (v *View) valid() bool {
 			return false
 		}
 	}
-	return v.Number > 0 && len(v.Members) > 0
+	return v.Number > 0 && v.Number <= mostNumber && len(v.Members) > 0
 }
+
+// mostNumber bounds the numbers in messages. A member adds one to the largest number that it knows: above the largest integer it would
+// never come to an end (act).
+const mostNumber = math.MaxInt64 / 2
 
 func (v *View) number() int64 {
 	if v == nil {
@@ -104,6 +108,10 @@ type Note struct {
 	Confirmed int64  `json:"confirmed"`      // number of the last view that it confirmed, 0 if none
 	Digest    string `json:"digest"`         // of that view
 	Left      bool   `json:"left,omitempty"` // it ends, and confirms no further view
+}
+
+func (n Note) valid() bool {
+	return n.Wants >= 0 && n.Wants <= mostNumber && n.Confirmed >= 0 && n.Confirmed <= mostNumber
 }
 
 // hasLeft reports whether the member has left view v, or will never enter it.
@@ -272,15 +280,17 @@ func (m *Machine) Leave() {
 	m.asked, m.taken, m.note.Left = false, nil, true
 }
 
-// See sets the live members, without this one, and their notes.
+// See sets the live members, without this one, and their notes. Members with an invalid note are ignored.
 func (m *Machine) See(peers map[ID]Peer) {
+	peers = maps.Clone(peers)
+	maps.DeleteFunc(peers, func(_ ID, peer Peer) bool { return !peer.valid() })
 	for id, peer := range peers {
 		m.lives[id.Name] = max(m.lives[id.Name], id.Incarnation)
 		if peer.Left {
 			m.ended[id] = peer.Confirmed
 		}
 	}
-	m.alive = maps.Clone(peers)
+	m.alive = peers
 	m.without()
 	m.act()
 }

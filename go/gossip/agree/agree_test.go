@@ -2,6 +2,7 @@ package agree
 
 import (
 	"maps"
+	"math"
 	"slices"
 	"testing"
 	"time"
@@ -403,6 +404,34 @@ func TestInvalidProposalsAreRefused(t *testing.T) {
 		require.False(t, m.Hear(p), "%+v", p)
 	}
 	require.True(t, m.Hear(Proposal{View: View{Number: 1, Members: []Member{a, b}}}))
+}
+
+// A member adds one to the largest number that it knows. A number near the largest integer must not end that, and must not make a member
+// loop, with the lock of its node held.
+func TestNumbersThatCouldOverflowAreIgnored(t *testing.T) {
+	other := ID{"b", 1}
+	for _, number := range []int64{math.MaxInt64, math.MaxInt64 - 1, -1} {
+		ended := make(chan *Machine, 1)
+		go func() {
+			m := New(Config{Me: ID{"a", 1}, Address: "store of a", At: "a", Seeds: [][]string{{"a"}}, MinMembers: 1})
+			m.Ask()
+			m.Hear(Proposal{View: View{Number: number, Members: []Member{{ID: other}}}})
+			m.See(map[ID]Peer{other: {Note: Note{Wants: number}}})
+			m.Ask()
+			m.See(map[ID]Peer{other: {Note: Note{Confirmed: number, Digest: "x"}}})
+			m.Ask()
+			m.See(nil)
+			m.Ask()
+			ended <- m
+		}()
+		select {
+		case m := <-ended:
+			require.NotNil(t, m.Taken(), "after number %d: %s", number, m.Waits())
+			require.LessOrEqual(t, m.Taken().Number, int64(4))
+		case <-time.After(10 * time.Second):
+			require.Fail(t, "a member loops", "after number %d", number)
+		}
+	}
 }
 
 func TestOnlyTheProposerRemindsMembers(t *testing.T) {

@@ -94,7 +94,7 @@ func (m *Machine) attended(e Attended, now time.Time, do func(Action)) {
 		do(Answer{Waiter: e.Waiter})
 		return
 	}
-	if g == nil && len(m.groups) >= maxGroups {
+	if g == nil && len(m.groups) >= maxGroups && !m.makeRoom(now) {
 		do(Refuse{e.Waiter, true, fmt.Sprintf("group %q is one too many: a job has at most %d", e.Group, maxGroups)})
 		return
 	}
@@ -123,6 +123,18 @@ func (m *Machine) attended(e Attended, now time.Time, do func(Action)) {
 	}
 	n.seen[e.Waiter] = e.Seen
 	m.waiters[e.Waiter] = waiter{g, n}
+}
+
+// makeRoom drops a group that has no nodes any more, and reports whether there was one. Otherwise names of groups that have ended would
+// fill a job for ever. A node of the group that comes back restores its round, as after a restart of the lighthouse without its state.
+func (m *Machine) makeRoom(now time.Time) bool {
+	for _, g := range m.sorted() {
+		if g.forget(now, m.timing); len(g.nodes) == 0 && len(g.left) == 0 {
+			delete(m.groups, g.name)
+			return true
+		}
+	}
+	return false
 }
 
 func allowedOf(s Settings) []int {

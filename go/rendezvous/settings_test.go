@@ -55,13 +55,26 @@ func TestInvalidRequestsAreRefused(t *testing.T) {
 	}
 }
 
+// A job has a bounded number of groups at once. Groups whose nodes have ended make room for others: over its life, a job may have any
+// number.
 func TestAJobHasABoundedNumberOfGroups(t *testing.T) {
 	w := newWorld()
 	for i := range maxGroups {
-		w.m.group(strconv.Itoa(i)) // adds the group
+		g := w.m.group(strconv.Itoa(i)) // adds the group
+		g.round, g.nodes["n"] = 1, &node{name: "n", away: w.now, seen: map[WaiterID]View{}}
+		if i != 7 {
+			g.nodes["n"].seen[0] = View{} // its request is pending
+		}
 	}
 	a := &agent{group: "one more", name: "n", settings: Settings{Min: 1, Max: 1, Sizes: "all"}}
 	w.agents["n"] = a
 	w.poll()
 	require.Equal(t, `group "one more" is one too many: a job has at most 4096`, a.refused)
+
+	w.now = w.now.Add(timing.Timeout)
+	a.refused = ""
+	w.poll()
+	require.Empty(t, a.refused)
+	require.Len(t, w.m.groups, maxGroups)
+	require.NotContains(t, w.m.groups, "7")
 }

@@ -8,8 +8,13 @@ import (
 	"time"
 )
 
-// statEvery is how long a value read from files is used before the files are checked for changes.
-const statEvery = time.Second
+const (
+	// statEvery is how long a value read from files is used before the files are checked for changes.
+	statEvery = time.Second
+	// diskTime is how long a call waits for such a check. A server also uses these values while it accepts connections: a disk that does
+	// not answer must not stop it.
+	diskTime = 250 * time.Millisecond
+)
 
 // Watched is a value read from files. It is read again when they change, so that tokens and certificates can be renewed while a job
 // runs. While the files are invalid, the last valid value is used: a file that is being written must not break calls.
@@ -18,11 +23,13 @@ type Watched[T any] struct {
 	paths []string
 	read  func() (T, error)
 
-	mu     sync.Mutex
-	value  T
-	seen   []os.FileInfo
-	looked time.Time
+	seen   []os.FileInfo // only check uses seen and failed
 	failed bool
+
+	mu       sync.Mutex
+	value    T
+	looked   time.Time     // when the last check began
+	checking chan struct{} // closed when the check ends, nil while there is none
 }
 
 // watch reads the files for the first time, and returns an error if that fails.
@@ -35,15 +42,47 @@ func watch[T any](log *slog.Logger, paths []string, read func() (T, error)) (*Wa
 
 // Get returns the value. It checks the files for changes at most once per statEvery.
 func (w *Watched[T]) Get() T {
+	if checking := w.begin(); checking != nil {
+		late := time.NewTimer(diskTime)
+		defer late.Stop()
+		select {
+		case <-checking:
+		case <-late.C:
+		}
+	}
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if time.Since(w.looked) < statEvery {
-		return w.value
+	return w.value
+}
+
+// begin starts a check if one is due. It returns nil if there is none to wait for.
+func (w *Watched[T]) begin() (checking <-chan struct{}) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	switch age := time.Since(w.looked); {
+	case w.checking != nil && age >= diskTime, w.checking == nil && age < statEvery:
+		return nil
+	case w.checking == nil:
+		w.looked, w.checking = time.Now(), make(chan struct{})
+		go w.check()
 	}
-	w.looked = time.Now()
+	return w.checking
+}
+
+// check reads the files if they have changed. No lock is held meanwhile, and only one check runs at a time.
+func (w *Watched[T]) check() {
+	defer func() {
+		if r := recover(); r != nil {
+			w.log.Error("torchft: internal error", "in", "reading files", "panic", r)
+		}
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		close(w.checking)
+		w.checking = nil
+	}()
 	found := stat(w.paths)
 	if slices.EqualFunc(found, w.seen, unchanged) {
-		return w.value
+		return
 	}
 	value, err := w.read()
 	if err != nil {
@@ -51,11 +90,13 @@ func (w *Watched[T]) Get() T {
 			w.log.Error("torchft: files changed and cannot be read; their last valid content stays in use", "error", err)
 		}
 		w.failed = true
-		return w.value
+		return
 	}
-	w.value, w.seen, w.failed = value, found, false
+	w.seen, w.failed = found, false
+	w.mu.Lock()
+	w.value = value
+	w.mu.Unlock()
 	w.log.Info("torchft: files changed and were read again", "files", w.paths)
-	return w.value
 }
 
 // stat returns nil for a file that does not exist.

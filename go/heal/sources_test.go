@@ -1,6 +1,8 @@
 package heal
 
 import (
+	"context"
+	"encoding/hex"
 	"io"
 	"net"
 	"testing"
@@ -305,6 +307,39 @@ func TestADigestThatDiffersIsAnError(t *testing.T) {
 			require.Regexp(t, "^the state has the digest [0-9a-f]{32} here and "+announced+" at the source$", status.Failure)
 		})
 	}
+}
+
+// Only additional sources may answer that a block differs. If the assigned source does, it is broken: the target must not ask it for ever.
+func TestTheAssignedSourceMustSendItsBlocks(t *testing.T) {
+	lis, err := net.Listen("tcp", "127.0.0.1:0")
+	require.NoError(t, err)
+	t.Cleanup(func() { _ = lis.Close() })
+	go func() {
+		for {
+			conn, err := lis.Accept()
+			if err != nil {
+				return
+			}
+			go func() {
+				defer func() { _ = conn.Close() }()
+				var b [requestSize]byte
+				_, err := io.ReadFull(conn, make([]byte, helloSize))
+				for err == nil {
+					if _, err = io.ReadFull(conn, b[:]); err == nil {
+						_, err = conn.Write(response{statusDiffer, parseRequest(b[:]).block, 0}.append(nil))
+					}
+				}
+			}()
+		}
+	}()
+	f := newFetch(t, empty(3*small), Settings{BlockSize: small, Streams: 1})
+	require.NoError(t, f.Add(lis.Addr().String(), hex.EncodeToString(make([]byte, secretSize)), Assigned))
+	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+	defer cancel()
+	status := f.Wait(ctx)
+	require.False(t, status.Running)
+	require.Len(t, status.Failed, 1)
+	require.Contains(t, status.Failed[0], errGarbled.Error())
 }
 
 // honestUntilTheEnd serves blocks with correct checksums, and then the given digest; "": the correct one. before is called with the

@@ -210,7 +210,7 @@ func (st *stream) header(block int) (response, error) {
 			return r, err
 		}
 		return r, st.source.end(withdrawnError{string(reason)})
-	case r.block != uint32(block), r.status != statusOK && r.status != statusDiffer:
+	case r.block != uint32(block), r.status != statusOK && (r.status != statusDiffer || st.source.role == Assigned):
 		return r, fmt.Errorf("answer %#x for block %d instead of %d: %w", r.status, r.block, block, errGarbled)
 	}
 	return r, nil

@@ -119,16 +119,20 @@ func (s *Server) Close() {
 
 func (s *Server) accept() {
 	defer s.running.Done()
-	for {
+	for failed := false; ; {
 		conn, err := s.listener.Accept()
 		if err != nil {
 			if errors.Is(err, net.ErrClosed) {
 				return
 			}
-			slog.Warn("checkpoint server: a connection was not accepted", "error", err)
+			if !failed {
+				slog.Warn("checkpoint server: a connection was not accepted", "error", err)
+			}
+			failed = true
 			time.Sleep(10 * time.Millisecond) // for example, too many files are open: retry when some have been closed
 			continue
 		}
+		failed = false
 		c := &connection{Conn: conn, server: s, ended: make(chan struct{})}
 		if !s.add(c) {
 			c.cut()

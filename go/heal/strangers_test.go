@@ -1,10 +1,14 @@
 package heal
 
 import (
+	"bytes"
+	"log/slog"
 	"net"
+	"strings"
 	"sync"
 	"syscall"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"github.com/stretchr/testify/assert"
@@ -121,4 +125,31 @@ func measured(b *testing.B, transfer func()) {
 		transfer()
 	}
 	b.ReportMetric((processorSeconds()-before)/float64(b.N)/(benchRegion*benchRegions/1e9), "cpu-s/GB")
+}
+
+// outOfDescriptors is a listener that fails for a while.
+type outOfDescriptors struct {
+	net.Listener
+	left int
+}
+
+func (l *outOfDescriptors) Accept() (net.Conn, error) {
+	if l.left--; l.left < 0 {
+		return nil, net.ErrClosed
+	}
+	return nil, syscall.EMFILE
+}
+
+// A process that has too many open files, perhaps for minutes, must not fill the log of the training.
+func TestAConnectionThatIsNotAcceptedIsLoggedOnce(t *testing.T) {
+	var log bytes.Buffer
+	before := slog.Default()
+	slog.SetDefault(slog.New(slog.NewTextHandler(&log, nil)))
+	defer slog.SetDefault(before)
+	synctest.Test(t, func(*testing.T) {
+		s := &Server{listener: &outOfDescriptors{left: 1000}}
+		s.running.Add(1)
+		s.accept()
+	})
+	require.Equal(t, 1, strings.Count(log.String(), "a connection was not accepted"))
 }

@@ -57,6 +57,21 @@ func TestAFailureIsReportedToAllAndEndsTheirWait(t *testing.T) {
 	})
 }
 
+// The connection of a rank breaks twice in a row: the second time, too, the rank gets the whole grace to come back.
+func TestEachBreakOfARanksConnectionHasItsGrace(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a, b := c.StartGroup("a", 2), c.StartGroup("b", 2)
+		round(t, 0, a, b)
+		a.Host(1).Cut() // the client reconnects within milliseconds
+		time.Sleep(grace * 3 / 4)
+		a.Host(1).Kill()
+		killed := time.Now()
+		require.Equal(t, "a", nextFailure(t, b, 0).ReplicaID)
+		require.InDelta(t, grace, time.Since(killed), float64(atOnce))
+	})
+}
+
 func TestAllButOneFailAtOnceAndTheLastOneContinues(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)

@@ -19,7 +19,7 @@ type connection struct {
 // that the other ranks of the group learn of a failure at once and not by a timeout.
 type presence struct {
 	open         map[int64]int
-	disconnected map[int64]struct{}
+	disconnected map[int64]time.Time // since when
 }
 
 func (p *presence) seen(c *connection, groupRank int64) {
@@ -30,7 +30,7 @@ func (p *presence) seen(c *connection, groupRank int64) {
 		c.ranks = map[int64]struct{}{}
 	}
 	if p.open == nil {
-		p.open, p.disconnected = map[int64]int{}, map[int64]struct{}{}
+		p.open, p.disconnected = map[int64]int{}, map[int64]time.Time{}
 	}
 	c.ranks[groupRank] = struct{}{}
 	p.open[groupRank]++
@@ -46,7 +46,7 @@ func (p *presence) end(c *connection) (disconnected []int64) {
 	for groupRank := range c.ranks {
 		if p.open[groupRank]--; p.open[groupRank] == 0 {
 			delete(p.open, groupRank)
-			p.disconnected[groupRank] = struct{}{}
+			p.disconnected[groupRank] = time.Now()
 			disconnected = append(disconnected, groupRank)
 		}
 	}
@@ -79,11 +79,20 @@ func (s *Server) connectionEnded(c *connection) {
 	}
 }
 
-// expectWithinGrace reports this group as incomplete after rankGrace, unless the rank is back by then.
+// expectWithinGrace reports this group as incomplete after rankGrace, unless the rank is back by then. If it comes back and is
+// disconnected again, a later call has its grace. The caller holds mu.
 func (s *Server) expectWithinGrace(groupRank int64) {
-	if !s.closed {
-		time.AfterFunc(rankGrace, func() { s.feed(round.StillDisconnected{GroupRank: groupRank}) })
+	if s.closed {
+		return
 	}
+	since := s.presence.disconnected[groupRank]
+	time.AfterFunc(rankGrace, func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if now, still := s.presence.disconnected[groupRank]; still && now.Equal(since) && !s.closed {
+			s.step(round.StillDisconnected{GroupRank: groupRank})
+		}
+	})
 }
 
 // lighthouseReached repeats the reports of disconnected ranks: this lighthouse may not have received them, because the stream was broken

@@ -46,6 +46,8 @@ func (s *Sender) next() (send func()) {
 		s.busy = false
 		return nil
 	}
-	send, s.queue = s.queue[0], s.queue[1:]
+	send = s.queue[0]
+	s.queue[0] = nil // the array may live on, and the function holds a message
+	s.queue = s.queue[1:]
 	return send
 }

@@ -15,6 +15,16 @@ type Machine struct {
 	waiters   map[WaiterID]waiter
 	wake      time.Time
 	remembers bool // it was started with a saved state
+	ahead     ahead
+	looks     int // how often the standing of a group was looked at, for a test
+}
+
+// ahead has those groups whose standings decide for the others (Machine.others): two of each kind, since one of them may be the group
+// that is decided for.
+type ahead struct {
+	known    bool      // false: a standing has changed
+	trains   [2]*group // that train, the first by name first
+	smallest [2]*group // that may train again, the smallest last size first
 }
 
 type waiter struct {
@@ -131,6 +141,7 @@ func (m *Machine) makeRoom(now time.Time) bool {
 	for _, g := range m.sorted() {
 		if g.forget(now, m.timing); len(g.nodes) == 0 && len(g.left) == 0 {
 			delete(m.groups, g.name)
+			m.ahead.known = false
 			return true
 		}
 	}
@@ -183,6 +194,7 @@ func (m *Machine) settle(only *group, now time.Time, do func(Action)) {
 			}
 			if stands := g.stands(); stands != g.stood {
 				g.stood, again = stands, true
+				m.ahead.known = false
 			}
 		}
 		if again {
@@ -236,19 +248,43 @@ func (m *Machine) sorted() []*group {
 // others returns two sizes of the job's other groups: size is the number of nodes of each training group, 0 if none trains; had is
 // the smallest last size of the groups that may train again.
 func (m *Machine) others(g *group) (size, had int) {
-	name := ""
-	for _, other := range m.groups {
-		if other == g || other.stood.size == 0 {
-			continue
-		}
-		if had == 0 || other.stood.size < had {
-			had = other.stood.size
-		}
-		if other.stood.trains && (name == "" || other.name < name) {
-			size, name = other.stood.size, other.name
+	if !m.ahead.known {
+		m.lookAhead()
+	}
+	return sizeOfOther(g, m.ahead.trains), sizeOfOther(g, m.ahead.smallest)
+}
+
+func sizeOfOther(g *group, of [2]*group) int {
+	for _, other := range of {
+		if other != nil && other != g {
+			return other.stood.size
 		}
 	}
-	return size, had
+	return 0
+}
+
+func (m *Machine) lookAhead() {
+	m.ahead = ahead{known: true}
+	for _, g := range m.groups {
+		m.looks++
+		if g.stood.size == 0 {
+			continue
+		}
+		insert(&m.ahead.smallest, g, func(a, b *group) bool { return a.stood.size < b.stood.size })
+		if g.stood.trains {
+			insert(&m.ahead.trains, g, func(a, b *group) bool { return a.name < b.name })
+		}
+	}
+}
+
+// insert keeps the first two groups of an order.
+func insert(first *[2]*group, g *group, before func(a, b *group) bool) {
+	switch {
+	case first[0] == nil || before(g, first[0]):
+		first[0], first[1] = g, first[0]
+	case first[1] == nil || before(g, first[1]):
+		first[1] = g
+	}
 }
 
 // State returns the state from which a restarted machine continues.

@@ -43,7 +43,7 @@ const (
 	longestReason = 512
 	// mostPoints is how many points of the throughput are kept. With more, every other one is removed.
 	mostPoints = 2000
-	// pointEvery is the shortest interval between two points. Each removal doubles it.
+	// pointEvery is the shortest interval between two points. It becomes longer as points are removed.
 	pointEvery = time.Second
 )
 
@@ -148,7 +148,8 @@ func (h *History) Round(step int64, groups int, now time.Time) {
 			kept = append(kept, h.points[i])
 		}
 		h.points = kept
-		h.every = 2 * max(h.every, pointEvery)
+		// As far apart as the kept points are on average. It is not doubled: the points may be from many changes within a short time.
+		h.every = time.Duration(p.At-kept[0].At) * time.Millisecond / time.Duration(len(kept))
 	}
 	h.points = append(h.points, p)
 }

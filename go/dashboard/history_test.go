@@ -2,6 +2,7 @@ package dashboard
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -72,4 +73,21 @@ func TestAPointASecondAndOneForEachChangeOfTheMembers(t *testing.T) {
 		steps = append(steps, p.Step)
 	}
 	assert.Equal(t, []int64{0, 10, 20, 30, 40, 50, 51, 61, 71, 81, 91}, steps)
+}
+
+// Each change of the number of groups adds a point. A job with many changes must still show its steps between them.
+func TestManyChangesOfTheGroupsDoNotHideTheSteps(t *testing.T) {
+	var h History
+	now := start
+	for i := range 10 * mostPoints {
+		now = now.Add(2 * time.Second)
+		h.Round(int64(i), 1+i%2, now)
+	}
+	steady := now
+	for i := range 3600 {
+		now = now.Add(time.Second)
+		h.Round(int64(i), 1, now)
+	}
+	points := slices.DeleteFunc(h.Points(), func(p Point) bool { return p.At <= steady.UnixMilli() })
+	assert.Greater(t, len(points), 10)
 }

@@ -54,7 +54,8 @@ func Dial(ctx context.Context, addr string, connectTimeout time.Duration, option
 		case ctx.Err() != nil, invalid && tried == 0: // a setting is wrong, so that no attempt can succeed
 			return nil, err
 		case time.Now().After(end):
-			return nil, status.Errorf(codes.Unavailable, "could not connect to a lighthouse at %s: timed out after %s: %s", addr, connectTimeout, rpc.Message(err))
+			return nil, status.Errorf(codes.Unavailable, "could not connect to a lighthouse at %s: timed out after %s: %s",
+				addr, connectTimeout, rpc.Message(err))
 		case invalid: // the first attempt has read all files, so one of them is being replaced
 			select {
 			case <-time.After(rpc.RetryBackoff.Most):

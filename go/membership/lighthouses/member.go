@@ -213,8 +213,9 @@ func (m *Member) ReportProgress(p round.Progress) {
 	}}})
 }
 
-// report sends a message that is not answered. It is dropped while there is no stream, or the lighthouse does not read. Dropping it is safe: the lighthouse has seen the
-// disconnect itself, and the manager server reports an incomplete group again at the next stream (lighthouseReached).
+// report sends a message that is not answered. It is dropped while there is no stream, or the lighthouse does not read. Dropping it is
+// safe: the lighthouse has seen the disconnect itself, or the silence, and the manager server reports an incomplete group again at the
+// next stream (lighthouseReached).
 func (m *Member) report(message *torchftpb.MemberMessage) {
 	if stream := m.present.Load(); stream != nil && !stream.broken() {
 		stream.post(message)

@@ -3,6 +3,7 @@ package lighthouse
 import (
 	"errors"
 	"log/slog"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -38,6 +39,8 @@ const (
 	turnWait = 2 * time.Second
 	// mostOutgoing bounds the messages that are queued for a member that does not read.
 	mostOutgoing = 64
+	// longestText is the length in bytes to which texts of members are shortened, such as the reason of a failure.
+	longestText = 1 << 10
 )
 
 var errStale = status.Error(codes.Unavailable, "the stream is of an old term, or its member was sent to another lighthouse: open a new stream")
@@ -240,7 +243,7 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 		})
 	case *torchftpb.MemberMessage_Incomplete:
 		s.alive()
-		return s.feed(quorum.Incomplete{ReplicaID: s.replicaID, Reason: m.Incomplete})
+		return s.feed(quorum.Incomplete{ReplicaID: s.replicaID, Reason: shortened(m.Incomplete)})
 	case *torchftpb.MemberMessage_Healing:
 		s.alive()
 		s.job.healing(s.replicaID, m.Healing)
@@ -257,7 +260,7 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 		s.alive()
 		p := m.Progress
 		return s.feed(quorum.Progressed{ReplicaID: s.replicaID, Progress: quorum.Progress{
-			Step: p.GetStep(), Rank: p.GetGroupRank(), Phase: p.GetPhase(), Waits: p.GetWaits(),
+			Step: p.GetStep(), Rank: p.GetGroupRank(), Phase: shortened(p.GetPhase()), Waits: p.GetWaits(),
 			For: rpc.Microseconds(p.GetForUs()),
 		}})
 	case *torchftpb.MemberMessage_Greeting:
@@ -265,6 +268,14 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 	default:
 		return nil // a message of a later version: ignored
 	}
+}
+
+// shortened bounds a text of a member that becomes a part of reports to all members.
+func shortened(text string) string {
+	if len(text) <= longestText {
+		return text
+	}
+	return strings.ToValidUTF8(text[:longestText], "") + "…" // a message must not end within a character: it could not be encoded
 }
 
 // feed passes an event of the member to the machine, unless the stream is stale.

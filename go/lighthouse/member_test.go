@@ -103,6 +103,22 @@ func (w *rawStream) failed() (codes.Code, string) {
 	return codes.Code(m.GetFailure().GetCode()), m.GetFailure().GetMessage()
 }
 
+// A reason is sent to all members, and shown on the page. A member must not make the lighthouse send megabytes to each of thousands.
+func TestAReasonIsBounded(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 2)
+		a, b := attend(t, c, "a", 0), attend(t, c, "b", 0)
+		a.ask(1, time.Minute)
+		b.ask(1, time.Minute)
+		a.answered()
+		b.answered()
+		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Incomplete{Incomplete: "rank 1 " + strings.Repeat("ä", 1<<20)}})
+		reason := b.receive().GetMemberFailed().GetReason()
+		assert.True(t, strings.HasPrefix(reason, "rank 1 ää"), reason[:min(len(reason), 100)])
+		assert.Less(t, len(reason), 2048)
+	})
+}
+
 func TestOnlyChangesOfTheListAreSent(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 2)

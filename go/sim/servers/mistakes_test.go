@@ -29,9 +29,9 @@ var mistakes = []struct {
 }{
 	{
 		"no greeting on a new stream", "membership/lighthouses/member.go",
-		"	stream.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{",
+		"	stream.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{",
 		"	if m.stream != nil {\n		go stream.receive()\n		return stream, client, nil\n	}\n" +
-			"	stream.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{",
+			"	stream.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{",
 		[]string{"a call ends before its deadline"},
 	},
 	{
@@ -58,7 +58,7 @@ var mistakes = []struct {
 	},
 	{
 		"waiting members silent", "membership/lighthouses/stream.go",
-		"	s.sendLocked(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})\n	return s.interval",
+		"	s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})\n	return s.interval",
 		"	return s.interval",
 		[]string{"groups that reach each other and a lighthouse train in one quorum", "while nothing fails, no step is lost"},
 	},

@@ -211,20 +211,21 @@ func longest(t *testing.T, cfg Config) string {
 // With 100 members of the longest names, the metadata of each and the state that two of them exchange are within the limits.
 func TestTheLongestNamesFit(t *testing.T) {
 	n := &Node{log: discard}
-	view := agree.View{Number: math.MaxInt64}
+	const most = math.MaxInt64 / 2 // the largest number that members accept
+	view := agree.View{Number: most}
 	for i := range 100 {
 		cfg := Config{Name: fmt.Sprintf("m%03d", i), StoreAddress: "host:65535", MinMembers: 1}
 		cfg.Name, cfg.Incarnation = longest(t, cfg), math.MaxInt64
 		view.Members = append(view.Members, agree.Member{ID: cfg.id(), Address: cfg.StoreAddress})
 		n.id = cfg.id()
 		n.machine = agree.New(agree.Config{Me: n.id, Address: cfg.StoreAddress})
-		last := agree.Note{Address: cfg.StoreAddress, Wants: math.MaxInt64, Confirmed: math.MaxInt64, Digest: view.Digest(), Left: true}
+		last := agree.Note{Address: cfg.StoreAddress, Wants: most, Confirmed: most, Digest: view.Digest(), Left: true}
 		require.Len(t, metadata(n.id, last), memberlist.MetaMaxSize, "one more byte in the name would be too many")
 	}
 	lives, proposal := map[string]int64{}, agree.Proposal{View: view, Base: &view}
 	for _, q := range view.Members {
 		lives[q.Name] = q.Incarnation
-		proposal.Ended = append(proposal.Ended, agree.Final{ID: q.ID, Confirmed: math.MaxInt64})
+		proposal.Ended = append(proposal.Ended, agree.Final{ID: q.ID, Confirmed: most})
 	}
 	n.machine.Learn(lives)
 	require.True(t, n.machine.Hear(proposal))

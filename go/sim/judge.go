@@ -17,6 +17,7 @@ type Judge struct {
 	w      *world
 	lives  []*life
 	moved  time.Duration // when the network or a lighthouse changed last
+	held   time.Duration // until when a paused lighthouse holds its messages back
 	latest time.Time     // when the latest quorum was formed
 	calmed bool          // all groups have trained together since moved
 	failed *life         // the only group that has failed since the job was calm; nil if there is none, or if there was another change
@@ -132,6 +133,9 @@ func (j *Judge) Begins(f *Fault) {
 		if f.Slots.has(i) && f.Kind.ofNetwork() {
 			w.strike(f, i)
 		}
+	}
+	if f.Kind == PauseLighthouse {
+		j.held = max(j.held, w.now+f.For)
 	}
 	if f.rough(&w.Setup) {
 		w.rough++
@@ -261,6 +265,7 @@ func (j *Judge) Learned(id string, q *quorum.Quorum) {
 	}
 	if isNew := q.Created.After(j.latest); isNew || w.check.quorums[q.ID] == nil {
 		if isNew { // its id may be below those of an abandoned branch
+			j.move(j.place(w.result.LastID), j.place(q.ID))
 			j.latest, w.result.LastID = q.Created, q.ID
 		}
 		w.result.Rounds++
@@ -277,6 +282,19 @@ func (j *Judge) Learned(id string, q *quorum.Quorum) {
 	l.quorum, l.learned = q, w.now
 	l.attempt++
 	w.check.learned(l.group, q)
+}
+
+// move handles a new quorum, formed by another lighthouse than the one before or by the same one. If some group was cut off from the
+// other lighthouse while the members failed back to it, the job is not calm.
+func (j *Judge) move(from, to int) {
+	if from == to {
+		return
+	}
+	for i := range j.w.slots {
+		if j.w.slots[i].g != nil && !j.w.reached(i, to) {
+			j.unsettle()
+		}
+	}
 }
 
 // Evicted reports that a group is notified that it counts as failed in a quorum.

@@ -33,7 +33,7 @@ func (j *Judge) formed(q *quorum.Quorum) {
 		case l == nil:
 			w.broken(ruleMembers, "quorum %d has %s, which never started", q.ID, m.ReplicaID)
 			return
-		case l.killed && w.now-l.ended > w.Policy.HeartbeatTimeout+w.Timeout:
+		case l.killed && w.now-max(l.ended, min(j.held, w.now)) > w.Policy.HeartbeatTimeout+w.Timeout:
 			w.broken(ruleMembers, "%s is in quorum %d and failed %s before", l.id, q.ID, w.now-l.ended)
 		case m.Step != l.asked.Step || m.CommitFailures != l.asked.CommitFailures:
 			w.broken(ruleStale, "%s is in quorum %d with step %d and %d failures, and asks with step %d and %d failures",

@@ -201,6 +201,10 @@ func hold(t *testing.T, s sim.Setup) story {
 	return st
 }
 
+// found has seeds of histories in which a rule was broken once, by the rule's own mistake: a lighthouse that holds its messages back in a
+// pause, and a cut that begins while the members fail back.
+var found = []uint64{2000026, 31000217}
+
 func TestTheRulesHold(t *testing.T) {
 	seeds := *seedsFlag
 	if testmain.Race() {
@@ -208,7 +212,11 @@ func TestTheRulesHold(t *testing.T) {
 	}
 	var rounds, faults, heals int
 	var elapsed time.Duration
-	for seed := range uint64(seeds) {
+	for i := range seeds + len(found) {
+		seed := uint64(i)
+		if i >= seeds {
+			seed = found[i-seeds]
+		}
 		t.Run(fmt.Sprint(seed), func(t *testing.T) {
 			st := hold(t, draw(seed, *roundsFlag))
 			rounds, faults, heals, elapsed = rounds+st.Rounds, faults+st.FaultsHit, heals+int(st.Heals), elapsed+st.elapsed

@@ -65,6 +65,7 @@ type stream struct {
 	expiry   *time.Timer     // runs expire
 	stamps   stamps
 	stale    bool // its messages no longer count: the member has an old term, or was sent to another lighthouse
+	away     bool // the member was sent to another lighthouse: the end of the stream is no failure
 
 	mu      sync.Mutex
 	outbox  []outgoing
@@ -209,7 +210,9 @@ func (s *stream) end() {
 	}
 	if job.streams.remove(s) && !job.closed {
 		delete(job.heals, s.replicaID)
-		_ = job.step(quorum.Disconnected{ReplicaID: s.replicaID}) // step has logged an error
+		if !s.away {
+			_ = job.step(quorum.Disconnected{ReplicaID: s.replicaID}) // step has logged an error
+		}
 	}
 }
 

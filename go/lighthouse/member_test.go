@@ -389,5 +389,12 @@ func TestMembersAreSentBackTogether(t *testing.T) {
 		code, _ = a.failed()
 		assert.Equal(t, codes.Unavailable, code)
 		assert.Zero(t, c.Lighthouse.Status().Healthy)
+
+		// If one of them comes back, the other one is presumed alive. That its old stream ends is no failure.
+		a.hangUp()
+		greet("a", 7)
+		b.hangUp()
+		time.Sleep(time.Second)
+		assert.Equal(t, 2, c.Lighthouse.Status().Healthy)
 	})
 }

@@ -77,7 +77,7 @@ func (s *streams) renew() int {
 // failBack sends all members to an earlier lighthouse.
 func (s *streams) failBack(place int) {
 	for one := range s.all() {
-		one.stale = true
+		one.stale, one.away = true, true
 		one.post(outgoing{failBack: &torchftpb.LighthouseMessage_FailBack{FailBack: uint32(place)}})
 	}
 }

@@ -10,8 +10,8 @@ import (
 	"time"
 
 	"google.golang.org/grpc/codes"
-	"google.golang.org/grpc/connectivity"
 	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/types/known/emptypb"
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/quorum"
@@ -100,17 +100,19 @@ func (l *lighthouses) client(i int) *Client {
 	return l.clients[i]
 }
 
-// isBack reports whether lighthouse i is connected. If not, it starts to connect, so that a later call may find it connected.
+// isBack reports whether lighthouse i answers. An idle connection may seem fine for long after the host has vanished, also after that was
+// restarted: if the members failed back to it, those with such a connection would stay, and the job would be split. Any answer will do: the
+// lighthouses do not have this method.
 func (l *lighthouses) isBack(ctx context.Context, i int) bool {
 	c, err := l.reach(ctx, i)
 	if err != nil {
 		return false
 	}
-	c.conn.Connect()
-	return c.conn.GetState() == connectivity.Ready
+	err = c.conn.Invoke(ctx, "/grpc.health.v1.Health/Check", &emptypb.Empty{}, &emptypb.Empty{})
+	return err == nil || status.Code(err) == codes.Unimplemented
 }
 
-// there returns which of the given lighthouses are connected.
+// there returns which of the given lighthouses answer.
 func (l *lighthouses) there(ctx context.Context, places []int) (there quorum.Places) {
 	ctx, cancel := context.WithTimeout(ctx, attemptTimeout)
 	defer cancel()

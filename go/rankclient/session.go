@@ -301,7 +301,12 @@ func (s *clientStream) call(ctx context.Context, req *torchftpb.RankRequest) (*t
 		delete(s.waiting, req.GetCall())
 	}()
 
-	if !s.post(req) {
+	queued := s.sender.Post(func() {
+		if ctx.Err() == nil { // nobody waits for the answer any more: a vote that is sent late must not count
+			_ = s.wire.Send(req)
+		}
+	})
+	if !queued {
 		return nil, status.Error(codes.Unavailable, "the server does not read the requests of this rank")
 	}
 	var err error

@@ -17,7 +17,8 @@ type Judge struct {
 	w      *world
 	lives  []*life
 	moved  time.Duration // when the network or a lighthouse changed last
-	held   time.Duration // until when a paused lighthouse holds its messages back
+	paused time.Duration // when a lighthouse was paused last
+	held   time.Duration // until when it holds its messages back
 	latest time.Time     // when the latest quorum was formed
 	calmed bool          // all groups have trained together since moved
 	failed *life         // the only group that has failed since the job was calm; nil if there is none, or if there was another change
@@ -135,7 +136,7 @@ func (j *Judge) Begins(f *Fault) {
 		}
 	}
 	if f.Kind == PauseLighthouse {
-		j.held = max(j.held, w.now+f.For)
+		j.paused, j.held = w.now, max(j.held, w.now+f.For)
 	}
 	if f.rough(&w.Setup) {
 		w.rough++
@@ -284,10 +285,13 @@ func (j *Judge) Learned(id string, q *quorum.Quorum) {
 	w.check.learned(l.group, q)
 }
 
+// failbackTime bounds the time from a cut until no lighthouse sends members across it: the member has to notice it in two probes.
+const failbackTime = 4 * time.Second
+
 // move handles a new quorum, formed by another lighthouse than the one before or by the same one. If some group was cut off from the
-// other lighthouse while the members failed back to it, the job is not calm.
+// other lighthouse just when the members failed back to it, the job is not calm.
 func (j *Judge) move(from, to int) {
-	if from == to {
+	if from == to || j.w.now-j.w.changed > failbackTime {
 		return
 	}
 	for i := range j.w.slots {

@@ -25,6 +25,7 @@ const failureSlack = time.Second
 // request that this quorum answers.
 func (j *Judge) formed(q *quorum.Quorum) {
 	w := j.w
+	bound := w.Policy.HeartbeatTimeout + w.Timeout
 	after := &quorum.Quorum{}
 	for i := range q.Members {
 		m := &q.Members[i]
@@ -33,7 +34,7 @@ func (j *Judge) formed(q *quorum.Quorum) {
 		case l == nil:
 			w.broken(ruleMembers, "quorum %d has %s, which never started", q.ID, m.ReplicaID)
 			return
-		case l.killed && w.now-max(l.ended, min(j.held, w.now)) > w.Policy.HeartbeatTimeout+w.Timeout:
+		case l.killed && w.now-l.ended > bound && (j.paused > l.ended+bound || w.now-j.held > bound):
 			w.broken(ruleMembers, "%s is in quorum %d and failed %s before", l.id, q.ID, w.now-l.ended)
 		case m.Step != l.asked.Step || m.CommitFailures != l.asked.CommitFailures:
 			w.broken(ruleStale, "%s is in quorum %d with step %d and %d failures, and asks with step %d and %d failures",

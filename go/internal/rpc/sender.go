@@ -6,7 +6,7 @@ import (
 )
 
 // mostPosted bounds the functions that a Sender queues.
-const mostPosted = 64
+const mostPosted = 1024
 
 // Sender sends the messages of a stream, in the order of Post, so that no caller waits: gRPC's Send blocks while the other side does not
 // read, beyond the deadline of a call that sends. Its goroutine ends when the queue is empty.
@@ -34,9 +34,19 @@ func (s *Sender) Post(send func()) bool {
 
 func (s *Sender) run() {
 	for send := s.next(); send != nil; send = s.next() {
-		send()
+		attempt(send)
 	}
 }
+
+// attempt survives a panic: the messages that follow must be sent.
+func attempt(send func()) {
+	var err error // Recovered has logged it
+	defer Recovered(slog.Default(), "a message of a stream", &err)
+	send()
+}
+
+// Wait waits until the queue is empty. Call it when no more functions are posted, and the stream has ended: then Send fails at once.
+func (s *Sender) Wait() { s.tasks.Wait() }
 
 // next removes the first function from the queue. It returns nil if there is none.
 func (s *Sender) next() (send func()) {

@@ -15,6 +15,7 @@ import (
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
 const (
@@ -101,14 +102,14 @@ func (l *lighthouses) client(i int) *Client {
 }
 
 // isBack reports whether lighthouse i answers. An idle connection may seem fine for long after the host has vanished, also after that was
-// restarted: if the members failed back to it, those with such a connection would stay, and the job would be split. Any answer will do: the
-// lighthouses do not have this method.
+// restarted: if the members failed back to it, those with such a connection would stay, and the job would be split. Any answer will do: no
+// lighthouse has this method, nor has a proxy before it.
 func (l *lighthouses) isBack(ctx context.Context, i int) bool {
 	c, err := l.reach(ctx, i)
 	if err != nil {
 		return false
 	}
-	err = c.conn.Invoke(ctx, "/grpc.health.v1.Health/Check", &emptypb.Empty{}, &emptypb.Empty{})
+	err = c.conn.Invoke(ctx, "/"+torchftpb.MemberService_ServiceDesc.ServiceName+"/IsBack", &emptypb.Empty{}, &emptypb.Empty{})
 	return err == nil || status.Code(err) == codes.Unimplemented
 }
 

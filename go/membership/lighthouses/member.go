@@ -237,6 +237,7 @@ func (m *Member) Close() error {
 	m.locked(context.Background(), func() {
 		if m.stream != nil {
 			<-m.stream.ended
+			m.stream.sender.Wait()
 		}
 	})
 	m.tasks.Wait()
@@ -256,10 +257,16 @@ func (m *Member) announceEnd() {
 		Finished: m.finished.Load(),
 		Message:  &torchftpb.MemberMessage_ShuttingDown{ShuttingDown: true},
 	})
-	select {
-	case <-stream.free:
-	case <-stream.ended:
-	case <-time.After(farewellTime):
+	sent := make(chan struct{}) // free may be closed already, by the answer to a message before (Leave)
+	stream.sender.Post(func() { close(sent) })
+	late := time.After(farewellTime)
+	for _, end := range []chan struct{}{sent, stream.free} {
+		select {
+		case <-end:
+		case <-stream.ended:
+		case <-late:
+			return
+		}
 	}
 }
 
@@ -273,14 +280,21 @@ func (m *Member) ReportRecovered(r membership.Recovered) {
 	m.report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Recovered{Recovered: wire.RecoveredToProto(r)}})
 }
 
-// locked runs do while no stream is being opened, so that do may change the choice and the stream. It does nothing if ctx ends before.
-func (m *Member) locked(ctx context.Context, do func()) {
+// locked runs do while no stream is being opened, so that do may change the choice and the stream. It returns false, and has done nothing,
+// if a stream is being opened until ctx ends.
+func (m *Member) locked(ctx context.Context, do func()) bool {
 	select {
 	case m.opening <- struct{}{}:
-		defer func() { <-m.opening }()
-		do()
-	case <-ctx.Done():
+	default:
+		select {
+		case m.opening <- struct{}{}:
+		case <-ctx.Done():
+			return false
+		}
 	}
+	defer func() { <-m.opening }()
+	do()
+	return true
 }
 
 func (m *Member) setUnary(ctx context.Context, at int, unary bool) {
@@ -296,14 +310,26 @@ func (m *Member) mayBeAnother(ctx context.Context, at int, err error) {
 
 func (m *Member) learnTerm(term int64) { m.term.Store(max(m.term.Load(), term)) }
 
-// avoid ends the bond to a lighthouse that has refused, and asks others for a while.
+// avoid ends the bond to a lighthouse that has refused, and asks others for a while. If a stream is being opened until ctx ends, that is
+// done later, unless it has become the stream of another lighthouse.
 func (m *Member) avoid(ctx context.Context, at int) {
-	m.locked(ctx, func() {
+	refused := m.present.Load()
+	leave := func() {
 		m.unbind()
 		m.choice.shun(at, time.Now())
 		if m.choice.at == at && m.stream != nil {
 			m.stream.leave()
 		}
+	}
+	if m.locked(ctx, leave) {
+		return
+	}
+	rpc.Go(&m.tasks, slog.Default(), "leaving a lighthouse", func() {
+		m.locked(m.ctx, func() {
+			if m.stream == refused {
+				leave()
+			}
+		})
 	})
 }
 

@@ -321,6 +321,9 @@ var errUnread = status.Error(codes.Unavailable, "the lighthouse does not read th
 // post queues a message, and does not block. It returns false if the lighthouse has not read the earlier ones.
 func (s *memberStream) post(message *torchftpb.MemberMessage) bool {
 	return s.sender.Post(func() {
+		if s.broken() {
+			return
+		}
 		s.member.speaks()
 		message.Stamp = s.stamp.Load()
 		_ = s.wire.Send(message) // fails only if the stream has broken: receive returns the error

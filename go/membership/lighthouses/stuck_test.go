@@ -106,3 +106,40 @@ func TestAQuorumDoesNotWaitForTheNextStream(t *testing.T) {
 		}
 	})
 }
+
+// After Leave the lighthouse has released the member already. The end, with Finished, is announced nevertheless before the connection closes.
+func TestTheEndIsAnnouncedAfterALeave(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m, stream, wire := stuckStream()
+		stream.welcomed = make(chan struct{})
+		close(stream.welcomed)
+		close(stream.free)
+		go func() {
+			time.Sleep(farewellTime / 2)
+			close(wire.released)
+		}()
+		m.Finish()
+		m.announceEnd()
+		require.Len(t, wire.sent, 1)
+		assert.True(t, (<-wire.sent).GetFinished())
+	})
+}
+
+// A lighthouse that has refused is left also if the call ends while another one opens a stream.
+func TestARefusalCountsAfterTheCall(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m, stream, _ := stuckStream()
+		m.ctx, m.cancel = context.WithCancel(t.Context())
+		stream.cancel = func() { close(stream.ended) }
+		m.unary, m.choice, m.opening, m.stream = make([]bool, 2), newChoice(0, 2), make(chan struct{}, 1), stream
+		m.opening <- struct{}{} // another call opens a stream
+		ended, cancel := context.WithCancel(t.Context())
+		cancel()
+		m.avoid(ended, 0)
+		<-m.opening
+		synctest.Wait()
+		assert.True(t, m.choice.avoided(0, time.Now()))
+		m.cancel()
+		m.tasks.Wait()
+	})
+}

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.nn import parallel
-from torch.utils._pytree import tree_leaves
 
 from torchft._extras import Extras, extras_of
 from torchft.process_group import ProcessGroupDummy
@@ -192,8 +191,6 @@ class PureDistributedDataParallel(nn.Module):
         self.module = module
         self._manager = manager
         self._works: Optional[List[dist._Work]] = None  # works of the backward pass in progress
-        # Parameters whose gradients were added to and not reduced since, in the order of the backward passes.
-        self._added: Dict[torch.Tensor, None] = {}
         self._syncs = True
         extras_of(manager).register_parameters(module.named_parameters)
         for param in module.parameters():
@@ -201,12 +198,8 @@ class PureDistributedDataParallel(nn.Module):
                 param.register_post_accumulate_grad_hook(self._reduce)
 
     def _reduce(self, param: torch.Tensor) -> None:
-        if param.grad is None:
+        if param.grad is None or not self._syncs:
             return
-        if not self._syncs:
-            self._added[param] = None
-            return
-        self._added.pop(param, None)
         if self._works is None:
             self._works = []
             Variable._execution_engine.queue_callback(self._wait)
@@ -226,22 +219,6 @@ class PureDistributedDataParallel(nn.Module):
         for work in works or []:
             work.wait()
 
-    def _at_end(self, _: object) -> None:
-        # Queued from the output's gradient, so that it comes after the outermost of nested backward passes (of
-        # checkpoints): until then `_reduce` may be called for further parameters.
-        Variable._execution_engine.queue_callback(self._reduce_rest)
-
-    def _reduce_rest(self) -> None:
-        """Reduces gradients of earlier passes to which this one has not added."""
-        added, self._added = self._added, {}
-        for work in [self._manager.allreduce(param.grad) for param in added if param.grad is not None]:
-            work.wait()
-
     def forward(self, *args: object) -> object:
         self._works = None  # works left by a backward pass that raised an error
-        output = self.module(*args)
-        if self._added and self._syncs:
-            for leaf in tree_leaves(output):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._at_end)
-        return output
+        return self.module(*args)

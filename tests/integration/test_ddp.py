@@ -12,13 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from tests.integration.cluster import Cluster, Gate, Rank, results
 from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
 from torchft.optim import OptimizerWrapper
 from torchft.process_group import ManagedProcessGroup
-from torchft.work import _DummyWork
 
 STEPS = 8
 JOIN_AT = 3
@@ -252,46 +250,3 @@ def test_a_failed_reduction_of_a_static_graph_ends_the_backward_pass() -> None:
     ddp = DistributedDataParallel(manager, nn.Linear(2, 2), static_graph=True)
     with pytest.raises(RuntimeError, match="the device has failed"):
         ddp(torch.ones(1, 2)).sum().backward()
-
-
-class Tenfold:
-    """A manager whose reductions multiply by ten."""
-
-    def allreduce(self, tensor: torch.Tensor) -> Any:
-        return _DummyWork(tensor.mul_(10))
-
-
-class Branches(nn.Module):
-    """An input of two elements uses one layer, any other input another one."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
-        self.first = nn.Linear(2, 1, bias=False)
-        self.last, self.shared = nn.Linear(3, 1, bias=False), nn.Linear(1, 1, bias=False)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        x = (self.first if x.shape[1] == 2 else self.last)(x)
-        y = checkpoint(self.shared, x, use_reentrant=True) if self.reentrant else self.shared(x)
-        return {"result": y}
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize(
-    "wrap",
-    [pytest.param(DistributedDataParallel, id="buckets"), pytest.param(PureDistributedDataParallel, id="pure")],
-)
-def test_a_parameter_that_only_an_earlier_pass_used_is_reduced_once(wrap: Any, reentrant: bool) -> None:
-    if reentrant and wrap is DistributedDataParallel:
-        pytest.skip("PyTorch's reducer allows no reentrant backward pass here")
-    model = Branches(reentrant)
-    ddp = wrap(Tenfold(), model)
-    for _ in range(2):
-        with ddp.no_sync():
-            ddp(torch.ones(1, 2))["result"].sum().backward()
-        accumulated = [p.grad.clone() for p in (model.first.weight, model.shared.weight) if p.grad is not None]
-        ddp(torch.ones(1, 3))["result"].sum().backward()
-        assert torch.equal(model.first.weight.grad, 10 * accumulated[0])  # type: ignore[arg-type]
-        own = 10 * (accumulated[1] + model.last(torch.ones(1, 3)))
-        torch.testing.assert_close(model.shared.weight.grad, own)
-        model.zero_grad()

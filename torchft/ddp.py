@@ -207,7 +207,11 @@ class PureDistributedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """As in PyTorch: backward passes in this context add to the gradients; the first later one reduces the sum."""
+        """As in PyTorch: backward passes in this context add to the gradients; the first later one reduces the sum.
+
+        Unlike in PyTorch, that pass must use all parameters that the passes before have used: a gradient to which it
+        adds nothing is not reduced.
+        """
         before, self._syncs = self._syncs, False
         try:
             yield

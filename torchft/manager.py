@@ -315,6 +315,7 @@ class Manager(Stateful, Stepping):
             self._transport,
             self._background,
             self._place,
+            averages_weights=lambda: self._data.averages_weights,
             errors=self._errors,
             logger=self._logger,
         )

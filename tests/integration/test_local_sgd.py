@@ -511,3 +511,39 @@ def test_the_first_average_is_that_of_equal_weights(use_async_quorum: bool) -> N
     with Cluster(min_replicas=3) as cluster:
         ran = results(*(cluster.start(train, group=group) for group in range(3)))
     assert ran == [ran[0]] * 3 and ran[0] in ([1.0, 1.0], [2.0, 2.0], [3.0, 3.0])
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_a_heal_that_fails_is_in_no_average(use_async_quorum: bool) -> None:
+    """A group that could not load its state sends zeros: the others would get smaller weights."""
+
+    def train(rank: Rank) -> list[float]:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(model.weight, 4.0)
+        inner = torch.optim.SGD(model.parameters(), lr=0.0)
+        loads = 0
+
+        def load(state: dict[str, Any]) -> None:
+            nonlocal loads
+            loads += 1
+            if loads == 1:
+                raise OSError("a file is missing")
+            model.load_state_dict(state)
+
+        manager = rank.start_manager(
+            load_state_dict=load, state_dict=model.state_dict, use_async_quorum=use_async_quorum
+        )
+        rank.cluster.wait_for_healthy(3)
+        seen = []
+        with LocalSGD(manager, model, inner, sync_every=1):
+            while manager.current_step() < 2:
+                model.zero_grad()
+                model(torch.ones(1, 1)).sum().backward()
+                inner.step()
+                seen.append(model.weight.item())
+        return [*seen, float(loads)]
+
+    with Cluster(min_replicas=3) as cluster:
+        ran = results(*(cluster.start(train, group=group) for group in range(3)))
+    assert [set(seen) for *seen, _ in ran] == [{4.0}] * 3
+    assert sorted(loads for *_, loads in ran) == [0.0, 2.0, 2.0]

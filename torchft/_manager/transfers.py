@@ -26,6 +26,7 @@ class Transfers:
         transport: the transport that ``recovery`` uses.
         background: the CUDA stream of the transfers.
         place: has the rank's step, and the timeout of a device.
+        averages_weights: whether a step averages weights.
         errors: takes the errors of transfers.
         logger: the Manager's logger.
     """
@@ -37,9 +38,11 @@ class Transfers:
         background: Background,
         place: Place,
         *,
+        averages_weights: Callable[[], bool],
         errors: Errors,
         logger: _ManagerLogger,
     ) -> None:
+        self._averages_weights = averages_weights
         self._recovery = recovery
         self._transport = transport
         self._background = background
@@ -66,7 +69,7 @@ class Transfers:
                     return self._recovery.fetch(plan)
             except Exception as e:
                 self._logger.exception(f"healing failed: {e}")
-                self._errors.keep(e)  # only kept: the peers still count on this group in their collectives
+                self._failed(plan, e)
         return None
 
     def arrived(self) -> bool:
@@ -103,8 +106,17 @@ class Transfers:
                 step.loaded()
             return loaded
         except Exception as e:
-            self._errors.keep(e)
+            self._failed(step.plan, e)
             return False
+
+    def _failed(self, plan: Optional[Plan], error: Exception) -> None:
+        """Only keeps an error, since the peers count on this group in their collectives. But if this group was to heal
+        before weights are averaged, its zeros must not be in the average: then all groups lose the step.
+        """
+        if plan is not None and plan.heal and not plan.in_background and self._averages_weights():
+            self._errors.of_this_rank(error)
+        else:
+            self._errors.keep(error)
 
     def load_before(self, step: Step) -> None:
         """Loads the state before the step begins, so that this group participates in the step."""

@@ -239,7 +239,8 @@ class Offer:
         if copier is not None:
             copier.join(timeout)
         with self._cond:
-            self._late = copier is not None and copier.is_alive()
+            late = copier is not None and copier.is_alive()
+            self._late = self._late or late  # each commit closes the offer again
             self._copying.close()  # also if a copy is in progress: what it copies from now on is not used
             native = self._native_offer
         if native is not None:
@@ -254,7 +255,7 @@ class Offer:
                     cut_off()
                 if not self._cond.wait_for(lambda: not self._direct, _CUT_OFF_TIMEOUT):
                     raise TimeoutError("timed out: a reader of the checkpoint did not end when its connection was cut")
-        if self._late:
+        if late:
             raise TimeoutError(f"timed out: the state to send was not copied within {timeout:g} s")
 
     def take_copy(self) -> List[torch.Tensor]:

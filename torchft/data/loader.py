@@ -463,6 +463,9 @@ class ElasticDataLoader:
             self._manager._report_own_error(failure)  # other groups must not wait for this group's part
             self._stop_reading()  # a worker process may have ended
             raise failure from e
+        except BaseException:  # Ctrl-C: what is read ahead is forecast anew
+            self._stop_reading()
+            raise
         seed = self._seed(key) if self._reproducible_rng else None
         return Unit(step, place, data, unit.weight * self._factor * self._scale, seed)
 

@@ -68,6 +68,9 @@ def test_a_copy_that_is_late_is_not_given(monkeypatch: pytest.MonkeyPatch) -> No
     go_on.set()
     assert copier is not None
     copier.join(30)
+    offer = source._offer
+    source.disallow(0.2)  # each commit does so
+    assert offer._late, "a reader that began before would get weights of the next step"
     with pytest.raises(Unavailable), source.reading(1, 0.2):
         pass
     source.close(5)

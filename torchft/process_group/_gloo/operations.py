@@ -315,6 +315,8 @@ class _GuardedWork(Work):
     def exception(self) -> Any:
         if not self._work.is_completed():
             return self._over()
+        if self._work.is_success():
+            return None
         error: Any = None
         try:
             error = self._work.exception()

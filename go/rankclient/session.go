@@ -334,9 +334,9 @@ func outcome(resp *torchftpb.RankResponse) (*torchftpb.RankResponse, error) {
 	return resp, nil
 }
 
-// post queues a request, and does not block. It returns false if the server has not read the earlier ones.
-func (s *clientStream) post(req *torchftpb.RankRequest) bool {
-	return s.sender.Post(func() { _ = s.wire.Send(req) }) // fails only if the stream has broken: receive returns the error
+// post queues a message that nobody waits for, and does not block. It is dropped if the server has not read the earlier ones.
+func (s *clientStream) post(req *torchftpb.RankRequest) {
+	s.sender.Post(func() { _ = s.wire.Send(req) }) // fails only if the stream has broken: receive returns the error
 }
 
 // farewellTime bounds how long Close waits until the last reports are sent.

@@ -32,7 +32,7 @@ OVER_S = 90.0
 # One lane uses one core. By default Go spends up to a minute minimizing each input that reaches new code.
 FUZZ_OPTIONS = ("-parallel=1", "-fuzzminimizetime=1s")
 # Shares of the time. Go's tests with the race detector always take some four minutes.
-FUZZ_S, FUZZ_LEAST_S, FUZZ_SHARE = 30.0, 5.0, 0.24
+FUZZ_S, FUZZ_LEAST_S, FUZZ_SHARE = 28.0, 5.0, 0.24
 CHAOS_SHARE, CHAOS_LEAST_S = 0.2, 90.0
 SOAK_SHARE, SERVERS_SHARE, SOAK_LEAST_S = 0.1, 0.05, 10.0
 # Parts that take minutes and cannot be limited run only if the total time is at least this: the tests of the

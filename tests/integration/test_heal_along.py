@@ -608,11 +608,12 @@ def test_a_learning_rate_that_is_set_within_a_step_is_a_difference(
     def reduced(rank: Rank, round: int) -> None:
         assert rank.manager is not None
         (optimizer,) = rank.manager._replicas.state.optimizers
-        if rank.group == 0 and not changed and halfway(cluster, 1):
+        if rank.group == 0 and len(changed) < 4 and halfway(cluster, 1):  # a step with one of them may be lost
             changed.append(round)
-            optimizer.param_groups[0]["lr"] *= 2
+            optimizer.param_groups[0]["lr"] *= 1.5
 
     _run(cluster, Loop(together=2, reduced=reduced), first=1, later=1)
+    assert changed
     (logged,) = [r.getMessage() for r in caplog.records if "transferred as a whole" in r.getMessage()]
     assert "or of its optimizer state, differ from the source's" in logged
 

@@ -38,6 +38,10 @@ func schedule(b []byte) Setup {
 		if fault.Kind == RankFails {
 			fault.N %= int64(s.Ranks)
 		}
+		switch fault.Kind {
+		case Partition, CutLighthouse, CutUp, CutDown: // without an end, the group would be cut off for good, and form no quorum
+			fault.For = max(fault.For, time.Millisecond)
+		}
 		if fault.Kind.ofLighthouse() {
 			fault.Slots = 0
 		} else if fault.Slots == 0 {

@@ -311,29 +311,9 @@ func TestADigestThatDiffersIsAnError(t *testing.T) {
 
 // Only additional sources may answer that a block differs. If the assigned source does, it is broken: the target must not ask it for ever.
 func TestTheAssignedSourceMustSendItsBlocks(t *testing.T) {
-	lis, err := net.Listen("tcp", "127.0.0.1:0")
-	require.NoError(t, err)
-	t.Cleanup(func() { _ = lis.Close() })
-	go func() {
-		for {
-			conn, err := lis.Accept()
-			if err != nil {
-				return
-			}
-			go func() {
-				defer func() { _ = conn.Close() }()
-				var b [requestSize]byte
-				_, err := io.ReadFull(conn, make([]byte, helloSize))
-				for err == nil {
-					if _, err = io.ReadFull(conn, b[:]); err == nil {
-						_, err = conn.Write(response{statusDiffer, parseRequest(b[:]).block, 0}.append(nil))
-					}
-				}
-			}()
-		}
-	}()
+	address := answering(t, func(r request) []byte { return response{statusDiffer, r.block, 0}.append(nil) })
 	f := newFetch(t, empty(3*small), Settings{BlockSize: small, Streams: 1})
-	require.NoError(t, f.Add(lis.Addr().String(), hex.EncodeToString(make([]byte, secretSize)), Assigned))
+	require.NoError(t, f.Add(address, hex.EncodeToString(make([]byte, secretSize)), Assigned))
 	ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 	defer cancel()
 	status := f.Wait(ctx)
@@ -356,6 +336,22 @@ func honestUntilTheEnd(t *testing.T, memory *Memory, announced string, before fu
 		}
 		announced = digest(&l, crcs)
 	}
+	return answering(t, func(r request) []byte {
+		if before != nil {
+			before(r.op)
+		}
+		body := []byte(announced)
+		if r.op == opBlock || r.op == opEqual {
+			body = block(r.block)
+		}
+		answer := append(response{statusOK, r.block, uint32(len(body))}.append(nil), body...)
+		return appendSums(answer, []uint32{checksum(body)})
+	})
+}
+
+// answering is a source that sends the given answer to each request, on any number of connections.
+func answering(t *testing.T, answer func(request) []byte) (address string) {
+	t.Helper()
 	lis, err := net.Listen("tcp", "127.0.0.1:0")
 	require.NoError(t, err)
 	t.Cleanup(func() { _ = lis.Close() })
@@ -366,25 +362,12 @@ func honestUntilTheEnd(t *testing.T, memory *Memory, announced string, before fu
 				return
 			}
 			go func() {
-				defer conn.Close()
-				if _, err := io.ReadFull(conn, make([]byte, helloSize)); err != nil {
-					return
-				}
-				for b := make([]byte, requestSize); ; {
-					if _, err := io.ReadFull(conn, b); err != nil {
-						return
-					}
-					r := parseRequest(b)
-					if before != nil {
-						before(r.op)
-					}
-					body := []byte(announced)
-					if r.op == opBlock || r.op == opEqual {
-						body = block(r.block)
-					}
-					answer := append(response{statusOK, r.block, uint32(len(body))}.append(nil), body...)
-					if _, err := conn.Write(appendSums(answer, []uint32{checksum(body)})); err != nil {
-						return
+				defer func() { _ = conn.Close() }()
+				b := make([]byte, requestSize)
+				_, err := io.ReadFull(conn, make([]byte, helloSize))
+				for err == nil {
+					if _, err = io.ReadFull(conn, b); err == nil {
+						_, err = conn.Write(answer(parseRequest(b)))
 					}
 				}
 			}()

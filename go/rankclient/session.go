@@ -344,8 +344,8 @@ const farewellTime = 200 * time.Millisecond
 
 // flush returns when the queued requests have been sent, or farewellTime is over.
 func (s *clientStream) flush() {
-	sent := make(chan struct{})
-	if !s.sender.Post(func() { close(sent) }) {
+	sent := s.sender.Flushed()
+	if sent == nil {
 		return
 	}
 	select {

@@ -266,13 +266,13 @@ class Data:
         weights.
         """
         self._local_steps = local_steps
-        self._planner.heal_first = self._init_sync
         self._choose_check()
 
     def _choose_check(self) -> None:
         """Chooses the comparison: gradients are added, or weights are averaged. Loader and LocalSGD may be attached in
         either order.
         """
+        self._planner.heal_first = self._init_sync
         if self._loader is None:
             return
         if self._local_steps is None:
@@ -280,7 +280,6 @@ class Data:
         else:
             self._batches = AverageCheck(self._loader)
             self._loader.steps_by_itself(self._local_steps)
-        self._planner.heal_first = self._init_sync
 
     @property
     def averages_weights(self) -> bool:

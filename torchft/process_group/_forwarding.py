@@ -45,8 +45,8 @@ class Forwarding(ProcessGroup):
 
     @abstractmethod
     def _in_flight(self) -> tuple[Optional[Operations], Optional[Checker]]:
-        """What ends the operations in flight in the parent (None: its abort does), and what checks that all ranks
-        call the same ones (None: nothing does).
+        """Returns two objects for the operations among the parent's present peers: the one that ends their waits, None
+        if the parent's abort does so; and the one that compares the calls of all ranks, None if they are not compared.
         """
 
     # Methods that subclasses override

@@ -37,10 +37,10 @@ _logger: logging.Logger = logging.getLogger(__name__)
 _owners: weakref.WeakSet[ProcessGroupWrapper] = weakref.WeakSet()
 # For each native group, shared by all wrappers of it: an object that identifies its present peers, the operations in
 # flight among them, and the checker of these operations.
-_in_flight: weakref.WeakKeyDictionary[BaseProcessGroup, tuple[object, Optional[Operations], Optional[Checker]]] = (
+_shared: weakref.WeakKeyDictionary[BaseProcessGroup, tuple[object, Optional[Operations], Optional[Checker]]] = (
     weakref.WeakKeyDictionary()
 )
-_in_flight_lock = threading.Lock()
+_shared_lock = threading.Lock()
 
 
 class _Connected(NamedTuple):
@@ -460,8 +460,8 @@ class ProcessGroupWrapper(Forwarding):
             return self._operations, self._checker
         # A native group may be reconfigured without this wrapper, and other wrappers of it share its operations.
         meeting = _meeting(pg)
-        with _in_flight_lock:
-            known = _in_flight.get(pg)
+        with _shared_lock:
+            known = _shared.get(pg)
             if known is None or known[0] != meeting:
                 gloo = all(pg._get_backend(device).name() == "gloo" for device in pg._device_types)
                 self._operations = Operations(pg.name(), connections_of(pg)) if gloo else None
@@ -470,7 +470,7 @@ class ProcessGroupWrapper(Forwarding):
                     uuid = pg.get_reconfigure_handle().split(":")[2]
                     store = PrefixStore(f"check/{uuid}", pg.get_group_store())
                     self._checker = Checker(pg.name(), store, pg.rank(), pg.size(), self._timeout)
-                known = _in_flight[pg] = (meeting, self._operations, self._checker)
+                known = _shared[pg] = (meeting, self._operations, self._checker)
         _, self._operations, self._checker = known
         return self._operations, self._checker
 

@@ -27,7 +27,7 @@ func (s *Sender) Post(send func()) bool {
 	s.queue = append(s.queue, send)
 	if !s.busy {
 		s.busy = true
-		Go(&s.tasks, slog.Default(), "messages of a stream", s.run)
+		s.tasks.Go(s.run)
 	}
 	return true
 }
@@ -43,6 +43,15 @@ func attempt(send func()) {
 	var err error // Recovered has logged it
 	defer Recovered(slog.Default(), "a message of a stream", &err)
 	send()
+}
+
+// Flushed returns a channel that is closed when all functions queued so far have run. It returns nil if the queue is full.
+func (s *Sender) Flushed() <-chan struct{} {
+	flushed := make(chan struct{})
+	if !s.Post(func() { close(flushed) }) {
+		return nil
+	}
+	return flushed
 }
 
 // Wait waits until the queue is empty. Call it when no more functions are posted, and the stream has ended: then Send fails at once.

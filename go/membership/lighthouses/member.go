@@ -257,10 +257,9 @@ func (m *Member) announceEnd() {
 		Finished: m.finished.Load(),
 		Message:  &torchftpb.MemberMessage_ShuttingDown{ShuttingDown: true},
 	})
-	sent := make(chan struct{}) // free may be closed already, by the answer to a message before (Leave)
-	stream.sender.Post(func() { close(sent) })
 	late := time.After(farewellTime)
-	for _, end := range []chan struct{}{sent, stream.free} {
+	// Free alone would not do: it may be closed already, by the answer to an earlier message (Leave).
+	for _, end := range []<-chan struct{}{stream.sender.Flushed(), stream.free} {
 		select {
 		case <-end:
 		case <-stream.ended:

@@ -25,15 +25,15 @@ FOREVER = "1000000000"
 class Command:
     """A running `torchft run`, and its output."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, output: str = "output", log_dir: str | None = "logs") -> None:
         self.folder = folder
-        self.log = folder / "output"
+        self.log = folder / output
         self.env = {"PYTHONPATH": ours_path(), "XDG_RUNTIME_DIR": str(folder)}
-        options = ["--log-dir", str(folder / "logs"), *arguments]
+        options = [*(["--log-dir", str(folder / log_dir)] if log_dir else []), *arguments]
         hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which is ignored here if the tests run under nohup
         try:
             command = [sys.executable, "-m", "torchft.cli", "run", *options]
-            self.process = process_tree.start(command, self.log, self.env)
+            self.process = process_tree.start(command, self.log, self.env, cwd=folder)
         finally:
             signal.signal(signal.SIGHUP, hangup)
 
@@ -172,6 +172,35 @@ def test_it_ends_when_all_groups_have_finished(tmp_path: Path) -> None:
         assert_logs_are_named(run)
     finally:
         process_tree.kill_tree(run.process)
+
+
+@pytest.mark.timeout(240)
+def test_jobs_that_start_in_the_same_second_are_separate(tmp_path: Path) -> None:
+    """Four pairs, in one folder. Otherwise two jobs write to the same logs, and both find the lighthouse of one there,
+    or one ends because the lighthouse's port is taken.
+    """
+    found: set[tuple[str, str]] = set()
+    for pair in range(4):
+        runs = [
+            Command(tmp_path, "--replicas", "1", str(MEMBER), FOREVER, output=f"{pair}-{number}", log_dir=None)
+            for number in range(2)
+        ]
+        try:
+            for run in runs:
+                run.wait(lambda run=run: run.shows(r"^group 0 "), "it starts its group")  # type: ignore[misc]
+            for run in runs:
+                logs, lighthouse = run.log.read_text().splitlines()[:2]
+                found.add((logs, f"{pair} {lighthouse}"))
+                run.process.send_signal(signal.SIGINT)
+            for run in runs:
+                assert run.process.wait(60) == 130, run.report()
+        finally:
+            for run in runs:
+                process_tree.kill_tree(run.process)
+    for each in map(set, zip(*found)):
+        assert len(each) == 8, found
+    for logs, _ in found:
+        assert (tmp_path / logs.removeprefix("logs: ") / "lighthouse.log").exists(), logs
 
 
 @pytest.mark.parametrize(

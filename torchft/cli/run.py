@@ -19,7 +19,7 @@ from torchft.cli.output import write_no_more
 from torchft.launch.control import Control
 from torchft.launch.group import ReplicaGroup
 from torchft.launch.job import LocalJob, tail
-from torchft.launch.lighthouse import LaunchError, usual_bind, watched_lighthouse
+from torchft.launch.lighthouse import LaunchError, watched_lighthouse
 from torchft.launch.progress import Progress
 
 _ABOUT = """\
@@ -34,6 +34,10 @@ variables.
   torchft run --replicas 2 --kill-every 30s train_ddp.py --steps 5000
   torchft run --replicas 2:8 train.py        # and later, in another terminal: torchft scale 4
 """
+
+
+_LOGS = "torchft-logs"
+_LIGHTHOUSE_LOG = "lighthouse.log"
 
 
 class _Terminated(KeyboardInterrupt):
@@ -58,9 +62,13 @@ def main(arguments: Sequence[str]) -> int:
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, _terminate)
     try:
-        args.log_dir.mkdir(parents=True, exist_ok=True)
+        args.log_dir = _log_folder(args.log_dir)
     except OSError as e:
-        print(f"torchft run: the log folder {str(args.log_dir)!r} cannot be made: {e.strerror}", file=sys.stderr)
+        name = str(args.log_dir or _LOGS)
+        print(
+            f"torchft run: logs cannot be written to the folder {name!r}: {e.strerror}; choose a folder with --log-dir",
+            file=sys.stderr,
+        )
         return 1
     print(f"logs: {args.log_dir}", flush=True)
     try:
@@ -79,6 +87,28 @@ def main(arguments: Sequence[str]) -> int:
             write_no_more()
 
 
+def _log_folder(given: Path | None) -> Path:
+    """Makes the folder for the logs: the given one, which may exist, or a new one of this job alone.
+
+    Raises:
+        OSError: it cannot be made, or no file can be written in it.
+    """
+    if given is not None:
+        given.mkdir(parents=True, exist_ok=True)
+        (given / _LIGHTHOUSE_LOG).touch()
+        return given
+    usual = folder = Path(_LOGS) / time.strftime("%Y%m%d-%H%M%S")
+    usual.parent.mkdir(exist_ok=True)
+    jobs = 1
+    while True:
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:  # another job has begun in the same second
+            jobs += 1
+            folder = Path(f"{usual}-{jobs}")
+
+
 def _number(interrupt: KeyboardInterrupt) -> signal.Signals:
     return signal.Signals(interrupt.number) if isinstance(interrupt, _Terminated) else signal.SIGINT
 
@@ -91,8 +121,8 @@ def _run(args: Any) -> int:
         return ReplicaGroup(number, most, [str(args.script), *args.script_args], log, args.nproc_per_node)
 
     options = ["--min_replicas", str(args.min_replicas), "--join_timeout_ms", str(round(1000 * args.join_timeout))]
-    log = args.log_dir / "lighthouse.log"
-    with watched_lighthouse(log, options, args.bind or usual_bind()) as (address, check_lighthouse):
+    log = args.log_dir / _LIGHTHOUSE_LOG
+    with watched_lighthouse(log, options, args.bind) as (address, check_lighthouse):
         print(f"lighthouse: {address}", flush=True)
         job = LocalJob(make_group, first, most, address, args.kill_every, args.seed)
         control = None
@@ -100,7 +130,7 @@ def _run(args: Any) -> int:
             try:
                 control = Control()
             except OSError as e:
-                raise LaunchError(str(e)) from None
+                print(f"torchft run: `torchft scale` cannot reach this job: {e}", file=sys.stderr)
             job.run(partial(_show, Progress()), partial(_look, check_lighthouse, control))
         except KeyboardInterrupt as e:
             with contextlib.suppress(OSError):  # the terminal may be closed
@@ -122,9 +152,10 @@ def _show(progress: Progress, job: LocalJob) -> None:
         raise _Terminated(signal.SIGHUP, f"the output cannot be written ({e.strerror})") from None
 
 
-def _look(check_lighthouse: Callable[[], None], control: Control, job: LocalJob) -> None:
+def _look(check_lighthouse: Callable[[], None], control: Control | None, job: LocalJob) -> None:
     check_lighthouse()
-    control.look(job)
+    if control is not None:
+        control.look(job)
 
 
 def _parse(arguments: Sequence[str]) -> Any:
@@ -163,8 +194,6 @@ def _parse(arguments: Sequence[str]) -> Any:
         args.grace = grace_from_env().total_seconds()
     except ValueError as e:
         parser.error(str(e))
-    if args.log_dir is None:
-        args.log_dir = Path("torchft-logs") / time.strftime("%Y%m%d-%H%M%S")
     return args
 
 

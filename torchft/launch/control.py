@@ -11,6 +11,7 @@ import os
 import socket
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from torchft.launch.job import LocalJob
@@ -27,8 +28,13 @@ class Control:
         self.path = _folder() / f"{os.getpid()}.sock"
         self.path.unlink(missing_ok=True)  # left by an earlier process with the same process id
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(str(self.path))
-        self._socket.listen()
+        try:
+            with _short(self.path) as path:
+                self._socket.bind(path)
+            self._socket.listen()
+        except OSError:
+            self._socket.close()
+            raise
         self._socket.setblocking(False)
 
     def look(self, job: LocalJob) -> None:
@@ -74,7 +80,8 @@ def scale(replicas: int, pid: int | None = None) -> str:
     path = jobs[pid if pid is not None else next(iter(jobs))]
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(_ANSWER_SEC)
-        connection.connect(str(path))
+        with _short(path) as short:
+            connection.connect(short)
         connection.sendall(json.dumps({"replicas": replicas}).encode())
         connection.shutdown(socket.SHUT_WR)
         line = connection.makefile("rb").readline()
@@ -90,6 +97,16 @@ def running() -> dict[int, Path]:
     """The sockets of this user's jobs on this machine, by process id."""
     jobs = {int(path.stem): path for path in _folder().glob("*.sock") if path.stem.isdigit()}
     return {pid: path for pid, path in jobs.items() if Path(f"/proc/{pid}").exists()}
+
+
+@contextlib.contextmanager
+def _short(path: Path) -> Iterator[str]:
+    """Another path of the same socket: the kernel allows 107 bytes, and TMPDIR may be longer."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
 
 
 def _names(jobs: dict[int, Path]) -> str:

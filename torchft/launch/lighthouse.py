@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import re
+import select
 import socket
 import subprocess
 import sys
@@ -43,52 +44,68 @@ def lighthouse(log: Path, options: list[str], bind: str = "127.0.0.1:0") -> Iter
 
 
 @contextlib.contextmanager
-def watched_lighthouse(log: Path, options: list[str], bind: str) -> Iterator[tuple[str, Callable[[], None]]]:
-    """As :func:`lighthouse`; also gives a function that raises LaunchError if the lighthouse has ended."""
-    # not the installed command, which may not be in PATH or may belong to another environment
-    main = "from torchft._torchft import lighthouse_main; lighthouse_main()"
-    # No state on disk: the lighthouse ends with the job, and no later one continues it.
-    command = [sys.executable, "-c", main, "--bind", bind, "--state_dir", "", *options]
-    before = log.stat().st_size if log.exists() else 0
-    process = process_tree.start(command, log)
+def watched_lighthouse(log: Path, options: list[str], bind: str | None) -> Iterator[tuple[str, Callable[[], None]]]:
+    """As :func:`lighthouse`; also gives a function that raises LaunchError if the lighthouse has ended.
+
+    Without ``bind`` it listens where ``torchft status`` looks by default, or on a free port if that one is in use.
+    """
+    try:
+        process, port = _start(log, options, bind or f"127.0.0.1:{DEFAULT_PORT}")
+    except LaunchError:
+        if bind:
+            raise
+        process, port = _start(log, options, "127.0.0.1:0")
 
     def check() -> None:
         if process.poll() is not None:
             raise LaunchError(f"the lighthouse ended with status {process.returncode}", log)
 
     try:
-        port = _port_of(process, bind, log, before)
-        host = bind.rpartition(":")[0]
+        host = bind.rpartition(":")[0] if bind else "127.0.0.1"
         host = "localhost" if host in ("", "0.0.0.0", "[::]") else host
         yield f"{'https' if os.environ.get(TLS_CERT_ENV) else 'http'}://{host}:{port}", check
     finally:
         process_tree.kill_tree(process)
 
 
-def _port_of(process: subprocess.Popen[bytes], bind: str, log: Path, before: int) -> int:
-    """The port of the lighthouse, read from its log. The requested port may belong to another process."""
-    deadline = time.monotonic() + _START_SEC
-    while True:
-        ended = process.poll() is not None  # checked before the log is read, so that the log is complete
-        with log.open("rb") as lines:
-            lines.seek(before)
-            output = lines.read().decode(errors="replace")
-        if found := re.search(r"^Lighthouse listening on: .*:(\d+)$", output, re.MULTILINE):
-            return int(found[1])
-        if ended:
-            why = (output.strip().splitlines() or ["it says nothing"])[-1].removeprefix("torchft_lighthouse: ")
-            raise LaunchError(f"the lighthouse did not start: {why}", log)
-        if time.monotonic() > deadline:
-            raise LaunchError(f"the lighthouse did not start on {bind} within {_START_SEC:g} s", log)
-        time.sleep(0.02)
-
-
-def usual_bind() -> str:
-    """The address at which ``torchft status`` looks by default; a free port if that one is in use."""
+def _start(log: Path, options: list[str], bind: str) -> tuple[subprocess.Popen[bytes], int]:
+    """Starts a lighthouse, and waits until it listens. Returns its process and its port."""
+    # not the installed command, which may not be in PATH or may belong to another environment
+    main = "from torchft._torchft import lighthouse_main; lighthouse_main()"
+    # No state on disk: the lighthouse ends with the job, and no later one continues it.
+    command = [sys.executable, "-c", main, "--bind", bind, "--state_dir", "", *options]
+    before = log.stat().st_size if log.exists() else 0
+    process = process_tree.start(command, log, stdout=subprocess.PIPE)
     try:
-        return f"127.0.0.1:{free_port('127.0.0.1', DEFAULT_PORT)}"
-    except OSError:
-        return "127.0.0.1:0"
+        return process, _port_of(process, bind, log, before)
+    except BaseException:
+        process_tree.kill_tree(process)
+        raise
+
+
+def _port_of(process: subprocess.Popen[bytes], bind: str, log: Path, before: int) -> int:
+    """The port of the lighthouse, from its own output: another job may write to the same log, and the requested port
+    may belong to another process.
+    """
+    assert process.stdout is not None
+    deadline = time.monotonic() + _START_SEC
+    text = b""
+    with process.stdout as output:
+        while not (found := re.search(rb"^Lighthouse listening on: .*:(\d+)\n", text, re.MULTILINE)):
+            if not select.select([output], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                raise LaunchError(f"the lighthouse did not start on {bind} within {_START_SEC:g} s", log)
+            more = os.read(output.fileno(), 4096)
+            if not more:
+                raise LaunchError(f"the lighthouse did not start: {_last_line(log, before)}", log)
+            text += more
+    return int(found[1])
+
+
+def _last_line(log: Path, before: int) -> str:
+    with log.open("rb") as lines:
+        lines.seek(before)
+        text = lines.read().decode(errors="replace")
+    return (text.strip().splitlines() or ["it says nothing"])[-1].removeprefix("torchft_lighthouse: ")
 
 
 # Below Linux's range for outgoing connections (32768 and above). Otherwise such a connection could get a port that
@@ -97,18 +114,16 @@ _PORTS = range(20000, 29000)
 _given: set[int] = set()
 
 
-def free_port(host: str = "", port: int = 0) -> int:
-    """``port`` if it is free, else OSError; with port 0 a free port that was not returned before."""
-    if port:
-        return _listenable(host, port)
+def free_port() -> int:
+    """A free port that was not returned before."""
     for candidate in random.sample(_PORTS, 200):
         if candidate not in _given:
             with contextlib.suppress(OSError):
-                _given.add(_listenable(host, candidate))
+                _given.add(_listenable(candidate))
                 return candidate
-    return _listenable(host, 0)
+    return _listenable(0)
 
 
-def _listenable(host: str, port: int) -> int:
-    with socket.create_server((host, port)) as free:
+def _listenable(port: int) -> int:
+    with socket.create_server(("", port)) as free:
         return int(free.getsockname()[1])

@@ -11,17 +11,23 @@ from pathlib import Path
 
 
 def start(
-    command: list[str], log: Path, env: dict[str, str] | None = None, cwd: Path | None = None
+    command: list[str],
+    log: Path,
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
+    stdout: int | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts a command in a new session; its output is appended to `log`."""
+    """Starts a command in a new session; its output is appended to `log`, without that to stdout if this is
+    subprocess.PIPE.
+    """
     with log.open("ab") as output:
         return subprocess.Popen(
             command,
             env={**os.environ, **(env or {})},
             cwd=cwd,
             stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
+            stdout=output if stdout is None else stdout,
+            stderr=output,
             start_new_session=True,
             preexec_fn=_end_with_parent,
         )

@@ -57,18 +57,30 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Groups]:
 def test_a_log_folder_that_cannot_be_made(folder: str, groups: Groups, capsys: pytest.CaptureFixture[str]) -> None:
     Path("taken").touch()
     assert main(["run", "--log-dir", folder, __file__]) == 1
-    assert f"torchft run: the log folder {folder!r} cannot be made: " in capsys.readouterr().err
+    assert f"torchft run: logs cannot be written to the folder {folder!r}: " in capsys.readouterr().err
     assert groups.calls == []
 
 
-def test_a_control_socket_that_cannot_be_made(
+def test_a_folder_that_cannot_be_written_names_the_option(groups: Groups, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("torchft-logs").touch()  # as in a folder that is read-only: the folder cannot be made
+    assert main(["run", __file__]) == 1
+    assert "the folder 'torchft-logs': File exists; choose a folder with --log-dir\n" in capsys.readouterr().err
+    Path("logs").mkdir()
+    Path("logs/lighthouse.log").symlink_to("/dev/full/nothing")
+    assert main(["run", "--log-dir", "logs", __file__]) == 1
+    assert "the folder 'logs': Not a directory; choose a folder with --log-dir\n" in capsys.readouterr().err
+    assert groups.calls == []
+
+
+def test_a_control_socket_that_cannot_be_made_costs_no_more_than_scale(
     tmp_path: Path, groups: Groups, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "torchft").mkdir(mode=0o755)
-    assert main(["run", __file__]) == 1
-    assert f"torchft run: {tmp_path / 'torchft'} must be a folder that only this user can enter" in (
-        capsys.readouterr().err
-    )
+    assert main(["run", __file__]) == 0
+    assert (
+        f"torchft run: `torchft scale` cannot reach this job: {tmp_path / 'torchft'} must be a folder that only this "
+        "user can enter"
+    ) in capsys.readouterr().err
     assert groups.calls == ["kill"]
 
 

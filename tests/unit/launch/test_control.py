@@ -7,6 +7,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -92,6 +93,22 @@ def test_a_job_that_ends_before_it_answers(tmp_path: Path, monkeypatch: pytest.M
             control.scale(3)
         thread.join()
     server.close()
+
+
+def test_a_folder_whose_path_is_longer_than_that_of_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux allows 107 bytes. TMPDIR of a scheduler's job is often longer."""
+    folder = tmp_path / ("x" * 120)
+    folder.mkdir()
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    server = Control()
+    job: Any = FakeJob()
+    thread = threading.Thread(target=lambda: [server.look(job) for _ in iter(lambda: job.replicas, 4)], daemon=True)
+    thread.start()
+    assert control.scale(4) == "4 replica groups"
+    thread.join()
+    server.close()
+    assert control.running() == {}
 
 
 def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

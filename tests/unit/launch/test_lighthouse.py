@@ -21,5 +21,3 @@ def test_a_port_in_use_is_not_returned(monkeypatch: pytest.MonkeyPatch) -> None:
         port = taken.getsockname()[1]
         monkeypatch.setattr(lighthouse, "_PORTS", [port] * 200)
         assert free_port() != port
-        with pytest.raises(OSError, match="in use"):
-            free_port("", port)

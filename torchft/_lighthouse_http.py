@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from torchft._security import DEFAULT_JOB, JOB_ENV, TLS_CERT_ENV, tokens
+from torchft.addresses import host_port, loopback
 
 DEFAULT_PORT = 29510
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
@@ -51,7 +52,7 @@ class Lighthouse:
 
     def __init__(self, addresses: str | None, job: str | None = None, *, timeout: float = _TIMEOUT_SEC) -> None:
         self._timeout = timeout
-        text = addresses or os.environ.get(LIGHTHOUSE_ENV) or f"http://localhost:{DEFAULT_PORT}"
+        text = addresses or os.environ.get(LIGHTHOUSE_ENV) or f"http://{host_port(loopback(), DEFAULT_PORT)}"
         self.job = job or os.environ.get(JOB_ENV) or DEFAULT_JOB
         self.addresses = [_checked(address.strip()) for address in text.split(",")]
 

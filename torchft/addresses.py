@@ -6,6 +6,7 @@ only one setting. With a wrong address heals may use a slow network.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
@@ -34,7 +35,7 @@ def announced_host(lighthouse_addr: str | None = None) -> str:
 
     In this order: ``TORCHFT_HOST`` (an address, or the name of a network interface); the local end of the route
     towards the lighthouse, unless that is a loopback address, which says nothing about other hosts; the host name, if
-    it resolves; ``localhost``.
+    it resolves; a loopback address.
 
     Args:
         lighthouse_addr: ``http://host:port`` of the lighthouse, or a list of those; default: that of the
@@ -50,7 +51,7 @@ def announced_host(lighthouse_addr: str | None = None) -> str:
     if route is not None:
         return route
     name = socket.gethostname()
-    return name if _resolves(name) else "localhost"
+    return name if _resolves(name) else loopback()
 
 
 def announced_store_host(host: str, port: int, lighthouse_addr: str | None = None) -> str:
@@ -63,6 +64,28 @@ def announced_store_host(host: str, port: int, lighthouse_addr: str | None = Non
     if host == "localhost" or _is_loopback(host) or _is_own_name(host):
         host = announced_host(lighthouse_addr)
     return host_port(host, port)
+
+
+def localhost() -> str:
+    """``localhost``, or the numeric address on a host that cannot resolve that name, as in minimal images."""
+    return "localhost" if _resolves("localhost") else loopback()
+
+
+def loopback() -> str:
+    """The numeric loopback address: 127.0.0.1, or ::1 on a host without IPv4."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return "127.0.0.1"
+    return "::1"
+
+
+def store_host(host: str) -> str:
+    """The host to connect to for a TCPStore at ``host``: a numeric address if that is this host, which may not resolve
+    its own names. Such a store listens on all addresses of its host.
+    """
+    if host == "localhost" or (_is_own_name(host) and not _resolves(host)):
+        return loopback()
+    return host
 
 
 def host_port(host: str, port: int) -> str:

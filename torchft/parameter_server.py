@@ -37,7 +37,7 @@ from typing import Any, Optional
 
 from torch.distributed import TCPStore
 
-from torchft.addresses import announced_host, host_port
+from torchft.addresses import announced_host, host_port, loopback
 from torchft.http import _DeadlineSocket, _IPv6HTTPServer
 from torchft.process_group import ProcessGroup
 
@@ -66,7 +66,7 @@ class ParameterServer(ABC):
             if not isinstance(value, int) or not 0 <= value < 65536:
                 raise ValueError(f"{name}={value!r}: allowed are 0 (any free port) to 65535")
         self._store: Optional[TCPStore] = TCPStore(
-            "localhost", store_port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT
+            loopback(), store_port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT
         )
         self._store_port = self._store.port
         self._sessions: dict[str, ProcessGroup] = {}
@@ -155,7 +155,8 @@ class ParameterServer(ABC):
         )
         watcher.start()
         try:
-            pg.configure(f"localhost:{self._store_port}/session/{session_id}", "server", 0, 2)
+            store = host_port(loopback(), self._store_port)
+            pg.configure(f"{store}/session/{session_id}", "server", 0, 2)
             self.forward(session_id, pg)
         except Exception as e:
             abandoned = session_id not in self._sessions

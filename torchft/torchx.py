@@ -66,7 +66,10 @@ def hsdp(
     if gpu == 0 and h is None:
         shared.update(CUDA_VISIBLE_DEVICES="", XPU_VISIBLE_DEVICES="")
     torchrun = [
-        "--standalone",  # a free port for each group: several may share a host
+        # as --standalone, a free port for each group, because several may share a host; but that one asks for the
+        # name localhost, which minimal images cannot resolve
+        "--rdzv_backend=c10d",
+        "--rdzv_endpoint=127.0.0.1:0",
         "--nnodes=1",
         f"--nproc_per_node={workers_per_replica}",
         f"--max_restarts={max_restarts}",

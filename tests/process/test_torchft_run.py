@@ -8,11 +8,12 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from hosts import nameless
 from processes import ours_path, processes_of
 
 from tests.unit.waiting import wait_until
@@ -25,14 +26,21 @@ FOREVER = "1000000000"
 class Command:
     """A running `torchft run`, and its output."""
 
-    def __init__(self, folder: Path, *arguments: str, output: str = "output", log_dir: str | None = "logs") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *arguments: str,
+        output: str = "output",
+        log_dir: str | None = "logs",
+        prefix: Sequence[str] = (),
+    ) -> None:
         self.folder = folder
         self.log = folder / output
         self.env = {"PYTHONPATH": ours_path(), "XDG_RUNTIME_DIR": str(folder)}
         options = [*(["--log-dir", str(folder / log_dir)] if log_dir else []), *arguments]
         hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which is ignored here if the tests run under nohup
         try:
-            command = [sys.executable, "-m", "torchft.cli", "run", *options]
+            command = [*prefix, sys.executable, "-m", "torchft.cli", "run", *options]
             self.process = process_tree.start(command, self.log, self.env, cwd=folder)
         finally:
             signal.signal(signal.SIGHUP, hangup)
@@ -172,6 +180,20 @@ def test_it_ends_when_all_groups_have_finished(tmp_path: Path) -> None:
         assert_logs_are_named(run)
     finally:
         process_tree.kill_tree(run.process)
+
+
+@pytest.mark.hosts
+@pytest.mark.timeout(240)
+def test_a_job_on_a_host_that_cannot_resolve_localhost(tmp_path: Path) -> None:
+    """Otherwise torchrun and each TCPStore of a group would try that for minutes."""
+    script = tmp_path / "script.py"
+    script.write_text((ours_path() / "python/examples/minimal.py").read_text().replace("< 1000", "< 20"))
+    run = Command(tmp_path, "--min-replicas", "2", str(script), prefix=nameless(tmp_path))
+    try:
+        assert run.process.wait(200) == 0, run.report()
+    finally:
+        process_tree.kill_tree(run.process)
+    assert run.shows(r"^done: 2 groups") and "cannot be retrieved" not in run.report(), run.report()
 
 
 @pytest.mark.timeout(240)

@@ -2,12 +2,23 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
 from torchft import addresses
-from torchft.addresses import HOST_ENV, LIGHTHOUSE_ENV, announced_host, announced_store_host, host_port
+from torchft.addresses import (
+    HOST_ENV,
+    LIGHTHOUSE_ENV,
+    announced_host,
+    announced_store_host,
+    host_port,
+    loopback,
+    store_host,
+)
 from torchft.checkpointing import HTTPTransport
+from torchft.http import _has_ipv6
+from torchft.process_group.reconfigure import create_store_client, host_store
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +95,38 @@ def test_a_store_on_another_host_keeps_its_name(master: str, monkeypatch: pytest
 
 def test_hostname_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(addresses, "_resolves", lambda name: False)
-    assert announced_host() == "localhost"
+    assert announced_host() == "127.0.0.1", "nor does localhost, in minimal images"
+
+
+def test_a_store_of_a_host_that_does_not_resolve_its_own_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "node7")
+    monkeypatch.setattr(addresses, "_resolves", lambda name: False)
+    hosts = ["localhost", "node7", "node7.cluster.example", "node8", "10.0.0.7"]
+    assert [store_host(host) for host in hosts] == 3 * ["127.0.0.1"] + ["node8", "10.0.0.7"]
+    monkeypatch.setattr(addresses, "_resolves", lambda name: True)
+    assert [store_host(host) for host in hosts] == ["127.0.0.1", *hosts[1:]], "its name may be that of another address"
+
+
+def test_the_numeric_loopback_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert loopback() == "127.0.0.1"
+
+    class WithoutIPv4(socket.socket):
+        def bind(self, address: Any) -> None:
+            raise OSError("Cannot assign requested address")
+
+    monkeypatch.setattr(socket, "socket", WithoutIPv4)
+    assert loopback() == "::1"
+
+
+@pytest.mark.skipif(not _has_ipv6(), reason="needs IPv6")
+@pytest.mark.parametrize("here", ["127.0.0.1", "::1"])
+def test_own_stores_are_reached_by_either_address(here: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchft.process_group.reconfigure.loopback", lambda: here)
+    monkeypatch.setenv(HOST_ENV, here)
+    store, address = host_store(timedelta(seconds=30))
+    store.set("key", "value")
+    assert address == host_port(here, store.port)
+    assert create_store_client(address, timedelta(seconds=30)).get("key") == b"value"
 
 
 def test_host_port_brackets_ipv6() -> None:

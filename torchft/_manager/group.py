@@ -11,7 +11,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from torchft._manager.settings import MANAGER_ADDR_KEY, RANKS_PER_RELAY_ENV, REPLICA_ID_KEY, Settings
 from torchft._torchft import ManagerClient, ManagerServer
-from torchft.addresses import announced_host, announced_store_host
+from torchft.addresses import announced_host, announced_store_host, store_host
 
 
 class Group(NamedTuple):
@@ -114,7 +114,7 @@ def _find(store: dist.Store, settings: Settings) -> list[str]:
 
 def _open_store(settings: Settings) -> dist.Store:
     store = TCPStore(
-        host_name=settings.store_addr,
+        host_name=store_host(settings.store_addr),
         port=settings.store_port,
         is_master=False,
         wait_for_workers=False,

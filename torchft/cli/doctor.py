@@ -17,6 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from torchft._lighthouse_http import DEFAULT_PORT, LIGHTHOUSE_ENV, Lighthouse, Unanswered, direct
+from torchft.addresses import host_port, localhost, loopback
 from torchft.cli.arguments import Parser, ask_of
 from torchft.cli.status import groups, printable
 from torchft.http import _has_ipv6
@@ -107,6 +108,13 @@ def _own_address(lighthouse: str) -> Iterator[Finding]:
     except ValueError as e:
         yield Finding("bad", str(e))
         return
+    if localhost() != "localhost":
+        yield Finding(
+            "warn",
+            "this machine cannot resolve localhost: `torchrun --standalone` retries that for minutes",
+            "add a line to /etc/hosts, or start torchrun as `torchft run` does: --rdzv_backend c10d --rdzv_endpoint "
+            f"{host_port(loopback(), 0)} --local_addr {loopback()}",
+        )
     try:
         with _listener() as server:
             port = server.getsockname()[1]
@@ -196,7 +204,7 @@ def _port(job: str | None) -> Iterator[Finding]:
     try:
         socket.create_server(("", DEFAULT_PORT)).close()
     except OSError as e:
-        local = f"http://localhost:{DEFAULT_PORT}"
+        local = f"http://{host_port(loopback(), DEFAULT_PORT)}"
         if _is_lighthouse(local):
             yield Finding("ok", f"a lighthouse of torchft listens on port {DEFAULT_PORT}, its default")
             yield from _lighthouse(local, job)

@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous.api import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
 from torchft._lighthouse_http import Connection, Unanswered, address_of
-from torchft.addresses import announced_host, host_port
+from torchft.addresses import announced_host, host_port, loopback
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -432,5 +432,5 @@ class LighthouseRendezvousHandler(RendezvousHandler):
 
 
 def _serve_store() -> dist.TCPStore:
-    # "localhost" is only for this process's own connection; other nodes may use any name of this host.
-    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False, multi_tenant=False)
+    # The address is only for this process's own connection; other nodes may use any name of this host.
+    return dist.TCPStore(loopback(), 0, is_master=True, wait_for_workers=False, multi_tenant=False)

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from torchft.addresses import host_port, loopback
 from torchft.launch import process_tree
 
 _RANK = Path(__file__).with_name("rank.py")
@@ -51,9 +52,11 @@ class ReplicaGroup:
             lighthouse: address of the lighthouse, ``TORCHFT_LIGHTHOUSE`` for the group.
             env: further environment variables, which override those that this class sets.
         """
-        # --standalone picks a free port for the rendezvous. Otherwise older releases of torchrun use a fixed port,
-        # which several groups on one host cannot share.
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(self.nproc)]
+        # As --standalone, with a numeric address in place of localhost and of this host's name, which may not resolve:
+        # torchrun picks a free port for the rendezvous, so several groups can share a host.
+        here = loopback()
+        rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", host_port(here, 0), "--local_addr", here]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "--nproc_per_node", str(self.nproc)]
         own = {
             "REPLICA_GROUP_ID": str(self.number),
             "NUM_REPLICA_GROUPS": str(self.groups),

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from torchft._lighthouse_http import DEFAULT_PORT
 from torchft._security import TLS_CERT_ENV
+from torchft.addresses import localhost
 from torchft.launch import process_tree
 
 # The command starts within 0.3 s on an idle machine.
@@ -62,7 +63,7 @@ def watched_lighthouse(log: Path, options: list[str], bind: str | None) -> Itera
 
     try:
         host = bind.rpartition(":")[0] if bind else "127.0.0.1"
-        host = "localhost" if host in ("", "0.0.0.0", "[::]") else host
+        host = localhost() if host in ("", "0.0.0.0", "[::]") else host
         yield f"{'https' if os.environ.get(TLS_CERT_ENV) else 'http'}://{host}:{port}", check
     finally:
         process_tree.kill_tree(process)

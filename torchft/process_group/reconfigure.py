@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Mapping, Optional, Sequence
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
-from torchft.addresses import announced_host, host_port
+from torchft.addresses import announced_host, host_port, loopback, store_host
 from torchft.process_group._errors import named_timeout
 from torchft.process_group.native import is_native as is_native
 from torchft.process_group.native import native_error as native_error
@@ -188,8 +188,8 @@ def _host_of(peers: list[Handle], group_rank: int) -> int:
 def host_store(timeout: timedelta) -> tuple[TCPStore, str]:
     """Starts a TCPStore on a free port of this host. Returns it and the "host:port" to announce."""
     store = TCPStore(
-        # Only this process connects to this name; the server listens on every address.
-        host_name="localhost",
+        # Only this process connects to this address; the server listens on every address.
+        host_name=loopback(),
         port=0,
         is_master=True,
         wait_for_workers=False,
@@ -231,7 +231,7 @@ def create_store_client(store_addr: str, timeout: timedelta) -> Store:
     host, port, prefix = _parse_store_address(store_addr)
     began = time.monotonic()
     store: Store = TCPStore(
-        host_name=host,
+        host_name=store_host(host),
         port=port,
         is_master=False,
         wait_for_workers=False,

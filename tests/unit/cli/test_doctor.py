@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from torchft import addresses
 from torchft.cli import main
 from torchft.coordination import LighthouseClient, LighthouseServer
 from torchft.http import _has_ipv6
@@ -121,6 +122,16 @@ def test_a_host_setting_that_cannot_be_resolved(
     monkeypatch.setenv("TORCHFT_HOST", "no-such-interface.invalid")
     status, output = doctor(capsys)
     assert status == 1 and "no-such-interface.invalid" in output
+
+
+def test_a_machine_that_cannot_resolve_localhost(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHFT_HOST", "127.0.0.1")
+    monkeypatch.setattr(addresses, "_resolves", lambda name: name != "localhost")
+    status, output = doctor(capsys)
+    assert status == 0 and "warn  this machine cannot resolve localhost" in output
+    assert "--rdzv_endpoint 127.0.0.1:0" in output and output.endswith("nothing is broken\n")
 
 
 def test_a_malformed_lighthouse_address(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,6 +15,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import TCPServer
 from typing import Any, Callable, Iterator, Type
 
+from torchft._forked import Maker
+
 logger: logging.Logger = logging.getLogger(__name__)
 
 # A read of at least this many bytes waits for all of them in one call. That is safe, because buffered readers request
@@ -104,6 +106,7 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
         self._admitted: set[_DeadlineSocket] = set()  # those admitted
         self._request_threads: list[threading.Thread] = []
         self._connections_lock = threading.Lock()
+        self._maker = Maker(type(self).__name__)
         host, port = server_address[:2]
         if not _has_ipv6() and host in ("", "::"):
             self.address_family = socket.AF_INET
@@ -171,6 +174,15 @@ class _IPv6HTTPServer(ThreadingHTTPServer):
         with self._connections_lock:
             for connection in self._connections:
                 connection.abort()
+
+    def shutdown(self) -> None:
+        """Ends `serve_forever`, and waits for that.
+
+        Raises:
+            RuntimeError: this is a forked child of the server's process.
+        """
+        self._maker.check()
+        super().shutdown()
 
     def server_close(self) -> None:
         super().server_close()

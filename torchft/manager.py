@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
+from torchft._forked import Maker
 from torchft._manager.background import Background
 from torchft._manager.collectives import Backlog, Collectives, check_reducible
 from torchft._manager.connection import Connection
@@ -184,6 +185,7 @@ class Manager(Stateful, Stepping):
         on_divergence: Optional[str] = None,
         heal_along: Optional[bool] = None,
     ) -> None:
+        self._maker = Maker("Manager")
         self._peers = as_peers(pg)  # raises for a bad process group before the environment is read
         settings = resolve(
             rank=rank,
@@ -399,6 +401,7 @@ class Manager(Stateful, Stepping):
 
     def _begin_round(self, request: Request, inputs: Optional[Inputs] = None) -> None:
         """Begins an attempt at a step."""
+        self._maker.check()
         if self._rounds is None:
             raise RuntimeError("the Manager is shut down")
         first = self._round is None
@@ -493,6 +496,7 @@ class Manager(Stateful, Stepping):
         A step that ends with :meth:`should_commit` needs no such call. Streaming DiLoCo does, because its inner steps
         continue while a collective runs: before the next inner step, the healing groups must have received the state.
         """
+        self._maker.check()
         self._transfers.end_in_step(self._current)
 
     def _discard_unloaded_heal(self) -> None:
@@ -544,6 +548,7 @@ class Manager(Stateful, Stepping):
                 floating point tensor in a step with ``reproducible_reduction``.
             RuntimeError: the current stream is captured into a graph, whose replays would reduce nothing.
         """
+        self._maker.check()
         check_reducible(tensor, reduce_op, should_quantize)
         if self._current.undecided:
             self._data.check_sum(tensor)
@@ -603,6 +608,7 @@ class Manager(Stateful, Stepping):
         """Begins a step if none has begun, and waits until its quorum is known. A heal continues in the background."""
         if not self._loader_can_use_step():
             self._begin_round(Request(True, False, self._quorum_timeout))
+        self._maker.check()
         assert self._round is not None
         plan = self._planner.plan(self._round.answer(), self._current.request.allow_heal)
         if not plan.in_background:
@@ -886,6 +892,7 @@ class Manager(Stateful, Stepping):
                 pass True, the lighthouse forgets the step that the training had reached: the next training on the port
                 of the lighthouse is another one. A loop that is preempted, or stops for a restart, must not pass True.
         """
+        self._maker.check()
         rounds, self._rounds = self._rounds, None
         with ExitStack() as parts:  # the parts end in reverse order, each even if another one raises an error
             parts.callback(self._signals.close, leaving=self._is_draining)

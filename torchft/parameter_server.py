@@ -37,6 +37,7 @@ from typing import Any, Optional
 
 from torch.distributed import TCPStore
 
+from torchft._forked import Maker, threaded
 from torchft.addresses import announced_host, host_port, loopback
 from torchft.http import _DeadlineSocket, _IPv6HTTPServer
 from torchft.process_group import ProcessGroup
@@ -65,8 +66,9 @@ class ParameterServer(ABC):
         for name, value in (("port", port), ("store_port", store_port)):
             if not isinstance(value, int) or not 0 <= value < 65536:
                 raise ValueError(f"{name}={value!r}: allowed are 0 (any free port) to 65535")
-        self._store: Optional[TCPStore] = TCPStore(
-            loopback(), store_port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT
+        self._maker = Maker(type(self).__name__)
+        self._store: Optional[TCPStore] = threaded(
+            TCPStore(loopback(), store_port, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
         )
         self._store_port = self._store.port
         self._sessions: dict[str, ProcessGroup] = {}
@@ -135,6 +137,7 @@ class ParameterServer(ABC):
 
     def shutdown(self) -> None:
         """Ends the server and its sessions: their pending operations fail. Safe to call twice."""
+        self._maker.check()
         self._server.shutdown()
         with self._lock:
             groups = list(self._sessions.values())

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Optional
 
+from torchft._forked import Maker
 from torchft._manager.errors import ExceptionWithTraceback
 from torchft._manager.ranges import ranged
 from torchft._manager.rounds import Round
@@ -18,9 +19,11 @@ class Stepping:
     Attributes:
         _current: the step in progress, or the last one.
         _round: the round that requests its quorum; None before the first.
+        _maker: the process of this Manager.
     """
 
     _current: Step
+    _maker: Maker
     _round: Optional[Round] = None
 
     # Names that other projects read
@@ -51,6 +54,7 @@ class Stepping:
             RuntimeError: there is no quorum, or start_quorum was not called.
             TimeoutError: there was none in time.
         """
+        self._maker.check()
         if self._round is None:
             raise RuntimeError("start_quorum must be called before anything that needs the quorum")
         self._round.result()

@@ -12,6 +12,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from typing import Any, Callable, List, Optional, Sequence, Tuple, TypeVar
 
+from torchft._forked import Maker
 from torchft.addresses import announced_host
 from torchft.checkpointing import _native_transfer
 from torchft.checkpointing._checkpoint import Checkpoint
@@ -107,6 +108,7 @@ class HTTPTransport(CheckpointTransport[T]):
             raise ValueError(f"bandwidth_limit is {bandwidth_limit}: allowed are bytes a second, and 0 for no limit")
         if not hosts:
             announced_host()  # so that a bad setting raises here, and not in the first heal
+        self._maker = Maker(type(self).__name__)
         self._timeout = timeout.total_seconds()
         self._state_dict = state_dict
         self.in_place = state_dict is not None
@@ -140,6 +142,7 @@ class HTTPTransport(CheckpointTransport[T]):
         return self._address or self.address()
 
     def send_checkpoint(self, dst_ranks: List[int], step: int, state_dict: T, timeout: timedelta) -> None:
+        self._maker.check()
         try:
             checkpoint = Checkpoint(state_dict, self._num_chunks)
         except Unsendable as error:
@@ -159,6 +162,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._source.refuse(step, reason)
 
     def help_checkpoint(self, step: int, state_dict: T) -> None:
+        self._maker.check()
         checkpoint = Checkpoint(state_dict, self._num_chunks)
         copy = self._may_copy(checkpoint)
         self._source.publish(step, checkpoint, receivers=0, copy=copy, role=Role.ADDITIONAL)
@@ -176,6 +180,7 @@ class HTTPTransport(CheckpointTransport[T]):
         Raises:
             RuntimeError: there is no such state
         """
+        self._maker.check()
         self._source.allow(step)
 
     def prepare_pieces(self) -> None:
@@ -199,6 +204,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._window.decide(step, quorum_id, committed)
 
     def disallow_checkpoint(self) -> None:
+        self._maker.check()
         # The window first: while it is open, a request may publish the whole state. A state that is published after
         # `disallow` would be read while the optimizer changes it.
         self._window.close()
@@ -261,6 +267,7 @@ class HTTPTransport(CheckpointTransport[T]):
             receiving.because(reason)
 
     def shutdown(self, wait: bool = True) -> None:
+        self._maker.check()
         with self._shutdown_lock:
             if self._down:
                 return

@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend
 
+from torchft._forked import Maker, threaded
 from torchft._lighthouse_http import Connection, Unanswered, address_of
 from torchft.addresses import announced_host, host_port, loopback
 
@@ -97,6 +98,7 @@ class TorchRendezvousService:
         connect_timeout: float = 60.0,
     ) -> None:
         job, _, group = run_id.partition("/")
+        self._maker = Maker(type(self).__name__)
         self._address = address_of(endpoint)
         self._path = f"/rendezvous?{urlencode({'job': job})}"
         self._claim = {
@@ -143,6 +145,7 @@ class TorchRendezvousService:
         Raises:
             RendezvousError: the lighthouse refuses this node.
         """
+        self._maker.check()
         with self._changed:
             self._ask += 1
         try:
@@ -180,6 +183,7 @@ class TorchRendezvousService:
         """Leaves the group. ``finished`` closes the rendezvous, so that no round follows. A second
         call does nothing.
         """
+        self._maker.check()
         if self._ended.is_set():
             return
         self._ended.set()
@@ -192,6 +196,7 @@ class TorchRendezvousService:
 
     def set_closed(self) -> None:
         """Closes the rendezvous for all nodes."""
+        self._maker.check()
         try:
             self._once(self._view, close=True)
         except Unanswered as error:
@@ -433,4 +438,4 @@ class LighthouseRendezvousHandler(RendezvousHandler):
 
 def _serve_store() -> dist.TCPStore:
     # The address is only for this process's own connection; other nodes may use any name of this host.
-    return dist.TCPStore(loopback(), 0, is_master=True, wait_for_workers=False, multi_tenant=False)
+    return threaded(dist.TCPStore(loopback(), 0, is_master=True, wait_for_workers=False, multi_tenant=False))

@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Optional, TypeVar
 
+from torchft._forked import Maker
 from torchft._security import DEFAULT_JOB, JOB_ENV
 from torchft.ftlib.consensus import Consensus, Listener
 from torchft.ftlib.storage_rules import Confirm, Create, News, Record, Take, Wait, Want, decide, living, news
@@ -69,6 +70,7 @@ class SharedStorage(Consensus):
             raise ValueError(f"min_members={min_members} is not allowed; allowed: 1 and more")
         if expiry <= timedelta(0):
             raise ValueError(f"expiry={expiry!r} is not allowed; allowed: a timedelta above zero")
+        self._maker = Maker(type(self).__name__)
         name = checked_name(name)
         self._files = Files(Path(directory) / (os.environ.get(JOB_ENV) or DEFAULT_JOB))
         self._min_members = min_members
@@ -144,7 +146,9 @@ class SharedStorage(Consensus):
 
         Raises:
             TimeoutError: the directory does not answer before the deadline, or hangs in another call.
+            RuntimeError: this is a forked child of the member's process.
         """
+        self._maker.check()
         began = time.monotonic()
         if self._idle.acquire(timeout=max(0.0, deadline - began)):
             result: Future[T] = Future()

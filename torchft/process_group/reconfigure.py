@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Mapping, Optional, Sequence
 import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore
 
+from torchft._forked import threaded
 from torchft.addresses import announced_host, host_port, loopback, store_host
 from torchft.process_group._errors import named_timeout
 from torchft.process_group.native import is_native as is_native
@@ -195,7 +196,7 @@ def host_store(timeout: timedelta) -> tuple[TCPStore, str]:
         wait_for_workers=False,
         timeout=timeout,
     )
-    return store, host_port(announced_host(), store.port)
+    return threaded(store), host_port(announced_host(), store.port)
 
 
 def meeting_store(store_addr: str, world_size: int, timeout: timedelta) -> Store:

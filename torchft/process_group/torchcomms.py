@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 
+from torchft._forked import Maker
 from torchft.futures import context_timeout, stream_timeout
 from torchft.process_group.base import ProcessGroup
 from torchft.process_group.checked import Checker, enabled
@@ -60,6 +61,7 @@ class ProcessGroupTorchComms(ProcessGroup):
 
     def __init__(self, comm: torchcomms.TorchComm, timeout: timedelta = timedelta(seconds=60)) -> None:
         super().__init__(0, 1)
+        self._maker = Maker(type(self).__name__)
         self._comm = comm
         self._backend_name: str = comm.get_backend()
         self._device = torch.device(comm.get_device())
@@ -126,8 +128,9 @@ class ProcessGroupTorchComms(ProcessGroup):
         """The communicator.
 
         Raises:
-            RuntimeError: the group was shut down, and its communicator finalized.
+            RuntimeError: the group was shut down, and its communicator finalized; or this is a forked child.
         """
+        self._maker.check()
         if self._finalized:
             raise RuntimeError(f"{self.getBackendName()} was shut down")
         return self._comm
@@ -154,6 +157,7 @@ class ProcessGroupTorchComms(ProcessGroup):
 
     def abort(self) -> None:
         """Ends operations in flight if the communicator can do so. The group has no peers until it gets new ones."""
+        self._maker.check()
         with self._lock:
             if not self._connected:
                 return
@@ -174,6 +178,7 @@ class ProcessGroupTorchComms(ProcessGroup):
         self._in_flight = weakref.WeakSet()
 
     def shutdown(self) -> None:
+        self._maker.check()
         with self._lock:
             if self._finalized:
                 return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
 import sys
 import threading
 import weakref
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple, Optional
 import torch
 from torch.distributed import PrefixStore, Store, Work
 
+from torchft._forked import refusal, threaded
 from torchft.process_group._attempt import Attempt, running
 from torchft.process_group._errors import copied, named_timeout
 from torchft.process_group._forwarding import Forwarding
@@ -77,6 +79,7 @@ class ProcessGroupWrapper(Forwarding):
         self._given_errored = errors_of(pg) if isinstance(pg, ProcessGroup) else None
         if pg is not None and not isinstance(pg, ProcessGroup):
             _owners.add(self)
+            threaded(pg)
         self._operations: Optional[Operations] = None
         self._checker: Optional[Checker] = None
         self._aborted: Optional[Exception] = None
@@ -165,7 +168,7 @@ class ProcessGroupWrapper(Forwarding):
 
         def connect() -> _Connected:
             store = meeting_store(store_addr, world_size, self._connect_timeout)
-            pg = self._create_pg(store, rank, world_size)
+            pg = threaded(self._create_pg(store, rank, world_size))
             return _Connected(pg, self._watch(pg, store, rank, world_size), store)
 
         return Attempt(connect, self._discard, beside)
@@ -432,6 +435,14 @@ class ProcessGroupWrapper(Forwarding):
             del pg
             reap(box)
 
+    def _forget(self) -> None:
+        """In a forked child: the connections belong to the parent, which goes on to use them."""
+        self._aborted = refusal(self.getBackendName())
+        if self._operations is not None:
+            self._operations.forget(self._aborted)
+        self._pg = self._operations = self._checker = self._attempt = self._beside = None
+        self._beside_lock = threading.Lock()  # a thread of the parent may have held the old one
+
     def _release_both(self, error: Exception) -> None:
         """Drops the parent, and the connection that is made beside it."""
         self.abandon_beside(error)
@@ -489,6 +500,18 @@ def abortable(pg: BaseProcessGroup) -> BaseProcessGroup:
     returned.
     """
     return ProcessGroupWrapper(pg=pg) if is_native(pg) else pg
+
+
+def _forget_all() -> None:
+    global _shared_lock
+    _shared_lock = threading.Lock()
+    _shared.clear()
+    for group in list(_owners):
+        group._forget()
+    _owners.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 @atexit.register

@@ -108,6 +108,16 @@ class Connections:
             quiet_later({descriptor: connection.inode for descriptor, connection in connections.items()})
 
 
+def _forget_all() -> None:
+    """In a forked child: the connections are those of the parent, which goes on to use them."""
+    for connections in list(_all):
+        connections._connections = {}
+    _all.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
 @atexit.register
 def _shutdown_all() -> None:
     """Cuts all connections at the end of the process. Otherwise the destruction of a Gloo group would wait for its

@@ -12,6 +12,7 @@ reaper. Until then it may write to its tensors, unless its threads sleep (`still
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from datetime import timedelta
@@ -70,6 +71,12 @@ class Operations:
                 self._ended = (time.monotonic(), error)
         if self.connections is not None:
             self.connections.shutdown()
+
+    def forget(self, error: Exception) -> None:
+        """In a forked child: waits end with this error. The connections belong to the parent."""
+        self._lock = threading.RLock()  # a thread of the parent may have held the old one
+        self._ended = (-math.inf, error)
+        self.connections = None
 
     def over(self, collective: bool = True) -> Optional[Exception]:
         """Returns the reason why no operation will end by itself any more; None if one still may.
@@ -345,6 +352,16 @@ class _GuardedWork(Work):
 _watched: set[Operations] = set()
 _changed = threading.Condition()
 _watcher: Optional[threading.Thread] = None
+
+
+def _forget() -> None:
+    """In a forked child, which does not have the thread."""
+    global _changed, _watcher
+    _changed, _watcher = threading.Condition(), None
+    _watched.clear()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _watch(operations: Operations) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import threading
 import time
 from typing import Any
@@ -21,6 +22,15 @@ _pending: set[threading.Thread] = set()
 # How long the process waits at its end for groups that are being destroyed. With their connections
 # shut that takes some 10 ms; a group that still waits for a silent peer is left to the kernel.
 _EXIT_TIMEOUT_SEC = 1.0
+
+
+def _reset_lock() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+# A thread of the parent may have held the lock. The other threads and what they destroy stay as they are.
+os.register_at_fork(after_in_child=_reset_lock)
 
 
 def reap(box: list[Any]) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 from torchft._lighthouse_http import Lighthouse, Unanswered
 from torchft.cli.arguments import Parser, ask_of, duration
 
+_WAIT_MS = 1000  # at least; short steps differ by more than their median
+
 
 def main(arguments: Sequence[str]) -> int:
     parser = Parser(prog="torchft status", description="The replica groups that a lighthouse knows.")
@@ -50,7 +52,9 @@ def table(status: dict[str, Any]) -> str:
     head = f"quorum {status['quorum_id']}: {groups(len(status['quorum']))}, step {status['max_step']}"
     if status["quorum_id"] == 0:
         head = "no quorum yet"
-    waiting = status["quorum_id"] == 0 or any(member["waiting"] for member in members)
+    # In a healthy job the first to ask for the next quorum waits for the others, for less than a step.
+    long_ms = max(_WAIT_MS, status.get("median_step_ms", 0))
+    waiting = status["quorum_id"] == 0 or any(member.get("waiting_ms", 0) > long_ms for member in members)
     lines = [head, f"next: {status['reason']}"] if status["reason"] and waiting else [head]
     if not members:
         return "\n".join([*lines, "no replica group is known"])

@@ -7,8 +7,7 @@ import random
 import re
 import signal
 import time
-from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable
 from urllib.parse import urlsplit
@@ -17,6 +16,7 @@ from torchft._lighthouse_http import Lighthouse, Unanswered
 from torchft._manager.signals import LEAVE_ON_ENV
 from torchft.launch.group import ReplicaGroup
 from torchft.launch.lighthouse import LaunchError, free_port
+from torchft.launch.pace import Pace
 from torchft.launch.restarts import FRUITLESS_LIVES, restart_delay
 
 _TICK_SEC = 0.1
@@ -28,7 +28,6 @@ _ASK_EVERY_SEC = 0.5
 _AFTER_GRACE_SEC = 2.0
 # How long a drained group may take to leave before it gets SIGTERM: its script may never call `draining()`.
 _DRAIN_SEC = 30.0
-_RATE_OVER_SEC = 5.0
 
 
 @dataclass
@@ -46,19 +45,10 @@ class Member:
     abandoned: str = ""  # why it is not restarted; empty if it is
     end_by: float | None = None  # time at which it gets SIGTERM if it has not left
     replica_id: str = ""  # as the lighthouse reports it
-    history: deque[tuple[float, int]] = field(default_factory=deque)  # (seconds, step)
 
     @property
     def running(self) -> bool:
         return self.group.starts > 0 and self.group.status is None
-
-    @property
-    def rate(self) -> float:
-        """Steps per second, averaged over the last seconds."""
-        if len(self.history) < 2:
-            return 0.0
-        (began, first), (now, last) = self.history[0], self.history[-1]
-        return (last - first) / (now - began)
 
 
 class LocalJob:
@@ -86,6 +76,7 @@ class LocalJob:
         self.first = replicas
         self.most = most
         self.kills = 0
+        self.pace = Pace()
         self._make_group = make_group
         self._lighthouse = lighthouse
         self._kill_every = kill_every
@@ -181,7 +172,6 @@ class LocalJob:
         member.state = "starting" if member.group.starts == 0 else "starting again"
         member.took_part, member.restart_at, member.step = False, None, 0
         member.replica_id, member.end_by = "", None
-        member.history.clear()
         # SIGTERM drains a group whose script calls `draining()`. It ends other scripts, unless they handle it.
         leave_on = {LEAVE_ON_ENV: os.environ.get(LEAVE_ON_ENV, signal.SIGTERM.name)}
         member.group.start(self._lighthouse, {"TORCHFT_MANAGER_PORT": str(member.port), **leave_on})
@@ -235,10 +225,9 @@ class LocalJob:
 
     def _ask(self, now: float) -> None:
         """Updates the groups' states from the lighthouse, if it answers."""
+        shown = status(self._lighthouse)
         members = {
-            urlsplit(reported["address"]).port: reported
-            for reported in status(self._lighthouse)
-            if reported.get("address")
+            urlsplit(reported["address"]).port: reported for reported in shown["members"] if reported.get("address")
         }
         for member in self.members:
             reported = members.get(member.port)
@@ -247,17 +236,16 @@ class LocalJob:
             member.step, member.replica_id = reported["step"], reported["replica_id"]
             member.state = "training" if reported["in_quorum"] else "waiting"
             member.took_part = member.took_part or reported["in_quorum"]
-            member.history.append((now, member.step))
-            while now - member.history[0][0] > _RATE_OVER_SEC:
-                member.history.popleft()
+        if steps := [reported["step"] for reported in shown["members"] if reported["in_quorum"]]:
+            self.pace.look(now, shown["quorum_id"], max(steps))
 
 
-def status(lighthouse: str) -> list[dict[str, Any]]:
-    """The members that a lighthouse knows; an empty list if it does not answer."""
+def status(lighthouse: str) -> dict[str, Any]:
+    """The status of a lighthouse; without members if it does not answer."""
     try:
-        return list(Lighthouse(lighthouse, timeout=_ANSWER_SEC).get("/status")["members"])
-    except (Unanswered, ValueError, KeyError):
-        return []
+        return Lighthouse(lighthouse, timeout=_ANSWER_SEC).get("/status")
+    except Unanswered:
+        return {"members": []}
 
 
 def drain(lighthouse: str, replica_id: str) -> bool:

@@ -7,6 +7,7 @@ import sys
 import time
 
 from torchft.launch.job import LocalJob, Member
+from torchft.launch.pace import Pace
 
 _EVERY_SEC = 10.0  # seconds between two lines of a group that only continues to train
 
@@ -19,7 +20,7 @@ class Progress:
 
     def show(self, job: LocalJob) -> None:
         if self._in_place:
-            lines = [line(member) for member in job.members]
+            lines = [line(member, job.pace) for member in job.members]
             print((f"\x1b[{self._drawn}A\x1b[J" if self._drawn else "") + "\n".join(lines), flush=True)
             width = shutil.get_terminal_size().columns or 80
             self._drawn = sum(-(-len(text) // width) for text in lines)  # rows: a line may be wider than the terminal
@@ -29,13 +30,14 @@ class Progress:
             state, when = self._last.get(number, ("", 0.0))
             if state != member.state or time.monotonic() - when > _EVERY_SEC:
                 self._last[number] = (member.state, time.monotonic())
-                print(line(member), flush=True)
+                print(line(member, job.pace), flush=True)
 
 
-def line(member: Member) -> str:
-    """The state of a group in one line."""
-    text = f"group {member.group.number:<3d} step {member.step:>8d}  {member.state}"
-    if member.state == "training":
-        text += f", {member.rate:.1f} steps/s"
+def line(member: Member, pace: Pace) -> str:
+    """The state of a group in one line, without a step after its end: the last look may be older than the last step."""
+    step = " " * 13 if member.state in ("done", "left") else f"step {member.step:>8d}"
+    text = f"group {member.group.number:<3d} {step}  {member.state}"
+    if member.state == "training" and (rate := str(pace)):
+        text += f", {rate}"
     restarts = member.group.starts - 1
     return text + (f"  (started again {restarts} times)" if restarts > 1 else "  (started again)" if restarts else "")

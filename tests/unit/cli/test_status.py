@@ -151,7 +151,7 @@ def test_a_server_that_is_no_lighthouse(
 
 def test_a_job_does_not_end_because_an_answer_of_its_lighthouse_breaks_off(answering: Callable[[bytes], str]) -> None:
     cut = b'HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\n{"'
-    assert job.status(answering(cut)) == []
+    assert job.status(answering(cut))["members"] == []
     assert job.drain(answering(cut), "a") is False
 
 
@@ -186,19 +186,22 @@ def test_the_named_job_is_shown(
 
 
 def test_a_failed_member_and_a_waiting_one() -> None:
-    common = {"heartbeat_age_ms": 1500, "step": 3, "address": "", "in_quorum": False}
+    common = {"heartbeat_age_ms": 1500, "step": 3, "address": "", "in_quorum": False, "waiting_ms": 0}
     alive = {**common, "healthy": True, "waiting": False, "in_quorum": True}
     members = [
         {**common, "replica_id": "a", "healthy": False, "waiting": False},
-        {**common, "replica_id": "b", "healthy": True, "waiting": True},
+        {**common, "replica_id": "b", "healthy": True, "waiting": True, "waiting_ms": 1001},
         {**alive, "replica_id": "c", "healing": True},
         {**alive, "replica_id": "d", "stalled": "rank 0 computes"},
         {**alive, "replica_id": "e", "suspect": True},
         {**alive, "replica_id": "f", "draining": "an operator"},
         {**alive, "replica_id": "g", "healthy": False, "draining": "an operator", "out": "it left"},
     ]
-    shown = table({"quorum_id": 4, "quorum": ["a"], "max_step": 3, "reason": "b waits for a", "members": members})
+    status = {"quorum_id": 4, "quorum": ["a"], "max_step": 3, "reason": "b waits for a", "median_step_ms": 900}
+    shown = table({**status, "members": members})
     assert "next: b waits for a" in shown
+    assert "next" not in table({**status, "median_step_ms": 1200, "members": members}), "it waits no longer than a step"
+    assert "next" in table({**status, "quorum_id": 0, "median_step_ms": 0, "members": members})
     trains = {"quorum_id": 4, "quorum": ["c"], "max_step": 3, "members": [{**alive, "replica_id": "c"}]}
     assert "next" not in table({**trains, "reason": "no member asks for a quorum"}), "no member waits"
     states = ["failed", "waiting", "healing", "stalled", "suspect", "draining", "draining"]

@@ -56,11 +56,12 @@ class Cluster:
         self.groups.append(FakeGroup(number))
         return self.groups[-1]
 
-    def _status(self) -> list[dict[str, Any]]:
-        return [
+    def _status(self) -> dict[str, Any]:
+        members = [
             {"replica_id": f"g{i}", "address": f"http://host:{self.groups[i].port}", "step": step, "in_quorum": True}
             for i, step in self.training.items()
         ]
+        return {"quorum_id": len(members), "members": members}
 
     def pass_time(self, seconds: float) -> bool:
         self.now += seconds
@@ -174,6 +175,23 @@ def test_the_end_of_a_log(tmp_path: Path) -> None:
     assert module.tail(log).endswith(script.strip()), "what the script says, and not what torchrun says of that"
     log.write_text(of_torchrun)
     assert module.tail(log).endswith("what torchrun says of it"), "if there is nothing else"
+
+
+def test_the_rate_of_groups_in_lockstep(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, 2, 2)
+    rates = []
+    for second in range(5):
+        cluster.training = {0: 1000 + 50 * second, 1: 999 + 50 * second}  # one of them asks for the next step already
+        cluster.pass_time(1)
+        rates.append(str(cluster.job.pace))
+    assert rates == ["", *4 * ["50.0 steps/s"]]
+    cluster.training = {0: 1250}
+    cluster.pass_time(1)
+    cluster.training = {0: 1300, 1: 0}  # it heals, to a step of which it has trained nothing
+    cluster.pass_time(1)
+    cluster.training = {0: 1350, 1: 1350}
+    cluster.pass_time(1)
+    assert str(cluster.job.pace) == "50.0 steps/s"
 
 
 def test_the_job_is_over_when_all_have_finished(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from torchft.launch.job import Member
+from torchft.launch.pace import Pace
 from torchft.launch.progress import Progress, line
 
 
@@ -22,10 +23,39 @@ def test_on_a_terminal_the_lines_replace_the_last_ones_also_if_they_are_wider_th
     """Otherwise the text would move up by a row each time, ten times a second."""
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    job: Any = SimpleNamespace(members=[member(0, "training"), member(1, "x" * 200)])
-    assert 160 < len(line(job.members[1])) <= 240
+    job: Any = SimpleNamespace(members=[member(0, "training"), member(1, "x" * 200)], pace=Pace())
+    assert 160 < len(line(job.members[1], job.pace)) <= 240
     progress = Progress()
     progress.show(job)
     assert capsys.readouterr().out.count("A") == 0
     progress.show(job)
     assert capsys.readouterr().out.startswith("\x1b[4A"), "one row, and three rows"
+
+
+def test_the_line_of_a_group() -> None:
+    one, pace = member(0, "training"), Pace()
+    assert line(one, pace) == "group 0   step        0  training", "a rate of 0 would say that it makes no step"
+    pace.look(0.0, 1, 0)
+    pace.look(0.5, 1, 10)
+    one.step = 10
+    assert line(one, pace) == "group 0   step       10  training, 20.0 steps/s"
+    one.state = "done"
+    assert line(one, pace).split() == ["group", "0", "done"], "it has trained steps since that one"
+
+
+def test_the_rate_of_steps_that_take_long() -> None:
+    pace = Pace()
+    shown = []
+    for second in range(121):
+        pace.look(float(second), 1, min(second // 12, 4))  # the fifth step does not end
+        shown.append(str(pace))
+    assert set(shown[:12]) == {""} and set(shown[12:85]) == {"12.0 s/step"} and set(shown[85:]) == {""}
+
+
+def test_a_rate_does_not_go_across_quorums() -> None:
+    pace = Pace()
+    pace.look(0.0, 1, 0)
+    pace.look(1.0, 2, 5000)  # a group with a checkpoint has joined
+    assert str(pace) == ""
+    pace.look(2.0, 2, 5010)
+    assert str(pace) == "10.0 steps/s"

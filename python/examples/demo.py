@@ -27,8 +27,8 @@ import loss_curves
 from accounting import Samples, samples
 from replica_group import TRAIN_SCRIPT, Group
 
-from torchft.launch.job import tail
 from torchft.launch.lighthouse import LaunchError, lighthouse
+from torchft.launch.output import tail
 
 BAR = 24  # characters
 # Heartbeats arrive every 100 ms. A group whose last heartbeat is older than the heartbeat timeout counts as failed,

@@ -18,8 +18,9 @@ from torchft.cli.arguments import Parser, duration, nearest, positive, replicas
 from torchft.cli.output import write_no_more
 from torchft.launch.control import Control
 from torchft.launch.group import ReplicaGroup
-from torchft.launch.job import LocalJob, tail
+from torchft.launch.job import LocalJob
 from torchft.launch.lighthouse import LaunchError, watched_lighthouse
+from torchft.launch.output import tail
 from torchft.launch.progress import Progress
 
 _ABOUT = """\

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Callable
 from urllib.parse import urlsplit
 
@@ -16,6 +14,7 @@ from torchft._lighthouse_http import Lighthouse, Unanswered
 from torchft._manager.signals import LEAVE_ON_ENV
 from torchft.launch.group import ReplicaGroup
 from torchft.launch.lighthouse import LaunchError, free_port
+from torchft.launch.output import error_of
 from torchft.launch.pace import Pace
 from torchft.launch.restarts import FRUITLESS_LIVES, restart_delay
 
@@ -80,6 +79,7 @@ class LocalJob:
         self._make_group = make_group
         self._lighthouse = lighthouse
         self._kill_every = kill_every
+        self._errors: list[str] = []  # which ended groups before any group took part in a step
         self._choice = random.Random(seed)
         self._next_kill = time.monotonic() + (kill_every or 0.0)
         self._asked = 0.0
@@ -109,6 +109,7 @@ class LocalJob:
             if member.leaving and member.running:
                 raise ValueError(f"group {number} is still leaving; try again when it has left")
             member.leaving, member.abandoned, member.fruitless = False, "", 0
+            self._errors.clear()  # the script may have been repaired
             self._start(member)
 
     def tick(self) -> bool:
@@ -194,21 +195,33 @@ class LocalJob:
             member.state = "done"
         else:
             member.fruitless = 0 if member.took_part else member.fruitless + 1
+            error = error_of(member.group.log)
+            self._end_if_repeated(member, error)
             delay = restart_delay(member.fruitless)
             if delay is None:
-                self._stop_restarting(member, status)
+                self._stop_restarting(member, status, error)
                 return
             if member.state != "killed":
                 member.state = f"ended with status {status}"
             member.restart_at = now + delay
 
-    def _stop_restarting(self, member: Member, status: int) -> None:
+    def _end_if_repeated(self, member: Member, error: str) -> None:
+        """Ends the job if its script cannot start: it raised the same error twice, in one group or in two, and no group
+        takes part in a step.
+        """
+        if not error or any(other.took_part for other in self.members):
+            return
+        if error in self._errors:
+            raise LaunchError(f"the script ends before its first step: {error}", member.group.log)
+        self._errors.append(error)
+
+    def _stop_restarting(self, member: Member, status: int, error: str) -> None:
         """Stops restarting a group. The job ends if no group has ever taken part in a step: then the script is at
         fault.
         """
         member.abandoned = (
             f"group {member.group.number} ended {FRUITLESS_LIVES} times before it took part in a step, the last time "
-            f"with status {status}"
+            f"with status {status}" + (f": {error}" if error else "")
         )
         if not any(other.took_part for other in self.members):
             raise LaunchError(member.abandoned, member.group.log)
@@ -255,15 +268,3 @@ def drain(lighthouse: str, replica_id: str) -> bool:
     except (Unanswered, ValueError):
         return False
     return True
-
-
-# The first line that torchrun's agent logs when a worker has failed. Dozens of lines follow, without the cause.
-_FAILURE_REPORT = re.compile(r"torch/distributed/elastic/\S+ failed \(exitcode: ")
-
-
-def tail(log: Path, lines: int = 20) -> str:
-    """The last lines that the script wrote to a log, without the report of a failure that torchrun adds."""
-    text = log.read_text(errors="replace").splitlines()
-    reports = [i for i, line in enumerate(text) if _FAILURE_REPORT.search(line)]
-    end = reports[-1] if reports and reports[-1] > 0 else len(text)
-    return "\n".join(text[max(0, end - lines) : end])

@@ -162,19 +162,30 @@ def test_a_group_that_was_removed_after_it_could_not_start_does_not_fail_the_job
     assert cluster.states() == ["done", "left"]
 
 
-def test_the_end_of_a_log(tmp_path: Path) -> None:
-    log = tmp_path / "group-0.log"
-    log.write_text("".join(f"line {i}\n" for i in range(30)))
-    assert module.tail(log).splitlines() == [f"line {i}" for i in range(10, 30)]
-    of_torchrun = (
-        "E1122 10:47:52.043000 24579 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) "
-        "local_rank: 0 (pid: 24684) of binary: /usr/bin/python\n" + 40 * "what torchrun says of it\n"
-    )
-    script = "Traceback (most recent call last):\nRuntimeError: out of cheese\n"
-    log.write_text(f"an earlier life\n{of_torchrun}{script}{of_torchrun}")
-    assert module.tail(log).endswith(script.strip()), "what the script says, and not what torchrun says of that"
-    log.write_text(of_torchrun)
-    assert module.tail(log).endswith("what torchrun says of it"), "if there is nothing else"
+def test_a_job_whose_script_raises_the_same_error_twice_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A third attempt would not help."""
+    monkeypatch.setattr(module, "error_of", lambda log: "KeyError: 'LR'")
+    cluster = Cluster(monkeypatch, 1, 1)
+    cluster.groups[0].status = 1
+    assert cluster.pass_time(0) and cluster.pass_time(1) and cluster.groups[0].starts == 2
+    cluster.groups[0].status = 1
+    with pytest.raises(LaunchError, match="the script ends before its first step: KeyError: 'LR'") as error:
+        cluster.pass_time(0)
+    assert error.value.logs == (Path("group-0.log"),)
+
+    both = Cluster(monkeypatch, 2, 2)
+    both.groups[0].status = both.groups[1].status = 1
+    with pytest.raises(LaunchError, match="the script ends before its first step: KeyError: 'LR'"):
+        both.pass_time(0)
+
+
+def test_a_group_that_raises_while_others_train_has_all_its_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have shown that the script can start."""
+    monkeypatch.setattr(module, "error_of", lambda log: "OSError: the device is busy")
+    cluster = Cluster(monkeypatch, 2, 2)
+    cluster.training = {0: 5}
+    cluster.end_before_a_step(1)
+    assert cluster.groups[1].starts == FRUITLESS_LIVES and cluster.groups[0].status is None
 
 
 def test_the_rate_of_groups_in_lockstep(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ func DialSecurely(ctx context.Context, s auth.Security, network Network, what, a
 		if errors.Is(ctx.Err(), context.Canceled) {
 			return nil, status.Errorf(codes.Canceled, "connecting to %s at %s was cancelled", what, address)
 		}
-		why := "it does not answer as a gRPC server"
+		why := "it accepts connections, but does not answer as a gRPC server: its process may be stopped, or be another program"
 		if err := lastErr.Load(); err != nil {
 			why = (*err).Error()
 		}

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net"
 	"sync"
@@ -147,8 +148,38 @@ func TestDialToAServerOfAnotherProtocol(t *testing.T) {
 			}
 		}()
 		_, err = rpc.Dial(t.Context(), network.Host("a"), "manager", "http://b:1", time.Second)
-		assert.ErrorContains(t, err, "could not connect to manager at http://b:1: timed out after 1s: it does not answer as a gRPC server")
+		assert.ErrorContains(t, err, "could not connect to manager at http://b:1: timed out after 1s: it accepts connections, but does not answer as a gRPC server")
 	})
+}
+
+func TestDialToAServerThatIsStopped(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		network := fttest.NewNetwork()
+		lis, err := network.Host("b").Listen(":1") // as the kernel does for a process that was stopped
+		require.NoError(t, err)
+		defer func() { require.NoError(t, lis.Close()) }()
+		timeout := 30 * time.Second // gRPC ends an attempt after 20 s
+		_, err = rpc.Dial(t.Context(), endsWithEOF{network.Host("a")}, "lighthouse", "http://b:1", timeout)
+		assert.ErrorContains(t, err, "it accepts connections, but does not answer as a gRPC server: its process may be stopped")
+	})
+}
+
+// endsWithEOF is a network whose connections, as those of TCP, give EOF to a reader that waits when they are closed.
+type endsWithEOF struct{ rpc.Network }
+
+func (e endsWithEOF) Dial(ctx context.Context, address string) (net.Conn, error) {
+	conn, err := e.Network.Dial(ctx, address)
+	return eofConn{conn}, err
+}
+
+type eofConn struct{ net.Conn }
+
+func (c eofConn) Read(p []byte) (int, error) {
+	n, err := c.Conn.Read(p)
+	if err != nil {
+		err = io.EOF
+	}
+	return n, err
 }
 
 func TestTCP(t *testing.T) {

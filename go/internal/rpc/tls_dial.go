@@ -36,7 +36,7 @@ func (h handshakes) ClientHandshake(ctx context.Context, authority string, raw n
 		h.note(err)
 		return nil, nil, err
 	}
-	return &beginning{Conn: conn, h: h}, info, nil
+	return &beginning{Conn: conn, h: h, attempt: ctx.Err}, info, nil
 }
 
 func (handshakes) ServerHandshake(net.Conn) (net.Conn, credentials.AuthInfo, error) {
@@ -86,6 +86,9 @@ type beginning struct {
 	net.Conn
 	h    handshakes
 	read bool // the first read is over; gRPC reads on one goroutine only, so there is no lock
+
+	// Of the attempt to connect. After its deadline gRPC closes the connection, and the error of a read says nothing about the server.
+	attempt func() error
 }
 
 func (b *beginning) Read(p []byte) (int, error) {
@@ -93,7 +96,7 @@ func (b *beginning) Read(p []byte) (int, error) {
 	if !b.read {
 		b.read = true
 		switch {
-		case n == 0 && err != nil:
+		case n == 0 && err != nil && b.attempt() == nil:
 			b.h.note(err)
 		case b.h.config == nil && bytes.HasPrefix(p[:n], []byte{21, 3}): // an alert of TLS
 			b.h.note(errors.New("it answers with an alert of TLS"))

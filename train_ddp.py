@@ -69,6 +69,7 @@ def main(args: argparse.Namespace) -> nn.Module:
             parts[name].load_state_dict(state)
 
     for step in loader:  # one step of the optimizer; its quorum is known here
+        loss = torch.tensor(float("nan"))  # what is printed of a rank that has no micro-batch
         optimizer.zero_grad()
         for unit in step:  # the micro-batches of this rank
             pixels, labels = (part.to(device) for part in unit.data)

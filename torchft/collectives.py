@@ -19,7 +19,7 @@ from typing import Callable, Optional, Sequence, Union
 
 import torch
 from torch.distributed import ProcessGroup as BaseProcessGroup
-from torch.distributed import ReduceOp, Work
+from torch.distributed import Work
 from torch.distributed.distributed_c10d import AllreduceOptions, ReduceScatterOptions
 
 from torchft._quantization.exchange import Exchange, Ranks, start
@@ -32,7 +32,7 @@ from torchft.quantization import (
     reduce_into,
     reduce_op_name,
 )
-from torchft.work import _DummyWork
+from torchft.work import AnyReduceOp, _DummyWork
 
 __all__ = [
     "allocate_reduce_scatter_output",
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-def check_quantizable(tensor: torch.Tensor, reduce_op: ReduceOp) -> None:
+def check_quantizable(tensor: torch.Tensor, reduce_op: AnyReduceOp) -> None:
     """Refuses arguments that `allreduce_quantized` refuses, before any communication.
 
     Raises:
@@ -100,7 +100,7 @@ def allocate_reduce_scatter_output(
 
 def allreduce_quantized(
     tensors: list[torch.Tensor],
-    opts: Union[AllreduceOptions, ReduceOp],
+    opts: Union[AllreduceOptions, AnyReduceOp],
     process_group: BaseProcessGroup,
     sync_stream: Optional[torch.Stream] = None,
 ) -> Work:
@@ -137,7 +137,7 @@ def allreduce_quantized(
 def reduce_scatter_quantized(
     output: torch.Tensor,
     inputs: list[torch.Tensor],
-    opts: Union[ReduceScatterOptions, ReduceOp],
+    opts: Union[ReduceScatterOptions, AnyReduceOp],
     process_group: BaseProcessGroup,
     sync_stream: Optional[torch.Stream] = None,
 ) -> Work:

@@ -71,7 +71,7 @@ from torchft.addresses import use_lighthouse
 from torchft.checkpointing import CheckpointTransport, HTTPTransport
 from torchft.futures import future_timeout
 from torchft.process_group.reconfigure import options_of
-from torchft.work import _DummyWork
+from torchft.work import AnyReduceOp, _DummyWork
 
 __all__ = [
     "CONNECT_TIMEOUT_SEC_ENV",
@@ -524,7 +524,7 @@ class Manager(Stateful, Stepping):
 
     @ranged("allreduce")
     def allreduce(
-        self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: ReduceOp = ReduceOp.AVG
+        self, tensor: torch.Tensor, should_quantize: bool = False, reduce_op: AnyReduceOp = ReduceOp.AVG
     ) -> dist._Work:
         """Reduces a tensor over the participating groups, in place.
 
@@ -570,7 +570,7 @@ class Manager(Stateful, Stepping):
             work.on_end(kept.settle)
         return work
 
-    def _reduce(self, tensor: torch.Tensor, reduce_op: ReduceOp, should_quantize: bool) -> Optional[_ManagedWork]:
+    def _reduce(self, tensor: torch.Tensor, reduce_op: AnyReduceOp, should_quantize: bool) -> Optional[_ManagedWork]:
         """Begins to reduce a tensor with the other groups; None after an error."""
         step = self._current
         if self._connection.apart:

@@ -22,7 +22,7 @@ the error bound. Values above 2**128 * (1 - 2**-5) may decode to infinity.
 from __future__ import annotations
 
 import warnings
-from typing import Any, Optional, Sequence, Union
+from typing import Any, Optional, Sequence
 
 import torch
 from torch.distributed import ReduceOp
@@ -38,6 +38,7 @@ from torchft._quantization.layout import (
     format_from_env,
     make_layout,
 )
+from torchft.work import AnyReduceOp
 
 __all__ = [
     "BLOCK_SIZE_T",
@@ -121,7 +122,7 @@ def fused_reduce_fp8(
     output: torch.Tensor,
     all_reduce_group_size: int,
     all_reduce_rank: int,
-    reduce_op: Union[ReduceOp, ReduceOp.RedOpType] = ReduceOp.SUM,
+    reduce_op: AnyReduceOp = ReduceOp.SUM,
     format: Optional[Format] = None,
 ) -> None:
     """Adds up all slices of a buffer in float32, in their order, and quantizes the result into one of them.

@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Optional, cast
+from typing import Optional, Union, cast
 
 import torch
 import torch.distributed as dist
 
 __all__: list[str] = []
+
+# A reduction as users write it, `ReduceOp.SUM`, is of the enum; one with a factor is a `ReduceOp`.
+AnyReduceOp = Union[dist.ReduceOp, dist.ReduceOp.RedOpType]
 
 
 class _DummyWork(dist._Work):

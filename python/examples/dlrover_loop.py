@@ -35,5 +35,5 @@ while manager.current_step() < 500 and not manager.draining():
     loss.backward()
     optimizer.step()  # two passes with one group, one with two groups: 16 samples a step
 
-print(f"loss {loss.item():.4f}, weights {net.weight.tolist()}")
+print(f"weights {net.weight.tolist()}")
 manager.shutdown()

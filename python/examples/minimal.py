@@ -37,4 +37,4 @@ while manager.current_step() < 1000 and not manager.draining():
     optimizer.step()  # if no error occurred; otherwise the step does not count
 
 manager.shutdown()  # says that the group leaves; under `torchft run` SIGTERM ends the loop
-print(f"loss {loss.item():.4f}, weights {net.weight.tolist()}")
+print(f"weights {net.weight.tolist()}")

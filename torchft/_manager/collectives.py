@@ -17,6 +17,7 @@ from torch.distributed import ReduceOp
 
 from torchft.collectives import check_quantizable
 from torchft.utils import Mark, poll, refuse_capture
+from torchft.work import AnyReduceOp
 
 if TYPE_CHECKING:
     from torchft._manager.log import _ManagerLogger
@@ -31,7 +32,7 @@ _DRAIN_SEC = 0.5
 _LOOK_SEC = 0.01
 
 
-def check_reducible(tensor: torch.Tensor, reduce_op: ReduceOp, should_quantize: bool) -> None:
+def check_reducible(tensor: torch.Tensor, reduce_op: AnyReduceOp, should_quantize: bool) -> None:
     """Refuses arguments of ``Manager.allreduce``.
 
     Raises:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ReduceOp
 
 from torchft import _torchft
 from torchft._manager.failures import FailureListener
@@ -38,6 +37,7 @@ from torchft.process_group.native import (
 )
 from torchft.process_group.reconfigure import ReconfigureOptions, is_native, supports_reconfigure
 from torchft.process_group.wrapper import abortable
+from torchft.work import AnyReduceOp
 
 _logger = logging.getLogger("torchft.manager")
 
@@ -360,7 +360,7 @@ class Peers:
             global_ranks=[global_rank(i, group_rank, group_world_size) for i in plan.replica_ids],
         )
 
-    def allreduce(self, tensor: torch.Tensor, op: ReduceOp, should_quantize: bool) -> dist._Work:
+    def allreduce(self, tensor: torch.Tensor, op: AnyReduceOp, should_quantize: bool) -> dist._Work:
         """Begins to reduce a tensor in place; with ``should_quantize`` 8-bit codes travel.
 
         Raises:

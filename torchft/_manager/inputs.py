@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import Optional
 
 import torch
-from torch.distributed import ReduceOp
+
+from torchft.work import AnyReduceOp
 
 
 class Kept:
@@ -15,7 +16,7 @@ class Kept:
 
     __slots__ = ("copy", "reduce_op", "should_quantize", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, copy: torch.Tensor, reduce_op: ReduceOp, should_quantize: bool) -> None:
+    def __init__(self, tensor: torch.Tensor, copy: torch.Tensor, reduce_op: AnyReduceOp, should_quantize: bool) -> None:
         self.tensor = tensor
         self.copy = copy
         self.reduce_op = reduce_op
@@ -64,7 +65,7 @@ class Inputs:
         if self.refused is None:
             self.refused = reason
 
-    def keep(self, tensor: torch.Tensor, reduce_op: ReduceOp, should_quantize: bool = False) -> Optional[Kept]:
+    def keep(self, tensor: torch.Tensor, reduce_op: AnyReduceOp, should_quantize: bool = False) -> Optional[Kept]:
         """Copies a tensor that is about to be reduced. Returns None if the step cannot be replayed anyway."""
         if self.refused is not None:
             return None

@@ -15,6 +15,7 @@ import torch
 from torch.distributed import ReduceOp
 
 from torchft.data.agreement import Verdict, entry, judge, step_to_announce
+from torchft.work import AnyReduceOp
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -210,7 +211,7 @@ class AverageCheck(BatchCheck):
         self._loader.samples_averaged(samples)
 
 
-Reduce = Callable[[torch.Tensor, ReduceOp, bool], Optional["_ManagedWork"]]
+Reduce = Callable[[torch.Tensor, AnyReduceOp, bool], Optional["_ManagedWork"]]
 
 
 class Data:

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Optional
 
 import torch
-from torch.distributed import ReduceOp
 
 from torchft._manager.inputs import Inputs, Kept
 from torchft._manager.replay import MOST_REPLAYS, Attempt, why_not, why_recomputed
+from torchft.work import AnyReduceOp
 
 if TYPE_CHECKING:
     from torchft._manager.errors import Errors
@@ -56,7 +56,7 @@ class Replayer:
     # While a step runs
 
     def keep(
-        self, step: Step, tensor: torch.Tensor, reduce_op: ReduceOp, should_quantize: bool, local_steps: bool
+        self, step: Step, tensor: torch.Tensor, reduce_op: AnyReduceOp, should_quantize: bool, local_steps: bool
     ) -> Optional[Kept]:
         """Copies a tensor that is about to be reduced. Returns None if the step cannot be replayed anyway.
 
@@ -85,7 +85,7 @@ class Replayer:
         *,
         vote: Callable[[bool], bool],
         ask: Callable[[], Step],
-        reduce: Callable[[torch.Tensor, ReduceOp, bool], object],
+        reduce: Callable[[torch.Tensor, AnyReduceOp, bool], object],
         end: Callable[[], None],
         finish: Callable[[], bool],
         load: Callable[[], Optional[Position]],
@@ -133,7 +133,7 @@ class Replayer:
         return False
 
     def reduce_again(
-        self, step: Step, reduce: Callable[[torch.Tensor, ReduceOp, bool], object], end: Callable[[], None]
+        self, step: Step, reduce: Callable[[torch.Tensor, AnyReduceOp, bool], object], end: Callable[[], None]
     ) -> None:
         """Reduces the inputs of the failed attempt in another attempt."""
         try:

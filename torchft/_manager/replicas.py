@@ -33,6 +33,7 @@ from torchft._manager.handles import COMPARES, announced
 from torchft.checkpointing._digest import combine, digest_bytes, memory_of
 from torchft.checkpointing._places import local_part
 from torchft.utils import Mark, devices_of
+from torchft.work import AnyReduceOp
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
     from torchft._manager.work import _ManagedWork
 
 Named = Iterable[tuple[str, torch.Tensor]]
-Reduce = Callable[[torch.Tensor, ReduceOp, bool], Optional["_ManagedWork"]]
+Reduce = Callable[[torch.Tensor, AnyReduceOp, bool], Optional["_ManagedWork"]]
 
 # Version of the comparison. Groups compare only if they announce the same version and the same setting.
 _VERSION = 1

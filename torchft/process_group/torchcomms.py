@@ -34,9 +34,9 @@ from torchft.process_group.base import ProcessGroup
 from torchft.process_group.checked import Checker, enabled
 from torchft.process_group.reconfigure import ReconfigureOptions, create_store_client, exchange_handles
 from torchft.utils import Mark, on_device
-from torchft.work import _DummyWork, _PendingWork
+from torchft.work import AnyReduceOp, _DummyWork, _PendingWork
 
-_REDUCE_OP_MAP: dict[ReduceOp, object] = {
+_REDUCE_OP_MAP: dict[AnyReduceOp, object] = {
     ReduceOp.SUM: torchcomms.ReduceOp.SUM,
     ReduceOp.PRODUCT: torchcomms.ReduceOp.PRODUCT,
     ReduceOp.MIN: torchcomms.ReduceOp.MIN,

@@ -388,7 +388,7 @@ def started(get: Callable[[], Worker]) -> Worker:
         worker = get()
         try:
             worker.ask(protocol.PING, b"", max(0.0, deadline - time.monotonic()), "start")
-            break
+            return worker
         except WorkerFailed:
             if attempt == _ATTEMPTS:
                 raise
@@ -396,4 +396,4 @@ def started(get: Callable[[], Worker]) -> Worker:
             worker.blame_server()
             worker.end(copied(e))
             raise
-    return worker
+    raise AssertionError("unreachable: the loop has no end")

@@ -29,6 +29,8 @@ VENV := .venv
 PY := $(VENV)/bin/python
 UV := $(shell command -v uv 2>/dev/null)
 LIBRARY := torchft/_torchft_go.abi3.so
+# The versions of all that make installs, but PyTorch.
+LOCK := python/build/constraints.txt
 
 # What the native library is made of.
 SOURCES := setup.py pyproject.toml python/build/toolchain.py $(wildcard csrc/*) go/go.mod go/go.sum \
@@ -36,13 +38,13 @@ SOURCES := setup.py pyproject.toml python/build/toolchain.py $(wildcard csrc/*) 
 
 ifeq ($(UV),)
 MAKE_VENV = $(PYTHON) -m venv $(VENV)
-INSTALL = $(PY) -m pip install --disable-pip-version-check
-BUILD_WHEEL = $(PY) -m pip wheel --quiet --no-deps --wheel-dir $(DIST) .
+INSTALL = $(PY) -m pip install --disable-pip-version-check --constraint $(LOCK)
+BUILD_WHEEL = $(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(DIST) .
 else
 MAKE_VENV = $(UV) venv --quiet --python "$$(command -v $(PYTHON))" $(VENV)
 # Compiled ahead, as pip does: importing PyTorch from source takes five times as long.
-INSTALL = VIRTUAL_ENV= $(UV) pip install --compile-bytecode --python $(PY)
-BUILD_WHEEL = $(UV) build --quiet --wheel --out-dir $(DIST) .
+INSTALL = VIRTUAL_ENV= $(UV) pip install --compile-bytecode --constraint $(LOCK) --python $(PY)
+BUILD_WHEEL = $(UV) build --quiet --wheel --no-build-isolation --python $(PY) --out-dir $(DIST) .
 endif
 
 # cgo looks for Python.h wherever it compiles the binding, for vet and tests too.
@@ -85,7 +87,7 @@ train-diloco: $(VENV)/with-plot $(LIBRARY) ## a language model with streaming Di
 test: $(VENV)/with-test $(LIBRARY) ## the tests of Go and Python, side by side: six to seven minutes on two cores
 	$(PY) python/build/lanes.py --lanes $(LANES)
 
-test-all: $(VENV)/with-test $(VENV)/with-ray $(VENV)/with-wheel $(LIBRARY) ## all that ever found a mistake, with the seeds of today, for TIME=2h at most
+test-all: $(VENV)/with-test $(VENV)/with-ray $(VENV)/with-wheel $(VENV)/with-lock $(LIBRARY) ## all that ever found a mistake, with the seeds of today, for TIME=2h at most
 	$(PY) python/build/night.py --time $(TIME)
 
 test-go: $(PY) ## Go's tests: the simulation, and servers with the race detector
@@ -133,6 +135,10 @@ proto: $(VENV)/with-generate ## regenerate go/torchftpb from proto/torchft.proto
 bindings: $(VENV)/with-generate ## regenerate go/native/torchft_go.* from go/pyapi
 	$(PY) python/binding/generate.py
 
+lock: $(VENV)/with-lock ## move the versions of all tools to the newest, and run everything with them
+	$(PY) python/build/lock.py
+	$(MAKE) lint test docs wheel
+
 lint: lint-go lint-style lint-imports lint-types lint-docker lint-commits ## gofmt, go vet, golangci-lint, ruff, import-linter, pyrefly, hadolint, commit subjects (-k: all of them)
 
 lint-go: $(PY)
@@ -175,7 +181,6 @@ wheel: $(VENV)/with-wheel ## build an abi3 wheel for manylinux into DIST=dist
 	@ls -l $(DIST)/torchft-*.whl
 
 sdist: $(VENV)/with-wheel ## the source distribution, into dist/
-	$(INSTALL) 'setuptools>=77'
 	$(PY) setup.py --quiet sdist
 
 clean: ## remove everything that make made
@@ -189,18 +194,18 @@ check:
 $(PY): | check
 	@echo "Making the environment $(VENV). PyTorch comes from $(TORCH_FROM)."
 	$(MAKE_VENV)
+	$(INSTALL) --quiet 'setuptools>=77'
 
 # The package, in place, with one of its extras ("nothing": none). An install builds the library too, but silently:
 # so the library is built before it, and Go's cache then has the most of it.
-$(VENV)/with-%: pyproject.toml setup.py | check $(PY) $(LIBRARY)
+$(VENV)/with-%: pyproject.toml setup.py $(LOCK) | check $(PY) $(LIBRARY)
 	$(if $(TORCH_INDEX),$(INSTALL) --index-url $(TORCH_INDEX) torch)
 	@echo "Installing torchft into $(VENV)"
-	$(INSTALL) --editable '.$(if $(filter-out nothing,$*),[$*])'
+	$(INSTALL) --no-build-isolation --editable '.$(if $(filter-out nothing,$*),[$*])'
 	@touch $(LIBRARY) $@
 
 # Go's cache makes this take seconds.
 $(LIBRARY): $(SOURCES) | check $(PY)
-	$(INSTALL) --quiet 'setuptools>=77'
 	@echo "Building $(LIBRARY) with go build: seconds, or a minute or two where Go's cache is empty"
 	$(PY) setup.py --quiet build_ext --inplace
 	@touch $@

@@ -20,12 +20,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import lock
 import toolchain
 from lanes import ROOT, Part, Result, clock, ends_on_signals, pytest, run, show
 
 FOLDER = Path("build/night")
 # The parts that run pytest; the tests of the test accelerator run in a separate process.
-PYTEST = ("pytest", "late")
+PYTEST = ("pytest", "late", "oldest")
 GO = os.environ.get("GO") or "go"
 # A part that still runs this long after the end is killed, so that TIME=10m takes twelve minutes at most.
 OVER_S = 90.0
@@ -36,7 +37,8 @@ FUZZ_S, FUZZ_LEAST_S, FUZZ_SHARE = 28.0, 5.0, 0.24
 CHAOS_SHARE, CHAOS_LEAST_S = 0.2, 90.0
 SOAK_SHARE, SERVERS_SHARE, SOAK_LEAST_S = 0.1, 0.05, 10.0
 # Parts that take minutes and cannot be limited run only if the total time is at least this: the tests of the
-# simulations with planted mistakes, the model check with two further events, and the tests of the test accelerator.
+# simulations with planted mistakes, the model check with two further events, and the tests of the test accelerator; at
+# twice this time those with the oldest releases that users may install, too.
 LONG_S = 1800.0
 # A time that suffices for every part.
 ALL_S = 7200.0
@@ -169,10 +171,12 @@ def plan(time_s: float, seed: int, until: float, targets: Sequence[tuple[str, st
         Part("sim-gossip", [*test, "./gossip/agree", "-run=Mistakes", "-agree.mistakes"], go, needs_s=55),
         Part("sim-mistakes", [*test, "-timeout=20m", "./sim/servers", "-run=Mistakes", "-mistakes"], go, needs_s=300),
     ]
+    oldest = Part("oldest", [sys.executable, "-u", "python/build/oldest.py"], env={"SEED": str(seed)}, needs_s=600)
     sims = [sim, *(planted if time_s >= LONG_S else []), model]
     # `make test` runs most of the tests of the test accelerator, so a short night skips them.
     device = [late] if time_s >= LONG_S else []
-    return [tests, race, *sims, *device, *rotated(chaos, seed)[:calls], *rotated(fuzz, seed), *soaks]
+    others = [oldest] if time_s >= 2 * LONG_S else []
+    return [tests, race, *sims, *device, *others, *rotated(chaos, seed)[:calls], *rotated(fuzz, seed), *soaks]
 
 
 def unplanned(parts: Sequence[Part], seed: int, targets: Sequence[tuple[str, str]]) -> list[Result]:
@@ -289,6 +293,8 @@ def main() -> int:
     text = page(results, logs, title, time.monotonic() - began)
     show([r for r in results if r.failed], FOLDER, sys.stdout)
     (FOLDER / "page.md").write_text(text + "\n")
+    if line := lock.newer():
+        print(line)
     print(f"\n{text}")
     return 1 if any(r.failed for r in results) else 0
 

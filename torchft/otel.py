@@ -5,7 +5,7 @@ OTEL_LOGS_EXPORTER with ``otlp``, ``console`` or both. OTEL_SDK_DISABLED=true an
 off. TORCHFT_USE_OTEL, upstream's switch, means both exporters for logs where these variables name none;
 ``false`` means none. All others (OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_EXPORTER_OTLP_HEADERS, …) mean what
 they always do. Traces go by OTEL_TRACES_EXPORTER and OTEL_EXPORTER_OTLP_TRACES_ENDPOINT in the same way.
-Needs ``pip install 'torchft[otel]'``. `python -m torchft.otel` sends one record and prints where to.
+Needs ``pip install '.[otel]'``. `python -m torchft.otel` sends one record and prints where to.
 
 Records are sent from a thread of OpenTelemetry's. Without a collector they are lost; training is not affected.
 """

@@ -149,7 +149,6 @@ def draw(runs: dict[str, tuple[Run, Run]], path: Path) -> None:
         upper.plot(calm.samples, calm.losses, color="#f2a65a", linewidth=5, label="no failure")
         upper.plot(killed.samples, killed.losses, color="#1f3d5c", linewidth=1.2, label=f"{len(killed.kills)} kills")
         upper.set_title(name, fontsize=10)
-        upper.legend(fontsize=8)
         between = differences(calm, killed)
         drawn = [max(each, SMALLEST) for each in between.values()]
         lower.plot(list(between), drawn, color="#b0413e", linewidth=1.2)
@@ -161,6 +160,8 @@ def draw(runs: dict[str, tuple[Run, Run]], path: Path) -> None:
                 axes.axvline(at, ymax=0.04, color="0.4", linewidth=1)
             for side in ("top", "right"):
                 axes.spines[side].set_visible(False)
+        upper.plot([], [], "|", color="0.4", label="a kill")
+        upper.legend(fontsize=8)
     losses[0].set_ylabel("loss over all images")
     apart[0].set_ylabel("difference of the two,\nrelative")
     apart[0].set_ylim(SMALLEST / 100, 3)

@@ -1,6 +1,6 @@
 """Replica groups on Ray: each is a set of actors in its own placement group, with its own store.
 
-    pip install 'torchft[train,ray]'
+    pip install '.[train,ray]'
     python python/examples/ray_ddp.py --kill-at 50
 
 Ray starts processes and reports when one has ended; torchft keeps the training consistent. When an actor fails, its

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
-from documents import Command, block_commands, blocks, commands, indented_commands
+from documents import ROOT, Command, block_commands, blocks, commands, indented_commands
 from programs import Unknown, check
 
 PAGE = """\
@@ -85,7 +87,7 @@ def test_known_commands(command: str) -> None:
         ("torchft run --replica 2 train_ddp.py", "torchft run knows no --replica"),
         ("torchft run --replicas 2 train_ddp.py --stepps 5", "train_ddp.py knows no --stepps"),
         ("cd go && go test ./sim -sed 7", "go knows no -sed"),
-        ("pip install 'torchft[rai]'", "there is no extra 'rai'"),
+        ("pip install '.[rai]'", "there is no extra 'rai'"),
         ("frobnicate", "what is 'frobnicate'?"),
     ],
 )
@@ -93,3 +95,13 @@ def test_unknown_commands(command: str, why: str) -> None:
     with pytest.raises(Unknown) as e:
         check(command)
     assert why in str(e.value)
+
+
+def test_nothing_says_to_install_the_other_project() -> None:
+    """`pip install torchft` fetches upstream; this package is installed from its folder: `pip install '.[otel]'`."""
+    files = [path for path in ROOT.glob("*.*") if path.suffix in (".md", ".py", ".toml")]
+    for folder in ("docs", "python", "torchft"):
+        files += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".md", ".py", ".sh", ".yaml", ".toml")]
+    wrong = re.compile(r"pip install (?:-\S+ )*['\"]?torchft\b(?!\.)")
+    assert wrong.search("pip install 'torchft[otel]'")
+    assert [path for path in files if wrong.search(path.read_text())] == []

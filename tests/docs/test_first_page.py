@@ -1,6 +1,6 @@
-"""Each sentence of the README's first page is followed by a comment that names its evidence, which exists.
+"""Each sentence of the README's first page has its evidence in claims.toml, and the evidence exists.
 
-A comment reads ``<!-- shown by A, B -->``, with references of these kinds:
+References are of these kinds:
 
     tests/process/test_x.py::test_name    a test of pytest
     go/manager::TestName                  a test of a Go package
@@ -11,34 +11,32 @@ A comment reads ``<!-- shown by A, B -->``, with references of these kinds:
 from __future__ import annotations
 
 import re
+import sys
 
 import pytest
 from documents import ROOT
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 FIRST_PAGE = (ROOT / "README.md").read_text().partition("\n## Install\n")[0]
-SHOWN = re.compile(r"<!--\s+shown\s+by\s+(.+?)\s+-->", re.DOTALL)
-# The end of a sentence. A colon before a list or a picture does not end one.
-END = re.compile(r"[.!?](?:\s|$)")
+CLAIMS: dict[str, list[str]] = tomllib.loads((ROOT / "tests" / "docs" / "claims.toml").read_text())["claims"]
+# The end of a sentence, in italics too. A colon before a list or a picture does not end one.
+END = re.compile(r"[.!?]\*?(?:\s|$)")
 FIGURE = re.compile(r"(?<![\w.])(?:\d+\.\d+(?![\w.])|\d+(?= (?:ms|s)\b))")
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
 
 
-def sentences(page: str) -> list[tuple[str, list[str]]]:
-    """Each sentence in running text, lists and the bodies of tables, with the references behind it."""
+def sentences(page: str) -> list[str]:
+    """Each sentence in running text, lists and the bodies of tables."""
     page = re.sub(r"^```.*?^```$", "", page, flags=re.DOTALL | re.MULTILINE)
     page = re.sub(r"^(#.*|\|.*\|\n\|[-| ]+\|)$", "", page, flags=re.MULTILINE)  # headings, and header rows of tables
-    found: list[tuple[str, list[str]]] = []
-    for block in re.split(r"\n\s*\n|\n(?=[-*] )|\|", page):
-        pieces = SHOWN.split(block)  # text, references, text, …
-        for text, references in zip(pieces[::2], [*pieces[1::2], ""]):
-            prose = LINK.sub(lambda link: "" if link[0].startswith("!") else link[1], text)
-            prose = re.sub(r"<!--.*?-->", "", prose, flags=re.DOTALL)
-            parts = [" ".join(part.split()) for part in END.split(prose + " ")]
-            parts = [part for part in parts if re.search(r"\w", part)]
-            found += [(part, []) for part in parts[:-1]]
-            if parts:
-                found.append((parts[-1], [r.strip() for r in references.split(",") if r.strip()]))
-    return found
+    page = LINK.sub(lambda link: "" if link[0].startswith("!") else link[1], page)
+    blocks = re.split(r"\n\s*\n|\n(?=[-*] )|\|", page)
+    parts = (" ".join(part.split()) for block in blocks for part in END.split(block + " "))
+    return [part for part in parts if re.search(r"\w", part)]
 
 
 def missing(reference: str) -> str:
@@ -67,16 +65,12 @@ def table(part: str) -> str:
 @pytest.mark.parametrize(
     ("page", "found"),
     [
-        ("One. <!-- shown by a, b::c -->\nTwo.", [("One", ["a", "b::c"]), ("Two", [])]),
-        ("One. Two. <!-- shown by a -->", [("One", []), ("Two", ["a"])]),
-        (
-            "| head |\n| --- |\n| 1.5 s [here](x.md) <!-- shown by bench x --> |",
-            [("1.5 s here", ["bench x"])],
-        ),
+        ("One. *Two\ngoes on.*", ["One", "*Two goes on"]),
+        ("| head |\n| --- |\n| 1.5 s [here](x.md) |", ["1.5 s here"]),
         ("# Title\n\n![picture](a.png)\n\n```sh\nmake. it\n```\n", []),
     ],
 )
-def test_sentences_and_their_references(page: str, found: list[tuple[str, list[str]]]) -> None:
+def test_sentences(page: str, found: list[str]) -> None:
     assert sentences(page) == found
 
 
@@ -87,7 +81,7 @@ def test_sentences_and_their_references(page: str, found: list[tuple[str, list[s
         ("bench walking", "no such table"),
         ("docs/gpu.md", ""),
         ("docs/gpus.md", "no docs/gpus.md"),
-        ("tests/docs/test_first_page.py::test_sentences_and_their_references", ""),
+        ("tests/docs/test_first_page.py::test_sentences", ""),
         ("tests/docs/test_first_page.py::test_other", "no test_other in tests/docs/test_first_page.py"),
         ("go/quorum::TestTranscripts", ""),
         ("go/quorum::TestOther", "no TestOther in go/quorum"),
@@ -97,16 +91,17 @@ def test_references(reference: str, why: str) -> None:
     assert missing(reference) == why
 
 
-def test_each_sentence_of_the_first_page_names_its_evidence() -> None:
+def test_each_sentence_of_the_first_page_has_its_evidence() -> None:
     found = sentences(FIRST_PAGE)
     assert len(found) > 20
-    assert [sentence for sentence, references in found if not references] == []
-    assert {r: why for _, references in found for r in references if (why := missing(r))} == {}
+    assert [sentence for sentence in found if not CLAIMS.get(sentence)] == []
+    assert [sentence for sentence in CLAIMS if sentence not in found] == []
+    assert {r: why for references in CLAIMS.values() for r in references if (why := missing(r))} == {}
 
 
 def test_its_figures_are_in_the_tables_that_it_names() -> None:
     checked, absent = 0, []
-    for sentence, references in sentences(FIRST_PAGE):
+    for sentence, references in CLAIMS.items():
         tables = "".join(table(reference[6:]) for reference in references if reference.startswith("bench "))
         if tables:
             figures = FIGURE.findall(sentence)

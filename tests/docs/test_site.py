@@ -54,7 +54,7 @@ def test_every_page_is_in_the_site() -> None:
 
 
 @pytest.mark.slow  # the other tests here check links and names
-@pytest.mark.skipif(find_spec("mkdocstrings") is None, reason="needs mkdocstrings: pip install 'torchft[docs]'")
+@pytest.mark.skipif(find_spec("mkdocstrings") is None, reason="needs mkdocstrings: pip install '.[docs]'")
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)

@@ -32,7 +32,7 @@ def run(*options: str, timeout: float, stand_in: Path | None = None) -> subproce
     )
 
 
-@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'torchft[ray]'")
+@pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install '.[ray]'")
 @pytest.mark.slow  # Ray takes half a minute to start on a small machine that is busy with tests
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -123,7 +123,7 @@ def test_groups_of_several_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_picture_has_a_curve_per_group_and_a_mark_at_the_kill(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the picture needs matplotlib: pip install 'torchft[plot]'")
+    pytest.importorskip("matplotlib", reason="the picture needs matplotlib: pip install '.[plot]'")
     import loss_curves
 
     def group(number: int, *steps: list[int]) -> Any:

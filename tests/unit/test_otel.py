@@ -74,7 +74,7 @@ def test_missing_packages_are_logged_and_have_no_other_effect(
     monkeypatch.setenv("OTEL_LOGS_EXPORTER", "console")
     monkeypatch.setitem(sys.modules, "torchft.otel", None)
     export_events()
-    assert "pip install 'torchft[otel]'" in caplog.text
+    assert "pip install '.[otel]'" in caplog.text
 
 
 def test_off_means_off() -> None:
@@ -96,7 +96,7 @@ def test_off_means_off() -> None:
 
 @pytest.fixture
 def otel() -> Iterator[Any]:
-    module = pytest.importorskip("torchft.otel", reason="needs OpenTelemetry: pip install 'torchft[otel]'")
+    module = pytest.importorskip("torchft.otel", reason="needs OpenTelemetry: pip install '.[otel]'")
     yield module
     module.shutdown()
 

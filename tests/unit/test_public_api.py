@@ -40,7 +40,7 @@ MODULES = {
 @pytest.mark.parametrize("name", MODULES)
 def test_all_public_names_exist_with_their_signatures(name: str) -> None:
     if name == "torchft.otel" and find_spec("opentelemetry") is None:
-        pytest.skip("needs OpenTelemetry: pip install 'torchft[otel]'")
+        pytest.skip("needs OpenTelemetry: pip install '.[otel]'")
     module = import_module(name)
     assert [problem for line, owner in owners(module, MODULES[name]) for problem in problems(line, owner)] == []
 

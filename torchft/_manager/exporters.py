@@ -51,6 +51,6 @@ def otel_for(signal: str, what: str) -> Any:
     try:
         return importlib.import_module("torchft.otel")
     except ImportError as e:
-        message = "OpenTelemetry's variables ask for %s, which needs pip install 'torchft[otel]': %s"
+        message = "OpenTelemetry's variables ask for %s, which needs pip install '.[otel]': %s"
         logging.getLogger("torchft.manager").warning(message, what, e)
         return None

@@ -12,6 +12,7 @@ from torch.autograd import Variable
 from torch.nn import parallel
 
 from torchft._extras import Extras, extras_of
+from torchft._manager.work import managed
 from torchft.process_group import ProcessGroupDummy
 from torchft.utils import devices_of
 
@@ -68,16 +69,26 @@ class _Through(NamedTuple):
     manager: "Manager"
     extras: Extras
 
+    def allreduce(self, tensor: torch.Tensor) -> dist._Work:
+        return managed(self.manager, self.manager.allreduce(tensor), tensor)
+
 
 def _copied_allreduce_hook(through: _Through, bucket: dist.GradBucket) -> _BUCKET_FUTURE:
     through.extras.refuse_replay("gradients are copies of what is reduced (gradient_as_bucket_view=False)")
     return _allreduce_hook(through, bucket)
 
 
-def _allreduce_hook(through: _Through, bucket: dist.GradBucket) -> _BUCKET_FUTURE:
+def _allreduce_hook(through: _Through, bucket: dist.GradBucket, in_pass: bool = True) -> _BUCKET_FUTURE:
     buffer = bucket.buffer()
     through.extras.share_buffer(buffer)  # the buffer belongs to DDP; gradients are views of it, and move with it
-    return through.manager.allreduce(buffer).get_future()  # type: ignore[return-value]
+    work = through.allreduce(buffer)
+    # The reducer waits for the future, without a deadline and deaf to signals. The future may complete only in a wait
+    # for the work, so that comes first: at the end of the backward pass, before the reducer's own.
+    if in_pass:
+        Variable._execution_engine.queue_callback(work.wait)  # type: ignore[arg-type]
+    else:
+        work.wait()
+    return work.get_future()  # type: ignore[return-value]
 
 
 class _StaticGraph:
@@ -102,10 +113,11 @@ class _StaticGraph:
 
     @staticmethod
     def hook(graph: "_StaticGraph", bucket: dist.GradBucket) -> _BUCKET_FUTURE:
-        if not graph._pieces:
+        first = not graph._pieces  # the reducer then calls the hook after the pass, and waits at once
+        if first:
             graph._work_out_pieces()
         if not graph._collected and _key(bucket.parameters()) in graph._known:
-            return _allreduce_hook(graph._through, bucket)
+            return _allreduce_hook(graph._through, bucket, in_pass=not first)
         future = _BUCKET_FUTURE(devices=[*devices_of(bucket.buffer())])
         graph._collected.append((bucket, future))
         if bucket.is_last():
@@ -143,30 +155,13 @@ class _StaticGraph:
         for bucket, _ in collected:
             grads.update(zip(bucket.parameters(), bucket.gradients()))
         flats = [torch.cat([grads[p].reshape(-1) for p in piece]) for piece in self._pieces]
-        reduced = [self._through.manager.allreduce(flat).get_future() for flat in flats]
-
-        def copy_back() -> None:
-            # On a device the futures are done when the reductions are queued. This stream is not that of the flat
-            # tensors, and collect_all's future does not order it behind them.
-            for future in reduced:
-                future.wait()
-            for piece, flat in zip(self._pieces, flats):
-                if not flat.is_cpu:
-                    flat.record_stream(torch.accelerator.current_stream(flat.device))
-                for param, part in zip(piece, flat.split([p.numel() for p in piece])):
-                    grads[param].copy_(part.view_as(grads[param]))
-
-        def finish(_: object) -> None:
-            try:
-                copy_back()
-            except Exception as e:  # the backward pass waits for these futures without a timeout
-                for _, future in collected:
-                    future.set_exception(e)  # type: ignore[arg-type]
-            else:
-                for bucket, future in collected:
-                    future.set_result(bucket.buffer())
-
-        torch.futures.collect_all(reduced).then(finish)
+        for work in [self._through.allreduce(flat) for flat in flats]:
+            work.wait()
+        for piece, flat in zip(self._pieces, flats):
+            for param, part in zip(piece, flat.split([p.numel() for p in piece])):
+                grads[param].copy_(part.view_as(grads[param]))
+        for bucket, future in collected:
+            future.set_result(bucket.buffer())
 
 
 def _key(params: Iterable[torch.Tensor]) -> Tuple[int, ...]:
@@ -203,7 +198,7 @@ class PureDistributedDataParallel(nn.Module):
         if self._works is None:
             self._works = []
             Variable._execution_engine.queue_callback(self._wait)
-        self._works.append(self._manager.allreduce(param.grad))
+        self._works.append(managed(self._manager, self._manager.allreduce(param.grad), param.grad))
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from types import SimpleNamespace
 from typing import Any, Callable, Iterator
 
 import pytest
@@ -233,20 +232,3 @@ def test_allreduces_overlap_with_backward(cluster: Cluster, monkeypatch: pytest.
 def test_process_group_is_the_managers(cluster: Cluster) -> None:
     with pytest.raises(ValueError, match="process_group"):
         DistributedDataParallel(object(), Model(), process_group=object())  # type: ignore[arg-type]
-
-
-class Failing:
-    """A manager whose reductions fail, unlike those of torchft's Manager."""
-
-    def allreduce(self, tensor: torch.Tensor) -> Any:
-        failed: torch.futures.Future[Any] = torch.futures.Future()
-        failed.set_exception(RuntimeError("the device has failed"))  # type: ignore[arg-type]
-        return SimpleNamespace(get_future=lambda: failed)
-
-
-def test_a_failed_reduction_of_a_static_graph_ends_the_backward_pass() -> None:
-    """Its wait for the buckets has no timeout."""
-    manager: Any = Failing()
-    ddp = DistributedDataParallel(manager, nn.Linear(2, 2), static_graph=True)
-    with pytest.raises(RuntimeError, match="the device has failed"):
-        ddp(torch.ones(1, 2)).sum().backward()

@@ -6,6 +6,7 @@ made. The rest of the Manager calls the adapters, which work without the methods
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from datetime import timedelta
@@ -40,6 +41,8 @@ from torchft.process_group.wrapper import abortable
 from torchft.work import AnyReduceOp
 
 _logger = logging.getLogger("torchft.manager")
+
+_DEFAULT_TIMEOUT = timedelta(seconds=60)
 
 # The fields that the quorum result of an upstream client has.
 _UPSTREAM_FIELDS = (
@@ -424,6 +427,7 @@ class WorkKind(NamedTuple):
     """The abilities of the works of a class."""
 
     drains: bool  # has ``drain`` and ``ended``: an abort ends a wait before the backend ends the operation
+    limited: bool  # its wait takes a timeout; that of a test double may not
     polls: bool  # a wait with a timeout may block the host until the device has finished, as with PyTorch's NCCL
     order: Optional[Callable[[Any, Optional[timedelta]], object]]  # makes the current stream wait for a work
     # the future of a work; None for a test double, whose operation counts as never finished
@@ -449,11 +453,22 @@ def _kind_of(kind: type, orders: bool) -> WorkKind:
         order = _order
     return WorkKind(
         drains=hasattr(kind, "drain"),
+        limited=_takes_timeout(kind),
         polls=not ours,
         # PyTorch's block_current_stream needs CUDA, and for works of torchft `wait` does the same
         order=None if ours else order,
         future=_future if ours or module.startswith("torch.") else _future_if_any,
     )
+
+
+def _takes_timeout(kind: Any) -> bool:
+    try:
+        inspect.signature(kind.wait).bind(None, None)
+    except TypeError:
+        return False
+    except (AttributeError, ValueError):  # a mock, or a work of PyTorch
+        return True
+    return True
 
 
 def _order(work: Any, timeout: Optional[timedelta]) -> object:
@@ -474,7 +489,9 @@ def _future_if_any(work: Any) -> Optional[torch.futures.Future[Any]]:
     return future if issubclass(type(future), torch._C.Future) else None
 
 
-def timeout_of(manager: Any) -> Optional[timedelta]:
-    """The timeout of the Manager that began a work; None if that is a test double without a timeout."""
+def timeout_of(manager: Any) -> timedelta:
+    """The timeout of the Manager that began a work. For a test double without a timeout it is that of a Manager by
+    default, so that every wait ends.
+    """
     timeout = getattr(manager, "_timeout", None)
-    return timeout if isinstance(timeout, timedelta) else None
+    return timeout if isinstance(timeout, timedelta) else _DEFAULT_TIMEOUT

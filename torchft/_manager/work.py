@@ -13,16 +13,17 @@ import torch
 import torch.distributed as dist
 
 from torchft._manager.edge import timeout_of, work_kind
-from torchft.futures import timed
+from torchft.futures import future_wait, timed
 from torchft.utils import Mark, devices_of, poll
+from torchft.work import _DummyWork
 
 T = TypeVar("T")
 S = TypeVar("S")
 
 
 class _Reported(Protocol):
-    """The object that began a work. A Manager and the collectives of a step have a ``_timeout``; a stand-in for a
-    Manager need not.
+    """The object that began a work. A Manager and the collectives of a step have a ``_timeout``; for a stand-in without
+    one it is that of a Manager by default.
     """
 
     def report_error(self, e: Exception) -> None: ...
@@ -40,13 +41,37 @@ class _ManagedFuture(torch.futures.Future[T]):
     """The future of a :class:`_ManagedWork`: a real ``torch.futures.Future``, so that a communication hook of
     DDP may return it.
 
-    It is completed with the work's value even if the collective failed; the Manager has the error.
+    It is completed with the work's value even if the collective failed; the Manager has the error. A wait for it, or
+    for a future of :meth:`then`, is a wait for the work: the process group's future may complete only in that wait, or
+    never.
     """
 
     def __init__(self, managed_work: weakref.ReferenceType[_ManagedWork]) -> None:
         work = managed_work()
         super().__init__(devices=[*work._devices()] if work is not None else None)
         self._managed_work = managed_work  # weak, because the work owns its future
+
+    def wait(self) -> T:
+        work = self._managed_work()
+        if work is not None and not self.done():
+            work.wait()
+            if not self.done():  # another thread has ended the work, and runs the callbacks now
+                future_wait(self, work._timeout)
+        return super().wait()
+
+    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> torch.futures.Future[S]:
+        following: _ManagedFuture[S] = _ManagedFuture(self._managed_work)
+
+        def follow(_: object) -> None:
+            try:
+                value = callback(self)
+            except Exception as e:
+                following.set_exception(e)  # type: ignore[arg-type]
+            else:
+                following.set_result(value)
+
+        super().then(follow)
+        return following
 
 
 class _ManagedWork(dist._Work):
@@ -79,6 +104,7 @@ class _ManagedWork(dist._Work):
         self._number = 0
         self._on_cpu = type(value) is torch.Tensor and value.is_cpu
         self._future: Optional[_ManagedFuture[object]] = None
+        self._open: Optional[_ManagedFuture[object]] = None  # the same, until a thread completes it
 
     def on_success(self, finish: Callable[[], object]) -> None:
         """Sets a function that is called once with the result of a successful collective. Call it
@@ -99,7 +125,8 @@ class _ManagedWork(dist._Work):
         self._flights, self._number = flights, number
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
-        """Waits until the value is final. On a device, makes the current stream wait for it.
+        """Waits until the value is final, which the process group's work decides. On a device, makes the current stream
+        wait for it. Callbacks of a future that was requested have run then.
 
         Args:
             timeout: default: the Manager's, which on a device begins at the vote.
@@ -111,11 +138,7 @@ class _ManagedWork(dist._Work):
             return self._end(None)
         limit = self._timeout if timeout is None else timeout
         try:
-            with self._lock:
-                future = self._future
-            if future is not None:
-                (future if limit is None else timed(future, limit, self._devices())).wait()
-            elif limit is not None and (
+            if self._kind.limited and (
                 timeout is not None or self._on_cpu or not (self._kind.polls and self._devices())
             ):
                 self._work.wait(limit)
@@ -179,11 +202,9 @@ class _ManagedWork(dist._Work):
             if self._future is not None:
                 return self._future
             future: _ManagedFuture[object] = _ManagedFuture(weakref.ref(self))
-            self._future = future
+            self._future = self._open = future
             if self._succeeded is not None:
-                if self._mark is not None:
-                    self._mark.follow()  # the value may have been finished on another stream
-                future.set_result(self._value)
+                self._end(None)
                 return future
 
         def complete(done: torch.futures.Future[object]) -> None:
@@ -193,27 +214,31 @@ class _ManagedWork(dist._Work):
                 self._end(e)
             else:
                 self._end(None)
-            future.set_result(self._value)
 
-        error: Optional[Exception] = None
         try:
             ended = self._kind.future(self._work)
-            if ended is not None:
-                if self._timeout is not None:
-                    ended = timed(ended, self._timeout, self._devices())
+            if ended is None:
+                self.wait()
+            else:
                 # Not add_done_callback: callbacks of `then` run on a stream that is ordered behind the
                 # collective's own.
-                ended.then(complete)
-                return future
-            self._work.wait()
+                timed(ended, self._timeout, self._devices()).then(complete)
         except Exception as e:
-            error = e
-        self._end(error)
-        future.set_result(self._value)
+            self._end(e)
         return future
 
     def _end(self, error: Optional[Exception]) -> bool:
-        """Finishes the value, once. Later calls return the outcome of the first, and order their stream behind it."""
+        """Finishes the value and the future, once. Later calls return the outcome of the first, and order their stream
+        behind it.
+        """
+        with self._lock:
+            succeeded = self._outcome(error)
+            future, self._open = self._open, None
+        if future is not None:  # not under the lock, because the callbacks are the caller's
+            future.set_result(self._value)
+        return succeeded
+
+    def _outcome(self, error: Optional[Exception]) -> bool:
         with self._lock:
             if self._succeeded is not None:
                 if self._mark is not None:
@@ -248,3 +273,10 @@ class _ManagedWork(dist._Work):
 
     def _devices(self) -> list[torch.device]:
         return devices_of(self._value)
+
+
+def managed(manager: _Reported, work: dist._Work, value: object) -> dist._Work:
+    """The work that an allreduce of a Manager returned. That of a stand-in becomes a managed work: it may be any work,
+    and then its waits need a deadline.
+    """
+    return work if isinstance(work, (_ManagedWork, _DummyWork)) else _ManagedWork(manager, work, value)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from torchft._extras import extras_of
+from torchft._manager.work import managed
 from torchft._wrapped_optimizer import WrappedOptimizer
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class DistributedOptimizer(WrappedOptimizer):
         if self._manager is not None:  # the Manager averages over the participants
             if self._fixed:
                 self._extras.refuse_replay("with fewer workers, DistributedOptimizer needs more backward passes")
-            works = [self._manager.allreduce(gradient) for gradient in gradients]
+            works = [managed(self._manager, self._manager.allreduce(gradient), gradient) for gradient in gradients]
         elif self._workers > 1:
             works = [self._group.allreduce([gradient], dist.AllreduceOptions()) for gradient in gradients]
         else:

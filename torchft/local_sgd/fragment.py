@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
+from torchft._manager.work import managed
 from torchft._quantization.layout import check_tensors
 from torchft.local_sgd import buckets
 from torchft.local_sgd.buckets import Buffers
@@ -102,7 +103,8 @@ class Fragment:
             sent.copy_(last, non_blocking=True)
             sent.sub_(now)
         self._works = [
-            self._manager.allreduce(piece, should_quantize=self._should_quantize) for piece in self._buffers.pieces
+            managed(self._manager, self._manager.allreduce(piece, should_quantize=self._should_quantize), piece)
+            for piece in self._buffers.pieces
         ]
 
     def wait(self) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn, optim
 
+from torchft._manager.work import managed
 from torchft.local_sgd.inner_steps import InnerSteps, whole
 from torchft.local_sgd.parameters import all_finite, describe, extract_local_tensor, local_part, synchronised
 
@@ -76,7 +77,7 @@ class LocalSGD(InnerSteps):
         """
         self._manager.start_quorum()
         averages = [extract_local_tensor(p) for p in self._parameters.values()]
-        for work in [self._manager.allreduce(average) for average in averages]:
+        for work in [managed(self._manager, self._manager.allreduce(average), average) for average in averages]:
             work.wait()
         # All groups reach this point together, so they start the next synchronisation in the same step. The result of
         # the vote does not matter here.

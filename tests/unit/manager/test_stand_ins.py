@@ -5,6 +5,8 @@ Only attributes of upstream's classes are set on the mocks.
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, Optional
@@ -13,11 +15,14 @@ from unittest.mock import MagicMock, create_autospec, patch
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import TCPStore
 from torch.nn.parallel import DistributedDataParallel
 
+from torchft import ddp
 from torchft._torchft import ManagerClient, ManagerServer, QuorumResult
 from torchft.checkpointing import CheckpointTransport
+from torchft.futures import future_wait
 from torchft.manager import MANAGER_ADDR_KEY, REPLICA_ID_KEY, Manager, _ManagedWork
 from torchft.process_group import ProcessGroup, ProcessGroupDummy
 from torchft.work import _DummyWork
@@ -305,7 +310,7 @@ def test_a_hook_on_a_work_that_fails_returns_a_finished_future(reporting: MagicM
         assert futures[-1].done()
         return futures[-1]
 
-    model = DistributedDataParallel(torch.nn.Linear(2, 1), process_group=ProcessGroupDummy(0, 1))
+    model = DistributedDataParallel(nn.Linear(2, 1), process_group=ProcessGroupDummy(0, 1))
     model.register_comm_hook(None, lambda state, bucket: reduce(bucket))
     model(torch.ones(1, 2)).backward()
     assert len(futures) == 1 and reporting.report_error.call_count == 1
@@ -378,3 +383,155 @@ def test_a_work_that_is_finished_before_its_future_is_requested(reporting: Magic
     managed.get_future().then(lambda done: seen.append(done.value()))
     later.future.set_result(None)
     assert len(seen) == 1 and seen[0] is value
+
+
+class Waited(dist._Work):
+    """A work that ends in its wait. Its future completes there, or never.
+
+    Args:
+        completes: whether the future completes.
+        error: what the wait raises.
+    """
+
+    def __init__(self, completes: bool, error: Optional[Exception] = None) -> None:
+        super().__init__()
+        self.future = torch.futures.Future[Any]()
+        self.completes, self.error = completes, error
+        self.timeouts: list[Optional[timedelta]] = []
+
+    def wait(self, timeout: Optional[timedelta] = None) -> bool:
+        self.timeouts.append(timeout)
+        if self.completes and not self.future.done():
+            if self.error is None:
+                self.future.set_result(None)
+            else:
+                self.future.set_exception(self.error)  # type: ignore[arg-type]
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        return self.future
+
+
+ENDS = pytest.mark.parametrize("completes", [True, False], ids=["completes", "never"])
+OUTCOMES = pytest.mark.parametrize("error", [None, RuntimeError("a peer failed")], ids=["succeeds", "fails"])
+
+
+@ENDS
+@OUTCOMES
+@pytest.mark.parametrize("waits", ["work", "future", "then"])
+def test_the_wait_of_a_work_decides(
+    reporting: MagicMock, completes: bool, error: Optional[Exception], waits: str
+) -> None:
+    work, value, seen = Waited(completes, error), torch.ones(1), []
+    managed = _ManagedWork(reporting, work, value)
+    future = managed.get_future()
+    following = future.then(lambda done: seen.append(done.value())).then(lambda done: seen.append(value))
+    assert not seen and not work.timeouts, "a callback runs in the wait"
+    if waits == "work":
+        assert managed.wait() is (error is None)
+    else:
+        (future if waits == "future" else following).wait()
+    assert len(seen) == 2 and seen[0] is value and seen[1] is value
+    assert future.done() and future.value() is value
+    assert managed.wait() is (error is None), "the outcome stays"
+    assert [call.args[0] for call in reporting.report_error.call_args_list] == [error] * (error is not None)
+    assert len(work.timeouts) == 1 and work.timeouts[0] is not None, "the stand-in of a Manager has no timeout"
+
+
+def test_a_callback_that_raises_fails_the_futures_behind_it(reporting: MagicMock) -> None:
+    managed = _ManagedWork(reporting, Waited(completes=False), torch.ones(1))
+    failed = managed.get_future().then(lambda done: 1 / 0)
+    assert managed.wait()
+    for future in (failed, failed.then(lambda done: done.value())):
+        with pytest.raises(ZeroDivisionError):
+            future.wait()
+
+
+def test_a_wait_without_a_timeout_is_called_without_one(reporting: MagicMock) -> None:
+    class Simple(dist._Work):
+        def wait(self) -> bool:  # type: ignore[override]
+            return True
+
+    assert _ManagedWork(reporting, Simple(), torch.ones(1)).wait()
+    reporting.report_error.assert_not_called()
+
+
+MODELS = {
+    "ddp": ddp.DistributedDataParallel,
+    "static graph": lambda manager, module: ddp.DistributedDataParallel(manager, module, static_graph=True),
+    "static graph, many buckets": lambda manager, module: ddp.DistributedDataParallel(
+        manager, module, static_graph=True, bucket_cap_mb=1e-5
+    ),
+    "pure": ddp.PureDistributedDataParallel,
+}
+
+
+@pytest.mark.parametrize("wrap", MODELS.values(), ids=MODELS.keys())
+@pytest.mark.parametrize("managed", [True, False], ids=["managed", "bare"])
+@ENDS
+@OUTCOMES
+def test_a_backward_pass_ends_with_works_that_end_in_their_wait(
+    reporting: MagicMock, wrap: Any, managed: bool, completes: bool, error: Optional[Exception]
+) -> None:
+    works: list[Waited] = []
+
+    def allreduce(tensor: torch.Tensor) -> dist._Work:
+        works.append(Waited(completes, error))
+        return _ManagedWork(reporting, works[-1], tensor) if managed else works[-1]
+
+    reporting.allreduce.side_effect = allreduce
+    model = wrap(reporting, nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1)))
+    for steps in range(1, 4):
+        works.clear()
+        reporting.report_error.reset_mock()
+        model(torch.ones(1, 2)).backward()
+        assert works and all(len(work.timeouts) == 1 for work in works)
+        assert reporting.report_error.call_count == (len(works) if error is not None else 0)
+        assert [p.grad.tolist() for p in [*model.parameters()][-1:] if p.grad is not None] == [[float(steps)]]
+
+
+class Interrupted(Waited):
+    """A work that never ends. Its first wait sends a signal to this thread, as Ctrl-C does."""
+
+    def wait(self, timeout: Optional[timedelta] = None) -> bool:
+        assert timeout is not None
+        threading.Thread(target=signal.pthread_kill, args=(threading.get_ident(), signal.SIGINT)).start()
+        future_wait(self.future, timeout)
+        return True
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    # SIGINT is ignored if the tests run in the background
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("waits", ["work", "future", "then"])
+def test_a_signal_ends_a_wait(reporting: MagicMock, waits: str) -> None:
+    managed = _ManagedWork(reporting, Interrupted(completes=False), torch.ones(1))
+    future = managed.get_future()
+    wait = {"work": managed.wait, "future": future.wait, "then": future.then(lambda done: None).wait}[waits]
+    with pytest.raises(KeyboardInterrupt):
+        wait()
+    assert not future.done()
+    reporting.report_error.assert_not_called()
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("wrap", MODELS.values(), ids=MODELS.keys())
+def test_a_signal_ends_a_backward_pass(reporting: MagicMock, wrap: Any) -> None:
+    reporting.allreduce.side_effect = lambda tensor: Interrupted(completes=False)
+    model = wrap(reporting, nn.Linear(2, 1))
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(1, 2)).backward()
+
+
+def test_a_bare_mock_of_a_manager_trains(reporting: MagicMock) -> None:
+    model = ddp.DistributedDataParallel(MagicMock(), nn.Linear(2, 1))
+    model(torch.ones(1, 2)).backward()
+    assert [p.grad.tolist() for p in model.parameters() if p.grad is not None] == [[[1.0, 1.0]], [1.0]]

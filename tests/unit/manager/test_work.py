@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from torchft._manager.work import _ManagedFuture, _ManagedWork, _SimpleFuture
+from torchft.futures import future_wait
 
 
 class Reports:
@@ -33,7 +34,7 @@ class Pending(dist._Work):
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
         self.timeouts.append(timeout)
-        self.future.wait()
+        future_wait(self.future, timedelta(seconds=30) if timeout is None else timeout)
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:

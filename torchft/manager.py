@@ -546,9 +546,10 @@ class Manager(Stateful, Stepping):
         Raises:
             ValueError: AVG of a tensor that is not floating point; a dtype or reduction that cannot be quantized; a
                 floating point tensor in a step with ``reproducible_reduction``.
-            RuntimeError: the current stream is captured into a graph, whose replays would reduce nothing.
+            RuntimeError: no step has begun; or the current stream is captured into a graph, whose replays would reduce
+                nothing.
         """
-        self._maker.check()
+        self._check_begun("allreduce")
         check_reducible(tensor, reduce_op, should_quantize)
         if self._current.undecided:
             self._data.check_sum(tensor)

@@ -54,10 +54,17 @@ class Stepping:
             RuntimeError: there is no quorum, or start_quorum was not called.
             TimeoutError: there was none in time.
         """
+        self._check_begun("wait_quorum").result()
+
+    def _check_begun(self, call: str) -> Round:
+        """The round of the step. Refuses a call before the first step."""
         self._maker.check()
         if self._round is None:
-            raise RuntimeError("start_quorum must be called before anything that needs the quorum")
-        self._round.result()
+            raise RuntimeError(
+                f"{call}: no step has begun, start_quorum must be called before it; the zero_grad of an optimizer in "
+                "torchft.optim.OptimizerWrapper calls it, that of the optimizer inside does not"
+            )
+        return self._round
 
     def errored(self) -> Optional[ExceptionWithTraceback]:
         """The first error of this step, None if there is none."""

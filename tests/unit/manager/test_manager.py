@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from tests.unit.manager.quorums import Quorum, healing, manager_state, peer_state
 from torchft._torchft import ManagerClient
 from torchft.checkpointing.transport import CheckpointError
+from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
 from torchft.manager import (
     ExceptionWithTraceback,
     Manager,
@@ -271,9 +272,32 @@ def test_too_few_participants(fixture: Fixture) -> None:
 
 def test_start_quorum_first(fixture: Fixture) -> None:
     manager = fixture.manager()
-    for call in (manager.wait_quorum, manager.should_commit):
-        with pytest.raises(RuntimeError, match="start_quorum must be called before"):
+    for call in (manager.wait_quorum, manager.should_commit, lambda: manager.allreduce(torch.ones(1))):
+        with pytest.raises(RuntimeError, match=r"no step has begun, start_quorum must be called .*OptimizerWrapper"):
             call()
+    assert manager.errored() is None
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, PureDistributedDataParallel])
+@pytest.mark.parametrize("settings", [{}, {"static_graph": True}])
+def test_an_optimizer_that_is_not_wrapped_is_an_error_of_backward(
+    fixture: Fixture, wrap: Any, settings: dict[str, bool]
+) -> None:
+    """Otherwise the loop would train on gradients that are not reduced."""
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ddp = wrap(fixture.manager(), model, **(settings if wrap is DistributedDataParallel else {}))
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match=r"allreduce: no step has begun, .*OptimizerWrapper"):
+        ddp(torch.ones(1, 2)).sum().backward()
+
+
+def test_a_loss_is_reduced_after_the_vote(fixture: Fixture) -> None:
+    manager = fixture.manager()
+    manager.start_quorum()
+    assert manager.should_commit()
+    loss = torch.tensor([4.0])
+    assert manager.allreduce(loss).wait() and loss.tolist() == [2.0]
 
 
 def test_there_are_no_participants_before_the_first_quorum(fixture: Fixture) -> None:

@@ -2,8 +2,10 @@
 
 # No `from __future__ import annotations`: PyTorch compares the annotations of communication hooks with types.
 
+import weakref
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Set, Tuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, Iterator, List, Optional, Set, Tuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,8 @@ from torchft.utils import devices_of
 
 if TYPE_CHECKING:
     from torchft.manager import Manager
+
+T = TypeVar("T")
 
 _BUCKET_FUTURE = torch.futures.Future[torch.Tensor]
 
@@ -54,16 +58,39 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         # The wrapped class gets a process group of one rank, so its own broadcasts and reductions stay in this process.
         super().__init__(module, process_group=ProcessGroupDummy(0, 1), **kwargs)
         if kwargs.get("static_graph"):
-            graph = _StaticGraph(manager, self)
-            self.register_comm_hook(graph, _StaticGraph.hook)
+            self._reduces: Any = _StaticGraph(manager, self)
+            hook: Callable[[Any, dist.GradBucket], _BUCKET_FUTURE] = _StaticGraph.hook
         else:
             hook = _allreduce_hook if self.gradient_as_bucket_view else _copied_allreduce_hook
-            self.register_comm_hook(_Through(manager, extras_of(manager)), hook)
+            self._reduces = _Through(manager, extras_of(manager))
+        self.register_comm_hook(None, _of_weak(self._reduces, hook))
         ignored = set(self.parameters_to_ignore)
         extras_of(manager).register_parameters(lambda: [p for p in module.named_parameters() if p[0] not in ignored])
 
+    def __getstate__(self) -> Dict[str, Any]:
+        state = super().__getstate__()
+        del state["_reduces"]  # like the reducer, which is made anew
+        return state
 
-class _Through(NamedTuple):
+
+def _of_weak(state: T, hook: Callable[[T, dist.GradBucket], _BUCKET_FUTURE]) -> Any:
+    """A communication hook that does not keep its state alive.
+
+    PyTorch's reducer, which owns the hook, is C++ code whose references the garbage collector does not see: a Manager
+    whose state functions refer to the model would never be collected.
+    """
+    ref = weakref.ref(state)
+
+    def call(_: object, bucket: dist.GradBucket) -> _BUCKET_FUTURE:
+        state = ref()
+        assert state is not None  # the model, whose backward pass this is, refers to it
+        return hook(state, bucket)
+
+    return call
+
+
+@dataclass(frozen=True)
+class _Through:
     """The state of a communication hook that reduces a bucket."""
 
     manager: "Manager"
@@ -184,13 +211,21 @@ class PureDistributedDataParallel(nn.Module):
     def __init__(self, manager: "Manager", module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self._manager = manager
+        # Parameters, which own the hooks below, are C++ objects like the reducer: see `_of_weak`.
+        self._manager_ref = weakref.ref(manager)
         self._works: Optional[List[dist._Work]] = None  # works of the backward pass in progress
         self._syncs = True
         extras_of(manager).register_parameters(module.named_parameters)
         for param in module.parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(self._reduce)
+
+    @property
+    def _manager(self) -> "Manager":
+        manager = self._manager_ref()
+        if manager is None:
+            raise RuntimeError("PureDistributedDataParallel: its Manager no longer exists; keep a reference to it")
+        return manager
 
     def _reduce(self, param: torch.Tensor) -> None:
         if param.grad is None or not self._syncs:

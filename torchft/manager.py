@@ -11,7 +11,9 @@ separate object in ``_manager/``, whose ``__init__`` lists them; the state from 
 from __future__ import annotations
 
 import socket
-from contextlib import ExitStack, nullcontext
+import sys
+import threading
+from contextlib import ExitStack, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
@@ -34,6 +36,7 @@ from torchft._manager.heal_along import Along, StillHealing
 from torchft._manager.incident import Incidents
 from torchft._manager.inputs import Inputs
 from torchft._manager.layout import Layout
+from torchft._manager.lifetime import Life, began, earlier, ended
 from torchft._manager.loader import Data, Loader, device_of
 from torchft._manager.log import _ManagerLogger
 from torchft._manager.plan import Plan, Planner, WorldSizeMode
@@ -208,6 +211,9 @@ class Manager(Stateful, Stepping):
         )
         check_limits(min_replica_size, max_retries)
         default_signals = leave_on_from_env()
+        life = Life.begin(replica_id, settings)
+        for other in earlier(life):
+            other._make_way(checkpoint_transport)
         self._settings = settings
         self._group_rank = settings.group_rank
         self._quorum_timeout = settings.quorum_timeout
@@ -228,6 +234,8 @@ class Manager(Stateful, Stepping):
         try:
             self._join_group(replica_id, hostname)
             self._make_parts(Planner(use_async_quorum, world_size_mode, min_replica_size))
+            if self._server.native:
+                began(self, life)
         except BaseException:
             self.shutdown(wait=False)
             raise
@@ -885,6 +893,9 @@ class Manager(Stateful, Stepping):
     def shutdown(self, wait: bool = True, finished: bool = False) -> None:
         """Ends the manager server, the checkpoint server and the quorum thread. The process group is the caller's.
 
+        A Manager without references ends by itself, and one whose group is made again in the same process, by the same
+        thread, ends when that begins.
+
         A group that is :meth:`draining` stays until its peers have ended its last step as well.
 
         Args:
@@ -894,6 +905,33 @@ class Manager(Stateful, Stepping):
                 of the lighthouse is another one. A loop that is preempted, or stops for a restart, must not pass True.
         """
         self._maker.check()
+        self._end(wait, finished)
+
+    def _make_way(self, transport: Optional[CheckpointTransport[Any]]) -> None:
+        """Ends this Manager, because another one of the same group and rank is made.
+
+        Args:
+            transport: the one that the other Manager was given, which goes on to serve.
+        """
+        self._logger.warn(
+            "this Manager was not shut down, and another one of its group is made in this process: it ends now. "
+            "Otherwise both would be members of the job, and the new one would wait for this one"
+        )
+        self._end(wait=False, ends_transport=not self._transport.is_for(transport))
+
+    def __del__(self) -> None:
+        # The garbage collector may call this on any thread, also on one that this Manager would wait for.
+        if self.__dict__.get("_rounds") is None or not self._maker.here or sys.is_finalizing():
+            return
+        with suppress(RuntimeError):  # the process is ending, and no thread can be started any more
+            threading.Thread(target=self._end_unreferenced, name="torchft_end", daemon=True).start()
+
+    def _end_unreferenced(self) -> None:
+        self._logger.warn("this Manager was not shut down, and nothing refers to it any more: it ends now")
+        self._end(wait=False)
+
+    def _end(self, wait: bool, finished: bool = False, ends_transport: bool = True) -> None:
+        ended(self)
         rounds, self._rounds = self._rounds, None
         with ExitStack() as parts:  # the parts end in reverse order, each even if another one raises an error
             parts.callback(self._signals.close, leaving=self._is_draining)
@@ -906,7 +944,8 @@ class Manager(Stateful, Stepping):
                 parts.callback(self._manager.shutdown)
                 if finished:
                     parts.callback(self._manager._finish)
-            parts.callback(self._transport.shutdown, wait=wait)
+            if ends_transport:
+                parts.callback(self._transport.shutdown, wait=wait)
             if self._along is not None:
                 parts.callback(self._along.stop)
             if wait:

@@ -75,7 +75,10 @@ class Server:
 
     Attributes:
         client: the client in use; assigning another one detects its abilities again.
+        native: whether the client is torchft's own, and so its group a member of a job.
     """
+
+    native = False
 
     def __init__(self, client: Any, group_rank: int) -> None:
         self.client = client
@@ -130,6 +133,7 @@ class Server:
 class _NativeServer(Server):
     """The manager server through torchft's own client, which can do more than upstream's."""
 
+    native = True
     _listener: FailureListener | None = None
 
     def rounds(self) -> Rounds:
@@ -214,6 +218,10 @@ class Transport:
         self._refuses = hasattr(transport, "refuse_checkpoint")
         self._abandons = hasattr(transport, "abandon_receiving")
         self.gives_pieces = hasattr(transport, "offer_pieces")
+
+    def is_for(self, transport: Any) -> bool:
+        """Whether it adapts this transport."""
+        return self._transport is transport
 
     def metadata(self) -> str:
         return self._transport.metadata()

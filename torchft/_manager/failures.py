@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Optional
 
+from torchft._manager.lifetime import weakly
 from torchft._torchft import ManagerClient, MemberFailure
 
 if TYPE_CHECKING:
@@ -41,7 +42,8 @@ class FailureListener:
     """Receives notices of the lighthouse on a separate thread, until the client is shut down, and answers questions
     about progress.
 
-    The thread is a daemon, like that of the quorum: it must not keep a process from ending.
+    The thread is a daemon, like that of the quorum: it must not keep a process from ending. Nor does it keep an object
+    alive whose method it calls: it ends when such an object no longer exists.
 
     Args:
         client: client of this rank's manager server.
@@ -61,8 +63,7 @@ class FailureListener:
     ) -> None:
         self._client = client
         self._group_rank = group_rank
-        self._about = {"failed": failed, "stalled": stalled}
-        self._progress = progress
+        self._about = {"failed": weakly(failed), "stalled": weakly(stalled), "progress": weakly(progress)}
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torchft_failures", daemon=True)
         self._thread.start()
@@ -92,13 +93,17 @@ class FailureListener:
             if notice is None:
                 continue
             kind, failure = notice
+            about = self._about[kind]()
+            if about is None:
+                return
             try:
                 if kind == "progress":
-                    self._client._report_progress(self._group_rank, *self._progress())
+                    self._client._report_progress(self._group_rank, *about())
                 else:
-                    self._about[kind](failure)
+                    about(failure)
             except Exception:
                 _logger.exception("a notice of the lighthouse could not be handled")
+            del about  # keep nothing of a Manager alive until the next notice
 
 
 class Failures:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 
 from torchft._manager.along import Advance, Ask, Fate, Heal, Kind, cut
+from torchft._manager.lifetime import weakly
 from torchft._manager.pace import Pace
 from torchft._manager.sources import MAX_FAILURES, Sources
 from torchft._manager.tracked import Parameters, Unfit
@@ -74,7 +75,7 @@ class Target:
         self, parameters: Parameters, locate: Locate, timeout: float, additional: int, logger: _ManagerLogger
     ) -> None:
         self._parameters = parameters
-        self._locate = locate
+        self._locate = weakly(locate)  # else the request thread would keep the Manager alive
         self._timeout = timeout
         self._additional = additional
         self._logger = logger
@@ -239,10 +240,16 @@ class Target:
             self._silent = source
             return False
 
+    def _located(self, source: str) -> str:
+        locate = self._locate()
+        if locate is None:
+            raise CheckpointError("the Manager of this heal no longer exists")
+        return locate(source)
+
     def _asks_decision(self, source: str, attempt: str) -> bool:
         if self._decider is None or self._decider[0] != source:
             self._close_decider()
-            self._decider = source, Asker(self._locate(source), checkpoint_token(), _DECISION_SEC)
+            self._decider = source, Asker(self._located(source), checkpoint_token(), _DECISION_SEC)
         return self._decider[1].ask(DECISION, attempt).value is True
 
     def _close_decider(self) -> None:
@@ -440,7 +447,7 @@ class Target:
                 self._close(one)
             if source in self._askers:
                 return self._askers[source]
-        asker = Asker(self._locate(source), checkpoint_token(), self._timeout)
+        asker = Asker(self._located(source), checkpoint_token(), self._timeout)
         with self._cond:
             if self._over or source not in self.sources:
                 raise CheckpointError(f"{source} is not asked any more")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Optional, Protocol
@@ -216,7 +217,8 @@ class NativeRounds:
         self._client = client
         self._last: Optional[QuorumResult] = None
         self._lock = threading.Lock()
-        self._round: Optional[_NativeRound] = None
+        # The last round. The quorum thread does not keep it alive, because it refers to the Manager.
+        self._round: Callable[[], Optional[_NativeRound]] = lambda: None
         self._closed: Optional[Exception] = None
         self._thread = _Thread(self._follow_changes)
 
@@ -232,8 +234,9 @@ class NativeRounds:
             if self._closed is not None:
                 raise self._closed
             op = self._client._begin_round(request, timeout, first=last is None)
-            self._round = _NativeRound(take, follow, last)
-            return self._round
+            begun = _NativeRound(take, follow, last)
+            self._round = weakref.ref(begun)
+            return begun
 
     def shutdown(self, wait: bool) -> None:
         if wait:
@@ -246,12 +249,13 @@ class NativeRounds:
             except Exception as e:  # the client is shut down
                 with self._lock:
                     self._closed = e
-                    if self._round is not None:
-                        self._round.end(e)
+                    begun = self._round()
+                    if begun is not None:
+                        begun.end(e)
                 return
             if changed:
                 with self._lock:
-                    begun = self._round
+                    begun = self._round()
                 if begun is not None:
                     begun.follow_change()
                 del begun  # keep nothing of a step alive until the next change

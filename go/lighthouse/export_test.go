@@ -8,12 +8,20 @@ import (
 	"github.com/torchft/torchft/go/torchftpb"
 )
 
-// BreakMachine makes the next use of the default job's machine panic, as a bug in it would.
-func (s *Server) BreakMachine() {
+// BreakMachine makes uses of the default job's machine panic, as a bug in it would, until mend is called or a new one has begun.
+func (s *Server) BreakMachine() (mend func()) {
 	j := s.defaultJob()
 	j.mu.Lock()
 	defer j.mu.Unlock()
+	sound := j.machine
 	j.machine = nil
+	return func() {
+		j.mu.Lock()
+		defer j.mu.Unlock()
+		if j.machine == nil {
+			j.machine = sound
+		}
+	}
 }
 
 // Streams returns the number of streams of members in the default job.

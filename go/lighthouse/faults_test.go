@@ -12,6 +12,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -51,13 +52,9 @@ func TestAPanicOfTheMachineEndsTheWaitsOnly(t *testing.T) {
 			synctest.Wait()
 		},
 		"a deadline on a stream": func(t *testing.T, c *fttest.Cluster, x *rawStream) {
-			code, _ := x.failed()
-			assert.Equal(t, codes.Internal, code)
-		},
-		"the page": func(t *testing.T, c *fttest.Cluster, x *rawStream) {
-			code, body := get(t, browser(t, c, "far"), "/status")
-			assert.Equal(t, 200, code)
-			assert.Contains(t, body, "internal error")
+			code, why := x.failed()
+			assert.Equal(t, codes.DeadlineExceeded, code)
+			assert.Contains(t, why, "internal error")
 		},
 		"a tick": func(*testing.T, *fttest.Cluster, *rawStream) { time.Sleep(time.Second) },
 	} {
@@ -97,6 +94,51 @@ func TestAPanicOfTheMachineEndsTheWaitsOnly(t *testing.T) {
 			})
 		})
 	}
+}
+
+// A page only reads: a panic of its description ends no request, and the job's quorum and ids stay as they are.
+func TestAPanicOfThePageCostsThePageOnly(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a := dial(t, c, "a")
+		require.NoError(t, (<-ask(a, quorum.Member{ReplicaID: "a", Step: 7}, time.Minute)).Err)
+		before := c.Lighthouse.Status()
+		waits := ask(dial(t, c, "b"), quorum.Member{ReplicaID: "b"}, time.Minute)
+		synctest.Wait()
+
+		mend := c.Lighthouse.BreakMachine()
+		code, body := get(t, browser(t, c, "far"), "/status")
+		assert.Equal(t, 200, code)
+		assert.Contains(t, body, "internal error in the status of a job")
+		mend()
+
+		assert.Equal(t, before.QuorumID, c.Lighthouse.Status().QuorumID)
+		next := <-ask(a, quorum.Member{ReplicaID: "a", Step: 8}, time.Minute)
+		require.NoError(t, next.Err)
+		got := <-waits
+		require.NoError(t, got.Err)
+		assert.Equal(t, next.Value.ID, got.Value.ID)
+	})
+}
+
+// A heartbeat of a name without a record is limited as a request to join is, and one that never asks does not count in a majority.
+func TestHeartbeatsOfUnknownNames(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1, func(cfg *lighthouse.Config) { cfg.MaxJoinsPerSecond = 3 })
+		client := dial(t, c, "a")
+		require.NoError(t, (<-ask(client, quorum.Member{ReplicaID: "a"}, time.Minute)).Err)
+		require.NoError(t, client.Heartbeat(t.Context(), "z0"))
+		require.NoError(t, client.Heartbeat(t.Context(), "z1"))
+		err := client.Heartbeat(t.Context(), "z2")
+		assert.Equal(t, codes.Unavailable, status.Code(err))
+		assert.ErrorContains(t, err, "max_joins_per_second")
+		for range 10 {
+			require.NoError(t, client.Heartbeat(t.Context(), "a"), "a member's heartbeats are no joins")
+		}
+		assert.Equal(t, 1, c.Lighthouse.Status().Healthy)
+		time.Sleep(time.Second)
+		require.NoError(t, (<-ask(client, quorum.Member{ReplicaID: "a", Step: 1}, time.Minute)).Err)
+	})
 }
 
 // unreadable is a stream on which reading panics, as a bug in a decoder would.

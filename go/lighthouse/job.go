@@ -191,13 +191,26 @@ func (j *job) safely(use func()) (err error) {
 	return nil
 }
 
-// describe returns the machine's description of its state. The caller holds mu.
+// describe returns the machine's description of its state. It changes nothing, so a panic costs only the description: the job goes
+// on. The caller holds mu.
 func (j *job) describe(now time.Time) (status quorum.Status) {
 	j.described++
-	if err := j.safely(func() { status = j.machine.Describe(now) }); err != nil {
-		status.Reason = rpc.Message(err)
-	}
-	return status
+	var err error
+	defer func() {
+		if err != nil {
+			status.Reason = rpc.Message(err)
+		}
+	}()
+	defer rpc.Recovered(j.log, "the status of a job", &err)
+	return j.machine.Describe(now)
+}
+
+// knows reports whether the machine has a record of a member.
+func (j *job) knows(replicaID string) (known bool, err error) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	err = j.safely(func() { known = j.machine.Knows(replicaID) })
+	return known, err
 }
 
 // step feeds one event to the machine and carries out its actions. The caller holds mu, so step must not block.

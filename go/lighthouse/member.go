@@ -372,11 +372,8 @@ func (s *stream) expire() {
 		return
 	}
 	reason := s.job.reason(time.Now()) // before forget: the reason counts this request, too
-	if s.waiter == 0 {
-		return // the machine failed, and all requests were answered
-	}
-	s.forget()
 	s.post(outgoing{number: s.number, answer: answer{err: status.Errorf(codes.DeadlineExceeded, "no quorum in time: %s", reason)}})
+	s.forget()
 }
 
 // forget withdraws the pending request, if there is one. The caller holds the job's lock.

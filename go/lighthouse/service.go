@@ -95,7 +95,14 @@ func (s service) Heartbeat(ctx context.Context, req *torchftpb.LighthouseHeartbe
 	}
 	defer job.done()
 	job.board.Heard()
-	if err := job.feed(quorum.Beat{ReplicaID: req.GetReplicaId()}); err != nil {
+	known, err := job.knows(req.GetReplicaId())
+	if err == nil && !known {
+		err = s.server.gate.Join(ctx)
+	}
+	if err != nil {
+		return nil, err
+	}
+	if err := job.feed(quorum.Beat{ReplicaID: req.GetReplicaId(), Call: true}); err != nil {
 		return nil, err
 	}
 	return &torchftpb.LighthouseHeartbeatResponse{}, nil

@@ -66,7 +66,7 @@ type MemberStatus struct {
 
 // Describe returns the state at a time. It changes nothing, and counts the members again instead of using the running counts.
 //
-// Describe and Remembers are the only queries; all other results of the machine are actions. The status is a query, since its ages
+// Describe, Knows and Remembers are the only queries; all other results of the machine are actions. The status is a query, since its ages
 // depend on the time of the query, and since its cost grows with the number of groups. The shell only displays it.
 func (m *Machine) Describe(now time.Time) Status {
 	if now.Before(m.now) {
@@ -129,6 +129,9 @@ func (m *Machine) Describe(now time.Time) Status {
 	slices.SortFunc(s.Members, func(a, b MemberStatus) int { return strings.Compare(a.ReplicaID, b.ReplicaID) })
 	return s
 }
+
+// Knows reports whether a member has a record: it is alive, asks, or is in the latest quorum.
+func (m *Machine) Knows(replicaID string) bool { return m.roster.members[replicaID] != nil }
 
 // Remembers returns how many members and requests Describe would count. The simulation checks it after each event.
 func (m *Machine) Remembers() (members, waiters int) {

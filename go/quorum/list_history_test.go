@@ -120,7 +120,7 @@ func (h *listHistory) does() {
 				m.reaches = h.rng.IntN(8) > 0
 				h.step(m.at, Reaches{m.id, m.earlier()})
 			}
-			h.step(m.at, Beat{m.id})
+			h.step(m.at, Beat{ReplicaID: m.id})
 		}
 	case p < 75 && h.stopped(m):
 	case p < 75:

@@ -102,7 +102,12 @@ func (m *Machine) take(event Event) (decide bool) {
 	case Withdrawn: // No decision: a withdrawal cannot make a quorum possible.
 		m.roster.withdraw(e.Waiter, m.now)
 	case Beat: // No decision here: if it makes a member with a request a candidate again, the next tick decides. Heartbeats must stay cheap.
-		m.roster.beat(e.ReplicaID, m.now)
+		// Before the first quorum a call counts, whoever makes it: after a restart of the lighthouse, the members of upstream groups
+		// show only so that they are in the middle of a step. Later a name that never asks would count in the majority, and could
+		// keep the job from forming a quorum.
+		if !e.Call || m.Knows(e.ReplicaID) || m.past.latest == nil {
+			m.roster.beat(e.ReplicaID, m.now)
+		}
 	case Greeted:
 		m.greeted(e)
 		return true // a new term ends requests: the remaining ones may complete a quorum

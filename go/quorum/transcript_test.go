@@ -156,10 +156,10 @@ func (r *scribe) run(words []string) []string {
 		return r.step(Ended{ReplicaID: args[0]})
 	case "withdrawn":
 		return r.step(Withdrawn{Waiter: WaiterID(transcript.Number(r.t, args[0]))})
-	case "beat":
+	case "beat", "call":
 		var answers []string
 		for _, id := range args {
-			answers = append(answers, r.step(Beat{ReplicaID: id})...)
+			answers = append(answers, r.step(Beat{ReplicaID: id, Call: words[0] == "call"})...)
 		}
 		return answers
 	case "disconnected":

@@ -74,7 +74,10 @@ type (
 	// Withdrawn: a request ended on the side of its member: its deadline passed, or its connection broke. It gets no answer.
 	Withdrawn struct{ Waiter WaiterID }
 	// Beat: a heartbeat.
-	Beat struct{ ReplicaID string }
+	Beat struct {
+		ReplicaID string
+		Call      bool // it is a call, and not a message on the stream of a member
+	}
 	// Disconnected: the last stream of a member broke: its process ended, or the network was cut. Its pending requests were withdrawn
 	// before. The member is a suspect from then on, and fails unless there is a sign of life within the grace.
 	Disconnected struct{ ReplicaID string }

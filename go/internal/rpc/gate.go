@@ -79,17 +79,26 @@ func (g *Gate) enter(ctx context.Context, call *tap.Info) (_ context.Context, er
 		g.refused.log("torchft: a call was refused", "from", addressOf(ctx), "call", call.FullMethodName, "reason", check)
 		return ctx, status.Error(codes.Unauthenticated, check.String())
 	}
-	if g.limits.MaxJoins > 0 && g.limits.IsJoin != nil && g.limits.IsJoin(call.FullMethodName) {
-		if address := auth.HostOf(addressOf(ctx)); !g.joins.allow(address, time.Now()) {
-			g.refused.log("torchft: a call was refused", "from", address, "call", call.FullMethodName, "reason", "too many joins")
-			// Not RESOURCE_EXHAUSTED: clients retry UNAVAILABLE after a moment.
-			return ctx, status.Errorf(codes.Unavailable, "too many joins: %d in one second from %s (max_joins_per_second)", g.limits.MaxJoins, address)
+	if g.limits.IsJoin != nil && g.limits.IsJoin(call.FullMethodName) {
+		if err := g.Join(ctx); err != nil {
+			return ctx, err
 		}
 	}
 	if p, ok := peer.FromContext(ctx); ok && !show(p.Addr, member) {
 		return ctx, status.Error(codes.Unavailable, "too many connections are open (max_connections)")
 	}
 	return ctx, nil
+}
+
+// Join counts a call of ctx as one that joins a job. It returns an error if its address has made MaxJoins of them in this second.
+func (g *Gate) Join(ctx context.Context) error {
+	address := auth.HostOf(addressOf(ctx))
+	if g.limits.MaxJoins <= 0 || g.joins.allow(address, time.Now()) {
+		return nil
+	}
+	g.refused.log("torchft: a call was refused", "from", address, "reason", "too many joins")
+	// Not RESOURCE_EXHAUSTED: clients retry UNAVAILABLE after a moment.
+	return status.Errorf(codes.Unavailable, "too many joins: %d in one second from %s (max_joins_per_second)", g.limits.MaxJoins, address)
 }
 
 func addressOf(ctx context.Context) string {

@@ -26,6 +26,7 @@ type Server struct {
 	stop    chan struct{}
 	tasks   sync.WaitGroup
 
+	sweeper sweeper
 	lock    *os.File      // of the directory for states, nil without one
 	lists   chan struct{} // a semaphore: bounds the lists that are sent at once
 	probing chan struct{} // a semaphore: bounds the probes at once
@@ -121,6 +122,7 @@ func (s *Server) tick() {
 				j.tick(now)
 			}
 			s.forgetJobs(now)
+			s.sweep(now)
 		}
 	}
 }

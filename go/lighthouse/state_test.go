@@ -4,6 +4,7 @@ import (
 	"log/slog"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -137,6 +138,29 @@ func TestNoQuorumIsKeptOnDiskOfACompleteTraining(t *testing.T) {
 	assert.GreaterOrEqual(t, after.ID, before.ID+stateAhead, "a quorum id was used twice")
 	assert.Equal(t, int64(3), quorum.TermOf(after.ID))
 	assert.NotContains(t, log.String(), "THE JOB REGRESSES")
+}
+
+func TestFilesOfEndedJobsAreRemoved(t *testing.T) {
+	dir := t.TempDir()
+	old, recent := time.Now().Add(-keepFilesFor-time.Hour), time.Now().Add(-keepFilesFor+time.Hour)
+	for name, at := range map[string]time.Time{
+		"ended.state": old, "paused.state": recent, "default.state": old, "ended.state.corrupt": old, "notes.txt": old,
+		"x.state.123.tmp": time.Now().Add(-2 * time.Hour), "x.state.456.tmp": time.Now(),
+	} {
+		require.NoError(t, os.WriteFile(filepath.Join(dir, name), nil, 0o600))
+		require.NoError(t, os.Chtimes(filepath.Join(dir, name), at, at))
+	}
+	_, _ = startOn(t, dir) // moves the damaged default.state aside
+	left := func() (names []string) {
+		entries, err := os.ReadDir(dir)
+		require.NoError(t, err)
+		for _, entry := range entries {
+			names = append(names, entry.Name())
+		}
+		return names
+	}
+	want := []string{"lock", "notes.txt", "paused.state", "x.state.456.tmp"}
+	require.Eventually(t, func() bool { return slices.Equal(want, left()) }, time.Minute, 10*time.Millisecond, "%v", left())
 }
 
 func TestADamagedFileIsLoggedAndIgnored(t *testing.T) {

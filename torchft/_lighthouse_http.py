@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
 import ssl
+import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -19,6 +22,7 @@ from torchft.addresses import host_port, loopback
 DEFAULT_PORT = 29510
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
 _TIMEOUT_SEC = 5.0
+_SILENT_SEC = 2.0  # a request that takes longer is announced
 
 
 class Unanswered(Exception):
@@ -113,7 +117,8 @@ class Lighthouse:
         for address in self.addresses:
             request = urllib.request.Request(address + path, data=body, method=method, headers=headers)
             try:
-                return direct(address).open(request, timeout=self._timeout)
+                with _announced(f"waiting for the lighthouse at {address}, at most {self._timeout:g} s"):
+                    return direct(address).open(request, timeout=self._timeout)
             except urllib.error.HTTPError as e:
                 with e:
                     raise Unanswered(f"{address} answered {e.code}: {_reason(_body(e))}", e.code) from None
@@ -166,6 +171,18 @@ class Connection:
 
     def close(self) -> None:
         self._connection.close()
+
+
+@contextlib.contextmanager
+def _announced(text: str) -> Iterator[None]:
+    """Prints a text on stderr if the `with` block takes long."""
+    timer = threading.Timer(_SILENT_SEC, print, (text,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def address_of(endpoint: str) -> str:

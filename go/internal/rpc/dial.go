@@ -17,8 +17,17 @@ import (
 	"github.com/torchft/torchft/go/internal/auth"
 )
 
+// LogLongWait logs in two seconds that a connection is waited for, unless the returned function is called before. reason is called
+// then, on another goroutine.
+func LogLongWait(what, address string, timeout time.Duration, reason func() string) (stop func()) {
+	waiting := time.AfterFunc(2*time.Second, func() {
+		slog.Default().Warn("torchft: waiting for the "+what, "address", address, "timeout", timeout, "reason", reason())
+	})
+	return func() { waiting.Stop() }
+}
+
 // DialSecurely connects to a server of kind what ("lighthouse", "manager"), and returns when it is connected. It retries until
-// connectTimeout is over; the error then names the address and the timeout. If the connection breaks later, gRPC reconnects it.
+// connectTimeout is over; the error then names the address and the timeout. A wait that takes long is logged. If the connection breaks later, gRPC reconnects it.
 func DialSecurely(ctx context.Context, s auth.Security, network Network, what, address string, connectTimeout time.Duration) (*grpc.ClientConn, error) {
 	if connectTimeout <= 0 {
 		return nil, status.Errorf(codes.InvalidArgument, "connect_timeout is %s: it must be more than 0", connectTimeout)
@@ -27,6 +36,13 @@ func DialSecurely(ctx context.Context, s auth.Security, network Network, what, a
 	if err != nil {
 		return nil, err
 	}
+	reason := func() string {
+		if err := lastErr.Load(); err != nil {
+			return (*err).Error()
+		}
+		return "it accepts connections, but does not answer as a gRPC server: its process may be stopped, or be another program"
+	}
+	defer LogLongWait(what, address, connectTimeout, reason)()
 	ctx, cancel := context.WithTimeout(ctx, connectTimeout)
 	defer cancel()
 	for state := conn.GetState(); state != connectivity.Ready; state = conn.GetState() {
@@ -38,11 +54,7 @@ func DialSecurely(ctx context.Context, s auth.Security, network Network, what, a
 		if errors.Is(ctx.Err(), context.Canceled) {
 			return nil, status.Errorf(codes.Canceled, "connecting to %s at %s was cancelled", what, address)
 		}
-		why := "it accepts connections, but does not answer as a gRPC server: its process may be stopped, or be another program"
-		if err := lastErr.Load(); err != nil {
-			why = (*err).Error()
-		}
-		return nil, status.Errorf(codes.Unavailable, "could not connect to %s at %s: timed out after %s: %s", what, address, connectTimeout, why)
+		return nil, status.Errorf(codes.Unavailable, "could not connect to %s at %s: timed out after %s: %s", what, address, connectTimeout, reason())
 	}
 	return conn, nil
 }

@@ -164,6 +164,23 @@ func TestDialToAServerThatIsStopped(t *testing.T) {
 	})
 }
 
+func TestALongWaitForAServerIsLogged(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var log fttest.Log
+		before := slog.Default()
+		slog.SetDefault(slog.New(slog.NewTextHandler(&log, nil)))
+		defer slog.SetDefault(before)
+		host := fttest.NewNetwork().Host("a")
+		_, err := rpc.Dial(t.Context(), host, "lighthouse", "http://b:1", 1900*time.Millisecond)
+		require.Error(t, err)
+		assert.Empty(t, log.String())
+		_, err = rpc.Dial(t.Context(), host, "lighthouse", "http://b:1", time.Minute)
+		require.Error(t, err)
+		assert.Equal(t, 1, log.Count("\n"), log.String())
+		assert.Contains(t, log.String(), `level=WARN msg="torchft: waiting for the lighthouse" address=http://b:1 timeout=1m0s reason="dial b:1: connection refused"`)
+	})
+}
+
 // endsWithEOF is a network whose connections, as those of TCP, give EOF to a reader that waits when they are closed.
 type endsWithEOF struct{ rpc.Network }
 

@@ -45,8 +45,14 @@ func Dial(ctx context.Context, addr string, connectTimeout time.Duration, option
 	if len(list) == 1 {
 		return dialOne(ctx, list[0], connectTimeout, options)
 	}
+	var last atomic.Value // the error of the last attempt, in words
+	last.Store("the first attempt has not ended")
+	defer rpc.LogLongWait("lighthouse", addr, connectTimeout, func() string { return last.Load().(string) })()
 	for tried := 0; ; tried++ {
 		c, err := dialOne(ctx, list[tried%len(list)], max(1, min(attemptTimeout, time.Until(end))), options)
+		if err != nil {
+			last.Store(rpc.Message(err))
+		}
 		invalid := status.Code(err) == codes.InvalidArgument
 		switch {
 		case err == nil:

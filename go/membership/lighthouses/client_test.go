@@ -2,9 +2,11 @@ package lighthouses
 
 import (
 	"context"
+	"log/slog"
 	"net"
 	"os"
 	"path/filepath"
+	"strings"
 	"sync/atomic"
 	"syscall"
 	"testing"
@@ -42,6 +44,20 @@ type refusing struct {
 func (r refusing) Dial(context.Context, string) (net.Conn, error) {
 	r.dialed()
 	return nil, syscall.ECONNREFUSED
+}
+
+func TestALongWaitForAListIsLogged(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var log strings.Builder
+		before := slog.Default()
+		slog.SetDefault(slog.New(slog.NewTextHandler(&log, nil)))
+		defer slog.SetDefault(before)
+		_, err := Dial(t.Context(), "http://a:1,http://b:1", time.Minute, WithNetwork(refusing{dialed: func() {}}))
+		require.Error(t, err)
+		assert.Equal(t, 1, strings.Count(log.String(), "\n"), log.String())
+		assert.Contains(t, log.String(), `msg="torchft: waiting for the lighthouse" address=http://a:1,http://b:1 timeout=1m0s`)
+		assert.Contains(t, log.String(), "connection refused")
+	})
 }
 
 // A file that was valid at the start may be unreadable for a moment, while it is replaced. That must not end a group that waits for its

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from torchft import _lighthouse_http
 from torchft.cli import main
 from torchft.cli.events import words
 from torchft.cli.status import table
@@ -119,6 +121,17 @@ def test_a_watch_continues_when_the_lighthouse_does_not_answer(
     assert first.startswith("no quorum yet") and second.startswith("no lighthouse answered within 5 s"), second
     assert looks == [0.1, 0.1]
     assert main(["status", "--watch"]) == 1, "one that was never there is an error"
+
+
+def test_a_wait_for_a_lighthouse_is_announced(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_lighthouse_http, "_SILENT_SEC", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        address = f"http://127.0.0.1:{stopped.getsockname()[1]}"
+        with pytest.raises(_lighthouse_http.Unanswered):
+            _lighthouse_http.Lighthouse(address, timeout=1.5).get("/status")
+    assert capsys.readouterr().err == f"waiting for the lighthouse at {address}, at most 1.5 s\n"
 
 
 @pytest.mark.parametrize(

@@ -35,11 +35,13 @@ class Group:
         self._groups = groups
         self._process: ReplicaGroup | None = None
         self._offset = 0
-        self._healed = False  # whether it has healed since the last start
+        self._restarted = False
+        self._healed = False  # whether it has healed since its restart
 
     def start(self, lighthouse: str, train_args: list[str], torchrun_args: list[str] | None = None) -> None:
         """Starts the group, or restarts it after `kill`."""
-        self.state = "starting" if self._process is None else "starting again"
+        self._restarted = self._process is not None
+        self.state = "starting again" if self._restarted else "starting"
         self._healed = False
         self._rank_killed = math.nan
         command = [str(self._script), "--events", str(self._folder), *train_args]
@@ -60,7 +62,7 @@ class Group:
         self._rank_killed = time.time()
         os.kill(starts[-1]["pid"], signal.SIGKILL)
         self.follow()
-        self._healed = False
+        self._restarted, self._healed = True, False
         self.state = f"rank {rank} killed"
 
     @property
@@ -103,7 +105,8 @@ class Group:
         elif event["event"] == "end":
             self.state = "done"
         elif event["event"] == "commit":
-            self._healed = self._healed or (event["healing"] and event["step"] > 1)
+            # A group that starts a little later than the others heals too, which is no return.
+            self._healed = self._healed or (self._restarted and event["healing"] and event["step"] > 1)
             self.state = "training, healed" if self._healed else "training"
 
     def commits(self) -> list[Event]:

@@ -103,6 +103,22 @@ def test_steps_that_lie_partly_between_two_times(tmp_path: Path) -> None:
     assert group.steps_between(9.0, 10.0) == []
 
 
+def test_only_a_group_that_returns_is_shown_as_healed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import replica_group
+
+    monkeypatch.setattr(replica_group.ReplicaGroup, "start", lambda *_: None)
+    group = replica_group.Group(0, 2, tmp_path)
+
+    def starts_and_heals() -> str:
+        group.start("", [])
+        for healing in (True, False):
+            group._take({"event": "commit", "step": 5, "time": time.time(), "healing": healing, "participants": 2})
+        return group.state
+
+    assert starts_and_heals() == "training", "at the start of the job it took over the weights of the first group"
+    assert starts_and_heals() == "training, healed"
+
+
 def readme_table() -> str:
     """The table of `make train` in the README, below the names of the groups."""
     return (ROOT / "README.md").read_text().partition("group 0     group 1\n")[2].partition("```")[0]

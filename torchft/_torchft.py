@@ -17,7 +17,6 @@ the child too.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -25,6 +24,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+from torchft import _libraries
 from torchft._records import (
     MemberFailure,
     Quorum,
@@ -63,13 +63,7 @@ def _load(log_level: str = "warn") -> Any:
     """Returns the native library. ``log_level`` applies unless TORCHFT_LOG_LEVEL is set."""
     global _native
     if _native is None:
-        try:
-            library = importlib.import_module("torchft._torchft_go")
-        except ImportError as e:
-            raise ImportError(
-                "torchft's native library does not load; build it with `pip install .`, or with `pip install -e .` to "
-                f"run from a checkout: {e}"
-            ) from e
+        library = _libraries.load("torchft._torchft_go")
         level = os.environ.get(LOG_LEVEL_ENV)
         try:
             library.pyapi_SetLogLevel(level or log_level)

@@ -13,9 +13,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from torchft import _libraries
 from torchft._lighthouse_http import DEFAULT_PORT, LIGHTHOUSE_ENV, Lighthouse, Unanswered, direct
 from torchft.addresses import host_port, localhost, loopback
 from torchft.cli.arguments import Parser, ask_of
@@ -74,7 +76,10 @@ def _versions() -> Iterator[Finding]:
         _load()
         yield Finding("ok", "the native library loads")
     except (ImportError, ValueError) as e:
-        yield Finding("bad", f"the native library does not load: {e}", "build it with `pip install .`")
+        yield Finding("bad", str(e))
+    sources = Path.cwd() / _libraries.PACKAGE.name
+    if (sources / "__init__.py").exists() and sources != _libraries.PACKAGE and not _libraries.built(sources):
+        yield Finding("bad", f"scripts here do not load torchft: {_libraries.hidden(sources, _libraries.PACKAGE)}")
     try:
         yield Finding("ok", f"torch {importlib.metadata.version('torch')} is installed")
     except importlib.metadata.PackageNotFoundError:

@@ -71,8 +71,9 @@ def watched_lighthouse(log: Path, options: list[str], bind: str | None) -> Itera
 
 def _start(log: Path, options: list[str], bind: str) -> tuple[subprocess.Popen[bytes], int]:
     """Starts a lighthouse, and waits until it listens. Returns its process and its port."""
-    # not the installed command, which may not be in PATH or may belong to another environment
-    main = "from torchft._torchft import lighthouse_main; lighthouse_main()"
+    # Not the installed command, which may not be in PATH or may belong to another environment; and not the torchft of
+    # the current directory, which may be a folder of sources.
+    main = f"import sys; sys.path[:] = {sys.path!r}; from torchft._torchft import lighthouse_main; lighthouse_main()"
     # No state on disk: the lighthouse ends with the job, and no later one continues it.
     command = [sys.executable, "-c", main, "--bind", bind, "--state_dir", "", *options]
     before = log.stat().st_size if log.exists() else 0

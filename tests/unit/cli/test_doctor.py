@@ -38,6 +38,22 @@ def test_a_machine_without_problems(capsys: pytest.CaptureFixture[str], monkeypa
     assert status == 0 and "BAD" not in output
 
 
+def test_sources_that_hide_the_installed_package_from_scripts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHFT_HOST", "127.0.0.1")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "torchft").mkdir()
+    (tmp_path / "torchft" / "__init__.py").touch()
+    status, output = doctor(capsys)
+    assert (
+        status == 1
+        and f"BAD   scripts here do not load torchft: the source folder {tmp_path / 'torchft'} hides" in (output)
+    )
+    (tmp_path / "torchft" / "_torchft_go.abi3.so").touch()
+    assert doctor(capsys)[0] == 0, "they were built in place"
+
+
 def test_the_network_interface_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFT_HOST", "lo")
     status, output = doctor(capsys)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import sys
 import threading
 import time
 from typing import Any
@@ -76,10 +77,9 @@ def drain(timeout_sec: float) -> bool:
 
 def _end() -> None:
     drain(_EXIT_TIMEOUT_SEC)
-    # Not imported above: its package imports this module.
-    from torchft.process_group.isolated._native import stop_threads_that_come_back
-
-    stop_threads_that_come_back()
+    # Not imported above: its package imports this module. It may have failed to load.
+    if native := sys.modules.get("torchft.process_group.isolated._native"):
+        native.stop_threads_that_come_back()
 
 
 atexit.register(_end)

@@ -20,11 +20,15 @@ time is killed, and all waits for it fail. A worker ends with its trainer, even 
 
 from __future__ import annotations
 
-from torchft.process_group.isolated.groups import ProcessGroupBabyGloo, ProcessGroupBabyNCCL, ProcessGroupBabyXCCL
-from torchft.process_group.isolated.operation import _FutureMetadata, _OpMetadata
-from torchft.process_group.isolated.parent import ProcessGroupBaby
-from torchft.process_group.isolated.protocol import _PickleSafeOptions
-from torchft.process_group.isolated.work import _BabyWork
+from torchft import _libraries
+
+_libraries.load("torchft.process_group.isolated._native")  # first: here its error is clear
+
+from torchft.process_group.isolated.groups import ProcessGroupBabyGloo, ProcessGroupBabyNCCL, ProcessGroupBabyXCCL  # noqa: E402
+from torchft.process_group.isolated.operation import _FutureMetadata, _OpMetadata  # noqa: E402
+from torchft.process_group.isolated.parent import ProcessGroupBaby  # noqa: E402
+from torchft.process_group.isolated.protocol import _PickleSafeOptions  # noqa: E402
+from torchft.process_group.isolated.work import _BabyWork  # noqa: E402
 
 __all__ = [
     "ProcessGroupBaby",

@@ -340,6 +340,7 @@ class Manager(Stateful, Stepping):
             self._data,
             self._replayer,
             self._replicas.state,
+            self._layout,
         )
         self._trace = step_trace(self._replica_id, self._group_rank)
         self._server.listen(self._failures.member_failed, self._failures.stalled, self._failures.progress)
@@ -425,6 +426,7 @@ class Manager(Stateful, Stepping):
         self._discard_unloaded_heal()
         broken = self._commit_failures > 0 or self._current.collectives.aborted
         connections = self._connection.announcement(self._step, broken)
+        layout = self._layout.for_lighthouse()
         step = self._make_step(request, inputs, self._current.plan)
         self._current.collectives.retire()  # the next quorum may connect the process group with other peers
         self._current = self._errors.step = step
@@ -444,6 +446,7 @@ class Manager(Stateful, Stepping):
             group_world_size=self._settings.group_world_size,  # the server refuses a number that differs from rank 0's
             committed_quorum_id=self._committed_quorum_id,
             replays_failed_steps=self._replayer.enabled,
+            layout=layout,
             drain=self._signals.drain_request(self._logger.info),
             traceparent=self._trace.asks(self._step),
         )
@@ -519,9 +522,11 @@ class Manager(Stateful, Stepping):
         """Announces the layout of the tensors that this group reduces, so that a difference is found before
         any tensor is sent.
 
-        The layouts are compared in each new quorum. A group that does not fit into a running job gets a ValueError from
-        ``start_quorum``, or from the call that waits for the quorum; the other groups lose that step. Only torchft's
-        process groups carry layouts, and upstream announces none.
+        The parameters of torchft's DistributedDataParallel and OptimizerWrapper, LocalSGD and DiLoCo are announced by
+        these. A group that does not fit into a running job gets a ValueError from ``start_quorum``, or from the call
+        that waits for the quorum. The lighthouse compares what was registered before the first step, and refuses such
+        a group before it is in a quorum. The groups of each new quorum compare as well, where the lighthouse does not;
+        the other groups then lose that step. Only torchft's process groups carry layouts, and upstream announces none.
 
         Args:
             what: names the owner of the tensors.

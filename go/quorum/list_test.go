@@ -96,6 +96,7 @@ func randomList(r *rand.Rand) []Member {
 			ReplicaID: fmt.Sprintf("r%02d", i), Address: fmt.Sprint(r.IntN(2)), ShrinkOnly: r.IntN(4) == 0,
 			Step: r.Int64N(3), CommittedQuorumID: r.Int64N(2), CommitFailures: r.Int64N(2),
 			Handles: slices.Repeat([]string{"h"}, r.IntN(3)),
+			Layouts: slices.Repeat([]string{"l"}, r.IntN(3)),
 		})
 	}
 	return members

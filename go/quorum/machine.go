@@ -198,6 +198,7 @@ func (m *Machine) asked(e Asked) bool {
 		m.reconnect.rejoined(id)
 	}
 	m.roster.ask(e, m.now)
+	m.past.outfit(e)
 	m.failback.reaches(id, e.Reaches)
 	m.list.back(id) // the member has not ended: its request is its vote
 	if e.Member.Step >= m.past.step {

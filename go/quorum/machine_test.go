@@ -77,6 +77,19 @@ func TestMembersArePassedOnAsTheyAre(t *testing.T) {
 	require.Equal(t, []Member{m}, actions[0].(Deliver).Quorum.Members)
 }
 
+// The rank that is refused reads this list. A native handle, which is no JSON, has none.
+func TestARefusalSaysWhereTheOtherListIs(t *testing.T) {
+	for handle, where := range map[string]string{
+		`{"id": "x", "store": "host:1", "layout": "ab12"}`: "; its list is in the store at host:1 under layout/ab12",
+		`{"id": "x", "store": "host:1"}`:                   "",
+		"nccl:0:17":                                        "",
+	} {
+		m := Member{ReplicaID: "a", Layouts: []string{"x"}, Handles: []string{handle}}
+		require.Equal(t, "member b reduces other tensors than member a, which is in the job: rank 0 has y, that of a has x"+where,
+			otherLayout(&Member{ReplicaID: "b", Layouts: []string{"y"}}, &m))
+	}
+}
+
 // Each restart of a group has a new replica_id: the machine's memory must not grow with their number.
 func TestMemoryIsBoundedByLiveMembers(t *testing.T) {
 	r := newRing(2)

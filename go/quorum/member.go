@@ -24,7 +24,10 @@ type Member struct {
 	// the step again: they reduce the kept gradients with the remaining groups.
 	ReplaysFailedSteps bool
 	Handles            []string // reconfigure handles, one per group rank; empty if the group runs version 0.2.0
-	Unknown            []byte   // wire fields that this version does not know, forwarded unchanged
+	// Layouts: a digest and the size of what each rank reduces, or a single one that all ranks have; empty: not known. Rank i reduces
+	// with rank i of the other groups, so these must be equal in all groups.
+	Layouts []string
+	Unknown []byte // wire fields that this version does not know, forwarded unchanged
 }
 
 // State has the fields of a member that may change from step to step. A member sends them with each request.
@@ -46,7 +49,7 @@ func (m *Member) SetState(s State) {
 func (m *Member) SameButState(o *Member) bool {
 	return m.ReplicaID == o.ReplicaID && m.Address == o.Address && m.StoreAddress == o.StoreAddress &&
 		m.WorldSize == o.WorldSize && m.ShrinkOnly == o.ShrinkOnly && m.ReplaysFailedSteps == o.ReplaysFailedSteps && m.Data == o.Data &&
-		slices.Equal(m.Handles, o.Handles) && bytes.Equal(m.Unknown, o.Unknown)
+		slices.Equal(m.Handles, o.Handles) && slices.Equal(m.Layouts, o.Layouts) && bytes.Equal(m.Unknown, o.Unknown)
 }
 
 // appendButState appends an encoding of all fields but those of the State. Members that differ in these fields have different
@@ -67,9 +70,11 @@ func (m *Member) appendButState(buf []byte) []byte {
 		flags |= 2
 	}
 	buf = append(buf, flags)
-	buf = binary.AppendUvarint(buf, uint64(len(m.Handles)))
-	for _, h := range m.Handles {
-		text(h)
+	for _, texts := range [][]string{m.Handles, m.Layouts} {
+		buf = binary.AppendUvarint(buf, uint64(len(texts)))
+		for _, t := range texts {
+			text(t)
+		}
 	}
 	return buf
 }

@@ -16,7 +16,7 @@ import (
 // The commands of a transcript:
 //
 //	policy min=2 join=1s heartbeat=5s [grace=200ms] [stalled=2s] [eject=3s] [forbid]   a new machine, at 1000 ms, so that its first quorum is 1001
-//	ask a [waiter=1] [step=3] [shrink] [failures=1] [known=1005] [number=3] [at=ADDRESS] [world=8] [recallable] [of=2] [reaches=1,2]   of=2: a call by a member that has a list of two lighthouses
+//	ask a [waiter=1] [step=3] [shrink] [failures=1] [known=1005] [number=3] [at=ADDRESS] [world=8] [layout=L,...] [recallable] [of=2] [reaches=1,2]   of=2: a call by a member that has a list of two lighthouses
 //	greet a seat=3/3 [term=1] [known=1005]   a member begins a stream; in its list this is the last of three lighthouses
 //	reaches a 1,2    the member can reach these lighthouses, and no others
 //	recalled 1005 step=3 a b c [from=a] [base=a+,b]   a shows quorum 1005; a+: the vote of a in the base was given for good
@@ -101,6 +101,7 @@ func (r *scribe) run(words []string) []string {
 				Address:        cmp.Or(transcript.Option(args, "at"), "http://"+args[0]),
 				Step:           transcript.Number(r.t, transcript.Option(args, "step")),
 				WorldSize:      uint64(transcript.Number(r.t, transcript.Option(args, "world"))),
+				Layouts:        strings.FieldsFunc(transcript.Option(args, "layout"), func(c rune) bool { return c == ',' }),
 				CommitFailures: transcript.Number(r.t, transcript.Option(args, "failures")),
 				ShrinkOnly:     slices.Contains(args, "shrink"),
 			},

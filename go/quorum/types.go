@@ -310,6 +310,6 @@ const (
 	Left                      // its member has left
 	Unbelieved                // it claims to know a quorum far ahead, and does not show it
 	Unshown                   // it claims to know a later quorum, and does not show it: another lighthouse may know it
-	Misfit                    // its group has another world_size than the other groups
+	Misfit                    // its group has another world_size than the other groups, or reduces other tensors
 	Streamless                // its member makes calls instead of using a stream, and its lighthouse is one of a list (bond.go)
 )

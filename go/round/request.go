@@ -20,6 +20,8 @@ type Request struct {
 	GroupWorldSize     int64  `json:"group_world_size"`    // as configured for this rank; 0: not reported
 	// ReplaysFailedSteps: this rank keeps its gradients, and can reduce them again (quorum.Member).
 	ReplaysFailedSteps bool `json:"replays_failed_steps"`
+	// Layout has a digest of the tensors that this rank reduces, and their size (quorum.Member.Layouts); empty: not known.
+	Layout string `json:"layout"`
 	// Drain: a signal requested that this rank's group leaves. It is not sent to the lighthouse: the machine keeps it, like the
 	// lighthouse's Drained, and the lighthouse learns of it when the group leaves.
 	Drain bool `json:"drain"`
@@ -41,6 +43,7 @@ func merge(member quorum.Member, ranks []*QuorumAsked) (_ quorum.Member, agree b
 	member.Step, member.CommittedQuorumID = first.Step, first.CommittedQuorumID
 	silent := slices.ContainsFunc(ranks, func(a *QuorumAsked) bool { return a.CommittedQuorumID == 0 })
 	handles := make([]string, 0, len(ranks))
+	layouts := make([]string, 0, len(ranks))
 	for _, a := range ranks {
 		agree = agree && a.Step == first.Step && (silent || a.CommittedQuorumID == first.CommittedQuorumID)
 		member.Step = min(member.Step, a.Step)
@@ -49,6 +52,9 @@ func merge(member quorum.Member, ranks []*QuorumAsked) (_ quorum.Member, agree b
 		member.CommitFailures = max(member.CommitFailures, a.CommitFailures)
 		if a.Handle != "" {
 			handles = append(handles, a.Handle)
+		}
+		if a.Layout != "" {
+			layouts = append(layouts, a.Layout)
 		}
 	}
 	switch {
@@ -59,6 +65,12 @@ func merge(member quorum.Member, ranks []*QuorumAsked) (_ quorum.Member, agree b
 	}
 	if len(handles) == len(ranks) { // peers use handles only if all ranks have one
 		member.Handles = handles
+	}
+	if len(layouts) == len(ranks) {
+		member.Layouts = layouts
+		if !slices.ContainsFunc(layouts, func(layout string) bool { return layout != layouts[0] }) {
+			member.Layouts = layouts[:1]
+		}
 	}
 	return member, agree
 }

@@ -17,7 +17,7 @@ import (
 // The commands of a transcript:
 //
 //	group ranks=2            a new machine, of replica group g
-//	ask 0 [waiter=1] [step=3] [metadata=m] [handle=h] [shrink] [init] [failures=1] [committed=7] [world=2] [within=5s]
+//	ask 0 [waiter=1] [step=3] [metadata=m] [handle=h] [layout=l] [shrink] [init] [failures=1] [committed=7] [world=2] [within=5s]
 //	quorum 1 id=7 g:3 x:5:6  the lighthouse answers round 1: groups, their steps, and the quorums of their last commits
 //	failed 1 unavailable     round 1 fails
 //	vote 0 yes [waiter=1] [step=3]
@@ -67,6 +67,7 @@ func (r *scribe) run(words []string) []string {
 				CommittedQuorumID:  r.number(transcript.Option(args, "committed")),
 				Handle:             transcript.Option(args, "handle"),
 				GroupWorldSize:     r.number(transcript.Option(args, "world")),
+				Layout:             transcript.Option(args, "layout"),
 				ReplaysFailedSteps: slices.Contains(args, "replays"),
 				Drain:              slices.Contains(args, "drain"),
 			},
@@ -141,6 +142,9 @@ func describeAction(action Action) string {
 		}
 		if m.ReplaysFailedSteps {
 			line += ", replays"
+		}
+		if len(m.Layouts) > 0 {
+			line += fmt.Sprintf(", layouts %s", m.Layouts)
 		}
 		if m.CommitFailures != 0 {
 			line += fmt.Sprintf(", %d commit failures", m.CommitFailures)

@@ -170,8 +170,11 @@ class Child:
 
     def log_tail(self, lines: int) -> str:
         """Return the end of what it wrote to stderr, long lines cut."""
-        text = Path(self._log.name).read_text(errors="replace")
-        return "\n".join(line[:300] for line in text.splitlines()[-lines:])
+        return "\n".join(line[:300] for line in self.log().splitlines()[-lines:])
+
+    def log(self) -> str:
+        """Return all that it wrote to stderr."""
+        return Path(self._log.name).read_text(errors="replace")
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):

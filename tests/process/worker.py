@@ -25,6 +25,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--group", type=int, required=True)
 parser.add_argument("--seed", type=int, required=True, help="seed of the first weights, different for each group")
 parser.add_argument("--compute_s", type=float, default=0.04, help="seconds between zero_grad and the forward pass")
+parser.add_argument("--width", type=int, default=16, help="width of the hidden layer")
+parser.add_argument("--undeclared", action="store_true", help="wrap neither model nor optimizer")
 parser.add_argument("--isolated", action="store_true", help="run the collectives in a separate process")
 parser.add_argument("--set-fns", action="store_true", help="set the state after the Manager was made")
 parser.add_argument("--heal-along", action="store_true", help="heal in pieces, if this torchft can")
@@ -35,7 +37,7 @@ if args.heal_along:
 commands = Commands()
 torch.set_num_threads(1)
 torch.manual_seed(args.seed)
-model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+model = nn.Sequential(nn.Linear(8, args.width), nn.Tanh(), nn.Linear(args.width, 4))
 adam = optim.Adam(model.parameters(), lr=1e-2)
 emit("imported")
 command = commands.next()
@@ -75,7 +77,7 @@ manager = Manager(
 )
 if args.set_fns:
     manager.set_state_dict_fns(load_state_dict, state_dict)
-optimizer = Optimizer(manager, adam)
+optimizer = None if args.undeclared else Optimizer(manager, adam)
 emit("ready", digest=digest(), torchft=os.path.dirname(torchft.__file__))
 assert commands.next()["do"] == "train"
 
@@ -89,7 +91,11 @@ while last_step is None or manager.current_step() < last_step:
     # The batch depends on the step and the group, so a step that two groups did not share changes the digest.
     batch = torch.Generator().manual_seed(1000 * step + args.group)
     x, y = torch.randn(16, 8, generator=batch), torch.randn(16, 4, generator=batch)
-    optimizer.zero_grad()
+    if optimizer is not None:
+        optimizer.zero_grad()
+    else:
+        manager.start_quorum()
+        adam.zero_grad()
     # Simulates computation, so that a joining group can heal. An upstream source withdraws its checkpoint when it
     # commits: without this it often commits before any target, upstream or ours, has fetched it.
     time.sleep(args.compute_s)
@@ -97,7 +103,10 @@ while last_step is None or manager.current_step() < last_step:
     # Not DistributedDataParallel: in upstream 0.2.0 its backward raises an error if a peer failed before the call.
     for work in [manager.allreduce(p.grad) for p in model.parameters() if p.grad is not None]:
         work.wait()
-    optimizer.step()
+    if optimizer is not None:
+        optimizer.step()
+    elif manager.should_commit():
+        adam.step()
     committed = manager.current_step() > step
     emit(
         "step",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torchft._manager.connection import Connection
     from torchft._manager.edge import Peers
     from torchft._manager.errors import Errors
+    from torchft._manager.layout import Layout
     from torchft._manager.loader import Data, LocalSteps
     from torchft._manager.replayer import Replayer
     from torchft._manager.replicas import State
@@ -33,6 +34,7 @@ class OwnExtras(Extras):
         data: Data,
         replayer: Replayer,
         replicated: State,
+        layout: Layout,
     ) -> None:
         self._place = place
         self._peers = peers
@@ -42,6 +44,7 @@ class OwnExtras(Extras):
         self._data = data
         self._replayer = replayer
         self._replicated = replicated
+        self._layout = layout
 
     def refuse_replay(self, reason: str) -> None:
         self._errors.refuse_replay(reason)
@@ -51,9 +54,11 @@ class OwnExtras(Extras):
 
     def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._replicated.add_optimizer(optimizer)
+        self._layout.add_optimizer(optimizer)
 
     def register_parameters(self, named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
         self._replicated.add_parameters(named)
+        self._layout.add_parameters(named())
 
     @property
     def adds_gradients(self) -> bool:

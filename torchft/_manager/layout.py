@@ -1,8 +1,13 @@
 """Checks that the groups of a quorum reduce the same tensors, before any tensor is sent.
 
-LocalSGD and DiLoCo describe what they reduce in lines of text (``Manager.register_layout``). Each group's reconfigure
-handle carries a digest of its lines; the lines themselves are in the store that the handle names, and are only read if
-digests differ. Groups that announce nothing (upstream and native groups) are not compared.
+Wrappers of models and optimizers register the parameters. LocalSGD and DiLoCo describe what they reduce in lines of
+text (``Manager.register_layout``). A digest of all this goes to the lighthouse with each request: it refuses a group
+that differs from the groups of the job, which lose no step (go/quorum/fit.go).
+
+The groups of a quorum compare as well, because the lighthouse may be upstream's. Each group's reconfigure handle
+carries a digest of its lines; the lines themselves are in the store that the handle names, and are only read if digests
+differ. Groups that announce nothing (upstream and native groups) are not compared. A difference costs the other groups
+a step.
 
 The loaders of :mod:`torchft.data` use the same mechanism, with one more rule: if one group has such a loader, all must
 have one. A prefix of the digest says that a group has a loader; then a handle without a digest counts as different. A
@@ -13,20 +18,27 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
+from collections.abc import Iterable
 from datetime import timedelta
 from typing import Callable, Optional, Sequence
+
+import torch
+from torch.nn.parameter import is_lazy
 
 from torchft._manager.handles import LAYOUT, announced, bare
 from torchft._manager.loader import NAME as LOADER
 from torchft._manager.plan import Plan
+from torchft.checkpointing._places import local_part
 from torchft.process_group.reconfigure import Handle, create_store_client
 
 # A TCPStore tries to connect for about twice its timeout: a few seconds.
 _FETCH_TIMEOUT = timedelta(seconds=2)
 _SHOWN = 6  # lines of each side in an error
 
-
 _WITH_LOADER = "loader-"
+_OF_LOADER = f"{LOADER}: "
+_REFUSAL = re.compile(r"reduces other tensors than member (\S+), which is in the job: rank (\d+) has ")
 
 
 class LayoutDiffers(ValueError):
@@ -42,7 +54,7 @@ class LayoutDiffers(ValueError):
 
 
 def digest(lines: Sequence[str]) -> str:
-    prefix = _WITH_LOADER if any(line.startswith(f"{LOADER}: ") for line in lines) else ""
+    prefix = _WITH_LOADER if any(line.startswith(_OF_LOADER) for line in lines) else ""
     return prefix + hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
@@ -58,21 +70,107 @@ class Layout:
         announce: puts the digest and the lines into this rank's handle.
 
     Attributes:
-        lines: one for each tensor; None: nothing was registered.
+        lines: those of :meth:`add`; None: it was not called.
     """
 
     def __init__(self, announce: Callable[[str, str], None]) -> None:
         self._announce = announce
         self.lines: Optional[list[str]] = None
+        self._of_models: list[tuple[str, torch.Tensor]] = []
+        self._of_optimizers: list[tuple[str, torch.Tensor]] = []
+        self._parameters: list[str] = []
+        self._for_lighthouse: Optional[str] = None
+        self._explained: tuple[Optional[Exception], Optional[LayoutDiffers]] = (None, None)
 
     def add(self, what: str, lines: Sequence[str]) -> None:
         """Adds a line for each tensor of ``what``."""
         self.lines = [*(self.lines or ()), *(f"{what}: {line}" for line in lines)]
-        self._announce(digest(self.lines), "\n".join(self.lines))
+        self._announce_lines()
+
+    def add_parameters(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Adds the parameters of a model. After the first request this has no effect: see :meth:`for_lighthouse`."""
+        if self._for_lighthouse is None:
+            self._of_models += named
+
+    def add_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Adds the parameters of an optimizer that belong to no model of :meth:`add_parameters`."""
+        if self._for_lighthouse is None:
+            self._of_optimizers += [
+                (f"optimizer's [{i}][{j}]", parameter)
+                for i, group in enumerate(optimizer.param_groups)
+                for j, parameter in enumerate(group["params"])
+            ]
+
+    def for_lighthouse(self) -> str:
+        """The digest for the lighthouse, which compares it and shows it to people; empty: nothing is known.
+
+        It is fixed at the first request. What is registered later is not in it, since it is not in that of a group
+        which joins then: that group has not come so far.
+        """
+        if self._for_lighthouse is None:
+            found: dict[int, tuple[str, torch.Tensor]] = {}
+            for name, tensor in self._of_models + self._of_optimizers:
+                found.setdefault(id(tensor), (name, tensor))
+            self._of_models, self._of_optimizers = [], []
+            self._parameters = [f"parameter: {name} {describe(tensor)}" for name, tensor in found.values()]
+            elements = sum(local_part(tensor).numel() for _, tensor in found.values() if not is_lazy(tensor))
+            size = f" of {elements} elements" if elements else ""
+            lines = [line for line in self.compared() or () if not line.startswith(_OF_LOADER)]
+            self._for_lighthouse = f"{len(lines)} tensors{size}, digest {digest(lines)}" if lines else ""
+            self._announce_lines()
+        return self._for_lighthouse
 
     def check(self, plan: Plan, new_here: bool) -> None:
         """Calls :func:`check_layouts`, which reads the lines of other groups from their stores."""
-        check_layouts(plan, self.lines, new_here=new_here, read=read_layout)
+        check_layouts(plan, self.compared(), new_here=new_here, read=read_layout)
+
+    def explain(self, error: Exception, group_rank: int) -> Optional[LayoutDiffers]:
+        """Calls :func:`refused`, which reads the lines of another group from its store, once for an error."""
+        if self._explained[0] is not error:
+            self._explained = error, refused(error, self.compared(), group_rank, read_layout)
+        return self._explained[1]
+
+    def compared(self) -> Optional[list[str]]:
+        """The lines that are compared with those of the other groups; None if nothing was registered."""
+        return [*self._parameters, *(self.lines or ())] or self.lines
+
+    def _announce_lines(self) -> None:
+        lines = self.compared()
+        if lines is not None:
+            self._announce(digest(lines), "\n".join(lines))
+
+
+def refused(
+    error: Exception,
+    ours: Optional[Sequence[str]],
+    group_rank: int,
+    read: Callable[[Handle], Optional[list[str]]],
+) -> Optional[LayoutDiffers]:
+    """The error of a rank whose group was refused, with the tensors that differ; None if the error is another one.
+
+    Args:
+        error: the error of a request for a quorum. Its text is made in go/quorum/fit.go.
+        ours: the lines of this rank.
+        group_rank: this rank. The lighthouse names one rank that differs; the others may not.
+        read: as in :func:`check_layouts`.
+    """
+    text, _, where = str(error).partition("; its list is in ")
+    found = _REFUSAL.search(text)
+    if found is None:
+        return None
+    store = re.match(r"the store at (\S+) under layout/(\S+)", where)
+    if store is None or ours is None or int(found[2]) != group_rank:
+        return LayoutDiffers(text, must_end=True)
+    theirs = read(Handle(id=found[1], store=store[1], layout=store[2]))
+    return LayoutDiffers(f"{text}: {_describe(ours, theirs)}", must_end=True)
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """Describes type and shape of the part of a tensor in this process: ``float32[2, 3]``."""
+    if is_lazy(tensor):
+        return "of unknown shape"
+    local = local_part(tensor)
+    return f"{str(local.dtype).removeprefix('torch.')}{list(local.shape)}"
 
 
 def check_layouts(

@@ -8,6 +8,7 @@ from typing import Optional
 
 from torchft._forked import Maker
 from torchft._manager.errors import ExceptionWithTraceback
+from torchft._manager.layout import Layout
 from torchft._manager.ranges import ranged
 from torchft._manager.rounds import Round
 from torchft._manager.step import Step
@@ -20,8 +21,12 @@ class Stepping:
         _current: the step in progress, or the last one.
         _round: the round that requests its quorum; None before the first.
         _maker: the process of this Manager.
+        _layout: the tensors that this rank reduces.
+        _group_rank: this rank in its group.
     """
 
+    _layout: Layout
+    _group_rank: int
     _current: Step
     _maker: Maker
     _round: Optional[Round] = None
@@ -52,9 +57,17 @@ class Stepping:
 
         Raises:
             RuntimeError: there is no quorum, or start_quorum was not called.
+            ValueError: this group reduces other tensors than the groups of the job.
             TimeoutError: there was none in time.
         """
-        self._check_begun("wait_quorum").result()
+        begun = self._check_begun("wait_quorum")
+        try:
+            begun.result()
+        except RuntimeError as e:
+            refused = self._layout.explain(e, self._group_rank)
+            if refused is None:
+                raise
+            raise refused from e
 
     def _check_begun(self, call: str) -> Round:
         """The round of the step. Refuses a call before the first step."""

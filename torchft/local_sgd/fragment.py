@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn, optim
 
+from torchft._manager.layout import describe
 from torchft._manager.work import managed
 from torchft._quantization.layout import check_tensors
 from torchft.local_sgd import buckets
@@ -21,7 +22,6 @@ from torchft.local_sgd.buckets import Buffers
 from torchft.local_sgd.parameters import (
     all_finite,
     as_gradient_of,
-    describe,
     extract_local_tensor,
     local_part,
     synchronised,

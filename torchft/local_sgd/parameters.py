@@ -60,12 +60,6 @@ def synchronised(module: nn.Module, what: str) -> dict[str, nn.Parameter]:
     return found
 
 
-def describe(t: torch.Tensor) -> str:
-    """Describes type and shape of the part of ``t`` in this process: ``float32[2, 3]``."""
-    t = local_part(t)
-    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
-
-
 def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether no value is NaN or Inf. Waits for the device once, and allocates only scalars.
 

@@ -29,6 +29,7 @@ func MemberFromProto(m *torchftpb.QuorumMember) quorum.Member {
 		CommittedQuorumID:  m.GetCommittedQuorumId(),
 		ReplaysFailedSteps: m.GetReplaysFailedSteps(),
 		Handles:            m.GetReconfigureHandles(),
+		Layouts:            m.GetLayouts(),
 		Unknown:            m.ProtoReflect().GetUnknown(),
 	}
 }
@@ -47,6 +48,7 @@ func MemberToProto(m quorum.Member) *torchftpb.QuorumMember {
 		CommittedQuorumId:  m.CommittedQuorumID,
 		ReplaysFailedSteps: m.ReplaysFailedSteps,
 		ReconfigureHandles: m.Handles,
+		Layouts:            m.Layouts,
 	}
 	if len(m.Unknown) > 0 {
 		p.ProtoReflect().SetUnknown(m.Unknown)
@@ -134,6 +136,7 @@ func RequestToProto(r round.Request) *torchftpb.ManagerQuorumRequest {
 		ReconfigureHandle:  r.Handle,
 		GroupWorldSize:     r.GroupWorldSize,
 		ReplaysFailedSteps: r.ReplaysFailedSteps,
+		Layout:             r.Layout,
 		Drain:              r.Drain,
 	}
 }
@@ -151,6 +154,7 @@ func RequestFromProto(p *torchftpb.ManagerQuorumRequest) round.Request {
 		Handle:             p.GetReconfigureHandle(),
 		GroupWorldSize:     p.GetGroupWorldSize(),
 		ReplaysFailedSteps: p.GetReplaysFailedSteps(),
+		Layout:             p.GetLayout(),
 		Drain:              p.GetDrain(),
 	}
 }

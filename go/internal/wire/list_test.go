@@ -17,7 +17,7 @@ func manyMembers(n int) []quorum.Member {
 	for i := range members {
 		members[i] = quorum.Member{
 			ReplicaID: fmt.Sprintf("group-%05d", i), Address: fmt.Sprintf("http://node-%d:1", i), WorldSize: 2,
-			Data: "{}", Handles: []string{"h0", "h1"}, Unknown: []byte{0xf8, 0x07, 0x01},
+			Data: "{}", Handles: []string{"h0", "h1"}, Layouts: []string{"l"}, Unknown: []byte{0xf8, 0x07, 0x01},
 		}
 	}
 	return members

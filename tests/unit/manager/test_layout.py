@@ -7,11 +7,17 @@ from datetime import timedelta
 from typing import Any, Callable, Optional
 
 import pytest
+import torch
+from torch import nn
 
 from tests.unit.manager.conftest import Fixture, quorum
 from torchft._manager import layout
-from torchft._manager.layout import LayoutDiffers, check_layouts, digest, read_layout
+from torchft._manager.layout import Layout, LayoutDiffers, check_layouts, digest, read_layout, refused
 from torchft._manager.plan import Plan, Source
+from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
+from torchft.local_sgd import DiLoCo, LocalSGD
+from torchft.manager import Manager
+from torchft.optim import OptimizerWrapper
 from torchft.process_group import ProcessGroupGloo
 from torchft.process_group.reconfigure import Handle
 
@@ -166,3 +172,146 @@ def test_differences_between_loaders_are_named() -> None:
     for groups, me, who in [([LOADER, None], 1, "group0"), ([None, LOADER], 1, "this group")]:
         with pytest.raises(LayoutDiffers, match=f"^{who} trains with an ElasticDataLoader"):
             check_layouts(plan(groups, me, 0), groups[me], new_here=True, read=lambda peer: None)
+
+
+# The parameters that wrappers register
+
+
+def announced(*models: nn.Module, steps: Optional[list[nn.Parameter]] = None) -> str:
+    layout = Layout(lambda digest, lines: None)
+    for model in models:
+        layout.add_parameters(model.named_parameters())
+    if steps is not None:
+        layout.add_optimizer(torch.optim.SGD(steps, lr=1.0))
+    return layout.for_lighthouse()
+
+
+def renamed(model: nn.Module) -> nn.Module:
+    return nn.Sequential(model)
+
+
+MODEL = nn.Linear(2, 3)
+
+
+@pytest.mark.parametrize(
+    ("other", "equal"),
+    [
+        (announced(nn.Linear(2, 3)), True),
+        (announced(nn.Linear(2, 3).requires_grad_(False)), True),  # a part may be frozen only later
+        (announced(nn.Linear(2, 3), steps=list(nn.Linear(2, 3).parameters())), False),
+        (announced(MODEL, steps=list(MODEL.parameters())), True),  # the optimizer adds none
+        (announced(nn.Linear(2, 4)), False),
+        (announced(nn.Linear(3, 2)), False),  # as many elements
+        (announced(nn.Linear(2, 3, bias=False)), False),
+        (announced(nn.Linear(2, 3).double()), False),
+        (announced(renamed(nn.Linear(2, 3))), False),
+        (announced(nn.Linear(2, 3), nn.Linear(2, 3)), False),
+    ],
+)
+def test_the_lighthouse_compares_names_shapes_and_types(other: str, equal: bool) -> None:
+    assert (announced(MODEL) == other) is equal
+    assert announced(MODEL).startswith("2 tensors of 9 elements, digest ")
+
+
+def test_order_matters() -> None:
+    weight, bias = MODEL.parameters()
+    assert announced(steps=[weight, bias]) != announced(steps=[bias, weight])
+
+
+def test_nothing_is_announced_without_parameters_or_for_a_loader_alone() -> None:
+    assert announced() == ""
+    loader = Layout(lambda digest, lines: None)
+    loader.add("ElasticDataLoader", ["seed=0"])
+    assert loader.for_lighthouse() == "" and loader.compared() == LOADER
+
+
+def test_a_parameter_without_a_shape_yet() -> None:
+    assert announced(nn.LazyLinear(3)).startswith("2 tensors, digest ")
+
+
+def of_ddp(manager: Manager) -> None:
+    DistributedDataParallel(manager, nn.Linear(2, 3))
+
+
+def of_pure_ddp(manager: Manager) -> None:
+    PureDistributedDataParallel(manager, nn.Linear(2, 3))
+
+
+def of_optimizer(manager: Manager) -> None:
+    OptimizerWrapper(manager, torch.optim.SGD(nn.Linear(2, 3).parameters(), lr=1.0))
+
+
+def of_local_sgd(manager: Manager) -> None:
+    model = nn.Linear(2, 3)
+    LocalSGD(manager, model, torch.optim.SGD(model.parameters(), lr=1.0), sync_every=1)
+
+
+def of_diloco(manager: Manager) -> None:
+    model = nn.Linear(2, 3)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2)]
+    DiLoCo(manager, [model], *optimizers, sync_every=1)
+
+
+@pytest.mark.parametrize("wrap", [of_ddp, of_pure_ddp, of_optimizer, of_local_sgd, of_diloco])
+def test_each_wrapper_announces_what_it_knows(fixture: Fixture, wrap: Callable[[Manager], None]) -> None:
+    fixture.pg = ProcessGroupGloo(timeout=timedelta(seconds=10))  # type: ignore[assignment]
+    fixture.client._quorum.side_effect = RuntimeError("no quorum in this test")
+    manager = fixture.manager(use_async_quorum=False)
+    wrap(manager)
+    with pytest.raises(RuntimeError, match="no quorum in this test"):
+        manager.start_quorum()
+    assert "tensors" in manager._layout.for_lighthouse()
+    lines = manager._layout.compared()
+    assert any("weight float32[3, 2]" in line or "[0][0] float32[3, 2]" in line for line in lines or ())
+    assert read_layout(Handle.decode(fixture.pg.get_reconfigure_handle())) == lines
+    fixture.pg.shutdown()
+
+
+def test_a_model_of_a_later_step_changes_nothing(fixture: Fixture) -> None:
+    """A group that joins announces what it registered before its first step, so that of a running group stays."""
+    fixture.client._quorum.side_effect = RuntimeError("no quorum in this test")
+    manager = fixture.manager(use_async_quorum=False)
+    of_ddp(manager)
+    with pytest.raises(RuntimeError, match="no quorum in this test"):
+        manager.start_quorum()
+    before = manager._layout.for_lighthouse(), manager._layout.compared()
+    of_ddp(manager)
+    of_optimizer(manager)
+    assert (manager._layout.for_lighthouse(), manager._layout.compared()) == before
+
+
+# A refusal of the lighthouse
+
+REFUSAL = "no quorum: member b reduces other tensors than member a, which is in the job: rank 0 has x, that of a has y"
+LIST = "; its list is in the store at host:1 under layout/ab12"
+
+
+@pytest.mark.parametrize(
+    ("error", "ours", "rank", "expected"),
+    [
+        (REFUSAL + LIST, OURS, 0, f"{REFUSAL}: here {OURS[0]}; there {THEIRS[0]}"),
+        (REFUSAL + LIST, OURS, 1, REFUSAL),  # this rank may have the same
+        (REFUSAL + LIST, None, 0, REFUSAL),
+        (REFUSAL, OURS, 0, REFUSAL),  # a native handle has no list
+        ("no quorum: world_size of member b is 2", OURS, 0, None),
+    ],
+)
+def test_a_refused_rank_names_what_differs(
+    error: str, ours: Optional[list[str]], rank: int, expected: Optional[str]
+) -> None:
+    def read(peer: Handle) -> list[str]:
+        assert peer == Handle(id="a", store="host:1", layout="ab12")
+        return THEIRS
+
+    found = refused(RuntimeError(error), ours, rank, read)
+    assert expected == (None if found is None else str(found))
+
+
+def test_each_wait_for_a_refused_quorum_raises_the_same_error(fixture: Fixture) -> None:
+    fixture.client._quorum.side_effect = RuntimeError(REFUSAL)
+    manager = fixture.manager()
+    manager.start_quorum()
+    for _ in range(2):
+        with pytest.raises(ValueError, match="member b reduces other tensors than member a") as error:
+            manager.wait_quorum()
+        assert str(error.value.__cause__) == REFUSAL

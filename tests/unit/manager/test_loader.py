@@ -51,8 +51,10 @@ def attach(manager: Manager, peers: Optional[Fixture] = None) -> ElasticDataLoad
 
 def native_handle(handle: str, manager: Manager) -> str:
     """A native handle that announces the layout of a manager."""
-    assert manager._layout.lines is not None
-    return announce_native(handle, LAYOUT, announced_natively(digest(manager._layout.lines)))
+    manager._layout.for_lighthouse()  # what is registered after this is not announced
+    lines = manager._layout.compared()
+    assert lines is not None
+    return announce_native(handle, LAYOUT, announced_natively(digest(lines)))
 
 
 def announce_the_same(manager: Manager, peers: Fixture) -> None:

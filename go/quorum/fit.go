@@ -1,0 +1,160 @@
+package quorum
+
+import (
+	"encoding/json"
+	"fmt"
+	"slices"
+)
+
+// Rank i of a group reduces with rank i of the others. With groups of different sizes, the last ranks of the larger ones would
+// wait in every step for peers that do not exist. If the tensors differ, a backend such as Gloo ends the process of a rank that
+// receives more bytes than it expects, so one edited script would end the healthy groups. So a new member that differs in either
+// is refused, and is never in a quorum with the others.
+//
+// A member that makes calls instead of using a stream is accepted with any size, as by an upstream lighthouse: the world_size
+// that such a member sends may differ from the number of its ranks.
+
+// likeness is the result of comparing one property of two members.
+type likeness int
+
+const (
+	unknown likeness = iota // one of them does not announce it
+	alike
+	different
+)
+
+// misfit returns the reason to refuse a new member that differs from the present ones; empty if it is accepted. What the others do
+// not announce is not compared.
+func (m *memory) misfit(e Asked) string {
+	id := e.Member.ReplicaID
+	if r := m.roster.members[id]; !e.Recallable || r != nil && r.previous {
+		return ""
+	}
+	if other := m.unlike(id, func(o *Member) likeness { return alikeInSize(&e.Member, o) }); other != nil {
+		return otherSize(&e.Member, other)
+	}
+	if other := m.unlike(id, func(o *Member) likeness { return alikeInLayout(&e.Member, o) }); other != nil {
+		return otherLayout(&e.Member, other)
+	}
+	return ""
+}
+
+// outfit refuses the pending requests of new members that differ from a member of the latest quorum, when that member asks. A
+// lighthouse that adopted this quorum, after a restart, knew neither size nor layouts of its members when the new ones asked.
+func (m *memory) outfit(e Asked) {
+	if m.latest == nil || m.latest.Revision != 0 || !e.Recallable || !m.roster.members[e.Member.ReplicaID].previous {
+		return
+	}
+	for element := m.roster.queue.Front(); element != nil; {
+		r := element.Value.(*record)
+		element = element.Next() // before a refusal removes r from the queue
+		if r.previous || !r.newest().recallable {
+			continue
+		}
+		reason := ""
+		switch {
+		case alikeInSize(r.member(), &e.Member) == different:
+			reason = otherSize(r.member(), &e.Member)
+		case alikeInLayout(r.member(), &e.Member) == different:
+			reason = otherLayout(r.member(), &e.Member)
+		default:
+			continue
+		}
+		m.refuseAll(r, Misfit, reason)
+		m.failRefused(r.id, Misfit, reason)
+	}
+}
+
+func otherSize(of, than *Member) string {
+	return fmt.Sprintf("world_size of member %s is %d, that of member %s, which is in the job, is %d: all groups of a job must have equally many ranks",
+		of.ReplicaID, of.WorldSize, than.ReplicaID, than.WorldSize)
+}
+
+func otherLayout(of, than *Member) string {
+	rank := 0
+	for ofRank(of.Layouts, rank) == ofRank(than.Layouts, rank) {
+		rank++
+	}
+	return fmt.Sprintf("member %s reduces other tensors than member %s, which is in the job: rank %d has %.99s, that of %s has %.99s%s",
+		of.ReplicaID, than.ReplicaID, rank, ofRank(of.Layouts, rank), than.ReplicaID, ofRank(than.Layouts, rank), linesOf(than, rank))
+}
+
+// linesOf returns where a rank's list of its tensors is, for the rank that is refused: it reads the list to name the first ones
+// that differ (refused in torchft/_manager/layout.py). It is empty if the rank's handle does not say.
+func linesOf(m *Member, rank int) string {
+	var handle struct{ Store, Layout string }
+	if rank >= len(m.Handles) || json.Unmarshal([]byte(m.Handles[rank]), &handle) != nil || handle.Store == "" || handle.Layout == "" {
+		return ""
+	}
+	return fmt.Sprintf("; its list is in the store at %.99s under layout/%.99s", handle.Store, handle.Layout)
+}
+
+func alikeInSize(a, b *Member) likeness {
+	switch {
+	case a.WorldSize == 0 || b.WorldSize == 0:
+		return unknown
+	case a.WorldSize == b.WorldSize:
+		return alike
+	}
+	return different
+}
+
+func alikeInLayout(a, b *Member) likeness {
+	switch {
+	case len(a.Layouts) == 0 || len(b.Layouts) == 0:
+		return unknown
+	case slices.Equal(a.Layouts, b.Layouts):
+		return alike
+	}
+	return different
+}
+
+// ofRank returns the layout of a rank of a member (Member.Layouts).
+func ofRank(layouts []string, rank int) string {
+	if len(layouts) == 1 {
+		return layouts[0]
+	}
+	if rank < len(layouts) {
+		return layouts[rank]
+	}
+	return ""
+}
+
+// unlike returns a member that is different. It returns nil if there is none, or if another member is alike. It looks at the
+// members of the latest quorum that have a stream, or are presumed alive. If there are none, it looks at those with a pending
+// request: at the start of a job, the first member that asks decides.
+func (m *memory) unlike(id string, compare func(*Member) likeness) (other *Member) {
+	here := false
+	for i, r := range m.members {
+		if !r.alive() || r.suspect != nil {
+			continue
+		}
+		here = true
+		if r.presumed {
+			continue // not known yet: outfit compares it when it asks
+		}
+		switch o := &m.latest.Members[i]; compare(o) {
+		case alike:
+			return nil
+		case different:
+			if other == nil {
+				other = o
+			}
+		}
+	}
+	for e := m.roster.queue.Front(); e != nil && !here; e = e.Next() {
+		r := e.Value.(*record)
+		if r.id == id {
+			continue
+		}
+		switch compare(r.member()) {
+		case alike:
+			return nil
+		case different:
+			if other == nil {
+				other = r.member()
+			}
+		}
+	}
+	return other
+}

@@ -296,8 +296,9 @@ class ManagerClient(_Native):
         """Waits for the lighthouse's next notice.
 
         Returns:
-            The kind of the notice, and the member that failed or is stalled. Kinds are ``failed``, ``stalled`` and
-            ``progress``: the lighthouse asks what this rank does. None if there was no notice in time.
+            The kind of the notice, and the member that failed or is stalled. Kinds are ``failed``, ``stalled``,
+            ``regressed`` (the quorum is below the job's step) and ``progress``: the lighthouse asks what this rank
+            does. None if there was no notice in time.
 
         Raises:
             RuntimeError: the client is shut down.

@@ -343,7 +343,8 @@ class Manager(Stateful, Stepping):
             self._layout,
         )
         self._trace = step_trace(self._replica_id, self._group_rank)
-        self._server.listen(self._failures.member_failed, self._failures.stalled, self._failures.progress)
+        failures = self._failures
+        self._server.listen(failures.member_failed, failures.stalled, failures.regressed, failures.progress)
 
     def _make_step(
         self,

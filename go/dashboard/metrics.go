@@ -51,6 +51,7 @@ type meters struct {
 	heals      prometheus.Counter
 	healed     prometheus.Counter // bytes
 	lost       prometheus.Counter
+	regressed  prometheus.Counter
 	recovery   map[Kind]prometheus.Histogram
 	quorum     prometheus.Histogram
 	step       prometheus.Histogram
@@ -82,6 +83,7 @@ func newMeters(job string) *meters {
 		heals:      counter("torchft_heals_total", "Groups that took over the state of another."),
 		healed:     counter("torchft_healed_bytes_total", "Bytes of these states, of the first rank of each group."),
 		lost:       counter("torchft_lost_steps_total", "Steps that the survivors of failures lost."),
+		regressed:  counter("torchft_regressions_total", "Quorums below the step that the job had reached: later steps are lost."),
 		recovery:   map[Kind]prometheus.Histogram{},
 		quorum:     histogram("torchft_quorum_seconds", "Time from the first group that asks for a quorum to its answer, without stops of the lighthouse.", nil),
 		step:       histogram("torchft_step_seconds", "Time from one step of the job to the next.", nil),
@@ -101,7 +103,7 @@ func newMeters(job string) *meters {
 
 // all returns the metrics, for Prometheus.
 func (m *meters) all() []prometheus.Metric {
-	all := []prometheus.Metric{m.rounds, m.changes, m.heartbeats, m.kills, m.drains, m.heals, m.healed, m.lost, m.quorum, m.step}
+	all := []prometheus.Metric{m.rounds, m.changes, m.heartbeats, m.kills, m.drains, m.heals, m.healed, m.lost, m.regressed, m.quorum, m.step}
 	for _, c := range m.failures {
 		all = append(all, c)
 	}
@@ -131,6 +133,8 @@ func (m *meters) event(e Event) {
 		m.kills.Add(float64(len(e.Left)))
 	case Drained:
 		m.drains.Add(float64(len(e.Left)))
+	case Regressed:
+		m.regressed.Inc()
 	case Healed:
 		m.heals.Inc()
 		m.healed.Add(float64(e.Bytes))

@@ -36,6 +36,7 @@ func TestTheMetricsOfAJobWithAFailure(t *testing.T) {
 	f.Record(Event{Kind: Recovered, Who: "a", StepsLost: 2, Phases: phases[2:]})
 	f.Record(Event{Kind: Drained, Left: []string{"b"}})
 	f.Record(Event{Kind: Killed, Left: []string{"c"}})
+	f.Record(Event{Kind: Regressed, Reason: "the job had reached step 9"})
 
 	require.NoError(t, testutil.CollectAndCompare(collector(func() []*Feed { return []*Feed{f} }), strings.NewReader(`
 # HELP torchft_drains_total Members that were asked to leave at the end of a step.
@@ -85,6 +86,9 @@ torchft_quorum_id{training_job="default"} 3
 # HELP torchft_quorum_rounds_total Quorums answered, one for each step.
 # TYPE torchft_quorum_rounds_total counter
 torchft_quorum_rounds_total{training_job="default"} 7
+# HELP torchft_regressions_total Quorums below the step that the job had reached: later steps are lost.
+# TYPE torchft_regressions_total counter
+torchft_regressions_total{training_job="default"} 1
 # HELP torchft_step_seconds Time from one step of the job to the next.
 # TYPE torchft_step_seconds histogram
 torchft_step_seconds_bucket{training_job="default",le="0.005"} 0

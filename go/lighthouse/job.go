@@ -275,7 +275,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			j.log.Warn("torchft: A VOTE IS WAIVED: "+risk, "replica_id", a.ReplicaID, "by", a.By)
 			j.board.Record(dashboard.Event{Time: now, Kind: dashboard.Waived, Left: []string{a.ReplicaID}, Reason: "waived by " + a.By})
 		case quorum.Regressed:
-			j.log.Warn("torchft: THE JOB REGRESSES: its weights of later steps are lost unless their groups come back", "quorum_id", a.Quorum.ID, "reason", a.Reason)
+			j.regresses(a, now)
 		case quorum.Changed:
 			j.log.Info("torchft: new quorum", "quorum_id", a.Quorum.ID, "replicas", len(a.Quorum.Members),
 				"joined", some(a.Joined), "left", some(a.Left), "reason", a.Reason)

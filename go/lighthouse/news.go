@@ -99,6 +99,18 @@ func (j *job) sendNews(now time.Time) {
 	}
 }
 
+// regresses reports to all members that the weights of later steps are lost, unless their groups come back. The caller holds mu.
+func (j *job) regresses(a quorum.Regressed, now time.Time) {
+	j.log.Warn("torchft: THE JOB REGRESSES: its weights of later steps are lost unless their groups come back", "quorum_id", a.Quorum.ID, "reason", a.Reason)
+	j.board.Record(dashboard.Event{Time: now, Kind: dashboard.Regressed, QuorumID: a.Quorum.ID, Step: maxStep(a.Quorum), Reason: a.Reason})
+	message := encodeNews(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Regressed{
+		Regressed: &torchftpb.JobRegressed{QuorumId: a.Quorum.ID, Reason: a.Reason},
+	}})
+	for one := range j.streams.all() {
+		one.post(outgoing{news: message})
+	}
+}
+
 // record adds members that failed or ended to the history.
 func (j *job) record(now time.Time, kind dashboard.Kind, of []trouble) {
 	if len(of) > 0 {

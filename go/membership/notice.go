@@ -6,7 +6,7 @@ import "sync"
 type Notice struct {
 	Kind      NoticeKind
 	QuorumID  int64  // this field and the following ones are empty for ProgressAsked
-	ReplicaID string // the member it is about
+	ReplicaID string // the member it is about; empty for Regressed
 	Reason    string
 	Elsewhere bool // the lighthouse that sent the notice may not have formed the quorum
 }
@@ -18,6 +18,7 @@ const (
 	MemberFailed  NoticeKind = iota // a member of the quorum has failed
 	Stalled                         // a member of the quorum makes no progress while the others wait for it
 	ProgressAsked                   // each rank is asked for its progress
+	Regressed                       // the quorum is below the step that the job had reached
 	Drained                         // this group is asked to leave; its ranks learn that from their next quorum
 )
 

@@ -87,8 +87,8 @@ func ManagerChangeStart(handle, timeoutUs int64) (op int64, err error) {
 	}), nil
 }
 
-// ManagerNoticeStart waits for a notice of the lighthouse: a member failed or stalled, or the lighthouse asks for the progress of
-// this rank. The result is the JSON of notice, or nil if there was none within the timeout.
+// ManagerNoticeStart waits for a notice of the lighthouse: a member failed or stalled, the job regresses, or the lighthouse asks for
+// the progress of this rank. The result is the JSON of notice, or nil if there was none within the timeout.
 func ManagerNoticeStart(handle, timeoutUs int64) (op int64, err error) {
 	defer ops.Guard(&err)
 	client, err := ops.Get[*rank.Client](handle)
@@ -98,7 +98,7 @@ func ManagerNoticeStart(handle, timeoutUs int64) (op int64, err error) {
 	return ops.Start(micros(timeoutUs), func(ctx context.Context) (any, error) {
 		select {
 		case f := <-client.Notices():
-			return toJSON(notice{[...]string{"failed", "stalled", "progress"}[f.Kind], f.QuorumID, f.ReplicaID, f.Reason})
+			return toJSON(notice{[...]string{"failed", "stalled", "progress", "regressed"}[f.Kind], f.QuorumID, f.ReplicaID, f.Reason})
 		case <-client.Closed:
 			return nil, errors.New("the client is closed")
 		case <-ctx.Done():

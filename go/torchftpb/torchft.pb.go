@@ -1534,6 +1534,7 @@ type RankResponse struct {
 	//	*RankResponse_MemberFailed
 	//	*RankResponse_MemberStalled
 	//	*RankResponse_ProgressAsked
+	//	*RankResponse_Regressed
 	//	*RankResponse_Left
 	Response      isRankResponse_Response `protobuf_oneof:"response"`
 	unknownFields protoimpl.UnknownFields
@@ -1638,6 +1639,15 @@ func (x *RankResponse) GetProgressAsked() bool {
 	return false
 }
 
+func (x *RankResponse) GetRegressed() *JobRegressed {
+	if x != nil {
+		if x, ok := x.Response.(*RankResponse_Regressed); ok {
+			return x.Regressed
+		}
+	}
+	return nil
+}
+
 func (x *RankResponse) GetLeft() bool {
 	if x != nil {
 		if x, ok := x.Response.(*RankResponse_Left); ok {
@@ -1676,6 +1686,10 @@ type RankResponse_ProgressAsked struct {
 	ProgressAsked bool `protobuf:"varint,61,opt,name=progress_asked,json=progressAsked,proto3,oneof"` // the rank sends RankRequest.progress
 }
 
+type RankResponse_Regressed struct {
+	Regressed *JobRegressed `protobuf:"bytes,63,opt,name=regressed,proto3,oneof"`
+}
+
 type RankResponse_Left struct {
 	Left bool `protobuf:"varint,80,opt,name=left,proto3,oneof"` // the answer to leave
 }
@@ -1691,6 +1705,8 @@ func (*RankResponse_MemberFailed) isRankResponse_Response() {}
 func (*RankResponse_MemberStalled) isRankResponse_Response() {}
 
 func (*RankResponse_ProgressAsked) isRankResponse_Response() {}
+
+func (*RankResponse_Regressed) isRankResponse_Response() {}
 
 func (*RankResponse_Left) isRankResponse_Response() {}
 
@@ -2277,6 +2293,59 @@ func (x *MemberStalled) GetReason() string {
 	return ""
 }
 
+// The quorum is below the step that the job had reached: later steps are lost unless their groups come back.
+type JobRegressed struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	QuorumId      int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
+	Reason        string                 `protobuf:"bytes,2,opt,name=reason,proto3" json:"reason,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *JobRegressed) Reset() {
+	*x = JobRegressed{}
+	mi := &file_torchft_proto_msgTypes[30]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *JobRegressed) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*JobRegressed) ProtoMessage() {}
+
+func (x *JobRegressed) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[30]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use JobRegressed.ProtoReflect.Descriptor instead.
+func (*JobRegressed) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{30}
+}
+
+func (x *JobRegressed) GetQuorumId() int64 {
+	if x != nil {
+		return x.QuorumId
+	}
+	return 0
+}
+
+func (x *JobRegressed) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
 // The status with which the corresponding unary call would have ended.
 type CallFailure struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -2288,7 +2357,7 @@ type CallFailure struct {
 
 func (x *CallFailure) Reset() {
 	*x = CallFailure{}
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2300,7 +2369,7 @@ func (x *CallFailure) String() string {
 func (*CallFailure) ProtoMessage() {}
 
 func (x *CallFailure) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[30]
+	mi := &file_torchft_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2313,7 +2382,7 @@ func (x *CallFailure) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CallFailure.ProtoReflect.Descriptor instead.
 func (*CallFailure) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{30}
+	return file_torchft_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *CallFailure) GetCode() uint32 {
@@ -2359,7 +2428,7 @@ type MemberMessage struct {
 
 func (x *MemberMessage) Reset() {
 	*x = MemberMessage{}
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2371,7 +2440,7 @@ func (x *MemberMessage) String() string {
 func (*MemberMessage) ProtoMessage() {}
 
 func (x *MemberMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[31]
+	mi := &file_torchft_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2384,7 +2453,7 @@ func (x *MemberMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use MemberMessage.ProtoReflect.Descriptor instead.
 func (*MemberMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{31}
+	return file_torchft_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *MemberMessage) GetStamp() uint64 {
@@ -2629,7 +2698,7 @@ type Greeting struct {
 
 func (x *Greeting) Reset() {
 	*x = Greeting{}
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2641,7 +2710,7 @@ func (x *Greeting) String() string {
 func (*Greeting) ProtoMessage() {}
 
 func (x *Greeting) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[32]
+	mi := &file_torchft_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2654,7 +2723,7 @@ func (x *Greeting) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Greeting.ProtoReflect.Descriptor instead.
 func (*Greeting) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{32}
+	return file_torchft_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *Greeting) GetReplicaId() string {
@@ -2712,7 +2781,7 @@ type PastQuorum struct {
 
 func (x *PastQuorum) Reset() {
 	*x = PastQuorum{}
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2724,7 +2793,7 @@ func (x *PastQuorum) String() string {
 func (*PastQuorum) ProtoMessage() {}
 
 func (x *PastQuorum) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[33]
+	mi := &file_torchft_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2737,7 +2806,7 @@ func (x *PastQuorum) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PastQuorum.ProtoReflect.Descriptor instead.
 func (*PastQuorum) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{33}
+	return file_torchft_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *PastQuorum) GetQuorumId() int64 {
@@ -2783,7 +2852,7 @@ type Voter struct {
 
 func (x *Voter) Reset() {
 	*x = Voter{}
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2795,7 +2864,7 @@ func (x *Voter) String() string {
 func (*Voter) ProtoMessage() {}
 
 func (x *Voter) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[34]
+	mi := &file_torchft_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2808,7 +2877,7 @@ func (x *Voter) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Voter.ProtoReflect.Descriptor instead.
 func (*Voter) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{34}
+	return file_torchft_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *Voter) GetReplicaId() string {
@@ -2859,7 +2928,7 @@ type Ask struct {
 
 func (x *Ask) Reset() {
 	*x = Ask{}
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2871,7 +2940,7 @@ func (x *Ask) String() string {
 func (*Ask) ProtoMessage() {}
 
 func (x *Ask) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[35]
+	mi := &file_torchft_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2884,7 +2953,7 @@ func (x *Ask) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Ask.ProtoReflect.Descriptor instead.
 func (*Ask) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{35}
+	return file_torchft_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *Ask) GetNumber() uint64 {
@@ -2966,6 +3035,7 @@ type LighthouseMessage struct {
 	//	*LighthouseMessage_MemberFailed
 	//	*LighthouseMessage_MemberStalled
 	//	*LighthouseMessage_ProgressAsked
+	//	*LighthouseMessage_Regressed
 	//	*LighthouseMessage_Probe
 	//	*LighthouseMessage_Recall
 	//	*LighthouseMessage_FailBack
@@ -2978,7 +3048,7 @@ type LighthouseMessage struct {
 
 func (x *LighthouseMessage) Reset() {
 	*x = LighthouseMessage{}
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2990,7 +3060,7 @@ func (x *LighthouseMessage) String() string {
 func (*LighthouseMessage) ProtoMessage() {}
 
 func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[36]
+	mi := &file_torchft_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3003,7 +3073,7 @@ func (x *LighthouseMessage) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LighthouseMessage.ProtoReflect.Descriptor instead.
 func (*LighthouseMessage) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{36}
+	return file_torchft_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *LighthouseMessage) GetNumber() uint64 {
@@ -3099,6 +3169,15 @@ func (x *LighthouseMessage) GetProgressAsked() bool {
 	return false
 }
 
+func (x *LighthouseMessage) GetRegressed() *JobRegressed {
+	if x != nil {
+		if x, ok := x.Message.(*LighthouseMessage_Regressed); ok {
+			return x.Regressed
+		}
+	}
+	return nil
+}
+
 func (x *LighthouseMessage) GetProbe() bool {
 	if x != nil {
 		if x, ok := x.Message.(*LighthouseMessage_Probe); ok {
@@ -3180,6 +3259,10 @@ type LighthouseMessage_ProgressAsked struct {
 	ProgressAsked bool `protobuf:"varint,61,opt,name=progress_asked,json=progressAsked,proto3,oneof"`
 }
 
+type LighthouseMessage_Regressed struct {
+	Regressed *JobRegressed `protobuf:"bytes,63,opt,name=regressed,proto3,oneof"`
+}
+
 type LighthouseMessage_Probe struct {
 	Probe bool `protobuf:"varint,62,opt,name=probe,proto3,oneof"` // the member sends `alive` at once
 }
@@ -3218,6 +3301,8 @@ func (*LighthouseMessage_MemberStalled) isLighthouseMessage_Message() {}
 
 func (*LighthouseMessage_ProgressAsked) isLighthouseMessage_Message() {}
 
+func (*LighthouseMessage_Regressed) isLighthouseMessage_Message() {}
+
 func (*LighthouseMessage_Probe) isLighthouseMessage_Message() {}
 
 func (*LighthouseMessage_Recall) isLighthouseMessage_Message() {}
@@ -3239,7 +3324,7 @@ type Welcome struct {
 
 func (x *Welcome) Reset() {
 	*x = Welcome{}
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3251,7 +3336,7 @@ func (x *Welcome) String() string {
 func (*Welcome) ProtoMessage() {}
 
 func (x *Welcome) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[37]
+	mi := &file_torchft_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3264,7 +3349,7 @@ func (x *Welcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Welcome.ProtoReflect.Descriptor instead.
 func (*Welcome) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{37}
+	return file_torchft_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *Welcome) GetAliveIntervalUs() int64 {
@@ -3304,7 +3389,7 @@ type ListChange struct {
 
 func (x *ListChange) Reset() {
 	*x = ListChange{}
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3316,7 +3401,7 @@ func (x *ListChange) String() string {
 func (*ListChange) ProtoMessage() {}
 
 func (x *ListChange) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3329,7 +3414,7 @@ func (x *ListChange) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListChange.ProtoReflect.Descriptor instead.
 func (*ListChange) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{38}
+	return file_torchft_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *ListChange) GetWhole() bool {
@@ -3379,7 +3464,7 @@ type QuorumStates struct {
 
 func (x *QuorumStates) Reset() {
 	*x = QuorumStates{}
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3391,7 +3476,7 @@ func (x *QuorumStates) String() string {
 func (*QuorumStates) ProtoMessage() {}
 
 func (x *QuorumStates) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3404,7 +3489,7 @@ func (x *QuorumStates) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QuorumStates.ProtoReflect.Descriptor instead.
 func (*QuorumStates) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{39}
+	return file_torchft_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *QuorumStates) GetQuorumId() int64 {
@@ -3475,7 +3560,7 @@ type PlacedState struct {
 
 func (x *PlacedState) Reset() {
 	*x = PlacedState{}
-	mi := &file_torchft_proto_msgTypes[40]
+	mi := &file_torchft_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3487,7 +3572,7 @@ func (x *PlacedState) String() string {
 func (*PlacedState) ProtoMessage() {}
 
 func (x *PlacedState) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[40]
+	mi := &file_torchft_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3500,7 +3585,7 @@ func (x *PlacedState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacedState.ProtoReflect.Descriptor instead.
 func (*PlacedState) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{40}
+	return file_torchft_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *PlacedState) GetPlace() uint32 {
@@ -3649,7 +3734,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\ahealing\x18Q \x01(\v2\x15.torchft.HealProgressH\x00R\ahealing\x122\n" +
 	"\trecovered\x18R \x01(\v2\x12.torchft.RecoveredH\x00R\trecovered\x12,\n" +
 	"\acounted\x18T \x01(\v2\x10.torchft.CountedH\x00R\acountedB\t\n" +
-	"\arequestJ\x04\bS\x10T\"\x9e\x03\n" +
+	"\arequestJ\x04\bS\x10T\"\xd5\x03\n" +
 	"\fRankResponse\x12\x12\n" +
 	"\x04call\x18\x01 \x01(\x04R\x04call\x128\n" +
 	"\x06quorum\x18\x02 \x01(\v2\x1e.torchft.ManagerQuorumResponseH\x00R\x06quorum\x12D\n" +
@@ -3657,7 +3742,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\afailure\x18\x04 \x01(\v2\x14.torchft.CallFailureH\x00R\afailure\x12<\n" +
 	"\rmember_failed\x18\x05 \x01(\v2\x15.torchft.MemberFailedH\x00R\fmemberFailed\x12?\n" +
 	"\x0emember_stalled\x18< \x01(\v2\x16.torchft.MemberStalledH\x00R\rmemberStalled\x12'\n" +
-	"\x0eprogress_asked\x18= \x01(\bH\x00R\rprogressAsked\x12\x14\n" +
+	"\x0eprogress_asked\x18= \x01(\bH\x00R\rprogressAsked\x125\n" +
+	"\tregressed\x18? \x01(\v2\x15.torchft.JobRegressedH\x00R\tregressed\x12\x14\n" +
 	"\x04left\x18P \x01(\bH\x00R\x04leftB\n" +
 	"\n" +
 	"\bresponse\"b\n" +
@@ -3709,7 +3795,10 @@ const file_torchft_proto_rawDesc = "" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x02 \x01(\tR\treplicaId\x12\x16\n" +
-	"\x06reason\x18\x03 \x01(\tR\x06reason\";\n" +
+	"\x06reason\x18\x03 \x01(\tR\x06reason\"C\n" +
+	"\fJobRegressed\x12\x1b\n" +
+	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x16\n" +
+	"\x06reason\x18\x02 \x01(\tR\x06reason\";\n" +
 	"\vCallFailure\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\rR\x04code\x12\x18\n" +
 	"\amessage\x18\x02 \x01(\tR\amessage\"\xd6\x04\n" +
@@ -3762,7 +3851,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x13committed_quorum_id\x18\x06 \x01(\x03R\x11committedQuorumId\x12'\n" +
 	"\x0fcommit_failures\x18\a \x01(\x03R\x0ecommitFailures\x12\x18\n" +
 	"\areaches\x18( \x01(\x04R\areaches\x12 \n" +
-	"\vtraceparent\x18P \x01(\tR\vtraceparent\"\xe0\x04\n" +
+	"\vtraceparent\x18P \x01(\tR\vtraceparent\"\x97\x05\n" +
 	"\x11LighthouseMessage\x12\x16\n" +
 	"\x06number\x18\x01 \x01(\x04R\x06number\x12\x14\n" +
 	"\x05stamp\x182 \x01(\x04R\x05stamp\x12,\n" +
@@ -3774,7 +3863,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\aclosing\x18\x06 \x01(\bH\x00R\aclosing\x12<\n" +
 	"\rmember_failed\x18\a \x01(\v2\x15.torchft.MemberFailedH\x00R\fmemberFailed\x12?\n" +
 	"\x0emember_stalled\x18< \x01(\v2\x16.torchft.MemberStalledH\x00R\rmemberStalled\x12'\n" +
-	"\x0eprogress_asked\x18= \x01(\bH\x00R\rprogressAsked\x12\x16\n" +
+	"\x0eprogress_asked\x18= \x01(\bH\x00R\rprogressAsked\x125\n" +
+	"\tregressed\x18? \x01(\v2\x15.torchft.JobRegressedH\x00R\tregressed\x12\x16\n" +
 	"\x05probe\x18> \x01(\bH\x00R\x05probe\x12\x18\n" +
 	"\x06recall\x18( \x01(\x03H\x00R\x06recall\x12\x1d\n" +
 	"\tfail_back\x18) \x01(\rH\x00R\bfailBack\x12\x16\n" +
@@ -3833,7 +3923,7 @@ func file_torchft_proto_rawDescGZIP() []byte {
 	return file_torchft_proto_rawDescData
 }
 
-var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 41)
+var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
 var file_torchft_proto_goTypes = []any{
 	(*QuorumMember)(nil),                // 0: torchft.QuorumMember
 	(*Quorum)(nil),                      // 1: torchft.Quorum
@@ -3865,24 +3955,25 @@ var file_torchft_proto_goTypes = []any{
 	(*RankProgress)(nil),                // 27: torchft.RankProgress
 	(*GroupProgress)(nil),               // 28: torchft.GroupProgress
 	(*MemberStalled)(nil),               // 29: torchft.MemberStalled
-	(*CallFailure)(nil),                 // 30: torchft.CallFailure
-	(*MemberMessage)(nil),               // 31: torchft.MemberMessage
-	(*Greeting)(nil),                    // 32: torchft.Greeting
-	(*PastQuorum)(nil),                  // 33: torchft.PastQuorum
-	(*Voter)(nil),                       // 34: torchft.Voter
-	(*Ask)(nil),                         // 35: torchft.Ask
-	(*LighthouseMessage)(nil),           // 36: torchft.LighthouseMessage
-	(*Welcome)(nil),                     // 37: torchft.Welcome
-	(*ListChange)(nil),                  // 38: torchft.ListChange
-	(*QuorumStates)(nil),                // 39: torchft.QuorumStates
-	(*PlacedState)(nil),                 // 40: torchft.PlacedState
-	(*timestamppb.Timestamp)(nil),       // 41: google.protobuf.Timestamp
+	(*JobRegressed)(nil),                // 30: torchft.JobRegressed
+	(*CallFailure)(nil),                 // 31: torchft.CallFailure
+	(*MemberMessage)(nil),               // 32: torchft.MemberMessage
+	(*Greeting)(nil),                    // 33: torchft.Greeting
+	(*PastQuorum)(nil),                  // 34: torchft.PastQuorum
+	(*Voter)(nil),                       // 35: torchft.Voter
+	(*Ask)(nil),                         // 36: torchft.Ask
+	(*LighthouseMessage)(nil),           // 37: torchft.LighthouseMessage
+	(*Welcome)(nil),                     // 38: torchft.Welcome
+	(*ListChange)(nil),                  // 39: torchft.ListChange
+	(*QuorumStates)(nil),                // 40: torchft.QuorumStates
+	(*PlacedState)(nil),                 // 41: torchft.PlacedState
+	(*timestamppb.Timestamp)(nil),       // 42: google.protobuf.Timestamp
 }
 var file_torchft_proto_depIdxs = []int32{
 	0,  // 0: torchft.Quorum.participants:type_name -> torchft.QuorumMember
-	41, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
+	42, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
 	0,  // 2: torchft.LighthouseQuorumRequest.requester:type_name -> torchft.QuorumMember
-	33, // 3: torchft.LighthouseQuorumRequest.known_quorum:type_name -> torchft.PastQuorum
+	34, // 3: torchft.LighthouseQuorumRequest.known_quorum:type_name -> torchft.PastQuorum
 	1,  // 4: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
 	16, // 5: torchft.RelayRequests.requests:type_name -> torchft.RelayRequest
 	19, // 6: torchft.RelayRequest.request:type_name -> torchft.RankRequest
@@ -3897,55 +3988,57 @@ var file_torchft_proto_depIdxs = []int32{
 	24, // 15: torchft.RankRequest.counted:type_name -> torchft.Counted
 	7,  // 16: torchft.RankResponse.quorum:type_name -> torchft.ManagerQuorumResponse
 	11, // 17: torchft.RankResponse.should_commit:type_name -> torchft.ShouldCommitResponse
-	30, // 18: torchft.RankResponse.failure:type_name -> torchft.CallFailure
+	31, // 18: torchft.RankResponse.failure:type_name -> torchft.CallFailure
 	21, // 19: torchft.RankResponse.member_failed:type_name -> torchft.MemberFailed
 	29, // 20: torchft.RankResponse.member_stalled:type_name -> torchft.MemberStalled
-	26, // 21: torchft.Recovered.phases:type_name -> torchft.PhaseTime
-	32, // 22: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
-	35, // 23: torchft.MemberMessage.ask:type_name -> torchft.Ask
-	22, // 24: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
-	28, // 25: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
-	23, // 26: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
-	25, // 27: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
-	33, // 28: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
-	34, // 29: torchft.PastQuorum.members:type_name -> torchft.Voter
-	34, // 30: torchft.PastQuorum.base:type_name -> torchft.Voter
-	0,  // 31: torchft.Ask.member:type_name -> torchft.QuorumMember
-	37, // 32: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
-	38, // 33: torchft.LighthouseMessage.list_change:type_name -> torchft.ListChange
-	39, // 34: torchft.LighthouseMessage.quorum:type_name -> torchft.QuorumStates
-	30, // 35: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
-	21, // 36: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
-	29, // 37: torchft.LighthouseMessage.member_stalled:type_name -> torchft.MemberStalled
-	0,  // 38: torchft.ListChange.set:type_name -> torchft.QuorumMember
-	41, // 39: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
-	40, // 40: torchft.QuorumStates.others:type_name -> torchft.PlacedState
-	34, // 41: torchft.QuorumStates.base:type_name -> torchft.Voter
-	2,  // 42: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
-	4,  // 43: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
-	6,  // 44: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
-	8,  // 45: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
-	10, // 46: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
-	12, // 47: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
-	19, // 48: torchft.RankService.Session:input_type -> torchft.RankRequest
-	15, // 49: torchft.RankService.Relay:input_type -> torchft.RelayRequests
-	21, // 50: torchft.PeerService.NotifyFailed:input_type -> torchft.MemberFailed
-	31, // 51: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
-	3,  // 52: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
-	5,  // 53: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
-	7,  // 54: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
-	9,  // 55: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
-	11, // 56: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
-	13, // 57: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
-	20, // 58: torchft.RankService.Session:output_type -> torchft.RankResponse
-	17, // 59: torchft.RankService.Relay:output_type -> torchft.RelayResponses
-	14, // 60: torchft.PeerService.NotifyFailed:output_type -> torchft.NotifyFailedResponse
-	36, // 61: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
-	52, // [52:62] is the sub-list for method output_type
-	42, // [42:52] is the sub-list for method input_type
-	42, // [42:42] is the sub-list for extension type_name
-	42, // [42:42] is the sub-list for extension extendee
-	0,  // [0:42] is the sub-list for field type_name
+	30, // 21: torchft.RankResponse.regressed:type_name -> torchft.JobRegressed
+	26, // 22: torchft.Recovered.phases:type_name -> torchft.PhaseTime
+	33, // 23: torchft.MemberMessage.greeting:type_name -> torchft.Greeting
+	36, // 24: torchft.MemberMessage.ask:type_name -> torchft.Ask
+	22, // 25: torchft.MemberMessage.suspected:type_name -> torchft.PeerSuspected
+	28, // 26: torchft.MemberMessage.progress:type_name -> torchft.GroupProgress
+	23, // 27: torchft.MemberMessage.healing:type_name -> torchft.HealProgress
+	25, // 28: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
+	34, // 29: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
+	35, // 30: torchft.PastQuorum.members:type_name -> torchft.Voter
+	35, // 31: torchft.PastQuorum.base:type_name -> torchft.Voter
+	0,  // 32: torchft.Ask.member:type_name -> torchft.QuorumMember
+	38, // 33: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
+	39, // 34: torchft.LighthouseMessage.list_change:type_name -> torchft.ListChange
+	40, // 35: torchft.LighthouseMessage.quorum:type_name -> torchft.QuorumStates
+	31, // 36: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
+	21, // 37: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
+	29, // 38: torchft.LighthouseMessage.member_stalled:type_name -> torchft.MemberStalled
+	30, // 39: torchft.LighthouseMessage.regressed:type_name -> torchft.JobRegressed
+	0,  // 40: torchft.ListChange.set:type_name -> torchft.QuorumMember
+	42, // 41: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
+	41, // 42: torchft.QuorumStates.others:type_name -> torchft.PlacedState
+	35, // 43: torchft.QuorumStates.base:type_name -> torchft.Voter
+	2,  // 44: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
+	4,  // 45: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
+	6,  // 46: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
+	8,  // 47: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
+	10, // 48: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
+	12, // 49: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
+	19, // 50: torchft.RankService.Session:input_type -> torchft.RankRequest
+	15, // 51: torchft.RankService.Relay:input_type -> torchft.RelayRequests
+	21, // 52: torchft.PeerService.NotifyFailed:input_type -> torchft.MemberFailed
+	32, // 53: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
+	3,  // 54: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
+	5,  // 55: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
+	7,  // 56: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
+	9,  // 57: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
+	11, // 58: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
+	13, // 59: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
+	20, // 60: torchft.RankService.Session:output_type -> torchft.RankResponse
+	17, // 61: torchft.RankService.Relay:output_type -> torchft.RelayResponses
+	14, // 62: torchft.PeerService.NotifyFailed:output_type -> torchft.NotifyFailedResponse
+	37, // 63: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
+	54, // [54:64] is the sub-list for method output_type
+	44, // [44:54] is the sub-list for method input_type
+	44, // [44:44] is the sub-list for extension type_name
+	44, // [44:44] is the sub-list for extension extendee
+	0,  // [0:44] is the sub-list for field type_name
 }
 
 func init() { file_torchft_proto_init() }
@@ -3973,9 +4066,10 @@ func file_torchft_proto_init() {
 		(*RankResponse_MemberFailed)(nil),
 		(*RankResponse_MemberStalled)(nil),
 		(*RankResponse_ProgressAsked)(nil),
+		(*RankResponse_Regressed)(nil),
 		(*RankResponse_Left)(nil),
 	}
-	file_torchft_proto_msgTypes[31].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[32].OneofWrappers = []any{
 		(*MemberMessage_Greeting)(nil),
 		(*MemberMessage_Ask)(nil),
 		(*MemberMessage_Withdraw)(nil),
@@ -3990,7 +4084,7 @@ func file_torchft_proto_init() {
 		(*MemberMessage_Past)(nil),
 		(*MemberMessage_Reaches)(nil),
 	}
-	file_torchft_proto_msgTypes[36].OneofWrappers = []any{
+	file_torchft_proto_msgTypes[37].OneofWrappers = []any{
 		(*LighthouseMessage_Welcome)(nil),
 		(*LighthouseMessage_ListChange)(nil),
 		(*LighthouseMessage_Quorum)(nil),
@@ -3999,6 +4093,7 @@ func file_torchft_proto_init() {
 		(*LighthouseMessage_MemberFailed)(nil),
 		(*LighthouseMessage_MemberStalled)(nil),
 		(*LighthouseMessage_ProgressAsked)(nil),
+		(*LighthouseMessage_Regressed)(nil),
 		(*LighthouseMessage_Probe)(nil),
 		(*LighthouseMessage_Recall)(nil),
 		(*LighthouseMessage_FailBack)(nil),
@@ -4011,7 +4106,7 @@ func file_torchft_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_torchft_proto_rawDesc), len(file_torchft_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   41,
+			NumMessages:   42,
 			NumExtensions: 0,
 			NumServices:   5,
 		},

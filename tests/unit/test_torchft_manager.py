@@ -161,6 +161,25 @@ def test_a_group_behind_heals(groups: Callable[..., Groups]) -> None:
     assert ahead.max_world_size == 1
 
 
+def test_a_job_that_regresses_is_said_to_its_ranks_and_in_its_history(groups: Callable[..., Groups]) -> None:
+    job = groups(2)
+    job.lighthouse.shutdown()
+    job.lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=10_000)
+    job.servers = [job.server(f"group{i}") for i in range(2)]
+    ahead, behind = job.client(0), job.client(1)
+    job.together(lambda: ask(ahead, step=5), lambda: ask(behind, step=2))
+    job.servers[0].shutdown()
+    assert ask(behind, step=2).max_step == 2
+    notices = iter(lambda: behind._wait_notice(SOON), None)
+    kind, notice = next(n for n in notices if n[0] not in ("failed", "progress"))
+    assert kind == "regressed" and "had reached step 5" in notice.reason
+    with urllib.request.urlopen(job.lighthouse.address() + "/api/v1/history", timeout=10) as answer:
+        (event,) = (e for e in json.load(answer)["events"] if e["kind"] == "regressed")
+    assert event["reason"] == notice.reason and event["step"] == 2
+    with urllib.request.urlopen(job.lighthouse.address() + "/metrics", timeout=10) as answer:
+        assert b'torchft_regressions_total{training_job="default"} 1' in answer.read()
+
+
 def test_handles_are_returned_when_every_rank_sent_one(groups: Callable[..., Groups]) -> None:
     job = groups(2)
     clients = [job.client(0), job.client(1)]

@@ -116,6 +116,7 @@ class Server:
         self,
         failed: Callable[[MemberFailure], None],
         stalled: Callable[[MemberFailure], None],
+        regressed: Callable[[MemberFailure], None],
         progress: Callable[[], tuple[bool, str]],
     ) -> None:
         """Starts to receive notices about other members (:class:`FailureListener`). Upstream's client has none."""
@@ -149,9 +150,10 @@ class _NativeServer(Server):
         self,
         failed: Callable[[MemberFailure], None],
         stalled: Callable[[MemberFailure], None],
+        regressed: Callable[[MemberFailure], None],
         progress: Callable[[], tuple[bool, str]],
     ) -> None:
-        self._listener = FailureListener(self.client, self._group_rank, failed, stalled, progress)
+        self._listener = FailureListener(self.client, self._group_rank, failed, stalled, regressed, progress)
 
     def close(self) -> None:
         if self._listener is not None:

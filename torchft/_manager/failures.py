@@ -50,6 +50,7 @@ class FailureListener:
         group_rank: the number of this rank in its group.
         failed: called for each member that failed; its exceptions are logged.
         stalled: called for each member that makes no progress while the others wait for it.
+        regressed: called if the quorum is below the step that the job had reached.
         progress: returns whether this rank waits for other groups, and what it does; called when the lighthouse asks.
     """
 
@@ -59,11 +60,13 @@ class FailureListener:
         group_rank: int,
         failed: Callable[[MemberFailure], None],
         stalled: Callable[[MemberFailure], None],
+        regressed: Callable[[MemberFailure], None],
         progress: Callable[[], tuple[bool, str]],
     ) -> None:
         self._client = client
         self._group_rank = group_rank
-        self._about = {"failed": weakly(failed), "stalled": weakly(stalled), "progress": weakly(progress)}
+        about = {"failed": failed, "stalled": stalled, "regressed": regressed, "progress": progress}
+        self._about = {kind: weakly(call) for kind, call in about.items()}
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torchft_failures", daemon=True)
         self._thread.start()
@@ -230,6 +233,13 @@ class Failures:
     def stalled(self, failure: MemberFailure) -> None:
         """A peer makes no progress while the others wait for it."""
         self._logger.warn(f"{failure.replica_id} of quorum {failure.quorum_id} is stalled: {failure.reason}")
+
+    def regressed(self, of: MemberFailure) -> None:
+        """Groups that had reached a later step are missing, and the others continue from an earlier one."""
+        self._logger.warn(
+            f"THE JOB REGRESSES in quorum {of.quorum_id}: the weights of later steps are lost unless their groups "
+            f"come back: {of.reason}"
+        )
 
     def progress(self) -> tuple[bool, str]:
         """Whether this rank waits for other groups, and what it does. The lighthouse asks only if a step takes long."""

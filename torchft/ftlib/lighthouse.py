@@ -83,7 +83,12 @@ class Lighthouse(Consensus):
             listener.member_failed(failure.quorum_id, f"{failure.replica_id} failed: {failure.reason}")
 
         self._failures = FailureListener(
-            self._client, 0, failed=failed, stalled=lambda _: None, progress=lambda: (False, "trains with FTLib")
+            self._client,
+            0,
+            failed=failed,
+            stalled=lambda _: None,
+            regressed=lambda _: None,
+            progress=lambda: (False, "trains with FTLib"),
         )
 
     def get_member_list(self) -> View:

@@ -48,6 +48,10 @@ func NoticeToRank(n membership.Notice) *torchftpb.RankResponse {
 		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_MemberStalled{
 			MemberStalled: &torchftpb.MemberStalled{QuorumId: n.QuorumID, ReplicaId: n.ReplicaID, Reason: n.Reason},
 		}}
+	case membership.Regressed:
+		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_Regressed{
+			Regressed: &torchftpb.JobRegressed{QuorumId: n.QuorumID, Reason: n.Reason},
+		}}
 	case membership.ProgressAsked:
 		return &torchftpb.RankResponse{Response: &torchftpb.RankResponse_ProgressAsked{ProgressAsked: true}}
 	default:
@@ -66,6 +70,8 @@ func NoticeFromRank(resp *torchftpb.RankResponse) (membership.Notice, bool) {
 	case *torchftpb.RankResponse_MemberStalled:
 		f := r.MemberStalled
 		return membership.Notice{Kind: membership.Stalled, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()}, true
+	case *torchftpb.RankResponse_Regressed:
+		return membership.Notice{Kind: membership.Regressed, QuorumID: r.Regressed.GetQuorumId(), Reason: r.Regressed.GetReason()}, true
 	case *torchftpb.RankResponse_ProgressAsked:
 		return membership.Notice{Kind: membership.ProgressAsked}, true
 	}

@@ -234,6 +234,8 @@ func (s *memberStream) takeNext() (err error) {
 	case *torchftpb.LighthouseMessage_MemberStalled:
 		f := m.MemberStalled
 		s.member.broadcast.Notify(membership.Notice{Kind: membership.Stalled, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason()})
+	case *torchftpb.LighthouseMessage_Regressed:
+		s.member.broadcast.Notify(membership.Notice{Kind: membership.Regressed, QuorumID: m.Regressed.GetQuorumId(), Reason: m.Regressed.GetReason()})
 	case *torchftpb.LighthouseMessage_ProgressAsked:
 		s.member.broadcast.Notify(membership.Notice{Kind: membership.ProgressAsked})
 	case *torchftpb.LighthouseMessage_Drain:

@@ -227,6 +227,16 @@ def test_a_failure_after_the_last_collective_costs_nothing(fixture: Fixture) -> 
     assert manager.should_commit() and group.aborts == 0
 
 
+def test_a_job_that_regresses_is_said_in_the_log_of_the_rank(
+    fixture: Fixture, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager, _ = started(fixture)
+    reason = "the job had reached step 5 in quorum 1, the members that ask are at step 2 at most"
+    manager._failures.regressed(MemberFailure(quorum_id=2, replica_id="", reason=reason))
+    assert "THE JOB REGRESSES in quorum 2" in caplog.text and reason in caplog.text
+    assert manager.should_commit()
+
+
 def test_an_abort_that_ends_the_work_whose_error_caused_it(fixture: Fixture) -> None:
     """After a timeout, waiting for a work aborts the group, which completes that same work."""
     manager, group = started(fixture)
@@ -299,7 +309,7 @@ class Notices:
 def listen(*notices: Any) -> tuple[FailureListener, list[MemberFailure]]:
     received: list[MemberFailure] = []
     client: Any = Notices(*notices)
-    return FailureListener(client, 0, received.append, received.append, lambda: (False, "")), received
+    return FailureListener(client, 0, *[received.append] * 3, lambda: (False, "")), received
 
 
 def test_a_notice_that_cannot_be_read_does_not_end_the_failure_bus(
@@ -323,7 +333,7 @@ def test_the_failure_bus_ends_silently_with_the_manager(caplog: pytest.LogCaptur
             raise RuntimeError("the client is closed")
 
     client: Any = Client()
-    listener = FailureListener(client, 0, print, print, lambda: (False, ""))
+    listener = FailureListener(client, 0, print, print, print, lambda: (False, ""))
     listener.end()
     closed.set()
     listener.join()

@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     args = parser.parse_args(arguments)
     where = (args.lighthouse or os.environ.get(LIGHTHOUSE_ENV, "")).split(",")[0]
-    checks: list[Callable[[], Iterator[Finding]]] = [_versions, _limits, lambda: _own_address(where)]
+    checks: list[Callable[[], Iterator[Finding]]] = [_versions, _limits, _scale, lambda: _own_address(where)]
     if not args.quick:
         checks.append(_torch)
     if where:
@@ -103,6 +103,17 @@ def _limits() -> Iterator[Finding]:
         yield Finding("warn", f"{free >> 20} MiB of shared memory are free", "in a container: --shm-size=8g or more")
     else:
         yield Finding("ok", f"{free >> 30} GiB of shared memory are free")
+
+
+def _scale() -> Iterator[Finding]:
+    from torchft.launch import control
+
+    try:
+        control.running()
+    except OSError as e:
+        yield Finding(
+            "warn", f"`torchft scale` cannot reach jobs of this machine: {e}", "set XDG_RUNTIME_DIR or TMPDIR"
+        )
 
 
 def _own_address(lighthouse: str) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ from torchft.launch.job import LocalJob, Member
 from torchft.launch.pace import Pace
 
 _EVERY_SEC = 10.0  # seconds between two lines of a group that only continues to train
+_START_SEC = 30.0  # from then on a group that starts names its log: on a busy machine PyTorch alone takes as long
 
 
 class Progress:
@@ -39,5 +40,7 @@ def line(member: Member, pace: Pace) -> str:
     text = f"group {member.group.number:<3d} {step}  {member.state}"
     if member.state == "training" and (rate := str(pace)):
         text += f", {rate}"
+    if member.state.startswith("starting") and (seconds := time.time() - member.group.started) > _START_SEC:
+        text += f" for {seconds:.0f} s, see {member.group.log}; `py-spy dump -s --pid {member.group.pid}` shows where"
     restarts = member.group.starts - 1
     return text + (f"  (started again {restarts} times)" if restarts > 1 else "  (started again)" if restarts else "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torchft.launch.progress import Progress, line
 
 
 def member(number: int, state: str) -> Member:
-    group: Any = SimpleNamespace(number=number, starts=1)
+    group: Any = SimpleNamespace(number=number, starts=1, started=time.time(), log="logs/group-0.log", pid=7)
     return Member(group, state=state)
 
 
@@ -41,6 +42,15 @@ def test_the_line_of_a_group() -> None:
     assert line(one, pace) == "group 0   step       10  training, 20.0 steps/s"
     one.state = "done"
     assert line(one, pace).split() == ["group", "0", "done"], "it has trained steps since that one"
+
+
+def test_a_group_that_hangs_at_its_start_names_its_log() -> None:
+    one = member(0, "starting")
+    assert line(one, Pace()).endswith("  starting")
+    one.group.started -= 31
+    assert "  starting for 31 s, see logs/group-0.log; `py-spy dump -s --pid 7` shows where" in line(one, Pace())
+    one.state = "waiting"
+    assert line(one, Pace()).endswith("  waiting")
 
 
 def test_the_rate_of_steps_that_take_long() -> None:

@@ -425,8 +425,8 @@ class Manager(Stateful, Stepping):
             self._current.dropped()
             self._trace.ended(self._step, self._current)
         self._discard_unloaded_heal()
-        broken = self._commit_failures > 0 or self._current.collectives.aborted
-        connections = self._connection.announcement(self._step, broken)
+        aborted = self._current.collectives.aborted
+        connections = self._connection.announcement(self._step, broken=self._commit_failures > 0 or aborted)
         layout = self._layout.for_lighthouse()
         step = self._make_step(request, inputs, self._current.plan)
         self._current.collectives.retire()  # the next quorum may connect the process group with other peers
@@ -438,7 +438,8 @@ class Manager(Stateful, Stepping):
             step=self._step,
             checkpoint_metadata=self._transport.metadata(),
             shrink_only=request.shrink_only,
-            commit_failures=self._commit_failures or int(self._connection.needs_new_quorum),
+            # after an abort, too, the next quorum needs a new id, for which the groups connect again
+            commit_failures=self._commit_failures or int(aborted or self._connection.needs_new_quorum),
             init_sync=self._init_sync,
             reconfigure_handle=self._peers.handle(
                 self._replicas.announces(averages=self._layout.lines is not None and not self._data.adds_gradients),
@@ -483,6 +484,7 @@ class Manager(Stateful, Stepping):
             self._recovery.stop_joining()
             return
         step.peers = self._connection.members or plan.replica_ids
+        step.connected()
         fetched = self._transfers.run(self._connection.without_unconnected(plan), self._manager_state_dict)
         if fetched is not None:
             self._position = fetched
@@ -687,8 +689,12 @@ class Manager(Stateful, Stepping):
         self._failures.subscribe(callback)
 
     def report_error(self, e: Exception) -> None:
-        """Marks the step as failed: later collectives of it are skipped, and it will not be committed."""
-        self._errors.reported(e)
+        """Marks the step as failed: it will not be committed, and its collectives end in all groups.
+
+        A loop that skips a batch, for example after an error of its own or a loss that is NaN, calls this. Otherwise
+        the other groups wait for its gradients until the lighthouse finds that they wait in vain.
+        """
+        self._errors.of_loop(e)
 
     def _report_own_error(self, e: Exception) -> None:
         """As report_error, for an error while peers wait for this rank in collectives, which are then aborted."""

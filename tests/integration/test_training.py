@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore
 
 from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
-from tests.promises import KILL_S, within
+from tests.promises import ABORT_S, KILL_S, within
 from torchft.checkpointing import HTTPTransport, _receive, http_transport
 from torchft.coordination import LighthouseServer
 from torchft.manager import Manager
@@ -193,7 +193,7 @@ def test_one_rank_that_votes_no_stops_only_its_group() -> None:
 
                 def no(timeout: Any = None) -> bool:
                     rank.manager.should_commit = original  # type: ignore[method-assign,union-attr]
-                    rank.manager.report_error(RuntimeError("bad gradient"))  # type: ignore[union-attr]
+                    rank.manager._errors.lose(RuntimeError("bad gradient"))  # type: ignore[union-attr]
                     return original(timeout)
 
                 rank.manager.should_commit = no  # type: ignore[method-assign]
@@ -286,6 +286,50 @@ def test_a_reported_error_does_not_delay_the_peers() -> None:
         took = time.monotonic() - started
     assert a == b and loop.errors[1] == ["bad batch"] and len(loop.errors[0]) == 1
     assert took < DEADLINE.total_seconds() / 2
+
+
+@pytest.mark.parametrize("votes", [True, False])
+@pytest.mark.parametrize("in_mid_step", [True, False])
+def test_a_rank_that_skips_a_batch_and_says_so_ends_the_step_at_once(votes: bool, in_mid_step: bool) -> None:
+    """The other groups are in the backward pass then, and wait for its gradients. The lighthouse would look for such a
+    rank after five seconds.
+    """
+    waits, reported = Gate(), [0.0]
+
+    def loop(rank: Rank) -> list[tuple[int, bool, int]]:
+        manager = rank.start_manager(init_sync=False)
+        rank.cluster.wait_for_healthy(3)
+        history, skipped = [], False
+        while manager.current_step() < 6:
+            manager.start_quorum()
+            manager.allreduce(torch.ones(4)).wait()
+            if manager.current_step() == 3 and not skipped:
+                skipped = True
+                if rank.group == 1:
+                    if in_mid_step:
+                        manager.allreduce(torch.ones(4)).wait()
+                    waits.wait()
+                    reported[0] = time.monotonic()
+                    manager.report_error(ValueError("the loss is not finite"))
+                    if not votes:
+                        continue
+                else:
+                    work = manager.allreduce(torch.ones(4))
+                    if in_mid_step:
+                        work.wait()
+                        work = manager.allreduce(torch.ones(4))
+                    waits.open()
+                    work.wait()
+                    assert manager.errored() is not None and time.monotonic() - reported[0] < within(ABORT_S)
+            history.append((manager.current_step(), manager.should_commit(), manager.num_participants()))
+        return history
+
+    with Cluster(min_replicas=3) as cluster:
+        ends = results(*(cluster.start(loop, group=group) for group in range(3)))
+    lost = [(3, False, 3)]
+    after = [(step, True, 3) for step in range(3, 6)]
+    before = [(step, True, 3) for step in range(3)]
+    assert ends == [before + (lost if votes or group != 1 else []) + after for group in range(3)]
 
 
 def test_late_peer_does_not_write_into_the_next_step() -> None:

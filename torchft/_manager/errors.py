@@ -76,8 +76,18 @@ class Errors:
         step.collectives.usable = False
         self.keep(e, step)
 
+    def of_loop(self, e: Exception, step: Optional[Step] = None) -> None:
+        """Keeps an error of the training loop, and aborts the process group: this rank votes no, and may reduce nothing
+        more in this step, for which the peers would wait. The step is not replayed, because the error would recur.
+        """
+        step = step or self.step
+        step.inputs.refuse(f"the training loop reported an error: {e}")
+        self.lose(e, step)
+        step.abort()
+        self._incidents.ended("abort")
+
     def reported(self, e: Exception) -> None:
-        """Keeps an error of the training loop. The step is not replayed, because the error would recur."""
+        """Keeps an error while no peer waits for this rank, and which would recur in a replay of the step."""
         self.refuse_replay(f"the training loop reported an error: {e}")
         self.lose(e)
 
@@ -134,8 +144,7 @@ class Errors:
                 self._logger.exception(f"a future failed: {e}")
                 step = self.step  # read once: the training thread may begin the next step in the meantime
                 if step.inputs is inputs:
-                    inputs.refuse(f"a future failed: {e}")
-                    self.lose(e, step)
+                    self.of_loop(e, step)
                 return default
 
         return future.then(value_or_default)

@@ -158,6 +158,8 @@ class Step:
         self.error: Optional[ExceptionWithTraceback] = None
         self._enough = True
         self._lock = threading.Lock()
+        # Each is set before the other is read: whichever comes second aborts.
+        self._connected = self._aborts = False
 
     def _on(self, event: Event) -> None:
         with self._lock:
@@ -190,6 +192,22 @@ class Step:
             if self.error is None:
                 self.error = ExceptionWithTraceback(error)
             self.state = after(self.state, Event.ERROR)
+
+    def connected(self) -> None:
+        """Called when the process group is connected with the peers of this step."""
+        self._connected = True
+        if self._aborts:
+            self.collectives.abort()
+
+    def abort(self) -> None:
+        """Ends the collectives of a step that has had an error, so that no peer waits for what this rank does not
+        reduce any more: at once, or as soon as it is connected, because an abort must not end the connecting. Does
+        nothing after this rank's vote, since the next step may keep the connection.
+        """
+        with self._lock:
+            self._aborts = self.state is State.FAILED
+        if self._aborts and self._connected:
+            self.collectives.abort()
 
     def vote(self, least: int) -> bool:
         """Returns this rank's vote. An error that comes later does not change it; if the vote is repeated, this rank

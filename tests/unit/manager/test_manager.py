@@ -486,15 +486,69 @@ def test_failed_collective_aborts_the_group_once(fixture: Fixture) -> None:
     fixture.pg.abort.assert_called_once_with()
 
 
-def test_reported_error_aborts_when_something_is_skipped(fixture: Fixture) -> None:
+@pytest.mark.parametrize("through_future", [False, True])
+def test_a_reported_error_aborts_once(fixture: Fixture, through_future: bool) -> None:
+    """The peers must not wait for what this rank does not reduce any more."""
     fixture.pg.abort = MagicMock()  # type: ignore[method-assign]
     manager = fixture.manager()
     manager.start_quorum()
     manager.allreduce(torch.ones(1)).wait()
-    manager.report_error(RuntimeError("bad gradient"))
-    fixture.pg.abort.assert_not_called()  # the peers do not wait for this rank yet
-    manager.allreduce(torch.ones(1)).wait()
+    if through_future:
+        failed = torch.futures.Future[None]()
+        failed.set_exception(RuntimeError("bad gradient"))  # type: ignore[arg-type]
+        manager.wrap_future(failed, None).wait()
+    else:
+        manager.report_error(RuntimeError("bad gradient"))
     fixture.pg.abort.assert_called_once_with()
+    assert isinstance(manager.allreduce(torch.ones(1)), _DummyWork)
+    manager.report_error(RuntimeError("another one"))
+    assert not manager.should_commit()
+    fixture.pg.abort.assert_called_once_with()
+
+
+def test_an_error_that_is_reported_while_the_group_connects_aborts_when_it_is_connected(fixture: Fixture) -> None:
+    """An abort would end the connecting, for which the peers wait."""
+    connects, goes_on = threading.Event(), threading.Event()
+    fixture.pg.configure = lambda *args, **kwargs: (connects.set(), goes_on.wait(30))  # type: ignore[method-assign]
+    fixture.pg.abort = MagicMock()  # type: ignore[method-assign]
+    manager = fixture.manager()
+    manager.start_quorum()
+    assert connects.wait(30)
+    manager.report_error(RuntimeError("bad batch"))
+    fixture.pg.abort.assert_not_called()
+    goes_on.set()
+    manager.wait_quorum()
+    fixture.pg.abort.assert_called_once_with()
+    assert not manager.should_commit()
+
+
+@pytest.mark.parametrize("votes", [True, False])
+def test_after_an_abort_the_next_quorum_has_other_connections(fixture: Fixture, votes: bool) -> None:
+    manager = fixture.manager()
+    manager.start_quorum()
+    manager.wait_quorum()
+    manager.report_error(RuntimeError("bad batch"))
+    if votes:
+        assert not manager.should_commit()
+    manager.start_quorum()
+    assert manager.should_commit()
+    manager.start_quorum()
+    assert manager.should_commit()
+    requests = [call.kwargs for call in fixture.client._quorum.call_args_list]
+    assert [request["commit_failures"] for request in requests] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("began", [True, False])
+def test_an_error_that_is_reported_between_two_steps_aborts_nothing(fixture: Fixture, began: bool) -> None:
+    fixture.pg.abort = MagicMock()  # type: ignore[method-assign]
+    manager = fixture.manager()
+    if began:
+        manager.start_quorum()
+        assert manager.should_commit()
+    manager.report_error(RuntimeError("bad batch"))
+    fixture.pg.abort.assert_not_called()
+    manager.start_quorum()
+    assert manager.should_commit()
 
 
 @pytest.mark.parametrize("error", [ValueError("size mismatch"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])

@@ -75,7 +75,8 @@ class TeeLogExporter(LogRecordExporter):
             exporter.shutdown()
 
     def force_flush(self, timeout_millis: int = 30_000) -> bool:
-        flushed = [exporter.force_flush(timeout_millis) for exporter in self._exporters]
+        flushes = [getattr(exporter, "force_flush", None) for exporter in self._exporters]  # 1.39's need not have it
+        flushed = [flush(timeout_millis) for flush in flushes if flush is not None]
         return all(flushed)
 
 

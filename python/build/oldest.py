@@ -67,12 +67,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Run tests with the oldest releases that users may install.")
     parser.add_argument("tests", nargs="*", default=TESTS, help="what pytest runs (default: %(default)s)")
     args = parser.parse_args()
-    # Not installed there: the source tree, and the library that make has built, which fits every Python.
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    python = environment()
+    # Not installed there: the source tree, with the library that make has built for every Python, and the entry points.
+    subprocess.run([python, "setup.py", "--quiet", "egg_info", "--egg-base", FOLDER], cwd=ROOT, check=True)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(FOLDER)])}
     env.pop("CI", None)  # what old releases lack is skipped
-    return subprocess.call(
-        [environment(), "-m", "pytest", "-q", "-p", "no:cacheprovider", *args.tests], cwd=ROOT, env=env
-    )
+    return subprocess.call([python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *args.tests], cwd=ROOT, env=env)
 
 
 if __name__ == "__main__":

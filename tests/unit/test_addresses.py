@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import socket
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from torchft import addresses
+from torchft._manager.group import _open_store
 from torchft.addresses import (
     HOST_ENV,
     LIGHTHOUSE_ENV,
@@ -127,6 +130,20 @@ def test_own_stores_are_reached_by_either_address(here: str, monkeypatch: pytest
     store.set("key", "value")
     assert address == host_port(here, store.port)
     assert create_store_client(address, timedelta(seconds=30)).get("key") == b"value"
+
+
+def test_a_store_at_a_name_of_this_host_that_does_not_resolve_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun names the store of a group after the host."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "node7.invalid")
+    monkeypatch.setattr(addresses, "_resolves", lambda name: False)
+    timeout = timedelta(seconds=30)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server.set("key", "value")
+    assert create_store_client(f"node7.invalid:{server.port}", timeout).get("key") == b"value"
+    settings: Any = SimpleNamespace(
+        store_addr="node7.invalid", store_port=server.port, timeout=timeout, restart_count=0
+    )
+    assert _open_store(settings).get("key") == b"value"
 
 
 def test_host_port_brackets_ipv6() -> None:

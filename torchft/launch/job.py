@@ -72,7 +72,7 @@ class LocalJob:
         seed: int | None = None,
     ) -> None:
         self.members: list[Member] = []
-        self.first = replicas
+        self._first = replicas
         self.most = most
         self.kills = 0
         self.pace = Pace()
@@ -94,7 +94,7 @@ class LocalJob:
             ValueError: ``replicas`` is below one or above ``most``.
         """
         if not 1 <= replicas <= self.most:
-            more = f"; to allow them, start it with --replicas {self.first}:{replicas}" if replicas > self.most else ""
+            more = f"; to allow them, start it with --replicas {self._first}:{replicas}" if replicas > self.most else ""
             raise ValueError(f"{replicas} replica groups are not allowed; allowed: 1 to {self.most}{more}")
         for member in self.members[replicas:]:
             if member.state not in ("done", "left", "leaving"):

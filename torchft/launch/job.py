@@ -79,7 +79,7 @@ class LocalJob:
         self._make_group = make_group
         self._lighthouse = lighthouse
         self._kill_every = kill_every
-        self._errors: list[str] = []  # which ended groups before any group took part in a step
+        self._errors: list[str] = []  # which ended groups since a group took part in a step
         self._choice = random.Random(seed)
         self._next_kill = time.monotonic() + (kill_every or 0.0)
         self._asked = 0.0
@@ -195,7 +195,7 @@ class LocalJob:
             member.state = "done"
         else:
             member.fruitless = 0 if member.took_part else member.fruitless + 1
-            error = error_of(member.group.log)
+            error = error_of(member.group.log) if member.fruitless else ""
             self._end_if_repeated(member, error)
             delay = restart_delay(member.fruitless)
             if delay is None:
@@ -249,6 +249,8 @@ class LocalJob:
             member.step, member.replica_id = reported["step"], reported["replica_id"]
             member.state = "training" if reported["in_quorum"] else "waiting"
             member.took_part = member.took_part or reported["in_quorum"]
+        if any(member.took_part for member in self.members):
+            self._errors.clear()
         if steps := [reported["step"] for reported in shown["members"] if reported["in_quorum"]]:
             self.pace.look(now, shown["quorum_id"], max(steps))
 

@@ -179,6 +179,21 @@ def test_a_job_whose_script_raises_the_same_error_twice_ends(monkeypatch: pytest
         both.pass_time(0)
 
 
+def test_an_error_from_before_the_job_trained_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "error_of", lambda log: "OSError: the device is busy")
+    cluster = Cluster(monkeypatch, 1, 1)
+    cluster.groups[0].status = 1
+    cluster.pass_time(0)
+    cluster.pass_time(1)
+    cluster.training = {0: 5}
+    cluster.pass_time(1)
+    cluster.training = {}
+    for _ in range(2):
+        cluster.groups[0].status = 1
+        assert cluster.pass_time(0) and cluster.pass_time(1)
+    assert cluster.groups[0].starts == 4
+
+
 def test_a_group_that_raises_while_others_train_has_all_its_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others have shown that the script can start."""
     monkeypatch.setattr(module, "error_of", lambda log: "OSError: the device is busy")

@@ -67,7 +67,7 @@ func isStandard(path string) bool {
 func TestImportsFollowTheDesign(t *testing.T) {
 	decides := []string{"quorum", "recovery", "rendezvous", "round"}
 	pure := append([]string{"gossip/agree"}, decides...)
-	shared := append([]string{"torchftpb", "internal/auth", "internal/logging", "internal/rpc", "internal/tracing", "internal/wire"}, decides...)
+	shared := append([]string{"torchftpb", "internal/auth", "internal/clock", "internal/logging", "internal/rpc", "internal/tracing", "internal/wire"}, decides...)
 	client := append([]string{"membership"}, shared...)
 	allowed := map[string][]string{
 		"quorum":                 nil,
@@ -79,6 +79,7 @@ func TestImportsFollowTheDesign(t *testing.T) {
 		"gossip":                 {"gossip/agree", "internal/auth", "internal/rpc"},
 		"torchftpb":              nil,
 		"internal/auth":          nil,
+		"internal/clock":         nil,
 		"internal/rpc":           {"internal/auth", "internal/lobby"},
 		"internal/wire":          append([]string{"internal/rpc", "membership", "torchftpb"}, decides...),
 		"internal/tracing":       {"internal/logging"},

@@ -13,6 +13,7 @@ import (
 	"google.golang.org/grpc/status"
 
 	"github.com/torchft/torchft/go/dashboard"
+	"github.com/torchft/torchft/go/internal/clock"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/quorum"
@@ -43,6 +44,7 @@ type job struct {
 	board   *dashboard.Feed // for the page and the API
 	stop    chan struct{}   // closed by close
 	stepped time.Time       // time of the machine's last event
+	asleep  time.Duration   // for how long the host had been suspended at the last tick
 	wake    *time.Timer     // runs when the grace of a suspect is over
 	keeper  *keeper         // of the state on disk, nil if none is kept
 	heals   map[string]heal // by replica_id, as reported
@@ -68,7 +70,7 @@ type answer struct {
 }
 
 func newJob(s *Server, name string) *job {
-	j := &job{server: s, cfg: s.cfg, log: s.log, name: name, since: time.Now(), stepped: time.Now(), stop: make(chan struct{}), probed: map[string]bool{}}
+	j := &job{server: s, cfg: s.cfg, log: s.log, name: name, since: time.Now(), stepped: time.Now(), asleep: clock.Suspended(), stop: make(chan struct{}), probed: map[string]bool{}}
 	if name != rpc.DefaultJob {
 		j.log = s.log.With("job", name)
 	}
@@ -217,11 +219,17 @@ func (j *job) knows(replicaID string) (known bool, err error) {
 func (j *job) step(event quorum.Event) error {
 	return j.safely(func() {
 		now := time.Now()
-		if slept := now.Sub(j.stepped); slept > j.cfg.HeartbeatTimeout/2+j.cfg.QuorumTick {
-			// Ticks come at a fixed interval, so this process was stopped, or its host slept. Heartbeats that arrived meanwhile
-			// have not been read yet, so silence during this time must not count.
-			j.log.Warn("torchft: the lighthouse's process was stopped for some time", "for", slept)
-			j.do(quorum.Slept{For: slept}, now)
+		passed, suspended := now.Sub(j.stepped), time.Duration(0)
+		if _, tick := event.(quorum.Tick); tick { // not at each message: it costs two system calls
+			suspended = clock.Suspended() - j.asleep
+			j.asleep += suspended
+		}
+		if passed+suspended > j.cfg.HeartbeatTimeout/2+j.cfg.QuorumTick {
+			// Ticks come at a fixed interval, so this process was stopped, or its host was suspended. Heartbeats of this time may not
+			// have been read yet, so silence during this time must not count. While the host was suspended, the machine's time stood
+			// still, so it counts no silence for which the machine has to be told.
+			j.log.Warn("torchft: the lighthouse was stopped for some time", "for", passed+suspended, "suspended", suspended)
+			j.do(quorum.Slept{For: passed}, now)
 		}
 		j.stepped = now
 		j.do(event, now)

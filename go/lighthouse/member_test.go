@@ -12,6 +12,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/torchft/torchft/go/internal/clock"
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/wire"
@@ -306,6 +307,26 @@ func TestSilenceOnAStreamIsAFailure(t *testing.T) {
 		time.Sleep(6 * time.Second)
 		assert.Zero(t, c.Lighthouse.Status().Healthy)
 	})
+}
+
+// A lighthouse could not hear its members while its own host was suspended.
+func TestALighthouseThatWasSuspendedCountsNobodyAsFailed(t *testing.T) {
+	for suspended, noticed := range map[time.Duration]int{0: 0, time.Second: 0, 5 * time.Second: 1, time.Hour: 1} {
+		t.Run(suspended.String(), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				host := clock.Fake()
+				c := fttest.NewCluster(t, 1)
+				attend(t, c, "a", 0)
+				time.Sleep(4 * time.Second)
+				host.Add(int64(suspended))
+				time.Sleep(900 * time.Millisecond) // in which messages arrive that were sent before or during the suspend
+				assert.Equal(t, 1, c.Lighthouse.Status().Healthy)
+				assert.Equal(t, noticed, c.Log.Count("the lighthouse was stopped for some time"))
+				time.Sleep(200 * time.Millisecond)
+				assert.Zero(t, c.Lighthouse.Status().Healthy, "silence while the lighthouse was awake counts")
+			})
+		})
+	}
 }
 
 func TestAStreamRefusesInvalidMessages(t *testing.T) {

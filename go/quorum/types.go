@@ -110,7 +110,8 @@ type (
 		ReplicaID string
 		Finished  bool // its training is complete: the group was not preempted, and will not be restarted
 	}
-	// Slept: the lighthouse itself was stopped for a time, and handled no messages.
+	// Slept: the lighthouse itself was stopped for a time, and handled no messages. For is how far the machine's time went on meanwhile:
+	// less than the whole time if the host was suspended, since the monotonic clock stood still.
 	Slept struct{ For time.Duration }
 	// Woken: the time of the latest Wake has come.
 	Woken struct{}

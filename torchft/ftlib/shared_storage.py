@@ -1,9 +1,10 @@
 """Consensus through a directory that all members share: a record for each member, and numbered views.
 
 There is no server. A thread renews this member's record, reads the others' records, and reports changes to FTLib. A
-record expires when its content has not changed for ``expiry``, measured by the observer's own monotonic clock. A member
-that cannot renew its own record for six tenths of that time considers itself failed, so that it has stopped before the
-others continue without it.
+record expires when its content has not changed for ``expiry``, measured by the observer's own monotonic clock, which
+stands still while the observer's host is suspended. A member that cannot renew its own record for six tenths of that
+time considers itself failed, so that it has stopped before the others continue without it. It measures this time by a
+clock that goes on while its host is suspended, as the others' clocks do.
 
 If the file server is down, file operations hang. So all of them run on threads that are never joined, and waits for
 them have a deadline.
@@ -38,6 +39,7 @@ _logger = logging.getLogger(__name__)
 
 _POLL_SEC = 0.02  # interval while a view is waited for
 _KEPT_VIEWS = 8
+_BOOTTIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # CLOCK_BOOTTIME is Linux's
 _KEPT_EXPIRIES = 10  # multiples of ``expiry`` until the record of a killed member is removed
 
 
@@ -89,7 +91,7 @@ class SharedStorage(Consensus):
         self._beat = 0
         self._seen: dict[Identity, tuple[bytes, float]] = {}
         self._view: Optional[View] = None
-        self._renewed = time.monotonic()
+        self._renewed = _boottime()
         self._listener: Optional[Listener] = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="torchft_ftlib_storage", daemon=True)
@@ -183,7 +185,7 @@ class SharedStorage(Consensus):
         """Writes this member's record, with a number that changes each time."""
         if self._closed.is_set():
             raise RuntimeError("the consensus is closed")
-        began, self._beat = time.monotonic(), self._beat + 1
+        began, self._beat = _boottime(), self._beat + 1
         self._record = self._record._replace(**changed)
         self._files.write(self.identity, {**self._record._asdict(), "beat": self._beat})
         self._renewed = began
@@ -218,13 +220,13 @@ class SharedStorage(Consensus):
             view = self._view
             # The others continue without this member after ``expiry``: it must have stopped by then, even if the
             # directory hangs.
-            deadline = max(self._renewed + 5 * every, time.monotonic() + every)
+            deadline = time.monotonic() + max(self._renewed + 5 * every - _boottime(), every)
             try:
                 self._call(deadline, self._write)
                 seen = self._call(deadline, partial(self._news, view))
                 troubled = False
             except Exception as e:
-                late = time.monotonic() - self._renewed
+                late = _boottime() - self._renewed
                 if not troubled and not self._closed.is_set():
                     _logger.warning("%s: could not renew the record or read the others': %s", self.identity.name, e)
                 troubled = True
@@ -336,3 +338,8 @@ class Files:
 
 def _record(record: Mapping[str, Any]) -> Record:
     return Record(str(record["address"]), int(record["wants"]), str(record["confirmed"]))
+
+
+def _boottime() -> float:
+    """Seconds of a clock that goes on while the host is suspended."""
+    return time.clock_gettime(_BOOTTIME)

@@ -9,6 +9,8 @@ import (
 	"testing"
 
 	"go.uber.org/goleak"
+
+	"github.com/torchft/torchft/go/internal/clock"
 )
 
 // Run is the body of TestMain for a package with synctest bubbles.
@@ -25,6 +27,7 @@ func Run(m *testing.M, options ...goleak.Option) {
 	if raceEnabled {
 		runtime.GOMAXPROCS(1)
 	}
+	clock.Fake() // a suspend of the test's host does not pass by the time of a bubble
 	NoGoroutineIsLeft(m, options...)
 }
 

@@ -14,6 +14,7 @@ import (
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
 
+	"github.com/torchft/torchft/go/internal/clock"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/wire"
 	"github.com/torchft/torchft/go/membership"
@@ -66,7 +67,7 @@ func Join(ctx context.Context, addresses, replicaID string, connectTimeout time.
 	n := len(l.addresses)
 	m := &Member{
 		lighthouses: l, replicaID: replicaID, opening: make(chan struct{}, 1),
-		choice: newChoice(at, n), unary: make([]bool, n), promise: promise{birth: time.Now()}, silence: silence{since: time.Now()},
+		choice: newChoice(at, n), unary: make([]bool, n), promise: promise{birth: time.Now()}, silence: silence{since: clock.Now()},
 	}
 	m.ctx, m.cancel = context.WithCancel(context.Background())
 	m.notices, _ = m.broadcast.Listen()
@@ -223,7 +224,7 @@ func (m *Member) report(message *torchftpb.MemberMessage) {
 }
 
 // Fenced reports whether the group was silent for so long that the lighthouse may have counted it as failed: its process was stopped,
-// or its host slept. It stays fenced until the next quorum.
+// or its host was suspended. It stays fenced until the next quorum.
 func (m *Member) Fenced() bool {
 	m.noteSilence()
 	return m.fenced.Load()

@@ -25,7 +25,8 @@ type promise struct {
 	finished atomic.Bool // the training is complete
 }
 
-// bind promises to ask no other lighthouse for the time of a bond from now.
+// bind promises to ask no other lighthouse for the time of a bond from now. It lasts longer if the host is
+// suspended meanwhile: the member only asks the others later.
 func (p *promise) bind(bond time.Duration) { p.until.Store(int64(time.Since(p.birth) + bond)) }
 
 // bound reports whether a promise holds.

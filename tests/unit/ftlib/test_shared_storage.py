@@ -96,6 +96,27 @@ def test_a_member_that_cannot_renew_its_record_has_failed(tmp_path: Path, monkey
     member.close()
 
 
+def test_the_time_in_which_the_host_was_suspended_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others' clocks went on meanwhile, so the record has expired for them."""
+    recorder, suspended = Recorder(), 0.0
+    boottime = shared_storage._boottime
+    monkeypatch.setattr(shared_storage, "_boottime", lambda: boottime() + suspended)
+    member = SharedStorage(tmp_path, name="a", timeout=SOON, expiry=timedelta(seconds=5))
+    member.attach(recorder)
+    view = member.get_member_list()
+
+    def wakes_up(*_: object) -> None:
+        nonlocal suspended
+        suspended = 3600.0
+        raise OSError(errno.EHOSTUNREACH, os.strerror(errno.EHOSTUNREACH))
+
+    monkeypatch.setattr(Files, "write", wakes_up)
+    # A renewal that was late before that is reported, too.
+    wait_until(lambda: any("its own record could not be renewed for 36" in why for _, why in recorder.failed))
+    assert {number for number, _ in recorder.failed} == {view.number}
+    member.close()
+
+
 class FileServer:
     """Simulates a file server: while it is down, calls on the directory do not return."""
 
@@ -236,7 +257,9 @@ def waits_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
             skipped += 2 * SOON.total_seconds()
         return action
 
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + skipped, time_ns=time.time_ns)
+    clock = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + skipped, time_ns=time.time_ns, clock_gettime=time.clock_gettime
+    )
     monkeypatch.setattr(shared_storage, "decide", decide_and_skip)
     monkeypatch.setattr(shared_storage, "time", clock)
 

@@ -98,12 +98,15 @@ class State:
 
     def counts(self) -> list[int]:
         """Counts that change when parameters or optimizer state are added: most optimizers create their state in the
-        first step.
+        first step. Reading ``optimizer.state[parameter]`` before adds an empty entry, which has nothing to compare.
         """
         return [
             count
             for optimizer in self.optimizers
-            for count in (len(optimizer.state), *(len(group["params"]) for group in optimizer.param_groups))
+            for count in (
+                sum(len(entry) if isinstance(entry, dict) else 1 for entry in optimizer.state.values()),
+                *(len(group["params"]) for group in optimizer.param_groups),
+            )
         ]
 
     def parts(self) -> list[Part]:

@@ -284,6 +284,27 @@ def test_a_group_without_a_source_votes_yes_after_three_failed_steps() -> None:
     assert votes == [[True, False, True]] * 3 + [[True, True, True]] * 2
 
 
+def test_empty_entries_of_the_optimizer_state_are_not_counted() -> None:
+    """An optimizer that reads `state[parameter]` before its first step makes them. The state that it gets later is
+    listed at once, as in a group that heals.
+    """
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([parameter])
+    state = State()
+    state.add_optimizer(optimizer)
+    digester = Digester(state, 10)
+    before = state.counts()
+    assert optimizer.state[parameter] == {} and state.counts() == before
+    digester.digest(0)
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    optimizer.state["other"] = 3  # type: ignore[index]
+    assert state.counts() != before
+    healed = State()
+    healed.add_optimizer(optimizer)
+    assert digester.digest(1).header == Digester(healed, 10).digest(1).header
+
+
 def test_no_comparison_without_something_to_compare() -> None:
     replicas = Replicas(None, OnDivergence.REPORT, MagicMock(), errors=MagicMock(), logger=MagicMock())
     assert replicas.announces(averages=False) == ""

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, Mapping
+import copy
+import functools
+from typing import TYPE_CHECKING, Any, Callable, Dict, List
 
 import torch
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from torchft._copies import Copyable
 
-class WrappedOptimizer(Optimizer):
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class WrappedOptimizer(Copyable, Optimizer):
     """Forwards everything to the wrapped optimizer except ``zero_grad`` and ``step``, which subclasses define.
+
+    Attributes, too, are read from the wrapped optimizer and set on it, except those that a subclass has set before it
+    calls this constructor.
+
+    A copy wraps a copy of the wrapped optimizer. The Manager knows the original only: it neither compares nor heals the
+    state of a copy.
 
     Args:
         optim: the optimizer to wrap.
@@ -29,17 +43,42 @@ class WrappedOptimizer(Optimizer):
     def state_dict(self) -> Dict[str, Any]:
         return self.optim.state_dict()
 
-    @property
-    def param_groups(self) -> List[Dict[str, Any]]:  # type: ignore[override]
-        return self.optim.param_groups
+    def __getattr__(self, name: str) -> Any:
+        if name == "optim":  # not set yet
+            raise AttributeError(name)
+        return getattr(self.optim, name)
 
-    @property
-    def state(self) -> Mapping[torch.Tensor, object]:  # type: ignore[override]
-        return self.optim.state
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = self.__dict__
+        if "optim" not in own or name in own or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(self.optim, name, value)
 
-    @property
-    def defaults(self) -> Dict[str, Any]:  # type: ignore[override]
-        return self.optim.defaults
+    def __delattr__(self, name: str) -> None:
+        if name in self.__dict__:
+            super().__delattr__(name)
+        else:
+            delattr(self.optim, name)
+
+    # Optimizer's own __setstate__ would patch `step` of this class, for hooks that the wrapped optimizer has
+    def __getstate__(self) -> Dict[str, Any]:
+        return self.optim.__getstate__()
+
+    def __setstate__(self, state: Dict[str, Any]) -> None:
+        self.optim.__setstate__(state)
+
+    def _parts(self) -> Dict[str, Any]:
+        # A learning rate scheduler sets `step` of an instance; its function calls that instance's method.
+        return {name: value for name, value in self.__dict__.items() if not hasattr(type(self), name)}
+
+    def _assemble(self, parts: Dict[str, Any]) -> None:
+        self.__dict__.update(parts)
+
+    def __copy__(self) -> Self:
+        made = super().__copy__()
+        made.__dict__["optim"] = copy.copy(self.optim)
+        return made
 
     def _gradients(self) -> List[torch.Tensor]:
         return [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -57,6 +96,34 @@ def _delegate(name: str) -> Callable[..., RemovableHandle]:
     return register
 
 
+def _attribute(name: str) -> property:
+    """An attribute that PyTorch's class declares."""
+    return property(lambda self: getattr(self.optim, name), lambda self, value: setattr(self.optim, name, value))
+
+
+def _one_state(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a method of GradScaler use the state of the wrapped optimizer for its wrapper, too.
+
+    GradScaler keeps by ``id(optimizer)`` whether gradients are unscaled. A library may unscale the wrapped optimizer's,
+    and a training loop step the wrapper: with two states, the gradients would be divided by the scale twice.
+    """
+
+    @functools.wraps(method)
+    def called(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        wrapped = optimizer
+        while isinstance(wrapped, WrappedOptimizer):
+            wrapped = wrapped.optim
+        if wrapped is not optimizer and scaler.is_enabled():
+            states = scaler._per_optimizer_states
+            states[id(optimizer)] = states[id(wrapped)]
+        return method(scaler, optimizer, *args, **kwargs)
+
+    return called
+
+
+for _name in ("unscale_", "step"):
+    setattr(GradScaler, _name, _one_state(getattr(GradScaler, _name)))
+
 for _name in (
     "register_step_pre_hook",
     "register_step_post_hook",
@@ -66,3 +133,6 @@ for _name in (
     "register_load_state_dict_post_hook",
 ):
     setattr(WrappedOptimizer, _name, _delegate(_name))
+
+for _name in ("param_groups", "state", "defaults"):
+    setattr(WrappedOptimizer, _name, _attribute(_name))

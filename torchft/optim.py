@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from torch.optim import Optimizer
 
@@ -17,9 +17,12 @@ if TYPE_CHECKING:
 class OptimizerWrapper(WrappedOptimizer):
     """Wraps an optimizer so that each of its steps is a step of the Manager.
 
-    ``zero_grad`` starts the quorum; ``step`` votes, and steps only if the step is committed. All other methods are
-    those of the wrapped optimizer. Its hooks run only for committed steps, with the wrapped optimizer as their
-    argument.
+    ``zero_grad`` starts the quorum; ``step`` votes, and steps only if the step is committed. All other methods and
+    attributes are those of the wrapped optimizer. Its hooks run only for committed steps, with the wrapped optimizer as
+    their argument. For a ``torch.amp.GradScaler`` both are the same optimizer.
+
+    A copy wraps a copy of the wrapped optimizer, and has the same Manager, which neither compares nor heals the copy's
+    state. A pickle holds no Manager: wrap ``optim`` of the unpickled object anew to train with it.
 
     The functions of ``torch.distributed.checkpoint.state_dict`` initialize the state of a new optimizer by a step with
     zero gradients and a learning rate of 0. Such a step needs no vote, since it changes no weights.
@@ -29,9 +32,12 @@ class OptimizerWrapper(WrappedOptimizer):
         optim: the optimizer to wrap.
     """
 
+    _of_this_process = ("manager",)
+    _remedy = "wrap its attribute `optim` anew"
+
     def __init__(self, manager: Manager, optim: Optimizer) -> None:
+        self.manager = manager  # before the base class: its own attribute
         super().__init__(optim)
-        self.manager = manager
         extras = extras_of(manager)
         extras.register_gradients(self._gradients)
         extras.register_optimizer(optim)
@@ -42,8 +48,15 @@ class OptimizerWrapper(WrappedOptimizer):
             self.manager.start_quorum()
         self.optim.zero_grad(set_to_none)
 
-    def step(self, closure: Optional[object] = None) -> None:  # type: ignore[override]
+    def step(self, closure: Optional[object] = None, **kwargs: Any) -> Any:  # type: ignore[override]
         """Ends a step: applies the gradients if the step is committed.
+
+        Args:
+            closure: must be None.
+            kwargs: arguments of the wrapped optimizer's method.
+
+        Returns:
+            What that method returns; None if the step is not committed.
 
         Raises:
             AssertionError: a closure was given; it would run the model again after the groups agreed.
@@ -54,7 +67,8 @@ class OptimizerWrapper(WrappedOptimizer):
                 "agree on a step before it is applied, and a closure would compute it again"
             )
         if _makes_state() or self.manager.should_commit():
-            self.optim.step()
+            return self.optim.step(**kwargs)
+        return None
 
 
 def _makes_state() -> bool:

@@ -141,7 +141,7 @@ class Watch:
                 return unit
 
         class Optimizer(torchft.Optimizer):
-            def step(self, closure: object = None) -> None:
+            def step(self, closure: object = None, **kwargs: Any) -> Any:
                 watch.ends(super().step)
 
         return Loader, Optimizer

@@ -55,6 +55,9 @@ class DistributedOptimizer(WrappedOptimizer):
             of the number of workers, or WORKER_NUM is not the size of the process group.
     """
 
+    _of_this_process = ("_manager", "_extras", "_group")
+    _remedy = "wrap its attribute `optim` anew"
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -62,7 +65,6 @@ class DistributedOptimizer(WrappedOptimizer):
         manager: Optional[Manager] = None,
         process_group: Optional[dist.ProcessGroup] = None,
     ) -> None:
-        super().__init__(optimizer)
         self._fixed = fixed_global_batch_size
         self._manager = manager
         self._extras = extras_of(manager)
@@ -70,6 +72,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self._workers = 1
         self._passes = 0  # number of completed passes of this step
         self.backward_passes_per_step = 1
+        super().__init__(optimizer)
         if manager is None:
             self._count_workers()
         elif fixed_global_batch_size:
@@ -91,7 +94,7 @@ class DistributedOptimizer(WrappedOptimizer):
         self._count_workers()
         self.optim.zero_grad(set_to_none)
 
-    def step(self, closure: Optional[object] = None) -> None:  # type: ignore[override]
+    def step(self, closure: Optional[object] = None, **kwargs: Any) -> Any:  # type: ignore[override]
         """Call it after each backward pass. In the last pass of a step it reduces the gradients and steps the
         optimizer.
         """
@@ -99,11 +102,12 @@ class DistributedOptimizer(WrappedOptimizer):
             raise ValueError("closure: step() takes none, since it would compute a part of the batch again")
         self._passes += 1
         if self._passes < self.backward_passes_per_step:
-            return
+            return None
         self._passes = 0
         self._reduce()
         if self._manager is None or self._manager.should_commit():
-            self.optim.step()
+            return self.optim.step(**kwargs)
+        return None
 
     def _count_workers(self) -> None:
         if self._manager is not None:

@@ -31,6 +31,9 @@ class Extras:
     def register_gradients(self, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
         """Registers tensors that an optimizer will read. A step can be replayed only if it reduces all of them."""
 
+    def register_check(self, check: Callable[[], None]) -> None:
+        """Registers what raises an error if gradients of this step were not reduced; the step is then not committed."""
+
     def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Registers parameters and optimizer state that have the same bits in all groups: they are compared, and may
         be healed in pieces.

@@ -3,9 +3,10 @@
 # No `from __future__ import annotations`: PyTorch compares the annotations of communication hooks with types.
 
 import weakref
+from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable, Dict, Iterable, Iterator, List, Optional, Set, Tuple, TypeVar
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Callable, Deque, Dict, Iterator, List, Optional
 
 import torch
 import torch.distributed as dist
@@ -13,20 +14,43 @@ from torch import nn
 from torch.autograd import Variable
 from torch.nn import parallel
 
-from torchft._extras import Extras, extras_of
+from torchft._copies import Copyable, Missing
+from torchft._extras import extras_of
 from torchft._manager.work import managed
 from torchft.process_group import ProcessGroupDummy
-from torchft.utils import devices_of
 
 if TYPE_CHECKING:
-    from torchft.manager import Manager
+    from typing_extensions import Self
 
-T = TypeVar("T")
+    from torchft.manager import Manager
 
 _BUCKET_FUTURE = torch.futures.Future[torch.Tensor]
 
 
-class DistributedDataParallel(parallel.DistributedDataParallel):
+class _FixedBuckets(ProcessGroupDummy):
+    """PyTorch's group for DDP, of one rank, so that DDP's own broadcasts and reductions stay in this process.
+
+    A reducer rebuilds its buckets once, and asks rank 0 of its group for them. This group has an answer of its own.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+        self._answers: Deque[List[int]] = deque()
+
+    def rebuild(self, reducer: dist.Reducer, buckets: List[List[int]]) -> None:
+        """Makes a new reducer rebuild its buckets now, as these lists of the parameters' indices, and never again."""
+        self._answers.extend([[*chain(*buckets), len(buckets)], [len(bucket) for bucket in buckets]])
+        reducer._push_all_rebuilt_params()
+        if not reducer._rebuild_buckets() or self._answers:
+            raise RuntimeError(f"PyTorch {torch.__version__}: the buckets of DistributedDataParallel cannot be fixed")
+
+    def broadcast(self, tensor_list: List[torch.Tensor], opts: object) -> dist.Work:
+        if self._answers:
+            tensor_list[0].copy_(torch.tensor(self._answers.popleft()))
+        return super().broadcast(tensor_list, opts)
+
+
+class DistributedDataParallel(Copyable, parallel.DistributedDataParallel):
     """PyTorch's DistributedDataParallel, whose allreduces go through a Manager.
 
     The allreduce of a bucket overlaps with the rest of the backward pass: only the first one of a step blocks, until
@@ -34,168 +58,130 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     All groups must cut the gradients into the same buckets in the same order, including a group that joins when the
     others are at step 1,000. PyTorch rebuilds the buckets after the first step, in the order in which gradients
-    arrived, unless ``find_unused_parameters`` is set. So this class always sets it, and ignores the caller's value.
-    Parameters that took no part in the loss are therefore allowed. If there are none, PyTorch warns once; ignore that
-    warning. With ``static_graph`` PyTorch rebuilds the buckets nevertheless: see :class:`_StaticGraph`.
+    arrived, unless ``find_unused_parameters`` is set. Here the buckets are always those that PyTorch makes with
+    ``find_unused_parameters``, from the first step on.
+
+    As in PyTorch, parameters that take no part in the loss are an error, unless the caller passes
+    ``find_unused_parameters=True``.
 
     Gradients are views of the buckets (``gradient_as_bucket_view``) unless the caller says otherwise. The number of
     participants is known only after the allreduce, so averaging takes another pass over all gradients. In return, the
     views save the pass that copies the gradients back, and the memory of the copy. As PyTorch documents for the option,
     such a gradient cannot be detached in place, and is overwritten in the next backward pass.
 
+    A copy has a copy of the model and the same Manager, which does not compare the copy's parameters. A pickle holds no
+    Manager: wrap ``module`` of the unpickled object anew to train with it.
+
     Args:
         manager: the Manager of this rank.
         module: the model; all groups start from the same weights, or heal to them (``init_sync``).
-        kwargs: arguments of PyTorch's class, except ``process_group`` and ``find_unused_parameters``.
+        kwargs: arguments of PyTorch's class, except ``process_group``.
     """
+
+    _of_this_process = ("_manager", "_extras")
+    _remedy = "wrap its attribute `module` anew"
 
     def __init__(self, manager: "Manager", module: nn.Module, **kwargs: Any) -> None:
         if "process_group" in kwargs:
             raise ValueError("process_group is not allowed: the Manager selects the participants of each step")
-        # A static graph finds unused parameters itself, and PyTorch warns if both are set.
-        kwargs["find_unused_parameters"] = not kwargs.get("static_graph", False)
         kwargs.setdefault("gradient_as_bucket_view", True)
-        # The wrapped class gets a process group of one rank, so its own broadcasts and reductions stay in this process.
-        super().__init__(module, process_group=ProcessGroupDummy(0, 1), **kwargs)
-        if kwargs.get("static_graph"):
-            self._reduces: Any = _StaticGraph(manager, self)
-            hook: Callable[[Any, dist.GradBucket], _BUCKET_FUTURE] = _StaticGraph.hook
-        else:
-            hook = _allreduce_hook if self.gradient_as_bucket_view else _copied_allreduce_hook
-            self._reduces = _Through(manager, extras_of(manager))
-        self.register_comm_hook(None, _of_weak(self._reduces, hook))
+        super().__init__(module, process_group=_FixedBuckets(), **kwargs)
+        self._manager = manager
+        self._extras = extras_of(manager)
+        self._register_hook()
         ignored = set(self.parameters_to_ignore)
-        extras_of(manager).register_parameters(lambda: [p for p in module.named_parameters() if p[0] not in ignored])
+        self._extras.register_check(_finished(weakref.ref(self)))
+        self._extras.register_parameters(lambda: [p for p in module.named_parameters() if p[0] not in ignored])
 
-    def __getstate__(self) -> Dict[str, Any]:
-        state = super().__getstate__()
-        del state["_reduces"]  # like the reducer, which is made anew
-        return state
+    def _register_hook(self) -> None:
+        # The reducer, which owns the hook, is C++ code whose references the garbage collector does not see: a Manager
+        # whose state functions refer to the model would never be collected.
+        reduce = weakref.WeakMethod(self._reduce)
 
+        def hook(_: object, bucket: dist.GradBucket) -> _BUCKET_FUTURE:
+            method = reduce()
+            assert method is not None  # the backward pass is this model's
+            return method(bucket)
 
-def _of_weak(state: T, hook: Callable[[T, dist.GradBucket], _BUCKET_FUTURE]) -> Any:
-    """A communication hook that does not keep its state alive.
+        self.register_comm_hook(None, hook)
+        self._reduces_in_pass = not self.static_graph  # in its first pass, PyTorch calls the hook after the pass
 
-    PyTorch's reducer, which owns the hook, is C++ code whose references the garbage collector does not see: a Manager
-    whose state functions refer to the model would never be collected.
-    """
-    ref = weakref.ref(state)
-
-    def call(_: object, bucket: dist.GradBucket) -> _BUCKET_FUTURE:
-        state = ref()
-        assert state is not None  # the model, whose backward pass this is, refers to it
-        return hook(state, bucket)
-
-    return call
-
-
-@dataclass(frozen=True)
-class _Through:
-    """The state of a communication hook that reduces a bucket."""
-
-    manager: "Manager"
-    extras: Extras
-
-    def allreduce(self, tensor: torch.Tensor) -> dist._Work:
-        return managed(self.manager, self.manager.allreduce(tensor), tensor)
-
-
-def _copied_allreduce_hook(through: _Through, bucket: dist.GradBucket) -> _BUCKET_FUTURE:
-    through.extras.refuse_replay("gradients are copies of what is reduced (gradient_as_bucket_view=False)")
-    return _allreduce_hook(through, bucket)
-
-
-def _allreduce_hook(through: _Through, bucket: dist.GradBucket, in_pass: bool = True) -> _BUCKET_FUTURE:
-    buffer = bucket.buffer()
-    through.extras.share_buffer(buffer)  # the buffer belongs to DDP; gradients are views of it, and move with it
-    work = through.allreduce(buffer)
-    # The reducer waits for the future, without a deadline and deaf to signals. The future may complete only in a wait
-    # for the work, so that comes first: at the end of the backward pass, before the reducer's own.
-    if in_pass:
-        Variable._execution_engine.queue_callback(work.wait)  # type: ignore[arg-type]
-    else:
-        work.wait()
-    return work.get_future()  # type: ignore[return-value]
-
-
-class _StaticGraph:
-    """Makes all groups reduce the same pieces, although their reducers rebuild their buckets.
-
-    The reducer of a static graph begins with one bucket and rebuilds it after its second backward pass, in the order in
-    which gradients arrived. A group in its first pass may train with groups that have rebuilt their buckets already. So
-    the first pass records the order, and computes from it the buckets that the reducer will build: the pieces. A bucket
-    that equals a piece is reduced directly. Other buckets are collected until the pass ends, and cut into the pieces.
-    Their reduction does not overlap with the backward pass. In the first pass, which has one bucket, the reducer's own
-    reduction would not overlap either.
-    """
-
-    def __init__(self, manager: "Manager", ddp: "DistributedDataParallel") -> None:
-        self._through = _Through(manager, extras_of(manager))
-        self._ddp = ddp
-        self._pieces: List[List[torch.Tensor]] = []
-        self._known: Set[Tuple[int, ...]] = set()
-        self._collected: List[Tuple[dist.GradBucket, _BUCKET_FUTURE]] = []
-        self._arrived: Dict[torch.Tensor, None] = {}
-        self._noting = [p.register_post_accumulate_grad_hook(self._note) for p in ddp.parameters() if p.requires_grad]
-
-    @staticmethod
-    def hook(graph: "_StaticGraph", bucket: dist.GradBucket) -> _BUCKET_FUTURE:
-        first = not graph._pieces  # the reducer then calls the hook after the pass, and waits at once
-        if first:
-            graph._work_out_pieces()
-        if not graph._collected and _key(bucket.parameters()) in graph._known:
-            return _allreduce_hook(graph._through, bucket, in_pass=not first)
-        future = _BUCKET_FUTURE(devices=[*devices_of(bucket.buffer())])
-        graph._collected.append((bucket, future))
-        if bucket.is_last():
-            collected, graph._collected = graph._collected, []
-            graph._reduce_pieces(collected)
-        return future
-
-    def _note(self, param: torch.Tensor) -> None:
-        # If several backward passes reach a parameter, its last arrival counts.
-        self._arrived.pop(param, None)
-        self._arrived[param] = None
-
-    def _work_out_pieces(self) -> None:
-        for handle in self._noting:
-            handle.remove()
-        parameters, expect_sparse = self._ddp._build_params_for_reducer()
-        unused = [p for p in parameters if p not in self._arrived]  # the reducer puts these first
-        ordered = unused + list(self._arrived)
-        sparse = dict(zip(parameters, expect_sparse))
-        config = getattr(self._ddp, "_bucket_config", None)  # older releases have a constant instead
-        first_bytes = config.first_bucket_bytes_cap if config is not None else dist._DEFAULT_FIRST_BUCKET_BYTES
-        indices, _ = dist._compute_bucket_assignment_by_size(
-            ordered,
-            [first_bytes, self._ddp.bucket_bytes_cap],
-            [sparse[p] for p in ordered],
-            list(range(len(ordered))),
-        )
-        self._pieces = [[ordered[i] for i in piece] for piece in indices]
-        self._known = {_key(piece) for piece in self._pieces}
-        self._arrived = {}
-
-    def _reduce_pieces(self, collected: List[Tuple[dist.GradBucket, _BUCKET_FUTURE]]) -> None:
-        self._through.extras.refuse_replay("the first passes over a static graph reduce copies of the gradients")
-        grads: Dict[torch.Tensor, torch.Tensor] = {}
-        for bucket, _ in collected:
-            grads.update(zip(bucket.parameters(), bucket.gradients()))
-        flats = [torch.cat([grads[p].reshape(-1) for p in piece]) for piece in self._pieces]
-        for work in [self._through.allreduce(flat) for flat in flats]:
+    def _reduce(self, bucket: dist.GradBucket) -> _BUCKET_FUTURE:
+        if not self.gradient_as_bucket_view:
+            self._extras.refuse_replay("gradients are copies of what is reduced (gradient_as_bucket_view=False)")
+        buffer = bucket.buffer()
+        self._extras.share_buffer(buffer)  # the buffer belongs to DDP; gradients are views of it, and move with it
+        work = managed(self._manager, self._manager.allreduce(buffer), buffer)
+        # The reducer waits for the future, without a deadline and deaf to signals. The future may complete only in a
+        # wait for the work, so that comes first: at the end of the backward pass, before the reducer's own.
+        if self._reduces_in_pass:
+            Variable._execution_engine.queue_callback(work.wait)  # type: ignore[arg-type]
+        else:
             work.wait()
-        for piece, flat in zip(self._pieces, flats):
-            for param, part in zip(piece, flat.split([p.numel() for p in piece])):
-                grads[param].copy_(part.view_as(grads[param]))
-        for bucket, future in collected:
-            future.set_result(bucket.buffer())
+            self._reduces_in_pass = bucket.is_last()
+        return work.get_future()  # type: ignore[return-value]
+
+    def _ddp_init_helper(self, parameters: List[torch.Tensor], expect_sparse_gradient: List[bool], *rest: Any) -> None:
+        super()._ddp_init_helper(parameters, expect_sparse_gradient, *rest)
+        if not self.find_unused_parameters:  # else they would not be rebuilt
+            self._fix_buckets(parameters, expect_sparse_gradient)
+
+    def _set_static_graph(self) -> None:
+        super()._set_static_graph()
+        self._reduces_in_pass = False
+        if self.find_unused_parameters:
+            self._fix_buckets(*self._build_params_for_reducer())
+
+    def _fix_buckets(self, parameters: List[torch.Tensor], expect_sparse_gradient: List[bool]) -> None:
+        config = getattr(self, "_bucket_config", None)
+        if config is not None:
+            limits, _ = config.compute_bucket_size_limits(static_graph=False, find_unused_parameters=True)
+        else:  # older releases
+            small_first = [dist._DEFAULT_FIRST_BUCKET_BYTES] if self.bucket_bytes_cap_default else []
+            limits = [*small_first, self.bucket_bytes_cap]
+        buckets, _ = dist._compute_bucket_assignment_by_size(parameters, limits, expect_sparse_gradient)
+        self.process_group.rebuild(self.reducer, buckets[::-1])
+
+    @contextmanager
+    def join(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Does nothing. In PyTorch, ranks without further input wait here for the others; with a Manager, the others go
+        on without a group that has ended.
+        """
+        yield
+
+    def _parts(self) -> Dict[str, Any]:
+        """What PyTorch's class pickles."""
+        new = ("process_group", "reducer", "logger", "_comm_hooks")
+        return {name: value for name, value in self.__dict__.items() if name not in new}
+
+    def _assemble(self, parts: Dict[str, Any]) -> None:
+        new = {"process_group": _FixedBuckets(), "_comm_hooks": [], "static_graph": False}
+        nn.Module.__setstate__(self, {**parts, **new})
+        parameters, expect_sparse_gradient = self._build_params_for_reducer()
+        names = self._build_debug_param_to_name_mapping(parameters)
+        self._ddp_init_helper(parameters, expect_sparse_gradient, names, parts["static_graph"])
+        if parts["static_graph"]:
+            self._set_static_graph()
+        if isinstance(self._manager, Missing):
+            self._manager.refuse_training(self)
+        else:
+            self._register_hook()
 
 
-def _key(params: Iterable[torch.Tensor]) -> Tuple[int, ...]:
-    return tuple(id(p) for p in params)
+def _finished(ref: "weakref.ref[DistributedDataParallel]") -> Callable[[], None]:
+    """Raises an error if gradients of the backward pass are missing in its reductions. PyTorch does so in the next
+    forward pass, which is too late for this step.
+    """
+
+    def check() -> None:
+        ddp = ref()
+        if ddp is not None:
+            ddp._check_reducer_finalized()
+
+    return check
 
 
-class PureDistributedDataParallel(nn.Module):
+class PureDistributedDataParallel(Copyable, nn.Module):
     """Averages each parameter's gradient with a separate allreduce, without PyTorch's reducer.
 
     Simple, and slow for small parameters.
@@ -203,22 +189,45 @@ class PureDistributedDataParallel(nn.Module):
     The allreduce of a gradient begins as soon as the gradient is final, and the end of the backward pass waits for all
     of them. Groups must produce their gradients in the same order.
 
+    Copies and pickles are as those of :class:`DistributedDataParallel`.
+
     Args:
         manager: the Manager of this rank.
         module: the model.
     """
 
+    _of_this_process = ("_manager_ref",)
+    _remedy = "wrap its attribute `module` anew"
+
     def __init__(self, manager: "Manager", module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        # Parameters, which own the hooks below, are C++ objects like the reducer: see `_of_weak`.
+        # Parameters, which own the hooks, are C++ objects like the reducer of DistributedDataParallel.
         self._manager_ref = weakref.ref(manager)
         self._works: Optional[List[dist._Work]] = None  # works of the backward pass in progress
         self._syncs = True
         extras_of(manager).register_parameters(module.named_parameters)
-        for param in module.parameters():
+        self._register_hooks()
+
+    def _register_hooks(self) -> None:
+        for param in self.module.parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(self._reduce)
+
+    def _parts(self) -> Dict[str, Any]:
+        return {**self.__dict__, "_works": None}
+
+    def _assemble(self, parts: Dict[str, Any]) -> None:
+        super().__setstate__(parts)
+        if isinstance(self._manager_ref, Missing):
+            self._manager_ref.refuse_training(self)
+        else:
+            self._register_hooks()
+
+    def __copy__(self) -> "Self":
+        made = type(self).__new__(type(self))
+        nn.Module.__setstate__(made, self._parts())  # the shared parameters have their hooks
+        return made
 
     @property
     def _manager(self) -> "Manager":

@@ -6,7 +6,7 @@ turns, so the ratios compare steps that ran within seconds of each other.
 Two settings determine how the gradients are reduced, and their defaults differ. `gradient_as_bucket_view` saves a copy:
 True in ours, False in the others. `find_unused_parameters` keeps the buckets in the order of the parameters: here a
 bucket of 16.5 MB is reduced while the rest of the backward pass runs, and one of 2.4 MB after it; without the setting
-the small one comes first and the large one last. Both torchft packages always set it, PyTorch does not. So plain
+the small one comes first and the large one last. Ours always has these buckets, and upstream always sets it. So plain
 PyTorch runs with the settings of each package, and with its own defaults.
 """
 

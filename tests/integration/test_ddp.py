@@ -171,12 +171,34 @@ def test_no_sync(cluster: Cluster, kind: str) -> None:
 
 def test_unused_parameters(cluster: Cluster) -> None:
     expected = reference()
-    training = Training(WRAPPERS["plain"], unused=True)
+    training = Training(
+        lambda manager, model: DistributedDataParallel(manager, model, bucket_cap_mb=1, find_unused_parameters=True),
+        unused=True,
+    )
     first = cluster.start(training.loop, group=0)
     cluster.wait(training.join)
     second = cluster.start(training.loop, group=1)
     a, b = results(first, second)
     _assert_equal({**expected, **{k: v for k, v in a.items() if k.startswith("unused")}}, a, b)
+
+
+def test_a_step_with_unused_parameters_that_are_not_searched_is_not_committed(cluster: Cluster) -> None:
+    def loop(rank: Rank) -> None:
+        model = Model(unused=True)
+        manager = rank.start_manager(load_state_dict=lambda s: None, state_dict=dict)
+        optimizer = OptimizerWrapper(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+        ddp = DistributedDataParallel(manager, model, bucket_cap_mb=1)
+        before = model.first.weight.detach().clone()
+        optimizer.zero_grad()
+        ddp(batch(0, 0)).square().mean().backward()
+        optimizer.step()
+        assert manager.current_step() == 0 and torch.equal(model.first.weight, before)
+        assert "find_unused_parameters=True" in str(manager.errored())
+        optimizer.zero_grad()
+        with pytest.raises(RuntimeError, match="find_unused_parameters=True"):
+            ddp(batch(0, 0))
+
+    results(cluster.start(loop, group=0))
 
 
 def _assert_equal(expected: dict[str, torch.Tensor], *states: dict[str, torch.Tensor]) -> None:

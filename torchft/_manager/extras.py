@@ -52,6 +52,9 @@ class OwnExtras(Extras):
     def register_gradients(self, gradients: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._replayer.register_gradients(gradients)
 
+    def register_check(self, check: Callable[[], None]) -> None:
+        self._data.register_check(check)
+
     def register_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         self._replicated.add_optimizer(optimizer)
         self._layout.add_optimizer(optimizer)

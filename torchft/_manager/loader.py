@@ -233,6 +233,7 @@ class Data:
         self._loader: Optional[Loader] = None
         self._local_steps: Optional[LocalSteps] = None
         self._batches: Optional[BatchCheck] = None
+        self._checks: list[Callable[[], None]] = []
 
     # Before the first step
 
@@ -345,10 +346,21 @@ class Data:
         sums = batches.words(step.plan, device)
         batches.begun(sums, reduce(sums, ReduceOp.SUM, False))
 
+    def register_check(self, check: Callable[[], None]) -> None:
+        """Registers what raises an error if gradients of this step were not reduced."""
+        self._checks.append(check)
+
     def verify(self, step: Step) -> None:
         """Raises an error if the step must not be committed: see :meth:`BatchCheck.verify`."""
         if self._batches is not None:
             self._batches.verify(step)
+        if step.error is None:
+            try:
+                for check in self._checks:
+                    check()
+            except Exception:
+                step.collectives.abort()  # other groups may wait for a tensor that this rank did not reduce
+                raise
 
     def step_to_announce(self, step: int) -> int:
         """The step that this group announces for the next quorum, after it has lost ``step``. A group with the wrong

@@ -32,10 +32,12 @@ ALLOWED = {
     ("_quantization/exchange.py", "getattr(pg, '_peers_now', lambda: pg)"): "public functions get any process group",
     ("_quantization/exchange.py", "hasattr(pg, 'getBackendName')"): "the same",
     ("_quantization/layout.py", "hasattr(tensor, 'to_local')"): "a DTensor of the user is refused",
-    ("ddp.py", "getattr(self._ddp, '_bucket_config', None)"): "depends on the release of PyTorch",
+    ("ddp.py", "getattr(self, '_bucket_config', None)"): "depends on the release of PyTorch",
     ("local_sgd/diloco.py", "hasattr(one, 'param_groups')"): "an argument that is no optimizer is named in the error",
     ("local_sgd/inner_steps.py", "hasattr(optimizer, 'register_step_post_hook')"): "the same",
-    ("_wrapped_optimizer.py", "getattr(self.optim, name)"): "a method of the optimizer, by its name",
+    ("_wrapped_optimizer.py", "getattr(self.optim, name)"): "an attribute of the optimizer, by its name",
+    ("_wrapped_optimizer.py", "hasattr(type(self), name)"): "whether an attribute is the wrapper's own",
+    ("_wrapped_optimizer.py", "getattr(GradScaler, _name)"): "a method of PyTorch's, by its name",
 }
 
 

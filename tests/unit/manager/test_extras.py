@@ -38,6 +38,7 @@ def test_the_extras_of_a_stand_in(stand_in: object) -> None:
     assert extras.has_peers and not extras.adds_gradients
     extras.refuse_replay("it cannot be repeated")
     extras.register_gradients(list)
+    extras.register_check(list)
     extras.steps_by_itself(object())
     extras.inner_step_ended()
     extras.share_buffer(torch.ones(1))

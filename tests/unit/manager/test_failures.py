@@ -14,6 +14,7 @@ from torch.distributed import Work
 from torchft._manager import failures
 from torchft._manager.failures import FailureListener
 from torchft._torchft import MemberFailure, QuorumResult
+from torchft.futures import future_wait
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroupDummy
 from torchft.utils import Mark
@@ -30,7 +31,7 @@ class PendingWork(Work):
         self.future: torch.futures.Future[Any] = torch.futures.Future()
 
     def wait(self, timeout: Optional[timedelta] = None) -> bool:
-        self.future.wait()
+        future_wait(self.future, timedelta(seconds=30) if timeout is None else timeout)
         return True
 
     def is_completed(self) -> bool:

@@ -412,7 +412,8 @@ class Manager(Stateful, Stepping):
     def _begin_round(self, request: Request, inputs: Optional[Inputs] = None) -> None:
         """Begins an attempt at a step."""
         self._maker.check()
-        if self._rounds is None:
+        rounds = self._rounds  # read once: another thread may shut the Manager down
+        if rounds is None:
             raise RuntimeError("the Manager is shut down")
         first = self._round is None
         if self._round is not None:
@@ -452,7 +453,7 @@ class Manager(Stateful, Stepping):
             drain=self._signals.drain_request(self._logger.info),
             traceparent=self._trace.asks(self._step),
         )
-        begin = partial(self._rounds.begin, partial(self._follow, step), sent, request.timeout)
+        begin = partial(rounds.begin, partial(self._follow, step), sent, request.timeout)
         # The first forward and backward pass takes longer than later ones: the others do not wait for it.
         self._round = begin() if self._along is None or not first else LateRound(begin, self._along.prepare)
 

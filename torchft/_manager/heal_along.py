@@ -156,7 +156,8 @@ class Along:
         if self._abandoned:
             self._report(plan.max_step, Progress.WHOLE)
             return False
-        if self._target is None:
+        target = self._target  # read once: a shutdown on another thread clears it
+        if target is None:
             parameters = prepared or Parameters(self._optimizers)
             try:
                 if reason := self._refuses():
@@ -168,8 +169,8 @@ class Along:
                 self._abandon(str(e), plan.max_step)
                 return False
             self.began = time.monotonic()
-            self._target = self._make_target(parameters)
-        self._target.quorum(plan, together=progress is Progress.READY)
+            self._target = target = self._make_target(parameters)
+        target.quorum(plan, together=progress is Progress.READY)
         return True
 
     @property
@@ -228,13 +229,15 @@ class Along:
 
     def how_far(self) -> str:
         """The progress of the heal, as text for logs and errors."""
-        return self._target.how_far() if self._target is not None else "the state of a peer is transferred as a whole"
+        target = self._target
+        return target.how_far() if target is not None else "the state of a peer is transferred as a whole"
 
     def healed(self) -> None:
         """Called when a state was loaded: the next heal may be in pieces."""
         self._abandoned = self.wrote = False
-        if self._target is not None:
-            self._target.wrote = False
+        target = self._target
+        if target is not None:
+            target.wrote = False
 
     def stop(self) -> None:
         """Ends the heal in pieces, and its request thread."""

@@ -64,9 +64,11 @@ class Source:
             role: the role of this source. Readers of an additional source also read from the assigned one, so
                 `disallow` closes their connections at once
         """
-        if self._offer is not None:
+        with self._cond:
+            last = self._offer  # read once: another thread may drop it
+        if last is not None:
             # the caller did not disallow the previous one, and may change its tensors now
-            self._offer.close(keep_copy=False, timeout=self._keep)
+            last.close(keep_copy=False, timeout=self._keep)
         offer = Offer(checkpoint, copy and role is Role.ASSIGNED, stage=copy)
         with self._cond:
             self._receivers = receivers

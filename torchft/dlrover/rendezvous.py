@@ -137,7 +137,8 @@ class TorchRendezvousService:
     @property
     def reason(self) -> str:
         """Why there is no round yet."""
-        return str(self._trouble) if self._trouble is not None else self._reason
+        trouble = self._trouble  # read once: the thread clears it
+        return str(trouble) if trouble is not None else self._reason
 
     def set_state(self) -> None:
         """Requests the next round. That ends the round in which this node is.
@@ -203,9 +204,10 @@ class TorchRendezvousService:
             raise _refused(error) from None
 
     def _decided(self) -> bool:
-        if self.closed or (self._trouble is not None and self._trouble.refused):
+        view, trouble = self._view, self._trouble  # read once: the thread replaces them
+        if self.closed or (trouble is not None and trouble.refused):
             return True
-        return self._view.get("ask") == self._ask > 0 and self._view["round"] > 0
+        return view.get("ask") == self._ask > 0 and view["round"] > 0
 
     def _connect(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout

@@ -108,9 +108,10 @@ class Lighthouse(Consensus):
         return ConsensusStatus.SKIP_ALLREDUCE if len(latest.members) == 1 else ConsensusStatus.SUCCESS
 
     def _ask(self, may_keep: Optional[View] = None) -> View:
-        if self._client is None:
+        client = self._client  # read once: another thread may close the consensus
+        if client is None:
             raise RuntimeError("the consensus is closed")
-        result = self._client._quorum(
+        result = client._quorum(
             group_rank=0,
             step=self._round,
             checkpoint_metadata="",

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import threading
 import traceback
+from datetime import timedelta
 from typing import Any, Callable, Generic, Optional, TypeVar
 
 import torch
 
 T = TypeVar("T")
+
+# Seconds beyond the call's own timeouts, so that its error, which names the cause, comes first.
+_GRACE_SEC = 5.0
 
 _thread = threading.local()
 
@@ -30,23 +34,29 @@ class Attempt(Generic[T]):
     Args:
         call: may wait for peers.
         discard: gets a list with the result of `call` if nobody takes that, and must empty the list.
+        timeout: timeout of each wait in the call, for the store and then for the peers.
         beside: whether the caller keeps its present peers meanwhile.
 
     Attributes:
         beside: the argument.
         error: why there is no result; None before the end of the call, and if it succeeded.
+        abandoned: the error passed to the first `abandon`, also if the result had been taken by then; None: there was
+            none.
     """
 
-    def __init__(self, call: Callable[[], T], discard: Callable[[list[T]], None], beside: bool = False) -> None:
+    def __init__(
+        self, call: Callable[[], T], discard: Callable[[list[T]], None], timeout: timedelta, beside: bool = False
+    ) -> None:
         self._call: Optional[Callable[[], T]] = call
         self._discard = discard
+        self._timeout = timeout
         self.beside = beside
         self._lock = threading.Lock()
         self._started = False
         self._ended = threading.Event()
         self._value: list[T] = []
         self.error: Optional[BaseException] = None
-        self._abandoned = False
+        self.abandoned: Optional[Exception] = None
         self._interrupts: list[Callable[[], object]] = []
         self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
@@ -71,9 +81,13 @@ class Attempt(Generic[T]):
 
         Raises:
             BaseException: the error of the call, or the one passed to `abandon`.
+            RuntimeError: neither has come in time.
         """
         self.start()
-        self._ended.wait()
+        seconds = min(2 * self._timeout.total_seconds() + _GRACE_SEC, threading.TIMEOUT_MAX)
+        if not self._ended.wait(seconds):
+            text = f"timed out: connecting with the peers, with timeout={self._timeout}, has not ended in {seconds:g} s"
+            self.abandon(RuntimeError(text))
         with self._lock:
             if self.error is not None:
                 raise self.error
@@ -82,11 +96,11 @@ class Attempt(Generic[T]):
     def abandon(self, error: Exception) -> None:
         """Ends the wait with this error, and discards a result that nobody has taken."""
         with self._lock:
+            self.abandoned = self.abandoned or error
             if self._ended.is_set() and not self._value:
                 return
             untaken, self._value = self._value, []
             self.error = error
-            self._abandoned = True
             self._ended.set()
             interrupts = self._interrupts
         for interrupt in interrupts:
@@ -98,8 +112,8 @@ class Attempt(Generic[T]):
         """Registers a function that ends a wait of the call; it is called at once if the attempt was abandoned."""
         with self._lock:
             self._interrupts.append(interrupt)
-            abandoned = self._abandoned
-        if abandoned:
+            abandoned = self.abandoned
+        if abandoned is not None:
             interrupt()
 
     def _run(self) -> None:

@@ -203,12 +203,13 @@ class ProcessGroupTorchComms(ProcessGroup):
             calls: the arguments of each call of that method.
         """
         comm = self.comm
-        if self._error is not None:
-            raise self._error
+        error, checker = self._error, self._checker  # read once: another thread may change them
+        if error is not None:
+            raise error
         if not self._connected:
             raise RuntimeError(f"{self.getBackendName()} has no peers: it was not configured")
-        if self._checker is not None:
-            self._checker.check(name, args, opts)
+        if checker is not None:
+            checker.check(name, args, opts)
         works = [getattr(comm, method)(*call, async_op=True) for call in calls]
         # PyTorch's options have a negative timeout if the caller gave none.
         timeout = getattr(opts, "timeout", self._timeout)

@@ -171,7 +171,7 @@ class ProcessGroupWrapper(Forwarding):
             pg = threaded(self._create_pg(store, rank, world_size))
             return _Connected(pg, self._watch(pg, store, rank, world_size), store)
 
-        return Attempt(connect, self._discard, beside)
+        return Attempt(connect, self._discard, self._connect_timeout, beside)
 
     def _discard(self, box: list[_Connected]) -> None:
         """Drops the only element of `box`. The caller holds no other reference."""
@@ -183,20 +183,30 @@ class ProcessGroupWrapper(Forwarding):
         """Gives up the present peers, waits until the attempt has connected others, and uses those."""
         error = RuntimeError(f"{self.getBackendName()} was given other peers")
         self._release(error)
-        self._attempt = whole = Attempt(partial(self._used, attempt), self._discard) if attempt.beside else attempt
+        whole = attempt
+        if attempt.beside:
+            whole = Attempt(partial(self._used, attempt), self._discard, self._connect_timeout)
+        self._attempt = whole
         try:
             if not self._take_beside(attempt):
                 self.abandon_beside(error)  # another one
             pg, self._operations, store = whole.result()
+            _owners.add(self)
+            if enabled():
+                name, where = self.getBackendName(), PrefixStore("check", store)
+                self._checker = Checker(name, where, pg.rank(), pg.size(), self._timeout)
+            self._pg = pg
         except RuntimeError as e:
             raise named_timeout(e) from e.__cause__
         finally:
             self._attempt = None
-        _owners.add(self)
-        if enabled():
-            name, where = self.getBackendName(), PrefixStore("check", store)
-            self._checker = Checker(name, where, pg.rank(), pg.size(), self._timeout)
-        self._pg = pg
+        # An abort abandons the attempt first, and releases `_pg` then. So one that has not found `_pg` is seen here.
+        if whole.abandoned is not None:
+            aborted, box = whole.abandoned, [pg]
+            del pg
+            self._release(aborted)
+            reap(box)  # this may be the last reference
+            raise copied(aborted)
 
     @property
     def connects_beside(self) -> bool:
@@ -337,8 +347,9 @@ class ProcessGroupWrapper(Forwarding):
         pg = self._pg
         if pg is None:
             # After an abort the error is not an AssertionError, because the caller made no mistake.
-            if self._aborted is not None:
-                raise copied(self._aborted)
+            aborted = self._aborted  # read once: another thread may be connecting with other peers
+            if aborted is not None:
+                raise copied(aborted)
             raise AssertionError("process group not initialized")
         return pg
 
@@ -369,8 +380,9 @@ class ProcessGroupWrapper(Forwarding):
     def set_timeout(self, timeout: timedelta) -> None:
         _check_timeout(timeout)
         self._timeout = timeout
-        if self._pg is not None:
-            _set_timeout(self._pg, timeout)
+        pg = self._pg
+        if pg is not None:
+            _set_timeout(pg, timeout)
 
     def errored(self) -> Optional[Exception]:
         return self._given_errored() if self._given_errored is not None else self._aborted
@@ -450,14 +462,13 @@ class ProcessGroupWrapper(Forwarding):
 
     def _release(self, error: Exception) -> None:
         """Drops the parent: threads that wait in it get its own error, or `error`. The caller does not wait."""
-        if self._pg is None:
-            return
-        box: list[BaseProcessGroup] = [self._pg]
+        box = [self._pg]  # read once: another thread may release it too
         self._pg = None
-        self._end_operations(error)
-        self._drop(box)
+        if box[0] is not None:
+            self._end_operations(error)
+            self._drop(box)
 
-    def _drop(self, box: list[BaseProcessGroup]) -> None:
+    def _drop(self, box: list[Any]) -> None:
         """Destroys the only element of `box`, on another thread. The caller holds no other reference."""
         try:
             self._interrupt(box[0])

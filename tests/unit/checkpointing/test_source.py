@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+from tests.unit.flickering import cleared_after_each_look
 from torchft.checkpointing._checkpoint import Checkpoint
 from torchft.checkpointing._memory import HostMemory
 from torchft.checkpointing._offer import Offer
@@ -43,6 +44,14 @@ def test_a_reader_that_arrives_during_the_copy_gets_the_copy(monkeypatch: pytest
     assert read.wait(20)
     for thread in (taking_back, late):
         thread.join(30)
+    source.close(5)
+
+
+def test_a_checkpoint_that_is_dropped_while_the_next_one_is_published() -> None:
+    source = cleared_after_each_look(Source, "_offer")(keep=60)
+    source.publish(1, Checkpoint({"w": torch.zeros(1)}, 0), receivers=1, copy=False)
+    source.publish(2, Checkpoint({"w": torch.ones(1)}, 0), receivers=1, copy=False)
+    assert source._step == 2
     source.close(5)
 
 

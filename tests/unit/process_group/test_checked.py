@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import (
     GatherOptions,
 )
 
+from tests.unit.flickering import cleared_after_each_look
 from tests.unit.process_group.backends import Backend, backends
 from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, on_ranks
 from torchft.process_group import ProcessGroup, ProcessGroupGloo
@@ -57,6 +58,14 @@ def rooted(root: int) -> BroadcastOptions:
     opts = BroadcastOptions()
     opts.rootRank = root
     return opts
+
+
+def test_an_abort_on_another_thread_may_remove_the_checker_of_a_call(groups: list[ProcessGroup]) -> None:
+    for group in groups:
+        group.__class__ = cleared_after_each_look(type(group), "_checker")
+    tensors = [torch.full((1,), float(rank + 1)) for rank in range(len(groups))]
+    on_ranks(len(groups), lambda rank: groups[rank].broadcast([tensors[rank]], rooted(0)).wait())
+    assert [tensor.item() for tensor in tensors] == [1.0] * len(groups)
 
 
 DIFFERENCES: dict[str, tuple[Call, Call, list[str]]] = {

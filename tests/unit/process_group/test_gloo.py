@@ -20,9 +20,11 @@ from torch.distributed import ReduceOp, Store, TCPStore
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from tests.unit.children import run_python
+from tests.unit.flickering import cleared_after_each_look
 from tests.unit.process_group.gloo_peers import DEADLINE_S, PEER_ENDED, SOON, Peer, first_line, gloo, pair
 from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, meeting, on_ranks
-from torchft.process_group import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo, _attempt
+from torchft.process_group import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo, _attempt, wrapper
+from torchft.process_group._attempt import Attempt
 from torchft.process_group._gloo import reaper
 
 
@@ -104,6 +106,71 @@ def test_an_abort_as_soon_as_the_connection_begins_ends_it(store: TCPStore, monk
     with pytest.raises(RuntimeError, match="was aborted"):
         group.configure(meeting(store), "replica", 0, 2)
     aborter.join()
+
+
+@pytest.mark.parametrize("when", ["connected", "about to be used"])
+def test_an_abort_after_the_connection_is_made_and_before_it_is_used_ends_it(
+    store: TCPStore, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    group = gloo()
+    result = Attempt.result
+
+    def connected(attempt: Attempt[Any]) -> Any:
+        made = result(attempt)
+        group.abort()
+        return made
+
+    def about_to_be_used() -> bool:
+        group.abort()
+        return False
+
+    if when == "connected":
+        monkeypatch.setattr(Attempt, "result", connected)
+    else:
+        monkeypatch.setattr(wrapper, "enabled", about_to_be_used)
+    with pytest.raises(RuntimeError, match="was aborted"):
+        group.configure(meeting(store), "replica", 0, 1)
+    monkeypatch.undo()
+    with pytest.raises(AssertionError, match="not initialized"):
+        group.allreduce([torch.ones(1)], ReduceOp.SUM)
+    group.configure(meeting(store), "replica", 0, 1)
+    group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
+    group.shutdown()
+
+
+def test_an_aborted_group_may_get_peers_on_another_thread_while_it_is_used(store: TCPStore) -> None:
+    group = gloo()
+    group.configure(meeting(store), "replica", 0, 1)
+    group.abort()
+    group.__class__ = cleared_after_each_look(ProcessGroupGloo, "_aborted")
+    with pytest.raises(RuntimeError, match="was aborted"):
+        group.allreduce([torch.ones(1)], ReduceOp.SUM)
+
+
+def test_two_threads_may_release_a_group(store: TCPStore, caplog: pytest.LogCaptureFixture) -> None:
+    group = gloo()
+    group.configure(meeting(store), "replica", 0, 1)
+    parent = [group.parent]
+    group.__class__ = cleared_after_each_look(ProcessGroupGloo, "_pg")
+    group._pg = parent.pop()
+    group._release(RuntimeError("aborted"))
+    assert group._pg is None and reaper.drain(DEADLINE_S) and not caplog.records
+
+
+def test_connecting_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own timeouts end each wait in it; this deadline is for a wait of C++ code that has none."""
+    monkeypatch.setattr(_attempt, "_GRACE_SEC", 0)
+    gate, discarded = threading.Event(), threading.Event()
+
+    def discard(box: list[bool]) -> None:
+        box.clear()
+        discarded.set()
+
+    attempt = Attempt(lambda: gate.wait(TIMEOUT.total_seconds()), discard, timedelta(milliseconds=1))
+    with pytest.raises(RuntimeError, match=r"timed out: connecting with the peers, with timeout=0:00:00.001"):
+        attempt.result()
+    gate.set()
+    assert discarded.wait(TIMEOUT.total_seconds())
 
 
 @pytest.fixture

@@ -285,8 +285,9 @@ class ProcessGroupBaby(ProcessGroup):
             access: which tensors the operation reads and writes, if that differs from `protocol.OPERATIONS`.
         """
         channel = self._connected().channel
-        if self._checker is not None:
-            self._checker.check(name, arguments, arguments[-1])
+        checker = self._checker  # read once: an abort on another thread clears it
+        if checker is not None:
+            checker.check(name, arguments, arguments[-1])
         call = made_call(channel.devices, self._name, name, arguments, access, self._timeout)
         op = channel.start(protocol.RUN, call.parts, call.registrations, call.result, call.seconds, call.stream)
         return self._work(channel, op, call.stream)

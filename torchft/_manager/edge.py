@@ -286,7 +286,7 @@ class Peers:
         error: returns the error that the process group has noticed, or None.
         at_once: the number of threads that the process group has for collectives and keeps when its peers change, so
             that aborted collectives occupy them until their timeout; None: it gets new threads with new peers.
-        ours: whether it is of a class of torchft, which reduces tensors of each dtype.
+        ours: whether it is a group of torchft, or of a class derived from one, which reduces tensors of each dtype.
         connects_beside: whether it can connect with other peers while it keeps the present ones.
     """
 
@@ -295,7 +295,7 @@ class Peers:
     def __init__(self, pg: Any) -> None:
         self.pg = pg
         self.error = errors_of(pg)
-        self.ours = type(pg).__module__.startswith("torchft.")
+        self.ours = getattr(type(pg), "_reduces_each_dtype", False) is True
         self._abortable = abortable(pg)  # an abort ends all waits for its collectives
         self._takes_rank_info = hasattr(pg, "set_rank_info")
         self._announces_layouts = hasattr(pg, "announce_layout")
@@ -454,8 +454,8 @@ def work_kind(work: dist._Work) -> WorkKind:
 
 @lru_cache(maxsize=64)
 def _kind_of(kind: type, orders: bool) -> WorkKind:
-    module = kind.__module__
-    ours = module.startswith("torchft.")
+    modules = [base.__module__ for base in kind.__mro__]
+    ours = any(module.startswith("torchft.") for module in modules)  # its waits are inherited
     order: Optional[Callable[[Any, Optional[timedelta]], object]] = None
     if not orders:
         order = _wait
@@ -467,7 +467,7 @@ def _kind_of(kind: type, orders: bool) -> WorkKind:
         polls=not ours,
         # PyTorch's block_current_stream needs CUDA, and for works of torchft `wait` does the same
         order=None if ours else order,
-        future=_future if ours or module.startswith("torch.") else _future_if_any,
+        future=_future if ours or modules[0].startswith("torch.") else _future_if_any,
     )
 
 

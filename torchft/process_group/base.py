@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import uuid
 from datetime import timedelta
-from typing import Any, List, Optional, Union
+from typing import Any, ClassVar, List, Optional, Union
 
 import torch
 import torch.distributed as dist
@@ -52,6 +52,10 @@ class ProcessGroup(BaseProcessGroup):
     Operations are not implemented here. They either return a Work or raise; where the backend is
     asynchronous, a peer's failure is raised by the wait for that Work.
     """
+
+    # Whether it reduces tensors of each dtype: then weights are compared between the groups by default. True in the
+    # groups of torchft, and so in classes derived from them.
+    _reduces_each_dtype: ClassVar[bool] = False
 
     # Class attributes, so that a subclass may read or set them before this class is initialised.
     _group_name: Optional[str] = None

@@ -29,6 +29,8 @@ class ProcessGroupDummy(ProcessGroup):
         world: value that `size` returns.
     """
 
+    _reduces_each_dtype = True
+
     def __init__(self, rank: int, world: int) -> None:
         super().__init__(rank, world)
         self._rank = rank

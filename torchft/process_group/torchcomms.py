@@ -59,6 +59,8 @@ class ProcessGroupTorchComms(ProcessGroup):
         timeout: timeout of waiting for an operation, and of connecting to new peers.
     """
 
+    _reduces_each_dtype = True
+
     def __init__(self, comm: torchcomms.TorchComm, timeout: timedelta = timedelta(seconds=60)) -> None:
         super().__init__(0, 1)
         self._maker = Maker(type(self).__name__)

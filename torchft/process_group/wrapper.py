@@ -66,6 +66,8 @@ class ProcessGroupWrapper(Forwarding):
         pg: the group to wrap, one of torchft or a native one.
     """
 
+    _reduces_each_dtype = True
+
     def __init__(
         self,
         timeout: timedelta = timedelta(seconds=60),

@@ -10,9 +10,11 @@ from unittest.mock import MagicMock, create_autospec
 import pytest
 
 from tests.unit.manager.test_rounds import LONG, REQUEST, UPSTREAM, Followed
-from torchft._manager.edge import Server, Transport, _NativeServer, as_peers, as_server
+from torchft._manager.edge import Server, Transport, _NativeServer, as_peers, as_server, work_kind
 from torchft._torchft import ManagerClient, QuorumResult
 from torchft.checkpointing import CheckpointTransport
+from torchft.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroup, ProcessGroupDummy, ProcessGroupGloo
+from torchft.work import _DummyWork
 
 SOON = timedelta(seconds=3)
 
@@ -120,3 +122,30 @@ def test_a_process_group_with_the_methods_of_a_native_one_suffices() -> None:
     peers.set_rank_info("g:uuid", 0, 1)
     peers.announce_layout("digest", "lines")
     assert peers.handle() == "handle" and peers.error() is None
+
+
+class OfAnotherProject(ProcessGroup):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("group", "ours"),
+    [
+        (ProcessGroupGloo(), True),
+        (type("WithLogs", (ProcessGroupGloo,), {})(), True),
+        (type("WithLogs", (ErrorSwallowingProcessGroupWrapper,), {})(ProcessGroupGloo()), True),
+        (ProcessGroupDummy(0, 1), True),
+        (OfAnotherProject(0, 1), False),
+        (create_autospec(ProcessGroupGloo, instance=True, supports_reconfigure=True), False),
+    ],
+    ids=["torchft's", "derived", "derived wrapper", "dummy", "of another project", "double"],
+)
+def test_weights_are_compared_by_default_with_a_group_derived_from_one_of_torchft(group: Any, ours: bool) -> None:
+    assert as_peers(group).ours is ours
+
+
+def test_a_work_derived_from_one_of_torchft_has_its_abilities() -> None:
+    class Logged(_DummyWork):
+        pass
+
+    assert work_kind(Logged(None)) == work_kind(_DummyWork(None))

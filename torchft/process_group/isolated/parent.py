@@ -60,6 +60,8 @@ class ProcessGroupBaby(ProcessGroup):
             None: TORCHFT_ISOLATED_STANDBY_CONTEXT, by default no.
     """
 
+    _reduces_each_dtype = True
+
     # Attributes that subclasses set
 
     # The device type of the backend.

@@ -269,6 +269,7 @@ class Manager(Stateful, Stepping):
             settings.compare_commits if chosen or self._peers.ours else 0,
             settings.on_divergence,
             reports.counted,
+            place=self._place,
             by_default=not chosen,
             errors=self._errors,
             logger=self._logger,

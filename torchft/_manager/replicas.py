@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torchft._manager.errors import Errors
     from torchft._manager.log import _ManagerLogger
     from torchft._manager.plan import Plan
+    from torchft._manager.state import Place
     from torchft._manager.step import Step
     from torchft._manager.work import _ManagedWork
 
@@ -236,6 +237,7 @@ class Replicas:
         setting: commits in a sweep; 0: off; None: chosen by the size of the state.
         action: the reaction of a group that differs.
         counted: adds to a counter of the manager server, by name.
+        place: has the timeout of waiting for a device.
         by_default: whether the setting is the default. Then nothing is compared if weights are on a device, because the
             cost there is not measured.
         errors: takes the error if this group loses a step.
@@ -251,6 +253,7 @@ class Replicas:
         action: OnDivergence,
         counted: Callable[[str, int], None],
         *,
+        place: Place,
         by_default: bool = False,
         errors: Errors,
         logger: _ManagerLogger,
@@ -261,6 +264,7 @@ class Replicas:
         self._by_default = by_default
         self._action = action
         self._counted = counted
+        self._place = place
         self._errors = errors
         self._logger = logger
         self._every = exchange_steps(setting or None)
@@ -381,8 +385,12 @@ class Replicas:
         if step.error is not None:
             return
         arrived, self._copied = self._copied, None
-        if arrived is not None and (arrived.mark is None or arrived.mark.wait()):
-            self._judge(arrived)
+        if arrived is not None:
+            seconds = self._place.timeout.total_seconds()
+            if arrived.mark is None or arrived.mark.wait(seconds):
+                self._judge(arrived)
+            else:
+                self._logger.warn(f"weights are not compared: the device has not copied a message in {seconds:g} s")
         if running is None or running.work is None or not running.work.wait():
             return
         if running.table.is_cpu:

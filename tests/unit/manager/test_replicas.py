@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import random
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, Optional, cast
 from unittest.mock import MagicMock
@@ -23,10 +24,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.bounded import todays
 from torchft._manager.divergence import OnDivergence
 from torchft._manager.handles import COMPARES, announce
-from torchft._manager.replicas import Digester, Replicas, State
+from torchft._manager.replicas import Digester, Replicas, State, _Sent
+from torchft._manager.state import Place
 from torchft.checkpointing._digest import digest_all, memory_of
 
 GROUPS = 3
+PLACE = Place(timedelta(seconds=7))
 
 
 class Group:
@@ -40,7 +43,9 @@ class Group:
         self.rank = rank
         self.logger, self.counted = MagicMock(), MagicMock()
         errors = SimpleNamespace(lose=self.lose)
-        self.replicas = Replicas(setting, action, self.counted, errors=cast(Any, errors), logger=self.logger)
+        self.replicas = Replicas(
+            setting, action, self.counted, place=PLACE, errors=cast(Any, errors), logger=self.logger
+        )
         self.replicas.state.add_parameters(self.model.named_parameters)
         self.replicas.state.add_optimizer(self.optimizer)
         self.handle = announce('{"id": "a handle"}', COMPARES, self.replicas.announces(averages=False))
@@ -306,13 +311,13 @@ def test_empty_entries_of_the_optimizer_state_are_not_counted() -> None:
 
 
 def test_no_comparison_without_something_to_compare() -> None:
-    replicas = Replicas(None, OnDivergence.REPORT, MagicMock(), errors=MagicMock(), logger=MagicMock())
+    replicas = Replicas(None, OnDivergence.REPORT, MagicMock(), place=PLACE, errors=MagicMock(), logger=MagicMock())
     assert replicas.announces(averages=False) == ""
 
 
 @pytest.mark.parametrize(("setting", "averages"), [(0, False), (None, True)])
 def test_groups_that_compare_nothing_announce_nothing(setting: Optional[int], averages: bool) -> None:
-    replicas = Replicas(setting, OnDivergence.REPORT, MagicMock(), errors=MagicMock(), logger=MagicMock())
+    replicas = Replicas(setting, OnDivergence.REPORT, MagicMock(), place=PLACE, errors=MagicMock(), logger=MagicMock())
     replicas.state.add_parameters(list)
     assert replicas.announces(averages) == ""
 
@@ -333,7 +338,13 @@ def test_where_weights_are_compared_by_default(named: Any, by_default: str, chos
     for default, announced in ((True, by_default), (False, chosen)):
         logger = MagicMock()
         replicas = Replicas(
-            None, OnDivergence.REPORT, MagicMock(), by_default=default, errors=MagicMock(), logger=logger
+            None,
+            OnDivergence.REPORT,
+            MagicMock(),
+            place=PLACE,
+            by_default=default,
+            errors=MagicMock(),
+            logger=logger,
         )
         replicas.state.add_parameters(named)
         assert replicas.announces(averages=False) == announced
@@ -404,3 +415,17 @@ def test_the_local_shard_of_a_dtensor_is_digested() -> None:
             assert sum(one != other for one, other in zip(before, after)) == 1, "one part covers the bit"
     finally:
         dist.destroy_process_group()
+
+
+def test_a_device_that_never_copies_a_message_is_not_waited_for_longer_than_the_timeout() -> None:
+    """Called before the vote of each step, on the training thread."""
+    group = Group(0, 1)
+    mark = MagicMock()
+    mark.wait.return_value = False
+    table = torch.zeros(1)
+    group.replicas._copied = _Sent(10, MagicMock(), table, mark=mark)
+    group.step = SimpleNamespace(error=None, healing=False, plan=None)
+    group.replicas.check(group.step, 11)
+    mark.wait.assert_called_once_with(7.0)
+    (line,) = group.logger.warn.call_args.args
+    assert "the device has not copied a message in 7 s" in line

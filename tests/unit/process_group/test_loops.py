@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import select
+import socket
+import subprocess
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +17,7 @@ from torch.distributed import TCPStore
 
 from tests.unit.process_group.ranks import TIMEOUT, connect
 from torchft.process_group import ProcessGroupGloo
+from torchft.process_group._gloo import loops as gloo_loops
 from torchft.process_group._gloo import reaper
 from torchft.process_group._gloo.loops import _report_changes, watched
 
@@ -80,3 +85,64 @@ def test_an_epoll_becomes_edge_triggered() -> None:
         assert epoll.poll(0) == []
         os.write(writing, b"x")
         epoll.unregister(reading)
+
+
+# The child process, which waits between its look at an epoll and the change.
+PAUSING = """
+import importlib.util, os, sys
+looked, gate, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+spec = importlib.util.spec_from_file_location("loops", path)
+loops = sys.modules["loops"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(loops)
+watched = loops.watched
+def look(epoll):
+    found = watched(epoll)
+    os.write(looked, b"x")
+    os.read(gate, 1)
+    return found
+loops.watched = look
+loops.main(*sys.argv[4:])
+"""
+
+
+@linux
+@pytest.mark.parametrize("replaced", ["before the child begins", "after its look", "never"])
+def test_a_socket_that_takes_the_number_of_a_cut_one_is_watched_as_before(
+    monkeypatch: pytest.MonkeyPatch, replaced: str
+) -> None:
+    mine, theirs = socket.socketpair()
+    other, others = socket.socketpair()
+    number, inode = mine.fileno(), os.fstat(mine.fileno()).st_ino
+    looked, looks = os.pipe()
+    gate, go_on = os.pipe()
+    run = subprocess.run
+
+    def replace() -> None:
+        epoll.unregister(number)
+        os.dup2(other.fileno(), number)  # closes the cut one
+        epoll.register(number, select.EPOLLIN)
+
+    def pausing(command: list[str], pass_fds: list[int], **options: Any) -> Any:
+        python, *flags, path = command[:4]
+        code = ["-c", PAUSING, str(looks), str(gate), path, *command[4:]]
+        if replaced == "before the child begins":
+            replace()
+        return run([python, *flags, *code], pass_fds=[*pass_fds, looks, gate], **options)
+
+    with select.epoll() as epoll, mine, theirs, other, others:
+        epoll.register(number, select.EPOLLIN)
+        monkeypatch.setattr(gloo_loops, "_CLOSE_SEC", 0)
+        monkeypatch.setattr(gloo_loops, "epolls", lambda: iter([epoll.fileno()]))
+        monkeypatch.setattr(subprocess, "run", pausing)
+        thread = threading.Thread(target=gloo_loops._quiet, args=({number: inode},))
+        thread.start()
+        assert os.read(looked, 1) == b"x"
+        if replaced == "after its look":
+            replace()
+        os.write(go_on, b"x")
+        thread.join(DEADLINE_S)
+        assert not thread.is_alive()
+        (theirs if replaced == "never" else others).send(b"x")
+        assert epoll.poll(0) == ([] if replaced == "never" else [(number, select.EPOLLIN)])
+    for descriptor in (looked, looks, gate, go_on):
+        os.close(descriptor)

@@ -4,6 +4,10 @@ Gloo reads from a connection only data that it has a buffer for. It has no buffe
 receive was aborted, or after its operation failed because of another peer. Gloo leaves that data in the socket, and so
 never reads the end of the connection behind it. Epoll reports both again and again, and the event loop spins for as
 long as the process group exists: until nothing refers to it any more, not even a traceback. (Seen with PyTorch 2.15)
+
+Gloo may close a socket at any moment, and another socket may then get its number and be watched by the same epoll. To
+epoll a watched socket is its number together with its file. So a child process changes how a socket is watched: there
+the number keeps its file. If Gloo has closed the socket, the change fails, and the other socket is left alone.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ import os
 import platform
 import select
 import struct
+import subprocess
+import sys
 import threading
 import time
 from typing import Iterator, NamedTuple
@@ -22,6 +28,9 @@ from typing import Iterator, NamedTuple
 # time: an operation on such a connection may need epoll's report of the cut before it can fail. It has failed by then.
 _CLOSE_SEC = 0.5
 _LOOK_SEC = 0.02
+# Seconds within which the child process ends, and how often it is started if Gloo closes a socket just then.
+_CHILD_SEC = 30.0
+_CHILDREN = 3
 
 # C's struct epoll_event: the watched events, and the data that Gloo gets with them.
 _EVENT = struct.Struct("=IQ" if platform.machine() == "x86_64" else "=I4xQ")
@@ -51,10 +60,36 @@ def _quiet(sockets: dict[int, int]) -> None:
         if time.monotonic() >= deadline:
             break
         time.sleep(_LOOK_SEC)
-    for epoll in epolls() if sockets else ():
-        with contextlib.suppress(OSError):  # closed in the meantime
+    for _ in range(_CHILDREN):
+        sockets = {fd: inode for fd, inode in sockets.items() if is_open(fd, inode)}
+        found = list(epolls())
+        if not sockets or not found or not sys.executable:
+            return
+        arguments = [",".join(map(str, found)), *(f"{fd}:{inode}" for fd, inode in sockets.items())]
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):  # one was closed in the meantime
+            subprocess.run(
+                [sys.executable, "-I", "-S", __file__, *arguments],
+                pass_fds=[*sockets, *found],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=_CHILD_SEC,
+            )
+            return
+
+
+def main(epolls: str, *sockets: str) -> None:
+    """Run in the child process.
+
+    Args:
+        epolls: descriptors of the epoll instances, separated by commas.
+        sockets: "descriptor:inode" of each cut socket.
+    """
+    inodes = {int(fd): int(inode) for fd, _, inode in (one.partition(":") for one in sockets)}
+    for epoll in map(int, epolls.split(",")):
+        with contextlib.suppress(OSError):  # closed before this process began
             for one in watched(epoll):
-                if sockets.get(one.descriptor) == one.inode:
+                if inodes.get(one.descriptor) == one.inode and is_open(one.descriptor, one.inode):
                     _report_changes(epoll, one)
 
 
@@ -93,3 +128,7 @@ def _report_changes(epoll: int, one: _Watched) -> None:
     event = ctypes.create_string_buffer(_EVENT.pack(select.EPOLLET & 0xFFFFFFFF, one.data))
     # An error is ignored: if Gloo has closed the socket in the meantime, epoll does not report it any more.
     ctypes.CDLL(None).epoll_ctl(epoll, _EPOLL_CTL_MOD, one.descriptor, event)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

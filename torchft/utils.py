@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Callable, ContextManager, Iterable, Optional, Union, cast
@@ -110,7 +109,7 @@ class Mark:
         """
         return all(event.query() for _, event in self._events)
 
-    def wait(self, timeout: float = math.inf) -> bool:
+    def wait(self, timeout: float) -> bool:
         """Waits on the host; False if the devices do not reach the events within `timeout` seconds.
 
         Raises:
@@ -119,7 +118,7 @@ class Mark:
         return poll(self.reached, timeout)
 
 
-def poll(done: Callable[[], bool], timeout: float = math.inf) -> bool:
+def poll(done: Callable[[], bool], timeout: float) -> bool:
     """Calls `done` until it returns True; returns False after `timeout` seconds. Sleeps between the calls."""
     deadline = time.monotonic() + timeout
     pause = _PAUSE_SEC

@@ -305,7 +305,8 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
             work = begin()
             if work is None:
                 return
-            poll(lambda: late.is_set() or work.is_completed())
+            if not poll(lambda: late.is_set() or work.is_completed(), timeout.total_seconds()) and not late.is_set():
+                expire()
         if late.is_set():
             raise TimeoutError(f"{name}: timed out: not all peers connected within {timeout.total_seconds()} s")
         error = backend_error(backend)

@@ -62,7 +62,7 @@ from torchft._manager.settings import (
     resolve,
 )
 from torchft._manager.signals import Signals, leave_on_from_env
-from torchft._manager.state import Position, Stateful
+from torchft._manager.state import Position, Stateful, kept_in
 from torchft._manager.step import Request, State, Step
 from torchft._manager.stepping import Stepping
 from torchft._manager.together import Ranks
@@ -218,7 +218,6 @@ class Manager(Stateful, Stepping):
         self._group_rank = settings.group_rank
         self._quorum_timeout = settings.quorum_timeout
         self._min_replica_size = min_replica_size
-        self._use_async_quorum = use_async_quorum
         self._init_sync = init_sync
         self._max_retries = max_retries
         super().__init__(settings.timeout, load_state_dict, state_dict)
@@ -306,14 +305,14 @@ class Manager(Stateful, Stepping):
             timeout=settings.timeout,
             connect_timeout=settings.connect_timeout,
             sources=settings.heal_sources,
-            in_background=self._use_async_quorum,
+            in_background=planner.use_async_quorum,
             logger=self._logger,
         )
         if settings.heal_along:
             self._along = self._recovery.along = Along(
                 self._transport,
                 self._replicas.state.optimizers,
-                self._manager_state_dict,
+                lambda: self._manager_state_dict(),  # read at each call: other projects set it, too
                 self._recovery.locate,
                 self._why_not_along,
                 Ranks(self._store, self._replica_id, settings.group_rank, settings.group_world_size),
@@ -359,23 +358,21 @@ class Manager(Stateful, Stepping):
         )
         return Step(request, collectives, self._replayer.inputs() if inputs is None else inputs, plan, state)
 
-    # Attributes that other projects read by name. Tests replace the client.
+    # Attributes that other projects read and set by name
 
-    @property
-    def _pending_state_dict(self) -> Optional[Dict[str, Any]]:
-        return self._recovery.pending
+    _pending_state_dict: Optional[Dict[str, Any]] = kept_in("_recovery.pending")
+    _client: ManagerClient = kept_in("_server.client")
+    _checkpoint_transport: CheckpointTransport[Dict[str, Any]] = kept_in("_transport.transport")
+    _use_async_quorum: bool = kept_in("_planner.use_async_quorum", "_recovery.in_background")
 
     @property
     def _pg(self) -> dist.ProcessGroup:
         return self._peers.pg
 
-    @property
-    def _client(self) -> ManagerClient:
-        return self._server.client
-
-    @_client.setter
-    def _client(self, client: ManagerClient) -> None:
-        self._server.client = client
+    @_pg.setter
+    def _pg(self, pg: dist.ProcessGroup) -> None:
+        self._peers.pg = pg
+        self._peers.set_rank_info(self._replica_id, self._group_rank, self._settings.group_world_size)
 
     # Quorum
 

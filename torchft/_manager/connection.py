@@ -62,10 +62,13 @@ class Connection:
 
     Attributes:
         apart: whether this rank waits for its connection, while the other groups train on.
+        unmade: whether the connection with the groups of the latest quorum could not be made. The same quorum, from a
+            server that gives it no new id, is then connected again.
         members: replica ids of the groups of the connection in use, with this one; empty if there is none.
     """
 
     apart = False
+    unmade = False
 
     def __init__(
         self,
@@ -144,8 +147,10 @@ class Connection:
     # For a quorum
 
     def may_change(self, plan: Plan) -> bool:
-        """Whether the groups of the present quorum may hand over to the next connection, by what they announce now."""
-        return self._next is not None and plan is not self._plan
+        """Whether a quorum with the id of the last one changes the connection: that was not made, or the groups may
+        hand over to the next one, by what they announce now.
+        """
+        return self.unmade or (self._next is not None and plan is not self._plan)
 
     @ranged("_pg::configure")
     def follow(self, plan: Plan, new_here: bool, reconfigure: Callable[[int, list[str]], None]) -> None:
@@ -214,7 +219,7 @@ class Connection:
 
     def _connect(self, name: str, plan: Plan, new_here: bool, reconfigure: Callable[[int, list[str]], None]) -> None:
         """Connects with all groups of a quorum, and waits for that."""
-        self._name, self.members = "", plan.replica_ids
+        self._name, self.members, self.unmade = "", plan.replica_ids, True
         reset_flight_recorder()
         with self._failures.connecting(plan.quorum_id):
             self._failures.check()
@@ -225,7 +230,7 @@ class Connection:
                 reconfigure(plan.quorum_id, plan.handles)
             else:
                 self._peers.configure_by_store(plan, self._replica_id, self._settings)
-        self._name = name
+        self._name, self.unmade = name, False
         self._failed = 0
 
     def _connect_beside(self, name: str, plan: Plan) -> None:

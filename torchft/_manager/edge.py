@@ -207,12 +207,22 @@ class Transport:
         transport: has at least the methods of upstream's ``CheckpointTransport``.
 
     Attributes:
+        transport: the transport in use; assigning another one detects its abilities again.
         several_sources, takes_target, in_place: as in :class:`CheckpointTransport`.
         gives_pieces: whether it can give a state in pieces, by ``offer_pieces``.
     """
 
     def __init__(self, transport: CheckpointTransport[Any]) -> None:
-        self._transport: Any = transport
+        self._first: Any = transport
+        self.transport = transport
+
+    @property
+    def transport(self) -> Any:
+        return self._transport
+
+    @transport.setter
+    def transport(self, transport: Any) -> None:
+        self._transport = transport
         # `is True`, because a mock returns some truthy object for any attribute.
         self.several_sources = getattr(transport, "several_sources", False) is True
         self.takes_target = getattr(transport, "takes_target", False) is True
@@ -270,7 +280,10 @@ class Transport:
         return True
 
     def shutdown(self, wait: bool) -> None:
+        """Shuts down the transport in use, and the one that was given first, which only the Manager may refer to."""
         self._transport.shutdown(wait=wait)
+        if self._first is not self._transport:
+            self._first.shutdown(wait=wait)
 
 
 # The transport of tensors
@@ -280,9 +293,11 @@ class Peers:
     """A process group whose peers change with the quorum: torchft's, or another project's.
 
     Args:
-        pg: the process group, which stays the same object.
+        pg: the process group, which stays the same object. One of PyTorch is aborted and reconfigured by functions of
+            torchft.
 
     Attributes:
+        pg: the process group in use; assigning another one detects its abilities again.
         error: returns the error that the process group has noticed, or None.
         at_once: the number of threads that the process group has for collectives and keeps when its peers change, so
             that aborted collectives occupy them until their timeout; None: it gets new threads with new peers.
@@ -290,10 +305,19 @@ class Peers:
         connects_beside: whether it can connect with other peers while it keeps the present ones.
     """
 
-    at_once: Optional[int] = None
-
     def __init__(self, pg: Any) -> None:
+        self._layout = ""
         self.pg = pg
+
+    @property
+    def pg(self) -> Any:
+        return self._pg
+
+    @pg.setter
+    def pg(self, pg: Any) -> None:
+        self._pg = pg
+        self._native = is_native(pg)
+        self.at_once: Optional[int] = collectives_at_once(pg) if self._native else None
         self.error = errors_of(pg)
         self.ours = getattr(type(pg), "_reduces_each_dtype", False) is True
         self._abortable = abortable(pg)  # an abort ends all waits for its collectives
@@ -310,7 +334,10 @@ class Peers:
             self.pg.set_rank_info(replica_id, group_rank, group_world_size, number)
 
     def announce_layout(self, digest: str, lines: str) -> None:
-        """Adds a description of what this rank reduces to the handle."""
+        """Adds a description of what this rank reduces to the handle. That of a native group carries no lines, and the
+        digest only with a loader.
+        """
+        self._layout = digest
         if self._announces_layouts:
             self.pg.announce_layout(digest, lines)
 
@@ -326,12 +353,19 @@ class Peers:
             compares: how weights are compared, added to the handle; empty if they are not compared.
             connections: the connections of this rank, added to the handle; empty if it announces none.
         """
-        handle = announce(self.pg.get_reconfigure_handle(), COMPARES, compares)
-        return announce(handle, CONNECTIONS, connections)
+        handle = self.pg.get_reconfigure_handle()
+        if self._native:
+            handle = announce_native(handle, COMPARES, compares)
+            return announce_native(handle, LAYOUT, announced_natively(self._layout))
+        return announce(announce(handle, COMPARES, compares), CONNECTIONS, connections)
 
     def reconfigure(self, opts: ReconfigureOptions) -> None:
         """Connects with the peers that the handles in ``opts`` name."""
-        reconfigure_and_wait(self.pg, opts)
+        if self._native:
+            opts.handles = [bare(handle) for handle in opts.handles]
+            reconfigure_native(self.pg, opts)
+        else:
+            reconfigure_and_wait(self.pg, opts)
 
     def connect_beside(self, opts: ReconfigureOptions) -> Attempt[Any]:
         """Begins to connect with the peers that the handles in ``opts`` name, beside the present ones."""
@@ -388,31 +422,10 @@ class Peers:
 
     def abort(self) -> None:
         """Ends all collectives in flight. The process group must be reconfigured before its next use."""
-        self.pg.abort()
-
-
-class _NativePeers(Peers):
-    """The peers of PyTorch's own process group, which functions of torchft abort and reconfigure."""
-
-    def __init__(self, pg: dist.ProcessGroup) -> None:
-        super().__init__(pg)
-        self.at_once = collectives_at_once(pg)
-        self._layout = ""
-
-    def announce_layout(self, digest: str, lines: str) -> None:
-        """Keeps the digest only: a native group's handle carries no lines, and the digest only with a loader."""
-        self._layout = digest
-
-    def handle(self, compares: str = "", connections: str = "") -> str:
-        handle = announce_native(super().handle(), COMPARES, compares)
-        return announce_native(handle, LAYOUT, announced_natively(self._layout))
-
-    def reconfigure(self, opts: ReconfigureOptions) -> None:
-        opts.handles = [bare(handle) for handle in opts.handles]
-        reconfigure_native(self.pg, opts)
-
-    def abort(self) -> None:
-        abort_native(self.pg)
+        if self._native:
+            abort_native(self.pg)
+        else:
+            self.pg.abort()
 
 
 def as_peers(pg: dist.ProcessGroup) -> Peers:
@@ -427,7 +440,7 @@ def as_peers(pg: dist.ProcessGroup) -> Peers:
             "the failure of a peer; use one of torchft.process_group, or make a native one with "
             "init_process_group(..., enable_reconfigure=True) (PyTorch >= 2.14)"
         )
-    return (_NativePeers if is_native(pg) else Peers)(pg)
+    return Peers(pg)
 
 
 # The works that collectives return

@@ -130,25 +130,23 @@ class Planner:
     Args: the same as those of :func:`make_plan`.
 
     Attributes:
+        use_async_quorum: the argument of that name.
         heal_first: the argument of that name; set before the first quorum.
     """
 
     heal_first = False
 
     def __init__(self, use_async_quorum: bool, world_size_mode: WorldSizeMode, min_replica_size: int) -> None:
-        self._make = partial(
-            make_plan,
-            use_async_quorum=use_async_quorum,
-            world_size_mode=world_size_mode,
-            min_replica_size=min_replica_size,
-        )
-        self._last: Optional[tuple[QuorumResult, bool, Plan]] = None
+        self.use_async_quorum = use_async_quorum
+        self._make = partial(make_plan, world_size_mode=world_size_mode, min_replica_size=min_replica_size)
+        self._last: Optional[tuple[QuorumResult, tuple[bool, bool], Plan]] = None
 
     def plan(self, result: QuorumResult, allow_heal: bool) -> Plan:
         """Returns this rank's plan for a quorum."""
-        last = self._last
-        if last is not None and last[0] is result and last[1] == allow_heal:
+        last, how = self._last, (allow_heal, self.use_async_quorum)
+        if last is not None and last[0] is result and last[1] == how:
             return last[2]
-        plan = self._make(result, allow_heal=allow_heal, heal_first=self.heal_first)
-        self._last = (result, allow_heal, plan)
+        use_async_quorum, heal_first = self.use_async_quorum, self.heal_first
+        plan = self._make(result, use_async_quorum=use_async_quorum, allow_heal=allow_heal, heal_first=heal_first)
+        self._last = (result, how, plan)
         return plan

@@ -55,6 +55,7 @@ class Recovery:
         logger: of the Manager.
 
     Attributes:
+        in_background: the argument of that name.
         pending: the state that was fetched and is not loaded yet.
         phases: the seconds of each phase of the current or last heal.
         along: heals piece by piece, None if that is off.
@@ -81,7 +82,7 @@ class Recovery:
         self._check_peers = check_peers
         self._timeout = timeout
         self._connect_timeout = connect_timeout
-        self._additional = sources - 1 if transport.several_sources else 0
+        self._sources = sources
         self._logger = logger
         self.pending: Optional[dict[str, Any]] = None
         self.phases = Phases()
@@ -89,7 +90,7 @@ class Recovery:
         self._before: Optional[Position] = None
         self._source: Optional[tuple[int, str]] = None  # quorum_id and replica_id, during the transfer
         self._target = Target(self._own, writable=False)  # of the current heal
-        self._in_background = in_background
+        self.in_background = in_background
         if transport.in_place and in_background:
             warnings.warn(
                 "the checkpoint transport has a state_dict, so it writes to this group's tensors while the forward "
@@ -99,6 +100,10 @@ class Recovery:
         # After a failed load some weights may have changed, and after a failed transfer in place some or all of them.
         # Until a load succeeds the weights belong to no step: they must not be trained on or served.
         self._spoiled = False
+
+    @property
+    def _additional(self) -> int:
+        return self._sources - 1 if self._transport.several_sources else 0
 
     @property
     def fetching(self) -> bool:
@@ -226,7 +231,7 @@ class Recovery:
         It may if two things hold. No thread reads the tensors during the transfer: the training thread waits for the
         quorum, unless heals run in the background. And nothing is lost if the transfer fails half-way.
         """
-        return not self._in_background and not plan.replay and self._loses_nothing(plan)
+        return not self.in_background and not plan.replay and self._loses_nothing(plan)
 
     def _loses_nothing(self, plan: Plan) -> bool:
         """Whether this group's own weights are not needed any more: another group has the state of the source too, or

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, Callable, Dict, NamedTuple, Optional, TypeVar
 
 from torchft.checkpointing._rwlock import RWLock
 from torchft.checkpointing._upstream import MAIN_PARTS
 
 T = TypeVar("T")
+
+
+def kept_in(*places: str) -> Any:
+    """An attribute of the Manager, under a name that other projects read and set, which its parts keep.
+
+    Args:
+        places: where it is kept, as paths from the Manager. It is read at the first, and set at all of them.
+    """
+
+    def write(manager: object, value: object) -> None:
+        for place in places:
+            owner, _, name = place.rpartition(".")
+            setattr(attrgetter(owner)(manager), name, value)
+
+    return property(attrgetter(places[0]), write)
+
 
 DEFAULT_KEY = MAIN_PARTS[0]
 
@@ -139,37 +156,17 @@ class Stateful:
         # the quorum in which the weights were committed; -1: none since this process began
         self._committed_quorum_id = -1
         self._user_state = UserState(timeout.total_seconds())
-        self._load_state_dict_fns = self._user_state.load_fns
-        self._user_state_dicts = self._user_state.read_fns
-        self._state_dict_lock = self._user_state.lock
         if load_state_dict is not None and state_dict is not None:
             self.set_state_dict_fns(load_state_dict, state_dict)
         elif load_state_dict is not None or state_dict is not None:
             raise ValueError("load_state_dict and state_dict belong together: pass both, or None for both")
 
-    @property
-    def _step(self) -> int:
-        return self._place.step
-
-    @_step.setter
-    def _step(self, step: int) -> None:
-        self._place.step = step
-
-    @property
-    def _quorum_id(self) -> int:
-        return self._place.quorum_id
-
-    @_quorum_id.setter
-    def _quorum_id(self, quorum_id: int) -> None:
-        self._place.quorum_id = quorum_id
-
-    @property
-    def _timeout(self) -> timedelta:
-        return self._place.timeout
-
-    @_timeout.setter
-    def _timeout(self, timeout: timedelta) -> None:
-        self._place.timeout = timeout
+    _step: int = kept_in("_place.step")
+    _quorum_id: int = kept_in("_place.quorum_id")
+    _timeout: timedelta = kept_in("_place.timeout")
+    _load_state_dict_fns: Dict[str, Callable[[Any], None]] = kept_in("_user_state.load_fns")
+    _user_state_dicts: Dict[str, Callable[[], Any]] = kept_in("_user_state.read_fns")
+    _state_dict_lock: RWLock = kept_in("_user_state.lock")
 
     @property
     def _position(self) -> Position:

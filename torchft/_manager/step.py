@@ -193,6 +193,21 @@ class Step:
                 self.error = ExceptionWithTraceback(error)
             self.state = after(self.state, Event.ERROR)
 
+    @property
+    def known_error(self) -> Optional[ExceptionWithTraceback]:
+        """The first error. Tests of other projects set it, and clear it."""
+        return self.error
+
+    @known_error.setter
+    def known_error(self, error: Optional[ExceptionWithTraceback]) -> None:
+        with self._lock:
+            self.error = error
+            self.collectives.usable = error is None
+            if error is not None:
+                self.state = after(self.state, Event.ERROR)
+            elif self.state is State.FAILED:
+                self.state = State.TRAINING
+
     def connected(self) -> None:
         """Called when the process group is connected with the peers of this step."""
         self._connected = True

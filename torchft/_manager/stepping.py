@@ -11,6 +11,7 @@ from torchft._manager.errors import ExceptionWithTraceback
 from torchft._manager.layout import Layout
 from torchft._manager.ranges import ranged
 from torchft._manager.rounds import Round
+from torchft._manager.state import kept_in
 from torchft._manager.step import Step
 
 
@@ -31,23 +32,12 @@ class Stepping:
     _maker: Maker
     _round: Optional[Round] = None
 
-    # Names that other projects read
+    # Names that other projects read and set
 
-    @property
-    def _errored(self) -> Optional[ExceptionWithTraceback]:
-        return self._current.error
-
-    @property
-    def _healing(self) -> bool:
-        return self._current.healing
-
-    @property
-    def _participating_replica_rank(self) -> Optional[int]:
-        return self._current.participating_rank
-
-    @property
-    def _participating_replica_world_size(self) -> int:
-        return self._current.participants
+    _errored: Optional[ExceptionWithTraceback] = kept_in("_current.known_error")
+    _healing: bool = kept_in("_current.healing")
+    _participating_replica_rank: Optional[int] = kept_in("_current.participating_rank")
+    _participating_replica_world_size: int = kept_in("_current.participants")
 
     # Questions of a training loop
 

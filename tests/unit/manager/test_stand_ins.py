@@ -22,8 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torchft import ddp
 from torchft._torchft import ManagerClient, ManagerServer, QuorumResult
 from torchft.checkpointing import CheckpointTransport
+from torchft.checkpointing._rwlock import RWLock
 from torchft.futures import future_wait
-from torchft.manager import MANAGER_ADDR_KEY, REPLICA_ID_KEY, Manager, _ManagedWork
+from torchft.manager import MANAGER_ADDR_KEY, REPLICA_ID_KEY, ExceptionWithTraceback, Manager, _ManagedWork
 from torchft.process_group import ProcessGroup, ProcessGroupDummy
 from torchft.work import _DummyWork
 
@@ -152,6 +153,104 @@ def test_a_heal_by_the_fields_of_upstream(stand_ins: StandIns) -> None:
     assert manager.current_step() == 21 and stand_ins.loaded == [{"weights": 1}]
 
 
+# State that other projects set
+
+
+STATE: dict[str, Any] = {"user": {"default": {"weights": 1}}, "torchft": {"step": 20, "batches_committed": 40}}
+
+
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_a_transport_that_is_set_heals(stand_ins: StandIns, use_async_quorum: bool) -> None:
+    stand_ins.client._quorum.return_value = upstream_quorum(**HEAL)
+    manager = stand_ins.manager(use_async_quorum=use_async_quorum)
+    assert manager._checkpoint_transport is stand_ins.transport
+    manager._checkpoint_transport = transport = MagicMock()
+    transport.recv_checkpoint.return_value = STATE
+    manager.start_quorum()
+    assert manager.should_commit(), manager.errored()
+    assert manager._checkpoint_transport is transport and stand_ins.loaded == [{"weights": 1}]
+    stand_ins.transport.recv_checkpoint.assert_not_called()
+    manager.shutdown()
+    assert [mock.shutdown.call_count for mock in (transport, stand_ins.transport)] == [1, 1]
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_process_group_that_is_set_reduces(stand_ins: StandIns, native: bool) -> None:
+    manager = stand_ins.manager()
+    manager.start_quorum()
+    manager.allreduce(torch.ones(1)).wait()
+    assert manager.should_commit()
+    group = create_autospec(dist.ProcessGroup if native else ProcessGroup, instance=True, supports_reconfigure=True)
+    group.allreduce.side_effect = lambda tensors, opts: _DummyWork(tensors)
+    group.size.return_value, group.rank.return_value = 2, 0
+    group.get_reconfigure_handle.return_value = "a"
+    manager._pg = group
+    assert manager._pg is group
+    stand_ins.client._quorum.return_value = upstream_quorum(quorum_id=124, reconfigure_handles=["a", "b"])
+    manager.start_quorum()
+    assert manager.allreduce(torch.ones(1)).wait()
+    assert manager.should_commit(), manager.errored()
+    assert (group.reconfigure.call_count, group.allreduce.call_count, stand_ins.pg.allreduce.call_count) == (1, 1, 1)
+
+
+def test_a_participating_rank_that_is_set_counts(stand_ins: StandIns) -> None:
+    manager = stand_ins.manager()
+    manager.start_quorum()
+    manager.wait_quorum()
+    assert manager._participating_replica_rank is None
+    zeros = torch.ones(1)
+    manager.allreduce(zeros).wait()
+    manager._participating_replica_rank, manager._participating_replica_world_size = 1, 4
+    assert (manager.participating_rank(), manager.num_participants(), manager.is_participating()) == (1, 4, True)
+    value = torch.ones(1)
+    manager.allreduce(value).wait()
+    assert (zeros.item(), value.item()) == (0.0, 0.25)
+    manager._healing = True
+    assert not manager.is_participating()
+    assert manager.should_commit() and manager.batches_committed() == 4
+
+
+def test_an_error_that_is_set_or_cleared_counts_in_the_vote(stand_ins: StandIns) -> None:
+    manager = stand_ins.manager()
+    stand_ins.client.should_commit.side_effect = lambda group_rank, step, should_commit, timeout: should_commit
+    manager.start_quorum()
+    manager._errored = error = ExceptionWithTraceback(RuntimeError("set by a test"))
+    assert manager.errored() is error and not manager.should_commit()
+    manager.start_quorum()
+    manager.wait_quorum()
+    manager.report_error(RuntimeError("cleared by a test"))
+    manager._errored = None
+    assert manager.should_commit()
+
+
+def test_functions_of_the_state_that_are_set_are_called(stand_ins: StandIns) -> None:
+    manager = stand_ins.manager(use_async_quorum=True)
+    manager._user_state_dicts, manager._load_state_dict_fns = {"mine": lambda: 5}, {"mine": stand_ins.loaded.append}
+    manager._state_dict_lock = RWLock(timeout=3)
+    assert manager._manager_state_dict()["user"] == {"mine": 5}
+    manager._pending_state_dict = {**STATE, "user": {"mine": 7}}
+    manager.start_quorum()
+    manager.wait_quorum()
+    manager._healing = True
+    manager._pending_state_dict = {**STATE, "user": {"mine": 7}}
+    manager.should_commit()
+    assert stand_ins.loaded == [7] and manager._pending_state_dict is None
+    manager._manager_state_dict = lambda: {"user": {}, "torchft": {}}  # type: ignore[method-assign]
+    stand_ins.client._quorum.return_value = upstream_quorum(quorum_id=124, recover_dst_replica_ranks=[0], max_step=1)
+    manager.start_quorum()
+    manager.wait_quorum()
+    assert stand_ins.transport.send_checkpoint.call_args.kwargs["state_dict"] == {"user": {}, "torchft": {}}
+
+
+def test_a_quorum_is_synchronous_if_that_is_set(stand_ins: StandIns) -> None:
+    manager = stand_ins.manager(use_async_quorum=True)
+    manager._use_async_quorum = False
+    stand_ins.client._quorum.return_value = upstream_quorum(**HEAL)
+    stand_ins.transport.recv_checkpoint.return_value = STATE
+    manager.start_quorum()
+    assert stand_ins.loaded == [{"weights": 1}] and manager.is_participating()
+
+
 # Errors
 
 
@@ -255,11 +354,13 @@ class NativeLike:
         pass
 
 
-def test_a_native_group_is_reconfigured_after_a_failure(stand_ins: StandIns) -> None:
+@pytest.mark.parametrize("new_id", [True, False])
+def test_a_native_group_is_reconfigured_after_a_failure(stand_ins: StandIns, new_id: bool) -> None:
+    """A client that is a mock gives the next quorum no new id."""
     group = NativeLike()
     manager = stand_ins.manager(pg=group)
     stand_ins.client.should_commit.side_effect = lambda group_rank, step, should_commit, timeout: should_commit
-    for quorum_id, committed in ((1, False), (2, True), (2, True)):
+    for quorum_id, committed in ((1, False), (1 + new_id, True), (1 + new_id, True)):
         stand_ins.client._quorum.return_value = upstream_quorum(
             quorum_id=quorum_id, max_replica_rank=1, reconfigure_handles=["a", "b"]
         )
@@ -267,9 +368,28 @@ def test_a_native_group_is_reconfigured_after_a_failure(stand_ins: StandIns) -> 
         manager.allreduce(torch.ones(1)).wait()
         assert (cause(manager) is None) is committed
         assert manager.should_commit() is committed
-    assert group.quorums == [1, 2]
+    assert group.quorums == [1, 1 + new_id]
     requests = [call.kwargs for call in stand_ins.client._quorum.call_args_list]
     assert [request["commit_failures"] for request in requests] == [0, 1, 0]  # the lighthouse then assigns a new id
+
+
+@pytest.mark.parametrize("kind", [dist.ProcessGroup, ProcessGroup])
+@pytest.mark.parametrize("by_work", [True, False])
+def test_a_mock_of_a_group_is_reconfigured_after_a_failure(stand_ins: StandIns, kind: type, by_work: bool) -> None:
+    error = RuntimeError("a peer did not come")
+    group = create_autospec(kind, instance=True, supports_reconfigure=True)
+    failed = create_autospec(dist._Work, instance=True)
+    failed.wait.side_effect = error
+    group.reconfigure.side_effect = [failed if by_work else error, create_autospec(dist._Work, instance=True)]
+    group.size.return_value, group.rank.return_value = 2, 0
+    group.get_reconfigure_handle.return_value = "a"
+    manager = stand_ins.manager(pg=group)
+    stand_ins.client._quorum.return_value = upstream_quorum(reconfigure_handles=["a", "b"])
+    for calls, expected in ((1, error), (2, None), (2, None)):
+        manager.start_quorum()
+        manager.wait_quorum()
+        assert cause(manager) is expected and group.reconfigure.call_count == calls
+        manager.should_commit()
 
 
 # Works

@@ -25,6 +25,7 @@ from torch.distributed import ReduceOp
 
 from torchft._forked import Maker
 from torchft._manager.background import Background
+from torchft._manager.calls import Calls
 from torchft._manager.collectives import Backlog, Collectives, check_reducible
 from torchft._manager.connection import Connection
 from torchft._manager.edge import Server, Transport, as_peers, as_server
@@ -296,6 +297,7 @@ class Manager(Stateful, Stepping):
             errors=self._errors,
             logger=self._logger,
         )
+        self._calls = Calls(self._failures.check, settings.timeout, self._logger)
         self._recovery = Recovery(
             transport=self._transport,
             user_state=self._user_state,
@@ -427,6 +429,7 @@ class Manager(Stateful, Stepping):
         aborted = self._current.collectives.aborted
         connections = self._connection.announcement(self._step, broken=self._commit_failures > 0 or aborted)
         layout = self._layout.for_lighthouse()
+        self._calls.end(lost=True)
         step = self._make_step(request, inputs, self._current.plan)
         self._current.collectives.retire()  # the next quorum may connect the process group with other peers
         self._current = self._errors.step = step
@@ -475,8 +478,11 @@ class Manager(Stateful, Stepping):
         if plan.quorum_id != self._quorum_id or self._connection.may_change(plan):
             self._quorum_id = plan.quorum_id
             self._incidents.ended("quorum")
+            made, new_here = self._connection.made, self._committed_quorum_id < 0
             with self._recovery.phases.measure("reconfigure") if plan.heal else nullcontext():
-                self._connection.follow(plan, self._committed_quorum_id < 0, self._reconfigure_pg)
+                self._connection.follow(plan, new_here, self._reconfigure_pg)
+            if self._connection.made > made:
+                self._calls.begin(plan, new_here)
             self._incidents.ended("reconfigure")
         if self._connection.apart:
             step.failed(StillHealing("this group waits for its connection with the others, which train on"))
@@ -602,6 +608,7 @@ class Manager(Stateful, Stepping):
             tensor.zero_()
         self._data.compare(step, tensor.device, self._reduce)
         self._replicas.send(step, self._step, tensor.device, self._reduce)
+        self._calls.check(step.collectives, tensor, reduce_op, should_quantize)
         reduction = self._peers.allreduce(
             tensor, ReduceOp.SUM if reduce_op == ReduceOp.AVG else reduce_op, should_quantize
         )
@@ -736,6 +743,7 @@ class Manager(Stateful, Stepping):
             True: step the optimizer. False: do not; the next step begins with the same weights.
 
         Raises:
+            ValueError: this group joined with other reductions than those of the other groups.
             RuntimeError: more than ``max_retries`` steps failed in a row, there is no quorum, or a rank of the group
                 has failed; or the weights of this group are not those of most, and ``on_divergence="evict"``.
             TimeoutError: not all ranks of the group voted in time.
@@ -780,6 +788,9 @@ class Manager(Stateful, Stepping):
         self._discard_unloaded_heal()
         self._run_commit_hooks(step, committed, participants)
         self._replicas.check_evicted(self._current)
+        if self._calls.differs is not None:
+            self.shutdown(wait=False)  # the other groups do not wait until this process has ended
+            raise self._calls.differs
         if self._max_retries is not None and self._commit_failures > self._max_retries:
             raise RuntimeError(
                 f"{self._commit_failures} steps in a row were not committed, exceeding "
@@ -791,6 +802,7 @@ class Manager(Stateful, Stepping):
         """Ends the collectives of an attempt at this step, and votes on it with the other ranks of the group."""
         self.wait_quorum()
         self._end_collectives()
+        self._calls.end(lost=self._current.error is not None)
         arrived = self._transfers.arrived()
         error = self._peers.error()
         if error is not None:

@@ -74,3 +74,15 @@ def test_it_is_refused_by_name_and_no_step_is_lost(job: Job) -> None:
         steps = [event["step"] for event in group.child.of("step") if event["committed"]]
         assert all(event["committed"] for event in group.child.of("step"))
         assert steps == [*range(1, len(steps) + 1)]
+
+
+@pytest.mark.timeout(300)
+def test_without_a_wrapper_it_ends_no_other_process(job: Job) -> None:
+    trains = Trains(job, "--undeclared")
+    larger = trains.join()
+    assert larger.returncode == 1
+    assert "call 0 of the step is allreduce of 512 x float32 (AVG) here, allreduce of 128 x float32" in larger.log()
+    trains.wait_steps()
+    trains.finish()
+    for group in trains.healthy:
+        assert sum(not event["committed"] for event in group.child.of("step")) <= 1

@@ -65,10 +65,12 @@ class Connection:
         unmade: whether the connection with the groups of the latest quorum could not be made. The same quorum, from a
             server that gives it no new id, is then connected again.
         members: replica ids of the groups of the connection in use, with this one; empty if there is none.
+        made: the number of connections that this rank has used.
     """
 
     apart = False
     unmade = False
+    made = 0
 
     def __init__(
         self,
@@ -232,6 +234,7 @@ class Connection:
                 self._peers.configure_by_store(plan, self._replica_id, self._settings)
         self._name, self.unmade = name, False
         self._failed = 0
+        self.made += 1
 
     def _connect_beside(self, name: str, plan: Plan) -> None:
         """Begins to make the next connection, unless that has begun."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from torchft import _torchft
 from torchft._manager.failures import FailureListener
-from torchft._manager.handles import COMPARES, CONNECTIONS, LAYOUT, announce, announce_native, bare
+from torchft._manager.handles import CALLS, COMPARES, CONNECTIONS, LAYOUT, announce, announce_native, bare
 from torchft._manager.layout import announced_natively
 from torchft._manager.plan import Plan
 from torchft._manager.rounds import NativeRounds, Rounds, ThreadRounds
@@ -357,7 +357,8 @@ class Peers:
         if self._native:
             handle = announce_native(handle, COMPARES, compares)
             return announce_native(handle, LAYOUT, announced_natively(self._layout))
-        return announce(announce(handle, COMPARES, compares), CONNECTIONS, connections)
+        handle = announce(announce(handle, COMPARES, compares), CALLS, "1")
+        return announce(handle, CONNECTIONS, connections)
 
     def reconfigure(self, opts: ReconfigureOptions) -> None:
         """Connects with the peers that the handles in ``opts`` name."""

@@ -12,6 +12,7 @@ import json
 _PREFIX = "torchft_"
 
 COMPARES = _PREFIX + "compares"  # how this group compares its weights with those of other groups (replicas.py)
+CALLS = _PREFIX + "calls"  # this rank lists its calls in the first step with new peers (calls.py)
 CONNECTIONS = _PREFIX + "connections"  # the connections of this rank (handover.py)
 LAYOUT = _PREFIX + "layout"  # native handles only; others have a field of their own (layout.py)
 

@@ -70,6 +70,7 @@ class ProcessGroupTorchComms(ProcessGroup):
         self._on_cpu = self._device.type == "cpu"
         self._in_flight: weakref.WeakSet[_TorchCommsWork] = weakref.WeakSet()
         self._connected = False
+        self._aborts = 0  # how often it was aborted
         self._finalized = False
         self._error: Optional[Exception] = None
         self._checker: Optional[Checker] = None
@@ -92,14 +93,19 @@ class ProcessGroupTorchComms(ProcessGroup):
             raise ValueError(
                 f"reconfigure handles must be a list, whose order gives the ranks, got a {type(opts.handles).__name__}"
             )
-        self._connected = False
+        with self._lock:
+            self._connected = False
+            aborts = self._aborts
         self._end_in_flight(RuntimeError(f"{self.getBackendName()} was given other peers"))
         timeout = self._timeout if opts.timeout is None else opts.timeout
         work = self.comm.reconfigure(uuid=opts.uuid, init_handles=opts.handles, timeout=timeout)
         if work is not None:
             work.wait()
-        self._error = None
-        self._connected = True
+        with self._lock:
+            if self._aborts != aborts:  # in the meantime, when there were no peers to abort
+                raise RuntimeError(f"{self.getBackendName()} was aborted while it connected with its peers")
+            self._error = None
+            self._connected = True
         return _DummyWork(None)
 
     def configure(
@@ -161,6 +167,7 @@ class ProcessGroupTorchComms(ProcessGroup):
         """Ends operations in flight if the communicator can do so. The group has no peers until it gets new ones."""
         self._maker.check()
         with self._lock:
+            self._aborts += 1
             if not self._connected:
                 return
             error = RuntimeError(f"{self.getBackendName()} was aborted and has no peers until it is reconfigured")

@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import (
 
 from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, meeting, on_ranks
 from torchft.process_group import ProcessGroup, supports_reconfigure
+from torchft.process_group.reconfigure import options_of
 
 OPS = ["SUM", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "AVG"]
 
@@ -288,6 +289,15 @@ def test_an_abort_ends_every_wait(groups: list[Any], store: TCPStore) -> None:
     connect(groups, store)
     assert group.errored() is None
     on_ranks(2, lambda rank: groups[rank].barrier().wait())
+
+
+def test_an_abort_while_it_connects_is_not_lost(groups: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups[0]._comm, "reconfigure", lambda **_: CommWork(groups[0].abort))
+    opts = options_of(1, [groups[0].get_reconfigure_handle()], TIMEOUT)
+    with pytest.raises(RuntimeError, match="was aborted while it connected"):
+        groups[0].reconfigure(opts)
+    with pytest.raises(RuntimeError, match="has no peers"):
+        groups[0].allreduce([torch.ones(1)], ReduceOp.SUM)
 
 
 def test_a_wait_that_exceeds_its_timeout(groups: list[Any]) -> None:

@@ -161,6 +161,10 @@ class ProcessGroupBaby(ProcessGroup):
             self._checker = Checker(self._name, store, rank, world_size, self._timeout)
         self._peers = rank, world_size
         self._warm = True
+        if self._worker is not worker:  # an abort or a shutdown has ended the worker since it answered
+            error = self._shut_down or self._aborted or RuntimeError(f"{self._name} was aborted")
+            self._end(error)
+            raise copied(error)
 
     def _take(self) -> Worker:
         # Set before the worker has answered, so that an abort also ends a worker that is still connecting.

@@ -12,6 +12,7 @@ from torch.distributed import ReduceOp, TCPStore
 
 from tests.unit.process_group.ranks import TIMEOUT, in_threads, meeting
 from torchft.process_group import ProcessGroup, ProcessGroupBaby, ProcessGroupBabyGloo
+from torchft.process_group.isolated import parent
 
 
 def test_more_operations_in_flight_than_a_socket_holds(alone: ProcessGroup) -> None:
@@ -134,3 +135,20 @@ def test_a_bad_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_base_class_has_no_backend() -> None:
     with pytest.raises(NotImplementedError, match=r"ProcessGroupBaby\._create_pg"):
         ProcessGroupBaby._create_pg(None, 0, 1)  # type: ignore[arg-type]
+
+
+def test_an_abort_after_the_worker_has_connected_is_not_lost(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = ProcessGroupBabyGloo(timeout=TIMEOUT)
+
+    def aborted() -> bool:
+        group.abort()
+        return False
+
+    monkeypatch.setattr(parent, "enabled", aborted)  # asked after the worker has answered
+    with pytest.raises(RuntimeError, match="was aborted"):
+        group.configure(meeting(store), "replica", 0, 1)
+    assert group.size() == -1
+    monkeypatch.undo()
+    group.configure(meeting(store), "replica", 0, 1)
+    group.allreduce([torch.ones(1)], ReduceOp.SUM).wait()
+    group.shutdown()

@@ -451,6 +451,7 @@ class WorkKind(NamedTuple):
     """The abilities of the works of a class."""
 
     drains: bool  # has ``drain`` and ``ended``: an abort ends a wait before the backend ends the operation
+    foreign: bool  # of another project: its future may fail although its wait does not
     limited: bool  # its wait takes a timeout; that of a test double may not
     polls: bool  # a wait with a timeout may block the host until the device has finished, as with PyTorch's NCCL
     order: Optional[Callable[[Any, Optional[timedelta]], object]]  # makes the current stream wait for a work
@@ -470,6 +471,7 @@ def work_kind(work: dist._Work) -> WorkKind:
 def _kind_of(kind: type, orders: bool) -> WorkKind:
     modules = [base.__module__ for base in kind.__mro__]
     ours = any(module.startswith("torchft.") for module in modules)  # its waits are inherited
+    foreign = not ours and not modules[0].startswith("torch.")
     order: Optional[Callable[[Any, Optional[timedelta]], object]] = None
     if not orders:
         order = _wait
@@ -477,11 +479,12 @@ def _kind_of(kind: type, orders: bool) -> WorkKind:
         order = _order
     return WorkKind(
         drains=hasattr(kind, "drain"),
+        foreign=foreign,
         limited=_takes_timeout(kind),
         polls=not ours,
         # PyTorch's block_current_stream needs CUDA, and for works of torchft `wait` does the same
         order=None if ours else order,
-        future=_future if ours or modules[0].startswith("torch.") else _future_if_any,
+        future=_future_if_any if foreign else _future,
     )
 
 

@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from datetime import timedelta
-from typing import Callable, Optional, Protocol, TypeVar, Union
+from typing import Any, Callable, Optional, Protocol, TypeVar, Union
 
 import torch
 import torch.distributed as dist
@@ -105,6 +105,8 @@ class _ManagedWork(dist._Work):
         self._on_cpu = type(value) is torch.Tensor and value.is_cpu
         self._future: Optional[_ManagedFuture[object]] = None
         self._open: Optional[_ManagedFuture[object]] = None  # the same, until a thread completes it
+        self._asked = False  # whether the process group's future was requested
+        self._ended: Optional[torch.futures.Future[Any]] = None
 
     def on_success(self, finish: Callable[[], object]) -> None:
         """Sets a function that is called once with the result of a successful collective. Call it
@@ -144,9 +146,27 @@ class _ManagedWork(dist._Work):
                 self._work.wait(limit)
             else:
                 self._work.wait()
+            if self._kind.foreign:
+                self._check_future()
         except Exception as e:
             return self._end(e)
         return self._end(None)
+
+    def _check_future(self) -> None:
+        """Raises the error of a future that has failed, although the wait for the work has not, as in a test double."""
+        future = None
+        with contextlib.suppress(Exception):  # it may have no future
+            future = self._ending()
+        if future is not None and future.done():
+            future.value()
+
+    def _ending(self) -> Optional[torch.futures.Future[Any]]:
+        """The future of the process group's work, which is requested once."""
+        with self._lock:
+            if not self._asked:
+                self._asked = True
+                self._ended = self._kind.future(self._work)
+            return self._ended
 
     def over(self) -> bool:
         """Whether the collective has ended, with or without an error. On a device: whether the device has finished
@@ -216,7 +236,7 @@ class _ManagedWork(dist._Work):
                 self._end(None)
 
         try:
-            ended = self._kind.future(self._work)
+            ended = self._ending()
             if ended is None:
                 self.wait()
             else:

@@ -327,6 +327,28 @@ def test_the_future_of_an_allreduce_is_requested_once(stand_ins: StandIns) -> No
     assert manager.should_commit() and manager.errored() is None
 
 
+def test_calls_of_a_work_and_errors_that_it_shows_in_its_future(stand_ins: StandIns) -> None:
+    work = stand_ins.pg.allreduce.return_value = create_autospec(dist._Work, instance=True)
+    stand_ins.pg.allreduce.side_effect = None
+    manager = stand_ins.manager()
+    stand_ins.client.should_commit.side_effect = lambda group_rank, step, should_commit, timeout: should_commit
+    manager.start_quorum()
+    assert manager.allreduce(torch.ones(1)).wait() and manager.errored() is None
+    assert (work.wait.call_count, work.get_future.call_count) == (1, 1)
+    stand_ins.pg.allreduce.side_effect = error = RuntimeError("not queued")
+    manager.allreduce(torch.ones(1)).wait()
+    assert cause(manager) is error and not manager.should_commit()
+    assert (work.wait.call_count, work.get_future.call_count, stand_ins.pg.abort.call_count) == (1, 1, 1)
+    stand_ins.pg.allreduce.side_effect = None
+    failed = torch.futures.Future[None]()
+    failed.set_exception(late := RuntimeError("failed later"))  # type: ignore[arg-type]
+    work.get_future.return_value = failed
+    manager.start_quorum()
+    assert manager.errored() is None and not manager.allreduce(torch.ones(1)).wait()
+    assert (work.wait.call_count, work.get_future.call_count) == (2, 2)
+    assert cause(manager) is late and not manager.should_commit()
+
+
 # Process groups
 
 

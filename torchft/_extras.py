@@ -42,6 +42,9 @@ class Extras:
     def register_parameters(self, named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
         """Registers parameters of a model that have the same bits in all groups: they are compared."""
 
+    def check_sparse(self, names: list[str]) -> None:
+        """Raises a ValueError if parameters of these names have sparse gradients that the process group refuses."""
+
     @property
     def adds_gradients(self) -> bool:
         """Whether gradients are summed over the groups, not averaged, because a data loader has weighted the losses."""

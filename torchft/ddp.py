@@ -76,6 +76,9 @@ class DistributedDataParallel(Copyable, parallel.DistributedDataParallel):
         manager: the Manager of this rank.
         module: the model; all groups start from the same weights, or heal to them (``init_sync``).
         kwargs: arguments of PyTorch's class, except ``process_group``.
+
+    Raises:
+        ValueError: ``process_group`` was given, or the Manager's group does not reduce the sparse gradients of a layer.
     """
 
     _of_this_process = ("_manager", "_extras")
@@ -88,8 +91,9 @@ class DistributedDataParallel(Copyable, parallel.DistributedDataParallel):
         super().__init__(module, process_group=_FixedBuckets(), **kwargs)
         self._manager = manager
         self._extras = extras_of(manager)
-        self._register_hook()
         ignored = set(self.parameters_to_ignore)
+        self._extras.check_sparse([name for name in _with_sparse_gradients(module) if name not in ignored])
+        self._register_hook()
         self._extras.register_check(_finished(weakref.ref(self)))
         self._extras.register_parameters(lambda: [p for p in module.named_parameters() if p[0] not in ignored])
 
@@ -121,7 +125,9 @@ class DistributedDataParallel(Copyable, parallel.DistributedDataParallel):
             self._reduces_in_pass = bucket.is_last()
         return work.get_future()  # type: ignore[return-value]
 
-    def _ddp_init_helper(self, parameters: List[torch.Tensor], expect_sparse_gradient: List[bool], *rest: Any) -> None:
+    def _ddp_init_helper(  # type: ignore[override]
+        self, parameters: List[torch.Tensor], expect_sparse_gradient: List[bool], *rest: Any
+    ) -> None:
         super()._ddp_init_helper(parameters, expect_sparse_gradient, *rest)
         if not self.find_unused_parameters:  # else they would not be rebuilt
             self._fix_buckets(parameters, expect_sparse_gradient)
@@ -140,10 +146,12 @@ class DistributedDataParallel(Copyable, parallel.DistributedDataParallel):
             small_first = [dist._DEFAULT_FIRST_BUCKET_BYTES] if self.bucket_bytes_cap_default else []
             limits = [*small_first, self.bucket_bytes_cap]
         buckets, _ = dist._compute_bucket_assignment_by_size(parameters, limits, expect_sparse_gradient)
-        self.process_group.rebuild(self.reducer, buckets[::-1])
+        group = self.process_group
+        assert isinstance(group, _FixedBuckets)
+        group.rebuild(self.reducer, buckets[::-1])
 
     @contextmanager
-    def join(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def join(self, *args: Any, **kwargs: Any) -> Iterator[None]:  # type: ignore[override]
         """Does nothing. In PyTorch, ranks without further input wait here for the others; with a Manager, the others go
         on without a group that has ended.
         """
@@ -166,6 +174,15 @@ class DistributedDataParallel(Copyable, parallel.DistributedDataParallel):
             self._manager.refuse_training(self)
         else:
             self._register_hook()
+
+
+def _with_sparse_gradients(model: nn.Module) -> List[str]:
+    """The names of the parameters that PyTorch expects to have sparse gradients."""
+    return [
+        f"{name}.weight".lstrip(".")
+        for name, module in model.named_modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse and module.weight.requires_grad
+    ]
 
 
 def _finished(ref: "weakref.ref[DistributedDataParallel]") -> Callable[[], None]:
@@ -206,7 +223,9 @@ class PureDistributedDataParallel(Copyable, nn.Module):
         self._manager_ref = weakref.ref(manager)
         self._works: Optional[List[dist._Work]] = None  # works of the backward pass in progress
         self._syncs = True
-        extras_of(manager).register_parameters(module.named_parameters)
+        extras = extras_of(manager)
+        extras.check_sparse(_with_sparse_gradients(module))
+        extras.register_parameters(module.named_parameters)
         self._register_hooks()
 
     def _register_hooks(self) -> None:

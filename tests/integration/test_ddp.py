@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from types import SimpleNamespace
 from typing import Any, Callable, Iterator
+from unittest.mock import create_autospec
 
 import pytest
 import torch
@@ -12,10 +14,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from tests.integration.cluster import Cluster, Gate, Rank, results
+from tests.integration.cluster import DEADLINE, Cluster, Gate, Rank, results
+from torchft._extras import Extras, extras_of
 from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
 from torchft.optim import OptimizerWrapper
-from torchft.process_group import ManagedProcessGroup
+from torchft.process_group import (
+    ErrorSwallowingProcessGroupWrapper,
+    ManagedProcessGroup,
+    ProcessGroup,
+    ProcessGroupBabyGloo,
+)
 
 STEPS = 8
 JOIN_AT = 3
@@ -254,3 +262,64 @@ def test_allreduces_overlap_with_backward(cluster: Cluster, monkeypatch: pytest.
 def test_process_group_is_the_managers(cluster: Cluster) -> None:
     with pytest.raises(ValueError, match="process_group"):
         DistributedDataParallel(object(), Model(), process_group=object())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, PureDistributedDataParallel])
+def test_sparse_gradients(cluster: Cluster, wrap: Callable[[Any, nn.Module], nn.Module]) -> None:
+    """They are the mean over the groups, which have different rows."""
+
+    def loop(rank: Rank) -> torch.Tensor:
+        model = nn.Sequential(nn.Embedding(6, 3, sparse=True), nn.Linear(3, 1, bias=False))
+        nn.init.ones_(model[1].weight)  # type: ignore[arg-type]
+        manager = rank.start_manager(load_state_dict=lambda s: None, state_dict=dict, init_sync=False)
+        ddp = wrap(manager, model)
+        rank.cluster.wait_for_healthy(2)
+        manager.start_quorum()
+        ddp(torch.tensor([1, 3 + rank.group])).sum().backward()
+        assert manager.should_commit()
+        gradient = model.get_parameter("0.weight").grad
+        assert gradient is not None
+        return gradient.to_dense()[:, 0]
+
+    for found in results(cluster.start(loop, group=0), cluster.start(loop, group=1)):
+        assert found.tolist() == [0, 1, 0, 0.5, 0.5, 0]
+
+
+def isolated() -> ProcessGroup:
+    return ProcessGroupBabyGloo(timeout=DEADLINE)
+
+
+@pytest.mark.parametrize(
+    "make", [isolated, lambda: ErrorSwallowingProcessGroupWrapper(isolated())], ids=["isolated", "wrapped"]
+)
+def test_sparse_gradients_with_an_isolated_group(make: Callable[[], ProcessGroup]) -> None:
+    """A wrapper refuses them at once; where the loop reduces them itself, the step is lost."""
+
+    def loop(rank: Rank) -> None:
+        manager = rank.start_manager(load_state_dict=lambda s: None, state_dict=dict)
+        model = nn.ModuleDict({"words": nn.Embedding(6, 3, sparse=True), "rest": nn.Linear(3, 3)})
+        for wrap in (DistributedDataParallel, PureDistributedDataParallel):
+            with pytest.raises(ValueError, match=r"reduces dense tensors only.*words\.weight are sparse"):
+                wrap(manager, model)
+        if make is not isolated:
+            return  # the wrapper swallows errors
+        manager.start_quorum()
+        gradient = torch.eye(2).to_sparse()
+        extras_of(manager).share_buffer(gradient)
+        manager.allreduce(gradient).wait()
+        assert not manager.should_commit()
+        assert "sparse" in str(manager.errored())
+
+    with Cluster(make_pg=lambda group: make()) as cluster:
+        results(cluster.start(loop, group=0))
+
+
+def test_ignored_parameters_may_have_sparse_gradients() -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(6, 3, sparse=True), "rest": nn.Linear(3, 3)})
+    manager: Any = SimpleNamespace(_extras=create_autospec(Extras, instance=True))
+    DistributedDataParallel(manager, model)
+    manager._extras.check_sparse.assert_called_once_with(["words.weight"])
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ["words.weight"])
+    manager._extras.check_sparse.reset_mock()
+    DistributedDataParallel(manager, model)
+    manager._extras.check_sparse.assert_called_once_with([])

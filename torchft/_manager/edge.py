@@ -325,6 +325,7 @@ class Peers:
         self._announces_layouts = hasattr(pg, "announce_layout")
         self._takes_stores = hasattr(pg, "configure")
         self._shares_buffers = hasattr(pg, "share_buffer")
+        self._reduces_sparse = getattr(pg, "_reduces_sparse", True) is not False
         self.connects_beside = getattr(pg, "connects_beside", False) is True
 
     def set_rank_info(self, replica_id: str, group_rank: int, group_world_size: int) -> None:
@@ -345,6 +346,16 @@ class Peers:
         """Lets an isolated group share the memory of a buffer with its worker, so that nothing is copied."""
         if self._shares_buffers:
             self.pg.share_buffer(buffer)
+
+    def check_sparse(self, names: list[str]) -> None:
+        """Raises a ValueError if there are parameters with sparse gradients, and the process group takes no sparse
+        tensors.
+        """
+        if names and not self._reduces_sparse:
+            raise ValueError(
+                f"{type(self.pg).__name__} reduces dense tensors only, and the gradients of {', '.join(names)} are "
+                "sparse: pass sparse=False to their layers, or use ProcessGroupGloo"
+            )
 
     def handle(self, compares: str = "", connections: str = "") -> str:
         """The reconfigure handle by which peers connect with this rank.

@@ -63,6 +63,9 @@ class OwnExtras(Extras):
         self._replicated.add_parameters(named)
         self._layout.add_parameters(named())
 
+    def check_sparse(self, names: list[str]) -> None:
+        self._peers.check_sparse(names)
+
     @property
     def adds_gradients(self) -> bool:
         return self._data.adds_gradients

@@ -243,6 +243,8 @@ class AcceleratorProcessGroup(ProcessGroupWrapper):
     # Whether a work must not be used once its native group is destroyed.
     _works_need_group = False
 
+    _reduces_sparse = False
+
     def __init__(self, timeout: timedelta = timedelta(seconds=60.0)) -> None:
         super().__init__(timeout)  # it never wraps another group
 

@@ -66,6 +66,7 @@ class ProcessGroup(BaseProcessGroup):
     _handle_id: Optional[str] = None
     _handle_store: Optional[tuple[TCPStore, str]] = None
     _layout: Optional[tuple[str, str]] = None  # digest and text
+    _reduces_sparse = True  # whether allreduce takes sparse tensors
     _announced_implementation: Optional[str] = None  # implementation of NCCL, unless it is the default
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -211,6 +211,10 @@ class ProcessGroupWrapper(Forwarding):
             raise copied(aborted)
 
     @property
+    def _reduces_sparse(self) -> bool:  # type: ignore[override]
+        return not (self._given and isinstance(self._pg, ProcessGroup)) or self._pg._reduces_sparse
+
+    @property
     def connects_beside(self) -> bool:
         """Whether the group can connect with other peers while it keeps the present ones."""
         kind = type(self)

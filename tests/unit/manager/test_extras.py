@@ -39,6 +39,7 @@ def test_the_extras_of_a_stand_in(stand_in: object) -> None:
     extras.refuse_replay("it cannot be repeated")
     extras.register_gradients(list)
     extras.register_check(list)
+    extras.check_sparse(["weight"])
     extras.steps_by_itself(object())
     extras.inner_step_ended()
     extras.share_buffer(torch.ones(1))

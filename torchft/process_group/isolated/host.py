@@ -57,6 +57,8 @@ def worker() -> Borrowing:
 
 def share(tensor: torch.Tensor) -> bool:
     """Moves the tensor's storage to shared memory; see `ProcessGroup.share_buffer`."""
+    if tensor.layout is not torch.strided:
+        return False
     storage = tensor.untyped_storage()
     if not storage.is_shared():
         try:
@@ -173,6 +175,8 @@ class _Trainer(_Host):
         self._sweep_at = _SWEEP_AT
 
     def register(self, tensor: torch.Tensor, read: bool, write: bool) -> Registration:
+        if tensor.layout is not torch.strided:
+            raise RuntimeError(f"tensor of layout {tensor.layout}: an isolated group takes dense tensors")
         contiguous = tensor.is_contiguous()
         size = tensor.nbytes if contiguous else _span(tensor) * tensor.element_size()
         if size >= _ASK_ABOVE and contiguous:

@@ -76,6 +76,8 @@ class ProcessGroupBaby(ProcessGroup):
     }
     _name: ClassVar[str] = "torchft-baby"
 
+    _reduces_sparse = False
+
     # Set in the worker, before `_create_pg` is called there.
     _worker_timeout: ClassVar[timedelta] = timedelta(seconds=60)
     _worker_global_ranks: ClassVar[Optional[list[int]]] = None

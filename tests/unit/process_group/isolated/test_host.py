@@ -112,7 +112,7 @@ def test_a_tensor_that_requires_grad(alone: ProcessGroup) -> None:
     ("tensor", "message"),
     [
         (torch.zeros(2, device="meta"), "torchft-baby-gloo: allreduce: a tensor on meta is not supported"),
-        (torch.eye(2).to_sparse(), "torchft-baby-gloo: allreduce: "),
+        (torch.eye(2).to_sparse(), "torchft-baby-gloo: allreduce: .*sparse_coo.*dense"),
     ],
     ids=["meta", "sparse"],
 )
@@ -120,6 +120,7 @@ def test_what_cannot_be_registered_is_refused_by_name(alone: ProcessGroup, tenso
     with pytest.raises(RuntimeError, match=message):
         alone.allreduce([tensor], ReduceOp.SUM)
     assert alone.errored() is None
+    assert not alone.share_buffer(tensor)
 
 
 @pytest.mark.parametrize("given", [[3], [None], [[torch.ones(1)]]], ids=["number", "nothing", "list"])

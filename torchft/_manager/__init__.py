@@ -3,7 +3,7 @@
 Before the first step:
     settings: checks constructor arguments and environment variables. group: lets the ranks of a group find their
     manager server. edge: adapts clients, transports and process groups of other projects. extras: the methods that
-    torchft's wrappers call on a Manager beside the public ones.
+    torchft's wrappers call on a Manager beside the public ones. lifetime: ends Managers that nobody has shut down.
 
 A step:
     rounds: requests quorums and waits for them. plan: computes from a quorum what this rank does (without torch).

@@ -323,3 +323,47 @@ def test_ignored_parameters_may_have_sparse_gradients() -> None:
     manager._extras.check_sparse.reset_mock()
     DistributedDataParallel(manager, model)
     manager._extras.check_sparse.assert_called_once_with([])
+
+
+@pytest.mark.parametrize(
+    ("unused", "bucket_cap_mb", "error", "lost"),
+    [
+        (True, 1, r"member group_1:.* reduces other tensors than member group_0:.* there nothing", 0),
+        (False, 100, r"other tensors than group_0:.*: call 0 of the step is allreduce of 481200 x float32 \(AVG\)", 1),
+    ],
+    ids=["a larger model", "other buckets"],
+)
+def test_a_group_that_joins_with_other_reductions_ends(
+    cluster: Cluster, unused: bool, bucket_cap_mb: int, error: str, lost: int
+) -> None:
+    """Gloo would end the process of the other group."""
+    running, ended = Gate(), Gate()
+
+    def loop(rank: Rank) -> list[bool]:
+        model = Model(unused and rank.group == 1)
+        manager = rank.start_manager(load_state_dict=model.load_state_dict, state_dict=model.state_dict)
+        ddp = DistributedDataParallel(manager, model, bucket_cap_mb=bucket_cap_mb if rank.group == 1 else 1)
+        optimizer = OptimizerWrapper(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+        commits = []
+        while manager.current_step() < STEPS:
+            if rank.group == 0 and manager.current_step() == JOIN_AT:
+                running.open()
+                if not lost:
+                    ended.wait()
+                elif all(commits):
+                    rank.cluster.wait_for_waiters(1)  # the other one is in this quorum
+            before = manager.current_step()
+            optimizer.zero_grad()
+            ddp(batch(0, rank.group)).square().mean().backward()
+            optimizer.step()
+            commits.append(manager.current_step() > before)
+        return commits
+
+    (older,) = cluster.start(loop, group=0)
+    cluster.wait(running)
+    (newer,) = cluster.start(loop, group=1)
+    newer.add_done_callback(lambda _: ended.open())
+    with pytest.raises(ValueError, match=error):
+        newer.result(timeout=90)
+    cluster.ranks[1].close()
+    assert older.result(timeout=90).count(False) == lost

@@ -45,7 +45,8 @@ def describe_call(tensor: torch.Tensor, op: AnyReduceOp, should_quantize: bool) 
     """Describes a reduction in a line that is equal in all groups that fit together."""
     how = ", quantized" if should_quantize else ""
     which = next(name for name, one in ReduceOp.RedOpType.__members__.items() if op == one)
-    of = f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}"
+    sparse = "sparse " if tensor.layout != torch.strided else ""
+    of = f"{tensor.numel()} x {sparse}{str(tensor.dtype).removeprefix('torch.')}"
     return f"allreduce of {of} ({which}{how})"
 
 

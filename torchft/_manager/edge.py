@@ -368,7 +368,7 @@ class Peers:
         if self._native:
             handle = announce_native(handle, COMPARES, compares)
             return announce_native(handle, LAYOUT, announced_natively(self._layout))
-        handle = announce(announce(handle, COMPARES, compares), CALLS, "1")
+        handle = announce(announce(handle, COMPARES, compares), CALLS, "1" if self.ours else "")
         return announce(handle, CONNECTIONS, connections)
 
     def reconfigure(self, opts: ReconfigureOptions) -> None:

@@ -61,6 +61,7 @@ def test_with_which_group_a_new_one_compares(the_plan: Plan, new_here: bool, jud
         (describe_call(ONE.int(), ReduceOp.SUM, False), False),
         (describe_call(ONE, ReduceOp.AVG, False), False),
         (describe_call(ONE, ReduceOp.SUM, True), False),
+        (describe_call(ONE.to_sparse(), ReduceOp.SUM, False), False),
     ],
 )
 def test_which_calls_fit_together(other: str, equal: bool) -> None:

@@ -25,7 +25,7 @@ from torchft.ddp import DistributedDataParallel, PureDistributedDataParallel
 from torchft.local_sgd import LocalSGD
 from torchft.manager import Manager
 from torchft.optim import OptimizerWrapper
-from torchft.process_group import ProcessGroupGloo
+from torchft.process_group import ManagedProcessGroup, ProcessGroupGloo
 from torchft.process_group.reconfigure import host_store
 
 MINUTE = timedelta(seconds=60)
@@ -191,6 +191,11 @@ def plain(manager: Manager, model: nn.Module) -> nn.Module:
     return model
 
 
+def pytorchs_ddp(manager: Manager, model: nn.Module) -> nn.Module:
+    group = ManagedProcessGroup(manager)
+    return nn.parallel.DistributedDataParallel(model, process_group=group, find_unused_parameters=True)
+
+
 def local_sgd(manager: Manager, model: nn.Module) -> nn.Module:
     model.sgd = LocalSGD(manager, model, torch.optim.SGD(model.parameters(), 0.1), sync_every=1)  # type: ignore[assignment]
     return model
@@ -203,9 +208,10 @@ def local_sgd(manager: Manager, model: nn.Module) -> nn.Module:
         DistributedDataParallel,
         lambda manager, model: DistributedDataParallel(manager, model, static_graph=True),
         PureDistributedDataParallel,
+        pytorchs_ddp,
         local_sgd,
     ],
-    ids=["plain", "ddp", "static graph", "pure ddp", "local sgd"],
+    ids=["plain", "ddp", "static graph", "pure ddp", "PyTorch's ddp", "local sgd"],
 )
 @pytest.mark.parametrize("ends", ["between two steps", "within a step"])
 def test_a_manager_without_references_ends(

@@ -6,13 +6,14 @@ import (
 	"slices"
 )
 
-// Rank i of a group reduces with rank i of the others. With groups of different sizes, the last ranks of the larger ones would
-// wait in every step for peers that do not exist. If the tensors differ, a backend such as Gloo ends the process of a rank that
-// receives more bytes than it expects, so one edited script would end the healthy groups. So a new member that differs in either
-// is refused, and is never in a quorum with the others.
+// Rank i of a group reduces with rank i of the others. With groups of different sizes, the last ranks of the
+// larger ones would wait in every step for peers that do not exist. If the tensors differ, a backend such as
+// Gloo ends the process of a rank that receives more bytes than it expects, so one edited script would end
+// the healthy groups. So a new member that differs in either is refused, and is never in a quorum with the
+// others.
 //
-// A member that makes calls instead of using a stream is accepted with any size, as by an upstream lighthouse: the world_size
-// that such a member sends may differ from the number of its ranks.
+// A member that makes calls instead of using a stream is accepted with any size, as by an upstream
+// lighthouse: the world_size that such a member sends may differ from the number of its ranks.
 
 // likeness is the result of comparing one property of two members.
 type likeness int
@@ -23,8 +24,8 @@ const (
 	different
 )
 
-// misfit returns the reason to refuse a new member that differs from the present ones; empty if it is accepted. What the others do
-// not announce is not compared.
+// misfit returns the reason to refuse a new member that differs from the present ones; empty if it is
+// accepted. What the others do not announce is not compared.
 func (m *memory) misfit(e Asked) string {
 	id := e.Member.ReplicaID
 	if r := m.roster.members[id]; !e.Recallable || r != nil && r.previous {
@@ -39,8 +40,9 @@ func (m *memory) misfit(e Asked) string {
 	return ""
 }
 
-// outfit refuses the pending requests of new members that differ from a member of the latest quorum, when that member asks. A
-// lighthouse that adopted this quorum, after a restart, knew neither size nor layouts of its members when the new ones asked.
+// outfit refuses the pending requests of new members that differ from a member of the latest quorum, when
+// that member asks. A lighthouse that adopted this quorum, after a restart, knew neither size nor layouts of
+// its members when the new ones asked.
 func (m *memory) outfit(e Asked) {
 	if m.latest == nil || m.latest.Revision != 0 || !e.Recallable || !m.roster.members[e.Member.ReplicaID].previous {
 		return
@@ -51,7 +53,7 @@ func (m *memory) outfit(e Asked) {
 		if r.previous || !r.newest().recallable {
 			continue
 		}
-		reason := ""
+		var reason string
 		switch {
 		case alikeInSize(r.member(), &e.Member) == different:
 			reason = otherSize(r.member(), &e.Member)
@@ -79,8 +81,9 @@ func otherLayout(of, than *Member) string {
 		of.ReplicaID, than.ReplicaID, rank, ofRank(of.Layouts, rank), than.ReplicaID, ofRank(than.Layouts, rank), linesOf(than, rank))
 }
 
-// linesOf returns where a rank's list of its tensors is, for the rank that is refused: it reads the list to name the first ones
-// that differ (refused in torchft/_manager/layout.py). It is empty if the rank's handle does not say.
+// linesOf returns where a rank's list of its tensors is, for the rank that is refused: it reads the list to
+// name the first ones that differ (refused in torchft/_manager/layout.py). It is empty if the rank's handle
+// does not say.
 func linesOf(m *Member, rank int) string {
 	var handle struct{ Store, Layout string }
 	if rank >= len(m.Handles) || json.Unmarshal([]byte(m.Handles[rank]), &handle) != nil || handle.Store == "" || handle.Layout == "" {
@@ -120,40 +123,31 @@ func ofRank(layouts []string, rank int) string {
 	return ""
 }
 
-// unlike returns a member that is different. It returns nil if there is none, or if another member is alike. It looks at the
-// members of the latest quorum that have a stream, or are presumed alive. If there are none, it looks at those with a pending
-// request: at the start of a job, the first member that asks decides.
+// unlike returns a member that is different. It returns nil if there is none, or if another member is alike.
+// It looks at the members of the latest quorum that have a stream, or are presumed alive. If there are none,
+// it looks at those with a pending request: at the start of a job, the first member that asks decides.
 func (m *memory) unlike(id string, compare func(*Member) likeness) (other *Member) {
 	here := false
+	fits := func(o *Member) bool {
+		like := compare(o)
+		if like == different && other == nil {
+			other = o
+		}
+		return like == alike
+	}
 	for i, r := range m.members {
 		if !r.alive() || r.suspect != nil {
 			continue
 		}
 		here = true
-		if r.presumed {
-			continue // not known yet: outfit compares it when it asks
-		}
-		switch o := &m.latest.Members[i]; compare(o) {
-		case alike:
+		// A presumed member is not known yet: outfit compares it when it asks.
+		if !r.presumed && fits(&m.latest.Members[i]) {
 			return nil
-		case different:
-			if other == nil {
-				other = o
-			}
 		}
 	}
 	for e := m.roster.queue.Front(); e != nil && !here; e = e.Next() {
-		r := e.Value.(*record)
-		if r.id == id {
-			continue
-		}
-		switch compare(r.member()) {
-		case alike:
+		if r := e.Value.(*record); r.id != id && fits(r.member()) {
 			return nil
-		case different:
-			if other == nil {
-				other = r.member()
-			}
 		}
 	}
 	return other

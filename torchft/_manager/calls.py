@@ -1,11 +1,11 @@
 """Compares the first reductions with a new member, before it sends anything.
 
 Gloo ends the process of a rank that receives more bytes than it expects. The parameters that groups announce
-(layout.py) do not show the calls: a group may announce nothing, cut gradients into other buckets, or reduce another
-type or in another order. So in the first step with new peers each rank lists its calls in the store of its own
-reconfigure handle, which costs no wait. A rank whose group is new reads the list of an older group, and begins a
-reduction only once that group has listed the same. If it has listed another one, the new group ends, and the others
-lose that one step.
+(layout.py) do not show the calls: a group may announce nothing, cut gradients into other buckets, or reduce
+another type or in another order. So in the first step with new peers each rank lists its calls in the store
+of its own reconfigure handle, which costs no wait. A rank whose group is new reads the list of an older
+group, and begins a reduction only once that group has listed the same. If it has listed another one, the new
+group ends, and the others lose that one step.
 
 Only groups whose handle says that they do this are compared; an upstream group does not. Collectives that the
 training loop calls on the process group itself are not compared.
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 # A TCPStore tries to connect for about twice its timeout: a few seconds.
 _CONNECT_TIMEOUT = timedelta(seconds=2)
-# The first and the longest pause between two looks for the other group's next call: all groups that start a job look
-# into the store of the first one. (After each wait that expires, a TCPStore writes to stderr.)
+# The first and the longest pause between two looks for the other group's next call: all groups that start a job
+# look into the store of the first one. (After each wait that expires, a TCPStore writes to stderr.)
 _PAUSE_SEC = 0.001, 0.05
 # The last line of a list: no more calls follow, or the step was lost before all of them were made.
 _END, _LOST = "no further call", "lost"
@@ -53,8 +53,8 @@ def describe_call(tensor: torch.Tensor, op: AnyReduceOp, should_quantize: bool) 
 def judge_of(plan: Plan, new_here: bool) -> Optional[int]:
     """The replica rank of the group whose calls this one compares with its own; None if it compares none.
 
-    As in :func:`torchft._manager.layout.check_layouts`, the group that joined last has to change: at step 0 each group
-    but the first, later a group that heals or has committed no step.
+    As in :func:`torchft._manager.layout.check_layouts`, the group that joined last has to change: at step 0
+    each group but the first, later a group that heals or has committed no step.
     """
     if not (plan.heal or new_here):
         return None

@@ -1,17 +1,17 @@
 """Checks that the groups of a quorum reduce the same tensors, before any tensor is sent.
 
-Wrappers of models and optimizers register the parameters. LocalSGD and DiLoCo describe what they reduce in lines of
-text (``Manager.register_layout``). A digest of all this goes to the lighthouse with each request: it refuses a group
-that differs from the groups of the job, which lose no step (go/quorum/fit.go).
+Wrappers of models and optimizers register the parameters. LocalSGD and DiLoCo describe what they reduce in
+lines of text (``Manager.register_layout``). A digest of all this goes to the lighthouse with each request: it
+refuses a group that differs from the groups of the job, which lose no step (go/quorum/fit.go).
 
-The groups of a quorum compare as well, because the lighthouse may be upstream's. Each group's reconfigure handle
-carries a digest of its lines; the lines themselves are in the store that the handle names, and are only read if digests
-differ. Groups that announce nothing (upstream and native groups) are not compared. A difference costs the other groups
-a step.
+The groups of a quorum compare as well, because the lighthouse may be upstream's. Each group's reconfigure
+handle carries a digest of its lines; the lines themselves are in the store that the handle names, and are
+only read if digests differ. Groups that announce nothing (upstream and native groups) are not compared. A
+difference costs the other groups a step.
 
-The loaders of :mod:`torchft.data` use the same mechanism, with one more rule: if one group has such a loader, all must
-have one. A prefix of the digest says that a group has a loader; then a handle without a digest counts as different. A
-native handle has a digest only with a loader.
+The loaders of :mod:`torchft.data` use the same mechanism, with one more rule: if one group has such a loader,
+all must have one. A prefix of the digest says that a group has a loader; then a handle without a digest
+counts as different. A native handle has a digest only with a loader.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Layout:
         self._announce_lines()
 
     def add_parameters(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Adds the parameters of a model. After the first request this has no effect: see :meth:`for_lighthouse`."""
+        """Adds the parameters of a model. No effect after the first request: see :meth:`for_lighthouse`."""
         if self._for_lighthouse is None:
             self._of_models += named
 
@@ -104,8 +104,8 @@ class Layout:
     def for_lighthouse(self) -> str:
         """The digest for the lighthouse, which compares it and shows it to people; empty: nothing is known.
 
-        It is fixed at the first request. What is registered later is not in it, since it is not in that of a group
-        which joins then: that group has not come so far.
+        It is fixed at the first request. What is registered later is not in it, since it is not in that of a
+        group which joins then: that group has not come so far.
         """
         if self._for_lighthouse is None:
             found: dict[int, tuple[str, torch.Tensor]] = {}
@@ -146,7 +146,7 @@ def refused(
     group_rank: int,
     read: Callable[[Handle], Optional[list[str]]],
 ) -> Optional[LayoutDiffers]:
-    """The error of a rank whose group was refused, with the tensors that differ; None if the error is another one.
+    """The error of a rank whose group was refused, with the tensors that differ; None for any other error.
 
     Args:
         error: the error of a request for a quorum. Its text is made in go/quorum/fit.go.

@@ -35,6 +35,7 @@ type Feed struct {
 	wholes  map[int64]*whole // first messages for viewers that join before the next change, by the last event that they know
 	closed  bool
 	looked  time.Time
+	pace    pace
 	meters  *meters
 }
 
@@ -81,14 +82,16 @@ func (f *Feed) Failed(cause quorum.Cause) { f.meters.failures[cause].Inc() }
 func (f *Feed) Heard() { f.meters.heartbeats.Inc() }
 
 // Round records the step of the job, and how long the quorum took since the first group asked for it.
-func (f *Feed) Round(step int64, groups int, waited time.Duration, now time.Time) {
+func (f *Feed) Round(quorumID, step int64, groups int, waited time.Duration, now time.Time) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.meters.round(step, waited, now)
 	f.history.Round(step, groups, now)
+	f.pace.round(quorumID, step, now)
 }
 
-// Run sends changes to viewers until stop is closed. Without viewers it takes no status.
+// Run looks at the job until stop is closed, and sends changes to viewers. It looks without viewers too: the rows show since when each
+// member is in its state.
 func (f *Feed) Run(stop <-chan struct{}) {
 	ticker := time.NewTicker(lookEvery)
 	defer ticker.Stop()
@@ -98,12 +101,7 @@ func (f *Feed) Run(stop <-chan struct{}) {
 			f.close()
 			return
 		case <-ticker.C:
-			f.mu.Lock()
-			watched := len(f.viewers) > 0
-			f.mu.Unlock()
-			if watched {
-				f.look()
-			}
+			f.look()
 		}
 	}
 }
@@ -116,7 +114,15 @@ func (f *Feed) look() {
 	if now := f.now(); now.After(f.looked) {
 		f.looked = now
 		clear(f.wholes)
-		f.send(message("change", 0, f.board.Look(status, now)))
+		change := f.board.Look(status, f.pace.duration(now), now)
+		if f.history.latest.At != 0 {
+			point := f.history.latest
+			point.At = now.UnixMilli()
+			change.Point = &point
+		}
+		if len(f.viewers) > 0 {
+			f.send(message("change", 0, change))
+		}
 	}
 }
 

@@ -156,7 +156,7 @@ func TestAViewerGetsEverythingThenChangesThenEvents(t *testing.T) {
 		j.set(member("a", 1), member("b", 1))
 		s := serve(t, j)
 		s.Record(Event{Kind: QuorumChanged, Joined: []string{"a", "b"}})
-		s.Round(1, 2, 0, time.Now())
+		s.Round(3, 1, 2, 0, time.Now())
 
 		viewer := s.watch(t, "/api/v1/events", "")
 		var all everything
@@ -174,6 +174,7 @@ func TestAViewerGetsEverythingThenChangesThenEvents(t *testing.T) {
 		assert.Equal(t, []string{"b"}, change.Removed)
 		require.Len(t, change.Rows, 1)
 		assert.EqualValues(t, 2, change.Rows[0].Step)
+		assert.Equal(t, &Point{At: time.Now().UnixMilli(), Step: 1, Groups: 2}, change.Point, "the time is that of the lighthouse")
 
 		s.Record(Event{Kind: MemberFailed, Left: []string{"b"}})
 		var failed Event
@@ -187,6 +188,25 @@ func TestAViewerGetsEverythingThenChangesThenEvents(t *testing.T) {
 		s.watch(t, "/api/v1/events", "1").next(t, &again)
 		require.Len(t, again.Events, 1)
 		assert.EqualValues(t, 2, again.Events[0].ID)
+	})
+}
+
+func TestTheFirstViewerSeesSinceWhenAndHowFast(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		j := &job{}
+		s := serve(t, j)
+		began := time.Now()
+		j.set(member("a", 1))
+		for step := range int64(60) {
+			s.Round(3, step, 1, 0, time.Now())
+			time.Sleep(time.Second)
+		}
+		var all everything
+		s.watch(t, "/api/v1/events", "").next(t, &all)
+		require.Len(t, all.Rows, 1)
+		assert.LessOrEqual(t, all.Rows[0].Since, began.Add(lookEvery).UnixMilli())
+		assert.LessOrEqual(t, all.Head.QuorumSince, began.Add(lookEvery).UnixMilli())
+		assert.EqualValues(t, 1_000_000, all.Head.StepMicros)
 	})
 }
 
@@ -268,7 +288,7 @@ func TestAThousandGroupsFitIntoAMegabyte(t *testing.T) {
 			s.Record(Event{Kind: QuorumChanged, Joined: []string{members[i%1000].ReplicaID}, Reason: "every healthy member asked"})
 		}
 		for i := range 3 * mostPoints {
-			s.Round(int64(i), 1000, 0, start.Add(time.Duration(i)*time.Second))
+			s.Round(3, int64(i), 1000, 0, start.Add(time.Duration(i)*time.Second))
 		}
 		viewer, err := s.join(0)
 		require.NoError(t, err)

@@ -88,6 +88,8 @@ type Point struct {
 	At     int64 `json:"at"`     // milliseconds since 1970
 	Step   int64 `json:"step"`   // largest step of the quorum
 	Groups int   `json:"groups"` // in the quorum
+	// Trained counts the steps that the job has made since the start of the lighthouse. A group with a checkpoint raises Step at once.
+	Trained int64 `json:"trained"`
 }
 
 // History keeps the events and the throughput of a job. It is not safe for concurrent use.
@@ -95,6 +97,7 @@ type History struct {
 	events []Event // a ring
 	next   int64   // id of the newest event; 0: there was none
 	points []Point
+	latest Point         // of the latest round
 	every  time.Duration // the shortest interval between two points; 0 (pointEvery) before the first removal
 }
 
@@ -136,7 +139,11 @@ func (h *History) known(id int64) int64 {
 
 // Round adds a point for a round, unless the last point is too recent.
 func (h *History) Round(step int64, groups int, now time.Time) {
-	p := Point{At: now.UnixMilli(), Step: step, Groups: groups}
+	p := Point{At: now.UnixMilli(), Step: step, Groups: groups, Trained: h.latest.Trained}
+	if h.latest.At != 0 && step > h.latest.Step {
+		p.Trained++ // there is one round for each step
+	}
+	h.latest = p
 	if n := len(h.points); n > 0 {
 		// A change of the number of groups always adds a point: the distance to the next point shows the cost of the change.
 		last := h.points[n-1]

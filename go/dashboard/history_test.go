@@ -91,3 +91,16 @@ func TestManyChangesOfTheGroupsDoNotHideTheSteps(t *testing.T) {
 	points := slices.DeleteFunc(h.Points(), func(p Point) bool { return p.At <= steady.UnixMilli() })
 	assert.Greater(t, len(points), 10)
 }
+
+func TestAStateOfALaterStepIsNoThroughput(t *testing.T) {
+	var h History
+	steps := []int64{0, 1, 5000, 5001, 5001, 5002} // a group with a checkpoint joins, and later a commit fails
+	for i, step := range steps {
+		h.Round(step, 2, start.Add(time.Duration(i)*time.Second))
+	}
+	var trained []int64
+	for _, p := range h.Points() {
+		trained = append(trained, p.Trained)
+	}
+	assert.Equal(t, []int64{0, 1, 2, 3, 3, 4}, trained)
+}

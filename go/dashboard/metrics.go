@@ -117,8 +117,8 @@ func (m *meters) all() []prometheus.Metric {
 func (m *meters) round(step int64, waited time.Duration, now time.Time) {
 	m.rounds.Inc()
 	m.quorum.Observe(waited.Seconds())
-	if steps := step - m.lastStep; steps > 0 && !m.lastRound.IsZero() {
-		m.step.Observe(now.Sub(m.lastRound).Seconds() / float64(steps))
+	if step == m.lastStep+1 && !m.lastRound.IsZero() { // otherwise a group with a later checkpoint has joined
+		m.step.Observe(now.Sub(m.lastRound).Seconds())
 	}
 	if step != m.lastStep || m.lastRound.IsZero() {
 		m.lastStep, m.lastRound = step, now

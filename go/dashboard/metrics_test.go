@@ -21,10 +21,11 @@ func TestTheMetricsOfAJobWithAFailure(t *testing.T) {
 	j.set(member("a", 7), member("b", 7), failed)
 	f := NewFeed("default", j.current)
 	for i := range 5 {
-		f.Round(int64(i), 2, 20*time.Millisecond, start.Add(time.Duration(i)*100*time.Millisecond))
+		f.Round(3, int64(i), 2, 20*time.Millisecond, start.Add(time.Duration(i)*100*time.Millisecond))
 	}
-	f.Round(4, 2, 20*time.Millisecond, start.Add(10*time.Second)) // step 4 again, since it was not committed: this is not counted as a step
-	f.Round(5, 2, 20*time.Millisecond, start.Add(10400*time.Millisecond))
+	f.Round(3, 4, 2, 20*time.Millisecond, start.Add(10*time.Second)) // step 4 again, since it was not committed: this is not counted as a step
+	f.Round(3, 5, 2, 20*time.Millisecond, start.Add(10400*time.Millisecond))
+	f.Round(4, 5000, 2, 20*time.Millisecond, start.Add(10500*time.Millisecond)) // a group with a checkpoint joins: no step took so short
 	f.Record(Event{Kind: QuorumChanged})
 	f.Failed(quorum.Silent)
 	f.Failed(quorum.Connection)
@@ -85,7 +86,7 @@ torchft_quorum_changes_total{training_job="default"} 1
 torchft_quorum_id{training_job="default"} 3
 # HELP torchft_quorum_rounds_total Quorums answered, one for each step.
 # TYPE torchft_quorum_rounds_total counter
-torchft_quorum_rounds_total{training_job="default"} 7
+torchft_quorum_rounds_total{training_job="default"} 8
 # HELP torchft_regressions_total Quorums below the step that the job had reached: later steps are lost.
 # TYPE torchft_regressions_total counter
 torchft_regressions_total{training_job="default"} 1

@@ -2,6 +2,7 @@ package dashboard
 
 import (
 	"cmp"
+	"slices"
 	"time"
 
 	"github.com/torchft/torchft/go/quorum"
@@ -24,15 +25,14 @@ const (
 
 // Row has the data of one member that the page shows.
 type Row struct {
-	ID       string  `json:"id"`
-	State    State   `json:"state"`
-	Since    int64   `json:"since"` // when the state began, in milliseconds since 1970
-	Step     int64   `json:"step"`
-	StepMS   float64 `json:"step_ms"`  // smoothed duration of a step; 0: unknown
-	HeardOf  int64   `json:"heard_of"` // time of a failed member's last sign of life, in milliseconds since 1970, rounded to seconds; else 0
-	Address  string  `json:"address"`
-	Ranks    uint64  `json:"ranks"`
-	Failures int64   `json:"failures"` // failed commits in a row
+	ID       string `json:"id"`
+	State    State  `json:"state"`
+	Since    int64  `json:"since"` // when the state began, in milliseconds since 1970
+	Step     int64  `json:"step"`
+	HeardOf  int64  `json:"heard_of"` // time of a failed member's last sign of life, in milliseconds since 1970, rounded to seconds; else 0
+	Address  string `json:"address"`
+	Ranks    uint64 `json:"ranks"`
+	Failures int64  `json:"failures"` // failed commits in a row
 
 	HealReceived int64  `json:"heal_received,omitempty"` // received bytes of the state of its peer
 	HealTotal    int64  `json:"heal_total,omitempty"`
@@ -42,14 +42,15 @@ type Row struct {
 // Head is the state of the job as a whole.
 type Head struct {
 	QuorumID    int64  `json:"quorum_id"`
-	QuorumSince int64  `json:"quorum_since"` // in milliseconds since 1970
+	QuorumSince int64  `json:"quorum_since"` // when the quorum got this id, in milliseconds since 1970; 0 before the first
 	Groups      int    `json:"groups"`       // in the quorum
 	Healthy     int    `json:"healthy"`
 	Waiting     int    `json:"waiting"`
 	MinReplicas int    `json:"min_replicas"`
 	Step        int64  `json:"step"`
-	Reason      string `json:"reason"` // why there is no next quorum yet
-	Unkept      string `json:"unkept"` // why the latest state is not on the lighthouse's disk; empty: it is, or none is kept
+	StepMicros  int64  `json:"step_us"` // duration of a step of all groups in the quorum; 0: unknown
+	Reason      string `json:"reason"`  // why there is no next quorum yet; empty unless a group waits for it longer than a step
+	Unkept      string `json:"unkept"`  // why the latest state is not on the lighthouse's disk; empty: it is, or none is kept
 }
 
 // Change is the difference from one look to the next.
@@ -57,37 +58,33 @@ type Change struct {
 	Head    Head     `json:"head"`
 	Rows    []Row    `json:"rows"`
 	Removed []string `json:"removed,omitempty"` // ids
+	Point   *Point   `json:"point,omitempty"`   // the throughput until this look
 }
+
+// leastWait is how long a group must have waited for a quorum before the page shows why. Short steps differ by more than their median.
+const leastWait = time.Second
 
 // Board keeps the rows of the last look, to find changes. It is not safe for concurrent use.
 type Board struct {
 	head  Head
-	rows  map[string]tracked
+	rows  map[string]Row
 	order []string // ids in the order of the status
 }
 
-type tracked struct {
-	Row
-	stepSince time.Time // when the step was first seen
-}
-
-// smoothing is the weight of the newest step time.
-const smoothing = 0.3
-
-// Look compares a status with the previous one, and returns the changes.
-func (b *Board) Look(status quorum.Status, now time.Time) Change {
+// Look compares a status with the previous one, and returns the changes. step is the duration of a step.
+func (b *Board) Look(status quorum.Status, step time.Duration, now time.Time) Change {
 	before := b.rows
-	b.rows = make(map[string]tracked, len(status.Members))
+	b.rows = make(map[string]Row, len(status.Members))
 	b.order = b.order[:0]
-	b.head = headOf(status, now)
+	b.head = headOf(b.head, status, step, now)
 	change := Change{Head: b.head, Rows: []Row{}}
 	for _, m := range status.Members {
 		old, known := before[m.ReplicaID]
-		t := follow(old, known, m, now)
-		b.rows[m.ReplicaID] = t
+		row := follow(old, known, m, now)
+		b.rows[m.ReplicaID] = row
 		b.order = append(b.order, m.ReplicaID)
-		if !known || t.Row != old.Row {
-			change.Rows = append(change.Rows, t.Row)
+		if !known || row != old {
+			change.Rows = append(change.Rows, row)
 		}
 	}
 	for id := range before {
@@ -102,48 +99,45 @@ func (b *Board) Look(status quorum.Status, now time.Time) Change {
 func (b *Board) Whole() Change {
 	whole := Change{Head: b.head, Rows: make([]Row, 0, len(b.order))}
 	for _, id := range b.order {
-		whole.Rows = append(whole.Rows, b.rows[id].Row)
+		whole.Rows = append(whole.Rows, b.rows[id])
 	}
 	return whole
 }
 
-func headOf(s quorum.Status, now time.Time) Head {
+func headOf(old Head, s quorum.Status, step time.Duration, now time.Time) Head {
 	h := Head{
 		QuorumID: s.QuorumID, Groups: len(s.Quorum), Healthy: s.Healthy, Waiting: s.Candidates,
-		MinReplicas: s.MinReplicas, Step: s.MaxStep, Reason: s.Reason, Unkept: s.Unkept,
+		MinReplicas: s.MinReplicas, Step: s.MaxStep, StepMicros: step.Microseconds(), Reason: s.Reason, Unkept: s.Unkept,
 	}
-	if s.QuorumID != 0 {
+	// In a healthy job, the first group that asks for the next quorum waits for the others, for less than a step.
+	long := max(leastWait.Milliseconds(), s.MedianStepMS)
+	if s.QuorumID != 0 && !slices.ContainsFunc(s.Members, func(m quorum.MemberStatus) bool { return m.WaitingMS > long }) {
+		h.Reason = ""
+	}
+	switch s.QuorumID {
+	case 0:
+	case old.QuorumID:
+		h.QuorumSince = old.QuorumSince
+	default:
 		h.QuorumSince = now.UnixMilli() - s.QuorumAgeMS
 	}
 	return h
 }
 
-func follow(old tracked, known bool, m quorum.MemberStatus, now time.Time) tracked {
-	t := tracked{Row: Row{
-		ID: m.ReplicaID, State: stateOf(m), Since: old.Since, Step: m.Step, StepMS: old.StepMS,
+func follow(old Row, known bool, m quorum.MemberStatus, now time.Time) Row {
+	row := Row{
+		ID: m.ReplicaID, State: stateOf(m), Since: old.Since, Step: m.Step,
 		HeardOf: now.Add(-time.Duration(m.HeartbeatAgeMS) * time.Millisecond).Truncate(time.Second).UnixMilli(),
 		Address: m.Address, Ranks: m.WorldSize, Failures: m.CommitFailures,
 		HealReceived: m.HealReceived, HealTotal: m.HealTotal, Why: cmp.Or(m.Stalled, m.Out, m.Draining),
-	}, stepSince: old.stepSince}
-	if t.State != Failed {
-		t.HeardOf = 0 // not shown while it is alive: otherwise each heartbeat would change its row
 	}
-	if !known || old.State != t.State {
-		t.Since = now.UnixMilli()
+	if row.State != Failed {
+		row.HeardOf = 0 // not shown while it is alive: otherwise each heartbeat would change its row
 	}
-	switch {
-	case !known:
-		t.stepSince = now
-	case m.Step > old.Step:
-		ms := float64(now.Sub(old.stepSince).Microseconds()) / 1000 / float64(m.Step-old.Step)
-		if old.StepMS > 0 {
-			ms = smoothing*ms + (1-smoothing)*old.StepMS
-		}
-		t.StepMS, t.stepSince = float64(int64(10*ms))/10, now
-	case m.Step < old.Step:
-		t.stepSince = now
+	if !known || old.State != row.State {
+		row.Since = now.UnixMilli()
 	}
-	return t
+	return row
 }
 
 func stateOf(m quorum.MemberStatus) State {

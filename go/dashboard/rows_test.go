@@ -16,7 +16,7 @@ func member(id string, step int64) quorum.MemberStatus {
 func TestALookReturnsTheChanges(t *testing.T) {
 	var b Board
 	look := func(after time.Duration, members ...quorum.MemberStatus) Change {
-		return b.Look(quorum.Status{Members: members}, start.Add(after))
+		return b.Look(quorum.Status{Members: members}, 0, start.Add(after))
 	}
 	first := look(0, member("a", 1), member("b", 1))
 	assert.Len(t, first.Rows, 2)
@@ -26,7 +26,6 @@ func TestALookReturnsTheChanges(t *testing.T) {
 
 	change := look(2*time.Second, member("a", 5), member("b", 1))
 	assert.Len(t, change.Rows, 1)
-	assert.Equal(t, 500.0, change.Rows[0].StepMS, "four steps in two seconds")
 
 	failed := member("b", 1)
 	failed.Healthy, failed.HeartbeatAgeMS = false, 1500
@@ -56,10 +55,32 @@ func TestTheStateOfAMember(t *testing.T) {
 	}
 }
 
-func TestAMemberThatHealsFromAnOlderStepHasNoNegativeTime(t *testing.T) {
+func TestTheQuorumLastsFromItsFirstStep(t *testing.T) {
 	var b Board
-	b.Look(quorum.Status{Members: []quorum.MemberStatus{member("a", 100)}}, start)
-	b.Look(quorum.Status{Members: []quorum.MemberStatus{member("a", 3)}}, start.Add(time.Second))
-	change := b.Look(quorum.Status{Members: []quorum.MemberStatus{member("a", 4)}}, start.Add(2*time.Second))
-	assert.Equal(t, 1000.0, change.Rows[0].StepMS)
+	look := func(after time.Duration, id, age int64) Head {
+		return b.Look(quorum.Status{QuorumID: id, QuorumAgeMS: age}, 20*time.Millisecond, start.Add(after)).Head
+	}
+	assert.Zero(t, look(0, 0, 0).QuorumSince)
+	began := start.Add(800 * time.Millisecond).UnixMilli()
+	for second := range 10 {
+		head := look(time.Duration(1+second)*time.Second, 1, 200)
+		assert.Equal(t, began, head.QuorumSince, "each step has a quorum of its own, with the same id")
+		assert.EqualValues(t, 20_000, head.StepMicros)
+	}
+	assert.Equal(t, start.Add(11*time.Second).UnixMilli(), look(11*time.Second, 2, 0).QuorumSince)
+}
+
+func TestTheReasonIsShownIfAGroupWaitsLongerThanAStep(t *testing.T) {
+	for name, c := range map[string]struct {
+		quorumID, medianMS, waitingMS int64
+		want                          string
+	}{
+		"before the first quorum":   {0, 0, 10, "b is missing"},
+		"the others come in a step": {1, 20, 900, ""},
+		"a long step":               {1, 5000, 4000, ""},
+		"a member is missing":       {1, 5000, 5001, "b is missing"},
+	} {
+		s := quorum.Status{QuorumID: c.quorumID, MedianStepMS: c.medianMS, Reason: "b is missing", Members: []quorum.MemberStatus{{WaitingMS: c.waitingMS}}}
+		assert.Equal(t, c.want, headOf(Head{}, s, 0, start).Reason, name)
+	}
 }

@@ -244,7 +244,7 @@ func (j *job) do(event quorum.Event, now time.Time) {
 		switch a := action.(type) {
 		case quorum.Deliver:
 			j.waitLog.served()
-			j.board.Round(maxStep(a.Quorum), len(a.Quorum.Members), a.Waited, now)
+			j.board.Round(a.Quorum.ID, maxStep(a.Quorum), len(a.Quorum.Members), a.Waited, now)
 			d := newDelivery(a.Quorum, a.Before)
 			deliver = func() { j.deliver(a.Waiters, d) }
 			if !a.Kept || j.keeper == nil {

@@ -93,6 +93,7 @@ def test_a_kill_and_the_heal_are_seen_live(
     wait(lambda: page.states() == ["training"] * count, "all groups train")
     wait(lambda: page.text("rate") not in ("", "0.0"), "steps are counted")
     assert page.text("link") == "live" and page.text("groups") == str(count)
+    assert re.fullmatch(r"\d+ ms|\d+\.\d s", page.text("period")), page.text("period")
     pause(25)
 
     os.kill(members[0].pid, signal.SIGUSR1)
@@ -289,7 +290,7 @@ def test_a_thousand_groups_and_a_narrow_screen(browser: Any, lighthouse: Lightho
             const head = { quorum_id: 1, groups: 1000, healthy: 1000, waiting: 0, min_replicas: 1, reason: "" };
             const rows = Array.from({ length: 1000 }, (_, i) => ({
               id: `train_${String(i).padStart(4, "0")}:5f9c3f0e-9a51-4f0b-8a57-2a4f6d1c7e11`,
-              state: i == 999 ? "failed" : "training", since: 0, step: 123456789, step_ms: 100, ranks: 8,
+              state: i == 999 ? "failed" : "training", since: 0, step: 123456789, ranks: 8,
               address: "http://host-with-a-long-name.example.com:29600",
             }));
             takeChange({ head: { ...head, step: 7 }, rows });
@@ -306,6 +307,36 @@ def test_a_thousand_groups_and_a_narrow_screen(browser: Any, lighthouse: Lightho
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 390, "the page scrolls sideways"
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    assert page.complaints() == []
+
+
+def test_the_throughput_has_numbers_and_times(browser: Any, lighthouse: LighthouseServer) -> None:
+    page = Page(browser, lighthouse.address())
+    wait(lambda: page.text("link") == "live", "the page is live")
+    shown = browser.execute_script("""
+        const head = { quorum_id: 1, groups: 2, healthy: 2, waiting: 1, min_replicas: 1, reason: "", step_us: 50000 };
+        const began = new Date(2026, 4, 1, 12).getTime();
+        // A group with a checkpoint joins after five minutes.
+        const points = Array.from({ length: 11 }, (_, i) => ({
+          at: began + 60000 * i, step: 1200 * i + (i > 5 ? 1e6 : 0), groups: 2, trained: 1200 * i,
+        }));
+        const joined = { id: 1e6, kind: "quorum", time: new Date(began).toISOString(), members: 2, joined: ["a"] };
+        takeWhole({ rows: [], events: [joined], last: 1e6, points, head });
+        drawSummary();
+        drawChart();
+        drawEvents();
+        const texts = (axis) => [...document.querySelectorAll(`#labels .${axis}`)].map((label) => label.innerText);
+        const inside = [...document.querySelectorAll("#labels span")].every((label) => {
+          const { left, right } = label.getBoundingClientRect();
+          return left >= 0 && right <= innerWidth;
+        });
+        const others = ["rate", "period", "reason", "events"].map((id) => at(id).innerText);
+        return [texts("x"), texts("y"), inside, ...others];
+    """)
+    assert shown[:2] == [["12:00", "12:02", "12:04", "12:06", "12:08", "12:10"], ["0", "10", "20", "30", "40"]]
+    assert shown[2] is True, "a number is cut off"
+    assert shown[3:6] == ["20.0", "50 ms", "2 alive, 1 waiting, at least 1 needed."]
+    assert "2 groups train from step 0" in shown[6]
     assert page.complaints() == []
 
 
@@ -359,7 +390,8 @@ def test_a_page_that_is_open_for_a_day_keeps_only_data_that_it_shows(
           // Each minute a group comes back under a new name.
           const minute = Math.floor(second / 60);
           const removed = second % 60 ? undefined : [`group:${minute - 1}`];
-          takeChange({ head: { ...head, step: second }, rows: [{ ...row, id: `group:${minute}` }], removed });
+          const point = { at: 1000 * second, step: second, groups: 2, trained: second };
+          takeChange({ head: { ...head, step: second }, rows: [{ ...row, id: `group:${minute}` }], removed, point });
           const failed = { id: 1e6 + minute, kind: "failed", time: "2026-01-02T03:04:05Z", left: ["a"] };
           if (!(second % 60)) keepEvent(failed);
         }

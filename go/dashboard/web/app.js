@@ -6,7 +6,7 @@ const MOST_EVENTS = 300;
 const MOST_POINTS = 4000;
 const ORDER = ["failed", "stalled", "suspect", "draining", "waiting", "joining", "healing", "training"];
 
-const EVENT_COLOURS = { quorum: "training", healed: "training", recovered: "training", drained: "draining" };
+const EVENT_COLOURS = { quorum: "training", healed: "training", recovered: "training", drained: "draining", ended: "draining" };
 
 const at = (id) => document.getElementById(id);
 const state = { head: null, rows: new Map(), events: [], points: [], lastEvent: 0 };
@@ -56,8 +56,8 @@ function takeChange(data) {
   for (const row of data.rows) state.rows.set(row.id, row);
   for (const id of data.removed || []) state.rows.delete(id);
   state.head = data.head;
-  if (data.head.quorum_id) {
-    state.points.push({ at: Date.now(), step: data.head.step, groups: data.head.groups });
+  if (data.point) {
+    state.points.push(data.point);
     if (state.points.length > MOST_POINTS) state.points = state.points.filter((_, i) => i % 2 === 0);
   }
   draw(data.rows.length > 0 || Boolean(data.removed));
@@ -90,28 +90,28 @@ function draw(rows) {
 function drawSummary() {
   const head = state.head;
   if (!head) return;
-  const rates = speeds(10);
   at("step").textContent = head.quorum_id ? head.step : "";
   at("groups").textContent = head.groups;
-  at("rate").textContent = rates.length ? (rates.reduce((sum, r) => sum + r.steps, 0) / rates.length).toFixed(1) : "";
-  const changed = state.events.filter((event) => event.kind === "quorum").pop();
-  at("quorum").textContent = changed ? ago(Date.parse(changed.time)) : head.quorum_id ? "long" : "no quorum yet";
+  const step = (head.step_us || 0) / 1e6;
+  at("rate").textContent = step ? (1 / step).toFixed(step < 1 ? 1 : 3) : "";
+  at("period").textContent = step ? seconds(step) : "";
+  at("quorum").textContent = head.quorum_id ? ago(head.quorum_since) : "no quorum yet";
   at("quorum").title = `quorum_id ${head.quorum_id}`;
   const counts = `${head.healthy} alive, ${head.waiting} waiting, at least ${head.min_replicas} needed.`;
-  at("reason").textContent = head.waiting ? `Next quorum: ${head.reason}. ${counts}` : counts;
-  at("reason").className = head.waiting ? "stuck" : "";
+  at("reason").textContent = head.reason ? `Next quorum: ${head.reason}. ${counts}` : counts;
+  at("reason").className = head.reason ? "stuck" : "";
   at("unkept").textContent = head.unkept ? `The state of the job is not kept on disk: ${head.unkept}` : "";
 }
 
-// For each pair of successive points: their times, the steps per second between them, and these multiplied by the number of groups.
-function speeds(last) {
-  const points = last ? state.points.slice(-last - 1) : state.points;
+// For each pair of successive points: their times, and the steps per second between them, multiplied by the number of groups.
+function speeds() {
+  const { points } = state;
   const found = [];
   for (let i = 1; i < points.length; i++) {
     const seconds = (points[i].at - points[i - 1].at) / 1000;
     if (seconds <= 0) continue;
-    const steps = Math.max(0, points[i].step - points[i - 1].step) / seconds;
-    found.push({ from: points[i - 1].at, until: points[i].at, steps, all: steps * points[i].groups });
+    const steps = (points[i].trained - points[i - 1].trained) / seconds;
+    found.push({ from: points[i - 1].at, until: points[i].at, all: steps * points[i].groups });
   }
   return found;
 }
@@ -122,15 +122,42 @@ function svg(name, attributes) {
   return e;
 }
 
+// The smallest of these intervals of which at most `most` fit into a span.
+const interval = (choices, span, most) => choices.find((choice) => span / choice <= most) || choices.at(-1);
+const ROUND = Array.from({ length: 12 }, (_, i) => [1, 2, 5].map((n) => n * 10 ** (i - 3))).flat();
+const TIMES = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, ...[1, 2, 5, 10, 30, 100].map((days) => days * 86400)].map((s) => s * 1000);
+
+// A line of the grid and its number. The text is no part of the picture, which is stretched.
+function tick(axis, place, text) {
+  const label = element("span", text, axis);
+  if (axis === "x") label.style.left = `${place / 10}%`;
+  else label.style.top = `${place / 2.2}%`;
+  at("labels").append(label);
+  return svg("line", { class: "tick", ...(axis === "x" ? { x1: place, x2: place, y1: 0, y2: 220 } : { x1: 0, x2: 1000, y1: place, y2: place }) });
+}
+
+function drawTicks(chart, x, y, first, end, top) {
+  const step = interval(ROUND, top, 5);
+  for (let i = 0; i * step <= top; i++) chart.append(tick("y", y(i * step), String(Number((i * step).toPrecision(6)))));
+  const every = interval(TIMES, end - first, innerWidth < 640 ? 3 : 7);
+  const zone = new Date(first).getTimezoneOffset() * 60000; // whole hours of the clock on the wall
+  const format = every < 60000 ? { hour: "2-digit", minute: "2-digit", second: "2-digit" } : every < 86400e3 ? { hour: "2-digit", minute: "2-digit" } : { day: "numeric", month: "short" };
+  for (let ms = Math.ceil((first - zone) / every) * every + zone; ms <= end; ms += every) {
+    chart.append(tick("x", x(ms), new Date(ms).toLocaleString([], { hourCycle: "h23", ...format })));
+  }
+}
+
 function drawChart() {
   const chart = at("chart");
   const parts = speeds();
   chart.replaceChildren();
+  at("labels").replaceChildren();
   if (!parts.length) return;
   const [first, end] = [parts[0].from, parts[parts.length - 1].until];
   const top = Math.max(...parts.map((p) => p.all)) * 1.1 || 1;
   const x = (ms) => ((ms - first) / Math.max(1, end - first)) * 1000;
   const y = (value) => 215 - (value / top) * 205;
+  drawTicks(chart, x, y, first, end, top);
   let path = "";
   for (const p of parts) path += `${path ? "L" : "M"}${x(p.from).toFixed(1)} ${y(p.all).toFixed(1)}L${x(p.until).toFixed(1)} ${y(p.all).toFixed(1)}`;
   chart.append(svg("path", { class: "area", d: `${path}L1000 215L0 215Z` }), svg("path", { class: "line", d: path }));
@@ -145,9 +172,6 @@ function drawChart() {
     mark.append(title);
     chart.append(mark);
   }
-  at("top").textContent = `top: ${top.toFixed(1)} group steps per second; `;
-  at("from").textContent = clock(first);
-  at("until").textContent = clock(end);
 }
 
 function drawRows() {
@@ -168,13 +192,13 @@ function drawRow(tr, row) {
   if (!tr) {
     tr = document.createElement("tr");
     tr.dataset.id = row.id;
-    for (let i = 0; i < 8; i++) tr.append(document.createElement("td"));
+    for (let i = 0; i < 7; i++) tr.append(document.createElement("td"));
     for (const [text, ask] of [["drain", "drain"], ["end it", "kill"]]) {
       const button = element("button", text, ask);
       button.addEventListener("click", () => askTo(ask, row.id));
-      tr.children[7].append(button, " ");
+      tr.children[6].append(button, " ");
     }
-    for (const i of [3, 4, 5]) tr.children[i].className = "number";
+    for (const i of [3, 4]) tr.children[i].className = "number";
   }
   const cells = tr.children;
   cells[0].textContent = short(row.id);
@@ -191,9 +215,8 @@ function drawRow(tr, row) {
   cells[1].className = row.state;
   cells[2].textContent = ago(row.since);
   cells[3].textContent = row.step;
-  cells[4].textContent = row.step_ms ? `${row.step_ms} ms` : "";
-  cells[5].textContent = row.ranks || "";
-  cells[6].textContent = row.address;
+  cells[4].textContent = row.ranks || "";
+  cells[5].textContent = row.address;
   return tr;
 }
 
@@ -203,8 +226,8 @@ function recovery(event) {
   const total = phases.reduce((sum, p) => sum + p.seconds, 0);
   const where = phases.filter((p) => p.seconds >= 0.0005).map((p) => `${p.phase} ${seconds(p.seconds)}`).join(", ");
   const what = event.kind === "healed"
-    ? `${event.who} took over the state of step ${event.step} (${gigabytes(event.bytes || 0)})`
-    : `${event.who} and the others go on at step ${event.step}, ${some(event.steps_lost || 0, "step")} lost`;
+    ? `${event.who} took over the state of step ${event.step || 0} (${gigabytes(event.bytes || 0)})`
+    : `${event.who} and the others go on at step ${event.step || 0}, ${some(event.steps_lost || 0, "step")} lost`;
   return `${what}: ${seconds(total)}${where ? ` (${where})` : ""}`;
 }
 
@@ -219,7 +242,7 @@ function words(event) {
   if (event.kind === "drained") return `${(event.left || []).join(", ")} is to leave at the end of a step; ${event.reason}`;
   if (event.kind === "waived") return `${(event.left || []).join(", ")} counts as ended; ${event.reason}`;
   if (event.who) parts.push(recovery(event));
-  if (event.kind === "quorum") parts.push(`${some(event.members, "group")} ${event.members === 1 ? "trains" : "train"} from step ${event.step}`);
+  if (event.kind === "quorum") parts.push(`${some(event.members, "group")} ${event.members === 1 ? "trains" : "train"} from step ${event.step || 0}`);
   if (event.reason) parts.push(event.reason);
   return parts.join("; ");
 }
@@ -257,7 +280,7 @@ async function drawJobs() {
   const all = await answer.json();
   at("jobs").hidden = all.length < 2;
   at("jobs").replaceChildren(...all.map((one) => {
-    const option = element("option", `${one.job}: ${one.groups} groups, step ${one.max_step}`);
+    const option = element("option", `${one.job}: ${some(one.groups, "group")}, step ${one.max_step}`);
     option.value = one.job;
     option.selected = one.job === (job || "default");
     return option;

@@ -83,10 +83,10 @@ func newJob(s *Server, name string) *job {
 	j.board = dashboard.NewFeed(name, j.shown)
 	j.site = http.NewServeMux()
 	j.board.Register(j.site)
-	rpc.Go(&s.tasks, j.log, "dashboard", func() { j.board.Run(j.stop) })
 	if s.cfg.StateDir != "" {
 		j.keep()
 	}
+	rpc.Go(&s.tasks, j.log, "dashboard", func() { j.board.Run(j.stop) }) // last: it reads the keeper, too
 	return j
 }
 

@@ -78,6 +78,8 @@ func asOf(ctx context.Context, job string) context.Context {
 func kept(f *faulty) (*job, *strings.Builder) {
 	j, _ := crowd(1)
 	var log strings.Builder
+	j.mu.Lock() // the page's task has begun
+	defer j.mu.Unlock()
 	j.log, j.cfg.StateDir, j.cfg.disk = slog.New(slog.NewTextHandler(&log, nil)), "/state", f.disk()
 	j.keep()
 	return j, &log

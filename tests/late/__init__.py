@@ -23,19 +23,26 @@ When work runs:
     late.lazy(us)                           tasks run when a host waits for them, or after this time; lazy(0) ends that
     late.enqueue(function, stream)          calls a Python function in the order of a stream
     late.host_timeout_ms(ms)                a host that waits longer (for a held stream) gets an error; default: 60 s
+    late.contexts()                         the devices of which this process has a context, and the stack that made it
+    late.fill(index, True)                  that device has no memory left but for what the allocator keeps, until
+                                            fill(index, False)
     late.stats()                            counters; operators that ran synchronously, as their shapes depend on data
 
 Streams and events are `torch.Stream("late")` and `torch.Event`, or those of `torch.accelerator`; `torch.late`
-corresponds to `torch.cuda`. The environment variable LATE_DEVICES (default: 4), read when the device is loaded, is the
-number of devices: "late:0" and so on. A read of device memory by the CPU is a SIGSEGV. A freed block is allocated again
-at once, in the order of the stream that it was allocated on; `record_stream` delays that. A block is NaN from its
-allocation until it is written; a free itself writes nothing, as on CUDA.
+corresponds to `torch.cuda`. The environment variable LATE_DEVICES (default and limit: 8), read when the device is
+loaded, is the number of devices: "late:0" and so on. A read of device memory by the CPU is a SIGSEGV. A freed block is
+allocated again at once, in the order of the stream that it was allocated on; `record_stream` delays that. A block is
+NaN from its allocation until it is written; a free itself writes nothing, as on CUDA.
 
 A group of two ranks, on threads with a device each, or in processes (test_processes.py):
 
     from tests.late.group import ProcessGroupLate, together   # torchft's ProcessGroupNCCL, over this backend
     together(lambda rank, pg: pg.allreduce([...], opts).wait())   # both ranks; returns what they return
     pg.parent._get_backend(torch.device("late"))              # the backend itself, which keeps NCCL's rules
+
+A thread begins with device 0 as its current one, as with CUDA. A context is made by the first call that needs one, also
+by one that leaves a stream of another device (`with torch.late.stream(s)` sets the thread's device back), destroys an
+event, or queries one on a thread that has not set its device.
 
 The backend reads NCCL's environment variables. An operation returns its work at launch, with a complete future. Errors
 are visible in `get_error` and `is_completed` only, and to the watchdog. `asyncOp=False` returns None. A kernel whose

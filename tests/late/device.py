@@ -39,11 +39,10 @@ class _CurrentDevice:
         self._index = _index(device)
 
     def __enter__(self) -> None:
-        self._before = torch.accelerator.current_device_index()
-        torch.accelerator.set_device_index(self._index)
+        self._before = torch._C._accelerator_exchangeDevice(self._index)
 
     def __exit__(self, *_: object) -> None:
-        torch.accelerator.set_device_index(self._before)
+        torch._C._accelerator_maybeExchangeDevice(self._before)
 
 
 def _stream(device: Any = None, priority: int = 0) -> torch.Stream:
@@ -88,6 +87,7 @@ def _module() -> types.ModuleType:
     m.manual_seed_all = _manual_seed_all
     m.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
     m.empty_cache = lambda: None
+    m.get_device_properties = lambda device=None: types.SimpleNamespace(name="late", uuid=f"late-{_index(device)}")
     return m
 
 
@@ -98,13 +98,15 @@ torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
 
 # Controls for tests; the package's docstring describes them.
 
-delays, lazy, poison, stats, host_timeout_ms, cpu_view = (
+delays, lazy, poison, stats, host_timeout_ms, cpu_view, contexts, fill = (
     C.delays,
     C.lazy,
     C.poison,
     C.stats,
     C.host_timeout_ms,
     C.cpu_view,
+    C.contexts,
+    C.fill,
 )
 
 
@@ -142,7 +144,9 @@ def held(stream: torch.Stream | None = None) -> Iterator[None]:
 
 
 def reset() -> None:
-    """Undoes a test's settings: nothing is held or delayed, all streams are idle, and no error is left."""
+    """Undoes a test's settings: nothing is held or delayed, all streams are idle, no error is left, and the contexts of
+    the next test are counted anew.
+    """
     release()
     lazy(0)
     delays(0, 0, 0)
@@ -150,7 +154,9 @@ def reset() -> None:
     host_timeout_ms(60000)
     if C.initialized():
         for index in range(C.device_count()):
-            torch.accelerator.synchronize(index)
+            fill(index, False)
+        C.drain()
+        C.forget_contexts()
 
 
 @atexit.register

@@ -35,6 +35,11 @@ c10::Stream current_stream(c10::Device device) {
   return c10::impl::VirtualGuardImpl(kDevice).getStream(device);
 }
 
+// Of the process, as PyTorch's "should dump": an error of any legacy group makes the monitor of the first one, mostly the
+// user's world, write what is known, wait for the heartbeat's timeout, and end the process.
+std::atomic<bool> should_dump{false};
+std::atomic<int> legacy_groups{0};
+
 // Waits of the host let other threads of Python run.
 struct NoGil {
   PyThreadState* state = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
@@ -129,6 +134,8 @@ class LateBackend final : public c10d::Backend {
         handling_(Handling(setting("TORCH_NCCL_ASYNC_ERROR_HANDLING", int(Handling::SkipCleanUp)))),
         connect_timeout_(std::chrono::seconds(setting("TORCH_NCCL_NONBLOCKING_TIMEOUT", 30 * 60))) {
     watchdog_ = std::thread([this] { watch(); });
+    if (!settings.reconfigurable && legacy_groups++ == 0 && setting("TORCH_NCCL_DUMP_ON_TIMEOUT", 1))
+      monitor_ = std::thread([this, kills = setting("TORCH_NCCL_ENABLE_MONITORING", 1) != 0] { monitor(kills); });
   }
 
   ~LateBackend() override {
@@ -410,9 +417,15 @@ class LateBackend final : public c10d::Backend {
     return communicator_;
   }
 
+  // A communicator needs some, and reports its lack as NCCL does.
+  static void take_memory(c10::Device device) {
+    if (out_of_memory(device)) C10_THROW_ERROR(DistBackendError, "late error, unhandled device error: failure 'out of memory'");
+  }
+
   void connect(c10::Device device) {
     if (communicator_) return;
     device_ = device;
+    take_memory(device);
     c10::impl::VirtualGuardImpl guard(kDevice);
     stream_ = guard.getStreamFromGlobalPool(device, /*isHighPriority=*/true);
     int port = 0;
@@ -451,6 +464,7 @@ class LateBackend final : public c10d::Backend {
     std::unique_lock<std::mutex> lock(watched_mutex_);
     while (!stopping_) {
       stop_.wait_for(lock, kLook, [&] { return stopping_; });
+      if (!watched_.empty()) c10::impl::VirtualGuardImpl(kDevice).setDevice(watched_.front()->device);
       if (handling_ == Handling::None) continue;
       for (auto it = watched_.begin(); it != watched_.end() && !stopping_;) {
         auto launched = *it;
@@ -463,6 +477,7 @@ class LateBackend final : public c10d::Backend {
         }
         if (error) {
           if (error_ == c10d::ErrorType::SUCCESS) error_ = kind;
+          if (!settings_.reconfigurable) should_dump = true;
           if (!launched->outcome->completed())
             launched->outcome->markCompleted(int(kind == c10d::ErrorType::TIMEOUT ? c10d::WorkResult::TIMEOUT : c10d::WorkResult::COMM_ERROR));
           std::string why;
@@ -483,6 +498,17 @@ class LateBackend final : public c10d::Backend {
       }
     }
   }
+  void monitor(bool kills) {
+    const auto heartbeat = std::chrono::seconds(setting("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", 8 * 60));
+    std::unique_lock<std::mutex> lock(watched_mutex_);
+    while (!stop_.wait_for(lock, kLook, [&] { return stopping_; }))
+      if (should_dump) {
+        if (stop_.wait_for(lock, heartbeat, [&] { return stopping_; })) return;
+        if (!kills) return;
+        std::cerr << "[late rank " << getRank() << "] the monitor ends the process, due to a collective timeout or exception" << std::endl;
+        std::abort();
+      }
+  }
   void stop_watchdog() {
     {
       std::lock_guard<std::mutex> lock(watched_mutex_);
@@ -490,6 +516,7 @@ class LateBackend final : public c10d::Backend {
     }
     stop_.notify_all();
     if (watchdog_.joinable()) watchdog_.join();
+    if (monitor_.joinable()) monitor_.join();
   }
 
   c10::intrusive_ptr<c10d::Store> store_;
@@ -503,7 +530,7 @@ class LateBackend final : public c10d::Backend {
   const std::shared_ptr<Listener> listener_ = std::make_shared<Listener>();
   std::atomic<uint64_t> number_{0};
   std::atomic<c10d::ErrorType> error_{c10d::ErrorType::SUCCESS};
-  std::thread watchdog_;
+  std::thread watchdog_, monitor_;
   std::mutex watched_mutex_;
   std::condition_variable stop_;
   bool stopping_ = false;
@@ -558,6 +585,7 @@ c10::intrusive_ptr<Work> LateBackend::reconfigure(const c10d::ReconfigureOptions
   error_ = c10d::ErrorType::SUCCESS;
   c10::impl::VirtualGuardImpl guard(kDevice);
   device_ = guard.getDevice();
+  take_memory(*device_);
   stream_ = guard.getStreamFromGlobalPool(*device_, /*isHighPriority=*/true);
   const auto& root = handles->front();
   communicator_ = std::make_shared<Communicator>(rank_, size_, generation_);

@@ -11,6 +11,10 @@
 
 namespace late {
 
+// Whatever CUDA makes a context for, of which device, makes one here (need_context). Calls that set a device and then set
+// the thread's earlier one, as PyTorch's recording and destroying of an event, may make two. Which device a query of an
+// event needs is not documented; here it is the thread's current one.
+
 // Snapshots of a stream: what it had been given when the event was recorded.
 struct Event {
   Stream* stream = nullptr;
@@ -22,7 +26,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kDevice; }
   c10::Device exchangeDevice(c10::Device d) const override {
     auto before = getDevice();
-    if (d.index() >= 0) current_device = d.index();
+    if (d.index() >= 0) set_device(d.index());
     return before;
   }
   c10::Device getDevice() const override { return {kDevice, c10::DeviceIndex(current_device)}; }
@@ -30,7 +34,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(d.index() < state.devices, "late: invalid device ordinal ", int(d.index()));
     exchangeDevice(d);
   }
-  void uncheckedSetDevice(c10::Device d) const noexcept override { exchangeDevice(d); }
+  // The end of a guard, which makes no context.
+  void uncheckedSetDevice(c10::Device d) const noexcept override {
+    if (d.index() >= 0) current_device = d.index();
+  }
   c10::DeviceIndex deviceCount() const noexcept override { return c10::DeviceIndex(state.devices); }
 
   // Streams
@@ -49,6 +56,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   // CUDA's pools have 32 streams and begin again.
   static c10::Stream from_pool(int device, std::map<int, int>& next, int first) {
     check_usable();
+    need_context(device);
     Lock lock(state.mutex);
     int id = first + next[device]++ % 32;
     make_stream(device, id);
@@ -63,12 +71,18 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void* getStreamNativeHandle(const c10::Stream s) const override { return of(s); }
   bool queryStream(const c10::Stream& s) const override {
     Stream* stream = of(s);
+    need_context(stream->device);
     Lock lock(state.mutex);
     return stream->done >= stream->queued;
   }
-  void synchronizeStream(const c10::Stream& s) const override { late::synchronize(of(s)); }
+  void synchronizeStream(const c10::Stream& s) const override {
+    need_context(s.device_index());
+    late::synchronize(of(s));
+  }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
     check_usable();
+    if (device >= 0) there_and_back(device);
+    need_context(current_device);
     std::vector<Stream*> streams;
     {
       Lock lock(state.mutex);
@@ -81,8 +95,17 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
   // Events
 
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  static void there_and_back(int device) {
+    need_context(device);
+    if (device != current_device) need_context(current_device);
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex device) const noexcept override {
+    if (!event) return;
+    there_and_back(device);
+    delete static_cast<Event*>(event);
+  }
   void record(void** place, const c10::Stream& s, const c10::DeviceIndex, const c10::EventFlag flag) const override {
+    there_and_back(s.device_index());
     if (!*place) *place = new Event;
     auto* event = static_cast<Event*>(*place);
     event->stream = of(s);
@@ -96,16 +119,19 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void block(void* e, const c10::Stream& s) const override {
     auto* event = static_cast<Event*>(e);
+    if (event) there_and_back(s.device_index());
     if (event && event->stream) push(of(s), nullptr, event->stream, event->number);
   }
   bool queryEvent(void* e) const override {
     auto* event = static_cast<Event*>(e);
     if (!event || !event->stream) return true;
+    need_context(current_device);
     Lock lock(state.mutex);
     return event->stream->done >= event->number;
   }
   void synchronizeEvent(void* e) const override {
     auto* event = static_cast<Event*>(e);
+    if (event) need_context(current_device);
     if (event && event->stream) host_wait(event->stream, event->number);
   }
   double elapsedTime(void* a, void* b, const c10::DeviceIndex) const override {
@@ -176,17 +202,19 @@ inline at::Generator for_launch(const std::optional<at::Generator>& given) {
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return state.initialized; }
+  bool hasPrimaryContext(c10::DeviceIndex d) const override { return state.contexts[d]; }
   void init() const override { check_usable(); }
   c10::DeviceIndex deviceCount() const override { return c10::DeviceIndex(state.devices); }
-  void setCurrentDevice(c10::DeviceIndex d) const override { current_device = d; }
+  void setCurrentDevice(c10::DeviceIndex d) const override { set_device(d); }
   c10::DeviceIndex getCurrentDevice() const override { return c10::DeviceIndex(current_device); }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex d) const override {
     auto before = c10::DeviceIndex(current_device);
-    current_device = d;
+    set_device(d);
     return before;
   }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex d) const override { return exchangeDevice(d); }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex d) const override {
+    return c10::DeviceIndex(std::exchange(current_device, d));
+  }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex d) const override { return default_generator(d); }
   at::Generator getNewGenerator(c10::DeviceIndex d) const override {
     return at::make_generator<Generator>(d < 0 ? c10::DeviceIndex(current_device) : d);

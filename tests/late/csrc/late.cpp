@@ -14,6 +14,10 @@ void push_on(const c10::Stream& stream, std::function<void()> task) {
   push(Guard::of(stream), std::move(task));
 }
 
+bool out_of_memory(const c10::Device& device) {
+  return state.full[device.index()];
+}
+
 namespace {
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
@@ -243,6 +247,13 @@ int64_t enqueue(py::function function, int device, int id) {
   });
 }
 
+// Waits for all streams, and makes no context.
+void drain() {
+  std::vector<Stream*> streams;
+  each_stream(-1, -1, [&](Stream* s) { streams.push_back(s); });
+  for (auto* s : streams) synchronize(s);
+}
+
 py::dict stats() {
   Lock lock(state.mutex);
   py::dict counts;
@@ -280,6 +291,17 @@ PYBIND11_MODULE(_late, m) {
   m.def("stats", stats);
   m.def("bad_fork", [] { return state.bad_fork; });
   m.def("initialized", [] { return state.initialized; });
+  m.def("drain", drain);
+  m.def("contexts", [] {
+    Lock lock(state.mutex);
+    return state.made_by;
+  });
+  m.def("forget_contexts", [] {
+    Lock lock(state.mutex);
+    for (auto& made : state.contexts) made = false;
+    state.made_by.clear();
+  });
+  m.def("fill", [](int device, bool full) { state.full[device] = full; });
   m.def("device_count", [] { return state.devices; });
   m.def("cpu_view", [](const Tensor& t) { return cpu_view(t); });
   m.def("default_generator", [](int device) { return default_generator(device); });

@@ -15,6 +15,9 @@ void push_on(const c10::Stream& stream, std::function<void()> task);
 // A CPU tensor over the same memory, for tasks only. It keeps nothing alive, as a launched kernel does not.
 at::Tensor cpu_view(const at::Tensor& t);
 
+// Whether a test has filled this device.
+bool out_of_memory(const c10::Device& device);
+
 struct BackendSettings {
   std::chrono::milliseconds timeout{600'000};
   // Whether connecting returns only when it is done; else the first operation waits for that.

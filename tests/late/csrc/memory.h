@@ -10,6 +10,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 
 namespace late {
@@ -63,6 +64,39 @@ inline void initialize() {
 inline thread_local int current_device = 0;
 inline thread_local std::map<int, int> current_streams;  // by device
 
+// The stack of Python, if this thread runs Python, and otherwise its name.
+inline std::string caller() {
+  // A thread of Python's may have released the GIL for this call; it holds no lock here that others may wait for.
+  if (Py_IsInitialized() && PyGILState_GetThisThreadState()) {
+    py::gil_scoped_acquire gil;
+    py::error_scope pending;  // this may run in a destructor, while an exception is raised
+    try {
+      py::list stack = py::module_::import("traceback").attr("format_stack")();
+      return py::str("").attr("join")(stack).cast<std::string>();
+    } catch (const std::exception&) {
+    }
+  }
+  char name[16] = "";
+  ::pthread_getname_np(::pthread_self(), name, sizeof(name));
+  return std::string("thread ") + name;
+}
+
+// A call that needs a context of this device. The first one makes it: hundreds of MB of a GPU's memory.
+inline void need_context(int device) {
+  if (device < 0 || state.contexts[device].exchange(true)) return;
+  auto by = caller();
+  Lock lock(state.mutex);
+  state.made_by[device] = std::move(by);
+}
+
+// As PyTorch's cudaSetDevice, which makes the context of a device that was not current before. On the return from a
+// guard PyTorch calls it only for a device that has one: see Guard::uncheckedSetDevice.
+inline void set_device(int device) {
+  if (device == current_device) return;
+  need_context(device);
+  current_device = device;
+}
+
 inline Stream* current(int device = -1) {
   if (device < 0) device = current_device;
   return get_stream(device, current_streams[device]);
@@ -84,6 +118,7 @@ class Allocator final : public c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     check_usable();
     c10::Device device(kDevice, c10::DeviceIndex(current_device));
+    need_context(current_device);
     if (bytes == 0) return {nullptr, nullptr, &release, device};
     Stream* stream = current();
     size_t size = 512;
@@ -96,7 +131,8 @@ class Allocator final : public c10::DeviceAllocator {
       block = free.back();
       free.pop_back();
     } else {
-      TORCH_CHECK(used_ + size <= own.bytes, "late: out of memory");
+      TORCH_CHECK_WITH(
+          OutOfMemoryError, used_ + size <= own.bytes && !state.full[current_device], "late: out of memory on ", device);
       block = new Block{own.device + used_, size, stream};
       used_ += size;
       stats_.reserved_bytes[0].increase(size);
@@ -211,6 +247,9 @@ class PinnedAllocator final : public c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* p = nullptr;
     if (bytes) {
+      // CUDA allocates it in the context of any device, and makes one if there is none.
+      bool any = std::any_of(state.contexts, state.contexts + kMostDevices, [](auto& made) { return made.load(); });
+      if (!any) need_context(current_device);
       TORCH_CHECK(::posix_memalign(&p, 64, bytes) == 0, "late: no memory for the host");
       Lock lock(mutex_);
       blocks_[static_cast<char*>(p)] = bytes;

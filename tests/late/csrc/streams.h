@@ -68,7 +68,11 @@ struct State {
   std::condition_variable done;  // of any task
   std::map<std::pair<int, int>, Stream*> streams;
   std::map<int, int> next_id, next_high_id;  // by device
-  int devices = 4;
+  int devices = 8;
+  // Of this process, as the driver would have them: a device's primary context, and the call that made it.
+  std::atomic<bool> contexts[kMostDevices] = {};
+  std::atomic<bool> full[kMostDevices] = {};  // out of memory, because a test says so
+  std::map<int, std::string> made_by;
   bool initialized = false, bad_fork = false;
   std::string error;  // of a task: told at the next wait of a host
 

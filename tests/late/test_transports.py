@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,15 @@ import torch.utils._pytree as pytree
 
 from tests.gpu import two_ranks
 from tests.late import load
-from torchft.checkpointing import CheckpointTransport, HTTPTransport, _memory, _native_transfer, pg_transport
+from torchft.checkpointing import (
+    CheckpointTransport,
+    HTTPTransport,
+    _memory,
+    _native_transfer,
+    _room,
+    http_transport,
+    pg_transport,
+)
 from torchft.checkpointing._target import Homes, Target
 from torchft.checkpointing.pg_transport import PGTransport
 from torchft.checkpointing.transport import CheckpointError, Unsendable
@@ -73,16 +82,16 @@ def pair(request: pytest.FixtureRequest, late: Any) -> Iterator[Pair]:
         yield PAIRS[request.param](stack)
 
 
-def transfer(pair: Pair, state: Any, own: Any, writable: bool) -> Any:
+def transfer(pair: Pair, state: Any, own: Any, writable: bool, devices: tuple[int, int] = (0, 1)) -> Any:
     """Returns the state that a target receives. Each end runs on a thread with its own current device."""
     source, target = pair
 
     def send() -> None:
-        torch.accelerator.set_device_index(0)
+        torch.accelerator.set_device_index(devices[0])
         source.send_checkpoint([1], 3, state, TIMEOUT)
 
     def receive() -> Any:
-        torch.accelerator.set_device_index(1)
+        torch.accelerator.set_device_index(devices[1])
         where = Target(lambda: own, writable)
         got = target.recv_checkpoint(0, source.metadata(), 3, TIMEOUT, target=where)
         if not writable:
@@ -250,9 +259,13 @@ def test_a_source_whose_sends_do_not_end_has_a_deadline(late: Any, held_at_the_t
 
 
 @pytest.mark.parametrize("name", ["http", "Gloo", "process group on the device"])
-def test_no_host_memory_for_tensors_on_a_device(late: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_no_host_memory_for_tensors_on_a_device(
+    late: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
     """The upstream format is not tested: there the target learns a tensor's device only when the tensor arrives."""
     monkeypatch.setattr(_memory, "available_memory", lambda: 1000)
+    monkeypatch.setattr(_room, "host", _room.Host(tmp_path))
+    monkeypatch.setattr(http_transport, "reserve", lambda nbytes, share: None)  # the source has enough
     own, state = ({"w": torch.ones(1000, device=f"late:{i}")} for i in (1, 0))
     with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
         source, target = PAIRS[name](stack)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from collections.abc import Iterable
@@ -12,7 +13,11 @@ from typing import Optional
 
 import torch
 
+from torchft.checkpointing import _room
+from torchft.checkpointing._room import NoRoom, Reservation
 from torchft.checkpointing.transport import CheckpointError
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 _OWN = 128 << 10  # bytes; smaller tensors are allocated on the heap
 _AREA = 64 << 20  # bytes of an area that tensors share; a larger tensor has a separate area
@@ -108,18 +113,43 @@ def flat_storage(nbytes: int, what: str, device: torch.device, memory: HostMemor
         raise CheckpointError(f"{what}: no memory for a tensor of {nbytes} bytes{where}") from error
 
 
-def check_room(nbytes: int, what: str) -> None:
-    """Checks that a state that is on devices at the source fits into the free host memory.
+def reserve(nbytes: int, share: int = 1) -> Optional[Reservation]:
+    """Reserves host memory that is about to be allocated. None if it is not known how much is free.
+
+    Args:
+        nbytes: number of bytes
+        share: at most one part in so many of the free memory is given
+
+    Raises:
+        NoRoom: there is not enough that other processes have not reserved
+    """
+    free = available_memory()
+    if free is None:
+        return None
+    try:
+        return _room.host.reserve(nbytes, lambda: available_memory() or 0, share)
+    except OSError as error:  # the other ranks of this host look at the same bytes
+        logger.warning("memory cannot be reserved, so it is divided among the ranks of this host: %s", error)
+        left = free // share // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+        if nbytes > left:
+            raise NoRoom(left) from None
+        return None
+
+
+def reserve_for_state(nbytes: int, what: str) -> Optional[Reservation]:
+    """Reserves host memory for a state that is on devices at the source.
 
     Raises:
         CheckpointError: it does not fit
     """
-    free = available_memory() if nbytes else None
-    if free is not None and nbytes > free:
+    try:
+        return reserve(nbytes) if nbytes else None
+    except NoRoom as error:
         raise CheckpointError(
-            f"{what}: {nbytes} bytes of it are on a device at the source, and this host has {free} free for them; with "
-            "use_async_quorum=False they are received in place where another group has them too"
-        )
+            f"{what}: {nbytes} bytes of it are on a device at the source, and this host has {error.free} free for them "
+            "that no other rank has reserved; with use_async_quorum=False they are received in place where another "
+            "group has them too"
+        ) from None
 
 
 def available_memory(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> Optional[int]:

@@ -16,6 +16,7 @@ from torchft.checkpointing._copying import Copying, Readers
 from torchft.checkpointing._memory import HostMemory
 from torchft.checkpointing._native_transfer import ON_DEVICE, NativeOffer, Server
 from torchft.checkpointing._pacer import Pacer
+from torchft.checkpointing._room import Reservation
 from torchft.checkpointing._staging import Copies, Staged, copies_for
 from torchft.checkpointing._stream import Pickled, storage_bytes, tensor_memory
 
@@ -50,12 +51,16 @@ class Offer:
         checkpoint: the state
         copy: whether to copy all tensors in the background
         stage: whether to copy tensors on a device when a target asks for them, even without `copy`
+        room: the memory that is reserved for the copy, until it is made
     """
 
-    def __init__(self, checkpoint: Checkpoint, copy: bool, stage: bool = False) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, copy: bool, stage: bool = False, room: Optional[Reservation] = None
+    ) -> None:
         self.checkpoint = checkpoint
         self.copies = copy
         self.stages = stage or copy
+        self._room = room
         self.session = secrets.token_hex(8)  # lets a reconnecting target recognize the same bytes
         self._copying = Copying()
         copies: Dict[torch.device, Optional[Copies]] = {}
@@ -119,13 +124,20 @@ class Offer:
                         self._announce_copy(block)
                     if self._copying.skips(on_device):
                         return
+            if self.complete:
+                self._release_room()
         except Exception as error:
             # Not raised in the training loop: readers are cut off when the offer is closed.
             logger.warning("the state to send could not be copied: %s", error)
+            self._release_room()
             with self._cond:
                 self._failure = str(error)
                 if self._native_offer is not None:
                     self._native_offer.copy_failed(self._failure)
+
+    def _release_room(self) -> None:
+        if self._room is not None:
+            self._room.release()
 
     def native(self, server: Server) -> Optional[NativeOffer]:
         """The tensors that the native core may serve; None if some are on a device and are not copied."""
@@ -238,6 +250,7 @@ class Offer:
             copier = self._copier
         if copier is not None:
             copier.join(timeout)
+        self._release_room()
         with self._cond:
             late = copier is not None and copier.is_alive()
             self._late = self._late or late  # each commit closes the offer again

@@ -15,11 +15,12 @@ from torchft.checkpointing._encoding import Path, decode
 from torchft.checkpointing._handshake import DONE, Structure, Ticket, parse_structure, read_frame
 from torchft.checkpointing._http_client import Answer, ask, describe
 from torchft.checkpointing._landing import Landing, is_staged
-from torchft.checkpointing._memory import HostMemory, check_room, flat_storage
+from torchft.checkpointing._memory import HostMemory, flat_storage, reserve_for_state
 from torchft.checkpointing._native_transfer import ON_DEVICE, Fetch, Status
 from torchft.checkpointing._places import Places, local_part, tensor_nodes, tensors_by_path
 from torchft.checkpointing._progress import Progress, summary
 from torchft.checkpointing._retry import Attempts
+from torchft.checkpointing._room import Reservation
 from torchft.checkpointing._staging import copies_for
 from torchft.checkpointing._target import CPU, Homes, Target
 from torchft.checkpointing._upstream import FULL
@@ -95,11 +96,13 @@ class Transfer:
             mine = tensors_by_path(own)
         elif target is not None and target.writable:
             mine = target.own()
+        self._room: Optional[Reservation] = None
         devices = _devices(structure)
         self._places = Places(structure.tree, structure.sizes, mine, what, _can_fill, strict=own is not None)
         if target is not None and own is None and not target.writable:
             target.devices = devices
-            check_room(sum(structure.sizes[i] for i in structure.devices if i < len(structure.sizes)), what)
+            away = sum(structure.sizes[i] for i in structure.devices if i < len(structure.sizes))
+            self._room = reserve_for_state(away, what)
         # With a target whose tensors must not be written, `mine` is empty, and `Homes` chooses host memory for all.
         home = partial(_same_kind, what) if own is None and target is None else Homes(mine, devices).of
         memory = HostMemory()
@@ -162,6 +165,8 @@ class Transfer:
         """Ends the transfer. After this call nothing writes to the state's memory."""
         self._fetch.end()
         self._landing.close()
+        if self._room is not None:
+            self._room.release()
 
 
 class AdditionalSources:

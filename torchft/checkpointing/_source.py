@@ -11,6 +11,7 @@ from typing import Counter, Iterator, List, Optional, Tuple
 
 from torchft.checkpointing._checkpoint import Checkpoint
 from torchft.checkpointing._offer import Offer
+from torchft.checkpointing._room import Reservation
 from torchft.checkpointing._upstream import FULL, METADATA
 from torchft.checkpointing.transport import Role
 
@@ -52,7 +53,13 @@ class Source:
         self._retired: List[Offer] = []  # replaced offers, which `drop_old` frees
 
     def publish(
-        self, step: int, checkpoint: Checkpoint, receivers: int, copy: bool, role: Role = Role.ASSIGNED
+        self,
+        step: int,
+        checkpoint: Checkpoint,
+        receivers: int,
+        copy: bool,
+        role: Role = Role.ASSIGNED,
+        room: Optional[Reservation] = None,
     ) -> None:
         """Offers a checkpoint in place of the previous one.
 
@@ -63,13 +70,14 @@ class Source:
             copy: whether to copy it. An additional source copies only tensors on a device, when a target requests them
             role: the role of this source. Readers of an additional source also read from the assigned one, so
                 `disallow` closes their connections at once
+            room: the memory that is reserved for the copy
         """
         with self._cond:
             last = self._offer  # read once: another thread may drop it
         if last is not None:
             # the caller did not disallow the previous one, and may change its tensors now
             last.close(keep_copy=False, timeout=self._keep)
-        offer = Offer(checkpoint, copy and role is Role.ASSIGNED, stage=copy)
+        offer = Offer(checkpoint, copy and role is Role.ASSIGNED, stage=copy, room=room)
         with self._cond:
             self._receivers = receivers
             self._role = role

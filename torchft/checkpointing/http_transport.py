@@ -18,13 +18,14 @@ from torchft.checkpointing import _native_transfer
 from torchft.checkpointing._checkpoint import Checkpoint
 from torchft.checkpointing._handshake import DONE, PROTOCOL, Ticket
 from torchft.checkpointing._http_client import Answer, describe
-from torchft.checkpointing._memory import available_memory
+from torchft.checkpointing._memory import available_memory, reserve
 from torchft.checkpointing._metadata import PREFIX, announce, strip
 from torchft.checkpointing._offer import Offer
 from torchft.checkpointing._pacer import Pacer
 from torchft.checkpointing._pieces import PART, Giver, Window
 from torchft.checkpointing._places import moved_into
 from torchft.checkpointing._receive import Abandon, UpstreamHomes, receive
+from torchft.checkpointing._room import NoRoom, Reservation
 from torchft.checkpointing._source import Source, Unavailable, WrongStep
 from torchft.checkpointing._target import Target
 from torchft.checkpointing._token import accepts, checkpoint_token
@@ -148,14 +149,15 @@ class HTTPTransport(CheckpointTransport[T]):
         except Unsendable as error:
             self._source.refuse(step, str(error))
             raise
-        copy = self._may_copy(checkpoint)
+        copy, room = self._may_copy(checkpoint)
         if not copy and self._snapshot is None:
             logger.warning(
-                "the state of %d bytes is not copied (%s bytes of memory free): training waits for its readers",
+                "the state of %d bytes is not copied (%s bytes of memory free, less what other ranks of this host have "
+                "reserved): training waits for its readers",
                 checkpoint.nbytes,
                 available_memory(),
             )
-        self._source.publish(step, checkpoint, receivers=len(dst_ranks), copy=copy)
+        self._source.publish(step, checkpoint, receivers=len(dst_ranks), copy=copy, room=room)
         self._window.note_whole(step)
 
     def refuse_checkpoint(self, dst_ranks: List[int], step: int, reason: str, timeout: timedelta) -> None:
@@ -164,15 +166,20 @@ class HTTPTransport(CheckpointTransport[T]):
     def help_checkpoint(self, step: int, state_dict: T) -> None:
         self._maker.check()
         checkpoint = Checkpoint(state_dict, self._num_chunks)
-        copy = self._may_copy(checkpoint)
-        self._source.publish(step, checkpoint, receivers=0, copy=copy, role=Role.ADDITIONAL)
+        copy, room = self._may_copy(checkpoint)
+        self._source.publish(step, checkpoint, receivers=0, copy=copy, role=Role.ADDITIONAL, room=room)
         self._window.note_whole(step)
 
-    def _may_copy(self, checkpoint: Checkpoint) -> bool:
+    def _may_copy(self, checkpoint: Checkpoint) -> Tuple[bool, Optional[Reservation]]:
+        """Whether the state is copied, and the memory that is reserved for that."""
         if self._snapshot is not None:
-            return self._snapshot
-        free = available_memory()
-        return free is not None and checkpoint.nbytes <= free // 2
+            return self._snapshot, None
+        if available_memory() is None:
+            return False, None
+        try:
+            return True, reserve(checkpoint.nbytes, share=2)
+        except NoRoom:
+            return False, None
 
     def allow_checkpoint(self, step: int) -> None:
         """Offers the state of the last `send_checkpoint` again, as the state of `step`.

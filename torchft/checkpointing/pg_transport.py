@@ -18,9 +18,10 @@ import torch
 
 from torchft.checkpointing._encoding import Encoded, Path, decode, dtype_name, dtype_of, is_dtensor, with_flags
 from torchft.checkpointing._handshake import Structure, pack_structure, parse_structure, read_frame
-from torchft.checkpointing._memory import HostMemory, check_room
+from torchft.checkpointing._memory import HostMemory, reserve_for_state
 from torchft.checkpointing._places import local_part, tensor_nodes, tensors_by_path
 from torchft.checkpointing._progress import Meter
+from torchft.checkpointing._room import Reservation
 from torchft.checkpointing._stream import storage_bytes, tensor_memory
 from torchft.checkpointing._target import CPU, Homes, Target
 from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout, CheckpointTransport, Unsendable
@@ -195,8 +196,10 @@ class PGTransport(CheckpointTransport[T]):
                 own = target.own()
                 return _Places(structure, own, Homes(own, devices).of)
             target.devices = {path: device for path, device in devices.items() if device != "cpu"}
-            check_room(sum(_announced_sizes(structure.tree)) if target.devices else 0, "the state")
-            return _Places(structure, {}, lambda device: CPU)
+            room = reserve_for_state(sum(_announced_sizes(structure.tree)) if target.devices else 0, "the state")
+            places = _Places(structure, {}, lambda device: CPU)
+            places.room = room  # until everything has arrived
+            return places
         own = tensors_by_path(self._state_dict()) if self._state_dict is not None else {}
         return _Places(structure, own, lambda device: CPU if device == "cpu" else self._device)
 
@@ -257,6 +260,7 @@ class _Places:
         self._structure = structure
         self._home = home
         self._memory = HostMemory()
+        self.room: Optional[Reservation] = None  # of host memory, while the tensors arrive
 
     def new(self, node: List[Any], what: str) -> torch.Tensor:
         """Allocates memory for a tensor."""

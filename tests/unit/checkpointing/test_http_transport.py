@@ -9,6 +9,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Callable
 from unittest.mock import MagicMock
 from urllib.parse import urlsplit
@@ -20,7 +21,7 @@ import torchft.checkpointing.http_transport as http_transport
 from tests.promises import within
 from tests.unit.checkpointing.checkpoint_states import assert_same
 from tests.unit.waiting import wait_until
-from torchft.checkpointing import HTTPTransport, _native_transfer
+from torchft.checkpointing import HTTPTransport, _memory, _native_transfer, _offer, _room
 from torchft.checkpointing._offer import Offer
 from torchft.checkpointing._source import Unavailable
 from torchft.checkpointing.transport import CheckpointError
@@ -312,18 +313,36 @@ def test_a_copy_is_dropped_by_age(make: Any) -> None:
 # Memory
 
 
-def test_a_state_that_does_not_fit_is_served_without_a_copy(make: Any, monkeypatch: Any, caplog: Any) -> None:
+def test_a_state_that_does_not_fit_is_served_without_a_copy(
+    make: Any, monkeypatch: Any, caplog: Any, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(_room, "host", _room.Host(tmp_path))
     state = large_state()
     nbytes = sum(t.numel() * 4 for t in state.values())
     for free, copied in ((2 * nbytes, True), (2 * nbytes - 2, False), (None, False)):
-        monkeypatch.setattr(
-            http_transport, "available_memory", partial(int, free) if free is not None else lambda: None
-        )
+        for module in (http_transport, _memory):
+            monkeypatch.setattr(module, "available_memory", partial(int, free) if free is not None else lambda: None)
         source = make()
         source.send_checkpoint([1], 1, state, TIMEOUT)
         assert source._source._offer.copies is copied
         assert ("training waits for its readers" in caplog.text) is not copied
         assert_same(make().recv_checkpoint(0, source.metadata(), 1, TIMEOUT), state)
+
+
+def test_memory_for_the_copy_is_reserved_until_it_is_made(make: Any, monkeypatch: Any, tmp_path: Path) -> None:
+    state = large_state()
+    nbytes = sum(t.numel() * 4 for t in state.values())
+    monkeypatch.setattr(_room, "host", _room.Host(tmp_path))
+    monkeypatch.setattr(_offer, "_COPY_DELAY", 60.0)
+    monkeypatch.setattr(_memory, "available_memory", lambda: 2 * nbytes)
+    first, second, other = make(), make(), _room.Host(tmp_path)
+    first.send_checkpoint([1], 1, state, TIMEOUT)
+    second.send_checkpoint([1], 1, state, TIMEOUT)
+    assert [transport._source._offer.copies for transport in (first, second)] == [True, False]
+    with pytest.raises(_room.NoRoom):
+        other.reserve(nbytes + 1, lambda: 2 * nbytes)
+    first.disallow_checkpoint()  # waits for the copy
+    other.reserve(2 * nbytes, lambda: 2 * nbytes)
 
 
 def test_the_setting_decides(make: Any, monkeypatch: Any) -> None:

@@ -1,10 +1,10 @@
 """Timeouts for futures, blocks of code and streams.
 
 All timers of a process share one daemon thread, which starts with the first timer. A timer that fires runs its callback
-on that thread, so callbacks must be short: abort something, fail a future. A callback that hangs would disable every
-other timer of the process, and the job could stall. So a callback has ``TORCHFT_WATCHDOG_TIMEOUT_SEC`` seconds (30 by
-default). After that the stacks of all threads are printed to stderr and the process exits with code 1, so that its
-supervisor restarts it.
+on that thread, on the device that was current where the timer was set. Callbacks must be short: abort something, fail a
+future. A callback that hangs would disable every other timer of the process, and the job could stall. So a callback has
+``TORCHFT_WATCHDOG_TIMEOUT_SEC`` seconds (30 by default). After that the stacks of all threads are printed to stderr and
+the process exits with code 1, so that its supervisor restarts it.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ import time
 from collections import deque
 from contextlib import ContextDecorator
 from datetime import timedelta
+from functools import partial
 from typing import Callable, ContextManager, Optional, TypeVar
 
 import torch
 from torch.futures import Future
 
-from torchft.utils import Mark
+from torchft.utils import Mark, current_device, use_device
 
 __all__ = [
     "WATCHDOG_TIMEOUT_SEC",
@@ -76,10 +77,11 @@ def _end_process(callback: Callable[[], None], seconds: float) -> None:
 class _Timer:
     """One pending callback. Runs at most once, and not at all if cancel() has returned before it is due."""
 
-    __slots__ = ("_callback",)
+    __slots__ = ("_callback", "_device")
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self._callback: Optional[Callable[[], None]] = callback
+        self._device = current_device()
 
     def cancel(self) -> None:
         """Drops the callback, and the objects that it keeps alive."""
@@ -91,7 +93,12 @@ class _Timer:
 
     def take(self) -> Optional[Callable[[], None]]:
         callback, self._callback = self._callback, None
-        return callback
+        return None if callback is None else partial(_call_on, self._device, callback)
+
+
+def _call_on(device: Optional[int], callback: Callable[[], None]) -> None:
+    use_device(device)
+    callback()
 
 
 class _TimeoutManager:

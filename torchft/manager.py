@@ -285,6 +285,7 @@ class Manager(Stateful, Stepping):
             report=self._errors.of_collective,
             fetching=lambda: self._recovery.fetching and not self._connection.apart,
             transferring=self._background.busy,
+            enter_thread=self._background.enter_thread,
             logger=self._logger,
         )
         self._connection = Connection(
@@ -466,11 +467,11 @@ class Manager(Stateful, Stepping):
     @ranged("_async_quorum")
     def _follow(self, step: Step, result: QuorumResult) -> None:
         """Follows a quorum, on any thread. Every wait in it has a deadline, so every wait for it ends."""
+        self._background.enter_thread()
         plan = self._planner.plan(result, step.request.allow_heal)
         step.follow(plan)
         self._replicas.follow(plan)
         self._recovery.follow(plan)
-        self._background.enter_thread()
         if plan.heal:
             # All ranks of the group vote on the step that it heals to, including a rank whose heal fails.
             self._recovery.begin(self._position, step.began)
@@ -950,6 +951,7 @@ class Manager(Stateful, Stepping):
             threading.Thread(target=self._end_unreferenced, name="torchft_end", daemon=True).start()
 
     def _end_unreferenced(self) -> None:
+        self._background.enter_thread()
         self._logger.warn("this Manager was not shut down, and nothing refers to it any more: it ends now")
         self._end(wait=False)
 

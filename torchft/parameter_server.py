@@ -41,6 +41,7 @@ from torchft._forked import Maker, threaded
 from torchft.addresses import announced_host, host_port, loopback
 from torchft.http import _DeadlineSocket, _IPv6HTTPServer
 from torchft.process_group import ProcessGroup
+from torchft.utils import current_device, use_device
 
 __all__ = ["ParameterServer"]
 
@@ -72,6 +73,7 @@ class ParameterServer(ABC):
         )
         self._store_port = self._store.port
         self._sessions: dict[str, ProcessGroup] = {}
+        self._device = current_device()
         self._lock = threading.Lock()
         self._server = _Server(("", port), self)
         self._thread = threading.Thread(
@@ -149,6 +151,7 @@ class ParameterServer(ABC):
 
     def _serve(self, session_id: str, connection: socket.socket) -> None:
         """Connects the process group of a session, and serves the session to its end."""
+        use_device(self._device)
         pg = self.new_process_group()
         with self._lock:
             self._sessions[session_id] = pg

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Callable, ContextManager, Iterable, Optional, Union, cast
 
 import torch
@@ -40,6 +41,71 @@ def on_device(device: Optional[torch.device]) -> ContextManager[object]:
         return _NOTHING
     # Unlike set_device_index, it makes no CUDA context on device 0 when a thread returns to that one, its first.
     return torch.get_device_module(device.type).device(device.index)
+
+
+def current_device() -> Optional[int]:
+    """The index of this thread's current device; None in a process that does not use its accelerator."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return None
+    in_use = getattr(torch.get_device_module(accelerator), "is_initialized", None)  # MPS has none
+    return torch.accelerator.current_device_index() if in_use is not None and in_use() else None
+
+
+def use_device(index: Optional[int]) -> None:
+    """Makes a device the current one of this thread, for good; None leaves the thread as it is.
+
+    Each thread of torchft's own that may touch a device calls this first, most of them as a :class:`DeviceThread`. A
+    thread begins on device 0. If it stayed there, an event that it queries or destroys, or a stream that it leaves,
+    would make a context on device 0, which takes hundreds of MB from another rank. Not for a thread of the user's:
+    :func:`on_device`.
+    """
+    if index is not None:
+        with suppress(RuntimeError):  # the device has failed; the thread has to end waits all the same
+            torch.accelerator.set_device_index(index)
+
+
+class DeviceThread(threading.Thread):
+    """A daemon thread whose current device is that of the thread which makes it."""
+
+    def __init__(self, target: Callable[..., object], name: str, args: Iterable[Any] = ()) -> None:
+        super().__init__(target=target, args=args, name=name, daemon=True)
+        self._device = current_device()
+
+    def run(self) -> None:
+        use_device(self._device)
+        super().run()
+
+
+def out_of_memory(error: Optional[BaseException]) -> bool:
+    """Whether an operation failed because a device has too little memory: of PyTorch's allocator, or of NCCL."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
+            return True
+        error = error.__cause__
+    return False
+
+
+def device_name() -> str:
+    """The current device of this thread, for errors."""
+    return f"{torch.accelerator.current_accelerator()}:{current_device()}"
+
+
+def device_uuid(index: int) -> Optional[str]:
+    """Names a device, whatever its number in this process; None if it has no name of its own."""
+    about: Any = getattr(torch.get_device_module(), "get_device_properties", lambda _: None)(index)
+    if "MIG" in getattr(about, "name", ""):  # the slices of a device may have its UUID
+        return None
+    uuid = getattr(about, "uuid", None)
+    return None if uuid is None else str(uuid)
+
+
+def empty_cache() -> None:
+    """Returns the memory that PyTorch keeps for later tensors to the device. NCCL does not allocate from that."""
+    index = current_device()
+    if index is not None:
+        with suppress(RuntimeError):
+            torch.get_device_module().empty_cache()
 
 
 def record_event() -> Union[torch.cuda.Event, torch.xpu.Event]:

@@ -37,6 +37,30 @@ class ProcessGroupBabyStuck(isolated.ProcessGroupBabyLate):
         return Stuck()
 
 
+class ProcessGroupBabyFull(isolated.ProcessGroupBabyLate):
+    """The worker's device has no memory left for a connection with others."""
+
+    @classmethod
+    def _create_pg(cls, store: Store, rank: int, world_size: int) -> ProcessGroup:
+        isolated._late.fill(torch.accelerator.current_device_index(), world_size > 1)
+        return super()._create_pg(store, rank, world_size)
+
+
+class ProcessGroupBabyCounting(isolated.ProcessGroupBabyLate):
+    """Its operations fill tensors with the sum of 2 ** n for each device n on which the worker has a context."""
+
+    @classmethod
+    def _create_pg(cls, store: Store, rank: int, world_size: int) -> ProcessGroup:
+        return Counting()
+
+
+class Counting(OneRank):
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        for tensor in tensors:
+            tensor.fill_(sum(2**index for index in isolated._late.contexts()) / 2)  # the operation doubles it
+        return super().allreduce(tensors, opts)
+
+
 class Failing(OneRank):
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
         self.calls = getattr(self, "calls", 0) + 1

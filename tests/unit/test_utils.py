@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 
+from torchft import utils
 from torchft.utils import get_stream_context, record_event, synchronize
 
 
@@ -32,3 +35,36 @@ def test_with_cuda() -> None:
         event = record_event()
     synchronize()
     assert event.query()
+
+
+# Files whose threads touch no device, or set it themselves.
+PLAIN_THREADS = {
+    "_lighthouse_http.py": "starts without PyTorch",
+    "_manager/failures.py": "Failures calls enter_thread for each notice",
+    "_manager/rounds.py": "Manager._follow calls enter_thread",
+    "_manager/signals.py": "asks for a drain",
+    "checkpointing/_receive.py": "its threads use the network only; the receiving thread copies",
+    "checkpointing/http_transport.py": "accepts connections; Offer sets the device on their threads",
+    "data/workers.py": "ends a process",
+    "dlrover/rendezvous.py": "uses the network only",
+    "ftlib/gossip.py": "uses the network only",
+    "ftlib/shared_storage.py": "uses files only",
+    "futures.py": "a callback runs on the device of the thread that set its timer",
+    "http.py": "starts without PyTorch; the servers' handlers set the device",
+    "manager.py": "its thread calls enter_thread",
+    "parameter_server.py": "accepts connections; _serve sets the device on their threads",
+    "process_group/_gloo/loops.py": "changes sockets",
+    "process_group/isolated/standby.py": "waits for the ends of processes",
+    "utils.py": "DeviceThread",
+}
+
+
+def test_threads_that_may_touch_a_device_set_it() -> None:
+    """A thread that stays on device 0 makes a context there, which takes the memory of another rank."""
+    package = Path(utils.__file__).parent
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if re.search(r"threading\.(Thread|Timer)\(|from threading import|\(threading\.Thread\)", path.read_text())
+    }
+    assert found == set(PLAIN_THREADS), "use DeviceThread, or say here why not"

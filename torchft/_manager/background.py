@@ -16,7 +16,7 @@ import torch
 from torch.utils import _pytree
 
 from torchft._manager.ranges import ranged
-from torchft.utils import Mark, get_stream_context, poll
+from torchft.utils import Mark, current_device, get_stream_context, poll, use_device
 
 
 class Background:
@@ -32,16 +32,16 @@ class Background:
     def begin(self) -> None:
         """Called on the training thread when a step begins."""
         self._trainer = threading.get_ident()
-        if _in_use():
+        if current_device() is not None:
             self._device = torch.accelerator.current_stream().device
             self._before = Mark([self._device])
 
     def enter_thread(self) -> None:
-        """Called on the thread that acts on a new quorum: makes the training thread's device the current one there.
-        Does nothing on the training thread itself.
+        """Called on a thread that acts for the training thread, for example on a new quorum or on a failure: makes the
+        training thread's device the current one there. Does nothing on the training thread itself.
         """
         if self._device is not None and threading.get_ident() != self._trainer:
-            torch.accelerator.set_device_index(self._device.index)
+            use_device(self._device.index)
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -81,10 +81,6 @@ class Background:
         self._used = False
         for leaf in _pytree.tree_leaves(state):
             _share(leaf, self._stream.device)
-
-
-def _in_use() -> bool:
-    return torch.accelerator.is_available() and torch.get_device_module().is_initialized()
 
 
 def _share(leaf: Any, device: torch.device) -> None:

@@ -120,6 +120,7 @@ class Failures:
         report: called with the error and with the running collectives that the error ends.
         fetching: returns whether this rank waits for the state of a peer.
         transferring: returns whether a device still has to send or receive a state.
+        enter_thread: makes the device of the training thread the current one of the listener's thread.
         logger: the Manager's logger.
     """
 
@@ -132,9 +133,11 @@ class Failures:
         report: Callable[[Exception, Collectives], None],
         fetching: Callable[[], bool],
         transferring: Callable[[], bool],
+        enter_thread: Callable[[], None],
         logger: _ManagerLogger,
     ) -> None:
         self.enabled = enabled
+        self._enter_thread = enter_thread
         self._step = step
         self._abort = abort
         self._report = report
@@ -203,6 +206,7 @@ class Failures:
         """
         if not self.enabled:
             return
+        self._enter_thread()
         for handle in (self._end_collectives, self._end_connecting, *self._callbacks):
             try:
                 handle(failure)
@@ -243,6 +247,7 @@ class Failures:
 
     def progress(self) -> tuple[bool, str]:
         """Whether this rank waits for other groups, and what it does. The lighthouse asks only if a step takes long."""
+        self._enter_thread()
         collectives = self._step.collectives
         running = collectives.running()
         if self._connecting:

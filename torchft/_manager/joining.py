@@ -32,6 +32,7 @@ from torchft.checkpointing._http_client import Refused
 from torchft.checkpointing._pieces import DECISION, Answer, Asker
 from torchft.checkpointing._token import checkpoint_token
 from torchft.checkpointing.transport import CheckpointError
+from torchft.utils import DeviceThread
 
 if TYPE_CHECKING:
     from torchft._manager.log import _ManagerLogger
@@ -99,7 +100,7 @@ class Target:
         self._ended: Optional[int] = None  # the step in which the state was complete
         self._over = False
         self._gives_way = False  # another thread waits for the lock
-        self._thread = threading.Thread(target=self._run, daemon=True, name="torchft_heal_along")
+        self._thread = DeviceThread(target=self._run, name="torchft_heal_along")
 
     @contextmanager
     def _soon(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from torch.distributed import Work
 from torch.distributed.distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.futures import Future
 
-from torchft.utils import Mark, get_stream_context
+from torchft.utils import DeviceThread, Mark, get_stream_context
 from torchft.work import _PendingWork
 
 # Tags of sends and receives; large, so that they differ from those of other users of the group.
@@ -288,7 +288,7 @@ def _start_on_host(
         run = _on_stream(run, device, stream)
     work = _HostWork(result, [] if device.type == "cpu" else [device])
     order = run, exchange, _enqueue(work, ranks.peers())
-    threading.Thread(target=work.run, args=order, name="torchft_quantized", daemon=True).start()
+    DeviceThread(target=work.run, args=order, name="torchft_quantized").start()
     return work
 
 

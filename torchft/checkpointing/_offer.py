@@ -19,6 +19,7 @@ from torchft.checkpointing._pacer import Pacer
 from torchft.checkpointing._room import Reservation
 from torchft.checkpointing._staging import Copies, Staged, copies_for
 from torchft.checkpointing._stream import Pickled, storage_bytes, tensor_memory
+from torchft.utils import DeviceThread, current_device, use_device
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class Offer:
                 copies[device] = None if kind is None else kind(device)
             self._blocks[storage._cdata] = _Block(region, storage, copies[device], self._copying)
 
+        self._device = current_device()
         self._cond = threading.Condition()
         self._native_offer: Optional[NativeOffer] = None
         # pieces being sent, each with the function that cuts its reader off
@@ -98,7 +100,7 @@ class Offer:
         self._copy(small)
         if not large:
             return None
-        thread = threading.Thread(target=self._copy_later, args=(large,), daemon=True, name="torchft-snapshot")
+        thread = DeviceThread(target=self._copy_later, args=(large,), name="torchft-snapshot")
         thread.start()
         return thread
 
@@ -157,13 +159,14 @@ class Offer:
         return block.staged is not None and self.stages and not self._failure
 
     def want(self) -> None:
-        """Called when a target asks for the offer: starts the copy of tensors on a device."""
+        """Called on a thread of the server when a target asks for the offer: starts the copy of tensors on a device."""
+        use_device(self._device)
         with self._cond:
             self._copying.read(Readers.NATIVE)
             self._cond.notify_all()
             away = [block for block in self._blocks.values() if block.staged is not None]
             if away and self._copier is None and not self.complete and self._copying.starts_device():
-                self._copier = threading.Thread(target=self._copy, args=(away,), daemon=True, name="torchft-snapshot")
+                self._copier = DeviceThread(target=self._copy, args=(away,), name="torchft-snapshot")
                 self._copier.start()
 
     def _announce_copy(self, block: _Block) -> None:
@@ -182,6 +185,7 @@ class Offer:
         Raises:
             ConnectionAbortedError: the offer was closed, and the rest is not copied
         """
+        use_device(self._device)
         with self._cond:
             self._copying.read(Readers.SOME)
         pacer.wait(len(stream.prefix))

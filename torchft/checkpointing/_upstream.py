@@ -13,6 +13,7 @@ from torchft.checkpointing._http_client import Answer, describe, fetch
 from torchft.checkpointing._progress import Meter
 from torchft.checkpointing._stream import Home, read_object
 from torchft.checkpointing.transport import CheckpointError
+from torchft.utils import current_device, use_device
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -92,7 +93,8 @@ def _receive_chunks(
 ) -> Any:
     if not isinstance(spec, pytree.TreeSpec):
         raise CheckpointError(f"checkpoint of step {step} from {metadata}: its metadata is a {type(spec)}")
-    with ThreadPoolExecutor(min(n, _MAX_STREAMS), thread_name_prefix="torchft-fetch") as pool:
+    threads = min(n, _MAX_STREAMS)
+    with ThreadPoolExecutor(threads, "torchft-fetch", initializer=use_device, initargs=(current_device(),)) as pool:
         futures = [pool.submit(fetch, metadata, step, str(i), deadline, token, meter, home) for i in range(n)]
         chunks = [future.result() for future in futures]
     total = spec.num_leaves

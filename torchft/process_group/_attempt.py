@@ -11,7 +11,7 @@ import traceback
 from datetime import timedelta
 from typing import Any, Callable, Generic, Optional, TypeVar
 
-import torch
+from torchft.utils import DeviceThread
 
 T = TypeVar("T")
 
@@ -58,13 +58,12 @@ class Attempt(Generic[T]):
         self.error: Optional[BaseException] = None
         self.abandoned: Optional[Exception] = None
         self._interrupts: list[Callable[[], object]] = []
-        self._device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
 
     def start(self) -> None:
         """Makes the call, once."""
         if not self._started:
             self._started = True
-            threading.Thread(target=self._run, name="torchft_connect", daemon=True).start()
+            DeviceThread(target=self._run, name="torchft_connect").start()
 
     @property
     def ended(self) -> bool:
@@ -124,8 +123,6 @@ class Attempt(Generic[T]):
         assert call is not None
         _thread.attempt = self
         try:
-            if self._device is not None:
-                torch.accelerator.set_device_index(self._device)
             made.append(call())
         except BaseException as e:
             _forget_frames(e)

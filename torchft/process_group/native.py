@@ -25,6 +25,7 @@ from torch.distributed import PrefixStore, Store, Work
 from torchft.process_group._errors import named_timeout
 from torchft.process_group._gloo.connections import Connections
 from torchft.process_group.base import BaseProcessGroup
+from torchft.utils import DeviceThread
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import ReconfigureOptions
@@ -195,7 +196,7 @@ def _abort_thread(name: str, pg: Any) -> threading.Thread:
         except Exception:
             _logger.exception("%s: could not abort the old group", name)
 
-    return threading.Thread(target=abort, name="torchft_abort", daemon=True)
+    return DeviceThread(target=abort, name="torchft_abort")
 
 
 def reset_flight_recorder() -> None:

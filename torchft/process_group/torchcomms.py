@@ -33,7 +33,7 @@ from torchft.futures import context_timeout, stream_timeout
 from torchft.process_group.base import ProcessGroup
 from torchft.process_group.checked import Checker, enabled
 from torchft.process_group.reconfigure import ReconfigureOptions, create_store_client, exchange_handles
-from torchft.utils import Mark, on_device
+from torchft.utils import DeviceThread, Mark, on_device
 from torchft.work import AnyReduceOp, _DummyWork, _PendingWork
 
 _REDUCE_OP_MAP: dict[AnyReduceOp, object] = {
@@ -363,9 +363,7 @@ class _TorchCommsWork(_PendingWork):
     def _wait_elsewhere(self) -> None:
         with self._lock:
             if self._thread is None and not self._ended.is_set():
-                self._thread = threading.Thread(
-                    target=self._wait_for_all, args=(self._timeout,), name="torchft_torchcomms", daemon=True
-                )
+                self._thread = DeviceThread(target=self._wait_for_all, args=(self._timeout,), name="torchft_torchcomms")
                 self._thread.start()
 
     def is_completed(self) -> bool:

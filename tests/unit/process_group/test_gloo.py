@@ -10,7 +10,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Callable, Iterator
 
 import pytest
@@ -26,6 +25,7 @@ from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, meeting
 from torchft.process_group import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo, _attempt, wrapper
 from torchft.process_group._attempt import Attempt
 from torchft.process_group._gloo import reaper
+from torchft.utils import DeviceThread
 
 
 @pytest.mark.parametrize("make", [gloo, lambda: ProcessGroupBabyGloo(timeout=TIMEOUT)], ids=["gloo", "isolated"])
@@ -87,13 +87,13 @@ def test_an_abort_as_soon_as_the_connection_begins_ends_it(store: TCPStore, monk
     """The thread that connects may begin before the waiting thread continues."""
     connects, aborted = threading.Event(), threading.Event()
 
-    class Eager(threading.Thread):
+    class Eager(DeviceThread):
         def start(self) -> None:
             super().start()
             connects.set()
             assert aborted.wait(TIMEOUT.total_seconds())
 
-    monkeypatch.setattr(_attempt, "threading", SimpleNamespace(**{**vars(threading), "Thread": Eager}))
+    monkeypatch.setattr(_attempt, "DeviceThread", Eager)
     group = gloo()
 
     def abort() -> None:

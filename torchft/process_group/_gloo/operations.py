@@ -25,6 +25,7 @@ from torch.futures import Future
 from torchft.process_group._errors import POINT_TO_POINT, copied, explained, tensors_of
 from torchft.process_group._gloo.connections import Connections
 from torchft.process_group._gloo.stillness import Stillness
+from torchft.utils import DeviceThread
 
 T = TypeVar("T")
 
@@ -137,7 +138,7 @@ class Operations:
                 errors.append(e)
             done.set()
 
-        threading.Thread(target=run, name="torchft_wait", daemon=True).start()
+        DeviceThread(target=run, name="torchft_wait").start()
         while not done.wait(_SLICE_SEC):
             error = self.over(collective=False)
             if error is not None and not done.is_set():
@@ -177,9 +178,7 @@ class Operations:
                 promises, self._promises = self._promises, set()
             if promises:
                 # Not on the watching thread, because completing a future runs callbacks of other code.
-                threading.Thread(
-                    target=lambda: [promise.fail(error) for promise in promises], name="torchft_abort", daemon=True
-                ).start()
+                DeviceThread(target=lambda: [promise.fail(error) for promise in promises], name="torchft_abort").start()
         return bool(self._promises)
 
 
@@ -304,7 +303,7 @@ class _GuardedWork(Work):
             else:
                 promise.keep(value)
 
-        threading.Thread(target=run, name="torchft_wait", daemon=True).start()
+        DeviceThread(target=run, name="torchft_wait").start()
         return promise.future
 
     def synchronize(self) -> None:
@@ -371,7 +370,7 @@ def _watch(operations: Operations) -> None:
             return
         _watched.add(operations)
         if _watcher is None:
-            _watcher = threading.Thread(target=_look_after, name="torchft_futures", daemon=True)
+            _watcher = DeviceThread(target=_look_after, name="torchft_futures")
             _watcher.start()
         _changed.notify()
 

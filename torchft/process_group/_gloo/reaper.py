@@ -16,6 +16,8 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
+from torchft.utils import DeviceThread
+
 # The garbage collector may call `reap` on any thread at any time, also on a thread that holds this lock.
 _lock = threading.RLock()
 _pending: set[threading.Thread] = set()
@@ -39,7 +41,7 @@ def reap(box: list[Any]) -> None:
 
     The caller must hold no other reference: the thread that drops the last one waits.
     """
-    thread = threading.Thread(target=_destroy, args=(box,), name="torchft_reaper", daemon=True)
+    thread = DeviceThread(target=_destroy, args=(box,), name="torchft_reaper")
     with _lock:
         _pending.add(thread)
     thread.start()

@@ -8,6 +8,7 @@ from typing import Callable, ContextManager, Optional
 
 from torchft.process_group.isolated.devices import Devices
 from torchft.process_group.isolated.operation import _OpMetadata
+from torchft.utils import DeviceThread
 
 _logger: logging.Logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Completer:
     def begin(self) -> None:
         """Called when there is a future to wait for."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="torchft_isolated_futures", daemon=True)
+            self._thread = DeviceThread(target=self._run, name="torchft_isolated_futures")
             self._thread.start()
         else:
             self.wake()

@@ -34,6 +34,7 @@ from typing import Any, Optional
 import torch
 
 from torchft.process_group.isolated.sharing import Borrowing, Notify, Registration, Sharing
+from torchft.utils import DeviceThread, use_device
 
 _DEVICE = "cuda"
 
@@ -124,7 +125,7 @@ class _Returns:
         """Starts the thread. `put` does not: the garbage collector may call it where no thread can be started."""
         if not self._started:
             self._started = True
-            threading.Thread(target=self._run, name="torchft_shared_memory", daemon=True).start()
+            DeviceThread(target=self._run, name="torchft_shared_memory").start()
 
     def put(self, export: _Export) -> None:
         self._freed.put(export)
@@ -136,6 +137,7 @@ class _Returns:
                 while True:
                     exports.append(self._freed.get_nowait())
             for device in {export.device for export in exports}:
+                use_device(device.index)
                 # A failed device runs nothing that could use the memory.
                 with contextlib.suppress(RuntimeError):
                     torch.cuda.synchronize(device)

@@ -31,6 +31,7 @@ from torchft.process_group.isolated.sharing import Borrowing, is_plain
 from torchft.process_group.native import native_error
 from torchft.process_group.reconfigure import meeting_store
 from torchft.process_group.wrapper import _set_timeout
+from torchft.utils import DeviceThread
 
 # The size of the cache of decoded operations. A training step has fewer different ones.
 _REMEMBERED = 512
@@ -181,12 +182,12 @@ class Worker:
         store = meeting_store(store_addr, world_size, timedelta(seconds=connect_timeout))
         self._pg = group._create_pg(store, rank, world_size)
         if group._queues:
-            threading.Thread(target=self._watch_backend, args=(self._pg,), daemon=True).start()
+            DeviceThread(self._watch_backend, "torchft_backend", (self._pg,)).start()
         else:
             calm_loops()
             operations = Operations(group._name, Connections(store, rank, world_size))
             if operations.connections:
-                threading.Thread(target=self._watch, args=(operations,), daemon=True).start()
+                DeviceThread(self._watch, "torchft_peers", (operations,)).start()
 
     def _watch(self, operations: Operations) -> None:
         """Reports a fatal error when operations in flight cannot end any more, because the connection with a peer
@@ -305,7 +306,7 @@ class _Waiters:
             start = self._idle == 0
             self._idle -= not start
         if start:
-            threading.Thread(target=self._serve, args=(task,), daemon=True).start()
+            DeviceThread(self._serve, "torchft_wait", (task,)).start()
         else:
             self._tasks.put(task)
 

@@ -10,6 +10,8 @@ from typing import Dict, Optional
 
 from torchx import specs  # pyrefly: ignore [missing-import]
 
+from torchft._nccl_env import DUMP_ENV, dump_setting
+
 __all__ = ["hsdp"]
 
 _DEFAULT_LIGHTHOUSE = "http://localhost:29510"
@@ -62,6 +64,7 @@ def hsdp(
     shared = {
         "NUM_REPLICA_GROUPS": str(replicas),
         "TORCHFT_LIGHTHOUSE": os.environ.get("TORCHFT_LIGHTHOUSE", _DEFAULT_LIGHTHOUSE),
+        DUMP_ENV: dump_setting(),  # a script may import torchft only after it has made its world
     }
     if gpu == 0 and h is None:
         shared.update(CUDA_VISIBLE_DEVICES="", XPU_VISIBLE_DEVICES="")

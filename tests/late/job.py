@@ -1,7 +1,9 @@
 """A replica group of one process that trains a small model on the test device; one script for every kind of job.
 
 Commands, in this order: {"do": "join", "lighthouse": ADDRESS} makes the Manager, {"do": "finish", "step": N} ends after
-step N. Each step prints the digest of the weights. With --fails this process kills itself in a step's last bucket.
+step N. Each step prints the digest of the weights, and the end the devices that have a context. With --fails this
+process kills itself in a step's last bucket; with --stalls its device stands still in one, until the deadline of the
+operation.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT), str(ROOT / "tests/process")]
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from events import Commands, emit  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed import HashStore, TCPStore  # noqa: E402
@@ -36,6 +39,10 @@ parser.add_argument("--kind", choices=["ddp", "local_sgd", "diloco", "streaming"
 parser.add_argument("--pg", choices=["late", "late2", "native", "isolated"], default="late")
 parser.add_argument("--transport", choices=["http", "pg"], default="http")
 parser.add_argument("--timeout_s", type=float, default=10.0)
+parser.add_argument("--device", type=int, default=0, help="index of the device")
+parser.add_argument("--heal_along", action="store_true")
+parser.add_argument("--world", action="store_true", help="also make a world with NCCL's rules, as HSDP does")
+parser.add_argument("--stalls", type=int, default=0, help="number of groups in whose second step it stalls")
 parser.add_argument("--fails", type=int, default=0, help="number of groups in whose second step it fails")
 args = parser.parse_args()
 TIMEOUT = timedelta(seconds=args.timeout_s)
@@ -46,16 +53,15 @@ def main() -> None:
     late = load()
     torch.set_num_threads(1)
     late.delays(args.seed, 0, 300)
-    device = torch.device("late:0")
-    torch.manual_seed(args.seed)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 4)).to(device)
-    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
+    device = torch.device("late", args.device)
 
     def load_state(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])
         adam.load_state_dict(state["adam"])
 
     pg = make_pg(args.pg)
+    if args.world:
+        dist.init_process_group("late", store=HashStore(), rank=0, world_size=1)
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     emit("imported")
     manager = Manager(
@@ -64,6 +70,7 @@ def main() -> None:
         state_dict=lambda: {"model": model.state_dict(), "adam": adam.state_dict()},
         min_replica_size=1,
         use_async_quorum=args.kind == "ddp",
+        heal_along=args.heal_along,
         timeout=TIMEOUT,
         quorum_timeout=TIMEOUT,
         connect_timeout=TIMEOUT,
@@ -75,8 +82,15 @@ def main() -> None:
         replica_id=f"late_{args.group}",
         checkpoint_transport=PGTransport(pg, timeout=TIMEOUT, device=device) if args.transport == "pg" else None,
     )
+    # After the Manager was made: threads that torchft has started by then are on device 0.
+    torch.accelerator.set_device_index(args.device)
+    torch.manual_seed(args.seed)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.LayerNorm(16), nn.Linear(16, 4)).to(device)
+    adam = torch.optim.Adam(model.parameters(), lr=1e-2)
     if args.fails:
         fail_in_the_last_bucket(pg, manager, args.fails)
+    if args.stalls:
+        stall_in_the_last_bucket(pg, manager, args.stalls)
     ddp = DistributedDataParallel(manager, model) if args.kind == "ddp" else model
     optimizer = Optimizer(manager, adam) if args.kind == "ddp" else adam
     last: int | None = None
@@ -109,6 +123,7 @@ def main() -> None:
     emit("finished", step=manager.current_step(), digest=digest(model))
     manager.shutdown()
     pg.shutdown()
+    emit("contexts", made_by={str(index): stack for index, stack in late.contexts().items()})
 
 
 def make_pg(kind: str) -> Any:
@@ -136,6 +151,25 @@ def fail_in_the_last_bucket(pg: Any, manager: Manager, groups: int) -> None:
         return work
 
     pg.allreduce = launch
+
+
+def stall_in_the_last_bucket(pg: Any, manager: Manager, groups: int) -> None:
+    """The device stands still in the second step with so many groups, until that step has failed."""
+    allreduce, steps = pg.allreduce, set()
+
+    def launch(tensors: Any, opts: Any) -> Any:
+        if manager.num_participants() == groups:
+            steps.add(manager.current_step())
+        if len(steps) != 2:
+            return allreduce(tensors, opts)
+        pg.allreduce = allreduce
+        load().hold()
+        opts = dist.AllreduceOptions()
+        opts.timeout = timedelta(milliseconds=500)
+        return allreduce(tensors, opts)
+
+    pg.allreduce = launch
+    manager.register_commit_hook(lambda *_: load().release())
 
 
 def algorithm(kind: str, manager: Manager, model: nn.Sequential, inner: torch.optim.Optimizer) -> Any:

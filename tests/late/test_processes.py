@@ -61,10 +61,15 @@ def committed(child: Child, participants: int, after: int = 0) -> list[int]:
     ]
 
 
-def run_with_a_kill(*args: str) -> None:
+def run_with_a_kill(*args: str, survivor_args: tuple[str, ...] = (), env: dict[str, str] | None = None) -> list[Child]:
+    """Returns the two groups that end the job."""
     with Job() as job:
         _, lighthouse = job.lighthouse(ours_path(), min_replicas=1, join_timeout_ms=1000, heartbeat_timeout_ms=5000)
-        survivor, victim, spare = start(job, 0, 0, *args), start(job, 1, 0, *args), start(job, 1, 1, *args)
+        survivor, victim, spare = (
+            start(job, 0, 0, *args, *survivor_args, env=env),
+            start(job, 1, 0, *args, env=env),
+            start(job, 1, 1, *args, env=env),
+        )
         join(job, survivor, lighthouse)
         join(job, victim, lighthouse)
         job.wait(lambda: len(committed(victim, 2)) >= 3, PHASE_TIMEOUT_S, "both train")
@@ -75,6 +80,32 @@ def run_with_a_kill(*args: str) -> None:
         job.wait(lambda: len(committed(spare, 2)) >= 3, PHASE_TIMEOUT_S, "both train at the end")
         finish(job, survivor, spare)
         check_steps(survivor, victim, spare)
+        return [survivor, spare]
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("--transport=http",),
+        ("--transport=pg",),
+        # Seconds each; other threads, which the unit tests of these groups run too.
+        pytest.param(("--heal_along",), marks=pytest.mark.slow),
+        pytest.param(("--kind=diloco",), marks=pytest.mark.slow),
+        pytest.param(("--pg=late2",), marks=pytest.mark.slow),
+        pytest.param(("--pg=native", "--transport=pg"), marks=pytest.mark.slow),
+        pytest.param(("--pg=isolated", "--timeout_s=40"), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_a_rank_has_a_context_on_its_own_device_only(job_server: None, args: tuple[str, ...]) -> None:
+    """After a timeout, a failure and a heal: each thread of torchft's is on the rank's device when it uses one."""
+    # The deadline of an operation is that of torchft's own groups in the trainer.
+    stalls = () if args[0] in ("--pg=native", "--pg=isolated") else ("--stalls=2",)
+    survivor, healed = run_with_a_kill(*args, "--device=3", survivor_args=stalls)
+    assert not stalls or any(not e["committed"] for e in survivor.of("step"))
+    for child in (survivor, healed):
+        (made_by,) = [e["made_by"] for e in child.of("contexts")]
+        assert list(made_by) == ["3"], "\n\n".join(f"device {d}:\n{stack}" for d, stack in made_by.items())
 
 
 @pytest.mark.parametrize(
@@ -98,6 +129,12 @@ def run_with_a_kill(*args: str) -> None:
 )
 def test_a_group_is_killed_and_comes_back(job_server: None, args: tuple[str, ...]) -> None:
     run_with_a_kill(*args)
+
+
+def test_the_monitor_of_the_world_does_not_end_survivors(job_server: None) -> None:
+    """The watchdog of the group between the replica groups finds the failure before torchft aborts it."""
+    env = {"TORCHFT_FAILURE_BUS": "0", "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "0"}
+    run_with_a_kill("--world", env=env)
 
 
 @pytest.mark.parametrize("bus", ["1", pytest.param("0", marks=pytest.mark.slow)], ids=["failure bus", "no failure bus"])

@@ -60,6 +60,7 @@ def test_roles(monkeypatch: pytest.MonkeyPatch) -> None:
     from torchft.torchx import hsdp
 
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT", raising=False)
     app = hsdp("--steps", "5", replicas=3, workers_per_replica=4, gpu=4, env={"A": "b", "NUM_REPLICA_GROUPS": "9"})
     assert app.name == "torchft" and [role.name for role in app.roles] == ["replica_0", "replica_1", "replica_2"]
     for group, role in enumerate(app.roles):
@@ -69,6 +70,7 @@ def test_roles(monkeypatch: pytest.MonkeyPatch) -> None:
             "REPLICA_GROUP_ID": str(group),
             "NUM_REPLICA_GROUPS": "9",
             "TORCHFT_LIGHTHOUSE": "http://localhost:29510",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
             "A": "b",
         }
         assert role.resource.gpu == 4 and role.resource.cpu == 2 and role.resource.memMB == 1024

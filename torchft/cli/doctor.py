@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 from torchft import _libraries
 from torchft._lighthouse_http import DEFAULT_PORT, LIGHTHOUSE_ENV, Lighthouse, Unanswered, direct
+from torchft._nccl_env import DUMP_ENV, dump_setting, ends_survivors
 from torchft.addresses import host_port, localhost, loopback
 from torchft.cli.arguments import Parser, ask_of
 from torchft.cli.status import groups, printable
@@ -212,8 +213,25 @@ def _torch() -> Iterator[Finding]:
         yield Finding("ok", "no GPU: groups use Gloo")
     elif nccl == "True":
         yield Finding("ok", f"{devices} GPUs, NCCL {version}")
+        yield _monitor()
     else:
         yield Finding("warn", f"{devices} GPUs, and this PyTorch has no NCCL", "install a CUDA build of PyTorch")
+
+
+def _monitor() -> Finding:
+    """Whether PyTorch ends processes that survive a peer's failure."""
+    if ends_survivors():
+        return Finding(
+            "warn",
+            f"{DUMP_ENV}={dump_setting()}: with PyTorch's older NCCL backend, a failed peer may end healthy ranks "
+            "minutes later",
+            f"unset {DUMP_ENV}, or set it to 0, before the script makes its world",
+        )
+    if DUMP_ENV in os.environ:
+        return Finding("ok", f"{DUMP_ENV}={dump_setting()}: ranks survive the failure of a peer")
+    return Finding(
+        "ok", f"{DUMP_ENV} is not set: torchft run, and the import of torchft.process_group, set it to 0 for the world"
+    )
 
 
 def _port(job: str | None) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+from torchft._nccl_env import DUMP_ENV, dump_setting
 from torchft.addresses import host_port, loopback
 from torchft.launch import process_tree
 
@@ -61,6 +62,7 @@ class ReplicaGroup:
             "REPLICA_GROUP_ID": str(self.number),
             "NUM_REPLICA_GROUPS": str(self.groups),
             "TORCHFT_LIGHTHOUSE": lighthouse,
+            DUMP_ENV: dump_setting(),  # a script may import torchft only after it has made its world
         }
         self.starts += 1
         self.started = time.time()

@@ -10,13 +10,15 @@ from datetime import timedelta
 from typing import ClassVar, Iterator, List, Optional, Tuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed import AllToAllOptions, HashStore, Store, Work
 
+from torchft._nccl_env import DUMP_ENV, dump_setting, ends_survivors
 from torchft.process_group import nccl2
 from torchft.process_group.accelerator import _NEVER, AcceleratorProcessGroup, first_operation
 from torchft.process_group.base import BaseProcessGroup
 from torchft.process_group.reconfigure import LEGACY, NCCL2
-from torchft.utils import poll
+from torchft.utils import out_of_memory, poll
 
 TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR = "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
 TORCHFT_TRIGGER_FR_ON_ABORT = "TORCHFT_TRIGGER_FR_ON_ABORT"
@@ -58,31 +60,64 @@ def _trigger_on_abort() -> bool:
 
 
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
 _environment = threading.Lock()
 
 
+def _monitor_warning() -> str:
+    """Why the process may end some time after a peer's failure; empty if it does not."""
+    if ends_survivors():
+        return (
+            f"{DUMP_ENV}={dump_setting()}: the monitor of PyTorch's older NCCL backend may end this process some "
+            "minutes after a peer's failure"
+        )
+    if DUMP_ENV in os.environ or not dist.is_available() or not dist.is_initialized():
+        return ""
+    newer = hasattr(dist, "ProcessGroupNCCL2") and os.environ.get("TORCH_DIST_USE_NCCL2") != "0"
+    if dist.get_backend() not in (["nccl-legacy"] if newer else ["nccl", "nccl-legacy"]):
+        return ""
+    return (
+        "the world was made before torchft.process_group was imported: its monitor may end this process some "
+        f"minutes after a peer's failure; import torchft before init_process_group, or set {DUMP_ENV}=0"
+    )
+
+
+# When this module is imported, since the world is made after that, and reads the variable then.
+_warning = _monitor_warning()
+os.environ[DUMP_ENV] = dump_setting()
+
+
 @contextmanager
-def _errors_handled_by_abort() -> Iterator[None]:
-    """Sets TORCH_NCCL_ASYNC_ERROR_HANDLING while a backend is created, which reads it then.
+def _failures_survived() -> Iterator[None]:
+    """Sets variables while a backend is created, which reads them then.
 
-    On an error in NCCL (a peer failed) PyTorch by default ends the process; with 2 it only aborts the communicator. The
-    user's value is kept, except a 1 under torchrun: that is torchrun's own default, and ends the process, too.
+    TORCH_NCCL_ASYNC_ERROR_HANDLING: on an error in NCCL (a peer failed) PyTorch by default ends the process; with 2 it
+    only aborts the communicator. The user's value is kept, except a 1 under torchrun: that is torchrun's own default,
+    and ends the process, too.
 
-    The variable is reset afterwards, because other groups, whose errors torchft does not check, need PyTorch's default.
+    TORCH_NCCL_ENABLE_MONITORING: by default PyTorch ends the process if NCCL's abort does not return for
+    TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC; with 0 it does not. The user's value is kept.
+
+    The variables are reset afterwards, because other groups, whose errors torchft does not check, need PyTorch's
+    defaults.
     """
     with _environment:
-        before = os.environ.get(_ERROR_HANDLING)
-        if before is not None and not (before == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
-            yield
-            return
-        os.environ[_ERROR_HANDLING] = "2"
+        ours = {}
+        handling = os.environ.get(_ERROR_HANDLING)
+        if handling is None or (handling == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
+            ours[_ERROR_HANDLING] = "2"
+        if _MONITORING not in os.environ:
+            ours[_MONITORING] = "0"
+        before = {name: os.environ.get(name) for name in ours}
+        os.environ.update(ours)
         try:
             yield
         finally:
-            if before is None:
-                del os.environ[_ERROR_HANDLING]
-            else:
-                os.environ[_ERROR_HANDLING] = before
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
 
 
 # The devices on which this process has used NCCL, or tried to.
@@ -142,6 +177,10 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60.0), implementation: Optional[str] = None) -> None:
         super().__init__(timeout)
+        global _warning
+        if _warning:
+            _logger.warning("%s", _warning)
+            _warning = ""
         self._implementation = nccl2.chosen(implementation)
         if self._implementation != LEGACY:
             self._announced_implementation = self._implementation
@@ -157,12 +196,17 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
 
         The first call for a device uses NCCL there once, without peers, since that takes long: peers that receive the
         handle will wait for this group, and should not have to wait for that.
+
+        Raises:
+            RuntimeError: the device has too little memory.
         """
         self._rehearse()
         return super().get_reconfigure_handle()
 
     def _rehearse(self) -> None:
-        """Loads NCCL, and lets it find the machine's networks and load its kernels. Errors are those of connecting."""
+        """Loads NCCL, and lets it find the machine's networks and load its kernels. Errors are those of connecting,
+        except that the device lacks memory: then no other group should wait for this one.
+        """
         try:
             device = self._current_device()
         except Exception:
@@ -180,6 +224,12 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
             finally:
                 self._drop(box)
         except Exception as e:
+            if out_of_memory(e):
+                _rehearsed.discard(device)
+                raise RuntimeError(
+                    f"{self.getBackendName()}: {device} has too little memory for NCCL, also without peers; another "
+                    f"process may use it: {e}"
+                ) from e
             _logger.warning("%s: could not be used by one rank alone: %s", self.getBackendName(), e)
 
     def _create_pg(self, store: Store, rank: int, world_size: int) -> BaseProcessGroup:
@@ -202,7 +252,7 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
 
         pg = BaseProcessGroup(store, rank, world_size)
         pg._set_default_backend(BaseProcessGroup.BackendType.NCCL)
-        with _errors_handled_by_abort():
+        with _failures_survived():
             backend = BaseProcessGroupNCCL(store, rank, world_size, opts)
         device = self._current_device()
         self._connect(backend, device)

@@ -31,6 +31,29 @@ def doctor(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, st
     return status, capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("value", "finding"),
+    [
+        (
+            None,
+            "ok    TORCH_NCCL_DUMP_ON_TIMEOUT is not set: torchft run, and the import of torchft.process_group, set",
+        ),
+        ("0", "ok    TORCH_NCCL_DUMP_ON_TIMEOUT=0: ranks survive the failure of a peer"),
+        ("true", "warn  TORCH_NCCL_DUMP_ON_TIMEOUT=true: with PyTorch's older NCCL backend, a failed peer may end"),
+    ],
+)
+def test_whether_pytorchs_monitor_ends_survivors(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, value: str | None, finding: str
+) -> None:
+    monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT", raising=False)
+    if value is not None:
+        monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", value)
+    answer = SimpleNamespace(returncode=0, stdout="True True 8 2.30.7", stderr="")
+    monkeypatch.setattr("torchft.cli.doctor.subprocess.run", lambda *_, **__: answer)
+    main(["doctor"])
+    assert finding in capsys.readouterr().out
+
+
 def test_a_machine_without_problems(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFT_HOST", "127.0.0.1")
     status, output = doctor(capsys)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from torchft.launch import job as module
+from torchft.launch import process_tree
+from torchft.launch.group import ReplicaGroup
 from torchft.launch.job import LocalJob
 from torchft.launch.lighthouse import LaunchError
 from torchft.launch.restarts import FRUITLESS_LIVES, restart_delay
@@ -311,3 +313,17 @@ def test_all_groups_have_the_grace_period_to_end(monkeypatch: pytest.MonkeyPatch
     assert [group.terminated for group in cluster.groups] == [1, 1]
     assert [group.status for group in cluster.groups] == [0, -9] and left_at
     assert 25.0 < cluster.now < 30.0
+
+
+@pytest.mark.parametrize(("there", "expected"), [(None, "0"), ("1", "1")])
+def test_ranks_begin_with_a_world_whose_monitor_ends_no_survivor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: str | None, expected: str
+) -> None:
+    """Also if a script makes its world before it imports torchft."""
+    monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT", raising=False)
+    if there is not None:
+        monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", there)
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(process_tree, "start", lambda command, log, env: started.append(env))
+    ReplicaGroup(0, 1, ["script.py"], tmp_path / "log").start("http://localhost:1")
+    assert started[0]["TORCH_NCCL_DUMP_ON_TIMEOUT"] == expected

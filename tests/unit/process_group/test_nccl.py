@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -50,7 +52,12 @@ from torchft.process_group.reconfigure import NCCL2
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restores the environment variables that the constructor sets."""
-    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_NONBLOCKING_TIMEOUT", "TORCHELASTIC_RUN_ID"):
+    for name in (
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+        "TORCH_NCCL_ENABLE_MONITORING",
+        "TORCH_NCCL_NONBLOCKING_TIMEOUT",
+        "TORCHELASTIC_RUN_ID",
+    ):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.delenv(TORCH_NCCL_DEBUG_INFO_PIPE_FILE_ENV_VAR, raising=False)
@@ -476,6 +483,7 @@ class Nccl:
     def __init__(self, store: object, rank: int, world_size: int, opts: Any) -> None:
         self.opts = opts
         self.error_handling = os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING")
+        self.monitoring = os.environ.get("TORCH_NCCL_ENABLE_MONITORING")
         self.connected: list[torch.device] = []
         self.made.append(self)
 
@@ -530,6 +538,53 @@ def test_only_our_backend_aborts_on_an_error_instead_of_ending_the_process(
     ProcessGroupNCCL()._create_pg(dist.HashStore(), 0, 2)
     assert nccl.made[0].error_handling == expected
     assert os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == there, "groups made later are not torchft's"
+
+
+@pytest.mark.parametrize(("there", "expected"), [(None, "0"), ("1", "1")])
+def test_a_hung_abort_of_our_backend_does_not_end_the_process(
+    nccl: type[Nccl], monkeypatch: pytest.MonkeyPatch, there: Optional[str], expected: str
+) -> None:
+    if there is not None:
+        monkeypatch.setenv("TORCH_NCCL_ENABLE_MONITORING", there)
+    ProcessGroupNCCL()._create_pg(dist.HashStore(), 0, 2)
+    assert nccl.made[0].monitoring == expected
+    assert os.environ.get("TORCH_NCCL_ENABLE_MONITORING") == there, "groups made later are not torchft's"
+
+
+_IMPORT = """
+import os, sys
+import torch.distributed as dist
+if "world" in sys.argv:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.get_backend = lambda: sys.argv[-1]
+from torchft.process_group import ProcessGroupNCCL
+ProcessGroupNCCL()
+print(os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("there", "arguments", "expected", "warning"),
+    [
+        (None, [], "0", None),
+        ("1", [], "1", "TORCH_NCCL_DUMP_ON_TIMEOUT=1: the monitor of PyTorch's older NCCL backend may end this"),
+        ("0", [], "0", None),
+        (None, ["world", "nccl-legacy"], "0", "the world was made before torchft.process_group was imported"),
+        (None, ["world", "gloo"], "0", None),
+    ],
+)
+def test_a_world_that_is_made_after_the_import_dumps_nothing(
+    there: Optional[str], arguments: list[str], expected: str, warning: Optional[str]
+) -> None:
+    env = {name: value for name, value in os.environ.items() if name != "TORCH_NCCL_DUMP_ON_TIMEOUT"}
+    if there is not None:
+        env["TORCH_NCCL_DUMP_ON_TIMEOUT"] = there
+    done = subprocess.run(
+        [sys.executable, "-c", _IMPORT, *arguments], env=env, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.split() == [expected]
+    assert (warning is None) == ("monitor" not in done.stderr), done.stderr
+    assert warning is None or warning in done.stderr
 
 
 def test_nccl_in_a_worker_too(nccl: type[Nccl], monkeypatch: pytest.MonkeyPatch) -> None:

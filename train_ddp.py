@@ -122,7 +122,11 @@ def init_process_group_of_this_group(device: torch.device) -> None:
 def pick_device(name: str) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    rank, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    if rank >= devices > 1:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise SystemExit(f"LOCAL_RANK={rank} has no device: {devices} are visible (CUDA_VISIBLE_DEVICES={visible})")
+    torch.cuda.set_device(rank if devices > 1 else 0)  # the only one may differ from rank to rank
     return torch.device("cuda", torch.cuda.current_device())
 
 

@@ -28,6 +28,7 @@ from torchft._manager.background import Background
 from torchft._manager.calls import Calls
 from torchft._manager.collectives import Backlog, Collectives, check_reducible
 from torchft._manager.connection import Connection
+from torchft._manager.device import claim_device
 from torchft._manager.edge import Server, Transport, as_peers, as_server
 from torchft._manager.errors import Errors, ExceptionWithTraceback
 from torchft._manager.extras import OwnExtras
@@ -436,6 +437,8 @@ class Manager(Stateful, Stepping):
         self._current = self._errors.step = step
         self._failures.begin(step)
         self._background.begin()
+        if first and self._peers.on_device:
+            claim_device(self._store, self._replica_id, self._group_rank)
         sent = QuorumRequest(
             group_rank=self._group_rank,
             step=self._step,

@@ -11,7 +11,8 @@ A step:
     connects the process group with the members of a quorum, by the decisions of handover. handles: what groups announce
     with their reconfigure handles. layout: checks that all groups reduce the same tensors, and calls that a new one
     does so in the same calls. loader: checks that they
-    train on the same batch. collectives: the collectives of a step. work: the futures that an allreduce returns.
+    train on the same batch. device: checks that each rank has its own device. collectives: the collectives of a step.
+    work: the futures that an allreduce returns.
 
 Heals:
     state: the state of a group, and the user's functions for it. recovery: serves, fetches and loads it. transfers:

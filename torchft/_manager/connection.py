@@ -15,6 +15,7 @@ from torchft._manager.ranges import ranged
 from torchft._manager.settings import TORCH_FR_DUMP_TEMP_FILE_ENV, Settings
 from torchft.process_group.native import reset_flight_recorder
 from torchft.process_group.reconfigure import Handle, options_of
+from torchft.utils import device_name, empty_cache, out_of_memory
 
 if TYPE_CHECKING:
     from torchft._manager.edge import Peers
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
 # How many attempts to connect beside the connection in use may fail in a row. Then all groups connect at once: another
 # connection may not fit into the memory of a device, for example.
 _MOST_ATTEMPTS = 3
+
+# How many times in a row a group may fail to connect because its own device has too little memory. Each time all groups
+# lose a step, and what PyTorch keeps for later tensors is returned to the device. Then the group ends.
+_MOST_WITHOUT_MEMORY = 2
 
 
 class _Next(NamedTuple):
@@ -98,6 +103,8 @@ class Connection:
         self.members: list[str] = []
         self._next: Optional[_Next] = None
         self._failed = 0  # attempts in a row to make the next connection
+        self._without_memory = 0  # times in a row that the device had too little memory to connect
+        self._no_memory: Optional[Exception] = None  # the last of these errors
         # Whether the latest request had an announcement: the other groups decide by it, even if `may_wait` has changed.
         self._announced = False
         self._unconnected: set[int] = set()  # replica ranks of the groups that wait for their connection
@@ -110,7 +117,16 @@ class Connection:
         Args:
             step: the step of its weights.
             broken: whether the connection in use may be broken.
+
+        Raises:
+            RuntimeError: the device of this rank has too little memory to connect.
         """
+        if self._without_memory >= _MOST_WITHOUT_MEMORY:
+            raise RuntimeError(
+                f"{device_name()} has too little memory for the connection with the other groups, "
+                f"{self._without_memory} times in a row: leave more of it free, for example by a smaller batch; "
+                "this group ends, so that the others can train on"
+            ) from self._no_memory
         if broken:
             self._name = ""
         following = self._next
@@ -199,9 +215,16 @@ class Connection:
             self._errors.reported(e)
         except Exception as e:
             self._logger.exception(f"the process group could not be made for quorum {plan.quorum_id}: {e}")
+            self._count_memory(e)
             self._errors.lose(e)
         finally:
             self._drop_next()
+
+    def _count_memory(self, error: Exception) -> None:
+        if out_of_memory(error):
+            self._without_memory += 1
+            self._no_memory = error
+            empty_cache()
 
     def _decide(self, plan: Plan) -> tuple[str, Way]:
         """The name of the connection of all groups of a quorum, and what they do."""
@@ -233,7 +256,7 @@ class Connection:
             else:
                 self._peers.configure_by_store(plan, self._replica_id, self._settings)
         self._name, self.unmade = name, False
-        self._failed = 0
+        self._failed = self._without_memory = 0
         self.made += 1
 
     def _connect_beside(self, name: str, plan: Plan) -> None:

@@ -301,6 +301,7 @@ class Peers:
         error: returns the error that the process group has noticed, or None.
         at_once: the number of threads that the process group has for collectives and keeps when its peers change, so
             that aborted collectives occupy them until their timeout; None: it gets new threads with new peers.
+        on_device: whether it is of a class of torchft that communicates on a device.
         ours: whether it is a group of torchft, or of a class derived from one, which reduces tensors of each dtype.
         connects_beside: whether it can connect with other peers while it keeps the present ones.
     """
@@ -319,6 +320,7 @@ class Peers:
         self._native = is_native(pg)
         self.at_once: Optional[int] = collectives_at_once(pg) if self._native else None
         self.error = errors_of(pg)
+        self.on_device = getattr(type(pg), "_device", "cpu") != "cpu"
         self.ours = getattr(type(pg), "_reduces_each_dtype", False) is True
         self._abortable = abortable(pg)  # an abort ends all waits for its collectives
         self._takes_rank_info = hasattr(pg, "set_rank_info")

@@ -140,8 +140,12 @@ func (m *memory) unlike(id string, compare func(*Member) likeness) (other *Membe
 			continue
 		}
 		here = true
+		known := &m.latest.Members[i]
+		if r.waiting() { // an adopted quorum has neither size nor layouts of its members
+			known = r.member()
+		}
 		// A presumed member is not known yet: outfit compares it when it asks.
-		if !r.presumed && fits(&m.latest.Members[i]) {
+		if !r.presumed && fits(known) {
 			return nil
 		}
 	}

@@ -79,7 +79,8 @@ class LocalJob:
         self._make_group = make_group
         self._lighthouse = lighthouse
         self._kill_every = kill_every
-        self._errors: list[str] = []  # which ended groups since a group took part in a step
+        self._trained = False  # whether a group has ever taken part in a step: then the script can start
+        self._errors: list[str] = []  # which ended groups before that
         self._choice = random.Random(seed)
         self._next_kill = time.monotonic() + (kill_every or 0.0)
         self._asked = 0.0
@@ -207,9 +208,9 @@ class LocalJob:
 
     def _end_if_repeated(self, member: Member, error: str) -> None:
         """Ends the job if its script cannot start: it raised the same error twice, in one group or in two, and no group
-        takes part in a step.
+        has ever taken part in a step.
         """
-        if not error or any(other.took_part for other in self.members):
+        if not error or self._trained:
             return
         if error in self._errors:
             raise LaunchError(f"the script ends before its first step: {error}", member.group.log)
@@ -223,7 +224,7 @@ class LocalJob:
             f"group {member.group.number} ended {FRUITLESS_LIVES} times before it took part in a step, the last time "
             f"with status {status}" + (f": {error}" if error else "")
         )
-        if not any(other.took_part for other in self.members):
+        if not self._trained:
             raise LaunchError(member.abandoned, member.group.log)
         member.state = f"not restarted: ended with status {status} and never took part, see {member.group.log}"
 
@@ -249,8 +250,7 @@ class LocalJob:
             member.step, member.replica_id = reported["step"], reported["replica_id"]
             member.state = "training" if reported["in_quorum"] else "waiting"
             member.took_part = member.took_part or reported["in_quorum"]
-        if any(member.took_part for member in self.members):
-            self._errors.clear()
+        self._trained = self._trained or any(member.took_part for member in self.members)
         if steps := [reported["step"] for reported in shown["members"] if reported["in_quorum"]]:
             self.pace.look(now, shown["quorum_id"], max(steps))
 

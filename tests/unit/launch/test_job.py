@@ -196,6 +196,21 @@ def test_an_error_from_before_the_job_trained_does_not_count(monkeypatch: pytest
     assert cluster.groups[0].starts == 4
 
 
+def test_a_job_that_has_trained_does_not_end_at_an_error_that_all_groups_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All were killed, and the storage that they start from does not answer for a moment."""
+    monkeypatch.setattr(module, "error_of", lambda log: "OSError: the storage does not answer")
+    cluster = Cluster(monkeypatch, 2, 2)
+    cluster.training = {0: 5, 1: 5}
+    cluster.pass_time(1)
+    cluster.training = {}
+    for starts in (2, 3):
+        cluster.groups[0].status = cluster.groups[1].status = 1
+        assert cluster.pass_time(0) and cluster.pass_time(1)
+        assert [group.starts for group in cluster.groups] == [starts, starts]
+    cluster.end_before_a_step(0)
+    assert cluster.states()[0].startswith("not restarted") and cluster.groups[1].status is None
+
+
 def test_a_group_that_raises_while_others_train_has_all_its_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others have shown that the script can start."""
     monkeypatch.setattr(module, "error_of", lambda log: "OSError: the device is busy")

@@ -38,14 +38,15 @@ SOURCES := setup.py pyproject.toml python/build/toolchain.py $(wildcard csrc/*) 
 
 ifeq ($(UV),)
 MAKE_VENV = $(PYTHON) -m venv $(VENV)
-INSTALL = $(PY) -m pip install --disable-pip-version-check --constraint $(LOCK)
+PIP_INSTALL = $(PY) -m pip install --disable-pip-version-check
 BUILD_WHEEL = $(PY) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(DIST) .
 else
 MAKE_VENV = $(UV) venv --quiet --python "$$(command -v $(PYTHON))" $(VENV)
 # Compiled ahead, as pip does: importing PyTorch from source takes five times as long.
-INSTALL = VIRTUAL_ENV= $(UV) pip install --compile-bytecode --constraint $(LOCK) --python $(PY)
+PIP_INSTALL = VIRTUAL_ENV= $(UV) pip install --compile-bytecode --python $(PY)
 BUILD_WHEEL = $(UV) build --quiet --wheel --no-build-isolation --python $(PY) --out-dir $(DIST) .
 endif
+INSTALL = $(PIP_INSTALL) --constraint $(LOCK)
 
 # cgo looks for Python.h wherever it compiles the binding, for vet and tests too.
 GO_ENV = CGO_ENABLED=1 CGO_CFLAGS="-O2 -I$$($(abspath $(PY)) ../python/build/toolchain.py include)"
@@ -199,7 +200,8 @@ $(PY): | check
 # The package, in place, with one of its extras ("nothing": none). An install builds the library too, but silently:
 # so the library is built before it, and Go's cache then has the most of it.
 $(VENV)/with-%: pyproject.toml setup.py $(LOCK) | check $(PY) $(LIBRARY)
-	$(if $(TORCH_INDEX),$(INSTALL) --index-url $(TORCH_INDEX) torch)
+# Without the lock: such an index has few versions of what PyTorch needs. The next install moves them to those of the lock.
+	$(if $(TORCH_INDEX),$(PIP_INSTALL) --index-url $(TORCH_INDEX) torch)
 	@echo "Installing torchft into $(VENV)"
 	$(INSTALL) --no-build-isolation --editable '.$(if $(filter-out nothing,$*),[$*])'
 	@touch $(LIBRARY) $@

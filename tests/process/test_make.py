@@ -52,6 +52,7 @@ def test_pytorch_comes_from_the_index_that_is_asked_for(tmp_path: Path) -> None:
     lines = recipes(tmp_path / "venv", "train", f"TORCH_INDEX={CPU_INDEX}")
     from_index = where(rf"pip install .*--index-url {CPU_INDEX} torch$", lines)
     assert from_index < where(r"pip install .*--editable '\.\[train\]'", lines), "which then finds PyTorch installed"
+    assert "--constraint" not in lines[from_index], "an index of PyTorch has few versions of the other packages"
     assert where(rf"echo .*PyTorch comes from {CPU_INDEX}", lines) < from_index
     assert not any("GB to download" in line for line in lines)
     assert not any("--index-url" in line for line in recipes(tmp_path / "venv", "train"))

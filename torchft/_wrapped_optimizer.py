@@ -102,20 +102,25 @@ def _attribute(name: str) -> property:
 
 
 def _one_state(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a method of GradScaler use the state of the wrapped optimizer for its wrapper, too.
+    """Makes a method of GradScaler use the same state for a wrapper and the wrapped optimizer.
 
     GradScaler keeps by ``id(optimizer)`` whether gradients are unscaled. A library may unscale the wrapped optimizer's,
     and a training loop step the wrapper: with two states, the gradients would be divided by the scale twice.
+
+    A class derived from GradScaler may have a method of its own in place of this one, as PyTorch's ShardedGradScaler
+    has ``unscale_``. So the shared state is the one that exists, of whichever optimizer.
     """
 
     @functools.wraps(method)
     def called(scaler: GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        wrapped = optimizer
-        while isinstance(wrapped, WrappedOptimizer):
-            wrapped = wrapped.optim
-        if wrapped is not optimizer and scaler.is_enabled():
+        chain = [optimizer]
+        while isinstance(chain[-1], WrappedOptimizer):
+            chain.append(chain[-1].optim)
+        if len(chain) > 1 and scaler.is_enabled():
             states = scaler._per_optimizer_states
-            states[id(optimizer)] = states[id(wrapped)]
+            shared = next((states[id(one)] for one in chain if id(one) in states), None)
+            for one in chain:
+                states[id(one)] = states[id(chain[-1])] if shared is None else shared
         return method(scaler, optimizer, *args, **kwargs)
 
     return called

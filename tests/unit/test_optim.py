@@ -10,10 +10,12 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from torchft.dlrover.optimizer import DistributedOptimizer
 from torchft.manager import Manager
 from torchft.optim import OptimizerWrapper
+from torchft.process_group import ProcessGroupDummy
 
 
 @pytest.fixture
@@ -289,6 +291,22 @@ def test_a_scaler_sees_one_optimizer(manager: MagicMock, inner_first: bool) -> N
         scaler.update()
         assert model.weight.item() == pytest.approx(before - 3.0)
     assert scaler.get_scale() == 4.0
+
+
+@pytest.mark.parametrize("inner", [True, False])
+def test_a_sharded_scaler_sees_one_optimizer(manager: MagicMock, inner: bool) -> None:
+    """Its `unscale_` is its own."""
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = OptimizerWrapper(manager, torch.optim.SGD(model.parameters(), lr=1.0))
+    scaler = ShardedGradScaler("cpu", init_scale=4.0, process_group=ProcessGroupDummy(0, 1))
+    before = model.weight.item()
+    for _ in range(2):
+        model.zero_grad()
+        scaler.scale(model(torch.full((1,), 3.0)).sum()).backward()
+        scaler.unscale_(optimizer.optim if inner else optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+    assert model.weight.item() == pytest.approx(before - 6.0)
 
 
 def test_a_scaler_skips_a_step_with_infinite_gradients(manager: MagicMock) -> None:

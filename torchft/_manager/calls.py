@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Callable, Optional
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed import ReduceOp
 
 from torchft._manager.handles import CALLS, announced
 from torchft._manager.layout import LayoutDiffers
+from torchft.process_group._attempt import in_time, running
 from torchft.process_group.reconfigure import Handle, create_store_client
 
 if TYPE_CHECKING:
@@ -104,7 +106,8 @@ class Calls:
                 self._own.delete_key(key)
             self._listed, self._step = [], f"calls/{plan.quorum_id}/{plan.max_step}"
             if judge is not None and stores[judge]:
-                self._judge = plan.replica_ids[judge], create_store_client(stores[judge], _CONNECT_TIMEOUT)
+                connect = partial(create_store_client, stores[judge], _CONNECT_TIMEOUT)
+                self._judge = plan.replica_ids[judge], in_time(connect, 3 * _CONNECT_TIMEOUT)
         except Exception as e:
             self._logger.warn(f"the first calls in quorum {plan.quorum_id} are not compared: {e}")
 
@@ -152,14 +155,24 @@ class Calls:
 
     def _read(self, name: str, store: Store, number: int, collectives: Collectives) -> str:
         """Waits for a call of the other group."""
-        key, deadline = f"{self._step}/{number}", time.monotonic() + self._timeout.total_seconds()
-        pause, longest = _PAUSE_SEC
-        while not store.check([key]):
+        key = f"{self._step}/{number}"
+
+        def read() -> str:
+            pause, longest = _PAUSE_SEC
+            attempt = running()
+            while not store.check([key]):
+                if attempt is None or attempt.abandoned is not None:
+                    return ""
+                time.sleep(pause)
+                pause = min(2 * pause, longest)
+            return store.get(key).decode()
+
+        def check() -> None:
             self._check_peers()
             if collectives.aborted:
                 raise RuntimeError("the collectives of the step were aborted")
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"timed out: {name} did not make call {number} of the step within {self._timeout}")
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
-        return store.get(key).decode()
+
+        try:
+            return in_time(read, self._timeout, check)
+        except TimeoutError as e:
+            raise TimeoutError(f"timed out: {name} did not make call {number} of the step in {self._timeout}") from e

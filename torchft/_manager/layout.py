@@ -30,6 +30,7 @@ from torchft._manager.handles import LAYOUT, announced, bare
 from torchft._manager.loader import NAME as LOADER
 from torchft._manager.plan import Plan
 from torchft.checkpointing._places import local_part
+from torchft.process_group._attempt import in_time
 from torchft.process_group.reconfigure import Handle, create_store_client
 
 # A TCPStore tries to connect for about twice its timeout: a few seconds.
@@ -233,9 +234,13 @@ def _explain(
 
 def read_layout(peer: Handle) -> Optional[list[str]]:
     """The lines of a group, from its own store; None if the store is not reached within a few seconds."""
-    with contextlib.suppress(Exception):
+
+    def read() -> list[str]:
         store = create_store_client(peer.store, timeout=_FETCH_TIMEOUT)
         return store.get(f"layout/{peer.layout}").decode().splitlines()
+
+    with contextlib.suppress(Exception):
+        return in_time(read, 3 * _FETCH_TIMEOUT)
     return None
 
 

@@ -7,6 +7,7 @@ fails between the quorum and the connection would delay the others until that ti
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 from datetime import timedelta
 from typing import Any, Callable, Generic, Optional, TypeVar
@@ -17,6 +18,8 @@ T = TypeVar("T")
 
 # Seconds beyond the call's own timeouts, so that its error, which names the cause, comes first.
 _GRACE_SEC = 5.0
+# Seconds between two looks for a reason to end a wait.
+_LOOK_SEC = 0.01
 
 _thread = threading.local()
 
@@ -69,6 +72,10 @@ class Attempt(Generic[T]):
     def ended(self) -> bool:
         """Whether the call has ended, or was abandoned."""
         return self._ended.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        """Waits for the end of the call, at most this long. Returns whether it has ended."""
+        return self._ended.wait(seconds)
 
     @property
     def made(self) -> bool:
@@ -144,3 +151,28 @@ def _forget_frames(error: Optional[BaseException]) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+
+
+def in_time(call: Callable[[], T], timeout: timedelta, check: Callable[[], object] = lambda: None) -> T:
+    """Waits for a call that may heed no timeout: a TCPStore does not answer while its process is suspended.
+
+    Args:
+        call: continues on its own thread after an error. It learns of that by :func:`running`.
+        timeout: how long to wait.
+        check: called again and again; its error ends the wait.
+
+    Raises:
+        Exception: the error of the call or of `check`.
+        TimeoutError: the call has not ended in time.
+    """
+    attempt = Attempt(call, list.clear, timeout)
+    attempt.start()
+    deadline = time.monotonic() + timeout.total_seconds()
+    try:
+        while not attempt.wait(_LOOK_SEC):
+            check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"timed out: there was no answer within {timeout}")
+    except Exception as e:
+        attempt.abandon(e)
+    return attempt.result()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import socket
+import threading
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, Optional
@@ -13,7 +15,7 @@ from torch.distributed import ReduceOp, TCPStore
 
 from torchft._manager.calls import Calls, describe_call, judge_of
 from torchft._manager.handles import CALLS, announce
-from torchft._manager.layout import LayoutDiffers
+from torchft._manager.layout import LayoutDiffers, read_layout
 from torchft._manager.plan import Plan, Source
 from torchft.process_group.reconfigure import Handle
 
@@ -163,4 +165,30 @@ def test_a_store_that_cannot_be_reached_costs_no_step(two: Two, monkeypatch: pyt
     two.newer._logger = SimpleNamespace(warn=(warned := []).append)  # type: ignore[assignment]
     two.newer.begin(one, new_here=True)
     two.call(two.newer)
+    assert "the first calls in quorum 3 are not compared" in warned[0]
+
+
+def test_a_store_that_stops_to_answer(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other group is suspended: its store heeds no timeout."""
+    two.begin()
+    resumed = threading.Event()
+    monkeypatch.setattr(two.newer, "_judge", ("a", SimpleNamespace(check=lambda _: resumed.wait(20))))
+    with pytest.raises(TimeoutError, match="a did not make call 0"):
+        two.call(two.newer)
+    two.failure = ValueError("a peer has failed")
+    with pytest.raises(ValueError, match="a peer has failed"):
+        two.call(two.newer)
+    resumed.set()
+
+
+def test_a_store_that_never_answers_costs_no_step(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchft._manager.calls._CONNECT_TIMEOUT", SHORT)
+    monkeypatch.setattr("torchft._manager.layout._FETCH_TIMEOUT", SHORT)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        handle = Handle(id="0", store=f"127.0.0.1:{silent.getsockname()[1]}", layout="0")
+        two.handles[0] = announce(handle.encode(), CALLS, "1")
+        two.newer._logger = SimpleNamespace(warn=(warned := []).append)  # type: ignore[assignment]
+        two.newer.begin(plan(1, source=0, handles=two.handles), new_here=True)
+        two.call(two.newer)
+        assert read_layout(handle) is None
     assert "the first calls in quorum 3 are not compared" in warned[0]

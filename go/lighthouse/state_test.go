@@ -145,6 +145,7 @@ func TestFilesOfEndedJobsAreRemoved(t *testing.T) {
 	old, recent := time.Now().Add(-keepFilesFor-time.Hour), time.Now().Add(-keepFilesFor+time.Hour)
 	for name, at := range map[string]time.Time{
 		"ended.state": old, "paused.state": recent, "default.state": old, "ended.state.corrupt": old, "notes.txt": old,
+		"my.statements.csv": old, "copy.state.bak": old,
 		"x.state.123.tmp": time.Now().Add(-2 * time.Hour), "x.state.456.tmp": time.Now(),
 	} {
 		require.NoError(t, os.WriteFile(filepath.Join(dir, name), nil, 0o600))
@@ -159,7 +160,7 @@ func TestFilesOfEndedJobsAreRemoved(t *testing.T) {
 		}
 		return names
 	}
-	want := []string{"lock", "notes.txt", "paused.state", "x.state.456.tmp"}
+	want := []string{"copy.state.bak", "lock", "my.statements.csv", "notes.txt", "paused.state", "x.state.456.tmp"}
 	require.Eventually(t, func() bool { return slices.Equal(want, left()) }, time.Minute, 10*time.Millisecond, "%v", left())
 }
 

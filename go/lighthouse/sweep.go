@@ -61,13 +61,15 @@ func (s *Server) removeOld(now time.Time) {
 // keepFor returns the age from which a file is removed.
 func (s *Server) keepFor(file string) time.Duration {
 	const forever = time.Duration(1<<63 - 1)
-	job, _, ofJob := strings.Cut(file, ".state")
+	job, state := strings.CutSuffix(file, ".state")
 	switch {
-	case !ofJob || s.find(job) != nil && file == job+".state":
-		return forever // the lock, a file of somebody else, or of a job that is served
-	case strings.HasSuffix(file, ".tmp"):
+	case state && s.find(job) != nil:
+		return forever
+	case state || strings.HasSuffix(file, ".state.corrupt"):
+		return keepFilesFor
+	case strings.Contains(file, ".state.") && strings.HasSuffix(file, ".tmp"):
 		return keepTemporaryFor
 	default:
-		return keepFilesFor
+		return forever // the lock, or a file of somebody else
 	}
 }

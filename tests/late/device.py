@@ -64,7 +64,8 @@ def _module() -> types.ModuleType:
     m: Any = types.ModuleType("torch.late")
     m.is_available = lambda: True
     m.is_initialized = C.initialized
-    m.init = lambda: None
+    m.init = C.initialize
+    m._lazy_init = C.initialize  # as with CUDA, set_device_index initializes: then a thread's device is known
     m.is_bf16_supported = lambda: True
     m._is_in_bad_fork = C.bad_fork
     m.device_count = C.device_count

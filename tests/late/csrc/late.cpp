@@ -291,6 +291,7 @@ PYBIND11_MODULE(_late, m) {
   m.def("stats", stats);
   m.def("bad_fork", [] { return state.bad_fork; });
   m.def("initialized", [] { return state.initialized; });
+  m.def("initialize", check_usable);
   m.def("drain", drain);
   m.def("contexts", [] {
     Lock lock(state.mutex);

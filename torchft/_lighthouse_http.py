@@ -124,10 +124,12 @@ class Lighthouse:
                     raise Unanswered(f"{address} answered {e.code}: {_reason(_body(e))}", e.code) from None
             # HTTPException: the server does not speak HTTP; UnicodeError: the host cannot be a name in the DNS
             except (OSError, http.client.HTTPException, UnicodeError) as e:
-                tried.append(f"{address}: {getattr(e, 'reason', e)}")
+                reason = getattr(e, "reason", e)
+                late = isinstance(reason, TimeoutError)
+                tried.append(f"{address}: {f'no answer within {self._timeout:g} s' if late else reason}")
         raise Unanswered(
-            f"no lighthouse answered within {self._timeout:g} s ({'; '.join(tried)}); is it running, and is "
-            f"--lighthouse or {LIGHTHOUSE_ENV} its address?"
+            f"no lighthouse answered ({'; '.join(tried)}); is it running, and is --lighthouse or {LIGHTHOUSE_ENV} "
+            f"its address?"
         )
 
 

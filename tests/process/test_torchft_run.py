@@ -148,7 +148,7 @@ def test_it_grows_shrinks_and_ends(tmp_path: Path) -> None:
         run.wait(lambda: run.shows(r"^group 2 .* left"), "the third one has left")
         assert "left as asked (drain)" in (tmp_path / "logs" / "lighthouse.log").read_text()
         assert process_tree.start([*scale, "4"], output, run.env).wait(60) == 1
-        assert "4 replica groups are not allowed; allowed: 1 to 3" in output.read_text()
+        assert "4 replica groups are not allowed; allowed: 1 (--min-replicas) to 3 " in output.read_text()
 
         end(run, 6)  # the command itself, the lighthouse, two agents and their workers
     finally:

@@ -125,7 +125,7 @@ def _run(args: Any) -> int:
     log = args.log_dir / _LIGHTHOUSE_LOG
     with watched_lighthouse(log, options, args.bind) as (address, check_lighthouse):
         print(f"lighthouse: {address}", flush=True)
-        job = LocalJob(make_group, first, most, address, args.kill_every, args.seed)
+        job = LocalJob(make_group, first, most, address, args.kill_every, args.seed, args.min_replicas)
         control = None
         try:
             try:

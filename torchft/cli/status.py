@@ -63,7 +63,9 @@ def table(status: dict[str, Any]) -> str:
     for member in members:
         age = f"{member['heartbeat_age_ms'] / 1000:.1f} s"
         name, address = printable(member["replica_id"]), printable(member.get("address") or "")
-        lines.append(f"{name:{width}}  {state(member):9}  {member['step']:>9}  {age:>9}  {address}")
+        # The lighthouse knows the steps of the latest quorum, and of the requests for the next one.
+        step = member["step"] if member["in_quorum"] or member["waiting"] else "-"
+        lines.append(f"{name:{width}}  {state(member):9}  {step:>9}  {age:>9}  {address}")
     return "\n".join(lines)
 
 

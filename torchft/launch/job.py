@@ -57,6 +57,7 @@ class LocalJob:
         make_group: makes group ``number``, without starting it.
         replicas: initial number of groups.
         most: largest number of groups for ``scale``.
+        least: smallest number of groups for ``scale``: with fewer, none of them trains.
         lighthouse: address of the lighthouse.
         kill_every: seconds between two kills of a group chosen at random; None: no kills.
         seed: seed of the random choice.
@@ -70,10 +71,12 @@ class LocalJob:
         lighthouse: str,
         kill_every: float | None = None,
         seed: int | None = None,
+        least: int = 1,
     ) -> None:
         self.members: list[Member] = []
         self._first = replicas
         self.most = most
+        self.least = least
         self.kills = 0
         self.pace = Pace()
         self._make_group = make_group
@@ -92,11 +95,14 @@ class LocalJob:
         Groups whose restarts had stopped are started again.
 
         Raises:
-            ValueError: ``replicas`` is below one or above ``most``.
+            ValueError: ``replicas`` is below ``least`` or above ``most``.
         """
-        if not 1 <= replicas <= self.most:
+        if not self.least <= replicas <= self.most:
             more = f"; to allow them, start it with --replicas {self._first}:{replicas}" if replicas > self.most else ""
-            raise ValueError(f"{replicas} replica groups are not allowed; allowed: 1 to {self.most}{more}")
+            raise ValueError(
+                f"{replicas} replica groups are not allowed; allowed: {self.least} (--min-replicas) to {self.most} "
+                f"(MAX of --replicas){more}"
+            )
         for member in self.members[replicas:]:
             if member.state not in ("done", "left", "leaving"):
                 member.leaving, member.state, member.restart_at, member.abandoned = True, "leaving", None, ""

@@ -42,5 +42,11 @@ def line(member: Member, pace: Pace) -> str:
         text += f", {rate}"
     if member.state.startswith("starting") and (seconds := time.time() - member.group.started) > _START_SEC:
         text += f" for {seconds:.0f} s, see {member.group.log}; `py-spy dump -s --pid {member.group.pid}` shows where"
-    restarts = member.group.starts - 1
-    return text + (f"  (started again {restarts} times)" if restarts > 1 else "  (started again)" if restarts else "")
+    return text + _restarts(member.group.starts - 1, member.state)
+
+
+def _restarts(times: int, state: str) -> str:
+    said = state == "starting again"
+    if times > 1:
+        return f"  ({times} times)" if said else f"  (started again {times} times)"
+    return "  (started again)" if times and not said else ""

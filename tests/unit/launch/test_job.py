@@ -283,10 +283,20 @@ def test_adding_and_draining_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster.pass_time(1)
     cluster.job.scale(2)  # while it waits to be started again
     assert cluster.pass_time(60) and cluster.states()[2] == "left" and cluster.groups[2].starts == 2
-    with pytest.raises(ValueError, match=r"0 replica groups are not allowed; allowed: 1 to 3$"):
+    with pytest.raises(
+        ValueError, match=r"^0 replica groups are not allowed; allowed: 1 .* to 3 \(MAX of --replicas\)$"
+    ):
         cluster.job.scale(0)
-    with pytest.raises(ValueError, match=r"allowed: 1 to 3; to allow them, start it with --replicas 1:4$"):
+    with pytest.raises(ValueError, match=r"to 3 .*; to allow them, start it with --replicas 1:4$"):
         cluster.job.scale(4)
+
+
+def test_a_job_is_not_scaled_below_the_groups_that_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(monkeypatch, 3, 4, least=2)
+    with pytest.raises(ValueError, match=r"^1 replica groups are not allowed; allowed: 2 \(--min-replicas\) to 4 "):
+        cluster.job.scale(1)
+    cluster.job.scale(2)
+    assert [group.terminated for group in cluster.groups] == [0, 0, 1]
 
 
 def test_fewer_groups_drain_training_groups(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,22 @@ def test_the_line_of_a_group() -> None:
     assert line(one, pace).split() == ["group", "0", "done"], "it has trained steps since that one"
 
 
+@pytest.mark.parametrize(
+    ("starts", "state", "expected"),
+    [
+        (1, "starting", "starting"),
+        (2, "starting again", "starting again"),
+        (3, "starting again", "starting again  (2 times)"),
+        (2, "training", "training  (started again)"),
+        (3, "training", "training  (started again 2 times)"),
+    ],
+)
+def test_the_restarts_of_a_group_are_said_once(starts: int, state: str, expected: str) -> None:
+    one = member(0, state)
+    one.group.starts = starts
+    assert line(one, Pace()) == f"group 0   step        0  {expected}"
+
+
 def test_a_group_that_hangs_at_its_start_names_its_log() -> None:
     one = member(0, "starting")
     assert line(one, Pace()).endswith("  starting")

@@ -22,7 +22,7 @@ _logger = logging.getLogger("torchft.manager")
 
 
 class Life(NamedTuple):
-    """What tells whether two Managers of a process belong to the same rank of the same group.
+    """Identifies the rank and group of a Manager.
 
     Attributes:
         replica_id: the name that the caller gave to the group, without the UUID; empty if there is none.

@@ -27,7 +27,8 @@ func LogLongWait(what, address string, timeout time.Duration, reason func() stri
 }
 
 // DialSecurely connects to a server of kind what ("lighthouse", "manager"), and returns when it is connected. It retries until
-// connectTimeout is over; the error then names the address and the timeout. A wait that takes long is logged. If the connection breaks later, gRPC reconnects it.
+// connectTimeout is over; the error then names the address and the timeout. A wait that takes long is logged. If the connection
+// breaks later, gRPC reconnects it.
 func DialSecurely(ctx context.Context, s auth.Security, network Network, what, address string, connectTimeout time.Duration) (*grpc.ClientConn, error) {
 	if connectTimeout <= 0 {
 		return nil, status.Errorf(codes.InvalidArgument, "connect_timeout is %s: it must be more than 0", connectTimeout)

@@ -41,8 +41,8 @@ func (s *Server) handleNotice(notice membership.Notice) {
 		}
 	case membership.Stalled:
 		s.log.Info("torchft: a member makes no progress", "quorum_id", notice.QuorumID, "member", notice.ReplicaID, "reason", notice.Reason)
-	case membership.Regressed:
-		s.log.Warn("torchft: THE JOB REGRESSES", "quorum_id", notice.QuorumID, "reason", notice.Reason)
+	case membership.Regressed: // no warning: each rank logs one
+		s.log.Info("torchft: THE JOB REGRESSES", "quorum_id", notice.QuorumID, "reason", notice.Reason)
 	case membership.Drained:
 		s.log.Info("torchft: this group is asked to leave at the end of a step", "reason", notice.Reason)
 		s.feed(round.Drained{})

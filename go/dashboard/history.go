@@ -29,6 +29,8 @@ const (
 	Drained Kind = "drained"
 	// Waived : an operator stated that a member with a missing vote has ended.
 	Waived Kind = "waived"
+	// Refused : a member does not fit to the job, and takes no part in it.
+	Refused Kind = "refused"
 	// Regressed : a quorum is below the step that the job had reached.
 	Regressed Kind = "regressed"
 	// Killed : a member was ended on request.

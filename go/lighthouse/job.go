@@ -49,6 +49,7 @@ type job struct {
 	keeper  *keeper         // of the state on disk, nil if none is kept
 	heals   map[string]heal // by replica_id, as reported
 	probed  map[string]bool // members whose hosts are being probed
+	refused map[string]bool // members whose refusal is logged and in the history
 	blamed  int64           // id of the last quorum with a failure whose cost was reported
 	closed  bool
 
@@ -70,7 +71,7 @@ type answer struct {
 }
 
 func newJob(s *Server, name string) *job {
-	j := &job{server: s, cfg: s.cfg, log: s.log, name: name, since: time.Now(), stepped: time.Now(), asleep: clock.Suspended(), stop: make(chan struct{}), probed: map[string]bool{}}
+	j := &job{server: s, cfg: s.cfg, log: s.log, name: name, since: time.Now(), stepped: time.Now(), asleep: clock.Suspended(), stop: make(chan struct{}), probed: map[string]bool{}, refused: map[string]bool{}}
 	if name != rpc.DefaultJob {
 		j.log = s.log.With("job", name)
 	}
@@ -279,6 +280,8 @@ func (j *job) do(event quorum.Event, now time.Time) {
 			j.probe(a)
 		case quorum.Doubted:
 			j.log.Warn("torchft: a report of a member is ignored", "replica_id", a.ReplicaID, "reason", a.Reason)
+		case quorum.Refused:
+			j.refuses(a, now)
 		case quorum.Waived:
 			j.log.Warn("torchft: A VOTE IS WAIVED: "+risk, "replica_id", a.ReplicaID, "by", a.By)
 			j.board.Record(dashboard.Event{Time: now, Kind: dashboard.Waived, Left: []string{a.ReplicaID}, Reason: "waived by " + a.By})

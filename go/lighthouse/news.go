@@ -111,6 +111,22 @@ func (j *job) regresses(a quorum.Regressed, now time.Time) {
 	}
 }
 
+// mostRefused is how many refused members are remembered: a group that is restarted after each refusal has a new name each time.
+const mostRefused = 1000
+
+// refuses logs and records a member that does not fit to the job, once: its manager repeats the request. The caller holds mu.
+func (j *job) refuses(a quorum.Refused, now time.Time) {
+	if j.refused[a.ReplicaID] {
+		return
+	}
+	if len(j.refused) == mostRefused {
+		clear(j.refused)
+	}
+	j.refused[a.ReplicaID] = true
+	j.log.Warn("torchft: a member is refused", "replica_id", a.ReplicaID, "reason", a.Reason)
+	j.board.Record(dashboard.Event{Time: now, Kind: dashboard.Refused, Left: []string{a.ReplicaID}, Reason: a.Reason})
+}
+
 // record adds members that failed or ended to the history.
 func (j *job) record(now time.Time, kind dashboard.Kind, of []trouble) {
 	if len(of) > 0 {

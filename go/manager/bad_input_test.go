@@ -58,6 +58,14 @@ func TestAGroupOfAnotherSizeIsRefusedAndTheOthersContinue(t *testing.T) {
 			}
 			assert.Less(t, time.Since(start), atOnce, "the others do not wait for the refused group")
 		}
+		assert.Equal(t, 1, c.Log.Count("a member is refused"), "said once, not at each request")
+		var refused []any
+		for _, event := range history(t, c) {
+			if event["kind"] == "refused" {
+				refused = append(refused, event["left"])
+			}
+		}
+		assert.Equal(t, []any{[]any{"c"}}, refused)
 		wrong.Server.Shutdown()
 
 		right := c.StartGroup("d", 2)

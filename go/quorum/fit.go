@@ -63,6 +63,7 @@ func (m *memory) outfit(e Asked) {
 			continue
 		}
 		m.refuseAll(r, Misfit, reason)
+		m.do(Refused{r.id, reason})
 		m.failRefused(r.id, Misfit, reason)
 	}
 }

@@ -102,7 +102,7 @@ func (m *Machine) take(event Event) (decide bool) {
 	case Withdrawn: // No decision: a withdrawal cannot make a quorum possible.
 		m.roster.withdraw(e.Waiter, m.now)
 	case Beat: // No decision here: if it makes a member with a request a candidate again, the next tick decides. Heartbeats must stay cheap.
-		// Before the first quorum a call counts, whoever makes it: after a restart of the lighthouse, the members of upstream groups
+		// Before the first quorum a call of any name counts: after a restart of the lighthouse, the members of upstream groups
 		// show only so that they are in the middle of a step. Later a name that never asks would count in the majority, and could
 		// keep the job from forming a quorum.
 		if !e.Call || m.Knows(e.ReplicaID) || m.past.latest == nil {
@@ -167,8 +167,11 @@ func (m *Machine) asked(e Asked) bool {
 	// counts as healthy, and that no quorum may include.
 	if why, reason := m.unfit(e); reason != "" {
 		m.refuse(e.Waiter, why, reason)
-		if why == Unshown { // the member gets another chance to show its quorum, and is accepted after that
+		switch why {
+		case Unshown: // the member gets another chance to show its quorum, and is accepted after that
 			m.do(Recall{id, e.KnownQuorumID})
+		case Misfit:
+			m.do(Refused{id, reason})
 		}
 		m.failRefused(id, why, reason)
 		return false

@@ -258,6 +258,8 @@ func (r *scribe) step(e Event) []string {
 			answers = append(answers, fmt.Sprintf("probe %s at %s", a.ReplicaID, a.Address))
 		case Doubted:
 			answers = append(answers, fmt.Sprintf("%s is not believed: %s", a.ReplicaID, a.Reason))
+		case Refused:
+			answers = append(answers, "member "+a.ReplicaID+" does not fit")
 		case Waived:
 			answers = append(answers, fmt.Sprintf("%s was waived by %s", a.ReplicaID, a.By))
 		case Regressed:

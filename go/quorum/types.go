@@ -198,6 +198,8 @@ type (
 	}
 	// Doubted reports a claim of a member that this lighthouse ignores, for the log.
 	Doubted struct{ ReplicaID, Reason string }
+	// Refused reports a member that no quorum of this job may include (Misfit), at each of its requests, for the log and the history.
+	Refused struct{ ReplicaID, Reason string }
 	// Waived reports that an operator waived the vote of a missing member: it counts as given here.
 	Waived struct{ ReplicaID, By string }
 	// Keep makes the shell write to disk the state of the job that a restarted lighthouse needs.
@@ -265,6 +267,7 @@ func (FailBack) isAction()     {}
 func (Recall) isAction()       {}
 func (Probe) isAction()        {}
 func (Doubted) isAction()      {}
+func (Refused) isAction()      {}
 func (Waived) isAction()       {}
 func (Keep) isAction()         {}
 func (Regressed) isAction()    {}

@@ -57,6 +57,8 @@ def words(event: dict[str, Any]) -> str:
         return _line(when, event, [f"{', '.join(event['left'])} is to leave at the end of a step", event["reason"]])
     if event["kind"] == "waived":
         return _line(when, event, [f"{', '.join(event['left'])} counts as ended", event["reason"]])
+    if event["kind"] == "refused":
+        return _line(when, event, [f"{', '.join(event['left'])} was refused", event["reason"]])
     parts = []
     if event.get("who"):
         parts.append(_recovery(event))

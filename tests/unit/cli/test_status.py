@@ -244,6 +244,8 @@ def test_the_cost_of_a_recovery_and_the_draining_members() -> None:
     assert recovered.endswith("b and the others go on, 1 step lost: 0.02 s (abort 0.02 s)")
     drained = words({**event, "kind": "drained", "left": ["c"], "reason": "somebody asked"})
     assert drained.endswith("c is to leave at the end of a step; somebody asked")
+    refused = words({**event, "kind": "refused", "left": ["c"], "reason": "world_size of member c is 3"})
+    assert refused.endswith("c was refused; world_size of member c is 3")
 
 
 def test_no_command_imports_torch() -> None:

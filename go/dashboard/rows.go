@@ -134,6 +134,9 @@ func follow(old Row, known bool, m quorum.MemberStatus, now time.Time) Row {
 	if row.State != Failed {
 		row.HeardOf = 0 // not shown while it is alive: otherwise each heartbeat would change its row
 	}
+	if !m.InQuorum && !m.Waiting {
+		row.Step = old.Step // the status has the steps of the latest quorum and of pending requests only
+	}
 	if !known || old.State != row.State {
 		row.Since = now.UnixMilli()
 	}

@@ -40,6 +40,15 @@ func TestALookReturnsTheChanges(t *testing.T) {
 	assert.Len(t, b.Whole().Rows, 1)
 }
 
+func TestAFailedGroupKeepsItsStepWhenTheOthersGoOnWithoutIt(t *testing.T) {
+	var b Board
+	b.Look(quorum.Status{Members: []quorum.MemberStatus{member("a", 1404)}}, 0, start)
+	gone := quorum.MemberStatus{ReplicaID: "a"} // it is in no quorum any more, so its step is not known
+	change := b.Look(quorum.Status{Members: []quorum.MemberStatus{gone}}, 0, start.Add(time.Second))
+	assert.Equal(t, Failed, change.Rows[0].State)
+	assert.EqualValues(t, 1404, change.Rows[0].Step)
+}
+
 func TestTheStateOfAMember(t *testing.T) {
 	for want, m := range map[State]quorum.MemberStatus{
 		Failed:   {InQuorum: true},

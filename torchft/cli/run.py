@@ -6,7 +6,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -39,29 +39,54 @@ variables.
 
 _LOGS = "torchft-logs"
 _LIGHTHOUSE_LOG = "lighthouse.log"
+# A terminal sends Ctrl-C to a wrapper such as `timeout` too, which forwards it: it arrives twice, a moment apart.
+_ECHO_SEC = 1.0
 
 
 class _Terminated(KeyboardInterrupt):
-    """SIGTERM has arrived, for example from a scheduler that preempts the machine, or SIGHUP from a closed terminal."""
+    """SIGINT from Ctrl-C, SIGTERM, for example from a scheduler that preempts the machine, or SIGHUP from a closed
+    terminal has arrived.
+    """
 
     def __init__(self, number: int, why: str = "") -> None:
         super().__init__(why or signal.Signals(number).name)
         self.number = number
 
 
-def _terminate(number: int, frame: FrameType | None) -> None:
-    if number == signal.SIGHUP:
-        # The kernel and the shell send one each; the second one must not end the groups at once.
-        signal.signal(number, signal.SIG_IGN)
-    raise _Terminated(number)
+def is_echo(number: int, now: float, first: Mapping[int, float]) -> bool:
+    """Whether a signal repeats an earlier one that was meant once, so that it must not end the groups at once.
+
+    Args:
+        number: the signal.
+        now: when it arrived, in seconds of the monotonic clock.
+        first: when each signal arrived first.
+    """
+    if number not in first:
+        return False
+    # The kernel and the shell send a SIGHUP each, some time apart.
+    return number == signal.SIGHUP or now - first[number] < _ECHO_SEC
+
+
+class _Signals:
+    """The handler of the signals that end the job."""
+
+    def __init__(self) -> None:
+        self._first: dict[int, float] = {}
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if not is_echo(number, now, self._first):
+            self._first.setdefault(number, now)
+            raise _Terminated(number)
 
 
 def main(arguments: Sequence[str]) -> int:
     args = _parse(arguments)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, _terminate)
+    terminate = _Signals()
+    signal.signal(signal.SIGINT, terminate)
+    signal.signal(signal.SIGTERM, terminate)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, _terminate)
+        signal.signal(signal.SIGHUP, terminate)
     try:
         args.log_dir = _log_folder(args.log_dir)
     except OSError as e:
@@ -74,8 +99,8 @@ def main(arguments: Sequence[str]) -> int:
     print(f"logs: {args.log_dir}", flush=True)
     try:
         return _run(args)
-    except KeyboardInterrupt as e:
-        return 128 + _number(e)
+    except _Terminated as e:
+        return 128 + e.number
     except LaunchError as e:
         print(f"\ntorchft run: {e}", file=sys.stderr)
         for log in e.logs:
@@ -110,10 +135,6 @@ def _log_folder(given: Path | None) -> Path:
             folder = Path(f"{usual}-{jobs}")
 
 
-def _number(interrupt: KeyboardInterrupt) -> signal.Signals:
-    return signal.Signals(interrupt.number) if isinstance(interrupt, _Terminated) else signal.SIGINT
-
-
 def _run(args: Any) -> int:
     first, most = args.replicas
 
@@ -133,9 +154,9 @@ def _run(args: Any) -> int:
             except OSError as e:
                 print(f"torchft run: `torchft scale` cannot reach this job: {e}", file=sys.stderr)
             job.run(partial(_show, Progress()), partial(_look, check_lighthouse, control))
-        except KeyboardInterrupt as e:
+        except _Terminated as e:
             with contextlib.suppress(OSError):  # the terminal may be closed
-                print(f"\n{str(e) or 'SIGINT'}: ending the groups (once more: at once)", file=sys.stderr)
+                print(f"\n{e}: ending the groups (once more, a second later: at once)", file=sys.stderr)
             job.end(args.grace)
             raise
         finally:
@@ -150,6 +171,7 @@ def _show(progress: Progress, job: LocalJob) -> None:
     try:
         progress.show(job)
     except OSError as e:  # a closed terminal fails at once, and its SIGHUP comes later, or never
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it must not end the groups at once
         raise _Terminated(signal.SIGHUP, f"the output cannot be written ({e.strerror})") from None
 
 

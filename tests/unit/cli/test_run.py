@@ -31,6 +31,7 @@ class Groups:
         self.calls.append("end")
         for number in self.signals[1:]:
             signal.raise_signal(number)
+        self.calls.append("ended")
 
     def kill(self) -> None:
         self.calls.append("kill")
@@ -88,20 +89,49 @@ INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
 @pytest.mark.parametrize(
-    ("signals", "status"),
+    ("signals", "echo_sec", "status", "calls"),
     [
-        ([INT], 130),
-        ([TERM], 143),
-        pytest.param([HUP], 129, id="the terminal is closed"),
-        pytest.param([HUP, HUP], 129, id="the kernel and the shell report it"),
-        pytest.param([TERM, TERM], 143, id="at once"),
+        ([INT], 0.0, 130, ["end", "ended", "kill"]),
+        ([TERM], 0.0, 143, ["end", "ended", "kill"]),
+        pytest.param([HUP], 0.0, 129, ["end", "ended", "kill"], id="the terminal is closed"),
+        pytest.param([HUP, HUP], 0.0, 129, ["end", "ended", "kill"], id="the kernel and the shell report it"),
+        pytest.param([INT, INT], 3600.0, 130, ["end", "ended", "kill"], id="a wrapper forwards the terminal's"),
+        pytest.param([INT, INT], 0.0, 130, ["end", "kill"], id="Ctrl-C, and later once more"),
+        pytest.param([TERM, TERM], 0.0, 143, ["end", "kill"], id="at once"),
+        pytest.param([INT, TERM], 3600.0, 143, ["end", "kill"], id="another signal"),
     ],
 )
-def test_a_signal_ends_the_groups(signals: list[signal.Signals], status: int, groups: Groups) -> None:
+def test_a_signal_ends_the_groups(
+    signals: list[signal.Signals],
+    echo_sec: float,
+    status: int,
+    calls: list[str],
+    groups: Groups,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(run, "_ECHO_SEC", echo_sec)
     signal.signal(HUP, signal.default_int_handler)  # the default of the kernel would end this process
     groups.signals = signals
     assert main(["run", __file__]) == status
-    assert groups.calls == ["end", "kill"]
+    assert groups.calls == calls
+
+
+@pytest.mark.parametrize(
+    ("number", "now", "first", "expected"),
+    [
+        (INT, 10.0, {}, False),
+        (INT, 10.0, {INT: 10.0}, True),
+        (INT, 10.9, {INT: 10.0}, True),
+        (INT, 11.0, {INT: 10.0}, False),
+        (INT, 10.1, {TERM: 10.0}, False),
+        (TERM, 10.1, {INT: 9.0, TERM: 10.0}, True),
+        (HUP, 99.0, {HUP: 10.0}, True),
+    ],
+)
+def test_a_repeated_signal_that_was_meant_once(
+    number: int, now: float, first: dict[int, float], expected: bool
+) -> None:
+    assert run.is_echo(number, now, first) is expected
 
 
 def test_a_terminal_that_fails_before_its_signal_ends_the_groups(
@@ -111,8 +141,10 @@ def test_a_terminal_that_fails_before_its_signal_ends_the_groups(
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(run.Progress, "show", show)
+    signal.signal(HUP, signal.default_int_handler)
+    groups.signals = [HUP, HUP]  # the output fails before the first, so only the second one arrives: while they end
     assert main(["run", __file__]) == 129
-    assert groups.calls == ["end", "kill"]
+    assert groups.calls == ["end", "ended", "kill"]
     assert "the output cannot be written (Input/output error): ending the groups" in capsys.readouterr().err
 
 

@@ -1,8 +1,10 @@
 """The start of a group: how its ranks find their manager server."""
 
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, Iterator, List
 from unittest.mock import MagicMock
 
@@ -112,3 +114,22 @@ def test_a_rank_whose_relay_did_not_start_as_one(server: Any, monkeypatch: pytes
     monkeypatch.setenv("TORCHFT_RANKS_PER_RELAY", "2")
     with pytest.raises(RuntimeError, match=r"rank 3 found no relay of rank 2 .*TORCHFT_RANKS_PER_RELAY=2 here"):
         join(3, server)
+
+
+def test_a_wait_for_the_store_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For example, a wrong MASTER_ADDR: PyTorch says nothing until the timeout."""
+    lines: List[str] = []
+    announced = threading.Event()
+
+    def open_store(**_: Any) -> MagicMock:
+        assert announced.wait(60)
+        return MagicMock()
+
+    monkeypatch.setattr(group, "TCPStore", open_store)
+    monkeypatch.setattr(group, "_SILENT_SEC", 0.0)
+    monkeypatch.setattr(group._logger, "warning", lambda text: (lines.append(text), announced.set()))
+    settings: Any = SimpleNamespace(store_addr="node7", store_port=29500, timeout=WAIT, restart_count=0)
+    group._open_store(settings)
+    assert lines == [
+        "waiting for the store of this group at node7:29500 (MASTER_ADDR, MASTER_PORT), which torchrun serves"
+    ]

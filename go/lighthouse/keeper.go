@@ -78,7 +78,9 @@ func (j *job) recallFrom(path string, text []byte, err error) {
 	default:
 		s, err := decodeState(text, j.name)
 		if err != nil {
-			aside := path + ".corrupt"
+			aside, now := path+".corrupt", time.Now()
+			// It is kept for keepFilesFor from now on. Before it has its new name, so that a sweep does not find it with the old time.
+			_ = os.Chtimes(path, now, now)
 			j.log.Warn("torchft: the state of the job on disk is damaged, and is ignored", "file", path, "error", err, "moved_to", aside,
 				"moved", os.Rename(path, aside) == nil)
 			return

@@ -151,7 +151,7 @@ func TestFilesOfEndedJobsAreRemoved(t *testing.T) {
 		require.NoError(t, os.WriteFile(filepath.Join(dir, name), nil, 0o600))
 		require.NoError(t, os.Chtimes(filepath.Join(dir, name), at, at))
 	}
-	_, _ = startOn(t, dir) // moves the damaged default.state aside
+	_, log := startOn(t, dir) // moves the damaged default.state aside, which is kept from then on
 	left := func() (names []string) {
 		entries, err := os.ReadDir(dir)
 		require.NoError(t, err)
@@ -160,8 +160,9 @@ func TestFilesOfEndedJobsAreRemoved(t *testing.T) {
 		}
 		return names
 	}
-	want := []string{"copy.state.bak", "lock", "my.statements.csv", "notes.txt", "paused.state", "x.state.456.tmp"}
+	want := []string{"copy.state.bak", "default.state.corrupt", "lock", "my.statements.csv", "notes.txt", "paused.state", "x.state.456.tmp"}
 	require.Eventually(t, func() bool { return slices.Equal(want, left()) }, time.Minute, 10*time.Millisecond, "%v", left())
+	assert.NotContains(t, log.String(), "error=<nil>")
 }
 
 func TestADamagedFileIsLoggedAndIgnored(t *testing.T) {

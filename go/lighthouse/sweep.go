@@ -12,7 +12,8 @@ import (
 
 const (
 	// A file that was not written for this long belongs to a job that has ended: a job in training writes its step each second. If the
-	// job begins again, its quorum ids are above the old ones, since the first one is taken from the clock.
+	// job begins again, its quorum ids are above the old ones, since the first one is taken from the clock. A damaged file is kept for
+	// as long after it was found.
 	keepFilesFor = 30 * 24 * time.Hour
 	// A temporary file of this age is left from a write that was interrupted.
 	keepTemporaryFor = time.Hour
@@ -52,8 +53,11 @@ func (s *Server) removeOld(now time.Time) {
 			continue
 		}
 		if age := now.Sub(info.ModTime()); age > s.keepFor(entry.Name()) {
-			err := os.Remove(filepath.Join(s.cfg.StateDir, entry.Name()))
-			s.log.Info("torchft: an old file is removed from the state directory", "file", entry.Name(), "age", age.Round(time.Hour), "error", err)
+			if err := os.Remove(filepath.Join(s.cfg.StateDir, entry.Name())); err != nil {
+				s.log.Warn("torchft: an old file in the state directory cannot be removed", "file", entry.Name(), "error", err)
+				continue
+			}
+			s.log.Info("torchft: an old file is removed from the state directory", "file", entry.Name(), "age", age.Round(time.Hour))
 		}
 	}
 }

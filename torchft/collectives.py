@@ -110,7 +110,7 @@ def allreduce_quantized(
         tensors: float32, float16 or bfloat16, any shapes, on one device.
         opts: SUM or AVG.
         process_group: a process group of torchft, or a native one.
-        sync_stream: stream for the work on a device; default: a new one.
+        sync_stream: stream for the work on a device; default: one that all quantized collectives on the device share.
 
     Returns:
         Work whose future gives ``tensors``. They must not be touched until it is done.
@@ -150,7 +150,7 @@ def reduce_scatter_quantized(
             into as many parts as there are ranks, padded with zeros to the sizes of `get_padded_sizes`.
         opts: SUM or AVG.
         process_group: a process group of torchft, or a native one.
-        sync_stream: stream for the work on a device; default: a new one.
+        sync_stream: stream for the work on a device; default: one that all quantized collectives on the device share.
 
     Returns:
         Work whose future gives ``output``.

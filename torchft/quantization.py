@@ -83,7 +83,9 @@ def fused_quantize_into_fp8(
     """
     layout = _layout(inputs, all_reduce_group_size)
     device = inputs[0].device if inputs else torch.device("cpu")
-    buffer = torch.zeros(layout.nbytes, dtype=torch.uint8, device=device)
+    buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+    for gap in layout.padding:
+        buffer.view(layout.slices, -1)[:, gap].zero_()
     with torch.no_grad():
         flat = [tensor.detach().reshape(-1) for tensor in inputs]
         _implementation(device).quantize(flat, buffer, layout, format or format_from_env())

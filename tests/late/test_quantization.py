@@ -105,6 +105,16 @@ def doubling(group: ProcessGroup, stream: torch.Stream) -> tuple[torch.Tensor, W
     return tensor, start(lambda _: tensor.mul_(2), "double", [tensor], [tensor], Ranks(group), stream)
 
 
+def test_operations_share_the_stream_of_their_device(late) -> None:
+    """A new stream for each one would spread the allocator over all streams of PyTorch's pool."""
+    streams = []
+    for index in (0, 0, 1):
+        tensor = torch.ones(5, device=f"late:{index}")
+        note = lambda _: streams.append(torch.accelerator.current_stream(tensor.device))  # noqa: E731, B023
+        start(note, "note", [tensor], None, Ranks(Group()), None).wait()
+    assert streams[0] == streams[1] and streams[2].device_index == 1
+
+
 def test_it_is_in_flight_until_the_device_has_finished(late) -> None:
     """Another stream that waits for it, or for its future, is ordered behind it."""
     own, other = torch.Stream("late"), torch.Stream("late")

@@ -10,6 +10,7 @@ with tags that nothing else uses.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import threading
 import weakref
@@ -84,12 +85,20 @@ def start(
         tensors: the tensors that ``run`` reads and writes.
         result: the value of the work's future.
         ranks: the group.
-        stream: the stream for the work on a device; None: a new one.
+        stream: the stream for the work on a device; None: one that all operations on this device share.
     """
     device = tensors[0].device
     if device.type == "cpu" or ranks.on_host:
         return _start_on_host(run, what, device, result, ranks, stream)
     return _StreamWork(run, tensors, result, ranks, stream)
+
+
+@functools.cache
+def _own_stream(device: torch.device) -> torch.Stream:
+    """The stream of the operations on a device. PyTorch's allocator keeps free memory for each stream: if each operation
+    had a new one, it would be kept for all streams of PyTorch's pool.
+    """
+    return torch.Stream(device)
 
 
 # On a device
@@ -128,7 +137,7 @@ class _StreamWork(Work):
         self._peers = weakref.ref(ranks.peers())
         device = tensors[0].device
         before = Mark([device])
-        own = torch.Stream(device) if stream is None else stream
+        own = _own_stream(device) if stream is None else stream
         with get_stream_context(own):
             before.follow()
             run(_StreamExchange(ranks))
@@ -263,13 +272,13 @@ def _on_stream(
     finished.
     """
     before = Mark([device])
-    own = torch.Stream(device) if stream is None else stream
+    own = _own_stream(device) if stream is None else stream
 
     def run_there(exchange: Exchange) -> None:
         with get_stream_context(own):
             before.follow()
             run(exchange)
-            own.synchronize()
+            own.record_event().synchronize()  # not all of the stream, which works among other peers share
 
     return run_there
 

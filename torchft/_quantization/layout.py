@@ -82,11 +82,16 @@ class Part:
 
 @dataclass(frozen=True)
 class Layout:
-    """A buffer of one slice for each rank: the codes of all tensors, then the scales of all blocks."""
+    """A buffer of one slice for each rank: the codes of all tensors, then the scales of all blocks.
+
+    Attributes:
+        padding: the bytes of a slice that belong to no code and no scale, as ranges.
+    """
 
     parts: tuple[Part, ...]
     slices: int
     slice_bytes: int
+    padding: tuple[slice, ...]
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +110,10 @@ def make_layout(numels: Sequence[int], slices: int) -> Layout:
         parts.append(part)
         code += chunk
         scale += part.blocks
-    return Layout(tuple(parts), slices, _round_up(scale * SCALE_BYTES, _ALIGN))
+    end = scale * SCALE_BYTES
+    size = _round_up(end, _ALIGN)
+    padding = tuple(slice(*gap) for gap in ((code, codes), (end, size)) if gap[0] < gap[1])
+    return Layout(tuple(parts), slices, size, padding)
 
 
 def _round_up(n: int, to: int) -> int:

@@ -53,6 +53,21 @@ def test_several_tensors_come_back(slices: int) -> None:
         torch.testing.assert_close(got, tensor.detach(), rtol=2**-4 + 2**-7, atol=1e-5)
 
 
+@pytest.mark.parametrize("slices", [1, 2, 3, 7])
+@pytest.mark.parametrize("numel", [1, 6, 4099])
+def test_only_the_padding_is_zeroed(numel: int, slices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is used as it comes, and each byte that is sent is defined."""
+    tensors = [torch.arange(1.0, numel + 1), torch.ones(5)]
+    buffers = []
+    for byte in (0, 255):
+        with monkeypatch.context() as m:
+            m.setattr(torch, "zeros", None)
+            empty = lambda *size, **kinds: torch.full(size, byte, **kinds)  # noqa: E731, B023
+            m.setattr(torch, "empty", empty)
+            buffers.append(fused_quantize_into_fp8(tensors, slices))
+    assert torch.equal(*buffers)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", flat_inputs())
 def test_values_that_are_not_finite_stay_so_and_others_stay_finite(name: str, dtype: torch.dtype) -> None:

@@ -20,6 +20,7 @@ from tests.unit.manager.conftest import Fixture, fixture, quorum
 from torchft._torchft import MemberFailure
 from torchft.manager import Manager
 from torchft.process_group import ProcessGroup
+from torchft.utils import Mark
 from torchft.work import _DummyWork
 
 __all__ = ["fixture"]
@@ -139,6 +140,37 @@ def test_a_device_that_does_not_finish_fails_the_step_at_the_deadline(
         assert not vote.answer()
         assert time.monotonic() - vote.began < within(DEADLINE.total_seconds() + ABORT_S)
         assert backend.aborts == 1
+
+
+def test_a_poll_asks_for_one_event_only(fixture: Fixture, late: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one first, and none twice that was reached."""
+    asked: list[Mark] = []
+    reached = Mark.reached
+
+    def ask(mark: Mark) -> bool:
+        asked.append(mark)
+        return reached(mark)
+
+    with started(fixture) as (manager, backend):
+        works = [manager.allreduce(ones()) for _ in range(3)]
+        for work in works:
+            work.wait()
+        torch.accelerator.synchronize()
+        backend.hang()
+        works.append(manager.allreduce(ones()))
+        works[-1].wait()
+        marks = [flight for flight in manager._current.collectives._flights.values() if isinstance(flight, Mark)]
+        monkeypatch.setattr(Mark, "reached", ask)
+        vote = Vote(manager)
+        deadline = time.monotonic() + 20
+        while len(asked) < 5:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert set(asked) == {marks[-1]}
+        asked.clear()
+        backend.peer_comes()
+        assert vote.answer()
+        assert [asked.count(mark) for mark in marks[:-1]] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("while_voting", [False, True])

@@ -41,6 +41,7 @@ T = TypeVar("T")
 
 WATCHDOG_TIMEOUT_SEC = "TORCHFT_WATCHDOG_TIMEOUT_SEC"
 _DEFAULT_WATCHDOG_TIMEOUT_SEC = 30.0
+_ASK_AGAIN = timedelta(seconds=1)  # after the deadline of a stream, if the capture of a graph forbids the query
 
 _logger: logging.Logger = logging.getLogger(__name__)
 
@@ -309,7 +310,7 @@ def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
     """Calls `callback` if the work queued on the current stream is not done within `timeout`.
 
     The callback, and all that it refers to, is kept until the deadline, or until a later call finds that the work is
-    done. So it should not refer to tensors.
+    done. So it should not refer to tensors. It is also called if the device has failed by then.
 
     Without an accelerator there are no streams, and nothing is watched.
     """
@@ -318,7 +319,13 @@ def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
     mark = Mark([torch.accelerator.current_stream().device])
 
     def check() -> None:
-        if not _passed(mark):
+        try:
+            reached = mark.known()
+        except RuntimeError:  # the device has failed
+            reached = False
+        if reached is None:
+            _STREAM_TIMERS.add(mark, _TIMEOUT_MANAGER.schedule(_ASK_AGAIN, check))
+        elif not reached:
             callback()
 
     _STREAM_TIMERS.add(mark, _TIMEOUT_MANAGER.schedule(timeout, check))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import threading
 import time
 from contextlib import nullcontext, suppress
@@ -20,6 +22,9 @@ _PAUSE_SEC = 20e-6
 _MAX_PAUSE_SEC = 200e-6
 
 _NOTHING = nullcontext()
+
+_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+_OF_CAPTURE = "captur"  # in the texts of all CUDA errors that a capture causes, 900 to 908, and in no other
 
 
 def get_stream_context(
@@ -63,6 +68,24 @@ def use_device(index: Optional[int]) -> None:
     if index is not None:
         with suppress(RuntimeError):  # the device has failed; the thread has to end waits all the same
             torch.accelerator.set_device_index(index)
+        exchange = _exchange_capture_mode()
+        if exchange is not None:
+            exchange(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+
+
+@functools.cache
+def _exchange_capture_mode() -> Optional[Callable[[object], object]]:
+    """Sets the mode in which this thread meets the captures of graphs; None without CUDA.
+
+    In the first mode of a thread, a query of an event while any thread captures a graph is an error, and makes that
+    graph invalid. In the thread-local mode only captures by the thread itself count. PyTorch has this for C++ only.
+    """
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return None
+    try:
+        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    except (OSError, AttributeError):  # a driver without the call: such queries raise, and are repeated
+        return None
 
 
 class DeviceThread(threading.Thread):
@@ -167,13 +190,33 @@ class Mark:
         for device, event in self._events:
             torch.accelerator.current_stream(device).wait_event(event)
 
-    def reached(self) -> bool:
-        """Whether the devices have reached the events.
+    def known(self) -> Optional[bool]:
+        """Whether the devices have reached the events; None while the capture of a graph forbids the query.
 
         Raises:
             RuntimeError: a device has failed.
         """
-        return all(event.query() for _, event in self._events)
+        exchange = _exchange_capture_mode()
+        mode = ctypes.c_int(_THREAD_LOCAL)
+        if exchange is not None:
+            exchange(ctypes.byref(mode))  # also on a thread of the user's, which gets its own mode back
+        try:
+            return all(event.query() for _, event in self._events)
+        except RuntimeError as e:
+            if _OF_CAPTURE in str(e):
+                return None
+            raise
+        finally:
+            if exchange is not None:
+                exchange(ctypes.byref(mode))
+
+    def reached(self) -> bool:
+        """Whether the devices are known to have reached the events.
+
+        Raises:
+            RuntimeError: a device has failed.
+        """
+        return self.known() is True
 
     def wait(self, timeout: float) -> bool:
         """Waits on the host; False if the devices do not reach the events within `timeout` seconds.

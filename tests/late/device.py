@@ -111,6 +111,19 @@ delays, lazy, poison, stats, host_timeout_ms, cpu_view, contexts, fill = (
 )
 
 
+@contextlib.contextmanager
+def captured() -> Iterator[None]:
+    """Another thread captures a graph, in PyTorch's default mode: a query of an event on a thread in that mode raises,
+    and invalidates the graph. An invalid graph is an error at the end.
+    """
+    C.begin_capture()
+    try:
+        yield
+    finally:
+        valid = C.end_capture()
+    assert valid, "a query of an event has invalidated the graph"
+
+
 def _ids(stream: torch.Stream | None) -> tuple[int, int]:
     return (-1, -1) if stream is None else (stream.device_index, stream.stream_id)
 

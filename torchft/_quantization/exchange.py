@@ -95,8 +95,8 @@ def start(
 
 @functools.cache
 def _own_stream(device: torch.device) -> torch.Stream:
-    """The stream of the operations on a device. PyTorch's allocator keeps free memory for each stream: if each operation
-    had a new one, it would be kept for all streams of PyTorch's pool.
+    """The stream of the operations on a device. PyTorch's allocator keeps free memory for each stream: with a new
+    stream for each operation, it would keep memory for all streams of PyTorch's pool.
     """
     return torch.Stream(device)
 

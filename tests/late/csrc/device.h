@@ -126,6 +126,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     auto* event = static_cast<Event*>(e);
     if (!event || !event->stream) return true;
     need_context(current_device);
+    if (state.capturing && capture_mode == 0) {
+      state.invalidated = true;
+      TORCH_CHECK(false, "late: operation not permitted when stream is capturing");
+    }
     Lock lock(state.mutex);
     return event->stream->done >= event->number;
   }

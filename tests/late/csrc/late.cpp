@@ -302,6 +302,15 @@ PYBIND11_MODULE(_late, m) {
     for (auto& made : state.contexts) made = false;
     state.made_by.clear();
   });
+  m.def("exchange_capture_mode", [](int mode) { return std::exchange(capture_mode, mode); });
+  m.def("begin_capture", [] {
+    state.invalidated = false;
+    state.capturing = true;
+  });
+  m.def("end_capture", [] {
+    state.capturing = false;
+    return !state.invalidated;
+  });
   m.def("fill", [](int device, bool full) { state.full[device] = full; });
   m.def("device_count", [] { return state.devices; });
   m.def("cpu_view", [](const Tensor& t) { return cpu_view(t); });

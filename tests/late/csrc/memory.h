@@ -62,6 +62,7 @@ inline void initialize() {
 }
 
 inline thread_local int current_device = 0;
+inline thread_local int capture_mode = 0;  // as CUstreamCaptureMode: 0 is global, 1 thread-local
 inline thread_local std::map<int, int> current_streams;  // by device
 
 // The stack of Python, if this thread runs Python, and otherwise its name.

@@ -81,6 +81,7 @@ struct State {
   int64_t least_us = 0, most_us = 0, lazy_us = 0;
   int64_t host_timeout_ms = 60000;
   bool hold_new = false, poison = true;
+  std::atomic<bool> capturing = false, invalidated = false;  // a capture in global mode, by a thread that asks nothing
 
   // Counts for stats()
   int64_t launched = 0, tasks = 0;

@@ -563,7 +563,10 @@ class Manager(Stateful, Stepping):
             reduce_op: AVG divides the sum by :meth:`num_participants`. The sum has the tensor's dtype. With n groups
                 its error is at most n/2 times the distance of 1 to the next number (2**-10 in float16, 2**-7 in
                 bfloat16) times the average magnitude, plus half the least number above 0 (2**-25 in float16). In
-                float16 a sum beyond 65504 is Inf: scale the loss, or reduce bfloat16.
+                float16 a sum beyond 65504 is Inf: scale the loss, or reduce bfloat16. If all groups of the quorum take
+                part, with torchft's NCCL groups, NCCL averages: it adds up each tensor times 1/n, rounded to the
+                tensor's dtype. The error is at most (n+1)/2 and n/2 times these numbers, none by 1/n if n is a power of
+                2, and no sum is Inf.
 
         Returns:
             Work whose future gives ``tensor``.
@@ -613,13 +616,21 @@ class Manager(Stateful, Stepping):
         self._data.compare(step, tensor.device, self._reduce)
         self._replicas.send(step, self._step, tensor.device, self._reduce)
         self._calls.check(step.collectives, tensor, reduce_op, should_quantize)
-        reduction = self._peers.allreduce(
-            tensor, ReduceOp.SUM if reduce_op == ReduceOp.AVG else reduce_op, should_quantize
+        averages = reduce_op == ReduceOp.AVG and step.participants > 1 and not self._data.adds_gradients
+        # A group that waits for its connection is in the quorum, but not among the members.
+        in_backend = (
+            averages
+            and not should_quantize
+            and step.plan is not None
+            and step.plan.averages
+            and len(self._connection.members) == step.participants
         )
+        op = ReduceOp.SUM if reduce_op == ReduceOp.AVG and not in_backend else reduce_op
+        reduction = self._peers.allreduce(tensor, op, should_quantize)
         work = _ManagedWork(step.collectives, reduction, tensor)
         step.collectives.add(work)
         self._failures.check()  # a failure reported since the first check has found no work to abort
-        if reduce_op == ReduceOp.AVG and step.participants > 1 and not self._data.adds_gradients:
+        if averages and not in_backend:
             work.on_success(partial(tensor.div_, step.participants))
         return work
 

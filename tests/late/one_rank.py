@@ -1,6 +1,6 @@
 """A test backend for one rank that follows NCCL's rules. A test controls its kernels, failures and aborts.
 
-An allreduce simulates a peer with the same tensor, so it doubles the values. As in NCCL, the kernel is queued on the
+An allreduce simulates a peer with the same tensor, so a sum doubles the values. As in NCCL, the kernel is queued on the
 backend's own stream, the future is complete at launch, only `get_error` reports a failure, and an abort ends the
 kernels, with invalid outputs (here: NaN). `asyncOp=False` queues the kernel on the current stream and returns no work.
 """
@@ -62,6 +62,7 @@ class OneRank(dist.ProcessGroup):
         self.stream = torch.Stream("late")
         self.error = "SUCCESS"
         self.aborts = 0
+        self.ops: list[object] = []
         self._may_run = threading.Event()
         self._may_run.set()
 
@@ -103,13 +104,16 @@ class OneRank(dist.ProcessGroup):
     def reconfigure(self, opts: object) -> None: ...
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Optional[Kernel]:
+        op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
+        op = getattr(op, "op", op)
+        self.ops.append(op)
         if not getattr(opts, "asyncOp", True):
-            self._queue(tensors)
+            self._queue(tensors, op)
             return None
         # The kernel runs after the work that the caller has queued, because that work writes the inputs.
         self.stream.wait_event(torch.accelerator.current_stream().record_event())
         with self.stream:
-            self._queue(tensors)
+            self._queue(tensors, op)
             event = self.stream.record_event()
             # Completed in this block: the future records an event on the current stream, and a stream that waits for
             # the future waits for that event. An event on the caller's stream would not wait for the kernel.
@@ -117,9 +121,9 @@ class OneRank(dist.ProcessGroup):
             future.set_result(tensors)
         return Kernel(event, list(tensors), future)
 
-    def _queue(self, tensors: list[torch.Tensor]) -> None:
+    def _queue(self, tensors: list[torch.Tensor], op: object) -> None:
         # The multiplications read the factor when they run, so the function before them can still change it.
-        factor = torch.full((1,), 2.0, device=tensors[0].device)
+        factor = torch.full((1,), 1.0 if op == dist.ReduceOp.AVG else 2.0, device=tensors[0].device)
         view = late.cpu_view(factor)
 
         def run() -> None:

@@ -89,6 +89,33 @@ def test_async_op_false_gives_nothing_and_runs_on_the_current_stream(late):
     assert together(rank, make=make) == [(None, [3.0] * 4)] * 2
 
 
+@pytest.mark.parametrize("magnitude", [100.0, 1e-6, 60000.0], ids=["normal", "subnormal in float16", "large"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_an_average_is_within_the_bounds_that_allreduce_states(
+    late, dtype: torch.dtype, magnitude: float, ranks: int
+) -> None:
+    generator = torch.Generator().manual_seed(1)
+    values = [((torch.rand(4096, generator=generator) - 0.2) * magnitude).to(dtype) for _ in range(ranks)]
+
+    def rank(r: int, pg: ProcessGroupLate) -> torch.Tensor:
+        opts = dist.AllreduceOptions()
+        opts.reduceOp = dist.ReduceOp.AVG
+        x = values[r].to("late")
+        pg.allreduce([x], opts).wait()
+        return x.cpu()
+
+    first, *others = together(rank, ranks, make=make)
+    assert all(torch.equal(first, other) for other in others)
+    exact = torch.stack([value.double() for value in values])
+    info = torch.finfo(dtype)
+    least = info.smallest_normal * info.eps
+    bound = (ranks + 1) / 2 * info.eps * exact.abs().mean(0) + ranks / 2 * least
+    error = (first.double() - exact.mean(0)).abs()
+    assert (error <= bound).all()
+    assert error.max() > 0, "the average is exact, so this does not test the bound"
+
+
 def test_every_operation(late):
     def rank(r: int, pg: ProcessGroupLate):
         got = {}

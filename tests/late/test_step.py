@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import ModuleType
@@ -13,13 +13,17 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import ReduceOp
 
+from tests.late.group import ProcessGroupLate
 from tests.late.one_rank import Group, OneRank
 from tests.promises import ABORT_S, within
 from tests.unit.manager.conftest import Fixture, fixture, quorum
+from torchft._manager.edge import Peers
+from torchft._manager.handles import AVERAGES, announced
 from torchft._torchft import MemberFailure
 from torchft.manager import Manager
-from torchft.process_group import ProcessGroup
+from torchft.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroup
 from torchft.utils import Mark
 from torchft.work import _DummyWork
 
@@ -66,9 +70,17 @@ DEADLINE = timedelta(seconds=2)
 
 
 @contextmanager
-def started(fixture: Fixture, kind: str = "torchft", **given: Any) -> Iterator[tuple[Manager, OneRank]]:
+def started(
+    fixture: Fixture,
+    kind: str = "torchft",
+    reconfigure_handles: Sequence[str] = ("late", "late of another"),
+    max_world_size: int = 2,
+    **given: Any,
+) -> Iterator[tuple[Manager, OneRank]]:
     pg: Any = {"torchft": Torchfts, "native": OneRank, "custom": Custom}[kind]()
-    fixture.client._quorum.return_value = quorum(reconfigure_handles=["late", "late of another"])
+    fixture.client._quorum.return_value = quorum(
+        reconfigure_handles=[*reconfigure_handles], max_world_size=max_world_size, max_replica_rank=0
+    )
     manager = fixture.manager(pg=pg, **given)
     manager.start_quorum()
     manager.wait_quorum()
@@ -190,6 +202,36 @@ def test_a_reported_failure_ends_queued_collectives(
         assert not (vote or Vote(manager)).answer()
         assert time.monotonic() - began < within(ABORT_S)
         assert "group_0:uuid of quorum 1 failed" in str(manager.errored())
+
+
+MARKED = '{"id": "a", "store": "s", "torchft_averages": "1"}'
+UNMARKED = '{"id": "b", "store": "s"}'
+
+
+@pytest.mark.parametrize(
+    ("handles", "participants", "op"),
+    [
+        ([MARKED, MARKED], 2, ReduceOp.AVG),
+        ([MARKED, UNMARKED], 2, ReduceOp.SUM),  # upstream's group divides a sum
+        ([MARKED, MARKED], 1, ReduceOp.SUM),  # the other group contributes zeros
+    ],
+)
+def test_the_backend_averages_if_all_members_take_part_and_can(
+    fixture: Fixture, late: ModuleType, handles: list[str], participants: int, op: ReduceOp
+) -> None:
+    with started(fixture, reconfigure_handles=handles, max_world_size=participants) as (manager, backend):
+        tensor = ones()
+        manager.allreduce(tensor).wait()
+        manager.allreduce(ones(), reduce_op=ReduceOp.SUM).wait()
+        assert tensor.tolist() == [2 / participants] * 4 if op == ReduceOp.SUM else [1] * 4
+        assert backend.ops == [op, ReduceOp.SUM]
+        assert manager.should_commit()
+
+
+@pytest.mark.parametrize(("group", "text"), [(ProcessGroupLate, "1"), (Torchfts, "")])
+def test_a_group_whose_backend_averages_announces_it(late: ModuleType, group: Callable[[], Any], text: str) -> None:
+    wrapped = ErrorSwallowingProcessGroupWrapper(group())
+    assert [announced(Peers(pg).handle(), AVERAGES) for pg in (group(), wrapped)] == [text] * 2
 
 
 def test_a_failure_after_the_device_has_finished_costs_nothing(fixture: Fixture, late: ModuleType) -> None:

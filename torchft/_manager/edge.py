@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from torchft import _torchft
 from torchft._manager.failures import FailureListener
-from torchft._manager.handles import CALLS, COMPARES, CONNECTIONS, LAYOUT, announce, announce_native, bare
+from torchft._manager.handles import AVERAGES, CALLS, COMPARES, CONNECTIONS, LAYOUT, announce, announce_native, bare
 from torchft._manager.layout import announced_natively
 from torchft._manager.plan import Plan
 from torchft._manager.rounds import NativeRounds, Rounds, ThreadRounds
@@ -328,6 +328,7 @@ class Peers:
         self._takes_stores = hasattr(pg, "configure")
         self._shares_buffers = hasattr(pg, "share_buffer")
         self._reduces_sparse = getattr(pg, "_reduces_sparse", True) is not False
+        self._averages = getattr(pg, "_averages", False) is True
         self.connects_beside = getattr(pg, "connects_beside", False) is True
 
     def set_rank_info(self, replica_id: str, group_rank: int, group_world_size: int) -> None:
@@ -370,6 +371,7 @@ class Peers:
         if self._native:
             handle = announce_native(handle, COMPARES, compares)
             return announce_native(handle, LAYOUT, announced_natively(self._layout))
+        handle = announce(handle, AVERAGES, "1" if self._averages else "")
         handle = announce(announce(handle, COMPARES, compares), CALLS, "1" if self.ours else "")
         return announce(handle, CONNECTIONS, connections)
 

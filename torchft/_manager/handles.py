@@ -11,6 +11,7 @@ import json
 
 _PREFIX = "torchft_"
 
+AVERAGES = _PREFIX + "averages"  # the process group of this rank averages on its device (Plan.averages)
 COMPARES = _PREFIX + "compares"  # how this group compares its weights with those of other groups (replicas.py)
 CALLS = _PREFIX + "calls"  # this rank lists its calls in the first step with new peers (calls.py)
 CONNECTIONS = _PREFIX + "connections"  # the connections of this rank (handover.py)

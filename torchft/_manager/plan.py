@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Optional
+
+from torchft._manager.handles import AVERAGES, announced
 
 if TYPE_CHECKING:
     from torchft._torchft import QuorumResult
@@ -59,6 +61,15 @@ class Plan:
     def divisor(self) -> int:
         """The divisor of an average, the same in all groups of a quorum."""
         return self.participants
+
+    @cached_property
+    def averages(self) -> bool:
+        """Whether the process groups average, instead of adding up for a division: all groups participate, and each
+        announces that its process group can. The same in all groups of a quorum.
+        """
+        return self.participants == self.replica_world_size == len(self.handles) and all(
+            announced(handle, AVERAGES) for handle in self.handles
+        )
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,9 @@ class ProcessGroup(BaseProcessGroup):
     # groups of torchft, and so in classes derived from them.
     _reduces_each_dtype: ClassVar[bool] = False
 
+    # Whether the backend has ReduceOp.AVG, as one pass over the tensor.
+    _averages: ClassVar[bool] = False
+
     # Class attributes, so that a subclass may read or set them before this class is initialised.
     _group_name: Optional[str] = None
     _replica_id: str = ""

@@ -174,6 +174,7 @@ class ProcessGroupNCCL(AcceleratorProcessGroup):
 
     # The device type; tests replace it.
     _device: ClassVar[str] = "cuda"
+    _averages: ClassVar[bool] = True  # type: ignore[override]
 
     def __init__(self, timeout: timedelta = timedelta(seconds=60.0), implementation: Optional[str] = None) -> None:
         super().__init__(timeout)

@@ -215,6 +215,10 @@ class ProcessGroupWrapper(Forwarding):
         return not (self._given and isinstance(self._pg, ProcessGroup)) or self._pg._reduces_sparse
 
     @property
+    def _averages(self) -> bool:  # type: ignore[override]
+        return self._given and isinstance(self._pg, ProcessGroup) and self._pg._averages
+
+    @property
     def connects_beside(self) -> bool:
         """Whether the group can connect with other peers while it keeps the present ones."""
         kind = type(self)

@@ -32,13 +32,13 @@ inline Tensor& reduce_into(Tensor& sum, const Tensor& next, c10d::ReduceOp::RedO
   }
 }
 
-// The operand of this rank: NCCL multiplies before it adds, also for the average of floats.
+// The operand of this rank: NCCL multiplies before it adds, also for the average of floats, by a factor of their type.
 inline Tensor operand(const Tensor& t, const c10d::ReduceOp& op, int size) {
   if (op.op_ == c10d::ReduceOp::PREMUL_SUM) {
     auto* factor = static_cast<c10d::PreMulSumSupplement*>(op.supplement_.get());
     return factor->tensor_factor.defined() ? t.mul(factor->tensor_factor.item()) : t.mul(factor->double_factor);
   }
-  return op.op_ == c10d::ReduceOp::AVG && t.is_floating_point() ? t.mul(1.0 / size) : t;
+  return op.op_ == c10d::ReduceOp::AVG && t.is_floating_point() ? t.mul(at::full({}, 1.0 / size, t.options())) : t;
 }
 
 inline void reduce_all(const Tensors& of_rank, const c10d::ReduceOp& op, Tensor result) {

@@ -88,3 +88,18 @@ def test_with_init_sync_all_groups_count() -> None:
     # At step 0 all groups are at max_step; those that heal contribute zeros and still count.
     got = plan(result(max_step=0, max_replica_rank=1, max_world_size=3))
     assert (got.participating_rank, got.participants, got.heal) == (1, 3, True)
+
+
+@pytest.mark.parametrize(
+    ("handles", "participants", "expected"),
+    [
+        ("aaa", 3, True),
+        ("aaa", 2, False),  # a group heals: it contributes zeros, and the backend would count it
+        ("aab", 3, False),
+        ("", 3, False),
+    ],
+)
+def test_the_backend_averages(handles: str, participants: int, expected: bool) -> None:
+    text = {"a": '{"id": "a", "torchft_averages": "1"}', "b": '{"id": "b"}'}
+    quorum = result(max_world_size=participants, heal=False, reconfigure_handles=[text[handle] for handle in handles])
+    assert plan(quorum).averages is expected

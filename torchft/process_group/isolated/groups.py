@@ -63,6 +63,7 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
 
     _name: ClassVar[str] = "torchft-baby-nccl"
     _device: ClassVar[str] = "cuda"
+    _averages: ClassVar[bool] = True
     _queues: ClassVar[bool] = True
 
     @classmethod

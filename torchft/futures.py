@@ -78,11 +78,12 @@ def _end_process(callback: Callable[[], None], seconds: float) -> None:
 class _Timer:
     """One pending callback. Runs at most once, and not at all if cancel() has returned before it is due."""
 
-    __slots__ = ("_callback", "_device")
+    __slots__ = ("_callback", "_device", "due")
 
     def __init__(self, callback: Callable[[], None]) -> None:
         self._callback: Optional[Callable[[], None]] = callback
         self._device = current_device()
+        self.due = 0.0  # by time.monotonic(); set in a queue
 
     def cancel(self) -> None:
         """Drops the callback, and the objects that it keeps alive."""
@@ -102,6 +103,65 @@ def _call_on(device: Optional[int], callback: Callable[[], None]) -> None:
     callback()
 
 
+class _Queue:
+    """Callbacks with one timeout, in the order in which they are due. One timer at a time serves all of them: every
+    operation on a device adds some, and almost all are cancelled.
+    """
+
+    def __init__(self, manager: _TimeoutManager, timeout: timedelta) -> None:
+        self._manager = manager
+        self._timeout = timeout
+        self._seconds = timeout.total_seconds()
+        # Held to take timers out, and to set `_armed`. Reentrant: the garbage collector may call `add` at any time.
+        self._lock = threading.RLock()
+        self._timers: deque[_Timer] = deque()
+        self._armed = False
+        self._sweep_at = manager._SWEEP_AT
+
+    def add(self, callback: Callable[[], None]) -> _Timer:
+        timer = _Timer(callback)
+        timer.due = time.monotonic() + self._seconds
+        self._timers.append(timer)
+        # After the append: `_fire` sets this to False before it looks for timers, so that one of both sees the timer.
+        if not self._armed:
+            with self._lock:
+                self._arm(self._timeout)
+        elif len(self._timers) >= self._sweep_at:
+            self._sweep()
+        return timer
+
+    def _arm(self, timeout: timedelta) -> None:
+        if not self._armed:
+            self._armed = True
+            self._manager.schedule(timeout, self._fire)
+
+    def _fire(self) -> None:
+        """Passes the timers that are due on, each with its own watchdog, and waits for the next one."""
+        with self._lock:
+            self._armed = False
+            now = time.monotonic()
+            while self._timers:
+                timer = self._timers.popleft()
+                if timer.due > now and not timer.cancelled:
+                    self._timers.appendleft(timer)
+                    self._arm(timedelta(seconds=timer.due - now))
+                    return
+                callback = timer.take()
+                if callback is not None:
+                    self._manager.schedule(timedelta(0), callback)
+            self._manager.drop(self._timeout, self)
+
+    def _sweep(self) -> None:
+        with self._lock:
+            self._sweep_at = sys.maxsize  # not again within this sweep
+            # A timer that is added meanwhile may come before older ones, which are then late by as long as this takes.
+            for _ in range(len(self._timers)):
+                timer = self._timers.popleft()
+                if not timer.cancelled:
+                    self._timers.append(timer)
+            self._sweep_at = max(self._manager._SWEEP_AT, 2 * len(self._timers))
+
+
 class _TimeoutManager:
     """A heap of timers and the thread that runs them."""
 
@@ -117,6 +177,7 @@ class _TimeoutManager:
         self._heap: list[tuple[float, int, _Timer]] = []
         self._sequence = itertools.count()
         self._sweep_at = self._SWEEP_AT
+        self._queues: dict[timedelta, _Queue] = {}
         self._thread: Optional[threading.Thread] = None
         self._watchdog_sec = _DEFAULT_WATCHDOG_TIMEOUT_SEC
 
@@ -136,11 +197,24 @@ class _TimeoutManager:
                 self._cond.notify()
         return timer
 
+    def queue(self, timeout: timedelta, callback: Callable[[], None]) -> _Timer:
+        """Does the same as `schedule`, for callbacks of which many have the same timeout."""
+        queue = self._queues.get(timeout)
+        if queue is None:
+            queue = self._queues.setdefault(timeout, _Queue(self, timeout))
+        return queue.add(callback)
+
+    def drop(self, timeout: timedelta, queue: _Queue) -> None:
+        """Drops an empty queue. A thread that adds to it meanwhile arms it again."""
+        if self._queues.get(timeout) is queue:
+            self._queues.pop(timeout, None)
+
     def shutdown(self) -> None:
         """Stops the thread and drops all timers. The next timer starts a new thread."""
         with self._cond:
             thread, self._thread = self._thread, None
             self._heap.clear()
+            self._queues = {}
             self._cond.notify()
         if thread is not None and thread is not threading.current_thread():
             # A callback may be running; the process does not wait for it longer than the watchdog.
@@ -245,7 +319,7 @@ def timed(fut: Future[T], timeout: timedelta, devices: list[torch.device]) -> Fu
             # pyrefly: ignore [bad-argument-type]  # typed as a result
             result.set_exception(_timeout_error("future", timeout))
 
-    timer = _TIMEOUT_MANAGER.schedule(timeout, expire)
+    timer = _TIMEOUT_MANAGER.queue(timeout, expire)
 
     def complete(done: Future[T]) -> None:
         timer.cancel()
@@ -328,7 +402,7 @@ def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
         elif not reached:
             callback()
 
-    _STREAM_TIMERS.add(mark, _TIMEOUT_MANAGER.schedule(timeout, check))
+    _STREAM_TIMERS.add(mark, _TIMEOUT_MANAGER.queue(timeout, check))
 
 
 class _Timed(ContextDecorator):
@@ -344,7 +418,7 @@ class _Timed(ContextDecorator):
         return _Timed(self._callback, self._timeout)  # each call of a decorated function has its own timer
 
     def __enter__(self) -> None:
-        self._timer = _TIMEOUT_MANAGER.schedule(self._timeout, self._callback)
+        self._timer = _TIMEOUT_MANAGER.queue(self._timeout, self._callback)
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()

@@ -190,6 +190,41 @@ def test_cancelled_timers_keep_nothing_alive_and_are_swept(timers: _TimeoutManag
     assert len(timers._heap) <= 2 * timers._SWEEP_AT
 
 
+def test_timers_with_one_timeout_share_one(timers: _TimeoutManager) -> None:
+    """One that is not cancelled keeps no others, and is called at its own deadline."""
+    called = threading.Event()
+    timers.queue(LONG, called.set)
+    for _ in range(10_000):
+        timers.queue(LONG, lambda: None).cancel()
+    assert len(timers._heap) == 1
+    assert len(timers._queues[LONG]._timers) <= 2 * timers._SWEEP_AT
+    assert not called.is_set()
+
+
+def test_a_queue_calls_each_timer_once_and_in_order(timers: _TimeoutManager) -> None:
+    order: list[int] = []
+    done = threading.Event()
+    for i in range(5):
+        timer = timers.queue(SHORT, lambda i=i: order.append(i))  # type: ignore[misc]
+        if i == 2:
+            timer.cancel()
+    timers.queue(SHORT, done.set)
+    assert done.wait(10)
+    assert order == [0, 1, 3, 4]
+    wait_until(lambda: not timers._queues)  # none is kept for a timeout that is not used again
+    done.clear()
+    timers.queue(SHORT, done.set)
+    assert done.wait(10)
+
+
+def test_a_queue_is_not_lost_with_its_thread(timers: _TimeoutManager) -> None:
+    done = threading.Event()
+    timers.queue(SHORT, print).cancel()
+    timers.shutdown()
+    timers.queue(SHORT, done.set)
+    assert done.wait(10)
+
+
 def test_a_cancelled_timer_spares_the_next_one_a_wake(timers: _TimeoutManager) -> None:
     """Otherwise the thread wakes for each operation, and competes for the GIL."""
     with timers._cond:  # until both calls have returned, the thread waits for the lock

@@ -15,6 +15,7 @@ from functools import lru_cache
 from urllib.parse import urlsplit
 
 HOST_ENV = "TORCHFT_HOST"
+HEAL_HOSTS_ENV = "TORCHFT_HEAL_HOSTS"
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
 
 _lighthouse = ""
@@ -46,12 +47,34 @@ def announced_host(lighthouse_addr: str | None = None) -> str:
     """
     setting = os.environ.get(HOST_ENV, "").strip()
     if setting:
-        return _host_of_setting(setting)
+        return _host_of_setting(HOST_ENV, setting)
     route = _route_towards(lighthouse_addr or _lighthouse or os.environ.get(LIGHTHOUSE_ENV, ""))
     if route is not None:
         return route
     name = socket.gethostname()
     return name if _resolves(name) else loopback()
+
+
+def heal_hosts() -> list[str]:
+    """The addresses of this rank from which peers fetch its state, the best one first.
+
+    ``TORCHFT_HEAL_HOSTS`` names one for each rank of this host, by LOCAL_RANK: on a host with several network cards,
+    that of the card next to the rank's device. Last comes the address that is announced for everything else.
+
+    Raises:
+        ValueError: a setting names no address or interface of this host, or none for this rank.
+    """
+    names = [name.strip() for name in os.environ.get(HEAL_HOSTS_ENV, "").split(",") if name.strip()]
+    hosts = []
+    if names:
+        rank = os.environ.get("LOCAL_RANK", "0")
+        if not rank.isdecimal() or int(rank) >= len(names):
+            raise ValueError(
+                f"{HEAL_HOSTS_ENV}={','.join(names)!r} has {len(names)} addresses, none for LOCAL_RANK={rank}: one for "
+                "each local rank is needed"
+            )
+        hosts.append(_host_of_setting(HEAL_HOSTS_ENV, names[int(rank)]))
+    return list(dict.fromkeys([*hosts, announced_host()]))
 
 
 def announced_store_host(host: str, port: int, lighthouse_addr: str | None = None) -> str:
@@ -93,16 +116,16 @@ def host_port(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _host_of_setting(setting: str) -> str:
+def _host_of_setting(variable: str, setting: str) -> str:
     setting = setting.removeprefix("[").removesuffix("]")
     if setting in (name for _, name in socket.if_nameindex()):
         address = interface_address(setting)
         if address is None:
-            raise ValueError(f"{HOST_ENV}={setting!r}: this network interface has no address; name one that has")
+            raise ValueError(f"{variable}={setting!r}: this network interface has no address; name one that has")
         return address
     if not _resolves(setting):
         raise ValueError(
-            f"{HOST_ENV}={setting!r} is neither a network interface of this host nor an address that resolves; "
+            f"{variable}={setting!r} is neither a network interface of this host nor an address that resolves; "
             f"interfaces: {', '.join(name for _, name in socket.if_nameindex())}"
         )
     return setting

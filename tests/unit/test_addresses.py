@@ -4,6 +4,7 @@ import socket
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from torch.distributed import TCPStore
@@ -11,10 +12,12 @@ from torch.distributed import TCPStore
 from torchft import addresses
 from torchft._manager.group import _open_store
 from torchft.addresses import (
+    HEAL_HOSTS_ENV,
     HOST_ENV,
     LIGHTHOUSE_ENV,
     announced_host,
     announced_store_host,
+    heal_hosts,
     host_port,
     loopback,
     store_host,
@@ -28,6 +31,7 @@ from torchft.process_group.reconfigure import create_store_client, host_store
 def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(HOST_ENV, raising=False)
     monkeypatch.delenv(LIGHTHOUSE_ENV, raising=False)
+    monkeypatch.delenv(HEAL_HOSTS_ENV, raising=False)
     monkeypatch.setattr(addresses, "_lighthouse", "")
 
 
@@ -50,6 +54,37 @@ def test_bad_setting_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(HOST_ENV, "no such host")
     with pytest.raises(ValueError, match=r"TORCHFT_HOST='no such host' is neither.*interfaces: .*lo"):
         announced_host()
+
+
+@pytest.mark.parametrize(("rank", "expected"), [("0", ["127.0.0.1", "10.1.2.3"]), ("1", ["10.1.2.3"])])
+def test_a_state_is_fetched_from_the_address_of_its_rank(
+    rank: str, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And if that does not answer, from the address of the host."""
+    monkeypatch.setenv("TORCHFT_HOST", "10.1.2.3")
+    assert heal_hosts() == ["10.1.2.3"]
+    monkeypatch.setenv("TORCHFT_HEAL_HOSTS", "lo, 10.1.2.3")
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    assert heal_hosts() == expected
+    transport: HTTPTransport[object] = HTTPTransport(timedelta(seconds=5), 0)
+    try:
+        assert urlsplit(transport.metadata()).hostname == expected[0]
+    finally:
+        transport.shutdown(wait=False)
+
+
+@pytest.mark.parametrize(
+    ("rank", "text"),
+    [
+        ("0", r"TORCHFT_HEAL_HOSTS='no such host' is neither.*interfaces: .*lo"),
+        ("2", r"TORCHFT_HEAL_HOSTS='no such host,lo' has 2 addresses, none for LOCAL_RANK=2"),
+    ],
+)
+def test_a_bad_address_of_a_rank_is_named(rank: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_HEAL_HOSTS", "no such host,lo")
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    with pytest.raises(ValueError, match=text):
+        HTTPTransport(timedelta(seconds=5), 0)
 
 
 def test_route_is_used_unless_loopback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler
 from typing import Any, Callable, List, Optional, Sequence, Tuple, TypeVar
 
 from torchft._forked import Maker
-from torchft.addresses import announced_host
+from torchft.addresses import heal_hosts
 from torchft.checkpointing import _native_transfer
 from torchft.checkpointing._checkpoint import Checkpoint
 from torchft.checkpointing._handshake import DONE, PROTOCOL, Ticket
@@ -80,7 +80,7 @@ class HTTPTransport(CheckpointTransport[T]):
             group heals, as with LocalSGD and DiLoCo: their steps stay fast, and the heal uses the remaining processor
             time.
         hosts: the addresses of this host to announce, the best one first. A target uses the first one that answers, an
-            upstream target only the first one. Default: `torchft.addresses.announced_host`
+            upstream target only the first one. Default: `torchft.addresses.heal_hosts`
 
     Raises:
         ValueError: a timeout that is not positive, a negative number of chunks or bandwidth
@@ -108,7 +108,7 @@ class HTTPTransport(CheckpointTransport[T]):
         if bandwidth_limit < 0:
             raise ValueError(f"bandwidth_limit is {bandwidth_limit}: allowed are bytes a second, and 0 for no limit")
         if not hosts:
-            announced_host()  # so that a bad setting raises here, and not in the first heal
+            heal_hosts()  # so that a bad setting raises here, and not in the first heal
         self._maker = Maker(type(self).__name__)
         self._timeout = timeout.total_seconds()
         self._state_dict = state_dict
@@ -136,7 +136,7 @@ class HTTPTransport(CheckpointTransport[T]):
         if not self._address:
             # Determined at the first use: the default host is the one on the route to the lighthouse, and a Manager
             # that is created after this transport may set the lighthouse's address.
-            self._address = announce(self._hosts or [announced_host()], self._server.server_port)
+            self._address = announce(self._hosts or heal_hosts(), self._server.server_port)
         return self._address
 
     def metadata(self) -> str:

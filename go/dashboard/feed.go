@@ -14,6 +14,9 @@ import (
 const (
 	// lookEvery is how often viewers are sent changes.
 	lookEvery = time.Second
+	// lookUnseen is about how often a feed without viewers looks, since a status takes the job's lock. The time since when a member is
+	// in its state is late by at most that.
+	lookUnseen = 10 * time.Second
 	// mostViewers is how many viewers a job may have (docs/operating.md).
 	mostViewers = 2000
 	// backlog is how many messages are queued for a slow viewer. With more, its connection is closed, and the browser reconnects.
@@ -90,8 +93,8 @@ func (f *Feed) Round(quorumID, step int64, groups int, waited time.Duration, now
 	f.pace.round(quorumID, step, now)
 }
 
-// Run looks at the job until stop is closed, and sends changes to viewers. It looks without viewers too: the rows show since when each
-// member is in its state.
+// Run looks at the job until stop is closed, and sends changes to viewers. It looks without viewers too, every lookUnseen: the rows show
+// since when each member is in its state.
 func (f *Feed) Run(stop <-chan struct{}) {
 	ticker := time.NewTicker(lookEvery)
 	defer ticker.Stop()
@@ -101,9 +104,17 @@ func (f *Feed) Run(stop <-chan struct{}) {
 			f.close()
 			return
 		case <-ticker.C:
-			f.look()
+			if f.due() {
+				f.look()
+			}
 		}
 	}
+}
+
+func (f *Feed) due() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return len(f.viewers) > 0 || f.now().Sub(f.looked) >= lookUnseen
 }
 
 // look gets the status before it locks the feed, to avoid a deadlock: a job calls Record under its own lock, which status needs.

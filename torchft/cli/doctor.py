@@ -80,7 +80,13 @@ def _versions() -> Iterator[Finding]:
         yield Finding("bad", str(e))
     sources = Path.cwd() / _libraries.PACKAGE.name
     if (sources / "__init__.py").exists() and sources != _libraries.PACKAGE and not _libraries.built(sources):
-        yield Finding("bad", f"scripts here do not load torchft: {_libraries.hidden(sources, _libraries.PACKAGE)}")
+        yield Finding(
+            "bad",
+            f"scripts in this folder, and `python -m` and `python -c` started here, do not load torchft: "
+            f"{_libraries.hidden(sources, _libraries.PACKAGE)}",
+            f"copy the script to another folder, or {_libraries.in_place(sources.parent)}; scripts in other folders "
+            f"and the command torchft load the installed package",
+        )
     try:
         yield Finding("ok", f"torch {importlib.metadata.version('torch')} is installed")
     except importlib.metadata.PackageNotFoundError:

@@ -69,10 +69,12 @@ def test_sources_that_hide_the_installed_package_from_scripts(
     (tmp_path / "torchft").mkdir()
     (tmp_path / "torchft" / "__init__.py").touch()
     status, output = doctor(capsys)
+    assert status == 1
     assert (
-        status == 1
-        and f"BAD   scripts here do not load torchft: the source folder {tmp_path / 'torchft'} hides" in (output)
-    )
+        "BAD   scripts in this folder, and `python -m` and `python -c` started here, do not load torchft: the source "
+        f"folder {tmp_path / 'torchft'} hides the package"
+    ) in output
+    assert "copy the script to another folder, or build it in place with `pip install -e " in output
     (tmp_path / "torchft" / "_torchft_go.abi3.so").touch()
     assert doctor(capsys)[0] == 0, "they were built in place"
 

@@ -299,7 +299,7 @@ class Manager(Stateful, Stepping):
             errors=self._errors,
             logger=self._logger,
         )
-        self._calls = Calls(self._failures.check, settings.timeout, self._logger)
+        self._calls = Calls(self._failures.check, self._place, self._logger)
         self._recovery = Recovery(
             transport=self._transport,
             user_state=self._user_state,

@@ -4,7 +4,7 @@ Gloo ends the process of a rank that receives more bytes than it expects. The pa
 (layout.py) do not show the calls: a group may announce nothing, cut gradients into other buckets, or reduce
 another type or in another order. So in the first step with new peers each rank lists its calls in the store
 of its own reconfigure handle, which costs no wait. A rank whose group is new reads the list of an older
-group, and begins a reduction only once that group has listed the same. If it has listed another one, the new
+group, and begins a reduction only after that group has listed the same call. If the calls differ, the new
 group ends, and the others lose that one step.
 
 Only groups whose handle says that they do this are compared; an upstream group does not. Collectives that the
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torchft._manager.collectives import Collectives
     from torchft._manager.log import _ManagerLogger
     from torchft._manager.plan import Plan
+    from torchft._manager.state import Place
     from torchft.work import AnyReduceOp
 
 # A TCPStore tries to connect for about twice its timeout: a few seconds.
@@ -46,7 +47,7 @@ _END, _LOST = "no further call", "lost"
 def describe_call(tensor: torch.Tensor, op: AnyReduceOp, should_quantize: bool) -> str:
     """Describes a reduction in a line that is equal in all groups that fit together."""
     how = ", quantized" if should_quantize else ""
-    which = next(name for name, one in ReduceOp.RedOpType.__members__.items() if op == one)
+    which = next((name for name, one in ReduceOp.RedOpType.__members__.items() if op == one), "another operation")
     sparse = "sparse " if tensor.layout != torch.strided else ""
     of = f"{tensor.numel()} x {sparse}{str(tensor.dtype).removeprefix('torch.')}"
     return f"allreduce of {of} ({which}{how})"
@@ -69,7 +70,7 @@ class Calls:
 
     Args:
         check_peers: raises an error if a peer is known to have failed.
-        timeout: how long to wait for a call of the other group.
+        place: has the timeout of waiting for a call of the other group.
         logger: the Manager's logger.
 
     Attributes:
@@ -78,11 +79,11 @@ class Calls:
 
     differs: Optional[LayoutDiffers] = None
 
-    def __init__(self, check_peers: Callable[[], None], timeout: timedelta, logger: _ManagerLogger) -> None:
+    def __init__(self, check_peers: Callable[[], None], place: Place, logger: _ManagerLogger) -> None:
         self._check_peers = check_peers
-        self._timeout = timeout
+        self._place = place
         self._logger = logger
-        self._own: Optional[Store] = None
+        self._own: Optional[tuple[str, Store]] = None  # address and client of this rank's store
         self._listed: list[str] = []  # keys of the calls that were listed since the last connection
         self._step = ""  # prefix of these keys; empty: calls are not listed
         self._judge: Optional[tuple[str, Store]] = None
@@ -100,10 +101,12 @@ class Calls:
             return
         judge = judge_of(plan, new_here)
         try:
-            if self._own is None:
-                self._own = create_store_client(stores[plan.replica_rank], _CONNECT_TIMEOUT)
+            address = stores[plan.replica_rank]
+            if self._own is None or self._own[0] != address:  # a new process group has another store
+                self._own, self._listed = None, []
+                self._own = address, create_store_client(address, _CONNECT_TIMEOUT)
             for key in self._listed:
-                self._own.delete_key(key)
+                self._own[1].delete_key(key)
             self._listed, self._step = [], f"calls/{plan.quorum_id}/{plan.max_step}"
             if judge is not None and stores[judge]:
                 connect = partial(create_store_client, stores[judge], _CONNECT_TIMEOUT)
@@ -151,7 +154,7 @@ class Calls:
         assert self._own is not None
         key = f"{self._step}/{len(self._listed)}"
         self._listed.append(key)
-        self._own.set(key, call)
+        self._own[1].set(key, call)
 
     def _read(self, name: str, store: Store, number: int, collectives: Collectives) -> str:
         """Waits for a call of the other group."""
@@ -172,7 +175,8 @@ class Calls:
             if collectives.aborted:
                 raise RuntimeError("the collectives of the step were aborted")
 
+        timeout = self._place.timeout
         try:
-            return in_time(read, self._timeout, check)
+            return in_time(read, timeout, check)
         except TimeoutError as e:
-            raise TimeoutError(f"timed out: {name} did not make call {number} of the step in {self._timeout}") from e
+            raise TimeoutError(f"timed out: {name} did not make call {number} of the step in {timeout}") from e

@@ -17,6 +17,7 @@ from torchft._manager.calls import Calls, describe_call, judge_of
 from torchft._manager.handles import CALLS, announce
 from torchft._manager.layout import LayoutDiffers, read_layout
 from torchft._manager.plan import Plan, Source
+from torchft._manager.state import Place
 from torchft.process_group.reconfigure import Handle
 
 SHORT = timedelta(milliseconds=100)
@@ -78,7 +79,8 @@ class Two:
         bare = [Handle(id=str(i), store=f"127.0.0.1:{store.port}").encode() for i, store in enumerate(self.stores)]
         self.handles = [announce(handle, CALLS, "1") for handle in bare]
         self.failure: Optional[Exception] = None
-        self.older, self.newer = (Calls(self._check, SHORT, logging.getLogger()) for _ in range(2))  # type: ignore[arg-type]
+        self.place = Place(SHORT)
+        self.older, self.newer = (Calls(self._check, self.place, logging.getLogger()) for _ in range(2))  # type: ignore[arg-type]
         self.collectives: Any = SimpleNamespace(aborted=False)
 
     def begin(self, quorum_id: int = 3) -> None:
@@ -140,6 +142,28 @@ def test_the_other_group_loses_the_step(two: Two) -> None:
     two.call(two.older)
     two.call(two.newer)
     assert not two.stores[0].check(["calls/3/7/0"])  # the calls before are dropped
+
+
+def test_a_handle_that_names_another_store(two: Two) -> None:
+    two.begin()
+    two.call(two.older)
+    two.stores[0] = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    two.handles[0] = announce(Handle(id="0", store=f"127.0.0.1:{two.stores[0].port}").encode(), CALLS, "1")
+    two.begin(quorum_id=4)
+    two.call(two.older)
+    two.call(two.newer)
+    assert two.stores[0].check(["calls/4/7/0"])
+
+
+def test_the_wait_uses_the_present_timeout(two: Two) -> None:
+    two.begin()
+    two.place.timeout = timedelta(milliseconds=50)
+    with pytest.raises(TimeoutError, match=r"did not make call 0 of the step in 0:00:00.05"):
+        two.call(two.newer)
+
+
+def test_an_unknown_operation_is_described_equally() -> None:
+    assert describe_call(ONE, object(), False) == "allreduce of 6 x float32 (another operation)"  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("cause", ["time", "peer", "abort"])

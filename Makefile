@@ -22,6 +22,8 @@ TIME ?= 2h
 LANES ?= 3
 # Where `make wheel` puts the wheel.
 DIST ?= dist
+# What `make gpu-figures` runs: see its --help; empty: all.
+PARTS ?=
 # What `make chaos` does: see its --help.
 CHAOS ?=
 
@@ -99,6 +101,9 @@ test-go: $(PY) ## Go's tests: the simulation, and servers with the race detector
 
 test-gpu: $(VENV)/with-test $(LIBRARY) ## the tests that need CUDA devices, and a table of what ran; without a device none does
 	$(PY) -m tests.gpu.run
+
+gpu-figures: $(VENV)/with-test $(LIBRARY) ## all that is measured on a GPU within eight minutes, or PARTS="tests gap", in gpu-figures.md
+	$(PY) python/bench/gpu_figures.py $(PARTS)
 
 soak: ## simulate for SOAK=1h, print progress, and a seed to replay if a rule breaks
 	cd go && $(GO) test ./sim -count=1 -timeout 0 -run '^TestSoak$$' -v -soak $(SOAK)

@@ -123,7 +123,7 @@ def main() -> int:
         old = PAGE.read_text()
         first, last = old.index(BEGIN) + len(BEGIN), old.index(END)
         PAGE.write_text(f"{old[:first]}\n\n{text}\n\n{old[last:]}")
-    return 0
+    return int(any("error" in result for result in results.values()))
 
 
 def _parse() -> argparse.Namespace:

@@ -78,7 +78,7 @@ def fail_once(side: Side, fault: str, groups: int, kind: str) -> dict[str, float
         everybody.do(START_TIMEOUT_S, do="manager", lighthouse=address, kind=kind)
         for child in everybody.children:
             child.send(do="survive", compute_ms=COMPUTE_MS)
-        _wait_for_commits(job, everybody.children, groups)
+        wait_for_commits(job, everybody.children, groups)
         time.sleep(TRAIN_S)
 
         *survivors, victim = everybody.children
@@ -88,7 +88,7 @@ def fail_once(side: Side, fault: str, groups: int, kind: str) -> dict[str, float
         else:
             os.kill(victim.pid, signal.SIGSTOP)
         try:
-            _wait_for_commits(job, survivors, groups - 1)
+            wait_for_commits(job, survivors, groups - 1)
         finally:
             if fault == "stop":
                 os.kill(victim.pid, signal.SIGCONT)
@@ -104,7 +104,7 @@ def fail_once(side: Side, fault: str, groups: int, kind: str) -> dict[str, float
         return {"seconds": max(seconds), "lost": max(lost)}
 
 
-def _wait_for_commits(job: Job, children: list[Any], participants: int) -> None:
+def wait_for_commits(job: Job, children: list[Any], participants: int) -> None:
     job.wait(
         lambda: all(any(e["participants"] == participants for e in child.of("committed")) for child in children),
         NOTICED_WITHIN_S,

@@ -156,6 +156,26 @@ class Worker:
     def do_leave(self) -> None:
         self.manager.shutdown()
 
+    # gpu_job.py
+
+    def do_world(self, backend: str) -> None:
+        """Make this group's own world, as FSDP has one, and use it once."""
+        import torchft.process_group  # noqa: F401  as in a script, imported before the world is made
+
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=RANK, world_size=WORLD_SIZE, timeout=TIMEOUT)
+        tensor = self.tensor.cuda() if backend == "nccl" else self.tensor
+        dist.all_reduce(tensor)
+
+    def do_quantized(self, count: int, floats: int, device: str) -> dict[str, Any]:
+        """Run `count` steps with a quantized allreduce. Return the memory that PyTorch's allocator then has, in MB."""
+        tensor, failed = torch.ones(floats, device=device), 0
+        for _ in range(count):
+            self.manager.start_quorum()
+            self.manager.allreduce(tensor, should_quantize=True).wait()
+            failed += not self.manager.should_commit()
+        return {"reserved_mb": torch.cuda.memory_reserved() / 1e6 if tensor.is_cuda else 0.0, "failed": failed}
+
     # step.py
 
     def do_tensor(self, floats: int) -> None:

@@ -319,7 +319,8 @@ def exchange_handles(
     if rank == 0:
         store.set("uuid", str(random.randint(1, _MAX_UUID)))
     try:
-        handles = [store.get(key.format(peer)).decode() for peer in range(world_size)]
-        return options_of(int(store.get("uuid")), handles, timeout)
+        # One request for all keys: the time of a request for each would grow with the number of groups.
+        *handles, uuid = store.multi_get([*(key.format(peer) for peer in range(world_size)), "uuid"])
+        return options_of(int(uuid), [handle.decode() for handle in handles], timeout)
     except RuntimeError as e:
         raise named_timeout(e) from e.__cause__

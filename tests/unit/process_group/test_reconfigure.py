@@ -7,11 +7,11 @@ import json
 import time
 from datetime import timedelta
 from types import SimpleNamespace
-from typing import Any, Optional
+from typing import Any, Optional, cast
 
 import pytest
 import torch.distributed as dist
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import HashStore, PrefixStore, TCPStore
 
 from tests.unit.process_group.ranks import TIMEOUT, connect, in_threads, meeting, on_ranks
 from torchft.process_group import (
@@ -29,7 +29,7 @@ from torchft.process_group import (
     reconfigure_with_store,
     supports_reconfigure,
 )
-from torchft.process_group.reconfigure import Handle, plan_rendezvous
+from torchft.process_group.reconfigure import Handle, exchange_handles, plan_rendezvous
 from torchft.work import _DummyWork
 
 
@@ -314,6 +314,29 @@ def test_reconfigure_with_store_exchanges_handles(store: TCPStore) -> None:
     assert client.get("handle/1").decode() == groups[1].get_reconfigure_handle()
     assert int(client.get("uuid")) > 0
     assert [group.reconfigure_count for group in groups] == [1, 1]
+
+
+def test_all_handles_are_read_in_one_request() -> None:
+    """The number of requests does not grow with that of the peers."""
+    requests: list[list[str]] = []
+
+    class Counted:
+        def __init__(self) -> None:
+            self._store = HashStore()
+
+        def set(self, key: str, value: str) -> None:
+            self._store.set(key, value)
+
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            requests.append(keys)
+            return self._store.multi_get(keys)
+
+    counted = Counted()
+    for rank in (1, 2):
+        counted.set(f"handle/{rank}", f"of {rank}")
+    opts = exchange_handles(cast(Any, counted), "of 0", 0, 3, TIMEOUT)
+    assert opts.handles == ["of 0", "of 1", "of 2"] and opts.uuid > 0
+    assert requests == [["handle/0", "handle/1", "handle/2", "uuid"]]
 
 
 def test_reconfigure_with_store_refuses_invalid_arguments(store: TCPStore) -> None:

@@ -30,7 +30,7 @@ from torchft.checkpointing import (
 )
 from torchft.checkpointing._target import Homes, Target
 from torchft.checkpointing.pg_transport import PGTransport
-from torchft.checkpointing.transport import CheckpointError, Unsendable
+from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout, Unsendable
 from torchft.process_group import ProcessGroupGloo
 from torchft.process_group.native import abort_group
 
@@ -368,6 +368,70 @@ def test_a_state_has_arrived_on_the_device_when_it_is_returned(late: Any, held_a
             late.release()
         assert got.result(60)["w"].tolist() == [3.0] * 1000
         source.disallow_checkpoint()
+
+
+def test_a_piece_is_received_while_the_one_before_is_copied_to_the_host(
+    late: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an asynchronous quorum the state waits in host memory. No copy to it stands between two receives."""
+    begun: list[object] = []
+    both, wait, announced = threading.Event(), pg_transport._Channel._wait, pg_transport._Channel.announced
+
+    def hold(self: Any, nbytes: int) -> None:
+        announced(self, nbytes)
+        if self.meter is not None:  # the target's channel, after the header
+            late.hold()
+
+    def started(self: Any, operations: list[Callable[[], Any]]) -> None:
+        wait(self, operations)
+        if self.meter is not None:
+            begun.append(operations)
+            if len(begun) == 2:
+                both.set()
+
+    monkeypatch.setattr(pg_transport._Channel, "announced", hold)
+    monkeypatch.setattr(pg_transport._Channel, "_wait", started)
+    monkeypatch.setattr(pg_transport, "_LEAST_PIECE", 4000)
+    weights = torch.arange(4500.0, device="late:0")  # four pieces and a half
+    own = torch.zeros(4500, device="late:1")
+    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        source, target = process_group(stack, on_device=True)
+
+        def receive() -> Any:
+            torch.accelerator.set_device_index(1)
+            where = Target(lambda: {"w": own}, writable=False)
+            return target.recv_checkpoint(0, "", 3, TIMEOUT, target=where)
+
+        got = pool.submit(receive)
+        torch.accelerator.set_device_index(0)
+        source.send_checkpoint([1], 3, {"w": weights}, TIMEOUT)
+        try:
+            assert both.wait(20), "the second receive waits for the first copy"
+        finally:
+            late.release()
+        received = got.result(60)["w"]
+        source.disallow_checkpoint()
+    assert len(begun) == 5 and received.is_cpu and torch.equal(received, weights.cpu())
+
+
+def test_a_receive_into_host_memory_that_does_not_end_has_a_deadline(late: Any, held_at_the_tensors: None) -> None:
+    with ExitStack() as stack, ThreadPoolExecutor(1) as pool:
+        source, target = process_group(stack, on_device=True)
+        own = torch.zeros(5, device="late:1")
+
+        def receive() -> Any:
+            torch.accelerator.set_device_index(1)
+            where = Target(lambda: {"w": own}, writable=False)
+            return target.recv_checkpoint(0, "", 3, timedelta(seconds=3), target=where)
+
+        got = pool.submit(receive)
+        torch.accelerator.set_device_index(0)
+        source.send_checkpoint([1], 3, {"w": torch.ones(5, device="late:0")}, TIMEOUT)
+        try:
+            with pytest.raises(CheckpointTimeout, match="from rank 0: timed out after 3 seconds: the device has not"):
+                got.result(60)
+        finally:
+            late.release()
 
 
 @pytest.mark.parametrize("implementation", ["legacy", "nccl2", "gloo"])

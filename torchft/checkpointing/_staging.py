@@ -7,10 +7,13 @@ other is emptied.
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import contextmanager
 from typing import Any, Callable, Dict, Generator, Iterator, List, Optional, Protocol, Type
 
 import torch
+
+from torchft.utils import poll
 
 BLOCK = 32 << 20  # bytes; holds several of the blocks that are sent over the network
 _KEPT = 4  # blocks per device type kept for the next reader: page-locked memory is slow to allocate, and scarce
@@ -148,3 +151,70 @@ class Staged:
         wait()
         with self._lock:
             self._under_way.remove(wait)
+
+
+class Unloading:
+    """Copies received pieces from device memory to host memory: while one is received, the one before is copied.
+
+    It has two pieces of device memory, and two of page-locked host memory, since a copy from a device to other host
+    memory waits on the host. After a failed transfer a copy may still be queued; PyTorch's allocator of page-locked
+    memory does not use that memory again before the copy's end.
+
+    Args:
+        device: the device; of a type with a class of copies
+        nbytes: size of the largest piece
+    """
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self._backend: Any = getattr(torch, device.type)
+        self._device = device
+        self._stream = self._backend.Stream(device)
+        self._stages = [torch.empty(nbytes, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._blocks = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        # The piece in host memory for the data of each stage, and the event behind the copy; None: there is no copy.
+        self._pieces: List[Optional[torch.Tensor]] = [None, None]
+        self._events: List[Any] = [None, None]
+        self._turn = 0
+
+    def ready_for(self, piece: torch.Tensor, timeout: float) -> bool:
+        """Takes the next stage for a piece, after the end of the copy from it. False: not within `timeout` seconds."""
+        self._turn = 1 - self._turn
+        if not self._finish(self._turn, timeout):
+            return False
+        self._pieces[self._turn] = piece
+        return True
+
+    @property
+    def stage(self) -> torch.Tensor:
+        """Device memory for the present piece."""
+        piece = self._pieces[self._turn]
+        assert piece is not None
+        return self._stages[self._turn][: piece.numel()]
+
+    def start(self) -> None:
+        """Queues the copy of the present piece behind the work on the current stream, which receives it."""
+        stage = self.stage
+        before = self._backend.Event()
+        before.record(self._backend.current_stream(self._device))
+        self._stream.wait_event(before)
+        with self._backend.stream(self._stream):
+            self._blocks[self._turn][: stage.numel()].copy_(stage, non_blocking=True)
+            ended = self._backend.Event()
+            ended.record(self._stream)
+        self._events[self._turn] = ended
+
+    def finish(self, timeout: float) -> bool:
+        """Waits for all copies; False if they do not end within `timeout` seconds."""
+        until = time.monotonic() + timeout
+        # The older one first: its memory is written while the device still copies the other one.
+        return all(self._finish(turn, until - time.monotonic()) for turn in (1 - self._turn, self._turn))
+
+    def _finish(self, turn: int, timeout: float) -> bool:
+        piece, event = self._pieces[turn], self._events[turn]
+        if event is None or piece is None:
+            return True
+        if not poll(event.query, timeout):
+            return False
+        piece.copy_(self._blocks[turn][: piece.numel()])
+        self._pieces[turn] = self._events[turn] = None
+        return True

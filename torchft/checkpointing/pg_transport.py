@@ -22,6 +22,7 @@ from torchft.checkpointing._memory import HostMemory, reserve_for_state
 from torchft.checkpointing._places import local_part, tensor_nodes, tensors_by_path
 from torchft.checkpointing._progress import Meter
 from torchft.checkpointing._room import Reservation
+from torchft.checkpointing._staging import Unloading, copies_for
 from torchft.checkpointing._stream import storage_bytes, tensor_memory
 from torchft.checkpointing._target import CPU, Homes, Target
 from torchft.checkpointing.transport import CheckpointError, CheckpointTimeout, CheckpointTransport, Unsendable
@@ -36,8 +37,8 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Bytes of the largest message, the same on both ends. A tensor that is not received in place is received through a
-# buffer of this size, the only device memory that a transfer allocates.
+# Bytes of the largest message, the same on both ends. A tensor that is not received in place is received through one
+# buffer of this size or, into host memory, two of them: the only device memory that a transfer allocates.
 _PIECE = 32 << 20
 _LEAST_PIECE = 256 << 10
 _PIECES = 64
@@ -170,6 +171,7 @@ class PGTransport(CheckpointTransport[T]):
                 got = decode(
                     structure.tree, flats, what, lambda path, node: self._recv_tensor(channel, places, path, node)
                 )
+                channel.landed()
                 if (queued := channel.queued()) is not None:
                     queued.wait()
                 meter.done()
@@ -207,11 +209,13 @@ class PGTransport(CheckpointTransport[T]):
         what = channel.what
         lead = torch.zeros(2, dtype=torch.int64)
         channel.recv(lead)
+        channel.landed()
         magic, length = lead.tolist()
         if magic not in (_MAGIC, _REFUSED) or not 0 < length <= _MAX_HEADER:
             raise CheckpointError(f"{what}: no header but {lead.tolist()}; do both groups use this version of torchft?")
         body = _empty(torch.Size([length]), torch.uint8, CPU, what)
         channel.recv(body)
+        channel.landed()
         raw = io.BytesIO(bytes(tensor_memory(body)))
         if magic == _REFUSED:
             channel.announced([])
@@ -285,6 +289,7 @@ class _Channel:
         self._deadline = time.monotonic() + self.timeout.total_seconds()
         self._piece = _LEAST_PIECE
         self._stage: Optional[torch.Tensor] = None
+        self._unloading: Optional[Unloading] = None
         self._left: Optional[deque[int]] = None  # bytes of the tensors still to come; None: not known
         self.broken = False  # set if the other end has an error as well, or has the same deadline
 
@@ -293,7 +298,7 @@ class _Channel:
         take little memory.
         """
         self._piece = min(_PIECE, max(_LEAST_PIECE, sum(sizes) // _PIECES))
-        self._stage = None
+        self._stage = self._unloading = None
         self._left = deque(sizes)
 
     def send(self, tensor: torch.Tensor) -> None:
@@ -303,21 +308,56 @@ class _Channel:
             self._wait([partial(self.pg.send, [here], rank, _TAG) for rank in self.ranks])
 
     def recv(self, tensor: torch.Tensor) -> None:
-        """Receives into a tensor."""
+        """Receives into a tensor. One in host memory may be complete only after `landed`."""
         if not tensor.is_contiguous():
             beside = _empty(tensor.shape, tensor.dtype, CPU, self.what)
             self.recv(beside)
+            self.landed()
             tensor.copy_(beside)
             return
+        unloads = tensor.is_cpu and copies_for(self.device.type) is not None
         for piece in self._pieces(tensor):
-            here = piece if self._is_here(tensor) else self._staged(piece.numel())
+            if self._is_here(tensor):
+                here = piece
+            elif unloads:
+                here = self._unloaded(piece)
+            else:
+                here = self._staged(piece.numel())
             self._wait([partial(self.pg.recv, [here], self.ranks[0], _TAG)])
-            if here is not piece:
+            if unloads and self._unloading is not None:
+                self._unloading.start()
+            elif here is not piece:
                 piece.copy_(here)
             if self.meter is not None:
                 self.meter.count(piece.numel())
         if self._left:
             self._left.popleft()
+
+    def _unloaded(self, piece: torch.Tensor) -> torch.Tensor:
+        """Memory on the device for a piece that is copied to the host while the next one is received."""
+        if self._unloading is None:
+            try:
+                self._unloading = Unloading(self.device, self._piece)
+            except (RuntimeError, MemoryError) as error:
+                raise CheckpointError(
+                    f"{self.what}: no memory for two buffers of {self._piece} bytes on {self.device} and the host"
+                ) from error
+        self._unloaded_in_time(self._unloading.ready_for(piece, self._deadline - time.monotonic()))
+        return self._unloading.stage
+
+    def landed(self) -> None:
+        """Waits until all that was received into host memory is there.
+
+        Raises:
+            CheckpointTimeout: the device has not finished it by the deadline
+        """
+        if self._unloading is not None:
+            self._unloaded_in_time(self._unloading.finish(self._deadline - time.monotonic()))
+
+    def _unloaded_in_time(self, ended: bool) -> None:
+        if not ended:
+            self.broken = True
+            raise self.timed_out(": the device has not ended it")
 
     def discard(self) -> bool:
         """Receives the rest of the state and discards it, so that the other end does not wait. Returns False if that is

@@ -55,3 +55,20 @@ func TestTheSteadyStateIsSilentAndEachEventIsALine(t *testing.T) {
 		assert.Equal(t, 1, c.Log.Count("left=[c]"), "%s", c.Log.String())
 	})
 }
+
+// The ranks log the warning of a regression, so the manager server, which shares the stderr of rank 0, logs none.
+func TestARegressionIsAWarningOfTheLighthouseOnly(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1)
+		a := c.StartGroup("a", 1)
+		round(t, 5, a)
+		a.Host(-1).Kill()
+		a.Server.Shutdown()
+		time.Sleep(time.Minute)
+		b := c.StartGroup("b", 1)
+		round(t, 0, b)
+		synctest.Wait()
+		assert.Equal(t, 2, c.Log.Count("THE JOB REGRESSES"), "%s", c.Log.String())
+		assert.Equal(t, 1, c.Log.Count(`level=WARN msg="torchft: THE JOB REGRESSES`), "%s", c.Log.String())
+	})
+}

@@ -167,10 +167,9 @@ func (m *Machine) asked(e Asked) bool {
 	// counts as healthy, and that no quorum may include.
 	if why, reason := m.unfit(e); reason != "" {
 		m.refuse(e.Waiter, why, reason)
-		switch why {
-		case Unshown: // the member gets another chance to show its quorum, and is accepted after that
+		if why == Unshown { // the member gets another chance to show its quorum, and is accepted after that
 			m.do(Recall{id, e.KnownQuorumID})
-		case Misfit:
+		} else if why == Misfit {
 			m.do(Refused{id, reason})
 		}
 		m.failRefused(id, why, reason)

@@ -169,7 +169,8 @@ func (m *Machine) asked(e Asked) bool {
 		m.refuse(e.Waiter, why, reason)
 		if why == Unshown { // the member gets another chance to show its quorum, and is accepted after that
 			m.do(Recall{id, e.KnownQuorumID})
-		} else if why == Misfit {
+		}
+		if why == Misfit {
 			m.do(Refused{id, reason})
 		}
 		m.failRefused(id, why, reason)

@@ -147,6 +147,8 @@ func stateOf(m quorum.MemberStatus) State {
 	switch {
 	case m.Draining != "" && (m.Healthy || m.Out != ""):
 		return Draining
+	case m.Out == quorum.OnlyBeats:
+		return Joining
 	case !m.Healthy:
 		return Failed
 	case m.Suspect:

@@ -102,11 +102,13 @@ func (m *Machine) take(event Event) (decide bool) {
 	case Withdrawn: // No decision: a withdrawal cannot make a quorum possible.
 		m.roster.withdraw(e.Waiter, m.now)
 	case Beat: // No decision here: if it makes a member with a request a candidate again, the next tick decides. Heartbeats must stay cheap.
-		// Before the first quorum a call of any name counts: after a restart of the lighthouse, the members of upstream groups
-		// show only so that they are in the middle of a step. Later a name that never asks would count in the majority, and could
-		// keep the job from forming a quorum.
-		if !e.Call || m.Knows(e.ReplicaID) || m.past.latest == nil {
-			m.roster.beat(e.ReplicaID, m.now)
+		// Before the first quorum a call of any name counts: after a restart of the lighthouse, the members of upstream groups show only
+		// so that they are in the middle of a step. Later a name that never asks would count in the majority, and could keep the job
+		// from forming a quorum.
+		unknown := e.Call && !m.Knows(e.ReplicaID) && m.past.latest != nil
+		r := m.roster.beat(e.ReplicaID, m.now)
+		if unknown {
+			m.roster.update(r, m.now, func() { r.out = OnlyBeats })
 		}
 	case Greeted:
 		m.greeted(e)

@@ -66,6 +66,9 @@ func (r *record) candidate() bool { return r.alive() && r.waiting() }
 // here reports whether a member has a pending request, or a stream that has not broken: another request of it may be on its way.
 func (r *record) here() bool { return r.waiting() || r.alive() && !r.presumed && r.suspect == nil }
 
+// OnlyBeats is why a member that has sent heartbeats by calls, and has not asked yet, does not count as healthy.
+const OnlyBeats = "it has sent heartbeats only, and has not asked for a quorum yet"
+
 // byID orders members by replica_id.
 func byID(a, b *record) int {
 	a.looks++

@@ -142,7 +142,9 @@ class Host:
                     break
                 except BlockingIOError:
                     if time.monotonic() >= deadline:
-                        raise TimeoutError(f"{self._folder}/lock: not released within {_LOCK_SEC} s") from None
+                        raise TimeoutError(
+                            f"{self._folder}/lock: timed out: it was not released within {_LOCK_SEC} s"
+                        ) from None
                     time.sleep(_PAUSE_SEC)
             yield
         finally:

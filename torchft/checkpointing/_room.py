@@ -143,7 +143,7 @@ class Host:
                 except BlockingIOError:
                     if time.monotonic() >= deadline:
                         raise TimeoutError(
-                            f"{self._folder}/lock: timed out: it was not released within {_LOCK_SEC} s"
+                            f"{self._folder}/lock: timed out, not released within {_LOCK_SEC} s"
                         ) from None
                     time.sleep(_PAUSE_SEC)
             yield

@@ -118,5 +118,5 @@ def test_without_a_shared_folder_the_ranks_of_a_group_divide_it(
 
 def test_a_stopped_process_holds_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_room, "_LOCK_SEC", 0.01)
-    with Host(tmp_path)._locked(), pytest.raises(TimeoutError, match="lock: not released within"):
+    with Host(tmp_path)._locked(), pytest.raises(TimeoutError, match="lock: timed out, not released within"):
         Host(tmp_path).reserve(1, lambda: 100)

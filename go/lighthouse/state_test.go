@@ -6,6 +6,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
 
@@ -67,10 +68,28 @@ func FuzzState(f *testing.F) {
 	})
 }
 
+// logText keeps the lines of a log. Goroutines that nothing waits for may write it while a test reads it.
+type logText struct {
+	mu   sync.Mutex
+	text strings.Builder
+}
+
+func (l *logText) Write(line []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.Write(line)
+}
+
+func (l *logText) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.String()
+}
+
 // startOn starts a lighthouse that keeps its state in a directory, and whose log can be read.
-func startOn(t *testing.T, dir string, change ...func(*Config)) (*Server, *strings.Builder) {
+func startOn(t *testing.T, dir string, change ...func(*Config)) (*Server, *logText) {
 	t.Helper()
-	var log strings.Builder
+	var log logText
 	cfg := DefaultConfig()
 	cfg.Bind, cfg.MinReplicas, cfg.StateDir, cfg.Hostname = "127.0.0.1:0", 1, dir, "localhost"
 	cfg.Logger = slog.New(slog.NewTextHandler(&log, nil))

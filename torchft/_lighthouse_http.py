@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import http.client
 import json
 import os
 import ssl
 import sys
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,6 +15,7 @@ from typing import Any
 from urllib.parse import urlencode, urlsplit
 
 from torchft._security import DEFAULT_JOB, JOB_ENV, TLS_CERT_ENV, tokens
+from torchft._waits import announced
 from torchft.addresses import host_port, loopback
 
 DEFAULT_PORT = 29510
@@ -117,7 +116,8 @@ class Lighthouse:
         for address in self.addresses:
             request = urllib.request.Request(address + path, data=body, method=method, headers=headers)
             try:
-                with _announced(f"waiting for the lighthouse at {address}, at most {self._timeout:g} s"):
+                waiting = f"waiting for the lighthouse at {address}, at most {self._timeout:g} s"
+                with announced(_SILENT_SEC, print, waiting, file=sys.stderr, flush=True):
                     return direct(address).open(request, timeout=self._timeout)
             except urllib.error.HTTPError as e:
                 with e:
@@ -173,18 +173,6 @@ class Connection:
 
     def close(self) -> None:
         self._connection.close()
-
-
-@contextlib.contextmanager
-def _announced(text: str) -> Iterator[None]:
-    """Prints a text on stderr if the `with` block takes long."""
-    timer = threading.Timer(_SILENT_SEC, print, (text,), {"file": sys.stderr, "flush": True})
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def address_of(endpoint: str) -> str:

@@ -158,7 +158,7 @@ class DistributedDataParallel(Copyable, parallel.DistributedDataParallel):
         yield
 
     def _parts(self) -> Dict[str, Any]:
-        """What PyTorch's class pickles."""
+        """The attributes that PyTorch's class pickles."""
         new = ("process_group", "reducer", "logger", "_comm_hooks")
         return {name: value for name, value in self.__dict__.items() if name not in new}
 

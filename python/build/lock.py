@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCK = Path(__file__).with_name("constraints.txt")
-# What the targets of the Makefile install.
+# The extras that the targets of the Makefile install.
 EXTRAS = ("generate", "lint", "lock", "ray", "test", "train", "plot", "docs", "wheel")
 OLDEST_PYTHON = "3.10"
 HEADER = """\

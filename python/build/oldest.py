@@ -19,7 +19,7 @@ from lock import LOCK, ROOT
 FOLDER = ROOT / "build" / "oldest"
 # The extras of users that have a lower bound.
 EXTRAS = ("otel", "ray", "torchx")
-# What the tests need besides these.
+# The packages that the tests need besides these.
 TOOLS = ("pytest", "pytest-rerunfailures", "pytest-timeout", "pyyaml", "setuptools", "numpy", "scikit-learn")
 TESTS = ("tests/unit", "tests/integration")
 

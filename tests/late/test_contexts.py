@@ -55,7 +55,7 @@ def on_thread(function: Callable[[], object], index: int | None = None) -> None:
 
 
 class Things:
-    """What other threads have left on device 5."""
+    """Objects on device 5, for threads that begin on another device."""
 
     def __init__(self) -> None:
         self.tensor = torch.ones(3, device="late:5")

@@ -39,9 +39,8 @@ def test_with_cuda() -> None:
 
 # Files whose threads touch no device, or set it themselves.
 PLAIN_THREADS = {
-    "_lighthouse_http.py": "starts without PyTorch",
+    "_waits.py": "says one line",
     "_manager/failures.py": "Failures calls enter_thread for each notice",
-    "_manager/group.py": "a line of the log",
     "_manager/rounds.py": "Manager._follow calls enter_thread",
     "_manager/signals.py": "asks for a drain",
     "checkpointing/_receive.py": "its threads use the network only; the receiving thread copies",

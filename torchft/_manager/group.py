@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
-import threading
 import uuid
-from collections.abc import Iterator
 from typing import Callable, NamedTuple, Optional
 
 import torch.distributed as dist
@@ -15,6 +12,7 @@ from torch.distributed import PrefixStore, TCPStore
 
 from torchft._manager.settings import MANAGER_ADDR_KEY, RANKS_PER_RELAY_ENV, REPLICA_ID_KEY, Settings
 from torchft._torchft import ManagerClient, ManagerServer
+from torchft._waits import announced
 from torchft.addresses import announced_host, announced_store_host, host_port, store_host
 
 _logger = logging.getLogger("torchft.manager")
@@ -120,7 +118,9 @@ def _find(store: dist.Store, settings: Settings) -> list[str]:
 
 
 def _open_store(settings: Settings) -> dist.Store:
-    with _announcing(host_port(settings.store_addr, settings.store_port)):
+    address = host_port(settings.store_addr, settings.store_port)
+    waiting = f"waiting for the store of this group at {address} (MASTER_ADDR, MASTER_PORT), which torchrun serves"
+    with announced(_SILENT_SEC, _logger.warning, waiting):
         store = TCPStore(
             host_name=store_host(settings.store_addr),
             port=settings.store_port,
@@ -133,16 +133,3 @@ def _open_store(settings: Settings) -> dist.Store:
         # stale.
         return PrefixStore(f"torchft/restart_{settings.restart_count}", store)
     return store
-
-
-@contextlib.contextmanager
-def _announcing(address: str) -> Iterator[None]:
-    """Logs that this rank waits for the group's store if the `with` block takes long."""
-    text = f"waiting for the store of this group at {address} (MASTER_ADDR, MASTER_PORT), which torchrun serves"
-    timer = threading.Timer(_SILENT_SEC, _logger.warning, (text,))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

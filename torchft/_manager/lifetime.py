@@ -40,7 +40,7 @@ class Life(NamedTuple):
 
     @classmethod
     def begin(cls, replica_id: Optional[str], settings: Settings) -> Life:
-        """That of a Manager which the calling thread makes."""
+        """Identifies a Manager that the calling thread makes."""
         store = f"{settings.store_addr}:{settings.store_port}"
         here = threading.current_thread()
         return cls(replica_id or "", settings.group_rank, settings.lighthouse_addr, store, here)

@@ -1,4 +1,4 @@
-"""What a script has written to the log of its group."""
+"""The output of a script, in the log of its group."""
 
 from __future__ import annotations
 

@@ -7,36 +7,17 @@ import (
 	"io"
 	"log/slog"
 	"net"
-	"strings"
-	"sync"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/internal/testlog"
 )
 
-// errorLog collects the errors that the package logs during fuzzing.
-type errorLog struct {
-	mu   sync.Mutex
-	text strings.Builder
-}
-
-func (l *errorLog) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.Write(p)
-}
-
-// drain returns the lines logged since the last call, and removes them.
-func (l *errorLog) drain() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	defer l.text.Reset()
-	return l.text.String()
-}
-
-func logged(f *testing.F) *errorLog {
-	log, before := &errorLog{}, slog.Default()
+// logged returns the errors that the package logs during fuzzing.
+func logged(f *testing.F) *testlog.Log {
+	log, before := &testlog.Log{}, slog.Default()
 	slog.SetDefault(slog.New(slog.NewTextHandler(log, &slog.HandlerOptions{Level: slog.LevelError})))
 	f.Cleanup(func() { slog.SetDefault(before) })
 	return log
@@ -72,7 +53,7 @@ func FuzzRequests(f *testing.F) {
 			_ = conn.(*net.TCPConn).CloseWrite()
 			_, _ = io.Copy(io.Discard, conn)
 		}
-		require.NotContains(t, log.drain(), "panic")
+		require.NotContains(t, log.Drain(), "panic")
 	})
 }
 
@@ -124,6 +105,6 @@ func FuzzAnswers(f *testing.F) {
 		for _, outside := range [][]byte{guarded[:1000], guarded[2000:]} {
 			require.Equal(t, bytes.Repeat([]byte{0xa5}, 1000), outside)
 		}
-		require.NotContains(t, log.drain(), "panic")
+		require.NotContains(t, log.Drain(), "panic")
 	})
 }

@@ -19,6 +19,7 @@ import (
 	"google.golang.org/grpc/metadata"
 
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/internal/testlog"
 	"github.com/torchft/torchft/go/quorum"
 )
 
@@ -75,9 +76,9 @@ func asOf(ctx context.Context, job string) context.Context {
 }
 
 // kept returns a job with one member, and the log of the job. The disk keeps the state of the job.
-func kept(f *faulty) (*job, *strings.Builder) {
+func kept(f *faulty) (*job, *testlog.Log) {
 	j, _ := crowd(1)
-	var log strings.Builder
+	var log testlog.Log
 	j.mu.Lock() // the page's task has begun
 	defer j.mu.Unlock()
 	j.log, j.cfg.StateDir, j.cfg.disk = slog.New(slog.NewTextHandler(&log, nil)), "/state", f.disk()

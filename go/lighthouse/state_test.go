@@ -5,14 +5,13 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
-	"strings"
-	"sync"
 	"testing"
 	"time"
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
 
+	"github.com/torchft/torchft/go/internal/testlog"
 	"github.com/torchft/torchft/go/quorum"
 )
 
@@ -68,28 +67,10 @@ func FuzzState(f *testing.F) {
 	})
 }
 
-// logText keeps the lines of a log. Goroutines that nothing waits for may write it while a test reads it.
-type logText struct {
-	mu   sync.Mutex
-	text strings.Builder
-}
-
-func (l *logText) Write(line []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.Write(line)
-}
-
-func (l *logText) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.String()
-}
-
 // startOn starts a lighthouse that keeps its state in a directory, and whose log can be read.
-func startOn(t *testing.T, dir string, change ...func(*Config)) (*Server, *logText) {
+func startOn(t *testing.T, dir string, change ...func(*Config)) (*Server, *testlog.Log) {
 	t.Helper()
-	var log logText
+	var log testlog.Log
 	cfg := DefaultConfig()
 	cfg.Bind, cfg.MinReplicas, cfg.StateDir, cfg.Hostname = "127.0.0.1:0", 1, dir, "localhost"
 	cfg.Logger = slog.New(slog.NewTextHandler(&log, nil))

@@ -47,12 +47,7 @@ func serve(t *testing.T, c *fttest.Cluster, register func(*grpc.Server)) (stop f
 
 func serveOn(t *testing.T, c *fttest.Cluster, host string, register func(*grpc.Server)) (stop func()) {
 	t.Helper()
-	lis, err := c.Net.Host(host).Listen(host + ":29510")
-	require.NoError(t, err)
-	g := grpc.NewServer()
-	register(g)
-	go func() { _ = g.Serve(lis) }()
-	return g.Stop
+	return c.Net.Host(host).Serve(t, host+":29510", register)
 }
 
 func TestALighthouseWithoutStreams(t *testing.T) {

@@ -378,13 +378,8 @@ func TestOnlyTheSessionOfARankWithATooLargeRequestIsEnded(t *testing.T) {
 func TestAServerWithoutRelays(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		net := fttest.NewNetwork()
-		lis, err := net.Host("upstream").Listen(":1")
-		require.NoError(t, err)
-		g := grpc.NewServer()
-		torchftpb.RegisterManagerServiceServer(g, &upstreamManager{})
-		go func() { _ = g.Serve(lis) }()
-		defer g.Stop()
-		_, err = relay.Start(t.Context(), relay.Config{
+		defer net.Host("upstream").Serve(t, ":1", (&upstreamManager{}).register)()
+		_, err := relay.Start(t.Context(), relay.Config{
 			Manager: "http://upstream:1", Hostname: "relay", Bind: ":0", ConnectTimeout: time.Second, Network: net.Host("relay"),
 		})
 		require.ErrorIs(t, err, relay.ErrNone)
@@ -513,12 +508,7 @@ func TestARelayThatDoesNotAnswer(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		g := c.StartGroup("g", 1)
-		lis, err := c.Net.Host("relay").Listen(":1")
-		require.NoError(t, err)
-		server := grpc.NewServer()
-		torchftpb.RegisterRankServiceServer(server, silentRelay{})
-		go func() { _ = server.Serve(lis) }()
-		defer server.Stop()
+		defer c.Net.Host("relay").Serve(t, ":1", func(g *grpc.Server) { torchftpb.RegisterRankServiceServer(g, silentRelay{}) })()
 		began := time.Now()
 		client, _ := dialRelayed(c, g, "host", "http://relay:1")
 		assert.Equal(t, 5*time.Second, time.Since(began), "the relay gets half of the connect timeout")

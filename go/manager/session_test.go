@@ -37,18 +37,15 @@ func (s *upstreamManager) ShouldCommit(_ context.Context, req *torchftpb.ShouldC
 	return &torchftpb.ShouldCommitResponse{ShouldCommit: req.GetShouldCommit()}, nil
 }
 
+func (s *upstreamManager) register(g *grpc.Server) { torchftpb.RegisterManagerServiceServer(g, s) }
+
 func TestAServerWithoutSessions(t *testing.T) {
 	for _, first := range []string{"quorum", "vote"} {
 		t.Run(first, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				net := fttest.NewNetwork()
-				lis, err := net.Host("upstream").Listen(":1")
-				require.NoError(t, err)
 				upstream := &upstreamManager{}
-				g := grpc.NewServer()
-				torchftpb.RegisterManagerServiceServer(g, upstream)
-				go func() { _ = g.Serve(lis) }()
-				defer g.Stop()
+				defer net.Host("upstream").Serve(t, ":1", upstream.register)()
 				client, err := rankclient.Dial(t.Context(), "http://upstream:1", time.Second, rankclient.WithNetwork(net.Host("rank")))
 				require.NoError(t, err)
 				defer func() { require.NoError(t, client.Close()) }()

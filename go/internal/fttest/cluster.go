@@ -5,8 +5,6 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
-	"strings"
-	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -14,6 +12,7 @@ import (
 	"github.com/stretchr/testify/require"
 
 	"github.com/torchft/torchft/go/internal/auth"
+	"github.com/torchft/torchft/go/internal/testlog"
 	"github.com/torchft/torchft/go/internal/tracing"
 	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/manager"
@@ -183,40 +182,4 @@ func (g *Group) Vote(rank int, step int64, vote bool, timeout time.Duration) <-c
 }
 
 // Log collects the log of servers for tests.
-type Log struct {
-	mu   sync.Mutex
-	text strings.Builder
-}
-
-func (l *Log) Write(p []byte) (int, error) {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.Write(p)
-}
-
-// Count returns how many lines contain the text.
-func (l *Log) Count(text string) int {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	n := 0
-	for line := range strings.Lines(l.text.String()) {
-		if strings.Contains(line, text) {
-			n++
-		}
-	}
-	return n
-}
-
-// Drain returns the lines logged since the last call, and removes them: a fuzz target reads them after each input.
-func (l *Log) Drain() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	defer l.text.Reset()
-	return l.text.String()
-}
-
-func (l *Log) String() string {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.text.String()
-}
+type Log = testlog.Log

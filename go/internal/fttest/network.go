@@ -9,7 +9,11 @@ import (
 	"strconv"
 	"sync"
 	"syscall"
+	"testing"
 	"time"
+
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
 
 	"github.com/torchft/torchft/go/internal/rpc"
 )
@@ -82,6 +86,19 @@ func (h *Host) Listen(address string) (net.Listener, error) {
 	l := &listener{host: h, addr: addr, incoming: make(chan net.Conn, 1024), done: make(chan struct{})}
 	h.net.listeners[string(addr)] = l
 	return l, nil
+}
+
+// Serve starts a gRPC server that has the services that register adds to it: without any it answers pings of HTTP/2, and no call.
+func (h *Host) Serve(t testing.TB, address string, register ...func(*grpc.Server)) (stop func()) {
+	t.Helper()
+	lis, err := h.Listen(address)
+	require.NoError(t, err)
+	server := grpc.NewServer()
+	for _, add := range register {
+		add(server)
+	}
+	go func() { _ = server.Serve(lis) }()
+	return server.Stop
 }
 
 // Dial connects to name:port of any host. The connection is refused if nothing listens there, if this host is killed, or during an

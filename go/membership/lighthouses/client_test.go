@@ -6,8 +6,6 @@ import (
 	"net"
 	"os"
 	"path/filepath"
-	"strings"
-	"sync/atomic"
 	"syscall"
 	"testing"
 	"testing/synctest"
@@ -15,14 +13,12 @@ import (
 
 	"github.com/stretchr/testify/assert"
 	"github.com/stretchr/testify/require"
-	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
 	"google.golang.org/grpc/status"
-	"google.golang.org/grpc/test/bufconn"
 
 	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/rpc"
-	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/internal/testlog"
 )
 
 // With a setting that is not allowed each attempt fails at once: repeating them until the timeout would only use a processor.
@@ -48,13 +44,13 @@ func (r refusing) Dial(context.Context, string) (net.Conn, error) {
 
 func TestALongWaitForAListIsLogged(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		var log strings.Builder
+		var log testlog.Log
 		before := slog.Default()
 		slog.SetDefault(slog.New(slog.NewTextHandler(&log, nil)))
 		defer slog.SetDefault(before)
 		_, err := Dial(t.Context(), "http://a:1,http://b:1", time.Minute, WithNetwork(refusing{dialed: func() {}}))
 		require.Error(t, err)
-		assert.Equal(t, 1, strings.Count(log.String(), "\n"), log.String())
+		assert.Equal(t, 1, log.Count("\n"), log.String())
 		assert.Contains(t, log.String(), `msg="torchft: waiting for the lighthouse" address=http://a:1,http://b:1 timeout=1m0s`)
 		assert.Contains(t, log.String(), "connection refused")
 	})
@@ -77,45 +73,5 @@ func TestAFileThatIsBeingReplacedIsReadAgain(t *testing.T) {
 		l := &lighthouses{addresses: []string{"http://a:1", "http://b:1"}, options: options, clients: make([]*Client, 2)}
 		_, err = l.reach(t.Context(), 1)
 		assert.Equal(t, codes.Unavailable, status.Code(err), "the manager server asks again after this code only")
-	})
-}
-
-// vanishing is a network with one server, whose host vanishes: from then on what is sent to it is lost.
-type vanishing struct {
-	rpc.Network
-	server *bufconn.Listener
-	gone   *atomic.Bool
-}
-
-type vanishingConn struct {
-	net.Conn
-	gone *atomic.Bool
-}
-
-func (v vanishing) Dial(ctx context.Context, _ string) (net.Conn, error) {
-	conn, err := v.server.DialContext(ctx)
-	return vanishingConn{conn, v.gone}, err
-}
-
-func (c vanishingConn) Write(p []byte) (int, error) {
-	if c.gone.Load() {
-		return len(p), nil
-	}
-	return c.Conn.Write(p)
-}
-
-// An idle connection seems fine for long after the host has vanished. A member that reported to reach that lighthouse would fail back to it
-// with the others, and stay behind alone.
-func TestALighthouseThatDoesNotAnswerIsNotThere(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		network := vanishing{server: bufconn.Listen(1 << 16), gone: &atomic.Bool{}}
-		server := grpc.NewServer()
-		go func() { _ = server.Serve(network.server) }()
-		l := &lighthouses{addresses: []string{"http://a:1", "http://b:1"}, options: []DialOption{WithNetwork(network)}, clients: make([]*Client, 2)}
-		assert.Equal(t, quorum.PlacesOf(0), l.there(t.Context(), []int{0}))
-		network.gone.Store(true)
-		assert.Zero(t, l.there(t.Context(), []int{0}))
-		require.NoError(t, l.close())
-		server.Stop()
 	})
 }

@@ -96,8 +96,7 @@ class Lighthouse:
                 raise Unanswered(f"{response.url} answered without JSON: is it a lighthouse?") from None
 
     def ask(self, what: str, replica_id: str) -> str:
-        """Requests that the lighthouse ``kill``, ``drain`` or ``waive`` a group, with the token of TORCHFT_TOKEN_FILE
-        if set.
+        """Requests that the lighthouse ``kill`` or ``drain`` a group, with the token of TORCHFT_TOKEN_FILE if set.
 
         Returns:
             a line that says what the lighthouse did.

@@ -1,4 +1,4 @@
-"""A lighthouse is killed with SIGKILL during a job, which continues with a restarted one or with another one."""
+"""A lighthouse is killed with SIGKILL during a job, which continues with the restarted one."""
 
 from __future__ import annotations
 
@@ -24,28 +24,6 @@ def test_a_lighthouse_is_killed_and_restarted_during_a_job(tmp_path: Path) -> No
             c.steps(20, members=2)
             after = [q for q in c.quorum_ids(before) if q != last]
             assert after and min(after) > last, "ids continue to increase"
-        for member in c.members:
-            ids = [e["quorum_id"] for e in member.of("step")]
-            steps = [e["step"] for e in member.of("step")]
-            assert ids == sorted(ids) and steps == sorted(steps)
-
-
-@pytest.mark.timeout(240)
-def test_a_second_lighthouse_takes_over_and_the_first_comes_back(tmp_path: Path) -> None:
-    with cluster(tmp_path, lighthouses=2) as c:
-        c.steps(20, members=2)
-        c.wait(lambda: c.healthy(0) == 2 and c.healthy(1) == 0, "both are at the first")
-        last = max(c.quorum_ids())
-        c.lighthouses[0].kill()
-        print(f"the second one has taken over after {c.steps(3):.2f} s")
-        c.steps(20, members=2)
-        assert max(c.quorum_ids()) > last
-        c.wait(lambda: c.healthy(1) == 2, "both are at the second")
-
-        c.lighthouses[0] = c.start_lighthouse(0)
-        took = c.wait(lambda: c.healthy(0) == 2, "both are back at the first")
-        print(f"both are back at the first after {took:.2f} s")
-        c.steps(20, members=2)
         for member in c.members:
             ids = [e["quorum_id"] for e in member.of("step")]
             steps = [e["step"] for e in member.of("step")]

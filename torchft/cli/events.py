@@ -55,8 +55,6 @@ def words(event: dict[str, Any]) -> str:
     when = datetime.fromisoformat(event["time"].replace("Z", "+00:00")[:19] + "+00:00").astimezone()
     if event["kind"] == "drained":
         return _line(when, event, [f"{', '.join(event['left'])} is to leave at the end of a step", event["reason"]])
-    if event["kind"] == "waived":
-        return _line(when, event, [f"{', '.join(event['left'])} counts as ended", event["reason"]])
     if event["kind"] == "refused":
         return _line(when, event, [f"{', '.join(event['left'])} was refused", event["reason"]])
     parts = []

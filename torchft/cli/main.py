@@ -97,6 +97,5 @@ _COMMANDS: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
     "events": ("the events of a job: groups that joined, left or failed, and when", _in("events")),
     "drain": ("let one replica group leave at the end of a step", _in("ending", "drain")),
     "kill": ("end one replica group at once", _in("ending", "kill")),
-    "waive": ("with several lighthouses: continue without groups whose votes are missing", _in("waive")),
     "doctor": ("find problems of this machine and of its connection to the lighthouse", _in("doctor")),
 }

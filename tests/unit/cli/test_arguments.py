@@ -121,7 +121,7 @@ def test_a_missing_lighthouse_ends_with_1_and_names_the_addresses_tried(
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert exits(["--help"]) == 0
     listed = capsys.readouterr().out
-    for command in ("run", "scale", "lighthouse", "status", "events", "drain", "kill", "waive", "doctor"):
+    for command in ("run", "scale", "lighthouse", "status", "events", "drain", "kill", "doctor"):
         assert f"\n  {command} " in listed
         assert exits([command, "--help"]) == 0
         assert command in capsys.readouterr().out

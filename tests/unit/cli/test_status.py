@@ -167,7 +167,7 @@ def test_a_lighthouse_that_ends_in_the_middle_of_its_answer(
 
 
 @pytest.mark.parametrize("json", [b'{"job": 1}', b"[1]", b"1"])
-@pytest.mark.parametrize("command", ["status", "events", "kill a", "drain a", "waive a"])
+@pytest.mark.parametrize("command", ["status", "events", "kill a", "drain a"])
 def test_a_server_that_is_no_lighthouse(
     command: str, json: bytes, answering: Callable[[bytes], str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,11 +12,15 @@ import socket
 import struct
 import sys
 from functools import lru_cache
+from pathlib import Path
 from urllib.parse import urlsplit
+
+from torchft._network_cards import nearest
 
 HOST_ENV = "TORCHFT_HOST"
 HEAL_HOSTS_ENV = "TORCHFT_HEAL_HOSTS"
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
+_SYS = Path("/sys")
 
 _lighthouse = ""
 
@@ -55,26 +59,33 @@ def announced_host(lighthouse_addr: str | None = None) -> str:
     return name if _resolves(name) else loopback()
 
 
-def heal_hosts() -> list[str]:
+def heal_hosts(device: str | None = None) -> list[str]:
     """The addresses of this rank from which peers fetch its state, the best one first.
 
-    ``TORCHFT_HEAL_HOSTS`` names one for each rank of this host, by LOCAL_RANK: on a host with several network cards,
-    that of the card next to the rank's device. Last comes the address that is announced for everything else.
+    ``TORCHFT_HEAL_HOSTS`` names one for each rank of this host, by LOCAL_RANK. By default, on a host with several
+    network cards, it is that of the card next to the rank's device, unless ``TORCHFT_HOST`` is set. Last comes the
+    address that is announced for everything else.
+
+    Args:
+        device: PCI address of the rank's device, see :func:`torchft.utils.device_pci_address`; None: not known
 
     Raises:
         ValueError: a setting names no address or interface of this host, or none for this rank.
     """
     names = [name.strip() for name in os.environ.get(HEAL_HOSTS_ENV, "").split(",") if name.strip()]
-    hosts = []
+    hosts, host = [], announced_host()
+    rank = os.environ.get("LOCAL_RANK", "0")
     if names:
-        rank = os.environ.get("LOCAL_RANK", "0")
         if not rank.isdecimal() or int(rank) >= len(names):
             raise ValueError(
                 f"{HEAL_HOSTS_ENV}={','.join(names)!r} has {len(names)} addresses, none for LOCAL_RANK={rank}: one for "
                 "each local rank is needed"
             )
         hosts.append(_host_of_setting(HEAL_HOSTS_ENV, names[int(rank)]))
-    return list(dict.fromkeys([*hosts, announced_host()]))
+    elif device is not None and not os.environ.get(HOST_ENV, "").strip():
+        near = nearest(_SYS, device, interface_address, int(rank) if rank.isdecimal() else 0)
+        hosts += near[:1] if host not in near else []
+    return list(dict.fromkeys([*hosts, host]))
 
 
 def announced_store_host(host: str, port: int, lighthouse_addr: str | None = None) -> str:

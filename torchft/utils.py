@@ -123,6 +123,16 @@ def device_uuid(index: int) -> Optional[str]:
     return None if uuid is None else str(uuid)
 
 
+def device_pci_address() -> Optional[str]:
+    """The PCI address of this thread's current device, as `0000:17:00.0`; None if it has none, or is not in use."""
+    index = current_device()
+    if index is None:
+        return None
+    about: Any = getattr(torch.get_device_module(), "get_device_properties", lambda _: None)(index)
+    parts = [getattr(about, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
+    return None if None in parts else "{:04x}:{:02x}:{:02x}.0".format(*parts)
+
+
 def empty_cache() -> None:
     """Returns the memory that PyTorch keeps for later tensors to the device. NCCL does not allocate from that."""
     index = current_device()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -68,3 +70,22 @@ def test_threads_that_may_touch_a_device_set_it() -> None:
         if re.search(r"threading\.(Thread|Timer)\(|from threading import|\(threading\.Thread\)", path.read_text())
     }
     assert found == set(PLAIN_THREADS), "use DeviceThread, or say here why not"
+
+
+@pytest.mark.parametrize(
+    ("about", "expected"),
+    [
+        ({"pci_domain_id": 0, "pci_bus_id": 0x3A, "pci_device_id": 0}, "0000:3a:00.0"),
+        ({"pci_domain_id": 0x10000, "pci_bus_id": 1, "pci_device_id": 2}, "10000:01:02.0"),
+        ({"name": "of an older PyTorch"}, None),
+    ],
+)
+def test_the_pci_address_of_the_current_device(
+    about: dict[str, Any], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = SimpleNamespace(get_device_properties=lambda index: SimpleNamespace(**about) if index == 3 else None)
+    monkeypatch.setattr(torch, "get_device_module", lambda: module)
+    monkeypatch.setattr(utils, "current_device", lambda: 3)
+    assert utils.device_pci_address() == expected
+    monkeypatch.setattr(utils, "current_device", lambda: None)
+    assert utils.device_pci_address() is None

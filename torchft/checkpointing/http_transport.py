@@ -32,6 +32,7 @@ from torchft.checkpointing._token import accepts, checkpoint_token
 from torchft.checkpointing._upstream import FULL, METADATA, receive_upstream
 from torchft.checkpointing.transport import AdditionalSource, CheckpointTransport, Role, Unsendable
 from torchft.http import _DeadlineSocket, _IPv6HTTPServer
+from torchft.utils import device_pci_address
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ class HTTPTransport(CheckpointTransport[T]):
         if not self._address:
             # Determined at the first use: the default host is the one on the route to the lighthouse, and a Manager
             # that is created after this transport may set the lighthouse's address.
-            self._address = announce(self._hosts or heal_hosts(), self._server.server_port)
+            self._address = announce(self._hosts or heal_hosts(device_pci_address()), self._server.server_port)
         return self._address
 
     def metadata(self) -> str:

@@ -86,8 +86,9 @@ func TestImportsFollowTheDesign(t *testing.T) {
 		"internal/lobby":         nil,
 		"internal/logging":       nil,
 		"heal":                   {"internal/lobby"},
+		"replica":                {"internal/auth", "internal/clock", "internal/rpc", "torchftpb"},
 		"dashboard":              {"internal/logging", "quorum"},
-		"lighthouse":             append([]string{"dashboard"}, shared...),
+		"lighthouse":             append([]string{"dashboard", "replica"}, shared...),
 		"membership":             decides,
 		"membership/lighthouses": client,
 		"rankclient":             client,
@@ -123,16 +124,16 @@ func TestImportsFollowTheDesign(t *testing.T) {
 	}
 }
 
-// If a library handled SIGINT, Python would not receive Ctrl-C. go-metrics, which memberlist imports, can handle a signal to print
-// its metrics, but only in a function that is not called.
+// If a library handled SIGINT, Python would not receive Ctrl-C. go-metrics, which memberlist and raft import, can handle a signal to
+// print its metrics, but only in a function that is not called.
 func TestOnlyTheCommandTakesSignals(t *testing.T) {
-	may := []string{"github.com/armon/go-metrics", "internal/fttest"}
+	may := []string{"github.com/hashicorp/go-metrics", "internal/fttest"}
 	for name, p := range packages(t, "-deps", "./...") {
 		if slices.Contains(p.Imports, "os/signal") && !strings.HasPrefix(name, "cmd/") {
 			assert.Contains(t, may, name)
 		}
 	}
-	for _, name := range []string{"heal", "lighthouse", "manager", "sim"} {
+	for _, name := range []string{"heal", "manager", "sim"} {
 		assert.NotContains(t, packages(t, "./"+name)[name].Deps, "os/signal", "%s", name)
 	}
 }

@@ -3616,6 +3616,155 @@ func (x *PlacedState) GetCommitFailures() int64 {
 	return 0
 }
 
+type Frame struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Data          []byte                 `protobuf:"bytes,1,opt,name=data,proto3" json:"data,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Frame) Reset() {
+	*x = Frame{}
+	mi := &file_torchft_proto_msgTypes[42]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Frame) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Frame) ProtoMessage() {}
+
+func (x *Frame) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[42]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Frame.ProtoReflect.Descriptor instead.
+func (*Frame) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{42}
+}
+
+func (x *Frame) GetData() []byte {
+	if x != nil {
+		return x.Data
+	}
+	return nil
+}
+
+type IdentifyRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *IdentifyRequest) Reset() {
+	*x = IdentifyRequest{}
+	mi := &file_torchft_proto_msgTypes[43]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *IdentifyRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*IdentifyRequest) ProtoMessage() {}
+
+func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[43]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use IdentifyRequest.ProtoReflect.Descriptor instead.
+func (*IdentifyRequest) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{43}
+}
+
+// What a lighthouse tells about itself.
+type IdentifyResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Cluster       string                 `protobuf:"bytes,1,opt,name=cluster,proto3" json:"cluster,omitempty"`   // the id of its cluster; empty before the first start of the cluster
+	Self          string                 `protobuf:"bytes,2,opt,name=self,proto3" json:"self,omitempty"`         // its address
+	Instance      string                 `protobuf:"bytes,3,opt,name=instance,proto3" json:"instance,omitempty"` // a random id that is kept in its state directory
+	List          []string               `protobuf:"bytes,4,rep,name=list,proto3" json:"list,omitempty"`         // the addresses that it was started with
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *IdentifyResponse) Reset() {
+	*x = IdentifyResponse{}
+	mi := &file_torchft_proto_msgTypes[44]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *IdentifyResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*IdentifyResponse) ProtoMessage() {}
+
+func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[44]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use IdentifyResponse.ProtoReflect.Descriptor instead.
+func (*IdentifyResponse) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{44}
+}
+
+func (x *IdentifyResponse) GetCluster() string {
+	if x != nil {
+		return x.Cluster
+	}
+	return ""
+}
+
+func (x *IdentifyResponse) GetSelf() string {
+	if x != nil {
+		return x.Self
+	}
+	return ""
+}
+
+func (x *IdentifyResponse) GetInstance() string {
+	if x != nil {
+		return x.Instance
+	}
+	return ""
+}
+
+func (x *IdentifyResponse) GetList() []string {
+	if x != nil {
+		return x.List
+	}
+	return nil
+}
+
 var File_torchft_proto protoreflect.FileDescriptor
 
 const file_torchft_proto_rawDesc = "" +
@@ -3894,7 +4043,15 @@ const file_torchft_proto_rawDesc = "" +
 	"\x05place\x18\x01 \x01(\rR\x05place\x12\x12\n" +
 	"\x04step\x18\x02 \x01(\x03R\x04step\x12.\n" +
 	"\x13committed_quorum_id\x18\x03 \x01(\x03R\x11committedQuorumId\x12'\n" +
-	"\x0fcommit_failures\x18\x04 \x01(\x03R\x0ecommitFailures2\xba\x01\n" +
+	"\x0fcommit_failures\x18\x04 \x01(\x03R\x0ecommitFailures\"\x1b\n" +
+	"\x05Frame\x12\x12\n" +
+	"\x04data\x18\x01 \x01(\fR\x04data\"\x11\n" +
+	"\x0fIdentifyRequest\"p\n" +
+	"\x10IdentifyResponse\x12\x18\n" +
+	"\acluster\x18\x01 \x01(\tR\acluster\x12\x12\n" +
+	"\x04self\x18\x02 \x01(\tR\x04self\x12\x1a\n" +
+	"\binstance\x18\x03 \x01(\tR\binstance\x12\x12\n" +
+	"\x04list\x18\x04 \x03(\tR\x04list2\xba\x01\n" +
 	"\x11LighthouseService\x12M\n" +
 	"\x06Quorum\x12 .torchft.LighthouseQuorumRequest\x1a!.torchft.LighthouseQuorumResponse\x12V\n" +
 	"\tHeartbeat\x12#.torchft.LighthouseHeartbeatRequest\x1a$.torchft.LighthouseHeartbeatResponse2\xba\x02\n" +
@@ -3909,7 +4066,10 @@ const file_torchft_proto_rawDesc = "" +
 	"\vPeerService\x12D\n" +
 	"\fNotifyFailed\x12\x15.torchft.MemberFailed\x1a\x1d.torchft.NotifyFailedResponse2Q\n" +
 	"\rMemberService\x12@\n" +
-	"\x06Attend\x12\x16.torchft.MemberMessage\x1a\x1a.torchft.LighthouseMessage(\x010\x01B)Z'github.com/torchft/torchft/go/torchftpbb\x06proto3"
+	"\x06Attend\x12\x16.torchft.MemberMessage\x1a\x1a.torchft.LighthouseMessage(\x010\x012}\n" +
+	"\x0eClusterService\x12*\n" +
+	"\x04Link\x12\x0e.torchft.Frame\x1a\x0e.torchft.Frame(\x010\x01\x12?\n" +
+	"\bIdentify\x12\x18.torchft.IdentifyRequest\x1a\x19.torchft.IdentifyResponseB)Z'github.com/torchft/torchft/go/torchftpbb\x06proto3"
 
 var (
 	file_torchft_proto_rawDescOnce sync.Once
@@ -3923,7 +4083,7 @@ func file_torchft_proto_rawDescGZIP() []byte {
 	return file_torchft_proto_rawDescData
 }
 
-var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 42)
+var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 45)
 var file_torchft_proto_goTypes = []any{
 	(*QuorumMember)(nil),                // 0: torchft.QuorumMember
 	(*Quorum)(nil),                      // 1: torchft.Quorum
@@ -3967,11 +4127,14 @@ var file_torchft_proto_goTypes = []any{
 	(*ListChange)(nil),                  // 39: torchft.ListChange
 	(*QuorumStates)(nil),                // 40: torchft.QuorumStates
 	(*PlacedState)(nil),                 // 41: torchft.PlacedState
-	(*timestamppb.Timestamp)(nil),       // 42: google.protobuf.Timestamp
+	(*Frame)(nil),                       // 42: torchft.Frame
+	(*IdentifyRequest)(nil),             // 43: torchft.IdentifyRequest
+	(*IdentifyResponse)(nil),            // 44: torchft.IdentifyResponse
+	(*timestamppb.Timestamp)(nil),       // 45: google.protobuf.Timestamp
 }
 var file_torchft_proto_depIdxs = []int32{
 	0,  // 0: torchft.Quorum.participants:type_name -> torchft.QuorumMember
-	42, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
+	45, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
 	0,  // 2: torchft.LighthouseQuorumRequest.requester:type_name -> torchft.QuorumMember
 	34, // 3: torchft.LighthouseQuorumRequest.known_quorum:type_name -> torchft.PastQuorum
 	1,  // 4: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
@@ -4011,7 +4174,7 @@ var file_torchft_proto_depIdxs = []int32{
 	29, // 38: torchft.LighthouseMessage.member_stalled:type_name -> torchft.MemberStalled
 	30, // 39: torchft.LighthouseMessage.regressed:type_name -> torchft.JobRegressed
 	0,  // 40: torchft.ListChange.set:type_name -> torchft.QuorumMember
-	42, // 41: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
+	45, // 41: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
 	41, // 42: torchft.QuorumStates.others:type_name -> torchft.PlacedState
 	35, // 43: torchft.QuorumStates.base:type_name -> torchft.Voter
 	2,  // 44: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
@@ -4024,18 +4187,22 @@ var file_torchft_proto_depIdxs = []int32{
 	15, // 51: torchft.RankService.Relay:input_type -> torchft.RelayRequests
 	21, // 52: torchft.PeerService.NotifyFailed:input_type -> torchft.MemberFailed
 	32, // 53: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
-	3,  // 54: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
-	5,  // 55: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
-	7,  // 56: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
-	9,  // 57: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
-	11, // 58: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
-	13, // 59: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
-	20, // 60: torchft.RankService.Session:output_type -> torchft.RankResponse
-	17, // 61: torchft.RankService.Relay:output_type -> torchft.RelayResponses
-	14, // 62: torchft.PeerService.NotifyFailed:output_type -> torchft.NotifyFailedResponse
-	37, // 63: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
-	54, // [54:64] is the sub-list for method output_type
-	44, // [44:54] is the sub-list for method input_type
+	42, // 54: torchft.ClusterService.Link:input_type -> torchft.Frame
+	43, // 55: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
+	3,  // 56: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
+	5,  // 57: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
+	7,  // 58: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
+	9,  // 59: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
+	11, // 60: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
+	13, // 61: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
+	20, // 62: torchft.RankService.Session:output_type -> torchft.RankResponse
+	17, // 63: torchft.RankService.Relay:output_type -> torchft.RelayResponses
+	14, // 64: torchft.PeerService.NotifyFailed:output_type -> torchft.NotifyFailedResponse
+	37, // 65: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
+	42, // 66: torchft.ClusterService.Link:output_type -> torchft.Frame
+	44, // 67: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
+	56, // [56:68] is the sub-list for method output_type
+	44, // [44:56] is the sub-list for method input_type
 	44, // [44:44] is the sub-list for extension type_name
 	44, // [44:44] is the sub-list for extension extendee
 	0,  // [0:44] is the sub-list for field type_name
@@ -4106,9 +4273,9 @@ func file_torchft_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_torchft_proto_rawDesc), len(file_torchft_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   42,
+			NumMessages:   45,
 			NumExtensions: 0,
-			NumServices:   5,
+			NumServices:   6,
 		},
 		GoTypes:           file_torchft_proto_goTypes,
 		DependencyIndexes: file_torchft_proto_depIdxs,

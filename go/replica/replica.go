@@ -1,0 +1,94 @@
+package replica
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"net"
+	"time"
+)
+
+// Config are the settings of a node.
+type Config struct {
+	Cluster []string // the addresses of all lighthouses, from ParseCluster
+	Self    string   // which of them is this one
+	Dir     string   // for the log, snapshots and the identity; required, and only for this node
+	Links   Links    // connections to the others
+	Logger  *slog.Logger
+	Timing  Timing // zero: the defaults
+
+	open func(dir string) (store, error) // the disk; tests replace it
+}
+
+// Timing are the timeouts of the cluster. All lighthouses must have the same.
+type Timing struct {
+	// Election is how long a follower does not hear of the leader before it asks the others whether they would elect it; the actual
+	// time is between one and two times this. Default: 400 ms.
+	Election time.Duration
+	// Lease is how long a leader goes on that does not hear of a majority. Below Election. Default: 250 ms.
+	Lease time.Duration
+	// Call bounds each call to another lighthouse. Default: 1 s.
+	Call time.Duration
+	// Disk bounds each operation on the disk. A disk that does not answer in this time counts as failed. Default: 2 s.
+	Disk time.Duration
+}
+
+func (t Timing) withDefaults() Timing {
+	for _, d := range []struct {
+		to    *time.Duration
+		value time.Duration
+	}{{&t.Election, 400 * time.Millisecond}, {&t.Lease, 250 * time.Millisecond}, {&t.Call, time.Second}, {&t.Disk, 2 * time.Second}} {
+		if *d.to == 0 {
+			*d.to = d.value
+		}
+	}
+	return t
+}
+
+// Links opens connections to other lighthouses of the cluster. Dialer is the real one.
+type Links interface {
+	// Dial returns a connection that the node at the address gets with Accept.
+	Dial(ctx context.Context, address string) (net.Conn, error)
+	// Identify returns the Identity of the node at the address.
+	Identify(ctx context.Context, address string) (Identity, error)
+}
+
+// Identity is what a lighthouse tells about itself.
+type Identity struct {
+	Cluster  string   `json:"cluster"`  // the id of its cluster; empty before the first start of the cluster
+	Self     string   `json:"self"`     // its address
+	Instance string   `json:"instance"` // a random id that is kept in its state directory
+	List     []string `json:"list"`     // the addresses that it was started with
+}
+
+// Lead tells whether a node leads.
+type Lead struct {
+	Leads bool
+	Term  uint64 // of the leader; it is larger than all terms before
+}
+
+// Status describes a node and its cluster, for people.
+type Status struct {
+	Self    string   `json:"self"`
+	Leader  string   `json:"leader"`   // empty: none is known
+	SinceMS int64    `json:"since_ms"` // for how long this leader, or none, has been known
+	Term    uint64   `json:"term"`
+	Members []Member `json:"members"` // ordered by address
+	Trouble string   `json:"trouble"` // why this node takes no part; empty if it does
+}
+
+// Member is a lighthouse of the cluster.
+type Member struct {
+	Address string `json:"address"`
+	Leads   bool   `json:"leads"`
+	Voter   bool   `json:"voter"`   // false: it is in the list of this node, but not in the cluster
+	Reached bool   `json:"reached"` // it answered this node within the last seconds
+}
+
+var (
+	// ErrNotLeading is the error of Verify, Propose, Add and Remove if this node does not lead, or no longer in the given term.
+	ErrNotLeading = errors.New("this lighthouse does not lead the cluster")
+	// ErrUnknown is the error of Propose if the leadership was lost, or the deadline passed, before the outcome was known: the state may
+	// be kept or not. If it is kept, every later leader has it.
+	ErrUnknown = errors.New("the outcome of the proposal is unknown")
+)

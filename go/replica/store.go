@@ -1,0 +1,4 @@
+package replica
+
+// store is the disk of a node.
+type store interface{}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 
@@ -9,11 +10,12 @@ import pytest
 import torch
 
 from tests.late.observed import BLOCK, Observed, numbers, until
-from torchft.checkpointing import HTTPTransport
+from torchft.checkpointing import HTTPTransport, _staging
 from torchft.checkpointing._checkpoint import Checkpoint
 from torchft.checkpointing._offer import Offer
 from torchft.checkpointing._pacer import Pacer
-from torchft.checkpointing._staging import Staged, StreamCopies
+from torchft.checkpointing._staging import Staged, StreamCopies, Uploads
+from torchft.checkpointing._target import Target
 from torchft.checkpointing._upstream import FULL
 
 TIMEOUT = timedelta(seconds=20)
@@ -127,3 +129,60 @@ def test_copies_are_ordered_behind_work_queued_on_the_device(late: Any) -> None:
         assert not copies._stream.query(), "a copy overtook the training's stream"
     copied()
     assert block.unique().tolist() == [7]
+
+
+LATE = torch.device("late:0")
+
+
+def test_host_memory_is_copied_to_the_device_without_a_wait_for_each_copy(
+    late: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An asynchronous quorum's state waits in host memory, and is copied between two steps."""
+    monkeypatch.setattr(_staging, "BLOCK", 1 << 10)
+    sizes = [1, 100, 3, 500, 2048, 7, 0]
+    own = {str(i): torch.zeros(size, device=LATE) for i, size in enumerate(sizes)}
+    expected = {str(i): torch.arange(float(size)) for i, size in enumerate(sizes)}
+    expected["new"] = torch.ones(300)
+    state = {name: tensor.clone() for name, tensor in expected.items()}
+    target = Target(lambda: own, writable=False)
+    target.devices = {(f"[{name!r}]",): "late:0" for name in state}
+    late.hold()
+    with ThreadPoolExecutor(1) as pool:
+        settled = pool.submit(target.settle, state)
+        try:
+            until(lambda: late.pending() >= 5 or settled.done())  # those of the first two blocks
+            assert not settled.done(), "the device does not have them yet"
+        finally:
+            late.release()
+        got = settled.result(60)
+    assert all(got[name] is own[name] for name in own) and got["new"].device == LATE
+    assert all(torch.equal(got[name].cpu(), expected[name]) for name in expected)
+
+
+def test_weights_are_read_before_they_are_replaced_and_after_they_arrived(
+    late: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_staging, "BLOCK", 1 << 10)
+    late.delays(5, 0, 500)
+    weights, read = torch.zeros(5000, device=LATE), torch.empty(5000, device=LATE)
+    with late.held():
+        read.copy_(weights)  # by a kernel of the last step
+        with ThreadPoolExecutor(1) as pool:
+            target = Target(lambda: {"w": weights}, writable=False)
+            target.devices = {("['w']",): "late:0"}
+            settled = pool.submit(target.settle, {"w": torch.ones(5000)})
+            until(lambda: late.pending() > 1)
+            late.release()
+            settled.result(60)
+    after = weights * 2
+    assert read.tolist() == [0.0] * 5000 and after.tolist() == [2.0] * 5000
+
+
+def test_a_device_that_takes_no_data_has_a_deadline(late: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The blocks that it may still read are given to no other transfer."""
+    monkeypatch.setattr(_staging, "_free", {})
+    weights = torch.zeros(50, device=LATE)
+    error = pytest.raises(TimeoutError, match=r"late:0 did not take a part of a state within 0\.1 s")
+    with late.held(), error, Uploads(LATE, 0.1) as uploads:
+        uploads.copy(weights, torch.ones(50))
+    assert weights.tolist() == [1.0] * 50 and _staging._free["late"] == []

@@ -338,7 +338,7 @@ class Recovery:
         self.pending = None
         try:
             with self.phases.measure("load"):
-                state = self._target.settle(state)
+                state = self._target.settle(state, self._timeout.total_seconds())
                 self._user_state.load(state["user"])
         except BaseException as e:  # also Ctrl-C, after which a notebook may go on
             self._spoiled = True

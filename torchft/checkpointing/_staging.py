@@ -1,5 +1,5 @@
-"""Moves device memory to or from the network through two blocks of host memory: one is filled while the
-other is emptied.
+"""Moves device memory to or from the network, or other host memory, through two blocks of host memory: one is filled
+while the other is emptied.
 
 `Copies` is the interface; `copies_for` returns the implementation for a device type.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Callable, Dict, Generator, Iterator, List, Optional, Protocol, Type
 
 import torch
@@ -151,6 +151,77 @@ class Staged:
         wait()
         with self._lock:
             self._under_way.remove(wait)
+
+
+class Uploads:
+    """Copies host memory to a device, without a wait for each copy: while the device empties one page-locked block, the
+    host fills the other. A copy from other host memory waits on the host.
+
+    The copies are queued on the current stream: they follow the work that was queued there, and precede later work. As
+    a context manager it waits at its end until the device has all data.
+
+    Args:
+        device: the device; of a type with a class of copies
+        timeout: seconds within which the device must have emptied a block
+    """
+
+    def __init__(self, device: torch.device, timeout: float) -> None:
+        copies = copies_for(device.type)
+        assert copies is not None
+        self._device = device
+        self._timeout = timeout
+        self._until_closed = ExitStack()
+        self._blocks = self._until_closed.enter_context(two_blocks(device.type, copies(device)))
+        self._events: List[Any] = [None, None]  # behind the last copy from each block
+        self._turn = self._used = 0
+
+    def __enter__(self) -> Uploads:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self._next_block()
+                self._await(self._events[1 - self._turn])
+                return
+        except BaseException:
+            kind = True
+            raise
+        finally:
+            if kind is not None:
+                self._blocks.clear()  # nobody else gets them, because the device may still read them
+            self._until_closed.close()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queues a copy. The source may be changed when this returns.
+
+        Args:
+            target: contiguous, on the device
+            source: in host memory; of the same shape and dtype
+
+        Raises:
+            TimeoutError: the device has not emptied a block in time
+        """
+        into, data = (t.reshape(-1).view(torch.uint8) for t in (target, source))
+        start = 0
+        while start < data.numel():
+            if self._used == BLOCK:
+                self._next_block()
+            end = min(data.numel(), start + BLOCK - self._used)
+            block = self._blocks[self._turn][self._used : self._used + end - start]
+            block.copy_(data[start:end])
+            into[start:end].copy_(block, non_blocking=True)
+            # the next tensor begins at a multiple of 64 bytes, since copies between other addresses are slow
+            self._used, start = min(BLOCK, -(-(self._used + end - start) // 64) * 64), end
+
+    def _next_block(self) -> None:
+        self._events[self._turn] = torch.accelerator.current_stream(self._device).record_event()
+        self._turn, self._used = 1 - self._turn, 0
+        self._await(self._events[self._turn])
+
+    def _await(self, event: Any) -> None:
+        if event is not None and not poll(event.query, self._timeout):
+            raise TimeoutError(f"timed out: {self._device} did not take a part of a state within {self._timeout:g} s")
 
 
 class Unloading:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter, OrderedDict
+from contextlib import ExitStack
 from typing import Any, Callable, Dict, Mapping
 
 import torch
 
 from torchft.checkpointing._encoding import Path, is_dtensor, with_flags
 from torchft.checkpointing._places import local_part, tensors_by_path
+from torchft.checkpointing._staging import Uploads, copies_for
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -39,17 +42,26 @@ class Target:
             logger.warning("this group's own state cannot be read, so the peer's is received in new memory: %r", error)
             return {}
 
-    def settle(self, state: Any) -> Any:
+    def settle(self, state: Any, timeout: float = math.inf) -> Any:
         """Copies a received state from host memory to the devices: into local tensors with the same shape and dtype,
-        else into new ones. Call it on the training thread while nothing else reads the tensors.
+        else into new ones. Call it on the training thread while nothing else reads the tensors. The devices have the
+        state when it returns.
+
+        Args:
+            state: the received state
+            timeout: seconds within which a device must take a part of it, of some MB
 
         Returns:
             the state with the tensors on their devices. Tensors that belong in host memory are unchanged.
+
+        Raises:
+            TimeoutError: a device did not; the tensors may be partly old and partly new
         """
         if not self.devices:
             return state
         own = self.own()
-        return _Settling(own, Homes(own, self.devices), self.devices).walk(state, ())
+        with torch.no_grad(), ExitStack() as uploads:
+            return _Settling(own, Homes(own, self.devices), self.devices, uploads, timeout).walk(state, ())
 
 
 class Homes:
@@ -81,10 +93,20 @@ class Homes:
 
 
 class _Settling:
-    def __init__(self, own: Dict[Path, torch.Tensor], homes: Homes, devices: Dict[Path, str]) -> None:
+    def __init__(
+        self,
+        own: Dict[Path, torch.Tensor],
+        homes: Homes,
+        devices: Dict[Path, str],
+        until_settled: ExitStack,
+        timeout: float,
+    ) -> None:
         self._own = own
         self._homes = homes
         self._devices = devices
+        self._until_settled = until_settled
+        self._timeout = timeout
+        self._uploads: Dict[torch.device, Uploads] = {}
 
     def walk(self, value: Any, path: Path) -> Any:
         kind = type(value)
@@ -99,11 +121,20 @@ class _Settling:
     def _settle(self, arrived: torch.Tensor, path: Path) -> torch.Tensor:
         mine = self._own.get(path)
         if mine is not None and mine.device != CPU and alike(mine, arrived):
-            with torch.no_grad():
-                local_part(mine).copy_(local_part(arrived))
+            self._copy(local_part(mine), local_part(arrived))
             return mine
         home = self._homes.of(self._devices.get(path, "cpu"))
-        return arrived if home == CPU else moved(arrived, home)
+        return arrived if home == CPU else moved(arrived, home, self._copy)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if not target.is_contiguous() or not source.is_cpu or copies_for(target.device.type) is None:
+            target.copy_(source)
+            return
+        uploads = self._uploads.get(target.device)
+        if uploads is None:
+            uploads = self._uploads[target.device] = Uploads(target.device, self._timeout)
+            self._until_settled.enter_context(uploads)
+        uploads.copy(target, source)
 
 
 def alike(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -114,11 +145,20 @@ def alike(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype
 
 
-def moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies the tensor to new memory on a device."""
+def moved(
+    tensor: torch.Tensor, device: torch.device, copy: Callable[[torch.Tensor, torch.Tensor], None]
+) -> torch.Tensor:
+    """Copies the tensor to new memory on a device.
+
+    Args:
+        copy: copies to the first tensor from the second one
+    """
     flags = tensor.requires_grad + 2 * isinstance(tensor, torch.nn.Parameter)
+    local = local_part(tensor)
+    there = torch.empty_like(local, device=device)
+    copy(there, local)
     if not is_dtensor(tensor):
-        return with_flags(tensor.detach().to(device), flags)
+        return with_flags(there, flags)
     from torch.distributed.tensor import DTensor
 
-    return with_flags(DTensor(local_part(tensor).to(device), tensor._spec, requires_grad=False), flags)  # type: ignore
+    return with_flags(DTensor(there, tensor._spec, requires_grad=False), flags)  # type: ignore[attr-defined]

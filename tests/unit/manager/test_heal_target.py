@@ -72,7 +72,7 @@ def test_the_training_thread_settles_the_received_state(fixture: Fixture, make_q
     fixture.client._quorum.return_value = healing(make_quorum)
 
     def receive(target: Any, **_: Any) -> Any:
-        target.settle = lambda state: (fixture.loaded.append("settled"), state)[1]
+        target.settle = lambda state, timeout: (fixture.loaded.append("settled"), state)[1]
         return peer_state()
 
     fixture.transport.recv_checkpoint = receive

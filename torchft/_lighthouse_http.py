@@ -22,6 +22,7 @@ DEFAULT_PORT = 29510
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
 _TIMEOUT_SEC = 5.0
 _SILENT_SEC = 2.0  # a request that takes longer is announced
+_ELSEWHERE = (502, 503, 504)  # no leader is reached from this lighthouse; another one of the cluster may reach it
 
 
 class Unanswered(Exception):
@@ -42,10 +43,10 @@ class Unanswered(Exception):
 
 
 class Lighthouse:
-    """A lighthouse at ``http://host:port``, or the first one of a list that answers.
+    """The lighthouse at ``http://host:port``, or a cluster: requests go to the first of its lighthouses that serves.
 
     Args:
-        addresses: addresses, separated by commas; default: TORCHFT_LIGHTHOUSE, else this machine.
+        addresses: address, or those of a cluster, separated by commas; default: TORCHFT_LIGHTHOUSE, else this machine.
         job: name of the job; default: TORCHFT_JOB_ID, else the lighthouse's unnamed job.
         timeout: seconds until the first byte of an answer.
 
@@ -60,7 +61,7 @@ class Lighthouse:
         self.addresses = [_checked(address.strip()) for address in text.split(",")]
 
     def get(self, path: str) -> Any:
-        """The JSON at ``/status``, ``/jobs`` or ``/api/v1/history``.
+        """The JSON at ``/status``, ``/jobs``, ``/cluster`` or ``/api/v1/history``.
 
         Raises:
             Unanswered: no lighthouse answers, or the server at the address is not a lighthouse.
@@ -101,17 +102,32 @@ class Lighthouse:
         Returns:
             a line that says what the lighthouse did.
         """
-        body = json.dumps({"replica_id": replica_id}).encode()
+        return self._ask(what, "replica_id", replica_id)
+
+    def change(self, what: str, address: str) -> str:
+        """Requests that the cluster ``add`` or ``remove`` a lighthouse, with the token of TORCHFT_TOKEN_FILE if set.
+
+        Returns:
+            a line that says what the cluster did.
+
+        Raises:
+            Unanswered: no lighthouse answers, or the cluster refuses; or ``address`` is malformed.
+        """
+        return self._ask(f"cluster/{what}", "address", _checked(address))
+
+    def _ask(self, what: str, name: str, value: str) -> str:
+        body = json.dumps({name: value}).encode()
         with self._open(f"/api/v1/{what}", "POST", _headers(), body) as response:
             try:
-                return f"{replica_id}: {json.loads(_body(response))['done']}"
+                return f"{value}: {json.loads(_body(response))['done']}"
             except (ValueError, KeyError, TypeError):
                 raise Unanswered(f"{response.url} answered other JSON: is it a lighthouse?") from None
 
     def _open(self, path: str, method: str, headers: dict[str, str], body: bytes | None = None) -> Any:
         if self.job != DEFAULT_JOB:
             path += f"{'&' if '?' in path else '?'}{urlencode({'job': self.job})}"
-        tried = []
+        tried: list[str] = []
+        code: int | None = None
         for address in self.addresses:
             request = urllib.request.Request(address + path, data=body, method=method, headers=headers)
             try:
@@ -120,12 +136,17 @@ class Lighthouse:
                     return direct(address).open(request, timeout=self._timeout)
             except urllib.error.HTTPError as e:
                 with e:
-                    raise Unanswered(f"{address} answered {e.code}: {_reason(_body(e))}", e.code) from None
+                    tried.append(f"{address} answered {e.code}: {_reason(_body(e))}")
+                code = e.code
+                if code not in _ELSEWHERE:
+                    raise Unanswered(tried[-1], code) from None
             # HTTPException: the server does not speak HTTP; UnicodeError: the host cannot be a name in the DNS
             except (OSError, http.client.HTTPException, UnicodeError) as e:
                 reason = getattr(e, "reason", e)
                 late = isinstance(reason, TimeoutError)
                 tried.append(f"{address}: {f'no answer within {self._timeout:g} s' if late else reason}")
+        if code is not None:
+            raise Unanswered("; ".join(tried), code)
         raise Unanswered(
             f"no lighthouse answered ({'; '.join(tried)}); is it running, and is --lighthouse or {LIGHTHOUSE_ENV} "
             f"its address?"
@@ -203,11 +224,14 @@ def _opener(*handlers: urllib.request.BaseHandler) -> urllib.request.OpenerDirec
     return urllib.request.build_opener(urllib.request.ProxyHandler({}), *handlers)
 
 
+_FIELD = {"/status": "members", "/cluster": "members", "/api/v1/history": "events"}  # that each answer has
+
+
 def _fits(path: str, answer: Any) -> bool:
     """Whether an answer can be a lighthouse's."""
     if path == "/jobs":
         return isinstance(answer, list) and all(isinstance(job, dict) and "job" in job for job in answer)
-    return isinstance(answer, dict) and {"/status": "members", "/api/v1/history": "events"}[path] in answer
+    return isinstance(answer, dict) and _FIELD[path] in answer
 
 
 def _body(response: Any) -> bytes:

@@ -42,8 +42,14 @@ class Parser(argparse.ArgumentParser):
 
 def ask_of(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that select the lighthouse and the job."""
-    parser.add_argument("--lighthouse", metavar="ADDRESS", help=f"http://host:port (environment: {LIGHTHOUSE_ENV})")
+    ask_lighthouse(parser)
     parser.add_argument("--job", metavar="ID", help=f"one of the jobs that it serves (environment: {JOB_ENV})")
+
+
+def ask_lighthouse(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag that selects the lighthouse."""
+    about = f"http://host:port, or those of a cluster separated by commas (environment: {LIGHTHOUSE_ENV})"
+    parser.add_argument("--lighthouse", metavar="ADDRESS", help=about)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -63,6 +69,13 @@ def duration(text: str) -> float:
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: a whole number of at least 1")
+    return int(text)
+
+
+def lighthouses(text: str) -> int:
+    """Parses the number of lighthouses of a job: one, or the odd number of a cluster."""
+    if text not in ("1", "3", "5", "7"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; allowed: 1, 3, 5 or 7")
     return int(text)
 
 

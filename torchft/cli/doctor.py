@@ -22,7 +22,8 @@ from torchft._lighthouse_http import DEFAULT_PORT, LIGHTHOUSE_ENV, Lighthouse, U
 from torchft._nccl_env import DUMP_ENV, dump_setting, ends_survivors
 from torchft.addresses import host_port, localhost, loopback
 from torchft.cli.arguments import Parser, ask_of
-from torchft.cli.status import groups, printable
+from torchft.cli.output import printable
+from torchft.cli.status import groups
 from torchft.http import _has_ipv6
 
 _CONNECT_SEC = 3.0

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torchft._lighthouse_http import Lighthouse, Unanswered
 from torchft.cli.arguments import Parser, ask_of, duration, nearest
-from torchft.cli.status import printable
+from torchft.cli.output import printable
 
 _LOOK_SEC = 0.2
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torchft._lighthouse_http import Lighthouse, Unanswered
 from torchft.cli.arguments import Parser, ask_of
-from torchft.cli.status import printable
+from torchft.cli.output import printable
 
 _AGAIN_SEC = 1.0
 

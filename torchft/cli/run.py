@@ -14,8 +14,9 @@ from typing import Any
 
 from torchft._lighthouse_http import DEFAULT_PORT
 from torchft._manager.signals import grace_from_env
-from torchft.cli.arguments import Parser, duration, nearest, positive, replicas
+from torchft.cli.arguments import Parser, duration, lighthouses, nearest, positive, replicas
 from torchft.cli.output import write_no_more
+from torchft.launch.cluster import watched_cluster
 from torchft.launch.control import Control
 from torchft.launch.group import ReplicaGroup
 from torchft.launch.job import LocalJob
@@ -24,15 +25,16 @@ from torchft.launch.output import tail
 from torchft.launch.progress import Progress
 
 _ABOUT = """\
-Starts a lighthouse and replica groups of a script, each a separate torchrun; restarts groups that fail; shows one line
-for each group, and ends when all groups have finished. Ctrl-C, SIGTERM or a closed terminal (SIGHUP, unless nohup
-ignores it) ends all processes of the job: scripts that call Manager.draining() end their step first, within
-TORCHFT_GRACE_S (25 s).
+Starts a lighthouse, or several that agree, and replica groups of a script, each a separate torchrun; restarts groups
+that fail, and lighthouses if there are several; shows one line for each group, and ends when all groups have finished.
+Ctrl-C, SIGTERM or a closed terminal (SIGHUP, unless nohup ignores it) ends all processes of the job: scripts that call
+Manager.draining() end their step first, within TORCHFT_GRACE_S (25 s).
 
 The environment of the script has REPLICA_GROUP_ID, NUM_REPLICA_GROUPS (the largest number, MAX), and torchrun's
 variables.
 
   torchft run --replicas 2 --kill-every 30s train_ddp.py --steps 5000
+  torchft run --lighthouses 3 --replicas 2 train.py
   torchft run --replicas 2:8 train.py        # and later, in another terminal: torchft scale 4
 """
 
@@ -143,9 +145,13 @@ def _run(args: Any) -> int:
         return ReplicaGroup(number, most, [str(args.script), *args.script_args], log, args.nproc_per_node)
 
     options = ["--min_replicas", str(args.min_replicas), "--join_timeout_ms", str(round(1000 * args.join_timeout))]
-    log = args.log_dir / _LIGHTHOUSE_LOG
-    with watched_lighthouse(log, options, args.bind) as (address, check_lighthouse):
-        print(f"lighthouse: {address}", flush=True)
+    watched = (
+        watched_lighthouse(args.log_dir / _LIGHTHOUSE_LOG, options, args.bind)
+        if args.lighthouses == 1
+        else watched_cluster(args.log_dir, options, args.lighthouses)
+    )
+    with watched as (address, check_lighthouse):
+        print(f"lighthouse{'' if args.lighthouses == 1 else 's'}: {address}", flush=True)
         job = LocalJob(make_group, first, most, address, args.kill_every, args.seed, args.min_replicas)
         control = None
         try:
@@ -196,6 +202,9 @@ def _parse(arguments: Sequence[str]) -> Any:
     parser.add_argument("--kill-every", type=duration, metavar="TIME", help="kill a random group at this interval")
     parser.add_argument("--seed", type=int, help="seed for the choice of the groups to kill")
     parser.add_argument(
+        "--lighthouses", type=lighthouses, default=1, metavar="N", help="lighthouses that agree by Raft, if above 1 (1)"
+    )
+    parser.add_argument(
         "--bind",
         metavar="HOST:PORT",
         help=f"address of the lighthouse (127.0.0.1:{DEFAULT_PORT}, or a free port)",
@@ -209,6 +218,8 @@ def _parse(arguments: Sequence[str]) -> Any:
     args = parser.parse_args(arguments)
     if not args.script.is_file():
         parser.error(f"script {str(args.script)!r} is no file{_alike(args.script)}")
+    if args.bind and args.lighthouses > 1:
+        parser.error(f"--bind {args.bind} is not allowed; allowed: --bind with --lighthouses 1 ({args.lighthouses})")
     if args.min_replicas > args.replicas[0]:
         parser.error(
             f"--min-replicas {args.min_replicas} is not allowed; allowed: at most --replicas ({args.replicas[0]})"

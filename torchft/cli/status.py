@@ -10,6 +10,8 @@ from typing import Any
 
 from torchft._lighthouse_http import Lighthouse, Unanswered
 from torchft.cli.arguments import Parser, ask_of, duration
+from torchft.cli.cluster import summary
+from torchft.cli.output import printable
 
 _WAIT_MS = 1000  # at least; short steps differ by more than their median
 
@@ -56,6 +58,8 @@ def table(status: dict[str, Any]) -> str:
     long_ms = max(_WAIT_MS, status.get("median_step_ms", 0))
     waiting = status["quorum_id"] == 0 or any(member.get("waiting_ms", 0) > long_ms for member in members)
     lines = [head, f"next: {status['reason']}"] if status["reason"] and waiting else [head]
+    if cluster := status.get("cluster"):
+        lines.append(summary(cluster, time.time()))
     if not members:
         return "\n".join([*lines, "no replica group is known"])
     width = max(len("group"), *(len(printable(member["replica_id"])) for member in members))
@@ -85,8 +89,3 @@ def state(member: dict[str, Any]) -> str:
     if member["in_quorum"]:
         return "training"
     return "waiting" if member["waiting"] else "joining"
-
-
-def printable(text: str) -> str:
-    """Replaces control characters by ``?``: any client may have chosen a name that would control the terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text)

@@ -64,20 +64,29 @@ def watched_lighthouse(log: Path, options: list[str], bind: str | None) -> Itera
     try:
         host = bind.rpartition(":")[0] if bind else "127.0.0.1"
         host = localhost() if host in ("", "0.0.0.0", "[::]") else host
-        yield f"{'https' if os.environ.get(TLS_CERT_ENV) else 'http'}://{host}:{port}", check
+        yield url(host, port), check
     finally:
         process_tree.kill_tree(process)
 
 
-def _start(log: Path, options: list[str], bind: str) -> tuple[subprocess.Popen[bytes], int]:
-    """Starts a lighthouse, and waits until it listens. Returns its process and its port."""
+def url(host: str, port: int) -> str:
+    """The address of a lighthouse of this job: https if TORCHFT_TLS_CERT is set."""
+    return f"{'https' if os.environ.get(TLS_CERT_ENV) else 'http'}://{host}:{port}"
+
+
+def command(bind: str, state_dir: str, options: list[str]) -> list[str]:
+    """The command line of a lighthouse."""
     # Not the installed command, which may not be in PATH or may belong to another environment; and not the torchft of
     # the current directory, which may be a folder of sources.
     main = f"import sys; sys.path[:] = {sys.path!r}; from torchft._torchft import lighthouse_main; lighthouse_main()"
-    # No state on disk: the lighthouse ends with the job, and no later one continues it.
-    command = [sys.executable, "-c", main, "--bind", bind, "--state_dir", "", *options]
+    return [sys.executable, "-c", main, "--bind", bind, "--state_dir", state_dir, *options]
+
+
+def _start(log: Path, options: list[str], bind: str) -> tuple[subprocess.Popen[bytes], int]:
+    """Starts a lighthouse, and waits until it listens. Returns its process and its port."""
     before = log.stat().st_size if log.exists() else 0
-    process = process_tree.start(command, log, stdout=subprocess.PIPE)
+    # No state on disk: the lighthouse ends with the job, and no later one continues it.
+    process = process_tree.start(command(bind, "", options), log, stdout=subprocess.PIPE)
     try:
         return process, _port_of(process, bind, log, before)
     except BaseException:
@@ -98,12 +107,13 @@ def _port_of(process: subprocess.Popen[bytes], bind: str, log: Path, before: int
                 raise LaunchError(f"the lighthouse did not start on {bind} within {_START_SEC:g} s", log)
             more = os.read(output.fileno(), 4096)
             if not more:
-                raise LaunchError(f"the lighthouse did not start: {_last_line(log, before)}", log)
+                raise LaunchError(f"the lighthouse did not start: {last_line(log, before)}", log)
             text += more
     return int(found[1])
 
 
-def _last_line(log: Path, before: int) -> str:
+def last_line(log: Path, before: int) -> str:
+    """The last line that a lighthouse wrote, from this position of its log on."""
     with log.open("rb") as lines:
         lines.seek(before)
         text = lines.read().decode(errors="replace")

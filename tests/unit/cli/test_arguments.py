@@ -71,6 +71,14 @@ def exits(arguments: list[str]) -> int:
             ["run", "--replicas", "2", "--min-replicas", "3", __file__],
             "--min-replicas 3 is not allowed; allowed: at most",
         ),
+        (["run", "--lighthouses", "2", __file__], "argument --lighthouses: '2' is not allowed; allowed: 1, 3, 5 or 7"),
+        (["run", "--lighthouses", "9", __file__], "argument --lighthouses: '9' is not allowed; allowed: 1, 3, 5 or 7"),
+        (
+            ["run", "--lighthouses", "3", "--bind", "localhost:1", __file__],
+            "--bind localhost:1 is not allowed; allowed: --bind with --lighthouses 1 (3)",
+        ),
+        (["cluster", "grow", "http://d:1"], "invalid choice: 'grow'"),
+        (["cluster", "add"], "the address of the lighthouse to add is missing; see torchft cluster --help"),
         (["scale", "none"], "'none' is not allowed; allowed: a whole number"),
         (["status", "--lighthous", "x"], "(did you mean --lighthouse?)"),
     ],
@@ -121,7 +129,7 @@ def test_a_missing_lighthouse_ends_with_1_and_names_the_addresses_tried(
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert exits(["--help"]) == 0
     listed = capsys.readouterr().out
-    for command in ("run", "scale", "lighthouse", "status", "events", "drain", "kill", "doctor"):
+    for command in ("run", "scale", "lighthouse", "status", "events", "drain", "kill", "cluster", "doctor"):
         assert f"\n  {command} " in listed
         assert exits([command, "--help"]) == 0
         assert command in capsys.readouterr().out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,12 @@ class Groups:
     def __init__(self, *_: Any) -> None:
         self.members: list[Any] = []
         self.calls: list[str] = []
+        self.lighthouses = ""
         self.signals: list[signal.Signals] = []  # the first arrives while they run, further ones while they end
+
+    def of(self, arguments: Sequence[Any]) -> Groups:
+        self.lighthouses = arguments[3]
+        return self
 
     def run(self, show: Callable[[Groups], None], *_: Any) -> None:
         show(self)
@@ -43,11 +48,16 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Groups]:
     def lighthouse(*_: Any) -> Iterator[tuple[str, Any]]:
         yield "http://localhost:1", None
 
+    @contextlib.contextmanager
+    def lighthouses(folder: Path, options: list[str], count: int) -> Iterator[tuple[str, Any]]:
+        yield ",".join(f"http://localhost:{number}" for number in range(1, count + 1)), None
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr(run, "watched_lighthouse", lighthouse)
+    monkeypatch.setattr(run, "watched_cluster", lighthouses)
     started = Groups()
-    monkeypatch.setattr(run, "LocalJob", lambda *_: started)
+    monkeypatch.setattr(run, "LocalJob", lambda *arguments: started.of(arguments))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield started
     for number, handler in handlers.items():
@@ -83,6 +93,18 @@ def test_a_control_socket_that_cannot_be_made_costs_no_more_than_scale(
         "user can enter"
     ) in capsys.readouterr().err
     assert groups.calls == ["kill"]
+
+
+@pytest.mark.parametrize(
+    ("options", "addresses"),
+    [([], "http://localhost:1"), (["--lighthouses", "3"], "http://localhost:1,http://localhost:2,http://localhost:3")],
+)
+def test_the_groups_get_the_addresses_of_all_lighthouses(
+    options: list[str], addresses: str, groups: Groups, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", *options, __file__]) == 0
+    assert groups.lighthouses == addresses
+    assert f"lighthouse{'s' if options else ''}: {addresses}\n" in capsys.readouterr().out
 
 
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP

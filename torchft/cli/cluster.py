@@ -1,0 +1,98 @@
+"""``torchft cluster``: the lighthouses of a cluster, and changes of its members."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchft._lighthouse_http import Lighthouse, Unanswered
+from torchft._security import DEFAULT_JOB
+from torchft.cli.arguments import Parser, ask_lighthouse
+from torchft.cli.output import printable
+
+_CHANGE_SEC = 15.0  # a new member takes over the log before it counts
+
+_ABOUT = """\
+Shows the lighthouses of a cluster, or changes its members. To replace a host, remove its lighthouse, start the new one
+with the list of its cluster, in which its own address takes the place of the old one, and add it.
+
+  torchft cluster
+  torchft cluster remove http://c:29510
+  torchft cluster add http://d:29510
+"""
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = Parser(prog="torchft cluster", description=_ABOUT)
+    ask_lighthouse(parser)
+    parser.add_argument("--json", action="store_true", help="print the lighthouse's JSON")
+    parser.add_argument("change", nargs="?", choices=["add", "remove"], help="what to do with ADDRESS")
+    parser.add_argument("address", nargs="?", metavar="ADDRESS", help="http://host:port of the lighthouse to change")
+    args = parser.parse_args(arguments)
+    if args.change and not args.address:
+        parser.error(f"the address of the lighthouse to {args.change} is missing; see {parser.prog} --help")
+    try:
+        if args.change:
+            lighthouse = Lighthouse(args.lighthouse, DEFAULT_JOB, timeout=_CHANGE_SEC)
+            print(printable(lighthouse.change(args.change, args.address)))
+        else:
+            status = _look(args.lighthouse)
+            print(json.dumps(status) if args.json else table(status, time.time()))
+    except (Unanswered, ValueError) as e:
+        print(printable(f"torchft cluster: {e}"), file=sys.stderr)
+        return 1
+    return 0
+
+
+def _look(addresses: str | None) -> Mapping[str, Any]:
+    """The cluster as its leader sees it, or as the first lighthouse that answers does if the leader does not answer."""
+    status: Mapping[str, Any] = Lighthouse(addresses, DEFAULT_JOB).get("/cluster")
+    if status.get("leader") not in ("", None, status.get("self")):
+        with contextlib.suppress(Unanswered):
+            return Lighthouse(status["leader"], DEFAULT_JOB).get("/cluster")
+    return status
+
+
+def table(status: Mapping[str, Any], now: float) -> str:
+    """Formats the status of a cluster; ``now`` is in seconds since 1970."""
+    members = status["members"]
+    lines = [summary(status, now), f"as seen by {printable(status['self'])}", ""]
+    width = max(len("lighthouse"), *(len(printable(member["address"])) for member in members)) if members else 0
+    lines += [f"{'lighthouse':{width}}  state"] if members else []
+    lines += [f"{printable(member['address']):{width}}  {_state(member)}" for member in members]
+    if status.get("trouble"):
+        lines += ["", printable(f"{status['self']} has left the cluster: {status['trouble']}")]
+    return "\n".join(lines)
+
+
+def summary(status: Mapping[str, Any], now: float) -> str:
+    """Formats in one line which lighthouse leads, since when, and which others are not reached."""
+    members = status["members"]
+    missing = [member["address"] for member in members if not member["reached"]]
+    if status.get("leader"):
+        led = _for(now - status["since_ms"] / 1000)
+        text = f"cluster: {status['leader']} leads {len(members)} lighthouses for {led}"
+    else:
+        voters = sum(member["voter"] for member in members)
+        text = f"cluster: no leader; {voters // 2 + 1} of {voters} lighthouses are needed"
+    return printable(text + (f"; not reached: {', '.join(missing)}" if missing else ""))
+
+
+def _state(member: Mapping[str, Any]) -> str:
+    if member["leads"]:
+        return "leader"
+    if not member["reached"]:
+        return "not reached"
+    return "follower" if member["voter"] else "joining"
+
+
+def _for(seconds: float) -> str:
+    """A duration, as on the lighthouse's page."""
+    for limit, unit, name in ((90, 1, "s"), (5400, 60, "min"), (129600, 3600, "h")):
+        if seconds < limit:
+            return f"{max(0.0, seconds) / unit:.0f} {name}"
+    return f"{seconds / 86400:.0f} d"

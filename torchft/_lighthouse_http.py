@@ -224,7 +224,7 @@ def _opener(*handlers: urllib.request.BaseHandler) -> urllib.request.OpenerDirec
     return urllib.request.build_opener(urllib.request.ProxyHandler({}), *handlers)
 
 
-_FIELD = {"/status": "members", "/cluster": "members", "/api/v1/history": "events"}  # that each answer has
+_FIELD = {"/status": "members", "/cluster": "leader", "/api/v1/history": "events"}  # that each answer has
 
 
 def _fits(path: str, answer: Any) -> bool:

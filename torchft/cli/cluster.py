@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
             print(printable(lighthouse.change(args.change, args.address)))
         else:
             status = _look(args.lighthouse)
-            print(json.dumps(status) if args.json else table(status, time.time()))
+            print(json.dumps(status) if args.json else table(status))
     except (Unanswered, ValueError) as e:
         print(printable(f"torchft cluster: {e}"), file=sys.stderr)
         return 1
@@ -51,48 +50,49 @@ def main(arguments: Sequence[str]) -> int:
 def _look(addresses: str | None) -> Mapping[str, Any]:
     """The cluster as its leader sees it, or as the first lighthouse that answers does if the leader does not answer."""
     status: Mapping[str, Any] = Lighthouse(addresses, DEFAULT_JOB).get("/cluster")
-    if status.get("leader") not in ("", None, status.get("self")):
+    if status["leader"] not in ("", status["self"]):
         with contextlib.suppress(Unanswered):
             return Lighthouse(status["leader"], DEFAULT_JOB).get("/cluster")
     return status
 
 
-def table(status: Mapping[str, Any], now: float) -> str:
-    """Formats the status of a cluster; ``now`` is in seconds since 1970."""
-    members = status["members"]
-    lines = [summary(status, now), f"as seen by {printable(status['self'])}", ""]
-    width = max(len("lighthouse"), *(len(printable(member["address"])) for member in members)) if members else 0
-    lines += [f"{'lighthouse':{width}}  state"] if members else []
+def table(status: Mapping[str, Any]) -> str:
+    """Formats the status of a cluster."""
+    own, members = printable(status["self"]), status["members"] or []
+    width = max(len(text) for text in ("lighthouse", *(printable(member["address"]) for member in members)))
+    lines = [summary(status), f"as seen by {own}", "", f"{'lighthouse':{width}}  state"]
     lines += [f"{printable(member['address']):{width}}  {_state(member)}" for member in members]
-    if status.get("trouble"):
-        lines += ["", printable(f"{status['self']} has left the cluster: {status['trouble']}")]
+    if status["trouble"]:
+        lines += ["", f"{own} takes no part: {printable(status['trouble'])}"]
+    elif not any(member["voter"] for member in members if member["address"] == status["self"]):
+        lines += ["", f"{own} takes no part until it is added: torchft cluster add {own}"]
     return "\n".join(lines)
 
 
-def summary(status: Mapping[str, Any], now: float) -> str:
+def summary(status: Mapping[str, Any]) -> str:
     """Formats in one line which lighthouse leads, since when, and which others are not reached."""
-    members = status["members"]
+    members = status["members"] or []
     missing = [member["address"] for member in members if not member["reached"]]
-    if status.get("leader"):
-        led = _for(now - status["since_ms"] / 1000)
-        text = f"cluster: {status['leader']} leads {len(members)} lighthouses for {led}"
+    since = _for(status["since_ms"] / 1000)
+    if status["leader"]:
+        text = f"cluster: {status['leader']} has led {len(members)} lighthouses for {since}"
     else:
         voters = sum(member["voter"] for member in members)
-        text = f"cluster: no leader; {voters // 2 + 1} of {voters} lighthouses are needed"
+        text = f"cluster: no leader for {since}; {voters // 2 + 1} of {voters} lighthouses are needed"
     return printable(text + (f"; not reached: {', '.join(missing)}" if missing else ""))
 
 
 def _state(member: Mapping[str, Any]) -> str:
     if member["leads"]:
         return "leader"
-    if not member["reached"]:
-        return "not reached"
-    return "follower" if member["voter"] else "joining"
+    if not member["voter"]:
+        return "not in the cluster"
+    return "follower" if member["reached"] else "not reached"
 
 
 def _for(seconds: float) -> str:
     """A duration, as on the lighthouse's page."""
     for limit, unit, name in ((90, 1, "s"), (5400, 60, "min"), (129600, 3600, "h")):
         if seconds < limit:
-            return f"{max(0.0, seconds) / unit:.0f} {name}"
+            return f"{seconds / unit:.0f} {name}"
     return f"{seconds / 86400:.0f} d"

@@ -59,7 +59,7 @@ def table(status: dict[str, Any]) -> str:
     waiting = status["quorum_id"] == 0 or any(member.get("waiting_ms", 0) > long_ms for member in members)
     lines = [head, f"next: {status['reason']}"] if status["reason"] and waiting else [head]
     if cluster := status.get("cluster"):
-        lines.append(summary(cluster, time.time()))
+        lines.append(summary(cluster))
     if not members:
         return "\n".join([*lines, "no replica group is known"])
     width = max(len("group"), *(len(printable(member["replica_id"])) for member in members))

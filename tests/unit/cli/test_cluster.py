@@ -19,12 +19,13 @@ A, B, C = "http://a:29510", "http://b:29510", "http://c:29510"
 
 def status(leader: str = B, **more: Any) -> dict[str, Any]:
     members = [{"address": a, "leads": a == leader, "voter": True, "reached": a != C} for a in (A, B, C)]
-    return {"self": A, "leader": leader, "since_ms": 1_000_000, "term": 3, "members": members, **more}
+    shown = {"self": A, "leader": leader, "since_ms": 720_000, "term": 3, "members": members, "trouble": ""}
+    return {**shown, **more}
 
 
 def test_the_members_the_leader_and_since_when() -> None:
-    assert table(status(), 1720.0).splitlines() == [
-        f"cluster: {B} leads 3 lighthouses for 12 min; not reached: {C}",
+    assert table(status()).splitlines() == [
+        f"cluster: {B} has led 3 lighthouses for 12 min; not reached: {C}",
         f"as seen by {A}",
         "",
         "lighthouse      state",
@@ -34,19 +35,27 @@ def test_the_members_the_leader_and_since_when() -> None:
     ]
 
 
-def test_no_leader_a_joining_member_and_one_that_has_left() -> None:
-    shown = table(status("", trouble="/state: no space left on device"), 1720.0).splitlines()
-    assert shown[0] == f"cluster: no leader; 2 of 3 lighthouses are needed; not reached: {C}"
-    assert shown[-1] == f"{A} has left the cluster: /state: no space left on device"
-    joins = {"address": "http://\x1b[J:1", "leads": False, "voter": False, "reached": True}
-    assert table(status(members=[joins]), 1720.0).splitlines()[-1] == "http://?[J:1  joining"
+def test_no_leader_and_a_lighthouse_that_takes_no_part() -> None:
+    shown = table(status("", trouble="/state: no space left on device")).splitlines()
+    assert shown[0] == f"cluster: no leader for 12 min; 2 of 3 lighthouses are needed; not reached: {C}"
+    assert shown[-1] == f"{A} takes no part: /state: no space left on device"
+    waits = {"address": A, "leads": False, "voter": False, "reached": True}
+    hostile = {**waits, "address": "http://\x1b[J:1"}
+    shown = table(status(members=[waits, hostile])).splitlines()
+    assert shown[-4:] == [
+        f"{A}  not in the cluster",
+        "http://?[J:1    not in the cluster",
+        "",
+        f"{A} takes no part until it is added: torchft cluster add {A}",
+    ]
+    assert table(status(members=None)).splitlines()[3:4] == ["lighthouse  state"]
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(-1, "0 s"), (89, "89 s"), (90, "2 min"), (5400, "2 h"), (129_600, "2 d")]
+    ("ms", "text"), [(0, "0 s"), (89_400, "89 s"), (90_000, "2 min"), (5_400_000, "2 h"), (129_600_000, "2 d")]
 )
-def test_how_long_it_leads(seconds: float, text: str) -> None:
-    assert table(status(), 1000 + seconds).splitlines()[0].endswith(f"leads 3 lighthouses for {text}; not reached: {C}")
+def test_how_long_it_leads(ms: int, text: str) -> None:
+    assert f" has led 3 lighthouses for {text}; " in table(status(since_ms=ms))
 
 
 Answers = Mapping[str, "tuple[int, object]"]  # status code and JSON, by path
@@ -170,7 +179,7 @@ def test_commands_ask_the_next_lighthouse_if_one_reaches_no_leader(
     away = f"http://127.0.0.1:{closed_ports[0]}"
     monkeypatch.setenv("TORCHFT_LIGHTHOUSE", f"{away},{behind},{served}")
     code, shown, _ = output(["status"])
-    assert code == 0 and f"\ncluster: {B} leads 3 lighthouses for " in shown
+    assert code == 0 and f"\ncluster: {B} has led 3 lighthouses for " in shown
     assert output(["events"]) == (0, "", "")
     assert output(["kill", "a"]) == (0, "a: killed\n", "")
     assert output(["drain", "a"]) == (0, "a: drained\n", "")

@@ -94,7 +94,6 @@ test-all: $(VENV)/with-test $(VENV)/with-ray $(VENV)/with-wheel $(VENV)/with-loc
 	$(PY) python/build/night.py --time $(TIME)
 
 test-go: $(PY) ## Go's tests: the simulation, and servers with the race detector
-	@unshare --user --net true 2>/dev/null || echo "deselected: TestAConnectionToAVanishedHostIsClosed (Go) needs network namespaces"
 	cd go && $(GO_TEST) $(GO_PURE)
 	cd go && $(GO_TEST) -count=1 $(GO_READERS)
 	cd go && $(GO_ENV) DOCS_SUM="$$(cat ../docs/*.md ../docs/*.json | cksum)" $(GO_TEST) -race -p 2 $(GO_RACE)

@@ -27,8 +27,6 @@ const (
 	Recovered Kind = "recovered"
 	// Drained : a member was asked to leave at the end of a step.
 	Drained Kind = "drained"
-	// Waived : an operator stated that a member with a missing vote has ended.
-	Waived Kind = "waived"
 	// Refused : a member does not fit to the job, and takes no part in it.
 	Refused Kind = "refused"
 	// Regressed : a quorum is below the step that the job had reached.

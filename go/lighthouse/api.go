@@ -1,7 +1,6 @@
 package lighthouse
 
 import (
-	"cmp"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -58,47 +57,6 @@ func (s *Server) apiDrain(w http.ResponseWriter, r *http.Request, body about) {
 		j.log.Info("torchft: a replica group is asked to leave, on request", "replica_id", body.ReplicaID, "from", r.RemoteAddr)
 		dashboard.Answer(w, done{body.ReplicaID, "asked to leave at the end of a step"})
 	}
-}
-
-// apiWaive counts a member with a missing vote as ended.
-func (s *Server) apiWaive(w http.ResponseWriter, r *http.Request, body about) {
-	j, code, err := s.holder(r, body.ReplicaID, func(j *job) bool { return j.misses(body.ReplicaID) })
-	if err != nil {
-		if code == http.StatusNotFound && s.find(cmp.Or(r.URL.Query().Get("job"), rpc.DefaultJob)) != nil {
-			err = fmt.Errorf("the vote of member %q is not missing here; missing_votes of /status names those that are", body.ReplicaID)
-		}
-		dashboard.Refuse(w, code, err)
-		return
-	}
-	if err := j.waive(body.ReplicaID, "an operator at "+r.RemoteAddr); err != nil {
-		dashboard.Refuse(w, http.StatusServiceUnavailable, errors.New(rpc.Message(err)))
-		return
-	}
-	dashboard.Answer(w, done{body.ReplicaID, "waived: " + risk})
-}
-
-// risk is the warning in the answer to waive.
-const risk = "if it, or groups that it was with, train at another lighthouse, the job has two histories, and the steps of one are lost"
-
-// misses reports whether the job has no quorum because the vote of a member is missing.
-func (j *job) misses(replicaID string) bool {
-	return slices.Contains(j.status().MissingVotes, replicaID)
-}
-
-// waive counts a member with a missing vote as ended, because an operator states that it has ended.
-func (j *job) waive(replicaID, by string) error {
-	return j.feed(quorum.VotesWaived{ReplicaIDs: []string{replicaID}, By: by})
-}
-
-// Waive counts a member with a missing vote as ended, because the caller states that it has ended. If the member, or a group of its
-// quorum, still trains at another lighthouse, two lighthouses serve the job at once, and the steps of one of them are lost. The
-// same happens if Waive is called at two lighthouses, since the vote then counts at both. If job is empty, it is the default job.
-func (s *Server) Waive(job, replicaID, by string) error {
-	j := s.find(cmp.Or(job, rpc.DefaultJob))
-	if j == nil || !j.misses(replicaID) {
-		return fmt.Errorf("the vote of member %q is not missing in job %q", replicaID, job)
-	}
-	return j.waive(replicaID, by)
 }
 
 // errNoStream reports that a member has no stream on which the lighthouse could send it a message.

@@ -42,6 +42,8 @@ type Config struct {
 	// MaxCallsPerJob bounds the calls and the members' streams that one job may have open at once, so that a faulty job leaves room for
 	// the others. A group has one stream, and two for a moment while it replaces the first.
 	MaxCallsPerJob int
+	// Cluster has the addresses of all lighthouses of the cluster that this one belongs to; empty: it serves alone.
+	Cluster []string
 	// StateDir is the directory in which the last quorum of each job is kept; empty: it is not kept.
 	StateDir string
 	// StateOptional lets the lighthouse start without StateDir, with a warning, if the directory cannot be used.

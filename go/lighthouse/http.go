@@ -41,7 +41,6 @@ func (s *Server) handler() http.Handler {
 	mux.HandleFunc("POST /rendezvous", s.serveRendezvous)
 	mux.HandleFunc("/api/v1/kill", s.ask("kill", s.apiKill))
 	mux.HandleFunc("/api/v1/drain", s.ask("drain", s.apiDrain))
-	mux.HandleFunc("/api/v1/waive", s.ask("waive", s.apiWaive))
 	return mux
 }
 

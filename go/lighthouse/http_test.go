@@ -22,7 +22,6 @@ import (
 	"github.com/torchft/torchft/go/manager"
 	"github.com/torchft/torchft/go/membership/lighthouses"
 	"github.com/torchft/torchft/go/quorum"
-	"github.com/torchft/torchft/go/torchftpb"
 )
 
 // browser returns an HTTP client on a host of the cluster.
@@ -235,44 +234,4 @@ func TestOnePort(t *testing.T) {
 	code, body := read(t, resp)
 	assert.Equal(t, http.StatusOK, code)
 	assert.Contains(t, body, `"replica_id": "a"`)
-}
-
-// Only the vote of a member whose vote is missing can be waived. A waiver needs the same permission as a kill.
-func TestAMemberWhoseVoteIsMissingIsWaived(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		c := fttest.NewCluster(t, 1)
-		b := open(t, c, "b")
-		b.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{
-			Greeting: &torchftpb.Greeting{ReplicaId: "b", Lighthouses: 2, KnownQuorumId: 7},
-		}})
-		require.NotNil(t, b.receive().GetWelcome())
-		require.EqualValues(t, 7, b.receive().GetRecall())
-		b.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Past{Past: &torchftpb.PastQuorum{
-			QuorumId: 7, Step: 1, Members: []*torchftpb.Voter{{ReplicaId: "a"}, {ReplicaId: "b"}},
-		}}})
-		b.ask(1, time.Minute)
-		time.Sleep(4 * time.Second)
-		b.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
-		time.Sleep(2 * time.Second)
-		assert.Equal(t, []string{"a"}, c.Lighthouse.Status().MissingVotes)
-		post := func(host, id string) (int, string) {
-			req, err := http.NewRequestWithContext(t.Context(), http.MethodPost, fttest.LighthouseAddr+"/api/v1/waive", strings.NewReader(`{"replica_id": "`+id+`"}`))
-			require.NoError(t, err)
-			resp, err := browser(t, c, host).Do(req)
-			require.NoError(t, err)
-			return read(t, resp)
-		}
-		code, why := post("elsewhere", "a")
-		assert.Equal(t, http.StatusForbidden, code, why)
-		code, why = post("lighthouse", "b")
-		assert.Equal(t, http.StatusNotFound, code)
-		assert.Contains(t, why, "is not missing here")
-		code, why = post("lighthouse", "a")
-		assert.Equal(t, http.StatusOK, code)
-		assert.Contains(t, why, "the job has two histories")
-		assert.NotNil(t, b.receive().GetMemberFailed(), "a was presumed alive, and has sent nothing for the heartbeat timeout")
-		_, states := b.answered()
-		assert.NotZero(t, states.GetQuorumId())
-		assert.Positive(t, c.Log.Count("A VOTE IS WAIVED"))
-	})
 }

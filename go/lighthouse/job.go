@@ -48,7 +48,6 @@ type job struct {
 	wake    *time.Timer     // runs when the grace of a suspect is over
 	keeper  *keeper         // of the state on disk, nil if none is kept
 	heals   map[string]heal // by replica_id, as reported
-	probed  map[string]bool // members whose hosts are being probed
 	refused map[string]bool // members whose refusal is logged and in the history
 	blamed  int64           // id of the last quorum with a failure whose cost was reported
 	closed  bool
@@ -71,7 +70,7 @@ type answer struct {
 }
 
 func newJob(s *Server, name string) *job {
-	j := &job{server: s, cfg: s.cfg, log: s.log, name: name, since: time.Now(), stepped: time.Now(), asleep: clock.Suspended(), stop: make(chan struct{}), probed: map[string]bool{}, refused: map[string]bool{}}
+	j := &job{server: s, cfg: s.cfg, log: s.log, name: name, since: time.Now(), stepped: time.Now(), asleep: clock.Suspended(), stop: make(chan struct{}), refused: map[string]bool{}}
 	if name != rpc.DefaultJob {
 		j.log = s.log.With("job", name)
 	}
@@ -111,14 +110,11 @@ var refusals = map[quorum.Refusal]codes.Code{
 	quorum.Overtaken: codes.Aborted,
 	quorum.Replaced:  codes.AlreadyExists,
 	quorum.Behind:    codes.FailedPrecondition,
-	quorum.Outvoted:  codes.OutOfRange, // the code at which members fail over to the next lighthouse
-	quorum.Unshown:   codes.OutOfRange, // the same
 	quorum.Outdated:  codes.Unavailable,
 	quorum.Left:      codes.FailedPrecondition,
 	quorum.Misfit:    codes.InvalidArgument,
 
 	quorum.Unbelieved: codes.InvalidArgument,
-	quorum.Streamless: codes.FailedPrecondition,
 }
 
 // quorum waits until the member that asked is in a quorum, or ctx ends.
@@ -240,17 +236,14 @@ func (j *job) step(event quorum.Event) error {
 func (j *job) do(event quorum.Event, now time.Time) {
 	actions := j.machine.Step(event, now)
 	j.announce(actions, now) // failures are sent before the quorum without the failed members
-	var deliver func()       // set if the quorum may be sent only once it is on disk: a restarted lighthouse could not learn of it elsewhere
 	for _, action := range actions {
 		switch a := action.(type) {
 		case quorum.Deliver:
 			j.waitLog.served()
 			j.board.Round(a.Quorum.ID, maxStep(a.Quorum), len(a.Quorum.Members), a.Waited, now)
 			d := newDelivery(a.Quorum, a.Before)
-			deliver = func() { j.deliver(a.Waiters, d) }
-			if !a.Kept || j.keeper == nil {
-				deliver()
-				deliver = nil
+			for _, id := range a.Waiters {
+				j.waiters.Answer(id, answer{delivered: d})
 			}
 		case quorum.Redeliver:
 			j.log.Info("torchft: a quorum is redelivered, because its answer was lost", "quorum_id", a.Quorum.ID)
@@ -258,33 +251,19 @@ func (j *job) do(event quorum.Event, now time.Time) {
 		case quorum.Refuse:
 			j.waiters.Answer(a.Waiter, answer{err: status.Error(refusals[a.Why], a.Reason)})
 		case quorum.Welcome:
-			j.greeting.welcome(a, now)
-		case quorum.RefuseStream:
-			j.greeting.refused = status.Error(codes.FailedPrecondition, a.Reason)
+			j.greeting.welcome(a)
 		case quorum.Keep:
 			if a.Past.ID == 0 {
 				j.log.Info("torchft: the training is complete, as all of its groups reported; the next quorum begins a new one")
 			}
-			j.kept.Highest, j.kept.Seat, j.kept.Past = a.Highest+stateAhead, a.Seat, a.Past
+			j.kept.Highest, j.kept.Past = a.Highest+stateAhead, a.Past
 			j.keeper.keep(j.kept)
-		case quorum.Renew:
-			if n := j.streams.renew(); n > 0 {
-				j.log.Info("torchft: a new term begins, and all other members have to reconnect", "members", n, "reason", a.Reason)
-			}
 		case quorum.Recall:
 			j.streams.recall(a.ReplicaID, a.QuorumID)
-		case quorum.FailBack:
-			j.log.Info("torchft: the members fail back to an earlier lighthouse", "place", a.Place+1, "reason", a.Reason)
-			j.streams.failBack(a.Place)
-		case quorum.Probe:
-			j.probe(a)
 		case quorum.Doubted:
 			j.log.Warn("torchft: a report of a member is ignored", "replica_id", a.ReplicaID, "reason", a.Reason)
 		case quorum.Refused:
 			j.refuses(a, now)
-		case quorum.Waived:
-			j.log.Warn("torchft: A VOTE IS WAIVED: "+risk, "replica_id", a.ReplicaID, "by", a.By)
-			j.board.Record(dashboard.Event{Time: now, Kind: dashboard.Waived, Left: []string{a.ReplicaID}, Reason: "waived by " + a.By})
 		case quorum.Regressed:
 			j.regresses(a, now)
 		case quorum.Changed:
@@ -307,19 +286,6 @@ func (j *job) do(event quorum.Event, now time.Time) {
 		case quorum.Waiting:
 			j.waitLog.waits(a.Reason, now)
 		}
-	}
-	if deliver != nil && !j.keeper.once(func() {
-		j.mu.Lock()
-		defer j.mu.Unlock()
-		deliver() // only to the members that are still connected
-	}) {
-		deliver()
-	}
-}
-
-func (j *job) deliver(waiters []quorum.WaiterID, d *delivery) {
-	for _, id := range waiters {
-		j.waiters.Answer(id, answer{delivered: d})
 	}
 }
 

@@ -17,8 +17,7 @@ import (
 )
 
 const (
-	// diskTime bounds each wait for the disk: a job's first request waits for the state, some quorums wait for a write (once), and the
-	// lighthouse's end waits for the last write. A system call on a hanging disk cannot be interrupted, so the goroutine of the keeper
+	// diskTime bounds each wait for the disk: a job's first request waits for the state, and the lighthouse's end for the last write. A system call on a hanging disk cannot be interrupted, so the goroutine of the keeper
 	// is left behind if it has not ended by then.
 	diskTime = 2 * time.Second
 	// writeAgain is the pause before a write is retried.
@@ -49,7 +48,6 @@ type keeper struct {
 	since   time.Time // since when a read or write is pending; zero if none is
 	err     error     // of the last read or write
 	logged  bool      // err has been logged
-	owed    []func()  // functions to call when the pending state is on disk
 }
 
 func newKeeper(path string, log *slog.Logger, disk disk) *keeper {
@@ -90,7 +88,7 @@ func (j *job) recallFrom(path string, text []byte, err error) {
 		}
 		j.restore(s)
 		if s.Highest > 0 { // the job has had a quorum
-			_ = j.feed(quorum.Recalled{Past: s.Past, Highest: s.Highest, Seat: s.Seat}) // step has logged an error
+			_ = j.feed(quorum.Recalled{Past: s.Past, Highest: s.Highest}) // step has logged an error
 		}
 	}
 }
@@ -101,7 +99,7 @@ func (j *job) restore(s state) {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	if j.kept.Highest == 0 {
-		j.kept.Highest, j.kept.Seat, j.kept.Past = s.Highest, s.Seat, s.Past
+		j.kept.Highest, j.kept.Past = s.Highest, s.Past
 	}
 	if j.rendezvous.Nodes() == 0 {
 		j.kept.Rendezvous = s.Rendezvous
@@ -147,27 +145,6 @@ func (k *keeper) keep(s state) {
 		k.since = time.Now()
 	}
 	k.nudge()
-}
-
-// once calls do when the pending state is on disk, or diskTime has passed, and returns true. If nothing is pending, or the last write
-// failed, it returns false and does not call do: the caller continues at once. do must not block.
-func (k *keeper) once(do func()) (later bool) {
-	k.mu.Lock()
-	defer k.mu.Unlock()
-	if k.since.IsZero() || k.err != nil || time.Since(k.since) >= diskTime {
-		return false
-	}
-	do = sync.OnceFunc(do)
-	late := rpc.AfterFunc(k.log, "a quorum that is not on disk", func() {
-		k.log.Warn("torchft: a quorum is sent before it is on disk: the disk does not answer, or refuses", "file", k.path, "waited", diskTime)
-		do()
-	})
-	late.Reset(diskTime)
-	k.owed = append(k.owed, func() {
-		late.Stop()
-		do()
-	})
-	return true
 }
 
 func (k *keeper) nudge() {
@@ -225,13 +202,6 @@ func (k *keeper) run(recall func(path string, text []byte, err error)) {
 
 // done records the result of a write, or of the first read if s is nil.
 func (k *keeper) done(s *state, err error) {
-	for _, do := range k.noted(s, err) {
-		do()
-	}
-}
-
-// noted records the result of a write or read, and returns the functions that waited for it. The caller calls them without the lock.
-func (k *keeper) noted(s *state, err error) (owed []func()) {
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	k.err = err
@@ -247,12 +217,10 @@ func (k *keeper) noted(s *state, err error) (owed []func()) {
 			k.log.Info("torchft: the state of the job is kept on disk again", "file", k.path)
 		}
 		k.logged = false
-		owed, k.owed = k.owed, nil
 	default: // a newer state was queued during the write
 		k.since = time.Now()
 		k.nudge()
 	}
-	return owed
 }
 
 // trouble returns why the latest state is not on disk, and for how long it has not been; empty if it is on disk, or if its write has

@@ -30,6 +30,9 @@ type memberService struct {
 const aliveFraction = 3
 
 const (
+	// checkedEvery is the longest interval between the heartbeats of a member that knows several lighthouses. Each is answered: so the
+	// member finds within about a second that this lighthouse has stopped, and asks the others.
+	checkedEvery = time.Second / 3
 	// greetingTimeout is how long a stream may be silent at its beginning.
 	greetingTimeout = 5 * time.Second
 	// mostLists bounds the lists of members that are sent at the same time. Each has its own buffer: when thousands of members
@@ -43,7 +46,7 @@ const (
 	longestText = 1 << 10
 )
 
-var errStale = status.Error(codes.Unavailable, "the stream is of an old term, or its member was sent to another lighthouse: open a new stream")
+var errStale = status.Error(codes.Unavailable, "the lighthouse has begun anew after an internal error: open a new stream")
 
 // stream is the stream of one member. It needs one goroutine, and a second one while it sends.
 type stream struct {
@@ -51,6 +54,7 @@ type stream struct {
 	wire       grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage]
 	replicaID  string
 	recallable bool          // it can answer a Recall
+	checks     bool          // the member expects answers to its heartbeats
 	latest     quorum.Member // the last record that the member sent; only receive uses it
 	received   atomic.Int64  // number of messages from the member
 	ended      atomic.Bool
@@ -59,13 +63,10 @@ type stream struct {
 	// The job's lock guards these.
 	waiter   quorum.WaiterID // of the pending request; 0 if there is none
 	number   uint64          // of that request
-	refused  error           // why the stream is refused, nil if it is accepted
 	span     *tracing.Span   // of that request, nil unless it is traced
 	deadline time.Time       // of that request
 	expiry   *time.Timer     // runs expire
-	stamps   stamps
-	stale    bool // its messages no longer count: the member has an old term, or was sent to another lighthouse
-	away     bool // the member was sent to another lighthouse: the end of the stream is no failure
+	stale    bool            // its messages no longer count: the machine does not know its greeting (renew)
 
 	mu      sync.Mutex
 	outbox  []outgoing
@@ -76,14 +77,12 @@ type stream struct {
 
 // outgoing is a queued message.
 type outgoing struct {
-	number   uint64
-	answer   answer // to an ask
-	welcome  *torchftpb.Welcome
-	recall   int64
-	stamp    uint64
-	closing  bool
-	failBack *torchftpb.LighthouseMessage_FailBack
-	news     []rpc.Encoded // reports about members, and questions to this member: one message each
+	number  uint64
+	answer  answer // to an ask
+	welcome *torchftpb.Welcome
+	recall  int64
+	closing bool
+	news    []rpc.Encoded // reports about members, and questions to this member: one message each
 }
 
 // Attend serves a member's stream until the member ends it, or its connection breaks. At a shutdown the lighthouse asks members to
@@ -91,6 +90,9 @@ type outgoing struct {
 func (m memberService) Attend(wire grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb.LighthouseMessage]) error {
 	greeting, err := greetingOf(wire, m.server.log)
 	if err != nil {
+		return err
+	}
+	if err := m.server.refuseList(greeting.GetLighthouses()); err != nil {
 		return err
 	}
 	job, err := m.server.use(wire.Context())
@@ -103,6 +105,7 @@ func (m memberService) Attend(wire grpc.BidiStreamingServer[torchftpb.MemberMess
 		wire:       wire,
 		replicaID:  greeting.GetReplicaId(),
 		recallable: greeting.GetLighthouses() > 0,
+		checks:     greeting.GetLighthouses() > 1,
 		held:       quorum.Revision(greeting.GetRevision()),
 		drained:    make(chan struct{}, 1),
 	}
@@ -152,9 +155,6 @@ func greetingOf(wire grpc.BidiStreamingServer[torchftpb.MemberMessage, torchftpb
 	if greeting == nil {
 		return nil, status.Error(codes.InvalidArgument, "the first message of a member's stream is no greeting")
 	}
-	if place, of := greeting.GetPlace(), greeting.GetLighthouses(); of > rpc.MaxLighthouses || place > 0 && place >= of {
-		return nil, status.Errorf(codes.InvalidArgument, "this lighthouse is at place %d of %d in the member's list: allowed are at most %d", place, of, rpc.MaxLighthouses)
-	}
 	return greeting, checkReplicaID(greeting.GetReplicaId())
 }
 
@@ -166,32 +166,25 @@ func (s *stream) begin(greeting *torchftpb.Greeting) error {
 		return errShutdown
 	}
 	job.greeting = s
-	err := job.step(quorum.Greeted{
-		ReplicaID:     s.replicaID,
-		Seat:          quorum.Seat{Place: int(greeting.GetPlace()), Of: int(greeting.GetLighthouses())},
-		Term:          greeting.GetTerm(),
-		KnownQuorumID: greeting.GetKnownQuorumId(),
-	})
+	err := job.step(quorum.Greeted{ReplicaID: s.replicaID, KnownQuorumID: greeting.GetKnownQuorumId()})
 	job.greeting = nil
-	if err = errors.Join(err, s.refused); err != nil {
-		if job.streams.has(s) { // the machine panicked after the welcome
-			job.streams.remove(s)
-		}
+	if err != nil && job.streams.has(s) { // the machine panicked after the welcome
+		job.streams.remove(s)
 	}
 	return err
 }
 
 // welcome adds the stream to the job's streams. Actions that the machine returned before the welcome are not sent on it.
-func (s *stream) welcome(w quorum.Welcome, now time.Time) {
+func (s *stream) welcome(w quorum.Welcome) {
 	s.job.streams.add(s)
-	alive := s.job.cfg.HeartbeatTimeout / aliveFraction
-	s.stamps.interval = min(alive, w.Bond/quorum.StampsInBond)
-	s.post(outgoing{welcome: &torchftpb.Welcome{
-		AliveIntervalUs: max(1, alive.Microseconds()), Term: w.Term, BondUs: w.Bond.Microseconds(),
-	}})
-	if w.Bond > 0 {
-		s.post(outgoing{stamp: s.stamps.next(now)})
+	timeout := s.job.cfg.HeartbeatTimeout
+	alive := timeout / aliveFraction
+	if s.checks {
+		alive = min(alive, checkedEvery)
 	}
+	s.post(outgoing{welcome: &torchftpb.Welcome{
+		AliveIntervalUs: max(1, alive.Microseconds()), HeartbeatTimeoutUs: timeout.Microseconds(), Term: w.Term,
+	}})
 	if w.Draining != "" {
 		s.post(outgoing{news: encodeNews(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Drain{Drain: w.Draining}})})
 	}
@@ -210,17 +203,12 @@ func (s *stream) end() {
 	}
 	if job.streams.remove(s) && !job.closed {
 		delete(job.heals, s.replicaID)
-		if !s.away {
-			_ = job.step(quorum.Disconnected{ReplicaID: s.replicaID}) // step has logged an error
-		}
+		_ = job.step(quorum.Disconnected{ReplicaID: s.replicaID}) // step has logged an error
 	}
 }
 
 func (s *stream) receive(message *torchftpb.MemberMessage) error {
 	s.received.Add(1)
-	if err := s.answered(message.GetStamp()); err != nil {
-		return err
-	}
 	switch m := message.GetMessage().(type) {
 	case *torchftpb.MemberMessage_Ask:
 		return s.ask(m.Ask)
@@ -235,10 +223,10 @@ func (s *stream) receive(message *torchftpb.MemberMessage) error {
 		return s.job.recalled(s.replicaID, m.Past)
 	case *torchftpb.MemberMessage_Alive:
 		s.job.board.Heard()
+		if s.checks {
+			s.post(outgoing{news: heard})
+		}
 		return s.feed(quorum.Beat{ReplicaID: s.replicaID})
-	case *torchftpb.MemberMessage_Reaches:
-		s.alive()
-		return s.feed(quorum.Reaches{ReplicaID: s.replicaID, Places: quorum.Places(m.Reaches)})
 	case *torchftpb.MemberMessage_Suspected:
 		s.alive()
 		return s.feed(quorum.Suspected{
@@ -331,7 +319,6 @@ func (s *stream) ask(ask *torchftpb.Ask) error {
 	s.await(ask.GetNumber(), rpc.Microseconds(ask.GetTimeoutUs()))
 	return job.step(quorum.Asked{
 		Waiter: s.waiter, Member: member, KnownQuorumID: ask.GetKnownQuorumId(), Number: ask.GetNumber(), Recallable: s.recallable,
-		Reaches: quorum.Places(ask.GetReaches()),
 	})
 }
 
@@ -454,12 +441,8 @@ func (s *stream) send(o outgoing) (err error) {
 		return s.wire.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Welcome{Welcome: o.welcome}})
 	case o.recall != 0:
 		return s.wire.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Recall{Recall: o.recall}})
-	case o.stamp != 0:
-		return s.wire.Send(&torchftpb.LighthouseMessage{Stamp: o.stamp})
 	case o.closing:
 		return s.wire.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Closing{Closing: true}})
-	case o.failBack != nil:
-		return s.wire.Send(&torchftpb.LighthouseMessage{Message: o.failBack})
 	case o.news != nil:
 		return s.sendAll(o.news)
 	case o.answer.err != nil:
@@ -475,7 +458,7 @@ func (s *stream) send(o outgoing) (err error) {
 		return err
 	}
 	if len(parts) > 0 {
-		defer s.job.server.takeTurn()()
+		defer s.takeTurn()()
 	}
 	if err := s.sendAll(parts); err != nil {
 		return err
@@ -485,17 +468,28 @@ func (s *stream) send(o outgoing) (err error) {
 }
 
 // takeTurn waits until fewer than mostLists lists are being sent, at most for turnWait: a member that does not read must
-// not delay the others. The returned function ends the turn.
-func (s *Server) takeTurn() (end func()) {
+// not delay the others. The returned function ends the turn. A waiting member that knows several lighthouses is told that this one is
+// alive: otherwise all members would leave it whenever many of them join.
+func (s *stream) takeTurn() (end func()) {
+	server := s.job.server
 	timer := time.NewTimer(turnWait)
 	defer timer.Stop()
-	select {
-	case s.lists <- struct{}{}:
-		return func() { <-s.lists }
-	case <-timer.C:
-	case <-s.stop:
+	tell := time.NewTicker(checkedEvery)
+	defer tell.Stop()
+	for {
+		select {
+		case server.lists <- struct{}{}:
+			return func() { <-server.lists }
+		case <-tell.C:
+			if s.checks && s.sendAll(heard) != nil {
+				return func() {}
+			}
+		case <-timer.C:
+			return func() {}
+		case <-server.stop:
+			return func() {}
+		}
 	}
-	return func() {}
 }
 
 func (s *stream) sendAll(messages []rpc.Encoded) error {

@@ -16,6 +16,7 @@ import (
 	"github.com/torchft/torchft/go/internal/fttest"
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/internal/wire"
+	"github.com/torchft/torchft/go/lighthouse"
 	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/torchftpb"
 )
@@ -36,7 +37,9 @@ func attend(t *testing.T, c *fttest.Cluster, id string, held uint64) *rawStream 
 	w.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{
 		Greeting: &torchftpb.Greeting{ReplicaId: id, Revision: held},
 	}})
-	require.EqualValues(t, 1_666_666, w.receive().GetWelcome().GetAliveIntervalUs(), "a third of the heartbeat timeout")
+	welcome := w.receive().GetWelcome()
+	require.EqualValues(t, 1_666_666, welcome.GetAliveIntervalUs(), "a third of the heartbeat timeout")
+	require.EqualValues(t, 5_000_000, welcome.GetHeartbeatTimeoutUs())
 	return w
 }
 
@@ -59,9 +62,6 @@ func (w *rawStream) send(m *torchftpb.MemberMessage) { require.NoError(w.t, w.st
 func (w *rawStream) receive() *torchftpb.LighthouseMessage {
 	w.t.Helper()
 	m, err := w.stream.Recv()
-	for err == nil && m.GetMessage() == nil && m.GetStamp() != 0 {
-		m, err = w.stream.Recv()
-	}
 	require.NoError(w.t, err)
 	return m
 }
@@ -210,18 +210,55 @@ func TestAListIsValidAfterARestartOfTheLighthouse(t *testing.T) {
 	})
 }
 
-// A member of a job with a list of lighthouses is bound for less than the heartbeat timeout. The time after which it is fenced
-// follows from the alive interval, and must be longer than the bond: otherwise each killed lighthouse would cost a step.
-func TestAMemberOfAListIsBoundAndFencedByTheHeartbeatTimeout(t *testing.T) {
+// A member that knows several lighthouses leaves one that is silent, so it is answered, and often. That must not change the time after
+// which it is fenced: otherwise each killed lighthouse would cost a step.
+func TestTheHeartbeatsOfAMemberThatKnowsSeveralLighthousesAreAnswered(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := fttest.NewCluster(t, 1, inACluster)
+		w := open(t, c, "a")
+		w.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{
+			Greeting: &torchftpb.Greeting{ReplicaId: "a", Lighthouses: 3},
+		}})
+		welcome := w.receive().GetWelcome()
+		require.EqualValues(t, 333_333, welcome.GetAliveIntervalUs())
+		require.EqualValues(t, 5_000_000, welcome.GetHeartbeatTimeoutUs())
+		for range 3 {
+			w.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
+			assert.True(t, w.receive().GetAlive())
+		}
+		only := attend(t, c, "b", 0)
+		only.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
+		only.ask(1, time.Minute)
+		w.hangUp()
+		only.answered() // nothing was sent before the list
+	})
+}
+
+func inACluster(cfg *lighthouse.Config) {
+	cfg.Cluster = []string{fttest.LighthouseAddr, "http://b:29510", "http://c:29510"}
+}
+
+// The lighthouses of a list that are in no cluster would each form quorums, so that a job could have several histories.
+func TestAMemberThatKnowsSeveralLighthousesIsRefusedWithoutACluster(t *testing.T) {
+	const want = "TORCHFT_LIGHTHOUSE names 3 lighthouses, and this one, http://lighthouse:29510, is in no cluster: " +
+		"start each of them with --cluster URL,URL,URL, or name one lighthouse"
 	synctest.Test(t, func(t *testing.T) {
 		c := fttest.NewCluster(t, 1)
 		w := open(t, c, "a")
-		w.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{
-			Greeting: &torchftpb.Greeting{ReplicaId: "a", Lighthouses: 2, Term: 1},
-		}})
-		welcome := w.receive().GetWelcome()
-		require.Equal(t, quorum.BondTime.Microseconds(), welcome.GetBondUs())
-		require.EqualValues(t, 1_666_666, welcome.GetAliveIntervalUs(), "a third of the heartbeat timeout")
+		w.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{ReplicaId: "a", Lighthouses: 3}}})
+		_, err := w.stream.Recv()
+		assert.Equal(t, codes.FailedPrecondition, status.Code(err))
+		assert.ErrorContains(t, err, want)
+
+		conn, err := rpc.Dial(t.Context(), c.Net.Host("a"), "lighthouse", fttest.LighthouseAddr, time.Second)
+		require.NoError(t, err)
+		defer func() { require.NoError(t, conn.Close()) }()
+		_, err = torchftpb.NewLighthouseServiceClient(conn).Quorum(t.Context(), &torchftpb.LighthouseQuorumRequest{
+			Requester: &torchftpb.QuorumMember{ReplicaId: "a"}, Lighthouses: 3,
+		})
+		assert.Equal(t, codes.FailedPrecondition, status.Code(err))
+		assert.ErrorContains(t, err, want)
+		assert.Empty(t, c.Lighthouse.Status().Members)
 	})
 }
 
@@ -366,56 +403,4 @@ func TestAStreamRefusesInvalidMessages(t *testing.T) {
 			})
 		})
 	}
-}
-
-// The second lighthouse of a list recalls the quorum that a greeting names, and sends all members to the first one once all of them can
-// reach it.
-func TestMembersAreSentBackTogether(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		c := fttest.NewCluster(t, 1)
-		greet := func(id string, known int64) *rawStream {
-			w := open(t, c, id)
-			w.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{
-				Greeting: &torchftpb.Greeting{ReplicaId: id, Place: 1, Lighthouses: 2, KnownQuorumId: known},
-			}})
-			require.NotNil(t, w.receive().GetWelcome())
-			return w
-		}
-		a := greet("a", 7)
-		assert.EqualValues(t, 7, a.receive().GetRecall())
-		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Past{Past: &torchftpb.PastQuorum{
-			QuorumId: 7, Step: 1, Members: []*torchftpb.Voter{{ReplicaId: "a"}, {ReplicaId: "b"}},
-		}}})
-		b := greet("b", 7)
-		b.ask(1, time.Minute)
-		b.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Reaches{Reaches: 1}})
-		synctest.Wait()
-		assert.Equal(t, 2, c.Lighthouse.Status().Healthy)
-		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Reaches{Reaches: 1}})
-		for _, w := range []*rawStream{a, b} {
-			back, ok := w.receive().GetMessage().(*torchftpb.LighthouseMessage_FailBack)
-			require.True(t, ok)
-			assert.Zero(t, back.FailBack)
-		}
-		code, reason := b.failed()
-		assert.Equal(t, codes.Unavailable, code)
-		assert.Contains(t, reason, "number 1 of 2")
-
-		// From here on, messages on these streams do not count, and requests get an error.
-		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
-		a.send(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Suspected{
-			Suspected: &torchftpb.PeerSuspected{ReplicaId: "b", QuorumId: 7},
-		}})
-		a.ask(1, time.Minute)
-		code, _ = a.failed()
-		assert.Equal(t, codes.Unavailable, code)
-		assert.Zero(t, c.Lighthouse.Status().Healthy)
-
-		// If one of them comes back, the other one is presumed alive. That its old stream ends is no failure.
-		a.hangUp()
-		greet("a", 7)
-		b.hangUp()
-		time.Sleep(time.Second)
-		assert.Equal(t, 2, c.Lighthouse.Status().Healthy)
-	})
 }

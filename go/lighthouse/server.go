@@ -29,7 +29,6 @@ type Server struct {
 	sweeper sweeper
 	lock    *os.File      // of the directory for states, nil without one
 	lists   chan struct{} // a semaphore: bounds the lists that are sent at once
-	probing chan struct{} // a semaphore: bounds the probes at once
 
 	mu     sync.Mutex
 	jobs   map[string]*job
@@ -66,7 +65,6 @@ func New(cfg Config) (*Server, error) {
 		stop:    make(chan struct{}),
 		lock:    lock,
 		lists:   make(chan struct{}, mostLists),
-		probing: make(chan struct{}, maxProbes),
 		jobs:    map[string]*job{},
 	}
 	s.jobs[rpc.DefaultJob] = newJob(s, rpc.DefaultJob)

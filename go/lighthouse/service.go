@@ -53,6 +53,9 @@ func (s service) answerQuorum(ctx context.Context, req *torchftpb.LighthouseQuor
 	if err := checkReplicaID(req.GetRequester().GetReplicaId()); err != nil {
 		return nil, err
 	}
+	if err := s.server.refuseList(req.GetLighthouses()); err != nil {
+		return nil, err
+	}
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
 	if deadline, ok := ctx.Deadline(); ok {
@@ -76,7 +79,6 @@ func (s service) answerQuorum(ctx context.Context, req *torchftpb.LighthouseQuor
 		Member:        wire.MemberFromProto(req.GetRequester()),
 		KnownQuorumID: req.GetKnownQuorumId(),
 		Number:        req.GetRequestNumber(),
-		Lighthouses:   int(req.GetLighthouses()),
 	})
 	endSpan(span, answer{d, err})
 	if err != nil {

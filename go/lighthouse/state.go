@@ -31,8 +31,7 @@ const (
 type state struct {
 	Job     string      `json:"job"`
 	Highest int64       `json:"highest"` // ids up to this one are not used again
-	Seat    quorum.Seat `json:"seat"`
-	Past    quorum.Past `json:"past"` // zero: the last training is complete, and the next one has had no quorum yet
+	Past    quorum.Past `json:"past"`    // zero: the last training is complete, and the next one has had no quorum yet
 
 	Rendezvous rendezvous.State `json:"rendezvous,omitzero"`
 }

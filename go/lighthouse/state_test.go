@@ -19,7 +19,7 @@ var somePast = quorum.Past{ID: 1234, Step: 56, Members: []quorum.Voter{{ReplicaI
 
 func TestAStateIsReadAsItWasWritten(t *testing.T) {
 	path := filepath.Join(t.TempDir(), "x.state")
-	want := state{Job: "x", Highest: 2000, Seat: quorum.Seat{Place: 1, Of: 3}, Past: somePast}
+	want := state{Job: "x", Highest: 2000, Past: somePast}
 	for range 2 { // the second write replaces an older file
 		require.NoError(t, writeState(path, want, func() bool { return true }))
 		text, err := os.ReadFile(path)

@@ -65,20 +65,11 @@ func (s *streams) each(replicaID string) iter.Seq[*stream] {
 	}
 }
 
-// renew ends all streams, so that their members reconnect and learn the new term. It returns the number of streams.
-func (s *streams) renew() int {
+// renew ends all streams, so that their members reconnect.
+func (s *streams) renew() {
 	for one := range s.all() {
 		one.stale = true
 		one.post(outgoing{closing: true})
-	}
-	return s.open
-}
-
-// failBack sends all members to an earlier lighthouse.
-func (s *streams) failBack(place int) {
-	for one := range s.all() {
-		one.stale, one.away = true, true
-		one.post(outgoing{failBack: &torchftpb.LighthouseMessage_FailBack{FailBack: uint32(place)}})
 	}
 }
 

@@ -110,6 +110,9 @@ func (j *job) askProgress(ids []string, now time.Time) {
 	}
 }
 
+// heard is the answer to a heartbeat.
+var heard = encodeNews(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Alive{Alive: true}})
+
 func encodeNews(message *torchftpb.LighthouseMessage) []rpc.Encoded {
 	encoded, err := proto.Marshal(message)
 	if err != nil { // only for a name that is no UTF-8, and such names are refused when a member joins

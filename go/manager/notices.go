@@ -34,11 +34,7 @@ func (s *Server) handleNotice(notice membership.Notice) {
 			return // a repeated notice: the lighthouse and several peers send it
 		}
 		s.log.Info("torchft: a peer failed or ended", "quorum_id", notice.QuorumID, "member", notice.ReplicaID, "reason", notice.Reason)
-		// A lighthouse that has not formed the quorum, or was restarted, may report members as failed that another lighthouse
-		// serves. They must not be notified.
-		if own || !notice.Elsewhere {
-			s.feed(round.MemberFailed{QuorumID: notice.QuorumID, ReplicaID: notice.ReplicaID, Reason: notice.Reason})
-		}
+		s.feed(round.MemberFailed{QuorumID: notice.QuorumID, ReplicaID: notice.ReplicaID, Reason: notice.Reason})
 	case membership.Stalled:
 		s.log.Info("torchft: a member makes no progress", "quorum_id", notice.QuorumID, "member", notice.ReplicaID, "reason", notice.Reason)
 	case membership.Regressed: // no warning: each rank logs one

@@ -8,7 +8,6 @@ type Notice struct {
 	QuorumID  int64  // this field and the following ones are empty for ProgressAsked
 	ReplicaID string // the member it is about; empty for Regressed
 	Reason    string
-	Elsewhere bool // the lighthouse that sent the notice may not have formed the quorum
 }
 
 // NoticeKind is the kind of a Notice.

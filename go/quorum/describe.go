@@ -21,10 +21,10 @@ type Status struct {
 	Members     []MemberStatus `json:"members"`    // all that are alive, have a pending request, or are in the latest quorum
 
 	// Members without whose votes no quorum forms: another lighthouse of the list might serve them.
-	MissingVotes []string `json:"missing_votes,omitempty"`
+	MissingVotes []string `json:"-"`
 	// Members that ended while they were bound to this lighthouse, and whose votes are not yet used in a quorum. A restart forgets
 	// them.
-	GivenVotes []string `json:"given_votes,omitempty"`
+	GivenVotes []string `json:"-"`
 
 	// Why the latest state is not on the lighthouse's disk, and for how long; set by the shell. Empty if the state is on the disk,
 	// or if no state is kept.

@@ -237,9 +237,7 @@ type LighthouseQuorumRequest struct {
 	// Grows with each request of the member, retries included; 0: not numbered. A request that arrives after a
 	// newer one is answered with ABORTED, because its step is out of date.
 	RequestNumber uint64 `protobuf:"varint,101,opt,name=request_number,json=requestNumber,proto3" json:"request_number,omitempty"`
-	// How many lighthouses the member's list has; 0: not reported. With more than one the call is refused: such a
-	// member has to use MemberService.
-	Lighthouses uint32 `protobuf:"varint,102,opt,name=lighthouses,proto3" json:"lighthouses,omitempty"`
+	Lighthouses   uint32 `protobuf:"varint,102,opt,name=lighthouses,proto3" json:"lighthouses,omitempty"` // as Greeting.lighthouses; 0: not reported
 	// The last quorum this member was part of: a restarted lighthouse continues after it.
 	KnownQuorum   *PastQuorum `protobuf:"bytes,110,opt,name=known_quorum,json=knownQuorum,proto3" json:"known_quorum,omitempty"`
 	unknownFields protoimpl.UnknownFields
@@ -2401,11 +2399,8 @@ func (x *CallFailure) GetMessage() string {
 
 // A message from a member to its lighthouse. The first message of a stream is its only greeting.
 type MemberMessage struct {
-	state protoimpl.MessageState `protogen:"open.v1"`
-	// The newest stamp that the lighthouse sent on this stream. The member asks no other lighthouse until
-	// Welcome.bond_us have passed since it received that stamp, or the lighthouse has released it.
-	Stamp    uint64 `protobuf:"varint,50,opt,name=stamp,proto3" json:"stamp,omitempty"`
-	Finished bool   `protobuf:"varint,51,opt,name=finished,proto3" json:"finished,omitempty"` // with shutting_down: the training is complete, and this group will not come back
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	Finished bool                   `protobuf:"varint,51,opt,name=finished,proto3" json:"finished,omitempty"` // with shutting_down: the training is complete, and this group will not come back
 	// Types that are valid to be assigned to Message:
 	//
 	//	*MemberMessage_Greeting
@@ -2420,7 +2415,6 @@ type MemberMessage struct {
 	//	*MemberMessage_Recovered
 	//	*MemberMessage_ShuttingDown
 	//	*MemberMessage_Past
-	//	*MemberMessage_Reaches
 	Message       isMemberMessage_Message `protobuf_oneof:"message"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -2454,13 +2448,6 @@ func (x *MemberMessage) ProtoReflect() protoreflect.Message {
 // Deprecated: Use MemberMessage.ProtoReflect.Descriptor instead.
 func (*MemberMessage) Descriptor() ([]byte, []int) {
 	return file_torchft_proto_rawDescGZIP(), []int{32}
-}
-
-func (x *MemberMessage) GetStamp() uint64 {
-	if x != nil {
-		return x.Stamp
-	}
-	return 0
 }
 
 func (x *MemberMessage) GetFinished() bool {
@@ -2585,15 +2572,6 @@ func (x *MemberMessage) GetPast() *PastQuorum {
 	return nil
 }
 
-func (x *MemberMessage) GetReaches() uint64 {
-	if x != nil {
-		if x, ok := x.Message.(*MemberMessage_Reaches); ok {
-			return x.Reaches
-		}
-	}
-	return 0
-}
-
 type isMemberMessage_Message interface {
 	isMemberMessage_Message()
 }
@@ -2611,7 +2589,9 @@ type MemberMessage_Withdraw struct {
 }
 
 type MemberMessage_Alive struct {
-	Alive bool `protobuf:"varint,4,opt,name=alive,proto3,oneof"` // a heartbeat, sent if there was no other message for a while, or after a probe
+	// A heartbeat. A member that knows one lighthouse sends it if there was no other message for a while, or after a
+	// probe. A member that knows several sends it at each interval, and the lighthouse answers it.
+	Alive bool `protobuf:"varint,4,opt,name=alive,proto3,oneof"`
 }
 
 type MemberMessage_Suspected struct {
@@ -2646,12 +2626,6 @@ type MemberMessage_Past struct {
 	Past *PastQuorum `protobuf:"bytes,40,opt,name=past,proto3,oneof"` // the answer to a recall
 }
 
-type MemberMessage_Reaches struct {
-	// The lighthouses earlier in the member's list that it reaches: one bit for each place, the lowest bit for
-	// the first. Valid until the next value, here or in an ask.
-	Reaches uint64 `protobuf:"varint,41,opt,name=reaches,proto3,oneof"`
-}
-
 func (*MemberMessage_Greeting) isMemberMessage_Message() {}
 
 func (*MemberMessage_Ask) isMemberMessage_Message() {}
@@ -2676,22 +2650,17 @@ func (*MemberMessage_ShuttingDown) isMemberMessage_Message() {}
 
 func (*MemberMessage_Past) isMemberMessage_Message() {}
 
-func (*MemberMessage_Reaches) isMemberMessage_Message() {}
-
 type Greeting struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	ReplicaId string                 `protobuf:"bytes,1,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"`
 	// The revision of the list of members that it holds, 0 if none. Afterwards the lighthouse knows the member's
 	// revision from the lists that it has sent.
-	Revision uint64 `protobuf:"fixed64,2,opt,name=revision,proto3" json:"revision,omitempty"`
-	// The index of this lighthouse in the member's list, and the length of that list (1 without a list).
-	Place       uint32 `protobuf:"varint,40,opt,name=place,proto3" json:"place,omitempty"`
-	Lighthouses uint32 `protobuf:"varint,41,opt,name=lighthouses,proto3" json:"lighthouses,omitempty"`
-	// The highest term that the member received from a lighthouse. With several lighthouses, the high bits of a
-	// quorum_id are the term.
-	Term int64 `protobuf:"varint,42,opt,name=term,proto3" json:"term,omitempty"`
-	// As Ask.known_quorum_id. From it a lighthouse of a list learns of a quorum that another one formed.
-	KnownQuorumId int64 `protobuf:"varint,43,opt,name=known_quorum_id,json=knownQuorumId,proto3" json:"known_quorum_id,omitempty"`
+	Revision    uint64 `protobuf:"fixed64,2,opt,name=revision,proto3" json:"revision,omitempty"`
+	Lighthouses uint32 `protobuf:"varint,41,opt,name=lighthouses,proto3" json:"lighthouses,omitempty"` // how many addresses of lighthouses the member knows, at least 1
+	// The highest term that the member received from a lighthouse. The high bits of a quorum_id are the term of the
+	// leader that formed it; a lighthouse without a cluster has term 0.
+	Term          int64 `protobuf:"varint,42,opt,name=term,proto3" json:"term,omitempty"`
+	KnownQuorumId int64 `protobuf:"varint,43,opt,name=known_quorum_id,json=knownQuorumId,proto3" json:"known_quorum_id,omitempty"` // as Ask.known_quorum_id
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2740,13 +2709,6 @@ func (x *Greeting) GetRevision() uint64 {
 	return 0
 }
 
-func (x *Greeting) GetPlace() uint32 {
-	if x != nil {
-		return x.Place
-	}
-	return 0
-}
-
 func (x *Greeting) GetLighthouses() uint32 {
 	if x != nil {
 		return x.Lighthouses
@@ -2774,7 +2736,6 @@ type PastQuorum struct {
 	QuorumId      int64                  `protobuf:"varint,1,opt,name=quorum_id,json=quorumId,proto3" json:"quorum_id,omitempty"`
 	Step          int64                  `protobuf:"varint,2,opt,name=step,proto3" json:"step,omitempty"`      // the largest of its members
 	Members       []*Voter               `protobuf:"bytes,3,rep,name=members,proto3" json:"members,omitempty"` // ordered by replica_id
-	Base          []*Voter               `protobuf:"bytes,4,rep,name=base,proto3" json:"base,omitempty"`       // as QuorumStates.base
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2830,22 +2791,10 @@ func (x *PastQuorum) GetMembers() []*Voter {
 	return nil
 }
 
-func (x *PastQuorum) GetBase() []*Voter {
-	if x != nil {
-		return x.Base
-	}
-	return nil
-}
-
 type Voter struct {
-	state     protoimpl.MessageState `protogen:"open.v1"`
-	ReplicaId string                 `protobuf:"bytes,1,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"`
-	Address   string                 `protobuf:"bytes,2,opt,name=address,proto3" json:"address,omitempty"` // of the group's manager server
-	// In a base: the member ended while it was bound to the lighthouse that formed the quorum, so its vote for
-	// that lighthouse is final.
-	Given bool `protobuf:"varint,3,opt,name=given,proto3" json:"given,omitempty"`
-	// In a base: the index of its quorum among the quorums of the base. Voters are ordered by it.
-	Place         uint32 `protobuf:"varint,4,opt,name=place,proto3" json:"place,omitempty"`
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	ReplicaId     string                 `protobuf:"bytes,1,opt,name=replica_id,json=replicaId,proto3" json:"replica_id,omitempty"`
+	Address       string                 `protobuf:"bytes,2,opt,name=address,proto3" json:"address,omitempty"` // of the group's manager server
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -2894,20 +2843,6 @@ func (x *Voter) GetAddress() string {
 	return ""
 }
 
-func (x *Voter) GetGiven() bool {
-	if x != nil {
-		return x.Given
-	}
-	return false
-}
-
-func (x *Voter) GetPlace() uint32 {
-	if x != nil {
-		return x.Place
-	}
-	return 0
-}
-
 // A request for a quorum. It replaces an earlier ask of this stream.
 type Ask struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
@@ -2920,7 +2855,6 @@ type Ask struct {
 	Step              int64         `protobuf:"varint,5,opt,name=step,proto3" json:"step,omitempty"`
 	CommittedQuorumId int64         `protobuf:"varint,6,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
 	CommitFailures    int64         `protobuf:"varint,7,opt,name=commit_failures,json=commitFailures,proto3" json:"commit_failures,omitempty"`
-	Reaches           uint64        `protobuf:"varint,40,opt,name=reaches,proto3" json:"reaches,omitempty"`        // as MemberMessage.reaches; repeated here, since a lighthouse forgets it if the member is silent for long
 	Traceparent       string        `protobuf:"bytes,80,opt,name=traceparent,proto3" json:"traceparent,omitempty"` // W3C trace context of the round, empty unless the group traces
 	unknownFields     protoimpl.UnknownFields
 	sizeCache         protoimpl.SizeCache
@@ -3005,13 +2939,6 @@ func (x *Ask) GetCommitFailures() int64 {
 	return 0
 }
 
-func (x *Ask) GetReaches() uint64 {
-	if x != nil {
-		return x.Reaches
-	}
-	return 0
-}
-
 func (x *Ask) GetTraceparent() string {
 	if x != nil {
 		return x.Traceparent
@@ -3022,9 +2949,6 @@ func (x *Ask) GetTraceparent() string {
 type LighthouseMessage struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
 	Number uint64                 `protobuf:"varint,1,opt,name=number,proto3" json:"number,omitempty"` // of the ask that this answers, 0 if it answers none
-	// With several lighthouses: a growing number that the member repeats in its next message; 0: none. A message
-	// may contain a stamp only.
-	Stamp uint64 `protobuf:"varint,50,opt,name=stamp,proto3" json:"stamp,omitempty"`
 	// Types that are valid to be assigned to Message:
 	//
 	//	*LighthouseMessage_Welcome
@@ -3038,9 +2962,9 @@ type LighthouseMessage struct {
 	//	*LighthouseMessage_Regressed
 	//	*LighthouseMessage_Probe
 	//	*LighthouseMessage_Recall
-	//	*LighthouseMessage_FailBack
 	//	*LighthouseMessage_Drain
 	//	*LighthouseMessage_Released
+	//	*LighthouseMessage_Alive
 	Message       isLighthouseMessage_Message `protobuf_oneof:"message"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -3079,13 +3003,6 @@ func (*LighthouseMessage) Descriptor() ([]byte, []int) {
 func (x *LighthouseMessage) GetNumber() uint64 {
 	if x != nil {
 		return x.Number
-	}
-	return 0
-}
-
-func (x *LighthouseMessage) GetStamp() uint64 {
-	if x != nil {
-		return x.Stamp
 	}
 	return 0
 }
@@ -3196,15 +3113,6 @@ func (x *LighthouseMessage) GetRecall() int64 {
 	return 0
 }
 
-func (x *LighthouseMessage) GetFailBack() uint32 {
-	if x != nil {
-		if x, ok := x.Message.(*LighthouseMessage_FailBack); ok {
-			return x.FailBack
-		}
-	}
-	return 0
-}
-
 func (x *LighthouseMessage) GetDrain() string {
 	if x != nil {
 		if x, ok := x.Message.(*LighthouseMessage_Drain); ok {
@@ -3218,6 +3126,15 @@ func (x *LighthouseMessage) GetReleased() bool {
 	if x != nil {
 		if x, ok := x.Message.(*LighthouseMessage_Released); ok {
 			return x.Released
+		}
+	}
+	return false
+}
+
+func (x *LighthouseMessage) GetAlive() bool {
+	if x != nil {
+		if x, ok := x.Message.(*LighthouseMessage_Alive); ok {
+			return x.Alive
 		}
 	}
 	return false
@@ -3271,18 +3188,16 @@ type LighthouseMessage_Recall struct {
 	Recall int64 `protobuf:"varint,40,opt,name=recall,proto3,oneof"` // the lighthouse asks for the quorum with this id, which it does not know
 }
 
-type LighthouseMessage_FailBack struct {
-	// All members fail back to the lighthouse at this index of the list, which all of them reach. The member
-	// ends the stream and asks there from now on. Its asks on this stream are not answered with a quorum.
-	FailBack uint32 `protobuf:"varint,41,opt,name=fail_back,json=failBack,proto3,oneof"`
-}
-
 type LighthouseMessage_Drain struct {
 	Drain string `protobuf:"bytes,80,opt,name=drain,proto3,oneof"` // the group is asked to leave after a step; the value names who requested it
 }
 
 type LighthouseMessage_Released struct {
 	Released bool `protobuf:"varint,81,opt,name=released,proto3,oneof"` // no member is still in a step with the group that leaves
+}
+
+type LighthouseMessage_Alive struct {
+	Alive bool `protobuf:"varint,82,opt,name=alive,proto3,oneof"` // the answer to a member's heartbeat, if the member knows several lighthouses
 }
 
 func (*LighthouseMessage_Welcome) isLighthouseMessage_Message() {}
@@ -3307,24 +3222,69 @@ func (*LighthouseMessage_Probe) isLighthouseMessage_Message() {}
 
 func (*LighthouseMessage_Recall) isLighthouseMessage_Message() {}
 
-func (*LighthouseMessage_FailBack) isLighthouseMessage_Message() {}
-
 func (*LighthouseMessage_Drain) isLighthouseMessage_Message() {}
 
 func (*LighthouseMessage_Released) isLighthouseMessage_Message() {}
 
+func (*LighthouseMessage_Alive) isLighthouseMessage_Message() {}
+
+// The detail of the status UNAVAILABLE with which a lighthouse of a cluster that does not lead answers a member's stream.
+type NotLeader struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Leader        string                 `protobuf:"bytes,1,opt,name=leader,proto3" json:"leader,omitempty"` // its address, http://host:port; empty: none is known
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NotLeader) Reset() {
+	*x = NotLeader{}
+	mi := &file_torchft_proto_msgTypes[38]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NotLeader) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NotLeader) ProtoMessage() {}
+
+func (x *NotLeader) ProtoReflect() protoreflect.Message {
+	mi := &file_torchft_proto_msgTypes[38]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NotLeader.ProtoReflect.Descriptor instead.
+func (*NotLeader) Descriptor() ([]byte, []int) {
+	return file_torchft_proto_rawDescGZIP(), []int{38}
+}
+
+func (x *NotLeader) GetLeader() string {
+	if x != nil {
+		return x.Leader
+	}
+	return ""
+}
+
 type Welcome struct {
-	state           protoimpl.MessageState `protogen:"open.v1"`
-	AliveIntervalUs int64                  `protobuf:"varint,1,opt,name=alive_interval_us,json=aliveIntervalUs,proto3" json:"alive_interval_us,omitempty"` // the longest silence of the member; while a stamp binds it, at most a fifth of bond_us
-	Term            int64                  `protobuf:"varint,40,opt,name=term,proto3" json:"term,omitempty"`                                               // see Greeting
-	BondUs          int64                  `protobuf:"varint,50,opt,name=bond_us,json=bondUs,proto3" json:"bond_us,omitempty"`                             // for how long a stamp binds the member; 0: not at all
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	state              protoimpl.MessageState `protogen:"open.v1"`
+	AliveIntervalUs    int64                  `protobuf:"varint,1,opt,name=alive_interval_us,json=aliveIntervalUs,proto3" json:"alive_interval_us,omitempty"`          // the longest time between two messages of the member
+	HeartbeatTimeoutUs int64                  `protobuf:"varint,2,opt,name=heartbeat_timeout_us,json=heartbeatTimeoutUs,proto3" json:"heartbeat_timeout_us,omitempty"` // the silence after which the member counts as failed
+	Term               int64                  `protobuf:"varint,40,opt,name=term,proto3" json:"term,omitempty"`                                                        // see Greeting
+	unknownFields      protoimpl.UnknownFields
+	sizeCache          protoimpl.SizeCache
 }
 
 func (x *Welcome) Reset() {
 	*x = Welcome{}
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3336,7 +3296,7 @@ func (x *Welcome) String() string {
 func (*Welcome) ProtoMessage() {}
 
 func (x *Welcome) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[38]
+	mi := &file_torchft_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3349,7 +3309,7 @@ func (x *Welcome) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Welcome.ProtoReflect.Descriptor instead.
 func (*Welcome) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{38}
+	return file_torchft_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *Welcome) GetAliveIntervalUs() int64 {
@@ -3359,16 +3319,16 @@ func (x *Welcome) GetAliveIntervalUs() int64 {
 	return 0
 }
 
-func (x *Welcome) GetTerm() int64 {
+func (x *Welcome) GetHeartbeatTimeoutUs() int64 {
 	if x != nil {
-		return x.Term
+		return x.HeartbeatTimeoutUs
 	}
 	return 0
 }
 
-func (x *Welcome) GetBondUs() int64 {
+func (x *Welcome) GetTerm() int64 {
 	if x != nil {
-		return x.BondUs
+		return x.Term
 	}
 	return 0
 }
@@ -3389,7 +3349,7 @@ type ListChange struct {
 
 func (x *ListChange) Reset() {
 	*x = ListChange{}
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3401,7 +3361,7 @@ func (x *ListChange) String() string {
 func (*ListChange) ProtoMessage() {}
 
 func (x *ListChange) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[39]
+	mi := &file_torchft_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3414,7 +3374,7 @@ func (x *ListChange) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListChange.ProtoReflect.Descriptor instead.
 func (*ListChange) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{39}
+	return file_torchft_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *ListChange) GetWhole() bool {
@@ -3455,16 +3415,13 @@ type QuorumStates struct {
 	CommittedQuorumId int64                  `protobuf:"varint,5,opt,name=committed_quorum_id,json=committedQuorumId,proto3" json:"committed_quorum_id,omitempty"`
 	CommitFailures    int64                  `protobuf:"varint,6,opt,name=commit_failures,json=commitFailures,proto3" json:"commit_failures,omitempty"`
 	Others            []*PlacedState         `protobuf:"bytes,7,rep,name=others,proto3" json:"others,omitempty"`
-	// With several lighthouses: the members of earlier quorums. The next quorum needs a majority of each of
-	// these, and of this quorum. Members only pass it on.
-	Base          []*Voter `protobuf:"bytes,40,rep,name=base,proto3" json:"base,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	unknownFields     protoimpl.UnknownFields
+	sizeCache         protoimpl.SizeCache
 }
 
 func (x *QuorumStates) Reset() {
 	*x = QuorumStates{}
-	mi := &file_torchft_proto_msgTypes[40]
+	mi := &file_torchft_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3476,7 +3433,7 @@ func (x *QuorumStates) String() string {
 func (*QuorumStates) ProtoMessage() {}
 
 func (x *QuorumStates) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[40]
+	mi := &file_torchft_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3489,7 +3446,7 @@ func (x *QuorumStates) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use QuorumStates.ProtoReflect.Descriptor instead.
 func (*QuorumStates) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{40}
+	return file_torchft_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *QuorumStates) GetQuorumId() int64 {
@@ -3541,13 +3498,6 @@ func (x *QuorumStates) GetOthers() []*PlacedState {
 	return nil
 }
 
-func (x *QuorumStates) GetBase() []*Voter {
-	if x != nil {
-		return x.Base
-	}
-	return nil
-}
-
 type PlacedState struct {
 	state             protoimpl.MessageState `protogen:"open.v1"`
 	Place             uint32                 `protobuf:"varint,1,opt,name=place,proto3" json:"place,omitempty"` // index in the list
@@ -3560,7 +3510,7 @@ type PlacedState struct {
 
 func (x *PlacedState) Reset() {
 	*x = PlacedState{}
-	mi := &file_torchft_proto_msgTypes[41]
+	mi := &file_torchft_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3572,7 +3522,7 @@ func (x *PlacedState) String() string {
 func (*PlacedState) ProtoMessage() {}
 
 func (x *PlacedState) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[41]
+	mi := &file_torchft_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3585,7 +3535,7 @@ func (x *PlacedState) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacedState.ProtoReflect.Descriptor instead.
 func (*PlacedState) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{41}
+	return file_torchft_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *PlacedState) GetPlace() uint32 {
@@ -3625,7 +3575,7 @@ type Frame struct {
 
 func (x *Frame) Reset() {
 	*x = Frame{}
-	mi := &file_torchft_proto_msgTypes[42]
+	mi := &file_torchft_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3637,7 +3587,7 @@ func (x *Frame) String() string {
 func (*Frame) ProtoMessage() {}
 
 func (x *Frame) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[42]
+	mi := &file_torchft_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3650,7 +3600,7 @@ func (x *Frame) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Frame.ProtoReflect.Descriptor instead.
 func (*Frame) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{42}
+	return file_torchft_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *Frame) GetData() []byte {
@@ -3668,7 +3618,7 @@ type IdentifyRequest struct {
 
 func (x *IdentifyRequest) Reset() {
 	*x = IdentifyRequest{}
-	mi := &file_torchft_proto_msgTypes[43]
+	mi := &file_torchft_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3680,7 +3630,7 @@ func (x *IdentifyRequest) String() string {
 func (*IdentifyRequest) ProtoMessage() {}
 
 func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[43]
+	mi := &file_torchft_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3693,7 +3643,7 @@ func (x *IdentifyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyRequest.ProtoReflect.Descriptor instead.
 func (*IdentifyRequest) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{43}
+	return file_torchft_proto_rawDescGZIP(), []int{44}
 }
 
 // What a lighthouse tells about itself.
@@ -3709,7 +3659,7 @@ type IdentifyResponse struct {
 
 func (x *IdentifyResponse) Reset() {
 	*x = IdentifyResponse{}
-	mi := &file_torchft_proto_msgTypes[44]
+	mi := &file_torchft_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3721,7 +3671,7 @@ func (x *IdentifyResponse) String() string {
 func (*IdentifyResponse) ProtoMessage() {}
 
 func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_torchft_proto_msgTypes[44]
+	mi := &file_torchft_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3734,7 +3684,7 @@ func (x *IdentifyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use IdentifyResponse.ProtoReflect.Descriptor instead.
 func (*IdentifyResponse) Descriptor() ([]byte, []int) {
-	return file_torchft_proto_rawDescGZIP(), []int{44}
+	return file_torchft_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *IdentifyResponse) GetCluster() string {
@@ -3950,9 +3900,8 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06reason\x18\x02 \x01(\tR\x06reason\";\n" +
 	"\vCallFailure\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\rR\x04code\x12\x18\n" +
-	"\amessage\x18\x02 \x01(\tR\amessage\"\xd6\x04\n" +
-	"\rMemberMessage\x12\x14\n" +
-	"\x05stamp\x182 \x01(\x04R\x05stamp\x12\x1a\n" +
+	"\amessage\x18\x02 \x01(\tR\amessage\"\xa4\x04\n" +
+	"\rMemberMessage\x12\x1a\n" +
 	"\bfinished\x183 \x01(\bR\bfinished\x12/\n" +
 	"\bgreeting\x18\x01 \x01(\v2\x11.torchft.GreetingH\x00R\bgreeting\x12 \n" +
 	"\x03ask\x18\x02 \x01(\v2\f.torchft.AskH\x00R\x03ask\x12\x1c\n" +
@@ -3967,29 +3916,24 @@ const file_torchft_proto_rawDesc = "" +
 	"\ahealing\x18Q \x01(\v2\x15.torchft.HealProgressH\x00R\ahealing\x122\n" +
 	"\trecovered\x18R \x01(\v2\x12.torchft.RecoveredH\x00R\trecovered\x12%\n" +
 	"\rshutting_down\x18S \x01(\bH\x00R\fshuttingDown\x12)\n" +
-	"\x04past\x18( \x01(\v2\x13.torchft.PastQuorumH\x00R\x04past\x12\x1a\n" +
-	"\areaches\x18) \x01(\x04H\x00R\areachesB\t\n" +
-	"\amessage\"\xb9\x01\n" +
+	"\x04past\x18( \x01(\v2\x13.torchft.PastQuorumH\x00R\x04pastB\t\n" +
+	"\amessage\"\xa3\x01\n" +
 	"\bGreeting\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x01 \x01(\tR\treplicaId\x12\x1a\n" +
-	"\brevision\x18\x02 \x01(\x06R\brevision\x12\x14\n" +
-	"\x05place\x18( \x01(\rR\x05place\x12 \n" +
+	"\brevision\x18\x02 \x01(\x06R\brevision\x12 \n" +
 	"\vlighthouses\x18) \x01(\rR\vlighthouses\x12\x12\n" +
 	"\x04term\x18* \x01(\x03R\x04term\x12&\n" +
-	"\x0fknown_quorum_id\x18+ \x01(\x03R\rknownQuorumId\"\x8b\x01\n" +
+	"\x0fknown_quorum_id\x18+ \x01(\x03R\rknownQuorumId\"g\n" +
 	"\n" +
 	"PastQuorum\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x12\x12\n" +
 	"\x04step\x18\x02 \x01(\x03R\x04step\x12(\n" +
-	"\amembers\x18\x03 \x03(\v2\x0e.torchft.VoterR\amembers\x12\"\n" +
-	"\x04base\x18\x04 \x03(\v2\x0e.torchft.VoterR\x04base\"l\n" +
+	"\amembers\x18\x03 \x03(\v2\x0e.torchft.VoterR\amembers\"@\n" +
 	"\x05Voter\x12\x1d\n" +
 	"\n" +
 	"replica_id\x18\x01 \x01(\tR\treplicaId\x12\x18\n" +
-	"\aaddress\x18\x02 \x01(\tR\aaddress\x12\x14\n" +
-	"\x05given\x18\x03 \x01(\bR\x05given\x12\x14\n" +
-	"\x05place\x18\x04 \x01(\rR\x05place\"\xbc\x02\n" +
+	"\aaddress\x18\x02 \x01(\tR\aaddress\"\xa2\x02\n" +
 	"\x03Ask\x12\x16\n" +
 	"\x06number\x18\x01 \x01(\x04R\x06number\x12\x1d\n" +
 	"\n" +
@@ -3998,12 +3942,10 @@ const file_torchft_proto_rawDesc = "" +
 	"\x06member\x18\x04 \x01(\v2\x15.torchft.QuorumMemberR\x06member\x12\x12\n" +
 	"\x04step\x18\x05 \x01(\x03R\x04step\x12.\n" +
 	"\x13committed_quorum_id\x18\x06 \x01(\x03R\x11committedQuorumId\x12'\n" +
-	"\x0fcommit_failures\x18\a \x01(\x03R\x0ecommitFailures\x12\x18\n" +
-	"\areaches\x18( \x01(\x04R\areaches\x12 \n" +
-	"\vtraceparent\x18P \x01(\tR\vtraceparent\"\x97\x05\n" +
+	"\x0fcommit_failures\x18\a \x01(\x03R\x0ecommitFailures\x12 \n" +
+	"\vtraceparent\x18P \x01(\tR\vtraceparent\"\xfa\x04\n" +
 	"\x11LighthouseMessage\x12\x16\n" +
-	"\x06number\x18\x01 \x01(\x04R\x06number\x12\x14\n" +
-	"\x05stamp\x182 \x01(\x04R\x05stamp\x12,\n" +
+	"\x06number\x18\x01 \x01(\x04R\x06number\x12,\n" +
 	"\awelcome\x18\x02 \x01(\v2\x10.torchft.WelcomeH\x00R\awelcome\x126\n" +
 	"\vlist_change\x18\x03 \x01(\v2\x13.torchft.ListChangeH\x00R\n" +
 	"listChange\x12/\n" +
@@ -4015,21 +3957,23 @@ const file_torchft_proto_rawDesc = "" +
 	"\x0eprogress_asked\x18= \x01(\bH\x00R\rprogressAsked\x125\n" +
 	"\tregressed\x18? \x01(\v2\x15.torchft.JobRegressedH\x00R\tregressed\x12\x16\n" +
 	"\x05probe\x18> \x01(\bH\x00R\x05probe\x12\x18\n" +
-	"\x06recall\x18( \x01(\x03H\x00R\x06recall\x12\x1d\n" +
-	"\tfail_back\x18) \x01(\rH\x00R\bfailBack\x12\x16\n" +
+	"\x06recall\x18( \x01(\x03H\x00R\x06recall\x12\x16\n" +
 	"\x05drain\x18P \x01(\tH\x00R\x05drain\x12\x1c\n" +
-	"\breleased\x18Q \x01(\bH\x00R\breleasedB\t\n" +
-	"\amessage\"b\n" +
+	"\breleased\x18Q \x01(\bH\x00R\breleased\x12\x16\n" +
+	"\x05alive\x18R \x01(\bH\x00R\x05aliveB\t\n" +
+	"\amessage\"#\n" +
+	"\tNotLeader\x12\x16\n" +
+	"\x06leader\x18\x01 \x01(\tR\x06leader\"{\n" +
 	"\aWelcome\x12*\n" +
-	"\x11alive_interval_us\x18\x01 \x01(\x03R\x0faliveIntervalUs\x12\x12\n" +
-	"\x04term\x18( \x01(\x03R\x04term\x12\x17\n" +
-	"\abond_us\x182 \x01(\x03R\x06bondUs\"w\n" +
+	"\x11alive_interval_us\x18\x01 \x01(\x03R\x0faliveIntervalUs\x120\n" +
+	"\x14heartbeat_timeout_us\x18\x02 \x01(\x03R\x12heartbeatTimeoutUs\x12\x12\n" +
+	"\x04term\x18( \x01(\x03R\x04term\"w\n" +
 	"\n" +
 	"ListChange\x12\x14\n" +
 	"\x05whole\x18\x01 \x01(\bR\x05whole\x12\x12\n" +
 	"\x04left\x18\x02 \x03(\rR\x04left\x12'\n" +
 	"\x03set\x18\x03 \x03(\v2\x15.torchft.QuorumMemberR\x03set\x12\x16\n" +
-	"\x06packed\x18\x04 \x01(\fR\x06packed\"\xbc\x02\n" +
+	"\x06packed\x18\x04 \x01(\fR\x06packed\"\x98\x02\n" +
 	"\fQuorumStates\x12\x1b\n" +
 	"\tquorum_id\x18\x01 \x01(\x03R\bquorumId\x124\n" +
 	"\acreated\x18\x02 \x01(\v2\x1a.google.protobuf.TimestampR\acreated\x12\x1a\n" +
@@ -4037,8 +3981,7 @@ const file_torchft_proto_rawDesc = "" +
 	"\x04step\x18\x04 \x01(\x03R\x04step\x12.\n" +
 	"\x13committed_quorum_id\x18\x05 \x01(\x03R\x11committedQuorumId\x12'\n" +
 	"\x0fcommit_failures\x18\x06 \x01(\x03R\x0ecommitFailures\x12,\n" +
-	"\x06others\x18\a \x03(\v2\x14.torchft.PlacedStateR\x06others\x12\"\n" +
-	"\x04base\x18( \x03(\v2\x0e.torchft.VoterR\x04base\"\x90\x01\n" +
+	"\x06others\x18\a \x03(\v2\x14.torchft.PlacedStateR\x06others\"\x90\x01\n" +
 	"\vPlacedState\x12\x14\n" +
 	"\x05place\x18\x01 \x01(\rR\x05place\x12\x12\n" +
 	"\x04step\x18\x02 \x01(\x03R\x04step\x12.\n" +
@@ -4083,7 +4026,7 @@ func file_torchft_proto_rawDescGZIP() []byte {
 	return file_torchft_proto_rawDescData
 }
 
-var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 45)
+var file_torchft_proto_msgTypes = make([]protoimpl.MessageInfo, 46)
 var file_torchft_proto_goTypes = []any{
 	(*QuorumMember)(nil),                // 0: torchft.QuorumMember
 	(*Quorum)(nil),                      // 1: torchft.Quorum
@@ -4123,18 +4066,19 @@ var file_torchft_proto_goTypes = []any{
 	(*Voter)(nil),                       // 35: torchft.Voter
 	(*Ask)(nil),                         // 36: torchft.Ask
 	(*LighthouseMessage)(nil),           // 37: torchft.LighthouseMessage
-	(*Welcome)(nil),                     // 38: torchft.Welcome
-	(*ListChange)(nil),                  // 39: torchft.ListChange
-	(*QuorumStates)(nil),                // 40: torchft.QuorumStates
-	(*PlacedState)(nil),                 // 41: torchft.PlacedState
-	(*Frame)(nil),                       // 42: torchft.Frame
-	(*IdentifyRequest)(nil),             // 43: torchft.IdentifyRequest
-	(*IdentifyResponse)(nil),            // 44: torchft.IdentifyResponse
-	(*timestamppb.Timestamp)(nil),       // 45: google.protobuf.Timestamp
+	(*NotLeader)(nil),                   // 38: torchft.NotLeader
+	(*Welcome)(nil),                     // 39: torchft.Welcome
+	(*ListChange)(nil),                  // 40: torchft.ListChange
+	(*QuorumStates)(nil),                // 41: torchft.QuorumStates
+	(*PlacedState)(nil),                 // 42: torchft.PlacedState
+	(*Frame)(nil),                       // 43: torchft.Frame
+	(*IdentifyRequest)(nil),             // 44: torchft.IdentifyRequest
+	(*IdentifyResponse)(nil),            // 45: torchft.IdentifyResponse
+	(*timestamppb.Timestamp)(nil),       // 46: google.protobuf.Timestamp
 }
 var file_torchft_proto_depIdxs = []int32{
 	0,  // 0: torchft.Quorum.participants:type_name -> torchft.QuorumMember
-	45, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
+	46, // 1: torchft.Quorum.created:type_name -> google.protobuf.Timestamp
 	0,  // 2: torchft.LighthouseQuorumRequest.requester:type_name -> torchft.QuorumMember
 	34, // 3: torchft.LighthouseQuorumRequest.known_quorum:type_name -> torchft.PastQuorum
 	1,  // 4: torchft.LighthouseQuorumResponse.quorum:type_name -> torchft.Quorum
@@ -4164,48 +4108,46 @@ var file_torchft_proto_depIdxs = []int32{
 	25, // 28: torchft.MemberMessage.recovered:type_name -> torchft.Recovered
 	34, // 29: torchft.MemberMessage.past:type_name -> torchft.PastQuorum
 	35, // 30: torchft.PastQuorum.members:type_name -> torchft.Voter
-	35, // 31: torchft.PastQuorum.base:type_name -> torchft.Voter
-	0,  // 32: torchft.Ask.member:type_name -> torchft.QuorumMember
-	38, // 33: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
-	39, // 34: torchft.LighthouseMessage.list_change:type_name -> torchft.ListChange
-	40, // 35: torchft.LighthouseMessage.quorum:type_name -> torchft.QuorumStates
-	31, // 36: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
-	21, // 37: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
-	29, // 38: torchft.LighthouseMessage.member_stalled:type_name -> torchft.MemberStalled
-	30, // 39: torchft.LighthouseMessage.regressed:type_name -> torchft.JobRegressed
-	0,  // 40: torchft.ListChange.set:type_name -> torchft.QuorumMember
-	45, // 41: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
-	41, // 42: torchft.QuorumStates.others:type_name -> torchft.PlacedState
-	35, // 43: torchft.QuorumStates.base:type_name -> torchft.Voter
-	2,  // 44: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
-	4,  // 45: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
-	6,  // 46: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
-	8,  // 47: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
-	10, // 48: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
-	12, // 49: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
-	19, // 50: torchft.RankService.Session:input_type -> torchft.RankRequest
-	15, // 51: torchft.RankService.Relay:input_type -> torchft.RelayRequests
-	21, // 52: torchft.PeerService.NotifyFailed:input_type -> torchft.MemberFailed
-	32, // 53: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
-	42, // 54: torchft.ClusterService.Link:input_type -> torchft.Frame
-	43, // 55: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
-	3,  // 56: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
-	5,  // 57: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
-	7,  // 58: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
-	9,  // 59: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
-	11, // 60: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
-	13, // 61: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
-	20, // 62: torchft.RankService.Session:output_type -> torchft.RankResponse
-	17, // 63: torchft.RankService.Relay:output_type -> torchft.RelayResponses
-	14, // 64: torchft.PeerService.NotifyFailed:output_type -> torchft.NotifyFailedResponse
-	37, // 65: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
-	42, // 66: torchft.ClusterService.Link:output_type -> torchft.Frame
-	44, // 67: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
-	56, // [56:68] is the sub-list for method output_type
-	44, // [44:56] is the sub-list for method input_type
-	44, // [44:44] is the sub-list for extension type_name
-	44, // [44:44] is the sub-list for extension extendee
-	0,  // [0:44] is the sub-list for field type_name
+	0,  // 31: torchft.Ask.member:type_name -> torchft.QuorumMember
+	39, // 32: torchft.LighthouseMessage.welcome:type_name -> torchft.Welcome
+	40, // 33: torchft.LighthouseMessage.list_change:type_name -> torchft.ListChange
+	41, // 34: torchft.LighthouseMessage.quorum:type_name -> torchft.QuorumStates
+	31, // 35: torchft.LighthouseMessage.failure:type_name -> torchft.CallFailure
+	21, // 36: torchft.LighthouseMessage.member_failed:type_name -> torchft.MemberFailed
+	29, // 37: torchft.LighthouseMessage.member_stalled:type_name -> torchft.MemberStalled
+	30, // 38: torchft.LighthouseMessage.regressed:type_name -> torchft.JobRegressed
+	0,  // 39: torchft.ListChange.set:type_name -> torchft.QuorumMember
+	46, // 40: torchft.QuorumStates.created:type_name -> google.protobuf.Timestamp
+	42, // 41: torchft.QuorumStates.others:type_name -> torchft.PlacedState
+	2,  // 42: torchft.LighthouseService.Quorum:input_type -> torchft.LighthouseQuorumRequest
+	4,  // 43: torchft.LighthouseService.Heartbeat:input_type -> torchft.LighthouseHeartbeatRequest
+	6,  // 44: torchft.ManagerService.Quorum:input_type -> torchft.ManagerQuorumRequest
+	8,  // 45: torchft.ManagerService.CheckpointMetadata:input_type -> torchft.CheckpointMetadataRequest
+	10, // 46: torchft.ManagerService.ShouldCommit:input_type -> torchft.ShouldCommitRequest
+	12, // 47: torchft.ManagerService.Kill:input_type -> torchft.KillRequest
+	19, // 48: torchft.RankService.Session:input_type -> torchft.RankRequest
+	15, // 49: torchft.RankService.Relay:input_type -> torchft.RelayRequests
+	21, // 50: torchft.PeerService.NotifyFailed:input_type -> torchft.MemberFailed
+	32, // 51: torchft.MemberService.Attend:input_type -> torchft.MemberMessage
+	43, // 52: torchft.ClusterService.Link:input_type -> torchft.Frame
+	44, // 53: torchft.ClusterService.Identify:input_type -> torchft.IdentifyRequest
+	3,  // 54: torchft.LighthouseService.Quorum:output_type -> torchft.LighthouseQuorumResponse
+	5,  // 55: torchft.LighthouseService.Heartbeat:output_type -> torchft.LighthouseHeartbeatResponse
+	7,  // 56: torchft.ManagerService.Quorum:output_type -> torchft.ManagerQuorumResponse
+	9,  // 57: torchft.ManagerService.CheckpointMetadata:output_type -> torchft.CheckpointMetadataResponse
+	11, // 58: torchft.ManagerService.ShouldCommit:output_type -> torchft.ShouldCommitResponse
+	13, // 59: torchft.ManagerService.Kill:output_type -> torchft.KillResponse
+	20, // 60: torchft.RankService.Session:output_type -> torchft.RankResponse
+	17, // 61: torchft.RankService.Relay:output_type -> torchft.RelayResponses
+	14, // 62: torchft.PeerService.NotifyFailed:output_type -> torchft.NotifyFailedResponse
+	37, // 63: torchft.MemberService.Attend:output_type -> torchft.LighthouseMessage
+	43, // 64: torchft.ClusterService.Link:output_type -> torchft.Frame
+	45, // 65: torchft.ClusterService.Identify:output_type -> torchft.IdentifyResponse
+	54, // [54:66] is the sub-list for method output_type
+	42, // [42:54] is the sub-list for method input_type
+	42, // [42:42] is the sub-list for extension type_name
+	42, // [42:42] is the sub-list for extension extendee
+	0,  // [0:42] is the sub-list for field type_name
 }
 
 func init() { file_torchft_proto_init() }
@@ -4249,7 +4191,6 @@ func file_torchft_proto_init() {
 		(*MemberMessage_Recovered)(nil),
 		(*MemberMessage_ShuttingDown)(nil),
 		(*MemberMessage_Past)(nil),
-		(*MemberMessage_Reaches)(nil),
 	}
 	file_torchft_proto_msgTypes[37].OneofWrappers = []any{
 		(*LighthouseMessage_Welcome)(nil),
@@ -4263,9 +4204,9 @@ func file_torchft_proto_init() {
 		(*LighthouseMessage_Regressed)(nil),
 		(*LighthouseMessage_Probe)(nil),
 		(*LighthouseMessage_Recall)(nil),
-		(*LighthouseMessage_FailBack)(nil),
 		(*LighthouseMessage_Drain)(nil),
 		(*LighthouseMessage_Released)(nil),
+		(*LighthouseMessage_Alive)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -4273,7 +4214,7 @@ func file_torchft_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_torchft_proto_rawDesc), len(file_torchft_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   45,
+			NumMessages:   46,
 			NumExtensions: 0,
 			NumServices:   6,
 		},

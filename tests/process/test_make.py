@@ -75,22 +75,6 @@ def test_a_linter_that_is_not_installed_is_a_failure(tmp_path: Path) -> None:
     assert "gofmt -w" not in done.stderr, "no file is to blame"
 
 
-@pytest.mark.parametrize("status", [0, 1])
-def test_go_tests_that_lack_a_network_namespace_are_listed(status: int, venv: Path, tmp_path: Path) -> None:
-    unshare = tmp_path / "unshare"
-    unshare.write_text(f"#!/bin/sh\nexit {status}\n")
-    unshare.chmod(0o755)
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "MAKEFLAGS": ""}
-    command = ["make", "--no-print-directory", f"VENV={venv}", "GO_TEST=true", "test-go"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    deselected = re.findall(r"^deselected: (\w+) \(Go\) needs network namespaces$", done.stdout, re.MULTILINE)
-    assert len(deselected) == status
-    if deselected:
-        (source,) = (ROOT / "go").rglob("user_timeout_linux_test.go")
-        assert f"func {deselected[0]}(" in source.read_text()
-
-
 @pytest.fixture
 def venv(tmp_path: Path) -> Path:
     """An environment that make considers complete, with the Python and the torchft of this process."""

@@ -240,7 +240,6 @@ function words(event) {
   if (event.joined) parts.push(`${event.joined.join(", ")} joined`);
   if (event.left) parts.push(`${event.left.join(", ")} ${event.kind === "failed" ? "failed" : "left"}`);
   if (event.kind === "drained") return `${(event.left || []).join(", ")} is to leave at the end of a step; ${event.reason}`;
-  if (event.kind === "waived") return `${(event.left || []).join(", ")} counts as ended; ${event.reason}`;
   if (event.kind === "refused") return `${(event.left || []).join(", ")} was refused; ${event.reason}`;
   if (event.who) parts.push(recovery(event));
   if (event.kind === "quorum") parts.push(`${some(event.members, "group")} ${event.members === 1 ? "trains" : "train"} from step ${event.step || 0}`);

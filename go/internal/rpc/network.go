@@ -7,7 +7,6 @@ import (
 	"net"
 	"slices"
 	"syscall"
-	"time"
 )
 
 // Network is the interface through which servers listen and clients connect. TCP is the real one; tests have an in-memory
@@ -22,9 +21,7 @@ type Network interface {
 // TCP is the operating system's network.
 var TCP Network = tcp{}
 
-// tcp sets TCP_USER_TIMEOUT on the connections that it dials: the kernel breaks a connection on which sent data stays
-// unacknowledged for this time. 0 leaves the kernel's default of about a quarter of an hour.
-type tcp struct{ userTimeout time.Duration }
+type tcp struct{}
 
 func (tcp) Listen(address string) (net.Listener, error) {
 	lis, err := net.Listen("tcp", address)
@@ -45,69 +42,12 @@ func noIPv6(err error) bool {
 	return errors.Is(err, syscall.EAFNOSUPPORT) || errors.Is(err, syscall.EADDRNOTAVAIL)
 }
 
-func (t tcp) Dial(ctx context.Context, address string) (net.Conn, error) {
-	dialed, err := new(net.Dialer).DialContext(ctx, "tcp", address)
+func (tcp) Dial(ctx context.Context, address string) (net.Conn, error) {
+	conn, err := new(net.Dialer).DialContext(ctx, "tcp", address)
 	if err != nil {
 		return nil, err
 	}
-	conn := dialed.(*net.TCPConn)
-	if t.userTimeout > 0 {
-		setUserTimeout(conn, t.userTimeout) // gRPC would set it, but does not see the TCP connection behind tcpConn
-	}
-	return tcpConn{conn}, nil
-}
-
-// WithUserTimeout returns a network whose connections break when the other host acknowledges nothing for the timeout, if the system
-// supports that. It is for clients that can connect to another server. For other clients it is cheaper to keep the connection
-// through a longer interruption of the network.
-func WithUserTimeout(network Network, timeout time.Duration) Network {
-	if t, isTCP := network.(tcp); isTCP {
-		t.userTimeout = timeout
-		return t
-	}
-	return network
-}
-
-// Resolve returns the addresses that a host:port stands for.
-func (tcp) Resolve(ctx context.Context, address string) ([]string, error) {
-	host, port, err := net.SplitHostPort(address)
-	if err != nil {
-		return nil, err
-	}
-	found, err := net.DefaultResolver.LookupIPAddr(ctx, host)
-	addresses := make([]string, len(found))
-	for i, ip := range found {
-		addresses[i] = net.JoinHostPort(ip.String(), port)
-	}
-	return addresses, err
-}
-
-// resolver is a Network whose names may stand for several addresses.
-type resolver interface {
-	Resolve(ctx context.Context, address string) ([]string, error)
-}
-
-// Refuses reports whether a process that listened at host:port is known to have ended: each address of the name refuses a connection.
-// Any other result proves nothing. The addresses are dialed one by one, since a name may stand for several hosts, and dialing the name
-// returns only the first error.
-func Refuses(ctx context.Context, network Network, address string) bool {
-	addresses := []string{address}
-	if names, resolves := network.(resolver); resolves {
-		var err error
-		if addresses, err = names.Resolve(ctx, address); err != nil || len(addresses) == 0 {
-			return false
-		}
-	}
-	for _, one := range addresses {
-		conn, err := network.Dial(ctx, one)
-		if err == nil {
-			_ = conn.Close()
-		}
-		if !errors.Is(err, syscall.ECONNREFUSED) {
-			return false
-		}
-	}
-	return true
+	return tcpConn{conn.(*net.TCPConn)}, nil
 }
 
 // PreferLoopback returns a network that connects to this host's own addresses through the loopback interface.

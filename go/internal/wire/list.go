@@ -108,53 +108,31 @@ func AddPart(c *quorum.Change, part *torchftpb.ListChange) error {
 func StatesToProto(q *quorum.Quorum) *torchftpb.QuorumStates {
 	p := statesToProto(quorum.StatesOf(q.Members))
 	p.QuorumId, p.Created, p.Revision = q.ID, timestamppb.New(q.Created), uint64(q.Revision)
-	p.Base = baseToProto(q.Base)
 	return p
 }
 
 // PastToProto returns the wire form of a past quorum.
 func PastToProto(p quorum.Past) *torchftpb.PastQuorum {
-	return &torchftpb.PastQuorum{QuorumId: p.ID, Step: p.Step, Members: votersToProto(p.Members), Base: baseToProto(p.Base)}
+	return &torchftpb.PastQuorum{QuorumId: p.ID, Step: p.Step, Members: votersToProto(p.Members)}
 }
 
 // PastFromProto is the inverse of PastToProto.
 func PastFromProto(p *torchftpb.PastQuorum) quorum.Past {
-	return quorum.Past{ID: p.GetQuorumId(), Step: p.GetStep(), Members: votersFromProto(p.GetMembers()), Base: baseFromProto(p.GetBase())}
+	return quorum.Past{ID: p.GetQuorumId(), Step: p.GetStep(), Members: votersFromProto(p.GetMembers())}
 }
 
 func votersToProto(voters []quorum.Voter) (p []*torchftpb.Voter) {
 	for _, v := range voters {
-		p = append(p, &torchftpb.Voter{ReplicaId: v.ReplicaID, Address: v.Address, Given: v.Given})
+		p = append(p, &torchftpb.Voter{ReplicaId: v.ReplicaID, Address: v.Address})
 	}
 	return p
 }
 
 func votersFromProto(p []*torchftpb.Voter) (voters []quorum.Voter) {
 	for _, v := range p {
-		voters = append(voters, quorum.Voter{ReplicaID: v.GetReplicaId(), Address: v.GetAddress(), Given: v.GetGiven()})
+		voters = append(voters, quorum.Voter{ReplicaID: v.GetReplicaId(), Address: v.GetAddress()})
 	}
 	return voters
-}
-
-// baseToProto returns one list with all voters of a base: Place of each voter is the index of its set in the base.
-func baseToProto(base [][]quorum.Voter) (p []*torchftpb.Voter) {
-	for i, set := range base {
-		for _, v := range votersToProto(set) {
-			v.Place = uint32(i) //nolint:gosec // a base has few quorums
-			p = append(p, v)
-		}
-	}
-	return p
-}
-
-func baseFromProto(p []*torchftpb.Voter) (base [][]quorum.Voter) {
-	for i, v := range votersFromProto(p) {
-		if i == 0 || p[i].GetPlace() != p[i-1].GetPlace() {
-			base = append(base, nil)
-		}
-		base[len(base)-1] = append(base[len(base)-1], v)
-	}
-	return base
 }
 
 // QuorumFromStates is the inverse of StatesToProto; list is the list of members that this side holds.
@@ -169,6 +147,5 @@ func QuorumFromStates(p *torchftpb.QuorumStates, list []quorum.Member) (*quorum.
 	}
 	return &quorum.Quorum{
 		ID: p.GetQuorumId(), Members: members, Created: p.GetCreated().AsTime(), Revision: quorum.Revision(p.GetRevision()),
-		Base: baseFromProto(p.GetBase()),
 	}, nil
 }

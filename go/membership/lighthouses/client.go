@@ -99,7 +99,21 @@ func WithSecurity(security auth.Security) DialOption {
 // WithJob sets the id of the job. Without it, TORCHFT_JOB_ID of the environment is used.
 func WithJob(job string) DialOption { return func(s *settings) { s.job = job } }
 
+// dialOne connects to a lighthouse.
 func dialOne(ctx context.Context, addr string, connectTimeout time.Duration, options []DialOption) (*Client, error) {
+	return newClient(addr, options, func(s settings) (*grpc.ClientConn, error) {
+		return rpc.DialSecurely(ctx, s.security, s.network, "lighthouse", addr, connectTimeout)
+	})
+}
+
+// dialLater returns a client that connects with its first call.
+func dialLater(addr string, options []DialOption) (*Client, error) {
+	return newClient(addr, options, func(s settings) (*grpc.ClientConn, error) {
+		return rpc.DialLater(s.security, s.network, "lighthouse", addr)
+	})
+}
+
+func newClient(addr string, options []DialOption, dial func(settings) (*grpc.ClientConn, error)) (*Client, error) {
 	d := settingsOf(options)
 	if d.job == "" {
 		d.job = cmp.Or(os.Getenv(rpc.JobEnv), rpc.DefaultJob)
@@ -107,7 +121,7 @@ func dialOne(ctx context.Context, addr string, connectTimeout time.Duration, opt
 	if err := rpc.ValidateJob(rpc.JobEnv, d.job); err != nil {
 		return nil, status.Error(codes.InvalidArgument, err.Error())
 	}
-	conn, err := rpc.DialSecurely(ctx, d.security, d.network, "lighthouse", addr, connectTimeout)
+	conn, err := dial(d)
 	if err != nil {
 		return nil, err
 	}

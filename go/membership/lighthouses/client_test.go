@@ -70,8 +70,8 @@ func TestAFileThatIsBeingReplacedIsReadAgain(t *testing.T) {
 		assert.ErrorContains(t, err, "token_file")
 		assert.GreaterOrEqual(t, time.Since(began), 10*time.Second)
 
-		l := &lighthouses{addresses: []string{"http://a:1", "http://b:1"}, options: options, clients: make([]*Client, 2)}
-		_, err = l.reach(t.Context(), 1)
+		l := &lighthouses{list: []string{"http://a:1", "http://b:1"}, options: options, clients: map[string]*Client{}}
+		_, err = l.reach("http://b:1")
 		assert.Equal(t, codes.Unavailable, status.Code(err), "the manager server asks again after this code only")
 	})
 }

@@ -34,14 +34,13 @@ func (m *Member) Leave(ctx context.Context) error {
 
 // leaveOnce returns UNAVAILABLE if another attempt may succeed.
 func (m *Member) leaveOnce(ctx context.Context) error {
-	stream, client, _, err := m.connect(ctx)
+	stream, client, err := m.connect(ctx)
 	if status.Code(err) == codes.Unimplemented {
 		return nil // an upstream lighthouse does not know this message: it removes the group when its heartbeats end
 	}
 	if err != nil {
 		return err
 	}
-	m.leaves(stream.place)
 	if !stream.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Leaving{Leaving: true}}) {
 		return rpc.Wrap("leave", client.peer, errUnread)
 	}

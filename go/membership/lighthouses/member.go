@@ -1,11 +1,10 @@
-// Package lighthouses is the client of a job's lighthouses. A replica group is a member at one of them at a time, and fails over to
-// another one of its list.
+// Package lighthouses is the client of a job's lighthouses. A replica group is a member at one of them: at the only one, or at the leader of
+// a cluster, which it looks for among the addresses of its list.
 package lighthouses
 
 import (
 	"context"
 	"errors"
-	"log/slog"
 	"math/rand/v2"
 	"sync"
 	"sync/atomic"
@@ -24,7 +23,13 @@ import (
 )
 
 // Member is the membership of a replica group at a lighthouse: over one stream, which carries only changes, or by a call for each
-// quorum and each heartbeat if the lighthouse has no such streams (upstream's). Of a list of lighthouses it asks one at a time.
+// quorum and each heartbeat if the lighthouse has no such streams (upstream's).
+//
+// Invariants, which keep a member from acting upon the answers of a former leader:
+//
+//  1. It asks one lighthouse at a time: a new stream begins after the last one has ended.
+//  2. It leaves a lighthouse whose term is smaller than one that it has seen, and a quorum with a smaller id than that of its own ends the
+//     stream.
 type Member struct {
 	lighthouses *lighthouses
 	replicaID   string
@@ -36,14 +41,15 @@ type Member struct {
 	silence
 	present atomic.Pointer[memberStream] // the value of stream, for calls that must not wait for opening
 
-	last atomic.Pointer[quorum.Quorum] // the last quorum of the member: a restarted lighthouse restores its state from it
-	term atomic.Int64                  // the highest term that a lighthouse has sent
-	promise
+	last     atomic.Pointer[quorum.Quorum] // the last quorum of the member: a restarted lighthouse restores its state from it
+	term     atomic.Int64                  // the highest term that a lighthouse has sent
+	ends     atomic.Bool                   // Close was called: no lighthouse is asked any more
+	finished atomic.Bool                   // the training is complete
 
 	opening chan struct{} // a lock for the fields below, as a channel so that a call waits for it no longer than its deadline
 	choice  choice
-	unary   []bool        // which lighthouses have no streams
-	stream  *memberStream // nil before the first
+	unary   map[string]bool // which lighthouses have no streams, by address
+	stream  *memberStream   // nil before the first
 
 	// Only the open stream uses list: the next stream begins after this one has ended.
 	list heldList
@@ -58,21 +64,25 @@ var (
 	_ membership.Reporter     = (*Member)(nil)
 )
 
-// Join makes a replica group a member at the first lighthouse of a list that is reached. Close ends the membership.
+// Join makes a replica group a member at the lighthouse that serves its job. It returns when a lighthouse of the list is reached, which need
+// not be that one, and an error if that lighthouse is in no cluster and the list has others. Close ends the membership.
 func Join(ctx context.Context, addresses, replicaID string, connectTimeout time.Duration, options ...DialOption) (*Member, error) {
 	l, at, err := dialLighthouses(ctx, addresses, connectTimeout, options)
 	if err != nil {
 		return nil, err
 	}
-	n := len(l.addresses)
 	m := &Member{
 		lighthouses: l, replicaID: replicaID, opening: make(chan struct{}, 1),
-		choice: newChoice(at, n), unary: make([]bool, n), promise: promise{birth: time.Now()}, silence: silence{since: clock.Now()},
+		choice: choice{list: l.list, at: at}, unary: map[string]bool{}, silence: silence{since: clock.Now()},
 	}
 	m.ctx, m.cancel = context.WithCancel(context.Background())
 	m.notices, _ = m.broadcast.Listen()
-	if n > 1 {
-		rpc.Go(&m.tasks, slog.Default(), "look for earlier lighthouses", m.probeEarlier)
+	if len(l.list) > 1 {
+		opening, cancel := context.WithTimeout(ctx, attemptTimeout)
+		defer cancel()
+		if _, _, err := m.connect(opening); status.Code(err) == codes.FailedPrecondition { // other errors may pass
+			return nil, errors.Join(err, m.Close())
+		}
 	}
 	return m, nil
 }
@@ -81,36 +91,27 @@ func (m *Member) Quorum(ctx context.Context, member quorum.Member, knownQuorumID
 	ctx, cancel := rpc.WithDefaultDeadline(ctx)
 	defer cancel()
 	knownQuorumID = max(knownQuorumID, m.known())
-	stream, client, at, err := m.connect(ctx)
+	stream, client, err := m.connect(ctx)
 	var q *quorum.Quorum
-	if err == nil && m.leftElsewhere(at) {
-		err = errLeft
-	} else if err == nil {
+	if err == nil {
 		q, err = stream.ask(ctx, client.number.Add(1), member, knownQuorumID)
 	}
 	switch status.Code(err) {
 	case codes.Unimplemented:
-		m.setUnary(ctx, at, true)
 		q, err := client.Quorum(ctx, member, knownQuorumID)
 		if last := m.last.Load(); last != nil && status.Code(err) == codes.InvalidArgument {
 			// The id of the known quorum is ahead of the lighthouse's clock. The lighthouse accepts such an id only with the list
 			// of that quorum's members; on a stream it would have asked for the list (Recall).
 			q, err = client.quorum(ctx, member, knownQuorumID, last)
 		}
-		m.mayBeAnother(ctx, at, err)
+		m.mayBeAnother(ctx, client, err)
 		if q != nil {
 			m.last.Store(q)
 			m.fenced.Store(false)
 		}
 		return q, err
-	case codes.OutOfRange:
-		// The lighthouse has too few of the members, or lacks a quorum that this member knows, and has ended the bond. Another
-		// lighthouse of the list may have more: with UNAVAILABLE the manager server asks again.
-		err = status.Error(codes.Unavailable, rpc.Message(err))
-		m.avoid(ctx, at)
 	case codes.OK:
 		m.fenced.Store(false)
-		m.servedWell(at)
 	default:
 	}
 	if client == nil {
@@ -132,18 +133,17 @@ func (m *Member) Attend(ctx context.Context, interval time.Duration, reached fun
 	var until time.Time // until when a broken stream is reopened without reporting an error
 	for {
 		opening, cancel := context.WithTimeout(ctx, openTimeout)
-		stream, client, at, err := m.connect(opening)
+		stream, client, err := m.connect(opening)
 		cancel()
 		if err == nil {
 			err = stream.attend(ctx, reached)
-			if stream.moved.Load() && ctx.Err() == nil && m.ctx.Err() == nil {
+			until = time.Now().Add(reconnectTime)
+			if stream.checks && rpc.IsUnavailable(err) && pause(ctx) {
+				until = time.Time{} // the attempt that follows asks the other lighthouses, too
 				continue
 			}
-			if stream.greeted() {
-				until = time.Now().Add(reconnectTime)
-			}
 		}
-		if rpc.IsUnavailable(err) && m.lighthouses.client(at).reconnects(ctx, until) {
+		if rpc.IsUnavailable(err) && m.lighthouses.client(m.lighthouses.list[0]).reconnects(ctx, until) {
 			continue
 		}
 		if client == nil {
@@ -152,22 +152,21 @@ func (m *Member) Attend(ctx context.Context, interval time.Duration, reached fun
 		if status.Code(err) != codes.Unimplemented {
 			return rpc.Wrap("heartbeat", client.peer, err)
 		}
-		m.setUnary(ctx, at, true)
-		err = m.beat(ctx, client, at, interval, reached)
+		err = m.beat(ctx, client, interval, reached)
 		if errors.Is(err, errMoved) {
 			continue
 		}
-		m.mayBeAnother(ctx, at, err)
+		m.mayBeAnother(ctx, client, err)
 		return err
 	}
 }
 
-// reconnectTime is how long Attend reopens a broken stream without backoff. Then it returns the error, and the caller's backoff
+// reconnectTime is how long Attend reopens the broken stream of the only lighthouse without backoff. Then it returns the error, and the caller's backoff
 // applies. It is longer than the default grace, 200 ms, for which a lighthouse waits for a member to come back.
 const reconnectTime = 300 * time.Millisecond
 
 // beat makes a heartbeat call at each interval, until the member moves to another lighthouse.
-func (m *Member) beat(ctx context.Context, client *Client, at int, interval time.Duration, reached func()) error {
+func (m *Member) beat(ctx context.Context, client *Client, interval time.Duration, reached func()) error {
 	// Long enough for a busy lighthouse. The next heartbeat is sent after this one has ended.
 	timeout := max(10*interval, time.Second)
 	ticker := time.NewTicker(interval)
@@ -185,9 +184,9 @@ func (m *Member) beat(ctx context.Context, client *Client, at int, interval time
 			return ctx.Err()
 		case <-ticker.C:
 		}
-		if len(m.unary) > 1 {
+		if len(m.lighthouses.list) > 1 {
 			moved := false
-			m.locked(ctx, func() { moved = m.choice.at != at })
+			m.locked(ctx, func() { moved = m.choice.at != client.addr })
 			if moved {
 				return errMoved
 			}
@@ -280,230 +279,170 @@ func (m *Member) ReportRecovered(r membership.Recovered) {
 	m.report(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Recovered{Recovered: wire.RecoveredToProto(r)}})
 }
 
-// locked runs do while no stream is being opened, so that do may change the choice and the stream. It returns false, and has done nothing,
-// if a stream is being opened until ctx ends.
-func (m *Member) locked(ctx context.Context, do func()) bool {
+// locked runs do while no stream is being opened, so that do may change the choice and the stream. It does nothing if a stream is being
+// opened until ctx ends.
+func (m *Member) locked(ctx context.Context, do func()) {
 	select {
-	case m.opening <- struct{}{}:
+	case m.opening <- struct{}{}: // also if ctx has ended
 	default:
 		select {
 		case m.opening <- struct{}{}:
 		case <-ctx.Done():
-			return false
+			return
 		}
 	}
 	defer func() { <-m.opening }()
 	do()
-	return true
-}
-
-func (m *Member) setUnary(ctx context.Context, at int, unary bool) {
-	m.locked(ctx, func() { m.unary[at] = unary })
 }
 
 // mayBeAnother handles the error of a unary call. After an outage, the lighthouse may be a newer version: a stream is tried again.
-func (m *Member) mayBeAnother(ctx context.Context, at int, err error) {
+func (m *Member) mayBeAnother(ctx context.Context, client *Client, err error) {
 	if rpc.IsUnavailable(err) {
-		m.setUnary(ctx, at, false)
+		m.locked(ctx, func() { delete(m.unary, client.addr) })
 	}
 }
 
-func (m *Member) learnTerm(term int64) { m.term.Store(max(m.term.Load(), term)) }
-
-// avoid ends the bond to a lighthouse that has refused, and asks others for a while. If a stream is being opened until ctx ends, that is
-// done later, unless it has become the stream of another lighthouse.
-func (m *Member) avoid(ctx context.Context, at int) {
-	refused := m.present.Load()
-	leave := func() {
-		m.unbind()
-		m.choice.shun(at, time.Now())
-		if m.choice.at == at && m.stream != nil {
-			m.stream.leave()
-		}
+// learnTerm returns an error if a lighthouse has a smaller term than one that the member has seen: it leads no longer.
+func (m *Member) learnTerm(term int64) error {
+	if seen := m.seenTerm(); term < seen {
+		return status.Errorf(codes.Unavailable, "the lighthouse has term %d, and this member has seen term %d: another lighthouse leads", term, seen)
 	}
-	if m.locked(ctx, leave) {
-		return
-	}
-	rpc.Go(&m.tasks, slog.Default(), "leaving a lighthouse", func() {
-		m.locked(m.ctx, func() {
-			if m.stream == refused {
-				leave()
-			}
-		})
-	})
+	m.term.Store(term)
+	return nil
 }
 
-// servedWell records that a lighthouse has delivered a quorum: its next refusal counts as the first one in a row. While a stream is being
-// opened this is left to the next quorum: it must not delay this one.
-func (m *Member) servedWell(at int) {
-	select {
-	case m.opening <- struct{}{}:
-		m.choice.refused[at] = 0
-		<-m.opening
-	default:
-	}
-}
+// seenTerm returns the highest term that the member has seen.
+func (m *Member) seenTerm() int64 { return max(m.term.Load(), quorum.TermOf(m.known())) }
 
-// connect returns the open stream, or opens a new one. If the lighthouse has no streams, the error is UNIMPLEMENTED.
-//
-// Invariant: a member that is bound to a lighthouse asks no other one. If it fails while bound, its vote counts there, and must count
-// nowhere else. The bond is checked before each round of attempts, and the round ends when the bond does. No bond can begin in between:
-// only a stream that was welcomed binds the member, and such a stream ends the round (begun).
-func (m *Member) connect(ctx context.Context) (*memberStream, *Client, int, error) {
+// connect returns the open stream, or asks the lighthouses one after the other until one opens a stream. If the lighthouse has no streams,
+// the error is UNIMPLEMENTED.
+func (m *Member) connect(ctx context.Context) (*memberStream, *Client, error) {
 	select {
 	case m.opening <- struct{}{}:
 		defer func() { <-m.opening }()
 	case <-ctx.Done():
-		return nil, nil, 0, status.FromContextError(ctx.Err()).Err()
+		return nil, nil, status.FromContextError(ctx.Err()).Err()
 	}
-	c := &m.choice
 	if m.stream != nil && !m.stream.broken() {
-		return m.stream, m.lighthouses.client(c.at), c.at, nil
+		return m.stream, m.stream.client, nil
 	}
 	if m.ends.Load() {
-		return nil, nil, c.at, status.Error(codes.Canceled, "the client is closed")
+		return nil, nil, status.Error(codes.Canceled, "the client is closed")
 	}
-	now := time.Now()
-	if m.stream != nil {
-		if c.broke.IsZero() {
-			c.broke = now
-		}
-		if place, sent := m.stream.sentBack(); sent {
-			c.failBack(place)
-			m.stream = nil // The failback that this stream requested is handled now: a later reconnect must not handle it again.
-		}
-	}
-	for {
-		bound := m.bound()
-		within, done := ctx, func() {}
-		if bound {
-			within, done = context.WithDeadline(ctx, m.boundUntil())
-		}
-		stream, client, at, err := m.attempt(within, now, bound)
-		outOfTime := within.Err() != nil && ctx.Err() == nil
-		done()
-		if err == nil || !outOfTime || status.Code(err) == codes.Unimplemented {
-			return stream, client, at, err
-		}
-		// The bond has run out: the lighthouse has sent nothing for BondTime. From now on the others may be asked.
-		c.silent = true
-	}
-}
-
-// attempt tries the lighthouses that may be asked, one after the other. The caller holds opening, and no stream is open.
-func (m *Member) attempt(ctx context.Context, now time.Time, bound bool) (*memberStream, *Client, int, error) {
 	c := &m.choice
-	if bound && c.outlasted(now) && m.lighthouses.ended(ctx, c.at) {
-		// The lighthouse's process has ended. Bonds are not kept on disk: after a restart it does not count the end of this member
-		// as its vote. So the bond may end now.
-		m.unbind()
-		bound = false
+	leader := ""
+	if s := m.stream; s != nil && !s.replaced {
+		s.replaced = true
+		leader = wire.LeaderOf(s.err)
+		if errors.Is(s.err, errSilent) {
+			m.unanswered(c.at)
+		}
 	}
+	round := c.round()
+	round.leads(leader)
 	var failures attempts
-	order := c.order(now, bound)
-	for _, i := range order {
+	for address, more := round.next(); more; address, more = round.next() {
 		began := time.Now()
-		stream, client, err := m.open(ctx, i)
+		stream, client, err := m.open(ctx, address)
 		if err == nil || status.Code(err) == codes.Unimplemented {
-			c.arrived(i)
+			c.arrived(address)
 			if stream != nil {
 				m.stream = stream
 				m.present.Store(stream)
 			} else {
-				m.expectMessages(0)
+				m.unary[address] = true
+				m.expectMessages(0, 0)
 			}
-			return stream, client, i, err
+			return stream, client, err
 		}
+		round.leads(wire.LeaderOf(err))
 		if client != nil {
 			err = rpc.Wrap("attend", client.peer, err)
 		}
 		failures = append(failures, err)
-		if ctx.Err() != nil {
+		if ctx.Err() != nil || status.Code(err) == codes.FailedPrecondition { // the lighthouse refuses the list: all others may do so, too
 			break
 		}
-		c.failed(i, now, time.Since(began) >= attemptTimeout)
+		if time.Since(began) >= attemptTimeout {
+			m.unanswered(address)
+		}
 	}
-	if c.broke.IsZero() { // The lighthouse was asked by calls, so no stream broke: its outage counts from this attempt.
-		c.broke = now
+	return nil, nil, failures.err()
+}
+
+// unanswered records that one of several lighthouses has not answered in time.
+func (m *Member) unanswered(address string) {
+	m.choice.unanswered(address)
+	if m.several(address) {
+		m.lighthouses.drop(address)
 	}
-	return nil, nil, order[0], failures.err()
+}
+
+// several reports whether the member knows another lighthouse than this one.
+func (m *Member) several(address string) bool {
+	list := m.lighthouses.list
+	return len(list) > 1 || list[0] != address
 }
 
 // open begins a stream with one lighthouse. If there are several, it must answer within attemptTimeout.
-func (m *Member) open(ctx context.Context, i int) (*memberStream, *Client, error) {
-	several := len(m.unary) > 1
+func (m *Member) open(ctx context.Context, address string) (*memberStream, *Client, error) {
+	several := m.several(address)
 	if several {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeout(ctx, attemptTimeout)
 		defer cancel()
 	}
-	client, err := m.lighthouses.reach(ctx, i)
+	client, err := m.lighthouses.reach(address)
 	if err != nil {
 		return nil, nil, err
 	}
-	if m.unary[i] {
+	if m.unary[address] {
 		return nil, client, status.Error(codes.Unimplemented, "the lighthouse does not support streams")
 	}
 	streamCtx, cancel := context.WithCancel(rpc.WithJob(m.ctx, client.job))
 	inTime := context.AfterFunc(ctx, cancel) // ctx bounds the call of Attend only; the stream itself outlives it
-	wire, err := torchftpb.NewMemberServiceClient(client.conn).Attend(streamCtx)
+	attend, err := torchftpb.NewMemberServiceClient(client.conn).Attend(streamCtx)
 	if !inTime() {
 		cancel()
-		return nil, client, status.Error(codes.Unavailable, "the lighthouse does not answer")
+		return nil, client, errMute
 	}
 	if err != nil {
 		cancel()
 		return nil, client, err
 	}
 	stream := &memberStream{
-		wire:       wire,
-		list:       &m.list,
-		member:     m,
-		cancel:     cancel,
-		waiting:    map[uint64]chan asked{},
-		welcomed:   make(chan struct{}),
-		ended:      make(chan struct{}),
-		free:       make(chan struct{}),
-		failbackTo: -1,
-		place:      i,
+		wire:     attend,
+		list:     &m.list,
+		member:   m,
+		client:   client,
+		checks:   several,
+		cancel:   cancel,
+		waiting:  map[uint64]chan asked{},
+		welcomed: make(chan struct{}),
+		ended:    make(chan struct{}),
+		free:     make(chan struct{}),
+	}
+	addresses := len(m.lighthouses.list)
+	if several {
+		addresses = max(2, addresses) // one that a lighthouse has named as the leader counts, too
 	}
 	stream.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Greeting{Greeting: &torchftpb.Greeting{
 		ReplicaId: m.replicaID, Revision: uint64(m.list.revision),
-		Place: uint32(i), Lighthouses: uint32(len(m.unary)), Term: max(m.term.Load(), quorum.TermOf(m.known())), KnownQuorumId: m.known(),
+		Lighthouses: uint32(addresses), Term: m.seenTerm(), KnownQuorumId: m.known(),
 	}}})
 	go stream.receive()
-	if several {
-		if err := stream.begun(ctx); err != nil {
-			return nil, client, err
-		}
+	if err := stream.begun(ctx); err != nil {
+		return nil, client, err
 	}
 	return stream, client, nil
 }
 
-// probeEarlier regularly probes the lighthouses before the serving one, and reports to the serving one which of them are reached.
-func (m *Member) probeEarlier() {
-	for {
-		select {
-		case <-m.ctx.Done():
-			return
-		case <-time.After(time.Duration(float64(probeEvery) * (0.9 + rand.Float64()/5))):
-		}
-		var places []int
-		m.locked(m.ctx, func() { places = m.choice.lookAt(time.Now()) })
-		there := m.lighthouses.there(m.ctx, places)
-		var stream *memberStream
-		var reaches quorum.Places
-		m.locked(m.ctx, func() {
-			reaches = m.choice.looked(there)
-			switch {
-			case m.stream != nil && !m.stream.broken():
-				stream = m.stream
-			case m.unary[m.choice.at] && reaches != 0: // a lighthouse without streams cannot ask its members to fail back
-				m.choice.failBack(reaches.First())
-			}
-		})
-		if stream != nil {
-			stream.sendReaches(reaches)
-		}
+// pause waits a moment, since all members may have lost their streams at the same time. It returns false if ctx has ended.
+func pause(ctx context.Context) bool {
+	select {
+	case <-time.After(rpc.RetryBackoff.Wait(1, rand.Float64())):
+		return true
+	case <-ctx.Done():
+		return false
 	}
 }

@@ -10,7 +10,7 @@ import (
 // silence measures how long a member has sent nothing, on any stream. The time in which its host was suspended counts, since it counts
 // at the lighthouse. A new stream does not reset the silence until a message is sent on it: the lighthouse may have counted the member
 // as failed meanwhile, and the other groups may have continued without it. A member that sends into a cut connection, or has greeted
-// another lighthouse, is not fenced: a stricter fence would cost all groups a step in each failover within a long step.
+// another lighthouse, is not fenced: a stricter fence would cost all groups a step whenever another lighthouse leads within a long step.
 type silence struct {
 	since  time.Time    // of clock.Now
 	spoke  atomic.Int64 // when the last message was sent, in nanoseconds after since
@@ -18,12 +18,10 @@ type silence struct {
 	fenced atomic.Bool  // the silence was longer than most, and the member has received no quorum since
 }
 
-// alivesInTimeout is the lighthouse's heartbeat timeout divided by the interval between heartbeats that it asks for.
-const alivesInTimeout = 3
-
-// expectMessages records the longest interval between messages that the lighthouse asks for; 0: it asks for none.
-func (s *silence) expectMessages(interval time.Duration) {
-	s.most.Store(int64(interval * (2*alivesInTimeout - 1) / 2)) // the timeout less half an interval, which allows for a message's delay
+// expectMessages records the silence after which the lighthouse counts the member as failed, and the longest interval between messages
+// that it asks for; 0: it has told neither.
+func (s *silence) expectMessages(timeout, interval time.Duration) {
+	s.most.Store(int64(timeout - interval/2)) // half an interval allows for a message's delay
 }
 
 // silent returns the time since the last message.
@@ -43,4 +41,22 @@ func (s *silence) noteSilence() (now time.Duration) {
 // speaks records the time of a message that is sent now.
 func (s *silence) speaks() {
 	s.spoke.Store(int64(s.noteSilence()))
+}
+
+// mostUnanswered is how many heartbeats in a row one of several lighthouses may leave unanswered.
+const mostUnanswered = 3
+
+// hearing counts the intervals in which a lighthouse has sent nothing. It counts intervals, and does not look at a clock: after a pause of
+// this process or of its host, one interval has passed, and messages that arrived meanwhile are read in the next one.
+type hearing struct {
+	heard int64 // number of messages at the last tick
+	mute  int   // intervals since the last message
+}
+
+// tick ends an interval; heard is the number of messages so far. It reports whether the lighthouse counts as silent.
+func (h *hearing) tick(heard int64) (silent bool) {
+	if h.mute++; heard != h.heard {
+		h.heard, h.mute = heard, 0
+	}
+	return h.mute >= mostUnanswered
 }

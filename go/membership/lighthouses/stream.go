@@ -52,7 +52,11 @@ func (l *heldList) quorum(states *torchftpb.QuorumStates) (*quorum.Quorum, error
 	return q, nil
 }
 
-var errMoved = status.Error(codes.Unavailable, "the member moves to another lighthouse of its list")
+var (
+	errMoved  = status.Error(codes.Unavailable, "the member has moved to another lighthouse")
+	errMute   = status.Error(codes.Unavailable, "the lighthouse does not answer")
+	errSilent = status.Errorf(codes.Unavailable, "the lighthouse has not answered %d heartbeats in a row", mostUnanswered)
+)
 
 // asked is the outcome of a request.
 type asked struct {
@@ -66,72 +70,48 @@ type memberStream struct {
 	list *heldList // only receive uses it
 
 	member *Member
+	client *Client // of the lighthouse
 	cancel context.CancelFunc
-	// moved is set before the member itself ends the stream, in order to ask another lighthouse.
-	moved atomic.Bool
+	left   atomic.Pointer[error] // why the member itself ends the stream; set before that
 
 	welcomed chan struct{} // closed by the lighthouse's first answer
 	interval time.Duration // the longest time between two messages of the member, valid once welcomed
-	bond     time.Duration // how long a stamp binds the member; only receive uses this field and the next
-	unbound  bool          // the lighthouse has ended the bond: its later stamps are ignored
-	place    int           // of the lighthouse in the list
-	first    int64         // id of the first quorum that was sent on the stream, 0: none; only receive uses it
-	stamp    atomic.Uint64 // the newest stamp that binds the member; each message carries it
+	checks   bool          // the lighthouse answers heartbeats, and is left if it does not: the member knows others
+	heard    atomic.Int64  // number of messages from the lighthouse
 	ended    chan struct{} // closed when the stream has broken
 	free     chan struct{} // closed when the group has left and its peers no longer need its data
 	released sync.Once     // closes free
 	err      error         // why the stream has broken; valid once ended is closed
-
-	failbackTo int // place of the lighthouse that all members fail back to, valid once ended is closed; -1: none
+	replaced bool          // the reason was looked at, in the first attempt to open another stream; Member.opening guards it
 
 	sender   rpc.Sender
-	posting  sync.Mutex     // guards the following two: the order of their values is that of the messages
+	posting  sync.Mutex     // guards lastSent: the order of its values is that of the messages
 	lastSent *quorum.Member // the last record of this group that was sent; nil: none on this stream
-	reaches  quorum.Places  // the reachable earlier lighthouses, as last sent
 
 	mu      sync.Mutex
 	waiting map[uint64]chan asked // by the number of the request
 }
 
-// begun waits for the welcome. From then on the member may be bound to the lighthouse, since stamps follow. So begun returns nil even if
-// the stream has broken after the welcome: on an error the caller would ask the next lighthouse, which a bound member must not do.
-// Before the welcome the member is not bound, because receive handles the messages in order.
+// begun waits for the welcome.
 func (s *memberStream) begun(ctx context.Context) error {
-	err := status.Error(codes.Unavailable, "the lighthouse does not answer")
 	select {
 	case <-s.welcomed:
 		return nil
 	case <-s.ended:
-		err = s.err
 	case <-ctx.Done():
-		if !s.greeted() {
-			s.leave() // no welcome can arrive after this
-		}
+		s.leave(errMute)
 	}
 	if s.greeted() {
-		return nil
+		return nil // the stream has broken since: the caller finds that
 	}
-	return err
+	return s.err
 }
 
-// leave ends the stream, and returns when receive has returned.
-func (s *memberStream) leave() {
-	s.moved.Store(true)
+// leave ends the stream, and returns when receive has returned. The stream's error is why, unless it had broken before.
+func (s *memberStream) leave(why error) {
+	s.left.CompareAndSwap(nil, &why)
 	s.cancel()
 	<-s.ended
-}
-
-// sentBack returns the place of the lighthouse to fail back to. sent is false if the stream ended for another reason. The stream must
-// have ended.
-func (s *memberStream) sentBack() (place int, sent bool) { return s.failbackTo, s.failbackTo >= 0 }
-
-// sendReaches tells the lighthouse which earlier lighthouses the member can reach, if that has changed.
-func (s *memberStream) sendReaches(places quorum.Places) {
-	s.posting.Lock()
-	defer s.posting.Unlock()
-	if s.reaches != places && s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Reaches{Reaches: uint64(places)}}) {
-		s.reaches = places
-	}
 }
 
 func (s *memberStream) broken() bool {
@@ -162,8 +142,8 @@ func (s *memberStream) receive() {
 			err = status.Error(codes.Unavailable, "the lighthouse ended the stream")
 		}
 		if err != nil {
-			if s.moved.Load() {
-				err = errMoved
+			if left := s.left.Load(); left != nil {
+				err = *left
 			}
 			s.err = err
 			close(s.ended)
@@ -178,30 +158,21 @@ func (s *memberStream) takeNext() (err error) {
 	if err != nil {
 		return err
 	}
-	s.stamped(message.GetStamp())
+	s.heard.Add(1)
 	switch m := message.GetMessage().(type) {
 	case *torchftpb.LighthouseMessage_Welcome:
 		if s.interval != 0 {
 			return nil
 		}
-		alive := max(time.Millisecond, time.Duration(m.Welcome.GetAliveIntervalUs())*time.Microsecond)
-		s.member.expectMessages(alive)
-		s.interval, s.bond = alive, time.Duration(m.Welcome.GetBondUs())*time.Microsecond
-		if s.bond > 0 {
-			s.interval = max(time.Millisecond, min(alive, s.bond/quorum.StampsInBond))
+		if err := s.member.learnTerm(m.Welcome.GetTerm()); err != nil {
+			return err
 		}
-		s.member.learnTerm(m.Welcome.GetTerm())
+		s.interval = max(time.Millisecond, rpc.Microseconds(m.Welcome.GetAliveIntervalUs()))
+		s.member.expectMessages(rpc.Microseconds(m.Welcome.GetHeartbeatTimeoutUs()), s.interval)
 		close(s.welcomed)
 	case *torchftpb.LighthouseMessage_Recall:
 		if q := s.member.last.Load(); q != nil && q.ID >= m.Recall {
 			s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Past{Past: wire.PastToProto(q.Past())}})
-		}
-	case *torchftpb.LighthouseMessage_FailBack:
-		if place := int(m.FailBack); place < len(s.member.unary) {
-			s.failbackTo = place
-			s.unbind()
-			s.moved.Store(true)
-			return errMoved
 		}
 	case *torchftpb.LighthouseMessage_ListChange:
 		if err := s.list.add(m.ListChange); err != nil {
@@ -214,22 +185,17 @@ func (s *memberStream) takeNext() (err error) {
 			// The greeting of the next stream has no revision, and the lighthouse sends the whole list.
 			return status.Error(codes.Unavailable, err.Error())
 		}
-		s.member.last.Store(q)
-		if s.first == 0 {
-			s.first = q.ID
+		if known := s.member.known(); q.ID < known {
+			return status.Errorf(codes.Unavailable, "the lighthouse has sent quorum %d, and this member was in quorum %d, which is later", q.ID, known)
 		}
+		s.member.last.Store(q)
 		s.answer(message.GetNumber(), asked{quorum: q})
 	case *torchftpb.LighthouseMessage_Failure:
-		code := codes.Code(m.Failure.GetCode())
-		if code == codes.OutOfRange && s.waits(message.GetNumber()) {
-			s.unbind() // before the caller gets the error, and asks another lighthouse
-		}
-		s.answer(message.GetNumber(), asked{err: status.Error(code, m.Failure.GetMessage())})
+		s.answer(message.GetNumber(), asked{err: status.Error(codes.Code(m.Failure.GetCode()), m.Failure.GetMessage())})
 	case *torchftpb.LighthouseMessage_MemberFailed:
 		f := m.MemberFailed
 		s.member.broadcast.Notify(membership.Notice{
 			Kind: membership.MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason(),
-			Elsewhere: len(s.member.unary) > 1 && (s.first == 0 || f.GetQuorumId() < s.first),
 		})
 	case *torchftpb.LighthouseMessage_MemberStalled:
 		f := m.MemberStalled
@@ -245,7 +211,6 @@ func (s *memberStream) takeNext() (err error) {
 	case *torchftpb.LighthouseMessage_Probe:
 		s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})
 	case *torchftpb.LighthouseMessage_Closing:
-		s.unbind()
 		return status.Error(codes.Unavailable, "the lighthouse is shutting down")
 	}
 	return nil
@@ -300,7 +265,6 @@ func (s *memberStream) ask(ctx context.Context, number uint64, member quorum.Mem
 func (s *memberStream) postAsk(ask *torchftpb.Ask, member quorum.Member) error {
 	s.posting.Lock()
 	defer s.posting.Unlock()
-	ask.Reaches = uint64(s.reaches)
 	message := &torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Ask{Ask: ask}}
 	whole := s.lastSent == nil || !s.lastSent.SameButState(&member)
 	if whole {
@@ -327,7 +291,6 @@ func (s *memberStream) post(message *torchftpb.MemberMessage) bool {
 			return
 		}
 		s.member.speaks()
-		message.Stamp = s.stamp.Load()
 		_ = s.wire.Send(message) // fails only if the stream has broken: receive returns the error
 	})
 }
@@ -344,9 +307,14 @@ func (s *memberStream) attend(ctx context.Context, reached func()) error {
 	}
 	timer := time.NewTimer(s.interval)
 	defer timer.Stop()
+	var hearing hearing
 	for {
 		select {
 		case <-timer.C:
+			if s.checks && hearing.tick(s.heard.Load()) {
+				s.leave(errSilent)
+				return s.err
+			}
 			timer.Reset(s.speak())
 		case <-s.ended:
 			return s.err
@@ -356,9 +324,10 @@ func (s *memberStream) attend(ctx context.Context, reached func()) error {
 	}
 }
 
-// speak sends a heartbeat unless something else was sent within the interval, and returns when to call it again.
+// speak sends a heartbeat, and returns when to call it again. If heartbeats are not answered, none is needed when something else was sent
+// within the interval.
 func (s *memberStream) speak() time.Duration {
-	if silent := s.member.silent(); silent < s.interval {
+	if silent := s.member.silent(); silent < s.interval && !s.checks {
 		return s.interval - silent
 	}
 	s.post(&torchftpb.MemberMessage{Message: &torchftpb.MemberMessage_Alive{Alive: true}})

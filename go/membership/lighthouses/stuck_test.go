@@ -85,8 +85,8 @@ func TestAQuorumDoesNotWaitForTheNextStream(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		m, stream, wire := stuckStream()
 		close(wire.released)
-		m.lighthouses = &lighthouses{clients: []*Client{{peer: "a"}, nil}}
-		m.unary, m.choice, m.opening, m.stream = make([]bool, 2), newChoice(0, 2), make(chan struct{}, 1), stream
+		stream.client = &Client{peer: "a"}
+		m.opening, m.stream = make(chan struct{}, 1), stream
 		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
 		defer cancel()
 		done := make(chan error, 1)
@@ -122,24 +122,5 @@ func TestTheEndIsAnnouncedAfterALeave(t *testing.T) {
 		m.announceEnd()
 		require.Len(t, wire.sent, 1)
 		assert.True(t, (<-wire.sent).GetFinished())
-	})
-}
-
-// A lighthouse that has refused is left also if the call ends while another one opens a stream.
-func TestARefusalCountsAfterTheCall(t *testing.T) {
-	synctest.Test(t, func(t *testing.T) {
-		m, stream, _ := stuckStream()
-		m.ctx, m.cancel = context.WithCancel(t.Context())
-		stream.cancel = func() { close(stream.ended) }
-		m.unary, m.choice, m.opening, m.stream = make([]bool, 2), newChoice(0, 2), make(chan struct{}, 1), stream
-		m.opening <- struct{}{} // another call opens a stream
-		ended, cancel := context.WithCancel(t.Context())
-		cancel()
-		m.avoid(ended, 0)
-		<-m.opening
-		synctest.Wait()
-		assert.True(t, m.choice.avoided(0, time.Now()))
-		m.cancel()
-		m.tasks.Wait()
 	})
 }

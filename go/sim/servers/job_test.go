@@ -35,7 +35,6 @@ type job struct {
 	comms   map[commKey]*comm
 	running atomic.Int64 // goroutines of faults, and of their schedule
 	lines   []string
-	waived  map[string]*lighthouse.Server // waived groups, and the server of each waiver; only the operator uses it
 
 	netMu sync.Mutex // guards the fields below
 	rng   *rand.Rand
@@ -45,7 +44,7 @@ type job struct {
 func newJob(t *testing.T, s sim.Setup) *job {
 	j := &job{
 		setup: s, net: fttest.NewNetwork(), start: time.Now(), groups: make([]*group, s.Slots), lives: make([]int, s.Slots),
-		comms: map[commKey]*comm{}, waived: map[string]*lighthouse.Server{}, rng: rand.New(rand.NewPCG(s.Seed, 5)), slow: map[string]int{},
+		comms: map[commKey]*comm{}, rng: rand.New(rand.NewPCG(s.Seed, 5)), slow: map[string]int{},
 	}
 	j.cluster = &fttest.Cluster{T: t, Net: j.net, Log: &fttest.Log{}}
 	j.ctx, j.stop = context.WithCancel(context.Background())

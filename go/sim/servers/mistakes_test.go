@@ -36,20 +36,9 @@ var mistakes = []struct {
 	},
 	{
 		"failures not passed on", "membership/lighthouses/stream.go",
-		"		s.member.broadcast.Notify(membership.Notice{\n			Kind: membership.MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason(),\n			Elsewhere: len(s.member.unary) > 1 && (s.first == 0 || f.GetQuorumId() < s.first),\n		})\n",
+		"		s.member.broadcast.Notify(membership.Notice{\n			Kind: membership.MemberFailed, QuorumID: f.GetQuorumId(), ReplicaID: f.GetReplicaId(), Reason: f.GetReason(),\n		})\n",
 		"		_ = f\n",
 		[]string{"a failure reaches all members of its quorum"},
-	},
-	{
-		"failback alone", "membership/lighthouses/member.go",
-		"			case m.stream != nil && !m.stream.broken():\n				stream = m.stream",
-		"			case m.stream != nil && !m.stream.broken() && reaches != 0:\n				m.choice.failBack(reaches.First())\n				m.stream.leave()",
-		[]string{"while nothing fails, no step is lost", "groups that reach each other and a lighthouse train in one quorum"},
-	},
-	{
-		"greetings without a term", "membership/lighthouses/member.go",
-		"Term: max(m.term.Load(), quorum.TermOf(m.known())), KnownQuorumId: m.known(),", "Term: 0 * quorum.TermOf(m.known()),",
-		[]string{"ids never fall", "while nothing fails, no step is lost", "groups that reach each other and a lighthouse train in one quorum"},
 	},
 	{
 		"requests outlive their stream", "lighthouse/member.go",
@@ -68,8 +57,8 @@ var mistakes = []struct {
 		[]string{"a call ends before its deadline"},
 	},
 	{
-		// With one lighthouse, the others wait for the heartbeat timeout, unless one of their collectives fails earlier and the
-		// check of the suspect finds the failure. With several lighthouses, the end of the group does not count as its vote.
+		// The others wait for the heartbeat timeout, unless one of their collectives fails earlier and the check of the suspect finds the
+		// failure.
 		"a stream's end unnoticed", "lighthouse/member.go",
 		"if job.streams.remove(s) && !job.closed {", "if job.streams.remove(s) && job.closed {",
 		[]string{"after a failure the others have a quorum", "processes that end while nothing else happens need no operator"},
@@ -78,11 +67,6 @@ var mistakes = []struct {
 		"quorums not shown", "membership/lighthouses/stream.go",
 		"q != nil && q.ID >= m.Recall", "q != nil && q.ID < m.Recall",
 		[]string{"after a failure the others have a quorum"},
-	},
-	{
-		"failback target forgotten", "membership/lighthouses/member.go",
-		"if place, sent := m.stream.sentBack(); sent {", "if place, sent := m.stream.sentBack(); sent && place < 0 {",
-		[]string{"groups that reach each other and a lighthouse train in one quorum"},
 	},
 	{
 		"an absent lighthouse fails the round", "manager/retry.go",

@@ -31,7 +31,7 @@ func draw(seed uint64, rounds int) sim.Setup {
 		return least + time.Duration(r.Int64N(int64(most-least)+1))
 	}
 	s.Loss, s.Duplicate, s.Straggle, s.Upstream, s.Calls, s.Streamless, s.Replay = 0, 0, 0, 0, 0, 0, false
-	s.Lighthouses = 1 + int(seed/2%3)
+	s.Lighthouses = 1
 	s.Policy.MinReplicas = 1 + r.IntN(s.Slots/2+1)
 	s.Policy.JoinTimeout = between(2*time.Second, 4*time.Second)
 	s.Policy.HeartbeatTimeout = between(2*time.Second, 5*time.Second)
@@ -43,16 +43,11 @@ func draw(seed uint64, rounds int) sim.Setup {
 	s.Heal = between(0, time.Second)
 	s.Delay = between(200*time.Microsecond, 10*time.Millisecond)
 	s.Slack = 40 * time.Second // twice the time until a silent connection is closed
-	if s.Lighthouses > 1 {
-		s.Slack += 330 * time.Second // how long a lighthouse may be avoided
-	}
 	s.DrawFaults(4)
 	switch {
 	case seed%3 == 2:
-		s.Lighthouses = 2 + int(seed/3%2)
-		s.Faults = aroundLighthouses(r, &s)
+		s.Faults = aroundLighthouse(r, &s)
 	case seed%6 == 0:
-		s.Lighthouses = 1 + int(seed/6%3)
 		s.Faults = processesEnd(r, &s)
 	}
 	return s
@@ -70,9 +65,8 @@ func processesEnd(r *rand.Rand, s *sim.Setup) (faults []sim.Fault) {
 	return faults
 }
 
-// aroundLighthouses returns a schedule of long cuts from single lighthouses and of ends of lighthouses, with time to settle in
-// between: the job moves to the next lighthouse and back.
-func aroundLighthouses(r *rand.Rand, s *sim.Setup) (faults []sim.Fault) {
+// aroundLighthouse returns a schedule of long cuts from the lighthouse and of ends of it, with time to settle in between.
+func aroundLighthouse(r *rand.Rand, s *sim.Setup) (faults []sim.Fault) {
 	kinds := []sim.FaultKind{
 		sim.KillLighthouse, sim.VanishLighthouse, sim.CutLighthouse, sim.CutLighthouse, sim.CutLighthouse, sim.CutUp, sim.CutDown, sim.Vanish,
 	}
@@ -80,9 +74,6 @@ func aroundLighthouses(r *rand.Rand, s *sim.Setup) (faults []sim.Fault) {
 		f := sim.Fault{
 			Round: round, After: time.Duration(r.Int64N(int64(4 * s.Compute))), Kind: kinds[r.IntN(len(kinds))],
 			For: time.Duration(r.Int64N(int64(15 * time.Second))), Of: 1,
-		}
-		if r.IntN(3) == 0 {
-			f.Of = uint8(1 + r.IntN(1<<s.Lighthouses-1))
 		}
 		switch f.Kind {
 		case sim.KillLighthouse, sim.VanishLighthouse:
@@ -132,7 +123,6 @@ const longest = 30 * time.Minute
 func (j *job) untilSettled() {
 	for calm := 0; calm < 8; {
 		time.Sleep(500 * time.Millisecond)
-		j.operate()
 		settled, broken := false, false
 		j.note(func(judge *sim.Judge) {
 			settled = judge.Settled()

@@ -66,6 +66,10 @@ func NewFeed(job string, status func() quorum.Status) *Feed {
 	return &Feed{job: job, status: status, now: time.Now, viewers: map[*viewer]struct{}{}, wholes: map[int64]*whole{}, meters: newMeters(job)}
 }
 
+// InCluster makes the page show the lighthouses of the cluster, which each of them describes at GET /cluster. Call it before the feed is
+// used.
+func (f *Feed) InCluster() { f.board.cluster = true }
+
 // Record stores an event and sends it to all viewers.
 func (f *Feed) Record(e Event) {
 	f.mu.Lock()

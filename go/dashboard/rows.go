@@ -48,9 +48,10 @@ type Head struct {
 	Waiting     int    `json:"waiting"`
 	MinReplicas int    `json:"min_replicas"`
 	Step        int64  `json:"step"`
-	StepMicros  int64  `json:"step_us"` // duration of a step of all groups in the quorum; 0: unknown
-	Reason      string `json:"reason"`  // why there is no next quorum yet; empty unless a group waits for it longer than a step
-	Unkept      string `json:"unkept"`  // why the latest state is not on the lighthouse's disk; empty: it is, or none is kept
+	StepMicros  int64  `json:"step_us"`           // duration of a step of all groups in the quorum; 0: unknown
+	Reason      string `json:"reason"`            // why there is no next quorum yet; empty unless a group waits for it longer than a step
+	Cluster     bool   `json:"cluster,omitempty"` // whether GET /cluster describes lighthouses that agree
+	Unkept      string `json:"unkept"`            // why the latest state is not on the lighthouse's disk; empty: it is, or none is kept
 }
 
 // Change is the difference from one look to the next.
@@ -66,9 +67,10 @@ const leastWait = time.Second
 
 // Board keeps the rows of the last look, to find changes. It is not safe for concurrent use.
 type Board struct {
-	head  Head
-	rows  map[string]Row
-	order []string // ids in the order of the status
+	cluster bool
+	head    Head
+	rows    map[string]Row
+	order   []string // ids in the order of the status
 }
 
 // Look compares a status with the previous one, and returns the changes. step is the duration of a step.
@@ -77,6 +79,7 @@ func (b *Board) Look(status quorum.Status, step time.Duration, now time.Time) Ch
 	b.rows = make(map[string]Row, len(status.Members))
 	b.order = b.order[:0]
 	b.head = headOf(b.head, status, step, now)
+	b.head.Cluster = b.cluster
 	change := Change{Head: b.head, Rows: []Row{}}
 	for _, m := range status.Members {
 		old, known := before[m.ReplicaID]

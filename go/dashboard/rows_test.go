@@ -40,6 +40,16 @@ func TestALookReturnsTheChanges(t *testing.T) {
 	assert.Len(t, b.Whole().Rows, 1)
 }
 
+func TestTheHeadTellsThatThereIsACluster(t *testing.T) {
+	f := NewFeed("default", (&job{}).current)
+	f.current()
+	assert.False(t, f.board.Whole().Head.Cluster)
+	f = NewFeed("default", (&job{}).current)
+	f.InCluster()
+	f.current()
+	assert.True(t, f.board.Whole().Head.Cluster)
+}
+
 func TestAFailedGroupKeepsItsStepWhenTheOthersGoOnWithoutIt(t *testing.T) {
 	var b Board
 	b.Look(quorum.Status{Members: []quorum.MemberStatus{member("a", 1404)}}, 0, start)

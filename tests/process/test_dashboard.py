@@ -378,6 +378,42 @@ def test_the_page_notices_the_end_of_a_lighthouse_and_its_successor(browser: Any
         server.shutdown()
 
 
+def test_the_lighthouses_of_a_cluster_are_shown(browser: Any, lighthouse: LighthouseServer) -> None:
+    page = Page(browser, lighthouse.address())
+    wait(lambda: page.text("link") == "live", "the page is live")
+    hidden = "return document.getElementById('cluster').hidden"
+    assert browser.execute_script(hidden)
+    show = """
+        const [cluster, done] = arguments;
+        state.head.cluster = true;
+        const fetched = window.fetch;
+        window.fetch = async () => new Response(JSON.stringify(cluster));
+        drawCluster().then(done);
+        window.fetch = fetched;
+    """
+    members = [
+        {"address": "http://a:1", "leads": False, "voter": True, "reached": True},
+        {"address": "http://b:1", "leads": True, "voter": True, "reached": True},
+        {"address": "http://c:1", "leads": False, "voter": True, "reached": False},
+        {"address": "http://<b>d</b>:1", "leads": False, "voter": False, "reached": True},
+    ]
+    cluster = {"self": "http://a:1", "leader": "http://b:1", "since_ms": 720_000, "members": members, "trouble": ""}
+    browser.execute_async_script(show, cluster)
+    assert not browser.execute_script(hidden)
+    assert page.text("leader") == "http://b:1 has led for 12 min." and page.text("trouble") == ""
+    assert [line.split("\t") for line in page.text("lighthouses").splitlines()] == [
+        ["http://a:1", "follower"],
+        ["http://b:1", "leader"],
+        ["http://c:1", "not reached"],
+        ["http://<b>d</b>:1", "not in the cluster"],
+    ]
+    none = [{**member, "leads": False} for member in members]
+    browser.execute_async_script(show, {**cluster, "leader": "", "members": none, "trouble": "the disk is full"})
+    assert page.text("leader").startswith("None has led for 12 min: 2 of them must reach each other.")
+    assert page.text("trouble") == "http://a:1 takes no part: the disk is full"
+    assert page.complaints() == []
+
+
 def test_a_page_that_is_open_for_a_day_keeps_only_data_that_it_shows(
     browser: Any, lighthouse: LighthouseServer
 ) -> None:

@@ -289,6 +289,30 @@ async function drawJobs() {
 
 at("jobs").addEventListener("change", (event) => { location.search = `?job=${encodeURIComponent(event.target.value)}`; });
 
+// The lighthouses of a cluster: each describes the cluster itself, also while none leads and the connection below is lost
+
+async function drawCluster() {
+  if (!state.head?.cluster) return;
+  const answer = await fetch("cluster").catch(() => null);
+  if (!answer || !answer.ok) return;
+  const cluster = await answer.json();
+  const members = cluster.members || [];
+  const since = ago(Date.now() - cluster.since_ms);
+  const needed = Math.floor(members.filter((one) => one.voter).length / 2) + 1;
+  at("cluster").hidden = false;
+  at("leader").textContent = cluster.leader
+    ? `${cluster.leader} has led for ${since}.`
+    : `None has led for ${since}: ${needed} of them must reach each other. Until then the groups wait.`;
+  at("leader").className = cluster.leader ? "" : "stuck";
+  at("trouble").textContent = cluster.trouble ? `${cluster.self} takes no part: ${cluster.trouble}` : "";
+  at("lighthouses").replaceChildren(...members.map((one) => {
+    const tr = element("tr");
+    const [name, className] = one.leads ? ["leader", "training"] : !one.voter ? ["not in the cluster", "waiting"] : one.reached ? ["follower", ""] : ["not reached", "failed"];
+    tr.append(element("td", one.address), element("td", name, className));
+    return tr;
+  }));
+}
+
 // Ending a group
 
 const ASKS = {
@@ -324,6 +348,7 @@ at("filter").addEventListener("input", () => draw(true));
 setInterval(() => draw(true), 5000); // ages grow without news
 setInterval(redate, 60000);
 setInterval(drawJobs, 10000);
+setInterval(drawCluster, 2000);
 
 // The connection: the browser reconnects when it breaks, but not if it was refused
 
@@ -339,7 +364,7 @@ function connect() {
     at("link").className = "pill lost";
     if (source.readyState === EventSource.CLOSED) setTimeout(connect, AGAIN_MS);
   });
-  source.addEventListener("whole", (message) => { takeWhole(JSON.parse(message.data)); drawJobs(); });
+  source.addEventListener("whole", (message) => { takeWhole(JSON.parse(message.data)); drawJobs(); drawCluster(); });
   source.addEventListener("change", (message) => takeChange(JSON.parse(message.data)));
   source.addEventListener("event", (message) => { keepEvent(JSON.parse(message.data)); draw(false); });
 }

@@ -2,30 +2,179 @@ package replica
 
 import (
 	"context"
+	"errors"
+	"io"
 	"net"
+	"sync"
+	"sync/atomic"
+	"time"
 
 	"google.golang.org/grpc"
 
 	"github.com/torchft/torchft/go/internal/auth"
 	"github.com/torchft/torchft/go/internal/rpc"
+	"github.com/torchft/torchft/go/torchftpb"
 )
 
+// unacknowledged is after what time a connection breaks whose bytes the other host does not acknowledge.
+const unacknowledged = 2 * time.Second
+
 // Dialer are links over gRPC streams to the ports of the other lighthouses, with their TLS and token.
-type Dialer struct{}
+type Dialer struct {
+	security auth.Security
+	network  rpc.Network
+
+	mu    sync.Mutex
+	conns map[string]*grpc.ClientConn // by address; nil after Close
+}
 
 // NewDialer returns a Dialer. A nil network is TCP.
-func NewDialer(security auth.Security, network rpc.Network) *Dialer { return &Dialer{} }
+func NewDialer(security auth.Security, network rpc.Network) *Dialer {
+	if network == nil {
+		network = rpc.TCP
+	}
+	return &Dialer{security: security, network: rpc.WithUserTimeout(network, unacknowledged), conns: map[string]*grpc.ClientConn{}}
+}
+
+func (d *Dialer) client(address string) (torchftpb.ClusterServiceClient, error) {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if d.conns == nil {
+		return nil, net.ErrClosed
+	}
+	conn := d.conns[address]
+	if conn == nil {
+		var err error
+		if conn, err = rpc.DialLater(d.security, d.network, "lighthouse", address); err != nil {
+			return nil, err
+		}
+		d.conns[address] = conn
+	}
+	return torchftpb.NewClusterServiceClient(conn), nil
+}
 
 // Dial opens a Link.
-func (d *Dialer) Dial(ctx context.Context, address string) (net.Conn, error) { return nil, errSkeleton }
+func (d *Dialer) Dial(ctx context.Context, address string) (net.Conn, error) {
+	client, err := d.client(address)
+	if err != nil {
+		return nil, err
+	}
+	streaming, cancel := context.WithCancel(context.WithoutCancel(ctx)) // ctx is for the opening only
+	opening := context.AfterFunc(ctx, cancel)
+	stream, err := client.Link(streaming)
+	if !opening() && err == nil {
+		err = ctx.Err()
+	}
+	if err != nil {
+		cancel()
+		return nil, err
+	}
+	near, far := net.Pipe()
+	link := &link{Conn: near, cancel: cancel}
+	go func() {
+		err := receive(far, stream)
+		link.err.Store(&err)
+		_ = far.Close()
+	}()
+	go func() {
+		send(far, stream)
+		cancel()
+	}()
+	return link, nil
+}
+
+// link is the near end of a stream.
+type link struct {
+	net.Conn
+	cancel context.CancelFunc
+	err    atomic.Pointer[error] // why the stream ended
+}
+
+func (l *link) Read(b []byte) (int, error) {
+	n, err := l.Conn.Read(b)
+	if errors.Is(err, io.EOF) {
+		if why := l.err.Load(); why != nil && *why != nil {
+			return n, *why
+		}
+	}
+	return n, err
+}
+
+func (l *link) Close() error {
+	l.cancel()
+	return l.Conn.Close()
+}
+
+// receive copies the frames of a stream to a pipe until one of them ends.
+func receive(to net.Conn, from interface {
+	Recv() (*torchftpb.Frame, error)
+},
+) error {
+	for {
+		frame, err := from.Recv()
+		if err != nil {
+			return err
+		}
+		if _, err := to.Write(frame.GetData()); err != nil {
+			return nil //nolint:nilerr // the near end was closed
+		}
+	}
+}
+
+// send copies the bytes of a pipe to a stream until one of them ends.
+func send(from net.Conn, to interface{ Send(*torchftpb.Frame) error }) {
+	buffer := make([]byte, 32<<10)
+	for {
+		n, err := from.Read(buffer)
+		if err != nil || to.Send(&torchftpb.Frame{Data: buffer[:n]}) != nil {
+			return
+		}
+	}
+}
 
 // Identify asks a lighthouse for its identity.
 func (d *Dialer) Identify(ctx context.Context, address string) (Identity, error) {
-	return Identity{}, errSkeleton
+	client, err := d.client(address)
+	if err != nil {
+		return Identity{}, err
+	}
+	a, err := client.Identify(ctx, &torchftpb.IdentifyRequest{})
+	return Identity{Cluster: a.GetCluster(), Self: a.GetSelf(), Instance: a.GetInstance(), List: a.GetList()}, err
 }
 
 // Close closes all connections.
-func (d *Dialer) Close() {}
+func (d *Dialer) Close() {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	for _, conn := range d.conns {
+		_ = conn.Close()
+	}
+	d.conns = nil
+}
 
 // Register serves a node on a gRPC server.
-func Register(g grpc.ServiceRegistrar, n *Node) {}
+func Register(g grpc.ServiceRegistrar, n *Node) {
+	torchftpb.RegisterClusterServiceServer(g, service{node: n})
+}
+
+type service struct {
+	torchftpb.UnimplementedClusterServiceServer
+	node *Node
+}
+
+func (s service) Identify(context.Context, *torchftpb.IdentifyRequest) (*torchftpb.IdentifyResponse, error) {
+	id := s.node.Identity()
+	return &torchftpb.IdentifyResponse{Cluster: id.Cluster, Self: id.Self, Instance: id.Instance, List: id.List}, nil
+}
+
+func (s service) Link(stream torchftpb.ClusterService_LinkServer) error {
+	near, far := net.Pipe()
+	go s.node.Accept(near)
+	go func() {
+		_ = receive(far, stream)
+		_ = far.Close()
+	}()
+	send(far, stream)
+	_ = far.Close()
+	return nil
+}

@@ -48,7 +48,7 @@ func (c *Cluster) StartLighthouse(minReplicas int, change ...func(*lighthouse.Co
 
 // LighthouseOn starts a lighthouse on a host, at port 29510. The caller shuts it down.
 func (c *Cluster) LighthouseOn(host string, minReplicas int, change ...func(*lighthouse.Config)) *lighthouse.Server {
-	c.Net.Host(host).revive()
+	c.Net.Host(host).Revive()
 	cfg := lighthouse.DefaultConfig()
 	cfg.MinReplicas = minReplicas
 	cfg.JoinTimeout = 10 * time.Second
@@ -92,7 +92,7 @@ func (c *Cluster) ServerConfig(name string, worldSize int64) manager.ServerConfi
 
 // StartGroup starts a group, in a bubble of testing/synctest. It is shut down at the end of the test.
 func (c *Cluster) StartGroup(name string, worldSize int64, change ...func(*manager.ServerConfig)) *Group {
-	c.Net.Host(name).revive()
+	c.Net.Host(name).Revive()
 	cfg := c.ServerConfig(name, worldSize)
 	for _, f := range change {
 		f(&cfg)
@@ -110,7 +110,7 @@ func (c *Cluster) StartGroup(name string, worldSize int64, change ...func(*manag
 
 // Dial returns another client of the group's server, on a host.
 func (g *Group) Dial(host string) *rankclient.Client {
-	g.c.Net.Host(host).revive()
+	g.c.Net.Host(host).Revive()
 	client, err := rankclient.Dial(context.Background(), g.Server.Address(), 10*time.Second, rankclient.WithNetwork(g.c.Net.Host(host)), rankclient.WithSecurity(g.security))
 	require.NoError(g.c.T, err)
 	g.c.T.Cleanup(func() { _ = client.Close() })

@@ -138,7 +138,7 @@ func (h *Host) Dial(ctx context.Context, address string) (net.Conn, error) {
 }
 
 // Kill simulates SIGKILL of all processes of the host: its connections break, on both ends, and its listeners close. Goroutines of these
-// processes still run in the test. They cannot connect until the Cluster starts a server or a client on the host (revive). The host is
+// processes still run in the test. They cannot connect until the Cluster starts a server or a client on the host (Revive). The host is
 // marked as killed first, so that it cannot dial while its connections are being closed.
 func (h *Host) Kill() {
 	h.net.mu.Lock()
@@ -153,8 +153,8 @@ func (h *Host) Kill() {
 	h.Cut()
 }
 
-// revive lets a killed or vanished host connect again.
-func (h *Host) revive() {
+// Revive lets a killed or vanished host connect again.
+func (h *Host) Revive() {
 	h.net.mu.Lock()
 	defer h.net.mu.Unlock()
 	delete(h.net.killed, h.name)

@@ -1,0 +1,414 @@
+package replica
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/hashicorp/raft"
+
+	"github.com/torchft/torchft/go/internal/rpc"
+)
+
+const (
+	identityFile = "cluster.json"
+	askFirst     = 200 * time.Millisecond // between two rounds of questions, until the cluster is known
+	askLater     = time.Second            // from then on
+)
+
+func newID() string { return rand.Text()[:12] }
+
+// openDir reads the identity of the node, and opens its disk. A new node gets an instance.
+func (n *Node) openDir() error {
+	path := filepath.Join(n.cfg.Dir, identityFile)
+	opened, err := get(n.disk, "opening it", func() (store, error) {
+		if err := os.MkdirAll(n.cfg.Dir, 0o700); err != nil {
+			return nil, err
+		}
+		if n.cfg.open != nil {
+			return n.cfg.open(n.cfg.Dir)
+		}
+		return openStore(n.cfg.Dir, n.log)
+	})
+	if err != nil {
+		return err
+	}
+	n.disk.store = opened
+	err = n.readIdentity(path)
+	if err != nil {
+		_ = n.disk.Close()
+	}
+	return err
+}
+
+func (n *Node) readIdentity(path string) error {
+	text, err := get(n.disk, "reading "+identityFile, func() ([]byte, error) {
+		text, err := os.ReadFile(path) //nolint:gosec // the operator's directory
+		if errors.Is(err, os.ErrNotExist) {
+			return nil, nil
+		}
+		return text, err
+	})
+	if err != nil {
+		return err
+	}
+	var id Identity
+	if text != nil {
+		if err := json.Unmarshal(text, &id); err != nil || id.Instance == "" {
+			return fmt.Errorf("%s is damaged (%v): use an empty directory, remove this lighthouse from the cluster, and add it again", path, err)
+		}
+		if id.Self != n.cfg.Self {
+			return fmt.Errorf("it belongs to the lighthouse %s, and this one is %s: each needs a directory of its own", id.Self, n.cfg.Self)
+		}
+	} else {
+		used, err := raft.HasExistingState(n.disk, n.disk, n.disk)
+		if err != nil {
+			return err
+		}
+		if used {
+			return fmt.Errorf("it has a log, but no %s: use an empty directory, remove this lighthouse from the cluster, and add it again", identityFile)
+		}
+		id = Identity{Self: n.cfg.Self, Instance: newID()}
+	}
+	id.List = n.cfg.Cluster
+	return n.write(id)
+}
+
+// enter makes the node one of a cluster.
+func (n *Node) enter(cluster string) error {
+	id := n.Identity()
+	id.Cluster = cluster
+	return n.write(id)
+}
+
+// write keeps the identity on disk.
+func (n *Node) write(id Identity) error {
+	text, err := json.Marshal(id)
+	if err != nil {
+		return err
+	}
+	path := filepath.Join(n.cfg.Dir, identityFile)
+	err = n.disk.do("writing "+identityFile, func() error {
+		if was, err := os.ReadFile(path); err == nil && string(was) == string(text) { //nolint:gosec // the operator's directory
+			return nil
+		}
+		return replaceFile(path, text)
+	})
+	if err != nil {
+		return err
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	n.identity = id
+	return nil
+}
+
+// replaceFile replaces a file at once: after a crash it has the old content or the new one.
+func replaceFile(path string, text []byte) error {
+	f, err := os.OpenFile(path+".tmp", os.O_CREATE|os.O_TRUNC|os.O_WRONLY, 0o600) //nolint:gosec // the operator's directory
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(text)
+	if err = errors.Join(err, f.Sync(), f.Close()); err != nil {
+		return err
+	}
+	if err := os.Rename(path+".tmp", path); err != nil {
+		return err
+	}
+	dir, err := os.Open(filepath.Dir(path)) //nolint:gosec // the operator's directory
+	if err != nil {
+		return err
+	}
+	return errors.Join(dir.Sync(), dir.Close())
+}
+
+// answer is what a lighthouse answered to the last question for its identity.
+type answer struct {
+	Identity
+	err error
+}
+
+// askOften asks all lighthouses for their identity, again and again: first to find the cluster, then for Status.
+func (n *Node) askOften() {
+	for {
+		heard := n.ask()
+		n.mu.Lock()
+		n.heard = heard
+		started := n.raft != nil
+		n.mu.Unlock()
+		pause := askLater
+		if !started {
+			pause = askFirst
+			n.note(n.find(heard))
+		} else {
+			n.note(n.judge(heard))
+		}
+		select {
+		case <-n.ctx.Done():
+			return
+		case <-time.After(pause):
+		}
+	}
+}
+
+// ask returns the answers of the lighthouses in the list and in the cluster.
+func (n *Node) ask() map[string]answer {
+	addresses := append(slices.Clone(n.cfg.Cluster), n.members()...)
+	slices.Sort(addresses)
+	heard := map[string]answer{}
+	var mu sync.Mutex
+	var all sync.WaitGroup
+	ctx, cancel := context.WithTimeout(n.ctx, n.cfg.Timing.Call)
+	defer cancel()
+	for _, address := range slices.Compact(addresses) {
+		rpc.Go(&all, n.log, "an identity", func() {
+			id, err := n.cfg.Links.Identify(ctx, address)
+			mu.Lock()
+			defer mu.Unlock()
+			heard[address] = answer{id, err}
+		})
+	}
+	all.Wait()
+	return heard
+}
+
+// sharesAddress returns why the answer under this node's own address cannot be its own.
+func (n *Node) sharesAddress(heard map[string]answer) string {
+	if own := heard[n.cfg.Self]; own.err == nil && own.Instance != n.Identity().Instance {
+		return fmt.Sprintf("another lighthouse, %s (instance %s), answers at the address of this one, %s: each needs an address of its own", own.Self, own.Instance, n.cfg.Self)
+	}
+	return ""
+}
+
+// find looks for the cluster of a new node, and starts Raft when it is known. It returns what prevents that.
+func (n *Node) find(heard map[string]answer) (trouble string) {
+	if shared := n.sharesAddress(heard); shared != "" {
+		return shared
+	}
+	heard[n.cfg.Self] = answer{Identity: n.Identity()} // it need not reach itself
+	found, from, silent := "", "", []string{}
+	for _, address := range n.cfg.Cluster {
+		a := heard[address]
+		switch {
+		case a.err != nil:
+			silent = append(silent, fmt.Sprintf("%s (%s)", address, rpc.Message(a.err)))
+		case a.Cluster != "" && found != "" && a.Cluster != found:
+			return fmt.Sprintf("%s and %s are in different clusters, %s and %s: --cluster must name one", from, address, found, a.Cluster)
+		case a.Cluster != "":
+			found, from = a.Cluster, address
+		}
+	}
+	if found != "" {
+		return n.join(found, nil)
+	}
+	for _, address := range n.cfg.Cluster {
+		if a := heard[address]; a.err == nil && !slices.Equal(a.List, n.cfg.Cluster) {
+			return fmt.Sprintf("%s was started with --cluster %s, and this lighthouse with --cluster %s: all must have the same", address,
+				strings.Join(a.List, ","), strings.Join(n.cfg.Cluster, ","))
+		}
+	}
+	switch {
+	case len(silent) > 0:
+		return "a new cluster waits for all its lighthouses; missing: " + strings.Join(silent, "; ")
+	case n.cfg.Self != n.cfg.Cluster[0]:
+		return "a new cluster waits for its first lighthouse, " + n.cfg.Cluster[0]
+	}
+	var members []raft.Server
+	for _, address := range n.cfg.Cluster {
+		name := nameOf(address, heard[address].Instance)
+		members = append(members, raft.Server{ID: raft.ServerID(name), Address: raft.ServerAddress(name)})
+	}
+	return n.join(newID(), members)
+}
+
+// join starts Raft in a cluster, which is new if there are members.
+func (n *Node) join(cluster string, members []raft.Server) (trouble string) {
+	if members != nil {
+		_, transport := raft.NewInmemTransport(raft.ServerAddress(n.name))
+		// Before the identity is written: others wait for this node until it has a cluster.
+		err := raft.BootstrapCluster(n.raftConfig(), n.disk, n.disk, n.disk, transport, raft.Configuration{Servers: members})
+		if err != nil && !errors.Is(err, raft.ErrCantBootstrap) { // it was interrupted before
+			return err.Error()
+		}
+	}
+	err := n.enter(cluster)
+	if err == nil {
+		err = n.start()
+	}
+	if err != nil {
+		n.leave(err)
+		return err.Error()
+	}
+	n.log.Info("torchft: this lighthouse is in a cluster", "cluster", cluster, "new", members != nil, "self", n.cfg.Self)
+	return ""
+}
+
+// judge returns why a node takes no part in its cluster.
+func (n *Node) judge(heard map[string]answer) (trouble string) {
+	if shared := n.sharesAddress(heard); shared != "" {
+		return shared
+	}
+	own, elsewhere, other := n.Identity().Cluster, 0, ""
+	for address, a := range heard {
+		if a.err == nil && a.Cluster != "" && a.Cluster != own && slices.Contains(n.cfg.Cluster, address) {
+			elsewhere, other = elsewhere+1, a.Cluster
+		}
+	}
+	if 2*elsewhere > len(n.cfg.Cluster) {
+		return fmt.Sprintf("--state_dir is %q, which belongs to the cluster %s: most lighthouses of --cluster are in %s", n.cfg.Dir, own, other)
+	}
+	for _, s := range n.servers() {
+		switch {
+		case string(s.ID) == n.name:
+			return ""
+		case addressOf(s.ID) == n.cfg.Self:
+			return fmt.Sprintf("the cluster knows this lighthouse with a state directory that it has lost: `torchft cluster remove %s`, then `torchft cluster add %s`", n.cfg.Self, n.cfg.Self)
+		}
+	}
+	return fmt.Sprintf("this lighthouse is not in the cluster: it waits for `torchft cluster add %s`", n.cfg.Self)
+}
+
+// note keeps the trouble of a round, and logs it when two rounds have found it.
+func (n *Node) note(trouble string) {
+	n.mu.Lock()
+	same := trouble == n.trouble && trouble != n.told && n.stopped == nil
+	n.trouble = trouble
+	if same {
+		n.told = trouble
+	}
+	n.mu.Unlock()
+	switch {
+	case !same:
+	case trouble == "":
+		n.log.Info("torchft: this lighthouse takes part in the cluster", "self", n.cfg.Self)
+	default:
+		n.log.Warn("torchft: this lighthouse takes no part in a cluster yet", "self", n.cfg.Self, "reason", trouble)
+	}
+}
+
+// refused logs a connection between this node and a peer that one of them refused, once for each reason.
+func (n *Node) refused(peer string, err error) {
+	n.mu.Lock()
+	known := n.warned[peer] == err.Error()
+	if len(n.warned) < 100 { // a stranger may have any name
+		n.warned[peer] = err.Error()
+	}
+	n.mu.Unlock()
+	if !known {
+		n.log.Warn("torchft: a connection between lighthouses was refused", "peer", peer, "reason", err)
+	}
+}
+
+// Status describes the node and its cluster.
+func (n *Node) Status() Status {
+	servers := n.servers()
+	leader, since := n.Leader()
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	s := Status{Self: n.cfg.Self, Leader: leader, SinceMS: time.Since(since).Milliseconds(), Trouble: n.trouble}
+	if n.stopped != nil {
+		s.Trouble = n.stopped.Error()
+	}
+	if n.raft != nil {
+		s.Term = n.raft.CurrentTerm()
+	}
+	add := func(address, instance string, voter bool) {
+		a, asked := n.heard[address]
+		reached := asked && a.err == nil && (instance == "" || a.Instance == instance)
+		s.Members = append(s.Members, Member{Address: address, Leads: voter && address == leader, Voter: voter, Reached: reached || address == n.cfg.Self})
+	}
+	var named []string
+	for _, server := range servers {
+		address, instance, _ := strings.Cut(string(server.ID), "#")
+		named = append(named, address)
+		add(address, instance, server.Suffrage == raft.Voter)
+	}
+	for _, address := range n.cfg.Cluster {
+		if !slices.Contains(named, address) {
+			add(address, "", false)
+		}
+	}
+	slices.SortFunc(s.Members, func(a, b Member) int { return strings.Compare(a.Address, b.Address) })
+	return s
+}
+
+// Add adds the lighthouse at an address to the cluster, as a voter. It must run, with an empty state directory and a list that has a
+// lighthouse of this cluster.
+func (n *Node) Add(ctx context.Context, address string) error {
+	if _, err := rpc.ParseAddress("the address", address); err != nil {
+		return err
+	}
+	own := n.Identity().Cluster
+	var id Identity
+	for first := true; first || id.Cluster == ""; first = false { // a new lighthouse learns the id of the cluster soon
+		var err error
+		if id, err = n.cfg.Links.Identify(ctx, address); err != nil {
+			return fmt.Errorf("adding %s: it cannot be asked for its identity: %w", address, err)
+		}
+		if id.Cluster != "" {
+			break
+		}
+		select {
+		case <-time.After(askFirst):
+		case <-ctx.Done():
+			return fmt.Errorf("adding %s: it does not know this cluster: its --cluster must name a lighthouse of it, and not others: %w", address, ctx.Err())
+		}
+	}
+	switch {
+	case id.Self != address:
+		return fmt.Errorf("adding %s: the lighthouse at this address is %s: add that one", address, id.Self)
+	case id.Cluster != own:
+		return fmt.Errorf("adding %s: it is in the cluster %s, and this one is %s: start it with an empty state directory", address, id.Cluster, own)
+	}
+	name := nameOf(address, id.Instance)
+	for _, s := range n.servers() {
+		switch {
+		case string(s.ID) == name:
+			return nil
+		case addressOf(s.ID) == address:
+			return fmt.Errorf("adding %s: the cluster has a lighthouse with this address whose state directory is lost: remove it first", address)
+		}
+	}
+	return n.change(ctx, "adding "+address, func(r *raft.Raft) raft.Future {
+		return r.AddVoter(raft.ServerID(name), raft.ServerAddress(name), 0, n.cfg.Timing.Call)
+	})
+}
+
+// Remove removes the lighthouse at an address from the cluster.
+func (n *Node) Remove(ctx context.Context, address string) error {
+	servers := n.servers()
+	i := slices.IndexFunc(servers, func(s raft.Server) bool { return addressOf(s.ID) == address })
+	switch {
+	case i < 0:
+		return fmt.Errorf("removing %s: it is not in the cluster, which has %s", address, strings.Join(n.members(), ", "))
+	case len(servers) == 1:
+		return fmt.Errorf("removing %s: it is the only lighthouse of the cluster", address)
+	}
+	return n.change(ctx, "removing "+address, func(r *raft.Raft) raft.Future {
+		return r.RemoveServer(servers[i].ID, 0, n.cfg.Timing.Call)
+	})
+}
+
+// change changes the members of the cluster, on the leader.
+func (n *Node) change(ctx context.Context, what string, how func(*raft.Raft) raft.Future) error {
+	r, done, err := n.call(0)
+	if err == nil {
+		err = await(ctx, done, how(r))
+	}
+	if errors.Is(err, raft.ErrNotLeader) || errors.Is(err, raft.ErrLeadershipLost) {
+		err = ErrNotLeading
+	}
+	if err != nil {
+		return fmt.Errorf("%s: %w", what, err)
+	}
+	return nil
+}

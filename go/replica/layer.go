@@ -1,0 +1,220 @@
+package replica
+
+import (
+	"context"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/hashicorp/raft"
+)
+
+// A lighthouse's name in Raft has its address and its instance.
+func nameOf(address, instance string) string { return address + "#" + instance }
+
+func addressOf[T ~string](name T) string {
+	address, _, _ := strings.Cut(string(name), "#")
+	return address
+}
+
+// layer is the raft.StreamLayer of a node: connections that begin with a handshake.
+type layer struct {
+	name     string
+	links    Links
+	timeout  time.Duration
+	cluster  func() string // the id of the node's cluster, empty if it knows none yet
+	refused  func(peer string, err error)
+	incoming chan net.Conn
+	closed   chan struct{}
+	closing  sync.Once
+
+	mu    sync.Mutex
+	cut   bool // nothing is sent or received any more
+	conns map[*layered]struct{}
+}
+
+type hello struct {
+	Cluster string `json:"cluster"`
+	From    string `json:"from"`
+	To      string `json:"to"`
+}
+
+// maxHello bounds a message of the handshake.
+const maxHello = 4 << 10
+
+var errCut = errors.New("this lighthouse takes no part in the cluster any more")
+
+func (l *layer) Addr() net.Addr { return named(l.name) }
+func (n named) Network() string { return "torchft" }
+func (n named) String() string  { return string(n) }
+
+type named string
+
+func (l *layer) Accept() (net.Conn, error) {
+	select {
+	case conn := <-l.incoming:
+		return conn, nil
+	case <-l.closed:
+		return nil, net.ErrClosed
+	}
+}
+
+// Close ends all connections, and Accept.
+func (l *layer) Close() error {
+	l.stop()
+	l.closing.Do(func() { close(l.closed) })
+	return nil
+}
+
+// stop ends all connections for good. When it returns, nothing is sent any more.
+func (l *layer) stop() {
+	l.mu.Lock()
+	l.cut = true
+	conns := l.conns
+	l.conns = nil
+	l.mu.Unlock()
+	for conn := range conns {
+		_ = conn.Conn.Close()
+	}
+}
+
+// hold makes a connection one of the layer's.
+func (l *layer) hold(conn net.Conn) (net.Conn, error) {
+	held := &layered{Conn: conn, layer: l}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.cut {
+		_ = conn.Close()
+		return nil, errCut
+	}
+	l.conns[held] = struct{}{}
+	return held, nil
+}
+
+func (l *layer) isCut() bool {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.cut
+}
+
+// layered is a connection of a layer.
+type layered struct {
+	net.Conn
+	layer *layer
+}
+
+func (c *layered) Write(b []byte) (int, error) {
+	if c.layer.isCut() {
+		return 0, errCut
+	}
+	return c.Conn.Write(b)
+}
+
+func (c *layered) Close() error {
+	c.layer.mu.Lock()
+	delete(c.layer.conns, c)
+	c.layer.mu.Unlock()
+	return c.Conn.Close()
+}
+
+// Dial connects to the node with a name.
+func (l *layer) Dial(name raft.ServerAddress, timeout time.Duration) (net.Conn, error) {
+	ctx, cancel := context.WithTimeout(context.Background(), timeout)
+	defer cancel()
+	if l.isCut() {
+		return nil, errCut
+	}
+	conn, err := l.links.Dial(ctx, addressOf(name))
+	if err != nil {
+		return nil, err
+	}
+	_ = conn.SetDeadline(time.Now().Add(timeout))
+	err = write(conn, hello{Cluster: l.cluster(), From: l.name, To: string(name)})
+	var refusal string
+	if err == nil {
+		err = read(conn, &refusal)
+	}
+	if err == nil && refusal != "" {
+		err = errors.New(refusal)
+		l.refused(addressOf(name), err)
+	}
+	if err != nil {
+		_ = conn.Close()
+		return nil, fmt.Errorf("connecting to the lighthouse %s: %w", addressOf(name), err)
+	}
+	_ = conn.SetDeadline(time.Time{})
+	return l.hold(conn)
+}
+
+// accept answers the handshake of a connection, and passes it to Accept. The connection is closed if it is refused.
+func (l *layer) accept(conn net.Conn) {
+	_ = conn.SetDeadline(time.Now().Add(l.timeout))
+	var h hello
+	err := read(conn, &h)
+	if err == nil {
+		err = l.check(h)
+		answer := ""
+		if err != nil {
+			answer = err.Error()
+			l.refused(addressOf(h.From), err)
+		}
+		err = errors.Join(err, write(conn, answer))
+	}
+	if err != nil {
+		_ = conn.Close()
+		return
+	}
+	_ = conn.SetDeadline(time.Time{})
+	held, err := l.hold(conn)
+	if err != nil {
+		return
+	}
+	select {
+	case l.incoming <- held:
+	case <-l.closed:
+		_ = held.Close()
+	}
+}
+
+func (l *layer) check(h hello) error {
+	self, own := addressOf(l.name), l.cluster()
+	switch {
+	case l.isCut():
+		return fmt.Errorf("%s: %w", self, errCut)
+	case own == "":
+		return fmt.Errorf("%s is in no cluster yet", self)
+	case h.Cluster != own:
+		return fmt.Errorf("%s is in the cluster %s, and %s in the cluster %s: one of them has the state directory of another cluster", self, own, addressOf(h.From), h.Cluster)
+	case addressOf(h.To) != self:
+		return fmt.Errorf("the address of %s leads to the lighthouse %s: each needs an address of its own", addressOf(h.To), self)
+	case h.To != l.name:
+		return fmt.Errorf("%s has lost its state directory, or is another lighthouse with this address: remove it from the cluster, and add it again", self)
+	}
+	return nil
+}
+
+func write(to io.Writer, message any) error {
+	text, err := json.Marshal(message)
+	if err == nil {
+		_, err = to.Write(append(binary.BigEndian.AppendUint16(nil, uint16(len(text))), text...)) //nolint:gosec // all messages are short
+	}
+	return err
+}
+
+func read(from io.Reader, message any) error {
+	var size [2]byte
+	if _, err := io.ReadFull(from, size[:]); err != nil {
+		return err
+	}
+	text := make([]byte, min(binary.BigEndian.Uint16(size[:]), maxHello))
+	if _, err := io.ReadFull(from, text); err != nil {
+		return err
+	}
+	return json.Unmarshal(text, message)
+}

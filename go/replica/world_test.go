@@ -1,0 +1,315 @@
+package replica_test
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"slices"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"github.com/hashicorp/raft"
+	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/replica"
+)
+
+// world are the hosts of a cluster, connected in memory.
+type world struct {
+	t       *testing.T
+	network *fttest.Network
+	list    []string
+	hosts   []*host
+}
+
+// host has one lighthouse at most.
+type host struct {
+	world   *world
+	name    string
+	address string
+	list    []string
+	dir     string
+	memory  *memory
+	log     *fttest.Log
+	node    *replica.Node
+	disk    *handle
+	stop    func()
+}
+
+func newWorld(t *testing.T, names ...string) *world {
+	w := &world{t: t, network: fttest.NewNetwork()}
+	for _, name := range names {
+		w.list = append(w.list, url(name))
+	}
+	for _, name := range names {
+		w.add(name)
+	}
+	t.Cleanup(w.close)
+	return w
+}
+
+func url(name string) string { return "http://" + name + ":1" }
+
+func (w *world) add(name string) *host {
+	h := &host{world: w, name: name, address: url(name), list: w.list, dir: w.t.TempDir(), memory: newMemory(), log: &fttest.Log{}}
+	if !slices.Contains(h.list, h.address) {
+		h.list = slices.Sorted(slices.Values(append(slices.Clone(h.list), h.address)))
+	}
+	w.hosts = append(w.hosts, h)
+	return h
+}
+
+// started starts all hosts, and returns when one leads.
+func (w *world) started() (leader *host, term uint64) {
+	w.t.Helper()
+	for _, h := range w.hosts {
+		h.start()
+	}
+	return w.leads(nil)
+}
+
+// leads returns when a host except one leads, in a term after that of the last leader.
+func (w *world) leads(except *host) (leader *host, term uint64) {
+	w.t.Helper()
+	began := time.Now()
+	for time.Since(began) < time.Minute {
+		for _, h := range w.hosts {
+			if h == except || h.node == nil {
+				continue
+			}
+			select {
+			case l := <-h.node.Leadership():
+				if l.Leads {
+					return h, l.Term
+				}
+			default:
+			}
+		}
+		time.Sleep(time.Millisecond)
+	}
+	for _, h := range w.hosts {
+		if h.node != nil {
+			w.t.Logf("%s: %+v\n%s", h.name, h.node.Status(), h.log)
+		}
+	}
+	w.t.Fatal("nobody leads")
+	return nil, 0
+}
+
+func (w *world) close() {
+	for _, h := range w.hosts {
+		h.close()
+	}
+}
+
+func (h *host) config() replica.Config {
+	return replica.Config{
+		Cluster: h.list, Self: h.address, Dir: h.dir, Links: wires{h}, Logger: slog.New(slog.NewTextHandler(h.log, &slog.HandlerOptions{Level: slog.LevelDebug})),
+	}
+}
+
+func (h *host) start() *replica.Node {
+	h.world.t.Helper()
+	n, err := h.open()
+	require.NoError(h.world.t, err)
+	return n
+}
+
+func (h *host) open() (*replica.Node, error) {
+	disk := &handle{memory: h.memory}
+	n, err := replica.Open(context.Background(), h.config().With(func(string) (replica.Store, error) { return disk, nil }))
+	if err != nil {
+		return nil, err
+	}
+	h.network().Revive()
+	lis, err := h.network().Listen(":1")
+	require.NoError(h.world.t, err)
+	h.node, h.disk = n, disk
+	h.stop = func() { _ = lis.Close() }
+	go func() {
+		for {
+			conn, err := lis.Accept()
+			if err != nil {
+				return
+			}
+			go serve(n, conn)
+		}
+	}()
+	return n, nil
+}
+
+func (h *host) network() *fttest.Host { return h.world.network.Host(h.name) }
+
+// close ends the lighthouse as SIGTERM does.
+func (h *host) close() {
+	if h.node != nil {
+		h.node.Close()
+		h.stop()
+		h.network().Cut()
+		h.node = nil
+	}
+}
+
+// kill ends the lighthouse as SIGKILL does.
+func (h *host) kill() { h.end(h.network().Kill) }
+
+// end ends the lighthouse after something has cut it off.
+func (h *host) end(cut func()) {
+	h.disk.fail(errors.New("killed"))
+	cut()
+	n := h.node
+	h.node = nil
+	n.Close()
+	h.stop()
+}
+
+// wires are links over connections of the network. The first byte tells what they are for.
+type wires struct{ from *host }
+
+func (w wires) open(ctx context.Context, address, kind string) (net.Conn, error) {
+	conn, err := w.from.network().Dial(ctx, address[len("http://"):])
+	if err == nil {
+		_, err = io.WriteString(conn, kind)
+	}
+	return conn, err
+}
+
+func (w wires) Dial(ctx context.Context, address string) (net.Conn, error) {
+	return w.open(ctx, address, "L")
+}
+
+func (w wires) Identify(ctx context.Context, address string) (id replica.Identity, err error) {
+	conn, err := w.open(ctx, address, "I")
+	if err != nil {
+		return id, err
+	}
+	defer func() { _ = conn.Close() }()
+	until, _ := ctx.Deadline()
+	_ = conn.SetDeadline(until)
+	stop := context.AfterFunc(ctx, func() { _ = conn.Close() })
+	defer stop()
+	return id, json.NewDecoder(conn).Decode(&id)
+}
+
+func serve(n *replica.Node, conn net.Conn) {
+	kind := make([]byte, 1)
+	_ = conn.SetReadDeadline(time.Now().Add(5 * time.Second))
+	if _, err := io.ReadFull(conn, kind); err != nil || kind[0] == 'I' {
+		_ = json.NewEncoder(conn).Encode(n.Identity())
+		_ = conn.Close()
+		return
+	}
+	_ = conn.SetReadDeadline(time.Time{})
+	n.Accept(conn)
+}
+
+// memory is the content of a disk.
+type memory struct {
+	*raft.InmemStore
+	*raft.InmemSnapshotStore
+}
+
+func newMemory() *memory { return &memory{raft.NewInmemStore(), raft.NewInmemSnapshotStore()} }
+
+// handle is a disk as one process sees it. It fails on request.
+type handle struct {
+	*memory
+	err   atomic.Pointer[error]
+	hangs atomic.Bool
+	until chan struct{}
+}
+
+func (h *handle) fail(err error) { h.err.Store(&err) }
+
+func (h *handle) check() error {
+	if h.hangs.Load() {
+		<-h.until
+	}
+	if err := h.err.Load(); err != nil {
+		return *err
+	}
+	return nil
+}
+
+func (h *handle) Close() error { return nil }
+
+func (h *handle) StoreLogs(logs []*raft.Log) error {
+	if err := h.check(); err != nil {
+		return err
+	}
+	copies := make([]*raft.Log, len(logs))
+	for i, l := range logs {
+		one := *l
+		one.Data = slices.Clone(l.Data)
+		copies[i] = &one
+	}
+	return h.memory.StoreLogs(copies)
+}
+
+func (h *handle) StoreLog(l *raft.Log) error { return h.StoreLogs([]*raft.Log{l}) }
+
+func (h *handle) GetLog(index uint64, to *raft.Log) error {
+	if err := h.check(); err != nil {
+		return err
+	}
+	return h.memory.GetLog(index, to)
+}
+
+func (h *handle) DeleteRange(from, to uint64) error {
+	if err := h.check(); err != nil {
+		return err
+	}
+	return h.memory.DeleteRange(from, to)
+}
+
+func (h *handle) Set(key, value []byte) error {
+	if err := h.check(); err != nil {
+		return err
+	}
+	return h.memory.Set(key, value)
+}
+
+func (h *handle) SetUint64(key []byte, value uint64) error {
+	if err := h.check(); err != nil {
+		return err
+	}
+	return h.memory.SetUint64(key, value)
+}
+
+func (h *handle) Create(v raft.SnapshotVersion, index, term uint64, c raft.Configuration, ci uint64, via raft.Transport) (raft.SnapshotSink, error) {
+	if err := h.check(); err != nil {
+		return nil, err
+	}
+	return h.memory.Create(v, index, term, c, ci, via)
+}
+
+// settle waits until a condition holds.
+func settle(t *testing.T, what string, holds func() bool) {
+	t.Helper()
+	began := time.Now()
+	for !holds() {
+		if time.Since(began) > time.Minute {
+			t.Fatal("not within a minute: " + what)
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+}
+
+// agree waits until all hosts have a state of a job.
+func (w *world) agree(job, state string) {
+	w.t.Helper()
+	settle(w.t, fmt.Sprintf("all have %s=%s", job, state), func() bool {
+		for _, h := range w.hosts {
+			if h.node != nil && string(h.node.States()[job]) != state {
+				return false
+			}
+		}
+		return true
+	})
+}

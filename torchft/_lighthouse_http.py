@@ -154,57 +154,82 @@ class Lighthouse:
 
 
 class Connection:
-    """A persistent connection to one lighthouse, for one request at a time. The connection ends with this process."""
+    """A persistent connection to a lighthouse, or to the first of a cluster that serves, for one request at a time. It
+    ends with this process.
 
-    def __init__(self, address: str, timeout: float = _TIMEOUT_SEC) -> None:
-        parts = urlsplit(address)
-        tls = _tls(address)
-        host, port = parts.hostname or "", parts.port
-        self._address = address
-        self._connection = (
-            http.client.HTTPConnection(host, port, timeout=timeout)
-            if tls is None
-            else http.client.HTTPSConnection(host, port, timeout=timeout, context=tls)
-        )
+    Args:
+        addresses: as :func:`address_of` returns them.
+        timeout: seconds until the first byte of an answer.
+    """
+
+    def __init__(self, addresses: str, timeout: float = _TIMEOUT_SEC) -> None:
+        self._addresses = addresses.split(",")
+        self._timeout = timeout
+        self._connection = self._to(self._addresses[0])
 
     def post(self, path: str, value: Any) -> Any:
         """Sends JSON, with the job's token if there is one, and returns the JSON of the answer.
 
         Raises:
-            Unanswered: the server does not answer, or refuses; the next call reconnects.
+            Unanswered: no lighthouse answers, or one refuses; the next call reconnects.
         """
         try:
             headers = _headers()
         except ValueError as error:  # the token's file cannot be read
             raise Unanswered(str(error), 401) from None
+        tried: list[Unanswered] = []
+        while True:
+            try:
+                return self._post(path, json.dumps(value), headers)
+            except Unanswered as error:
+                tried.append(error)
+                if error.code is not None and error.code not in _ELSEWHERE:
+                    raise
+            self.close()
+            self._addresses.append(self._addresses.pop(0))  # the next one, first also for the next call
+            self._connection = self._to(self._addresses[0])
+            if len(tried) == len(self._addresses):
+                raise Unanswered("; ".join(str(error) for error in tried), tried[-1].code)
+
+    def _post(self, path: str, body: str, headers: dict[str, str]) -> Any:
+        address = self._addresses[0]
         try:
-            self._connection.request("POST", path, json.dumps(value), headers)
+            self._connection.request("POST", path, body, headers)
             response = self._connection.getresponse()
-            body = response.read()
+            answer = response.read()
         except (OSError, http.client.HTTPException) as error:
             self.close()
-            raise Unanswered(f"{self._address} does not answer: {error or type(error).__name__}") from None
+            raise Unanswered(f"{address} does not answer: {error or type(error).__name__}") from None
         if response.status != http.client.OK:
-            raise Unanswered(f"{self._address} answered {response.status}: {_reason(body)}", response.status)
+            raise Unanswered(f"{address} answered {response.status}: {_reason(answer)}", response.status)
         try:
-            return json.loads(body)
+            return json.loads(answer)
         except ValueError:
-            raise Unanswered(f"{self._address} answered without JSON: is it a lighthouse?", 404) from None
+            raise Unanswered(f"{address} answered without JSON: is it a lighthouse?", 404) from None
+
+    def _to(self, address: str) -> http.client.HTTPConnection:
+        parts, tls = urlsplit(address), _tls(address)
+        host, port = parts.hostname or "", parts.port
+        if tls is None:
+            return http.client.HTTPConnection(host, port, timeout=self._timeout)
+        return http.client.HTTPSConnection(host, port, timeout=self._timeout, context=tls)
 
     def close(self) -> None:
         self._connection.close()
 
 
 def address_of(endpoint: str) -> str:
-    """The address of a lighthouse given as HOST:PORT: https if the environment names certificates, else http.
+    """The address of a lighthouse given as HOST:PORT, or those of a cluster, separated by commas: https if the
+    environment names certificates, else http.
 
     Raises:
-        ValueError: `endpoint` is neither HOST:PORT nor an address.
+        ValueError: `endpoint` has something that is neither HOST:PORT nor an address.
     """
     tls = os.environ.get(TLS_CERT_ENV) or os.environ.get("TORCHFT_TLS_CA")
-    address = endpoint if "://" in endpoint else f"{'https' if tls else 'http'}://{endpoint}"
+    each = [one.strip() for one in endpoint.split(",")]
+    addresses = [one if "://" in one else f"{'https' if tls else 'http'}://{one}" for one in each]
     try:
-        return _checked(address)
+        return ",".join(map(_checked, addresses))
     except Unanswered:
         raise ValueError(f"endpoint {endpoint!r} is not allowed; allowed: HOST:PORT, http://HOST:PORT") from None
 

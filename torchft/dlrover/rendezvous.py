@@ -69,7 +69,7 @@ class TorchRendezvousService:
     Until its first :meth:`set_state` the lighthouse counts it as starting.
 
     Args:
-        endpoint: ``host:port`` of the lighthouse, or its address.
+        endpoint: ``host:port`` of the lighthouse, or its address; those of a cluster are separated by commas.
         run_id: ``JOB/GROUP``, or ``GROUP`` alone, which is then the job's name too.
         store: ``host:port`` of the store that this node offers, should it become rank 0.
         min_nodes: least number of nodes of a round.

@@ -182,6 +182,15 @@ def test_a_round_continues_without_the_lighthouse(make: Make) -> None:
         server.shutdown()
 
 
+def test_the_next_lighthouse_of_a_list_is_asked_when_one_does_not_serve(lighthouse: str, make: Make) -> None:
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
+    endpoint = f"127.0.0.1:1, {server.address()},{lighthouse}"
+    a, b = (make(endpoint=endpoint) for _ in range(2))
+    meet(a, b)
+    server.shutdown()
+    assert sorted(info.rank for info in meet(a, b)) == [0, 1]
+
+
 def test_the_backend_returns_a_round_when_it_is_released(lighthouse: str) -> None:
     services = [
         TorchRendezvousService(lighthouse, "job/0", store=f"node{i}:1", min_nodes=2, max_nodes=2) for i in range(2)
@@ -224,6 +233,7 @@ def _some(state: Optional[tuple[bytes, int]]) -> tuple[bytes, int]:
         ({"run_id": "a b/0"}, 'job is "a b"'),
         ({"endpoint": "nowhere"}, "endpoint 'nowhere' is not allowed; allowed: HOST:PORT"),
         ({"endpoint": ""}, "endpoint '' is not allowed"),
+        ({"endpoint": "a:1,b"}, "endpoint 'a:1,b' is not allowed; allowed: HOST:PORT"),
     ],
 )
 def test_a_setting_that_is_not_allowed_is_named(make: Make, conf: dict[str, Any], message: str) -> None:

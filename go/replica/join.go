@@ -62,8 +62,12 @@ func (n *Node) readIdentity(path string) error {
 	}
 	var id Identity
 	if text != nil {
-		if err := json.Unmarshal(text, &id); err != nil || id.Instance == "" {
-			return fmt.Errorf("%s is damaged (%v): use an empty directory, remove this lighthouse from the cluster, and add it again", path, err)
+		err := json.Unmarshal(text, &id)
+		if err == nil && id.Instance == "" {
+			err = errors.New("it has no instance")
+		}
+		if err != nil {
+			return fmt.Errorf("%s is damaged: %w: use an empty directory, remove this lighthouse from the cluster, and add it again", path, err)
 		}
 		if id.Self != n.cfg.Self {
 			return fmt.Errorf("it belongs to the lighthouse %s, and this one is %s: each needs a directory of its own", id.Self, n.cfg.Self)

@@ -33,6 +33,9 @@ type layer struct {
 	incoming chan net.Conn
 	closed   chan struct{}
 	closing  sync.Once
+	// Nothing is accepted before this time, a lease after the start: until then a leader may rely on what this node confirmed before its
+	// restart, of which it knows nothing when another node asks for its vote.
+	opens time.Time
 
 	mu    sync.Mutex
 	cut   bool // nothing is sent or received any more
@@ -158,6 +161,10 @@ func (l *layer) accept(conn net.Conn) {
 	var h hello
 	err := read(conn, &h)
 	if err == nil {
+		select {
+		case <-time.After(time.Until(l.opens)):
+		case <-l.closed:
+		}
 		err = l.check(h)
 		answer := ""
 		if err != nil {

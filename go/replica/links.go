@@ -7,7 +7,6 @@ import (
 	"net"
 	"sync"
 	"sync/atomic"
-	"time"
 
 	"google.golang.org/grpc"
 
@@ -15,9 +14,6 @@ import (
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/torchftpb"
 )
-
-// unacknowledged is after what time a connection breaks whose bytes the other host does not acknowledge.
-const unacknowledged = 2 * time.Second
 
 // Dialer are links over gRPC streams to the ports of the other lighthouses, with their TLS and token.
 type Dialer struct {
@@ -33,7 +29,7 @@ func NewDialer(security auth.Security, network rpc.Network) *Dialer {
 	if network == nil {
 		network = rpc.TCP
 	}
-	return &Dialer{security: security, network: rpc.WithUserTimeout(network, unacknowledged), conns: map[string]*grpc.ClientConn{}}
+	return &Dialer{security: security, network: network, conns: map[string]*grpc.ClientConn{}}
 }
 
 func (d *Dialer) client(address string) (torchftpb.ClusterServiceClient, error) {
@@ -132,13 +128,22 @@ func send(from net.Conn, to interface{ Send(*torchftpb.Frame) error }) {
 	}
 }
 
-// Identify asks a lighthouse for its identity.
+// Identify asks a lighthouse for its identity. Without an answer the connection is closed, with its links: the next one does not wait until
+// TCP sends the unacknowledged bytes again.
 func (d *Dialer) Identify(ctx context.Context, address string) (Identity, error) {
 	client, err := d.client(address)
 	if err != nil {
 		return Identity{}, err
 	}
 	a, err := client.Identify(ctx, &torchftpb.IdentifyRequest{})
+	if errors.Is(ctx.Err(), context.DeadlineExceeded) {
+		d.mu.Lock()
+		defer d.mu.Unlock()
+		if conn := d.conns[address]; conn != nil {
+			delete(d.conns, address)
+			_ = conn.Close()
+		}
+	}
 	return Identity{Cluster: a.GetCluster(), Self: a.GetSelf(), Instance: a.GetInstance(), List: a.GetList()}, err
 }
 

@@ -102,7 +102,7 @@ func prepare(cfg Config) (*Node, error) {
 	n.name = nameOf(cfg.Self, n.identity.Instance)
 	n.layer = &layer{
 		name: n.name, links: cfg.Links, timeout: cfg.Timing.Call, cluster: func() string { return n.Identity().Cluster }, refused: n.refused,
-		incoming: make(chan net.Conn), closed: make(chan struct{}), conns: map[*layered]struct{}{},
+		incoming: make(chan net.Conn), closed: make(chan struct{}), conns: map[*layered]struct{}{}, opens: time.Now().Add(cfg.Timing.Lease),
 	}
 	return n, nil
 }

@@ -25,7 +25,7 @@ func (c *choice) unanswered(address string) { c.silent = c.silent || address == 
 
 // round returns the lighthouses to ask, each once: the one that served last, and then the others in the order of the list. One that has
 // not answered comes last, since each attempt to reach it may take all of attemptTimeout.
-func (c *choice) round() candidates {
+func (c choice) round() candidates {
 	others := c.list
 	if i := slices.Index(c.list, c.at); i >= 0 {
 		others = slices.Concat(c.list[i+1:], c.list[:i])

@@ -6,7 +6,6 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
-	"sync"
 	"sync/atomic"
 	"time"
 
@@ -35,7 +34,6 @@ type Member struct {
 	replicaID   string
 	ctx         context.Context // ends with Close
 	cancel      context.CancelFunc
-	tasks       sync.WaitGroup
 	broadcast   membership.Broadcast
 	notices     <-chan membership.Notice
 	silence
@@ -240,7 +238,6 @@ func (m *Member) Close() error {
 			m.stream.sender.Wait()
 		}
 	})
-	m.tasks.Wait()
 	return err
 }
 

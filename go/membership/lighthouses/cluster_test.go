@@ -1,0 +1,338 @@
+package lighthouses_test
+
+import (
+	"context"
+	"fmt"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/assert"
+	"github.com/stretchr/testify/require"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/status"
+
+	"github.com/torchft/torchft/go/internal/fttest"
+	"github.com/torchft/torchft/go/internal/wire"
+	"github.com/torchft/torchft/go/membership/lighthouses"
+	"github.com/torchft/torchft/go/quorum"
+	"github.com/torchft/torchft/go/torchftpb"
+)
+
+// cluster has scripted lighthouses on the hosts a, b and c. One of them leads, as the test says: it answers each request with a quorum of
+// the member alone.
+type cluster struct {
+	t   *testing.T
+	net *fttest.Network
+
+	mu     sync.Mutex
+	leader string // its host, empty while there is none
+	term   int64
+	ids    int64
+	log    []string // the hosts at which streams began, with what became of each
+	left   int      // members that have announced that they leave
+}
+
+type scripted struct {
+	torchftpb.UnimplementedMemberServiceServer
+	cluster *cluster
+	host    string
+}
+
+func newCluster(t *testing.T, leader string) *cluster {
+	c := &cluster{t: t, net: fttest.NewNetwork(), leader: leader, term: 1}
+	for _, host := range []string{"a", "b", "c"} {
+		t.Cleanup(c.net.Host(host).Serve(t, ":1", func(g *grpc.Server) {
+			torchftpb.RegisterMemberServiceServer(g, scripted{cluster: c, host: host})
+		}))
+	}
+	return c
+}
+
+// elect makes another lighthouse lead, in a later term.
+func (c *cluster) elect(leader string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.leader = leader
+	c.term++
+}
+
+// visits returns the hosts at which streams began since the last call.
+func (c *cluster) visits() (log []string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	log, c.log = c.log, nil
+	return log
+}
+
+func (s scripted) Attend(stream torchftpb.MemberService_AttendServer) error {
+	first, err := stream.Recv()
+	if err != nil {
+		return err
+	}
+	c := s.cluster
+	c.mu.Lock()
+	leads, term, leader := c.leader == s.host, c.term, ""
+	if c.leader != "" {
+		leader = "http://" + c.leader + ":1"
+	}
+	c.log = append(c.log, fmt.Sprintf("%s of %d", s.host, first.GetGreeting().GetLighthouses()))
+	c.mu.Unlock()
+	if !leads {
+		return wire.NotLeader(leader)
+	}
+	if err := stream.Send(&torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Welcome{Welcome: &torchftpb.Welcome{
+		AliveIntervalUs: 333_333, HeartbeatTimeoutUs: 5_000_000, Term: term,
+	}}}); err != nil {
+		return err
+	}
+	var member quorum.Member
+	for {
+		message, err := stream.Recv()
+		if err != nil {
+			return err
+		}
+		var answers []*torchftpb.LighthouseMessage
+		switch m := message.GetMessage().(type) {
+		case *torchftpb.MemberMessage_Alive:
+			answers = append(answers, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Alive{Alive: true}})
+		case *torchftpb.MemberMessage_Leaving:
+			c.mu.Lock()
+			c.left++
+			c.mu.Unlock()
+			answers = append(answers, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Released{Released: true}})
+		case *torchftpb.MemberMessage_ShuttingDown:
+			answers = append(answers, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_Released{Released: true}})
+		case *torchftpb.MemberMessage_Ask:
+			if m.Ask.GetMember() != nil {
+				member = wire.MemberFromProto(m.Ask.GetMember())
+			}
+			c.mu.Lock()
+			c.ids++
+			q := &quorum.Quorum{ID: term<<42 + c.ids, Members: []quorum.Member{member}, Revision: quorum.RevisionOf([]quorum.Member{member})}
+			c.mu.Unlock()
+			for _, part := range wire.ChangeToProto(quorum.Change{Whole: true, Set: q.Members}) {
+				answers = append(answers, &torchftpb.LighthouseMessage{Message: &torchftpb.LighthouseMessage_ListChange{ListChange: part}})
+			}
+			answers = append(answers, &torchftpb.LighthouseMessage{
+				Number: m.Ask.GetNumber(), Message: &torchftpb.LighthouseMessage_Quorum{Quorum: wire.StatesToProto(q)},
+			})
+		}
+		for _, answer := range answers {
+			if err := stream.Send(answer); err != nil {
+				return err
+			}
+		}
+	}
+}
+
+const (
+	abc = "http://a:1,http://b:1,http://c:1"
+	bca = "http://b:1,http://c:1,http://a:1"
+)
+
+// member is a member whose heartbeats and requests are repeated as a manager server repeats them.
+type member struct {
+	*lighthouses.Member
+	t *testing.T
+}
+
+func (c *cluster) join(addresses string) *member {
+	c.t.Helper()
+	joined, err := lighthouses.Join(c.t.Context(), addresses, "m", 10*time.Second, lighthouses.WithNetwork(c.net.Host("m")))
+	require.NoError(c.t, err)
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan struct{})
+	go func() {
+		defer close(ended)
+		for ctx.Err() == nil {
+			_ = joined.Attend(ctx, 100*time.Millisecond, func() {})
+			time.Sleep(250 * time.Millisecond)
+		}
+	}()
+	c.t.Cleanup(func() {
+		cancel()
+		<-ended
+		_ = joined.Close()
+	})
+	return &member{joined, c.t}
+}
+
+// quorum returns the id of the member's next quorum.
+func (m *member) quorum() int64 {
+	m.t.Helper()
+	ctx, cancel := context.WithTimeout(m.t.Context(), time.Minute)
+	defer cancel()
+	for {
+		q, err := m.Quorum(ctx, quorum.Member{ReplicaID: "m", Address: "http://m:2"}, 0)
+		if err == nil {
+			return q.ID
+		}
+		require.Equal(m.t, codes.Unavailable, status.Code(err), err)
+		time.Sleep(250 * time.Millisecond)
+	}
+}
+
+func TestAMemberGoesToTheLeaderThatALighthouseNames(t *testing.T) {
+	for addresses, want := range map[string][]string{
+		abc:          {"a of 3", "c of 3"},
+		bca:          {"b of 3", "c of 3"},
+		"http://b:1": {"b of 1", "c of 2"}, // one name stands for all
+	} {
+		t.Run(addresses, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				c := newCluster(t, "c")
+				m := c.join(addresses)
+				start := time.Now()
+				assert.EqualValues(t, 1, quorum.TermOf(m.quorum()))
+				assert.Equal(t, want, c.visits())
+				assert.Less(t, time.Since(start), 10*time.Millisecond)
+				time.Sleep(time.Minute)
+				assert.Empty(t, c.visits(), "it stays there")
+			})
+		})
+	}
+}
+
+// The next leader is elected 0.8 s after the last one has failed. A member finds it within the time that docs/operating.md promises.
+func TestHowLongAMemberIsWithoutALeader(t *testing.T) {
+	for name, test := range map[string]struct {
+		away func(c *cluster)
+		most time.Duration
+	}{
+		"killed":                   {func(c *cluster) { c.net.Host("a").Kill() }, 1500 * time.Millisecond},
+		"deposed":                  {func(*cluster) {}, 0}, // it still serves its streams: nothing is missing
+		"stopped":                  {func(c *cluster) { c.net.Pause("a") }, 3 * time.Second},
+		"vanished":                 {func(c *cluster) { c.net.Host("a").Vanish() }, 3 * time.Second},
+		"cut off":                  {func(c *cluster) { c.net.Sever("a", "m"); c.net.Sever("m", "a") }, 3 * time.Second},
+		"cut off in one direction": {func(c *cluster) { c.net.Sever("a", "m") }, 3 * time.Second},
+	} {
+		t.Run(name, func(t *testing.T) {
+			const phases = 4
+			for phase := range phases {
+				synctest.Test(t, func(t *testing.T) {
+					c := newCluster(t, "a")
+					m := c.join(abc)
+					before := m.quorum()
+					time.Sleep(3*time.Second + time.Duration(phase)*time.Second/3/phases)
+					test.away(c)
+					c.mu.Lock()
+					c.leader = ""
+					c.mu.Unlock()
+					time.AfterFunc(800*time.Millisecond, func() { c.elect("c") })
+					start := time.Now()
+					after := m.quorum()
+					t.Logf("%s: %s", name, time.Since(start))
+					assert.LessOrEqual(t, time.Since(start), test.most)
+					assert.Greater(t, after, before)
+					assert.False(t, m.Fenced(), "the step is not lost")
+				})
+			}
+		})
+	}
+}
+
+// A leader that was stopped does not know yet that another one leads. The members that have seen the next term do not stay with it.
+func TestAMemberLeavesAFormerLeader(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newCluster(t, "a")
+		m := c.join(abc)
+		c.elect("c") // term 2
+		c.net.Host("a").Cut()
+		later := m.quorum()
+		require.EqualValues(t, 2, quorum.TermOf(later))
+
+		c.mu.Lock()
+		c.leader, c.term = "a", 1
+		c.mu.Unlock()
+		c.net.Host("c").Cut()
+		time.AfterFunc(5*time.Second, func() {
+			c.mu.Lock()
+			defer c.mu.Unlock()
+			c.leader, c.term = "b", 3
+		})
+		start := time.Now()
+		assert.EqualValues(t, 3, quorum.TermOf(m.quorum()))
+		assert.GreaterOrEqual(t, time.Since(start), 5*time.Second)
+	})
+}
+
+// A lighthouse must not send a member back to a quorum before its own, whose members have left it.
+func TestAnEarlierQuorumIsNotUsed(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newCluster(t, "a")
+		m := c.join(abc)
+		c.ids = 10
+		before := m.quorum()
+		c.mu.Lock()
+		c.ids = 3
+		c.mu.Unlock()
+		_, err := m.Quorum(t.Context(), quorum.Member{ReplicaID: "m", Address: "http://m:2"}, 0)
+		assert.Equal(t, codes.Unavailable, status.Code(err))
+		assert.ErrorContains(t, err, fmt.Sprintf("the lighthouse has sent quorum %d, and this member was in quorum %d, which is later", before-7, before))
+	})
+}
+
+// While a cluster has no leader, an error has what each lighthouse says.
+func TestWithoutALeaderTheErrorNamesAllLighthouses(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newCluster(t, "")
+		c.net.Host("b").Kill()
+		m := c.join(abc)
+		c.visits()
+		_, err := m.Quorum(t.Context(), quorum.Member{ReplicaID: "m"}, 0)
+		assert.Equal(t, codes.Unavailable, status.Code(err))
+		assert.ErrorContains(t, err, "attend call to lighthouse at http://a:1 failed: this lighthouse does not lead its cluster, and knows no leader at present")
+		assert.ErrorContains(t, err, "attend call to lighthouse at http://b:1 failed: connection error")
+		assert.ErrorContains(t, err, "attend call to lighthouse at http://c:1 failed: this lighthouse does not lead")
+	})
+}
+
+// The announcement that a group leaves is repeated at the next leader, if the first one has not answered it.
+func TestALeaveIsAnnouncedToTheNextLeader(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newCluster(t, "a")
+		m := c.join(abc)
+		m.quorum()
+		c.net.Pause("a")
+		time.AfterFunc(800*time.Millisecond, func() { c.elect("b") })
+		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+		defer cancel()
+		require.NoError(t, m.Leave(ctx))
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		assert.Equal(t, 1, c.left)
+	})
+}
+
+// unary is an upstream lighthouse, which has no streams.
+type unary struct {
+	torchftpb.UnimplementedLighthouseServiceServer
+}
+
+func (unary) Quorum(_ context.Context, req *torchftpb.LighthouseQuorumRequest) (*torchftpb.LighthouseQuorumResponse, error) {
+	return &torchftpb.LighthouseQuorumResponse{Quorum: &torchftpb.Quorum{QuorumId: 1, Participants: []*torchftpb.QuorumMember{req.GetRequester()}}}, nil
+}
+
+func (unary) Heartbeat(context.Context, *torchftpb.LighthouseHeartbeatRequest) (*torchftpb.LighthouseHeartbeatResponse, error) {
+	return &torchftpb.LighthouseHeartbeatResponse{}, nil
+}
+
+// A job moves from a lighthouse of upstream to a cluster while it runs.
+func TestAMemberOfAnUpstreamLighthouseMovesToACluster(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		c := newCluster(t, "c")
+		stop := c.net.Host("old").Serve(t, ":1", func(g *grpc.Server) { torchftpb.RegisterLighthouseServiceServer(g, unary{}) })
+		m := c.join("http://old:1," + abc)
+		assert.EqualValues(t, 1, m.quorum())
+		assert.EqualValues(t, 1, m.quorum())
+		assert.Empty(t, c.visits())
+		stop()
+		c.net.Host("old").Kill()
+		assert.EqualValues(t, 1, quorum.TermOf(m.quorum()))
+		time.Sleep(time.Minute)
+		assert.Equal(t, []string{"a of 4", "c of 4"}, c.visits())
+	})
+}

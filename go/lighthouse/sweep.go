@@ -11,9 +11,9 @@ import (
 )
 
 const (
-	// A file that was not written for this long belongs to a job that has ended: a job in training writes its step each second. If the
-	// job begins again, its quorum ids are above the old ones, since the first one is taken from the clock. A damaged file is kept for
-	// as long after it was found.
+	// A file of this age belongs to a job that has ended: each sweep renews the time of the files of jobs that are in use. If the job
+	// begins again, its quorum ids are above the old ones, since the first one is taken from the clock. A damaged file is kept for as
+	// long after it was found.
 	keepFilesFor = 30 * 24 * time.Hour
 	// A temporary file of this age is left from a write that was interrupted.
 	keepTemporaryFor = time.Hour
@@ -52,8 +52,11 @@ func (s *Server) removeOld(now time.Time) {
 		if err != nil || !info.Mode().IsRegular() {
 			continue
 		}
-		if age := now.Sub(info.ModTime()); age > s.keepFor(entry.Name()) {
-			if err := os.Remove(filepath.Join(s.cfg.StateDir, entry.Name())); err != nil {
+		path := filepath.Join(s.cfg.StateDir, entry.Name())
+		if job, state := strings.CutSuffix(entry.Name(), ".state"); state && s.find(job) != nil {
+			_ = os.Chtimes(path, now, now) // if that fails, the next sweep tries again
+		} else if age := now.Sub(info.ModTime()); age > keepFor(entry.Name()) {
+			if err := os.Remove(path); err != nil {
 				s.log.Warn("torchft: an old file in the state directory cannot be removed", "file", entry.Name(), "error", err)
 				continue
 			}
@@ -63,13 +66,10 @@ func (s *Server) removeOld(now time.Time) {
 }
 
 // keepFor returns the age from which a file is removed.
-func (s *Server) keepFor(file string) time.Duration {
+func keepFor(file string) time.Duration {
 	const forever = time.Duration(1<<63 - 1)
-	job, state := strings.CutSuffix(file, ".state")
 	switch {
-	case state && s.find(job) != nil:
-		return forever
-	case state || strings.HasSuffix(file, ".state.corrupt"):
+	case strings.HasSuffix(file, ".state"), strings.HasSuffix(file, ".state.corrupt"):
 		return keepFilesFor
 	case strings.Contains(file, ".state.") && strings.HasSuffix(file, ".tmp"):
 		return keepTemporaryFor

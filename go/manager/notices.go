@@ -5,11 +5,12 @@ import (
 
 	"github.com/torchft/torchft/go/internal/rpc"
 	"github.com/torchft/torchft/go/membership"
+	"github.com/torchft/torchft/go/quorum"
 	"github.com/torchft/torchft/go/round"
 )
 
-// answerTime is how long ranks may take to answer ProgressAsked. The lighthouse waits a second for the manager server.
-const answerTime = 500 * time.Millisecond
+// answerTime is how long ranks may take to answer ProgressAsked.
+const answerTime = quorum.AnswerTime / 2
 
 // handleNotices forwards the notices of the membership to the machine and the ranks.
 func (s *Server) handleNotices(source membership.NoticeSource) {

@@ -103,7 +103,7 @@ func (m *Machine) deliver(d decision) {
 	m.watch.next(!d.changed)
 	m.list.spend()
 	if fresh {
-		m.past.keep(true, m.list.seat)
+		m.past.keep(m.list.seat)
 	}
 }
 

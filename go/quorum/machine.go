@@ -86,7 +86,6 @@ func (m *Machine) Step(event Event, now time.Time) []Action {
 		if !m.drains.any() && !m.search.pending(m.now) {
 			m.failback.tick()
 		}
-		m.past.keep(false, m.list.seat)
 		m.lastTick = m.now
 	}
 	m.reportUse()
@@ -211,6 +210,9 @@ func (m *Machine) asked(e Asked) bool {
 	}
 	if e.Recallable {
 		m.search.claimed(m.roster.members[id], e.KnownQuorumID)
+	}
+	if m.policy.ForbidRegression && m.past.least && e.Recallable && m.roster.members[id].previous && e.KnownQuorumID == m.past.latestID() {
+		m.do(Recall{id, e.KnownQuorumID}) // it knows how far the quorum has come (mayRegress)
 	}
 	return true
 }

@@ -25,7 +25,8 @@ type memory struct {
 	// latest is the newest quorum, members the records of its members in order. Both are nil before the first.
 	latest  *Quorum
 	members []*record
-	step    int64     // largest of the latest quorum's members
+	step    int64     // largest of the latest quorum's members, or less (least)
+	least   bool      // the latest quorum was read from disk, and none of its members has shown it since: step is from the time when it was formed
 	behind  time.Time // since when a quorum is delayed because it would be below step; zero if no quorum is delayed
 
 	// highest is the largest quorum_id that was seen. It begins with the milliseconds of the start, so that a lighthouse which is
@@ -33,7 +34,6 @@ type memory struct {
 	highest int64
 
 	rumor Voter // while no quorum is known: a member that claimed to know one, and has not shown it; empty if there is no such member
-	disk  kept  // the content of the last Keep
 }
 
 // Voter is the record of a quorum's member that the other members keep.
@@ -46,7 +46,7 @@ type Voter struct {
 // Past is the record of a quorum that its members keep: all that a lighthouse needs to continue after it.
 type Past struct {
 	ID      int64
-	Step    int64     // largest of its members
+	Step    int64     // largest of its members: on disk when it was formed, and in the memory of a member when that member asked last
 	Members []Voter   // ordered by ReplicaID
 	Base    [][]Voter // as Quorum.Base
 }
@@ -94,26 +94,8 @@ func (p Past) Validate() error {
 	return nil
 }
 
-// keepEvery is how often a new step is written to disk. The step is used for a warning only (regress).
-const keepEvery = time.Second
-
-// kept is the content of the last Keep, and its time.
-type kept struct {
-	step int64
-	at   time.Time
-}
-
-// keep appends a Keep if something must be written to disk: at once if the quorum is new, its step at most once in keepEvery. A
-// lighthouse that starts with an older step may miss a warning, and nothing else.
-func (m *memory) keep(fresh bool, seat Seat) {
-	if m.latest == nil || !fresh && (m.step == m.disk.step || m.now.Sub(m.disk.at) < keepEvery) {
-		return
-	}
-	m.disk = kept{m.step, m.now}
-	p := m.latest.Past()
-	p.Step = m.step
-	m.do(Keep{p, m.highest, seat})
-}
+// keep appends a Keep for a new quorum. While its members train on in it, nothing is written.
+func (m *memory) keep(seat Seat) { m.do(Keep{m.latest.Past(), m.highest, seat}) }
 
 // forget drops all but the highest id: the ids of the next training must not repeat those of this one.
 func (m *memory) forget(seat Seat) {
@@ -174,7 +156,7 @@ func (m *memory) newID(reconnects bool) int64 {
 
 // follow makes a quorum that was formed here the latest one.
 func (m *memory) follow(q *Quorum, in []*record, changed bool) (joined, left []string) {
-	m.latest, m.step = q, 0
+	m.latest, m.step, m.least = q, 0, false
 	for i := range q.Members {
 		m.step = max(m.step, q.Members[i].Step)
 	}
@@ -249,8 +231,12 @@ func (m *memory) votes(id string) bool {
 	return votes
 }
 
+// shown takes the step of the latest quorum from one of its members.
+func (m *memory) shown(p Past) { m.step, m.least = max(m.step, p.Step), false }
+
 // mayRegress is the last check of a decision: if the quorum would be below the step of the latest one, members with that step have
-// heartbeat_timeout_ms to come. Without that time, their newer weights would be overwritten, and the steps lost.
+// heartbeat_timeout_ms to come. Without that time, their newer weights would be overwritten, and the steps lost. If regressions are
+// forbidden, and it is not known how far the latest quorum has come (least), one of its members has to be in the next one.
 func (m *memory) mayRegress(d decision, now time.Time) decision {
 	reason, mayCome := m.regress(d.in)
 	switch {
@@ -262,7 +248,22 @@ func (m *memory) mayRegress(d decision, now time.Time) decision {
 	default:
 		d.regress = reason
 	}
+	if d.ready() && m.policy.ForbidRegression && m.least && !slices.ContainsFunc(d.in, func(r *record) bool { return r.previous }) {
+		d.cause, d.detail = forbidden, fmt.Sprintf("forbid_regression is set, and the step that the job had reached is not known: the lighthouse was "+
+			"restarted, and no member of quorum %d (%s), which began at step %d, has asked since; if the steps after it may be lost, start the "+
+			"lighthouse without forbid_regression", m.latest.ID, names(m.absent()), m.step)
+	}
 	return d
+}
+
+// absent returns the members of the latest quorum that are no candidates.
+func (m *memory) absent() (ids []string) {
+	for _, r := range m.members {
+		if !r.candidate() {
+			ids = append(ids, r.id)
+		}
+	}
+	return ids
 }
 
 // decided records since when the quorum waits for members with a larger step. Decisions with other causes leave it as it is:
@@ -293,16 +294,11 @@ func (m *memory) regress(in []*record) (reason string, mayCome bool) {
 	if step >= m.step {
 		return "", false
 	}
-	var absent []string
-	for _, r := range m.members {
-		if !r.candidate() {
-			absent = append(absent, r.id)
-			mayCome = mayCome || r.alive()
-		}
-	}
+	absent := m.absent()
 	if len(absent) == 0 {
 		return "", false
 	}
+	mayCome = slices.ContainsFunc(m.members, func(r *record) bool { return !r.candidate() && r.alive() })
 	return fmt.Sprintf("the job had reached step %d in quorum %d, the members that ask are at step %d at most; missing of that quorum: %s",
 		m.step, m.latest.ID, step, names(absent)), mayCome
 }

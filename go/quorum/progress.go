@@ -19,13 +19,13 @@ type Progress struct {
 const (
 	// A process can be alive and hang, so that heartbeats do not show progress. When a step has taken this many times the median,
 	// and at least leastStall, the members without progress are reported as stalled. They are asked for their progress shortly
-	// before that (answerTime). In shorter steps none is asked.
+	// before that (AnswerTime). In shorter steps none is asked.
 	stallMultiple = 10
 	leastStall    = 5 * time.Second
 	// In a large quorum a step may take this long for each member: all of them receive the list of the others first.
 	leastStallOfMember = time.Millisecond
-	// answerTime is how long a member may take to answer, and also the interval at which it is asked.
-	answerTime = time.Second
+	// AnswerTime is how long a member may take to answer, and also the interval at which it is asked.
+	AnswerTime = time.Second
 )
 
 // watch finds the members that make no progress in a step of the latest quorum: when the step takes too long, it asks the members
@@ -120,11 +120,11 @@ func (w *watch) tick() {
 		return
 	}
 	age := w.now.Sub(w.began)
-	if w.policy.StalledAfter == 0 && age < leastStall-answerTime {
+	if w.policy.StalledAfter == 0 && age < leastStall-AnswerTime {
 		return // the usual case, without the cost of the median
 	}
 	timeout := w.timeout()
-	answers := min(answerTime, timeout/2)
+	answers := min(AnswerTime, timeout/2)
 	if age < timeout-answers {
 		return
 	}

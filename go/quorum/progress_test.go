@@ -26,7 +26,7 @@ func TestAStepOfManyMembersMayTakeLonger(t *testing.T) {
 			}
 			return n
 		}
-		assert.Zero(t, asked(timeout-answerTime-time.Millisecond), "%d members", members)
-		assert.Equal(t, members-1, asked(timeout-answerTime), "%d members", members)
+		assert.Zero(t, asked(timeout-AnswerTime-time.Millisecond), "%d members", members)
+		assert.Equal(t, members-1, asked(timeout-AnswerTime), "%d members", members)
 	}
 }

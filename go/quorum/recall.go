@@ -285,9 +285,13 @@ func (s *search) recalled(e Recalled) (adopted bool) {
 	}
 	s.past.highest = max(s.past.highest, p.ID, min(e.Highest, maxKnownID))
 	if p.ID <= s.past.latestID() {
+		if r := s.roster.members[e.From]; p.ID == s.past.latestID() && r != nil && r.previous {
+			s.past.shown(p)
+		}
 		return false
 	}
 	s.past.adopt(p)
+	s.past.least = e.From == ""
 	if r := s.roster.members[e.From]; r != nil {
 		r.claim = claim{}
 	}

@@ -278,9 +278,21 @@ def _lighthouse(addresses: str | None, job: str | None) -> Iterator[Finding]:
         return
     took = time.monotonic() - began
     yield Finding("ok", f"the lighthouse answers after {1000 * took:.0f} ms and knows {groups(len(members))}")
+    if len(lighthouse.addresses) > 1:
+        yield from _cluster(lighthouse.addresses)
     yield from _clock(lighthouse.addresses[0])
     for member in members:
         yield from _reach(member)
+
+
+def _cluster(addresses: list[str]) -> Iterator[Finding]:
+    """Groups of this machine must reach each lighthouse of a cluster: any of them may lead later."""
+    for address in addresses:
+        try:
+            Lighthouse(address).get("/cluster")
+        except Unanswered as e:
+            advice = "groups on this machine wait while it leads; `torchft cluster` shows whether the others reach it"
+            yield Finding("bad", str(e), advice)
 
 
 def _clock(address: str) -> Iterator[Finding]:

@@ -216,6 +216,18 @@ def test_a_group_that_cannot_be_reached(closed_ports: list[int], capsys: pytest.
     assert "TORCHFT_HOST" in output
 
 
+def test_each_lighthouse_of_a_cluster_is_asked(closed_ports: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    away = f"http://127.0.0.1:{closed_ports[0]}"
+    server = LighthouseServer("127.0.0.1:0", min_replicas=1)
+    try:
+        status, output = doctor(capsys, "--lighthouse", f"{server.address()},{away}")
+    finally:
+        server.shutdown()
+    assert status == 1 and "the lighthouse answers" in output
+    assert f"BAD   no lighthouse answered ({away}: " in output
+    assert f"BAD   {server.address()} answered 404: " in output, "it is in no cluster"
+
+
 def test_a_clock_that_is_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     server = LighthouseServer("127.0.0.1:0", min_replicas=1)
     fast = SimpleNamespace(time=lambda: time.time() + 3600, monotonic=time.monotonic)

@@ -14,5 +14,13 @@ func OpenStore(c Config) func(dir string) (Store, error) {
 	return func(dir string) (Store, error) { return openStore(dir, c.Logger) }
 }
 
-// Snapshot makes a snapshot now.
-func (n *Node) Snapshot() error { return n.raft.Snapshot().Error() }
+// Snapshot makes a snapshot now, if the node is in a cluster.
+func (n *Node) Snapshot() error {
+	n.mu.Lock()
+	r := n.raft
+	n.mu.Unlock()
+	if r == nil {
+		return nil
+	}
+	return r.Snapshot().Error()
+}

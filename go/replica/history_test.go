@@ -177,6 +177,13 @@ func randomHistory(t *testing.T, seed uint64) *history {
 			host.start()
 		}
 	}
-	_, _ = w.leads(nil) // whatever failed, the cluster recovers
+	settle(t, "the cluster recovers, whatever failed", func() bool {
+		for _, host := range w.hosts {
+			if s := host.node.Status(); s.Leader == "" || s.Leader != w.hosts[0].node.Status().Leader || s.Trouble != "" {
+				return false
+			}
+		}
+		return true
+	})
 	return h
 }

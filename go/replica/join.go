@@ -20,8 +20,9 @@ import (
 
 const (
 	identityFile = "cluster.json"
-	askFirst     = 200 * time.Millisecond // between two rounds of questions, until the cluster is known
+	askFirst     = 200 * time.Millisecond // between two rounds of questions, until the node takes part
 	askLater     = time.Second            // from then on
+	leaderless   = 5 * time.Second        // after this time without a leader, that is a trouble
 )
 
 func newID() string { return rand.Text()[:12] }
@@ -80,10 +81,14 @@ func (n *Node) readIdentity(path string) error {
 		if used {
 			return fmt.Errorf("it has a log, but no %s: use an empty directory, remove this lighthouse from the cluster, and add it again", identityFile)
 		}
-		id = Identity{Self: n.cfg.Self, Instance: newID()}
+		if err := n.write(Identity{Self: n.cfg.Self, Instance: newID(), List: n.cfg.Cluster}); err != nil {
+			return err
+		}
+		id = n.identity
 	}
 	id.List = n.cfg.Cluster
-	return n.write(id)
+	n.identity = id
+	return nil
 }
 
 // enter makes the node one of a cluster.
@@ -149,12 +154,15 @@ func (n *Node) askOften() {
 		n.heard = heard
 		started := n.raft != nil
 		n.mu.Unlock()
-		pause := askLater
-		if !started {
-			pause = askFirst
-			n.note(n.find(heard))
+		trouble, pause := "", askLater
+		if started {
+			trouble = n.judge(heard)
 		} else {
-			n.note(n.judge(heard))
+			trouble = n.find(heard)
+		}
+		n.note(trouble)
+		if trouble != "" || !started {
+			pause = askFirst
 		}
 		select {
 		case <-n.ctx.Done():
@@ -273,12 +281,29 @@ func (n *Node) judge(heard map[string]answer) (trouble string) {
 	for _, s := range n.servers() {
 		switch {
 		case string(s.ID) == n.name:
-			return ""
+			return n.lacksLeader(heard)
 		case addressOf(s.ID) == n.cfg.Self:
 			return fmt.Sprintf("the cluster knows this lighthouse with a state directory that it has lost: `torchft cluster remove %s`, then `torchft cluster add %s`", n.cfg.Self, n.cfg.Self)
 		}
 	}
 	return fmt.Sprintf("this lighthouse is not in the cluster: it waits for `torchft cluster add %s`", n.cfg.Self)
+}
+
+// lacksLeader returns why a member of the cluster has had no leader for long.
+func (n *Node) lacksLeader(heard map[string]answer) (trouble string) {
+	if leader, since := n.Leader(); leader != "" || time.Since(since) < leaderless {
+		return ""
+	}
+	var silent []string
+	for _, address := range n.members() {
+		if heard[address].err != nil && address != n.cfg.Self {
+			silent = append(silent, address)
+		}
+	}
+	if len(silent) == 0 {
+		return fmt.Sprintf("no leader is known, though all lighthouses answer: this one was removed from the cluster (`torchft cluster add %s` adds it again), or the connections between them fail", n.cfg.Self)
+	}
+	return "no leader is known; these lighthouses do not answer: " + strings.Join(silent, ", ")
 }
 
 // note keeps the trouble of a round, and logs it when two rounds have found it.
@@ -295,7 +320,7 @@ func (n *Node) note(trouble string) {
 	case trouble == "":
 		n.log.Info("torchft: this lighthouse takes part in the cluster", "self", n.cfg.Self)
 	default:
-		n.log.Warn("torchft: this lighthouse takes no part in a cluster yet", "self", n.cfg.Self, "reason", trouble)
+		n.log.Warn("torchft: this lighthouse takes no part in a cluster", "self", n.cfg.Self, "reason", trouble)
 	}
 }
 
@@ -352,20 +377,20 @@ func (n *Node) Add(ctx context.Context, address string) error {
 		return err
 	}
 	own := n.Identity().Cluster
-	var id Identity
-	for first := true; first || id.Cluster == ""; first = false { // a new lighthouse learns the id of the cluster soon
-		var err error
-		if id, err = n.cfg.Links.Identify(ctx, address); err != nil {
-			return fmt.Errorf("adding %s: it cannot be asked for its identity: %w", address, err)
-		}
-		if id.Cluster != "" {
-			break
-		}
+	id, err := n.cfg.Links.Identify(ctx, address)
+	for err == nil && id.Cluster == "" { // a new lighthouse learns the id of the cluster soon
 		select {
 		case <-time.After(askFirst):
+			id, err = n.cfg.Links.Identify(ctx, address)
 		case <-ctx.Done():
-			return fmt.Errorf("adding %s: it does not know this cluster: its --cluster must name a lighthouse of it, and not others: %w", address, ctx.Err())
+			err = ctx.Err()
 		}
+		if err != nil {
+			err = fmt.Errorf("it does not know this cluster yet: its --cluster must name a lighthouse of it, and not others: %w", err)
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("adding %s: its identity is not known: %w", address, err)
 	}
 	switch {
 	case id.Self != address:

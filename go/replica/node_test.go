@@ -201,6 +201,8 @@ func TestAClusterWithoutAMajorityWaits(t *testing.T) {
 		address, _ := leader.node.Leader()
 		require.Empty(t, address)
 		time.Sleep(time.Hour / 10)
+		require.Contains(t, leader.node.Status().Trouble, "no leader is known; these lighthouses do not answer: ")
+		require.Equal(t, 1, leader.log.Count("takes no part in a cluster"))
 		for _, h := range w.hosts {
 			if h.node == nil {
 				h.start()

@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"net"
 	"slices"
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -36,6 +37,7 @@ type host struct {
 	list    []string
 	dir     string
 	memory  *memory
+	bolt    bool // the disk is the real one, in dir
 	log     *fttest.Log
 	node    *replica.Node
 	disk    *handle
@@ -122,8 +124,13 @@ func (h *host) start() *replica.Node {
 }
 
 func (h *host) open() (*replica.Node, error) {
-	disk := &handle{memory: h.memory}
-	n, err := replica.Open(context.Background(), h.config().With(func(string) (replica.Store, error) { return disk, nil }))
+	disk := &handle{Store: h.memory, until: make(chan struct{})}
+	n, err := replica.Open(context.Background(), h.config().With(func(dir string) (_ replica.Store, err error) {
+		if h.bolt {
+			disk.Store, err = replica.OpenStore(h.config())(dir)
+		}
+		return disk, err
+	}))
 	if err != nil {
 		return nil, err
 	}
@@ -161,7 +168,7 @@ func (h *host) kill() { h.end(h.network().Kill) }
 
 // end ends the lighthouse after something has cut it off.
 func (h *host) end(cut func()) {
-	h.disk.fail(errors.New("killed"))
+	h.disk.fail("", errors.New("killed"))
 	cut()
 	n := h.node
 	h.node = nil
@@ -215,32 +222,38 @@ type memory struct {
 	*raft.InmemSnapshotStore
 }
 
+func (m *memory) Close() error { return nil }
+
 func newMemory() *memory { return &memory{raft.NewInmemStore(), raft.NewInmemSnapshotStore()} }
 
 // handle is a disk as one process sees it. It fails on request.
 type handle struct {
-	*memory
-	err   atomic.Pointer[error]
-	hangs atomic.Bool
-	until chan struct{}
+	replica.Store
+	fault atomic.Pointer[fault]
+	until chan struct{} // operations that hang continue when it is closed
 }
 
-func (h *handle) fail(err error) { h.err.Store(&err) }
+// fault is what the operations of a disk do whose names contain the text: return the error, or hang if it is nil.
+type fault struct {
+	of  string
+	err error
+}
 
-func (h *handle) check() error {
-	if h.hangs.Load() {
+func (h *handle) fail(of string, err error) { h.fault.Store(&fault{of, err}) }
+
+func (h *handle) check(operation string) error {
+	f := h.fault.Load()
+	if f == nil || !strings.Contains(operation, f.of) {
+		return nil
+	}
+	if f.err == nil {
 		<-h.until
 	}
-	if err := h.err.Load(); err != nil {
-		return *err
-	}
-	return nil
+	return f.err
 }
 
-func (h *handle) Close() error { return nil }
-
 func (h *handle) StoreLogs(logs []*raft.Log) error {
-	if err := h.check(); err != nil {
+	if err := h.check("StoreLogs"); err != nil {
 		return err
 	}
 	copies := make([]*raft.Log, len(logs))
@@ -249,44 +262,42 @@ func (h *handle) StoreLogs(logs []*raft.Log) error {
 		one.Data = slices.Clone(l.Data)
 		copies[i] = &one
 	}
-	return h.memory.StoreLogs(copies)
+	return h.Store.StoreLogs(copies)
 }
 
-func (h *handle) StoreLog(l *raft.Log) error { return h.StoreLogs([]*raft.Log{l}) }
-
 func (h *handle) GetLog(index uint64, to *raft.Log) error {
-	if err := h.check(); err != nil {
+	if err := h.check("GetLog"); err != nil {
 		return err
 	}
-	return h.memory.GetLog(index, to)
+	return h.Store.GetLog(index, to)
 }
 
 func (h *handle) DeleteRange(from, to uint64) error {
-	if err := h.check(); err != nil {
+	if err := h.check("DeleteRange"); err != nil {
 		return err
 	}
-	return h.memory.DeleteRange(from, to)
+	return h.Store.DeleteRange(from, to)
 }
 
 func (h *handle) Set(key, value []byte) error {
-	if err := h.check(); err != nil {
+	if err := h.check("Set"); err != nil {
 		return err
 	}
-	return h.memory.Set(key, value)
+	return h.Store.Set(key, value)
 }
 
 func (h *handle) SetUint64(key []byte, value uint64) error {
-	if err := h.check(); err != nil {
+	if err := h.check("SetUint64 " + string(key)); err != nil {
 		return err
 	}
-	return h.memory.SetUint64(key, value)
+	return h.Store.SetUint64(key, value)
 }
 
 func (h *handle) Create(v raft.SnapshotVersion, index, term uint64, c raft.Configuration, ci uint64, via raft.Transport) (raft.SnapshotSink, error) {
-	if err := h.check(); err != nil {
+	if err := h.check("Create"); err != nil {
 		return nil, err
 	}
-	return h.memory.Create(v, index, term, c, ci, via)
+	return h.Store.Create(v, index, term, c, ci, via)
 }
 
 // settle waits until a condition holds.

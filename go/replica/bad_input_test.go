@@ -1,0 +1,248 @@
+package replica_test
+
+import (
+	"encoding/binary"
+	"encoding/json"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/stretchr/testify/require"
+
+	"github.com/torchft/torchft/go/replica"
+)
+
+func TestParseCluster(t *testing.T) {
+	good, err := replica.ParseCluster("http://c:1, http://a:1/,http://b:1")
+	require.NoError(t, err)
+	require.Equal(t, []string{"http://a:1", "http://b:1", "http://c:1"}, good)
+	for list, want := range map[string]string{
+		"":                      "--cluster is \"\"",
+		"http://a:1":            "it has 1 addresses, but must have 3, 5 or 7",
+		"http://a:1,http://b:1": "it has 2 addresses",
+		"http://a:1,http://b:1,http://c:1,http://d:1":   "it has 4 addresses",
+		"http://a:1,http://b:1,http://a:1":              "http://a:1 is in it twice",
+		"http://a:1,http://b:1,http://a:1/":             "an address is in it twice",
+		"http://a:1,http://b:1,c:1":                     "c:1",
+		"http://a:1,https://b:1,http://c:1":             "all with https://",
+		"http://a,http://b:1,http://c:1":                "the port is missing",
+		strings.Repeat("http://a:1,", 8) + "http://b:1": "twice",
+		"http://a:1,http://a:2,http://a:3,http://a:4,http://a:5,http://a:6,http://a:7,http://a:8,http://a:9": "it has 9 addresses",
+	} {
+		_, err := replica.ParseCluster(list)
+		require.ErrorContains(t, err, want, list)
+		require.ErrorContains(t, err, "--cluster", list)
+	}
+}
+
+func TestSelf(t *testing.T) {
+	list := []string{"http://a:1", "http://b:1", "http://b:2"}
+	for _, c := range []struct{ advertise, bind, own, want, err string }{
+		{"", "[::]:1", "a", "http://a:1", ""},
+		{"", "0.0.0.0:2", "b", "http://b:2", ""},
+		{"http://b:1/", ":7", "", "http://b:1", ""},
+		{"", "[::]:1", "a b", "", "may be each of http://a:1, http://b:1: name one with --advertise"},
+		{"", "[::]:3", "a b", "", "none of its addresses has the port 3 and a name of this host"},
+		{"", "[::]:1", "x", "", "none of its addresses"},
+		{"http://x:1", "[::]:1", "a", "", `--advertise is "http://x:1", which is not in --cluster`},
+		{"", "nonsense", "a", "", `--bind is "nonsense"`},
+	} {
+		self, err := replica.Self(list, c.advertise, c.bind, func(host string) bool { return strings.Contains(c.own, host) })
+		require.Equal(t, c.want, self)
+		if c.err != "" {
+			require.ErrorContains(t, err, c.err)
+		}
+	}
+}
+
+// files returns the content of a directory.
+func files(t *testing.T, dir string) map[string]string {
+	found := map[string]string{}
+	require.NoError(t, filepath.Walk(dir, func(path string, info os.FileInfo, err error) error {
+		if err == nil && !info.IsDir() {
+			text, err := os.ReadFile(path)
+			found[path] = string(text)
+			return err
+		}
+		return err
+	}))
+	return found
+}
+
+func TestADirectoryThatCannotBeUsedIsLeftAsItIs(t *testing.T) {
+	for _, c := range []struct {
+		name   string
+		change func(t *testing.T, c *replica.Config)
+		want   string
+	}{
+		{"no directory", func(_ *testing.T, c *replica.Config) { c.Dir = "" }, "--state_dir is empty"},
+		{"not in the list", func(_ *testing.T, c *replica.Config) { c.Self = "http://x:1" }, "this lighthouse, http://x:1, is not in it"},
+		{"another self", func(_ *testing.T, c *replica.Config) { c.Self = "http://b:1" }, "it belongs to the lighthouse http://a:1, and this one is http://b:1"},
+		{"another cluster", func(_ *testing.T, c *replica.Config) {
+			c.Cluster = []string{"http://a:1", "http://x:1", "http://y:1"}
+		}, "which belongs to the cluster of http://a:1,http://b:1,http://c:1"},
+		{"a damaged identity", func(t *testing.T, c *replica.Config) {
+			require.NoError(t, os.WriteFile(filepath.Join(c.Dir, "cluster.json"), []byte(`{"clus`), 0o600))
+		}, "cluster.json is damaged"},
+		{"an identity of zeros", func(t *testing.T, c *replica.Config) {
+			require.NoError(t, os.WriteFile(filepath.Join(c.Dir, "cluster.json"), []byte(`{}`), 0o600))
+		}, "cluster.json is damaged"},
+		{"a log without identity", func(t *testing.T, c *replica.Config) {
+			require.NoError(t, os.Remove(filepath.Join(c.Dir, "cluster.json")))
+		}, "it has a log, but no cluster.json"},
+		{"a file instead of a directory", func(t *testing.T, c *replica.Config) {
+			c.Dir = filepath.Join(c.Dir, "cluster.json")
+		}, "cluster.json"},
+		{"a log of zeros", func(t *testing.T, c *replica.Config) {
+			require.NoError(t, os.WriteFile(filepath.Join(c.Dir, "raft.db"), make([]byte, 65536), 0o600))
+		}, "raft.db: invalid database"},
+		{"a short log", func(t *testing.T, c *replica.Config) { damage(t, c.Dir, func(b []byte) []byte { return b[:len(b)/3] }) }, "damaged"},
+		{"a log with damaged bytes", func(t *testing.T, c *replica.Config) {
+			damage(t, c.Dir, func(b []byte) []byte {
+				return []byte(strings.ReplaceAll(string(b), "secret state", "wicked state"))
+			})
+		}, "checksum is wrong"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			dir := populate(t)
+			cfg := replica.Config{Cluster: []string{"http://a:1", "http://b:1", "http://c:1"}, Self: "http://a:1", Dir: dir, Links: wires{&host{world: newWorld(t), name: "a"}}}
+			c.change(t, &cfg)
+			before := files(t, dir)
+			_, err := replica.Open(t.Context(), cfg)
+			require.ErrorContains(t, err, c.want)
+			for path, text := range files(t, dir) {
+				if !strings.HasSuffix(path, "raft.db") { // bbolt writes its own pages when it opens a file
+					require.Equal(t, before[path], text, path)
+				}
+			}
+		})
+	}
+}
+
+// populate returns a directory of the lighthouse a of a cluster of three, with a log.
+func populate(t *testing.T) string {
+	dir := filepath.Join(t.TempDir(), "state")
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, "a", "b", "c")
+		w.hosts[0].bolt, w.hosts[0].dir = true, dir
+		leader, term := w.started()
+		for range 3 {
+			require.NoError(t, leader.node.Propose(term, "job", []byte("secret state")))
+		}
+		w.agree("job", "secret state")
+	})
+	return dir
+}
+
+func damage(t *testing.T, dir string, how func([]byte) []byte) {
+	path := filepath.Join(dir, "raft.db")
+	text, err := os.ReadFile(path)
+	require.NoError(t, err)
+	require.NoError(t, os.WriteFile(path, how(text), 0o600))
+}
+
+func TestDifferentListsAreNoCluster(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, "a", "b", "c")
+		w.hosts[1].list = []string{"http://a:1", "http://b:1", "http://d:1"}
+		for _, h := range w.hosts {
+			h.start()
+		}
+		time.Sleep(10 * time.Second)
+		for _, h := range w.hosts {
+			s := h.node.Status()
+			require.Contains(t, s.Trouble, "http://b:1,http://d:1", h.name)
+			require.Contains(t, s.Trouble, "http://b:1,http://c:1", h.name)
+			require.Empty(t, h.node.Identity().Cluster)
+			require.Equal(t, 1, h.log.Count("takes no part in a cluster"), h.name)
+		}
+		w.hosts[1].close()
+		w.hosts[1].list = w.list
+		w.hosts[1].start()
+		w.leads(nil)
+		settle(t, "no trouble", func() bool { return w.hosts[1].node.Status().Trouble == "" })
+	})
+}
+
+func TestTheDirectoryOfAnotherClusterWithTheSameAddresses(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		other := newWorld(t, "a", "b", "c")
+		other.started()
+		other.close()
+		w := newWorld(t, "a", "b", "c")
+		leader, term := w.started()
+		require.NoError(t, leader.node.Propose(term, "job", []byte("1")))
+		moved := w.hosts[(slicesIndex(w.hosts, leader)+1)%3]
+		moved.close()
+		from := other.hosts[slicesIndex(w.hosts, moved)]
+		moved.dir, moved.memory = from.dir, from.memory
+		before := files(t, moved.dir)
+		moved.start()
+		time.Sleep(10 * time.Second)
+		require.Contains(t, moved.node.Status().Trouble, "most lighthouses of --cluster are in "+leader.node.Identity().Cluster)
+		require.Contains(t, moved.log.String(), "one of them has the state directory of another cluster")
+		require.Contains(t, leader.log.String(), "one of them has the state directory of another cluster")
+		require.NoError(t, leader.node.Verify(t.Context(), term))
+		require.Empty(t, leader.node.Status().Trouble)
+		require.Empty(t, moved.node.States())
+		moved.close()
+		require.Equal(t, before, files(t, moved.dir))
+	})
+}
+
+func TestTwoLighthousesWithOneAddress(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, "a", "b", "c")
+		leader, term := w.started()
+		second := w.add("x")
+		second.list, second.address = w.list, "http://c:1"
+		second.start()
+		time.Sleep(10 * time.Second)
+		require.Contains(t, second.node.Status().Trouble, "answers at the address of this one, http://c:1")
+		require.Empty(t, second.node.Identity().Cluster)
+		require.NoError(t, leader.node.Verify(t.Context(), term))
+	})
+}
+
+// Strangers on a Link get a refusal, or nothing, and the cluster goes on.
+func TestStrangersOnALink(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := newWorld(t, "a", "b", "c")
+		leader, term := w.started()
+		id := leader.node.Identity()
+		name := id.Self + "#" + id.Instance
+		for _, c := range []struct{ sent, want string }{
+			{hello("other", "http://x:1#1", name), "one of them has the state directory of another cluster"},
+			{hello(id.Cluster, "http://x:1#1", "http://b:9#1"), "each needs an address of its own"},
+			{hello(id.Cluster, "http://x:1#1", id.Self+"#lost"), "has lost its state directory"},
+			{"\x00\x03{}}", ""},
+			{"\xff\xff" + strings.Repeat("x", 70000), ""},
+			{"\x00", ""},
+			{"GET / HTTP/1.1\r\n\r\n", ""},
+			{hello(id.Cluster, "http://x:1#1", name) + strings.Repeat("\xff\x00\xc1", 1000), ""},
+			{hello(id.Cluster, strings.Repeat("x", 3000), name) + "\x00\xde\xff\xff", ""},
+		} {
+			conn, err := w.network.Host("x").Dial(t.Context(), leader.name+":1")
+			require.NoError(t, err)
+			_, err = io.WriteString(conn, "L"+c.sent)
+			require.NoError(t, err)
+			_ = conn.SetReadDeadline(time.Now().Add(3 * time.Second))
+			answer, _ := io.ReadAll(conn)
+			require.Contains(t, string(answer), c.want)
+			_ = conn.Close()
+		}
+		time.Sleep(5 * time.Second)
+		require.NoError(t, leader.node.Verify(t.Context(), term))
+		require.Equal(t, term, leader.node.Status().Term)
+		require.Less(t, leader.log.Count("a connection between lighthouses was refused"), 5)
+	})
+}
+
+func hello(cluster, from, to string) string {
+	text, _ := json.Marshal(map[string]string{"cluster": cluster, "from": from, "to": to})
+	return string(binary.BigEndian.AppendUint16(nil, uint16(len(text)))) + string(text) //nolint:gosec // short
+}

@@ -1,7 +1,8 @@
 """Runs commands in parallel, each with its own log: `make test`, and functions for night.py.
 
 `make test` runs its parts on some lanes: the longest part first, and the next one when a lane is free. Tests with real
-processes are one part, so that no two of them run at once, because they measure time.
+processes are one part, so that no two of them run at once, because they measure time. Those of whole jobs, which
+measure none, are another one.
 """
 
 from __future__ import annotations
@@ -228,15 +229,29 @@ def pytest(name: str, *arguments: str, folder: Path = FOLDER) -> list[str]:
     ]
 
 
+# Tests of whole jobs and of the page, in tests/process, and the half of the unit tests that communicates.
+JOBS = [
+    f"tests/process/test_{name}.py"
+    for name in ("dashboard", "interfaces_examples", "torchft_run", "train_demo", "train_readme")
+]
+GROUPS = ["tests/unit/process_group", "tests/unit/checkpointing"]
+
+
+def without(paths: Sequence[str]) -> list[str]:
+    return [f"--ignore={path}" for path in paths]
+
+
 def parts_of_test() -> list[Part]:
     """The parts of `make test`, the longest first."""
     return [
-        Part("process", pytest("process", "tests/process")),
-        Part("unit", pytest("unit", "tests/unit")),
-        Part("go", [os.environ.get("MAKE", "make"), "--no-print-directory", "test-go"]),
+        Part("unit", pytest("unit", "tests/unit", *without(GROUPS))),
+        Part("groups", pytest("groups", *GROUPS)),
+        Part("process", pytest("process", "tests/process", *without(JOBS))),
+        Part("other", pytest("other", *without(["tests/process", "tests/unit", "tests/late"]))),
         # In a separate process, because PyTorch has an accelerator once the test accelerator is registered.
         Part("late", pytest("late", "tests/late")),
-        Part("other", pytest("other", "--ignore=tests/process", "--ignore=tests/unit", "--ignore=tests/late")),
+        Part("jobs", pytest("jobs", *JOBS)),
+        Part("go", [os.environ.get("MAKE", "make"), "--no-print-directory", "test-go"]),
     ]
 
 
@@ -273,7 +288,7 @@ def report(results: Sequence[Result], again: Sequence[str], folder: Path, out: T
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lanes", type=int, default=3, help="parts that run at once (default: %(default)s)")
+    parser.add_argument("--lanes", type=int, default=4, help="parts that run at once (default: %(default)s)")
     lanes = parser.parse_args().lanes
     if lanes < 1:
         parser.error(f"--lanes {lanes}: allowed is 1 or more")

@@ -156,8 +156,14 @@ def world() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+# Each kind, and each value of its settings; the other combinations are slow, seconds each.
+FEW = {"plain", "static graph, no bucket view", "pure", "upstream, bucket view"}
+
+
 @pytest.mark.usefixtures("world")
-@pytest.mark.parametrize("kind", WRAPPERS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=() if kind in FEW else pytest.mark.slow) for kind in WRAPPERS]
+)
 def test_groups_that_start_at_different_times(cluster: Cluster, kind: str) -> None:
     expected = reference()  # before the threads start, because all threads share one random generator
     training = Training(WRAPPERS[kind])

@@ -290,8 +290,8 @@ def cluster() -> Iterator[Cluster]:
     ("groups", "place"),
     [
         *((2, place) for place in ("forward", "bucket0", "bucket1", "commit")),
-        *((3, place) for place in ("forward", "bucket1")),
-        *(pytest.param(3, place, marks=pytest.mark.slow) for place in ("bucket0", "commit")),
+        (3, "bucket1"),
+        *(pytest.param(3, place, marks=pytest.mark.slow) for place in ("forward", "bucket0", "commit")),
     ],
 )
 def test_a_failure_in_mid_step_costs_no_step(cluster: Cluster, groups: int, place: str) -> None:

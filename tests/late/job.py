@@ -154,8 +154,8 @@ def fail_in_the_last_bucket(pg: Any, manager: Manager, groups: int) -> None:
 
 
 def stall_in_the_last_bucket(pg: Any, manager: Manager, groups: int) -> None:
-    """The device stands still in the second step with so many groups, until that step has failed."""
-    allreduce, steps = pg.allreduce, set()
+    """The device stands still in the second step with so many groups, until the deadline of its operation."""
+    allreduce, abort, steps = pg.allreduce, pg.abort, set()
 
     def launch(tensors: Any, opts: Any) -> Any:
         if manager.num_participants() == groups:
@@ -168,8 +168,11 @@ def stall_in_the_last_bucket(pg: Any, manager: Manager, groups: int) -> None:
         opts.timeout = timedelta(milliseconds=500)
         return allreduce(tensors, opts)
 
-    pg.allreduce = launch
-    manager.register_commit_hook(lambda *_: load().release())
+    def ends() -> None:
+        abort()
+        load().release()
+
+    pg.allreduce, pg.abort = launch, ends
 
 
 def algorithm(kind: str, manager: Manager, model: nn.Sequential, inner: torch.optim.Optimizer) -> Any:

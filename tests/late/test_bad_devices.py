@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -60,16 +61,18 @@ def steps(group: Group, number: int, participants: int) -> None:
         number -= group.step() == participants
 
 
-def test_a_device_that_is_full_from_the_start_costs_the_others_nothing(late: Any) -> None:
+def trains_beside(
+    second: Callable[[Rank], None], make_pg: Callable[[int], ProcessGroup] = late_pg, world_size: int = 1
+) -> list[int]:
+    """Group 0 trains; group 1 begins after its first step, and ends with a crash. Returns the number of groups that
+    committed each step of group 0, at least ten.
+    """
     trains, ended = Gate(), threading.Event()
 
     def run(rank: Rank) -> list[int]:
         if rank.group == 1:
             rank.cluster.wait(trains)
-            group = Group(rank, 5)
-            late.fill(5, True)
-            with pytest.raises(RuntimeError, match="torchft-late: late:5 has too little memory for NCCL"):
-                group.step()
+            second(rank)
             rank.crash()
             ended.set()
             return []
@@ -79,9 +82,19 @@ def test_a_device_that_is_full_from_the_start_costs_the_others_nothing(late: Any
             trains.open()
         return participants
 
-    with Cluster(make_pg=late_pg) as cluster:
-        first, _ = results(cluster.start(run, 0), cluster.start(run, 1))
-    assert set(first) == {1}
+    with Cluster(make_pg=make_pg) as cluster:
+        first, *_ = results(cluster.start(run, 0), cluster.start(run, 1, world_size=world_size))
+    return first
+
+
+def test_a_device_that_is_full_from_the_start_costs_the_others_nothing(late: Any) -> None:
+    def second(rank: Rank) -> None:
+        group = Group(rank, 5)
+        late.fill(5, True)
+        with pytest.raises(RuntimeError, match="torchft-late: late:5 has too little memory for NCCL"):
+            group.step()
+
+    assert set(trains_beside(second)) == {1}
 
 
 def test_a_device_that_is_full_when_a_group_joins_ends_its_own_group(late: Any) -> None:
@@ -156,58 +169,34 @@ def test_visible_devices_that_differ_between_ranks(
 
 
 def test_the_group_of_such_ranks_ends_and_another_trains_on(late: Any) -> None:
-    trains, ended, refused = Gate(), threading.Event(), list[str]()
+    ended, refused = threading.Event(), list[str]()
 
-    def run(rank: Rank) -> list[int]:
-        if rank.group == 1:
-            rank.cluster.wait(trains)
-            group = Group(rank, 3)
-            try:
-                group.manager.start_quorum()
-            except ValueError as e:
-                refused.append(str(e))
-                ended.set()
-            assert ended.wait(60)
-            rank.crash()  # torchrun ends the other ranks of the group, too
-            return []
-        group, participants = Group(rank, 0), []
-        while not ended.is_set() or len(participants) < 10:
-            participants.append(group.step())
-            trains.open()
-        return participants
+    def second(rank: Rank) -> None:
+        group = Group(rank, 3)
+        try:
+            group.manager.start_quorum()
+        except ValueError as e:
+            refused.append(str(e))
+            ended.set()
+        assert ended.wait(60)  # torchrun ends the other ranks of the group, too
 
-    with Cluster(make_pg=late_pg) as cluster:
-        first, *_ = results(cluster.start(run, 0), cluster.start(run, 1, world_size=2))
-    assert set(first) == {1}
+    assert set(trains_beside(second, world_size=2)) == {1}
     (error,) = refused
     assert "two ranks of the group use one device, late-3" in error
 
 
 @pytest.mark.slow  # its workers import PyTorch; the rule is that of the test in the trainer
 def test_a_worker_whose_device_is_full_ends_its_own_group(late: Any) -> None:
-    trains, ended = Gate(), threading.Event()
-
-    def run(rank: Rank) -> list[int]:
-        if rank.group == 1:
-            rank.cluster.wait(trains)
-            group = Group(rank, 1)
-            with pytest.raises(RuntimeError, match="late:1 has too little memory for the connection with the other"):
-                forever(group)
-            rank.crash()
-            ended.set()
-            return []
-        group, participants = Group(rank, 0), []
-        while not ended.is_set() or len(participants) < 10:
-            participants.append(group.step())
-            trains.open()
-        return participants
+    def second(rank: Rank) -> None:
+        group = Group(rank, 1)
+        with pytest.raises(RuntimeError, match="late:1 has too little memory for the connection with the other"):
+            forever(group)
 
     def pg(group: int) -> ProcessGroup:
         return (ProcessGroupBabyFull if group == 1 else ProcessGroupBabyLate)(timeout=DEADLINE)
 
-    with Cluster(make_pg=pg) as cluster:
-        first, _ = results(cluster.start(run, 0), cluster.start(run, 1))
-    assert first[-1] == 1 and first.count(0) <= 3
+    participants = trains_beside(second, pg)
+    assert participants[-1] == 1 and participants.count(0) <= 3
 
 
 @pytest.mark.parametrize(("local_rank", "devices", "expected"), [("5", 4, None), ("3", 4, 3), ("5", 1, 0)])

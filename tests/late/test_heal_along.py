@@ -116,9 +116,9 @@ def test_a_group_that_joins_has_the_same_bits(
     between_votes: bool,
 ) -> None:
     if schedule == "delayed":
-        late.delays(7, 0, 3000)
+        late.delays(7, 0, 1000)
     if schedule == "lazy":
-        late.lazy(5000)
+        late.lazy(2000)
     if between_votes:
         monkeypatch.setattr(Heal, "early", EARLY)
     loop = OnStream(together=2, make=OPTIMIZERS[optimizer], model=small, device_of=on_device)

@@ -21,7 +21,8 @@ def make_pg(group: int) -> ProcessGroup:
     return ProcessGroupLate(timeout=DEADLINE)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+# Slow without a worker: the test below has none either.
+@pytest.mark.parametrize("workers", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_group_fails_and_another_one_joins(late: ModuleType, workers: int) -> None:
     late.delays(7, 0, 500)
     loader = {"pin_memory": True, "num_workers": workers}

@@ -86,41 +86,20 @@ def run_with_a_kill(*args: str, survivor_args: tuple[str, ...] = (), env: dict[s
 @pytest.mark.parametrize(
     "args",
     [
-        ("--transport=http",),
-        ("--transport=pg",),
-        # Seconds each; other threads, which the unit tests of these groups run too.
-        pytest.param(("--heal_along",), marks=pytest.mark.slow),
-        pytest.param(("--kind=diloco",), marks=pytest.mark.slow),
-        pytest.param(("--pg=late2",), marks=pytest.mark.slow),
-        pytest.param(("--pg=native", "--transport=pg"), marks=pytest.mark.slow),
-        pytest.param(("--pg=isolated", "--timeout_s=40"), marks=pytest.mark.slow),
-    ],
-    ids=" ".join,
-)
-def test_a_rank_has_a_context_on_its_own_device_only(job_server: None, args: tuple[str, ...]) -> None:
-    """After a timeout, a failure and a heal: each thread of torchft's is on the rank's device when it uses one."""
-    # The deadline of an operation is that of torchft's own groups in the trainer.
-    stalls = () if args[0] in ("--pg=native", "--pg=isolated") else ("--stalls=2",)
-    survivor, healed = run_with_a_kill(*args, "--device=3", survivor_args=stalls)
-    assert not stalls or any(not e["committed"] for e in survivor.of("step"))
-    for child in (survivor, healed):
-        (made_by,) = [e["made_by"] for e in child.of("contexts")]
-        assert list(made_by) == ["3"], "\n\n".join(f"device {d}:\n{stack}" for d, stack in made_by.items())
-
-
-@pytest.mark.parametrize(
-    "args",
-    [
-        ("--transport=http",),
+        ("--transport=http", "--stalls=2"),
         ("--transport=pg",),
         ("--kind=diloco",),
+        # Seconds each. Of the threads that they run, the unit tests and test_contexts.py have those of torchft.
+        pytest.param(("--heal_along", "--stalls=2"), marks=pytest.mark.slow),
+        pytest.param(("--transport=pg", "--stalls=2"), marks=pytest.mark.slow),
+        pytest.param(("--kind=diloco", "--stalls=2"), marks=pytest.mark.slow),
         pytest.param(("--kind=local_sgd",), marks=pytest.mark.slow),  # DiLoCo's sync is the same, and more
-        # Inner steps while a fragment is reduced; seconds each. test_streaming.py has it without a kill.
+        # Inner steps while a fragment is reduced. test_streaming.py has it without a kill.
         pytest.param(("--kind=streaming",), marks=pytest.mark.slow),
         pytest.param(("--kind=streaming", "--transport=pg"), marks=pytest.mark.slow),
-        # The second form of the backend, which revokes: in torchft's group, and in PyTorch's own. Seconds each;
+        # The second form of the backend, which revokes: in torchft's group, and in PyTorch's own.
         # test_connecting.py and test_reconfigure.py have its rules.
-        pytest.param(("--pg=late2",), marks=pytest.mark.slow),
+        pytest.param(("--pg=late2", "--stalls=2"), marks=pytest.mark.slow),
         pytest.param(("--pg=native", "--transport=pg"), marks=pytest.mark.slow),
         # Each group imports PyTorch a second time, for its workers. test_isolated.py kills a worker.
         pytest.param(("--pg=isolated", "--timeout_s=40"), marks=pytest.mark.slow),
@@ -128,7 +107,16 @@ def test_a_rank_has_a_context_on_its_own_device_only(job_server: None, args: tup
     ids=" ".join,
 )
 def test_a_group_is_killed_and_comes_back(job_server: None, args: tuple[str, ...]) -> None:
-    run_with_a_kill(*args)
+    """A rank has a context on its own device only: each thread of torchft's is on that device when it uses one. With
+    --stalls, the deadline of an operation passes in the survivor, too.
+    """
+    stalls = tuple(arg for arg in args if arg.startswith("--stalls"))
+    common = [arg for arg in args if arg not in stalls]
+    survivor, healed = run_with_a_kill(*common, "--device=3", survivor_args=stalls)
+    assert not stalls or any(not e["committed"] for e in survivor.of("step"))
+    for child in (survivor, healed):
+        (made_by,) = [e["made_by"] for e in child.of("contexts")]
+        assert list(made_by) == ["3"], "\n\n".join(f"device {d}:\n{stack}" for d, stack in made_by.items())
 
 
 def test_the_monitor_of_the_world_does_not_end_survivors(job_server: None) -> None:

@@ -22,6 +22,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Sequence
 from pathlib import Path
@@ -97,6 +98,7 @@ class ForkServer:
         self._env = {**env, "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
         self._process: subprocess.Popen[bytes] | None = None
         self._threads = 0
+        self._starting = threading.Lock()
 
     def can_start(self, env: dict[str, str]) -> bool:
         """Whether a forked child with this environment behaves like one that is started as a program."""
@@ -125,24 +127,28 @@ class ForkServer:
             self._process.wait(START_TIMEOUT_S)
 
     def _has_one_thread(self) -> bool:
-        if self._process is None:
-            self._control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._control.settimeout(START_TIMEOUT_S)
-            with its:
-                command = [sys.executable, __file__, str(its.fileno()), *self._imports]
-                # In a new session, because Ctrl-C is meant for the tests.
-                self._process = subprocess.Popen(
-                    command,
-                    env=self._env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    pass_fds=[its.fileno()],
-                    start_new_session=True,
-                )
-            self._threads = int(self._control.recv(16) or 0)
-            if self._threads != 1:
-                print(f"the fork server has {self._threads} threads: children start by themselves", file=sys.stderr)
+        with self._starting:
+            if self._process is None:
+                self._begin()
         return self._threads == 1
+
+    def _begin(self) -> None:
+        self._control, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.settimeout(START_TIMEOUT_S)
+        with its:
+            command = [sys.executable, __file__, str(its.fileno()), *self._imports]
+            # In a new session, because Ctrl-C is meant for the tests.
+            self._process = subprocess.Popen(
+                command,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[its.fileno()],
+                start_new_session=True,
+            )
+        self._threads = int(self._control.recv(16) or 0)
+        if self._threads != 1:
+            print(f"the fork server has {self._threads} threads: children start by themselves", file=sys.stderr)
 
 
 def _readable(descriptor: int, timeout: float | None) -> bool:

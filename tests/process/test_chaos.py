@@ -23,7 +23,12 @@ from processes import Job
 from tests.promises import KILL_S, within
 
 needs_native = pytest.mark.skipif(not hasattr(dist.ProcessGroup, "reconfigure"), reason="needs PyTorch >= 2.14")
-OTHERS = ["isolated", pytest.param("native", marks=[needs_native, pytest.mark.slow])]
+# Slow: the threads and processes of these groups have their tests in tests/unit/process_group, and test_abort.py stops
+# their peers.
+OTHERS = [
+    pytest.param("isolated", marks=pytest.mark.slow),
+    pytest.param("native", marks=[needs_native, pytest.mark.slow]),
+]
 # One fault for each way in which survivors detect a failure (the end of the grace period, an error of a collective,
 # missing heartbeats) or continue (as the only group, during a heal, with a new lighthouse). Stops come first: after a
 # stop, Gloo may keep an operation until its timeout, and it must have ended when the job is checked for leaks.

@@ -192,9 +192,11 @@ def test_a_member_joins_at_each_line_of_a_rebuild(consensus: str, tmp_path: Path
         members.check_weights(5)
 
 
-# With the shared directory this takes longer: its rules are tested in tests/unit/ftlib, and an example trains with it.
+# Slow with the two others: their rules are tested in tests/unit/ftlib, and an example trains with the shared directory.
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("consensus", ["lighthouse", "gossip", pytest.param("shared_storage", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "consensus", ["lighthouse", *(pytest.param(c, marks=pytest.mark.slow) for c in ("gossip", "shared_storage"))]
+)
 def test_a_member_is_killed(consensus: str, tmp_path: Path) -> None:
     """Averages overlap with the backward pass."""
     with Job() as job:

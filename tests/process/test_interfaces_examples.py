@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from documents import ROOT, blocks
 from processes import child_environment, free_port, ours_path
+
+from tests.unit.children import run_python
 
 
 @pytest.mark.parametrize("name", ["ftlib", "dlrover"])
@@ -27,25 +30,17 @@ def weights(*outputs: str) -> set[str]:
 @pytest.mark.parametrize("consensus", ["shared_storage", pytest.param("gossip", marks=pytest.mark.slow)])
 def test_two_members_of_ftlib_end(consensus: str, tmp_path: Path) -> None:
     script = ROOT / "python/examples/ftlib_loop.py"
-    env = child_environment(ours_path(), {"TORCHFT_HOST": "localhost"})
+    env = {"TORCHFT_HOST": "localhost"}
     if consensus == "gossip":
         ports = [str(free_port()) for _ in range(2)]
         arguments = [[port, *(f"localhost:{seed}" for seed in ports)] for port in ports]
     else:
         arguments = [[str(tmp_path)]] * 2
-    members = [
-        subprocess.Popen([sys.executable, script, *each], env=env, text=True, stdout=subprocess.PIPE)
-        for each in arguments
-    ]
-    try:
-        outputs = [member.communicate(timeout=200)[0] for member in members]
-    finally:
-        for member in members:
-            member.kill()
-            member.wait()
-    assert [member.returncode for member in members] == [0, 0]
+    with ThreadPoolExecutor(2) as pool:
+        members = list(pool.map(lambda each: run_python(script.read_text(), *each, env=env, timeout=200), arguments))
+    assert [member.returncode for member in members] == [0, 0], [member.stderr for member in members]
     # The weights differ if one member ended before the other began; tests/process/test_ftlib.py compares weights.
-    assert [len(weights(each)) for each in outputs] == [1, 1]
+    assert [len(weights(member.stdout)) for member in members] == [1, 1]
 
 
 @pytest.mark.slow  # 20 s; tests/unit/dlrover/test_optimizer.py has the same in threads

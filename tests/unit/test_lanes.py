@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -57,11 +58,19 @@ def wait_for_end(pid: int) -> None:
 
 
 def test_the_parts_of_make_test_are_all_tests() -> None:
-    """Each folder of tests belongs to one part: some parts run one folder each, and the last part runs the rest."""
-    *alone, last = [p for p in parts_of_test() if "pytest" in p.command]
-    folders = {part.command[-1] for part in alone}
-    assert all((ROOT / folder).is_dir() for folder in folders)
-    assert {f"--ignore={folder}" for folder in folders} == {word for word in last.command if "--ignore" in word}
+    """Each file of tests belongs to one part."""
+    found = Counter[Path]()
+    for part in (p for p in parts_of_test() if "pytest" in p.command):
+        words = part.command[part.command.index("no:cacheprovider") + 1 :]
+        given = [ROOT / word for word in words if not word.startswith("--")] or [ROOT / "tests"]
+        ignored = [ROOT / word.removeprefix("--ignore=") for word in words if word.startswith("--ignore=")]
+        assert all(path.exists() for path in [*given, *ignored]), part.name
+        found.update(
+            path
+            for path in (ROOT / "tests").rglob("test_*.py")
+            if any(path.is_relative_to(each) for each in given) and not any(path.is_relative_to(i) for i in ignored)
+        )
+    assert found == dict.fromkeys((ROOT / "tests").rglob("test_*.py"), 1)
 
 
 def test_each_part_has_a_log_and_a_result(tmp_path: Path) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -30,6 +28,7 @@ from torch.distributed.distributed_c10d import (
 from torch.futures import Future
 
 from tests.promises import ABORT_S, within
+from tests.unit.children import run_python
 from tests.unit.process_group.ranks import TIMEOUT, meeting
 from tests.unit.waiting import wait_until
 from torchft import process_group
@@ -574,14 +573,15 @@ print(os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"])
     ],
 )
 def test_a_world_that_is_made_after_the_import_dumps_nothing(
-    there: Optional[str], arguments: list[str], expected: str, warning: Optional[str]
+    monkeypatch: pytest.MonkeyPatch,
+    there: Optional[str],
+    arguments: list[str],
+    expected: str,
+    warning: Optional[str],
 ) -> None:
-    env = {name: value for name, value in os.environ.items() if name != "TORCH_NCCL_DUMP_ON_TIMEOUT"}
-    if there is not None:
-        env["TORCH_NCCL_DUMP_ON_TIMEOUT"] = there
-    done = subprocess.run(
-        [sys.executable, "-c", _IMPORT, *arguments], env=env, capture_output=True, text=True, timeout=120, check=True
-    )
+    monkeypatch.delenv("TORCH_NCCL_DUMP_ON_TIMEOUT", raising=False)
+    done = run_python(_IMPORT, *arguments, env={} if there is None else {"TORCH_NCCL_DUMP_ON_TIMEOUT": there})
+    assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [expected]
     assert (warning is None) == ("monitor" not in done.stderr), done.stderr
     assert warning is None or warning in done.stderr

@@ -63,9 +63,7 @@ def table(status: Mapping[str, Any]) -> str:
     lines = [summary(status), f"as seen by {own}", "", f"{'lighthouse':{width}}  state"]
     lines += [f"{printable(member['address']):{width}}  {_state(member)}" for member in members]
     if status["trouble"]:
-        lines += ["", f"{own} takes no part: {printable(status['trouble'])}"]
-    elif not any(member["voter"] for member in members if member["address"] == status["self"]):
-        lines += ["", f"{own} takes no part until it is added: torchft cluster add {own}"]
+        lines += ["", f"{own}: {printable(status['trouble'])}"]
     return "\n".join(lines)
 
 

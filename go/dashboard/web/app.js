@@ -304,7 +304,7 @@ async function drawCluster() {
     ? `${cluster.leader} has led for ${since}.`
     : `None has led for ${since}: ${needed} of them must reach each other. Until then the groups wait.`;
   at("leader").className = cluster.leader ? "" : "stuck";
-  at("trouble").textContent = cluster.trouble ? `${cluster.self} takes no part: ${cluster.trouble}` : "";
+  at("trouble").textContent = cluster.trouble ? `${cluster.self}: ${cluster.trouble}` : "";
   at("lighthouses").replaceChildren(...members.map((one) => {
     const tr = element("tr");
     const [name, className] = one.leads ? ["leader", "training"] : !one.voter ? ["not in the cluster", "waiting"] : one.reached ? ["follower", ""] : ["not reached", "failed"];
